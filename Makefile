@@ -1,0 +1,44 @@
+PY := .venv/bin/python
+CLI := OMP_WAIT_POLICY=passive $(PY) -m itercast
+BUDGET ?= 5m
+
+.PHONY: help setup demo collect train evaluate predict ui report test lint clean
+
+help: ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "%-10s %s\n", $$1, $$2}'
+
+setup: .venv/.installed ## create .venv and install everything
+
+.venv/.installed: pyproject.toml constraints.txt
+	python3 -m venv .venv
+	.venv/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[hf,dev]' && touch $@
+
+demo: setup ## sweep this CPU, train, forecast, compare: reports/demo
+	$(CLI) demo
+
+collect: setup ## sweep kernels (BUDGET=5m)
+	$(CLI) collect --device cpu --budget $(BUDGET)
+
+train: setup ## train one model per op family on datasets/
+	$(CLI) train --data datasets --out bundles/local
+
+evaluate: setup ## predicted against measured iterations
+	$(CLI) evaluate
+
+predict: setup ## forecast one case (CASE=gpt-small)
+	$(CLI) predict $(or $(CASE),gpt-small) --gpu cpu
+
+ui: setup ## the MLflow UI
+	$(CLI) ui
+
+report: demo ## where the demo's report is
+	@echo reports/demo/report.html
+
+test: setup ## run the tests
+	OMP_WAIT_POLICY=passive $(PY) -m pytest
+
+lint: setup ## ruff and mypy
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+
+clean: ## remove what the targets made, but not datasets
+	rm -rf .venv runs reports bundles mlruns mlartifacts mlflow.db .cache

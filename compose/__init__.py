@@ -1,0 +1,1 @@
+"""Captured ops to a plan, a timeline and an iteration time."""

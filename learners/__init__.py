@@ -1,0 +1,1 @@
+"""Rows to features to one model per op family to a bundle."""

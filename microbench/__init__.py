@@ -1,0 +1,1 @@
+"""Measures: what an op is, which ops a model calls, how long they take."""

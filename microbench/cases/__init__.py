@@ -1,0 +1,1 @@
+"""The models we validate, and how to build them."""

@@ -1,0 +1,169 @@
+"""A sweep within a budget: workers measure points, the parent restarts and compacts."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from microbench import store
+from microbench.hardware.machine import measure_cpu
+from microbench.ops import families
+
+Progress = Callable[[int, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOrder:
+    """What one worker process does: families to sweep on so many threads, for so long."""
+
+    root: str
+    run_id: str
+    device: str
+    gpu: str
+    families: tuple[str, ...]
+    threads: int
+    budget_s: float
+    seed: int
+    worker: int
+    anchor_us: float
+    cache_bytes: float
+
+
+def stack() -> str:
+    """Software and versions, as one string."""
+    import torch  # lazy: cards can be read without torch
+
+    return f"torch-{torch.__version__}"
+
+
+def spent_s(root: Path, gpu: str, names: Sequence[str], threads: int) -> float:
+    """Seconds earlier sweeps of this root spent measuring on so many threads."""
+    total = 0.0
+    for name in names:
+        rows = store.read_rows([root], name)
+        if len(rows):
+            mine = rows[(rows["gpu"] == gpu) & (rows["threads"] == threads)]
+            total += float(mine["cost_s"].sum())
+    return total
+
+
+def collect(
+    root: Path,
+    device: str,
+    names: Sequence[str] | None,
+    budget_s: float,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> int:
+    """Sweep the families until the budget of this root is spent; returns new rows.
+
+    The budget is the root's, not the run's: a resumed or repeated sweep spends what is left.
+    On a CPU two fifths go to one-thread rows, taken by all cores at once as by ranks of one job.
+    """
+    known = families()
+    chosen = list(names or known)
+    unknown = [n for n in chosen if n not in known]
+    if unknown:
+        raise ValueError(f"unknown family {unknown[0]!r}; known: {sorted(known)}")
+    swept = tuple(n for n in chosen if known[n].sweep is not None)
+    cores = os.cpu_count() or 1
+    phases = [(cores, 1, 0.6), (1, cores, 0.4)] if device == "cpu" and cores > 1 else [(1, 1, 1.0)]
+    facts = card_facts(root, device, [threads for threads, _, _ in phases])
+    gpu = facts["hardware"]["name"]
+    moved = store.compact(root, facts)
+    for threads, ranks, share in phases:
+        left_s = budget_s * share - spent_s(root, gpu, swept, threads) / ranks
+        if left_s < 1:
+            continue
+        orders = [
+            WorkerOrder(
+                root=str(root),
+                run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-t{threads}-w{worker}",
+                device=device,
+                gpu=gpu,
+                families=swept,
+                threads=threads,
+                budget_s=left_s,
+                seed=seed,
+                worker=worker * 2 + (ranks > 1),
+                anchor_us=facts["anchor_us"].get(threads, 1.0),
+                cache_bytes=facts["hardware"]["l2_bytes"],
+            )
+            for worker in range(ranks)
+        ]
+        run_workers(orders, left_s, progress)
+        moved += store.compact(root, facts)
+    return moved
+
+
+def card_facts(root: Path, device: str, thread_counts: Sequence[int]) -> dict[str, Any]:
+    """What every card of this sweep says: machine, versions, anchor, day."""
+    import torch  # lazy: cards can be read without torch
+
+    from microbench.timing import Anchor
+
+    gpu = measure_cpu() if device == "cpu" else cuda_gpu()
+    earlier = store.read_hardware([root]).get(gpu.name)
+    anchors = store.read_anchor(root, gpu.name)
+    for threads in thread_counts if device == "cpu" else ():
+        if threads not in anchors:
+            torch.set_num_threads(threads)
+            anchors[threads] = Anchor().reference_us()
+    return {
+        "what": "single-op times swept by itercast collect",
+        "when": datetime.date.today().isoformat(),
+        "licence": "Apache-2.0",
+        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "hardware": (earlier or gpu).to_dict(),
+        "anchor_us": anchors,
+    }
+
+
+def cuda_gpu() -> Any:
+    """The first CUDA device as a Gpu: from our hardware file, else from what torch tells."""
+    import torch  # lazy: CPU sweeps must run where torch has no CUDA
+
+    from microbench.hardware.cuda import gpu_of
+
+    if not torch.cuda.is_available():
+        raise ValueError("device 'cuda' is not available here; allowed: cpu")
+    return gpu_of(torch.cuda.get_device_properties(0))
+
+
+def run_workers(orders: Sequence[WorkerOrder], budget_s: float, progress: Progress | None) -> None:
+    """Run one process per order; one that dies is started again while its budget lasts."""
+    begin = time.monotonic()
+    running = {order: start_worker(order) for order in orders}
+    restarts = 0
+    while running:
+        time.sleep(0.2)
+        elapsed_s = time.monotonic() - begin
+        if progress:
+            progress(count_lines(orders), min(1.0, elapsed_s / budget_s))
+        for order, process in list(running.items()):
+            if process.poll() is None:
+                continue
+            del running[order]
+            if process.returncode != 0 and elapsed_s < budget_s - 2 and restarts < 20:
+                restarts += 1
+                running[order] = start_worker(order)
+
+
+def start_worker(order: WorkerOrder) -> subprocess.Popen[bytes]:
+    """A worker process; it reads its order from its argument."""
+    text = json.dumps(asdict(order))
+    return subprocess.Popen([sys.executable, "-m", "microbench.worker", text])
+
+
+def count_lines(orders: Sequence[WorkerOrder]) -> int:
+    """Rows measured so far by these workers."""
+    paths = [Path(o.root) / ".journal" / f"{o.run_id}.jsonl" for o in orders]
+    return sum(p.read_bytes().count(b"\n") for p in paths if p.is_file())

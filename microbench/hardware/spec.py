@@ -1,0 +1,89 @@
+"""A GPU, or the CPU at hand, as the numbers a cost model needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """Vendor or measured peaks of one device; ``sm_count`` counts SMs, compute units or cores.
+
+    ``peak_flops_per_s`` is dense and by dtype; ``l2_bytes`` is the last cache before memory;
+    ``link_bytes_per_s`` is one direction of the fast link to its neighbours (0: none).
+    """
+
+    name: str
+    kind: str = "gpu"
+    vendor: str = "nvidia"
+    architecture: str = ""
+    sm_count: int = 1
+    clock_hz: float = 1e9
+    peak_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    hbm_bytes_per_s: float = 1e11
+    hbm_bytes: float = 16e9
+    l2_bytes: float = 4e6
+    power_w: float = 0.0
+    link_bytes_per_s: float = 0.0
+    pcie_bytes_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.peak_flops_per_s or min(self.peak_flops_per_s.values()) <= 0:
+            raise ValueError(f"{self.name}: peak_flops_per_s needs a positive number per dtype")
+        if self.hbm_bytes_per_s <= 0 or self.sm_count < 1:
+            raise ValueError(f"{self.name}: hbm_bytes_per_s and sm_count must be positive")
+
+    def peak(self, dtype: str) -> float:
+        """Dense peak FLOP/s for a dtype; where none is stated, that of the nearest wider one."""
+        for name in (dtype, "fp32"):
+            if name in self.peak_flops_per_s:
+                return self.peak_flops_per_s[name]
+        return min(self.peak_flops_per_s.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as written to cards and bundles."""
+        return {k: dict(v) if isinstance(v, Mapping) else v for k, v in asdict(self).items()}
+
+
+def gpu_from_dict(values: Mapping[str, Any], where: str) -> Gpu:
+    """A Gpu from plain values; ``where`` names the file in messages."""
+    known = {f.name for f in fields(Gpu)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ValueError(f"{where}: unknown keys {unknown}; known: {sorted(known)}")
+    return Gpu(**dict(values))
+
+
+def load_gpu(name_or_path: str) -> Gpu:
+    """The GPU of that name in microbench/hardware, or in a YAML file of the same form."""
+    path = Path(name_or_path)
+    if path.suffix not in {".yaml", ".yml"}:
+        path = HERE / f"{name_or_path}.yaml"
+        if not path.is_file():
+            raise ValueError(f"unknown gpu {name_or_path!r}; known: {gpu_names()}")
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as exc:
+        raise ValueError(f"{path}: not a readable hardware file ({exc})") from exc
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a mapping of hardware facts")
+    return gpu_from_dict({"name": path.stem, **values}, str(path))
+
+
+def gpu_names() -> list[str]:
+    """Names of the GPUs that ship with the project, and ``cpu``."""
+    return ["cpu", *sorted(p.stem for p in HERE.glob("*.yaml"))]
+
+
+def slug(model_name: str) -> str:
+    """A file-safe machine name: lower case, words joined by dashes."""
+    cleaned = re.sub(r"\((r|tm)\)|processor|cpu", " ", model_name.lower())
+    return re.sub(r"[^a-z0-9.]+", "-", cleaned).strip("-") or "cpu"

@@ -1,0 +1,70 @@
+"""What an op family is: facts and formulas about one kind of op, bundled as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from microbench.hardware.spec import Gpu
+from microbench.opcall import ITEMSIZE_BYTES, OpCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Something to time: ``run`` only launches; everything it needs is allocated already."""
+
+    run: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One op family.
+
+    ``flops``, ``bytes_moved`` and ``features`` take either one parameter object or *columns*: any
+    object with the same attribute names whose values are numpy arrays. They therefore use numpy
+    functions only (``np.maximum``, ``np.ceil``; no ``if p.m > 1``). ``features`` values may be
+    numbers or strings; strings are one-hot encoded by the learner.
+    ``answers`` maps an op name as captured ("aten.mm.default") to a function that turns the call into
+    parameters, or returns None for a call the family cannot describe.
+    """
+
+    name: str
+    params: type[Any]
+    sweep: Callable[[], Iterator[Any]]
+    build: Callable[[Any, str], Workload]
+    flops: Callable[[Any], Any]
+    bytes_moved: Callable[[Any], Any]
+    features: Callable[[Any, Gpu], dict[str, Any]]
+    answers: Mapping[str, Callable[[OpCall], Any]]
+
+
+def itemsize_bytes(dtype: Any) -> Any:
+    """Bytes per element of a dtype name, or of an array of names."""
+    if isinstance(dtype, str):
+        return ITEMSIZE_BYTES[dtype]
+    names, index = np.unique(np.asarray(dtype, dtype=object).astype(str), return_inverse=True)
+    return np.array([ITEMSIZE_BYTES[name] for name in names], dtype=np.int64)[index]
+
+
+def torch_dtype(name: str) -> Any:
+    """The torch dtype behind our name; tf32 is stored as fp32."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    return {
+        "fp64": torch.float64,
+        "fp32": torch.float32,
+        "tf32": torch.float32,
+        "bf16": torch.bfloat16,
+        "fp16": torch.float16,
+        "int64": torch.int64,
+        "int32": torch.int32,
+        "bool": torch.bool,
+    }[name]
+
+
+def log_uniform(rng: np.random.Generator, low: float, high: float) -> int:
+    """An integer drawn log-uniformly from [low, high]."""
+    return int(round(float(np.exp(rng.uniform(np.log(low), np.log(high))))))

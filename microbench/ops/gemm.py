@@ -1,0 +1,124 @@
+"""Dense matrix multiply: C[m,n] = A[m,k] @ B[k,n], optionally batched or with a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall, TensorSpec
+from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """One call, in BLAS names; ``layout`` says which operands are transposed views (n or t)."""
+
+    op: str = "mm"
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    layout: str = "nn"
+    dtype: str = "fp32"
+
+
+def sweep() -> Iterator[Gemm]:
+    """Endless: skinny, square and batched products, sizes from 1 to 8192, every layout."""
+    rng = np.random.default_rng(1)
+    layouts = ["nn", "nt", "tn"]
+    while True:
+        op = str(rng.choice(["mm", "addmm", "bmm"]))
+        m, n, k = (log_uniform(rng, 4, 4096) for _ in range(3))
+        batch = log_uniform(rng, 2, 256) if op == "bmm" else 1
+        if op == "bmm":
+            m, n, k = (log_uniform(rng, 4, 512) for _ in range(3))
+        if rng.random() < 0.5:  # real widths are multiples of 8 more often than not
+            m, n, k = (max(8, 8 * round(s / 8)) for s in (m, n, k))
+        if batch * m * n * k > 4e9:
+            continue
+        yield Gemm(op=op, m=m, n=n, k=k, batch=batch, layout=str(rng.choice(layouts)))
+
+
+def build(p: Gemm, device: str) -> Workload:
+    """Operands of random numbers, transposed views where the layout says so."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    def operand(rows: int, cols: int, transposed: bool) -> Any:
+        shape = (p.batch, cols, rows) if transposed else (p.batch, rows, cols)
+        tensor = torch.randn(shape, device=device).to(torch_dtype(p.dtype))
+        return tensor.transpose(1, 2) if transposed else tensor
+
+    a = operand(p.m, p.k, p.layout[0] == "t")
+    b = operand(p.k, p.n, p.layout[1] == "t")
+    bias = torch.randn(p.n, device=device).to(torch_dtype(p.dtype))
+    if p.op == "bmm":
+        return Workload(run=lambda: torch.bmm(a, b))
+    a, b = a[0], b[0]
+    if p.op == "addmm":
+        return Workload(run=lambda: torch.addmm(bias, a, b))
+    return Workload(run=lambda: torch.mm(a, b))
+
+
+def flops(p: Any) -> Any:
+    """2*batch*m*n*k: a multiply and an add per term."""
+    return 2.0 * p.batch * p.m * p.n * p.k
+
+
+def bytes_moved(p: Any) -> Any:
+    """Lower bound: A and B read once, C written once; real traffic is higher."""
+    return 1.0 * p.batch * (p.m * p.k + p.k * p.n + p.m * p.n) * itemsize_bytes(p.dtype)
+
+
+def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+    """Sizes, aspect ratios, tile fill and waves: dimensionless where possible."""
+    tiles = p.batch * np.ceil(p.m / 128) * np.ceil(p.n / 128)
+    waves = tiles / gpu.sm_count
+    return {
+        "op": p.op,
+        "layout": p.layout,
+        "dtype": p.dtype,
+        "log_m": np.log2(p.m),
+        "log_n": np.log2(p.n),
+        "log_k": np.log2(p.k),
+        "log_batch": np.log2(p.batch),
+        "log_waves": np.log2(waves),
+        "wave_fill": waves / np.ceil(waves),
+        "tile_fill": p.m * p.n * p.batch / (tiles * 128 * 128),
+        "m_mod_16": p.m % 16,
+        "n_mod_16": p.n % 16,
+        "k_mod_16": p.k % 16,
+    }
+
+
+def _layout(a: TensorSpec, b: TensorSpec) -> str:
+    return "".join("n" if t.stride == () or t.stride[-1] == 1 else "t" for t in (a, b))
+
+
+def from_mm(call: OpCall) -> Gemm | None:
+    """mm(A, B), addmm(bias, A, B), bmm(A, B), baddbmm(C, A, B) as logged."""
+    op = call.op.split(".")[1]
+    a, b = (call.args[1], call.args[2]) if op in ("addmm", "baddbmm") else call.args[:2]
+    batch = a.shape[0] if op in ("bmm", "baddbmm") else 1
+    m, k = a.shape[-2:]
+    kind = {"baddbmm": "bmm"}.get(op, op)
+    return Gemm(
+        op=kind, m=m, n=b.shape[-1], k=k, batch=batch, layout=_layout(a, b), dtype=a.dtype
+    )
+
+
+FAMILY = Family(
+    name="gemm",
+    params=Gemm,
+    sweep=sweep,
+    build=build,
+    flops=flops,
+    bytes_moved=bytes_moved,
+    features=features,
+    answers={
+        f"aten.{op}.default": from_mm for op in ("mm", "addmm", "bmm", "baddbmm")
+    },
+)

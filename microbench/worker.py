@@ -1,0 +1,153 @@
+"""One sweep worker: takes points family by family, times them, journals every row."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from microbench import store
+from microbench.collect import WorkerOrder, stack
+from microbench.ops import families
+from microbench.ops.family import Family
+from microbench.timing import Anchor, Clock, keep_freed_memory
+
+RETEST_EVERY = 10
+MIN_RETEST_AGE_FRAC = 0.3
+
+
+class Sweep:
+    """Points of all families such that every family gets the same share of time."""
+
+    def __init__(self, order: WorkerOrder, done: set[str]) -> None:
+        self.order = order
+        self.done = done
+        self.cost_s = dict.fromkeys(order.families, 0.0)
+        self.streams: dict[str, Iterator[Any]] = {n: families()[n].sweep() for n in order.families}
+        self.taken = 0
+
+    def next_point(self) -> tuple[Family, Any] | None:
+        """The next unmeasured point of the family that had least time; None when all ran dry."""
+        while self.streams:
+            name = min(self.streams, key=lambda n: self.cost_s[n])
+            point = next(self.streams[name], None)
+            if point is None:
+                del self.streams[name]
+                continue
+            self.taken += 1
+            mine = self.taken % 2 == self.order.worker // 2 % 2 or self.order.worker % 2 == 0
+            if mine and self.row_keys(families()[name], point, 0)[0] not in self.done:
+                return families()[name], point
+        return None
+
+    def row_keys(self, family: Family, point: Any, repeat: int) -> list[str]:
+        """Keys of the warm and the cold row of a point."""
+        row = {
+            "family": family.name,
+            "gpu": self.order.gpu,
+            "threads": self.order.threads,
+            "repeat": repeat,
+            "point": asdict(point),
+        }
+        return [store.point_key({**row, "cache": cache}) for cache in ("warm", "cold")]
+
+
+def finished_keys(root: Path, names: tuple[str, ...]) -> set[str]:
+    """Keys of all points that are rows already, whole or in the journal."""
+    keys: set[str] = set()
+    for name in names:
+        rows = store.read_rows([root], name)
+        keys |= set(rows["key"]) if "key" in rows else set()
+    for path in (root / ".journal").glob("*.jsonl"):
+        keys |= {row["key"] for row in store.read_journal(path)}
+    return keys
+
+
+def failure_status(exc: Exception) -> str:
+    """oom, unsupported or error."""
+    text = str(exc).lower()
+    if isinstance(exc, MemoryError) or "out of memory" in text or "can't allocate" in text:
+        return "oom"
+    if isinstance(exc, NotImplementedError) or "not implemented" in text:
+        return "unsupported"
+    return "error"
+
+
+def measure(
+    sweep: Sweep, clock: Clock, anchor: Anchor | None, family: Family, point: Any, repeat: int
+) -> list[dict[str, Any]]:
+    """The warm and the cold row of one point; a failure is a row too."""
+    order = sweep.order
+    begin = time.monotonic()
+    keys = sweep.row_keys(family, point, repeat)
+    common = {
+        **asdict(point),
+        "family": family.name,
+        "op": getattr(point, "op", family.name),
+        "gpu": order.gpu,
+        "stack": stack(),
+        "timer": "device" if order.device == "cuda" else "with_launch",
+        "threads": order.threads,
+        "repeat": repeat,
+        "run_id": order.run_id,
+        "reason": "",
+    }
+    rows: list[dict[str, Any]] = []
+    try:
+        workload = family.build(point, order.device)
+        before_us = anchor.time_us() if anchor else 1.0
+        for cache, key in zip(("warm", "cold"), keys, strict=True):
+            timing = clock.time(workload, cache)
+            after_us = anchor.time_us() if anchor else 1.0
+            speed = order.anchor_us / ((before_us * after_us) ** 0.5) if anchor else 1.0
+            before_us = after_us
+            measured = {**asdict(timing), "speed_frac": speed, "status": "ok"}
+            rows.append({**common, "cache": cache, "key": key, **measured})
+    except Exception as exc:  # the one place where anything may go wrong: keep it as a row
+        failed = {"status": failure_status(exc), "reason": str(exc)[:200]}
+        rows = [{**common, "cache": "warm", "key": keys[0], **failed}]
+    cost_s = (time.monotonic() - begin) / len(rows)
+    return [{**row, "cost_s": cost_s} for row in rows]
+
+
+def run(order: WorkerOrder) -> None:
+    """Measure until the budget is spent; every tenth point again, far apart in time."""
+    import torch  # lazy: the parent must not pay for it
+
+    torch.set_num_threads(order.threads)
+    torch.manual_seed(order.seed)
+    if order.device == "cpu":
+        keep_freed_memory()
+    root = Path(order.root)
+    sweep = Sweep(order, finished_keys(root, order.families))
+    journal = store.Journal(root, order.run_id)
+    clock = Clock(order.device, order.cache_bytes)
+    anchor = Anchor() if order.device == "cpu" else None
+    retests: deque[tuple[float, Family, Any]] = deque()
+    begin = time.monotonic()
+    count = 0
+    while (now := time.monotonic() - begin) < order.budget_s:
+        old = retests and now - retests[0][0] > MIN_RETEST_AGE_FRAC * order.budget_s
+        if old:
+            _, family, point = retests.popleft()
+        elif found := sweep.next_point():
+            family, point = found
+            count += 1
+            if count % RETEST_EVERY == 0:
+                retests.append((now, family, point))
+        else:
+            break
+        rows = measure(sweep, clock, anchor, family, point, int(bool(old)))
+        journal.append(rows)
+        sweep.cost_s[family.name] += sum(row["cost_s"] for row in rows)
+    journal.close()
+
+
+if __name__ == "__main__":
+    fields = json.loads(sys.argv[1])
+    run(WorkerOrder(**{**fields, "families": tuple(fields["families"])}))
