@@ -121,7 +121,7 @@ def card_facts(root: Path, device: str, thread_counts: Sequence[int]) -> dict[st
         "what": "single-op times swept by itercast collect",
         "when": datetime.date.today().isoformat(),
         "licence": "Apache-2.0",
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__},
+        "versions": {"python": sys.version.split()[0], "torch": str(torch.__version__)},
         "hardware": (earlier or gpu).to_dict(),
         "anchor_us": anchors,
     }

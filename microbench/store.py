@@ -42,6 +42,8 @@ class Journal:
         folder = root / ".journal"
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"{run_id}.jsonl").open("ab")
+        if self._file.tell():  # a worker killed in mid-line went before: end its torn line
+            self._file.write(b"\n")
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """All rows of one point in one write."""
