@@ -33,6 +33,7 @@ class WorkerOrder:
     budget_s: float
     seed: int
     worker: int
+    workers: int
     anchor_us: float
     cache_bytes: float
 
@@ -73,7 +74,7 @@ def collect(
     unknown = [n for n in chosen if n not in known]
     if unknown:
         raise ValueError(f"unknown family {unknown[0]!r}; known: {sorted(known)}")
-    swept = tuple(n for n in chosen if known[n].sweep is not None)
+    swept = tuple(chosen)
     cores = os.cpu_count() or 1
     phases = [(cores, 1, 0.6), (1, cores, 0.4)] if device == "cpu" and cores > 1 else [(1, 1, 1.0)]
     facts = card_facts(root, device, [threads for threads, _, _ in phases])
@@ -93,7 +94,8 @@ def collect(
                 threads=threads,
                 budget_s=left_s,
                 seed=seed,
-                worker=worker * 2 + (ranks > 1),
+                worker=worker,
+                workers=ranks,
                 anchor_us=facts["anchor_us"].get(threads, 1.0),
                 cache_bytes=facts["hardware"]["l2_bytes"],
             )

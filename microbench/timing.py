@@ -109,10 +109,17 @@ class Clock:
     def time(self, workload: Workload, cache: str) -> Timing:
         """``cache`` is warm (operands where the last call left them) or cold (flushed)."""
         if self.device == "cuda":
-            return time_cuda(workload.run, self._flush if cache == "cold" else None)
-        if cache == "cold":
-            return time_cold_cpu(workload.run, self._flush)
-        return time_warm_cpu(workload.run)
+            timing = time_cuda(workload.run, self._flush if cache == "cold" else None)
+        elif cache == "cold":
+            timing = time_cold_cpu(workload.run, self._flush)
+        else:
+            timing = time_warm_cpu(workload.run)
+        return Timing(
+            time_us=timing.time_us / workload.calls,
+            time_us_p20=timing.time_us_p20 / workload.calls,
+            time_us_p80=timing.time_us_p80 / workload.calls,
+            samples=timing.samples,
+        )
 
 
 class Anchor:

@@ -29,7 +29,6 @@ class Sweep:
         self.done = done
         self.cost_s = dict.fromkeys(order.families, 0.0)
         self.streams: dict[str, Iterator[Any]] = {n: families()[n].sweep() for n in order.families}
-        self.taken = 0
 
     def next_point(self) -> tuple[Family, Any] | None:
         """The next unmeasured point of the family that had least time; None when all ran dry."""
@@ -39,9 +38,10 @@ class Sweep:
             if point is None:
                 del self.streams[name]
                 continue
-            self.taken += 1
-            mine = self.taken % 2 == self.order.worker // 2 % 2 or self.order.worker % 2 == 0
-            if mine and self.row_keys(families()[name], point, 0)[0] not in self.done:
+            key = self.row_keys(families()[name], point, 0)[0]
+            mine = int(key, 16) % self.order.workers == self.order.worker
+            if mine and key not in self.done:
+                self.done.add(key)  # random sweeps may name a point twice
                 return families()[name], point
         return None
 

@@ -14,9 +14,13 @@ from microbench.opcall import ITEMSIZE_BYTES, OpCall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Something to time: ``run`` only launches; everything it needs is allocated already."""
+    """Something to time: ``run`` only launches; everything it needs is allocated already.
+
+    ``calls`` is how many calls of the op one run makes; times are per call.
+    """
 
     run: Callable[[], object]
+    calls: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,181 @@
+"""The command line: itercast <command>; `itercast --help` lists them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from itercast.errors import one_line_errors, seconds
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Forecast how long a training iteration takes.",
+)
+
+Bundle = Annotated[Path | None, typer.Option(help="bundle folder; default: local, else shipped")]
+Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout")]
+Families = Annotated[list[str] | None, typer.Option("--family", help="only this family; repeatable")]
+
+
+@app.command()
+@one_line_errors
+def collect(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    family: Families = None,
+    budget: Annotated[str, typer.Option(help="total time for this root: 90s, 10m, 1h")] = "5m",
+    out: Annotated[Path, typer.Option(help="dataset root")] = Path("datasets"),
+    seed: Annotated[int, typer.Option(help="seed of the points' order")] = 0,
+) -> None:
+    """Sweep op families on this machine into a dataset; resumes where it stopped."""
+    from itercast.steps import sweep
+
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r}: allowed are cpu and cuda")
+    rows = sweep(out, device, family, seconds(budget), seed)
+    typer.echo(f"{rows} new rows in {out}")
+
+
+@app.command()
+@one_line_errors
+def train(
+    out: Annotated[Path, typer.Option(help="bundle folder to write")],
+    data: Annotated[list[Path] | None, typer.Option(help="dataset root; repeatable")] = None,
+    family: Families = None,
+    trials: Annotated[int, typer.Option(help="Optuna trials per family; 0: defaults")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Train one model per op family beside its baselines and write a bundle."""
+    from itercast.steps import fit, report_table
+
+    report = fit(data or [Path("datasets")], out, family, trials)
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        Console().print(report_table(report))
+
+
+@app.command()
+@one_line_errors
+def price(
+    rows: Annotated[Path, typer.Argument(help="Parquet file in dataset form")],
+    out: Annotated[Path, typer.Option(help="Parquet file to write")],
+    bundle: Bundle = None,
+    hardware: Annotated[Path | None, typer.Option(help="YAML of a GPU of one's own")] = None,
+) -> None:
+    """Price every row of a dataset file."""
+    from itercast.api import find_bundle
+    from learners.price import price_file
+    from microbench.hardware.spec import load_gpu
+
+    gpus = None
+    if hardware is not None:
+        gpu = load_gpu(str(hardware))
+        gpus = {gpu.name: gpu}
+    price_file(rows, find_bundle("cpu", bundle)[1], out, gpus)
+    typer.echo(f"priced {rows} into {out}")
+
+
+@app.command()
+@one_line_errors
+def predict(
+    case: Annotated[str, typer.Argument(help="a named case; `itercast list cases`")],
+    gpu: Annotated[str, typer.Option(help="GPU name, YAML file, or cpu")] = "cpu",
+    bundle: Bundle = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="samples per replica and step")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
+    mode: Annotated[str, typer.Option(help="train or infer")] = "train",
+    loss: Annotated[str, typer.Option(help="default or none")] = "default",
+    dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16")] = "fp32",
+    attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa",
+    optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
+    plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2"')] = "",
+    strict: Annotated[bool, typer.Option(help="fail if an op has no model")] = False,
+    as_json: Json = False,
+) -> None:
+    """Forecast one iteration of a model."""
+    from dataclasses import asdict
+
+    from itercast.api import forecast_case
+    from itercast.steps import forecast_table
+
+    found = forecast_case(
+        case,
+        gpu=gpu,
+        plan=plan,
+        bundle=bundle,
+        batch=batch,
+        seq=seq,
+        mode=mode,
+        loss=loss,
+        dtype=dtype,
+        attn=attn,
+        optimizer=optimizer,
+    )
+    if strict and found.unmodelled_frac > 0:
+        raise ValueError(f"{100 * found.unmodelled_frac:.1f} % of the time has no learned model")
+    if as_json:
+        typer.echo(json.dumps({"case": case, **asdict(found)}))
+    else:
+        Console().print(forecast_table(case, found))
+
+
+@app.command()
+@one_line_errors
+def evaluate(
+    case: Annotated[list[str] | None, typer.Option(help="only this case; repeatable")] = None,
+    bundle: Bundle = None,
+    out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/evaluate"),
+) -> None:
+    """Measure iterations on this CPU, forecast them, report both; logs to MLflow."""
+    from itercast.api import find_bundle
+    from itercast.demo import evaluate_cases
+
+    folder, _ = find_bundle("cpu", bundle)
+    evaluate_cases(out, folder, case, {}, None)
+
+
+@app.command()
+@one_line_errors
+def demo(
+    budget: Annotated[str, typer.Option(help="time for the sweep")] = "5m",
+) -> None:
+    """Sweep, train, forecast and compare on this CPU; leaves reports/demo."""
+    from itercast.demo import run_demo
+
+    run_demo(seconds(budget))
+
+
+@app.command(name="list")
+@one_line_errors
+def list_names(
+    what: Annotated[str, typer.Argument(help="gpus, cases, families or bundles")],
+) -> None:
+    """List what there is, one name a line."""
+    from itercast.steps import listing
+
+    for name in listing(what):
+        typer.echo(name)
+
+
+@app.command()
+@one_line_errors
+def ui() -> None:
+    """Open the MLflow UI on the project's store."""
+    from eval.tracking import ui_command
+
+    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    raise typer.Exit(subprocess.run(ui_command(), env=environment, check=False).returncode)
+
+
+
+
+if __name__ == "__main__":
+    app()

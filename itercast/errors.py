@@ -1,0 +1,38 @@
+"""Bad input becomes one line and exit code 2."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import typer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
+    """ValueError and OSError of a command end it with one line on stderr and exit code 2."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except (ValueError, OSError) as exc:
+            typer.echo(f"itercast: {str(exc).splitlines()[0] if str(exc) else exc!r}", err=True)
+            raise typer.Exit(2) from exc
+
+    return wrapped
+
+
+def seconds(text: str) -> float:
+    """A duration like 90s, 10m or 1h in seconds."""
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    try:
+        value = float(text[:-1]) * units[text[-1:]]
+    except (ValueError, KeyError):
+        value = 0.0
+    if not 0 < value < 7 * 86400:
+        raise ValueError(f"budget {text!r}: expected a duration like 90s, 10m or 1h")
+    return value

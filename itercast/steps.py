@@ -1,0 +1,119 @@
+"""What commands share: a sweep and a fit with progress bars, tables, listings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from compose.forecast import Forecast
+
+
+def progress_bar() -> Progress:
+    """On stderr, so that --json output stays clean."""
+    return Progress(console=Console(stderr=True))
+
+
+def sweep(
+    out: Path, device: str, families: Sequence[str] | None, budget_s: float, seed: int
+) -> int:
+    """Collect with a progress bar; returns the number of new rows."""
+    from microbench.collect import collect
+
+    with progress_bar() as bar:
+        task = bar.add_task("sweep", total=1.0)
+        return collect(
+            out,
+            device,
+            families,
+            budget_s,
+            seed,
+            lambda rows, frac: bar.update(task, completed=frac, description=f"sweep {rows} rows"),
+        )
+
+
+def fit(
+    data: Sequence[Path], out: Path, families: Sequence[str] | None, trials: int
+) -> dict[str, Any]:
+    """Train a bundle with a progress bar, log it to MLflow; the report as plain values."""
+    from eval.tracking import log_fit
+    from learners.train import train
+
+    for root in data:
+        if not root.is_dir():
+            raise ValueError(f"data {str(root)!r}: no such folder")
+    with progress_bar() as bar:
+        task = bar.add_task("train", total=None)
+        report = train(
+            data,
+            out,
+            families,
+            trials,
+            on_progress=lambda name: bar.update(task, description=f"train {name}"),
+        ).to_dict()
+    log_fit(report, "cpu", out, {})
+    return report
+
+
+def report_table(report: dict[str, Any]) -> Table:
+    """Median error by family and learner, beside the noise floor."""
+    table = Table(title="median APE on shapes never trained on, %")
+    learners = ["xgboost", "nearest", "linear", "roofline"]
+    for head in ("family", "rows", "retest", "coverage", *learners):
+        table.add_column(head, justify="left" if head == "family" else "right")
+    for name, entry in report.items():
+        medians = [entry["learners"].get(k, {}).get("median_ape_pct") for k in learners]
+        best = min((m for m in medians if m is not None), default=None)
+        cells = [
+            "-" if m is None else f"[bold]{m:.1f}[/]" if m == best else f"{m:.1f}" for m in medians
+        ]
+        floor = entry.get("retest_ape_pct")
+        table.add_row(
+            name,
+            str(entry["rows"]),
+            "-" if floor is None else f"{floor:.1f}",
+            f"{entry.get('coverage_pct') or float('nan'):.0f}",
+            *cells,
+        )
+    return table
+
+
+def forecast_table(case: str, found: Forecast) -> Table:
+    """A forecast for people."""
+    table = Table(title=f"{case} on {found.gpu}", show_header=False)
+    ms = 1e-3
+    table.add_row("iteration", f"{found.iteration_us * ms:.2f} ms")
+    low, high = found.iteration_us_p10 * ms, found.iteration_us_p90 * ms
+    table.add_row("80 % interval", f"{low:.2f} to {high:.2f} ms")
+    table.add_row("samples per second", f"{found.samples_per_s:.1f}")
+    table.add_row("peak memory", f"{found.memory_bytes / 1e6:.0f} MB")
+    table.add_row("not covered by a model", f"{100 * found.unmodelled_frac:.1f} % of the time")
+    table.add_row("bundle", found.bundle)
+    for family, time_us in sorted(found.by_family_us.items(), key=lambda kv: -kv[1]):
+        table.add_row(f"  {family}", f"{time_us * ms:.2f} ms")
+    return table
+
+
+def listing(what: str) -> list[str]:
+    """Names of one kind of thing."""
+    if what == "gpus":
+        from microbench.hardware.spec import gpu_names
+
+        return gpu_names()
+    if what == "cases":
+        from microbench.cases.registry import case_names
+
+        return list(case_names())
+    if what == "families":
+        from microbench.ops import families
+
+        return sorted(families())
+    if what == "bundles":
+        from itercast.api import LOCAL, SHIPPED
+
+        return [str(p) for p in (*LOCAL, SHIPPED) if (p / "bundle.json").is_file()]
+    raise ValueError(f"cannot list {what!r}; known: gpus, cases, families, bundles")

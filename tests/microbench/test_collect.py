@@ -1,0 +1,51 @@
+"""A real sweep of a few seconds on this CPU: budget, resume, kill -9."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from microbench import store
+from microbench.collect import collect
+from microbench.timing import summarise
+
+
+def test_summary_is_median_and_nearest_rank_percentiles() -> None:
+    timing = summarise([5.0, 1.0, 2.0, 4.0, 3.0, 6.0])
+    assert timing.time_us == 3.5
+    assert (timing.time_us_p20, timing.time_us_p80) == (2.0, 5.0)  # ranks 1 and 4 of 0..5
+
+
+def test_unknown_family_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown family 'gem'; known: "):
+        collect(Path("unused"), "cpu", ["gem"], 1.0)
+
+
+def test_a_killed_sweep_resumes_and_repeats_nothing(tmp_path: Path) -> None:
+    script = (
+        "from pathlib import Path; from microbench.collect import collect;"
+        f"collect(Path({str(tmp_path)!r}), 'cpu', ['gemm'], 30.0)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        journals = list((tmp_path / ".journal").glob("*.jsonl"))
+        if journals and journals[0].stat().st_size > 5000:
+            break
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    finished = {r["key"] for p in journals for r in store.read_journal(p)}
+    assert finished
+    collect(tmp_path, "cpu", ["gemm"], 4.0)
+    keys = list(store.read_rows([tmp_path], "gemm")["key"])
+    assert finished <= set(keys)
+    assert len(keys) == len(set(keys))
+    assert set(store.read_rows([tmp_path], "gemm")["cache"]) == {"warm", "cold"}
+    assert collect(tmp_path, "cpu", ["gemm"], 0.5) == 0  # the budget is spent: nothing to do
