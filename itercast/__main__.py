@@ -22,7 +22,9 @@ app = typer.Typer(
 
 Bundle = Annotated[Path | None, typer.Option(help="bundle folder; default: local, else shipped")]
 Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout")]
-Families = Annotated[list[str] | None, typer.Option("--family", help="only this family; repeatable")]
+Families = Annotated[
+    list[str] | None, typer.Option("--family", help="only this family; repeatable")
+]
 
 
 @app.command()
@@ -71,8 +73,9 @@ def price(
     hardware: Annotated[Path | None, typer.Option(help="YAML of a GPU of one's own")] = None,
 ) -> None:
     """Price every row of a dataset file."""
-    from itercast.api import find_bundle
     from learners.price import price_file
+
+    from itercast.api import find_bundle
     from microbench.hardware.spec import load_gpu
 
     gpus = None
@@ -173,8 +176,6 @@ def ui() -> None:
 
     environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     raise typer.Exit(subprocess.run(ui_command(), env=environment, check=False).returncode)
-
-
 
 
 if __name__ == "__main__":

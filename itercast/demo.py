@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich.console import Console
-from rich.table import Table
-
 from compose.forecast import forecast
 from compose.plan import ParallelPlan
 from eval.results import CaseResult, summary
-from itercast.api import capture_case, find_gpu
-from itercast.steps import fit, progress_bar, report_table, sweep
 from learners.bundle import Bundle
 from microbench.cases.registry import EvalCase, case, case_names
+from rich.console import Console
+from rich.table import Table
+
+from itercast.api import capture_case, find_gpu
+from itercast.steps import fit, progress_bar, report_table, sweep
 
 RUN = Path("runs/demo")
 REPETITIONS = 20
@@ -94,9 +94,7 @@ def measured_cases(chosen: Sequence[EvalCase], root: Path | None) -> pd.DataFram
     return rows
 
 
-def compare(
-    chosen: EvalCase, measured: pd.DataFrame, bundle: Bundle, folder: Path
-) -> CaseResult:
+def compare(chosen: EvalCase, measured: pd.DataFrame, bundle: Bundle, folder: Path) -> CaseResult:
     """One case: the forecast from op models alone, beside the clock."""
     gpu = find_gpu("cpu", bundle)
     found = forecast(

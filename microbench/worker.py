@@ -132,7 +132,7 @@ def run(order: WorkerOrder) -> None:
     begin = time.monotonic()
     count = 0
     while (now := time.monotonic() - begin) < order.budget_s:
-        old = retests and now - retests[0][0] > MIN_RETEST_AGE_FRAC * order.budget_s
+        old = bool(retests) and now - retests[0][0] > MIN_RETEST_AGE_FRAC * order.budget_s
         if old:
             _, family, point = retests.popleft()
         elif found := sweep.next_point():
@@ -142,7 +142,7 @@ def run(order: WorkerOrder) -> None:
                 retests.append((now, family, point))
         else:
             break
-        rows = measure(sweep, clock, anchor, family, point, int(bool(old)))
+        rows = measure(sweep, clock, anchor, family, point, int(old))
         journal.append(rows)
         sweep.cost_s[family.name] += sum(row["cost_s"] for row in rows)
     journal.close()

@@ -105,9 +105,7 @@ def from_mm(call: OpCall) -> Gemm | None:
     batch = a.shape[0] if op in ("bmm", "baddbmm") else 1
     m, k = a.shape[-2:]
     kind = {"baddbmm": "bmm"}.get(op, op)
-    return Gemm(
-        op=kind, m=m, n=b.shape[-1], k=k, batch=batch, layout=_layout(a, b), dtype=a.dtype
-    )
+    return Gemm(op=kind, m=m, n=b.shape[-1], k=k, batch=batch, layout=_layout(a, b), dtype=a.dtype)
 
 
 FAMILY = Family(
@@ -118,7 +116,5 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
-    answers={
-        f"aten.{op}.default": from_mm for op in ("mm", "addmm", "bmm", "baddbmm")
-    },
+    answers={f"aten.{op}.default": from_mm for op in ("mm", "addmm", "bmm", "baddbmm")},
 )
