@@ -1,0 +1,270 @@
+"""The op calls of one step of a module, without running it: shapes, dtypes, strides, phases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from microbench.step import StepSettings, make_step
+
+DTYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.int16: "int16",
+    torch.int8: "int8",
+    torch.uint8: "uint8",
+    torch.bool: "bool",
+}
+SILENT = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_local_scalar_dense"}
+
+
+class OpLog(TorchDispatchMode):
+    """Writes down every aten call that reaches the dispatcher below autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[OpCall] = []
+        self.host = {"module_call": 0, "view_op": 0, "autograd_node": 0}
+        self.phase = "forward"
+        self.module = ""
+        self.paused = 0
+        self._storages: dict[int, int] = {}
+        self._kept: list[Any] = []  # storages stay alive, so that their addresses stay theirs
+
+    def reset(self) -> None:
+        """Forget what was logged, not the storages."""
+        self.calls = []
+        self.host = dict.fromkeys(self.host, 0)
+
+    def storage(self, tensor: Any) -> int:
+        """A small number that names the memory behind a tensor."""
+        key = tensor.untyped_storage()._cdata
+        if key not in self._storages:
+            self._kept.append(tensor.untyped_storage())
+            self._storages[key] = len(self._storages)
+        return self._storages[key]
+
+    def describe(self, value: Any) -> Any:
+        """Tensors as TensorSpec, lists as tuples, dtypes and devices as text."""
+        if isinstance(value, torch.Tensor):
+            return TensorSpec(
+                shape=tuple(value.shape),
+                dtype=DTYPES[value.dtype],
+                stride=tuple(value.stride()),
+                storage=self.storage(value),
+            )
+        if isinstance(value, list | tuple):
+            return tuple(self.describe(v) for v in value)
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        return str(value)
+
+    def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
+        """Log one call."""
+        outputs = output if isinstance(output, list | tuple) else (output,)
+        self.calls.append(
+            OpCall(
+                op=op,
+                args=self.describe(tuple(args)),
+                kwargs={k: self.describe(v) for k, v in kwargs.items()},
+                outputs=tuple(self.describe(o) for o in outputs if isinstance(o, torch.Tensor)),
+                phase=self.phase,
+                module=self.module if self.phase == "forward" else "",
+            )
+        )
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        name = func._schema.name
+        if self.paused or name.startswith(("prim::", "profiler::")) or name in SILENT:
+            return output
+        if func.is_view:
+            self.host["view_op"] += 1
+            return output
+        self.add(str(func), args, kwargs, output)
+        return output
+
+
+class _LoggedAttention(torch.autograd.Function):
+    """Scaled dot-product attention as one op forward and one op backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, log: OpLog, mask: Any, options: dict[str, Any], q: Any, k: Any, v: Any
+    ) -> Any:
+        ctx.log, ctx.mask, ctx.options = log, mask, options
+        ctx.save_for_backward(q, k, v)
+        log.paused += 1
+        if torch._guards.detect_fake_mode((q,)):
+            output = torch.empty_like(q[..., :1]).expand(*q.shape[:-1], v.shape[-1]).contiguous()
+        else:
+            call = torch.nn.functional.scaled_dot_product_attention
+            output = call(q, k, v, mask, **options).contiguous()
+        log.paused -= 1
+        log.add("itercast.sdpa", (q, k, v), _attention_facts(mask, options), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        q, k, v = ctx.saved_tensors
+        log = ctx.log
+        log.paused += 1
+        if torch._guards.detect_fake_mode((q,)):
+            grads = [torch.empty_like(t) for t in (q, k, v)]
+        else:
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+                call = torch.nn.functional.scaled_dot_product_attention
+                output = call(*leaves, ctx.mask, **ctx.options)
+                found = torch.autograd.grad(output, leaves, grad)
+            grads = [torch.empty_like(t).copy_(g) for t, g in zip(leaves, found, strict=True)]
+        log.paused -= 1
+        facts = _attention_facts(ctx.mask, ctx.options)
+        log.add("itercast.sdpa_backward", (grad, q, k, v), facts, grads)
+        return None, None, None, *grads
+
+
+def _attention_facts(mask: Any, options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "is_causal": bool(options.get("is_causal", False)),
+        "dropout_p": float(options.get("dropout_p", 0.0)),
+        "enable_gqa": bool(options.get("enable_gqa", False)),
+        "masked": mask is not None,
+    }
+
+
+class KeepAttention(TorchFunctionMode):
+    """Keeps scaled_dot_product_attention whole; on CPU it would decompose."""
+
+    def __init__(self, log: OpLog) -> None:
+        super().__init__()
+        self.log = log
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is not torch.nn.functional.scaled_dot_product_attention or self.log.paused:
+            return func(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        q, k, v = (given.pop(n) for n in names[:3])
+        return _LoggedAttention.apply(self.log, given.pop("attn_mask", None), given, q, k, v)
+
+
+def capture_step(
+    build: Callable[[], torch.nn.Module],
+    make_inputs: Callable[[], dict[str, Any]],
+    loss_fn: Callable[[Any, dict[str, Any]], Any],
+    settings: StepSettings,
+    *,
+    fake: bool = True,
+    samples: int = 1,
+    tokens: int = 0,
+) -> StepCapture:
+    """The second step's calls (the first allocates optimizer state); ``fake=False`` runs it.
+
+    Raises ValueError naming the op where shapes depend on data.
+    """
+    log = OpLog()
+    with ExitStack() as stack:
+        if fake:
+            stack.enter_context(FakeTensorMode())
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(_storage_dtype(settings.dtype))
+        model, inputs = build(), make_inputs()
+        step = make_step(
+            model, inputs, loss_fn, settings, lambda name: setattr(log, "phase", name)
+        )
+        ready = _watch_parameters(model, log)
+        stack.enter_context(_module_hooks(log))
+        stack.enter_context(KeepAttention(log))
+        stack.enter_context(log)
+        try:
+            step()
+            log.reset()
+            step()
+        except DynamicOutputShapeException as exc:
+            raise ValueError(f"shapes depend on data in {exc.func}; capture cannot go on") from exc
+    log.host["autograd_node"] = _autograd_nodes(log.calls)
+    parameters = tuple(
+        ParamSpec(
+            name=name,
+            shape=tuple(p.shape),
+            dtype=DTYPES[p.dtype],
+            storage=log.storage(p),
+            ready_after=ready.get(name, -1),
+        )
+        for name, p in model.named_parameters()
+    )
+    return StepCapture(
+        calls=tuple(log.calls),
+        parameters=parameters,
+        host=log.host,
+        samples=samples,
+        tokens=tokens,
+    )
+
+
+def _storage_dtype(name: str) -> torch.dtype:
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+
+
+def _autograd_nodes(calls: list[OpCall]) -> int:
+    """Forward calls of a step that has a backward: each records a node."""
+    if not any(c.phase == "backward" for c in calls):
+        return 0
+    return sum(c.phase in ("forward", "loss") for c in calls)
+
+
+def _watch_parameters(model: torch.nn.Module, log: OpLog) -> dict[str, int]:
+    ready: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: ready.__setitem__(name, len(log.calls) - 1)
+            )
+    return ready
+
+
+class _module_hooks:  # noqa: N801 - a context manager
+    """Counts module calls and names the innermost module while it runs."""
+
+    def __init__(self, log: OpLog) -> None:
+        self.log = log
+        self.outer: list[str] = []
+
+    def __enter__(self) -> None:
+        from torch.nn.modules.module import (
+            register_module_forward_hook,
+            register_module_forward_pre_hook,
+        )
+
+        self.handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave),
+        ]
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _enter(self, module: Any, args: Any) -> None:
+        self.log.host["module_call"] += 1
+        self.outer.append(self.log.module)
+        self.log.module = type(module).__name__
+
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        self.log.module = self.outer.pop()

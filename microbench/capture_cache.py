@@ -1,0 +1,91 @@
+"""Captured steps on disk: gzip JSON, readable without torch, never executed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from microbench.store import write_atomic
+
+TENSOR = "t"
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, TensorSpec):
+        return {TENSOR: [value.shape, value.dtype, value.stride, value.storage]}
+    if isinstance(value, tuple | list):
+        return [_pack(v) for v in value]
+    return value
+
+
+def _unpack(value: Any) -> Any:
+    if isinstance(value, dict):
+        shape, dtype, stride, storage = value[TENSOR]
+        return TensorSpec(
+            shape=tuple(shape), dtype=dtype, stride=tuple(stride), storage=storage
+        )
+    return tuple(_unpack(v) for v in value) if isinstance(value, list) else value
+
+
+def dumps(capture: StepCapture) -> bytes:
+    """The capture as gzip JSON."""
+    calls = [
+        [c.op, _pack(c.args), {k: _pack(v) for k, v in c.kwargs.items()}, _pack(c.outputs)]
+        + [c.phase, c.module]
+        for c in capture.calls
+    ]
+    parameters = [[p.name, p.shape, p.dtype, p.storage, p.ready_after] for p in capture.parameters]
+    plain = {
+        "calls": calls,
+        "parameters": parameters,
+        "host": dict(capture.host),
+        "samples": capture.samples,
+        "tokens": capture.tokens,
+    }
+    return gzip.compress(json.dumps(plain).encode(), 3)
+
+
+def loads(data: bytes) -> StepCapture:
+    """The capture behind ``dumps``; ValueError for anything else."""
+    try:
+        plain = json.loads(gzip.decompress(data))
+        calls = tuple(
+            OpCall(
+                op=op,
+                args=_unpack(args),
+                kwargs={k: _unpack(v) for k, v in kwargs.items()},
+                outputs=_unpack(outputs),
+                phase=phase,
+                module=module,
+            )
+            for op, args, kwargs, outputs, phase, module in plain["calls"]
+        )
+        parameters = tuple(
+            ParamSpec(name=n, shape=tuple(s), dtype=d, storage=i, ready_after=r)
+            for n, s, d, i, r in plain["parameters"]
+        )
+        return StepCapture(
+            calls=calls,
+            parameters=parameters,
+            host=plain["host"],
+            samples=plain["samples"],
+            tokens=plain["tokens"],
+        )
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as exc:
+        raise ValueError(f"not a captured step: {exc}") from exc
+
+
+def cached(key: str, make: Callable[[], StepCapture], folder: Path) -> StepCapture:
+    """The capture stored under ``key``, made and stored where it is missing or unreadable."""
+    path = folder / f"{key}.json.gz"
+    try:
+        return loads(path.read_bytes())
+    except (OSError, ValueError):
+        capture = make()
+        write_atomic(path, dumps(capture))
+        return capture

@@ -1,0 +1,96 @@
+"""One training or inference step of a module, as a function to run, time or capture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+ALLOWED = {
+    "mode": ("train", "infer"),
+    "optimizer": ("adamw", "sgd", "none"),
+    "loss": ("default", "none"),
+    "dtype": ("fp32", "tf32", "bf16", "fp16"),
+    "attn": ("sdpa", "eager"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """What one iteration does; see the command line's options of the same names."""
+
+    mode: str = "train"
+    optimizer: str = "adamw"
+    loss: str = "default"
+    dtype: str = "fp32"
+    attn: str = "sdpa"
+
+    def __post_init__(self) -> None:
+        for name, allowed in ALLOWED.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ValueError(f"{name} {value!r}: allowed are {', '.join(allowed)}")
+
+
+def make_optimizer(model: Any, name: str) -> Any:
+    """A foreach optimizer with the learning rate of nobody's training; None for "none"."""
+    import torch  # lazy: settings must be checkable without torch
+
+    if name == "none":
+        return None
+    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
+    return kind(model.parameters(), lr=1e-4, foreach=True)
+
+
+def first_float(output: Any) -> Any:
+    """The first floating-point tensor of a model's output."""
+    import torch  # lazy, as above
+
+    values = output.values() if isinstance(output, dict) else output
+    if isinstance(output, torch.Tensor):
+        return output
+    for value in values:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value
+    raise ValueError("loss 'none' needs a floating-point tensor in the model's output")
+
+
+def make_step(
+    model: Any,
+    inputs: dict[str, Any],
+    loss_fn: Callable[[Any, dict[str, Any]], Any],
+    settings: StepSettings,
+    on_phase: Callable[[str], None] = lambda name: None,
+) -> Callable[[], None]:
+    """The step as a function; ``on_phase`` hears zero_grad, forward, loss, backward, optimizer."""
+    import torch  # lazy, as above
+
+    if settings.mode == "infer":
+        model.eval()
+
+        def infer() -> None:
+            on_phase("forward")
+            with torch.no_grad():
+                model(**inputs)
+
+        return infer
+
+    model.train()
+    optimizer = make_optimizer(model, settings.optimizer)
+
+    def train() -> None:
+        on_phase("zero_grad")
+        for parameter in model.parameters():
+            parameter.grad = None
+        on_phase("forward")
+        output = model(**inputs)
+        on_phase("loss")
+        loss = loss_fn(output, inputs) if settings.loss == "default" else first_float(output)
+        seed = None if settings.loss == "default" else torch.ones_like(loss)
+        on_phase("backward")
+        loss.backward(seed)
+        on_phase("optimizer")
+        if optimizer is not None:
+            optimizer.step()
+
+    return train

@@ -1,0 +1,106 @@
+"""What a capture writes down equals what a real step does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from microbench.capture import capture_step
+from microbench.capture_cache import dumps, loads
+from microbench.opcall import StepCapture
+from microbench.step import StepSettings
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.norm(x + y.transpose(1, 2).reshape(2, 8, 16))
+
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4, 2)),
+        lambda: torch.randn(3, 8),
+    ),
+    "conv": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten()),
+        lambda: torch.randn(2, 3, 8, 8),
+    ),
+    "attention": (Block, lambda: torch.randn(2, 8, 16)),
+}
+
+
+def capture(name: str, fake: bool, **settings: str) -> StepCapture:
+    build, x = MODELS[name]
+    return capture_step(
+        lambda: Wrapped(build()),
+        lambda: {"x": x()},
+        lambda y, _: y.square().mean(),
+        StepSettings(**settings),
+        fake=fake,
+    )
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def sequence(found: StepCapture) -> list[Any]:
+    """Everything but storage numbers."""
+    return [
+        (c.op, c.phase, [(t.shape, t.dtype, t.stride) for t in (*c.tensors(), *c.outputs)])
+        for c in found.calls
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fake_capture_equals_a_real_run(name: str) -> None:
+    assert sequence(capture(name, fake=True)) == sequence(capture(name, fake=False))
+
+
+def test_an_mlp_step_by_hand() -> None:
+    found = capture("mlp", fake=True, optimizer="none")
+    ops = [c.op.split(".")[1] for c in found.calls if c.phase == "forward"]
+    dropout = ["empty_like", "bernoulli_", "div_", "mul"]  # as it decomposes on a CPU
+    assert ops == ["addmm", "relu", *dropout, "addmm"]
+    products = [c for c in found.calls if c.op == "aten.mm.default"]
+    assert len(products) == 3  # two weight gradients, one input gradient
+    assert found.host["module_call"] == 6  # wrapper, sequential, four layers
+
+
+def test_gradients_are_ready_last_layer_first() -> None:
+    found = capture("mlp", fake=True)
+    ready = {p.name: p.ready_after for p in found.parameters}
+    assert ready["inner.3.weight"] < ready["inner.0.weight"]
+
+
+def test_attention_is_one_op_each_way() -> None:
+    ops = [c.op for c in capture("attention", fake=True).calls]
+    assert ops.count("itercast.sdpa") == 1
+    assert ops.count("itercast.sdpa_backward") == 1
+
+
+def test_stored_captures_come_back_equal() -> None:
+    found = capture("attention", fake=True)
+    assert loads(dumps(found)) == found
+    with pytest.raises(ValueError, match="not a captured step"):
+        loads(dumps(found)[:50])
+
+
+def test_settings_name_what_is_allowed() -> None:
+    with pytest.raises(ValueError, match="optimizer 'adam': allowed are adamw, sgd, none"):
+        StepSettings(optimizer="adam")
