@@ -84,9 +84,7 @@ class OpLog(TorchDispatchMode):
             )
         )
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         name = func._schema.name
@@ -185,9 +183,7 @@ def capture_step(
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(_storage_dtype(settings.dtype))
         model, inputs = build(), make_inputs()
-        step = make_step(
-            model, inputs, loss_fn, settings, lambda name: setattr(log, "phase", name)
-        )
+        step = make_step(model, inputs, loss_fn, settings, lambda name: setattr(log, "phase", name))
         ready = _watch_parameters(model, log)
         stack.enter_context(_module_hooks(log))
         stack.enter_context(KeepAttention(log))

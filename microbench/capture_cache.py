@@ -26,9 +26,7 @@ def _pack(value: Any) -> Any:
 def _unpack(value: Any) -> Any:
     if isinstance(value, dict):
         shape, dtype, stride, storage = value[TENSOR]
-        return TensorSpec(
-            shape=tuple(shape), dtype=dtype, stride=tuple(stride), storage=storage
-        )
+        return TensorSpec(shape=tuple(shape), dtype=dtype, stride=tuple(stride), storage=storage)
     return tuple(_unpack(v) for v in value) if isinstance(value, list) else value
 
 

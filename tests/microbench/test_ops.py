@@ -1,0 +1,88 @@
+"""Every family keeps the contract: it builds, runs, counts and makes the same features twice."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall, TensorSpec
+from microbench.ops import attention, elementwise, families, gemm, norm, optimizer, reduction
+
+TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_first_points_build_and_run(name: str) -> None:
+    family = families()[name]
+    for point in islice(family.sweep(), 25):
+        if family.bytes_moved(point) < 5e7:
+            family.build(point, "cpu").run()
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_formulas_agree_on_one_point_and_on_columns(name: str) -> None:
+    family = families()[name]
+    points = list(islice(family.sweep(), 12))
+    columns = SimpleNamespace(
+        **{f.name: np.array([getattr(p, f.name) for p in points]) for f in fields(points[0])}
+    )
+    for formula in (family.flops, family.bytes_moved):
+        assert np.allclose(formula(columns), [formula(p) for p in points])
+    wide = family.features(columns, TOY)
+    for i, point in enumerate(points):
+        for key, value in family.features(point, TOY).items():
+            if isinstance(value, str):
+                assert wide[key][i] == value
+            else:
+                assert np.broadcast_to(wide[key], len(points))[i] == pytest.approx(value)
+
+
+def spec(*shape: int) -> TensorSpec:
+    return TensorSpec(shape=shape, dtype="fp32")
+
+
+def test_gemm_counts_by_hand() -> None:
+    """A 2x4 by 4x3 product."""
+    p = gemm.Gemm(m=2, n=3, k=4)
+    assert gemm.flops(p) == 48  # 2 * 2*3*4
+    assert gemm.bytes_moved(p) == 104  # (8 + 12 + 6) elements * 4 B
+
+
+def test_gemm_reads_transposed_views() -> None:
+    b = TensorSpec(shape=(4, 3), dtype="fp32", stride=(1, 4))
+    call = OpCall(op="aten.addmm.default", args=(spec(3), spec(2, 4), b))
+    assert gemm.from_mm(call) == gemm.Gemm(op="addmm", m=2, n=3, k=4, layout="nt")
+
+
+def test_norm_and_reduction_shapes() -> None:
+    call = OpCall(op="aten.native_layer_norm.default", args=(spec(2, 5, 8), (8,), None, None, 1e-5))
+    assert norm.from_layer(call) == norm.Norm(op="layer", rows=10, cols=8)
+    call = OpCall(op="aten.sum.dim_IntList", args=(spec(4, 6, 3), (0, 1)))
+    assert reduction.from_sum(call) == reduction.Reduction(op="sum", outer=1, size=24, inner=3)
+
+
+def test_elementwise_broadcast_moves_fewer_bytes() -> None:
+    call = OpCall(op="aten.add.Tensor", args=(spec(8, 16), spec(16)), outputs=(spec(8, 16),))
+    p = elementwise.from_call(call)
+    assert p == elementwise.Elementwise(op="add", numel=128, inner=16, tensors=2, form="row")
+    assert elementwise.bytes_moved(p) == 128 * 2 * 4  # one read, one write
+
+
+def test_causal_attention_does_half_the_work() -> None:
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "q_len": 4, "kv_len": 4, "head_dim": 8}
+    full = attention.Attention(op="forward", causal=False, **sizes)
+    half = attention.Attention(op="forward", causal=True, **sizes)
+    assert attention.flops(full) == 2 * 2 * 2 * 4 * 4 * 8
+    assert attention.flops(half) == attention.flops(full) / 2
+
+
+def test_optimizer_call_counts_lists() -> None:
+    call = OpCall(op="aten._foreach_add_.List", args=((spec(3), spec(5)), (spec(3), spec(5))))
+    p = optimizer.from_call(call)
+    assert p == optimizer.OptimizerOp(op="_foreach_add_list", tensors=2, numel=8)
+    assert optimizer.bytes_moved(p) == 3 * 8 * 4
