@@ -1,0 +1,139 @@
+"""Four learners of one family: roofline, linear, k-nearest, XGBoost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xgboost as xgb
+
+Array = np.ndarray
+DEFAULTS: dict[str, Any] = {
+    "max_depth": 7,
+    "eta": 0.06,
+    "min_child_weight": 2.0,
+    "subsample": 0.8,
+    "colsample_bytree": 0.8,
+    "lambda": 1.0,
+}
+ROUNDS = 600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Encoded features, roofline in us, target in us, shape group, of the same rows."""
+
+    x: Array
+    roofline_us: Array
+    time_us: Array
+    group: Array
+
+    def take(self, index: Array) -> Table:
+        """Some of the rows."""
+        return Table(
+            x=self.x[index],
+            roofline_us=self.roofline_us[index],
+            time_us=self.time_us[index],
+            group=self.group[index],
+        )
+
+    @property
+    def log_ratio(self) -> Array:
+        """What is learned: log of time over roofline."""
+        return np.log(self.time_us) - np.log(self.roofline_us)
+
+
+def group_split(group: Array, share: float, seed: int) -> tuple[Array, Array]:
+    """Row indices of the larger and the smaller part; a shape is never in both."""
+    names = np.random.default_rng(seed).permutation(np.unique(group))
+    held = np.isin(group, names[: max(1, int(share * len(names)))])
+    return np.flatnonzero(~held), np.flatnonzero(held)
+
+
+def predict_roofline(train: Table, x: Array, roofline_us: Array) -> Array:
+    """The roofline, scaled by the median ratio of the training rows."""
+    return roofline_us * np.exp(np.median(train.log_ratio))
+
+
+def predict_linear(train: Table, x: Array, roofline_us: Array) -> Array:
+    """Ridge regression of log time on the (logarithmic) features."""
+    mean, spread = train.x.mean(0), train.x.std(0) + 1e-6
+    a = np.c_[(train.x - mean) / spread, np.log(train.roofline_us), np.ones(len(train.x))]
+    w = np.linalg.solve(a.T @ a + 1e-2 * np.eye(a.shape[1]), a.T @ np.log(train.time_us))
+    b = np.c_[(x - mean) / spread, np.log(roofline_us), np.ones(len(x))]
+    return np.exp(np.clip(b @ w, -5, 25))
+
+
+def predict_nearest(train: Table, x: Array, roofline_us: Array, k: int = 3) -> Array:
+    """Mean log ratio of the k nearest training rows in standardised features."""
+    mean, spread = train.x.mean(0), train.x.std(0) + 1e-6
+    known, asked = (train.x - mean) / spread, (x - mean) / spread
+    ratio = train.log_ratio
+    out = np.zeros(len(asked))
+    for start in range(0, len(asked), 512):
+        block = asked[start : start + 512]
+        distance = ((block[:, None, :] - known[None]) ** 2).sum(-1)
+        near = np.argpartition(distance, min(k, len(known) - 1), axis=1)[:, :k]
+        out[start : start + 512] = ratio[near].mean(1)
+    return roofline_us * np.exp(out)
+
+
+def fit_xgboost(train: Table, options: dict[str, Any], seed: int = 0) -> xgb.Booster:
+    """Squared error on the log ratio, stopped early on shapes held out of the training part."""
+    rest, held = group_split(train.group, 0.15, seed)
+    if not len(rest):
+        rest = held
+    sets = [xgb.DMatrix(train.x[i], label=train.log_ratio[i]) for i in (rest, held)]
+    parameters = {**options, "objective": "reg:squarederror", "nthread": 1, "seed": seed}
+    stop = xgb.callback.EarlyStopping(rounds=40, save_best=True)
+    return xgb.train(
+        {**parameters, "eval_metric": "mae"},
+        sets[0],
+        num_boost_round=ROUNDS,
+        evals=[(sets[1], "held")],
+        callbacks=[stop],
+        verbose_eval=False,
+    )
+
+
+def predict_xgboost(booster: xgb.Booster, x: Array, roofline_us: Array) -> Array:
+    """Time in us."""
+    if not len(x):
+        return np.zeros(0)
+    return roofline_us * np.exp(np.asarray(booster.inplace_predict(x), dtype=float))
+
+
+def tune(train: Table, trials: int, seed: int, journal: str, name: str) -> dict[str, Any]:
+    """Best options of a resumable Optuna study; the defaults where ``trials`` is 0."""
+    if trials == 0:
+        return DEFAULTS
+    import optuna  # lazy: most fits take the defaults
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    rest, held = group_split(train.group, 0.2, seed + 1)
+
+    def objective(trial: Any) -> float:
+        options = {
+            "max_depth": trial.suggest_int("max_depth", 3, 10),
+            "eta": trial.suggest_float("eta", 0.02, 0.2, log=True),
+            "min_child_weight": trial.suggest_float("min_child_weight", 0.5, 20, log=True),
+            "subsample": trial.suggest_float("subsample", 0.5, 1.0),
+            "colsample_bytree": trial.suggest_float("colsample_bytree", 0.4, 1.0),
+            "lambda": trial.suggest_float("lambda", 0.1, 20, log=True),
+        }
+        booster = fit_xgboost(train.take(rest), options, seed)
+        guess = predict_xgboost(booster, train.x[held], train.roofline_us[held])
+        return float(np.median(np.abs(np.log(guess) - np.log(train.time_us[held]))))
+
+    study = optuna.create_study(
+        study_name=name,
+        storage=JournalStorage(JournalFileBackend(journal)),
+        load_if_exists=True,
+        sampler=optuna.samplers.TPESampler(seed=seed),
+    )
+    finished = [t for t in study.trials if t.state == optuna.trial.TrialState.COMPLETE]
+    study.optimize(objective, n_trials=max(0, trials - len(finished)))
+    return dict(study.best_params)

@@ -1,0 +1,30 @@
+"""Price any file in dataset form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+
+from learners.bundle import COLUMNS, Bundle
+from microbench.hardware.spec import Gpu
+from microbench.store import write_atomic
+
+
+def price_file(
+    path: Path, bundle: Bundle, out: Path, gpus: Mapping[str, Gpu] | None = None
+) -> None:
+    """Write the rows of ``path`` with predicted_us, its quantiles and in_envelope to ``out``."""
+    try:
+        rows = pd.read_parquet(path)
+    except (OSError, pa.ArrowInvalid) as exc:
+        raise ValueError(f"rows {str(path)!r}: not a readable Parquet file") from exc
+    missing = [c for c in ("family", "gpu") if c not in rows]
+    if missing:
+        raise ValueError(f"rows {str(path)!r}: the column {missing[0]!r} is missing")
+    rows = rows.drop(columns=COLUMNS, errors="ignore").reset_index(drop=True)
+    parts = [bundle.price(str(n), part, gpus) for n, part in rows.groupby("family", sort=False)]
+    priced = pd.concat(parts).sort_index() if parts else pd.DataFrame(columns=COLUMNS)
+    write_atomic(out, rows.join(priced).to_parquet(None, index=False))

@@ -1,0 +1,121 @@
+"""From measured rows to a numeric table: features, roofline, shape groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from microbench.hardware.spec import Gpu
+from microbench.ops.family import Family
+
+LAUNCH_FLOOR_US = {"cpu": 1.0, "gpu": 2.0}
+
+
+def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
+    """The family's parameters as arrays; a column that is missing takes the field's default."""
+    found: dict[str, Any] = {}
+    for f in fields(family.params):
+        if f.name in rows:
+            values = rows[f.name]
+            if f.default is not MISSING:
+                values = values.where(values.notna(), f.default)
+        elif f.default is not MISSING:
+            values = pd.Series([f.default] * len(rows))
+        else:
+            raise ValueError(f"family {family.name}: rows lack the column {f.name!r}")
+        text = isinstance(values.iloc[0], str) if len(values) else False
+        found[f.name] = values.to_numpy(dtype=object if text else None)
+    return SimpleNamespace(**found)
+
+
+def roofline_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> Any:
+    """max(flops / peak, bytes / bandwidth) plus a launch floor, in us.
+
+    On a CPU peaks shrink with the share of cores used; bandwidth not below one half.
+    """
+    share = np.clip(np.asarray(threads, dtype=float) / gpu.sm_count, 1 / gpu.sm_count, 1.0)
+    share = share if gpu.kind == "cpu" else np.ones_like(share)
+    names = np.asarray(p.dtype, dtype=object)
+    peaks = np.vectorize(gpu.peak, otypes=[float])(names) if names.size else np.ones(0)
+    compute_s = np.asarray(family.flops(p), dtype=float) / (peaks * share)
+    memory_s = np.asarray(family.bytes_moved(p), dtype=float)
+    memory_s = memory_s / (gpu.hbm_bytes_per_s * np.maximum(share, 0.5))
+    return np.maximum(compute_s, memory_s) * 1e6 + LAUNCH_FLOOR_US[gpu.kind]
+
+
+def feature_table(
+    rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]
+) -> tuple[pd.DataFrame, np.ndarray]:
+    """Features (numbers and strings) and the roofline in us, in the order of the rows."""
+    rows = rows.reset_index(drop=True)
+    pieces, roofline = [], np.zeros(len(rows))
+    for name, index in rows.groupby("gpu", sort=False).groups.items():
+        if name not in gpus:
+            raise ValueError(f"unknown gpu {name!r}; the bundle knows {sorted(gpus)}")
+        gpu, part = gpus[str(name)], rows.loc[index].reset_index(drop=True)
+        p = columns(part, family)
+        default_threads = gpu.sm_count if gpu.kind == "cpu" else 0
+        threads = part["threads"] if "threads" in part else pd.Series([default_threads] * len(part))
+        threads = threads.fillna(default_threads)
+        cold = (part["cache"] == "cold") if "cache" in part else pd.Series([False] * len(part))
+        flops = np.asarray(family.flops(p), dtype=float)
+        moved = np.asarray(family.bytes_moved(p), dtype=float)
+        roof = roofline_us(family, p, gpu, threads)
+        roofline[index] = roof
+        common = {
+            "threads": threads.to_numpy(dtype=float),
+            "cold": cold.to_numpy(dtype=float),
+            "log_flops": np.log2(flops + 1),
+            "log_bytes": np.log2(moved + 1),
+            "log_cache_fill": np.log2((moved + 1) / gpu.l2_bytes),
+            "intensity": np.log2((flops + 1) / (moved + 1)),
+            "log_roofline": np.log2(roof),
+            "log_peak": np.full(len(part), np.log2(gpu.peak("fp32"))),
+            "log_bandwidth": np.full(len(part), np.log2(gpu.hbm_bytes_per_s)),
+        }
+        table = pd.DataFrame({**family.features(p, gpu), **common}, index=index)
+        pieces.append(table)
+    return pd.concat(pieces).sort_index(), roofline
+
+
+def shape_groups(rows: pd.DataFrame, family: Family) -> np.ndarray:
+    """A number per shape: parameters without dtype, and no conditions of measurement."""
+    p = columns(rows, family)
+    names = [f.name for f in fields(family.params) if f.name != "dtype"]
+    frame = pd.DataFrame({n: getattr(p, n) for n in names})
+    return frame.groupby(names, sort=False, dropna=False).ngroup().to_numpy()
+
+
+class Encoder:
+    """Strings to one-hot columns with the vocabulary of the training rows."""
+
+    def __init__(self, names: list[str], vocabulary: dict[str, list[str]]) -> None:
+        self.names = names
+        self.vocabulary = vocabulary
+
+    @classmethod
+    def fit(cls, table: pd.DataFrame) -> Encoder:
+        """Every string column becomes one column per value seen."""
+        vocabulary = {str(c): sorted(table[c].unique()) for c in table if not is_number(table[c])}
+        return cls([str(c) for c in table], vocabulary)
+
+    def encode(self, table: pd.DataFrame) -> np.ndarray:
+        """float32, one row per row; unknown strings are all zeros."""
+        parts = []
+        for name in self.names:
+            values = table[name].to_numpy()
+            if name in self.vocabulary:
+                parts += [(values == v).astype(np.float32) for v in self.vocabulary[name]]
+            else:
+                parts.append(values.astype(np.float32))
+        return np.stack(parts, axis=1) if parts else np.zeros((len(table), 0), np.float32)
+
+
+def is_number(values: pd.Series) -> bool:
+    """Whether a column holds numbers."""
+    return bool(pd.api.types.is_numeric_dtype(values))

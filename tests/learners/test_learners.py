@@ -1,0 +1,92 @@
+"""Learning from rows that follow a known law, and bundles that come back as they went."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from learners.bundle import Bundle
+from learners.price import price_file
+from learners.train import errors, train
+from microbench.hardware.spec import Gpu
+from microbench.ops import gemm
+from microbench.store import write_card, write_part
+
+TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three times the roofline, more for ragged k, 3 % noise, every tenth point twice."""
+    root = tmp_path_factory.mktemp("data")
+    rng = np.random.default_rng(0)
+    rows = []
+    for i, p in enumerate(islice(gemm.sweep(), 600)):
+        roof_us = max(gemm.flops(p) / 1e13, gemm.bytes_moved(p) / 1e12) * 1e6 + 2
+        for repeat in range(2 if i % 10 == 0 else 1):
+            law = 3 * roof_us * (1.5 if p.k % 16 else 1) * rng.lognormal(0, 0.03)
+            facts = {"family": "gemm", "gpu": "toy", "threads": 0, "cache": "warm"}
+            state = {"repeat": repeat, "status": "ok", "time_us": law}
+            rows.append({**asdict(p), **facts, **state})
+    path = write_part(root, "gemm", "toy", pd.DataFrame(rows), "0")
+    write_card(path.parent, {"hardware": TOY.to_dict()})
+    return root
+
+
+@pytest.fixture(scope="module")
+def bundle(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bundle") / "b"
+    report = train([data], folder).families["gemm"]
+    scores = {k: v["median_ape_pct"] for k, v in report.learners.items()}
+    assert scores["xgboost"] == min(scores.values())
+    assert scores["xgboost"] < 8
+    assert 70 <= report.coverage_pct <= 92
+    assert report.retest_ape_pct is not None and report.retest_ape_pct < 6
+    return folder
+
+
+def test_errors_by_hand() -> None:
+    found = errors(np.array([110.0, 90.0]), np.array([100.0, 100.0]))
+    assert found["mape_pct"] == pytest.approx(10)
+    assert found["bias_pct"] == pytest.approx(0)
+
+
+def test_a_bundle_prices_the_same_after_a_round_trip(bundle: Path, tmp_path: Path) -> None:
+    rows = pd.DataFrame([asdict(p) for p in islice(gemm.sweep(), 50)]).assign(gpu="toy")
+    first = Bundle.load(bundle)
+    first.save(tmp_path / "copy")
+    second = Bundle.load(tmp_path / "copy")
+    pd.testing.assert_frame_equal(first.price("gemm", rows), second.price("gemm", rows))
+    assert not list(bundle.glob("*.pkl"))
+
+
+def test_extrapolation_is_flagged(bundle: Path) -> None:
+    rows = pd.DataFrame([asdict(gemm.Gemm(m=10**6, n=64, k=64))]).assign(gpu="toy")
+    assert not Bundle.load(bundle).price("gemm", rows)["in_envelope"].any()
+
+
+def test_price_keeps_rows_and_adds_columns(bundle: Path, data: Path, tmp_path: Path) -> None:
+    source = next(data.rglob("part-*.parquet"))
+    price_file(source, Bundle.load(bundle), tmp_path / "out.parquet")
+    before, after = pd.read_parquet(source), pd.read_parquet(tmp_path / "out.parquet")
+    assert len(before) == len(after)
+    assert (after["predicted_us_p10"] < after["predicted_us_p90"]).all()
+
+
+def test_what_does_not_fit_is_refused_in_one_line(bundle: Path, tmp_path: Path) -> None:
+    facts = json.loads((bundle / "bundle.json").read_text())
+    (tmp_path / "bundle.json").write_text(json.dumps({**facts, "schema_version": 99}))
+    with pytest.raises(ValueError, match="schema version 99, this code reads 1"):
+        Bundle.load(tmp_path)
+    (tmp_path / "x.parquet").write_text("not parquet")
+    with pytest.raises(ValueError, match=r"x\.parquet': not a readable Parquet file"):
+        price_file(tmp_path / "x.parquet", Bundle.load(bundle), tmp_path / "y")
+    rows = pd.DataFrame([asdict(gemm.Gemm(m=1, n=1, k=1))]).assign(gpu="h1000")
+    with pytest.raises(ValueError, match="unknown gpu 'h1000'; the bundle knows"):
+        Bundle.load(bundle).price("gemm", rows)
