@@ -130,8 +130,6 @@ def price_buckets(
         ]
     columns = ["predicted_us", "predicted_us_p10", "predicted_us_p90"]
     return [
-        PricedBucket(
-            bucket=b, duration_us=float(t), p10=float(low), p90=float(high), modelled=True
-        )
+        PricedBucket(bucket=b, duration_us=float(t), p10=float(low), p90=float(high), modelled=True)
         for b, (t, low, high) in zip(found, table[columns].to_numpy(), strict=True)
     ]

@@ -23,9 +23,7 @@ class Pricer(Protocol):
         ...
 
 
-def price_or_none(
-    pricer: Pricer, family: str, rows: pd.DataFrame, gpu: Gpu
-) -> pd.DataFrame | None:
+def price_or_none(pricer: Pricer, family: str, rows: pd.DataFrame, gpu: Gpu) -> pd.DataFrame | None:
     """The prices of the rows; None where the pricer has no model of the family."""
     try:
         return pricer.price(family, rows, {gpu.name: gpu})

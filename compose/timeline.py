@@ -37,9 +37,7 @@ class DeadlockError(RuntimeError):
 class _Progress:
     """Which tasks may start: heads of all their lanes whose inputs are done."""
 
-    def __init__(
-        self, tasks: Sequence[Task], programs: Mapping[str, Sequence[int]] | None
-    ) -> None:
+    def __init__(self, tasks: Sequence[Task], programs: Mapping[str, Sequence[int]] | None) -> None:
         self.tasks = tasks
         self.lanes: dict[str, list[int]] = {}
         for i, task in enumerate(tasks):
@@ -112,9 +110,7 @@ def simulate(
     return [spans[i] for i in range(len(tasks))]
 
 
-def simulate_shared(
-    tasks: Sequence[Task], shared: frozenset[str], contention: float
-) -> list[Span]:
+def simulate_shared(tasks: Sequence[Task], shared: frozenset[str], contention: float) -> list[Span]:
     """As ``simulate``, but tasks on different ``shared`` lanes slow each other while they overlap.
 
     While two or more tasks on shared lanes run, each of them proceeds at 1/contention of its speed;

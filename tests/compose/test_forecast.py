@@ -1,0 +1,106 @@
+"""Forecasts by hand, from a pricer that knows one price."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from compose.forecast import eager_timeline, forecast, interval
+from compose.memory import peak_bytes
+from compose.plan import ParallelPlan
+from compose.priced import PricedOp, cold_fractions, price_calls
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+
+CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=4000)
+
+
+class Fixed:
+    """Warm products take 10 us, cold ones 30."""
+
+    models: Mapping[str, Any] = {"gemm": None}
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        us = rows["cache"].map({"warm": 10.0, "cold": 30.0})
+        columns = {"predicted_us": us, "predicted_us_p10": us * 0.9, "predicted_us_p90": us * 1.1}
+        return pd.DataFrame({**columns, "in_envelope": True})
+
+
+def tensor(storage: int, *shape: int) -> TensorSpec:
+    return TensorSpec(shape=shape, dtype="fp32", storage=storage)
+
+
+def product(a: int, b: int, c: int) -> OpCall:
+    args = (tensor(a, 10, 10), tensor(b, 10, 10))
+    return OpCall(op="aten.mm.default", args=args, outputs=(tensor(c, 10, 10),))
+
+
+def priced(us: float, family: str = "gemm") -> PricedOp:
+    return PricedOp(
+        op="x",
+        family=family,
+        phase="forward",
+        duration_us=us,
+        low_us=us - 3,
+        high_us=us + 4,
+        flops=0,
+        in_envelope=True,
+    )
+
+
+def test_a_tensor_is_cold_when_more_than_the_cache_was_touched_since() -> None:
+    step = StepCapture(calls=(product(0, 0, 1), product(2, 2, 3)))
+    # each operand was last touched 1200 B ago: the other call's three tensors of 400 B
+    assert cold_fractions(step, 4000) == [0.0, 0.0]
+    assert cold_fractions(step, 600) == [1.0, 1.0]
+    assert cold_fractions(step, 1200) == [0.5, 0.5]
+
+
+def test_host_events_add_to_ops_on_a_cpu() -> None:
+    capture = StepCapture(calls=(product(0, 1, 2),), host={"module_call": 2, "view_op": 1})
+    found = forecast(
+        capture, Fixed(), CPU, ParallelPlan(), bundle_name="b", threads=2, optimizer="adamw"
+    )
+    assert found.iteration_us == pytest.approx(10 + 2 * 3.0 + 1.0)
+    assert found.iteration_us == found.compute_us + found.exposed_comm_us + found.idle_us
+    assert found.unmodelled_frac == 0
+
+
+def test_an_op_nobody_answers_for_is_counted() -> None:
+    call = OpCall(op="aten.unheard_of.default", args=(tensor(0, 4),))
+    found = price_calls(StepCapture(calls=(call,)), Fixed(), CPU, 2)
+    assert found[0].family == "unmodelled"
+    assert found[0].duration_us > 0
+
+
+def test_the_device_waits_for_a_slow_host() -> None:
+    #  host   |-5-|-5-|-5-|
+    #  device     |=2=|   |==20==|...   second op launched at 10, third at 15 waits for the second
+    end_us, idle_us = eager_timeline([priced(2), priced(20), priced(1)], 5.0)
+    assert end_us == 31  # 10 + 20 + 1
+    assert idle_us == 5 + 3
+    assert end_us == 2 + 20 + 1 + idle_us
+
+
+def test_errors_add_within_a_family_and_squared_between() -> None:
+    low, high = interval([priced(10), priced(10), priced(10, "norm")], 30)
+    assert low == pytest.approx(30 - (6**2 + 3**2) ** 0.5)
+    assert high == pytest.approx(30 + (8**2 + 4**2) ** 0.5)
+
+
+def test_peak_memory_by_hand() -> None:
+    weight = ParamSpec(name="w", shape=(10, 10), dtype="fp32", storage=1, ready_after=0)
+    calls = (product(0, 1, 2), product(2, 1, 3), product(3, 1, 4))
+    capture = StepCapture(calls=calls, parameters=(weight,))
+    # w and two moments; at any call one input and one output alive beside w
+    assert peak_bytes(capture, "adamw") == 3 * 400 + 2 * 400
+    assert peak_bytes(capture, "sgd") == 400 + 2 * 400
+
+
+@pytest.mark.parametrize("text", ["tp=2", "dp=x", "dp=0", "dp=2"])
+def test_bad_plans_are_named(text: str) -> None:
+    with pytest.raises(ValueError, match=text.split("=")[0]):
+        ParallelPlan.parse(text)
