@@ -1,29 +1,30 @@
-"""One iteration's forecast: priced ops on lanes, then the numbers a person asks for."""
+"""The forecast of one iteration: priced ops on the lanes of a host and a device."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
 
-from compose.ddp import PricedBucket, buckets, default_contention, price_buckets
-from compose.host import HostCost, host_cost
+import pandas as pd
+
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
-from compose.priced import UNMODELLED, PricedOp, price_calls
-from compose.pricer import Pricer
-from compose.timeline import Span, Task, simulate_shared
+from compose.priced import UNMODELLED, PricedOp, Pricer, price_calls
 from microbench.hardware.spec import Gpu
 from microbench.opcall import StepCapture
 
-MATMUL_FAMILIES = {"gemm", "conv", "attention"}
-SHARED = frozenset({"compute", "comm"})
-BOUNDS = ("p10", "p90")
+# Where no host model was trained: us per event on a server CPU, an assumption, not a measurement.
+ASSUMED_HOST_US = {"module_call": 3.0, "view_op": 1.0, "autograd_node": 3.0}
+ASSUMED_LAUNCH_US = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What ``predict --json`` reports of the slowest rank; iteration = compute + exposed + idle."""
+    """Times in us per iteration of the slowest rank: iteration = compute + exposed_comm + idle.
+
+    The interval takes errors within one family as fully correlated and those of different families
+    as independent.
+    """
 
     gpu: str
     plan: str
@@ -41,107 +42,40 @@ class Forecast:
     tokens_per_s: float
     mfu_frac: float
     unmodelled_frac: float
-    by_family_us: dict[str, float]
+    by_family_us: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PricedStep:
-    """Everything with a duration in one rank's step."""
-
-    ops: list[PricedOp]
-    reduces: list[PricedBucket]
-    host: HostCost
-    gpu: Gpu
-    contention: float
-
-    def tasks(self, family: str = "", bound: str = "") -> list[Task]:
-        """The step on lanes; durations of ``family`` are those of ``bound`` ("p10" or "p90").
-
-        On a CPU the host's time is spread evenly over the compute tasks. On a GPU the host lane
-        issues one op after the other (its time spread evenly too) and a kernel starts when it is
-        issued and the compute lane is free. All-reduces go in after the call that readies them.
-        """
-
-        def us(item: PricedOp | PricedBucket | HostCost, name: str) -> float:
-            return float(getattr(item, bound if bound and name == family else "duration_us"))
-
-        host_us = us(self.host, "host")
-        on_cpu = self.gpu.kind == "cpu"
-        if not self.ops:
-            return [Task(("compute" if on_cpu else "host",), host_us, name="host")]
-        share_us = host_us / len(self.ops)
-        waiting = list(self.reduces)
-        tasks: list[Task] = []
-        reduce_numbers: list[int] = []
-        for op in self.ops:
-            after: tuple[int, ...] = ()
-            if op.phase == "optimizer":
-                after = tuple(reduce_numbers)
-            if not on_cpu:
-                after += (len(tasks),)
-                tasks.append(Task(("host",), share_us, name=f"launch {op.op}"))
-            duration_us = us(op, op.family) + (share_us if on_cpu else 0.0)
-            tasks.append(Task(("compute",), duration_us, after, op.op))
-            compute = len(tasks) - 1
-            while waiting and waiting[0].bucket.ready_after <= op.index:
-                item = waiting.pop(0)
-                reduce_numbers.append(len(tasks))
-                tasks.append(Task(("comm",), us(item, "collective"), (compute,), "all_reduce"))
-        if waiting:
-            late = waiting[0].bucket
-            raise ValueError(
-                f"gradient {late.names[-1]!r} is ready after call {late.ready_after}; "
-                f"the step has {len(self.ops)} calls"
-            )
-        return tasks
-
-    def run(self, family: str = "", bound: str = "") -> tuple[list[Task], list[Span]]:
-        """Tasks and when they ran."""
-        tasks = self.tasks(family, bound)
-        return tasks, simulate_shared(tasks, SHARED, self.contention)
-
-    def by_family_us(self) -> dict[str, float]:
-        """Time by family, ops and all-reduces each alone; the host only where it is the compute."""
-        result: dict[str, float] = {}
-        for op in self.ops:
-            result[op.family] = result.get(op.family, 0.0) + op.duration_us
-        if self.reduces:
-            result["collective"] = sum(r.duration_us for r in self.reduces)
-        if self.gpu.kind == "cpu" and self.host.duration_us:
-            result["host"] = self.host.duration_us
-        return dict(sorted(result.items(), key=lambda item: -item[1]))
-
-    def unmodelled_us(self) -> float:
-        """Time that no learned model priced: ops, all-reduces, and the host on a CPU."""
-        us = sum(op.duration_us for op in self.ops if op.family == UNMODELLED)
-        us += sum(r.duration_us for r in self.reduces if not r.modelled)
-        return us + (self.host.assumed_us if self.gpu.kind == "cpu" else 0.0)
+def host_event_us(pricer: Pricer, gpu: Gpu, threads: int) -> dict[str, float]:
+    """Time per host event: learned where the bundle has the family, else assumed."""
+    if "host" not in pricer.models:
+        return dict(ASSUMED_HOST_US)
+    ops = list(ASSUMED_HOST_US)
+    rows = pd.DataFrame({"op": ops, "trial": 0, "dtype": "fp32"})
+    rows = rows.assign(gpu=gpu.name, threads=threads, cache="warm")
+    priced = pricer.price("host", rows, {gpu.name: gpu})["predicted_us"]
+    return dict(zip(ops, (float(v) for v in priced), strict=True))
 
 
-def price_step(
-    capture: StepCapture,
-    pricer: Pricer,
-    gpu: Gpu,
-    plan: ParallelPlan,
-    threads: int,
-    contention: float | None = None,
-) -> PricedStep:
-    """The step of one data-parallel rank, priced; all ranks are alike, so one stands for all.
+def eager_timeline(ops: Sequence[PricedOp], launch_us: float) -> tuple[float, float]:
+    """End of the device lane and its idle time, when one host thread launches op after op."""
+    host_us = device_us = idle_us = 0.0
+    for op in ops:
+        host_us += launch_us
+        idle_us += max(0.0, host_us - device_us)
+        device_us = max(device_us, host_us) + op.duration_us
+    return device_us, idle_us
 
-    ``contention`` is stated in ``compose.ddp``; None takes its default for the device.
-    """
-    plan.check_supported()
-    found = buckets(capture.parameters, plan.bucket_bytes) if plan.dp > 1 else []
-    counts = dict(capture.host)
-    if gpu.kind != "cpu":
-        counts["launch"] = len(capture.calls)
-    return PricedStep(
-        ops=price_calls(capture, pricer, gpu, threads),
-        reduces=price_buckets(found, pricer, gpu, plan, threads),
-        host=host_cost(counts, pricer, gpu, threads),
-        gpu=gpu,
-        contention=default_contention(gpu) if contention is None else contention,
-    )
+
+def interval(ops: Sequence[PricedOp], total_us: float) -> tuple[float, float]:
+    """10 and 90 % quantiles of the total around its estimate."""
+    low: dict[str, float] = {}
+    high: dict[str, float] = {}
+    for op in ops:
+        low[op.family] = low.get(op.family, 0.0) + op.duration_us - op.low_us
+        high[op.family] = high.get(op.family, 0.0) + op.high_us - op.duration_us
+    down = sum(v * v for v in low.values()) ** 0.5
+    up = sum(v * v for v in high.values()) ** 0.5
+    return max(0.0, total_us - down), total_us + up
 
 
 def forecast(
@@ -154,65 +88,41 @@ def forecast(
     threads: int,
     optimizer: str,
 ) -> Forecast:
-    """The forecast of one iteration.
-
-    Interval: errors within one family are taken as fully correlated, so the step is run again with
-    the whole family at its bound; errors of different families are taken as independent, so the
-    iteration's changes add as root of the sum of squares. mfu_frac counts the flops of gemm, conv
-    and attention against the dense peak of their dtype.
-    """
-    step = price_step(capture, pricer, gpu, plan, threads)
-    tasks, spans = step.run()
-    iteration_us = max((s.end_us for s in spans), default=0.0)
-    compute = _lane(tasks, spans, "compute")
-    comm = _lane(tasks, spans, "comm")
-    compute_us, comm_us = _covered_us(compute), _covered_us(comm)
-    exposed_us = _covered_us([*compute, *comm]) - compute_us
-    low_us, high_us = (_bound_change_us(step, bound, iteration_us) for bound in BOUNDS)
-    families_us = step.by_family_us()
-    total_us = sum(families_us.values())
-    per_s = 1e6 / iteration_us if iteration_us else 0.0  # us to s, at the edge
-    ideal_us = 1e6 * sum(
-        op.flops / gpu.peak(op.dtype) for op in step.ops if op.flops_family in MATMUL_FAMILIES
-    )
+    """One iteration of a captured step. On a CPU the host is the compute lane: times add up."""
+    ops = price_calls(capture, pricer, gpu, threads)
+    by_family: dict[str, float] = {}
+    for op in ops:
+        by_family[op.family] = by_family.get(op.family, 0.0) + op.duration_us
+    kernels_us = sum(by_family.values())
+    if gpu.kind == "cpu":
+        event_us = host_event_us(pricer, gpu, threads)
+        host_us = sum(event_us.get(k, 0.0) * n for k, n in capture.host.items())
+        by_family["host"] = host_us
+        iteration_us, idle_us = kernels_us + host_us, 0.0
+        compute_us = iteration_us
+    else:
+        host_us = ASSUMED_LAUNCH_US * len(ops)
+        iteration_us, idle_us = eager_timeline(ops, ASSUMED_LAUNCH_US)
+        compute_us = kernels_us
+    low_us, high_us = interval(ops, iteration_us)
+    flops = sum(op.flops for op in ops if op.family in ("gemm", "attention", "conv"))
+    seconds = max(iteration_us, 1e-3) * 1e-6
     return Forecast(
         gpu=gpu.name,
-        plan=str(plan),
+        plan=f"dp={plan.dp}",
         bundle=bundle_name,
         iteration_us=iteration_us,
-        iteration_us_p10=max(0.0, iteration_us - low_us),
-        iteration_us_p90=iteration_us + high_us,
-        host_us=step.host.duration_us,
+        iteration_us_p10=low_us,
+        iteration_us_p90=high_us,
+        host_us=host_us,
         compute_us=compute_us,
-        comm_us=comm_us,
-        exposed_comm_us=exposed_us,
-        idle_us=max(0.0, iteration_us - compute_us - exposed_us),
-        memory_bytes=peak_bytes(capture, optimizer, plan.dp),
-        samples_per_s=capture.samples * plan.dp * per_s,
-        tokens_per_s=capture.tokens * plan.dp * per_s,
-        mfu_frac=ideal_us / iteration_us if iteration_us else 0.0,
-        unmodelled_frac=step.unmodelled_us() / total_us if total_us else 0.0,
-        by_family_us=families_us,
+        comm_us=0.0,
+        exposed_comm_us=0.0,
+        idle_us=idle_us,
+        memory_bytes=peak_bytes(capture, optimizer),
+        samples_per_s=capture.samples / seconds,
+        tokens_per_s=capture.tokens / seconds,
+        mfu_frac=flops / seconds / gpu.peak("fp32"),
+        unmodelled_frac=by_family.get(UNMODELLED, 0.0) / max(kernels_us, 1e-9),
+        by_family_us=by_family,
     )
-
-
-def _bound_change_us(step: PricedStep, bound: str, iteration_us: float) -> float:
-    """How far the iteration moves towards one bound, families independent."""
-    squares = 0.0
-    for family in sorted({*step.by_family_us(), "host"}):
-        _, spans = step.run(family, bound)
-        squares += (max((s.end_us for s in spans), default=0.0) - iteration_us) ** 2
-    return sqrt(squares)
-
-
-def _lane(tasks: Sequence[Task], spans: Sequence[Span], lane: str) -> list[Span]:
-    return [s for t, s in zip(tasks, spans, strict=True) if lane in t.lanes]
-
-
-def _covered_us(spans: Sequence[Span]) -> float:
-    """Time during which at least one of the spans runs."""
-    total = end = 0.0
-    for span in sorted(spans, key=lambda s: (s.start_us, s.end_us)):
-        total += max(0.0, span.end_us - max(end, span.start_us))
-        end = max(end, span.end_us)
-    return total
