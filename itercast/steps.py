@@ -54,8 +54,16 @@ def fit(
             trials,
             on_progress=lambda name: bar.update(task, description=f"train {name}"),
         ).to_dict()
-    log_fit(report, "cpu", out, {})
+    log_fit(report, machine_name(out), out)
     return report
+
+
+def machine_name(bundle: Path) -> str:
+    """The bundle's only GPU, or ``all`` where it serves several."""
+    from learners.bundle import Bundle
+
+    gpus = sorted(Bundle.load(bundle).gpus)
+    return gpus[0] if len(gpus) == 1 else "all"
 
 
 def report_table(report: dict[str, Any]) -> Table:

@@ -1,0 +1,48 @@
+"""Plots of a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from eval.results import CaseResult
+
+
+def scatter(results: Sequence[CaseResult]) -> Any:
+    """Predicted against measured on log axes, with the identity and a 20 % band."""
+    from matplotlib.figure import Figure  # lazy: commands without plots need not pay for it
+
+    figure = Figure(figsize=(6.4, 5.2), layout="constrained")
+    axes = figure.subplots()
+    measured = [r.measured_us / 1e3 for r in results]
+    low, high = min(measured) / 1.6, max(measured) * 1.6
+    axes.fill_between([low, high], [0.8 * low, 0.8 * high], [1.2 * low, 1.2 * high], alpha=0.15)
+    axes.plot([low, high], [low, high], color="grey", linewidth=1)
+    for r, x in zip(results, measured, strict=True):
+        y = r.predicted_us / 1e3
+        axes.plot([x], [y], "o", color="C0", markersize=5)
+        axes.annotate(r.case, (x, y), xytext=(5, -9), textcoords="offset points", fontsize=8)
+    axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    axes.set(xlabel="measured, ms", ylabel="predicted, ms")
+    axes.set_title("training iterations; band: 20 %")
+    return figure
+
+
+def breakdown(results: Sequence[CaseResult]) -> Any:
+    """Where the predicted time goes, as shares of the measured time."""
+    from matplotlib.figure import Figure  # lazy, as above
+
+    figure = Figure(figsize=(7.2, 0.34 * len(results) + 1.4), layout="constrained")
+    axes = figure.subplots()
+    families = sorted({f for r in results for f in r.by_family_us})
+    left = [0.0] * len(results)
+    names = [r.case for r in results]
+    for i, family in enumerate(families):
+        shares = [100 * r.by_family_us.get(family, 0.0) / r.measured_us for r in results]
+        axes.barh(names, shares, left=left, label=family, color=f"C{i}")
+        left = [a + b for a, b in zip(left, shares, strict=True)]
+    axes.axvline(100, color="black", linewidth=1)
+    axes.invert_yaxis()
+    axes.set(xlabel="predicted time by family, % of the measured iteration")
+    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    return figure

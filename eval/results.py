@@ -1,0 +1,47 @@
+"""Predicted against measured: one case, and all of them summed up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaseResult:
+    """Times in us; ``measured_us`` at the machine's reference speed, ``raw_us`` as clocked."""
+
+    case: str
+    plan: str
+    predicted_us: float
+    predicted_us_p10: float
+    predicted_us_p90: float
+    measured_us: float
+    raw_us: float
+    retest_ape_pct: float
+    by_family_us: Mapping[str, float]
+    unmodelled_frac: float
+
+    @property
+    def error_pct(self) -> float:
+        """Signed error of the forecast."""
+        return 100 * (self.predicted_us / self.measured_us - 1)
+
+
+def summary(results: Sequence[CaseResult]) -> dict[str, float]:
+    """Absolute errors summed up, beside the median noise floor; ValueError if there are none."""
+    if not results:
+        raise ValueError("no results to sum up")
+    signed = np.array([r.error_pct for r in results])
+    ape = np.abs(signed)
+    return {
+        "cases": float(len(results)),
+        "mape_pct": float(ape.mean()),
+        "median_ape_pct": float(np.median(ape)),
+        "p90_ape_pct": float(np.quantile(ape, 0.9)),
+        "geomean_ape_pct": float(np.exp(np.log(np.maximum(ape, 0.1)).mean())),
+        "worst_ape_pct": float(ape.max()),
+        "bias_pct": float(signed.mean()),
+        "noise_floor_pct": float(np.median([r.retest_ape_pct for r in results])),
+    }

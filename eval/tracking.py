@@ -1,0 +1,72 @@
+"""MLflow: fits by family and learner, comparisons with artifacts; the only file that imports it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.results import CaseResult, summary
+
+DEFAULT_URI = "sqlite:///mlflow.db"
+
+
+def tracking_uri() -> str:
+    """The store: MLFLOW_TRACKING_URI, else SQLite in this folder."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+
+
+def _mlflow() -> Any:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    import mlflow  # lazy: forecasts must not pay for it
+
+    mlflow.set_tracking_uri(tracking_uri())
+    return mlflow
+
+
+def _experiment(mlflow: Any, name: str) -> str:
+    """Id of the experiment; artifacts of a SQLite store lie beside it in mlartifacts."""
+    known = mlflow.get_experiment_by_name(name)
+    if known is not None:
+        return str(known.experiment_id)
+    place = Path("mlartifacts").resolve().as_uri() if "sqlite" in tracking_uri() else None
+    return str(mlflow.create_experiment(name, artifact_location=place))
+
+
+def log_fit(report: Mapping[str, Any], gpu: str, bundle: Path) -> None:
+    """Experiment ops/<gpu>: a parent run per fit, a nested run per family and learner."""
+    mlflow = _mlflow()
+    experiment = _experiment(mlflow, f"ops/{gpu}")
+    with mlflow.start_run(experiment_id=experiment, run_name=f"fit {bundle.name}"):
+        mlflow.log_param("bundle", str(bundle))
+        for family, entry in report.items():
+            for learner, scores in entry["learners"].items():
+                with mlflow.start_run(
+                    experiment_id=experiment, run_name=f"{family}/{learner}", nested=True
+                ):
+                    mlflow.set_tags({"family": family, "learner": learner, "gpu": gpu})
+                    mlflow.log_param("rows", entry["rows"])
+                    extra = {"retest_ape_pct": entry["retest_ape_pct"]}
+                    if learner == "xgboost":
+                        extra["coverage_pct"] = entry["coverage_pct"]
+                    known = {k: v for k, v in extra.items() if v is not None}
+                    mlflow.log_metrics({**scores, **known})
+
+
+def log_evaluation(results: Sequence[CaseResult], folder: Path) -> None:
+    """Experiment iterations: one run per comparison, with the report as artifacts."""
+    mlflow = _mlflow()
+    experiment = _experiment(mlflow, "iterations")
+    with mlflow.start_run(experiment_id=experiment, run_name=folder.name):
+        mlflow.log_metrics(summary(results))
+        for result in results:
+            mlflow.log_metric(f"error_pct.{result.case}", result.error_pct)
+        mlflow.log_artifacts(str(folder))
+
+
+def ui_command() -> list[str]:
+    """The MLflow UI on the project's store, with few workers so that it starts soon."""
+    store = ["--backend-store-uri", tracking_uri(), "--workers", "1"]
+    return [sys.executable, "-m", "mlflow", "ui", *store]
