@@ -73,9 +73,8 @@ def price(
     hardware: Annotated[Path | None, typer.Option(help="YAML of a GPU of one's own")] = None,
 ) -> None:
     """Price every row of a dataset file."""
-    from learners.price import price_file
-
     from itercast.api import find_bundle
+    from learners.price import price_file
     from microbench.hardware.spec import load_gpu
 
     gpus = None

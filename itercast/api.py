@@ -10,7 +10,6 @@ from compose.forecast import Forecast, forecast
 from compose.plan import ParallelPlan
 from learners.bundle import Bundle
 from microbench.cases.registry import EvalCase, case
-
 from microbench.hardware.machine import cpu_name
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.opcall import StepCapture

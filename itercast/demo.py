@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from compose.forecast import forecast
-from compose.plan import ParallelPlan
-from eval.results import CaseResult, summary
-from learners.bundle import Bundle
-from microbench.cases.registry import EvalCase, case, case_names
 from rich.console import Console
 from rich.table import Table
 
+from compose.forecast import forecast
+from compose.plan import ParallelPlan
+from eval.results import CaseResult, summary
 from itercast.api import capture_case, find_gpu
 from itercast.steps import fit, progress_bar, report_table, sweep
+from learners.bundle import Bundle
+from microbench.cases.registry import EvalCase, case, case_names
 
 RUN = Path("runs/demo")
 REPETITIONS = 20

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from microbench.cases.registry import EvalCase
-
 from microbench import store
+from microbench.cases.registry import EvalCase
 from microbench.hardware.machine import cpu_name
 
 
@@ -19,9 +18,9 @@ def measure_round(
     import os
 
     import torch
+
     from microbench.iterations import measure_case
     from microbench.step import StepSettings
-
     from microbench.timing import Anchor, keep_freed_memory
 
     keep_freed_memory()

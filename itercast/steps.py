@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from compose.forecast import Forecast
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+
+from compose.forecast import Forecast
 
 
 def progress_bar() -> Progress:

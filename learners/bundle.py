@@ -102,9 +102,8 @@ class Bundle:
         except (OSError, ValueError, KeyError, TypeError) as exc:
             raise ValueError(f"bundle {str(folder)!r}: no readable bundle.json ({exc})") from exc
         if version != SCHEMA_VERSION:
-            raise ValueError(
-                f"bundle {str(folder)!r}: schema version {version}, this code reads {SCHEMA_VERSION}"
-            )
+            fits = f"schema version {version}, this code reads {SCHEMA_VERSION}"
+            raise ValueError(f"bundle {str(folder)!r}: {fits}")
         try:
             gpus = {n: gpu_from_dict(g, str(folder)) for n, g in facts["gpus"].items()}
             models = {n: load_model(folder, n, f) for n, f in facts["families"].items()}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import xgboost as xgb
 
-Array = np.ndarray
+Array = Any  # numpy arrays of float
 DEFAULTS: dict[str, Any] = {
     "max_depth": 7,
     "eta": 0.06,

@@ -116,7 +116,7 @@ def train_family(
         coverage_pct=coverage,
         learners={"xgboost": errors(guess, test.time_us), **scores},
     )
-    numbers = [c for c in features if is_number(features[c])]
+    numbers = [str(c) for c in features if is_number(features[c])]
     model = FamilyModel(
         booster=fit.fit_xgboost(table, options),
         encoder=encoder,

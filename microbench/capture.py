@@ -126,7 +126,7 @@ class _LoggedAttention(torch.autograd.Function):
         else:
             with torch.enable_grad():
                 leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-                call = torch.nn.functional.scaled_dot_product_attention
+                call: Any = torch.nn.functional.scaled_dot_product_attention
                 output = call(*leaves, ctx.mask, **ctx.options)
                 found = torch.autograd.grad(output, leaves, grad)
             grads = [torch.empty_like(t).copy_(g) for t, g in zip(leaves, found, strict=True)]
@@ -235,7 +235,7 @@ def _watch_parameters(model: torch.nn.Module, log: OpLog) -> dict[str, int]:
     return ready
 
 
-class _module_hooks:  # noqa: N801 - a context manager
+class _module_hooks:
     """Counts module calls and names the innermost module while it runs."""
 
     def __init__(self, log: OpLog) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,10 @@ def _pack(value: Any) -> Any:
     return value
 
 
+def _pack_all(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _pack(v) for k, v in values.items()}
+
+
 def _unpack(value: Any) -> Any:
     if isinstance(value, dict):
         shape, dtype, stride, storage = value[TENSOR]
@@ -33,8 +37,7 @@ def _unpack(value: Any) -> Any:
 def dumps(capture: StepCapture) -> bytes:
     """The capture as gzip JSON."""
     calls = [
-        [c.op, _pack(c.args), {k: _pack(v) for k, v in c.kwargs.items()}, _pack(c.outputs)]
-        + [c.phase, c.module]
+        [c.op, _pack(c.args), _pack_all(c.kwargs), _pack(c.outputs), c.phase, c.module]
         for c in capture.calls
     ]
     parameters = [[p.name, p.shape, p.dtype, p.storage, p.ready_after] for p in capture.parameters]

@@ -136,7 +136,7 @@ class Anchor:
         """Geometric mean of a product's and an addition's median time; takes about 2 ms."""
         compute = statistics.median(_elapsed_us(self._compute, 1) for _ in range(5))
         small = statistics.median(_elapsed_us(self._small, 1) for _ in range(5))
-        return (compute * small) ** 0.5
+        return float((compute * small) ** 0.5)
 
     def reference_us(self) -> float:
         """The machine's fast state: the 20th percentile over about a second."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import nn
 
@@ -11,7 +13,7 @@ class Perceptron(nn.Module):
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
-        pairs = zip(widths[:-1], widths[1:], strict=True)
+        pairs = pairwise(widths)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -80,7 +80,8 @@ class Block(nn.Module):
             y: torch.Tensor = self.norm2(x + self.mlp(x))
             return y
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        z: torch.Tensor = x + self.mlp(self.norm2(x))
+        return z
 
 
 class Transformer(nn.Module):

@@ -59,7 +59,7 @@ def build(p: Attention, device: str) -> Workload:
 
     q, k, v = (tensor(p.heads, p.q_len), *(tensor(p.kv_heads, p.kv_len) for _ in "kv"))
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    options = {"is_causal": p.causal, "enable_gqa": p.kv_heads != p.heads}
+    options: dict[str, Any] = {"is_causal": p.causal, "enable_gqa": p.kv_heads != p.heads}
     if p.op == "forward":
         return Workload(run=lambda: sdpa(q, k, v, **options))
     leaves = [t.requires_grad_() for t in (q, k, v)]

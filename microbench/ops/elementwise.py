@@ -12,10 +12,31 @@ from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
 from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
 
-UNARY = ("neg", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid", "relu", "gelu", "silu", "abs")
+UNARY: tuple[str, ...] = (
+    "neg",
+    "exp",
+    "log",
+    "sqrt",
+    "rsqrt",
+    "tanh",
+    "sigmoid",
+    "relu",
+    "gelu",
+    "silu",
+    "abs",
+)
 UNARY += ("cos", "sin", "reciprocal", "clone", "empty_like", "zeros_like", "ones_like")
 SCALAR = ("mul", "add", "pow", "eq", "div_", "clamp_min", "bernoulli_", "fill_", "zero_")
-BINARY = ("add", "sub", "mul", "div", "add_", "mul_", "copy_", "threshold_backward")
+BINARY: tuple[str, ...] = (
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "add_",
+    "mul_",
+    "copy_",
+    "threshold_backward",
+)
 BINARY += ("gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward", "maximum")
 TRANSPOSABLE = ("clone", "copy_", "add", "mul")
 
@@ -121,7 +142,7 @@ def from_call(call: OpCall) -> Elementwise | None:
     op = call.op.split(".")[1]
     others = [t for t in inputs if t.numel < big.numel and t.numel > 1]
     strided = [t for t in inputs if t.numel == big.numel and not t.contiguous]
-    form, inner = "same" if len(inputs) > 1 else "same", big.shape[-1] if big.shape else 1
+    form, inner = "same", big.shape[-1] if big.shape else 1
     if strided and op != "empty_like":
         form = "strided"
         inner = min((s for s in strided[0].stride if s > 1), default=1)
@@ -140,7 +161,17 @@ def from_call(call: OpCall) -> Elementwise | None:
 
 
 def _overloads() -> Iterator[str]:
-    more = ("where", "masked_fill", "masked_fill_", "clamp", "minimum", "ne", "lt", "gt", "ge")
+    more: tuple[str, ...] = (
+        "where",
+        "masked_fill",
+        "masked_fill_",
+        "clamp",
+        "minimum",
+        "ne",
+        "lt",
+        "gt",
+        "ge",
+    )
     more += ("le", "logical_not", "bitwise_and", "addcmul", "addcdiv", "sub_", "_to_copy", "rsub")
     more += ("full_like", "full", "zeros", "ones", "arange", "empty", "new_zeros", "new_full")
     more += ("new_empty", "new_empty_strided", "empty_strided", "fill", "scalar_tensor", "square")

@@ -31,8 +31,8 @@ class Family:
     object with the same attribute names whose values are numpy arrays. They therefore use numpy
     functions only (``np.maximum``, ``np.ceil``; no ``if p.m > 1``). ``features`` values may be
     numbers or strings; strings are one-hot encoded by the learner.
-    ``answers`` maps an op name as captured ("aten.mm.default") to a function that turns the call into
-    parameters, or returns None for a call the family cannot describe.
+    ``answers`` maps an op name as captured ("aten.mm.default") to a function that turns the call
+    into parameters, or returns None for a call the family cannot describe.
     """
 
     name: str
@@ -71,4 +71,4 @@ def torch_dtype(name: str) -> Any:
 
 def log_uniform(rng: np.random.Generator, low: float, high: float) -> int:
     """An integer drawn log-uniformly from [low, high]."""
-    return int(round(float(np.exp(rng.uniform(np.log(low), np.log(high))))))
+    return round(float(np.exp(rng.uniform(np.log(low), np.log(high)))))

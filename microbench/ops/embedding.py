@@ -1,0 +1,103 @@
+"""Embedding lookup and its dense gradient: rows of a table by index."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall
+from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedding:
+    """``lookups`` uniformly random rows of a (rows, dim) table."""
+
+    op: str
+    rows: int
+    dim: int
+    lookups: int
+    dtype: str = "fp32"
+
+
+def sweep() -> Iterator[Embedding]:
+    """Endless: tables up to 32M elements."""
+    rng = np.random.default_rng(7)
+    while True:
+        p = Embedding(
+            op=str(rng.choice(["forward", "backward"])),
+            rows=log_uniform(rng, 64, 60000),
+            dim=8 * log_uniform(rng, 1, 128),
+            lookups=log_uniform(rng, 1, 16384),
+        )
+        if max(p.rows, p.lookups) * p.dim <= 2**25:
+            yield p
+
+
+def build(p: Embedding, device: str) -> Workload:
+    """Valid random indices."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    aten = torch.ops.aten
+    index = torch.randint(0, p.rows, (p.lookups,), device=device)
+    if p.op == "forward":
+        table = torch.randn(p.rows, p.dim, device=device).to(torch_dtype(p.dtype))
+        return Workload(run=lambda: aten.embedding(table, index))
+    grad = torch.randn(p.lookups, p.dim, device=device).to(torch_dtype(p.dtype))
+    return Workload(run=lambda: aten.embedding_dense_backward(grad, index, p.rows, -1, False))
+
+
+def flops(p: Any) -> Any:
+    """One addition per gradient element; a lookup has none."""
+    return np.where(np.equal(p.op, "backward"), 1.0, 0.0) * p.lookups * p.dim
+
+
+def bytes_moved(p: Any) -> Any:
+    """A lookup reads and writes its rows; the gradient also zeroes the whole table."""
+    table = np.where(np.equal(p.op, "backward"), 1.0, 0.0) * p.rows
+    return (2.0 * p.lookups + table) * p.dim * itemsize_bytes(p.dtype) + 8.0 * p.lookups
+
+
+def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+    """Sizes, and lookups per row."""
+    return {
+        "op": p.op,
+        "dtype": p.dtype,
+        "log_rows": np.log2(p.rows),
+        "log_dim": np.log2(p.dim),
+        "log_lookups": np.log2(p.lookups),
+        "log_reuse": np.log2(p.lookups / p.rows),
+    }
+
+
+def from_forward(call: OpCall) -> Embedding:
+    """embedding(table, index, ...)."""
+    table, index = call.args[:2]
+    rows, dim = table.shape
+    return Embedding(op="forward", rows=rows, dim=dim, lookups=index.numel, dtype=table.dtype)
+
+
+def from_backward(call: OpCall) -> Embedding:
+    """embedding_dense_backward(grad, index, rows, ...)."""
+    grad, index, rows = call.args[:3]
+    dim = grad.shape[-1]
+    return Embedding(op="backward", rows=rows, dim=dim, lookups=index.numel, dtype=grad.dtype)
+
+
+FAMILY = Family(
+    name="embedding",
+    params=Embedding,
+    sweep=sweep,
+    build=build,
+    flops=flops,
+    bytes_moved=bytes_moved,
+    features=features,
+    answers={
+        "aten.embedding.default": from_forward,
+        "aten.embedding_dense_backward.default": from_backward,
+    },
+)

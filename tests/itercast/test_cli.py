@@ -1,0 +1,35 @@
+"""The command line as a user meets it."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from itercast.__main__ import app
+
+run = CliRunner()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["list", "dogs"], "cannot list 'dogs'; known: gpus, cases, families, bundles"),
+        (["collect", "--device", "tpu"], "device 'tpu': allowed are cpu and cuda"),
+        (["collect", "--budget", "soon"], "budget 'soon': expected a duration like 90s, 10m or 1h"),
+        (["collect", "--family", "gem"], "unknown family 'gem'; known:"),
+        (["predict", "gpt9"], "unknown case 'gpt9'; known:"),
+        (["predict", "gpt-s", "--plan", "dp=0"], "dp is a positive integer, got '0'"),
+        (["predict", "gpt-s", "--bundle", "nowhere"], "bundle 'nowhere': no readable bundle.json"),
+        (["train", "--data", "nowhere", "--out", "x"], "data 'nowhere': no such folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(words: list[str], message: str) -> None:
+    result = run.invoke(app, words)
+    assert result.exit_code == 2
+    assert message in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_lists() -> None:
+    assert "gpt-s" in run.invoke(app, ["list", "cases"]).output.split()
+    assert "gemm" in run.invoke(app, ["list", "families"]).output.split()
