@@ -22,8 +22,9 @@ def sweep(
     out: Path, device: str, families: Sequence[str] | None, budget_s: float, seed: int
 ) -> int:
     """Collect with a progress bar; returns the number of new rows."""
-    from microbench.collect import collect
+    from microbench.collect import collect, known_families
 
+    known_families(families)  # before the bar, so that a wrong name is one line
     with progress_bar() as bar:
         task = bar.add_task("sweep", total=1.0)
         return collect(

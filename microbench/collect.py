@@ -69,12 +69,7 @@ def collect(
     The budget is the root's, not the run's: a resumed or repeated sweep spends what is left.
     On a CPU two fifths go to one-thread rows, taken by all cores at once as by ranks of one job.
     """
-    known = families()
-    chosen = list(names or known)
-    unknown = [n for n in chosen if n not in known]
-    if unknown:
-        raise ValueError(f"unknown family {unknown[0]!r}; known: {sorted(known)}")
-    swept = tuple(chosen)
+    swept = known_families(names)
     cores = os.cpu_count() or 1
     phases = [(cores, 1, 0.6), (1, cores, 0.4)] if device == "cpu" and cores > 1 else [(1, 1, 1.0)]
     facts = card_facts(root, device, [threads for threads, _, _ in phases])
@@ -104,6 +99,15 @@ def collect(
         run_workers(orders, left_s, progress)
         moved += store.compact(root, facts)
     return moved
+
+
+def known_families(names: Sequence[str] | None) -> tuple[str, ...]:
+    """The families named, all where none is; ValueError for a name nobody knows."""
+    known = families()
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"unknown family {name!r}; known: {sorted(known)}")
+    return tuple(names or known)
 
 
 def card_facts(root: Path, device: str, thread_counts: Sequence[int]) -> dict[str, Any]:
