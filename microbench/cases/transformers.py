@@ -95,6 +95,10 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(width) if style == "llama" else nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
         self.head.weight = self.tokens.weight
+        # At torch's default (std 1) a tied head saturates the softmax, its gradients turn denormal
+        # and CPU products run 50 times slower; real models start at 0.02.
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """(batch, seq) integers to (batch, seq, vocab)."""
