@@ -1,30 +1,27 @@
-"""The forecast of one iteration: priced ops on the lanes of a host and a device."""
+"""One iteration's forecast: priced ops on lanes, then the numbers a person asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
-import pandas as pd
-
+from compose.ddp import Bucket, buckets, default_contention, price_buckets
+from compose.host import host_cost
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
-from compose.priced import UNMODELLED, PricedOp, Pricer, price_calls
+from compose.priced import UNMODELLED, PricedOp, Pricer, find_family, price_calls
+from compose.timeline import Span, Task, simulate, simulate_shared
 from microbench.hardware.spec import Gpu
 from microbench.opcall import StepCapture
 
-# Where no host model was trained: us per event on a server CPU, an assumption, not a measurement.
-ASSUMED_HOST_US = {"module_call": 3.0, "view_op": 1.0, "autograd_node": 3.0}
-ASSUMED_LAUNCH_US = 5.0
+MATMUL_FAMILIES = {"gemm", "conv", "attention"}
+SHARED = frozenset({"compute", "comm"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """Times in us per iteration of the slowest rank: iteration = compute + exposed_comm + idle.
-
-    The interval takes errors within one family as fully correlated and those of different families
-    as independent.
-    """
+    """What ``predict --json`` reports of the slowest rank; iteration = compute + exposed + idle."""
 
     gpu: str
     plan: str
@@ -42,40 +39,118 @@ class Forecast:
     tokens_per_s: float
     mfu_frac: float
     unmodelled_frac: float
-    by_family_us: Mapping[str, float]
+    by_family_us: dict[str, float]
 
 
-def host_event_us(pricer: Pricer, gpu: Gpu, threads: int) -> dict[str, float]:
-    """Time per host event: learned where the bundle has the family, else assumed."""
-    if "host" not in pricer.models:
-        return dict(ASSUMED_HOST_US)
-    ops = list(ASSUMED_HOST_US)
-    rows = pd.DataFrame({"op": ops, "trial": 0, "dtype": "fp32"})
-    rows = rows.assign(gpu=gpu.name, threads=threads, cache="warm")
-    priced = pricer.price("host", rows, {gpu.name: gpu})["predicted_us"]
-    return dict(zip(ops, (float(v) for v in priced), strict=True))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedStep:
+    """Everything with a duration in one rank's step; ``reduces`` are those of ``buckets``."""
+
+    ops: Sequence[PricedOp]
+    host: PricedOp
+    on_cpu: bool
+    contention: float
+    buckets: Sequence[Bucket] = ()
+    reduces: Sequence[PricedOp] = ()
+
+    def priced(self) -> list[PricedOp]:
+        """What adds up to the time by family; the host counts only where it is the compute lane."""
+        host = [self.host] if self.on_cpu and self.host.duration_us else []
+        return [*self.ops, *self.reduces, *host]
+
+    def run(self) -> tuple[list[Task], list[Span]]:
+        """Tasks and when they ran; ``timeline.trace_json`` draws them."""
+        reduces = list(zip(self.buckets, self.reduces, strict=True))
+        tasks = lanes(self.ops, self.host.duration_us, self.on_cpu, reduces)
+        return tasks, simulate_shared(tasks, SHARED, self.contention)
+
+
+def lanes(
+    ops: Sequence[PricedOp],
+    host_us: float,
+    on_cpu: bool,
+    reduces: Sequence[tuple[Bucket, PricedOp]] = (),
+) -> list[Task]:
+    """The step as tasks on lanes, the host's time spread evenly over the ops.
+
+    On a CPU it lengthens the compute tasks. On a GPU the host lane issues one op after the other
+    and a kernel starts when it is issued and the compute lane is free. An all-reduce starts after
+    the call that readies its bucket; the optimizer waits for all of them.
+    """
+    if not ops:
+        return [Task(("compute" if on_cpu else "host",), host_us, name="host")]
+    share_us = host_us / len(ops)
+    waiting = list(reduces)
+    tasks: list[Task] = []
+    comm: list[int] = []
+    for index, op in enumerate(ops):
+        after = tuple(comm) if op.phase == "optimizer" else ()
+        if not on_cpu:
+            after += (len(tasks),)
+            tasks.append(Task(("host",), share_us, name=f"launch {op.op}"))
+        duration_us = op.duration_us + (share_us if on_cpu else 0.0)
+        compute = len(tasks)
+        tasks.append(Task(("compute",), duration_us, after, op.op))
+        while waiting and waiting[0][0].ready_after <= index:
+            _, reduce = waiting.pop(0)
+            comm.append(len(tasks))
+            tasks.append(Task(("comm",), reduce.duration_us, (compute,), reduce.op))
+    if waiting:
+        late = waiting[0][0]
+        raise ValueError(
+            f"gradient {late.names[-1]!r} is ready after call {late.ready_after}, "
+            f"the step has {len(ops)} calls"
+        )
+    return tasks
 
 
 def eager_timeline(ops: Sequence[PricedOp], launch_us: float) -> tuple[float, float]:
-    """End of the device lane and its idle time, when one host thread launches op after op."""
-    host_us = device_us = idle_us = 0.0
-    for op in ops:
-        host_us += launch_us
-        idle_us += max(0.0, host_us - device_us)
-        device_us = max(device_us, host_us) + op.duration_us
-    return device_us, idle_us
+    """End and idle time of the compute lane when the host launches an op every ``launch_us``."""
+    tasks = lanes(ops, launch_us * len(ops), on_cpu=False)
+    end_us = max(s.end_us for s in simulate(tasks))
+    return end_us, end_us - sum(op.duration_us for op in ops)
 
 
-def interval(ops: Sequence[PricedOp], total_us: float) -> tuple[float, float]:
-    """10 and 90 % quantiles of the total around its estimate."""
+def interval(ops: Iterable[PricedOp], iteration_us: float) -> tuple[float, float]:
+    """The 10 and 90 % bounds of the iteration.
+
+    Errors within a family are taken as fully correlated and add; errors of different families are
+    taken as independent and add in squares. Time hidden behind other lanes counts as if it were
+    exposed: the interval is then too wide.
+    """
     low: dict[str, float] = {}
     high: dict[str, float] = {}
     for op in ops:
         low[op.family] = low.get(op.family, 0.0) + op.duration_us - op.low_us
         high[op.family] = high.get(op.family, 0.0) + op.high_us - op.duration_us
-    down = sum(v * v for v in low.values()) ** 0.5
-    up = sum(v * v for v in high.values()) ** 0.5
-    return max(0.0, total_us - down), total_us + up
+    below_us, above_us = (sqrt(sum(us * us for us in side.values())) for side in (low, high))
+    return max(0.0, iteration_us - below_us), iteration_us + above_us
+
+
+def price_step(
+    capture: StepCapture,
+    pricer: Pricer,
+    gpu: Gpu,
+    plan: ParallelPlan,
+    threads: int,
+    contention: float | None = None,
+) -> PricedStep:
+    """The step of one data-parallel rank, priced; all ranks are alike, so one stands for all.
+
+    ``contention`` is stated in ``compose.ddp``; None takes its default for the device.
+    """
+    found = buckets(capture.parameters) if plan.dp > 1 else []
+    counts = dict(capture.host)
+    if gpu.kind != "cpu":
+        counts["launch"] = len(capture.calls)
+    return PricedStep(
+        ops=price_calls(capture, pricer, gpu, threads),
+        host=host_cost(counts, pricer, gpu, threads),
+        on_cpu=gpu.kind == "cpu",
+        contention=default_contention(gpu) if contention is None else contention,
+        buckets=found,
+        reduces=price_buckets(found, pricer, gpu, plan.dp, threads),
+    )
 
 
 def forecast(
@@ -88,25 +163,23 @@ def forecast(
     threads: int,
     optimizer: str,
 ) -> Forecast:
-    """One iteration of a captured step. On a CPU the host is the compute lane: times add up."""
-    ops = price_calls(capture, pricer, gpu, threads)
-    by_family: dict[str, float] = {}
-    for op in ops:
-        by_family[op.family] = by_family.get(op.family, 0.0) + op.duration_us
-    kernels_us = sum(by_family.values())
-    if gpu.kind == "cpu":
-        event_us = host_event_us(pricer, gpu, threads)
-        host_us = sum(event_us.get(k, 0.0) * n for k, n in capture.host.items())
-        by_family["host"] = host_us
-        iteration_us, idle_us = kernels_us + host_us, 0.0
-        compute_us = iteration_us
-    else:
-        host_us = ASSUMED_LAUNCH_US * len(ops)
-        iteration_us, idle_us = eager_timeline(ops, ASSUMED_LAUNCH_US)
-        compute_us = kernels_us
-    low_us, high_us = interval(ops, iteration_us)
-    flops = sum(op.flops for op in ops if op.family in ("gemm", "attention", "conv"))
-    seconds = max(iteration_us, 1e-3) * 1e-6
+    """The forecast of one iteration; ``interval`` says how op errors are treated.
+
+    ``mfu_frac`` counts the flops of gemm, conv and attention against the dense peak of their dtype.
+    Assumed host costs are not ops and not part of ``unmodelled_frac``.
+    """
+    step = price_step(capture, pricer, gpu, plan, threads)
+    tasks, spans = step.run()
+    iteration_us = max(s.end_us for s in spans)
+    compute, comm = (_lane(tasks, spans, name) for name in ("compute", "comm"))
+    compute_us = _covered_us(compute)
+    exposed_us = _covered_us([*compute, *comm]) - compute_us
+    low_us, high_us = interval(step.priced(), iteration_us)
+    families_us: dict[str, float] = {}
+    for op in step.priced():
+        families_us[op.family] = families_us.get(op.family, 0.0) + op.duration_us
+    total_us = sum(families_us.values())
+    per_s = 1e6 / iteration_us if iteration_us else 0.0  # us to s, at the edge
     return Forecast(
         gpu=gpu.name,
         plan=f"dp={plan.dp}",
@@ -114,15 +187,38 @@ def forecast(
         iteration_us=iteration_us,
         iteration_us_p10=low_us,
         iteration_us_p90=high_us,
-        host_us=host_us,
+        host_us=step.host.duration_us,
         compute_us=compute_us,
-        comm_us=0.0,
-        exposed_comm_us=0.0,
-        idle_us=idle_us,
-        memory_bytes=peak_bytes(capture, optimizer),
-        samples_per_s=capture.samples / seconds,
-        tokens_per_s=capture.tokens / seconds,
-        mfu_frac=flops / seconds / gpu.peak("fp32"),
-        unmodelled_frac=by_family.get(UNMODELLED, 0.0) / max(kernels_us, 1e-9),
-        by_family_us=by_family,
+        comm_us=_covered_us(comm),
+        exposed_comm_us=exposed_us,
+        idle_us=max(0.0, iteration_us - compute_us - exposed_us),  # not -1e-12 from rounding
+        memory_bytes=peak_bytes(capture, optimizer, plan.dp),
+        samples_per_s=capture.samples * plan.dp * per_s,
+        tokens_per_s=capture.tokens * plan.dp * per_s,
+        mfu_frac=_matmul_s(capture, gpu) * per_s,
+        unmodelled_frac=families_us.get(UNMODELLED, 0.0) / total_us if total_us else 0.0,
+        by_family_us=dict(sorted(families_us.items(), key=lambda item: -item[1])),
     )
+
+
+def _matmul_s(capture: StepCapture, gpu: Gpu) -> float:
+    """Seconds the matrix products would take at peak."""
+    total_s = 0.0
+    for call in capture.calls:
+        family, params = find_family(call)
+        if family is not None and family.name in MATMUL_FAMILIES:
+            total_s += float(family.flops(params)) / gpu.peak(params.dtype)
+    return total_s
+
+
+def _lane(tasks: Sequence[Task], spans: Sequence[Span], lane: str) -> list[Span]:
+    return [s for t, s in zip(tasks, spans, strict=True) if lane in t.lanes]
+
+
+def _covered_us(spans: Sequence[Span]) -> float:
+    """Time during which at least one of the spans runs."""
+    total = end = 0.0
+    for span in sorted(spans, key=lambda s: (s.start_us, s.end_us)):
+        total += max(0.0, span.end_us - max(end, span.start_us))
+        end = max(end, span.end_us)
+    return total

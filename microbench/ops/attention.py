@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,16 @@ from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
 from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
 
+MAX_FLOPS = 8e9
+MAX_SCORES = 2**24  # where dropout or a mask makes the scores a tensor in memory
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Query (batch, heads, q_len, head_dim), key and value (batch, kv_heads, kv_len, head_dim)."""
+    """Query (batch, heads, q_len, head_dim), key and value (batch, kv_heads, kv_len, head_dim).
+
+    ``masked``: a bool mask (batch, 1, q_len, kv_len) is given; ``dropout``: dropout_p > 0.
+    """
 
     op: str
     batch: int
@@ -25,27 +32,41 @@ class Attention:
     kv_len: int
     head_dim: int
     causal: bool
+    masked: bool = False
+    dropout: bool = False
     dtype: str = "fp32"
 
 
 def sweep() -> Iterator[Attention]:
-    """Endless: self-attention of 8 to 2048 tokens."""
+    """Endless: self-attention of 8 to 4096 tokens, cross-attention, and decoding of one token."""
     rng = np.random.default_rng(4)
     while True:
-        heads = int(rng.choice([1, 2, 4, 6, 8, 12, 16]))
-        groups = int(rng.choice([1, 1, 2, 4]))
-        length = log_uniform(rng, 8, 2048)
+        heads = int(rng.choice([1, 2, 3, 4, 6, 8, 12, 16, 32]))
+        groups = int(rng.choice([1, 1, 2, 4, 8]))
+        op = str(rng.choice(["forward", "backward"]))
+        q_len = kv_len = log_uniform(rng, 8, 4096)
+        lengths = str(rng.choice(["self", "cross", "decode"], p=[0.8, 0.1, 0.1]))
+        if lengths == "cross":
+            kv_len = log_uniform(rng, 8, 4096)
+        if lengths == "decode":
+            op, q_len = "forward", 1
+        kind = str(rng.choice(["full", "causal", "masked"], p=[0.4, 0.45, 0.15]))
         p = Attention(
-            op=str(rng.choice(["forward", "backward"])),
+            op=op,
             batch=log_uniform(rng, 1, 64),
             heads=heads,
             kv_heads=heads // groups if heads % groups == 0 else heads,
-            q_len=length,
-            kv_len=length,
-            head_dim=int(rng.choice([16, 32, 64, 128])),
-            causal=bool(rng.random() < 0.5),
+            q_len=q_len,
+            kv_len=kv_len,
+            head_dim=int(rng.choice([16, 32, 48, 64, 64, 80, 96, 128])),
+            causal=kind == "causal" and lengths == "self",
+            masked=kind == "masked",
+            dropout=bool(rng.random() < 0.1),
         )
-        if flops(p) < 8e9:
+        scores = p.batch * p.heads * p.q_len * p.kv_len
+        if (p.dropout or p.masked) and scores > MAX_SCORES:
+            continue
+        if flops(p) < MAX_FLOPS and bytes_moved(p) < 2e8:
             yield p
 
 
@@ -60,6 +81,11 @@ def build(p: Attention, device: str) -> Workload:
     q, k, v = (tensor(p.heads, p.q_len), *(tensor(p.kv_heads, p.kv_len) for _ in "kv"))
     sdpa = torch.nn.functional.scaled_dot_product_attention
     options: dict[str, Any] = {"is_causal": p.causal, "enable_gqa": p.kv_heads != p.heads}
+    if p.masked:
+        mask = torch.rand(p.batch, 1, p.q_len, p.kv_len, device=device) < 0.9
+        mask[..., 0] = True  # no query without a key
+        options["attn_mask"] = mask
+    options["dropout_p"] = 0.1 if p.dropout else 0.0
     if p.op == "forward":
         return Workload(run=lambda: sdpa(q, k, v, **options))
     leaves = [t.requires_grad_() for t in (q, k, v)]
@@ -69,48 +95,68 @@ def build(p: Attention, device: str) -> Workload:
 
 
 def flops(p: Any) -> Any:
-    """Two products of 2 b h q k d each forward, five backward; a causal mask halves them."""
+    """Two products of 2 b h q k d each forward, five backward; a causal mask leaves a triangle.
+
+    The triangle ignores the diagonal's half: query i sees i of kv_len keys.
+    """
     products = np.where(np.equal(p.op, "forward"), 2.0, 5.0)
-    share = np.where(p.causal, 0.5, 1.0)
+    ratio = p.q_len / p.kv_len
+    triangle = np.where(ratio <= 1, 0.5 * ratio, 1 - 0.5 / ratio)
+    share = np.where(p.causal, triangle, 1.0)
     return products * share * 2 * p.batch * p.heads * p.q_len * p.kv_len * p.head_dim
 
 
 def bytes_moved(p: Any) -> Any:
-    """Q, K, V read and O written once; backward moves twice that."""
+    """Q, K, V read and O written once; backward moves twice that; a mask has a byte per pair."""
     passes = np.where(np.equal(p.op, "forward"), 1.0, 2.0)
     rows = 2 * p.heads * p.q_len + 2 * p.kv_heads * p.kv_len
-    return passes * p.batch * rows * p.head_dim * itemsize_bytes(p.dtype)
+    mask = np.where(p.masked, 1.0, 0.0) * p.batch * p.q_len * p.kv_len
+    return passes * p.batch * rows * p.head_dim * itemsize_bytes(p.dtype) + mask
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
     """Lengths, heads, and blocks of 128 queries per core."""
     blocks = p.batch * p.heads * np.ceil(p.q_len / 128)
+    waves = blocks / gpu.sm_count
     return {
         "op": p.op,
         "dtype": p.dtype,
         "causal": np.where(p.causal, 1.0, 0.0),
+        "masked": np.where(p.masked, 1.0, 0.0),
+        "dropout": np.where(p.dropout, 1.0, 0.0),
         "log_bh": np.log2(p.batch * p.heads),
         "log_q": np.log2(p.q_len),
         "log_kv": np.log2(p.kv_len),
+        "log_q_per_kv": np.log2(p.q_len / p.kv_len),
+        "log_scores": np.log2(1.0 * p.batch * p.heads * p.q_len * p.kv_len),
         "head_dim": p.head_dim,
+        "head_dim_mod_32": p.head_dim % 32,
         "group": p.heads / p.kv_heads,
-        "log_waves": np.log2(blocks / gpu.sm_count),
+        "log_waves": np.log2(waves),
+        "wave_fill": waves / np.ceil(waves),
+        "block_fill": p.q_len / (128 * np.ceil(p.q_len / 128)),
+        "kv_mod_16": p.kv_len % 16,
     }
 
 
-def from_call(call: OpCall) -> Attention:
-    """itercast.sdpa(q, k, v), itercast.sdpa_backward(grad, q, k, v)."""
+def from_call(call: OpCall) -> Attention | None:
+    """itercast.sdpa(q, k, v), itercast.sdpa_backward(grad, q, k, v); None below three axes."""
     backward = call.op.endswith("backward")
     q, k = call.args[1:3] if backward else call.args[:2]
+    if len(q.shape) < 3:
+        return None
+    headless = len(q.shape) == 3
     return Attention(
         op="backward" if backward else "forward",
-        batch=q.shape[0],
-        heads=q.shape[-3],
-        kv_heads=k.shape[-3],
+        batch=prod(q.shape[:-2] if headless else q.shape[:-3]),
+        heads=1 if headless else q.shape[-3],
+        kv_heads=1 if headless else k.shape[-3],
         q_len=q.shape[-2],
         kv_len=k.shape[-2],
         head_dim=q.shape[-1],
         causal=bool(call.kwargs.get("is_causal", False)),
+        masked=bool(call.kwargs.get("masked", False)),
+        dropout=call.kwargs.get("dropout_p", 0.0) > 0,
         dtype=q.dtype,
     )
 

@@ -1,4 +1,4 @@
-"""Normalisation: layer and batch norm, forward and backward."""
+"""Normalisation: layer, RMS, batch and group norm, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,96 +13,186 @@ from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
 from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
 
+FLOPS_PER_ELEMENT = {
+    "layer": 8.0,  # mean 1, variance 3, normalise 2, scale and shift 2
+    "layer_backward": 12.0,
+    "rms": 4.0,  # mean square 2, normalise 1, scale 1
+    "rms_backward": 8.0,
+    "batch": 8.0,
+    "batch_backward": 12.0,
+    "batch_eval": 2.0,  # one scale and shift per channel
+    "batch_eval_backward": 5.0,
+    "group": 8.0,
+    "group_backward": 12.0,
+}
+MAX_ELEMENTS = 2**23
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """layer: rows x cols, cols normalised. batch: rows samples, channels, cols positions each."""
+    """layer, rms: rows x cols, cols normalised.
+
+    batch, group: ``rows`` samples, ``channels``, ``cols`` positions each; batch_eval uses running
+    statistics. All have a scale; all but rms a shift.
+    """
 
     op: str
     rows: int
     cols: int
     channels: int = 1
+    groups: int = 1
     dtype: str = "fp32"
 
 
-OPS = ("layer", "layer_backward", "batch", "batch_backward")
-
-
 def sweep() -> Iterator[Norm]:
-    """Endless: rows x cols up to 16M elements."""
+    """Endless: token rows by model width, images by channels, up to 8M elements."""
     rng = np.random.default_rng(3)
+    ops = list(FLOPS_PER_ELEMENT)
     while True:
-        op = str(rng.choice(OPS))
-        rows, cols, channels = log_uniform(rng, 1, 16384), log_uniform(rng, 16, 8192), 1
-        if op.startswith("batch"):
-            rows, cols, channels = (log_uniform(rng, *r) for r in ((1, 128), (1, 4096), (8, 1024)))
-        if rows * cols * channels <= 2**23:
-            yield Norm(op=op, rows=rows, cols=cols, channels=channels)
+        op = str(rng.choice(ops))
+        rows, cols, channels, groups = log_uniform(rng, 1, 32768), log_uniform(rng, 16, 8192), 1, 1
+        if op.startswith(("layer", "rms")) and rng.random() < 0.7:  # widths are round
+            cols = max(16, 16 * round(cols / 16))
+        if op.startswith(("batch", "group")):
+            rows, channels = log_uniform(rng, 1, 128), log_uniform(rng, 8, 1024)
+            cols = 1 if rng.random() < 0.1 else log_uniform(rng, 4, 16384)
+            channels = 8 * max(1, round(channels / 8)) if rng.random() < 0.7 else channels
+        if op.startswith("batch") and rows * cols < 2:
+            continue  # one value has no variance
+        if op.startswith("group"):
+            groups = int(rng.choice([g for g in (1, 4, 8, 16, 32, channels) if channels % g == 0]))
+        if rows * cols * channels <= MAX_ELEMENTS:
+            yield Norm(op=op, rows=rows, cols=cols, channels=channels, groups=groups)
 
 
 def build(p: Norm, device: str) -> Workload:
     """Statistics for the backward come from a real forward."""
     import torch  # lazy: formulas must import where torch is absent
 
-    aten, dtype = torch.ops.aten, torch_dtype(p.dtype)
-    if p.op.startswith("layer"):
-        x = torch.randn(p.rows, p.cols, device=device).to(dtype)
-        w = torch.ones(p.cols, device=device, dtype=dtype)
-        if p.op == "layer":
-            return Workload(run=lambda: aten.native_layer_norm(x, [p.cols], w, w, 1e-5))
-        y, mean, rstd = aten.native_layer_norm(x, [p.cols], w, w, 1e-5)
-        back = aten.native_layer_norm_backward
-        return Workload(run=lambda: back(y, x, [p.cols], mean, rstd, w, w, [True, True, True]))
-    x = torch.randn(p.rows, p.channels, p.cols, 1, device=device).to(dtype)
-    w = torch.ones(p.channels, device=device, dtype=dtype)
+    dtype = torch_dtype(p.dtype)
+    by_row = p.op.startswith(("layer", "rms"))
+    shape = (p.rows, p.cols) if by_row else (p.rows, p.channels, p.cols, 1)
+    x, grad = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
+    w = torch.rand(p.cols if by_row else p.channels, device=device).to(dtype)
+    kinds = {"layer": _layer, "rms": _rms, "batch": _batch, "group": _group}
+    return kinds[p.op.split("_")[0]](p, x, grad, w)
+
+
+def _layer(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
+    import torch  # lazy: formulas must import where torch is absent
+
+    aten, shape, mask = torch.ops.aten, [p.cols], [True, True, True]
+    if p.op == "layer":
+        return Workload(run=lambda: aten.native_layer_norm(x, shape, w, w, 1e-5))
+    _, mean, rstd = aten.native_layer_norm(x, shape, w, w, 1e-5)
+    back = aten.native_layer_norm_backward
+    return Workload(run=lambda: back(grad, x, shape, mean, rstd, w, w, mask))
+
+
+def _rms(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
+    """The backward goes through autograd: a CPU has no fused kernel and decomposes it."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    fused = torch.ops.aten._fused_rms_norm
+    if p.op == "rms":
+        return Workload(run=lambda: fused(x, [p.cols], w, 1e-5))
+    leaves = [t.requires_grad_() for t in (x, w)]
+    y = fused(leaves[0], [p.cols], leaves[1], 1e-5)[0]
+    return Workload(run=lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True))
+
+
+def _batch(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
+    import torch  # lazy: formulas must import where torch is absent
+
+    aten, train, mask = torch.ops.aten, "eval" not in p.op, [True, True, True]
     mean, var = torch.zeros_like(w), torch.ones_like(w)
-    if p.op == "batch":
+    if not p.op.endswith("backward"):
         run = aten.native_batch_norm
-        return Workload(run=lambda: run(x, w, w, mean, var, True, 0.1, 1e-5))
-    y, save_mean, save_std = aten.native_batch_norm(x, w, w, mean, var, True, 0.1, 1e-5)
-    grad, mask = torch.randn_like(y), [True, True, True]
+        return Workload(run=lambda: run(x, w, w, mean, var, train, 0.1, 1e-5))
+    _, save_mean, save_std = aten.native_batch_norm(x, w, w, mean, var, train, 0.1, 1e-5)
+    saved = (mean, var, save_mean, save_std)
     back = aten.native_batch_norm_backward
-    return Workload(run=lambda: back(grad, x, w, mean, var, save_mean, save_std, True, 1e-5, mask))
+    return Workload(run=lambda: back(grad, x, w, *saved, train, 1e-5, mask))
+
+
+def _group(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
+    import torch  # lazy: formulas must import where torch is absent
+
+    aten, sizes, mask = torch.ops.aten, (p.rows, p.channels, p.cols, p.groups), [True, True, True]
+    if p.op == "group":
+        return Workload(run=lambda: aten.native_group_norm(x, w, w, *sizes, 1e-5))
+    _, mean, rstd = aten.native_group_norm(x, w, w, *sizes, 1e-5)
+    back = aten.native_group_norm_backward
+    return Workload(run=lambda: back(grad, x, mean, rstd, w, *sizes, mask))
+
+
+def _is(p: Any, *kinds: str) -> Any:
+    return np.isin(np.asarray(p.op, dtype=str), [o for o in FLOPS_PER_ELEMENT if o in kinds])
+
+
+def _backward(p: Any) -> Any:
+    return _is(p, *(o for o in FLOPS_PER_ELEMENT if o.endswith("backward")))
+
+
+def _by_row(p: Any) -> Any:
+    return _is(p, "layer", "layer_backward", "rms", "rms_backward")
 
 
 def flops(p: Any) -> Any:
-    """About eight operations per element."""
-    return 8.0 * p.rows * p.cols * p.channels
+    """FLOPS_PER_ELEMENT times the elements."""
+    per_element = sum(_is(p, op) * count for op, count in FLOPS_PER_ELEMENT.items())
+    return per_element * p.rows * p.cols * p.channels
 
 
 def bytes_moved(p: Any) -> Any:
-    """Forward reads and writes once; backward reads two tensors and writes one."""
-    passes = np.where(np.isin(p.op, ["layer", "batch"]), 2, 3)
-    return 1.0 * passes * p.rows * p.cols * p.channels * itemsize_bytes(p.dtype)
+    """Forward reads x, writes y, reads the weights; backward reads x and dy, writes dx and dw.
+
+    Lower bound: statistics are left out, and a forward reads x once although it needs it twice.
+    """
+    passes = np.where(_backward(p), 3.0, 2.0)
+    vectors = np.where(_is(p, "rms", "rms_backward"), 1.0, 2.0)
+    vectors = np.where(_backward(p), vectors + 1, vectors)  # dw (and db) written, w read
+    weights = vectors * np.where(_by_row(p), p.cols, p.channels)
+    return (passes * p.rows * p.cols * p.channels + weights) * itemsize_bytes(p.dtype)
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
-    """Sizes and rows per core."""
+    """Sizes; how many statistics there are, over how many elements; statistics per core."""
+    batch = np.where(_is(p, *(o for o in FLOPS_PER_ELEMENT if o.startswith("batch"))), 1.0, 0.0)
+    elements = 1.0 * p.rows * p.cols * p.channels
+    statistics = np.where(batch > 0, 1.0 * p.channels, 1.0 * p.rows * p.groups)
+    waves = statistics / gpu.sm_count
     return {
         "op": p.op,
         "dtype": p.dtype,
         "log_rows": np.log2(p.rows),
         "log_cols": np.log2(p.cols),
         "log_channels": np.log2(p.channels),
-        "rows_per_core": np.log2(p.rows * p.channels / gpu.sm_count),
+        "log_groups": np.log2(p.groups),
+        "log_statistics": np.log2(statistics),
+        "log_normalised": np.log2(elements / statistics),
+        "log_waves": np.log2(waves),
+        "wave_fill": waves / np.ceil(waves),
         "cols_mod_16": p.cols % 16,
     }
 
 
 def from_layer(call: OpCall) -> Norm:
-    """native_layer_norm(x, shape, ...), native_layer_norm_backward(grad, x, shape, ...)."""
+    """native_layer_norm, rms_norm (x, shape, ...); their backwards (grad, x, shape, ...)."""
     backward = "backward" in call.op
     x, shape = call.args[1:3] if backward else call.args[:2]
     cols = prod(shape)
-    op = "layer_backward" if backward else "layer"
+    op = ("rms" if "rms" in call.op else "layer") + ("_backward" if backward else "")
     return Norm(op=op, rows=max(1, x.numel // cols), cols=cols, dtype=x.dtype)
 
 
 def from_batch(call: OpCall) -> Norm:
     """native_batch_norm(x, ...), native_batch_norm_backward(grad, x, ...): N, C, positions."""
     x = call.args[0]
+    at = {"aten._native_batch_norm_legit.no_stats": 3, "aten.native_batch_norm_backward.default": 7}
+    train = "no_training" not in call.op and bool(call.args[at.get(call.op, 5)])
     return Norm(
-        op="batch_backward" if "backward" in call.op else "batch",
+        op="batch" + ("" if train else "_eval") + ("_backward" if "backward" in call.op else ""),
         rows=x.shape[0],
         cols=max(1, prod(x.shape[2:])),
         channels=x.shape[1],
@@ -110,6 +200,34 @@ def from_batch(call: OpCall) -> Norm:
     )
 
 
+def from_group(call: OpCall) -> Norm:
+    """native_group_norm(x, w, b, N, C, HxW, group); backward(grad, x, mean, rstd, w, N, ...)."""
+    backward = "backward" in call.op
+    rows, channels, cols, groups = call.args[5:9] if backward else call.args[3:7]
+    return Norm(
+        op="group_backward" if backward else "group",
+        rows=rows,
+        cols=cols,
+        channels=channels,
+        groups=groups,
+        dtype=call.args[0].dtype,
+    )
+
+
+LAYER = (
+    "native_layer_norm",
+    "native_layer_norm_backward",
+    "rms_norm",
+    "_fused_rms_norm",
+    "_fused_rms_norm_backward",
+)
+BATCH = (
+    "native_batch_norm.default",
+    "native_batch_norm_backward.default",
+    "_native_batch_norm_legit.default",
+    "_native_batch_norm_legit.no_stats",
+    "_native_batch_norm_legit_no_training.default",
+)
 FAMILY = Family(
     name="norm",
     params=Norm,
@@ -119,10 +237,9 @@ FAMILY = Family(
     bytes_moved=bytes_moved,
     features=features,
     answers={
-        "aten.native_layer_norm.default": from_layer,
-        "aten.native_layer_norm_backward.default": from_layer,
-        "aten.native_batch_norm.default": from_batch,
-        "aten._native_batch_norm_legit.default": from_batch,
-        "aten.native_batch_norm_backward.default": from_batch,
+        **{f"aten.{op}.default": from_layer for op in LAYER},
+        **{f"aten.{op}": from_batch for op in BATCH},
+        "aten.native_group_norm.default": from_group,
+        "aten.native_group_norm_backward.default": from_group,
     },
 )

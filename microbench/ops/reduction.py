@@ -1,8 +1,8 @@
-"""Reductions: softmax and its kin, sums, means, losses, both directions."""
+"""Reductions: softmax and its kin, sums, extremes, moments, scans and losses, both directions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -10,17 +10,29 @@ from typing import Any
 import numpy as np
 
 from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall
+from microbench.opcall import OpCall, TensorSpec
 from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
 
 SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
-SUMS = ("sum", "mean", "max", "amax")
-LOSSES = ("nll_loss_forward", "nll_loss_backward")
+SUMS = ("sum", "mean", "amax", "amin", "linalg_vector_norm", "logsumexp", "prod")
+MOMENTS = ("var", "var_mean", "std")
+INDEXED = ("max", "min", "argmax", "argmin")
+LOGICAL = ("any", "all")
+SCANS = ("cumsum",)
+NLL = ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward")
+PAIRED = ("mse_loss", "mse_loss_backward", "binary_cross_entropy_with_logits")
+OPS = SOFTMAX + SUMS + MOMENTS + INDEXED + LOGICAL + SCANS + NLL + PAIRED
+COMMON = SOFTMAX + NLL[:2] + ("sum", "mean", "sum", "mean", "linalg_vector_norm", "mse_loss")
+MAX_ELEMENTS = 2**23
+VOCABULARIES = (1000, 10000, 30522, 32000, 50257, 65024, 128256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """outer x size x inner elements; ``size`` is what is reduced."""
+    """outer x size x inner elements; ``size`` is what is reduced, or the classes of a loss.
+
+    A loss without reduction has size 1.
+    """
 
     op: str
     outer: int
@@ -30,97 +42,221 @@ class Reduction:
 
 
 def sweep() -> Iterator[Reduction]:
-    """Endless: up to 16M elements; rows and columns."""
+    """Endless: rows, columns and whole tensors up to 8M elements; ops of training more often."""
     rng = np.random.default_rng(6)
     while True:
-        op = str(rng.choice(SOFTMAX + SUMS + LOSSES))
-        outer, size = log_uniform(rng, 1, 16384), log_uniform(rng, 2, 65536)
-        inner = log_uniform(rng, 1, 4096) if op in ("sum", "mean") and rng.random() < 0.6 else 1
-        if outer * size * inner <= 2**23:
-            yield Reduction(op=op, outer=outer, size=size, inner=inner)
+        op = str(rng.choice(COMMON if rng.random() < 0.6 else OPS))
+        outer, size, inner = log_uniform(rng, 1, 32768), log_uniform(rng, 2, 65536), 1
+        shape = rng.random()
+        if op in PAIRED:
+            outer, size = 1, log_uniform(rng, 2, MAX_ELEMENTS)
+        elif op.startswith("nll") or "softmax" in op:
+            size = int(rng.choice(VOCABULARIES)) if shape < 0.25 else size
+            inner = log_uniform(rng, 2, 4096) if "2d" in op or shape > 0.9 else 1
+            inner = 1 if op.startswith("nll_loss_") else inner
+        elif shape < 0.35:
+            inner = log_uniform(rng, 2, 4096)
+        elif shape < 0.6 and op not in SCANS:
+            outer, size = 1, log_uniform(rng, 2, MAX_ELEMENTS)
+        dtype = "bool" if op in LOGICAL else "fp32"
+        if op in ("sum", "cumsum") and rng.random() < 0.15:
+            dtype = str(rng.choice(["int64", "bool"]))
+        if outer * size * inner <= MAX_ELEMENTS:
+            yield Reduction(op=op, outer=outer, size=size, inner=inner, dtype=dtype)
 
 
 def build(p: Reduction, device: str) -> Workload:
-    """Probabilities where a backward needs them, valid targets for the loss."""
+    """Probabilities where a backward needs them, valid targets for the losses."""
     import torch  # lazy: formulas must import where torch is absent
 
-    aten, dtype = torch.ops.aten, torch_dtype(p.dtype)
-    x = torch.randn(p.outer, p.size, p.inner, device=device).to(dtype)
-    if p.op in SUMS:
-        return Workload(run=lambda: getattr(x, p.op)(1))
-    x = x[:, :, 0].contiguous()
-    if p.op in ("_softmax", "_log_softmax"):
-        return Workload(run=lambda: getattr(aten, p.op)(x, -1, False))
-    y = torch.softmax(x, -1)
+    dtype = torch_dtype(p.dtype)
+    shape = (p.outer, p.size) if p.inner == 1 else (p.outer, p.size, p.inner)
+    x = torch.randn(shape, device=device)
+    x = (x * 4).to(dtype) if dtype.is_floating_point else (x > 0).to(dtype)
     if p.op in SOFTMAX:
-        return Workload(run=lambda: getattr(aten, p.op)(x, y, -1, dtype))
-    target = torch.randint(0, p.size, (p.outer,), device=device)
-    if p.op == "nll_loss_forward":
-        return Workload(run=lambda: aten.nll_loss_forward(x, target, None, 1, -100))
-    grad, total = torch.ones((), device=device), torch.tensor(float(p.outer), device=device)
-    back = aten.nll_loss_backward
-    return Workload(run=lambda: back(grad, x, target, None, 1, -100, total))
+        if "backward" not in p.op:
+            return Workload(run=lambda: getattr(torch.ops.aten, p.op)(x, 1, False))
+        y = torch.softmax(x, 1) if p.op == "_softmax_backward_data" else torch.log_softmax(x, 1)
+        return Workload(run=lambda: getattr(torch.ops.aten, p.op)(x, y, 1, dtype))
+    if p.op in NLL:
+        return _nll(p, x)
+    if p.op in PAIRED:
+        return _paired(p, x)
+    return Workload(run=_reducer(p.op, x))
+
+
+def _reducer(op: str, x: Any) -> Callable[[], object]:
+    import torch  # lazy: formulas must import where torch is absent
+
+    call = getattr(torch.ops.aten, op)
+    if op == "linalg_vector_norm":
+        return lambda: call(x, 2, [1])
+    if op in MOMENTS:
+        return lambda: call.correction(x, [1], correction=1)
+    if op in INDEXED + LOGICAL + SCANS:
+        return lambda: call(x, 1)
+    if op == "prod":
+        return lambda: call.dim_int(x, 1)
+    return lambda: call(x, [1])
+
+
+def _nll(p: Reduction, x: Any) -> Workload:
+    import torch  # lazy: formulas must import where torch is absent
+
+    flat = "2d" not in p.op
+    x = x if flat else x.reshape(p.outer, p.size, p.inner, 1)
+    target_shape = (p.outer,) if flat else (p.outer, p.inner, 1)
+    target = torch.randint(0, p.size, target_shape, device=x.device)
+    call = getattr(torch.ops.aten, p.op)
+    if p.op.endswith("forward"):
+        return Workload(run=lambda: call(x, target, None, 1, -100))
+    grad = torch.ones((), device=x.device, dtype=x.dtype)
+    total = torch.full((), float(target.numel()), device=x.device, dtype=x.dtype)
+    return Workload(run=lambda: call(grad, x, target, None, 1, -100, total))
+
+
+def _paired(p: Reduction, x: Any) -> Workload:
+    import torch  # lazy: formulas must import where torch is absent
+
+    aten, target, mode = torch.ops.aten, torch.rand_like(x), 0 if p.size == 1 else 1
+    if p.op == "mse_loss":
+        return Workload(run=lambda: aten.mse_loss(x, target, mode))
+    if p.op == "binary_cross_entropy_with_logits":
+        call = aten.binary_cross_entropy_with_logits
+        return Workload(run=lambda: call(x, target, None, None, mode))
+    grad = torch.rand_like(x) if mode == 0 else torch.ones((), device=x.device, dtype=x.dtype)
+    return Workload(run=lambda: aten.mse_loss_backward(grad, x, target, mode))
+
+
+def _is(p: Any, ops: tuple[str, ...]) -> Any:
+    return np.isin(np.asarray(p.op, dtype=str), ops)
 
 
 def flops(p: Any) -> Any:
-    """Two per element, five for softmax."""
-    return np.where(np.isin(p.op, SOFTMAX), 5.0, 2.0) * p.outer * p.size * p.inner
+    """Per element: softmax 5, moments 4, logsumexp 3, cross entropy of logits 8, else 2.
+
+    nll: 2 per sample forward and backward; it touches one class of each.
+    """
+    per_element = np.where(_is(p, SOFTMAX), 5.0, 2.0)
+    per_element = np.where(_is(p, MOMENTS), 4.0, per_element)
+    per_element = np.where(_is(p, ("logsumexp",)), 3.0, per_element)
+    per_element = np.where(_is(p, PAIRED[2:]), 8.0, per_element)
+    return per_element * p.outer * p.inner * np.where(_is(p, NLL), 1, p.size)
 
 
 def bytes_moved(p: Any) -> Any:
-    """Softmax writes what it reads; its backward reads twice; a sum writes little."""
-    passes = np.where(np.isin(p.op, SOFTMAX[:2]), 2, np.where(np.isin(p.op, SOFTMAX), 3, 1))
-    return 1.0 * passes * p.outer * p.size * p.inner * itemsize_bytes(p.dtype)
+    """Inputs read once, outputs written once.
+
+    Softmax and scans write what they read; backwards read two tensors and write one; a sum writes
+    outer x inner; nll reads one element and one int64 target per sample, its backward writes all.
+    """
+    item = itemsize_bytes(p.dtype)
+    results = 1.0 * p.outer * p.inner
+    elements = results * p.size
+    read = np.where(_is(p, (*SOFTMAX[2:], *PAIRED)), 2.0, 1.0) * elements
+    full = _is(p, (*SOFTMAX, *SCANS, "mse_loss_backward"))
+    written = np.where(full, elements, np.where(_is(p, ("var_mean",)), 2.0, 1.0) * results)
+    plain = (read + written) * item + np.where(_is(p, INDEXED[:2]), 8.0, 0.0) * results
+    nll = results * 8 + np.where(_is(p, (NLL[1], NLL[3])), elements, results) * item
+    return np.where(_is(p, NLL), nll, plain)
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
-    """Sizes and rows per core."""
+    """Sizes, results per core, and how well rows fill vectors."""
+    waves = 1.0 * p.outer * p.inner / gpu.sm_count
     return {
         "op": p.op,
         "dtype": p.dtype,
         "log_outer": np.log2(p.outer),
         "log_size": np.log2(p.size),
         "log_inner": np.log2(p.inner),
-        "log_rows_per_core": np.log2(p.outer * p.inner / gpu.sm_count),
+        "columns": np.where(np.greater(p.inner, 1), 1.0, 0.0),
+        "whole": np.where(np.equal(p.outer * p.inner, 1), 1.0, 0.0),
+        "log_rows_per_core": np.log2(waves),
+        "wave_fill": waves / np.ceil(waves),
+        "log_size_per_row": np.log2(p.size / (1.0 * p.outer * p.inner)),
         "size_mod_16": p.size % 16,
+        "inner_mod_16": p.inner % 16,
     }
 
 
 def from_softmax(call: OpCall) -> Reduction:
-    """_softmax(x, dim), _softmax_backward_data(grad, y, dim)."""
+    """_softmax(x, dim), _softmax_backward_data(grad, y, dim); copies of strided input ignored."""
     op = call.op.split(".")[1]
     x = call.args[0]
-    dim = call.args[2 if op.endswith("data") else 1] % len(x.shape)
-    return _split(op, x, (dim,))
+    dim = call.args[2 if op.endswith("data") else 1]
+    return _split(op, x.shape, (dim,), x.dtype)
 
 
 def from_sum(call: OpCall) -> Reduction:
-    """sum(x), sum.dim_IntList(x, dims), mean.dim(x, dims), max.dim(x, dim)."""
-    x = call.args[0]
-    dims = call.args[1] if len(call.args) > 1 else None
-    dims = (dims,) if isinstance(dims, int) and not isinstance(dims, bool) else dims
-    every = tuple(range(len(x.shape)))
-    chosen = tuple(d % len(x.shape) for d in dims) if isinstance(dims, tuple) and dims else every
-    op = call.op.split(".")[1]
-    return _split(op, x, chosen)
+    """sum(x), mean.dim(x, dims), max.dim(x, dim), linalg_vector_norm(x, ord, dims) and so on.
+
+    Axes are taken in the order of memory: the kernels reorder them so.
+    """
+    op, overload = call.op.split(".")[1:3]
+    x, at = call.args[0], 2 if op == "linalg_vector_norm" else 1
+    dims = call.args[at] if len(call.args) > at else call.kwargs.get("dim")
+    if isinstance(dims, int) and not isinstance(dims, bool):
+        dims = (dims,)
+    chosen = dims if isinstance(dims, tuple) and dims else tuple(range(len(x.shape)))
+    if op in ("max", "min") and overload == "default":
+        op = f"a{op}"  # no indices
+    shape, chosen = _memory_order(x, chosen)
+    return _split(op, shape, chosen, x.dtype)
 
 
-def _split(op: str, x: Any, dims: tuple[int, ...]) -> Reduction:
-    shape = x.shape
+def _memory_order(x: TensorSpec, dims: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    rank = len(x.shape)
+    if rank == 0 or len(x.stride) != rank or min(x.stride) < 1:
+        return x.shape, dims
+    order = sorted(range(rank), key=lambda d: -x.stride[d])
+    return tuple(x.shape[d] for d in order), tuple(order.index(d % rank) for d in dims)
+
+
+def _split(op: str, shape: tuple[int, ...], dims: tuple[int, ...], dtype: str) -> Reduction:
+    """Sizes around the reduced axes; axes between reduced ones count as outer."""
+    dims = tuple(d % len(shape) for d in dims) if shape else ()
     inner = prod(shape[max(dims) + 1 :]) if dims else 1
     size = prod(shape[d] for d in dims)
-    outer = max(1, x.numel // max(1, size * inner))
-    return Reduction(op=op, outer=outer, size=max(1, size), inner=max(1, inner), dtype=x.dtype)
+    outer = prod(shape) // max(1, size * inner)
+    return Reduction(
+        op=op, outer=max(1, outer), size=max(1, size), inner=max(1, inner), dtype=dtype
+    )
 
 
 def from_nll(call: OpCall) -> Reduction:
-    """nll_loss_forward(x, target, ...), nll_loss_backward(grad, x, target, ...)."""
+    """nll_loss_forward(x, target, ...), nll_loss_backward(grad, x, target, ...), and in 2d."""
     op = call.op.split(".")[1]
     x = call.args[1] if op.endswith("backward") else call.args[0]
-    return Reduction(op=op, outer=x.shape[0], size=x.shape[-1], dtype=x.dtype)
+    return _split(op, x.shape, (1 if len(x.shape) > 1 else 0,), x.dtype)
 
 
-SUM_NAMES = ("sum.default", "sum.dim_IntList", "mean.default", "mean.dim", "max.dim")
+def from_paired(call: OpCall) -> Reduction:
+    """mse_loss(x, target, reduction=1), mse_loss_backward(grad, x, target, reduction) and BCE."""
+    op = call.op.split(".")[1]
+    x, at = (call.args[1], 3) if op.endswith("backward") else (call.args[0], 2)
+    at = 4 if op == "binary_cross_entropy_with_logits" else at
+    mode = call.args[at] if len(call.args) > at else call.kwargs.get("reduction", 1)
+    whole = max(1, x.numel)
+    outer, size = (whole, 1) if mode == 0 else (1, whole)
+    return Reduction(op=op, outer=outer, size=size, dtype=x.dtype)
+
+
+SUM_NAMES = tuple(
+    f"{op}.{overload}"
+    for ops, overloads in (
+        (("sum",), ("default", "dim_IntList")),
+        (("mean",), ("default", "dim")),
+        (("prod",), ("default", "dim_int")),
+        (("max", "min"), ("default", "dim")),
+        (("any", "all"), ("default", "dim", "dims")),
+        (("argmax", "argmin", "amax", "amin", "logsumexp", "cumsum"), ("default",)),
+        (("linalg_vector_norm",), ("default",)),
+        (MOMENTS, ("correction",)),
+    )
+    for op in ops
+    for overload in overloads
+)
 FAMILY = Family(
     name="reduction",
     params=Reduction,
@@ -131,7 +267,8 @@ FAMILY = Family(
     features=features,
     answers={
         **{f"aten.{op}.default": from_softmax for op in SOFTMAX},
-        **{f"aten.{op}.default": from_nll for op in LOSSES},
-        **{f"aten.{name}": from_sum for name in (*SUM_NAMES, "amax.default")},
+        **{f"aten.{op}.default": from_nll for op in NLL},
+        **{f"aten.{op}.default": from_paired for op in PAIRED},
+        **{f"aten.{name}": from_sum for name in SUM_NAMES},
     },
 )

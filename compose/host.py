@@ -1,0 +1,54 @@
+"""What the host costs: events without a kernel and kernel launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pandas as pd
+
+from compose.priced import PricedOp, Pricer
+from microbench.hardware.spec import Gpu
+
+# Assumptions where family 'host' has no model, right within a factor of two.
+ASSUMED_US = {"module_call": 3.0, "view_op": 1.0, "autograd_node": 2.0, "launch": 5.0}
+
+
+def host_cost(counts: Mapping[str, int], pricer: Pricer, gpu: Gpu, threads: int) -> PricedOp:
+    """The host's time in a step as one op: counted events times the price of one.
+
+    The model counts on a CPU, where it was measured on the machine that is asked about, and
+    elsewhere only inside its envelope; ``in_envelope`` is false where a price is assumed.
+    """
+    unknown = sorted(set(counts) - set(ASSUMED_US))
+    if unknown:
+        raise ValueError(f"unknown host events {unknown}; known: {sorted(ASSUMED_US)}")
+    events = [name for name in counts if counts[name]]
+    learned: list[dict[str, float]] = []
+    if "host" in pricer.models and events:
+        facts = {"trial": 0, "dtype": "fp32", "gpu": gpu.name, "threads": threads, "cache": "warm"}
+        rows = pd.DataFrame({"op": e, **facts} for e in events)
+        table = pricer.price("host", rows, {gpu.name: gpu})
+        learned = table.to_dict("records")  # type: ignore[assignment]
+    us = low_us = high_us = 0.0
+    inside = True
+    for i, event in enumerate(events):
+        if learned and (gpu.kind == "cpu" or learned[i]["in_envelope"]):
+            row = learned[i]
+            one = (row["predicted_us"], row["predicted_us_p10"], row["predicted_us_p90"])
+            inside = inside and bool(row["in_envelope"])
+        else:
+            guess = ASSUMED_US[event]
+            one, inside = (guess, guess / 2, guess * 2), False
+        us += counts[event] * one[0]
+        low_us += counts[event] * one[1]
+        high_us += counts[event] * one[2]
+    return PricedOp(
+        op="host",
+        family="host",
+        phase="host",
+        duration_us=us,
+        low_us=low_us,
+        high_us=high_us,
+        flops=0.0,
+        in_envelope=inside,
+    )

@@ -1,0 +1,162 @@
+"""Exact longest path over lanes, and the same with lanes that slow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Work that occupies all its lanes at once, after the tasks whose numbers ``after`` lists."""
+
+    lanes: tuple[str, ...]
+    duration_us: float
+    after: tuple[int, ...] = ()
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When a task ran."""
+
+    start_us: float
+    end_us: float
+
+    @property
+    def duration_us(self) -> float:
+        """Time from start to end."""
+        return self.end_us - self.start_us
+
+
+class DeadlockError(RuntimeError):
+    """Raised when lanes wait for each other: the message names the task each one is stuck at."""
+
+
+class _Progress:
+    """Which tasks may start: heads of all their lanes whose inputs are done."""
+
+    def __init__(self, tasks: Sequence[Task], programs: Mapping[str, Sequence[int]] | None) -> None:
+        self.tasks = tasks
+        self.lanes: dict[str, list[int]] = {}
+        for i, task in enumerate(tasks):
+            if task.duration_us < 0 or not task.lanes:
+                raise ValueError(f"task {i} needs lanes and a duration >= 0, got {task}")
+            for lane in task.lanes:
+                self.lanes.setdefault(lane, []).append(i)
+        for lane, order in (programs or {}).items():
+            if sorted(order) != sorted(self.lanes.get(lane, [])):
+                raise ValueError(f"program of lane {lane!r} lists {order}, not its tasks")
+            self.lanes[lane] = list(order)
+        self.position = dict.fromkeys(self.lanes, 0)
+        self.missing = [len(set(t.after)) + len(set(t.lanes)) for t in tasks]
+        self.followers: list[list[int]] = [[] for _ in tasks]
+        for i, task in enumerate(tasks):
+            for j in set(task.after):
+                if not 0 <= j < len(tasks):
+                    raise ValueError(f"task {i} waits for unknown task {j}")
+                self.followers[j].append(i)
+        self.done = 0
+        self.ready: list[int] = []
+        for order in self.lanes.values():
+            self._found(order[0])
+
+    def _found(self, i: int) -> None:
+        self.missing[i] -= 1
+        if self.missing[i] == 0:
+            self.ready.append(i)
+
+    def finish(self, i: int) -> None:
+        """Free the task's lanes and tell those that wait for it."""
+        self.done += 1
+        for lane in set(self.tasks[i].lanes):
+            self.position[lane] += 1
+            if self.position[lane] < len(self.lanes[lane]):
+                self._found(self.lanes[lane][self.position[lane]])
+        for j in self.followers[i]:
+            self._found(j)
+
+    def check(self) -> None:
+        """Raise DeadlockError unless every task is done."""
+        if self.done == len(self.tasks):
+            return
+        heads = [
+            f"{lane}: {self.tasks[order[at]].name or f'task {order[at]}'}"
+            for lane, order in self.lanes.items()
+            if (at := self.position[lane]) < len(order)
+        ]
+        raise DeadlockError(f"lanes wait for each other; heads left over: {', '.join(heads)}")
+
+
+def simulate(
+    tasks: Sequence[Task], programs: Mapping[str, Sequence[int]] | None = None
+) -> list[Span]:
+    """When each task runs: as soon as its lanes are free and its inputs are done.
+
+    A lane runs its tasks in the order of the list, or of its entry in ``programs``.
+    """
+    progress = _Progress(tasks, programs)
+    free = dict.fromkeys(progress.lanes, 0.0)
+    spans: dict[int, Span] = {}
+    while progress.ready:
+        i = progress.ready.pop()
+        task = tasks[i]
+        start = max([free[lane] for lane in task.lanes] + [spans[j].end_us for j in task.after])
+        spans[i] = Span(start, start + task.duration_us)
+        free.update(dict.fromkeys(task.lanes, spans[i].end_us))
+        progress.finish(i)
+    progress.check()
+    return [spans[i] for i in range(len(tasks))]
+
+
+def simulate_shared(tasks: Sequence[Task], shared: frozenset[str], contention: float) -> list[Span]:
+    """As ``simulate``, but tasks on different ``shared`` lanes slow each other while they overlap.
+
+    While two or more tasks on shared lanes run, each of them proceeds at 1/contention of its speed;
+    durations are those of a task alone. Contention 1 is ``simulate``; 2 is two equals on one core.
+    """
+    if contention < 1:
+        raise ValueError(f"contention must be at least 1, got {contention}")
+    if contention == 1:
+        return simulate(tasks)
+    progress = _Progress(tasks, None)
+    now = 0.0
+    left: dict[int, float] = {}  # work of the running tasks
+    start: dict[int, float] = {}
+    spans: dict[int, Span] = {}
+    while progress.ready or left:
+        for i in progress.ready:
+            left[i], start[i] = tasks[i].duration_us, now
+        progress.ready.clear()
+        busy = {i for i in left if left[i] > 0 and not shared.isdisjoint(tasks[i].lanes)}
+        slow = contention if len(busy) > 1 else 1.0
+        needed = {i: work * (slow if i in busy else 1.0) for i, work in left.items()}
+        step = min(needed.values())
+        now += step
+        for i in list(left):
+            if needed[i] <= step:
+                del left[i]
+                spans[i] = Span(start[i], now)
+                progress.finish(i)
+            else:
+                left[i] -= step / (slow if i in busy else 1.0)
+    progress.check()
+    return [spans[i] for i in range(len(tasks))]
+
+
+def trace_json(tasks: Sequence[Task], spans: Sequence[Span], rank: int = 0) -> dict[str, Any]:
+    """Chrome trace (Perfetto opens it): one complete event per task and lane, times in us."""
+    events = [
+        {
+            "name": task.name or f"task {i}",
+            "ph": "X",
+            "ts": span.start_us,
+            "dur": span.duration_us,
+            "pid": rank,
+            "tid": lane,
+        }
+        for i, (task, span) in enumerate(zip(tasks, spans, strict=True))
+        for lane in task.lanes
+    ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}

@@ -1,0 +1,286 @@
+"""Convolution in one or two dimensions, plain or transposed, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall, TensorSpec
+from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+
+MAX_FLOPS = 3e9
+MAX_GROUPED_FLOPS = 2e8  # grouped kernels reach a fraction of the peak
+MAX_BYTES = 2e8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conv:
+    """Input (batch, in_channels, h, w); a 1-d call has h = kernel_h = 1 and padding_h = 0.
+
+    ``need_input_grad`` and ``need_weight_grad`` say what a backward computes.
+    """
+
+    op: str
+    batch: int
+    in_channels: int
+    out_channels: int
+    h: int
+    w: int
+    kernel_h: int
+    kernel_w: int
+    stride: int = 1
+    padding_h: int = 0
+    padding_w: int = 0
+    dilation: int = 1
+    groups: int = 1
+    bias: bool = False
+    transposed: bool = False
+    need_input_grad: bool = True
+    need_weight_grad: bool = True
+    dtype: str = "fp32"
+
+
+def sweep() -> Iterator[Conv]:
+    """Endless: layers of ResNets, U-Nets, ViT patches, MobileNets, audio and small CNNs."""
+    rng = np.random.default_rng(5)
+    kinds = (_resnet, _resnet, _unet, _patch, _depthwise, _audio, _small)
+    while True:
+        layer = kinds[int(rng.integers(len(kinds)))](rng)
+        backward = bool(rng.random() < 0.5)
+        first = layer["in_channels"] <= 3  # images need no gradient
+        p = Conv(
+            op="backward" if backward else "forward",
+            batch=log_uniform(rng, 1, 128),
+            need_input_grad=not (first and backward),
+            **layer,
+        )
+        limit = MAX_FLOPS if p.groups == 1 else MAX_GROUPED_FLOPS
+        if min(_out_sizes(p)) >= 1 and flops(p) <= limit and bytes_moved(p) <= MAX_BYTES:
+            yield p
+
+
+def _channels(rng: np.random.Generator, low: int, high: int) -> int:
+    """Multiples of 8 more often than not."""
+    n = log_uniform(rng, low, high)
+    return max(8, 8 * round(n / 8)) if rng.random() < 0.7 else n
+
+
+def _square(size: int, kernel: int, padding: int) -> dict[str, int]:
+    sides = {"h": size, "w": size, "kernel_h": kernel, "kernel_w": kernel}
+    return sides | {"padding_h": padding, "padding_w": padding}
+
+
+def _resnet(rng: np.random.Generator) -> dict[str, Any]:
+    if rng.random() < 0.15:
+        size = int(rng.choice([32, 64, 112, 128, 224]))
+        out = _channels(rng, 16, 96)
+        return {**_square(size, 7, 3), "in_channels": 3, "out_channels": out, "stride": 2}
+    kernel = int(rng.choice([1, 3]))
+    dilation = 2 if kernel == 3 and rng.random() < 0.1 else 1
+    return {
+        **_square(log_uniform(rng, 4, 64), kernel, dilation * (kernel // 2)),
+        "in_channels": _channels(rng, 16, 1024),
+        "out_channels": _channels(rng, 16, 1024),
+        "stride": int(rng.choice([1, 1, 2])),
+        "dilation": dilation,
+    }
+
+
+def _unet(rng: np.random.Generator) -> dict[str, Any]:
+    channels = _channels(rng, 16, 512)
+    if rng.random() < 0.4:
+        up = _square(log_uniform(rng, 4, 64), 2, 0)
+        up |= {"in_channels": channels, "out_channels": max(1, channels // 2), "stride": 2}
+        return {**up, "transposed": True, "bias": True}
+    out = int(rng.choice([channels, max(1, channels // 2), 2 * channels]))
+    same = _square(log_uniform(rng, 8, 128), 3, 1)
+    return {**same, "in_channels": channels, "out_channels": out, "bias": True}
+
+
+def _patch(rng: np.random.Generator) -> dict[str, Any]:
+    patch = int(rng.choice([4, 8, 14, 16, 32]))
+    sides = _square(patch * log_uniform(rng, 4, 24), patch, 0)
+    width = _channels(rng, 32, 1024)
+    return {**sides, "in_channels": 3, "out_channels": width, "stride": patch, "bias": True}
+
+
+def _depthwise(rng: np.random.Generator) -> dict[str, Any]:
+    kernel, channels = int(rng.choice([3, 3, 5, 7])), _channels(rng, 16, 768)
+    return {
+        **_square(log_uniform(rng, 4, 64), kernel, kernel // 2),
+        "in_channels": channels,
+        "out_channels": channels,
+        "stride": int(rng.choice([1, 1, 2])),
+        "groups": channels,
+    }
+
+
+def _audio(rng: np.random.Generator) -> dict[str, Any]:
+    kernel = int(rng.choice([1, 3, 3, 5, 10]))
+    row = {"h": 1, "w": log_uniform(rng, 32, 4096), "kernel_h": 1, "kernel_w": kernel}
+    row |= {"padding_w": kernel // 2, "in_channels": _channels(rng, 8, 768)}
+    row |= {"out_channels": _channels(rng, 8, 768), "stride": int(rng.choice([1, 1, 2]))}
+    return {**row, "bias": True}
+
+
+def _small(rng: np.random.Generator) -> dict[str, Any]:
+    sides = _square(log_uniform(rng, 8, 36), int(rng.choice([3, 3, 5])), int(rng.integers(2)))
+    into = int(rng.choice([1, 3, log_uniform(rng, 4, 64)]))
+    return {**sides, "in_channels": into, "out_channels": log_uniform(rng, 4, 128), "bias": True}
+
+
+def build(p: Conv, device: str) -> Workload:
+    """Random input and weight; the output gradient has the shape of a real output."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    def tensor(*shape: int) -> Any:
+        return torch.randn(shape, device=device).to(torch_dtype(p.dtype))
+
+    aten = torch.ops.aten
+    x = tensor(p.batch, p.in_channels, p.h, p.w)
+    ends = (p.in_channels, p.out_channels) if p.transposed else (p.out_channels, p.in_channels)
+    weight = tensor(ends[0], ends[1] // p.groups, p.kernel_h, p.kernel_w)
+    bias = tensor(p.out_channels) if p.bias else None
+    steps = ([p.stride] * 2, [p.padding_h, p.padding_w], [p.dilation] * 2)
+    how = (*steps, p.transposed, [0, 0], p.groups)
+    if p.op == "forward":
+        return Workload(run=lambda: aten.convolution(x, weight, bias, *how))
+    grad = tensor(p.batch, p.out_channels, *(int(s) for s in _out_sizes(p)))
+    sizes = [p.out_channels] if p.bias else None
+    mask = [p.need_input_grad, p.need_weight_grad, p.bias and p.need_weight_grad]
+    return Workload(run=lambda: aten.convolution_backward(grad, x, weight, sizes, *how, mask))
+
+
+def _out_sizes(p: Any) -> tuple[Any, Any]:
+    """Height and width of the output; ignores output_padding, less than one stride."""
+
+    def out(size: Any, kernel: Any, padding: Any) -> Any:
+        reach = p.dilation * (kernel - 1) + 1
+        grown = (size - 1) * p.stride - 2 * padding + reach
+        return np.where(p.transposed, grown, (size + 2 * padding - reach) // p.stride + 1)
+
+    return out(p.h, p.kernel_h, p.padding_h), out(p.w, p.kernel_w, p.padding_w)
+
+
+def _passes(p: Any) -> Any:
+    """Convolutions of the forward's size: one forward, one per gradient backward."""
+    grads = np.where(p.need_input_grad, 1.0, 0.0) + np.where(p.need_weight_grad, 1.0, 0.0)
+    return np.where(np.equal(p.op, "forward"), 1.0, grads)
+
+
+def flops(p: Any) -> Any:
+    """2 per kernel tap, channel pair of a group and output pixel (transposed: input pixel)."""
+    out_h, out_w = _out_sizes(p)
+    pixels = np.where(p.transposed, 1.0 * p.h * p.w, 1.0 * out_h * out_w)
+    taps = 1.0 * p.in_channels * p.out_channels / p.groups * p.kernel_h * p.kernel_w
+    return _passes(p) * 2 * p.batch * pixels * taps
+
+
+def bytes_moved(p: Any) -> Any:
+    """Input, weight and output once; a backward reads what each gradient needs and writes it."""
+    out_h, out_w = _out_sizes(p)
+    x = 1.0 * p.batch * p.in_channels * p.h * p.w
+    y = 1.0 * p.batch * p.out_channels * out_h * out_w
+    w = 1.0 * p.in_channels * p.out_channels / p.groups * p.kernel_h * p.kernel_w
+    bias = np.where(p.bias, 1.0, 0.0) * p.out_channels
+    want_x, want_w = (np.where(b, 1.0, 0.0) for b in (p.need_input_grad, p.need_weight_grad))
+    backward = y + want_x * (w + x) + want_w * (x + w + bias)
+    elements = np.where(np.equal(p.op, "forward"), x + w + y + bias, backward)
+    return elements * itemsize_bytes(p.dtype)
+
+
+def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+    """Sizes as of the equivalent matrix product per group, its tile fill and waves."""
+    out_h, out_w = _out_sizes(p)
+    m, n = 1.0 * p.batch * out_h * out_w, p.out_channels / p.groups
+    taps = 1.0 * p.kernel_h * p.kernel_w
+    tiles = p.groups * np.ceil(m / 128) * np.ceil(n / 128)
+    waves = tiles / gpu.sm_count
+    return {
+        "op": p.op,
+        "dtype": p.dtype,
+        "transposed": np.where(p.transposed, 1.0, 0.0),
+        "input_grad": np.where(p.need_input_grad, 1.0, 0.0),
+        "weight_grad": np.where(p.need_weight_grad, 1.0, 0.0),
+        "bias": np.where(p.bias, 1.0, 0.0),
+        "depthwise": np.where(np.equal(p.groups, p.in_channels) & (p.groups > 1), 1.0, 0.0),
+        "one_dim": np.where(np.equal(p.h, 1) & np.equal(p.kernel_h, 1), 1.0, 0.0),
+        "log_batch": np.log2(p.batch),
+        "log_in": np.log2(p.in_channels),
+        "log_out": np.log2(p.out_channels),
+        "log_pixels": np.log2(1.0 * p.h * p.w),
+        "log_taps": np.log2(taps),
+        "log_groups": np.log2(p.groups),
+        "log_m": np.log2(m),
+        "log_depth": np.log2(p.in_channels / p.groups * taps),
+        "stride": p.stride,
+        "dilation": p.dilation,
+        "overlap": np.log2(taps) - 2 * np.log2(p.stride),
+        "padded": (p.padding_h + p.padding_w) / (p.h + p.w),
+        "log_waves": np.log2(waves),
+        "wave_fill": waves / np.ceil(waves),
+        "tile_fill": m * n * p.groups / (tiles * 128 * 128),
+        "in_mod_16": p.in_channels % 16,
+        "out_mod_16": p.out_channels % 16,
+        "w_mod_16": p.w % 16,
+    }
+
+
+def from_call(call: OpCall) -> Conv | None:
+    """convolution(x, weight, bias, ...), convolution_backward(grad, x, weight, sizes, ..., mask).
+
+    None for 3-d calls and for strides or dilations that differ between the two sides.
+    """
+    backward = "backward" in call.op
+    x, weight, bias, stride, padding, dilation, transposed, _, groups = (
+        call.args[1:10] if backward else call.args[:9]
+    )
+    rank = len(x.shape) - 2
+    if rank not in (1, 2) or len(set(stride)) > 1 or len(set(dilation)) > 1:
+        return None
+    h, kernel_h = (1, 1) if rank == 1 else (x.shape[2], weight.shape[2])
+    padding = tuple(padding) * (rank if len(padding) == 1 else 1)
+    mask = call.args[10] if backward else (True, True, True)
+    return Conv(
+        op="backward" if backward else "forward",
+        batch=x.shape[0],
+        in_channels=x.shape[1],
+        out_channels=_out_channels(weight, transposed, groups),
+        h=h,
+        w=x.shape[-1],
+        kernel_h=kernel_h,
+        kernel_w=weight.shape[-1],
+        stride=stride[0],
+        padding_h=padding[0] if rank == 2 else 0,
+        padding_w=padding[-1],
+        dilation=dilation[0],
+        groups=groups,
+        bias=bool(mask[2]) if backward else bias is not None,
+        transposed=transposed,
+        need_input_grad=bool(mask[0]),
+        need_weight_grad=bool(mask[1]),
+        dtype=x.dtype,
+    )
+
+
+def _out_channels(weight: TensorSpec, transposed: bool, groups: int) -> int:
+    return weight.shape[1] * groups if transposed else weight.shape[0]
+
+
+FAMILY = Family(
+    name="conv",
+    params=Conv,
+    sweep=sweep,
+    build=build,
+    flops=flops,
+    bytes_moved=bytes_moved,
+    features=features,
+    answers={
+        "aten.convolution.default": from_call,
+        "aten.convolution_backward.default": from_call,
+    },
+)

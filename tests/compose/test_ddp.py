@@ -1,0 +1,140 @@
+"""Gradient buckets and their overlap with backward, by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from compose.ddp import all_reduce_us, buckets
+from compose.forecast import forecast, price_step
+from compose.memory import peak_bytes
+from compose.plan import ParallelPlan
+from compose.timeline import Span
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+
+CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e9)
+GPU = Gpu(name="toy-gpu", peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e9, link_bytes_per_s=1e11)
+MIB = 2**20
+
+
+class Fixed:
+    """A product takes 10 us, an all-reduce 6, a host event 2; bounds are 20 % off."""
+
+    models: Mapping[str, Any] = {"gemm": None, "collective": None, "host": None}
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        us = pd.Series({"gemm": 10.0, "collective": 6.0, "host": 2.0}[family], index=rows.index)
+        columns = {"predicted_us": us, "predicted_us_p10": us * 0.8, "predicted_us_p90": us * 1.2}
+        return pd.DataFrame({**columns, "in_envelope": True})
+
+
+def weight(name: str, mib: float, ready_after: int, dtype: str = "fp32") -> ParamSpec:
+    shape = (int(mib * MIB) // (2 if dtype == "bf16" else 4),)
+    return ParamSpec(name=name, shape=shape, dtype=dtype, storage=100, ready_after=ready_after)
+
+
+def product(phase: str) -> OpCall:
+    a = TensorSpec(shape=(10, 10), dtype="fp32", storage=0)
+    return OpCall(op="aten.mm.default", args=(a, a), outputs=(a,), phase=phase)
+
+
+def step(host: Mapping[str, int] | None = None) -> StepCapture:
+    """Forward, two backward calls that each ready a bucket, optimizer."""
+    return StepCapture(
+        calls=tuple(product(p) for p in ("forward", "backward", "backward", "optimizer")),
+        parameters=(weight("first", 1, 2), weight("last", 1, 1)),
+        host=host or {},
+        samples=4,
+    )
+
+
+def test_buckets_close_with_the_gradient_that_fills_them() -> None:
+    parameters = [weight("a", 20, 9), weight("b", 20, 7), weight("c", 0.5, 5), weight("d", 2, 3)]
+    parameters += [weight("e", 0.5, 2), weight("frozen", 9, -1)]
+    # ready e d c b a: 0.5 + 2 passes 1 MiB; then 0.5 + 20 is under 25 MiB, + 20 passes it
+    assert [b.names for b in buckets(parameters)] == [("e", "d"), ("c", "b", "a")]
+    assert [b.message_bytes for b in buckets(parameters)] == [2.5 * MIB, 40.5 * MIB]
+    assert [b.ready_after for b in buckets(parameters)] == [3, 9]
+    # a limit of one's own holds for the first bucket too
+    assert [b.names for b in buckets(parameters, 21 * MIB)] == [("e", "d", "c", "b"), ("a",)]
+
+
+def test_a_bucket_holds_one_dtype() -> None:
+    found = buckets([weight("a", 0.5, 1), weight("b", 0.5, 2, "bf16"), weight("c", 0.5, 3)])
+    assert [b.names for b in found] == [("b",), ("a", "c")]
+
+
+def test_reduces_overlap_backward_and_the_optimizer_waits() -> None:
+    #  compute |=10=|=10=|=10=|       |=10=|
+    #  comm              |=6=||=6=|          second bucket ready at 30
+    tasks, spans = price_step(step(), Fixed(), CPU, ParallelPlan(dp=2), 1, contention=1.0).run()
+    by_lane = [(t.lanes[0], s) for t, s in zip(tasks, spans, strict=True)]
+    assert [s for lane, s in by_lane if lane == "comm"] == [Span(20, 26), Span(30, 36)]
+    assert [s for lane, s in by_lane if lane == "compute"][-1] == Span(36, 46)
+
+
+def test_on_a_cpu_overlap_is_paid_for() -> None:
+    #  compute |=10=|=10=|====16====|     |=10=|    20..32 both at half speed: compute does 6 of 10
+    #  comm              |==12==|   |=6=|           second bucket ready at 36, alone: 6
+    found = forecast(
+        step(), Fixed(), CPU, ParallelPlan(dp=2), bundle_name="b", threads=1, optimizer="adamw"
+    )
+    assert found.iteration_us == pytest.approx(52)
+    assert found.compute_us == pytest.approx(46)
+    assert found.comm_us == pytest.approx(18)
+    assert found.exposed_comm_us == pytest.approx(6)
+    assert found.idle_us == pytest.approx(0)
+    assert found.samples_per_s == pytest.approx(2 * 4 / 52e-6)
+    assert found.by_family_us == {"gemm": 40, "collective": 12}
+    # bounds: gemm +-20 % of 40, collective +-20 % of 12, independent
+    assert found.iteration_us_p90 == pytest.approx(52 + (8**2 + 2.4**2) ** 0.5)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 16])
+@pytest.mark.parametrize("gpu", [CPU, GPU])
+def test_iteration_is_compute_plus_exposed_plus_idle(gpu: Gpu, dp: int) -> None:
+    found = forecast(
+        step({"view_op": 3}),
+        Fixed(),
+        gpu,
+        ParallelPlan(dp=dp),
+        bundle_name="b",
+        threads=1,
+        optimizer="sgd",
+    )
+    parts = found.compute_us + found.exposed_comm_us + found.idle_us
+    assert found.iteration_us == pytest.approx(parts)
+    assert found.comm_us >= found.exposed_comm_us >= 0
+    assert found.iteration_us_p10 <= found.iteration_us <= found.iteration_us_p90
+
+
+def test_a_gpu_with_long_kernels_waits_only_for_its_first_launch() -> None:
+    #  host    |2|2|2|2|
+    #  compute   |=10=|=10=|=10=|=10=|    four launches at 2 us, kernels at 10
+    found = forecast(
+        step(), Fixed(), GPU, ParallelPlan(), bundle_name="b", threads=0, optimizer="sgd"
+    )
+    assert (found.iteration_us, found.idle_us, found.host_us) == (42, 2, 8)
+    assert found.mfu_frac == pytest.approx(4 * 2000 / 1e12 / 42e-6)  # 2 * 10*10*10 flops each
+
+
+def test_all_reduce_without_a_model_is_a_ring() -> None:
+    # 2 * 3 messages of 8 us, and 2 * 3/4 * 1e6 B at 1e11 B/s = 15 us
+    assert all_reduce_us(10**6, 4, GPU) == pytest.approx(48 + 15)
+    bare = Fixed()
+    bare.models = {"gemm": None, "host": None}
+    found = price_step(step(), bare, GPU, ParallelPlan(dp=4), 0)
+    assert {r.family for r in found.reduces} == {"unmodelled"}
+
+
+def test_gradients_live_from_backward_to_the_end() -> None:
+    """Per parameter 1 MiB: parameters 2, AdamW 4; both gradients 2 and the 400 B tensor at last."""
+    assert peak_bytes(step(), "adamw") == 8 * MIB + 400
+    assert peak_bytes(step(), "sgd") == 4 * MIB + 400
+    assert peak_bytes(step(), "sgd", dp=2) == 6 * MIB + 400  # DDP's buckets
+    with pytest.raises(ValueError, match="unknown optimizer 'lion'; known"):
+        peak_bytes(step(), "lion")
