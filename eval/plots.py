@@ -15,7 +15,8 @@ def scatter(results: Sequence[CaseResult]) -> Any:
     figure = Figure(figsize=(6.4, 5.2), layout="constrained")
     axes = figure.subplots()
     measured = [r.measured_us / 1e3 for r in results]
-    low, high = min(measured) / 1.6, max(measured) * 1.6
+    everything = [*measured, *(r.predicted_us / 1e3 for r in results)]
+    low, high = min(everything) / 1.6, max(everything) * 1.6
     axes.fill_between([low, high], [0.8 * low, 0.8 * high], [1.2 * low, 1.2 * high], alpha=0.15)
     axes.plot([low, high], [low, high], color="grey", linewidth=1)
     for r, x in zip(results, measured, strict=True):
