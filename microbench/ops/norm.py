@@ -127,7 +127,7 @@ def _group(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
 
 
 def _is(p: Any, *kinds: str) -> Any:
-    return np.isin(np.asarray(p.op, dtype=str), [o for o in FLOPS_PER_ELEMENT if o in kinds])
+    return np.isin(np.asarray(p.op, dtype=str), kinds)
 
 
 def _backward(p: Any) -> Any:
@@ -158,9 +158,9 @@ def bytes_moved(p: Any) -> Any:
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
     """Sizes; how many statistics there are, over how many elements; statistics per core."""
-    batch = np.where(_is(p, *(o for o in FLOPS_PER_ELEMENT if o.startswith("batch"))), 1.0, 0.0)
+    batch = _is(p, *(o for o in FLOPS_PER_ELEMENT if o.startswith("batch")))
     elements = 1.0 * p.rows * p.cols * p.channels
-    statistics = np.where(batch > 0, 1.0 * p.channels, 1.0 * p.rows * p.groups)
+    statistics = np.where(batch, 1.0 * p.channels, 1.0 * p.rows * p.groups)
     waves = statistics / gpu.sm_count
     return {
         "op": p.op,

@@ -22,7 +22,7 @@ SCANS = ("cumsum",)
 NLL = ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward")
 PAIRED = ("mse_loss", "mse_loss_backward", "binary_cross_entropy_with_logits")
 OPS = SOFTMAX + SUMS + MOMENTS + INDEXED + LOGICAL + SCANS + NLL + PAIRED
-COMMON = SOFTMAX + NLL[:2] + ("sum", "mean", "sum", "mean", "linalg_vector_norm", "mse_loss")
+COMMON = (*SOFTMAX, *NLL[:2], "sum", "mean", "sum", "mean", "linalg_vector_norm", "mse_loss")
 MAX_ELEMENTS = 2**23
 VOCABULARIES = (1000, 10000, 30522, 32000, 50257, 65024, 128256)
 
@@ -74,10 +74,11 @@ def build(p: Reduction, device: str) -> Workload:
     x = torch.randn(shape, device=device)
     x = (x * 4).to(dtype) if dtype.is_floating_point else (x > 0).to(dtype)
     if p.op in SOFTMAX:
+        call = getattr(torch.ops.aten, p.op)
         if "backward" not in p.op:
-            return Workload(run=lambda: getattr(torch.ops.aten, p.op)(x, 1, False))
+            return Workload(run=lambda: call(x, 1, False))
         y = torch.softmax(x, 1) if p.op == "_softmax_backward_data" else torch.log_softmax(x, 1)
-        return Workload(run=lambda: getattr(torch.ops.aten, p.op)(x, y, 1, dtype))
+        return Workload(run=lambda: call(x, y, 1, dtype))
     if p.op in NLL:
         return _nll(p, x)
     if p.op in PAIRED:
@@ -145,7 +146,7 @@ def flops(p: Any) -> Any:
 
 
 def bytes_moved(p: Any) -> Any:
-    """Inputs read once, outputs written once.
+    """Inputs read once, outputs written once (as if of the input's dtype).
 
     Softmax and scans write what they read; backwards read two tensors and write one; a sum writes
     outer x inner; nll reads one element and one int64 target per sample, its backward writes all.
@@ -242,21 +243,17 @@ def from_paired(call: OpCall) -> Reduction:
     return Reduction(op=op, outer=outer, size=size, dtype=x.dtype)
 
 
-SUM_NAMES = tuple(
-    f"{op}.{overload}"
-    for ops, overloads in (
-        (("sum",), ("default", "dim_IntList")),
-        (("mean",), ("default", "dim")),
-        (("prod",), ("default", "dim_int")),
-        (("max", "min"), ("default", "dim")),
-        (("any", "all"), ("default", "dim", "dims")),
-        (("argmax", "argmin", "amax", "amin", "logsumexp", "cumsum"), ("default",)),
-        (("linalg_vector_norm",), ("default",)),
-        (MOMENTS, ("correction",)),
-    )
-    for op in ops
-    for overload in overloads
+OVERLOADS = (
+    (("sum",), ("default", "dim_IntList")),
+    (("mean",), ("default", "dim")),
+    (("prod",), ("default", "dim_int")),
+    (("max", "min"), ("default", "dim")),
+    (("any", "all"), ("default", "dim", "dims")),
+    (("argmax", "argmin", "amax", "amin", "logsumexp", "cumsum"), ("default",)),
+    (("linalg_vector_norm",), ("default",)),
+    (MOMENTS, ("correction",)),
 )
+SUM_NAMES = tuple(f"{op}.{end}" for ops, ends in OVERLOADS for op in ops for end in ends)
 FAMILY = Family(
     name="reduction",
     params=Reduction,
