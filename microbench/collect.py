@@ -16,6 +16,7 @@ from typing import Any
 from microbench import store
 from microbench.hardware.machine import measure_cpu
 from microbench.ops import families
+from microbench.zoo import points_file
 
 Progress = Callable[[int, float], None]
 
@@ -34,8 +35,8 @@ class WorkerOrder:
     seed: int
     worker: int
     workers: int
-    anchor_us: float
     cache_bytes: float
+    points: str
 
 
 def stack() -> str:
@@ -72,9 +73,10 @@ def collect(
     swept = known_families(names)
     cores = os.cpu_count() or 1
     phases = [(cores, 1, 0.6), (1, cores, 0.4)] if device == "cpu" and cores > 1 else [(1, 1, 1.0)]
-    facts = card_facts(root, device, [threads for threads, _, _ in phases])
+    facts = card_facts(root, device)
     gpu = facts["hardware"]["name"]
     moved = store.compact(root, facts)
+    points = points_file(root, device, seed)
     for threads, ranks, share in phases:
         left_s = budget_s * share - spent_s(root, gpu, swept, threads) / ranks
         if left_s < 1:
@@ -91,8 +93,8 @@ def collect(
                 seed=seed,
                 worker=worker,
                 workers=ranks,
-                anchor_us=facts["anchor_us"].get(threads, 1.0),
                 cache_bytes=facts["hardware"]["l2_bytes"],
+                points=str(points),
             )
             for worker in range(ranks)
         ]
@@ -110,26 +112,18 @@ def known_families(names: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(names or known)
 
 
-def card_facts(root: Path, device: str, thread_counts: Sequence[int]) -> dict[str, Any]:
-    """What every card of this sweep says: machine, versions, anchor, day."""
+def card_facts(root: Path, device: str) -> dict[str, Any]:
+    """What every card of this sweep says: machine, versions, day."""
     import torch  # lazy: cards can be read without torch
-
-    from microbench.timing import Anchor
 
     gpu = measure_cpu() if device == "cpu" else cuda_gpu()
     earlier = store.read_hardware([root]).get(gpu.name)
-    anchors = store.read_anchor(root, gpu.name)
-    for threads in thread_counts if device == "cpu" else ():
-        if threads not in anchors:
-            torch.set_num_threads(threads)
-            anchors[threads] = Anchor().reference_us()
     return {
         "what": "single-op times swept by itercast collect",
         "when": datetime.date.today().isoformat(),
         "licence": "Apache-2.0",
         "versions": {"python": sys.version.split()[0], "torch": str(torch.__version__)},
         "hardware": (earlier or gpu).to_dict(),
-        "anchor_us": anchors,
     }
 
 

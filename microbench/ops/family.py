@@ -16,11 +16,13 @@ from microbench.opcall import ITEMSIZE_BYTES, OpCall
 class Workload:
     """Something to time: ``run`` only launches; everything it needs is allocated already.
 
-    ``calls`` is how many calls of the op one run makes; times are per call.
+    ``calls`` is how many calls of the op one run makes; times are per call. Where ``baseline`` is
+    given, its time is taken off: the op is what ``run`` does more.
     """
 
     run: Callable[[], object]
     calls: int = 1
+    baseline: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

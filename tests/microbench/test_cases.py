@@ -8,7 +8,7 @@ import pytest
 
 from microbench.capture import capture_step
 from microbench.cases.registry import case, case_names
-from microbench.iterations import measure_case
+from microbench.iterations import PHASES, measure_case
 from microbench.step import StepSettings
 
 SMALL = [n for n in case_names() if n.endswith("-s")]
@@ -31,10 +31,15 @@ def test_a_small_case_runs_and_its_capture_equals_its_run(name: str) -> None:
     assert sequence(fake=True) == sequence(fake=False)
 
 
-def test_measured_rows_state_raw_and_corrected_time() -> None:
-    row = measure_case(case("mlp-s"), StepSettings(), "cpu", repetitions=5, between=lambda: 0.5)
-    assert row["samples"] >= 5
-    assert row["time_us"] == pytest.approx(row["raw_us"] / 2)
+def test_measured_rows_state_phases_and_the_anchor() -> None:
+    times = iter([4.0, 9.0] * 500)
+    row = measure_case(
+        case("mlp-s"), StepSettings(), "cpu", repetitions=6, anchor=lambda: next(times)
+    )
+    assert row["samples"] >= 6
+    assert row["anchor_us"] == pytest.approx(6, rel=0.2)  # sqrt(4 * 9)
+    phases = sum(row[f"{p}_us"] for p in PHASES)
+    assert phases == pytest.approx(row["time_us"], rel=0.3)
 
 
 def test_gpt2_small_has_124_million_parameters() -> None:
