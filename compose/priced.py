@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import pandas as pd
 
 from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, StepCapture
+from microbench.opcall import StepCapture
 from microbench.ops import find_family
 
 UNMODELLED = "unmodelled"

@@ -35,7 +35,7 @@ def reference_anchors(tables: Mapping[str, pd.DataFrame]) -> dict[tuple[str, int
         return {}
     rows = pd.concat(parts).dropna()
     medians = rows.groupby(["gpu", "threads"])["anchor_us"].median()
-    return {(str(g), int(n)): float(us) for (g, n), us in medians.items()}  # type: ignore[misc]
+    return {(str(key[0]), int(key[1])): float(us) for key, us in medians.items()}  # type: ignore[index]
 
 
 def log_slowness(rows: pd.DataFrame, anchors: Anchors) -> np.ndarray:
@@ -44,7 +44,8 @@ def log_slowness(rows: pd.DataFrame, anchors: Anchors) -> np.ndarray:
         return np.zeros(len(rows))
     keys = zip(rows["gpu"], rows["threads"].fillna(0).astype(int), strict=True)
     reference = np.array([anchors.get(k, np.nan) for k in keys])
-    return np.nan_to_num(np.log(rows["anchor_us"].to_numpy(dtype=float) / reference))
+    slow = np.log(rows["anchor_us"].to_numpy(dtype=float) / reference)
+    return np.asarray(np.nan_to_num(slow))
 
 
 def retest_pairs(rows: pd.DataFrame, family: Family, anchors: Anchors) -> pd.DataFrame:

@@ -36,17 +36,15 @@ def transformer(rng: np.random.Generator, largest: int) -> Draw:
     """GPT, BERT or Llama style; one block, since blocks repeat."""
     from microbench.cases.registry import decoder
 
-    heads = int(rng.choice([2, 3, 4, 6, 8, 12, 16]))
-    width = heads * int(rng.choice([16, 32, 48, 64, 80, 96, 128]))
-    width = max(heads * 16, min(width, largest))
+    heads = int(rng.choice([2, 4, 6, 8, 12, 16]))
+    per_head = min(int(rng.choice([16, 32, 48, 64, 80, 96, 128])), max(16, largest // heads))
     sizes = {
         "style": str(rng.choice(["gpt", "bert", "llama"])),
-        "width": width // (2 * heads) * 2 * heads,
+        "width": heads * per_head,
         "layers": 1,
-        "heads": heads // 2 * 2 or 2,
+        "heads": heads,
         "vocab": log_uniform(rng, 256, 24 * largest),
     }
-    sizes["width"] = max(1, width // sizes["heads"]) * sizes["heads"]
     batch, seq = log_uniform(rng, 2, 16), log_uniform(rng, 24, largest // 2)
     return from_case(decoder("zoo", sizes, batch, seq, False))
 

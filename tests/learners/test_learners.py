@@ -23,7 +23,7 @@ TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three times the roofline, more for ragged k and few rows, 3 % noise, every tenth point twice."""
+    """Three times the roofline, more for ragged k and few rows; 3 % noise, every tenth twice."""
     root = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     rows = []
