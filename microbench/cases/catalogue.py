@@ -16,7 +16,7 @@ def _transformer(
 
 
 def _recurrent(name: str, width: int, layers: int, vocab: int, batch: int, seq: int) -> EvalCase:
-    sizes = {"width": width, "layers": layers}
+    sizes: dict[str, Any] = {"width": width, "layers": layers}
     return language(name, "RecurrentLM", batch, seq, vocab=vocab, module="recurrent", **sizes)
 
 
@@ -47,15 +47,15 @@ MEASURED: tuple[EvalCase, ...] = (
     _transformer("llama-s", 64, 3, 4, 400, 8, 64),
     _transformer("llama-m", 256, 4, 4, 800, 4, 80),
     _transformer("llama-l", 384, 5, 6, 1600, 4, 128),
-    _vit("vit-s", 96, 3, 3, 3, 56, 8),
-    _vit("vit-m", 192, 5, 6, 5, 64, 8),
-    _vit("vit-l", 320, 6, 5, 7, 96, 12),
+    _vit("vit-s", 96, 2, 3, 4, 56, 8),
+    _vit("vit-m", 192, 4, 6, 4, 64, 8),
+    _vit("vit-l", 320, 5, 5, 6, 96, 12),
     _resnet("resnet-s", 16, (1, 1, 1, 1), 4, 64, bottleneck=False),
     _resnet("resnet-m", 24, (2, 2, 2, 2), 8, 64, bottleneck=False),
     _resnet("resnet-l", 24, (3, 4, 6, 3), 8, 64),
     _recurrent("gru-s", 96, 1, 500, 8, 16),
     _recurrent("gru-m", 192, 2, 1000, 16, 24),
-    _recurrent("gru-l", 320, 2, 2000, 16, 32),
+    _recurrent("gru-l", 256, 2, 1500, 16, 32),
     clicks(
         "dlrm-s",
         128,
@@ -110,7 +110,7 @@ def _published(
 
 
 def _bert(name: str, width: int, layers: int, heads: int) -> EvalCase:
-    sizes = {"width": width, "layers": layers, "heads": heads, "positions": 512}
+    sizes: dict[str, Any] = {"width": width, "layers": layers, "heads": heads, "positions": 512}
     return language(name, "MaskedLM", 8, 512, vocab=30522, measured=False, **sizes)
 
 

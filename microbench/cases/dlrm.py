@@ -29,11 +29,12 @@ class Dlrm(nn.Module):
         super().__init__()
         vectors = tables + 1
         self.bottom = Perceptron((features, *bottom, width))
-        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables))
+        bags = [nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables)]
+        self.tables = nn.ModuleList(bags)
         self.top = Perceptron((width + vectors * (vectors - 1) // 2, *top, 1))
         pairs = [i * vectors + j for i in range(vectors) for j in range(i)]
         self.register_buffer("lower", torch.tensor(pairs), persistent=False)
-        for table in self.tables:
+        for table in bags:
             nn.init.uniform_(table.weight, -(rows**-0.5), rows**-0.5)
 
     def forward(

@@ -42,9 +42,10 @@ class GraphNet(nn.Module):
         graph: torch.Tensor,
         labels: torch.Tensor,
     ) -> torch.Tensor:
-        """(nodes, features), edges as (edges,) node numbers, the nodes' graphs to (graphs, classes).
+        """(nodes, features) to (graphs, classes).
 
-        ``weight`` is (edges, 1); of ``labels`` only the number is used.
+        ``source`` and ``target`` are (edges,) node numbers, ``weight`` is (edges, 1), ``graph``
+        (nodes,) graph numbers; of ``labels`` only the number is used.
         """
         x = torch.relu(self.enter(nodes))
         for layer in self.layers:
