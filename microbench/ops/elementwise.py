@@ -26,7 +26,7 @@ UNARY: tuple[str, ...] = (
     "abs",
 )
 UNARY += ("cos", "sin", "reciprocal", "clone", "empty_like", "zeros_like", "ones_like")
-SCALAR = ("mul", "add", "pow", "eq", "div_", "clamp_min", "bernoulli_", "fill_", "zero_")
+SCALAR = ("mul", "add", "pow", "eq", "div_", "clamp_min", "fill_", "zero_")
 BINARY: tuple[str, ...] = (
     "add",
     "sub",
@@ -91,8 +91,8 @@ def build(p: Elementwise, device: str) -> Workload:
         if p.op == "clone":
             return Workload(run=lambda: x.clone(memory_format=torch.contiguous_format))
     if p.form == "scalar":
-        if p.op in ("fill_", "bernoulli_", "div_"):
-            value = {"fill_": 0.0, "bernoulli_": 0.9, "div_": 0.999}[p.op]
+        if p.op in ("fill_", "div_"):
+            value = {"fill_": 0.0, "div_": 0.999}[p.op]
             return Workload(run=lambda: getattr(x, p.op)(value))
         if p.op == "zero_":
             return Workload(run=lambda: x.zero_())
