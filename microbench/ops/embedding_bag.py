@@ -147,7 +147,7 @@ def from_forward(call: OpCall) -> EmbeddingBag | None:
 
 
 def from_backward(call: OpCall) -> EmbeddingBag | None:
-    """_embedding_bag_backward(grad, index, offsets, bag_of, sizes, extremes, rows, _, mode, sparse).
+    """_embedding_bag_backward(grad, index, offsets, bag_of, sizes, max, rows, _, mode, sparse).
 
     The dense one has no ``offsets`` and no ``sparse``. A sparse gradient is not described.
     """
