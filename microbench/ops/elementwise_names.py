@@ -8,19 +8,47 @@ UNARY: tuple[str, ...] = ("neg", "exp", "log", "sqrt", "rsqrt", "tanh", "sigmoid
 UNARY += ("silu", "abs", "cos", "sin", "reciprocal", "floor", "erf", "elu", "softplus", "hardswish")
 UNARY += ("mish", "log_sigmoid_forward", "logit", "clone", "empty_like", "zeros_like", "ones_like")
 UNARY += ("_to_copy", "logical_not", "fill_", "zero_")
-SCALAR = ("mul", "add", "pow", "pow_general", "eq", "mul_", "clamp_min", "remainder")
+SCALAR: tuple[str, ...] = (
+    "mul",
+    "add",
+    "pow",
+    "pow_general",
+    "eq",
+    "mul_",
+    "clamp_min",
+    "remainder",
+)
 BINARY: tuple[str, ...] = ("add", "sub", "mul", "div", "add_", "mul_", "copy_", "maximum", "eq")
 BINARY += ("threshold_backward", "gelu_backward", "silu_backward", "tanh_backward", "elu_backward")
 BINARY += ("sigmoid_backward", "softplus_backward", "hardswish_backward", "mish_backward")
 BINARY += ("log_sigmoid_backward", "lerp", "where", "masked_fill", "logical_and", "pow_general")
 BINARY += ("atan2", "remainder", "logaddexp")
-TERNARY = ("addcmul", "lerp")
-TRANSPOSABLE = ("clone", "copy_", "add", "mul", "div", "threshold_backward", "gelu_backward")
-BROADCAST = ("add", "mul", "sub", "div", "add_", "where", "masked_fill", "eq", "clone", "copy_")
+TERNARY: tuple[str, ...] = ("addcmul", "lerp")
+TRANSPOSABLE: tuple[str, ...] = (
+    "clone",
+    "copy_",
+    "add",
+    "mul",
+    "div",
+    "threshold_backward",
+    "gelu_backward",
+)
+BROADCAST: tuple[str, ...] = (
+    "add",
+    "mul",
+    "sub",
+    "div",
+    "add_",
+    "where",
+    "masked_fill",
+    "eq",
+    "clone",
+    "copy_",
+)
 COMMON: tuple[str, ...] = ("add", "mul", "add_", "mul_", "div", "copy_", "clone", "_to_copy")
 COMMON += ("relu", "gelu", "silu", "tanh", "threshold_backward", "gelu_backward", "silu_backward")
 COMMON += ("tanh_backward", "zeros_like", "ones_like", "empty_like", "where", "masked_fill", "pow")
-FILLS = ("zeros_like", "ones_like", "fill_", "zero_")
+FILLS: tuple[str, ...] = ("zeros_like", "ones_like", "fill_", "zero_")
 WRITE_ONLY = (*FILLS, "copy_")
 ALLOCATIONS = ("empty_like",)
 
@@ -69,7 +97,15 @@ SCALAR_AS = {"sub": "add", "div": "mul", "add_": "mul_", "maximum": "clamp_min"}
 
 def names() -> Iterator[str]:
     """Every op of the families' elementwise answers, by all overloads such ops have."""
-    overloads = ("default", "Tensor", "Scalar", "self", "float", "Tensor_Scalar", "Tensor_Tensor")
+    overloads: tuple[str, ...] = (
+        "default",
+        "Tensor",
+        "Scalar",
+        "self",
+        "float",
+        "Tensor_Scalar",
+        "Tensor_Tensor",
+    )
     overloads += ("Tensor_mode", "Scalar_mode", "Scalar_Tensor")
     for op in {*UNARY, *SCALAR, *BINARY, *TERNARY, *SAME_AS} - {"pow_general"}:
         for overload in overloads:

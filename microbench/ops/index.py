@@ -13,19 +13,26 @@ from microbench.ops.index_calls import ANSWERS, IndexOp
 
 ELEMENTWISE_INDEX = ("gather", "scatter", "scatter_", "scatter_add", "scatter_add_")
 SLICE_INDEX = ("index_select", "index", "index_add", "index_add_")
-PUT = ("index_put", "index_put_", "index_put_accumulate", "index_put_accumulate_")
+PUT: tuple[str, ...] = ("index_put", "index_put_", "index_put_accumulate", "index_put_accumulate_")
 JOIN = ("cat", "stack", "split_with_sizes_copy")
 PART = ("slice_backward", "select_backward", "slice_scatter", "select_scatter", "narrow_copy")
 SHUFFLE = ("flip", "roll", "tril", "triu")
 ORDER = ("sort", "topk")
-OTHER = ("constant_pad_nd", "repeat", "unfold_backward")
+OTHER: tuple[str, ...] = ("constant_pad_nd", "repeat", "unfold_backward")
 INDEXED = ELEMENTWISE_INDEX + SLICE_INDEX + PUT
 OPS = INDEXED + JOIN + PART + SHUFFLE + ORDER + OTHER
-COMMON = ("cat", "index", "index_put_accumulate", "index_select", "slice_backward", "gather")
+COMMON: tuple[str, ...] = (
+    "cat",
+    "index",
+    "index_put_accumulate",
+    "index_select",
+    "slice_backward",
+    "gather",
+)
 COMMON += ("constant_pad_nd", "scatter_add", "stack", "roll", "sort", "topk", "repeat")
 # results as large as ``source``: all of it is written (and read, except by a backward or a pad)
 FILLS = ("slice_backward", "select_backward", "constant_pad_nd", "unfold_backward")
-REWRITES = ("scatter", "scatter_add", "index_add", "index_put", "slice_scatter")
+REWRITES: tuple[str, ...] = ("scatter", "scatter_add", "index_add", "index_put", "slice_scatter")
 REWRITES += ("select_scatter", "index_put_accumulate")
 ADDS = ("scatter_add", "scatter_add_", "index_add", "index_add_", *PUT[2:])
 SLOW = {"sort": 2**19, "topk": 2**21, "unfold_backward": 2**21, **dict.fromkeys(PUT[2:], 2**21)}
