@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import pandas as pd
 
+from compose.reuse import cold_fractions
 from microbench.hardware.spec import Gpu
 from microbench.opcall import StepCapture
 from microbench.ops import find_family
@@ -42,33 +43,6 @@ class PricedOp:
     in_envelope: bool
 
 
-def cold_fractions(capture: StepCapture, cache_bytes: float) -> list[float]:
-    """Per call, the byte-weighted share of its inputs that has left the cache.
-
-    Reuse distance: bytes touched by all calls since the tensor's memory was last touched, in the
-    steady state (the step before this one ran the same calls). A tensor is warm while the distance
-    is below half the cache, cold above one and a half, linear between.
-    """
-    last: dict[int, float] = {}
-    clock = 0.0
-    result: list[float] = []
-    for lap in range(2):
-        for call in capture.calls:
-            inputs = [t for t in call.tensors() if t.nbytes]
-            if lap == 1:
-                total = sum(t.nbytes for t in inputs)
-                cold = 0.0
-                for t in inputs:
-                    distance = clock - last.get(t.storage, -1e30)
-                    cold += t.nbytes * min(1.0, max(0.0, distance / cache_bytes - 0.5))
-                result.append(cold / total if total else 0.0)
-            for t in (*inputs, *call.outputs):
-                clock += t.nbytes
-            for t in (*inputs, *call.outputs):
-                last[t.storage] = clock
-    return result
-
-
 def price_calls(capture: StepCapture, pricer: Pricer, gpu: Gpu, threads: int) -> list[PricedOp]:
     """Every call priced; shapes deduplicated, one pricer call per family."""
     found = [find_family(call) for call in capture.calls]
@@ -80,7 +54,7 @@ def price_calls(capture: StepCapture, pricer: Pricer, gpu: Gpu, threads: int) ->
         priced = pricer.price(name, both, {gpu.name: gpu}).to_dict("records")
         pairs = zip(priced[: len(points)], priced[len(points) :], strict=True)
         prices[name] = dict(zip(points, pairs, strict=True))  # type: ignore[arg-type]
-    cold = cold_fractions(capture, gpu.l2_bytes)
+    cold = cold_fractions(capture, gpu)
     return list(_mixed(capture, found, prices, cold, gpu))
 
 
