@@ -1,0 +1,213 @@
+"""What every importer shares: reading files that may be anything, checking rows, counting drops."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+MAX_BYTES = 2**31  # of one file, unpacked
+MAX_SIZE = 2**53  # of one dimension: beyond it a float is no longer exact
+FIRST = ("family", "op", "gpu", "stack", "timer", "dtype", "status", "reason", "time_us")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hints:
+    """What a user states where files do not: our GPU name, and how many nodes of how many GPUs."""
+
+    gpu: str = ""
+    nodes: int = 0
+    gpus_per_node: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """Rows in dataset form by family, and what became of the others by reason."""
+
+    source: str
+    licence: str
+    conventions: str
+    rows: Mapping[str, pd.DataFrame]
+    dropped: Mapping[str, int]
+
+
+class Unreadable(ValueError):
+    """A file that cannot be read; the caller counts it and goes on to the next."""
+
+
+def refuse(root: Path, what: str, looked_for: str) -> ValueError:
+    """The error for a path that is not what the importer expects."""
+    return ValueError(f"{str(root)!r} is not {what}; looked for {looked_for}")
+
+
+def read_bytes(path: Path) -> bytes:
+    """Content of a plain or gzip-compressed file; Unreadable says why not."""
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if packed else path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except EOFError as exc:
+        raise Unreadable("truncated gzip") from exc
+    except (zlib.error, gzip.BadGzipFile) as exc:
+        raise Unreadable("broken gzip") from exc
+    except OSError as exc:
+        raise Unreadable(exc.strerror or type(exc).__name__) from exc
+    if len(data) > MAX_BYTES:
+        raise Unreadable(f"larger than {MAX_BYTES} bytes")
+    return data
+
+
+def read_text(path: Path) -> str:
+    """Content of a text file; Unreadable for anything that is not UTF-8 text."""
+    try:
+        text = read_bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        raise Unreadable("not text") from exc
+    if "\0" in text:
+        raise Unreadable("not text")
+    return text
+
+
+def read_json(path: Path) -> Any:
+    """Content of a JSON file; Unreadable where it is none, or nested beyond reason."""
+    try:
+        return json.loads(read_text(path))
+    except RecursionError as exc:
+        raise Unreadable("JSON nested too deep") from exc
+    except Unreadable:
+        raise
+    except ValueError as exc:
+        raise Unreadable("not JSON") from exc
+
+
+class Gathering:
+    """Collects the rows of one import and counts what it leaves out."""
+
+    def __init__(self, source: str, root: Path) -> None:
+        self.source = source
+        self.root = root
+        self.dropped: Counter[str] = Counter()
+        self.frames: dict[str, list[pd.DataFrame]] = {}
+        self.readable = 0
+
+    def drop(self, reason: str, count: int = 1) -> None:
+        """Count rows (or files, where the reason says so) that are left out."""
+        if count:
+            self.dropped[reason] += count
+
+    def name(self, path: Path) -> str:
+        """A file's path below the imported folder; its own name if that is all there is."""
+        return path.name if path == self.root else path.relative_to(self.root).as_posix()
+
+    def run_id(self, path: Path, data: str = "") -> str:
+        """Names the file rows come from; with ``data`` also which version of it."""
+        digest = "@" + hashlib.sha256(data.encode()).hexdigest()[:8] if data else ""
+        return f"{self.source}:{self.name(path)}{digest}"
+
+    def csv(self, path: Path, needed: Sequence[str]) -> pd.DataFrame | None:
+        """A CSV file as text columns and its ``line`` numbers; None (counted) if unreadable."""
+        try:
+            reader = csv.reader(io.StringIO(read_text(path)))
+            header = next(reader, [])
+            missing = [name for name in needed if name not in header]
+            if missing:
+                raise Unreadable(f"no column {missing[0]!r}")
+            kept, lines, torn = [], [], 0
+            for row in reader:
+                if len(row) == len(header):
+                    kept.append(row)
+                    lines.append(reader.line_num)
+                elif row:
+                    torn += 1
+        except csv.Error:
+            return self.unreadable("not a CSV table")
+        except Unreadable as exc:
+            return self.unreadable(str(exc))
+        self.readable += 1
+        self.drop("row with a wrong number of columns", torn)
+        columns = dict(zip(header, zip(*kept, strict=True), strict=True)) if kept else {}
+        frame = pd.DataFrame({k: columns.get(k, ()) for k in header}, dtype=object)
+        return frame.assign(line=np.array(lines, dtype=np.int64))
+
+    def unreadable(self, reason: str) -> None:
+        """Count a file that gave nothing."""
+        self.drop(f"file unreadable: {reason}")
+
+    def mapped(self, frame: pd.DataFrame, column: str, names: Mapping[str, str]) -> pd.DataFrame:
+        """Rows whose ``column`` is in ``names``, translated; the others are counted."""
+        found = frame[column].map(lambda value: names.get(str(value)))
+        for value in frame[column][found.isna()]:
+            self.drop(f"{column} not among ours: {str(value)[:40]!r}")
+        return frame.assign(**{column: found})[found.notna()]
+
+    def add(self, family: str, frame: pd.DataFrame, sizes: Sequence[str] = ()) -> None:
+        """Take rows with a positive time and whole, positive ``sizes``; the others are counted."""
+        time_us = positive(frame["time_us"])
+        good = time_us > 0
+        self.drop("time is not a positive number", int((~good).sum()))
+        columns: dict[str, Any] = {"family": family, "status": "ok", "reason": "", **frame}
+        columns["time_us"] = time_us
+        for name in sizes:
+            numbers = positive(frame[name])
+            whole = (numbers >= 1) & (numbers <= MAX_SIZE) & (np.floor(numbers) == numbers)
+            self.drop(f"{name} is not a positive whole number", int((good & ~whole).sum()))
+            good &= whole
+            columns[name] = np.where(whole, numbers, 0).astype(np.int64)
+        ordered = {k: columns[k] for k in (*FIRST, *columns)}
+        kept = pd.DataFrame(ordered, index=frame.index)[good]
+        if len(kept):
+            self.frames.setdefault(family, []).append(kept)
+
+    def done(self, licence: str, conventions: str) -> Imported:
+        """What was gathered; ValueError if no file could be read."""
+        if not self.readable:
+            counts = "; ".join(f"{reason} ({n})" for reason, n in self.dropped.items())
+            raise ValueError(f"{str(self.root)!r}: no readable file: {counts or 'none found'}")
+        rows = {k: pd.concat(v, ignore_index=True) for k, v in sorted(self.frames.items())}
+        return Imported(
+            source=self.source,
+            licence=licence,
+            conventions=conventions,
+            rows=rows,
+            dropped=dict(sorted(self.dropped.items())),
+        )
+
+
+def positive(values: Any) -> Any:
+    """Numbers as floats; 0 where a value is none, not finite, or negative."""
+    if isinstance(values, pd.Series):
+        values = pd.to_numeric(values, errors="coerce").to_numpy(dtype=float, na_value=np.nan)
+    numbers = np.asarray(values, dtype=float)
+    return np.where(np.isfinite(numbers) & (numbers > 0), numbers, 0.0)
+
+
+def number(value: Any) -> float:
+    """One value as a positive finite float, else 0."""
+    try:
+        found = 0.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+    return found if np.isfinite(found) and found > 0 else 0.0
+
+
+def whole(value: Any) -> int:
+    """One value as a positive whole number, else 0."""
+    found = number(value)
+    return int(found) if found == int(found) and found <= MAX_SIZE else 0
+
+
+def text_of(value: Any) -> str:
+    """A value as one line of text; nothing for none."""
+    return "" if value is None else " ".join(str(value).split())
