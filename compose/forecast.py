@@ -10,10 +10,11 @@ from compose.ddp import Bucket, buckets, default_contention, price_buckets
 from compose.host import host_cost
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
-from compose.priced import UNMODELLED, PricedOp, Pricer, find_family, price_calls
+from compose.priced import UNMODELLED, PricedOp, Pricer, price_calls
 from compose.timeline import Span, Task, simulate, simulate_shared
 from microbench.hardware.spec import Gpu
 from microbench.opcall import StepCapture
+from microbench.ops import find_family
 
 MATMUL_FAMILIES = {"gemm", "conv", "attention"}
 SHARED = frozenset({"compute", "comm"})

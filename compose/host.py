@@ -10,7 +10,18 @@ from compose.priced import PricedOp, Pricer
 from microbench.hardware.spec import Gpu
 
 # Assumptions where family 'host' has no model, right within a factor of two.
-ASSUMED_US = {"module_call": 3.0, "view_op": 1.0, "autograd_node": 2.0, "launch": 5.0}
+ASSUMED_US = {
+    "module_call": 3.0,
+    "view_op": 1.0,
+    "autograd_node": 2.0,
+    "accumulate_grad": 2.0,
+    "zero_grad": 1.0,
+    "backward": 20.0,
+    "adamw_step": 100.0,
+    "sgd_step": 50.0,
+    "launch": 5.0,
+}
+PER_STEP = ("adamw_step", "sgd_step")  # one event; its count is that of the parameters
 
 
 def host_cost(counts: Mapping[str, int], pricer: Pricer, gpu: Gpu, threads: int) -> PricedOp:
@@ -26,7 +37,9 @@ def host_cost(counts: Mapping[str, int], pricer: Pricer, gpu: Gpu, threads: int)
     learned: list[dict[str, float]] = []
     if "host" in pricer.models and events:
         facts = {"trial": 0, "dtype": "fp32", "gpu": gpu.name, "threads": threads, "cache": "warm"}
-        rows = pd.DataFrame({"op": e, **facts} for e in events)
+        rows = pd.DataFrame(
+            {"op": e, "tensors": counts[e] if e in PER_STEP else 1, **facts} for e in events
+        )
         table = pricer.price("host", rows, {gpu.name: gpu})
         learned = table.to_dict("records")  # type: ignore[assignment]
     us = low_us = high_us = 0.0
@@ -39,9 +52,8 @@ def host_cost(counts: Mapping[str, int], pricer: Pricer, gpu: Gpu, threads: int)
         else:
             guess = ASSUMED_US[event]
             one, inside = (guess, guess / 2, guess * 2), False
-        us += counts[event] * one[0]
-        low_us += counts[event] * one[1]
-        high_us += counts[event] * one[2]
+        times = 1 if event in PER_STEP else counts[event]
+        us, low_us, high_us = us + times * one[0], low_us + times * one[1], high_us + times * one[2]
     return PricedOp(
         op="host",
         family="host",

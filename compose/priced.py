@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import pandas as pd
 
 from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, StepCapture
-from microbench.ops import families
-from microbench.ops.family import Family
+from microbench.opcall import StepCapture
+from microbench.ops import find_family
 
 UNMODELLED = "unmodelled"
 
@@ -68,17 +67,6 @@ def cold_fractions(capture: StepCapture, cache_bytes: float) -> list[float]:
             for t in (*inputs, *call.outputs):
                 last[t.storage] = clock
     return result
-
-
-def find_family(call: OpCall) -> tuple[Family | None, Any]:
-    """The family that answers for a call, and its parameters; (None, None) where there is none."""
-    for family in families().values():
-        answer = family.answers.get(call.op)
-        if answer is not None:
-            params = answer(call)
-            if params is not None:
-                return family, params
-    return None, None
 
 
 def price_calls(capture: StepCapture, pricer: Pricer, gpu: Gpu, threads: int) -> list[PricedOp]:

@@ -20,6 +20,7 @@ from eval.results import CaseResult, summary
 from itercast.api import capture_case, find_gpu
 from itercast.steps import fit, progress_bar, report_table, sweep
 from learners.bundle import Bundle
+from learners.speed import iteration_at_reference_us
 from microbench.cases.registry import EvalCase, case, case_names
 
 RUN = Path("runs/demo")
@@ -84,7 +85,7 @@ def measured_cases(chosen: Sequence[EvalCase], root: Path | None) -> pd.DataFram
     with progress_bar() as bar:
         task = bar.add_task("iterations", total=2 * len(chosen))
         for repeat in range(2):
-            for row in measure_round(chosen, REPETITIONS, root):
+            for row in measure_round(chosen, REPETITIONS):
                 rounds.append({**row, "repeat": repeat})
                 bar.advance(task)
                 bar.update(task, description=f"iterations {row['case']}")
@@ -107,7 +108,16 @@ def compare(chosen: EvalCase, measured: pd.DataFrame, bundle: Bundle, folder: Pa
         optimizer="adamw",
     )
     mine = measured[measured["case"] == chosen.name].sort_values("repeat")
-    first, second = (float(t) for t in mine["time_us"])
+    first, second = (
+        iteration_at_reference_us(
+            float(row["time_us"]),
+            float(row["anchor_us"]),
+            bundle.anchors.get((gpu.name, gpu.sm_count)),
+            found.by_family_us,
+            {name: model.sensitivity for name, model in bundle.models.items()},
+        )
+        for _, row in mine.iterrows()
+    )
     return CaseResult(
         case=chosen.name,
         plan="",
@@ -115,7 +125,7 @@ def compare(chosen: EvalCase, measured: pd.DataFrame, bundle: Bundle, folder: Pa
         predicted_us_p10=found.iteration_us_p10,
         predicted_us_p90=found.iteration_us_p90,
         measured_us=(first * second) ** 0.5,
-        raw_us=float(mine["raw_us"].mean()),
+        raw_us=float(mine["time_us"].mean()),
         retest_ape_pct=100 * abs(second / first - 1),
         by_family_us=dict(found.by_family_us),
         unmodelled_frac=found.unmodelled_frac,

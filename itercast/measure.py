@@ -1,20 +1,15 @@
-"""Measured iterations on this CPU, corrected for the machine's speed at that moment."""
+"""Measured iterations on this CPU, with the machine's speed at that moment."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from microbench import store
 from microbench.cases.registry import EvalCase
-from microbench.hardware.machine import cpu_name
 
 
-def measure_round(
-    chosen: Sequence[EvalCase], repetitions: int, root: Path | None
-) -> Iterator[dict[str, Any]]:
-    """One row per case; the anchor's reference is the sweep's, where there was one."""
+def measure_round(chosen: Sequence[EvalCase], repetitions: int) -> Iterator[dict[str, Any]]:
+    """One row of family ``iteration`` per case, on all cores."""
     import os
 
     import torch
@@ -24,16 +19,9 @@ def measure_round(
     from microbench.timing import Anchor, keep_freed_memory
 
     keep_freed_memory()
-    cores = os.cpu_count() or 1
-    torch.set_num_threads(cores)
+    torch.set_num_threads(os.cpu_count() or 1)
     anchor = Anchor()
-    known = store.read_anchor(root.parent / "datasets", cpu_name()) if root else {}
-    reference_us = known.get(cores) or anchor.reference_us()
     for one in chosen:
         yield measure_case(
-            one,
-            StepSettings(),
-            "cpu",
-            repetitions=repetitions,
-            between=lambda: reference_us / anchor.time_us(),
+            one, StepSettings(), "cpu", repetitions=repetitions, anchor=anchor.time_us
         )

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,12 @@ import pandas as pd
 import xgboost as xgb
 
 from learners.fit import predict_xgboost
+from learners.speed import Anchors
 from learners.table import Encoder, feature_table
 from microbench.hardware.spec import Gpu, gpu_from_dict
 from microbench.ops import families
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 COLUMNS = ["predicted_us", "predicted_us_p10", "predicted_us_p90", "in_envelope"]
 
 
@@ -28,22 +29,24 @@ class FamilyModel:
     """One family's booster with what is needed to use it.
 
     ``offsets``: calibrated 10 % and 90 % quantiles of the log error. ``envelope``: smallest and
-    largest value of each number among the training rows.
+    largest value of each number among the training rows. ``sensitivity``: see learners.speed.
     """
 
     booster: xgb.Booster
     encoder: Encoder
     offsets: tuple[float, float]
     envelope: Mapping[str, tuple[float, float]]
+    sensitivity: float
     facts: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """Models by family, and the hardware their rows were measured on."""
+    """Models by family, the hardware their rows were measured on, its anchors (learners.speed)."""
 
     models: Mapping[str, FamilyModel]
     gpus: Mapping[str, Gpu]
+    anchors: Anchors = field(default_factory=dict)
 
     def price(
         self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
@@ -78,12 +81,14 @@ class Bundle:
         facts = {
             "schema_version": SCHEMA_VERSION,
             "gpus": {n: g.to_dict() for n, g in self.gpus.items()},
+            "anchors": [[gpu, threads, us] for (gpu, threads), us in self.anchors.items()],
             "families": {
                 name: {
                     "features": m.encoder.names,
                     "vocabulary": m.encoder.vocabulary,
                     "offsets": m.offsets,
                     "envelope": m.envelope,
+                    "sensitivity": m.sensitivity,
                     "facts": m.facts,
                 }
                 for name, m in self.models.items()
@@ -107,10 +112,11 @@ class Bundle:
         try:
             gpus = {n: gpu_from_dict(g, str(folder)) for n, g in facts["gpus"].items()}
             models = {n: load_model(folder, n, f) for n, f in facts["families"].items()}
+            anchors = {(str(g), int(n)): float(us) for g, n, us in facts["anchors"]}
         except (KeyError, TypeError, AttributeError, xgb.core.XGBoostError) as exc:
             first = (str(exc).splitlines() or [""])[0]
             raise ValueError(f"bundle {str(folder)!r}: damaged ({first})") from exc
-        return cls(models=models, gpus=gpus)
+        return cls(models=models, gpus=gpus, anchors=anchors)
 
 
 def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel:
@@ -124,6 +130,7 @@ def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel
         encoder=Encoder(list(facts["features"]), dict(facts["vocabulary"])),
         offsets=(float(facts["offsets"][0]), float(facts["offsets"][1])),
         envelope={k: (float(v[0]), float(v[1])) for k, v in facts["envelope"].items()},
+        sensitivity=float(facts["sensitivity"]),
         facts=facts["facts"],
     )
 

@@ -11,13 +11,14 @@ import xgboost as xgb
 Array = Any  # numpy arrays of float
 DEFAULTS: dict[str, Any] = {
     "max_depth": 7,
-    "eta": 0.06,
+    "eta": 0.05,
     "min_child_weight": 2.0,
     "subsample": 0.8,
     "colsample_bytree": 0.8,
     "lambda": 1.0,
 }
-ROUNDS = 600
+ROUNDS = 800
+FOLDS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,22 +80,50 @@ def predict_nearest(train: Table, x: Array, roofline_us: Array, k: int = 3) -> A
     return roofline_us * np.exp(out)
 
 
-def fit_xgboost(train: Table, options: dict[str, Any], seed: int = 0) -> xgb.Booster:
-    """Squared error on the log ratio, stopped early on shapes held out of the training part."""
-    rest, held = group_split(train.group, 0.15, seed)
-    if not len(rest):
-        rest = held
-    sets = [xgb.DMatrix(train.x[i], label=train.log_ratio[i]) for i in (rest, held)]
-    parameters = {**options, "objective": "reg:squarederror", "nthread": 1, "seed": seed}
-    stop = xgb.callback.EarlyStopping(rounds=40, save_best=True)
+def _parameters(options: dict[str, Any], seed: int) -> dict[str, Any]:
+    return {**options, "objective": "reg:squarederror", "nthread": 1, "seed": seed}
+
+
+def fit_xgboost(rest: Table, held: Table, options: dict[str, Any], seed: int = 0) -> xgb.Booster:
+    """Squared error on the log ratio, stopped early on ``held``."""
+    sets = [xgb.DMatrix(t.x, label=t.log_ratio) for t in (rest, held)]
     return xgb.train(
-        {**parameters, "eval_metric": "mae"},
+        {**_parameters(options, seed), "eval_metric": "mae"},
         sets[0],
         num_boost_round=ROUNDS,
         evals=[(sets[1], "held")],
-        callbacks=[stop],
+        callbacks=[xgb.callback.EarlyStopping(rounds=40, save_best=True)],
         verbose_eval=False,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossFit:
+    """How many rounds suffice, and the 10 and 90 % quantiles of the log error out of fold."""
+
+    rounds: int
+    offsets: tuple[float, float]
+
+
+def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
+    """One booster per fold of shapes, each stopped early and judged on the shapes left out."""
+    names = np.random.default_rng(1).permutation(np.unique(train.group))
+    rounds, residuals = [], []
+    for fold in range(min(FOLDS, len(names))):
+        held = np.isin(train.group, names[fold::FOLDS])
+        out = train.take(np.flatnonzero(held))
+        rest = train.take(np.flatnonzero(~held)) if not held.all() else out
+        booster = fit_xgboost(rest, out, options, fold)
+        rounds.append(booster.num_boosted_rounds())
+        residuals.append(np.log(out.time_us / predict_xgboost(booster, out.x, out.roofline_us)))
+    low, high = np.quantile(np.concatenate(residuals), [0.1, 0.9])
+    return CrossFit(rounds=round(1.1 * float(np.mean(rounds))), offsets=(float(low), float(high)))
+
+
+def refit(table: Table, options: dict[str, Any], rounds: int) -> xgb.Booster:
+    """A booster on all rows of the table for a known number of rounds."""
+    data = xgb.DMatrix(table.x, label=table.log_ratio)
+    return xgb.train(_parameters(options, 0), data, num_boost_round=rounds)
 
 
 def predict_xgboost(booster: xgb.Booster, x: Array, roofline_us: Array) -> Array:
@@ -113,7 +142,8 @@ def tune(train: Table, trials: int, seed: int, journal: str, name: str) -> dict[
     from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    rest, held = group_split(train.group, 0.2, seed + 1)
+    rest, held = group_split(train.group, 0.25, seed + 1)
+    out = train.take(held)
 
     def objective(trial: Any) -> float:
         options = {
@@ -124,9 +154,9 @@ def tune(train: Table, trials: int, seed: int, journal: str, name: str) -> dict[
             "colsample_bytree": trial.suggest_float("colsample_bytree", 0.4, 1.0),
             "lambda": trial.suggest_float("lambda", 0.1, 20, log=True),
         }
-        booster = fit_xgboost(train.take(rest), options, seed)
-        guess = predict_xgboost(booster, train.x[held], train.roofline_us[held])
-        return float(np.median(np.abs(np.log(guess) - np.log(train.time_us[held]))))
+        booster = fit_xgboost(train.take(rest), out, options, seed)
+        guess = predict_xgboost(booster, out.x, out.roofline_us)
+        return float(np.mean(np.abs(np.log(guess / out.time_us))))
 
     study = optuna.create_study(
         study_name=name,

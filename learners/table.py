@@ -38,6 +38,8 @@ def roofline_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> Any:
 
     On a CPU peaks shrink with the share of cores used; bandwidth not below one half.
     """
+    if family.floor_us is not None:
+        return np.asarray(family.floor_us(p, gpu), dtype=float)
     share = np.clip(np.asarray(threads, dtype=float) / gpu.sm_count, 1 / gpu.sm_count, 1.0)
     share = share if gpu.kind == "cpu" else np.ones_like(share)
     names = np.asarray(p.dtype, dtype=object)

@@ -90,6 +90,8 @@ class OpLog(TorchDispatchMode):
         name = func._schema.name
         if self.paused or name.startswith(("prim::", "profiler::")) or name in SILENT:
             return output
+        if self.phase in ("forward", "loss"):
+            self.host["autograd_node"] += 1
         if func.is_view:
             self.host["view_op"] += 1
             return output
@@ -194,7 +196,7 @@ def capture_step(
             step()
         except DynamicOutputShapeException as exc:
             raise ValueError(f"shapes depend on data in {exc.func}; capture cannot go on") from exc
-    log.host["autograd_node"] = _autograd_nodes(log.calls)
+    _count_bookkeeping(log, settings, sum(p.requires_grad for p in model.parameters()))
     parameters = tuple(
         ParamSpec(
             name=name,
@@ -218,11 +220,14 @@ def _storage_dtype(name: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
 
 
-def _autograd_nodes(calls: list[OpCall]) -> int:
-    """Forward calls of a step that has a backward: each records a node."""
-    if not any(c.phase == "backward" for c in calls):
-        return 0
-    return sum(c.phase in ("forward", "loss") for c in calls)
+def _count_bookkeeping(log: OpLog, settings: StepSettings, parameters: int) -> None:
+    """Host events of autograd and the optimizer; a step without backward records no node."""
+    if settings.mode != "train":
+        log.host["autograd_node"] = 0
+        return
+    log.host |= {"zero_grad": parameters, "accumulate_grad": parameters, "backward": 1}
+    if settings.optimizer != "none":
+        log.host[f"{settings.optimizer}_step"] = parameters
 
 
 def _watch_parameters(model: torch.nn.Module, log: OpLog) -> dict[str, int]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from microbench import store
 from microbench.hardware.machine import measure_cpu
 from microbench.ops import families
+from microbench.ranks import start_ranks
+from microbench.zoo import points_file
 
 Progress = Callable[[int, float], None]
 
@@ -34,8 +35,8 @@ class WorkerOrder:
     seed: int
     worker: int
     workers: int
-    anchor_us: float
     cache_bytes: float
+    points: str
 
 
 def stack() -> str:
@@ -56,6 +57,44 @@ def spent_s(root: Path, gpu: str, names: Sequence[str], threads: int) -> float:
     return total
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """A part of a sweep: so many workers side by side, or the ranks of one group."""
+
+    families: tuple[str, ...]
+    threads: int
+    workers: int
+    share: float
+    ranks: int = 1
+
+
+def phases(device: str, swept: Sequence[str]) -> list[Phase]:
+    """On a CPU: all cores together, then each by itself as by ranks of one job, then collectives.
+
+    Shares of phases without a family go to the others.
+    """
+    together = tuple(n for n in swept if families()[n].ranks > 1)
+    single = tuple(n for n in swept if n not in together)
+    cores = os.cpu_count() or 1
+    if device == "cpu":
+        found = [
+            Phase(families=single, threads=cores, workers=1, share=0.5),
+            Phase(families=single, threads=1, workers=cores, share=0.38 if cores > 1 else 0.0),
+            Phase(families=together, threads=1, workers=1, share=0.12, ranks=2),
+        ]
+    else:
+        import torch  # lazy: CPU sweeps do not ask
+
+        ranks = torch.cuda.device_count()
+        found = [
+            Phase(families=single, threads=1, workers=1, share=0.9),
+            Phase(families=together, threads=1, workers=1, share=0.1 * (ranks > 1), ranks=ranks),
+        ]
+    found = [p for p in found if p.families and p.share]
+    total = sum(p.share for p in found)
+    return [replace(p, share=p.share / total) for p in found]
+
+
 def collect(
     root: Path,
     device: str,
@@ -67,36 +106,36 @@ def collect(
     """Sweep the families until the budget of this root is spent; returns new rows.
 
     The budget is the root's, not the run's: a resumed or repeated sweep spends what is left.
-    On a CPU two fifths go to one-thread rows, taken by all cores at once as by ranks of one job.
     """
     swept = known_families(names)
-    cores = os.cpu_count() or 1
-    phases = [(cores, 1, 0.6), (1, cores, 0.4)] if device == "cpu" and cores > 1 else [(1, 1, 1.0)]
-    facts = card_facts(root, device, [threads for threads, _, _ in phases])
+    facts = card_facts(root, device)
     gpu = facts["hardware"]["name"]
     moved = store.compact(root, facts)
-    for threads, ranks, share in phases:
-        left_s = budget_s * share - spent_s(root, gpu, swept, threads) / ranks
+    points = points_file(root, device, seed)
+    for phase in phases(device, swept):
+        spent = spent_s(root, gpu, phase.families, phase.threads) / phase.workers
+        left_s = budget_s * phase.share - spent
         if left_s < 1:
             continue
+        label = f"t{phase.threads}-r{phase.ranks}"
         orders = [
             WorkerOrder(
                 root=str(root),
-                run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-t{threads}-w{worker}",
+                run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{label}-w{worker}",
                 device=device,
                 gpu=gpu,
-                families=swept,
-                threads=threads,
+                families=phase.families,
+                threads=phase.threads,
                 budget_s=left_s,
                 seed=seed,
                 worker=worker,
-                workers=ranks,
-                anchor_us=facts["anchor_us"].get(threads, 1.0),
+                workers=phase.workers,
                 cache_bytes=facts["hardware"]["l2_bytes"],
+                points=str(points),
             )
-            for worker in range(ranks)
+            for worker in range(phase.workers)
         ]
-        run_workers(orders, left_s, progress)
+        run_workers(orders, left_s, phase.ranks, progress)
         moved += store.compact(root, facts)
     return moved
 
@@ -110,26 +149,18 @@ def known_families(names: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(names or known)
 
 
-def card_facts(root: Path, device: str, thread_counts: Sequence[int]) -> dict[str, Any]:
-    """What every card of this sweep says: machine, versions, anchor, day."""
+def card_facts(root: Path, device: str) -> dict[str, Any]:
+    """What every card of this sweep says: machine, versions, day."""
     import torch  # lazy: cards can be read without torch
-
-    from microbench.timing import Anchor
 
     gpu = measure_cpu() if device == "cpu" else cuda_gpu()
     earlier = store.read_hardware([root]).get(gpu.name)
-    anchors = store.read_anchor(root, gpu.name)
-    for threads in thread_counts if device == "cpu" else ():
-        if threads not in anchors:
-            torch.set_num_threads(threads)
-            anchors[threads] = Anchor().reference_us()
     return {
         "what": "single-op times swept by itercast collect",
         "when": datetime.date.today().isoformat(),
         "licence": "Apache-2.0",
         "versions": {"python": sys.version.split()[0], "torch": str(torch.__version__)},
         "hardware": (earlier or gpu).to_dict(),
-        "anchor_us": anchors,
     }
 
 
@@ -144,10 +175,15 @@ def cuda_gpu() -> Any:
     return gpu_of(torch.cuda.get_device_properties(0))
 
 
-def run_workers(orders: Sequence[WorkerOrder], budget_s: float, progress: Progress | None) -> None:
-    """Run one process per order; one that dies is started again while its budget lasts."""
+def run_workers(
+    orders: Sequence[WorkerOrder], budget_s: float, ranks: int, progress: Progress | None
+) -> None:
+    """Run one process, or one group of ranks, per order.
+
+    One that dies is started again while its budget lasts.
+    """
     begin = time.monotonic()
-    running = {order: start_worker(order) for order in orders}
+    running = {order: start_worker(order, ranks) for order in orders}
     restarts = 0
     while running:
         time.sleep(0.2)
@@ -160,13 +196,13 @@ def run_workers(orders: Sequence[WorkerOrder], budget_s: float, progress: Progre
             del running[order]
             if process.returncode != 0 and elapsed_s < budget_s - 2 and restarts < 20:
                 restarts += 1
-                running[order] = start_worker(order)
+                running[order] = start_worker(order, ranks)
 
 
-def start_worker(order: WorkerOrder) -> subprocess.Popen[bytes]:
-    """A worker process; it reads its order from its argument."""
-    text = json.dumps(asdict(order))
-    return subprocess.Popen([sys.executable, "-m", "microbench.worker", text])
+def start_worker(order: WorkerOrder, ranks: int) -> subprocess.Popen[bytes]:
+    """A worker process, or a group of them; it reads its order from its argument."""
+    module = "microbench.collective_worker" if ranks > 1 else "microbench.worker"
+    return start_ranks(module, asdict(order), ranks)
 
 
 def count_lines(orders: Sequence[WorkerOrder]) -> int:

@@ -124,12 +124,3 @@ def read_hardware(roots: Sequence[Path]) -> dict[str, Gpu]:
             if facts:
                 found[facts["name"]] = gpu_from_dict(facts, str(path))
     return found
-
-
-def read_anchor(root: Path, gpu: str) -> dict[int, float]:
-    """Reference time of the anchor in us by thread count, as the cards of ``gpu`` state it."""
-    for path in sorted(root.glob(f"*/{gpu}/*/card.yaml")):
-        anchor = (yaml.safe_load(path.read_text()) or {}).get("anchor_us")
-        if anchor:
-            return {int(k): float(v) for k, v in anchor.items()}
-    return {}

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from microbench.ops.family import Workload
 
-WARM_TIME_S = 0.02
-MAX_SAMPLES = 30
-COLD_SAMPLES = 5
+WARM_TIME_S = 0.008
+WARM_SAMPLES = (7, 40)
+COLD_SAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +57,20 @@ def _elapsed_us(run: Callable[[], object], calls: int) -> float:
     return (time.perf_counter_ns() - start) / 1e3 / calls
 
 
-def time_warm_cpu(run: Callable[[], object]) -> Timing:
-    """Repeat on the same operands; calls under 50 us are timed in groups."""
+def time_warm_cpu(run: Callable[[], object], disturb: Callable[[], object]) -> Timing:
+    """Operands in cache, code not: before each sample ``disturb`` runs other ops, as a step would.
+
+    In a tight loop of one op its code and branch history stay hot and small ops look twice too
+    cheap.
+    """
     run()
     first_us = max(_elapsed_us(run, 1), 0.1)
-    calls = max(1, int(50 / first_us))
-    repetitions = min(MAX_SAMPLES, max(3, int(WARM_TIME_S * 1e6 / (first_us * calls))))
-    return summarise([_elapsed_us(run, calls) for _ in range(repetitions)])
+    low, high = WARM_SAMPLES
+    samples_us = []
+    for _ in range(min(high, max(low if first_us < 2e4 else 3, int(WARM_TIME_S * 1e6 / first_us)))):
+        disturb()
+        samples_us.append(_elapsed_us(run, 1))
+    return summarise(samples_us)
 
 
 def time_cold_cpu(run: Callable[[], object], flush: Callable[[], object]) -> Timing:
@@ -73,6 +80,24 @@ def time_cold_cpu(run: Callable[[], object], flush: Callable[[], object]) -> Tim
         flush()
         samples_us.append(_elapsed_us(run, 1))
     return summarise(samples_us)
+
+
+def other_ops() -> Callable[[], object]:
+    """About 0.1 ms of small ops of many kinds, forward, backward and optimizer."""
+    import torch  # lazy: summaries must work where torch is absent
+
+    x = torch.randn(4, 32)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(32, 32), torch.nn.LayerNorm(32), torch.nn.GELU(), torch.nn.Linear(32, 8)
+    )
+    parameters = list(model.parameters())
+
+    def disturb() -> None:
+        loss = torch.softmax(model(x), -1).square().mean()
+        gradients = torch.autograd.grad(loss, parameters)
+        torch._foreach_mul(gradients, 0.5)
+
+    return disturb
 
 
 def time_cuda(run: Callable[[], object], flush: Callable[[], object] | None) -> Timing:
@@ -105,43 +130,37 @@ class Clock:
         self.device = device
         self._buffer = torch.zeros(int(1.5 * cache_bytes) // 4, device=device)
         self._flush = self._buffer.zero_ if device == "cuda" else self._buffer.sum
+        self._disturb = other_ops()
 
     def time(self, workload: Workload, cache: str) -> Timing:
         """``cache`` is warm (operands where the last call left them) or cold (flushed)."""
-        if self.device == "cuda":
-            timing = time_cuda(workload.run, self._flush if cache == "cold" else None)
-        elif cache == "cold":
-            timing = time_cold_cpu(workload.run, self._flush)
-        else:
-            timing = time_warm_cpu(workload.run)
+        timing = self._time(workload.run, cache)
+        less_us = 0.0 if workload.baseline is None else self._time(workload.baseline, cache).time_us
         return Timing(
-            time_us=timing.time_us / workload.calls,
-            time_us_p20=timing.time_us_p20 / workload.calls,
-            time_us_p80=timing.time_us_p80 / workload.calls,
+            time_us=max(timing.time_us - less_us, 0.01) / workload.calls,
+            time_us_p20=max(timing.time_us_p20 - less_us, 0.01) / workload.calls,
+            time_us_p80=max(timing.time_us_p80 - less_us, 0.01) / workload.calls,
             samples=timing.samples,
         )
 
+    def _time(self, run: Callable[[], object], cache: str) -> Timing:
+        if self.device == "cuda":
+            return time_cuda(run, self._flush if cache == "cold" else None)
+        if cache == "cold":
+            return time_cold_cpu(run, self._flush)
+        return time_warm_cpu(run, self._disturb)
+
 
 class Anchor:
-    """A fixed small workload whose time tells how fast a shared CPU is right now."""
+    """A fixed small matrix product whose time tells how fast a shared CPU is right now."""
 
     def __init__(self) -> None:
         import torch  # lazy: summaries must work where torch is absent
 
-        a, x = torch.randn(256, 256), torch.randn(2**18)
-        self._compute = lambda: torch.mm(a, a)
-        self._small = lambda: torch.add(x, x)
+        a = torch.randn(192, 192)
+        self._product = lambda: torch.mm(a, a)
+        self._product()
 
     def time_us(self) -> float:
-        """Geometric mean of a product's and an addition's median time; takes about 2 ms."""
-        compute = statistics.median(_elapsed_us(self._compute, 1) for _ in range(5))
-        small = statistics.median(_elapsed_us(self._small, 1) for _ in range(5))
-        return float((compute * small) ** 0.5)
-
-    def reference_us(self) -> float:
-        """The machine's fast state: the 20th percentile over about a second."""
-        samples = []
-        for _ in range(100):
-            samples.append(self.time_us())
-            time.sleep(0.008)
-        return summarise(samples).time_us_p20
+        """Median of five; takes about 1 ms."""
+        return statistics.median(_elapsed_us(self._product, 1) for _ in range(5))

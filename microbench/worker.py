@@ -16,6 +16,7 @@ from microbench.collect import WorkerOrder, stack
 from microbench.ops import families
 from microbench.ops.family import Family
 from microbench.timing import Anchor, Clock, keep_freed_memory
+from microbench.zoo import mixed, read_points
 
 RETEST_EVERY = 10
 MIN_RETEST_AGE_FRAC = 0.3
@@ -28,7 +29,10 @@ class Sweep:
         self.order = order
         self.done = done
         self.cost_s = dict.fromkeys(order.families, 0.0)
-        self.streams: dict[str, Iterator[Any]] = {n: families()[n].sweep() for n in order.families}
+        self.streams: dict[str, Iterator[Any]] = {
+            n: mixed(read_points(Path(order.points), n), families()[n].sweep(), order.seed)
+            for n in order.families
+        }
 
     def next_point(self) -> tuple[Family, Any] | None:
         """The next unmeasured point of the family that had least time; None when all ran dry."""
@@ -100,13 +104,14 @@ def measure(
     rows: list[dict[str, Any]] = []
     try:
         workload = family.build(point, order.device)
-        before_us = anchor.time_us() if anchor else 1.0
+        before_us = anchor.time_us() if anchor else None
         for cache, key in zip(("warm", "cold"), keys, strict=True):
             timing = clock.time(workload, cache)
-            after_us = anchor.time_us() if anchor else 1.0
-            speed = order.anchor_us / ((before_us * after_us) ** 0.5) if anchor else 1.0
-            before_us = after_us
-            measured = {**asdict(timing), "speed_frac": speed, "status": "ok"}
+            measured = {**asdict(timing), "status": "ok"}
+            if anchor and before_us:
+                after_us = anchor.time_us()
+                measured["anchor_us"] = (before_us * after_us) ** 0.5
+                before_us = after_us
             rows.append({**common, "cache": cache, "key": key, **measured})
     except Exception as exc:  # the one place where anything may go wrong: keep it as a row
         failed = {"status": failure_status(exc), "reason": str(exc)[:200]}

@@ -2,51 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
+from microbench.ops import elementwise_names as known
 from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
 
-UNARY: tuple[str, ...] = (
-    "neg",
-    "exp",
-    "log",
-    "sqrt",
-    "rsqrt",
-    "tanh",
-    "sigmoid",
-    "relu",
-    "gelu",
-    "silu",
-    "abs",
-)
-UNARY += ("cos", "sin", "reciprocal", "clone", "empty_like", "zeros_like", "ones_like")
-SCALAR = ("mul", "add", "pow", "eq", "div_", "clamp_min", "bernoulli_", "fill_", "zero_")
-BINARY: tuple[str, ...] = (
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "add_",
-    "mul_",
-    "copy_",
-    "threshold_backward",
-)
-BINARY += ("gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward", "maximum")
-TRANSPOSABLE = ("clone", "copy_", "add", "mul")
+FORMS = {"same": 0.5, "scalar": 0.14, "row": 0.12, "col": 0.08, "strided": 0.08, "transposed": 0.08}
+KINDS = [(op, 1) for op in known.UNARY] + [(op, 2) for op in known.BINARY]
+KINDS += [(op, 3) for op in known.TERNARY]
+COMMON_KINDS = [kind for kind in KINDS if kind[0] in known.COMMON]
+POSITIVE = ("log", "sqrt", "rsqrt", "logit", "pow", "pow_general", "reciprocal", "div")
+INTEGERS = ("add", "mul", "eq", "clone", "copy_", "zeros_like", "where")
+CHEAP = ("add", "mul", "add_", "mul_", "copy_", "clone", "relu", "zeros_like", "ones_like", "fill_")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elementwise:
-    """One call; ``inner`` is the length of a small or strided operand's contiguous run.
+    """One call over ``numel`` elements; ``tensors`` counts its inputs that are not scalars.
 
-    ``form`` is same (all operands alike), row or col (one operand is broadcast along rows or
-    columns), scalar, or strided (an operand is a transposed view).
+    ``form`` is same (all operands alike), scalar, row or col (an operand is broadcast along rows or
+    columns of ``inner`` elements), strided (runs of ``inner`` elements in another order) or
+    transposed (the last axis, of length ``inner``, is not contiguous). In the first two ``inner``
+    is ``numel``. ``dtype`` is the widest.
     """
 
     op: str
@@ -57,54 +41,130 @@ class Elementwise:
     dtype: str = "fp32"
 
 
+def _draw(rng: np.random.Generator) -> Elementwise:
+    form = str(rng.choice(list(FORMS), p=list(FORMS.values())))
+    kinds = COMMON_KINDS if rng.random() < 0.5 else KINDS
+    op, tensors = kinds[int(rng.integers(len(kinds)))]
+    if form == "scalar":
+        op, tensors = str(rng.choice(known.SCALAR)), 1
+    elif form in ("row", "col"):
+        op = str(rng.choice(known.BROADCAST))
+    elif form != "same":
+        op = str(rng.choice(known.TRANSPOSABLE))
+    large = 2**24 if op in CHEAP else 2**22
+    limit = 2**22 if form in ("strided", "transposed") else large
+    numel = log_uniform(rng, 16, limit)
+    inner = min(log_uniform(rng, 2, 4096), max(2, numel // 4))
+    rows = max(2, numel // inner)
+    if form == "strided":
+        half = max(2, round(rows**0.5))
+        rows = half * max(2, rows // half)
+    if form in ("same", "scalar"):
+        rows, inner = 1, numel
+    else:
+        tensors = 1 if op == "clone" else 2
+    dtype = "bool" if op in ("logical_and", "logical_not") else "fp32"
+    if (op in INTEGERS and rng.random() < 0.1) or (op == "_to_copy" and rng.random() < 0.3):
+        dtype = "int64"
+    return Elementwise(
+        op=op, numel=rows * inner, inner=inner, tensors=tensors, form=form, dtype=dtype
+    )
+
+
 def sweep() -> Iterator[Elementwise]:
-    """Endless: every op and form, 16 to 16M elements."""
+    """Endless: every op and form, 16 to 16M elements; what models call most, most."""
     rng = np.random.default_rng(2)
     while True:
-        form = str(rng.choice(["same", "row", "col", "scalar", "strided"]))
-        numel = log_uniform(rng, 16, 2**24)
-        inner = min(log_uniform(rng, 8, 4096), numel)
-        names = {"row": ("add", "mul"), "col": ("mul", "sub", "div"), "scalar": SCALAR}
-        two = form != "scalar" and (form in names or rng.random() < 0.5)
-        choice = names.get(form) or (BINARY if two else UNARY)
-        op = str(rng.choice(TRANSPOSABLE if form == "strided" else choice))
-        two = two or (form == "strided" and op != "clone")
-        yield Elementwise(
-            op=op,
-            numel=numel // inner * inner,
-            inner=inner,
-            tensors=2 if two else 1,
-            form=form,
-        )
+        yield _draw(rng)
 
 
 def build(p: Elementwise, device: str) -> Workload:
-    """Positive random operands, so that log and pow stay finite."""
+    """Normal random operands, positive where a function needs it; in-place ones do not drift."""
     import torch  # lazy: formulas must import where torch is absent
 
-    aten = torch.ops.aten
-    rows = p.numel // p.inner
-    dtype = torch_dtype(p.dtype)
-    x = torch.rand(rows, p.inner, device=device).add_(0.5).to(dtype)
-    if p.form == "strided":
-        x = torch.rand(p.inner, rows, device=device).to(dtype).t()
-        if p.op == "clone":
-            return Workload(run=lambda: x.clone(memory_format=torch.contiguous_format))
+    dtype, rows = torch_dtype(p.dtype), p.numel // p.inner
+
+    def operand(*shape: int) -> Any:
+        x = torch.randn(shape, device=device)
+        if p.op in POSITIVE:
+            x = torch.rand(shape, device=device).mul_(0.5).add_(0.25)
+        if p.op == "mul_":
+            x = torch.rand(shape, device=device).mul_(2e-4).add_(0.9999)
+        return (x > 0).to(dtype) if p.dtype in ("bool", "int64") else x.to(dtype)
+
     if p.form == "scalar":
-        if p.op in ("fill_", "bernoulli_", "div_"):
-            value = {"fill_": 0.0, "bernoulli_": 0.9, "div_": 0.999}[p.op]
-            return Workload(run=lambda: getattr(x, p.op)(value))
-        if p.op == "zero_":
-            return Workload(run=lambda: x.zero_())
-        return Workload(run=lambda: getattr(aten, p.op)(x, 2.0))
+        return Workload(run=_scalar(p.op, operand(1, p.inner)))
+    if p.form == "transposed":
+        return Workload(run=_call(p, [operand(p.inner, rows).t(), operand(rows, p.inner)]))
+    if p.form == "strided":
+        half = max(2, round(rows**0.5))
+        half = next(n for n in range(half, 0, -1) if rows % n == 0)
+        x = operand(rows // half, half, p.inner).transpose(0, 1)
+        return Workload(run=_call(p, [x, operand(half, rows // half, p.inner)]))
+    if p.form in ("row", "col"):
+        small = operand(1, p.inner) if p.form == "row" else operand(rows, 1)
+        return Workload(run=_broadcast(p, operand(rows, p.inner), small))
+    return Workload(run=_call(p, [operand(1, p.inner) for _ in range(max(2, p.tensors))]))
+
+
+def _scalar(op: str, x: Any) -> Callable[[], object]:
+    import torch  # lazy: formulas must import where torch is absent
+
+    value = {"mul_": 1.0, "pow_general": 1.7}.get(op, 2.0)
+    call = getattr(torch.ops.aten, op.removesuffix("_general"))
+    return lambda: call(x, value)
+
+
+def _broadcast(p: Elementwise, x: Any, small: Any) -> Callable[[], object]:
+    import torch  # lazy: formulas must import where torch is absent
+
+    call = getattr(torch.ops.aten, p.op)
+    if p.op == "clone":
+        wide = small.expand_as(x)
+        return lambda: call(wide)
+    if p.op == "where":
+        mask, zero = small > 0, torch.zeros((), device=x.device, dtype=x.dtype)
+        return lambda: call(mask, x, zero)
+    if p.op == "masked_fill":
+        mask = small > 0
+        return lambda: call(x, mask, 0.0)
+    return lambda: call(x, small)
+
+
+def _call(p: Elementwise, operands: list[Any]) -> Callable[[], object]:
+    """The call on operands of one shape; the first may be strided."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    aten, (x, y) = torch.ops.aten, operands[:2]
+    call = getattr(aten, p.op.removesuffix("_general"))
+    if p.op == "clone":
+        return lambda: call(x, memory_format=torch.contiguous_format)
+    if p.op == "_to_copy":
+        other = torch.bfloat16 if p.dtype == "fp32" else torch.float32
+        return lambda: call(x, dtype=other)
+    if p.op == "fill_":
+        return lambda: call(x, 0.5)
     if p.tensors == 1:
-        return Workload(run=lambda: getattr(aten, p.op)(x))
-    shapes = {"row": (1, p.inner), "col": (rows, 1)}
-    y = torch.rand(shapes.get(p.form, (rows, p.inner)), device=device).add_(0.5).to(dtype)
-    if p.op.endswith("_"):
-        return Workload(run=lambda: getattr(y, p.op)(x))
-    extra = (0.0,) if p.op == "threshold_backward" else ()
-    return Workload(run=lambda: getattr(aten, p.op)(x, y, *extra))
+        return lambda: call(x)
+    if p.tensors == 3:
+        return lambda: call(*operands)
+    if p.op == "copy_":
+        return lambda: call(y, x)
+    if p.op == "elu_backward":
+        return lambda: call(x, 1.0, 1.0, 1.0, False, y)
+    if p.op == "log_sigmoid_backward":
+        buffer = aten.log_sigmoid_forward(y)[1]
+        return lambda: call(x, y, buffer)
+    if p.op in ("where", "masked_fill"):
+        mask = y > 0
+        return (lambda: call(mask, x, y)) if p.op == "where" else lambda: call(x, mask, 0.0)
+    extra = {"threshold_backward": (0.0,), "softplus_backward": (1.0, 20.0), "lerp": (0.1,)}
+    rest = extra.get(p.op, ())
+    return lambda: call(x, y, *rest)
+
+
+def _is(p: Any, ops: tuple[str, ...]) -> Any:
+    return np.isin(np.asarray(p.op, dtype=str), ops)
 
 
 def flops(p: Any) -> Any:
@@ -113,9 +173,15 @@ def flops(p: Any) -> Any:
 
 
 def bytes_moved(p: Any) -> Any:
-    """Full-size operands read once, the result written once."""
-    small = np.where(np.isin(p.form, ["row", "col"]), 1, 0)
-    return 1.0 * p.numel * (p.tensors + 1 - small) * itemsize_bytes(p.dtype)
+    """Full-size operands read once, the result written once; a mask counts as an operand.
+
+    Fills and copies do not read what they overwrite; an allocation moves nothing.
+    """
+    small = np.where(np.isin(p.form, ["row", "col"]), 1, 0) + np.where(
+        _is(p, known.WRITE_ONLY), 1, 0
+    )
+    operands = np.where(_is(p, known.ALLOCATIONS), 0, p.tensors + 1 - small)
+    return 1.0 * p.numel * operands * itemsize_bytes(p.dtype)
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
@@ -134,53 +200,75 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 
 def from_call(call: OpCall) -> Elementwise | None:
     """Any pointwise call: its largest tensor sets the size, the others the form."""
-    inputs = call.tensors()
-    sized = [*inputs, *call.outputs]
-    if not sized or not all(isinstance(t, TensorSpec) for t in sized):
+    _, name, overload = call.op.split(".")
+    inputs, exponent = call.tensors(), call.args[1] if len(call.args) > 1 else None
+    op = known.canonical(name, overload, exponent)
+    if op in (*known.FILLS, *known.ALLOCATIONS):
+        inputs = []
+    sized = [*inputs, *call.outputs[:1]] or call.tensors()[:1]
+    if not sized:
         return None
-    big = max(sized, key=lambda t: t.numel)
-    op = call.op.split(".")[1]
-    others = [t for t in inputs if t.numel < big.numel and t.numel > 1]
-    strided = [t for t in inputs if t.numel == big.numel and not t.contiguous]
-    form, inner = "same", big.shape[-1] if big.shape else 1
-    if strided and op != "empty_like":
-        form = "strided"
-        inner = min((s for s in strided[0].stride if s > 1), default=1)
-    elif others:
-        form = "col" if others[0].shape and others[0].shape[-1] == 1 else "row"
-    elif len(inputs) == 1 and len(call.args) > 1 and op in SCALAR:
-        form = "scalar"
-    return Elementwise(
-        op=op,
-        numel=max(big.numel, 1),
-        inner=max(inner, 1),
-        tensors=min(max(len(inputs), 1), 2),
-        form=form,
-        dtype=big.dtype,
-    )
+    numel = max(_distinct(t) for t in sized)
+    numel = max(numel, *(t.numel for t in call.outputs[:1]), 1)
+    used = [t for t in inputs if numel == 1 or _distinct(t) > 1]
+    tensors = min(max(len(used), 1), 3 if op in known.TERNARY else 2)
+    form, inner = _form(sized, used, numel)
+    if tensors == 1 and op == "copy_":
+        op = "fill_"
+    scalar = known.SCALAR_AS.get(op, op)
+    if tensors == 1 and form == "same" and scalar in known.SCALAR:
+        op, form = scalar, "scalar"
+    dtype = max((t.dtype for t in sized if t.numel == numel), key=itemsize_bytes, default="fp32")
+    return Elementwise(op=op, numel=numel, inner=inner, tensors=tensors, form=form, dtype=dtype)
 
 
-def _overloads() -> Iterator[str]:
-    more: tuple[str, ...] = (
-        "where",
-        "masked_fill",
-        "masked_fill_",
-        "clamp",
-        "minimum",
-        "ne",
-        "lt",
-        "gt",
-        "ge",
-    )
-    more += ("le", "logical_not", "bitwise_and", "addcmul", "addcdiv", "sub_", "_to_copy", "rsub")
-    more += ("full_like", "full", "zeros", "ones", "arange", "empty", "new_zeros", "new_full")
-    more += ("new_empty", "new_empty_strided", "empty_strided", "fill", "scalar_tensor", "square")
-    for op in {*UNARY, *SCALAR, *BINARY, *more}:
-        for overload in ("default", "Tensor", "Scalar", "self", "float", "Tensor_Scalar"):
-            yield f"aten.{op}.{overload}"
-    yield from ("aten.where.ScalarOther", "aten.where.ScalarSelf", "aten.arange.start")
-    yield from ("aten.eq.Scalar", "aten.add_.Tensor", "aten.empty.memory_format")
-    yield from ("aten.arange.start_step", "aten.pow.Tensor_Tensor")
+def _distinct(t: TensorSpec) -> int:
+    """Elements in memory: an expanded axis counts once."""
+    strides = t.stride or (1,) * len(t.shape)
+    return prod(n for n, step in zip(t.shape, strides, strict=True) if step != 0)
+
+
+def _form(sized: list[TensorSpec], used: list[TensorSpec], numel: int) -> tuple[str, int]:
+    """The form of a call and the length of its runs."""
+    full = [t for t in sized if _distinct(t) == numel and t.stride]
+    loose = [t for t in full if not t.contiguous]
+    if loose and len({_strides(t) for t in full}) > 1:
+        run = min(_run(t) for t in loose)
+        return ("strided", run) if run > 1 else ("transposed", _last(loose[0]))
+    small = [t for t in used if _distinct(t) < numel]
+    wide = next((t.shape for t in reversed(sized) if t.numel == numel), ())
+    if not small or not wide:
+        return "same", numel
+    t = max(small, key=_distinct)
+    padding = (0,) * (len(wide) - len(t.shape))
+    strides = padding + (t.stride or tuple(int(n > 1) for n in t.shape))
+    shape = (1,) * len(padding) + t.shape
+    axes = [(n, m == 1 or step == 0) for n, m, step in zip(wide, shape, strides, strict=True)]
+    axes = [(n, spread) for n, spread in axes if n > 1]
+    run, column = 1, bool(axes) and axes[-1][1]
+    for n, spread in reversed(axes):
+        if spread != column:
+            break
+        run *= n
+    return ("col" if column else "row"), run
+
+
+def _strides(t: TensorSpec) -> tuple[int, ...]:
+    return tuple(step for n, step in zip(t.shape, t.stride, strict=True) if n > 1)
+
+
+def _run(t: TensorSpec) -> int:
+    """Elements of the row-major order that lie side by side."""
+    run = 1
+    for n, step in zip(reversed(t.shape), reversed(t.stride), strict=True):
+        if n > 1 and step != run:
+            break
+        run *= n
+    return run
+
+
+def _last(t: TensorSpec) -> int:
+    return next((n for n in reversed(t.shape) if n > 1), 1)
 
 
 FAMILY = Family(
@@ -191,5 +279,5 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
-    answers=dict.fromkeys(_overloads(), from_call),
+    answers=dict.fromkeys(known.names(), from_call),
 )

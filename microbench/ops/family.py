@@ -16,11 +16,13 @@ from microbench.opcall import ITEMSIZE_BYTES, OpCall
 class Workload:
     """Something to time: ``run`` only launches; everything it needs is allocated already.
 
-    ``calls`` is how many calls of the op one run makes; times are per call.
+    ``calls`` is how many calls of the op one run makes; times are per call. Where ``baseline`` is
+    given, its time is taken off: the op is what ``run`` does more.
     """
 
     run: Callable[[], object]
     calls: int = 1
+    baseline: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,8 @@ class Family:
     numbers or strings; strings are one-hot encoded by the learner.
     ``answers`` maps an op name as captured ("aten.mm.default") to a function that turns the call
     into parameters, or returns None for a call the family cannot describe.
+    ``floor_us`` replaces max(flops / peak, bytes / memory bandwidth) where that is not the bound;
+    a family with ``ranks`` > 1 is built and timed in that many processes at once.
     """
 
     name: str
@@ -43,6 +47,8 @@ class Family:
     bytes_moved: Callable[[Any], Any]
     features: Callable[[Any, Gpu], dict[str, Any]]
     answers: Mapping[str, Callable[[OpCall], Any]]
+    floor_us: Callable[[Any, Gpu], Any] | None = None
+    ranks: int = 1
 
 
 def itemsize_bytes(dtype: Any) -> Any:

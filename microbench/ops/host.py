@@ -1,60 +1,161 @@
-"""What the host does without a kernel: module calls, views, autograd bookkeeping."""
+"""What the host does without a kernel: module calls, views, autograd, the optimizer's Python."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from microbench.hardware.spec import Gpu
-from microbench.ops.family import Family, Workload
+from microbench.ops.family import Family, Workload, log_uniform
 
-CALLS = 50
-OPS = ("module_call", "view_op", "autograd_node")
+CALLS = 30
+EVENTS = ("module_call", "view_op", "autograd_node", "accumulate_grad", "zero_grad", "backward")
+OPTIMIZERS = ("adamw_step", "sgd_step")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """One event of a kind; ``trial`` tells repetitions of the same measurement apart."""
+    """One event of a kind, or one optimizer step over ``tensors`` parameters without its kernels.
+
+    ``trial`` tells repetitions of the same measurement apart.
+    """
 
     op: str
+    tensors: int = 1
     trial: int = 0
     dtype: str = "fp32"
 
 
 def sweep() -> Iterator[Host]:
-    """Each kind eight times: the spread is the machine's, there are no sizes to vary."""
+    """Each event eight times: the spread is the machine's; steps over 1 to 400 parameters."""
+    rng = np.random.default_rng(11)
     for trial in range(8):
-        for op in OPS:
+        for op in EVENTS:
             yield Host(op=op, trial=trial)
+        for op in OPTIMIZERS:
+            for _ in range(5):
+                yield Host(op=op, tensors=log_uniform(rng, 1, 400), trial=trial)
 
 
 def build(p: Host, device: str) -> Workload:
-    """Chains of fifty events on a tensor of one element; autograd_node includes its backward."""
+    """Chains of events on tensors of one element."""
+    if p.op in OPTIMIZERS:
+        return _optimizer(p, device)
+    runs = {
+        "module_call": _module_calls,
+        "view_op": _views,
+        "autograd_node": _nodes,
+        "accumulate_grad": _leaves,
+        "zero_grad": _zero_grads,
+    }
+    if p.op == "backward":
+        return Workload(run=_leaf_backward(1, device))
+    return Workload(run=runs[p.op](device), calls=CALLS)
+
+
+def _module_calls(device: str) -> Callable[[], object]:
     import torch  # lazy: formulas must import where torch is absent
 
-    x = torch.ones(1, device=device)
-    leaf = torch.ones(1, device=device, requires_grad=True)
-    module = torch.nn.Identity()
+    x, module = torch.ones(1, device=device), torch.nn.Identity()
 
-    def module_calls() -> None:
+    def run() -> None:
         for _ in range(CALLS):
             module(x)
 
-    def views() -> None:
+    return run
+
+
+def _views(device: str) -> Callable[[], object]:
+    import torch  # lazy, as above
+
+    x = torch.ones(1, device=device)
+
+    def run() -> None:
         for _ in range(CALLS):
             x.view(1, 1)
 
-    def nodes() -> None:
+    return run
+
+
+def _nodes(device: str) -> Callable[[], object]:
+    """Recording a node and walking it in the backward."""
+    import torch  # lazy, as above
+
+    x, leaf = torch.ones(1, device=device), torch.ones(1, device=device, requires_grad=True)
+
+    def run() -> None:
         y = leaf
         for _ in range(CALLS):
             y = y.view_as(x)
         torch.autograd.grad(y, leaf, x)
 
-    runs = {"module_call": module_calls, "view_op": views, "autograd_node": nodes}
-    return Workload(run=runs[p.op], calls=CALLS)
+    return run
+
+
+def _leaf_backward(count: int, device: str) -> Callable[[], object]:
+    import torch  # lazy, as above
+
+    leaves = [torch.ones(1, device=device, requires_grad=True) for _ in range(count)]
+    gradients = [torch.ones(1, device=device) for _ in range(count)]
+
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        torch.autograd.backward(leaves, gradients)
+
+    return run
+
+
+def _leaves(device: str) -> Callable[[], object]:
+    """A gradient handed to its parameter."""
+    return _leaf_backward(CALLS, device)
+
+
+def _zero_grads(device: str) -> Callable[[], object]:
+    """``parameters()`` of a module walked, each gradient dropped."""
+    import torch  # lazy, as above
+
+    module = torch.nn.ModuleList(torch.nn.Linear(1, 1, device=device) for _ in range(CALLS // 2))
+
+    def run() -> None:
+        for parameter in module.parameters():
+            parameter.grad = None
+
+    return run
+
+
+def _optimizer(p: Host, device: str) -> Workload:
+    """A foreach step on tensors of one element, less the same foreach calls made directly."""
+    import torch  # lazy, as above
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "_foreach_" in func.name():
+                calls.append((func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    calls: list[tuple[Any, Any, Any]] = []
+    parameters = [torch.nn.Parameter(torch.ones(1, device=device)) for _ in range(p.tensors)]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 0.5)
+    kind = {"adamw_step": torch.optim.AdamW, "sgd_step": torch.optim.SGD}[p.op]
+    optimizer = kind(parameters, lr=1e-9, foreach=True)
+    optimizer.step()
+    with Log():
+        optimizer.step()
+
+    def kernels() -> None:
+        with torch.no_grad():
+            for func, args, kwargs in calls:
+                func(*args, **kwargs)
+
+    return Workload(run=optimizer.step, baseline=kernels)
 
 
 def flops(p: Any) -> Any:
@@ -68,8 +169,8 @@ def bytes_moved(p: Any) -> Any:
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
-    """The kind is all there is."""
-    return {"op": p.op, "dtype": p.dtype}
+    """The kind and, for an optimizer step, the number of parameters."""
+    return {"op": p.op, "dtype": p.dtype, "log_tensors": np.log2(p.tensors)}
 
 
 FAMILY = Family(

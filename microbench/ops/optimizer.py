@@ -1,8 +1,8 @@
-"""Optimizer arithmetic over lists of tensors: the foreach ops of SGD, Adam and AdamW."""
+"""Optimizer arithmetic over lists of tensors: foreach ops and fused steps of SGD, Adam, AdamW."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +15,27 @@ from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform,
 ONE = ("_foreach_mul_", "_foreach_add_", "_foreach_sqrt", "_foreach_div_", "_foreach_neg")
 TWO = ("_foreach_lerp_", "_foreach_addcmul_", "_foreach_addcdiv_", "_foreach_add_list")
 
+FUSED = (
+    "_fused_adamw_",
+    "_fused_adam_",
+    "_fused_sgd_",
+    "_fused_sgd_momentum",
+    "_fused_adam_amsgrad",
+)
+# tensor lists read plus lists written; Adam: p g m v read, p m v written (and the largest v)
+OPERANDS = {
+    **{n: 2 for n in ONE},
+    **{"_foreach_lerp_": 3, "_foreach_add_list": 3, "_foreach_addcmul_": 4, "_foreach_addcdiv_": 4},
+    **{"_fused_adamw_": 7, "_fused_adam_": 7, "_fused_adam_amsgrad": 9},
+    **{"_fused_sgd_": 3, "_fused_sgd_momentum": 5},
+}
+FLOPS = {"_fused_adamw_": 16, "_fused_adam_": 16, "_fused_adam_amsgrad": 17}
+FLOPS |= {"_fused_sgd_": 4, "_fused_sgd_momentum": 6}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerOp:
-    """One foreach call over ``tensors`` tensors of ``numel`` elements together."""
+    """One foreach or fused call over ``tensors`` tensors of ``numel`` elements together."""
 
     op: str
     tensors: int
@@ -27,12 +44,13 @@ class OptimizerOp:
 
 
 def sweep() -> Iterator[OptimizerOp]:
-    """Endless: 1 to 200 tensors, up to 16M elements."""
+    """Endless: 1 to 200 tensors, up to 16M elements together, 4M where fused."""
     rng = np.random.default_rng(5)
     while True:
         tensors = log_uniform(rng, 1, 200)
-        numel = max(tensors, log_uniform(rng, 64, 2**24))
-        yield OptimizerOp(op=str(rng.choice(ONE + TWO)), tensors=tensors, numel=numel)
+        op = str(rng.choice(ONE + TWO if rng.random() < 0.6 else FUSED))
+        limit = 2**22 if op in FUSED else 2**24
+        yield OptimizerOp(op=op, tensors=tensors, numel=max(tensors, log_uniform(rng, 64, limit)))
 
 
 def build(p: OptimizerOp, device: str) -> Workload:
@@ -44,10 +62,13 @@ def build(p: OptimizerOp, device: str) -> Workload:
         small = max(1, min(256, p.numel // p.tensors // 2))
         each = max(1, (p.numel - small * (p.tensors - large)) // large)
         sizes = [each] * large + [small] * (p.tensors - large)
+        sizes[0] += max(0, p.numel - sum(sizes))
         return [torch.rand(n, device=device).add_(0.5).to(torch_dtype(p.dtype)) for n in sizes]
 
-    xs, ys, zs = tensors(), tensors(), tensors()
     aten = torch.ops.aten
+    if p.op in FUSED:
+        return Workload(run=_fused(p.op, tensors))
+    xs, ys, zs = tensors(), tensors(), tensors()
     factors = [1.0] * p.tensors
     runs = {
         "_foreach_mul_": lambda: aten._foreach_mul_.Scalar(xs, 0.9999),
@@ -65,21 +86,40 @@ def build(p: OptimizerOp, device: str) -> Workload:
     return Workload(run=runs[p.op])
 
 
+def _fused(op: str, tensors: Callable[[], list[Any]]) -> Callable[[], object]:
+    """A fused step; the rates are so small that a thousand steps leave the values as they were."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    aten = torch.ops.aten
+    params, grads = tensors(), tensors()
+    if op.startswith("_fused_sgd"):
+        momenta = tensors() if op.endswith("momentum") else []
+        settings = {"weight_decay": 0.0, "lr": 1e-6, "dampening": 0.1, "nesterov": False}
+        settings |= {"momentum": 0.9 if momenta else 0.0, "maximize": False, "is_first_step": False}
+        return lambda: aten._fused_sgd_(params, grads, momenta, **settings)
+    means, squares = tensors(), tensors()
+    amsgrad = op.endswith("amsgrad")
+    largest = tensors() if amsgrad else []
+    steps = [torch.ones((), device=x.device) for x in params]
+    rates = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
+    call = aten._fused_adamw_ if op == "_fused_adamw_" else aten._fused_adam_
+    lists = (params, grads, means, squares, largest, steps)
+    return lambda: call(*lists, **rates, amsgrad=amsgrad, maximize=False)
+
+
+def _of_op(p: Any, table: Mapping[str, int], default: int) -> Any:
+    """The table's value for every op."""
+    return sum(np.equal(p.op, op) * (n - default) for op, n in table.items()) + default
+
+
 def flops(p: Any) -> Any:
-    """Two per element."""
-    return 2.0 * p.numel
-
-
-def operands(p: Any) -> Any:
-    """Tensor lists read or written per call."""
-    three = np.isin(p.op, ["_foreach_lerp_", "_foreach_add_list"])
-    four = np.isin(p.op, ["_foreach_addcmul_", "_foreach_addcdiv_"])
-    return np.where(four, 4, np.where(three, 3, 2))
+    """Two per element; fused Adam 16 (two averages, decay, root, division), SGD 4 to 6."""
+    return 1.0 * _of_op(p, FLOPS, 2) * p.numel
 
 
 def bytes_moved(p: Any) -> Any:
-    """Every operand once."""
-    return 1.0 * operands(p) * p.numel * itemsize_bytes(p.dtype)
+    """Every operand once each time it is read or written; step counters are neglected."""
+    return 1.0 * _of_op(p, OPERANDS, 2) * p.numel * itemsize_bytes(p.dtype)
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
@@ -94,12 +134,19 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 
 
 def from_call(call: OpCall) -> OptimizerOp | None:
-    """The first list of tensors sets the size; a second list tells add.List from add.Scalar."""
+    """The first list of tensors sets the size; a second list tells add.List from add.Scalar.
+
+    Fused SGD has momenta as its third list; fused Adam the largest squares as its fifth (amsgrad).
+    """
     lists = [a for a in call.args if isinstance(a, tuple) and a and isinstance(a[0], TensorSpec)]
     if not lists:
         return None
     _, op, overload = call.op.split(".")
     op = "_foreach_add_list" if op == "_foreach_add_" and overload == "List" else op
+    if op == "_fused_sgd_" and call.args[2]:
+        op = "_fused_sgd_momentum"
+    if op in ("_fused_adam_", "_fused_adamw_") and call.args[4]:
+        op = "_fused_adam_amsgrad"
     numel = max(1, sum(t.numel for t in lists[0]))
     return OptimizerOp(op=op, tensors=len(lists[0]), numel=numel, dtype=lists[0][0].dtype)
 
@@ -114,5 +161,8 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
-    answers={f"aten.{n}.{o}": from_call for n in NAMES for o in OVERLOADS},
+    answers={
+        **{f"aten.{n}.{o}": from_call for n in NAMES for o in OVERLOADS},
+        **{f"aten.{n}.{o}": from_call for n in FUSED[:3] for o in ("default", "tensor_lr")},
+    },
 )

@@ -23,14 +23,15 @@ TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three times the roofline, more for ragged k, 3 % noise, every tenth point twice."""
+    """Three times the roofline, more for ragged k and few rows; 3 % noise, every tenth twice."""
     root = tmp_path_factory.mktemp("data")
     rng = np.random.default_rng(0)
     rows = []
     for i, p in enumerate(islice(gemm.sweep(), 600)):
         roof_us = max(gemm.flops(p) / 1e13, gemm.bytes_moved(p) / 1e12) * 1e6 + 2
         for repeat in range(2 if i % 10 == 0 else 1):
-            law = 3 * roof_us * (1.5 if p.k % 16 else 1) * rng.lognormal(0, 0.03)
+            law = 3 * roof_us * (1.5 if p.k % 16 else 1) * (1 + 8 / p.m**0.5)
+            law *= rng.lognormal(0, 0.03)
             facts = {"family": "gemm", "gpu": "toy", "threads": 0, "cache": "warm"}
             state = {"repeat": repeat, "status": "ok", "time_us": law}
             rows.append({**asdict(p), **facts, **state})
@@ -82,7 +83,7 @@ def test_price_keeps_rows_and_adds_columns(bundle: Path, data: Path, tmp_path: P
 def test_what_does_not_fit_is_refused_in_one_line(bundle: Path, tmp_path: Path) -> None:
     facts = json.loads((bundle / "bundle.json").read_text())
     (tmp_path / "bundle.json").write_text(json.dumps({**facts, "schema_version": 99}))
-    with pytest.raises(ValueError, match="schema version 99, this code reads 1"):
+    with pytest.raises(ValueError, match="schema version 99, this code reads 2"):
         Bundle.load(tmp_path)
     (tmp_path / "x.parquet").write_text("not parquet")
     with pytest.raises(ValueError, match=r"x\.parquet': not a readable Parquet file"):

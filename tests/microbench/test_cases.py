@@ -2,46 +2,97 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from microbench.capture import capture_step
 from microbench.cases.registry import case, case_names
-from microbench.iterations import measure_case
+from microbench.iterations import PHASES, measure_case
 from microbench.step import StepSettings
 
-SMALL = [n for n in case_names() if n.endswith("-s")]
+MEASURED = [n for n in case_names() if case(n).measured]
+
+PUBLISHED_PARAMETERS = {
+    "gpt2-small": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "gpt3-175b": 174_604_259_328,  # arXiv:2005.14165 rounds it to 175 B
+    "bert-base": 109_514_298,
+    "bert-large": 335_174_458,
+    "llama-1b": 1_100_048_384,
+    "llama-7b": 6_738_415_616,
+    "llama-8b": 8_030_261_248,
+    "mixtral-8x7b": 46_702_792_704,
+    "vit-b": 86_567_656,
+    "vit-large": 304_326_632,
+    "resnet-50": 25_557_032,
+}
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_a_small_case_runs_and_its_capture_equals_its_run(name: str) -> None:
+def sequence(name: str, fake: bool) -> list[Any]:
+    """Everything a step's calls say but storage numbers."""
     chosen = case(name)
-
-    def sequence(fake: bool) -> list[Any]:
-        found = capture_step(
-            chosen.build,
-            lambda: chosen.inputs(chosen.batch, chosen.seq),
-            chosen.loss,
-            StepSettings(),
-            fake=fake,
-        )
-        return [(c.op, c.phase, [t.shape for t in c.outputs]) for c in found.calls]
-
-    assert sequence(fake=True) == sequence(fake=False)
-
-
-def test_measured_rows_state_raw_and_corrected_time() -> None:
-    row = measure_case(case("mlp-s"), StepSettings(), "cpu", repetitions=5, between=lambda: 0.5)
-    assert row["samples"] >= 5
-    assert row["time_us"] == pytest.approx(row["raw_us"] / 2)
+    found = capture_step(
+        chosen.build,
+        lambda: chosen.inputs(chosen.batch, chosen.seq),
+        chosen.loss,
+        StepSettings(),
+        fake=fake,
+    )
+    return [
+        (c.op, c.phase, [(t.shape, t.dtype, t.stride) for t in (*c.tensors(), *c.outputs)])
+        for c in found.calls
+    ]
 
 
-def test_gpt2_small_has_124_million_parameters() -> None:
+@pytest.mark.parametrize("name", MEASURED)
+def test_a_measured_case_runs_and_its_capture_equals_its_run(name: str) -> None:
+    assert sequence(name, fake=True) == sequence(name, fake=False)
+
+
+@pytest.mark.parametrize("kind", ["vit", "resnet", "gru", "dlrm", "moe", "gnn"])
+def test_every_kind_of_model_is_measured_in_three_sizes(kind: str) -> None:
+    assert {f"{kind}-{size}" for size in "sml"} <= set(MEASURED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_published_architectures_have_their_published_parameters(name: str) -> None:
     import torch
 
     with torch.device("meta"):
-        assert sum(p.numel() for p in case("gpt2-small").build().parameters()) == 124_439_808
+        count = sum(p.numel() for p in case(name).build().parameters())
+    assert count == PUBLISHED_PARAMETERS[name]
+    assert not case(name).measured
+
+
+def test_experts_share_the_tokens_evenly() -> None:
+    chosen = case("moe-s")
+    calls = capture_step(
+        chosen.build, lambda: chosen.inputs(2, 32), chosen.loss, StepSettings()
+    ).calls
+    forward = [c for c in calls if c.op == "aten.topk.default"]
+    assert [c.outputs[0].shape for c in forward] == [(4, 16), (4, 16)]  # 64 tokens, 4 experts
+
+
+def test_names_need_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; import microbench.cases.registry as r; "
+    done = subprocess.run([sys.executable, "-c", code + "print(len(r.case_names()))"], check=True)
+    assert done.returncode == 0
+
+
+def test_measured_rows_state_phases_and_the_anchor() -> None:
+    times = iter([4.0, 9.0] * 500)
+    row = measure_case(
+        case("mlp-s"), StepSettings(), "cpu", repetitions=6, anchor=lambda: next(times)
+    )
+    assert row["samples"] >= 6
+    assert row["anchor_us"] == pytest.approx(6, rel=0.2)  # sqrt(4 * 9)
+    phases = sum(row[f"{p}_us"] for p in PHASES)
+    assert phases == pytest.approx(row["time_us"], rel=0.3)
 
 
 def test_an_unknown_case_is_named() -> None:

@@ -16,7 +16,10 @@ from microbench.ops import attention, elementwise, families, gemm, norm, optimiz
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})
 
 
-@pytest.mark.parametrize("name", sorted(families()))
+SINGLE = sorted(n for n, f in families().items() if f.ranks == 1)
+
+
+@pytest.mark.parametrize("name", SINGLE)
 def test_first_points_build_and_run(name: str) -> None:
     family = families()[name]
     for point in islice(family.sweep(), 25):

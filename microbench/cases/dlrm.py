@@ -1,0 +1,57 @@
+"""Recommendation: dense features and embedding tables, pairwise products, a click."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from microbench.cases.small import Perceptron
+
+
+class Dlrm(nn.Module):
+    """DLRM (arXiv:1906.00091) with dense embedding gradients.
+
+    ``bottom`` and ``top`` are widths of the two perceptrons without the ones that follow from the
+    rest: the bottom ends in ``width``, the top starts at the interactions and ends in one logit.
+    """
+
+    lower: torch.Tensor
+
+    def __init__(
+        self,
+        features: int,
+        bottom: tuple[int, ...],
+        tables: int,
+        rows: int,
+        width: int,
+        top: tuple[int, ...],
+    ) -> None:
+        super().__init__()
+        vectors = tables + 1
+        self.bottom = Perceptron((features, *bottom, width))
+        bags = [nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables)]
+        self.tables = nn.ModuleList(bags)
+        self.top = Perceptron((width + vectors * (vectors - 1) // 2, *top, 1))
+        pairs = [i * vectors + j for i in range(vectors) for j in range(i)]
+        self.register_buffer("lower", torch.tensor(pairs), persistent=False)
+        for table in bags:
+            nn.init.uniform_(table.weight, -(rows**-0.5), rows**-0.5)
+
+    def forward(
+        self,
+        dense: torch.Tensor,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        clicked: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(batch, features), (tables, batch * bag), (batch,) to (batch,) logits.
+
+        ``clicked`` is there for the loss alone.
+        """
+        x = torch.relu(self.bottom(dense))
+        bags = [t(i, offsets) for t, i in zip(self.tables, indices.unbind(), strict=True)]
+        vectors = torch.stack((x, *bags), dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+        pairs = products.index_select(1, self.lower)
+        logits: torch.Tensor = self.top(torch.cat((x, pairs), dim=1)).squeeze(1)
+        return logits

@@ -1,0 +1,259 @@
+"""Calls of indexing and copying ops, read into ``IndexOp``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from microbench.opcall import OpCall, TensorSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexOp:
+    """Picks or places ``size`` of ``source`` slots: outer x size x inner elements are moved.
+
+    ``source`` is the length of the indexed axis on the other side (the table of a gather, the
+    target of a scatter, the padded row, the result of a slice's backward); ``tensors`` are joined
+    by cat; ``k`` is topk's count or unfold's window.
+    """
+
+    op: str
+    outer: int
+    size: int
+    inner: int = 1
+    source: int = 1
+    tensors: int = 1
+    k: int = 1
+    dtype: str = "fp32"
+
+
+SAME_AS = {
+    "_unsafe_index": "index",
+    "_index_put_impl_": "index_put_",
+    "_unsafe_index_put": "index_put",
+    "index_copy": "index_add",
+    "index_copy_": "index_add_",
+    "index_fill": "index_add",
+    "index_fill_": "index_add_",
+    "scatter_reduce": "scatter_add",
+    "scatter_reduce_": "scatter_add_",
+    "tril_": "tril",
+    "triu_": "triu",
+    "slice_copy": "narrow_copy",
+    "expand_copy": "repeat",
+    "split_copy": "split_with_sizes_copy",
+    "unbind_copy": "split_with_sizes_copy",
+}
+
+
+def _around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
+    """Elements before, along and after an axis."""
+    if not shape:
+        return 1, 1, 1
+    dim %= len(shape)
+    return prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :])
+
+
+def _argument(call: OpCall, at: int, name: str, default: Any) -> Any:
+    return call.args[at] if len(call.args) > at else call.kwargs.get(name, default)
+
+
+def _name(call: OpCall) -> str:
+    op = call.op.split(".")[1]
+    return SAME_AS.get(op, op)
+
+
+def _made(call: OpCall, dtype: str, **sizes: int) -> IndexOp | None:
+    """None where there is nothing to move."""
+    if min(sizes.values()) < 1:
+        return None
+    return IndexOp(op=_name(call), dtype=dtype, **sizes)
+
+
+def from_index_on_axis(call: OpCall) -> IndexOp | None:
+    """gather(x, dim, index), scatter*(x, dim, index, src), index_select(x, dim, index), index_add.
+
+    A 1-d index of index_select and its kin picks whole slices; gather's is as large as its result.
+    """
+    x, dim, index = call.args[:3]
+    outer, source, inner = _around(x.shape, dim)
+    size = index.numel
+    if _name(call).startswith(("gather", "scatter")):
+        outer, size, inner = _around(index.shape, dim)
+    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=source)
+
+
+def from_index(call: OpCall) -> IndexOp | None:
+    """index(x, (None, i, j)), index_put(x, (i, j), values, accumulate).
+
+    A boolean index has a size that depends on data: not described.
+    """
+    x, indices = call.args[:2]
+    places = [d for d, i in enumerate(indices) if i is not None]
+    if not places or any(indices[d].dtype == "bool" for d in places):
+        return None
+    first, last = places[0], places[-1]
+    outer, inner = prod(x.shape[:first]), prod(x.shape[last + 1 :])
+    size = prod(_broadcast([indices[d].shape for d in places]))
+    source = prod(x.shape[first : last + 1])
+    found = _made(call, x.dtype, outer=outer, size=size, inner=inner, source=source)
+    if found is None or not found.op.startswith("index_put") or not _argument(call, 3, "", False):
+        return found
+    return IndexOp(
+        op=f"{found.op.rstrip('_')}_accumulate{'_' * found.op.endswith('_')}",
+        outer=outer,
+        size=size,
+        inner=inner,
+        source=source,
+        dtype=x.dtype,
+    )
+
+
+def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    rank = max(map(len, shapes))
+    wide = [(1,) * (rank - len(s)) + s for s in shapes]
+    return tuple(max(sizes) for sizes in zip(*wide, strict=True))
+
+
+def from_join(call: OpCall) -> IndexOp | None:
+    """cat(tensors, dim=0) and stack(tensors, dim=0); a stack adds an axis."""
+    tensors: tuple[TensorSpec, ...] = tuple(t for t in call.args[0] if t.numel)
+    if not tensors:
+        return None
+    dim, shape = _argument(call, 1, "dim", 0), tensors[0].shape
+    if _name(call) == "stack":
+        dim %= len(shape) + 1
+        shape = (*shape[:dim], 1, *shape[dim:])
+    outer, _, inner = _around(shape, dim)
+    size = sum(t.numel for t in tensors) // (outer * inner)
+    facts = {"outer": outer, "size": size, "inner": inner, "source": size, "tensors": len(tensors)}
+    return _made(call, tensors[0].dtype, **facts)
+
+
+def from_split(call: OpCall) -> IndexOp | None:
+    """split_with_sizes_copy(x, sizes, dim=0) and its kin: the result counts the pieces."""
+    x = call.args[0]
+    at = 1 if call.op.split(".")[1] == "unbind_copy" else 2
+    outer, size, inner = _around(x.shape, _argument(call, at, "dim", 0))
+    facts = {"outer": outer, "size": size, "inner": inner, "source": size}
+    return _made(call, x.dtype, **facts, tensors=len(call.outputs))
+
+
+def from_part_backward(call: OpCall) -> IndexOp | None:
+    """slice_backward(grad, sizes, dim, ...), select_backward(grad, sizes, dim, index)."""
+    grad, shape, dim = call.args[:3]
+    outer, source, inner = _around(tuple(shape), dim)
+    if min(outer, inner) < 1:
+        return None
+    size = grad.numel // (outer * inner)
+    return _made(call, grad.dtype, outer=outer, size=size, inner=inner, source=source)
+
+
+def from_part_scatter(call: OpCall) -> IndexOp | None:
+    """slice_scatter(x, part, dim=0, ...), select_scatter(x, part, dim, index)."""
+    x, part = call.args[:2]
+    outer, source, inner = _around(x.shape, _argument(call, 2, "dim", 0))
+    if min(outer, inner) < 1:
+        return None
+    size = part.numel // (outer * inner)
+    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=source)
+
+
+def from_narrow(call: OpCall) -> IndexOp | None:
+    """narrow_copy(x, dim, start, length), slice_copy(x, dim=0, ...): a part, copied."""
+    x, out = call.args[0], call.outputs[0]
+    outer, source, inner = _around(x.shape, _argument(call, 1, "dim", 0))
+    if min(outer, inner) < 1:
+        return None
+    size = out.numel // (outer * inner)
+    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=source)
+
+
+def from_pad(call: OpCall) -> IndexOp | None:
+    """constant_pad_nd(x, (left, right, top, ...), value); of several axes the last one counts."""
+    x, pad = call.args[:2]
+    axes = [i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]]
+    outer, size, inner = _around(x.shape, -1 - (axes[0] if axes else 0))
+    if min(outer, inner) < 1:
+        return None
+    source = round(call.outputs[0].numel / (outer * inner))
+    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=source)
+
+
+def from_reorder(call: OpCall) -> IndexOp | None:
+    """flip(x, dims), roll(x, shifts, dims): the last axis named; a roll without dims is flat."""
+    x = call.args[0]
+    dims = _argument(call, 1, "dims", ()) if _name(call) == "flip" else _argument(call, 2, "", ())
+    rank = max(1, len(x.shape))
+    if dims:
+        outer, size, inner = _around(x.shape, max(d % rank for d in dims))
+    else:
+        outer, size, inner = 1, x.numel, 1
+    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=size)
+
+
+def from_repeat(call: OpCall) -> IndexOp | None:
+    """repeat(x, times), expand_copy(x, sizes): runs of ``inner`` elements, each ``size`` times."""
+    x, out = call.args[0], call.outputs[0]
+    if x.numel == 0 or out.numel == 0:
+        return None
+    shape = (1,) * (len(out.shape) - len(x.shape)) + x.shape
+    grown = [d for d, (a, b) in enumerate(zip(shape, out.shape, strict=True)) if a != b]
+    inner = prod(shape[grown[-1] :]) if grown else x.numel
+    return _made(call, x.dtype, outer=x.numel // inner, size=out.numel // x.numel, inner=inner)
+
+
+def from_triangle(call: OpCall) -> IndexOp | None:
+    """tril(x, diagonal), triu(x, diagonal): matrices of size x inner; the diagonal is ignored."""
+    x = call.args[0]
+    outer, size, inner = _around(x.shape, -2)
+    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=size)
+
+
+def from_order(call: OpCall) -> IndexOp | None:
+    """sort(x, dim=-1), sort.stable(x, stable=, dim=), topk(x, k, dim=-1)."""
+    x = call.args[0]
+    top = _name(call) == "topk"
+    dim = _argument(call, 2 if top or call.op.endswith("stable") else 1, "dim", -1)
+    outer, size, inner = _around(x.shape, dim)
+    k = call.args[1] if top else 1
+    return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=size, k=k)
+
+
+def from_unfold(call: OpCall) -> IndexOp | None:
+    """unfold_backward(grad, sizes, dim, window, step): ``size`` windows of ``k`` overlap."""
+    grad, shape, dim, window, step = call.args[:5]
+    outer, length, inner = _around(tuple(shape), dim)
+    size = (length - window) // step + 1
+    source = (size - 1) * step + window
+    return _made(call, grad.dtype, outer=outer, size=size, inner=inner, source=source, k=window)
+
+
+Reader = Callable[[OpCall], IndexOp | None]
+READERS: tuple[tuple[Reader, tuple[str, ...]], ...] = (
+    (from_index_on_axis, ("gather.default", "scatter_add.default", "scatter_add_.default")),
+    (from_index_on_axis, tuple(f"scatter{i}.{o}" for i in ("", "_") for o in ("src", "value"))),
+    (from_index_on_axis, ("scatter_reduce.two", "scatter_reduce_.two")),
+    (from_index_on_axis, ("index_select.default", "index_add.default", "index_add_.default")),
+    (from_index_on_axis, ("index_copy.default", "index_copy_.default")),
+    (
+        from_index_on_axis,
+        tuple(f"index_fill{i}.int_{o}" for i in ("", "_") for o in ("Scalar", "Tensor")),
+    ),
+    (from_index, ("index.Tensor", "_unsafe_index.Tensor", "_index_put_impl_.default")),
+    (from_index, ("index_put.default", "index_put_.default", "_unsafe_index_put.default")),
+    (from_join, ("cat.default", "stack.default")),
+    (from_split, ("split_with_sizes_copy.default", "split_copy.Tensor", "unbind_copy.int")),
+    (from_part_backward, ("slice_backward.default", "select_backward.default")),
+    (from_part_scatter, ("slice_scatter.default", "select_scatter.default")),
+    (from_narrow, ("narrow_copy.default", "slice_copy.Tensor")),
+    (from_pad, ("constant_pad_nd.default",)),
+    (from_reorder, ("flip.default", "roll.default")),
+    (from_repeat, ("repeat.default", "expand_copy.default")),
+    (from_triangle, ("tril.default", "triu.default", "tril_.default", "triu_.default")),
+    (from_order, ("sort.default", "sort.stable", "topk.default")),
+    (from_unfold, ("unfold_backward.default",)),
+)
+ANSWERS = {f"aten.{name}": reader for reader, names in READERS for name in names}

@@ -1,0 +1,242 @@
+"""Pooling and resampling of images, both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall, TensorSpec
+from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+
+WINDOWED = ("max_pool2d_with_indices", "avg_pool2d")
+ADAPTIVE = ("_adaptive_avg_pool2d", "adaptive_max_pool2d")
+RESIZED = ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")
+FORWARD = WINDOWED + ADAPTIVE + RESIZED
+OPS = FORWARD + tuple(f"{op}_backward" for op in FORWARD)
+INDEXED = ("max_pool2d_with_indices", "adaptive_max_pool2d")
+SAME_AS = {"_upsample_nearest_exact2d": "upsample_nearest2d"}
+MAX_ELEMENTS = 2**23
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pooling:
+    """``planes`` images (batch x channels) of h x w to out_h x out_w, also in a backward.
+
+    Where the op has no window (adaptive, resized) kernel and stride are 1 and padding 0.
+    """
+
+    op: str
+    batch: int
+    channels: int
+    h: int
+    w: int
+    out_h: int
+    out_w: int
+    kernel_h: int = 1
+    kernel_w: int = 1
+    stride_h: int = 1
+    stride_w: int = 1
+    padding_h: int = 0
+    padding_w: int = 0
+    channels_last: bool = False
+    dtype: str = "fp32"
+
+
+def _draw(rng: np.random.Generator) -> Pooling:
+    op = str(rng.choice(OPS))
+    base = op.removesuffix("_backward")
+    h = w = log_uniform(rng, 2, 256)
+    if rng.random() < 0.15:
+        h, w = 1, log_uniform(rng, 8, 16384)  # one-dimensional pooling
+    sizes: dict[str, Any] = {"batch": log_uniform(rng, 1, 64), "channels": log_uniform(rng, 1, 512)}
+    sizes["channels_last"] = sizes["channels"] > 1 and bool(rng.random() < 0.2)
+    if base in WINDOWED:
+        kernel, stride = int(rng.choice([2, 3, 3, 5])), int(rng.choice([1, 2, 2, 3]))
+        padding = int(rng.choice([0, kernel // 2]))
+        if h > 1:
+            h, w = max(h, kernel), max(w, kernel)
+            sizes |= {"kernel_h": kernel, "stride_h": stride, "padding_h": padding}
+        sizes |= {"kernel_w": kernel, "stride_w": stride, "padding_w": padding}
+        out_h = (h + 2 * padding - kernel) // stride + 1 if h > 1 else 1
+        out_w = (w + 2 * padding - kernel) // stride + 1
+    elif base in ADAPTIVE:
+        out = int(rng.choice([1, 2, 6, 7, 14]))
+        out_h, out_w = min(out, h), min(out, w)
+    else:
+        scale = float(rng.choice([0.5, 2, 2, 4]))
+        out_h, out_w = max(1, int(h * scale)), max(1, int(w * scale))
+    return Pooling(op=op, h=h, w=w, out_h=out_h, out_w=out_w, **sizes)
+
+
+def sweep() -> Iterator[Pooling]:
+    """Endless: images from 2x2 to 256x256 and rows, up to 8M elements a side."""
+    rng = np.random.default_rng(12)
+    while True:
+        p = _draw(rng)
+        pixels = max(p.h * p.w, p.out_h * p.out_w)
+        if p.channels_last and min(p.h * p.w, p.out_h * p.out_w) == 1:
+            continue  # both layouts are one
+        if p.batch * p.channels * pixels <= MAX_ELEMENTS and flops(p) <= 1e8:
+            yield p
+
+
+def build(p: Pooling, device: str) -> Workload:
+    """Random images; a backward gets what its forward returned."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    layout = torch.channels_last if p.channels_last else torch.contiguous_format
+
+    def image(h: int, w: int) -> Any:
+        values = torch.randn(p.batch, p.channels, h, w, device=device).to(torch_dtype(p.dtype))
+        return values.to(memory_format=layout)
+
+    return Workload(run=_runner(p, image(p.h, p.w), image(p.out_h, p.out_w)))
+
+
+def _runner(p: Pooling, x: Any, grad: Any) -> Callable[[], object]:
+    import torch  # lazy: formulas must import where torch is absent
+
+    base = p.op.removesuffix("_backward")
+    call, forward = getattr(torch.ops.aten, p.op), getattr(torch.ops.aten, base)
+    out, size = [p.out_h, p.out_w], [p.batch, p.channels, p.h, p.w]
+    window: list[Any] = [[p.kernel_h, p.kernel_w], [p.stride_h, p.stride_w]]
+    window.append([p.padding_h, p.padding_w])
+    corners = () if base == "upsample_nearest2d" else (False,)
+    if p.op == base:
+        if base in RESIZED:
+            return lambda: call(x, out, *corners)
+        rest = (out,) if base in ADAPTIVE else window
+        return lambda: call(x, *rest)
+    if base in RESIZED:
+        return lambda: call(grad, out, size, *corners)
+    if base == "max_pool2d_with_indices":
+        winners = forward(x, *window)[1]
+        return lambda: call(grad, x, *window, [1, 1], False, winners)
+    if base == "avg_pool2d":
+        return lambda: call(grad, x, *window, False, True, None)
+    extra = (forward(x, out)[1],) if base in INDEXED else ()
+    return lambda: call(grad, x, *extra)
+
+
+def _is(p: Any, ops: tuple[str, ...]) -> Any:
+    return np.isin(np.asarray(p.op, dtype=str), [*ops, *(f"{op}_backward" for op in ops)])
+
+
+def taps(p: Any) -> Any:
+    """Input pixels behind an output pixel; a resized one costs 1, 4 or 16 multiply-adds."""
+    adaptive = np.ceil(p.h / p.out_h) * np.ceil(p.w / p.out_w)
+    found = np.where(_is(p, ADAPTIVE), adaptive, 1.0 * p.kernel_h * p.kernel_w)
+    found = np.where(_is(p, RESIZED[1:2]), 2 * 4.0, found)
+    return np.where(_is(p, RESIZED[2:]), 2 * 16.0, found)
+
+
+def flops(p: Any) -> Any:
+    """A comparison or addition per output pixel and tap; a winner's gradient is one addition."""
+    chosen = _is(p, INDEXED) & np.char.endswith(np.asarray(p.op, dtype=str), "backward")
+    return np.where(chosen, 1.0, taps(p)) * p.batch * p.channels * p.out_h * p.out_w
+
+
+def bytes_moved(p: Any) -> Any:
+    """One side read and the other written once, plus int64 indices of winners where it has them."""
+    planes = 1.0 * p.batch * p.channels
+    pixels = 1.0 * p.h * p.w + p.out_h * p.out_w
+    winners = np.where(_is(p, INDEXED), 8.0, 0.0) * p.out_h * p.out_w
+    return planes * (pixels * itemsize_bytes(p.dtype) + winners)
+
+
+def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+    """Sizes, taps, overlap of windows, scale."""
+    planes = 1.0 * p.batch * p.channels
+    return {
+        "op": p.op,
+        "dtype": p.dtype,
+        "channels_last": 1.0 * p.channels_last,
+        "log_batch": np.log2(p.batch),
+        "log_channels": np.log2(p.channels),
+        "log_pixels": np.log2(1.0 * p.h * p.w),
+        "log_out_pixels": np.log2(1.0 * p.out_h * p.out_w),
+        "log_width": np.log2(p.w),
+        "log_out_width": np.log2(p.out_w),
+        "log_taps": np.log2(taps(p)),
+        "log_overlap": np.log2(1.0 * p.kernel_h * p.kernel_w / (p.stride_h * p.stride_w)),
+        "padded": 1.0 * (np.asarray(p.padding_h) + p.padding_w > 0),
+        "log_scale": np.log2(1.0 * p.out_h * p.out_w / (p.h * p.w)),
+        "log_planes_per_core": np.log2(planes / gpu.sm_count),
+        "log_outputs_per_core": np.log2(planes * p.out_h * p.out_w / gpu.sm_count),
+    }
+
+
+def _pair(values: Any, default: tuple[int, int]) -> tuple[int, int]:
+    if not values:
+        return default
+    return (int(values[0]), int(values[-1]))
+
+
+def _image(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """(batch, channels, h, w); an image without batch has batch 1."""
+    batch, channels, h, w = (1, *shape) if len(shape) == 3 else shape
+    return batch, channels, h, w
+
+
+def from_call(call: OpCall) -> Pooling | None:
+    """Forward(x, ...), backward(grad, x, ...) or, where resized, backward(grad, size, size).
+
+    Dilated windows and calls whose result is not known are not described.
+    """
+    op = call.op.split(".")[1]
+    base = op.removesuffix("_backward")
+    backward, resized = op != base, base in (*RESIZED, *SAME_AS)
+    large: TensorSpec = call.args[1] if backward and not resized else call.args[0]
+    if not backward and not call.outputs:
+        return None
+    x_shape = call.args[2] if backward and resized else large.shape
+    out_shape = call.args[0].shape if backward else call.outputs[0].shape
+    window = _window(base, call.args[2 if backward else 1 :]) if base in WINDOWED else {}
+    if window is None or min(*x_shape, *out_shape) < 1:
+        return None
+    batch, channels, h, w = _image(tuple(x_shape))
+    return Pooling(
+        op=SAME_AS.get(base, base) + ("_backward" if backward else ""),
+        batch=batch,
+        channels=channels,
+        h=h,
+        w=w,
+        out_h=out_shape[-2],
+        out_w=out_shape[-1],
+        channels_last=_channels_last(large),
+        dtype=large.dtype,
+        **window,
+    )
+
+
+def _window(base: str, given: tuple[Any, ...]) -> dict[str, int] | None:
+    """kernel, stride (the kernel where empty), padding[, dilation]; None where dilated."""
+    found = [*given[:4], *[()] * (4 - len(given[:4]))]
+    kernel = _pair(found[0], (1, 1))
+    stride, padding = _pair(found[1], kernel), _pair(found[2], (0, 0))
+    if base in INDEXED and _pair(found[3], (1, 1)) != (1, 1):
+        return None
+    pairs = {"kernel": kernel, "stride": stride, "padding": padding}
+    return {f"{name}_{axis}": v[i] for name, v in pairs.items() for i, axis in enumerate("hw")}
+
+
+def _channels_last(t: TensorSpec) -> bool:
+    """Whether channels are the fastest axis of a (batch, channels, h, w) tensor."""
+    return not t.contiguous and len(t.stride) == 4 and t.stride[1] == 1 and t.shape[1] > 1
+
+
+NAMES = (*FORWARD, *SAME_AS)
+FAMILY = Family(
+    name="pooling",
+    params=Pooling,
+    sweep=sweep,
+    build=build,
+    flops=flops,
+    bytes_moved=bytes_moved,
+    features=features,
+    answers={f"aten.{n}{end}.default": from_call for n in NAMES for end in ("", "_backward")},
+)

@@ -1,0 +1,182 @@
+"""Random numbers: dropout, draws of a tensor's size, permutations, samples of categories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall
+from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+
+DROPOUT = ("native_dropout", "native_dropout_backward")
+IN_PLACE = ("bernoulli_", "normal_", "uniform_", "exponential_", "random_")
+LIKE = ("rand_like", "randn_like", "randint_like")
+NEW = ("rand", "randn", "randint", "randperm")
+OPS = (*DROPOUT, *IN_PLACE, *LIKE, *NEW, "bernoulli", "multinomial")
+COMMON = (*DROPOUT, *IN_PLACE[:3], "rand", "randn")
+INT64 = ("randint", "randperm")
+LARGEST = {"bernoulli_": 2**23, "native_dropout_backward": 2**23}
+LARGEST |= {"randperm": 2**20, "multinomial": 2**20}
+MAX_ELEMENTS = 2**22  # a core draws some 100 million numbers a second
+READS = (*DROPOUT, "bernoulli")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomOp:
+    """One call over rows x size elements; ``samples`` are drawn per row by multinomial.
+
+    Only multinomial has more than one row.
+    """
+
+    op: str
+    size: int
+    rows: int = 1
+    samples: int = 1
+    replacement: bool = False
+    dtype: str = "fp32"
+
+
+def sweep() -> Iterator[RandomOp]:
+    """Endless: 16 to 4M numbers, dropout masks up to 8M; rows of categories."""
+    rng = np.random.default_rng(14)
+    while True:
+        op = str(rng.choice(COMMON if rng.random() < 0.5 else OPS))
+        size = log_uniform(rng, 16, LARGEST.get(op, MAX_ELEMENTS))
+        if op != "multinomial":
+            yield RandomOp(op=op, size=size, dtype="int64" if op in INT64 else "fp32")
+            continue
+        p = RandomOp(
+            op=op,
+            size=size,
+            rows=log_uniform(rng, 1, 256),
+            samples=1 if rng.random() < 0.5 else log_uniform(rng, 1, min(size, 1024)),
+            replacement=bool(rng.random() < 0.5),
+        )
+        if p.rows * max(p.size, 16 * p.samples) <= LARGEST[op]:
+            yield p
+
+
+def build(p: RandomOp, device: str) -> Workload:
+    """Operands as a model would have them; draws overwrite, so values never drift."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    aten, dtype = torch.ops.aten, torch_dtype(p.dtype)
+    if p.op in NEW:
+        return Workload(run=_creation(p, dtype, device))
+    x = torch.rand(p.rows, p.size, device=device).to(dtype)
+    if p.op == "multinomial":
+        return Workload(run=lambda: aten.multinomial(x, p.samples, p.replacement))
+    if p.op == "native_dropout_backward":
+        mask = x > 0.1
+        return Workload(run=lambda: aten.native_dropout_backward(x, mask, 1 / 0.9))
+    limits: dict[str, tuple[Any, ...]] = {"native_dropout": (0.1, True), "bernoulli_": (0.9,)}
+    limits |= {"random_": (0, 1000), "randint_like": (1000,)}
+    call, extra = getattr(aten, p.op), limits.get(p.op, ())
+    return Workload(run=lambda: call(x, *extra))
+
+
+def _creation(p: RandomOp, dtype: Any, device: str) -> Callable[[], object]:
+    import torch  # lazy: formulas must import where torch is absent
+
+    if p.op == "randperm":
+        return lambda: torch.randperm(p.size, device=device)
+    if p.op == "randint":
+        return lambda: torch.randint(0, 1000, (p.size,), device=device)
+    call = {"rand": torch.rand, "randn": torch.randn}[p.op]
+    return lambda: call(p.size, dtype=dtype, device=device)
+
+
+def flops(p: Any) -> Any:
+    """About ten integer steps per number drawn (Philox or a twister); a mask's product one.
+
+    Multinomial draws a number per category without replacement, else makes a running sum.
+    """
+    each = np.where(np.equal(p.op, "native_dropout_backward"), 1.0, 10.0)
+    return each * p.rows * p.size
+
+
+def bytes_moved(p: Any) -> Any:
+    """Numbers written once, inputs of dropout and of probabilities read once, a byte per mask."""
+    numbers = 1.0 * p.rows * p.size
+    reads = np.isin(np.asarray(p.op, dtype=str), READS)
+    mask = np.where(np.isin(p.op, DROPOUT), 1.0, 0.0)
+    plain = numbers * ((1.0 + reads) * itemsize_bytes(p.dtype) + mask)
+    sampled = numbers * itemsize_bytes(p.dtype) + 8.0 * p.rows * p.samples
+    return np.where(np.equal(p.op, "multinomial"), sampled, plain)
+
+
+def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+    """Size, numbers per core, samples per row."""
+    numbers = 1.0 * p.rows * p.size
+    return {
+        "op": p.op,
+        "dtype": p.dtype,
+        "replacement": 1.0 * p.replacement,
+        "log_size": np.log2(p.size),
+        "log_rows": np.log2(p.rows),
+        "log_samples": np.log2(p.samples),
+        "log_samples_per_size": np.log2(p.samples / p.size),
+        "log_per_core": np.log2(numbers / gpu.sm_count),
+    }
+
+
+SAME_AS = {"normal": "randn", "geometric_": "exponential_"}
+SAME_AS |= {"cauchy_": "exponential_", "log_normal_": "normal_"}
+
+
+def from_call(call: OpCall) -> RandomOp | None:
+    """Any draw: the result sets the size; native_dropout(x, p, train), bernoulli_(x, p)."""
+    op = call.op.split(".")[1]
+    tensors = [*call.outputs[:1], *call.tensors()]
+    if not tensors:
+        return None
+    big = tensors[0]
+    return RandomOp(op=SAME_AS.get(op, op), size=max(1, big.numel), dtype=big.dtype)
+
+
+def from_multinomial(call: OpCall) -> RandomOp | None:
+    """multinomial(probabilities, samples, replacement=False)."""
+    x, samples = call.args[:2]
+    replacement = call.args[2] if len(call.args) > 2 else call.kwargs.get("replacement", False)
+    if x.numel == 0:
+        return None
+    rows, size = x.numel // x.shape[-1], x.shape[-1]
+    return RandomOp(
+        op="multinomial",
+        size=size,
+        rows=rows,
+        samples=samples,
+        replacement=bool(replacement),
+        dtype=x.dtype,
+    )
+
+
+OVERLOADS = (
+    ((*DROPOUT, *LIKE, "rand", "randn", "randperm"), ("default",)),
+    (("normal_", "uniform_", "exponential_"), ("default",)),
+    (("geometric_", "cauchy_", "log_normal_"), ("default",)),
+    (("bernoulli_",), ("float", "Tensor")),
+    (("bernoulli",), ("default", "p")),
+    (("random_",), ("default", "to", "from")),
+    (("randint",), ("default", "low")),
+    (("randint_like",), ("low_dtype",)),
+    (("rand", "randn", "randint", "randperm"), ("generator",)),
+    (("normal",), ("float_float", "Tensor_float", "float_Tensor", "Tensor_Tensor")),
+)
+FAMILY = Family(
+    name="random",
+    params=RandomOp,
+    sweep=sweep,
+    build=build,
+    flops=flops,
+    bytes_moved=bytes_moved,
+    features=features,
+    answers={
+        **{f"aten.{op}.{o}": from_call for ops, ends in OVERLOADS for op in ops for o in ends},
+        "aten.multinomial.default": from_multinomial,
+    },
+)

@@ -1,0 +1,76 @@
+"""Several processes of one program: started by torchrun, timed together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from microbench.timing import Timing, summarise
+
+
+def start_ranks(module: str, order: Mapping[str, Any], ranks: int) -> subprocess.Popen[bytes]:
+    """``python -m module ORDER``, or that under torchrun where ``ranks`` > 1."""
+    launcher = [sys.executable, "-m"]
+    if ranks > 1:
+        launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+    return subprocess.Popen(
+        [*launcher, module, json.dumps(order)], env={**environment, **quiet} if ranks > 1 else None
+    )
+
+
+def join(device: str) -> tuple[int, int]:
+    """Enter the process group torchrun describes; (rank, world size)."""
+    import torch  # lazy: orders are made without torch
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    return dist.get_rank(), dist.get_world_size()
+
+
+def agree(value: int) -> int:
+    """Rank 0's value on every rank."""
+    import torch  # lazy, as above
+    import torch.distributed as dist
+
+    box = torch.tensor([value], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.broadcast(box, src=0)
+    return int(box.item())
+
+
+def slowest(samples: list[float]) -> list[float]:
+    """Sample by sample the largest of all ranks."""
+    import torch  # lazy, as above
+    import torch.distributed as dist
+
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    box = torch.tensor(samples, dtype=torch.float64, device=device)
+    dist.all_reduce(box, op=dist.ReduceOp.MAX)
+    return [float(x) for x in box.tolist()]
+
+
+def time_together(run: Callable[[], object], device: str, target_s: float = 0.03) -> Timing:
+    """Barrier before each repetition, the slowest rank of each, 5 to 40 repetitions."""
+    import torch  # lazy, as above
+    import torch.distributed as dist
+
+    def once() -> float:
+        dist.barrier()
+        start = time.perf_counter_ns()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter_ns() - start) / 1e3
+
+    once()
+    first_us = slowest([once()])[0]
+    repetitions = min(40, max(5, int(target_s * 1e6 / max(first_us, 1.0))))
+    return summarise(slowest([once() for _ in range(repetitions)]))

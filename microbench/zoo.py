@@ -1,0 +1,178 @@
+"""Points that real models call: op calls captured from random models of many kinds.
+
+Sizes are drawn anew for every model and are not those of the cases we validate on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from microbench.cases import kinds
+from microbench.cases.kinds import clicks, graphs, images, language
+from microbench.ops import families, find_family
+from microbench.ops.family import log_uniform
+from microbench.store import write_atomic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draw:
+    """A model, its inputs and its loss, as ``capture_step`` takes them."""
+
+    build: Callable[[], Any]
+    inputs: Callable[[], dict[str, Any]]
+    loss: Callable[[Any, dict[str, Any]], Any]
+
+
+def from_case(case: Any) -> Draw:
+    """An evaluation case's builder with other sizes."""
+    return Draw(build=case.build, inputs=lambda: case.inputs(case.batch, case.seq), loss=case.loss)
+
+
+def transformer(rng: np.random.Generator, largest: int) -> Draw:
+    """GPT, BERT or Llama style, some with experts; one block, since blocks repeat."""
+    heads = int(rng.choice([2, 4, 6, 8, 12, 16]))
+    per_head = min(int(rng.choice([16, 32, 48, 64, 80, 96, 128])), max(16, largest // heads))
+    sizes: dict[str, Any] = {
+        "style": str(rng.choice(["gpt", "bert", "llama"])),
+        "width": heads * per_head,
+        "layers": 1,
+        "heads": heads,
+    }
+    if rng.random() < 0.3:
+        sizes |= {"experts": int(rng.choice([4, 6, 8, 12])), "top": int(rng.choice([1, 2]))}
+    batch, seq = log_uniform(rng, 2, 16), log_uniform(rng, 24, largest // 2)
+    vocab = log_uniform(rng, 256, 24 * largest)
+    return from_case(language("zoo", "Transformer", batch, seq, vocab=vocab, **sizes))
+
+
+def perceptron(rng: np.random.Generator, largest: int) -> Draw:
+    """Three layers."""
+    widths = tuple(8 * log_uniform(rng, 4, largest // 2) for _ in range(4))
+    return from_case(kinds.perceptron("zoo", widths, log_uniform(rng, 16, largest)))
+
+
+def vit(rng: np.random.Generator, largest: int) -> Draw:
+    """One block over patches."""
+    heads, patch = int(rng.choice([2, 3, 4, 6, 8])), int(rng.choice([4, 6, 8, 16]))
+    width = heads * int(rng.choice([32, 48, 64]))
+    size = patch * log_uniform(rng, 4, 12)
+    sizes: dict[str, Any] = {"width": width, "layers": 1, "heads": heads, "patch": patch}
+    batch, classes = log_uniform(rng, 2, largest // 32), log_uniform(rng, 10, 1000)
+    return from_case(images("zoo", "Vit", batch, size, size=size, classes=classes, **sizes))
+
+
+def resnet(rng: np.random.Generator, largest: int) -> Draw:
+    """Four stages of one or two blocks."""
+    sizes: dict[str, Any] = {
+        "width": 8 * log_uniform(rng, 1, largest // 64),
+        "stages": tuple(int(n) for n in rng.integers(1, 3, 4)),
+        "bottleneck": bool(rng.random() < 0.5),
+    }
+    batch, image = log_uniform(rng, 2, largest // 32), 32 * log_uniform(rng, 1, 4)
+    return from_case(images("zoo", "ResNet", batch, image, classes=100, **sizes))
+
+
+def recurrent(rng: np.random.Generator, largest: int) -> Draw:
+    """A gated recurrent network of one or two layers."""
+    sizes = {"width": 8 * log_uniform(rng, 4, largest // 8), "layers": int(rng.integers(1, 3))}
+    batch, seq = log_uniform(rng, 4, 64), log_uniform(rng, 8, 40)
+    vocab = log_uniform(rng, 256, 8 * largest)
+    more: dict[str, Any] = {"vocab": vocab, "module": "recurrent", **sizes}
+    return from_case(language("zoo", "RecurrentLM", batch, seq, **more))
+
+
+def recommender(rng: np.random.Generator, largest: int) -> Draw:
+    """Tables of one size, two perceptrons."""
+    wide = 8 * log_uniform(rng, 8, largest // 8)
+    case = clicks(
+        "zoo",
+        log_uniform(rng, 64, 4 * largest),
+        features=log_uniform(rng, 8, 64),
+        bottom=(wide, wide // 2),
+        tables=log_uniform(rng, 3, 24),
+        rows=log_uniform(rng, 500, 64 * largest),
+        bag=log_uniform(rng, 1, 16),
+        width=int(rng.choice([16, 32, 48, 64, 96])),
+        top=(2 * wide, wide),
+    )
+    return from_case(case)
+
+
+def graph(rng: np.random.Generator, largest: int) -> Draw:
+    """Two layers of messages along random edges."""
+    case = graphs(
+        "zoo",
+        log_uniform(rng, 4, largest // 16),
+        nodes=log_uniform(rng, 20, 200),
+        degree=log_uniform(rng, 3, 16),
+        features=log_uniform(rng, 16, 128),
+        width=8 * log_uniform(rng, 4, largest // 16),
+        layers=2,
+        classes=log_uniform(rng, 5, 50),
+    )
+    return from_case(case)
+
+
+KINDS: tuple[Callable[[np.random.Generator, int], Draw], ...] = (
+    transformer,
+    perceptron,
+    vit,
+    resnet,
+    transformer,
+    recurrent,
+    recommender,
+    graph,
+)
+LARGEST = {"cpu": 512, "cuda": 8192}  # width of the widest model
+MODELS = 48
+
+
+def captured_points(device: str, models: int, seed: int) -> dict[str, list[Any]]:
+    """Distinct parameters by family, as ``models`` random models call them."""
+    from microbench.capture import capture_step
+    from microbench.step import StepSettings
+
+    rng = np.random.default_rng(seed)
+    found: dict[str, dict[Any, None]] = {name: {} for name in families()}
+    for number in range(models):
+        draw = KINDS[number % len(KINDS)](rng, LARGEST[device])
+        optimizer = "adamw" if number % 3 else "sgd"
+        settings = StepSettings(optimizer=optimizer)
+        capture = capture_step(draw.build, draw.inputs, draw.loss, settings)
+        for call in capture.calls:
+            family, params = find_family(call)
+            if family is not None:
+                found[family.name][params] = None
+    return {name: list(points) for name, points in found.items()}
+
+
+def points_file(root: Path, device: str, seed: int) -> Path:
+    """The captured points of this seed, written where they are missing."""
+    path = root / ".journal" / f"points-{device}-{seed}.json"
+    if not path.is_file():
+        found = captured_points(device, MODELS, seed)
+        plain = {name: [asdict(p) for p in points] for name, points in found.items()}
+        write_atomic(path, json.dumps(plain).encode())
+    return path
+
+
+def read_points(path: Path, name: str) -> list[Any]:
+    """The points of one family."""
+    return [families()[name].params(**p) for p in json.loads(path.read_text())[name]]
+
+
+def mixed(points: list[Any], grid: Iterator[Any], seed: int) -> Iterator[Any]:
+    """Captured points and points of the family's own sweep in turn; then the sweep alone."""
+    order = np.random.default_rng(seed).permutation(len(points))
+    for index in order:
+        yield points[index]
+        point = next(grid, None)
+        if point is not None:
+            yield point
+    yield from grid
