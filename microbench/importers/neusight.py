@@ -73,15 +73,19 @@ def _gemm(f: pd.DataFrame) -> dict[str, Any]:
 
 
 def _elementwise(f: pd.DataFrame) -> dict[str, Any]:
-    """Two tensors, a tensor and a scalar (name ends in u), or one tensor."""
-    scalar = f["OPName"].str.endswith("u") & ~f["OPName"].isin(["relu", "gelu"])
+    """Two tensors, a tensor and a scalar (name ends in u), or one tensor.
+
+    Ops by the names a captured call gets. powu's exponent is not stated; it costs more than mulu
+    where bandwidth is plenty, as a general power does and a square does not.
+    """
+    numel = positive(f["B"]) * positive(f["H"])
     two = f["OPName"].isin(["add", "mul", "div", "pow"])
     return {
-        "op": f["OPName"].where(~scalar, f["OPName"].str[:-1]),
-        "numel": positive(f["B"]) * positive(f["H"]),
-        "inner": f["H"],
+        "op": f["OPName"].replace(CANONICAL),
+        "numel": numel,
+        "inner": numel,
         "tensors": np.where(two, 2, 1),
-        "form": np.where(scalar, "scalar", "same"),
+        "form": np.where(f["OPName"].isin(CANONICAL) & ~two, "scalar", "same"),
     }
 
 
@@ -110,6 +114,8 @@ def _conv(f: pd.DataFrame) -> dict[str, Any]:
 
 
 Form = tuple[str, Callable[[pd.DataFrame], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
+CANONICAL = {"addu": "add", "mulu": "mul", "divu": "mul", "powu": "pow_general"}
+CANONICAL |= {"pow": "pow_general"}
 POINTWISE = ("add", "addu", "div", "divu", "gelu", "mul", "mulu", "pow", "powu", "relu", "tanh")
 CONV = ("B", "Input_Channel", "Output_Channel", "Kernel_Szie", "Input_Size", "Stride", "Padding")
 CONV_SIZES = ("batch", "in_channels", "out_channels", "h", "w", "kernel_h", "kernel_w", "stride")

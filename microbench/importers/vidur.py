@@ -139,7 +139,7 @@ def describe(op: str, w: dict[str, Any], gated: Any) -> tuple[str, dict[str, Any
         return "norm", {"op": kind, **shape}, every
     form: dict[str, Any] = {"form": "same"}
     if op == "add":
-        form |= {"op": "add", "numel": tokens * embd, "inner": embd, "tensors": 2}
+        form |= {"op": "add", "numel": tokens * embd, "inner": tokens * embd, "tensors": 2}
         return "elementwise", form, every
-    form |= {"op": "gelu", "numel": tokens * ffn, "inner": ffn, "tensors": 1}
+    form |= {"op": "gelu", "numel": tokens * ffn, "inner": tokens * ffn, "tensors": 1}
     return "elementwise", form, ~gated if op == "mlp_act" else ~every
