@@ -11,20 +11,22 @@ import pandas as pd
 
 from microbench.hardware.names import gpu_named
 from microbench.importers.base import Gathering, Imported, number, positive, refuse, whole
+from microbench.importers.models import model_of
 from microbench.importers.plans import plan_of
 
 CONVENTIONS = (
     "time_us is one optimizer step, accumulation included; batch is samples per data-parallel "
     "replica and step (the published global batch over dp); world_size counts GPUs. doubts says "
-    "what is inferred, by whoever published the table or by us. timm: fp16 autocast, SGD, random "
-    "images, 40 timed steps, synchronised each step."
+    "what is inferred, by whoever published the table or by us. hf_config is JSON to build the "
+    "model from; rows whose builder is timm name a model of timm 0.6. timm: fp16 autocast, SGD, "
+    "random images, 40 timed steps, synchronised each step."
 )
 TABLE = ("model", "n_gpus", "precision", "global_batch", "step_time_s", "gpu", "gpu_detail")
 TIMM = ("model", "train_step_time", "train_batch_size", "train_img_size")
 TIMM_NAME = re.compile(r"benchmark-train-amp-(nhwc|nchw)-pt(\d)(\d+)-cu(\d+)-(\w+)\.csv(\.gz)?")
 TIMM_GPUS = {"rtx3090": "rtx-3090", "rtx4090": "rtx-4090", "a100": "a100-sxm-40gb"}
-COPIED = ("source", "framework", "network", "model_note", "parallel_plan", "sharding", "precision")
-COPIED += ("fsdp_mixed_precision", "attention_kernel", "compile", "optimizer", "data_input")
+COPIED: tuple[str, ...] = ("source", "framework", "network", "model_note", "parallel_plan", "sharding", "precision")
+COPIED += ("fsdp_mixed_precision", "attention_kernel", "data_input")
 COPIED += ("step_time_basis", "row_id", "source_path", "source_commit")
 COUNTS = ("num_params", "layers", "d_model", "heads", "ffn", "vocab")
 DTYPES = (
@@ -75,22 +77,30 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
     """One row; ValueError says what it states too little of."""
     if not given["model"]:
         raise ValueError("model is not stated")
-    gpu, doubt = gpu_of(given["gpu"], given["gpu_detail"])
+    gpu, gpu_doubt = gpu_of(given["gpu"], given["gpu_detail"])
     dtype, amp = dtype_of(given["precision"])
-    gpus, batch = whole(given["n_gpus"]), whole(given["global_batch"])
     plan, dp = plan_of(given)
+    batch = whole(given["global_batch"])
     if not batch:
         raise ValueError("global batch is not stated")
     if batch % dp:
         raise ValueError("global batch is not a multiple of dp")
-    doubts = "; ".join(d for d in (given.get("doubts", ""), doubt) if d)
-    if "probable" in given["precision"]:
-        doubts = "; ".join(d for d in (doubts, given["precision"]) if d)
+    model = model_of(given)
+    optimizer, optimizer_doubt = optimizer_of(given.get("optimizer", ""), model.optimizer)
+    precision_doubt = given["precision"] if "probable" in given["precision"] else ""
+    doubts = (given.get("doubts"), gpu_doubt, precision_doubt, model.doubt, optimizer_doubt)
+    gpus, compiled = whole(given["n_gpus"]), given.get("compile", "")
+    kernel = given.get("attention_kernel", "")
     return {
         **{"op": "train_step", "gpu": gpu, "timer": "with_launch"},
         "stack": "torch-" + given["torch"] if given.get("torch") else given.get("framework", ""),
         **{"dtype": dtype, "amp": amp, "time_us": number(given["step_time_s"]) * 1e6},
-        **{"case": given["model"], "mode": "train", "plan": plan, "batch": batch // dp},
+        **{"case": given["model"], "builder": "hf", "hf_config": model.hf_config},
+        **{"mode": "train", "plan": plan, "batch": batch // dp, "loss": "default"},
+        **{"optimizer": optimizer, "optimizer_stated": given.get("optimizer", "")},
+        "attn": "eager" if kernel == "hand-written" else "sdpa" if kernel else model.attn,
+        "compile": compiled.startswith("torch.compile"),
+        "cuda_graphs": "CUDA graphs" in compiled,
         "seq": whole(given.get("seq_len_tokens")) or None,
         "image_size": whole(given.get("image_size")) or None,
         "micro_batch": whole(given.get("micro_batch_per_gpu")) or None,
@@ -100,8 +110,20 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
         "ranks_per_node": min(gpus, whole(given.get("gpus_per_node")) or gpus),
         **{name: whole(given.get(name)) or None for name in COUNTS},
         **{name: given.get(name, "") for name in COPIED},
-        **{"gpu_stated": f"{given['gpu']}; {given['gpu_detail']}", "doubts": doubts},
+        "gpu_stated": f"{given['gpu']}; {given['gpu_detail']}",
+        "doubts": "; ".join(d for d in doubts if d),
     }
+
+
+def optimizer_of(stated: str, usual: str) -> tuple[str, str]:
+    """Our name of an optimizer, and a doubt; the model's usual one where none is stated."""
+    if not stated:
+        return usual, f"optimizer not stated, {usual} assumed"
+    if "Muon" not in stated:
+        for pattern, name in (("adam", "adamw"), ("sgd", "sgd")):
+            if pattern in stated.lower():
+                return name, ""
+    raise ValueError(f"optimizer not among ours: {stated[:40]!r}")
 
 
 def gpu_of(gpu: str, detail: str) -> tuple[str, str]:
@@ -149,11 +171,12 @@ def _timm(gather: Gathering, path: Path) -> None:
         "timer": "with_launch",
         **{"dtype": "fp16", "amp": True},
         "time_us": positive(frame["train_step_time"]) * 1e3,
-        **{"samples": 40, "case": frame["model"], "mode": "train", "plan": ""},
+        **{"samples": 40, "case": frame["model"], "builder": "timm"},
+        **{"mode": "train", "plan": "", "loss": "default", "attn": "eager"},
         "batch": frame["train_batch_size"],
         "image_size": frame["train_img_size"],
         "num_params": (positive(frame["param_count"]) * 1e6) if "param_count" in frame else None,
-        **{"memory_format": named[1], "optimizer": "sgd", "compile": "eager", "source": "timm"},
+        **{"memory_format": named[1], "optimizer": "sgd", "compile": False, "source": "timm"},
         **{"recompute": "none", "world_size": 1, "ranks_per_node": 1},
         "run_id": gather.run_id(path),
         "origin": f"{gather.name(path)}:" + frame["line"].astype(str),

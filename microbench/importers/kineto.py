@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,8 @@ from microbench.importers.base import (
     Hints,
     Imported,
     Unreadable,
-    number,
     read_text,
     refuse,
-    text_of,
     whole,
 )
 from microbench.importers.kineto_ops import answered, describe

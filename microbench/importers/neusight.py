@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,6 @@ from microbench.importers.base import (
     positive,
     read_json,
     refuse,
-    whole,
 )
 
 SAMPLES = 25
@@ -184,6 +184,10 @@ def _label(gather: Gathering, path: Path, base: Path) -> None:
     if int(named["batch"]) % dp:
         return gather.drop("global batch is not a multiple of dp")
     config = base / "data/DLmodel_configs" / f"{named['model']}.json"
+    try:
+        model = read_json(config)
+    except Unreadable:
+        return gather.drop(f"label of a model without a configuration: {named['model'][:40]!r}")
     row = {
         "op": "train_step" if named["mode"] == "train" else "infer_step",
         "gpu": gpu,
@@ -192,14 +196,14 @@ def _label(gather: Gathering, path: Path, base: Path) -> None:
         "dtype": "fp32",
         "time_us": number(found.get("e2e_latency")) * 1e3,
         "case": named["model"],
-        "config": gather.name(config) if config.is_file() else "",
+        **{"builder": "hf", "hf_config": json.dumps(model, sort_keys=True)},
         "mode": "train" if named["mode"] == "train" else "infer",
         "batch": int(named["batch"]) // dp,
         "seq": int(named["seq"]),
-        "layers": whole(found.get("num_layer")),
         "forward_us": number(found.get("fw_latency")) * 1e3,
         "backward_us": number(found.get("bwall_latency")) * 1e3,
         **{"loss": "none", "optimizer": "none", "attn": "eager", "amp": False},
+        "ranks_per_node": options["world_size"],
         **options,
         "run_id": gather.run_id(path),
         "origin": gather.name(path),
