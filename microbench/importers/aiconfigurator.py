@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from pandas.api.types import is_numeric_dtype
 
 from microbench.importers.base import Gathering, Imported, Unreadable, positive, read_bytes, refuse
 from microbench.opcall import ITEMSIZE_BYTES
@@ -31,6 +32,8 @@ SYSTEMS = {
 }
 DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8": "fp8", "int8": "int8"}
 DTYPES |= {"float": "fp32", "float32": "fp32"}
+OPTIONAL = ("kernel_source", "window_size")
+MAX_ROWS = 10_000_000
 COLLECTIVES = {"all_gather": "all_gather", "all_reduce": "all_reduce", "alltoall": "all_to_all"}
 COLLECTIVES |= {"reduce_scatter": "reduce_scatter", "broadcast": "broadcast"}
 
@@ -43,7 +46,7 @@ def read(path: Path) -> Imported:
             break
     else:
         raise refuse(path, "an AIConfigurator checkout", "systems/data/<system>/**/*_perf.parquet")
-    gather = Gathering("aiconfigurator", path)
+    gather = Gathering("aiconfigurator", base)
     for table in sorted(base.rglob("*_perf.*")):
         system = table.relative_to(base).parts[0]
         kind = table.name.split("_perf.")[0]
@@ -61,21 +64,37 @@ def _frame(gather: Gathering, path: Path, needed: tuple[str, ...]) -> pd.DataFra
     needed = ("framework", "version", *needed, "latency")
     if path.suffix != ".parquet":
         return gather.csv(path, needed)
+    try:
+        frame = _parquet(read_bytes(path), needed)
+    except Unreadable as exc:
+        gather.unreadable(str(exc))
+        return None
+    gather.readable += 1
+    return frame.assign(line=np.arange(len(frame)))
+
+
+def _parquet(data: bytes, needed: tuple[str, ...]) -> pd.DataFrame:
+    """The columns we read, numbers as numbers and anything else as text."""
     import pyarrow as pa  # lazy: the other importers do without
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(pa.BufferReader(read_bytes(path)))
-        missing = [name for name in needed if name not in table.column_names]
+        file = pq.ParquetFile(pa.BufferReader(data))
+        names = file.schema_arrow.names
+        missing = [name for name in needed if names.count(name) != 1]
         if missing:
             raise Unreadable(f"no column {missing[0]!r}")
-        frame = table.to_pandas(ignore_metadata=True)
-    except Unreadable as exc:
-        return gather.unreadable(str(exc))
-    except (pa.ArrowException, OSError, ValueError):
-        return gather.unreadable("not a Parquet table")
-    gather.readable += 1
-    return frame.reset_index(drop=True).assign(line=np.arange(len(frame)))
+        if file.metadata.num_rows > MAX_ROWS:
+            raise Unreadable(f"more than {MAX_ROWS} rows")
+        wanted = [name for name in (*needed, *OPTIONAL) if names.count(name) == 1]
+        frame: pd.DataFrame = file.read(columns=wanted).to_pandas(ignore_metadata=True)
+    except Unreadable:
+        raise
+    except (pa.ArrowException, OSError, ValueError, TypeError, MemoryError) as exc:
+        raise Unreadable("not a Parquet table") from exc
+    numeric = [is_numeric_dtype(frame[name]) for name in wanted]
+    texts = [name for name, number in zip(wanted, numeric, strict=True) if not number]
+    return frame.assign(**{name: frame[name].map(str) for name in texts})
 
 
 def _common(gather: Gathering, path: Path, system: str, f: pd.DataFrame, dtype: str) -> Any:

@@ -25,7 +25,15 @@ TABLE = ("model", "n_gpus", "precision", "global_batch", "step_time_s", "gpu", "
 TIMM = ("model", "train_step_time", "train_batch_size", "train_img_size")
 TIMM_NAME = re.compile(r"benchmark-train-amp-(nhwc|nchw)-pt(\d)(\d+)-cu(\d+)-(\w+)\.csv(\.gz)?")
 TIMM_GPUS = {"rtx3090": "rtx-3090", "rtx4090": "rtx-4090", "a100": "a100-sxm-40gb"}
-COPIED: tuple[str, ...] = ("source", "framework", "network", "model_note", "parallel_plan", "sharding", "precision")
+COPIED: tuple[str, ...] = (
+    "source",
+    "framework",
+    "network",
+    "model_note",
+    "parallel_plan",
+    "sharding",
+    "precision",
+)
 COPIED += ("fsdp_mixed_precision", "attention_kernel", "data_input")
 COPIED += ("step_time_basis", "row_id", "source_path", "source_commit")
 COUNTS = ("num_params", "layers", "d_model", "heads", "ffn", "vocab")

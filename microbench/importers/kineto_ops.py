@@ -13,7 +13,16 @@ from microbench.ops import families
 DTYPES = {"float": "fp32", "double": "fp64", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
 DTYPES |= {"long int": "int64", "long": "int64", "int": "int32", "short": "int16", "bool": "bool"}
 DTYPES |= {"signed char": "int8", "unsigned char": "uint8"}
-OVERLOADS: tuple[str, ...] = ("default", "Tensor", "Scalar", "dim_IntList", "dim", "correction", "self", "float")
+OVERLOADS: tuple[str, ...] = (
+    "default",
+    "Tensor",
+    "Scalar",
+    "dim_IntList",
+    "dim",
+    "correction",
+    "self",
+    "float",
+)
 OVERLOADS += ("memory_format", "Tensor_Scalar", "start", "start_step", "ScalarSelf")
 RENAMED = {"cudnn_batch_norm": "native_batch_norm", "miopen_batch_norm": "native_batch_norm"}
 ATTENTION: tuple[str, ...] = ("_flash_attention_forward", "_efficient_attention_forward")

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from microbench.hardware.names import gpu_named
+from microbench.hardware.spec import gpu_names, load_gpu
 from microbench.importers.base import (
     Gathering,
     Hints,
@@ -19,6 +19,7 @@ from microbench.importers.base import (
     Unreadable,
     number,
     read_text,
+    read_yaml,
     refuse,
     text_of,
     whole,
@@ -68,41 +69,60 @@ def read(path: Path, hints: Hints = Hints()) -> Imported:  # noqa: B008  # froze
 def _stated(gather: Gathering, folder: Path) -> dict[str, dict[str, Any]]:
     """sources.yaml by file name; empty where there is none or it cannot be read."""
     path = folder / "sources.yaml"
-    if not path.is_file():
+    if not path.exists():
         return {}
     try:
-        entries = yaml.safe_load(read_text(path))
-    except (yaml.YAMLError, Unreadable, RecursionError):
-        gather.drop("file unreadable: sources.yaml")
-        return {}
-    if not isinstance(entries, list):
-        gather.drop("file unreadable: sources.yaml is not a list")
+        entries = read_yaml(path)
+        if not isinstance(entries, list):
+            raise Unreadable("not a list")
+    except Unreadable as exc:
+        gather.drop(f"sources.yaml unreadable: {exc}")
         return {}
     return {text_of(e.get("file")): e for e in entries if isinstance(e, dict)}
 
 
-def _file(gather: Gathering, path: Path, stated: dict[str, Any], hints: Hints) -> None:
+def _file(gather: Gathering, path: Path, stated: Mapping[str, Any], hints: Hints) -> None:
+    """All runs of one file."""
     try:
         text = read_text(path)
         is_json = text.lstrip()[:1] == "{"
-        log = parse_json(text) if is_json else parse_text(text)
-    except (ValueError, RecursionError) as exc:
-        reason = str(exc) if isinstance(exc, Unreadable) else "not an nccl-tests report"
-        return gather.unreadable(reason)
-    if not log.rows and not log.empty:
-        return gather.unreadable("no table of nccl-tests in it")
+        logs = [parse_json(text)] if is_json else parse_text(text)
+        if not any(log.rows or log.empty or log.host_times for log in logs):
+            raise Unreadable("no table of nccl-tests in it")
+    except Unreadable as exc:
+        return gather.unreadable(str(exc))
     gather.readable += 1
-    gather.drop("message of 0 bytes", log.empty)
-    gather.drop("line of an unknown layout", log.unknown)
-    facts = machine(log, stated, hints)
-    op = OPS.get(text_of(stated.get("collective")) or log.collective or _named(path.name))
-    lacking = "collective" if op is None else next((k for k, v in facts.items() if not v), "")
-    if lacking:
-        count = len(log.rows)
-        return gather.drop(f"{lacking} is not stated: pass it, or write a sources.yaml", count)
     run_id = gather.run_id(path, text)
-    rows = _rows(log, stated, facts, {"op": op, "run_id": run_id})
-    rows["origin"] = [f"{gather.name(path)}:{row[0]}" for row in log.rows]
+    for log in logs:
+        _log(gather, path, log, stated, hints, run_id)
+    return None
+
+
+def _log(
+    gather: Gathering,
+    path: Path,
+    log: Log,
+    stated: Mapping[str, Any],
+    hints: Hints,
+    run_id: str,
+) -> None:
+    """One run: its rows, or the reason why it has none."""
+    gather.drop("message of 0 bytes", log.empty)
+    gather.drop("time of the host, not of the GPU", log.host_times)
+    gather.drop("line of an unknown layout", log.unknown)
+    if not log.rows:
+        return None
+    facts = machine(log, stated, hints)
+    said = log.collective or text_of(stated.get("collective")) or _named(path.name)
+    if not said or not all(facts.values()):
+        lacking = next((name for name, value in facts.items() if not value), "collective")
+        reason = f"{lacking} is not stated: pass it, or write a sources.yaml"
+        return gather.drop(reason, len(log.rows))
+    if said not in OPS:
+        return gather.drop(f"collective not among ours: {said[:40]!r}", len(log.rows))
+    rows = _rows(log, stated, hints, facts)
+    places = [f"{gather.name(path)}:{row[0]}" for row in log.rows]
+    rows = rows.assign(op=OPS[said], run_id=run_id, origin=places)
     return gather.add("collective", rows, ("world_size", "ranks_per_node", "message_bytes"))
 
 
@@ -126,30 +146,28 @@ def machine(log: Log, stated: Mapping[str, Any], hints: Hints) -> dict[str, Any]
 
 
 def _rows(
-    log: Log, stated: Mapping[str, Any], facts: Mapping[str, Any], common: Mapping[str, Any]
+    log: Log, stated: Mapping[str, Any], hints: Hints, facts: Mapping[str, Any]
 ) -> pd.DataFrame:
     """All rows of a run; a row whose data came out wrong is an error row."""
     _, sizes, dtypes, in_place, times, wrong = zip(*log.rows, strict=True)
-    nic = number(stated.get("nic_bytes_per_s_per_gpu"))
-    link = "network" if facts["nodes"] > 1 and (nic or not stated) else "nvlink"
+    nic = number(stated.get("nic_bytes_per_s_per_gpu")) or number(hints.network_bytes_per_s)
     variant = text_of(stated.get("gpu_variant"))
-    node = next((name for pattern, name in NODES if re.search(pattern, variant)), "")
+    named = next((name for pattern, name in NODES if re.search(pattern, variant)), "")
     version = text_of(stated.get("nccl")) or log.nccl
     frame = pd.DataFrame({"message_bytes": sizes, "dtype": dtypes, "in_place": in_place})
     failed = np.array(wrong) > 0
     return frame.assign(
-        **common,
         gpu=facts["gpu"],
-        stack=f"nccl-{version.split()[0]}" if version else "nccl",
+        stack=f"nccl-{version.split()[0]}" if version.split() else "nccl",
         timer="device",
         status=np.where(failed, "error", "ok"),
         reason=[f"{n} wrong values" if n else "" for n in wrong],
         time_us=times,
         samples=log.iters or None,
-        world_size=facts["nodes"] * facts["gpus_per_node"],
+        world_size=float(facts["nodes"]) * facts["gpus_per_node"],
         ranks_per_node=facts["gpus_per_node"],
-        node=node,
-        link=link,
+        node=named or hints.node,
+        link=_link(facts, bool(nic) or not stated),
         network_bytes_per_s=nic or None,
         network=text_of(stated.get("nic")),
         network_fact=text_of(stated.get("nic_fact")),
@@ -157,3 +175,11 @@ def _rows(
         doubts=text_of(stated.get("doubts")),
         published=text_of(stated.get("from")),
     )
+
+
+def _link(facts: Mapping[str, Any], network: bool) -> str:
+    """What the ring's slowest hop runs over; a rack-scale machine is one NVLink domain."""
+    if facts["nodes"] > 1 and network:
+        return "network"
+    has_link = facts["gpu"] in gpu_names() and load_gpu(facts["gpu"]).link_bytes_per_s > 0
+    return "nvlink" if has_link else "pcie"

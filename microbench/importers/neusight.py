@@ -16,6 +16,7 @@ from microbench.importers.base import (
     Gathering,
     Imported,
     Unreadable,
+    integers,
     number,
     positive,
     read_json,
@@ -44,7 +45,7 @@ def read(path: Path) -> Imported:
     else:
         looked_for = "scripts/asplos/data/dataset and scripts/asplos/label"
         raise refuse(path, "a NeuSight checkout", looked_for)
-    gather = Gathering("neusight", path)
+    gather = Gathering("neusight", base)
     for part in ("train", "test"):
         folder = base / "data/dataset" / part
         tables = {p for p in folder.rglob("*") if p.name.endswith((".csv", ".csv.gz"))}
@@ -83,7 +84,7 @@ def _elementwise(f: pd.DataFrame) -> dict[str, Any]:
     return {
         "op": f["OPName"].replace(CANONICAL),
         "numel": numel,
-        "inner": numel,
+        "inner": integers(numel),
         "tensors": np.where(two, 2, 1),
         "form": np.where(f["OPName"].isin(CANONICAL) & ~two, "scalar", "same"),
     }
@@ -108,7 +109,7 @@ def _conv(f: pd.DataFrame) -> dict[str, Any]:
         **{"h": f["Input_Size"], "w": f["Input_Size"]},
         **{"kernel_h": f["Kernel_Szie"], "kernel_w": f["Kernel_Szie"]},  # upstream's spelling
         "stride": f["Stride"],
-        **{name: positive(f["Padding"]).astype(np.int64) for name in ("padding_h", "padding_w")},
+        **{"padding_h": integers(f["Padding"]), "padding_w": integers(f["Padding"])},
         **{"dilation": 1, "groups": 1, **flags},
     }
 
@@ -123,7 +124,7 @@ FORMS: dict[str, Form] = {
     **dict.fromkeys(
         ("bmm", "linear"), ("gemm", _gemm, ("B", "M", "N", "K"), ("m", "n", "k", "batch"))
     ),
-    **dict.fromkeys(POINTWISE, ("elementwise", _elementwise, ("B", "H"), ("numel", "inner"))),
+    **dict.fromkeys(POINTWISE, ("elementwise", _elementwise, ("B", "H"), ("numel",))),
     "softmax": ("reduction", _softmax, ("B", "H"), ("outer", "size")),
     "ln": ("norm", _norm, ("B", "H"), ("rows", "cols")),
     "conv": ("conv", _conv, CONV, CONV_SIZES),

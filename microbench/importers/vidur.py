@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from microbench.importers.base import Gathering, Imported, positive, refuse
+from microbench.importers.base import Gathering, Imported, integers, positive, refuse
 
 CONVENTIONS = (
     "Medians of kernel times in ms with 1 us resolution, here us; fp16; rank 0. Rows with more "
@@ -23,7 +24,14 @@ NODES = {
     "a40_pairwise_nvlink": ("a40", "a40-pairwise", "pairwise"),
 }
 GPUS = {"a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "a40": "a40"}
-SHAPE: tuple[str, ...] = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "use_gated_mlp", "num_tokens")
+SHAPE: tuple[str, ...] = (
+    "n_head",
+    "n_kv_head",
+    "n_embd",
+    "n_expanded_embd",
+    "use_gated_mlp",
+    "num_tokens",
+)
 SHAPE += ("num_tensor_parallel_workers",)
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
@@ -35,7 +43,7 @@ def read(path: Path) -> Imported:
             break
     else:
         raise refuse(path, "a Vidur checkout", "data/profiling/network and data/profiling/compute")
-    gather = Gathering("vidur", path)
+    gather = Gathering("vidur", base)
     for kind, known in (("network", NODES), ("compute", GPUS)):
         for table in sorted(p for p in (base / kind).rglob("*") if ".csv" in p.suffixes):
             place = table.relative_to(base / kind).parts[0]
@@ -99,8 +107,11 @@ def _compute(gather: Gathering, path: Path, place: str) -> None:
         return
     gated = frame["use_gated_mlp"].str.lower() == "true"
     width = {name: positive(frame[name]) for name in SHAPE if name != "use_gated_mlp"}
-    for column in (c for c in frame if c.startswith("time_stats.") and c.endswith(".median")):
-        op = column.split(".")[1]
+    for column in frame:
+        named = re.fullmatch(r"time_stats\.(\w+)\.median", str(column))
+        if named is None:
+            continue
+        op = named[1]
         family, described, known = describe(op, width, gated.to_numpy())
         gather.drop(f"op not among ours: {op[:40]!r}", int((~known).sum()))
         rows = {
@@ -109,7 +120,7 @@ def _compute(gather: Gathering, path: Path, place: str) -> None:
             "module": op,
             **described,
         }
-        sizes = [k for k in described if k in ("m", "n", "k", "rows", "cols", "numel", "inner")]
+        sizes = [k for k in described if k in ("m", "n", "k", "rows", "cols", "numel")]
         gather.add(family, pd.DataFrame(rows, index=frame.index)[known], sizes)
 
 
@@ -137,9 +148,9 @@ def describe(op: str, w: dict[str, Any], gated: Any) -> tuple[str, dict[str, Any
         kind = np.where(gated, "rms", "layer")
         shape = {"rows": tokens, "cols": embd, "channels": 1, "groups": 1}
         return "norm", {"op": kind, **shape}, every
-    form: dict[str, Any] = {"form": "same"}
     if op == "add":
-        form |= {"op": "add", "numel": tokens * embd, "inner": tokens * embd, "tensors": 2}
-        return "elementwise", form, every
-    form |= {"op": "gelu", "numel": tokens * ffn, "inner": tokens * ffn, "tensors": 1}
-    return "elementwise", form, ~gated if op == "mlp_act" else ~every
+        numel, mine, name, tensors = tokens * embd, every, "add", 2
+    else:
+        numel, mine, name, tensors = tokens * ffn, ~gated & (op == "mlp_act"), "gelu", 1
+    form = {"op": name, "numel": numel, "inner": integers(numel), "tensors": tensors}
+    return "elementwise", {**form, "form": "same"}, mine
