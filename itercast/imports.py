@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from itercast.errors import one_line_errors
-
-Count = Annotated[int, typer.Option(min=0, help="nccl-tests: where neither file nor log says")]
+from microbench.hardware.spec import Gpu, load_gpu
+from microbench.importers.base import Hints
 
 
 @one_line_errors
@@ -20,21 +21,23 @@ def import_rows(
     ],
     path: Annotated[Path, typer.Argument(help="checkout, folder or file of that source")],
     out: Annotated[Path, typer.Option(help="dataset root")] = Path("imported"),
-    gpu: Annotated[str, typer.Option(help="nccl-tests, kineto: where the file does not say")] = "",
-    nodes: Count = 0,
-    gpus_per_node: Count = 0,
+    gpu: Annotated[
+        str, typer.Option(help="nccl-tests, kineto: name or YAML file, where the log does not say")
+    ] = "",
+    nodes: Annotated[int, typer.Option(min=0, help="nccl-tests: where the log does not say")] = 0,
+    gpus_per_node: Annotated[int, typer.Option(min=0, help="nccl-tests: as --nodes")] = 0,
+    node: Annotated[
+        str, typer.Option(help="nccl-tests: name or YAML file of the kind of node")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
 ) -> None:
-    """Turn measurements of others into dataset rows; prints what became of every row."""
-    from microbench.hardware.spec import load_gpu
-    from microbench.importers.base import Hints
+    """Turn measurements of others into dataset rows; says what became of every row."""
     from microbench.importers.sources import read_source
     from microbench.importers.write import write
 
-    named = load_gpu(gpu).name if gpu else ""
-    hints = Hints(gpu=named, nodes=nodes, gpus_per_node=gpus_per_node)
+    hints, own = given(gpu, nodes, gpus_per_node, node)
     imported = read_source(source, path, hints)
-    write(imported, out)
+    write(imported, out, own)
     report: dict[str, Any] = {
         "source": source,
         "out": str(out),
@@ -44,9 +47,30 @@ def import_rows(
     }
     if as_json:
         typer.echo(json.dumps(report))
-        return
-    for family, count in report["rows"].items():
-        typer.echo(f"{count:8d} rows of {family}")
-    for reason, count in report["dropped"].items():
-        typer.echo(f"{count:8d} left out: {reason}")
-    typer.echo(f"{sum(report['rows'].values())} rows in {out}")
+    else:
+        for family, count in report["rows"].items():
+            typer.echo(f"{count:8d} rows of {family}")
+        for reason, count in report["dropped"].items():
+            typer.echo(f"{count:8d} left out: {reason}")
+        typer.echo(f"{sum(report['rows'].values())} rows in {out}")
+    if not report["rows"]:
+        raise typer.Exit(1)
+
+
+def given(gpu: str, nodes: int, gpus_per_node: int, node: str) -> tuple[Hints, Gpu | None]:
+    """What the options say about the machine, and the GPU they describe; ValueError if unknown."""
+    from microbench.hardware.node import load_node
+
+    kind = load_node(node) if node else None
+    named = gpu or (kind.gpu if kind else "")
+    own = load_gpu(named) if named else None
+    if own is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", own.name):
+        raise ValueError(f"gpu {own.name!r}: a name has small letters, digits, dashes and points")
+    hints = Hints(
+        gpu=own.name if own else "",
+        nodes=nodes,
+        gpus_per_node=gpus_per_node or (kind.gpus_per_node if kind else 0),
+        node=kind.name if kind else "",
+        network_bytes_per_s=kind.network_bytes_per_s if kind else 0.0,
+    )
+    return hints, own

@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from microbench.hardware.names import gpu_named
-from microbench.hardware.spec import slug
 from microbench.importers.base import (
     Gathering,
     Hints,
@@ -52,10 +51,11 @@ def _file(gather: Gathering, path: Path, hints: Hints) -> None:
         trace = parse(text)
     except Unreadable as exc:
         return gather.unreadable(str(exc))
-    gpu = gpu_named(trace.device) or hints.gpu or (slug(trace.device) if trace.device else "")
-    if not gpu:
-        return gather.unreadable("no device named in it, and none given")
     gather.readable += 1
+    gpu = gpu_named(trace.device) or hints.gpu
+    if not gpu:
+        said = f"not among ours: {trace.device[:60]!r}" if trace.device else "not stated"
+        return gather.drop(f"trace whose GPU is {said}: pass it")
     common = {
         "gpu": gpu,
         "stack": f"torch cuda-{trace.cuda}" if trace.cuda else "torch",
@@ -88,7 +88,7 @@ def _op_rows(gather: Gathering, trace: Trace) -> dict[str, list[dict[str, Any]]]
         gather.drop(reason, count)
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for (family, point), samples in times.items():
-        rows[family].append({**asdict(point), "timer": "device", **_spread(samples)})
+        rows[family].append({"timer": "device", **_spread(samples), **asdict(point)})
     return rows
 
 

@@ -25,8 +25,14 @@ OVERLOADS: tuple[str, ...] = (
 )
 OVERLOADS += ("memory_format", "Tensor_Scalar", "start", "start_step", "ScalarSelf")
 RENAMED = {"cudnn_batch_norm": "native_batch_norm", "miopen_batch_norm": "native_batch_norm"}
-ATTENTION: tuple[str, ...] = ("_flash_attention_forward", "_efficient_attention_forward")
-ATTENTION += ("_flash_attention_backward",)
+# Where the query, a bias, the dropout and the causal flag stand among the arguments (-1: nowhere).
+# Source: aten/src/ATen/native/native_functions.yaml of PyTorch.
+ATTENTION = {
+    "_flash_attention_forward": (0, -1, 7, 8),
+    "_flash_attention_backward": (1, -1, 10, 11),
+    "_efficient_attention_forward": (0, 3, 8, 9),
+    "_efficient_attention_backward": (1, 4, 11, 14),
+}
 
 
 @cache
@@ -104,13 +110,14 @@ def _output(values: tuple[Any, ...]) -> tuple[TensorSpec, ...]:
 
 def _attention(name: str, values: tuple[Any, ...]) -> tuple[str, Any] | None:
     """Fused attention logs (batch, length, heads, dim); the family takes heads before length."""
-    backward = name.endswith("backward")
-    tensors = [_heads_first(t) for t in values[: 4 if backward else 3]]
-    if name.startswith("_efficient"):
-        dropout, causal = values[8], values[9] in (1, 2)
-    else:
-        dropout, causal = values[10:12] if backward else values[7:9]
-    facts = {"is_causal": causal is True, "dropout_p": float(dropout or 0.0), "masked": False}
+    query, bias, dropout, causal = ATTENTION[name]
+    tensors = [_heads_first(t) for t in values[: query + 3]]
+    facts = {
+        "is_causal": values[causal] in (True, 1, 2),  # a flag, or a kind of mask: 0 is none
+        "dropout_p": float(values[dropout] or 0.0),
+        "masked": bias >= 0 and isinstance(values[bias], TensorSpec),
+    }
+    backward = query > 0
     op = "itercast.sdpa_backward" if backward else "itercast.sdpa"
     answer = families()["attention"].answers[op]
     point = answer(OpCall(op=op, args=tuple(tensors), kwargs=facts))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from microbench.importers.base import Unreadable, number, text_of
+from microbench.importers.base import Unreadable, number, parsed_json, text_of
 
 OPS = ("cpu_op", "Operator", "operator", "user_annotation")
 KERNELS = ("kernel", "Kernel", "gpu_memcpy", "gpu_memset", "Memcpy", "Memset")
@@ -42,12 +41,7 @@ class Trace:
 
 def parse(text: str) -> Trace:
     """The events of a trace; Unreadable if the text is none."""
-    try:
-        found = json.loads(text)
-    except RecursionError as exc:
-        raise Unreadable("JSON nested too deep") from exc
-    except ValueError as exc:
-        raise Unreadable("not JSON") from exc
+    found = parsed_json(text)
     events = found.get("traceEvents") if isinstance(found, Mapping) else None
     if not isinstance(events, list):
         raise Unreadable("no list of traceEvents")

@@ -10,12 +10,15 @@ from typing import Any
 import pandas as pd
 
 from microbench import store
-from microbench.hardware.spec import gpu_names, load_gpu
+from microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from microbench.importers.base import Imported
 
 
-def write(imported: Imported, out: Path) -> int:
-    """One part per file read, so that importing a file again replaces its rows; number of rows."""
+def write(imported: Imported, out: Path, own: Gpu | None = None) -> int:
+    """One part per file read, so that importing a file again replaces its rows; number of rows.
+
+    ``own`` is a GPU that the user describes.
+    """
     written = 0
     for family, rows in imported.rows.items():
         for gpu, mine in rows.groupby("gpu", sort=True):
@@ -23,12 +26,12 @@ def write(imported: Imported, out: Path) -> int:
                 name = hashlib.sha256(str(run_id).encode()).hexdigest()[:12]
                 store.write_part(out, family, str(gpu), part, name, imported.source)
             folder = out / family / str(gpu) / imported.source
-            store.write_card(folder, card(imported, str(gpu), mine))
+            store.write_card(folder, card(imported, str(gpu), mine, own))
             written += len(mine)
     return written
 
 
-def card(imported: Imported, gpu: str, rows: pd.DataFrame) -> dict[str, Any]:
+def card(imported: Imported, gpu: str, rows: pd.DataFrame, own: Gpu | None) -> dict[str, Any]:
     """Where the rows come from, how they were measured, and what was left out."""
     facts: dict[str, Any] = {
         "what": f"measurements of others, imported from {imported.source}",
@@ -39,6 +42,8 @@ def card(imported: Imported, gpu: str, rows: pd.DataFrame) -> dict[str, Any]:
         "files": sorted(str(r) for r in rows["run_id"].unique()),
         "dropped_in_this_import": dict(imported.dropped),
     }
-    if gpu in gpu_names():
+    if own is not None and own.name == gpu:
+        facts["hardware"] = own.to_dict()
+    elif gpu in gpu_names():
         facts["hardware"] = load_gpu(gpu).to_dict()
     return facts
