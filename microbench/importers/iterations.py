@@ -35,7 +35,7 @@ COPIED: tuple[str, ...] = (
     "precision",
 )
 COPIED += ("fsdp_mixed_precision", "attention_kernel", "data_input")
-COPIED += ("step_time_basis", "row_id", "source_path", "source_commit")
+COPIED += ("activation_recompute", "step_time_basis", "row_id", "source_path", "source_commit")
 COUNTS = ("num_params", "layers", "d_model", "heads", "ffn", "vocab")
 DTYPES = (
     (r"^pure bf16|^bf16$", "bf16", False),
@@ -47,8 +47,6 @@ DTYPES = (
     (r"NVFP4", "fp4", True),
     (r"FP16|fp16", "fp16", True),
 )
-RECOMPUTE = {"true": "full", "full": "full", "false": "none", "none": "none"}
-RECOMPUTE |= {"selective layer": "selective", "selective op": "selective"}
 
 
 def read(path: Path) -> Imported:
@@ -112,8 +110,6 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
         "seq": whole(given.get("seq_len_tokens")) or None,
         "image_size": whole(given.get("image_size")) or None,
         "micro_batch": whole(given.get("micro_batch_per_gpu")) or None,
-        "recompute": RECOMPUTE.get(given.get("activation_recompute", ""), ""),
-        "cpu_offload": given.get("activation_cpu_offload", "") == "true",
         "world_size": gpus,
         "ranks_per_node": min(gpus, whole(given.get("gpus_per_node")) or gpus),
         **{name: whole(given.get(name)) or None for name in COUNTS},
@@ -185,7 +181,7 @@ def _timm(gather: Gathering, path: Path) -> None:
         "image_size": frame["train_img_size"],
         "num_params": (positive(frame["param_count"]) * 1e6) if "param_count" in frame else None,
         **{"memory_format": named[1], "optimizer": "sgd", "compile": False, "source": "timm"},
-        **{"recompute": "none", "world_size": 1, "ranks_per_node": 1},
+        **{"world_size": 1, "ranks_per_node": 1},
         "run_id": gather.run_id(path),
         "origin": f"{gather.name(path)}:" + frame["line"].astype(str),
     }

@@ -196,7 +196,7 @@ def _label(gather: Gathering, path: Path, base: Path) -> None:
         "timer": "with_launch",
         "dtype": "fp32",
         "time_us": number(found.get("e2e_latency")) * 1e3,
-        "case": named["model"],
+        **{"case": named["model"], "source": "neusight"},
         **{"builder": "hf", "hf_config": json.dumps(model, sort_keys=True)},
         "mode": "train" if named["mode"] == "train" else "infer",
         "batch": int(named["batch"]) // dp,

@@ -1,35 +1,48 @@
-"""Published parallel plans in our grammar: dp, tp, pp, cp, ep, vp (interleaving), micro, zero."""
+"""Published parallel plans as the text that names a plan here (compose/plan.py reads it)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from microbench.importers.base import whole
+
+RECOMPUTE = {"true": "full", "full": "full", "false": "", "none": "", "": ""}
+RECOMPUTE |= {"selective layer": "selective", "selective op": "selective"}
 
 
 def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
     """The plan and its dp, from a table's columns; ValueError where they do not fit together.
 
-    dp is what is left of the GPUs. ``micro`` is the micro-batches per replica and step, left out
-    where it is 1 without pipeline.
+    dp is what is left of the GPUs; the micro-batches of a step are ``micro`` under pipelines,
+    ``accumulate`` without.
     """
     degrees = {axis: _degree(axis, given.get(axis, "")) for axis in ("tp", "pp", "cp", "ep", "vp")}
-    gpus = whole(given.get("n_gpus"))
+    gpus, stages, virtual = whole(given.get("n_gpus")), degrees["pp"], degrees.pop("vp")
     if not gpus:
         raise ValueError("number of GPUs is not stated")
-    dp, rest = divmod(gpus, degrees["tp"] * degrees["pp"] * degrees["cp"])
+    dp, rest = divmod(gpus, degrees["tp"] * stages * degrees["cp"])
     stated = re.fullmatch(r"DDP (\d{1,6})", given.get("parallel_plan", ""))
-    if rest or not dp or (stated and int(stated[1]) != dp):
+    if rest or not dp or dp % degrees["ep"] or (stated and int(stated[1]) != dp):
         raise ValueError("degrees of the plan do not fit the number of GPUs")
-    parts = {"dp": dp, **degrees, "micro": _micro(given, dp, degrees["pp"])}
-    parts["zero"] = _zero(given)
-    kept = {k: v for k, v in parts.items() if v > 1 or (k in ("zero", "micro") and v == 1)}
-    if kept.get("micro") == 1 and degrees["pp"] == 1:
-        del kept["micro"]
-    if dp == 1:
-        kept.pop("zero", None)
-    return ",".join(f"{k}={v}" for k, v in kept.items()), dp
+    micro = _micro(given, dp)
+    if virtual > 1 and (stages == 1 or micro % stages):
+        raise ValueError("plan is ambiguous: interleaved stages do not fit")
+    parts: dict[str, Any] = {k: v for k, v in {"dp": dp, **degrees}.items() if v > 1}
+    if stages > 1 and micro:
+        parts["micro"] = micro
+    elif micro > 1:
+        parts["accumulate"] = micro
+    if virtual > 1:
+        parts["schedule"] = f"interleaved:{virtual}"
+    if dp * degrees["cp"] > 1 and (zero := _zero(given)):
+        parts["zero"] = zero
+    if recompute := RECOMPUTE.get(given.get("activation_recompute", ""), ""):
+        parts["recompute"] = recompute
+    if given.get("activation_cpu_offload", "") == "true":
+        parts["offload"] = "activations"
+    return ",".join(f"{k}={v}" for k, v in parts.items()), dp
 
 
 def _degree(axis: str, text: str) -> int:
@@ -40,7 +53,7 @@ def _degree(axis: str, text: str) -> int:
     return int(text)
 
 
-def _micro(given: Mapping[str, str], dp: int, pp: int) -> int:
+def _micro(given: Mapping[str, str], dp: int) -> int:
     """Micro-batches as stated, else global batch over dp and micro-batch; 0 where unknown."""
     if stated := given.get("grad_accum_steps", ""):
         return _degree("grad_accum_steps", stated)
