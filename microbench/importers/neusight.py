@@ -152,6 +152,7 @@ def _table(gather: Gathering, path: Path, part: str) -> None:
             "dtype": "fp32",
             "time_us": positive(mine["Latency"]) * 1e3,
             "samples": SAMPLES,
+            "kernel": mine.get("Kernel Name", ""),
             "split": part,
             "run_id": gather.run_id(path),
             "origin": f"{gather.name(path)}:" + mine["line"].astype(str),
