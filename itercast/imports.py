@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from itercast.errors import one_line_errors
-from microbench.hardware.spec import Gpu, load_gpu
-from microbench.importers.base import Hints
+
+if TYPE_CHECKING:
+    from microbench.hardware.spec import Gpu
+    from microbench.importers.base import Hints
 
 
 @one_line_errors
@@ -60,6 +62,8 @@ def import_rows(
 def given(gpu: str, nodes: int, gpus_per_node: int, node: str) -> tuple[Hints, Gpu | None]:
     """What the options say about the machine, and the GPU they describe; ValueError if unknown."""
     from microbench.hardware.node import load_node
+    from microbench.hardware.spec import load_gpu
+    from microbench.importers.base import Hints
 
     kind = load_node(node) if node else None
     named = gpu or (kind.gpu if kind else "")

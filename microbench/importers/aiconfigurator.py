@@ -10,14 +10,27 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
-from microbench.importers.base import Gathering, Imported, Unreadable, positive, read_bytes, refuse
+from microbench.importers.base import (
+    About,
+    Gathering,
+    Imported,
+    Unreadable,
+    positive,
+    read_bytes,
+    refuse,
+)
 from microbench.opcall import ITEMSIZE_BYTES
 
-CONVENTIONS = (
-    "Upstream times are ms and message sizes elements; here us and bytes. gemm is a linear layer "
-    "without bias (fp8: scaled_mm, quantisation of inputs not included as far as known). "
-    "Attention is causal prefill without earlier keys; rows with a sliding window are left out. "
-    "Collectives are within one node, sizes as nccl-tests counts them."
+ABOUT = About(
+    source="aiconfigurator",
+    where="AIConfigurator, NVIDIA, https://github.com/ai-dynamo/aiconfigurator",
+    licence="Apache-2.0",
+    conventions=(
+        "Upstream times are ms and message sizes elements; here us and bytes. gemm is a linear "
+        "layer without bias (fp8: scaled_mm, quantisation of inputs not included as far as "
+        "known). Attention is causal prefill without earlier keys; rows with a sliding window are "
+        "left out. Collectives are within one node, sizes as nccl-tests counts them."
+    ),
 )
 SYSTEMS = {
     "a100_sxm": ("a100-sxm-80gb", "dgx-a100"),
@@ -46,7 +59,7 @@ def read(path: Path) -> Imported:
             break
     else:
         raise refuse(path, "an AIConfigurator checkout", "systems/data/<system>/**/*_perf.parquet")
-    gather = Gathering("aiconfigurator", base)
+    gather = Gathering(ABOUT, base)
     for table in sorted(base.rglob("*_perf.*")):
         system = table.relative_to(base).parts[0]
         kind = table.name.split("_perf.")[0]
@@ -56,7 +69,7 @@ def read(path: Path) -> Imported:
             gather.drop(f"file not imported: table {kind[:40]!r}")
         elif (frame := _frame(gather, table, TABLES[kind][0])) is not None:
             TABLES[kind][1](gather, table, system, frame)
-    return gather.done("Apache-2.0", CONVENTIONS)
+    return gather.done()
 
 
 def _frame(gather: Gathering, path: Path, needed: tuple[str, ...]) -> pd.DataFrame | None:

@@ -39,14 +39,23 @@ class Hints:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a source is: whose, under which licence, which units and conventions it converts."""
+
+    source: str
+    where: str
+    licence: str
+    conventions: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
     """Rows in dataset form by family, and what became of the others by reason."""
 
-    source: str
-    licence: str
-    conventions: str
+    about: About
     rows: Mapping[str, pd.DataFrame]
     dropped: Mapping[str, int]
+    commit: str = ""  # of the checkout, where it is one
 
 
 class Unreadable(ValueError):
@@ -121,8 +130,8 @@ def read_yaml(path: Path) -> Any:
 class Gathering:
     """Collects the rows of one import and counts what it leaves out."""
 
-    def __init__(self, source: str, root: Path) -> None:
-        self.source = source
+    def __init__(self, about: About, root: Path) -> None:
+        self.about = about
         self.root = root
         self.dropped: Counter[str] = Counter()
         self.frames: dict[str, list[pd.DataFrame]] = {}
@@ -142,7 +151,7 @@ class Gathering:
     def run_id(self, path: Path, data: str = "") -> str:
         """Names the file rows come from; with ``data`` also which version of it."""
         digest = "@" + hashlib.sha256(data.encode()).hexdigest()[:8] if data else ""
-        return f"{self.source}:{self.name(path)}{digest}"
+        return f"{self.about.source}:{self.name(path)}{digest}"
 
     def csv(self, path: Path, needed: Sequence[str]) -> pd.DataFrame | None:
         """A CSV file as text columns and its ``line`` numbers; None (counted) if unreadable.
@@ -174,9 +183,9 @@ class Gathering:
         """Count a file that gave nothing."""
         self.drop(f"file unreadable: {reason}")
 
-    def mapped(self, frame: pd.DataFrame, column: str, names: Mapping[str, str]) -> pd.DataFrame:
+    def mapped(self, frame: pd.DataFrame, column: str, names: dict[str, str]) -> pd.DataFrame:
         """Rows whose ``column`` is in ``names``, translated; the others are counted."""
-        found = frame[column].map(lambda value: names.get(str(value)))
+        found = frame[column].map(names)
         for value, count in frame[column][found.isna()].map(str).value_counts().items():
             self.drop(f"{column} not among ours: {str(value)[:40]!r}", int(count))
         return frame.assign(**{column: found})[found.notna()]
@@ -203,20 +212,14 @@ class Gathering:
         if len(kept):
             self.frames.setdefault(family, []).append(kept)
 
-    def done(self, licence: str, conventions: str) -> Imported:
+    def done(self) -> Imported:
         """What was gathered; ValueError if no file could be read."""
         if not self.readable:
             found = self.dropped.most_common(3)
             counts = "; ".join(f"{reason} ({count})" for reason, count in found)
             raise ValueError(f"{str(self.root)!r}: no readable file: {counts or 'none found'}")
         rows = {k: pd.concat(v, ignore_index=True) for k, v in sorted(self.frames.items())}
-        return Imported(
-            source=self.source,
-            licence=licence,
-            conventions=conventions,
-            rows=rows,
-            dropped=dict(sorted(self.dropped.items())),
-        )
+        return Imported(about=self.about, rows=rows, dropped=dict(sorted(self.dropped.items())))
 
 
 def positive(values: Any) -> Any:

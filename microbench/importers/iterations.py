@@ -10,16 +10,21 @@ from typing import Any
 import pandas as pd
 
 from microbench.hardware.names import gpu_named
-from microbench.importers.base import Gathering, Imported, number, positive, refuse, whole
+from microbench.importers.base import About, Gathering, Imported, number, positive, refuse, whole
 from microbench.importers.models import model_of
 from microbench.importers.plans import plan_of
 
-CONVENTIONS = (
-    "time_us is one optimizer step, accumulation included; batch is samples per data-parallel "
-    "replica and step (the published global batch over dp); world_size counts GPUs. doubts says "
-    "what is inferred, by whoever published the table or by us. hf_config is JSON to build the "
-    "model from; rows whose builder is timm name a model of timm 0.6. timm: fp16 autocast, SGD, "
-    "random images, 40 timed steps, synchronised each step."
+ABOUT = About(
+    source="iterations",
+    where="tables of training iterations, each row names its origin",
+    licence="Apache-2.0 and facts, by origin",
+    conventions=(
+        "time_us is one optimizer step, accumulation included; batch is samples per data-parallel "
+        "replica and step (the published global batch over dp); world_size counts GPUs. doubts "
+        "says what is inferred, by whoever published the table or by us. hf_config is JSON to "
+        "build the model from; rows whose builder is timm name a model of timm 0.6. timm: fp16 "
+        "autocast, SGD, random images, 40 timed steps, synchronised each step."
+    ),
 )
 TABLE = ("model", "n_gpus", "precision", "global_batch", "step_time_s", "gpu", "gpu_detail")
 TIMM = ("model", "train_step_time", "train_batch_size", "train_img_size")
@@ -54,13 +59,13 @@ def read(path: Path) -> Imported:
     files = sorted(p for p in path.rglob("*") if ".csv" in p.suffixes) if path.is_dir() else [path]
     if not files:
         raise refuse(path, "a folder of iteration tables", "*.csv and timm/*.csv")
-    gather = Gathering("iterations", path)
+    gather = Gathering(ABOUT, path)
     for file in files:
         if file.name.startswith("benchmark-"):
             _timm(gather, file)
         elif (frame := gather.csv(file, TABLE)) is not None:
             _table(gather, file, frame)
-    return gather.done("Apache-2.0 and facts, each row names its origin", CONVENTIONS)
+    return gather.done()
 
 
 def _table(gather: Gathering, path: Path, frame: pd.DataFrame) -> None:

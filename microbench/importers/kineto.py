@@ -13,6 +13,7 @@ import pandas as pd
 
 from microbench.hardware.names import gpu_named
 from microbench.importers.base import (
+    About,
     Gathering,
     Hints,
     Imported,
@@ -24,11 +25,18 @@ from microbench.importers.base import (
 from microbench.importers.kineto_ops import answered, describe
 from microbench.importers.kineto_tree import Trace, join, parse
 
-CONVENTIONS = (
-    "A row is one kind of call (op and shapes): the median over its calls of the summed durations "
-    "of the GPU kernels below it, in us, launch not included. A call belongs to the outermost op "
-    "that a family describes. ProfilerStep spans of the host are rows of family iteration."
+ABOUT = About(
+    source="kineto",
+    where="traces of torch.profiler",
+    licence="as the trace's owner says",
+    conventions=(
+        "A row is one kind of call (op and shapes): the median over its calls of the summed "
+        "durations of the GPU kernels below it, in us, launch not included. A call belongs to the "
+        "outermost op that a family describes. ProfilerStep spans of the host are rows of family "
+        "iteration."
+    ),
 )
+UNKNOWN = "op not described by a family"
 STEP = re.compile(r"ProfilerStep#\d+")
 
 
@@ -39,10 +47,10 @@ def read(path: Path, hints: Hints = Hints()) -> Imported:  # noqa: B008  # froze
         files = sorted(p for p in path.rglob("*") if p.name.endswith((".json", ".json.gz")))
         if not files:
             raise refuse(path, "a folder of torch.profiler traces", "*.json and *.json.gz")
-    gather = Gathering("kineto", path)
+    gather = Gathering(ABOUT, path)
     for file in files:
         _file(gather, file, hints)
-    return gather.done("as the trace's owner says", CONVENTIONS)
+    return gather.done()
 
 
 def _file(gather: Gathering, path: Path, hints: Hints) -> None:
@@ -81,7 +89,9 @@ def _op_rows(gather: Gathering, trace: Trace) -> dict[str, list[dict[str, Any]]]
         op = trace.ops[at]
         found = describe(op.name, op.args)
         if found is None:
-            unknown[f"op not described by a family: {op.name[:60]}"] += 1
+            bare = answered(op.name) and "Input Dims" not in op.args
+            reason = "op without shapes, record_shapes was off" if bare else UNKNOWN
+            unknown[f"{reason}: {op.name[:60]}"] += 1
         else:
             times[found].append(time_us)
     for reason, count in unknown.items():

@@ -13,6 +13,7 @@ import pandas as pd
 from microbench.hardware.names import gpu_named
 from microbench.hardware.spec import gpu_names, load_gpu
 from microbench.importers.base import (
+    About,
     Gathering,
     Hints,
     Imported,
@@ -26,11 +27,16 @@ from microbench.importers.base import (
 )
 from microbench.importers.nccl_text import Log, parse_json, parse_text
 
-CONVENTIONS = (
-    "Times in us and sizes in bytes as nccl-tests prints them: the size is the whole gathered "
-    "output of all_gather, the whole input of reduce_scatter. Out-of-place and in-place times are "
-    "rows of their own (column in_place). Hardware from sources.yaml, the log's rank lines, or "
-    "hints of the user, in this order; network rates are per GPU and one direction."
+ABOUT = About(
+    source="nccl-tests",
+    where="runs of https://github.com/NVIDIA/nccl-tests, published as each row says",
+    licence="facts",
+    conventions=(
+        "Times in us and sizes in bytes as nccl-tests prints them: the size is the whole gathered "
+        "output of all_gather, the whole input of reduce_scatter. Out-of-place and in-place times "
+        "are rows of their own (column in_place). Hardware from sources.yaml, the log's rank "
+        "lines, or hints of the user, in this order; network rates are per GPU and one direction."
+    ),
 )
 OPS = {"sendrecv": "send_recv", "alltoall": "all_to_all"}
 OPS |= {op: op for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")}
@@ -59,11 +65,11 @@ def read(path: Path, hints: Hints = Hints()) -> Imported:  # noqa: B008  # froze
     logs = [p for p in files if re.search(r"\.(txt|log|out|json)(\.gz)?$", p.name)]
     if path.is_dir() and not logs:
         raise refuse(path, "a folder of nccl-tests outputs", "*.txt, *.log, *.out and *.json")
-    gather = Gathering("nccl-tests", path)
+    gather = Gathering(ABOUT, path)
     stated = _stated(gather, path if path.is_dir() else path.parent)
     for log in logs or files:
         _file(gather, log, stated.get(log.name.removesuffix(".gz"), {}), hints)
-    return gather.done("facts, each file names its origin", CONVENTIONS)
+    return gather.done()
 
 
 def _stated(gather: Gathering, folder: Path) -> dict[str, dict[str, Any]]:

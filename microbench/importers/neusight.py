@@ -13,6 +13,7 @@ import pandas as pd
 
 from microbench.hardware.names import gpu_named
 from microbench.importers.base import (
+    About,
     Gathering,
     Imported,
     Unreadable,
@@ -24,11 +25,17 @@ from microbench.importers.base import (
 )
 
 SAMPLES = 25
-CONVENTIONS = (
-    "Times are means of the 5 fastest of 25 runs, upstream in ms, host launch included (timer "
-    "with_launch); fp32 without TF32. linear is addmm with a transposed weight; bmm is plain; the "
-    "rest works on (B, H). conv is taken as square and with bias (nn.Conv2d's default). Labels: "
-    "eager attention, no loss and no optimizer, backward from the output; batch is per replica."
+ABOUT = About(
+    source="neusight",
+    where="NeuSight (ASPLOS'25), https://github.com/sitar-lab/NeuSight",
+    licence="MIT",
+    conventions=(
+        "Times are means of the 5 fastest of 25 runs, upstream in ms, host launch included (timer "
+        "with_launch); fp32 without TF32. linear is addmm with a transposed weight; bmm is plain; "
+        "the rest works on (B, H). conv is taken as square and with bias (nn.Conv2d's default). "
+        "Labels: eager attention, no loss and no optimizer, backward from the output; batch is "
+        "per replica."
+    ),
 )
 COLUMNS = ("OPName", "Latency", "Device", "Torch Version", "CUDNN Version", "CUDA Version")
 LABEL = re.compile(
@@ -45,7 +52,7 @@ def read(path: Path) -> Imported:
     else:
         looked_for = "scripts/asplos/data/dataset and scripts/asplos/label"
         raise refuse(path, "a NeuSight checkout", looked_for)
-    gather = Gathering("neusight", base)
+    gather = Gathering(ABOUT, base)
     for part in ("train", "test"):
         folder = base / "data/dataset" / part
         tables = {p for p in folder.rglob("*") if p.name.endswith((".csv", ".csv.gz"))}
@@ -56,7 +63,7 @@ def read(path: Path) -> Imported:
             _label(gather, label, base)
         elif label.is_file():
             gather.drop("file not imported: per-node times of a traced layer")
-    return gather.done("MIT", CONVENTIONS)
+    return gather.done()
 
 
 def _gemm(f: pd.DataFrame) -> dict[str, Any]:

@@ -9,12 +9,18 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from microbench.importers.base import Gathering, Imported, integers, positive, refuse
+from microbench.importers.base import About, Gathering, Imported, integers, positive, refuse
 
-CONVENTIONS = (
-    "Medians of kernel times in ms with 1 us resolution, here us; fp16; rank 0. Rows with more "
-    "workers than devices per node cross nodes. Projections are mm with a transposed weight and "
-    "per-rank widths; norms are RMS norms where the MLP is gated, else layer norms."
+ABOUT = About(
+    source="vidur",
+    where="Vidur (MLSys'24), Microsoft, https://github.com/microsoft/vidur",
+    licence="MIT",
+    conventions=(
+        "Medians of kernel times in ms with 1 us resolution, here us; fp16; rank 0. Rows with "
+        "more workers than devices per node cross nodes. Projections are mm with a transposed "
+        "weight and per-rank widths; norms are RMS norms where the MLP is gated, else layer "
+        "norms."
+    ),
 )
 NODES = {
     "a100_dgx": ("a100-sxm-80gb", "dgx-a100", "nvlink"),
@@ -24,15 +30,8 @@ NODES = {
     "a40_pairwise_nvlink": ("a40", "a40-pairwise", "pairwise"),
 }
 GPUS = {"a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "a40": "a40"}
-SHAPE: tuple[str, ...] = (
-    "n_head",
-    "n_kv_head",
-    "n_embd",
-    "n_expanded_embd",
-    "use_gated_mlp",
-    "num_tokens",
-)
-SHAPE += ("num_tensor_parallel_workers",)
+SHAPE: tuple[str, ...] = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "num_tokens")
+SHAPE += ("use_gated_mlp", "num_tensor_parallel_workers")
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
@@ -43,7 +42,7 @@ def read(path: Path) -> Imported:
             break
     else:
         raise refuse(path, "a Vidur checkout", "data/profiling/network and data/profiling/compute")
-    gather = Gathering("vidur", base)
+    gather = Gathering(ABOUT, base)
     for kind, known in (("network", NODES), ("compute", GPUS)):
         for table in sorted(p for p in (base / kind).rglob("*") if ".csv" in p.suffixes):
             place = table.relative_to(base / kind).parts[0]
@@ -55,7 +54,7 @@ def read(path: Path) -> Imported:
                 _compute(gather, table, place)
             else:
                 gather.drop(f"file not imported: {table.name[:40]!r}")
-    return gather.done("MIT", CONVENTIONS)
+    return gather.done()
 
 
 def _common(gather: Gathering, path: Path, gpu: str, f: pd.DataFrame) -> dict[str, Any]:

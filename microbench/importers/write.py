@@ -24,8 +24,8 @@ def write(imported: Imported, out: Path, own: Gpu | None = None) -> int:
         for gpu, mine in rows.groupby("gpu", sort=True):
             for run_id, part in mine.groupby("run_id", sort=True):
                 name = hashlib.sha256(str(run_id).encode()).hexdigest()[:12]
-                store.write_part(out, family, str(gpu), part, name, imported.source)
-            folder = out / family / str(gpu) / imported.source
+                store.write_part(out, family, str(gpu), part, name, imported.about.source)
+            folder = out / family / str(gpu) / imported.about.source
             store.write_card(folder, card(imported, str(gpu), mine, own))
             written += len(mine)
     return written
@@ -34,10 +34,12 @@ def write(imported: Imported, out: Path, own: Gpu | None = None) -> int:
 def card(imported: Imported, gpu: str, rows: pd.DataFrame, own: Gpu | None) -> dict[str, Any]:
     """Where the rows come from, how they were measured, and what was left out."""
     facts: dict[str, Any] = {
-        "what": f"measurements of others, imported from {imported.source}",
+        "what": f"measurements of others, imported from {imported.about.source}",
         "when": datetime.date.today().isoformat(),
-        "how": imported.conventions,
-        "licence": imported.licence,
+        "where": imported.about.where,
+        "commit": imported.commit,
+        "how": imported.about.conventions,
+        "licence": imported.about.licence,
         "versions": sorted(str(s) for s in rows["stack"].unique()),
         "files": sorted(str(r) for r in rows["run_id"].unique()),
         "dropped_in_this_import": dict(imported.dropped),

@@ -182,6 +182,8 @@ def test_blocks_of_vidur(tmp_path: Path) -> None:
 def test_import_writes_a_dataset_and_again_the_same(tmp_path: Path) -> None:
     """Rows, cards with licence and hardware, counts; a second import replaces the first."""
     put(tmp_path / COLLECT / "x.csv", f"{OPS},B,H\nln,1,{T4},4,6\nln,-1,{T4},4,6\n")
+    put(tmp_path / ".git/HEAD", "ref: refs/heads/main\n")
+    put(tmp_path / ".git/refs/heads/main", "0123456789" * 4)
     words = ["import", "neusight", str(tmp_path), "--out", str(tmp_path / "out"), "--json"]
     for _ in range(2):
         result = CliRunner().invoke(app, words)
@@ -191,7 +193,8 @@ def test_import_writes_a_dataset_and_again_the_same(tmp_path: Path) -> None:
     assert report["dropped"] == {"time is not a positive number below 1e+12 us": 1}
     assert len(read_rows([tmp_path / "out"], "norm")) == 1
     card = yaml.safe_load((tmp_path / "out/norm/t4/neusight/card.yaml").read_text())
-    assert card["licence"] == "MIT"
+    assert (card["licence"], card["commit"]) == ("MIT", "0123456789" * 4)
+    assert "https://github.com/sitar-lab/NeuSight" in card["where"]
     assert card["hardware"]["name"] == "t4"
     assert card["rows"] == {"ok": 1}
     assert card["dropped_in_this_import"] == report["dropped"]
