@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from itercast.errors import one_line_errors, seconds
+from itercast.imports import import_rows
 
 app = typer.Typer(
     add_completion=False,
@@ -43,6 +44,9 @@ def collect(
         raise ValueError(f"device {device!r}: allowed are cpu and cuda")
     rows = sweep(out, device, family, seconds(budget), seed)
     typer.echo(f"{rows} new rows in {out}")
+
+
+app.command(name="import")(import_rows)
 
 
 @app.command()
