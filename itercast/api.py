@@ -1,18 +1,33 @@
-"""The library: find a bundle, capture a step, forecast it."""
+"""The library: ``predict`` forecasts one iteration of any model.
+
+from itercast.api import capture, predict
+
+predict("gpt2-small", gpu="h100-sxm-80gb").iteration_us
+predict(model, inputs, loss, gpu="h100-sxm-80gb", dtype="bf16")
+
+step = capture(model, inputs, loss)  # once
+for plan in ("dp=1", "dp=8"):
+    print(plan, predict(step, gpu="h100-sxm-80gb", plan=plan).iteration_us)
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from compose.forecast import Forecast, forecast
+from compose.forecast import Forecast, PricedStep, forecast, price_step
 from compose.plan import ParallelPlan
 from learners.bundle import Bundle
+from microbench.cases.huggingface import hf_case
 from microbench.cases.registry import EvalCase, case
 from microbench.hardware.machine import cpu_name
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.opcall import StepCapture
+from microbench.step import StepSettings
 
 SHIPPED = Path(__file__).parent.parent / "learners" / "shipped"
 LOCAL = (Path("runs/demo/bundle"), Path("bundles/local"))
@@ -60,71 +75,129 @@ def capture_case(
     """One step of a case, captured without running it, from the cache where it is there already."""
     from microbench.capture_cache import cached
 
+    settings = StepSettings(mode=mode, optimizer=optimizer, loss=loss, dtype=dtype, attn=attn)
     batch, seq = batch or chosen.batch, seq or chosen.seq
-    settings = (chosen.name, batch, seq, mode, optimizer, loss, dtype, attn)
-    key = hashlib.sha256(repr((settings, _code_digest())).encode()).hexdigest()[:24]
+    if not batch:
+        raise ValueError(f"{chosen.name}: a batch is required, and a seq for text")
+    key = repr((chosen.name, chosen.digest, batch, seq, settings, _code_digest()))
 
     def make() -> StepCapture:
         from microbench.capture import capture_step
-        from microbench.step import StepSettings
 
         return capture_step(
             chosen.build,
             lambda: chosen.inputs(batch, seq),
             chosen.loss,
-            StepSettings(mode=mode, optimizer=optimizer, loss=loss, dtype=dtype, attn=attn),
+            settings,
             samples=batch,
             tokens=batch * seq,
         )
 
-    return cached(key, make, CAPTURES)
+    return cached(hashlib.sha256(key.encode()).hexdigest()[:24], make, CAPTURES)
 
 
 def _code_digest() -> str:
     """Digest of the code a capture depends on: a changed model must not come from the cache."""
     folder = Path(__file__).parent.parent / "microbench"
-    files: Sequence[Path] = sorted(
-        [*folder.glob("cases/*.py"), folder / "capture.py", folder / "step.py"]
-    )
-    return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()
+    files = sorted([*folder.glob("cases/*.py"), *folder.glob("capture*.py"), folder / "step.py"])
+    versions = [version(name) for name in ("torch", "transformers") if find_spec(name)]
+    code = b"".join(p.read_bytes() for p in files)
+    return hashlib.sha256(code + repr(versions).encode()).hexdigest()
 
 
-def forecast_case(
-    name: str,
+def capture(
+    model: Any,
+    inputs: Any = None,
+    loss: Callable[[Any], Any] | str = "default",
     *,
-    gpu: str = "cpu",
-    plan: str = "",
-    bundle: Path | None = None,
     batch: int | None = None,
     seq: int | None = None,
     mode: str = "train",
     optimizer: str = "adamw",
-    loss: str = "default",
-    dtype: str = "fp32",
+    dtype: str | None = None,
     attn: str = "sdpa",
+) -> StepCapture:
+    """One step of a model as its op calls; nothing is run and no tensor is allocated.
+
+    ``model`` is the name of a case, the Path of a Hugging Face configuration, a torch module, or a
+    function that returns a module, (module, inputs) or (module, inputs, loss) and may take
+    ``batch`` and ``seq``. ``inputs`` is a tensor, a tuple of positional arguments or a dict by
+    name; a transformers model can do without, given ``batch`` and ``seq``. ``loss`` is a function
+    of the output; "default" takes the output's ``loss``, or the output where it is a scalar; "none"
+    starts backward from the output. ``dtype`` None leaves a module as it is, else it is fp32.
+    """
+    options: dict[str, Any] = {"mode": mode, "optimizer": optimizer, "attn": attn}
+    words = loss if isinstance(loss, str) else "default"
+    if isinstance(model, str | Path):
+        if inputs is not None or not isinstance(loss, str):
+            raise ValueError(f"{str(model)!r} brings its own inputs and loss")
+        options |= {"loss": words, "dtype": dtype or "fp32"}
+        if isinstance(model, str):
+            chosen = case(model)
+        else:
+            chosen = hf_case(model, mode=mode, loss=words, attn=attn)
+        return capture_case(chosen, batch=batch, seq=seq, **options)
+    from microbench.capture_module import OwnModel, call_function, capture_own  # needs torch
+
+    def make() -> OwnModel:
+        if not hasattr(model, "parameters"):
+            return call_function(model, batch, seq)
+        return OwnModel(module=model, inputs=inputs, loss=None if isinstance(loss, str) else loss)
+
+    keep_dtype = dtype is None and hasattr(model, "parameters")
+    settings = StepSettings(loss=words, dtype=dtype or "fp32", **options)
+    return capture_own(make, settings, batch=batch, seq=seq, keep_dtype=keep_dtype)
+
+
+def predict(
+    model: Any,
+    inputs: Any = None,
+    loss: Callable[[Any], Any] | str = "default",
+    *,
+    gpu: str = "cpu",
+    plan: str = "",
+    bundle: Path | None = None,
+    **options: Any,
 ) -> Forecast:
-    """Forecast one iteration of a named case."""
+    """Forecast one iteration on ``gpu`` under ``plan``.
+
+    ``model`` is anything ``capture`` takes, with its options, or what it returned.
+    """
+    if isinstance(model, StepCapture):
+        if inputs is not None or loss != "default" or options:
+            raise ValueError("a captured step has its inputs, loss and options already")
+        step = model
+    else:
+        step = capture(model, inputs, loss, **options)
     parsed = ParallelPlan.parse(plan)
-    chosen = case(name)
     folder, found = find_bundle(gpu, bundle)
     device = find_gpu(gpu, found)
-    capture = capture_case(
-        chosen,
-        batch=batch,
-        seq=seq,
-        mode=mode,
-        optimizer=optimizer,
-        loss=loss,
-        dtype=dtype,
-        attn=attn,
-    )
-    threads = device.sm_count if parsed.dp == 1 else max(1, device.sm_count // parsed.dp)
     return forecast(
-        capture,
+        step,
         found,
         device,
         parsed,
         bundle_name=str(folder),
-        threads=threads if device.kind == "cpu" else 0,
-        optimizer=optimizer,
+        threads=threads_of(device, parsed),
+        optimizer=optimizer_of(step),
     )
+
+
+def priced_step(
+    step: StepCapture, *, gpu: str = "cpu", plan: str = "", bundle: Path | None = None
+) -> PricedStep:
+    """What ``predict`` adds up: every op with its price; ``run()`` gives the timeline."""
+    parsed = ParallelPlan.parse(plan)
+    _, found = find_bundle(gpu, bundle)
+    device = find_gpu(gpu, found)
+    return price_step(step, found, device, parsed, threads_of(device, parsed))
+
+
+def optimizer_of(step: StepCapture) -> str:
+    """The optimizer that a captured step ran."""
+    return next((name for name in ("adamw", "sgd") if f"{name}_step" in step.host), "none")
+
+
+def threads_of(device: Gpu, plan: ParallelPlan) -> int:
+    """Cores of one rank where ranks share this CPU; 0 on a GPU."""
+    return max(1, device.sm_count // plan.dp) if device.kind == "cpu" else 0

@@ -3,53 +3,98 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from compose.forecast import Forecast, PricedStep
+from compose.priced import UNMODELLED
 from itercast.errors import one_line_errors
 from itercast.options import Bundle, Json
+from microbench.cases.huggingface import read_config
 
 
 @one_line_errors
 def predict(
-    case: Annotated[str, typer.Argument(help="a named case; `itercast list cases`")],
+    case: Annotated[str, typer.Argument(help="a named case; `itercast list cases`")] = "",
+    hf_config: Annotated[
+        Path | None, typer.Option(help="Hugging Face config.json; needs --batch and --seq")
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="a function that returns a module, (module, inputs) or (module, inputs, loss): "
+            "inputs are a tensor, a tuple of arguments or a dict by name, loss(output) is a "
+            "scalar; it is given batch and seq where it has such parameters. A module alone is a "
+            "transformers model or takes no inputs.",
+        ),
+    ] = "",
     gpu: Annotated[str, typer.Option(help="GPU name, YAML file, or cpu")] = "cpu",
     bundle: Bundle = None,
     batch: Annotated[int | None, typer.Option(min=1, help="samples per replica and step")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
     mode: Annotated[str, typer.Option(help="train or infer")] = "train",
-    loss: Annotated[str, typer.Option(help="default or none")] = "default",
+    loss: Annotated[
+        str, typer.Option(help="default, or none: backward from the output")
+    ] = "default",
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16")] = "fp32",
     attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa",
     optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
     plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2"')] = "",
     strict: Annotated[bool, typer.Option(help="fail if an op has no model")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="write the timeline here, for Perfetto or chrome://tracing")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Forecast one iteration of a model."""
-    from dataclasses import asdict
-
-    from itercast.api import forecast_case
+    """Forecast one iteration of a model: a named case, a configuration, or a function's module."""
+    from compose.timeline import trace_json
+    from itercast.api import capture, priced_step
+    from itercast.api import predict as forecast
     from itercast.steps import forecast_table
+    from microbench.store import write_atomic
 
-    found = forecast_case(
-        case,
-        gpu=gpu,
-        plan=plan,
-        bundle=bundle,
+    if sum(map(bool, (case, hf_config, model))) != 1:
+        raise ValueError("predict takes one of CASE, --hf-config and --model")
+    if hf_config is not None and batch is None:
+        raise ValueError("--hf-config needs --batch, and --seq for text")
+    step = capture(
+        case or hf_config or _function(model),
+        loss=loss,
         batch=batch,
         seq=seq,
         mode=mode,
-        loss=loss,
+        optimizer=optimizer,
         dtype=dtype,
         attn=attn,
-        optimizer=optimizer,
     )
+    target: dict[str, Any] = {"gpu": gpu, "plan": plan, "bundle": bundle}
+    found = forecast(step, **target)
     if strict and found.unmodelled_frac > 0:
-        raise ValueError(f"{100 * found.unmodelled_frac:.1f} % of the time has no learned model")
+        raise typer.Exit(_not_modelled(found, priced_step(step, **target)))
+    if trace is not None:
+        tasks, spans = priced_step(step, **target).run()
+        write_atomic(trace, json.dumps(trace_json(tasks, spans)).encode())
+    name = read_config(hf_config).name if hf_config else case or model
     if as_json:
-        typer.echo(json.dumps({"case": case, **asdict(found)}))
+        typer.echo(json.dumps({"case": name, **asdict(found)}))
     else:
-        Console().print(forecast_table(case, found))
+        Console().print(forecast_table(name, found))
+
+
+def _function(name: str) -> Any:
+    from microbench.capture_module import load_function  # lazy: needs torch
+
+    return load_function(name)
+
+
+def _not_modelled(found: Forecast, step: PricedStep) -> int:
+    """Says which ops have no model; exit code 1."""
+    names = sorted({op.op for op in step.priced() if op.family == UNMODELLED})
+    share = f"{100 * found.unmodelled_frac:.1f} % of the time has no learned model"
+    typer.echo(f"itercast: {share}: {', '.join(names)}", err=True)
+    return 1

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from microbench.capture_attention import KeepAttention
+from microbench.capture_habits import habits_of_real_tensors
+from microbench.capture_routing import Routing
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from microbench.step import StepSettings, make_step
 
@@ -26,19 +32,37 @@ DTYPES = {
     torch.uint8: "uint8",
     torch.bool: "bool",
 }
-SILENT = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_local_scalar_dense"}
+TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
+TF32_OPS = {
+    *(f"aten.{op}.default" for op in ("mm", "addmm", "bmm", "baddbmm")),
+    *("aten.convolution.default", "aten.convolution_backward.default"),
+    *("itercast.sdpa", "itercast.sdpa_backward"),
+}
+SILENT = {
+    "aten::detach",
+    "aten::alias",
+    "aten::lift_fresh",
+    "aten::_local_scalar_dense",
+    "aten::item",
+}
 
 
 class OpLog(TorchDispatchMode):
-    """Writes down every aten call that reaches the dispatcher below autograd."""
+    """Writes down every aten call that reaches the dispatcher below autograd.
 
-    def __init__(self) -> None:
+    ``routing`` answers ops whose shape depends on data. With ``tf32`` the fp32 operands of matrix
+    products, convolutions and attention are written down as tf32.
+    """
+
+    def __init__(self, routing: Routing | None = None, tf32: bool = False) -> None:
         super().__init__()
+        self.routing, self.tf32 = routing, tf32
         self.calls: list[OpCall] = []
         self.host = {"module_call": 0, "view_op": 0, "autograd_node": 0}
         self.phase = "forward"
         self.module = ""
         self.paused = 0
+        self.names = DTYPES
         self._storages: dict[int, int] = {}
         self._kept: list[Any] = []  # storages stay alive, so that their addresses stay theirs
 
@@ -60,7 +84,7 @@ class OpLog(TorchDispatchMode):
         if isinstance(value, torch.Tensor):
             return TensorSpec(
                 shape=tuple(value.shape),
-                dtype=DTYPES[value.dtype],
+                dtype=self.names[value.dtype],
                 stride=tuple(value.stride()),
                 storage=self.storage(value),
             )
@@ -73,6 +97,7 @@ class OpLog(TorchDispatchMode):
     def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
         """Log one call."""
         outputs = output if isinstance(output, list | tuple) else (output,)
+        self.names = TF32_DTYPES if self.tf32 and op in TF32_OPS else DTYPES
         self.calls.append(
             OpCall(
                 op=op,
@@ -86,7 +111,10 @@ class OpLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        output = func(*args, **kwargs)
+        if self.routing is None:
+            output = func(*args, **kwargs)
+        else:
+            output = self.routing.call(func, args, kwargs)
         name = func._schema.name
         if self.paused or name.startswith(("prim::", "profiler::")) or name in SILENT:
             return output
@@ -97,71 +125,6 @@ class OpLog(TorchDispatchMode):
             return output
         self.add(str(func), args, kwargs, output)
         return output
-
-
-class _LoggedAttention(torch.autograd.Function):
-    """Scaled dot-product attention as one op forward and one op backward."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, log: OpLog, mask: Any, options: dict[str, Any], q: Any, k: Any, v: Any
-    ) -> Any:
-        ctx.log, ctx.mask, ctx.options = log, mask, options
-        ctx.save_for_backward(q, k, v)
-        log.paused += 1
-        if torch._guards.detect_fake_mode((q,)):
-            output = torch.empty_like(q[..., :1]).expand(*q.shape[:-1], v.shape[-1]).contiguous()
-        else:
-            call = torch.nn.functional.scaled_dot_product_attention
-            output = call(q, k, v, mask, **options).contiguous()
-        log.paused -= 1
-        log.add("itercast.sdpa", (q, k, v), _attention_facts(mask, options), output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
-        q, k, v = ctx.saved_tensors
-        log = ctx.log
-        log.paused += 1
-        if torch._guards.detect_fake_mode((q,)):
-            grads = [torch.empty_like(t) for t in (q, k, v)]
-        else:
-            with torch.enable_grad():
-                leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-                call: Any = torch.nn.functional.scaled_dot_product_attention
-                output = call(*leaves, ctx.mask, **ctx.options)
-                found = torch.autograd.grad(output, leaves, grad)
-            grads = [torch.empty_like(t).copy_(g) for t, g in zip(leaves, found, strict=True)]
-        log.paused -= 1
-        facts = _attention_facts(ctx.mask, ctx.options)
-        log.add("itercast.sdpa_backward", (grad, q, k, v), facts, grads)
-        return None, None, None, *grads
-
-
-def _attention_facts(mask: Any, options: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "is_causal": bool(options.get("is_causal", False)),
-        "dropout_p": float(options.get("dropout_p", 0.0)),
-        "enable_gqa": bool(options.get("enable_gqa", False)),
-        "masked": mask is not None,
-    }
-
-
-class KeepAttention(TorchFunctionMode):
-    """Keeps scaled_dot_product_attention whole; on CPU it would decompose."""
-
-    def __init__(self, log: OpLog) -> None:
-        super().__init__()
-        self.log = log
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is not torch.nn.functional.scaled_dot_product_attention or self.log.paused:
-            return func(*args, **kwargs)
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        q, k, v = (given.pop(n) for n in names[:3])
-        return _LoggedAttention.apply(self.log, given.pop("attn_mask", None), given, q, k, v)
 
 
 def capture_step(
@@ -176,26 +139,27 @@ def capture_step(
 ) -> StepCapture:
     """The second step's calls (the first allocates optimizer state); ``fake=False`` runs it.
 
-    Raises ValueError naming the op where shapes depend on data.
+    Where shapes depend on data, routing is taken as balanced (``capture_routing``); ValueError
+    names the op where that says nothing.
     """
-    log = OpLog()
+    log = OpLog(Routing() if fake else None, settings.dtype == "tf32")
     with ExitStack() as stack:
         if fake:
-            stack.enter_context(FakeTensorMode())
-        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        torch.set_default_dtype(_storage_dtype(settings.dtype))
-        model, inputs = build(), make_inputs()
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(habits_of_real_tensors())
+        with default_dtype(storage_dtype(settings.dtype)):
+            model, inputs = build(), make_inputs()
         step = make_step(model, inputs, loss_fn, settings, lambda name: setattr(log, "phase", name))
         ready = _watch_parameters(model, log)
         stack.enter_context(_module_hooks(log))
-        stack.enter_context(KeepAttention(log))
+        stack.enter_context(KeepAttention(log, eager=settings.attn == "eager"))
         stack.enter_context(log)
         try:
             step()
             log.reset()
             step()
-        except DynamicOutputShapeException as exc:
-            raise ValueError(f"shapes depend on data in {exc.func}; capture cannot go on") from exc
+        except (DynamicOutputShapeException, DataDependentOutputException) as exc:
+            raise ValueError(f"the step depends on data in {exc.func}: cannot capture it") from exc
     _count_bookkeeping(log, settings, sum(p.requires_grad for p in model.parameters()))
     parameters = tuple(
         ParamSpec(
@@ -216,8 +180,20 @@ def capture_step(
     )
 
 
-def _storage_dtype(name: str) -> torch.dtype:
+def storage_dtype(name: str) -> torch.dtype:
+    """What parameters are stored in; tf32 is fp32 with TF32 products."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New floating-point tensors are of this dtype inside."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _count_bookkeeping(log: OpLog, settings: StepSettings, parameters: int) -> None:
