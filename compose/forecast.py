@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from compose.ddp import Bucket, buckets, default_contention, price_buckets
+from compose.collectives import cluster, price_messages
+from compose.ddp import Sync, ddp_step, default_contention
 from compose.host import host_cost
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
@@ -45,24 +46,24 @@ class Forecast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedStep:
-    """Everything with a duration in one rank's step; ``reduces`` are those of ``buckets``."""
+    """Everything with a duration in one rank's step; ``messages`` are those of ``syncs``."""
 
     ops: Sequence[PricedOp]
     host: PricedOp
     on_cpu: bool
     contention: float
-    buckets: Sequence[Bucket] = ()
-    reduces: Sequence[PricedOp] = ()
+    syncs: Sequence[Sync] = ()
+    messages: Sequence[PricedOp] = ()
 
     def priced(self) -> list[PricedOp]:
         """What adds up to the time by family; the host counts only where it is the compute lane."""
         host = [self.host] if self.on_cpu and self.host.duration_us else []
-        return [*self.ops, *self.reduces, *host]
+        return [*self.ops, *self.messages, *host]
 
     def run(self) -> tuple[list[Task], list[Span]]:
         """Tasks and when they ran; ``timeline.trace_json`` draws them."""
-        reduces = list(zip(self.buckets, self.reduces, strict=True))
-        tasks = lanes(self.ops, self.host.duration_us, self.on_cpu, reduces)
+        syncs = list(zip(self.syncs, self.messages, strict=True))
+        tasks = lanes(self.ops, self.host.duration_us, self.on_cpu, syncs)
         return tasks, simulate_shared(tasks, SHARED, self.contention)
 
 
@@ -70,38 +71,32 @@ def lanes(
     ops: Sequence[PricedOp],
     host_us: float,
     on_cpu: bool,
-    reduces: Sequence[tuple[Bucket, PricedOp]] = (),
+    syncs: Sequence[tuple[Sync, PricedOp]] = (),
 ) -> list[Task]:
     """The step as tasks on lanes, the host's time spread evenly over the ops.
 
     On a CPU it lengthens the compute tasks. On a GPU the host lane issues one op after the other
-    and a kernel starts when it is issued and the compute lane is free. An all-reduce starts after
-    the call that readies its bucket; the optimizer waits for all of them.
+    and a kernel starts when it is issued and the compute lane is free. Collectives run on the comm
+    lane in the order of ``syncs``.
     """
     if not ops:
         return [Task(("compute" if on_cpu else "host",), host_us, name="host")]
     share_us = host_us / len(ops)
-    waiting = list(reduces)
+    waiting = sorted(syncs, key=lambda s: s[0].after)
+    awaited: dict[int, list[int]] = {}
     tasks: list[Task] = []
-    comm: list[int] = []
     for index, op in enumerate(ops):
-        after = tuple(comm) if op.phase == "optimizer" else ()
+        after = tuple(awaited.pop(index, ()))
         if not on_cpu:
             after += (len(tasks),)
             tasks.append(Task(("host",), share_us, name=f"launch {op.op}"))
         duration_us = op.duration_us + (share_us if on_cpu else 0.0)
         compute = len(tasks)
         tasks.append(Task(("compute",), duration_us, after, op.op))
-        while waiting and waiting[0][0].ready_after <= index:
-            _, reduce = waiting.pop(0)
-            comm.append(len(tasks))
-            tasks.append(Task(("comm",), reduce.duration_us, (compute,), reduce.op))
-    if waiting:
-        late = waiting[0][0]
-        raise ValueError(
-            f"gradient {late.names[-1]!r} is ready after call {late.ready_after}, "
-            f"the step has {len(ops)} calls"
-        )
+        while waiting and waiting[0][0].after <= index:
+            sync, priced = waiting.pop(0)
+            awaited.setdefault(sync.before, []).append(len(tasks))
+            tasks.append(Task(("comm",), priced.duration_us, (compute,), priced.op))
     return tasks
 
 
@@ -140,17 +135,20 @@ def price_step(
 
     ``contention`` is stated in ``compose.ddp``; None takes its default for the device.
     """
-    found = buckets(capture.parameters) if plan.dp > 1 else []
+    syncs: list[Sync] = []
+    if plan.dp > 1:
+        capture, syncs = ddp_step(capture)
     counts = dict(capture.host)
     if gpu.kind != "cpu":
         counts["launch"] = len(capture.calls)
+    messages = [sync.message for sync in syncs]
     return PricedStep(
         ops=price_calls(capture, pricer, gpu, threads),
         host=host_cost(counts, pricer, gpu, threads),
         on_cpu=gpu.kind == "cpu",
         contention=default_contention(gpu) if contention is None else contention,
-        buckets=found,
-        reduces=price_buckets(found, pricer, gpu, plan.dp, threads),
+        syncs=syncs,
+        messages=price_messages(messages, pricer, cluster(plan, gpu), threads),
     )
 
 
@@ -169,6 +167,8 @@ def forecast(
     ``mfu_frac`` counts the flops of gemm, conv and attention against the dense peak of their dtype.
     Assumed host costs are not ops and not part of ``unmodelled_frac``.
     """
+    if plan != ParallelPlan(dp=plan.dp):
+        raise ValueError(f"plan {str(plan)!r}: only dp=N is forecast so far")
     step = price_step(capture, pricer, gpu, plan, threads)
     tasks, spans = step.run()
     iteration_us = max(s.end_us for s in spans)
@@ -183,7 +183,7 @@ def forecast(
     per_s = 1e6 / iteration_us if iteration_us else 0.0  # us to s, at the edge
     return Forecast(
         gpu=gpu.name,
-        plan=f"dp={plan.dp}",
+        plan=str(plan),
         bundle=bundle_name,
         iteration_us=iteration_us,
         iteration_us_p10=low_us,

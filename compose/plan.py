@@ -1,39 +1,226 @@
-"""How one step is split over ranks, from a short string."""
+"""How one training step is split over ranks: the text that names a plan, and its rules.
+
+Rules that need the model (heads, layers, samples) stand with the rewrites that have them.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from math import ceil
+from typing import Any
 
-SUPPORTED = ("dp",)
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb")
+CHOICES: dict[str, tuple[str, ...]] = {
+    "schedule": SCHEDULES,
+    "recompute": ("full", "selective"),
+    "offload": ("optimizer", "activations"),
+    "gossip": ("ring", "exp2"),
+}
+DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro", "accumulate", "nodes")
+TRANSFORMS = ("split", "reorder", "fuse", "overlap")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
-    """Degrees of parallelism; so far one process only is executed."""
+    """Degrees of parallelism and what goes with them; the defaults are one rank.
+
+    ``micro`` 0 is as many micro-batches as there are stages, ``nodes`` 0 as many nodes as the ranks
+    need. ``virtual`` counts the stages per rank of the interleaved schedule. ``cdp`` is version 1
+    or 2 of cyclic data parallelism; ``overlap`` the chunks of CoCoNeT's overlap.
+    """
 
     dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sp: bool = False
+    zero: int = 0
+    micro: int = 0
+    schedule: str = "1f1b"
+    virtual: int = 1
+    accumulate: int = 1
+    cdp: int = 0
+    recompute: str = ""
+    offload: str = ""
+    compress: float = 1.0
+    gossip: str = ""
+    coconet: tuple[str, ...] = ()
+    overlap: int = 1
+    node: str = ""
+    nodes: int = 0
 
     def __post_init__(self) -> None:
-        if self.dp < 1:
-            raise ValueError(f"plan dp={self.dp}: a degree is a positive integer")
+        for broken, rule in _rules(self):
+            if broken:
+                raise ValueError(f"plan {str(self)!r}: {rule}")
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches per step and data-parallel replica."""
+        if self.pp == 1:
+            return max(self.micro, self.accumulate, 1)
+        return self.micro or self.pp
 
     @classmethod
     def parse(cls, text: str) -> ParallelPlan:
-        """``dp=1`` as a plan; ValueError names the part that is wrong and what is allowed."""
-        values: dict[str, int] = {}
-        for part in filter(None, text.split(",")):
-            key, _, value = part.partition("=")
-            if key not in SUPPORTED:
-                raise ValueError(f"plan {text!r}: unknown key {key!r}; known: {list(SUPPORTED)}")
-            if not value.isdigit() or int(value) < 1:
-                raise ValueError(f"plan {text!r}: {key} is a positive integer, got {value!r}")
-            values[key] = int(value)
-        plan = cls(**values)
-        if plan.world_size > 1:
-            raise ValueError(f"plan {text!r}: only dp=1 is supported so far")
-        return plan
+        """``dp=8,zero=3`` as a plan; ValueError names the part that is wrong and the rule."""
+        values: dict[str, Any] = {}
+        for part in _parts(text):
+            key, _, value = (s.strip() for s in part.partition("="))
+            if key not in _READERS:
+                raise ValueError(f"plan {text!r}: unknown key {key!r}; known: {list(_READERS)}")
+            if key in values:
+                raise ValueError(f"plan {text!r}: {key} is given twice")
+            try:
+                values |= _READERS[key](key, value)
+            except ValueError as exc:
+                raise ValueError(f"plan {text!r}: {exc}") from None
+        return cls(**values)
+
+    def __str__(self) -> str:
+        """The text that ``parse`` reads: dp and what is not its default."""
+        found = [f"dp={self.dp}"]
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name in ("dp", "virtual", "overlap") or value == f.default:
+                continue
+            if f.name == "sp":
+                found.append("sp")
+            elif f.name == "schedule" and value == "interleaved":
+                found.append(f"schedule=interleaved:{self.virtual}")
+            elif f.name == "coconet":
+                steps = [f"overlap:{self.overlap}" if s == "overlap" else s for s in value]
+                found.append(f"coconet={','.join(steps)}")
+            else:
+                found.append(f"{f.name}={value:g}" if f.name == "compress" else f"{f.name}={value}")
+        return ",".join(found)
+
+
+def _parts(text: str) -> Iterator[str]:
+    """Comma-separated parts; transforms after ``coconet=`` belong to it."""
+    held = ""
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        if held and part.split(":")[0] in TRANSFORMS:
+            held += f"+{part}"
+            continue
+        if held:
+            yield held
+        held = ""
+        if part.startswith("coconet"):
+            held = part
+        else:
+            yield part
+    if held:
+        yield held
+
+
+def _degree(key: str, value: str) -> dict[str, Any]:
+    return {key: _integer(key, value, 1, 10**7)}
+
+
+def _integer(key: str, value: str, low: int, high: int) -> int:
+    if not (value.isascii() and value.isdecimal() and low <= int(value) <= high):
+        raise ValueError(f"{key} is an integer from {low} to {high}, got {value!r}")
+    return int(value)
+
+
+def _choice(key: str, value: str) -> dict[str, Any]:
+    name, _, count = value.partition(":")
+    if name not in CHOICES[key]:
+        raise ValueError(f"{key} is one of {', '.join(CHOICES[key])}, got {value!r}")
+    if name == "interleaved":
+        return {key: name, "virtual": _integer(f"{key}={name}", count or "2", 2, 1000)}
+    if ":" in value:
+        raise ValueError(f"only interleaved takes a number, got {key}={value!r}")
+    return {key: name}
+
+
+def _compress(key: str, value: str) -> dict[str, Any]:
+    try:
+        return {key: float(value)}
+    except ValueError:
+        raise ValueError(f"{key} is a number above 0 and up to 1, got {value!r}") from None
+
+
+def _coconet(key: str, value: str) -> dict[str, Any]:
+    found: dict[str, Any] = {key: ()}
+    for step in value.split("+"):
+        name, _, count = step.partition(":")
+        if name not in TRANSFORMS or name in found[key] or (count and name != "overlap"):
+            raise ValueError(f"{key} takes split, reorder, fuse, overlap:N once each, got {step!r}")
+        found[key] += (name,)
+        if name == "overlap":
+            found["overlap"] = _integer("overlap", count or "8", 2, 1024)
+    return found
+
+
+def _sp(key: str, value: str) -> dict[str, Any]:
+    if value:
+        raise ValueError(f"sp takes no value, got {value!r}")
+    return {key: True}
+
+
+def _node(key: str, value: str) -> dict[str, Any]:
+    if not value:
+        raise ValueError("node needs a name or a YAML file")
+    return {key: value}
+
+
+_READERS: dict[str, Callable[[str, str], dict[str, Any]]] = {
+    **dict.fromkeys(DEGREES, _degree),
+    "sp": _sp,
+    "zero": lambda key, value: {key: _integer(key, value, 0, 3)},
+    "cdp": lambda key, value: {key: _integer(key, value, 1, 2)},
+    **dict.fromkeys(CHOICES, _choice),
+    "compress": _compress,
+    "coconet": _coconet,
+    "node": _node,
+}
+
+
+def _rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
+    """(broken, the rule), cheapest first; a later rule may rely on those before it."""
+    for name in ("dp", "tp", "pp", "cp", "ep", "accumulate", "virtual", "overlap"):
+        yield getattr(p, name) < 1, f"{name} is a positive integer"
+    yield p.dp % p.ep != 0, f"ep divides dp: ep={p.ep}, dp={p.dp}"
+    yield p.sp and p.tp == 1, "sp needs tp > 1"
+    yield p.pp > 1 and p.accumulate > 1, "with pp > 1 give micro instead of accumulate"
+    yield p.micro > 1 and p.accumulate > 1, "micro and accumulate name the same thing: give one"
+    yield p.pp == 1 and p.schedule != "1f1b", f"schedule={p.schedule} needs pp > 1"
+    interleaved = p.schedule == "interleaved"
+    yield (
+        interleaved and p.microbatches % p.pp != 0,
+        f"interleaved needs micro divisible by pp: micro={p.microbatches}, pp={p.pp}",
+    )
+    shared = p.dp * p.cp > 1
+    yield p.zero > 0 and not shared, f"zero={p.zero} needs dp > 1 or cp > 1"
+    yield not 0 < p.compress <= 1, f"compress is above 0 and up to 1, got {p.compress}"
+    yield p.compress < 1 and p.dp == 1, "compress needs dp > 1"
+    yield p.compress < 1 and p.zero == 3, "compress acts on all_reduce: zero < 3"
+    yield p.gossip != "" and p.dp == 1, f"gossip={p.gossip} needs dp > 1"
+    yield p.gossip != "" and p.zero > 0, f"gossip={p.gossip} keeps whole replicas: zero=0"
+    yield p.cdp > 0 and p.dp == 1, f"cdp={p.cdp} needs dp > 1"
+    alone = p.pp == 1 and p.microbatches == 1 and not p.gossip and p.zero == 0 and p.ep == 1
+    yield p.cdp > 0 and not alone, "cdp staggers whole replicas: no pp, micro, gossip, zero or ep"
+    yield bool(p.coconet) and p.dp == 1, "coconet rewrites the gradient all_reduce: dp > 1"
+    plain = p.zero == 0 and not p.gossip and p.cdp == 0
+    yield bool(p.coconet) and not plain, "coconet rewrites DDP: no zero, gossip or cdp"
+    yield bool(p.coconet) and "split" not in p.coconet, "coconet starts with split"
+    yield "fuse" in p.coconet and "reorder" not in p.coconet, "coconet: fuse needs reorder"
+    yield p.nodes > 0 and not p.node, "nodes needs node=NAME"
+
+
+def ranks_per_node(plan: ParallelPlan, gpus_per_node: int) -> int:
+    """Ranks on each node; ValueError where the plan's nodes are too few for its ranks."""
+    nodes = plan.nodes or ceil(plan.world_size / gpus_per_node)
+    if plan.world_size > nodes * gpus_per_node:
+        room = f"{nodes} nodes of {gpus_per_node} GPUs"
+        raise ValueError(f"plan {str(plan)!r}: {plan.world_size} ranks do not fit {room}")
+    return ceil(plan.world_size / nodes)

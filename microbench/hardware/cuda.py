@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from microbench.hardware.spec import Gpu, gpu_names, load_gpu, slug
-
-NAMES = {
-    "NVIDIA H100 80GB HBM3": "h100-sxm-80gb",
-    "NVIDIA H200": "h200-sxm-141gb",
-    "NVIDIA A100-SXM4-80GB": "a100-sxm-80gb",
-    "NVIDIA A100-SXM4-40GB": "a100-sxm-40gb",
-}
+from microbench.hardware.names import gpu_named
+from microbench.hardware.spec import Gpu, load_gpu, slug
 
 
 def gpu_of(properties: Any) -> Gpu:
@@ -19,12 +13,12 @@ def gpu_of(properties: Any) -> Gpu:
 
     Guessed peaks: 64 multiply-adds per SM and clock in fp32, eight times that in bf16.
     """
-    name = NAMES.get(properties.name, slug(properties.name))
-    if name in gpu_names():
-        return load_gpu(name)
+    known = gpu_named(properties.name)
+    if known is not None:
+        return load_gpu(known)
     fp32 = properties.multi_processor_count * 128 * 2 * properties.clock_rate * 1e3
     return Gpu(
-        name=name,
+        name=slug(properties.name),
         sm_count=properties.multi_processor_count,
         peak_flops_per_s={"fp32": fp32, "bf16": 8 * fp32, "fp16": 8 * fp32, "tf32": 4 * fp32},
         hbm_bytes_per_s=2 * properties.memory_clock_rate * 1e3 * properties.memory_bus_width / 8,

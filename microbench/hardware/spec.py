@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -53,13 +54,65 @@ class Gpu:
         return {k: dict(v) if isinstance(v, Mapping) else v for k, v in asdict(self).items()}
 
 
+def check_types(
+    values: Mapping[str, Any], known: Iterable[Field[Any]], where: str
+) -> dict[str, Any]:
+    """``values`` with numbers as floats or ints; ValueError names a key that is wrong or missing.
+
+    YAML reads 3e9 without a sign or point as text, so numbers may come as strings.
+    """
+    kinds = {f.name: (str(f.type), f) for f in known}
+    unknown = sorted(str(k) for k in values if k not in kinds)
+    if unknown:
+        raise ValueError(f"{where}: unknown keys {unknown}; known: {sorted(kinds)}")
+    checked = {k: _typed(k, v, kinds[k][0], where) for k, v in values.items()}
+    required = [k for k, (_, f) in kinds.items() if f.default is MISSING is f.default_factory]
+    missing = [k for k in required if k not in checked]
+    if missing:
+        raise ValueError(f"{where}: missing keys {missing}")
+    return checked
+
+
+def _typed(key: str, value: Any, kind: str, where: str) -> Any:
+    if kind == "str":
+        if isinstance(value, str):
+            return value
+        raise ValueError(f"{where}: {key} is text, got {value!r}")
+    if kind.startswith("Mapping"):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where}: {key} maps dtypes to numbers, got {value!r}")
+        return {str(k): _number(f"{key}.{k}", v, where) for k, v in value.items()}
+    number = _number(key, value, where)
+    if kind == "int" and number != int(number):
+        raise ValueError(f"{where}: {key} is a whole number, got {value!r}")
+    return int(number) if kind == "int" else number
+
+
+def _number(key: str, value: Any, where: str) -> float:
+    try:
+        number = float("nan") if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = float("nan")
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"{where}: {key} is a number of at least 0, got {value!r}")
+    return number
+
+
 def gpu_from_dict(values: Mapping[str, Any], where: str) -> Gpu:
     """A Gpu from plain values; ``where`` names the file in messages."""
-    known = {f.name for f in fields(Gpu)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise ValueError(f"{where}: unknown keys {unknown}; known: {sorted(known)}")
-    return Gpu(**dict(values))
+    return Gpu(**check_types(values, fields(Gpu), where))
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file of facts."""
+    try:
+        values = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as exc:
+        reason = " ".join(str(exc).split())[:200] or type(exc).__name__
+        raise ValueError(f"{path}: not a readable hardware file ({reason})") from exc
+    if not isinstance(values, dict):
+        raise ValueError(f"{path}: expected a mapping of hardware facts")
+    return values
 
 
 def load_gpu(name_or_path: str) -> Gpu:
@@ -69,13 +122,7 @@ def load_gpu(name_or_path: str) -> Gpu:
         path = HERE / f"{name_or_path}.yaml"
         if not path.is_file():
             raise ValueError(f"unknown gpu {name_or_path!r}; known: {gpu_names()}")
-    try:
-        values = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as exc:
-        raise ValueError(f"{path}: not a readable hardware file ({exc})") from exc
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a mapping of hardware facts")
-    return gpu_from_dict({"name": path.stem, **values}, str(path))
+    return gpu_from_dict({"name": path.stem, **read_facts(path)}, str(path))
 
 
 def gpu_names() -> list[str]:

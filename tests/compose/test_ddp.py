@@ -8,7 +8,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from compose.ddp import all_reduce_us, buckets
+from compose.collectives import Message, cluster, price_messages, ring_us
+from compose.ddp import buckets, ddp_step
 from compose.forecast import forecast, price_step
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
@@ -19,15 +20,21 @@ from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e9)
 GPU = Gpu(name="toy-gpu", peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e9, link_bytes_per_s=1e11)
 MIB = 2**20
+PRICES_US = {"gemm": 10.0, "collective": 6.0, "elementwise": 1.0, "host": 2.0}
 
 
 class Fixed:
-    """A product takes 10 us, an all-reduce 6, a host event 2; bounds are 20 % off."""
+    """A product takes 10 us, an all-reduce 6, a copy 1, a host event 2; bounds are 20 % off."""
 
-    models: Mapping[str, Any] = {"gemm": None, "collective": None, "host": None}
+    models: Mapping[str, Any] = {
+        "gemm": None,
+        "collective": None,
+        "elementwise": None,
+        "host": None,
+    }
 
     def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
-        us = pd.Series({"gemm": 10.0, "collective": 6.0, "host": 2.0}[family], index=rows.index)
+        us = pd.Series(PRICES_US[family], index=rows.index)
         columns = {"predicted_us": us, "predicted_us_p10": us * 0.8, "predicted_us_p90": us * 1.2}
         return pd.DataFrame({**columns, "in_envelope": True})
 
@@ -69,29 +76,62 @@ def test_a_bucket_holds_one_dtype() -> None:
 
 
 def test_reduces_overlap_backward_and_the_optimizer_waits() -> None:
-    #  compute |=10=|=10=|=10=|       |=10=|
-    #  comm              |=6=||=6=|          second bucket ready at 30
+    #  compute |=10=|=10=|1|=10=|1|   |1|     |1|=10=|    mul into the bucket, copy back
+    #  comm                |==6==|    |==6==|             ready at 21 and 32
     tasks, spans = price_step(step(), Fixed(), CPU, ParallelPlan(dp=2), 1, contention=1.0).run()
     by_lane = [(t.lanes[0], s) for t, s in zip(tasks, spans, strict=True)]
-    assert [s for lane, s in by_lane if lane == "comm"] == [Span(20, 26), Span(30, 36)]
-    assert [s for lane, s in by_lane if lane == "compute"][-1] == Span(36, 46)
+    assert [s for lane, s in by_lane if lane == "comm"] == [Span(21, 27), Span(32, 38)]
+    compute = [s for lane, s in by_lane if lane == "compute"]
+    assert compute[-3:] == [Span(32, 33), Span(38, 39), Span(39, 49)]
 
 
 def test_on_a_cpu_overlap_is_paid_for() -> None:
-    #  compute |=10=|=10=|====16====|     |=10=|    20..32 both at half speed: compute does 6 of 10
-    #  comm              |==12==|   |=6=|           second bucket ready at 36, alone: 6
+    #  compute |=10=|=10=|1|====16====|1|=2=| |1|=10=|   21..33 at half speed: compute does 6 of 10
+    #  comm                |==12==|     |==7==|          second bucket ready at 38, the copy costs 1
     found = forecast(
         step(), Fixed(), CPU, ParallelPlan(dp=2), bundle_name="b", threads=1, optimizer="adamw"
     )
-    assert found.iteration_us == pytest.approx(52)
-    assert found.compute_us == pytest.approx(46)
-    assert found.comm_us == pytest.approx(18)
-    assert found.exposed_comm_us == pytest.approx(6)
+    assert found.iteration_us == pytest.approx(38 + 7 + 1 + 10)
+    assert found.compute_us == pytest.approx(21 + 16 + 1 + 2 + 1 + 10)
+    assert found.comm_us == pytest.approx(12 + 7)
+    assert found.exposed_comm_us == pytest.approx(5)
     assert found.idle_us == pytest.approx(0)
-    assert found.samples_per_s == pytest.approx(2 * 4 / 52e-6)
-    assert found.by_family_us == {"gemm": 40, "collective": 12}
-    # bounds: gemm +-20 % of 40, collective +-20 % of 12, independent
-    assert found.iteration_us_p90 == pytest.approx(52 + (8**2 + 2.4**2) ** 0.5)
+    assert found.samples_per_s == pytest.approx(2 * 4 / 56e-6)
+    assert found.by_family_us == {"gemm": 40, "collective": 12, "elementwise": 4}
+    # bounds: 20 % of 40, 12 and 4, independent
+    assert found.iteration_us_p90 == pytest.approx(56 + (8**2 + 2.4**2 + 0.8**2) ** 0.5)
+
+
+def test_ddp_adds_a_product_and_a_copy_per_gradient() -> None:
+    made, syncs = ddp_step(step())
+    added = [(i, c.op, c.args[0].shape) for i, c in enumerate(made.calls) if c.module == "DDP"]
+    shape = (MIB // 4,)
+    assert added == [
+        (2, "aten.mul.Tensor", shape),
+        (4, "aten.mul.Tensor", shape),
+        (5, "aten.copy_.default", shape),
+        (6, "aten.copy_.default", shape),
+    ]
+    assert [(s.message.kind, s.after, s.before) for s in syncs] == [
+        ("all_reduce", 2, 5),
+        ("all_reduce", 4, 6),
+    ]
+    gradients = {c.args[0].storage for c in made.calls if c.op == "aten.mul.Tensor"}
+    assert len(gradients) == 2 and {made.calls[i].args[0].storage for i in (5, 6)} == gradients
+
+
+def test_running_statistics_are_broadcast_before_forward() -> None:
+    x, stat = (TensorSpec(shape=shape, dtype="fp32", storage=0) for shape in ((4, 8), (8,)))
+    norm = OpCall(op="aten.native_batch_norm.default", args=(x, stat, stat, stat, stat, True))
+    made, syncs = ddp_step(StepCapture(calls=(norm,)))
+    # mean and variance of 8 fp32 together, and one int64 counter of steps
+    assert [(s.message.kind, s.message.message_bytes) for s in syncs] == [
+        ("broadcast", 64),
+        ("broadcast", 8),
+    ]
+    assert [c.op.split(".")[1] for c in made.calls] == [
+        "cat", "copy_", "copy_", "cat", "copy_", "native_batch_norm"
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("dp", [1, 2, 16])
@@ -122,13 +162,47 @@ def test_a_gpu_with_long_kernels_waits_only_for_its_first_launch() -> None:
     assert found.mfu_frac == pytest.approx(4 * 2000 / 1e12 / 42e-6)  # 2 * 10*10*10 flops each
 
 
+def reduce_of(nbytes: int) -> Message:
+    return Message(kind="all_reduce", axis="dp", message_bytes=nbytes)
+
+
 def test_all_reduce_without_a_model_is_a_ring() -> None:
-    # 2 * 3 messages of 8 us, and 2 * 3/4 * 1e6 B at 1e11 B/s = 15 us
-    assert all_reduce_us(10**6, 4, GPU) == pytest.approx(48 + 15)
+    """Twice log2(4) latencies of 5 us, and 2 * 3/4 * 1e6 B at 1e11 B/s = 15 us."""
+    where = cluster(ParallelPlan(dp=4), GPU)
+    assert ring_us(reduce_of(10**6), where.groups["dp"], where) == pytest.approx(20 + 15)
     bare = Fixed()
     bare.models = {"gemm": None, "host": None}
     found = price_step(step(), bare, GPU, ParallelPlan(dp=4), 0)
-    assert {r.family for r in found.reduces} == {"unmodelled"}
+    assert {r.family for r in found.messages} == {"unmodelled"}
+
+
+class UpToFour(Fixed):
+    """Knows collectives of up to four ranks."""
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        return super().price(family, rows).assign(in_envelope=rows["world_size"] <= 4)
+
+
+def test_beyond_its_envelope_a_collective_is_scaled_by_hierarchy() -> None:
+    """Over 16 ranks on two nodes: what is known of four, times the ratio of the rings."""
+    where = cluster(ParallelPlan(dp=16), GPU)
+    message = reduce_of(10**8)
+    (found,) = price_messages([message], UpToFour(), where, 0)
+    four = where.groups["dp"].__class__(size=4, per_node=4)
+    ratio = ring_us(message, where.groups["dp"], where) / ring_us(message, four, where)
+    assert found.duration_us == pytest.approx(6.0 * ratio)
+    assert not found.in_envelope
+    (inside,) = price_messages([message], UpToFour(), cluster(ParallelPlan(dp=4), GPU), 0)
+    assert (inside.duration_us, inside.in_envelope) == (6.0, True)
+
+
+def test_placement_decides_what_crosses_the_network() -> None:
+    """Eight GPUs a node, tp innermost: of dp's 16 ranks two share a node."""
+    where = cluster(ParallelPlan(tp=4, dp=16, pp=2), GPU)
+    sizes = {axis: (g.size, g.per_node) for axis, g in where.groups.items()}
+    assert sizes["tp"] == (4, 4)
+    assert sizes["dp"] == (16, 2)
+    assert sizes["pp"] == (2, 1)
 
 
 def test_gradients_live_from_backward_to_the_end() -> None:

@@ -1,0 +1,59 @@
+"""What others call a GPU, and what we call it."""
+
+from __future__ import annotations
+
+import re
+
+from microbench.hardware.spec import gpu_names
+
+# As nvidia-smi and torch name devices, and as published tables do; compared without punctuation.
+NAMES = {
+    "Tesla P4": "p4",
+    "Tesla P100-PCIE-16GB": "p100-pcie-16gb",
+    "Tesla T4": "t4",
+    "Tesla V100-PCIE-32GB": "v100-pcie-32gb",
+    "Tesla V100-SXM2-16GB": "v100-sxm-16gb",
+    "Tesla V100-SXM2-32GB": "v100-sxm-32gb",
+    "NVIDIA A40": "a40",
+    "NVIDIA A10": "a10",
+    "NVIDIA L4": "l4",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb",
+    "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
+    "A100-PCIE-80GB": "a100-pcie-80gb",
+    "NVIDIA A100-SXM4-40GB": "a100-sxm-40gb",
+    "NVIDIA A100-SXM4-80GB": "a100-sxm-80gb",
+    "A100-SXM-80GB": "a100-sxm-80gb",
+    "NVIDIA H100 80GB HBM3": "h100-sxm-80gb",
+    "NVIDIA H100 PCIe": "h100-pcie-80gb",
+    "NVIDIA H100 NVL": "h100-nvl",
+    "NVIDIA H200": "h200-sxm-141gb",
+    "NVIDIA GH200 120GB": "gh200",
+    "NVIDIA B200": "b200-sxm",
+    "NVIDIA B300 SXM6 AC": "b300-sxm",
+    "NVIDIA GB200": "gb200",
+    "NVIDIA GB300": "gb300",
+    "NVIDIA GeForce RTX 3090": "rtx-3090",
+    "NVIDIA GeForce RTX 4090": "rtx-4090",
+    "NVIDIA RTX A6000": "rtx-a6000",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx-pro-6000",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtx-pro-6000",
+    "AMD Instinct MI100": "mi100",
+    "AMD Instinct MI210": "mi210",
+    "AMD Instinct MI250": "mi250",
+}
+
+
+def _plain(text: str) -> str:
+    words = re.sub(r"[^a-z0-9]+", " ", text.lower()).split()
+    return " ".join(w for w in words if w not in ("nvidia", "tesla", "geforce", "amd"))
+
+
+KNOWN = {_plain(name): ours for name, ours in NAMES.items()}
+
+
+def gpu_named(text: str) -> str | None:
+    """Our name for a device, given ours or anyone's; None where it is not among ours."""
+    if text in gpu_names():
+        return text
+    return KNOWN.get(_plain(text))

@@ -1,0 +1,201 @@
+"""Hardware files: every promised name loads, the numbers agree with each other."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from microbench.hardware.names import NAMES, gpu_named
+from microbench.hardware.node import Node, load_node, node_names
+from microbench.hardware.spec import HERE, gpu_names, load_gpu
+
+PROMISED = [
+    "p4",
+    "p100-pcie-16gb",
+    "t4",
+    "v100-pcie-32gb",
+    "a40",
+    "a100-pcie-40gb",
+    "a100-pcie-80gb",
+    "a100-sxm-40gb",
+    "a100-sxm-80gb",
+    "h100-sxm-80gb",
+    "h100-pcie-80gb",
+    "h100-nvl",
+    "h200-sxm-141gb",
+    "b200-sxm",
+    "b300-sxm",
+    "gb200",
+    "gb300",
+    "gh200",
+    "l4",
+    "l40s",
+    "a10",
+    "rtx-3090",
+    "rtx-4090",
+    "rtx-a6000",
+    "rtx-pro-6000",
+    "mi100",
+    "mi210",
+    "mi250",
+]
+SHIPPED = [name for name in gpu_names() if name != "cpu"]
+CORES_PER_SM = {"pascal": 128, "volta": 64, "turing": 64, "cdna": 128, "cdna2": 128}
+CORES_PER_SM_OF = dict.fromkeys([n for n in SHIPPED if n.startswith(("a100", "p100"))], 64)
+GOOD = "sm_count: 2\nclock_hz: 1e9\npeak_flops_per_s: {fp32: 1e12}\nhbm_bytes_per_s: 1e11\n"
+GOOD_NODE = "gpu: t4\ngpus_per_node: 4\ntopology: pcie\n"
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_every_promised_gpu_loads(name: str) -> None:
+    assert load_gpu(name).name == name
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_fp32_peak_is_two_flops_per_core_and_clock(name: str) -> None:
+    """2 x cores per SM x SMs x clock, within 15 %; matrix cores double it on AMD."""
+    gpu = load_gpu(name)
+    cores = CORES_PER_SM_OF.get(name) or CORES_PER_SM.get(gpu.architecture, 128)
+    assert gpu.peak_flops_per_s["fp32"] == pytest.approx(
+        2 * cores * gpu.sm_count * gpu.clock_hz, rel=0.15
+    )
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_narrower_dtypes_are_never_slower(name: str) -> None:
+    peaks = load_gpu(name).peak_flops_per_s
+    chain = [peaks[d] for d in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8") if d in peaks]
+    assert chain == sorted(chain)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_sizes_are_in_bytes_and_watts(name: str) -> None:
+    gpu = load_gpu(name)
+    assert 5e9 < gpu.hbm_bytes < 4e11
+    assert 1e11 < gpu.hbm_bytes_per_s < 1e13
+    assert 2e6 <= gpu.l2_bytes <= 2e8
+    assert 50 < gpu.power_w <= 1400
+    assert gpu.link_bytes_per_s == 0 or 5e10 < gpu.link_bytes_per_s <= 9e11
+    assert 1e10 < gpu.pcie_bytes_per_s < 2e11
+
+
+def test_numbers_that_tables_often_get_wrong() -> None:
+    assert load_gpu("p4").sm_count == 20
+    assert load_gpu("l4").sm_count == 58
+    h100 = load_gpu("h100-sxm-80gb")
+    assert (h100.sm_count, h100.peak("bf16"), h100.link_bytes_per_s) == (132, 989.4e12, 450e9)
+    assert load_gpu("a100-sxm-80gb").l2_bytes == 40 * 2**20
+    assert load_gpu("rtx-pro-6000").sm_count == 188
+    assert load_gpu("mi250").sm_count == 104  # one of two dies
+
+
+@pytest.mark.parametrize("path", [*HERE.glob("*.yaml"), *HERE.glob("nodes/*.yaml")], ids=str)
+def test_every_number_names_its_source(path: Path) -> None:
+    for line in path.read_text().splitlines():
+        if re.match(r"\s*\w+: [\d.]", line):
+            assert re.search(r"\d  # \S.{5}", line), line
+
+
+@pytest.mark.parametrize("name", node_names())
+def test_every_node_loads_and_its_link_fits_its_gpu(name: str) -> None:
+    node = load_node(name)
+    gpu = load_gpu(node.gpu)
+    assert (node.link_bytes_per_s == 0) == (node.topology == "pcie")
+    assert node.link_bytes_per_s <= gpu.link_bytes_per_s
+    assert node.network_bytes_per_s <= 1e11
+    assert node.domain in (1, 2, node.gpus_per_node, 72)
+
+
+def test_domains_count_gpus_behind_one_fast_link() -> None:
+    assert load_node("dgx-h100").domain == 8
+    assert load_node("gb200-nvl72").domain == 72
+    assert load_node("a100-pairwise").domain == 2
+    assert load_node("l40s-pcie").domain == 1
+    assert load_node("aws-p4d").network_bytes_per_s == 400e9 / 8 / 8  # 400 Gb/s for 8 GPUs
+    single = Node(name="x", gpu="t4", gpus_per_node=1, topology="pairwise")
+    assert single.domain == 1
+
+
+def test_numbers_without_sign_are_numbers_too(tmp_path: Path) -> None:
+    """YAML 1.1 reads 1e9 as text."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(GOOD)
+    gpu = load_gpu(str(path))
+    assert (gpu.name, gpu.clock_hz, gpu.sm_count, gpu.peak("fp32")) == ("mine", 1e9, 2, 1e12)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]", "expected a mapping"),
+        ("a: [", "not a readable hardware file"),
+        ("\x00\x01", "not a readable hardware file"),
+        (GOOD + "colour: green\n", "unknown keys ['colour']"),
+        (GOOD + "1: 2\n", "unknown keys ['1']"),
+        (GOOD + "power_w: lots\n", "power_w is a number"),
+        (GOOD + "power_w: .nan\n", "power_w is a number"),
+        (GOOD + "power_w: true\n", "power_w is a number"),
+        (GOOD + "power_w: [1]\n", "power_w is a number"),
+        (GOOD.replace("sm_count: 2", "sm_count: 2.5"), "sm_count is a whole number"),
+        (GOOD.replace("{fp32: 1e12}", "fast"), "peak_flops_per_s maps dtypes to numbers"),
+        (GOOD.replace("1e12", "-1"), "peak_flops_per_s.fp32 is a number"),
+        (GOOD.replace("{fp32: 1e12}", "{}"), "peak_flops_per_s needs a positive number"),
+        (GOOD + "vendor: 3\n", "vendor is text"),
+        ("[" * 5000, "not a readable hardware file"),
+    ],
+)
+def test_a_malformed_gpu_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        load_gpu(str(path))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("gpu: t4\n", "missing keys ['gpus_per_node', 'topology']"),
+        (GOOD_NODE.replace("pcie", "star"), "topology 'star'; allowed:"),
+        (GOOD_NODE.replace("4\n", "0\n"), "gpus_per_node must be at least 1"),
+        (GOOD_NODE + "nics: -1\n", "nics is a number of at least 0"),
+        ("- 1", "expected a mapping"),
+    ],
+)
+def test_a_malformed_node_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        load_node(str(path))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_unknown_names_list_the_known() -> None:
+    with pytest.raises(ValueError, match=r"unknown gpu 'h1000'; known: .*h100-nvl"):
+        load_gpu("h1000")
+    with pytest.raises(ValueError, match=r"unknown node 'dgx-0'; known: .*dgx-a100"):
+        load_node("dgx-0")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
+        ("NVIDIA_A100_80GB_PCIe", "a100-pcie-80gb"),
+        ("Tesla_V100-PCIE-32GB", "v100-pcie-32gb"),
+        ("AMD_Instinct_MI250", "mi250"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
+        ("h100-nvl", "h100-nvl"),
+        ("Quadro RTX 8000", None),
+        ("", None),
+    ],
+)
+def test_device_names_of_others_are_ours(theirs: str, ours: str | None) -> None:
+    assert gpu_named(theirs) == ours
+
+
+def test_every_foreign_name_leads_to_a_file() -> None:
+    assert set(NAMES.values()) <= set(SHIPPED)
