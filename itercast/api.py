@@ -79,7 +79,7 @@ def capture_case(
     batch, seq = batch or chosen.batch, seq or chosen.seq
     if not batch:
         raise ValueError(f"{chosen.name}: a batch is required, and a seq for text")
-    key = repr((chosen.name, chosen.digest, batch, seq, settings, _code_digest()))
+    key = repr((chosen.name, chosen.digest, int(batch), int(seq), settings, _code_digest()))
 
     def make() -> StepCapture:
         from microbench.capture import capture_step
@@ -200,4 +200,4 @@ def optimizer_of(step: StepCapture) -> str:
 
 def threads_of(device: Gpu, plan: ParallelPlan) -> int:
     """Cores of one rank where ranks share this CPU; 0 on a GPU."""
-    return max(1, device.sm_count // plan.dp) if device.kind == "cpu" else 0
+    return max(1, device.sm_count // plan.world_size) if device.kind == "cpu" else 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -12,11 +12,19 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from microbench.capture_attention import KeepAttention
+from microbench.capture_attention import eager_attention
 from microbench.capture_habits import habits_of_real_tensors
 from microbench.capture_routing import Routing
+from microbench.capture_watch import (
+    count_bookkeeping,
+    default_dtype,
+    module_hooks,
+    storage_dtype,
+    watch_parameters,
+)
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from microbench.step import StepSettings, make_step
 
@@ -32,18 +40,12 @@ DTYPES = {
     torch.uint8: "uint8",
     torch.bool: "bool",
 }
+SILENT = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_local_scalar_dense"}
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
 TF32_OPS = {
     *(f"aten.{op}.default" for op in ("mm", "addmm", "bmm", "baddbmm")),
     *("aten.convolution.default", "aten.convolution_backward.default"),
     *("itercast.sdpa", "itercast.sdpa_backward"),
-}
-SILENT = {
-    "aten::detach",
-    "aten::alias",
-    "aten::lift_fresh",
-    "aten::_local_scalar_dense",
-    "aten::item",
 }
 
 
@@ -96,8 +98,8 @@ class OpLog(TorchDispatchMode):
 
     def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
         """Log one call."""
-        outputs = output if isinstance(output, list | tuple) else (output,)
         self.names = TF32_DTYPES if self.tf32 and op in TF32_OPS else DTYPES
+        outputs = output if isinstance(output, list | tuple) else (output,)
         self.calls.append(
             OpCall(
                 op=op,
@@ -116,7 +118,7 @@ class OpLog(TorchDispatchMode):
         else:
             output = self.routing.call(func, args, kwargs)
         name = func._schema.name
-        if self.paused or name.startswith(("prim::", "profiler::")) or name in SILENT:
+        if self.paused or name.startswith(("prim::", "profiler::", "aten::item")) or name in SILENT:
             return output
         if self.phase in ("forward", "loss"):
             self.host["autograd_node"] += 1
@@ -125,6 +127,73 @@ class OpLog(TorchDispatchMode):
             return output
         self.add(str(func), args, kwargs, output)
         return output
+
+
+class _LoggedAttention(torch.autograd.Function):
+    """Scaled dot-product attention as one op forward and one op backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, log: OpLog, mask: Any, options: dict[str, Any], q: Any, k: Any, v: Any
+    ) -> Any:
+        ctx.log, ctx.mask, ctx.options = log, mask, options
+        ctx.save_for_backward(q, k, v)
+        log.paused += 1
+        if torch._guards.detect_fake_mode((q,)):
+            output = torch.empty_like(q[..., :1]).expand(*q.shape[:-1], v.shape[-1]).contiguous()
+        else:
+            call = torch.nn.functional.scaled_dot_product_attention
+            output = call(q, k, v, mask, **options).contiguous()
+        log.paused -= 1
+        log.add("itercast.sdpa", (q, k, v), _attention_facts(mask, options), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+        q, k, v = ctx.saved_tensors
+        log = ctx.log
+        log.paused += 1
+        if torch._guards.detect_fake_mode((q,)):
+            grads = [torch.empty_like(t) for t in (q, k, v)]
+        else:
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+                call: Any = torch.nn.functional.scaled_dot_product_attention
+                output = call(*leaves, ctx.mask, **ctx.options)
+                found = torch.autograd.grad(output, leaves, grad)
+            grads = [torch.empty_like(t).copy_(g) for t, g in zip(leaves, found, strict=True)]
+        log.paused -= 1
+        facts = _attention_facts(ctx.mask, ctx.options)
+        log.add("itercast.sdpa_backward", (grad, q, k, v), facts, grads)
+        return None, None, None, *grads
+
+
+def _attention_facts(mask: Any, options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "is_causal": bool(options.get("is_causal", False)),
+        "dropout_p": float(options.get("dropout_p", 0.0)),
+        "enable_gqa": bool(options.get("enable_gqa", False)),
+        "masked": mask is not None,
+    }
+
+
+class KeepAttention(TorchFunctionMode):
+    """Keeps scaled_dot_product_attention whole (on CPU it would decompose), or writes it out."""
+
+    def __init__(self, log: OpLog, eager: bool) -> None:
+        super().__init__()
+        self.log, self.eager = log, eager
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is not torch.nn.functional.scaled_dot_product_attention or self.log.paused:
+            return func(*args, **kwargs)
+        if self.eager:
+            return eager_attention(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        q, k, v = (given.pop(n) for n in names[:3])
+        return _LoggedAttention.apply(self.log, given.pop("attn_mask", None), given, q, k, v)
 
 
 def capture_step(
@@ -150,8 +219,8 @@ def capture_step(
         with default_dtype(storage_dtype(settings.dtype)):
             model, inputs = build(), make_inputs()
         step = make_step(model, inputs, loss_fn, settings, lambda name: setattr(log, "phase", name))
-        ready = _watch_parameters(model, log)
-        stack.enter_context(_module_hooks(log))
+        ready = watch_parameters(model, log)
+        stack.enter_context(module_hooks(log))
         stack.enter_context(KeepAttention(log, eager=settings.attn == "eager"))
         stack.enter_context(log)
         try:
@@ -160,7 +229,7 @@ def capture_step(
             step()
         except (DynamicOutputShapeException, DataDependentOutputException) as exc:
             raise ValueError(f"the step depends on data in {exc.func}: cannot capture it") from exc
-    _count_bookkeeping(log, settings, sum(p.requires_grad for p in model.parameters()))
+    count_bookkeeping(log, settings, sum(p.requires_grad for p in model.parameters()))
     parameters = tuple(
         ParamSpec(
             name=name,
@@ -178,70 +247,3 @@ def capture_step(
         samples=samples,
         tokens=tokens,
     )
-
-
-def storage_dtype(name: str) -> torch.dtype:
-    """What parameters are stored in; tf32 is fp32 with TF32 products."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New floating-point tensors are of this dtype inside."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _count_bookkeeping(log: OpLog, settings: StepSettings, parameters: int) -> None:
-    """Host events of autograd and the optimizer; a step without backward records no node."""
-    if settings.mode != "train":
-        log.host["autograd_node"] = 0
-        return
-    log.host |= {"zero_grad": parameters, "accumulate_grad": parameters, "backward": 1}
-    if settings.optimizer != "none":
-        log.host[f"{settings.optimizer}_step"] = parameters
-
-
-def _watch_parameters(model: torch.nn.Module, log: OpLog) -> dict[str, int]:
-    ready: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(
-                lambda p, name=name: ready.__setitem__(name, len(log.calls) - 1)
-            )
-    return ready
-
-
-class _module_hooks:
-    """Counts module calls and names the innermost module while it runs."""
-
-    def __init__(self, log: OpLog) -> None:
-        self.log = log
-        self.outer: list[str] = []
-
-    def __enter__(self) -> None:
-        from torch.nn.modules.module import (
-            register_module_forward_hook,
-            register_module_forward_pre_hook,
-        )
-
-        self.handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave),
-        ]
-
-    def __exit__(self, *exc: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _enter(self, module: Any, args: Any) -> None:
-        self.log.host["module_call"] += 1
-        self.outer.append(self.log.module)
-        self.log.module = type(module).__name__
-
-    def _leave(self, module: Any, args: Any, output: Any) -> None:
-        self.log.module = self.outer.pop()
