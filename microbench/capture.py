@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from microbench.capture_attention import eager_attention
-from microbench.capture_habits import habits_of_real_tensors
+from microbench.capture_habits import habits_of_real_tensors, transformers_runs_eagerly
 from microbench.capture_routing import Routing
 from microbench.capture_watch import (
     count_bookkeeping,
@@ -218,6 +218,7 @@ def capture_step(
             stack.enter_context(habits_of_real_tensors())
         with default_dtype(storage_dtype(settings.dtype)):
             model, inputs = build(), make_inputs()
+        stack.enter_context(transformers_runs_eagerly())
         step = make_step(model, inputs, loss_fn, settings, lambda name: setattr(log, "phase", name))
         ready = watch_parameters(model, log)
         stack.enter_context(module_hooks(log))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,7 +41,12 @@ def _format(tensor: Any, spec: str) -> str:
 
 @contextmanager
 def habits_of_real_tensors() -> Iterator[None]:
-    """Inside, modules convert in place and ``f"{tensor}"`` is a number, as with real tensors."""
+    """Inside, modules convert in place and ``f"{tensor}"`` is a number, as with real tensors.
+
+    Nothing is initialised: there is no data, and truncated distributions look at theirs.
+    """
+    init = {n: f for n, f in vars(torch.nn.init).items() if n.endswith("_") and n[:2] != "__"}
+    vars(torch.nn.init).update(dict.fromkeys(init, lambda tensor, *args, **kwargs: tensor))
     before = torch.nn.Module._apply, FakeTensor.__format__
     torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
     FakeTensor.__format__ = _format  # type: ignore[method-assign, assignment]
@@ -48,3 +54,22 @@ def habits_of_real_tensors() -> Iterator[None]:
         yield
     finally:
         torch.nn.Module._apply, FakeTensor.__format__ = before  # type: ignore[method-assign]
+        vars(torch.nn.init).update(init)
+
+
+@contextmanager
+def transformers_runs_eagerly() -> Iterator[None]:
+    """Inside, transformers does not take a fake tensor as a sign that a graph is being compiled.
+
+    It would build causal masks that eager steps leave to the attention kernel.
+    """
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    before = getattr(module, "is_fake_tensor", None)
+    if before is None:
+        yield
+        return
+    module.is_fake_tensor = lambda value: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = before

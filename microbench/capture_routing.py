@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-KNOWN_LIMIT = 4096  # elements of a tensor whose values are followed one by one
+KNOWN_LIMIT = 2**17  # elements of a tensor whose values are followed one by one
 INDEX_OUTPUT = {"argmax": 0, "argmin": 0, "topk": 1, "sort": 1, "max": 1, "min": 1}
 KEEP = {
     *("alias", "detach", "clone", "_to_copy", "view", "_unsafe_view", "reshape", "permute", "t"),
@@ -59,8 +59,10 @@ class Routing:
         if name == "index" and any(_is_mask(i) for i in args[1]):
             args = (args[0], self._positions(args[1]))
         output = func(*args, **kwargs)
-        if known is not None or name in INDEX_OUTPUT or name in ("scatter", "scatter_", "eq"):
-            self._follow(name, func, args, kwargs, output, known)
+        if name == "arange" or self._known_by_value(args):
+            self._follow_values(func, args, kwargs, output)
+        elif known is not None or name in INDEX_OUTPUT or name in ("scatter", "scatter_", "eq"):
+            self._follow(name, args, kwargs, output, known)
         return output
 
     def _scalar(self, tensor: Any, fact: Fact) -> Any:
@@ -124,9 +126,7 @@ class Routing:
             found += [index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim())]
         return found
 
-    def _follow(
-        self, name: str, func: Any, args: Any, kwargs: Any, output: Any, known: Fact | None
-    ) -> None:
+    def _follow(self, name: str, args: Any, kwargs: Any, output: Any, known: Fact | None) -> None:
         first = args[0]
         if name in INDEX_OUTPUT and first.dim():
             axis = _axis(name, args, kwargs)
@@ -136,8 +136,6 @@ class Routing:
         elif name in ("scatter", "scatter_") and known is None and _is_number(args[3], 1):
             axis, index = args[1], args[2]
             self.facts[output] = Fact(mean=index.shape[axis] / first.shape[axis])
-        elif known is not None and known.values is not None:
-            self._follow_values(func, args, kwargs, output)
         elif known is not None and name in KEEP:
             for one in output if isinstance(output, list | tuple) else (output,):
                 self.facts[one] = known
@@ -152,18 +150,25 @@ class Routing:
     def _of(self, value: Any) -> Fact | None:
         return self.facts.get(value) if isinstance(value, torch.Tensor) else None
 
+    def _known_by_value(self, args: Any) -> bool:
+        """Whether there are tensors among the arguments and the values of all are known."""
+        found = [self._of(a) for a in _flat(args) if isinstance(a, torch.Tensor)]
+        return bool(found) and all(f is not None and f.values is not None for f in found)
+
     def _follow_values(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Does the same with the values, where every tensor's values are known."""
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        facts = [self._of(t) for t in tensors]
-        if not all(f is not None and f.values is not None for f in facts):
+        """Does with the values what was done with the fake tensors."""
+
+        def real(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [real(v) for v in value]
+            return self.facts[value].values if isinstance(value, torch.Tensor) else value
+
+        if any(t.numel() > KNOWN_LIMIT for t in _flat([output]) if isinstance(t, torch.Tensor)):
             return
-        real = [self.facts[a].values if isinstance(a, torch.Tensor) else a for a in args]
         with _disable_current_modes():
-            result = func(*real, **kwargs)
-        pairs = zip(output, result, strict=True) if isinstance(output, list | tuple) else None
-        for fake, values in pairs or ((output, result),):
-            if isinstance(fake, torch.Tensor) and values.numel() <= KNOWN_LIMIT:
+            result = func(*real(args), **kwargs)
+        for fake, values in zip(_flat([output]), _flat([result]), strict=True):
+            if isinstance(fake, torch.Tensor):
                 self.facts[fake] = Fact(values=values)
 
     def _follow_sum(self, first: Any, output: Any, known: Fact) -> None:
@@ -174,6 +179,11 @@ class Routing:
             self._spread(output, round(total), output.numel())
         else:
             self.facts[output] = Fact(mean=total / max(1, prod(output.shape)))
+
+
+def _flat(values: Any) -> list[Any]:
+    """Values with their lists taken apart, one level deep."""
+    return [one for v in values for one in (v if isinstance(v, list | tuple) else [v])]
 
 
 def _is_mask(value: Any) -> bool:
