@@ -11,7 +11,7 @@ from compose.ddp import Sync, ddp_step, default_contention
 from compose.host import host_cost
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
-from compose.priced import UNMODELLED, PricedOp, Pricer, price_calls
+from compose.priced import UNMODELLED, PriceBook, PricedOp, Pricer, price_calls
 from compose.timeline import Span, Task, simulate, simulate_shared
 from microbench.hardware.spec import Gpu
 from microbench.opcall import StepCapture
@@ -143,7 +143,7 @@ def price_step(
         counts["launch"] = len(capture.calls)
     messages = [sync.message for sync in syncs]
     return PricedStep(
-        ops=price_calls(capture, pricer, gpu, threads),
+        ops=price_calls(capture, PriceBook(pricer, gpu, threads)),
         host=host_cost(counts, pricer, gpu, threads),
         on_cpu=gpu.kind == "cpu",
         contention=default_contention(gpu) if contention is None else contention,

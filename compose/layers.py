@@ -144,10 +144,10 @@ def _lives(capture: StepCapture, edges: tuple[int, int, int]) -> list[_Life]:
         for t in call.outputs:
             if t.storage not in skip and i < edges[2]:
                 first.setdefault(t.storage, i)
+                size[t.storage] = max(size.get(t.storage, 0), t.nbytes)
         for t in (*call.tensors(), *call.outputs):
             if t.storage in first:
                 last[t.storage] = i
-                size[t.storage] = max(size.get(t.storage, 0), t.nbytes)
                 if i < edges[1]:
                     forward[t.storage] = i
     return [_Life(first[s], forward.get(s, -1), last[s], size[s]) for s in first]
