@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -150,7 +151,7 @@ def _sorted(
     columns: list[list[int]] = [[0] for _ in range(5)]
     rank_last, link_last = [0] * stages, dict[tuple[str, int], int]()
     edges = [1]
-    for n, (depth, (kind, i, c), source) in enumerate(ordered, start=1):
+    for n, (depth, (kind, _, c), source) in enumerate(ordered, start=1):
         if n > 1 and depth != ordered[n - 2][0]:
             edges.append(n)
         sends = 3 * count  # nothing
@@ -169,7 +170,7 @@ def _sorted(
         rank_last[c % stages] = link_last[kind, c] = n
     edges.append(len(ordered) + 1)
     takes, sends_, before, waits, behind = (np.array(c) for c in columns)
-    levels = tuple(zip(edges[:-1], edges[1:], strict=True))
+    levels = tuple(pairwise(edges))
     return _Order(takes, sends_, before, waits, behind, levels, np.array(rank_last))
 
 
@@ -200,7 +201,7 @@ def finish_us(
 def tasks(
     schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
 ) -> tuple[list[Task], dict[str, list[int]]]:
-    """The same as tasks and programs for ``timeline.simulate``: traces, and the check of the above."""
+    """The same as tasks and programs for ``timeline.simulate``: traces, and a check."""
     virtual, found = len(chunks) // stages, list[Task]()
     index: dict[tuple[str, int, int], int] = {}
     programs: dict[str, list[int]] = {}

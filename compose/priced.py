@@ -94,7 +94,7 @@ class PriceBook:
         known = self.known.setdefault(family, {})
         fresh = list(dict.fromkeys(p for p in points if p not in known))
         if fresh:
-            facts = {"gpu": self.gpu.name, "threads": self.threads}
+            facts: dict[str, Any] = {"gpu": self.gpu.name, "threads": self.threads}
             rows = pd.DataFrame([asdict(p) for p in fresh]).assign(**facts)
             both = [rows.assign(cache="warm"), rows.assign(cache="cold")]
             table = self.pricer.price(

@@ -8,7 +8,8 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from compose.forecast import eager_timeline, forecast, interval
+from compose.by_op import eager_timeline, interval
+from compose.forecast import forecast
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
 from compose.priced import PriceBook, PricedOp, cold_fractions, price_calls
