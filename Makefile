@@ -2,7 +2,7 @@ PY := .venv/bin/python
 CLI := OMP_WAIT_POLICY=passive $(PY) -m itercast
 BUDGET ?= 5m
 
-.PHONY: help setup demo collect train evaluate predict ui report test lint clean
+.PHONY: help setup demo collect train evaluate predict ui report test lint endurance clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "%-10s %s\n", $$1, $$2}'
@@ -25,8 +25,8 @@ train: setup ## train one model per op family on datasets/
 evaluate: setup ## predicted against measured iterations
 	$(CLI) evaluate
 
-predict: setup ## forecast one case (CASE=gpt-small)
-	$(CLI) predict $(or $(CASE),gpt-small) --gpu cpu
+predict: setup ## forecast one case (CASE=gpt2-small GPU=cpu)
+	$(CLI) predict $(or $(CASE),gpt2-small) --gpu $(or $(GPU),cpu)
 
 ui: setup ## the MLflow UI
 	$(CLI) ui
@@ -39,6 +39,9 @@ test: setup ## run the tests
 
 lint: setup ## ruff and mypy
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+
+endurance: setup ## kill a sweep 50 times, look at what is left (10 minutes)
+	$(PY) tests/endurance/kill_sweep.py
 
 clean: ## remove what the targets made, but not datasets
 	rm -rf .venv runs reports bundles mlruns mlartifacts mlflow.db .cache

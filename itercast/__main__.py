@@ -133,15 +133,23 @@ def predict(
 @one_line_errors
 def evaluate(
     case: Annotated[list[str] | None, typer.Option(help="only this case; repeatable")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="dataset root with rows of family iteration")
+    ] = None,
     bundle: Bundle = None,
     out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/evaluate"),
 ) -> None:
-    """Measure iterations on this CPU, forecast them, report both; logs to MLflow."""
+    """Measured iterations beside their forecasts; measures on this CPU where no rows are given."""
     from itercast.api import find_bundle
-    from itercast.demo import evaluate_cases
+    from itercast.evaluation import compare_all, measured_rows, report_comparison
+    from itercast.steps import iterations
 
     folder, _ = find_bundle("cpu", bundle)
-    evaluate_cases(out, folder, case, {}, None)
+    root = measured or Path("runs/measured")
+    if measured is None:
+        iterations(root, "cpu", (0, 1), case)
+    rows = measured_rows(root, case)
+    report_comparison(out, compare_all(rows, folder), rows, {})
 
 
 @app.command()

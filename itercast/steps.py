@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,23 @@ def progress_bar() -> Progress:
 def sweep(
     out: Path, device: str, families: Sequence[str] | None, budget_s: float, seed: int
 ) -> int:
-    """Collect with a progress bar; returns the number of new rows."""
+    """Collect with a progress bar; returns the number of new rows.
+
+    Family ``iteration`` is measured where it is named: two rounds, whatever they take.
+    """
     from microbench.collect import collect, known_families
 
+    rows = 0
+    if families and "iteration" in families:
+        families = [f for f in families if f != "iteration"]
+        known_families(families)
+        rows = iterations(out, device, (0, 1))
+        if not families:
+            return rows
     known_families(families)  # before the bar, so that a wrong name is one line
     with progress_bar() as bar:
         task = bar.add_task("sweep", total=1.0)
-        return collect(
+        return rows + collect(
             out,
             device,
             families,
@@ -35,6 +46,25 @@ def sweep(
             seed,
             lambda rows, frac: bar.update(task, completed=frac, description=f"sweep {rows} rows"),
         )
+
+
+def iterations(
+    out: Path, device: str, repeats: Sequence[int], names: Sequence[str] | None = None
+) -> int:
+    """Measure the usual iterations where they are missing; returns the number of new rows."""
+    from microbench.collect_iterations import collect_iterations, usual_iterations
+
+    wanted, rows = usual_iterations(names), 0
+    with progress_bar() as bar:
+        for repeat in repeats:
+            task = bar.add_task(f"iterations, round {repeat + 1}", total=len(wanted))
+            show = partial(_completed, bar, task)
+            rows += collect_iterations(out, device, wanted, repeat, show)
+    return rows
+
+
+def _completed(bar: Progress, task: Any, rows: int) -> None:
+    bar.update(task, completed=rows)
 
 
 def fit(

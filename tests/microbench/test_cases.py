@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from microbench.capture import capture_step
 from microbench.cases.registry import case, case_names
-from microbench.iterations import PHASES, measure_case
+from microbench.collect_iterations import collect_iterations, iteration_of
+from microbench.iterations import PHASES, Iteration, measure
 from microbench.step import StepSettings
+from microbench.store import read_rows
 
 MEASURED = [n for n in case_names() if case(n).measured]
 
@@ -86,13 +90,30 @@ def test_names_need_no_torch() -> None:
 
 def test_measured_rows_state_phases_and_the_anchor() -> None:
     times = iter([4.0, 9.0] * 500)
-    row = measure_case(
-        case("mlp-s"), StepSettings(), "cpu", repetitions=6, anchor=lambda: next(times)
-    )
+    asked = iteration_of(case("mlp-s"))
+    row = measure(case("mlp-s"), asked, "cpu", repetitions=6, anchor=lambda: next(times))
     assert row["samples"] >= 6
     assert row["anchor_us"] == pytest.approx(6, rel=0.2)  # sqrt(4 * 9)
     phases = sum(row[f"{p}_us"] for p in PHASES)
     assert phases == pytest.approx(row["time_us"], rel=0.3)
+
+
+def test_two_ranks_are_measured_once_each_round(tmp_path: Path) -> None:
+    wanted = [iteration_of(case("mlp-s")), iteration_of(case("mlp-s"), "dp=2")]
+    assert collect_iterations(tmp_path, "cpu", wanted, 0) == 2
+    assert collect_iterations(tmp_path, "cpu", wanted, 0) == 0  # they are there
+    assert collect_iterations(tmp_path, "cpu", wanted[:1], 1) == 1
+    rows = read_rows([tmp_path], "iteration")
+    assert sorted(rows["plan"]) == ["", "", "dp=2"]
+    cores = os.cpu_count() or 1
+    assert set(rows[rows["plan"] == ""]["threads"]) == {cores}
+    assert set(rows[rows["plan"] == "dp=2"]["threads"]) == {max(1, cores // 2)}
+    assert set(rows["status"]) == {"ok"}
+
+
+def test_a_plan_that_cannot_be_measured_is_named() -> None:
+    with pytest.raises(ValueError, match="plan 'tp=2' cannot be measured; allowed: '' or dp=N"):
+        _ = Iteration(case="mlp-s", batch=1, plan="tp=2").ranks
 
 
 def test_an_unknown_case_is_named() -> None:

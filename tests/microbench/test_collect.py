@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 
 from microbench import store
 from microbench.collect import collect
+from microbench.ops.collective import OPS
 from microbench.timing import summarise
 
 
@@ -27,7 +29,28 @@ def test_unknown_family_is_named() -> None:
         collect(Path("unused"), "cpu", ["gem"], 1.0)
 
 
+def without_captures(root: Path, *names: str) -> None:
+    """No points of captured models: capturing takes half a minute."""
+    store.write_atomic(
+        root / ".journal" / "points-cpu-0.json", json.dumps({name: [] for name in names}).encode()
+    )
+
+
+def test_collectives_are_swept_by_two_ranks(tmp_path: Path) -> None:
+    without_captures(tmp_path, "collective")
+    assert collect(tmp_path, "cpu", ["collective"], 6.0) > 10
+    rows = store.read_rows([tmp_path], "collective")
+    assert set(rows["status"]) == {"ok"}
+    assert set(rows["world_size"]) == set(rows["ranks_per_node"]) == {2}
+    assert set(rows["op"]) <= set(OPS)
+    assert len(set(rows["op"])) >= 3
+    large = rows[rows["message_bytes"] > 2**24]["time_us"]
+    small = rows[rows["message_bytes"] < 2**14]["time_us"]
+    assert large.median() > 3 * small.median()
+
+
 def test_a_killed_sweep_resumes_and_repeats_nothing(tmp_path: Path) -> None:
+    without_captures(tmp_path, "gemm")
     script = (
         "from pathlib import Path; from microbench.collect import collect;"
         f"collect(Path({str(tmp_path)!r}), 'cpu', ['gemm'], 30.0)"
