@@ -232,6 +232,18 @@ def _rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield p.nodes > 0 and not p.node, "nodes needs node=NAME"
 
 
+def micro_batch(plan: ParallelPlan, batch: int, seq: int) -> tuple[int, int]:
+    """Samples of one micro-batch and a rank's tokens of each, from a replica's batch and length."""
+    micro = plan.microbatches
+    if batch % micro:
+        raise ValueError(
+            f"plan {str(plan)!r}: {batch} samples do not divide by {micro} micro-batches"
+        )
+    if plan.cp > 1 and (seq == 0 or seq % (2 * plan.cp)):
+        raise ValueError(f"plan {str(plan)!r}: a length of {seq} does not divide by 2 * cp")
+    return batch // micro, seq // plan.cp
+
+
 def ranks_per_node(plan: ParallelPlan, gpus_per_node: int) -> int:
     """Ranks on each node; ValueError where the plan's nodes are too few for its ranks."""
     nodes = plan.nodes or ceil(plan.world_size / gpus_per_node)

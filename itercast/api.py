@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from compose.forecast import Forecast, forecast
-from compose.plan import ParallelPlan
+from compose.plan import ParallelPlan, micro_batch
 from learners.bundle import Bundle
 from microbench.cases.registry import EvalCase, case
 from microbench.hardware.machine import cpu_name
+from microbench.hardware.node import Node, load_node
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.opcall import StepCapture
 
@@ -46,6 +49,16 @@ def find_gpu(name: str, bundle: Bundle) -> Gpu:
     return cpus.get(cpu_name(), next(iter(cpus.values())))
 
 
+def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:
+    """The plan's node; ValueError where it holds other GPUs."""
+    if not plan.node:
+        return None
+    node = load_node(plan.node)
+    if node.gpu != gpu.name:
+        raise ValueError(f"plan {str(plan)!r}: node {node.name!r} holds {node.gpu}, not {gpu.name}")
+    return node
+
+
 def capture_case(
     chosen: EvalCase,
     *,
@@ -56,26 +69,41 @@ def capture_case(
     loss: str = "default",
     dtype: str = "fp32",
     attn: str = "sdpa",
+    shallow: bool = False,
 ) -> StepCapture:
-    """One step of a case, captured without running it, from the cache where it is there already."""
+    """One step of a case, captured without running it, from the cache where it is there already.
+
+    ``shallow``: of a list of equal layers two are captured; only plans' forecasts know the rest.
+    """
     from microbench.capture_cache import cached
 
     batch, seq = batch or chosen.batch, seq or chosen.seq
-    settings = (chosen.name, batch, seq, mode, optimizer, loss, dtype, attn)
+    settings = (chosen.name, batch, seq, mode, optimizer, loss, dtype, attn, shallow)
     key = hashlib.sha256(repr((settings, _code_digest())).encode()).hexdigest()[:24]
 
     def make() -> StepCapture:
         from microbench.capture import capture_step
+        from microbench.shallow import build_short
         from microbench.step import StepSettings
 
-        return capture_step(
-            chosen.build,
+        repeats: dict[str, int] = {}
+
+        def build() -> Any:
+            if not shallow:
+                return chosen.build()
+            model, cut = build_short(chosen.build)
+            repeats.update(cut)
+            return model
+
+        captured = capture_step(
+            build,
             lambda: chosen.inputs(batch, seq),
             chosen.loss,
             StepSettings(mode=mode, optimizer=optimizer, loss=loss, dtype=dtype, attn=attn),
             samples=batch,
             tokens=batch * seq,
         )
+        return replace(captured, repeats=repeats)
 
     return cached(key, make, CAPTURES)
 
@@ -84,7 +112,7 @@ def _code_digest() -> str:
     """Digest of the code a capture depends on: a changed model must not come from the cache."""
     folder = Path(__file__).parent.parent / "microbench"
     files: Sequence[Path] = sorted(
-        [*folder.glob("cases/*.py"), folder / "capture.py", folder / "step.py"]
+        [*folder.glob("cases/*.py"), *(folder / f"{n}.py" for n in ("capture", "shallow", "step"))]
     )
     return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()
 
@@ -108,17 +136,19 @@ def forecast_case(
     chosen = case(name)
     folder, found = find_bundle(gpu, bundle)
     device = find_gpu(gpu, found)
+    share, length = micro_batch(parsed, batch or chosen.batch, seq or chosen.seq)
     capture = capture_case(
         chosen,
-        batch=batch,
-        seq=seq,
+        batch=share,
+        seq=length,
         mode=mode,
         optimizer=optimizer,
         loss=loss,
         dtype=dtype,
         attn=attn,
+        shallow=not chosen.measured,
     )
-    threads = device.sm_count if parsed.dp == 1 else max(1, device.sm_count // parsed.dp)
+    threads = max(1, device.sm_count // parsed.world_size)
     return forecast(
         capture,
         found,
@@ -127,4 +157,5 @@ def forecast_case(
         bundle_name=str(folder),
         threads=threads if device.kind == "cpu" else 0,
         optimizer=optimizer,
+        node=find_node(parsed, device),
     )

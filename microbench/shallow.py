@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 KEPT = 2
+FILLS = ("normal_", "uniform_", "zero_", "fill_", "kaiming_uniform_", "trunc_normal_")
 
 
 def cut_short(model: Any) -> dict[str, int]:
@@ -25,6 +27,25 @@ def cut_short(model: Any) -> dict[str, int]:
         cut[name] = len(module) - KEPT
         del module[KEPT:]
     return cut
+
+
+def build_short(build: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """A model built without the values of its weights and cut short, and what was cut."""
+    from torch.overrides import TorchFunctionMode  # lazy, as above
+
+    class NoValues(TorchFunctionMode):
+        """Leaves out what fills tensors: a captured step has no values, and it takes seconds."""
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if getattr(func, "__name__", "") in FILLS:
+                return args[0] if args else kwargs["tensor"]
+            return func(*args, **(kwargs or {}))
+
+    with NoValues():
+        model = build()
+    return model, cut_short(model)
 
 
 def _shape(module: Any) -> tuple[object, ...]:
