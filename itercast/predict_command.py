@@ -10,11 +10,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from compose.forecast import Forecast, PricedStep
-from compose.priced import UNMODELLED
+from compose.forecast import Forecast
+from compose.priced import UNMODELLED, PriceBook, price_calls
+from itercast.api import Target
 from itercast.errors import one_line_errors
 from itercast.options import Bundle, Json
 from microbench.cases.huggingface import read_config
+from microbench.opcall import StepCapture
 
 
 @one_line_errors
@@ -53,8 +55,7 @@ def predict(
 ) -> None:
     """Forecast one iteration of a model: a named case, a configuration, or a function's module."""
     from compose.timeline import trace_json
-    from itercast.api import capture, priced_step
-    from itercast.api import predict as forecast
+    from itercast.api import capture, find_target, forecast_step, micro_size, timeline_of
     from itercast.steps import forecast_table
     from microbench.store import write_atomic
 
@@ -62,23 +63,23 @@ def predict(
         raise ValueError("predict takes one of CASE, --hf-config and --model")
     if hf_config is not None and batch is None:
         raise ValueError("--hf-config needs --batch, and --seq for text")
+    asked = case or hf_config or _function(model)
+    target = find_target(gpu, plan, bundle)
     step = capture(
-        case or hf_config or _function(model),
+        asked,
         loss=loss,
-        batch=batch,
-        seq=seq,
         mode=mode,
         optimizer=optimizer,
         dtype=dtype,
         attn=attn,
+        whole=trace is not None,  # a timeline shows every op
+        **micro_size(asked, target.plan, batch, seq),
     )
-    target: dict[str, Any] = {"gpu": gpu, "plan": plan, "bundle": bundle}
-    found = forecast(step, **target)
+    found = forecast_step(step, target)
     if strict and found.unmodelled_frac > 0:
-        raise typer.Exit(_not_modelled(found, priced_step(step, **target)))
+        raise typer.Exit(_not_modelled(found, step, target))
     if trace is not None:
-        tasks, spans = priced_step(step, **target).run()
-        write_atomic(trace, json.dumps(trace_json(tasks, spans)).encode())
+        write_atomic(trace, json.dumps(trace_json(*timeline_of(step, target))).encode())
     name = read_config(hf_config).name if hf_config else case or model
     if as_json:
         typer.echo(json.dumps({"case": name, **asdict(found)}))
@@ -92,9 +93,10 @@ def _function(name: str) -> Any:
     return load_function(name)
 
 
-def _not_modelled(found: Forecast, step: PricedStep) -> int:
+def _not_modelled(found: Forecast, step: StepCapture, target: Target) -> int:
     """Says which ops have no model; exit code 1."""
-    names = sorted({op.op for op in step.priced() if op.family == UNMODELLED})
+    book = PriceBook(target.bundle, target.gpu, target.threads)
+    names = sorted({op.op for op in price_calls(step, book) if op.family == UNMODELLED})
     share = f"{100 * found.unmodelled_frac:.1f} % of the time has no learned model"
-    typer.echo(f"itercast: {share}: {', '.join(names)}", err=True)
+    typer.echo(f"itercast: {share}: {', '.join(names or ['collectives'])}", err=True)
     return 1

@@ -40,6 +40,15 @@ DTYPES = {
     torch.uint8: "uint8",
     torch.bool: "bool",
 }
+# What autograd does in place on plain tensors and out of place under a dispatch mode:
+# https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/input_buffer.cpp and
+# areAnyTensorSubclassLike in FunctionsManual.cpp
+IN_PLACE = {
+    "aten.add.Tensor": "aten.add_.Tensor",
+    "aten.index_add.default": "aten.index_add_.default",
+    "aten.index_put.default": "aten.index_put_.default",
+    "aten.scatter.src": "aten.scatter_.src",
+}
 SILENT = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_local_scalar_dense"}
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
 TF32_OPS = {
@@ -100,10 +109,13 @@ class OpLog(TorchDispatchMode):
         """Log one call."""
         self.names = TF32_DTYPES if self.tf32 and op in TF32_OPS else DTYPES
         outputs = output if isinstance(output, list | tuple) else (output,)
+        described = self.describe(tuple(args))
+        if self.phase == "backward" and op in IN_PLACE and described[0].shape == output.shape:
+            op, outputs = IN_PLACE[op], (args[0],)
         self.calls.append(
             OpCall(
                 op=op,
-                args=self.describe(tuple(args)),
+                args=described,
                 kwargs={k: self.describe(v) for k, v in kwargs.items()},
                 outputs=tuple(self.describe(o) for o in outputs if isinstance(o, torch.Tensor)),
                 phase=self.phase,
@@ -130,7 +142,10 @@ class OpLog(TorchDispatchMode):
 
 
 class _LoggedAttention(torch.autograd.Function):
-    """Scaled dot-product attention as one op forward and one op backward."""
+    """Scaled dot-product attention as one op forward and one op backward.
+
+    The output lies in memory as (batch, length, heads, dim), as fused kernels leave it.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -140,10 +155,12 @@ class _LoggedAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v)
         log.paused += 1
         if torch._guards.detect_fake_mode((q,)):
-            output = torch.empty_like(q[..., :1]).expand(*q.shape[:-1], v.shape[-1]).contiguous()
+            output = q.new_empty(*q.shape[:-1], v.shape[-1])
         else:
             call = torch.nn.functional.scaled_dot_product_attention
-            output = call(q, k, v, mask, **options).contiguous()
+            output = call(q, k, v, mask, **options)
+        if q.dim() == 4:
+            output = output.transpose(1, 2).contiguous().transpose(1, 2)
         log.paused -= 1
         log.add("itercast.sdpa", (q, k, v), _attention_facts(mask, options), output)
         return output

@@ -11,7 +11,14 @@ import numpy as np
 
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
-from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+from microbench.ops.family import (
+    Family,
+    Workload,
+    autograd_call,
+    itemsize_bytes,
+    log_uniform,
+    torch_dtype,
+)
 
 MAX_FLOPS = 8e9
 MAX_SCORES = 2**24  # where dropout or a mask makes the scores a tensor in memory
@@ -87,11 +94,15 @@ def build(p: Attention, device: str) -> Workload:
         options["attn_mask"] = mask
     options["dropout_p"] = 0.1 if p.dropout else 0.0
     if p.op == "forward":
-        return Workload(run=lambda: sdpa(q, k, v, **options))
+        return Workload(run=lambda: sdpa(q, k, v, **options), through_aten=False)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out = sdpa(*leaves, **options)
     grad = torch.randn_like(out)
-    return Workload(run=lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True))
+    return Workload(
+        run=lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
+        baseline=autograd_call(3, device),
+        through_aten=False,
+    )
 
 
 def flops(p: Any) -> Any:

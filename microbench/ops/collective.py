@@ -51,7 +51,7 @@ def build(p: Collective, device: str) -> Workload:
     per_rank = max(1, p.message_bytes // itemsize_bytes(p.dtype) // p.world_size)
     whole = torch.zeros(per_rank * p.world_size, dtype=dtype, device=device)
     part = torch.zeros(per_rank, dtype=dtype, device=device)
-    return Workload(run=_runs(p.op, whole, part))
+    return Workload(run=_runs(p.op, whole, part), through_aten=False)
 
 
 def _runs(op: str, whole: Any, part: Any) -> Callable[[], object]:

@@ -140,7 +140,6 @@ def build(p: Conv, device: str) -> Workload:
     def tensor(*shape: int) -> Any:
         return torch.randn(shape, device=device).to(torch_dtype(p.dtype))
 
-    aten = torch.ops.aten
     x = tensor(p.batch, p.in_channels, p.h, p.w)
     ends = (p.in_channels, p.out_channels) if p.transposed else (p.out_channels, p.in_channels)
     weight = tensor(ends[0], ends[1] // p.groups, p.kernel_h, p.kernel_w)
@@ -148,11 +147,12 @@ def build(p: Conv, device: str) -> Workload:
     steps = ([p.stride] * 2, [p.padding_h, p.padding_w], [p.dilation] * 2)
     how = (*steps, p.transposed, [0, 0], p.groups)
     if p.op == "forward":
-        return Workload(run=lambda: aten.convolution(x, weight, bias, *how))
+        return Workload(run=lambda: torch.convolution(x, weight, bias, *how), through_aten=False)
     grad = tensor(p.batch, p.out_channels, *(int(s) for s in _out_sizes(p)))
     sizes = [p.out_channels] if p.bias else None
     mask = [p.need_input_grad, p.need_weight_grad, p.bias and p.need_weight_grad]
-    return Workload(run=lambda: aten.convolution_backward(grad, x, weight, sizes, *how, mask))
+    back = torch.ops.aten.convolution_backward
+    return Workload(run=lambda: back(grad, x, weight, sizes, *how, mask))
 
 
 def _out_sizes(p: Any) -> tuple[Any, Any]:

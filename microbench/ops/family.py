@@ -17,12 +17,15 @@ class Workload:
     """Something to time: ``run`` only launches; everything it needs is allocated already.
 
     ``calls`` is how many calls of the op one run makes; times are per call. Where ``baseline`` is
-    given, its time is taken off: the op is what ``run`` does more.
+    given, its time is taken off: the op is what ``run`` does more. ``through_aten``: ``run`` calls
+    ``torch.ops.aten``, whose Python wrapper no real step runs, and its cost on the host is taken
+    off; false where ``run`` calls torch's own binding.
     """
 
     run: Callable[[], object]
     calls: int = 1
     baseline: Callable[[], object] | None = None
+    through_aten: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,16 @@ class Family:
     answers: Mapping[str, Callable[[OpCall], Any]]
     floor_us: Callable[[Any, Gpu], Any] | None = None
     ranks: int = 1
+
+
+def autograd_call(leaves: int, device: str) -> Callable[[], object]:
+    """A backward that does next to nothing: what ``torch.autograd.grad`` itself costs."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    inputs = [torch.ones(1, device=device, requires_grad=True) for _ in range(leaves)]
+    outputs = [x.view(1) for x in inputs]
+    gradients = [torch.ones(1, device=device) for _ in inputs]
+    return lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
 
 
 def itemsize_bytes(dtype: Any) -> Any:

@@ -52,8 +52,8 @@ def build(p: Host, device: str) -> Workload:
         "zero_grad": _zero_grads,
     }
     if p.op == "backward":
-        return Workload(run=_leaf_backward(1, device))
-    return Workload(run=runs[p.op](device), calls=CALLS)
+        return Workload(run=_leaf_backward(1, device), through_aten=False)
+    return Workload(run=runs[p.op](device), calls=CALLS, through_aten=False)
 
 
 def _module_calls(device: str) -> Callable[[], object]:
@@ -137,7 +137,8 @@ def _optimizer(p: Host, device: str) -> Workload:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             if "_foreach_" in func.name():
-                calls.append((func, args, kwargs or {}))
+                binding = getattr(torch, func._schema.name.removeprefix("aten::"))
+                calls.append((binding, args, kwargs or {}))
             return func(*args, **(kwargs or {}))
 
     calls: list[tuple[Any, Any, Any]] = []
@@ -152,10 +153,10 @@ def _optimizer(p: Host, device: str) -> Workload:
 
     def kernels() -> None:
         with torch.no_grad():
-            for func, args, kwargs in calls:
-                func(*args, **kwargs)
+            for binding, args, kwargs in calls:
+                binding(*args, **kwargs)
 
-    return Workload(run=optimizer.step, baseline=kernels)
+    return Workload(run=optimizer.step, baseline=kernels, through_aten=False)
 
 
 def flops(p: Any) -> Any:

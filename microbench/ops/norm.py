@@ -11,7 +11,14 @@ import numpy as np
 
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
-from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+from microbench.ops.family import (
+    Family,
+    Workload,
+    autograd_call,
+    itemsize_bytes,
+    log_uniform,
+    torch_dtype,
+)
 
 FLOPS_PER_ELEMENT = {
     "layer": 8.0,  # mean 1, variance 3, normalise 2, scale and shift 2
@@ -98,7 +105,11 @@ def _rms(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
         return Workload(run=lambda: fused(x, [p.cols], w, 1e-5))
     leaves = [t.requires_grad_() for t in (x, w)]
     y = fused(leaves[0], [p.cols], leaves[1], 1e-5)[0]
-    return Workload(run=lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True))
+    return Workload(
+        run=lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True),
+        baseline=autograd_call(2, x.device.type),
+        through_aten=False,
+    )
 
 
 def _batch(p: Norm, x: Any, grad: Any, w: Any) -> Workload:

@@ -65,44 +65,45 @@ def build(p: OptimizerOp, device: str) -> Workload:
         sizes[0] += max(0, p.numel - sum(sizes))
         return [torch.rand(n, device=device).add_(0.5).to(torch_dtype(p.dtype)) for n in sizes]
 
-    aten = torch.ops.aten
     if p.op in FUSED:
-        return Workload(run=_fused(p.op, tensors))
+        return Workload(run=_fused(p.op, tensors), through_aten=False)
     xs, ys, zs = tensors(), tensors(), tensors()
     factors = [1.0] * p.tensors
     runs = {
-        "_foreach_mul_": lambda: aten._foreach_mul_.Scalar(xs, 0.9999),
-        "_foreach_add_": lambda: aten._foreach_add_.Scalar(xs, 1e-8),
-        "_foreach_sqrt": lambda: aten._foreach_sqrt(xs),
-        "_foreach_neg": lambda: aten._foreach_neg(xs),
-        "_foreach_div_": lambda: aten._foreach_div_.ScalarList(xs, factors),
-        "_foreach_lerp_": lambda: aten._foreach_lerp_.Scalar(xs, ys, 0.1),
-        "_foreach_addcmul_": lambda: aten._foreach_addcmul_.Scalar(xs, ys, zs, 1e-6),
-        "_foreach_addcdiv_": lambda: aten._foreach_addcdiv_.ScalarList(
-            xs, ys, zs, [-1e-6] * len(xs)
-        ),
-        "_foreach_add_list": lambda: aten._foreach_add_.List(xs, ys, alpha=1e-8),
+        "_foreach_mul_": lambda: torch._foreach_mul_(xs, 0.9999),
+        "_foreach_add_": lambda: torch._foreach_add_(xs, 1e-8),
+        "_foreach_sqrt": lambda: torch._foreach_sqrt(xs),
+        "_foreach_neg": lambda: torch._foreach_neg(xs),
+        "_foreach_div_": lambda: torch._foreach_div_(xs, factors),
+        "_foreach_lerp_": lambda: torch._foreach_lerp_(xs, ys, 0.1),
+        "_foreach_addcmul_": lambda: torch._foreach_addcmul_(xs, ys, zs, 1e-6),
+        "_foreach_addcdiv_": lambda: torch._foreach_addcdiv_(xs, ys, zs, [-1e-6] * len(xs)),
+        "_foreach_add_list": lambda: torch._foreach_add_(xs, ys, alpha=1e-8),
     }
-    return Workload(run=runs[p.op])
+    return Workload(run=runs[p.op], through_aten=False)
 
 
 def _fused(op: str, tensors: Callable[[], list[Any]]) -> Callable[[], object]:
     """A fused step; the rates are so small that a thousand steps leave the values as they were."""
     import torch  # lazy: formulas must import where torch is absent
 
-    aten = torch.ops.aten
     params, grads = tensors(), tensors()
     if op.startswith("_fused_sgd"):
         momenta = tensors() if op.endswith("momentum") else []
-        settings = {"weight_decay": 0.0, "lr": 1e-6, "dampening": 0.1, "nesterov": False}
+        settings: dict[str, Any] = {
+            "weight_decay": 0.0,
+            "lr": 1e-6,
+            "dampening": 0.1,
+            "nesterov": False,
+        }
         settings |= {"momentum": 0.9 if momenta else 0.0, "maximize": False, "is_first_step": False}
-        return lambda: aten._fused_sgd_(params, grads, momenta, **settings)
+        return lambda: torch._fused_sgd_(params, grads, momenta, **settings)
     means, squares = tensors(), tensors()
     amsgrad = op.endswith("amsgrad")
     largest = tensors() if amsgrad else []
     steps = [torch.ones((), device=x.device) for x in params]
     rates = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.01, "eps": 1e-8}
-    call = aten._fused_adamw_ if op == "_fused_adamw_" else aten._fused_adam_
+    call: Any = torch._fused_adamw_ if op == "_fused_adamw_" else torch._fused_adam_
     lists = (params, grads, means, squares, largest, steps)
     return lambda: call(*lists, **rates, amsgrad=amsgrad, maximize=False)
 
