@@ -141,6 +141,9 @@ class Routing:
                 self.facts[one] = known
         elif known is not None and name == "sum":
             self._follow_sum(first, output, known)
+        elif known is not None and known.mean is not None and name == "any":
+            each = known.mean * first.numel() / max(1, output.numel())
+            self.facts[output] = Fact(mean=min(1.0, each))
         else:
             other = args[1] if len(args) > 1 else None
             fact = _compared(name, known, other, self._of(other), args)
