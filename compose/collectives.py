@@ -69,7 +69,8 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     """Placement, innermost first: tp, cp, dp, pp.
 
     Axis ``shard`` is cp and dp together, over which parameters are sharded; ``ep`` the inner part
-    of dp; ``world`` all ranks. A CPU is one node of any number of ranks.
+    of dp and ``expert`` the replicas of its experts; ``near`` and ``far`` two ranks in one node and
+    in two; ``world`` all ranks. A CPU is one node of any number of ranks.
     """
     per_node = plan.world_size
     if gpu.kind != "cpu":
@@ -81,10 +82,12 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     inner |= {"ep": inner["dp"], "pp": inner["dp"] * plan.dp, "world": 1}
     size = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "ep": plan.ep, "pp": plan.pp}
     size |= {"shard": plan.cp * plan.dp, "world": plan.world_size}
+    inner["expert"], size["expert"] = plan.tp * plan.cp * plan.ep, plan.cp * plan.dp // plan.ep
     groups = {
         axis: Group(size=n, per_node=max(1, min(n, per_node // inner[axis])))
         for axis, n in size.items()
     }
+    groups |= {"near": Group(size=2, per_node=2), "far": Group(size=2, per_node=1)}
     return Cluster(gpu=gpu, node=node, gpus_per_node=per_node, groups=groups)
 
 

@@ -1,29 +1,33 @@
-"""One iteration's forecast: priced ops on lanes, then the numbers a person asks for."""
+"""One iteration's forecast: the numbers a person asks for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from math import sqrt
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from compose.collectives import cluster, price_messages
-from compose.ddp import Sync, ddp_step, default_contention
-from compose.host import host_cost
+from compose.by_op import interval, price_step
+from compose.collectives import Cluster, cluster
+from compose.ddp import default_contention
+from compose.evaluate import Outcome, covered_us, evaluate
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
-from compose.priced import UNMODELLED, PricedOp, Pricer, price_calls
-from compose.timeline import Span, Task, simulate, simulate_shared
+from compose.priced import UNMODELLED, PriceBook, Pricer
+from compose.rank import Rank
+from compose.step import MATMUL_FAMILIES, PricedModel, price_model
+from compose.timeline import Span, Task
+from microbench.hardware.node import Node
 from microbench.hardware.spec import Gpu
 from microbench.opcall import StepCapture
 from microbench.ops import find_family
 
-MATMUL_FAMILIES = {"gemm", "conv", "attention"}
-SHARED = frozenset({"compute", "comm"})
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What ``predict --json`` reports of the slowest rank; iteration = compute + exposed + idle."""
+    """What ``predict --json`` reports of the slowest rank; iteration = compute + exposed + idle.
+
+    ``idle_by_us`` parts idle time into host gaps, bubble and waiting; ``fits`` is whether memory
+    does.
+    """
 
     gpu: str
     plan: str
@@ -42,114 +46,10 @@ class Forecast:
     mfu_frac: float
     unmodelled_frac: float
     by_family_us: dict[str, float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PricedStep:
-    """Everything with a duration in one rank's step; ``messages`` are those of ``syncs``."""
-
-    ops: Sequence[PricedOp]
-    host: PricedOp
-    on_cpu: bool
-    contention: float
-    syncs: Sequence[Sync] = ()
-    messages: Sequence[PricedOp] = ()
-
-    def priced(self) -> list[PricedOp]:
-        """What adds up to the time by family; the host counts only where it is the compute lane."""
-        host = [self.host] if self.on_cpu and self.host.duration_us else []
-        return [*self.ops, *self.messages, *host]
-
-    def run(self) -> tuple[list[Task], list[Span]]:
-        """Tasks and when they ran; ``timeline.trace_json`` draws them."""
-        syncs = list(zip(self.syncs, self.messages, strict=True))
-        tasks = lanes(self.ops, self.host.duration_us, self.on_cpu, syncs)
-        return tasks, simulate_shared(tasks, SHARED, self.contention)
-
-
-def lanes(
-    ops: Sequence[PricedOp],
-    host_us: float,
-    on_cpu: bool,
-    syncs: Sequence[tuple[Sync, PricedOp]] = (),
-) -> list[Task]:
-    """The step as tasks on lanes, the host's time spread evenly over the ops.
-
-    On a CPU it lengthens the compute tasks. On a GPU the host lane issues one op after the other
-    and a kernel starts when it is issued and the compute lane is free. Collectives run on the comm
-    lane in the order of ``syncs``.
-    """
-    if not ops:
-        return [Task(("compute" if on_cpu else "host",), host_us, name="host")]
-    share_us = host_us / len(ops)
-    waiting = sorted(syncs, key=lambda s: s[0].after)
-    awaited: dict[int, list[int]] = {}
-    tasks: list[Task] = []
-    for index, op in enumerate(ops):
-        after = tuple(awaited.pop(index, ()))
-        if not on_cpu:
-            after += (len(tasks),)
-            tasks.append(Task(("host",), share_us, name=f"launch {op.op}"))
-        duration_us = op.duration_us + (share_us if on_cpu else 0.0)
-        compute = len(tasks)
-        tasks.append(Task(("compute",), duration_us, after, op.op))
-        while waiting and waiting[0][0].after <= index:
-            sync, priced = waiting.pop(0)
-            awaited.setdefault(sync.before, []).append(len(tasks))
-            tasks.append(Task(("comm",), priced.duration_us, (compute,), priced.op))
-    return tasks
-
-
-def eager_timeline(ops: Sequence[PricedOp], launch_us: float) -> tuple[float, float]:
-    """End and idle time of the compute lane when the host launches an op every ``launch_us``."""
-    tasks = lanes(ops, launch_us * len(ops), on_cpu=False)
-    end_us = max(s.end_us for s in simulate(tasks))
-    return end_us, end_us - sum(op.duration_us for op in ops)
-
-
-def interval(ops: Iterable[PricedOp], iteration_us: float) -> tuple[float, float]:
-    """The 10 and 90 % bounds of the iteration.
-
-    Errors within a family are taken as fully correlated and add; errors of different families are
-    taken as independent and add in squares. Time hidden behind other lanes counts as if it were
-    exposed: the interval is then too wide.
-    """
-    low: dict[str, float] = {}
-    high: dict[str, float] = {}
-    for op in ops:
-        low[op.family] = low.get(op.family, 0.0) + op.duration_us - op.low_us
-        high[op.family] = high.get(op.family, 0.0) + op.high_us - op.duration_us
-    below_us, above_us = (sqrt(sum(us * us for us in side.values())) for side in (low, high))
-    return max(0.0, iteration_us - below_us), iteration_us + above_us
-
-
-def price_step(
-    capture: StepCapture,
-    pricer: Pricer,
-    gpu: Gpu,
-    plan: ParallelPlan,
-    threads: int,
-    contention: float | None = None,
-) -> PricedStep:
-    """The step of one data-parallel rank, priced; all ranks are alike, so one stands for all.
-
-    ``contention`` is stated in ``compose.ddp``; None takes its default for the device.
-    """
-    syncs: list[Sync] = []
-    if plan.dp > 1:
-        capture, syncs = ddp_step(capture)
-    counts = dict(capture.host)
-    if gpu.kind != "cpu":
-        counts["launch"] = len(capture.calls)
-    messages = [sync.message for sync in syncs]
-    return PricedStep(
-        ops=price_calls(capture, pricer, gpu, threads),
-        host=host_cost(counts, pricer, gpu, threads),
-        on_cpu=gpu.kind == "cpu",
-        contention=default_contention(gpu) if contention is None else contention,
-        syncs=syncs,
-        messages=price_messages(messages, pricer, cluster(plan, gpu), threads),
-    )
+    idle_by_us: dict[str, float] = field(default_factory=dict)
+    memory_by_bytes: dict[str, int] = field(default_factory=dict)
+    world_size: int = 1
+    fits: bool = True
 
 
 def forecast(
@@ -161,26 +61,118 @@ def forecast(
     bundle_name: str,
     threads: int,
     optimizer: str,
+    node: Node | None = None,
 ) -> Forecast:
-    """The forecast of one iteration; ``interval`` says how op errors are treated.
+    """The forecast of one iteration under a plan.
 
-    ``mfu_frac`` counts the flops of gemm, conv and attention against the dense peak of their dtype.
-    Assumed host costs are not ops and not part of ``unmodelled_frac``.
+    ``capture`` is one micro-batch of one replica with a rank's part of the sequence: its samples
+    are the replica's over ``plan.microbatches``, its length the whole over ``plan.cp``. Without a
+    node eight GPUs share one. ``mfu_frac`` counts the flops of gemm, conv and attention against the
+    dense peak of their dtype. Assumed host costs are not ops and not part of ``unmodelled_frac``.
     """
-    if plan != ParallelPlan(dp=plan.dp):
-        raise ValueError(f"plan {str(plan)!r}: only dp=N is forecast so far")
+    if is_by_op(capture, plan, node):
+        return _by_op(capture, pricer, gpu, plan, bundle_name, threads, optimizer)
+    book, where = PriceBook(pricer, gpu, threads), cluster(plan, gpu, node)
+    model = price_model(capture, plan, book, where)
+    outcome = evaluate(rank_of(plan, model, book, where), optimizer)
+    return report(outcome, capture, plan, model, book, bundle_name)
+
+
+def is_by_op(capture: StepCapture, plan: ParallelPlan, node: Node | None) -> bool:
+    """Whether every op of the step is a task: one process or plain DDP."""
+    return plan == ParallelPlan(dp=plan.dp) and not capture.repeats and node is None
+
+
+def timeline(
+    capture: StepCapture,
+    pricer: Pricer,
+    gpu: Gpu,
+    plan: ParallelPlan,
+    *,
+    threads: int,
+    optimizer: str,
+    node: Node | None = None,
+) -> tuple[Sequence[Task], Sequence[Span]]:
+    """When each task of ``forecast`` runs; of a pipeline the last micro-batch and the optimizer."""
+    if is_by_op(capture, plan, node):
+        return price_step(capture, pricer, gpu, plan, threads).run()
+    book, where = PriceBook(pricer, gpu, threads), cluster(plan, gpu, node)
+    model = price_model(capture, plan, book, where)
+    outcome = evaluate(rank_of(plan, model, book, where), optimizer)
+    return outcome.tasks, outcome.spans
+
+
+def rank_of(plan: ParallelPlan, model: PricedModel, book: PriceBook, where: Cluster) -> Rank:
+    """A rank with all of the model's layers, under the device's stated contention."""
+    layers = tuple(x for x in model.layers for _ in range(x.layer.count))
+    contention = default_contention(book.gpu)
+    return Rank(
+        plan=plan, layers=layers, model=model, book=book, where=where, contention=contention
+    )
+
+
+def report(
+    found: Outcome,
+    capture: StepCapture,
+    plan: ParallelPlan,
+    model: PricedModel,
+    book: PriceBook,
+    bundle_name: str,
+) -> Forecast:
+    """An outcome in the words of the command line."""
+    low_us, high_us = found.tally.bounds(found.iteration_us)
+    per_s = 1e6 / found.iteration_us if found.iteration_us else 0.0  # us to s, at the edge
+    replicas = plan.microbatches * plan.dp
+    idle = {"host": found.host_gap_us, "bubble": found.bubble_us, "waiting": found.waiting_us}
+    return Forecast(
+        gpu=book.gpu.name,
+        plan=str(plan),
+        bundle=bundle_name,
+        iteration_us=found.iteration_us,
+        iteration_us_p10=low_us,
+        iteration_us_p90=high_us,
+        host_us=model.host_us * plan.microbatches,
+        compute_us=found.compute_us,
+        comm_us=found.comm_us,
+        exposed_comm_us=found.exposed_comm_us,
+        idle_us=found.idle_us,
+        memory_bytes=found.memory_bytes,
+        samples_per_s=capture.samples * replicas * per_s,
+        tokens_per_s=capture.tokens * plan.cp * replicas * per_s,
+        mfu_frac=found.matmul_s * per_s,
+        unmodelled_frac=found.tally.unmodelled_frac,
+        by_family_us=dict(sorted(found.tally.us.items(), key=lambda item: -item[1])),
+        idle_by_us=idle,
+        memory_by_bytes=found.memory,
+        world_size=plan.world_size,
+        fits=found.memory_bytes <= book.gpu.hbm_bytes,
+    )
+
+
+def _by_op(
+    capture: StepCapture,
+    pricer: Pricer,
+    gpu: Gpu,
+    plan: ParallelPlan,
+    bundle_name: str,
+    threads: int,
+    optimizer: str,
+) -> Forecast:
+    """One process or plain DDP, every op a task."""
     step = price_step(capture, pricer, gpu, plan, threads)
     tasks, spans = step.run()
     iteration_us = max(s.end_us for s in spans)
     compute, comm = (_lane(tasks, spans, name) for name in ("compute", "comm"))
-    compute_us = _covered_us(compute)
-    exposed_us = _covered_us([*compute, *comm]) - compute_us
+    compute_us = covered_us(compute)
+    exposed_us = covered_us([*compute, *comm]) - compute_us
+    idle_us = max(0.0, iteration_us - compute_us - exposed_us)  # not -1e-12 from rounding
     low_us, high_us = interval(step.priced(), iteration_us)
     families_us: dict[str, float] = {}
     for op in step.priced():
         families_us[op.family] = families_us.get(op.family, 0.0) + op.duration_us
     total_us = sum(families_us.values())
     per_s = 1e6 / iteration_us if iteration_us else 0.0  # us to s, at the edge
+    memory = peak_bytes(capture, optimizer, plan.dp)
     return Forecast(
         gpu=gpu.name,
         plan=str(plan),
@@ -190,15 +182,18 @@ def forecast(
         iteration_us_p90=high_us,
         host_us=step.host.duration_us,
         compute_us=compute_us,
-        comm_us=_covered_us(comm),
+        comm_us=covered_us(comm),
         exposed_comm_us=exposed_us,
-        idle_us=max(0.0, iteration_us - compute_us - exposed_us),  # not -1e-12 from rounding
-        memory_bytes=peak_bytes(capture, optimizer, plan.dp),
+        idle_us=idle_us,
+        memory_bytes=memory,
         samples_per_s=capture.samples * plan.dp * per_s,
         tokens_per_s=capture.tokens * plan.dp * per_s,
         mfu_frac=_matmul_s(capture, gpu) * per_s,
         unmodelled_frac=families_us.get(UNMODELLED, 0.0) / total_us if total_us else 0.0,
         by_family_us=dict(sorted(families_us.items(), key=lambda item: -item[1])),
+        idle_by_us={"host": idle_us, "bubble": 0.0, "waiting": 0.0},
+        world_size=plan.dp,
+        fits=memory <= gpu.hbm_bytes,
     )
 
 
@@ -212,14 +207,5 @@ def _matmul_s(capture: StepCapture, gpu: Gpu) -> float:
     return total_s
 
 
-def _lane(tasks: Sequence[Task], spans: Sequence[Span], lane: str) -> list[Span]:
+def _lane(tasks: list[Task], spans: list[Span], lane: str) -> list[Span]:
     return [s for t, s in zip(tasks, spans, strict=True) if lane in t.lanes]
-
-
-def _covered_us(spans: Sequence[Span]) -> float:
-    """Time during which at least one of the spans runs."""
-    total = end = 0.0
-    for span in sorted(spans, key=lambda s: (s.start_us, s.end_us)):
-        total += max(0.0, span.end_us - max(end, span.start_us))
-        end = max(end, span.end_us)
-    return total

@@ -17,7 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "offload": ("optimizer", "activations"),
     "gossip": ("ring", "exp2"),
 }
-DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro", "accumulate", "nodes")
+DEGREES = ("dp", "tp", "pp", "cp", "micro", "accumulate", "nodes")
 TRANSFORMS = ("split", "reorder", "fuse", "overlap")
 
 
@@ -27,7 +27,8 @@ class ParallelPlan:
 
     ``micro`` 0 is as many micro-batches as there are stages, ``nodes`` 0 as many nodes as the ranks
     need. ``virtual`` counts the stages per rank of the interleaved schedule. ``cdp`` is version 1
-    or 2 of cyclic data parallelism; ``overlap`` the chunks of CoCoNeT's overlap.
+    or 2 of cyclic data parallelism; ``overlap`` the chunks of CoCoNeT's overlap; ``imbalance`` the
+    tokens of the busiest rank of experts over the mean.
     """
 
     dp: int = 1
@@ -35,6 +36,7 @@ class ParallelPlan:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    imbalance: float = 1.0
     sp: bool = False
     zero: int = 0
     micro: int = 0
@@ -89,9 +91,11 @@ class ParallelPlan:
         found = [f"dp={self.dp}"]
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name in ("dp", "virtual", "overlap") or value == f.default:
+            if f.name in ("dp", "virtual", "overlap", "imbalance") or value == f.default:
                 continue
-            if f.name == "sp":
+            if f.name == "ep" and self.imbalance != 1:
+                found.append(f"ep={self.ep}:{self.imbalance:g}")
+            elif f.name == "sp":
                 found.append("sp")
             elif f.name == "schedule" and value == "interleaved":
                 found.append(f"schedule=interleaved:{self.virtual}")
@@ -142,6 +146,15 @@ def _choice(key: str, value: str) -> dict[str, Any]:
     return {key: name}
 
 
+def _experts(key: str, value: str) -> dict[str, Any]:
+    degree, _, imbalance = value.partition(":")
+    found: dict[str, Any] = _degree(key, degree)
+    try:
+        return found | {"imbalance": float(imbalance or 1)}
+    except ValueError:
+        raise ValueError(f"{key}=N:imbalance takes a number >= 1, got {value!r}") from None
+
+
 def _compress(key: str, value: str) -> dict[str, Any]:
     try:
         return {key: float(value)}
@@ -175,6 +188,7 @@ def _node(key: str, value: str) -> dict[str, Any]:
 
 _READERS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     **dict.fromkeys(DEGREES, _degree),
+    "ep": _experts,
     "sp": _sp,
     "zero": lambda key, value: {key: _integer(key, value, 0, 3)},
     "cdp": lambda key, value: {key: _integer(key, value, 1, 2)},
@@ -190,6 +204,7 @@ def _rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     for name in ("dp", "tp", "pp", "cp", "ep", "accumulate", "virtual", "overlap"):
         yield getattr(p, name) < 1, f"{name} is a positive integer"
     yield p.dp % p.ep != 0, f"ep divides dp: ep={p.ep}, dp={p.dp}"
+    yield not 1 <= p.imbalance <= p.ep, f"imbalance is from 1 to ep, got {p.imbalance}"
     yield p.sp and p.tp == 1, "sp needs tp > 1"
     yield p.pp > 1 and p.accumulate > 1, "with pp > 1 give micro instead of accumulate"
     yield p.micro > 1 and p.accumulate > 1, "micro and accumulate name the same thing: give one"
@@ -215,6 +230,18 @@ def _rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield bool(p.coconet) and "split" not in p.coconet, "coconet starts with split"
     yield "fuse" in p.coconet and "reorder" not in p.coconet, "coconet: fuse needs reorder"
     yield p.nodes > 0 and not p.node, "nodes needs node=NAME"
+
+
+def micro_batch(plan: ParallelPlan, batch: int, seq: int) -> tuple[int, int]:
+    """Samples of one micro-batch and a rank's tokens of each, from a replica's batch and length."""
+    micro = plan.microbatches
+    if batch % micro:
+        raise ValueError(
+            f"plan {str(plan)!r}: {batch} samples do not divide by {micro} micro-batches"
+        )
+    if plan.cp > 1 and (seq == 0 or seq % (2 * plan.cp)):
+        raise ValueError(f"plan {str(plan)!r}: a length of {seq} does not divide by 2 * cp")
+    return batch // micro, seq // plan.cp
 
 
 def ranks_per_node(plan: ParallelPlan, gpus_per_node: int) -> int:

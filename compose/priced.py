@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -10,8 +10,9 @@ import pandas as pd
 
 from compose.reuse import cold_fractions
 from microbench.hardware.spec import Gpu
-from microbench.opcall import StepCapture
+from microbench.opcall import OpCall, StepCapture
 from microbench.ops import find_family
+from microbench.ops.family import Family
 
 UNMODELLED = "unmodelled"
 
@@ -43,50 +44,89 @@ class PricedOp:
     in_envelope: bool
 
 
-def price_calls(capture: StepCapture, pricer: Pricer, gpu: Gpu, threads: int) -> list[PricedOp]:
-    """Every call priced; shapes deduplicated, one pricer call per family."""
-    found = [find_family(call) for call in capture.calls]
-    prices: dict[str, dict[Any, tuple[pd.Series, pd.Series]]] = {}
-    for name in {f.name for f, _ in found if f is not None and f.name in pricer.models}:
-        points = list(dict.fromkeys(p for f, p in found if f is not None and f.name == name))
-        rows = pd.DataFrame([asdict(p) for p in points]).assign(gpu=gpu.name, threads=threads)
-        both = pd.concat([rows.assign(cache="warm"), rows.assign(cache="cold")], ignore_index=True)
-        priced = pricer.price(name, both, {gpu.name: gpu}).to_dict("records")
-        pairs = zip(priced[: len(points)], priced[len(points) :], strict=True)
-        prices[name] = dict(zip(points, pairs, strict=True))  # type: ignore[arg-type]
-    cold = cold_fractions(capture, gpu)
-    return list(_mixed(capture, found, prices, cold, gpu))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priceable:
+    """An op to price: a family's parameters where one answers, and its bytes where none does."""
+
+    op: str
+    phase: str
+    family: Family | None
+    params: Any
+    bytes_moved: float
+    cold: float
 
 
-def _mixed(
-    capture: StepCapture, found: Any, prices: Any, cold: list[float], gpu: Gpu
-) -> Iterator[PricedOp]:
-    for call, (family, params), share in zip(capture.calls, found, cold, strict=True):
-        if family is None or family.name not in prices:
-            moved = sum(t.nbytes for t in (*call.tensors(), *call.outputs))
-            guess_us = moved / gpu.hbm_bytes_per_s * 1e6 + 2.0
-            flops = float(family.flops(params)) if family else 0.0
-            guess_us = max(guess_us, flops / gpu.peak("fp32") * 1e6)
-            yield PricedOp(
-                op=call.op,
-                family=UNMODELLED,
-                phase=call.phase,
-                duration_us=guess_us,
-                low_us=guess_us / 2,
-                high_us=guess_us * 2,
-                flops=flops,
-                in_envelope=False,
+class PriceBook:
+    """Prices of one pricer on one device, each asked for once: plans share most of their ops."""
+
+    def __init__(self, pricer: Pricer, gpu: Gpu, threads: int) -> None:
+        self.pricer, self.gpu, self.threads = pricer, gpu, threads
+        self.known: dict[str, dict[Any, tuple[dict[str, float], dict[str, float]]]] = {}
+
+    def points(self, family: str, points: Iterable[Any]) -> Mapping[Any, Any]:
+        """Warm and cold price rows of a family's parameters."""
+        known = self.known.setdefault(family, {})
+        fresh = list(dict.fromkeys(p for p in points if p not in known))
+        if fresh:
+            facts: dict[str, Any] = {"gpu": self.gpu.name, "threads": self.threads}
+            rows = pd.DataFrame([asdict(p) for p in fresh]).assign(**facts)
+            both = [rows.assign(cache="warm"), rows.assign(cache="cold")]
+            table = self.pricer.price(
+                family, pd.concat(both, ignore_index=True), {self.gpu.name: self.gpu}
             )
-            continue
-        warm, cool = prices[family.name][params]
-        mix = {k: (1 - share) * warm[k] + share * cool[k] for k in warm if k != "in_envelope"}
-        yield PricedOp(
-            op=call.op,
-            family=family.name,
-            phase=call.phase,
-            duration_us=mix["predicted_us"],
-            low_us=mix["predicted_us_p10"],
-            high_us=mix["predicted_us_p90"],
-            flops=float(family.flops(params)),
-            in_envelope=bool(warm["in_envelope"]),
+            priced: list[Any] = table.to_dict("records")
+            pairs = zip(priced[: len(fresh)], priced[len(fresh) :], strict=True)
+            known.update(zip(fresh, pairs, strict=True))
+        return known
+
+    def price(self, wanted: Sequence[Priceable]) -> list[PricedOp]:
+        """Every op priced; one pricer call per family."""
+        by_family: dict[str, list[Any]] = {}
+        for w in wanted:
+            if w.family is not None and w.family.name in self.pricer.models:
+                by_family.setdefault(w.family.name, []).append(w.params)
+        for name, points in by_family.items():
+            self.points(name, points)
+        return [self._one(w) for w in wanted]
+
+    def _one(self, w: Priceable) -> PricedOp:
+        name = w.family.name if w.family is not None else UNMODELLED
+        flops = float(w.family.flops(w.params)) if w.family else 0.0
+        if name in self.pricer.models:
+            warm, cool = self.known[name][w.params]
+            us, low_us, high_us = (
+                (1 - w.cold) * warm[k] + w.cold * cool[k]
+                for k in ("predicted_us", "predicted_us_p10", "predicted_us_p90")
+            )
+            inside = bool(warm["in_envelope"])
+        else:
+            name, inside = UNMODELLED, False
+            dtype = getattr(w.params, "dtype", "fp32")
+            us = w.bytes_moved / self.gpu.hbm_bytes_per_s * 1e6 + 2.0
+            us = max(us, flops / self.gpu.peak(dtype) * 1e6)
+            low_us, high_us = us / 2, us * 2
+        return PricedOp(
+            op=w.op,
+            family=name,
+            phase=w.phase,
+            duration_us=us,
+            low_us=low_us,
+            high_us=high_us,
+            flops=flops,
+            in_envelope=inside,
         )
+
+
+def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
+    """What a call needs to be priced."""
+    family, params = find_family(call)
+    moved = sum(t.nbytes for t in (*call.tensors(), *call.outputs))
+    return Priceable(
+        op=call.op, phase=call.phase, family=family, params=params, bytes_moved=moved, cold=cold
+    )
+
+
+def price_calls(capture: StepCapture, book: PriceBook) -> list[PricedOp]:
+    """Every call of a step priced, warm and cold mixed by reuse."""
+    cold = cold_fractions(capture, book.gpu)
+    return book.price([priceable(c, x) for c, x in zip(capture.calls, cold, strict=True)])

@@ -47,6 +47,7 @@ def dumps(capture: StepCapture) -> bytes:
         "host": dict(capture.host),
         "samples": capture.samples,
         "tokens": capture.tokens,
+        "repeats": dict(capture.repeats),
     }
     return gzip.compress(json.dumps(plain).encode(), 3)
 
@@ -76,6 +77,7 @@ def loads(data: bytes) -> StepCapture:
             host=plain["host"],
             samples=plain["samples"],
             tokens=plain["tokens"],
+            repeats=plain["repeats"],
         )
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as exc:
         raise ValueError(f"not a captured step: {exc}") from exc

@@ -110,7 +110,8 @@ class StepCapture:
     """One training (or inference) step: its op calls in launch order and what else the host did.
 
     ``host`` counts events without a kernel: ``module_call``, ``view_op``, ``autograd_node``.
-    ``samples`` and ``tokens`` are per step; tokens is 0 where the model has none.
+    ``samples`` and ``tokens`` are per step; tokens is 0 where the model has none. ``repeats``: how
+    many layers under a name were left out because they are like those captured (``blocks``: 94).
     """
 
     calls: tuple[OpCall, ...]
@@ -118,3 +119,4 @@ class StepCapture:
     host: Mapping[str, int] = field(default_factory=dict)
     samples: int = 1
     tokens: int = 0
+    repeats: Mapping[str, int] = field(default_factory=dict)

@@ -8,9 +8,10 @@ from typing import Any
 import pandas as pd
 import pytest
 
+from compose.by_op import price_step
 from compose.collectives import Message, cluster, price_messages, ring_us
 from compose.ddp import buckets, ddp_step
-from compose.forecast import forecast, price_step
+from compose.forecast import forecast
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
 from compose.timeline import Span

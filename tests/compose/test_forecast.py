@@ -8,10 +8,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from compose.forecast import eager_timeline, forecast, interval
+from compose.by_op import eager_timeline, interval
+from compose.forecast import forecast
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
-from compose.priced import PricedOp, price_calls
+from compose.priced import PriceBook, PricedOp, price_calls
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
@@ -63,7 +64,7 @@ def test_host_events_add_to_ops_on_a_cpu() -> None:
 
 def test_an_op_nobody_answers_for_is_counted() -> None:
     call = OpCall(op="aten.unheard_of.default", args=(tensor(0, 4),))
-    found = price_calls(StepCapture(calls=(call,)), Fixed(), CPU, 2)
+    found = price_calls(StepCapture(calls=(call,)), PriceBook(Fixed(), CPU, 2))
     assert found[0].family == "unmodelled"
     assert found[0].duration_us > 0
 

@@ -1,0 +1,42 @@
+"""Cyclic data parallelism (arXiv:2403.08837): replicas staggered by two slots of a 2N-slot step.
+
+Adds: in each slot a message of P/N bytes to the next replica with summed gradients, and one with
+updated weights, instead of a burst of all_reduce. Version 1 lets every gradient be a step old,
+version 2 only those whose weights are not there yet; both send the same. Memory: over all replicas
+activations stay at (N+1)/2 of one replica's peak, where DDP peaks at N; a single replica's peak is
+what it was.
+"""
+
+from __future__ import annotations
+
+from compose.collectives import Message
+
+
+def slot_message(parameter_bytes: int, replicas: int, dtype: str) -> Message:
+    """What one replica sends to the next in a slot."""
+    size = max(1, parameter_bytes // replicas)
+    return Message(kind="send_recv", axis="dp", message_bytes=size, dtype=dtype)
+
+
+def steady_us(compute_us: float, message_us: float, replicas: int, contention: float) -> float:
+    """A steady step: 2N slots, each as long as its compute and its two messages side by side.
+
+    While both run each proceeds at 1/contention of its speed.
+    """
+    slot_us, sent_us = compute_us / (2 * replicas), 2 * message_us
+    together = max(slot_us, sent_us) + (contention - 1) * min(slot_us, sent_us)
+    return 2 * replicas * together
+
+
+def held_activations(replicas: int, slot: int, *, cyclic: bool) -> int:
+    """Stages' activations held by all N replicas in a slot; N of them are one replica's peak.
+
+    A replica holds 1..N while forward goes through its N stages, N..1 while backward does.
+    """
+
+    def held(at: int) -> int:
+        at %= 2 * replicas
+        return at + 1 if at < replicas else 2 * replicas - at
+
+    step = 2 if cyclic else 0
+    return sum(held(slot + step * r) for r in range(replicas))

@@ -1,0 +1,357 @@
+"""One rank's micro-batches, synchronisation and optimizer as tasks on lanes.
+
+Lanes: host, compute, comm, and h2d and d2h for what is offloaded. Ops between two points where
+lanes meet are one task (``compose.work``), so a step has as many tasks as it has messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from compose.collectives import Cluster, Message, price_messages
+from compose.plan import ParallelPlan
+from compose.priced import Priceable, PriceBook, PricedOp
+from compose.step import PricedLayer, PricedModel
+from compose.sync import Filled, Strategy, fill_buckets, strategy
+from compose.timeline import Span, Task, simulate_shared
+from compose.work import Work
+
+SHARED = frozenset({"compute", "comm"})
+STATE_COPIES = {"adamw": 2, "sgd": 0, "none": 0}  # tensors like the parameter, in its own dtype
+
+
+@dataclass
+class Lanes:
+    """Tasks under construction; ``done`` is what compute has done so far."""
+
+    on_cpu: bool
+    tasks: list[Task] = field(default_factory=list)
+    done: tuple[int, ...] = ()
+    waits: tuple[int, ...] = ()
+    host: tuple[int, ...] = ()
+    comm_us: float = 0.0  # collectives within the compute lane
+
+    def _add(self, lane: str, us: float, after: tuple[int, ...], name: str) -> int:
+        self.tasks.append(Task((lane,), us, after, name))
+        return len(self.tasks) - 1
+
+    def work(self, work: Work, name: str) -> None:
+        """A run of ops; it starts when compute is free and what is awaited is there."""
+        if work == Work():
+            return
+        after, self.waits = self.done + self.waits, ()
+        self.comm_us += work.comm_us
+        compute = self._add("compute", work.lane_us, after, name)
+        self.done = (compute,)
+        if not self.on_cpu:
+            path = self._add(f"path {len(self.tasks)}", work.path_us, self.host, f"launch {name}")
+            self.host = (self._add("host", work.host_us, self.host, f"launch {name}"),)
+            self.done = (compute, path)
+
+    def send(self, op: PricedOp, lane: str = "comm", after: tuple[int, ...] | None = None) -> int:
+        """A message beside compute, once what compute has done so far (or ``after``) is done."""
+        return self._add(lane, op.duration_us, self.done if after is None else after, op.op)
+
+    def wait(self, tasks: Iterable[int]) -> None:
+        """What compute does next waits for these."""
+        self.waits += tuple(tasks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank of a stage: its layers in forward order, each instance, and what it needs."""
+
+    plan: ParallelPlan
+    layers: tuple[PricedLayer, ...]
+    model: PricedModel
+    book: PriceBook
+    where: Cluster
+    contention: float
+
+    @property
+    def strategy(self) -> Strategy:
+        """How its replicas stay equal."""
+        return strategy(self.plan)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A simulated stretch: tasks, spans, and what ran in it besides compute."""
+
+    tasks: tuple[Task, ...]
+    spans: tuple[Span, ...]
+    blocking_us: float
+    sent: tuple[PricedOp, ...] = ()
+    updates: tuple[PricedOp, ...] = ()
+    copies: tuple[PricedOp, ...] = ()
+
+    @property
+    def end_us(self) -> float:
+        """When all is done."""
+        return max((s.end_us for s in self.spans), default=0.0)
+
+
+class Stretch:
+    """Builds and runs what a rank does: ``forward``, ``backward``, ``update`` in any order."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank, self.how = rank, rank.strategy
+        self.lanes = Lanes(rank.book.gpu.kind == "cpu")
+        self.sent: list[PricedOp] = []
+        self.copies: list[PricedOp] = []
+        self.updates: list[PricedOp] = []
+        self.filled: list[Filled] = []
+
+    def run(self) -> Run:
+        """All of it simulated."""
+        found = simulate_shared(self.lanes.tasks, SHARED, self.rank.contention)
+        return Run(
+            tasks=tuple(self.lanes.tasks),
+            spans=tuple(found),
+            blocking_us=self.lanes.comm_us,
+            sent=tuple(self.sent),
+            updates=tuple(self.updates),
+            copies=tuple(self.copies),
+        )
+
+    def _price(self, messages: Sequence[Message]) -> list[PricedOp]:
+        rank = self.rank
+        found = price_messages(messages, rank.book.pricer, rank.where, rank.book.threads)
+        self.sent += found
+        return found
+
+    def quiet(self, micro: int) -> None:
+        """Whole micro-batches, forward and backward, that synchronise nothing."""
+        if micro < 1:
+            return
+        forward, first, later = Work(), Work(), Work()
+        for x in self.rank.layers:
+            forward = forward.then(x.forward_work)
+            first = x.backward_work.then(first)
+            later = x.later_work.then(later)
+        once = forward.then(first)
+        self.lanes.work(once.then(forward.then(later).times(micro - 1)), f"{micro} micro-batches")
+
+    def forward(self) -> None:
+        """Forward of one micro-batch."""
+        if self.how.by_layer:
+            self._sharded_pass(backward=False)
+        elif self.rank.plan.offload == "activations":
+            for x in self.rank.layers:
+                self.lanes.work(x.forward_work, f"forward {x.layer.name}")
+                self.lanes.send(self._copy(x.saved_bytes, "d2h"), "d2h")
+        else:
+            total = Work()
+            for x in self.rank.layers:
+                total = total.then(x.forward_work)
+            self.lanes.work(total, "forward")
+
+    def backward(self, *, later: bool, sync: bool) -> None:
+        """Backward of one micro-batch; ``later``: not the step's first."""
+        layers = self.rank.layers
+        if self.how.by_layer:
+            self._sharded_pass(backward=True)
+            return
+        self.filled = fill_buckets(layers, self.rank.plan) if sync and self.how.reduce else []
+        due: dict[int, list[Filled]] = {}
+        for b in self.filled:
+            due.setdefault(b.instance, []).append(b)
+        reduced: list[list[int]] = []
+        waiting, marker = Work(), self.lanes.done
+        for i in range(len(layers) - 1, -1, -1):
+            if self.rank.plan.offload == "activations":  # fetched one layer ahead
+                self.lanes.work(waiting, "backward")
+                fetched = self.lanes.send(self._copy(layers[i].saved_bytes, "h2d"), "h2d", marker)
+                waiting, marker = Work(), self.lanes.done
+                self.lanes.wait([fetched])
+            if self.filled:
+                waiting = self._layer_backward(i, due.get(i, []), waiting, reduced, later=later)
+            else:
+                waiting = waiting.then(layers[i].later_work if later else layers[i].backward_work)
+        self.lanes.work(waiting, "backward")
+        for bucket, tasks in zip(self.filled, reduced, strict=True):
+            self.lanes.wait(tasks)
+            self._copy_out(bucket)
+
+    def _layer_backward(
+        self,
+        i: int,
+        due: Sequence[Filled],
+        waiting: Work,
+        reduced: list[list[int]],
+        *,
+        later: bool,
+    ) -> Work:
+        """One layer's backward, cut where buckets fill; what is left over goes into the next."""
+        x, start = self.rank.layers[i], 0
+        for bucket in [*due, None]:
+            stop = len(x.backward) if bucket is None else bucket.offset + 1
+            ops = self._with_copies(x, start, stop, later=later)
+            if bucket is None:
+                return waiting.then(x.fold(ops))
+            early = self.how.chunks > 1 and len(ops) > 0
+            if early:  # the last op before the bucket is full, in two parts
+                part = ops[-1].duration_us / self.how.chunks
+                rest = replace(ops[-1], duration_us=ops[-1].duration_us - part)
+                ops = [*ops[:-1], replace(ops[-1], duration_us=part)]
+            self.lanes.work(waiting.then(x.fold(ops)), f"backward {x.layer.name}")
+            waiting, start = Work(), stop
+            messages = self._price([bucket.message(k, self.rank.plan) for k in self.how.reduce])
+            if early:
+                share = (self.how.chunks - 1) / self.how.chunks
+                first = [
+                    self.lanes.send(replace(m, duration_us=m.duration_us * share)) for m in messages
+                ]
+                self.lanes.work(x.fold([rest]), f"backward {x.layer.name}")
+                messages = [replace(m, duration_us=m.duration_us * (1 - share)) for m in messages]
+                reduced.append([*first, *(self.lanes.send(m) for m in messages)])
+            else:
+                reduced.append([self.lanes.send(m) for m in messages])
+        return waiting
+
+    def _with_copies(self, x: PricedLayer, start: int, stop: int, *, later: bool) -> list[PricedOp]:
+        """Ops of backward from ``start`` to ``stop``, and what each gradient needs once ready."""
+        ready: dict[int, list[PricedOp]] = {}
+        for at, p in enumerate(x.layer.parameters):
+            if start <= p.ready_after < stop:
+                found = [x.accumulate[at]] if later else []
+                found += [x.into_bucket[at]] * self.how.copies_in
+                self.copies += found
+                ready.setdefault(p.ready_after, []).extend(found)
+        ops: list[PricedOp] = []
+        for i in range(start, stop):
+            ops += [x.backward[i], *ready.get(i, [])]
+        return ops
+
+    def _copy_out(self, bucket: Filled) -> None:
+        layers, work = self.rank.layers, Work()
+        for i, at in bucket.members:
+            ops = [layers[i].out_of_bucket[at]] * self.how.copies_out
+            self.copies += ops
+            work = work.then(layers[i].fold(ops))
+        self.lanes.work(work, "out of bucket")
+
+    def _sharded_pass(self, *, backward: bool) -> None:
+        """FSDP2: gathered one layer ahead; what is no numbered layer is gathered once, first."""
+        layers = list(reversed(self.rank.layers)) if backward else list(self.rank.layers)
+        root = sum(x.layer.parameter_bytes for x in layers if not x.numbered)
+        dtype = next((p.dtype for x in layers for p in x.layer.parameters), "fp32")
+        if root and not backward:
+            self.lanes.wait([self.lanes.send(self._gather(root, dtype))])
+        markers: list[tuple[int, ...]] = [self.lanes.done]
+        last: list[int] = []
+        for k, x in enumerate(layers):
+            ops = list(x.backward if backward else x.forward)
+            if x.numbered and x.layer.parameter_bytes:
+                gather = self._gather(x.layer.parameter_bytes, dtype)
+                self.lanes.wait([self.lanes.send(gather, after=markers[max(0, k - 1)])])
+                self.copies += x.out_of_bucket
+                ops = [*x.out_of_bucket, *ops]
+            if backward and x.numbered:
+                self.copies += x.into_bucket
+                ops += x.into_bucket
+            self.lanes.work(x.fold(ops), x.layer.name)
+            markers.append(self.lanes.done)
+            if backward and x.numbered and x.layer.trained_bytes:
+                last.append(self.lanes.send(self._scatter(x.layer.trained_bytes, dtype)))
+        if backward and root:
+            last.append(self.lanes.send(self._scatter(root, dtype)))
+        self.lanes.wait(last)
+
+    def _gather(self, nbytes: int, dtype: str) -> PricedOp:
+        message = Message(kind="all_gather", axis="shard", message_bytes=nbytes, dtype=dtype)
+        return self._price([message])[0]
+
+    def _scatter(self, nbytes: int, dtype: str) -> PricedOp:
+        message = Message(kind="reduce_scatter", axis="shard", message_bytes=nbytes, dtype=dtype)
+        return self._price([message])[0]
+
+    def _copy(self, nbytes: float, lane: str) -> PricedOp:
+        """Over PCIe, at its rate; memory's where there is no PCIe."""
+        gpu = self.rank.book.gpu
+        us = nbytes / (gpu.pcie_bytes_per_s or gpu.hbm_bytes_per_s / 2) * 1e6
+        found = PricedOp(
+            op=lane,
+            family="unmodelled",
+            phase="comm",
+            duration_us=us,
+            low_us=us / 2,
+            high_us=us * 2,
+            flops=0.0,
+            in_envelope=False,
+        )
+        self.sent.append(found)
+        return found
+
+    def reduce_tied(self, nbytes: int) -> None:
+        """First and last stage add their gradients of a weight that both hold."""
+        message = Message(kind="all_reduce", axis="far", message_bytes=nbytes)
+        self.lanes.wait([self.lanes.send(self._price([message])[0])])
+
+    def update(self, optimizer: str) -> None:
+        """The optimizer, and what is sent after it; offloaded state comes and goes over PCIe."""
+        rank = self.rank
+        replicas = rank.plan.dp * rank.plan.cp if self.how.share_update else 1
+        trained = [p for x in rank.layers for p in x.layer.parameters if p.ready_after >= 0]
+        numel = sum(p.nbytes for p in trained) // max(1, _itemsize(trained)) // replicas
+        tensors = max(1, len(trained))
+        wanted = scaled_update(rank.model.optimizer, max(1, numel), tensors)
+        if self.how.fused_update:
+            wanted = fused_update(wanted)
+        ops = rank.book.price(wanted) if trained else []
+        self.updates += ops
+        state = STATE_COPIES[optimizer] * sum(p.nbytes for p in trained) // replicas
+        offloaded = rank.plan.offload == "optimizer" and state
+        if offloaded:
+            self.lanes.wait([self.lanes.send(self._copy(state, "h2d"), "h2d")])
+        if ops:
+            python_us = (
+                rank.model.optimizer_host_us * tensors / max(1, rank.model.optimizer_tensors)
+            )
+            self.lanes.work(_update_work(ops, rank, python_us), "optimizer")
+        if offloaded:
+            self.lanes.wait([self.lanes.send(self._copy(state, "d2h"), "d2h")])
+        kinds = [b.message(k, rank.plan) for b in self.filled for k in self.how.after_update]
+        self.lanes.wait([self.lanes.send(m) for m in self._price(kinds)])
+
+
+def _update_work(ops: Sequence[PricedOp], rank: Rank, python_us: float) -> Work:
+    work = rank.layers[0].fold(ops) if rank.layers else Work()
+    if rank.book.gpu.kind == "cpu":
+        return work.then(Work(0.0, python_us, python_us))
+    return Work(python_us, 0.0, python_us).then(work)
+
+
+def _itemsize(trained: Sequence[object]) -> int:
+    from microbench.opcall import ITEMSIZE_BYTES, ParamSpec
+
+    found = next((p for p in trained if isinstance(p, ParamSpec)), None)
+    return ITEMSIZE_BYTES[found.dtype] if found else 4
+
+
+def scaled_update(captured: Sequence[Priceable], numel: int, tensors: int) -> list[Priceable]:
+    """The optimizer's calls over as many elements and tensors as a rank has."""
+    whole = max((getattr(c.params, "numel", 0) for c in captured), default=0)
+    moved = max((c.bytes_moved for c in captured), default=0.0)
+    found = []
+    for c in captured:
+        if c.family is not None and c.family.name == "optimizer":
+            per_tensor = c.params.numel <= 4 * c.params.tensors and c.params.numel < whole
+            size = tensors if per_tensor else numel
+            params = replace(c.params, numel=max(tensors, size), tensors=tensors)
+            found.append(replace(c, params=params, cold=1.0))
+        else:
+            share = numel / whole if whole and moved else 1.0
+            found.append(replace(c, bytes_moved=c.bytes_moved * share, cold=1.0))
+    return found
+
+
+def fused_update(calls: Sequence[Priceable]) -> list[Priceable]:
+    """One pass over parameters, gradients and state in place of one per operation."""
+    large = [c for c in calls if c.family is not None and c.family.name == "optimizer"]
+    if not large:
+        return list(calls)
+    most = max(large, key=lambda c: c.params.numel)
+    op = "_fused_adamw_" if len(large) > 3 else "_fused_sgd_"
+    return [replace(most, op=f"aten.{op}.default", params=replace(most.params, op=op))]

@@ -1,0 +1,70 @@
+"""Ops in a row folded to four numbers: exact on the host and compute lanes, cheap to repeat.
+
+The host launches ops one after the other and a kernel starts when it is launched and the compute
+lane is free. From (host, lane) times to (host, lane) times that is a max-plus linear map; maps
+compose, so a layer is folded once and repeated by a formula. On a CPU there is no host lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A run of ops.
+
+    ``host_us``: to launch all; ``lane_us``: all kernels one after the other; ``path_us``: from the
+    first launch to the end on a free lane; ``comm_us``: the part of ``lane_us`` that is collectives
+    compute waits for.
+    """
+
+    host_us: float = 0.0
+    lane_us: float = 0.0
+    path_us: float = 0.0
+    comm_us: float = 0.0
+
+    def then(self, other: Work) -> Work:
+        """This, and the other after it."""
+        return Work(
+            self.host_us + other.host_us,
+            self.lane_us + other.lane_us,
+            max(self.path_us + other.lane_us, self.host_us + other.path_us),
+            self.comm_us + other.comm_us,
+        )
+
+    def times(self, n: int) -> Work:
+        """This n times in a row."""
+        if n == 0:
+            return Work()
+        more = n - 1
+        path_us = self.path_us + more * max(self.lane_us, self.host_us)
+        return Work(n * self.host_us, n * self.lane_us, path_us, n * self.comm_us)
+
+    @property
+    def alone_us(self) -> float:
+        """Time from the first launch until all is done, on free lanes."""
+        return max(self.lane_us, self.path_us)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op's time on the lane; ``comm`` is set where it is a collective compute waits for."""
+
+    us: float
+    comm: bool = False
+
+
+def fold(steps: Sequence[Step], launch_us: float, on_cpu: bool) -> Work:
+    """Ops in launch order, each costing the host ``launch_us``, which lengthens it on a CPU."""
+    if on_cpu:
+        total = sum(s.us for s in steps) + launch_us * len(steps)
+        return Work(0.0, total, total, sum(s.us for s in steps if s.comm))
+    host = lane = path = comm = 0.0
+    for s in steps:
+        host += launch_us
+        lane += s.us
+        path = max(path, host) + s.us
+        comm += s.us if s.comm else 0.0
+    return Work(host, lane, path, comm)
