@@ -169,10 +169,15 @@ def predict_xgboost(
     return roofline_us * np.exp(out)
 
 
+def default_options(rows: int) -> dict[str, Any]:
+    """Options that did well untuned; large tables bear deeper trees on fewer columns each."""
+    return DEFAULTS if rows < LARGE_ROWS else {**DEFAULTS, **LARGE}
+
+
 def tune(train: Table, trials: int, seed: int, journal: str, name: str) -> dict[str, Any]:
     """Best options of a resumable Optuna study; the defaults where ``trials`` is 0."""
     if trials == 0:
-        return DEFAULTS if len(train.x) < LARGE_ROWS else {**DEFAULTS, **LARGE}
+        return default_options(len(train.x))
     import optuna  # lazy: most fits take the defaults
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
