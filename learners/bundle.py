@@ -14,9 +14,11 @@ import numpy as np
 import pandas as pd
 import xgboost as xgb
 
+from learners.blend import Blend
 from learners.calibration import Calibration
 from learners.local import Residuals
 from learners.model import FamilyModel
+from learners.network import from_arrays, to_arrays
 from learners.speed import Anchors
 from learners.table import Encoder, feature_table
 from microbench.hardware.spec import Gpu, gpu_from_dict
@@ -62,7 +64,8 @@ class Bundle:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         for name, model in self.models.items():
-            model.booster.save_model(fresh / f"{name}.ubj")
+            model.blend.booster.save_model(fresh / f"{name}.ubj")
+            save_networks(model.blend, fresh / f"{name}.npz")
             if model.residuals is not None:
                 save_residuals(model.residuals, fresh / f"{name}.near.parquet")
         facts = {
@@ -74,6 +77,7 @@ class Bundle:
                     "features": m.encoder.names,
                     "vocabulary": m.encoder.vocabulary,
                     "offsets": m.offsets,
+                    "share": m.blend.share,
                     "strange_offsets": m.strange_offsets,
                     "stacks": m.stacks,
                     "launch": m.launch,
@@ -136,6 +140,27 @@ def load_residuals(path: Path, width: float, nugget: float) -> Residuals:
     )
 
 
+def save_networks(blend: Blend, path: Path) -> None:
+    """Weights in plain arrays, which load without pickle; nothing where the family has trees only."""
+    if blend.known is not None and blend.hidden is not None:
+        arrays = {**to_arrays(blend.known, "known"), **to_arrays(blend.hidden, "hidden")}
+        np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+
+
+def load_networks(path: Path, booster: xgb.Booster, share: float) -> Blend:
+    """As saved; ``share`` 0 means there are none."""
+    if share == 0:
+        return Blend(booster=booster)
+    with np.load(path, allow_pickle=False) as file:
+        arrays = dict(file)
+    return Blend(
+        booster=booster,
+        share=share,
+        known=from_arrays(arrays, "known"),
+        hidden=from_arrays(arrays, "hidden"),
+    )
+
+
 def _pair(values: Any) -> tuple[float, float]:
     return float(values[0]), float(values[1])
 
@@ -148,7 +173,7 @@ def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel
     booster.load_model(folder / f"{name}.ubj")
     near = facts["residuals"]
     return FamilyModel(
-        booster=booster,
+        blend=load_networks(folder / f"{name}.npz", booster, float(facts["share"])),
         encoder=Encoder(list(facts["features"]), dict(facts["vocabulary"])),
         offsets=_pair(facts["offsets"]),
         strange_offsets=_pair(facts["strange_offsets"]),

@@ -22,8 +22,6 @@ LARGE: dict[str, Any] = {"max_depth": 9, "eta": 0.08, "colsample_bytree": 0.4}
 LARGE_ROWS = 50_000
 ROUNDS = 800
 SHARED_ROUNDS = 250
-FOLDS = 5
-LARGE_FOLDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +46,13 @@ class Table:
             group=self.group[index],
             identity=self.identity,
         )
+
+    @property
+    def hidden_x(self) -> Array:
+        """Features that do not say whose row it is."""
+        x = self.x.copy()
+        x[:, list(self.identity)] = 0
+        return x
 
     @property
     def log_ratio(self) -> Array:
@@ -91,9 +96,7 @@ def _parameters(options: dict[str, Any], seed: int) -> dict[str, Any]:
 
 def fit_shared(table: Table, options: dict[str, Any], seed: int) -> xgb.Booster:
     """The first rounds, which do not see whose row it is."""
-    x = table.x.copy()
-    x[:, list(table.identity)] = 0
-    data = xgb.DMatrix(x, label=table.log_ratio)
+    data = xgb.DMatrix(table.hidden_x, label=table.log_ratio)
     return xgb.train(_parameters(options, seed), data, num_boost_round=SHARED_ROUNDS)
 
 
@@ -120,33 +123,21 @@ def fit_xgboost(rest: Table, held: Table, options: dict[str, Any], seed: int = 0
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CrossFit:
-    """How many rounds suffice, and every row's log error out of fold."""
-
-    rounds: int
-    residual: Array
-
-    @property
-    def offsets(self) -> tuple[float, float]:
-        """10 and 90 % quantiles of the log error."""
-        low, high = np.quantile(self.residual, [0.1, 0.9])
-        return float(low), float(high)
+def predict_xgboost(
+    booster: xgb.Booster, x: Array, roofline_us: Array, shared: Array | None = None
+) -> Array:
+    """Time in us; where ``shared`` is true, of the rounds that do not know the GPU."""
+    return roofline_us * np.exp(trees_log_ratio(booster, x, shared))
 
 
-def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
-    """One booster per fold of shapes, each stopped early and judged on the shapes left out."""
-    names = np.random.default_rng(1).permutation(np.unique(train.group))
-    folds = min(FOLDS if len(train.x) < LARGE_ROWS else LARGE_FOLDS, len(names))
-    rounds, residual = [], np.zeros(len(train.x))
-    for fold in range(folds):
-        held = np.isin(train.group, names[fold::folds])
-        out = train.take(np.flatnonzero(held))
-        rest = train.take(np.flatnonzero(~held)) if not held.all() else out
-        booster = fit_xgboost(rest, out, options, fold)
-        rounds.append(booster.num_boosted_rounds())
-        residual[held] = np.log(out.time_us / predict_xgboost(booster, out.x, out.roofline_us))
-    return CrossFit(rounds=round(1.1 * float(np.mean(rounds))), residual=residual)
+def trees_log_ratio(booster: xgb.Booster, x: Array, shared: Array | None = None) -> Array:
+    """Log of time over roofline; where ``shared``, of the rounds that do not know the GPU."""
+    out = np.zeros(len(x))
+    strange = np.zeros(len(x), dtype=bool) if shared is None else shared
+    for rows, rounds in ((~strange, (0, 0)), (strange, (0, SHARED_ROUNDS))):
+        if rows.any():
+            out[rows] = booster.inplace_predict(x[rows], iteration_range=rounds)
+    return out
 
 
 def refit(table: Table, options: dict[str, Any], rounds: int) -> xgb.Booster:
@@ -155,18 +146,6 @@ def refit(table: Table, options: dict[str, Any], rounds: int) -> xgb.Booster:
     data = xgb.DMatrix(table.x, label=table.log_ratio)
     more = rounds if first is None else max(1, rounds - SHARED_ROUNDS)
     return xgb.train(_parameters(options, 0), data, num_boost_round=more, xgb_model=first)
-
-
-def predict_xgboost(
-    booster: xgb.Booster, x: Array, roofline_us: Array, shared: Array | None = None
-) -> Array:
-    """Time in us; where ``shared`` is true, of the rounds that do not know the GPU."""
-    out = np.zeros(len(x))
-    strange = np.zeros(len(x), dtype=bool) if shared is None else shared
-    for rows, rounds in ((~strange, (0, 0)), (strange, (0, SHARED_ROUNDS))):
-        if rows.any():
-            out[rows] = booster.inplace_predict(x[rows], iteration_range=rounds)
-    return roofline_us * np.exp(out)
 
 
 def default_options(rows: int) -> dict[str, Any]:

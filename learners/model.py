@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import xgboost as xgb
 
 from learners import fit, local
+from learners.blend import Blend, CrossFit, cross_fit, fit_hidden, refit
 from learners.calibration import Calibration
 from learners.speed import Speed, at_reference_us
 from learners.table import (
@@ -49,7 +49,7 @@ class FamilyModel:
     from the host. ``sensitivity``: see learners.speed.
     """
 
-    booster: xgb.Booster
+    blend: Blend
     encoder: Encoder
     offsets: Offsets
     strange_offsets: Offsets
@@ -70,7 +70,7 @@ class FamilyModel:
         gpus_seen = self.encoder.vocabulary.get("gpu", [])
         strange = ~whose["gpu"].isin(gpus_seen).to_numpy() & bool(gpus_seen)
         x = self.encoder.encode(table)
-        guess = fit.predict_xgboost(self.booster, x, roofline, strange)
+        guess = self.blend.predict(x, roofline, strange)
         low, high = (
             np.where(strange, self.strange_offsets[i], self.offsets[i]).astype(float)
             for i in range(2)
@@ -156,19 +156,19 @@ class Learned:
     """Trees and residuals of some of the rows, to be judged on the others."""
 
     prepared: Prepared
-    crossed: fit.CrossFit
-    booster: xgb.Booster
+    crossed: CrossFit
+    blend: Blend
     residuals: local.Residuals | None
     strange: np.ndarray
 
-    def trees_us(self, rows: np.ndarray) -> np.ndarray:
-        """Forecasts of rows of the prepared table by the trees alone, in us."""
+    def blend_us(self, rows: np.ndarray) -> np.ndarray:
+        """Forecasts of rows of the prepared table without the residuals, in us."""
         table = self.prepared.table.take(rows)
-        return fit.predict_xgboost(self.booster, table.x, table.roofline_us, self.strange[rows])
+        return np.asarray(self.blend.predict(table.x, table.roofline_us, self.strange[rows]))
 
     def predict_us(self, rows: np.ndarray) -> np.ndarray:
         """Forecasts of rows of the prepared table in us."""
-        guess = self.trees_us(rows)
+        guess = self.blend_us(rows)
         if self.residuals is not None:
             kind, at = self.prepared.kind[rows], self.prepared.at[rows]
             guess = guess * np.exp(self.residuals.correction(kind, at))
@@ -178,12 +178,12 @@ class Learned:
 def learn(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> Learned:
     """Learn the rows ``known``; a GPU that none of them is of is priced as never seen."""
     train = prepared.table.take(known)
-    crossed = fit.cross_fit(train, options)
+    crossed = cross_fit(train, options)
     gpu = prepared.gpu
     return Learned(
         prepared=prepared,
         crossed=crossed,
-        booster=fit.refit(train, options, crossed.rounds),
+        blend=refit(train, options, crossed),
         residuals=local.choose(
             prepared.kind[known], prepared.at[known], crossed.residual, train.group
         ),
@@ -194,7 +194,7 @@ def learn(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> Lea
 def fit_model(
     prepared: Prepared,
     options: dict[str, Any],
-    crossed: fit.CrossFit,
+    crossed: CrossFit,
     sensitivity: float,
     facts: Mapping[str, Any],
 ) -> FamilyModel:
@@ -202,7 +202,7 @@ def fit_model(
     features = prepared.features
     numbers = [str(c) for c in features if is_number(features[c])]
     return FamilyModel(
-        booster=fit.refit(prepared.table, options, crossed.rounds),
+        blend=refit(prepared.table, options, crossed),
         encoder=prepared.encoder,
         offsets=crossed.offsets,
         strange_offsets=strange_offsets(prepared, options, crossed.offsets),
@@ -227,7 +227,8 @@ def strange_offsets(prepared: Prepared, options: dict[str, Any], known: Offsets)
         held = np.isin(prepared.gpu, names[fold::3])
         some = np.random.default_rng(fold).permutation(np.flatnonzero(~held))[:20_000]
         out = table.take(np.random.default_rng(fold).permutation(np.flatnonzero(held))[:5_000])
-        booster = fit.fit_shared(table.take(some), options, 0)
-        errors.append(np.log(out.time_us / fit.predict_xgboost(booster, out.x, out.roofline_us)))
+        hidden = fit_hidden(table.take(some), options)
+        guess = hidden.predict(out.x, out.roofline_us, np.ones(len(out.x), dtype=bool))
+        errors.append(np.log(out.time_us / guess))
     low, high = np.quantile(np.concatenate(errors), [0.1, 0.9])
     return min(known[0], float(low)), max(known[1], float(high))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +95,9 @@ def train_family(
         coverage_pct=float(np.mean((inside >= low) & (inside <= high)) * 100),
         learners={"xgboost": errors(guess, test.time_us), **scores},
     )
-    residual = np.log(table.time_us / part.trees_us(np.arange(len(rows))))
+    residual = np.log(table.time_us / part.blend_us(np.arange(len(rows))))
     residual[known] = part.crossed.residual
-    crossed = fit.CrossFit(rounds=part.crossed.rounds, residual=residual)
+    crossed = replace(part.crossed, residual=residual)
     facts = {"digest": digest, "rows": len(rows), "errors": dict(report.learners["xgboost"])}
     return report, fit_model(prepared, options, crossed, speed.sensitivity, facts)
 
