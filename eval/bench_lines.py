@@ -190,9 +190,7 @@ def lines() -> list[Line]:
         nccl("system left out", "6.1 / 5.2 / 3.1 / 26.9", systems, nccl_system),
         fp32(f"bmm, {random}", "gemm", ("bmm",), shapes(GEMM), 3.0, "3.8"),
         fp32(f"linear, {random}", "gemm", ("addmm",), shapes(GEMM), 3.0, "5.0"),
-        fp32(
-            f"elementwise, {random}", "elementwise", (), shapes(["numel", "inner"]), 1.2, "1.4"
-        ),
+        fp32(f"elementwise, {random}", "elementwise", (), shapes(["numel", "inner"]), 1.2, "1.4"),
         fp32(f"layernorm, {random}", "norm", (), shapes(["rows", "cols"]), 1.5, "2.0"),
         fp32("bmm, A100-80GB left out", "gemm", ("bmm",), a100_80, 7.0, "9", "mape_pct"),
         fp32("linear, A100-80GB left out", "gemm", ("addmm",), a100_80, 6.0, "8", "mape_pct"),

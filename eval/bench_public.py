@@ -131,7 +131,7 @@ def read_public(root: Path) -> dict[str, Rows]:
 
     Nothing is written; ValueError where the folder lacks one of them.
     """
-    from microbench.importers import aiconfigurator, neusight, nccl_tests, vidur
+    from microbench.importers import aiconfigurator, nccl_tests, neusight, vidur
 
     frames: dict[str, list[Rows]] = {}
     readers = {

@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from itercast.bench import bench_public
+from itercast.calibration import calibrate
 from itercast.errors import one_line_errors, seconds
 from itercast.imports import import_rows
 
@@ -26,6 +28,9 @@ Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout")]
 Families = Annotated[
     list[str] | None, typer.Option("--family", help="only this family; repeatable")
 ]
+
+app.command()(calibrate)
+app.command()(bench_public)
 
 
 @app.command()

@@ -141,7 +141,7 @@ def load_residuals(path: Path, width: float, nugget: float) -> Residuals:
 
 
 def save_networks(blend: Blend, path: Path) -> None:
-    """Weights in plain arrays, which load without pickle; nothing where the family has trees only."""
+    """Weights as plain arrays, loaded without pickle; no file where there are trees only."""
     if blend.known is not None and blend.hidden is not None:
         arrays = {**to_arrays(blend.known, "known"), **to_arrays(blend.hidden, "hidden")}
         np.savez_compressed(path, **arrays)  # type: ignore[arg-type]

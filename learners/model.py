@@ -211,9 +211,7 @@ def fit_model(
         facts=facts,
         stacks=prepared.stacks,
         launch=prepared.launch,
-        residuals=local.choose(
-            prepared.kind, prepared.at, crossed.residual, prepared.table.group
-        ),
+        residuals=local.choose(prepared.kind, prepared.at, crossed.residual, prepared.table.group),
     )
 
 

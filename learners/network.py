@@ -1,4 +1,4 @@
-"""Small neural networks beside the trees: smooth where trees step; trained in torch, run in numpy."""
+"""Small neural networks beside the trees: smooth where trees step; run in numpy."""
 
 from __future__ import annotations
 
