@@ -11,6 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from itercast.bench import bench_public
+from itercast.calibration import calibrate
 from itercast.errors import one_line_errors, seconds
 from itercast.imports import import_rows
 from itercast.options import Bundle, Families, Json
@@ -23,6 +25,8 @@ app = typer.Typer(
     help="Forecast how long a training iteration takes.",
 )
 
+app.command()(calibrate)
+app.command()(bench_public)
 
 @app.command()
 @one_line_errors
