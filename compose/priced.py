@@ -62,6 +62,7 @@ class PriceBook:
     def __init__(self, pricer: Pricer, gpu: Gpu, threads: int) -> None:
         self.pricer, self.gpu, self.threads = pricer, gpu, threads
         self.known: dict[str, dict[Any, tuple[dict[str, float], dict[str, float]]]] = {}
+        self.sent: dict[Any, PricedOp] = {}  # collectives, by message and group
 
     def points(self, family: str, points: Iterable[Any]) -> Mapping[Any, Any]:
         """Warm and cold price rows of a family's parameters."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -78,6 +78,7 @@ class PricedModel:
     host_us: float  # all of the step, one micro-batch
     optimizer_host_us: float  # Python of the optimizer, where there is no device to hide it
     tied_bytes: int  # weights of the first layer that the last one uses too
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False)  # runs plans share
 
 
 def cuts(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
@@ -139,7 +140,7 @@ def _price_calls(
     cold = cold_fractions(capture, book.gpu.l2_bytes)
     sent = [i for i, c in enumerate(capture.calls) if c.op == COLLECTIVE]
     messages = [_message(capture.calls[i]) for i in sent]
-    priced = price_messages(messages, book.pricer, where, book.threads)
+    priced = price_messages(messages, book, where)
     by_index = dict(zip(sent, priced, strict=True))
     computed = [i for i in range(len(capture.calls)) if i not in by_index]
     wanted = [priceable(capture.calls[i], cold[i]) for i in computed]
