@@ -28,6 +28,7 @@ app = typer.Typer(
 app.command()(calibrate)
 app.command()(bench_public)
 
+
 @app.command()
 @one_line_errors
 def collect(
