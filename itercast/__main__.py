@@ -104,16 +104,14 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/evaluate"),
 ) -> None:
     """Measured iterations beside their forecasts; measures on this CPU where no rows are given."""
-    from itercast.api import find_bundle
     from itercast.evaluation import compare_all, measured_rows, report_comparison
     from itercast.steps import iterations
 
-    folder, _ = find_bundle("cpu", bundle)
     root = measured or Path("runs/measured")
     if measured is None:
         iterations(root, "cpu", (0, 1), case)
     rows = measured_rows(root, case)
-    report_comparison(out, compare_all(rows, folder), rows, {})
+    report_comparison(out, compare_all(rows, bundle), rows, {})
 
 
 @app.command()
