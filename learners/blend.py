@@ -13,6 +13,7 @@ from learners.fit import Array, Table
 from learners.network import Network, fit_network
 
 FOLDS = 5
+MANY_FOLDS = 3  # of rows of several GPUs: there are more of them
 LARGE_FOLDS = 2
 MEMBERS = 3
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -59,14 +60,15 @@ class CrossFit:
 
 
 def steps_for(rows: int) -> int:
-    """Optimizer steps of a network: more for larger tables, within 2,000 and 6,000."""
-    return int(np.clip(rows // 25, 2000, 6000))
+    """Optimizer steps of a network: as many as rows up to 1,500, then a step per 20 rows."""
+    return int(np.clip(max(min(rows, 1500), rows // 20), 400, 6000))
 
 
 def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     """A booster and a network per fold of shapes, judged on the shapes left out."""
     names = np.random.default_rng(1).permutation(np.unique(train.group))
-    folds = min(FOLDS if len(train.x) < fit.LARGE_ROWS else LARGE_FOLDS, len(names))
+    folds = MANY_FOLDS if train.identity else FOLDS
+    folds = min(folds if len(train.x) < fit.LARGE_ROWS else LARGE_FOLDS, len(names))
     rounds, trees, network = [], np.zeros(len(train.x)), np.zeros(len(train.x))
     for fold in range(folds):
         held = np.isin(train.group, names[fold::folds])
@@ -88,23 +90,22 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     )
 
 
-def refit(table: Table, options: dict[str, Any], crossed: CrossFit) -> Blend:
-    """Trees and networks on all rows of the table, as cross-validation found best."""
+def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = True) -> Blend:
+    """Trees and networks on all rows of the table, as cross-validation found best.
+
+    ``new``: GPUs never seen will be asked for too.
+    """
     booster = fit.refit(table, options, crossed.rounds)
     if crossed.share == 0:
         return Blend(booster=booster)
     steps, target = steps_for(len(table.x)), table.log_ratio
-    return Blend(
-        booster=booster,
-        share=crossed.share,
-        known=fit_network(table.x, target, MEMBERS, steps),
-        hidden=fit_network(table.hidden_x, target, MEMBERS, steps),
-    )
+    known = fit_network(table.x, target, MEMBERS, steps)
+    hidden = fit_network(table.hidden_x, target, MEMBERS, steps) if new else known
+    return Blend(booster=booster, share=crossed.share, known=known, hidden=hidden)
 
 
-def fit_hidden(table: Table, options: dict[str, Any], share: float = 0.5) -> Blend:
-    """Only what prices a GPU never seen."""
-    network = fit_network(table.hidden_x, table.log_ratio, MEMBERS, steps_for(len(table.x)))
-    return Blend(
-        booster=fit.fit_shared(table, options, 0), share=share, known=network, hidden=network
-    )
+def fit_hidden(table: Table, options: dict[str, Any], members: int = MEMBERS) -> Blend:
+    """Only what prices a GPU never seen: trees and networks half each."""
+    network = fit_network(table.hidden_x, table.log_ratio, members, steps_for(len(table.x)))
+    booster = fit.fit_shared(table, options, 0)
+    return Blend(booster=booster, share=0.5, known=network, hidden=network)
