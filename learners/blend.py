@@ -16,6 +16,7 @@ FOLDS = 5
 MANY_FOLDS = 3  # of rows of several GPUs: there are more of them
 LARGE_FOLDS = 2
 MEMBERS = 3
+HIDDEN_SHARE = 0.5
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -24,7 +25,7 @@ class Blend:
     """log ratio = share * network + (1 - share) * trees.
 
     ``known`` and ``hidden`` are networks that see, and do not see, whose row it is; the latter
-    prices a GPU never seen. Families of a single GPU have trees only.
+    prices GPUs never seen, half by half with the trees. Families of one GPU have trees only.
     """
 
     booster: xgb.Booster
@@ -34,14 +35,12 @@ class Blend:
 
     def predict(self, x: Array, roofline_us: Array, strange: Array) -> Array:
         """Time in us; ``strange`` marks rows of GPUs never seen."""
-        trees = fit.trees_log_ratio(self.booster, x, strange)
-        if self.share == 0 or self.known is None or self.hidden is None:
-            return roofline_us * np.exp(trees)
-        network = np.zeros(len(x))
-        for rows, chosen in ((~strange, self.known), (strange, self.hidden)):
-            if rows.any():
-                network[rows] = chosen.predict(x[rows])
-        return roofline_us * np.exp(self.share * network + (1 - self.share) * trees)
+        guess = fit.trees_log_ratio(self.booster, x, strange)
+        uses = ((~strange, self.known, self.share), (strange, self.hidden, HIDDEN_SHARE))
+        for rows, network, share in uses:
+            if network is not None and rows.any():
+                guess[rows] += share * (network.predict(x[rows]) - guess[rows])
+        return roofline_us * np.exp(guess)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,17 +94,21 @@ def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = 
 
     ``new``: GPUs never seen will be asked for too.
     """
-    booster = fit.refit(table, options, crossed.rounds)
-    if crossed.share == 0:
-        return Blend(booster=booster)
     steps, target = steps_for(len(table.x)), table.log_ratio
-    known = fit_network(table.x, target, MEMBERS, steps)
-    hidden = fit_network(table.hidden_x, target, MEMBERS, steps) if new else known
-    return Blend(booster=booster, share=crossed.share, known=known, hidden=hidden)
+    known = fit_network(table.x, target, MEMBERS, steps) if crossed.share else None
+    hidden = None
+    if new and table.identity:
+        hidden = fit_network(table.hidden_x, target, MEMBERS, steps)
+    return Blend(
+        booster=fit.refit(table, options, crossed.rounds),
+        share=crossed.share,
+        known=known,
+        hidden=hidden,
+    )
 
 
 def fit_hidden(table: Table, options: dict[str, Any], members: int = MEMBERS) -> Blend:
-    """Only what prices a GPU never seen: trees and networks half each."""
+    """Only what prices a GPU never seen."""
     network = fit_network(table.hidden_x, table.log_ratio, members, steps_for(len(table.x)))
     booster = fit.fit_shared(table, options, 0)
-    return Blend(booster=booster, share=0.5, known=network, hidden=network)
+    return Blend(booster=booster, hidden=network)
