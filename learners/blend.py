@@ -15,7 +15,7 @@ from learners.network import Network, fit_network
 FOLDS = 5
 MANY_FOLDS = 3  # of rows of several GPUs: there are more of them
 LARGE_FOLDS = 2
-MEMBERS = 3
+MEMBERS = 2
 HIDDEN_SHARE = 0.5
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
