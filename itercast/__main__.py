@@ -57,12 +57,13 @@ def train(
     data: Annotated[list[Path] | None, typer.Option(help="dataset root; repeatable")] = None,
     family: Families = None,
     trials: Annotated[int, typer.Option(help="Optuna trials per family; 0: defaults")] = 0,
+    limit: Annotated[int | None, typer.Option(min=20, help="rows of a family at most")] = None,
     as_json: Json = False,
 ) -> None:
     """Train one model per op family beside its baselines and write a bundle."""
     from itercast.steps import fit, report_table
 
-    report = fit(data or [Path("datasets")], out, family, trials)
+    report = fit(data or [Path("datasets")], out, family, trials, limit)
     if as_json:
         typer.echo(json.dumps(report))
     else:
