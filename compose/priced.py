@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import pandas as pd
 
+from compose.memo import remembered
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, StepCapture
 from microbench.ops import find_family
@@ -65,21 +66,25 @@ def cold_fractions(capture: StepCapture, cache_bytes: float) -> list[float]:
     last: dict[int, float] = {}
     clock = 0.0
     result: list[float] = []
+    sizes = [_touched(call) for call in capture.calls]
     for lap in range(2):
-        for call in capture.calls:
-            inputs = [t for t in call.tensors() if t.nbytes]
+        for read, touched in sizes:
             if lap == 1:
-                total = sum(t.nbytes for t in inputs)
-                cold = 0.0
-                for t in inputs:
-                    distance = clock - last.get(t.storage, -1e30)
-                    cold += t.nbytes * min(1.0, max(0.0, distance / cache_bytes - 0.5))
+                total = cold = 0.0
+                for storage, nbytes in read:
+                    distance = clock - last.get(storage, -1e30)
+                    cold += nbytes * min(1.0, max(0.0, distance / cache_bytes - 0.5))
+                    total += nbytes
                 result.append(cold / total if total else 0.0)
-            for t in (*inputs, *call.outputs):
-                clock += t.nbytes
-            for t in (*inputs, *call.outputs):
-                last[t.storage] = clock
+            clock += sum(nbytes for _, nbytes in touched)
+            last.update((storage, clock) for storage, _ in touched)
     return result
+
+
+def _touched(call: OpCall) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(storage, bytes) of what a call reads, and of what it reads or writes."""
+    read = [(t.storage, n) for t in call.tensors() if (n := t.nbytes)]
+    return read, read + [(t.storage, t.nbytes) for t in call.outputs]
 
 
 class PriceBook:
@@ -88,6 +93,7 @@ class PriceBook:
     def __init__(self, pricer: Pricer, gpu: Gpu, threads: int) -> None:
         self.pricer, self.gpu, self.threads = pricer, gpu, threads
         self.known: dict[str, dict[Any, tuple[dict[str, float], dict[str, float]]]] = {}
+        self.flops: dict[Any, float] = {}  # by parameters
 
     def points(self, family: str, points: Iterable[Any]) -> Mapping[Any, Any]:
         """Warm and cold price rows of a family's parameters."""
@@ -95,7 +101,8 @@ class PriceBook:
         fresh = list(dict.fromkeys(p for p in points if p not in known))
         if fresh:
             facts: dict[str, Any] = {"gpu": self.gpu.name, "threads": self.threads}
-            rows = pd.DataFrame([asdict(p) for p in fresh]).assign(**facts)
+            columns = {f.name: [getattr(p, f.name) for p in fresh] for f in fields(fresh[0])}
+            rows = pd.DataFrame({**columns, **facts})
             both = [rows.assign(cache="warm"), rows.assign(cache="cold")]
             table = self.pricer.price(
                 family, pd.concat(both, ignore_index=True), {self.gpu.name: self.gpu}
@@ -115,9 +122,14 @@ class PriceBook:
             self.points(name, points)
         return [self._one(w) for w in wanted]
 
+    def _flops(self, family: Family, params: Any) -> float:
+        if params not in self.flops:
+            self.flops[params] = float(family.flops(params))
+        return self.flops[params]
+
     def _one(self, w: Priceable) -> PricedOp:
         name = w.family.name if w.family is not None else UNMODELLED
-        flops = float(w.family.flops(w.params)) if w.family else 0.0
+        flops = self._flops(w.family, w.params) if w.family else 0.0
         if name in self.pricer.models:
             warm, cool = self.known[name][w.params]
             us, low_us, high_us = (
@@ -143,6 +155,20 @@ class PriceBook:
         )
 
 
+@remembered
+def _books(pricer: Pricer) -> dict[tuple[Gpu, int], PriceBook]:
+    return {}
+
+
+def price_book(pricer: Pricer, gpu: Gpu, threads: int) -> PriceBook:
+    """The book of this pricer, device and number of threads, with all it knows from other plans."""
+    found = _books(pricer)
+    key = (gpu, threads)
+    if key not in found:
+        found[key] = PriceBook(pricer, gpu, threads)
+    return found[key]
+
+
 def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
     """What a call needs to be priced."""
     family, params = find_family(call)
@@ -154,5 +180,10 @@ def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
 
 def price_calls(capture: StepCapture, book: PriceBook) -> list[PricedOp]:
     """Every call of a step priced, warm and cold mixed by reuse."""
-    cold = cold_fractions(capture, book.gpu.l2_bytes)
-    return book.price([priceable(c, x) for c, x in zip(capture.calls, cold, strict=True)])
+    return book.price(_wanted(capture, book.gpu.l2_bytes))
+
+
+@remembered
+def _wanted(capture: StepCapture, cache_bytes: float) -> list[Priceable]:
+    cold = cold_fractions(capture, cache_bytes)
+    return [priceable(c, x) for c, x in zip(capture.calls, cold, strict=True)]

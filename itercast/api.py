@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +29,7 @@ from microbench.cases.huggingface import hf_case
 from microbench.cases.registry import EvalCase, case
 from microbench.hardware.machine import cpu_name
 from microbench.hardware.node import Node, load_node
-from microbench.hardware.spec import Gpu, load_gpu
+from microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from microbench.opcall import StepCapture
 from microbench.step import StepSettings
 
@@ -40,16 +41,27 @@ CAPTURES = Path(".cache/captures")
 def find_bundle(gpu: str, path: Path | None = None) -> tuple[Path, Bundle]:
     """The bundle at ``path``; else a local one that knows this machine; else the shipped one."""
     if path is not None:
-        return path, Bundle.load(path)
+        return path, _load(path)
     name = cpu_name() if gpu == "cpu" else gpu
     for folder in LOCAL:
         if (folder / "bundle.json").is_file():
-            bundle = Bundle.load(folder)
+            bundle = _load(folder)
             if name in bundle.gpus:
                 return folder, bundle
     if not (SHIPPED / "bundle.json").is_file():
         raise ValueError(f"no bundle for gpu {name!r}: run `make demo` or `itercast train` first")
-    return SHIPPED, Bundle.load(SHIPPED)
+    return SHIPPED, _load(SHIPPED)
+
+
+def _load(folder: Path) -> Bundle:
+    """The bundle, read once as long as its facts stay the same file."""
+    facts = folder / "bundle.json"
+    return _load_at(folder, facts.stat().st_mtime_ns if facts.is_file() else 0)
+
+
+@lru_cache(maxsize=8)
+def _load_at(folder: Path, changed_ns: int) -> Bundle:
+    return Bundle.load(folder)
 
 
 def find_gpu(name: str, bundle: Bundle) -> Gpu:
@@ -57,11 +69,16 @@ def find_gpu(name: str, bundle: Bundle) -> Gpu:
     if name in bundle.gpus:
         return bundle.gpus[name]
     if name != "cpu":
-        return load_gpu(name)
+        return _shipped_gpu(name) if name in gpu_names() else load_gpu(name)
     cpus = {n: g for n, g in bundle.gpus.items() if g.kind == "cpu"}
     if not cpus:
         raise ValueError(f"gpu 'cpu': the bundle knows no CPU; known: {sorted(bundle.gpus)}")
     return cpus.get(cpu_name(), next(iter(cpus.values())))
+
+
+@lru_cache(maxsize=64)
+def _shipped_gpu(name: str) -> Gpu:
+    return load_gpu(name)
 
 
 def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:

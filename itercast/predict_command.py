@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from compose.forecast import Forecast
-from compose.priced import UNMODELLED, PriceBook, price_calls
+from compose.priced import UNMODELLED, price_book, price_calls
 from itercast.api import Target
 from itercast.errors import one_line_errors
 from itercast.options import Bundle, Json
@@ -95,7 +95,7 @@ def _function(name: str) -> Any:
 
 def _not_modelled(found: Forecast, step: StepCapture, target: Target) -> int:
     """Says which ops have no model; exit code 1."""
-    book = PriceBook(target.bundle, target.gpu, target.threads)
+    book = price_book(target.bundle, target.gpu, target.threads)
     names = sorted({op.op for op in price_calls(step, book) if op.family == UNMODELLED})
     share = f"{100 * found.unmodelled_frac:.1f} % of the time has no learned model"
     typer.echo(f"itercast: {share}: {', '.join(names or ['collectives'])}", err=True)
