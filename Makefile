@@ -2,7 +2,7 @@ PY := .venv/bin/python
 CLI := OMP_WAIT_POLICY=passive $(PY) -m itercast
 BUDGET ?= 5m
 
-.PHONY: help setup demo collect train evaluate predict ui report test lint endurance clean
+.PHONY: bench-speed help setup demo collect train evaluate predict ui report test lint endurance clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "%-10s %s\n", $$1, $$2}'
@@ -27,6 +27,9 @@ evaluate: setup ## predicted against measured iterations
 
 predict: setup ## forecast one case (CASE=gpt2-small GPU=cpu)
 	$(CLI) predict $(or $(CASE),gpt2-small) --gpu $(or $(GPU),cpu)
+
+bench-speed: setup ## how fast predict and price answer (BUNDLE=runs/demo/bundle)
+	$(PY) -m eval.speed $(or $(BUNDLE),runs/demo/bundle)
 
 ui: setup ## the MLflow UI
 	$(CLI) ui

@@ -69,7 +69,10 @@ def price(
     hardware: Annotated[Path | None, typer.Option(help="YAML of a GPU of one's own")] = None,
 ) -> None:
     """Price every row of a dataset file."""
-    from itercast.api import find_bundle
+    from itercast.steps import without_scikit_learn
+
+    without_scikit_learn()
+    from itercast.target import find_bundle
     from learners.price import price_file
     from microbench.hardware.spec import load_gpu
 
@@ -95,9 +98,9 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/evaluate"),
 ) -> None:
     """Measured iterations beside their forecasts; measures on this CPU where no rows are given."""
-    from itercast.api import find_bundle
     from itercast.evaluation import compare_all, measured_rows, report_comparison
     from itercast.steps import iterations
+    from itercast.target import find_bundle
 
     folder, _ = find_bundle("cpu", bundle)
     root = measured or Path("runs/measured")

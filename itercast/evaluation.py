@@ -16,8 +16,9 @@ from rich.table import Table
 from compose.forecast import Forecast, forecast
 from compose.plan import ParallelPlan
 from eval.results import CaseResult, summary
-from itercast.api import capture_case, find_gpu
+from itercast.api import capture_case
 from itercast.steps import progress_bar
+from itercast.target import find_gpu
 from learners.bundle import Bundle
 from learners.speed import iteration_at_reference_us
 from microbench.cases.registry import case
