@@ -40,6 +40,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the processes of this file run, and keep their captures."""
+    return tmp_path_factory.mktemp("here")
+
+
 def predict(folder: Path, *words: str, rc: int = 0) -> Any:
     code = "import sys; from itercast.__main__ import app; sys.argv[0] = 'itercast'\n"
     code += "try: app()\nfinally: print(*sorted(sys.modules), file=open('modules', 'w'))"
@@ -54,49 +60,49 @@ def predict(folder: Path, *words: str, rc: int = 0) -> Any:
     return json.loads(done.stdout) if rc == 0 and "--json" in words else done.stderr
 
 
-def test_a_cached_forecast_imports_no_torch(tmp_path: Path, bundle: Path) -> None:
+def test_a_cached_forecast_imports_no_torch(folder: Path, bundle: Path) -> None:
     words = ("mlp-s", "--bundle", str(bundle), "--json")
-    first = predict(tmp_path, *words)
-    assert "torch" in (tmp_path / "modules").read_text().split()
+    first = predict(folder, *words)
+    assert "torch" in (folder / "modules").read_text().split()
     assert set(first) >= KEYS
     assert first["iteration_us"] == pytest.approx(
         first["compute_us"] + first["exposed_comm_us"] + first["idle_us"]
     )
-    assert predict(tmp_path, *words) == first
-    loaded = set((tmp_path / "modules").read_text().split())
+    assert predict(folder, *words) == first
+    loaded = set((folder / "modules").read_text().split())
     assert not loaded & {"torch", "transformers", "optuna", "mlflow", "pandera", "matplotlib"}
 
 
 def test_a_trace_has_every_op_and_strict_names_what_has_no_model(
-    tmp_path: Path, bundle: Path
+    folder: Path, bundle: Path
 ) -> None:
     words = ("mlp-s", "--bundle", str(bundle))
-    predict(tmp_path, *words, "--trace", "trace.json")
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    predict(folder, *words, "--trace", "trace.json")
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     names = [e["name"] for e in events]
     assert names.count("aten.addmm.default") == 3  # forward of three layers
     assert all(e["ph"] == "X" and e["dur"] >= 0 for e in events)
-    refused = predict(tmp_path, *words, "--strict", rc=1)
+    refused = predict(folder, *words, "--strict", rc=1)
     assert "has no learned model: " in refused
     assert "aten.relu.default" in refused
     assert "aten.mm.default" not in refused
 
 
-def test_a_function_of_the_users_own(tmp_path: Path, bundle: Path) -> None:
-    (tmp_path / "mine.py").write_text(
+def test_a_function_of_the_users_own(folder: Path, bundle: Path) -> None:
+    (folder / "mine.py").write_text(
         "import torch\n"
         "def model(batch):\n"
         "    net = torch.nn.Linear(8, 4)\n"
         "    return net, torch.randn(batch, 8), lambda y: y.sum()\n"
     )
     words = ("--model", "mine:model", "--bundle", str(bundle), "--json")
-    found = predict(tmp_path, *words, "--batch", "6")
+    found = predict(folder, *words, "--batch", "6")
     assert found["case"] == "mine:model"
     assert found["samples_per_s"] == pytest.approx(6e6 / found["iteration_us"])
-    assert "has no attribute" in predict(tmp_path, "--model", "mine:other", rc=2)
+    assert "has no attribute" in predict(folder, "--model", "mine:other", rc=2)
 
 
-def test_a_configuration_needs_its_batch(tmp_path: Path, bundle: Path) -> None:
-    (tmp_path / "c.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+def test_a_configuration_needs_its_batch(folder: Path, bundle: Path) -> None:
+    (folder / "c.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     words = ("--hf-config", "c.json", "--bundle", str(bundle))
-    assert "--hf-config needs --batch" in predict(tmp_path, *words, rc=2)
+    assert "--hf-config needs --batch" in predict(folder, *words, rc=2)
