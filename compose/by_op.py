@@ -116,11 +116,12 @@ def price_step(
     if gpu.kind != "cpu":
         counts["launch"] = len(capture.calls)
     messages = [sync.message for sync in syncs]
+    book = price_book(pricer, gpu, threads)
     return PricedStep(
-        ops=price_calls(capture, price_book(pricer, gpu, threads)),
+        ops=price_calls(capture, book),
         host=host_cost(counts, pricer, gpu, threads),
         on_cpu=gpu.kind == "cpu",
         contention=default_contention(gpu) if contention is None else contention,
         syncs=syncs,
-        messages=price_messages(messages, pricer, cluster(plan, gpu), threads),
+        messages=price_messages(messages, book, cluster(plan, gpu)),
     )

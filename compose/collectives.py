@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from compose.plan import ParallelPlan, ranks_per_node
-from compose.priced import UNMODELLED, PricedOp, Pricer
+from compose.priced import UNMODELLED, PriceBook, PricedOp
 from microbench.hardware.node import Node
 from microbench.hardware.spec import Gpu
 from microbench.ops.collective import CPU_COPIES, Collective, bus_factor
@@ -112,16 +112,19 @@ def ring_us(message: Message, group: Group, where: Cluster) -> float:
     return (2 if kind == "all_reduce" else 1) * steps * alpha + wire_bytes / rate * 1e6
 
 
-def price_messages(
-    messages: Sequence[Message], pricer: Pricer, where: Cluster, threads: int
-) -> list[PricedOp]:
-    """Each message alone on the machine; ``threads`` as elsewhere: per rank, 0 on a GPU."""
-    distinct = list(dict.fromkeys(messages))
-    if "collective" not in pricer.models:
-        found = {m: _stand_in(m, where) for m in distinct}
-    else:
-        found = dict(zip(distinct, _learned(distinct, pricer, where, threads), strict=True))
-    return [found[m] for m in messages]
+def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster) -> list[PricedOp]:
+    """Each message alone on the machine; the book remembers them by group."""
+    node = where.node.name if where.node else ""
+    keys = [(m, where.groups[m.axis], node) for m in messages]
+    fresh = list(
+        dict.fromkeys(m for m, key in zip(messages, keys, strict=True) if key not in book.sent)
+    )
+    if fresh:
+        learned = "collective" in book.pricer.models
+        made = _learned(fresh, book, where) if learned else (_stand_in(m, where) for m in fresh)
+        for m, op in zip(fresh, made, strict=True):
+            book.sent[m, where.groups[m.axis], node] = op
+    return [book.sent[key] for key in keys]
 
 
 def _stand_in(message: Message, where: Cluster) -> PricedOp:
@@ -137,11 +140,9 @@ def _smaller(group: Group) -> Iterator[Group]:
         group = Group(size=half, per_node=min(half, group.per_node))
 
 
-def _learned(
-    messages: Sequence[Message], pricer: Pricer, where: Cluster, threads: int
-) -> Iterator[PricedOp]:
+def _learned(messages: Sequence[Message], book: PriceBook, where: Cluster) -> Iterator[PricedOp]:
     tried = [(i, g) for i, m in enumerate(messages) for g in _smaller(where.groups[m.axis])]
-    facts = {"gpu": where.gpu.name, "threads": threads, "cache": "warm"}
+    facts = {"gpu": where.gpu.name, "threads": book.threads, "cache": "warm"}
     facts["node"] = where.node.name if where.node else where.gpu.name
     rows = pd.DataFrame(
         {
@@ -156,7 +157,7 @@ def _learned(
     )
     answers: dict[int, list[tuple[Group, dict[str, float]]]] = {}
     if tried:
-        table = pricer.price("collective", rows, {where.gpu.name: where.gpu})
+        table = book.pricer.price("collective", rows, {where.gpu.name: where.gpu})
         for (i, g), row in zip(tried, table.to_dict("records"), strict=True):
             answers.setdefault(i, []).append((g, row))  # type: ignore[arg-type]
     for i, message in enumerate(messages):

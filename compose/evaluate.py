@@ -2,53 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from math import sqrt
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from compose.breakdown import Shares, Tally, shares
 from compose.collectives import Message, price_messages
 from compose.cyclic import slot_message, steady_us
 from compose.memory_plan import rank_memory
 from compose.pipeline import StageTimes, finish_us, in_flight
-from compose.priced import UNMODELLED, PricedOp
+from compose.priced import PricedOp
 from compose.rank import Rank, Run, Stretch
 from compose.stages import Chunk, partition
 from compose.step import PricedLayer
 from compose.timeline import Span, Task
-
-
-@dataclass
-class Tally:
-    """Time by family with its bounds; errors within a family add, between families squared."""
-
-    us: dict[str, float] = field(default_factory=dict)
-    below: dict[str, float] = field(default_factory=dict)
-    above: dict[str, float] = field(default_factory=dict)
-
-    def add(self, ops: Iterable[PricedOp], times: float = 1.0) -> None:
-        """Ops that run ``times`` times."""
-        for op in ops:
-            self.us[op.family] = self.us.get(op.family, 0.0) + times * op.duration_us
-            low, high = op.duration_us - op.low_us, op.high_us - op.duration_us
-            self.below[op.family] = self.below.get(op.family, 0.0) + times * low
-            self.above[op.family] = self.above.get(op.family, 0.0) + times * high
-
-    def add_us(self, family: str, us: float) -> None:
-        """Time whose bounds are a factor of two."""
-        self.us[family] = self.us.get(family, 0.0) + us
-        self.below[family] = self.below.get(family, 0.0) + us / 2
-        self.above[family] = self.above.get(family, 0.0) + us
-
-    def bounds(self, iteration_us: float) -> tuple[float, float]:
-        """10 and 90 % bounds of the iteration."""
-        below, above = (sqrt(sum(v * v for v in d.values())) for d in (self.below, self.above))
-        return max(0.0, iteration_us - below), iteration_us + above
-
-    @property
-    def unmodelled_frac(self) -> float:
-        """Share of the time that no learned model priced."""
-        total = sum(self.us.values())
-        return self.us.get(UNMODELLED, 0.0) / total if total else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,39 +48,6 @@ class Outcome:
     def memory_bytes(self) -> int:
         """Peak of the fullest rank."""
         return sum(self.memory.values())
-
-
-def lane_spans(run: Run, *lanes: str) -> list[Span]:
-    """When the lanes' tasks ran."""
-    return [s for t, s in zip(run.tasks, run.spans, strict=True) if t.lanes[0] in lanes]
-
-
-def covered_us(spans: Sequence[Span]) -> float:
-    """Time during which at least one of the spans runs."""
-    total = end = 0.0
-    for span in sorted(spans, key=lambda s: (s.start_us, s.end_us)):
-        total += max(0.0, span.end_us - max(end, span.start_us))
-        end = max(end, span.end_us)
-    return total
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """Time of a run: computing, waiting for messages, and messages whether hidden or not."""
-
-    end_us: float
-    compute_us: float
-    exposed_us: float
-    comm_us: float
-
-
-def shares(run: Run) -> Shares:
-    """What a run's time went to; collectives within compute count as exposed."""
-    lane_us = covered_us(lane_spans(run, "compute"))
-    sent = lane_spans(run, "comm", "h2d", "d2h")
-    exposed_us = covered_us([*lane_spans(run, "compute"), *sent]) - lane_us + run.blocking_us
-    comm_us = covered_us(sent) + run.blocking_us
-    return Shares(run.end_us, lane_us - run.blocking_us, exposed_us, comm_us)
 
 
 def evaluate(rank: Rank, optimizer: str) -> Outcome:
@@ -193,7 +126,7 @@ def _cyclic(rank: Rank, alone: Shares) -> Shares:
     nbytes = sum(x.layer.trained_bytes for x in rank.layers)
     dtype = next((p.dtype for x in rank.layers for p in x.layer.parameters), "fp32")
     message = slot_message(nbytes, rank.plan.dp, dtype)
-    (op,) = price_messages([message], rank.book.pricer, rank.where, rank.book.threads)
+    (op,) = price_messages([message], rank.book, rank.where)
     n = rank.plan.dp
     end_us = steady_us(alone.end_us, op.duration_us, n, rank.contention)
     comm_us = 4 * n * op.duration_us
@@ -201,30 +134,76 @@ def _cyclic(rank: Rank, alone: Shares) -> Shares:
     return Shares(end_us, slowed_us, max(0.0, end_us - max(slowed_us, alone.end_us)), comm_us)
 
 
-def _pipelined(rank: Rank, optimizer: str) -> Outcome:
-    plan, micro = rank.plan, rank.plan.microbatches
-    chunks = partition(rank.model.layers, plan)
-    known: dict[object, StageTimes] = {}
+@dataclass(frozen=True, kw_only=True)
+class _Pipeline:
+    """A plan's stages with their times; ``tails`` by rank: last backward to the end, and alone."""
+
+    rank: Rank
+    optimizer: str
+    chunks: Sequence[Chunk]
+    times: Sequence[StageTimes]
+    stages: Sequence[Rank]
+    tails: Sequence[tuple[Run, float]]
+
+    def finish_us(self, times: Sequence[StageTimes]) -> tuple[float, ...]:
+        """When each rank's last backward is done."""
+        plan = self.rank.plan
+        return finish_us(plan.schedule, times, plan.pp, plan.microbatches)
+
+    def totals_us(self) -> list[float]:
+        """When each rank is done."""
+        ends = self.finish_us(self.times)
+        return [e + tail.end_us - us for e, (tail, us) in zip(ends, self.tails, strict=True)]
+
+    def loads_us(self) -> list[float]:
+        """Time of each rank's forward and backward of one micro-batch."""
+        pp = self.rank.plan.pp
+        return [sum(t.forward_us + t.backward_us for t in self.times[r::pp]) for r in range(pp)]
+
+    def memory(self) -> dict[str, int]:
+        """Of the fullest rank."""
+        plan, found = self.rank.plan, []
+        for r in range(plan.pp):
+            held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
+            kept = sum(
+                n * sum(x.saved_bytes * k for x, k in c.runs)
+                for n, c in zip(held, self.chunks[r :: plan.pp], strict=True)
+            )
+            tied = self.rank.model.tied_bytes if r == plan.pp - 1 else 0
+            found.append(rank_memory(self.stages[r].layers, plan, self.optimizer, kept, tied))
+        return max(found, key=lambda m: sum(m.values()))
+
+
+def _pipeline(rank: Rank, optimizer: str) -> _Pipeline:
+    chunks = partition(rank.model.layers, rank.plan)
     times = []
     for i, chunk in enumerate(chunks):
         send = _send(rank, chunk, i, len(chunks))
-        key = (chunk.key, send.duration_us)
-        if key not in known:
-            known[key] = _stage_times(rank, chunk, send.duration_us)
-        times.append(known[key])
-    ends = finish_us(plan.schedule, times, plan.pp, micro)
-    stages = [_stage(rank, chunks, r) for r in range(plan.pp)]
+        key = ("stage", chunk.key, send.duration_us, _facts(rank))
+        if key not in rank.model.memo:
+            rank.model.memo[key] = _stage_times(rank, chunk, send.duration_us)
+        times.append(rank.model.memo[key])
+    stages = [_stage(rank, chunks, r) for r in range(rank.plan.pp)]
     tails = _tails(rank, stages, optimizer)
-    totals = [end + tail.end_us - back for end, (tail, back) in zip(ends, tails, strict=True)]
-    iteration_us = max(totals)
-    loads = [
-        sum(times[c].forward_us + times[c].backward_us for c in range(r, len(chunks), plan.pp))
-        for r in range(plan.pp)
-    ]
-    slowest = max(range(plan.pp), key=lambda r: (loads[r], totals[r]))
-    return _pipeline_outcome(
-        rank, chunks, times, stages, tails, iteration_us, slowest, loads, optimizer
+    return _Pipeline(
+        rank=rank, optimizer=optimizer, chunks=chunks, times=times, stages=stages, tails=tails
     )
+
+
+def _facts(rank: Rank) -> tuple[object, ...]:
+    """What of a plan changes a stage's run, beside its layers."""
+    plan, groups = rank.plan, rank.where.groups
+    facts = (plan.compress, plan.offload, plan.ep, rank.contention, rank.where.node)
+    return (rank.strategy, groups["shard"], groups["expert"], *facts)
+
+
+def quick(rank: Rank, optimizer: str) -> tuple[float, int]:
+    """(iteration_us, memory_bytes): what ``evaluate`` finds, without its breakdown."""
+    if rank.plan.pp == 1:
+        found = _alone(rank, optimizer)
+        return found.iteration_us, found.memory_bytes
+    pipeline = _pipeline(rank, optimizer)
+    return max(pipeline.totals_us()), sum(pipeline.memory().values())
 
 
 def _send(rank: Rank, chunk: Chunk, i: int, count: int) -> PricedOp:
@@ -236,18 +215,11 @@ def _send(rank: Rank, chunk: Chunk, i: int, count: int) -> PricedOp:
     message = Message(
         kind="send_recv", axis="near" if same else "far", message_bytes=max(1, size), dtype=dtype
     )
-    return price_messages([message], rank.book.pricer, rank.where, rank.book.threads)[0]
+    return price_messages([message], rank.book, rank.where)[0]
 
 
 def _with_layers(rank: Rank, layers: tuple[PricedLayer, ...]) -> Rank:
-    return Rank(
-        plan=rank.plan,
-        layers=layers,
-        model=rank.model,
-        book=rank.book,
-        where=rank.where,
-        contention=rank.contention,
-    )
+    return replace(rank, layers=layers)
 
 
 def _stage_times(rank: Rank, chunk: Chunk, send_us: float) -> StageTimes:
@@ -272,82 +244,60 @@ def _stage(rank: Rank, chunks: Sequence[Chunk], r: int) -> Rank:
 
 def _tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tuple[Run, float]]:
     """Per stage the last backward with synchronisation and optimizer, and how long it is alone."""
-    known: dict[object, tuple[Run, float]] = {}
-    found = []
+    memo, found = rank.model.memo, []
     for i, own in enumerate(stages):
         tied = rank.model.tied_bytes if i in (0, len(stages) - 1) else 0
-        key = (tuple(id(x) for x in own.layers), tied)
-        if key not in known:
+        key = ("tail", tuple(id(x) for x in own.layers), tied, optimizer, _facts(rank))
+        if key not in memo:
             tail, alone = Stretch(own), Stretch(own)
             tail.backward(later=True, sync=True)
             if tied:
                 tail.reduce_tied(tied)
             tail.update(optimizer)
             alone.backward(later=True, sync=rank.strategy.every_micro)
-            known[key] = (tail.run(), alone.run().end_us)
-        found.append(known[key])
+            memo[key] = (tail.run(), alone.run().end_us)
+        found.append(memo[key])
     return found
 
 
-def _pipeline_outcome(
-    rank: Rank,
-    chunks: Sequence[Chunk],
-    times: Sequence[StageTimes],
-    stages: Sequence[Rank],
-    tails: Sequence[tuple[Run, float]],
-    iteration_us: float,
-    slowest: int,
-    loads: Sequence[float],
-    optimizer: str,
-) -> Outcome:
-    plan, micro = rank.plan, rank.plan.microbatches
-    own, (tail, back_us) = stages[slowest], tails[slowest]
-    end, lane_us, comm_us = shares(tail), 0.0, 0.0
-    for x in own.layers:
-        for work in (x.forward_work, x.later_work):
-            lane_us += work.lane_us
-            comm_us += work.comm_us
+def _pipelined(rank: Rank, optimizer: str) -> Outcome:
+    """The slowest rank's time: what its ops take, what it waits for, and why."""
+    found = _pipeline(rank, optimizer)
+    micro, pp = rank.plan.microbatches, rank.plan.pp
+    totals, loads = found.totals_us(), found.loads_us()
+    iteration_us = max(totals)
+    slowest = max(range(pp), key=lambda r: (loads[r], totals[r]))
+    own, (tail, back_us) = found.stages[slowest], found.tails[slowest]
+    end = shares(tail)
+    works = [w for x in own.layers for w in (x.forward_work, x.later_work)]
+    lane_us, comm_us = sum(w.lane_us for w in works), sum(w.comm_us for w in works)
     last_us = sum(x.later_work.lane_us - x.later_work.comm_us for x in own.layers)
-    compute_us = micro * (lane_us - comm_us) + max(0.0, end.compute_us - last_us)
-    tail_us = tail.end_us - back_us
-    hidden = [StageTimes(forward_us=t.forward_us, backward_us=t.backward_us, weight_us=t.weight_us)
-              for t in times]  # fmt: skip
-    without = max(finish_us(plan.schedule, hidden, plan.pp, micro))
-    sends_us = max(0.0, max(finish_us(plan.schedule, times, plan.pp, micro)) - without)
-    alike = [hidden[c - c % plan.pp + slowest] for c in range(len(hidden))]
-    bubble_us = max(
-        0.0, max(finish_us(plan.schedule, alike, plan.pp, micro)) - micro * loads[slowest]
-    )
-    gathers_us = 0.0
-    if rank.strategy.by_layer:
-        gathers_us = max(0.0, micro * (loads[slowest] - lane_us))
-    tail_exposed_us = max(0.0, tail_us - max(0.0, end.compute_us - last_us))
-    exposed_us = micro * comm_us + sends_us + gathers_us + tail_exposed_us
+    update_us = max(0.0, end.compute_us - last_us)  # optimizer and copies
+    compute_us = micro * (lane_us - comm_us) + update_us
+    unsent = [replace(t, send_us=0.0) for t in found.times]
+    sends_us = max(0.0, max(found.finish_us(found.times)) - max(found.finish_us(unsent)))
+    alike = [unsent[c - c % pp + slowest] for c in range(len(unsent))]
+    bubble_us = max(0.0, max(found.finish_us(alike)) - micro * loads[slowest])
+    gaps_us = max(0.0, micro * (loads[slowest] - lane_us))
+    gathers_us = gaps_us if rank.strategy.by_layer else 0.0
+    exposed_us = micro * comm_us + sends_us + gathers_us
+    exposed_us += max(0.0, tail.end_us - back_us - update_us)
     exposed_us = min(exposed_us, max(0.0, iteration_us - compute_us))
     idle_us = max(0.0, iteration_us - compute_us - exposed_us)
-    bubble_us = min(bubble_us, idle_us)
-    gap_us = min(idle_us - bubble_us, max(0.0, micro * (loads[slowest] - lane_us) - gathers_us))
+    gaps_us = min(idle_us, gaps_us - gathers_us)
+    bubble_us = min(bubble_us, idle_us - gaps_us)
     tally = Tally()
     _tally_layers(tally, own.layers, micro)
     tally.add([*tail.sent, *tail.copies, *tail.updates])
-    memories = []
-    for r in range(plan.pp):
-        held = in_flight(plan.schedule, plan.pp, r, micro, plan.virtual)
-        kept = sum(
-            n * sum(x.saved_bytes * k for x, k in c.runs)
-            for n, c in zip(held, chunks[r :: plan.pp], strict=True)
-        )
-        tied = rank.model.tied_bytes if r == plan.pp - 1 else 0
-        memories.append(rank_memory(stages[r].layers, plan, optimizer, kept, tied))
     return Outcome(
         iteration_us=iteration_us,
         compute_us=compute_us,
         exposed_comm_us=exposed_us,
         comm_us=exposed_us + max(0.0, end.comm_us - end.exposed_us),
-        host_gap_us=gap_us,
+        host_gap_us=gaps_us,
         bubble_us=bubble_us,
-        waiting_us=max(0.0, idle_us - bubble_us - gap_us),
-        memory=max(memories, key=lambda m: sum(m.values())),
+        waiting_us=max(0.0, idle_us - bubble_us - gaps_us),
+        memory=found.memory(),
         tally=tally,
         matmul_s=micro * sum(x.matmul_s for x in own.layers),
         tasks=tail.tasks,

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from compose.breakdown import covered_us
 from compose.by_op import interval, price_step
 from compose.collectives import Cluster, cluster
 from compose.ddp import default_contention
-from compose.evaluate import Outcome, covered_us, evaluate
+from compose.evaluate import Outcome, evaluate
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
 from compose.priced import UNMODELLED, PriceBook, Pricer, price_book

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from compose.memo import remembered
+from compose.update import STATE_COPIES
 from microbench.opcall import StepCapture
-
-STATE_COPIES = {"adamw": 2, "sgd": 0, "none": 0}  # tensors like the parameter, in its own dtype
 
 
 def peak_bytes(capture: StepCapture, optimizer: str, dp: int = 1) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from compose.plan import ParallelPlan
-from compose.rank import STATE_COPIES
 from compose.step import PricedLayer
 from compose.sync import strategy
+from compose.update import STATE_COPIES
 
 
 def rank_memory(

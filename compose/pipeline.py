@@ -74,14 +74,19 @@ def _interleaved(stages: int, rank: int, micro: int, virtual: int) -> tuple[Acti
     return (*actions, *(backward(k) for k in range(total - warm, total)))
 
 
-def in_flight(schedule: str, stages: int, rank: int, micro: int, virtual: int = 1) -> list[int]:
+@lru_cache(maxsize=4096)
+def in_flight(
+    schedule: str, stages: int, rank: int, micro: int, virtual: int = 1
+) -> tuple[int, ...]:
     """Largest number of micro-batches held at once, by chunk, when their sum is largest."""
+    if schedule == "gpipe":
+        return (micro,)
     held, best = [0] * virtual, [0] * virtual
     for kind, _, chunk in program(schedule, stages, rank, min(micro, 3 * stages), virtual):
         held[chunk] += {"F": 1, "B": -1, "W": 0}[kind]
         if sum(held) > sum(best):
             best = list(held)
-    return best
+    return tuple(best)
 
 
 @dataclass(frozen=True, slots=True)

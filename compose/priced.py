@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import pandas as pd
 
 from compose.memo import remembered
+from compose.reuse import cold_fractions
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, StepCapture
 from microbench.ops import find_family
@@ -56,37 +57,6 @@ class Priceable:
     cold: float
 
 
-def cold_fractions(capture: StepCapture, cache_bytes: float) -> list[float]:
-    """Per call, the byte-weighted share of its inputs that has left the cache.
-
-    Reuse distance: bytes touched by all calls since the tensor's memory was last touched, in the
-    steady state (the step before this one ran the same calls). A tensor is warm while the distance
-    is below half the cache, cold above one and a half, linear between.
-    """
-    last: dict[int, float] = {}
-    clock = 0.0
-    result: list[float] = []
-    sizes = [_touched(call) for call in capture.calls]
-    for lap in range(2):
-        for read, touched in sizes:
-            if lap == 1:
-                total = cold = 0.0
-                for storage, nbytes in read:
-                    distance = clock - last.get(storage, -1e30)
-                    cold += nbytes * min(1.0, max(0.0, distance / cache_bytes - 0.5))
-                    total += nbytes
-                result.append(cold / total if total else 0.0)
-            clock += sum(nbytes for _, nbytes in touched)
-            last.update((storage, clock) for storage, _ in touched)
-    return result
-
-
-def _touched(call: OpCall) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(storage, bytes) of what a call reads, and of what it reads or writes."""
-    read = [(t.storage, n) for t in call.tensors() if (n := t.nbytes)]
-    return read, read + [(t.storage, t.nbytes) for t in call.outputs]
-
-
 class PriceBook:
     """Prices of one pricer on one device, each asked for once: plans share most of their ops."""
 
@@ -94,6 +64,7 @@ class PriceBook:
         self.pricer, self.gpu, self.threads = pricer, gpu, threads
         self.known: dict[str, dict[Any, tuple[dict[str, float], dict[str, float]]]] = {}
         self.flops: dict[Any, float] = {}  # by parameters
+        self.sent: dict[Any, PricedOp] = {}  # collectives, by message and group
 
     def points(self, family: str, points: Iterable[Any]) -> Mapping[Any, Any]:
         """Warm and cold price rows of a family's parameters."""
@@ -180,10 +151,10 @@ def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
 
 def price_calls(capture: StepCapture, book: PriceBook) -> list[PricedOp]:
     """Every call of a step priced, warm and cold mixed by reuse."""
-    return book.price(_wanted(capture, book.gpu.l2_bytes))
+    return book.price(_wanted(capture, book.gpu))
 
 
 @remembered
-def _wanted(capture: StepCapture, cache_bytes: float) -> list[Priceable]:
-    cold = cold_fractions(capture, cache_bytes)
+def _wanted(capture: StepCapture, gpu: Gpu) -> list[Priceable]:
+    cold = cold_fractions(capture, gpu)
     return [priceable(c, x) for c, x in zip(capture.calls, cold, strict=True)]

@@ -6,56 +6,19 @@ lanes meet are one task (``compose.work``), so a step has as many tasks as it ha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from compose.collectives import Cluster, Message, price_messages
+from compose.lanes import SHARED, Lanes
 from compose.plan import ParallelPlan
-from compose.priced import Priceable, PriceBook, PricedOp
+from compose.priced import PriceBook, PricedOp
 from compose.step import PricedLayer, PricedModel
 from compose.sync import Filled, Strategy, fill_buckets, strategy
 from compose.timeline import Span, Task, simulate_shared
+from compose.update import STATE_COPIES, fused_update, scaled_update
 from compose.work import Work
-
-SHARED = frozenset({"compute", "comm"})
-STATE_COPIES = {"adamw": 2, "sgd": 0, "none": 0}  # tensors like the parameter, in its own dtype
-
-
-@dataclass
-class Lanes:
-    """Tasks under construction; ``done`` is what compute has done so far."""
-
-    on_cpu: bool
-    tasks: list[Task] = field(default_factory=list)
-    done: tuple[int, ...] = ()
-    waits: tuple[int, ...] = ()
-    host: tuple[int, ...] = ()
-    comm_us: float = 0.0  # collectives within the compute lane
-
-    def _add(self, lane: str, us: float, after: tuple[int, ...], name: str) -> int:
-        self.tasks.append(Task((lane,), us, after, name))
-        return len(self.tasks) - 1
-
-    def work(self, work: Work, name: str) -> None:
-        """A run of ops; it starts when compute is free and what is awaited is there."""
-        if work == Work():
-            return
-        after, self.waits = self.done + self.waits, ()
-        self.comm_us += work.comm_us
-        compute = self._add("compute", work.lane_us, after, name)
-        self.done = (compute,)
-        if not self.on_cpu:
-            path = self._add(f"path {len(self.tasks)}", work.path_us, self.host, f"launch {name}")
-            self.host = (self._add("host", work.host_us, self.host, f"launch {name}"),)
-            self.done = (compute, path)
-
-    def send(self, op: PricedOp, lane: str = "comm", after: tuple[int, ...] | None = None) -> int:
-        """A message beside compute, once what compute has done so far (or ``after``) is done."""
-        return self._add(lane, op.duration_us, self.done if after is None else after, op.op)
-
-    def wait(self, tasks: Iterable[int]) -> None:
-        """What compute does next waits for these."""
-        self.waits += tuple(tasks)
+from microbench.opcall import ITEMSIZE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +80,7 @@ class Stretch:
 
     def _price(self, messages: Sequence[Message]) -> list[PricedOp]:
         rank = self.rank
-        found = price_messages(messages, rank.book.pricer, rank.where, rank.book.threads)
+        found = price_messages(messages, rank.book, rank.where)
         self.sent += found
         return found
 
@@ -294,7 +257,7 @@ class Stretch:
         rank = self.rank
         replicas = rank.plan.dp * rank.plan.cp if self.how.share_update else 1
         trained = [p for x in rank.layers for p in x.layer.parameters if p.ready_after >= 0]
-        numel = sum(p.nbytes for p in trained) // max(1, _itemsize(trained)) // replicas
+        numel = sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in trained) // replicas
         tensors = max(1, len(trained))
         wanted = scaled_update(rank.model.optimizer, max(1, numel), tensors)
         if self.how.fused_update:
@@ -321,37 +284,3 @@ def _update_work(ops: Sequence[PricedOp], rank: Rank, python_us: float) -> Work:
     if rank.book.gpu.kind == "cpu":
         return work.then(Work(0.0, python_us, python_us))
     return Work(python_us, 0.0, python_us).then(work)
-
-
-def _itemsize(trained: Sequence[object]) -> int:
-    from microbench.opcall import ITEMSIZE_BYTES, ParamSpec
-
-    found = next((p for p in trained if isinstance(p, ParamSpec)), None)
-    return ITEMSIZE_BYTES[found.dtype] if found else 4
-
-
-def scaled_update(captured: Sequence[Priceable], numel: int, tensors: int) -> list[Priceable]:
-    """The optimizer's calls over as many elements and tensors as a rank has."""
-    whole = max((getattr(c.params, "numel", 0) for c in captured), default=0)
-    moved = max((c.bytes_moved for c in captured), default=0.0)
-    found = []
-    for c in captured:
-        if c.family is not None and c.family.name == "optimizer":
-            per_tensor = c.params.numel <= 4 * c.params.tensors and c.params.numel < whole
-            size = tensors if per_tensor else numel
-            params = replace(c.params, numel=max(tensors, size), tensors=tensors)
-            found.append(replace(c, params=params, cold=1.0))
-        else:
-            share = numel / whole if whole and moved else 1.0
-            found.append(replace(c, bytes_moved=c.bytes_moved * share, cold=1.0))
-    return found
-
-
-def fused_update(calls: Sequence[Priceable]) -> list[Priceable]:
-    """One pass over parameters, gradients and state in place of one per operation."""
-    large = [c for c in calls if c.family is not None and c.family.name == "optimizer"]
-    if not large:
-        return list(calls)
-    most = max(large, key=lambda c: c.params.numel)
-    op = "_fused_adamw_" if len(large) > 3 else "_fused_sgd_"
-    return [replace(most, op=f"aten.{op}.default", params=replace(most.params, op=op))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,8 @@ from compose.experts import expert_parallel
 from compose.host import host_cost
 from compose.layers import Layer, split_layers
 from compose.plan import ParallelPlan
-from compose.priced import Priceable, PriceBook, PricedOp, cold_fractions, priceable
+from compose.priced import Priceable, PriceBook, PricedOp, priceable
+from compose.reuse import cold_fractions, cold_share
 from compose.rewrite import COLLECTIVE
 from compose.tensor import tensor_parallel
 from compose.work import Step, Work, fold
@@ -78,6 +79,7 @@ class PricedModel:
     host_us: float  # all of the step, one micro-batch
     optimizer_host_us: float  # Python of the optimizer, where there is no device to hide it
     tied_bytes: int  # weights of the first layer that the last one uses too
+    memo: dict[Any, Any] = field(default_factory=dict, compare=False)  # runs plans share
 
 
 def cuts(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
@@ -136,10 +138,10 @@ def _price_calls(
     capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster
 ) -> tuple[list[PricedOp], list[float]]:
     """Calls and collectives, what of these is hidden taken off; and seconds at peak of products."""
-    cold = cold_fractions(capture, book.gpu.l2_bytes)
+    cold = cold_fractions(capture, book.gpu)
     sent = [i for i, c in enumerate(capture.calls) if c.op == COLLECTIVE]
     messages = [_message(capture.calls[i]) for i in sent]
-    priced = price_messages(messages, book.pricer, where, book.threads)
+    priced = price_messages(messages, book, where)
     by_index = dict(zip(sent, priced, strict=True))
     computed = [i for i in range(len(capture.calls)) if i not in by_index]
     wanted = [priceable(capture.calls[i], cold[i]) for i in computed]
@@ -257,7 +259,7 @@ def _like(p: ParamSpec) -> TensorSpec:
 
 def _priceable(op: str, args: tuple[Any, ...], p: ParamSpec, book: PriceBook) -> Priceable:
     call = OpCall(op=op, args=args, outputs=(_like(p),), phase="backward", module="DDP")
-    return priceable(call, cold=min(1.0, 2 * p.nbytes / book.gpu.l2_bytes))
+    return priceable(call, cold=cold_share(book.gpu)(2.0 * p.nbytes))
 
 
 def _accumulate(p: ParamSpec, book: PriceBook) -> Priceable:

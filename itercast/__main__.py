@@ -11,7 +11,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from itercast.bench import bench_public
+from itercast.calibration import calibrate
 from itercast.errors import one_line_errors, seconds
+from itercast.imports import import_rows
 from itercast.options import Bundle, Families, Json
 from itercast.predict_command import predict
 
@@ -21,6 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Forecast how long a training iteration takes.",
 )
+
+app.command()(calibrate)
+app.command()(bench_public)
 
 
 @app.command()
@@ -39,6 +45,9 @@ def collect(
         raise ValueError(f"device {device!r}: allowed are cpu and cuda")
     rows = sweep(out, device, family, seconds(budget), seed)
     typer.echo(f"{rows} new rows in {out}")
+
+
+app.command(name="import")(import_rows)
 
 
 @app.command()

@@ -131,7 +131,8 @@ class CallCost:
 
     def us(self, through_aten: bool) -> float:
         """What to take off a timed call."""
-        nothing, bound, wrapped = (statistics.median(s) for s in zip(*self._samples, strict=True))
+        columns = zip(*self._samples, strict=True)
+        nothing, bound, wrapped = (float(statistics.median(c)) for c in columns)
         return nothing + (max(0.0, wrapped - bound) if through_aten else 0.0)
 
 

@@ -14,6 +14,7 @@ from compose.ddp import buckets, ddp_step
 from compose.forecast import forecast
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
+from compose.priced import PriceBook
 from compose.timeline import Span
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
@@ -188,12 +189,14 @@ def test_beyond_its_envelope_a_collective_is_scaled_by_hierarchy() -> None:
     """Over 16 ranks on two nodes: what is known of four, times the ratio of the rings."""
     where = cluster(ParallelPlan(dp=16), GPU)
     message = reduce_of(10**8)
-    (found,) = price_messages([message], UpToFour(), where, 0)
+    (found,) = price_messages([message], PriceBook(UpToFour(), GPU, 0), where)
     four = where.groups["dp"].__class__(size=4, per_node=4)
     ratio = ring_us(message, where.groups["dp"], where) / ring_us(message, four, where)
     assert found.duration_us == pytest.approx(6.0 * ratio)
     assert not found.in_envelope
-    (inside,) = price_messages([message], UpToFour(), cluster(ParallelPlan(dp=4), GPU), 0)
+    (inside,) = price_messages(
+        [message], PriceBook(UpToFour(), GPU, 0), cluster(ParallelPlan(dp=4), GPU)
+    )
     assert (inside.duration_us, inside.in_envelope) == (6.0, True)
 
 
