@@ -70,7 +70,7 @@ def forecast(
     node eight GPUs share one. ``mfu_frac`` counts the flops of gemm, conv and attention against the
     dense peak of their dtype. Assumed host costs are not ops and not part of ``unmodelled_frac``.
     """
-    if plan == ParallelPlan(dp=plan.dp) and not capture.repeats and node is None:
+    if plan.plain and not capture.repeats and node is None:
         return _by_op(capture, pricer, gpu, plan, bundle_name, threads, optimizer)
     book, where = PriceBook(pricer, gpu, threads), cluster(plan, gpu, node)
     model = price_model(capture, plan, book, where)

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from itercast import planning
 from itercast.errors import one_line_errors, seconds
 
 app = typer.Typer(
@@ -127,6 +128,9 @@ def predict(
         typer.echo(json.dumps({"case": case, **asdict(found)}))
     else:
         Console().print(forecast_table(case, found))
+
+
+app.command()(planning.plan)
 
 
 @app.command()
