@@ -2,10 +2,11 @@ PY := .venv/bin/python
 CLI := OMP_WAIT_POLICY=passive $(PY) -m itercast
 BUDGET ?= 5m
 
-.PHONY: help setup demo collect train evaluate predict ui report test lint endurance clean
+.PHONY: help setup demo collect train evaluate bench-public predict ui report test lint endurance clean
+PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "%-10s %s\n", $$1, $$2}'
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "%-12s %s\n", $$1, $$2}'
 
 setup: .venv/.installed ## create .venv and install everything
 
@@ -24,6 +25,9 @@ train: setup ## train one model per op family on datasets/
 
 evaluate: setup ## predicted against measured iterations
 	$(CLI) evaluate
+
+bench-public: setup ## errors on other people's measurements beside baselines (PUBLIC=folder)
+	$(CLI) bench-public $(PUBLIC)
 
 predict: setup ## forecast one case (CASE=gpt2-small GPU=cpu)
 	$(CLI) predict $(or $(CASE),gpt2-small) --gpu $(or $(GPU),cpu)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from compose.breakdown import covered_us
@@ -70,12 +71,36 @@ def forecast(
     node eight GPUs share one. ``mfu_frac`` counts the flops of gemm, conv and attention against the
     dense peak of their dtype. Assumed host costs are not ops and not part of ``unmodelled_frac``.
     """
-    if plan.plain and not capture.repeats and node is None:
+    if is_by_op(capture, plan, node):
         return _by_op(capture, pricer, gpu, plan, bundle_name, threads, optimizer)
     book, where = PriceBook(pricer, gpu, threads), cluster(plan, gpu, node)
     model = price_model(capture, plan, book, where)
     outcome = evaluate(rank_of(plan, model, book, where), optimizer)
     return report(outcome, capture, plan, model, book, bundle_name)
+
+
+def is_by_op(capture: StepCapture, plan: ParallelPlan, node: Node | None) -> bool:
+    """Whether every op of the step is a task: one process or plain DDP."""
+    return plan.plain and not capture.repeats and node is None
+
+
+def timeline(
+    capture: StepCapture,
+    pricer: Pricer,
+    gpu: Gpu,
+    plan: ParallelPlan,
+    *,
+    threads: int,
+    optimizer: str,
+    node: Node | None = None,
+) -> tuple[Sequence[Task], Sequence[Span]]:
+    """When each task of ``forecast`` runs; of a pipeline the last micro-batch and the optimizer."""
+    if is_by_op(capture, plan, node):
+        return price_step(capture, pricer, gpu, plan, threads).run()
+    book, where = PriceBook(pricer, gpu, threads), cluster(plan, gpu, node)
+    model = price_model(capture, plan, book, where)
+    outcome = evaluate(rank_of(plan, model, book, where), optimizer)
+    return outcome.tasks, outcome.spans
 
 
 def rank_of(plan: ParallelPlan, model: PricedModel, book: PriceBook, where: Cluster) -> Rank:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import pandas as pd
 
+from compose.reuse import cold_fractions
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, StepCapture
 from microbench.ops import find_family
@@ -53,33 +54,6 @@ class Priceable:
     params: Any
     bytes_moved: float
     cold: float
-
-
-def cold_fractions(capture: StepCapture, cache_bytes: float) -> list[float]:
-    """Per call, the byte-weighted share of its inputs that has left the cache.
-
-    Reuse distance: bytes touched by all calls since the tensor's memory was last touched, in the
-    steady state (the step before this one ran the same calls). A tensor is warm while the distance
-    is below half the cache, cold above one and a half, linear between.
-    """
-    last: dict[int, float] = {}
-    clock = 0.0
-    result: list[float] = []
-    for lap in range(2):
-        for call in capture.calls:
-            inputs = [t for t in call.tensors() if t.nbytes]
-            if lap == 1:
-                total = sum(t.nbytes for t in inputs)
-                cold = 0.0
-                for t in inputs:
-                    distance = clock - last.get(t.storage, -1e30)
-                    cold += t.nbytes * min(1.0, max(0.0, distance / cache_bytes - 0.5))
-                result.append(cold / total if total else 0.0)
-            for t in (*inputs, *call.outputs):
-                clock += t.nbytes
-            for t in (*inputs, *call.outputs):
-                last[t.storage] = clock
-    return result
 
 
 class PriceBook:
@@ -155,5 +129,5 @@ def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
 
 def price_calls(capture: StepCapture, book: PriceBook) -> list[PricedOp]:
     """Every call of a step priced, warm and cold mixed by reuse."""
-    cold = cold_fractions(capture, book.gpu.l2_bytes)
+    cold = cold_fractions(capture, book.gpu)
     return book.price([priceable(c, x) for c, x in zip(capture.calls, cold, strict=True)])

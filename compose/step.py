@@ -13,7 +13,8 @@ from compose.experts import expert_parallel
 from compose.host import host_cost
 from compose.layers import Layer, split_layers
 from compose.plan import ParallelPlan
-from compose.priced import Priceable, PriceBook, PricedOp, cold_fractions, priceable
+from compose.priced import Priceable, PriceBook, PricedOp, priceable
+from compose.reuse import cold_fractions, cold_share
 from compose.rewrite import COLLECTIVE
 from compose.tensor import tensor_parallel
 from compose.work import Step, Work, fold
@@ -137,7 +138,7 @@ def _price_calls(
     capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster
 ) -> tuple[list[PricedOp], list[float]]:
     """Calls and collectives, what of these is hidden taken off; and seconds at peak of products."""
-    cold = cold_fractions(capture, book.gpu.l2_bytes)
+    cold = cold_fractions(capture, book.gpu)
     sent = [i for i, c in enumerate(capture.calls) if c.op == COLLECTIVE]
     messages = [_message(capture.calls[i]) for i in sent]
     priced = price_messages(messages, book, where)
@@ -258,7 +259,7 @@ def _like(p: ParamSpec) -> TensorSpec:
 
 def _priceable(op: str, args: tuple[Any, ...], p: ParamSpec, book: PriceBook) -> Priceable:
     call = OpCall(op=op, args=args, outputs=(_like(p),), phase="backward", module="DDP")
-    return priceable(call, cold=min(1.0, 2 * p.nbytes / book.gpu.l2_bytes))
+    return priceable(call, cold=cold_share(book.gpu)(2.0 * p.nbytes))
 
 
 def _accumulate(p: ParamSpec, book: PriceBook) -> Priceable:

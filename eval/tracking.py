@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from eval.bench_public import Result
 from eval.results import CaseResult, summary
 
 DEFAULT_URI = "sqlite:///mlflow.db"
@@ -64,6 +65,21 @@ def log_evaluation(results: Sequence[CaseResult], folder: Path) -> None:
         for result in results:
             mlflow.log_metric(f"error_pct.{result.case}", result.error_pct)
         mlflow.log_artifacts(str(folder))
+
+
+def log_bench(results: Sequence[Result], folder: Path) -> None:
+    """Experiment ops/all: a parent run, a nested run per line, part and learner."""
+    mlflow = _mlflow()
+    experiment = _experiment(mlflow, "ops/all")
+    with mlflow.start_run(experiment_id=experiment, run_name=folder.name):
+        mlflow.log_artifacts(str(folder))
+        for r in results:
+            for learner, scores in r.scores.items():
+                with mlflow.start_run(
+                    experiment_id=experiment, run_name=f"{r.line}/{r.part}/{learner}", nested=True
+                ):
+                    mlflow.set_tags({"line": r.line, "part": r.part, "learner": learner})
+                    mlflow.log_metrics(dict(scores))
 
 
 def ui_command() -> list[str]:

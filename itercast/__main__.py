@@ -11,8 +11,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from itercast import planning
+from itercast.bench import bench_public
+from itercast.calibration import calibrate
 from itercast.errors import one_line_errors, seconds
+from itercast.imports import import_rows
+from itercast.options import Bundle, Families, Json
+from itercast.planning import plan
+from itercast.predict_command import predict
 
 app = typer.Typer(
     add_completion=False,
@@ -21,11 +26,8 @@ app = typer.Typer(
     help="Forecast how long a training iteration takes.",
 )
 
-Bundle = Annotated[Path | None, typer.Option(help="bundle folder; default: local, else shipped")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout")]
-Families = Annotated[
-    list[str] | None, typer.Option("--family", help="only this family; repeatable")
-]
+app.command()(calibrate)
+app.command()(bench_public)
 
 
 @app.command()
@@ -44,6 +46,9 @@ def collect(
         raise ValueError(f"device {device!r}: allowed are cpu and cuda")
     rows = sweep(out, device, family, seconds(budget), seed)
     typer.echo(f"{rows} new rows in {out}")
+
+
+app.command(name="import")(import_rows)
 
 
 @app.command()
@@ -86,51 +91,10 @@ def price(
     typer.echo(f"priced {rows} into {out}")
 
 
-@app.command()
-@one_line_errors
-def predict(
-    case: Annotated[str, typer.Argument(help="a named case; `itercast list cases`")],
-    gpu: Annotated[str, typer.Option(help="GPU name, YAML file, or cpu")] = "cpu",
-    bundle: Bundle = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="samples per replica and step")] = None,
-    seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
-    mode: Annotated[str, typer.Option(help="train or infer")] = "train",
-    loss: Annotated[str, typer.Option(help="default or none")] = "default",
-    dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16")] = "fp32",
-    attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa",
-    optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
-    plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2"')] = "",
-    strict: Annotated[bool, typer.Option(help="fail if an op has no model")] = False,
-    as_json: Json = False,
-) -> None:
-    """Forecast one iteration of a model."""
-    from dataclasses import asdict
-
-    from itercast.api import forecast_case
-    from itercast.steps import forecast_table
-
-    found = forecast_case(
-        case,
-        gpu=gpu,
-        plan=plan,
-        bundle=bundle,
-        batch=batch,
-        seq=seq,
-        mode=mode,
-        loss=loss,
-        dtype=dtype,
-        attn=attn,
-        optimizer=optimizer,
-    )
-    if strict and found.unmodelled_frac > 0:
-        raise ValueError(f"{100 * found.unmodelled_frac:.1f} % of the time has no learned model")
-    if as_json:
-        typer.echo(json.dumps({"case": case, **asdict(found)}))
-    else:
-        Console().print(forecast_table(case, found))
+app.command()(predict)
 
 
-app.command()(planning.plan)
+app.command()(plan)
 
 
 @app.command()

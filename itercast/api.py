@@ -1,21 +1,36 @@
-"""The library: find a bundle, capture a step, forecast it."""
+"""The library: ``predict`` forecasts one iteration of any model.
+
+from itercast.api import capture, predict
+
+predict("gpt2-small", gpu="h100-sxm-80gb").iteration_us
+predict(model, inputs, loss, gpu="h100-sxm-80gb", dtype="bf16")
+
+step = capture(model, inputs, loss)  # once
+for plan in ("dp=1", "dp=8"):
+    print(plan, predict(step, gpu="h100-sxm-80gb", plan=plan).iteration_us)
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from compose.forecast import Forecast, forecast
+from compose.forecast import Forecast, forecast, timeline
 from compose.plan import ParallelPlan, micro_batch
+from compose.timeline import Span, Task
 from learners.bundle import Bundle
+from microbench.cases.huggingface import hf_case
 from microbench.cases.registry import EvalCase, case
 from microbench.hardware.machine import cpu_name
 from microbench.hardware.node import Node, load_node
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.opcall import StepCapture
+from microbench.step import StepSettings
 
 SHIPPED = Path(__file__).parent.parent / "learners" / "shipped"
 LOCAL = (Path("runs/demo/bundle"), Path("bundles/local"))
@@ -77,85 +92,197 @@ def capture_case(
     """
     from microbench.capture_cache import cached
 
-    batch, seq = batch or chosen.batch, seq or chosen.seq
-    settings = (chosen.name, batch, seq, mode, optimizer, loss, dtype, attn, shallow)
-    key = hashlib.sha256(repr((settings, _code_digest())).encode()).hexdigest()[:24]
+    settings = StepSettings(mode=mode, optimizer=optimizer, loss=loss, dtype=dtype, attn=attn)
+    size = (int(batch or chosen.batch), int(seq or chosen.seq))
+    if not size[0]:
+        raise ValueError(f"{chosen.name}: a batch is required, and a seq for text")
+    key = repr((chosen.name, chosen.digest, *size, settings, shallow, _code_digest()))
 
     def make() -> StepCapture:
-        from microbench.capture import capture_step
-        from microbench.shallow import build_short
-        from microbench.step import StepSettings
+        return _captured(chosen, settings, *size, shallow)
 
-        repeats: dict[str, int] = {}
+    return cached(hashlib.sha256(key.encode()).hexdigest()[:24], make, CAPTURES)
 
-        def build() -> Any:
-            if not shallow:
-                return chosen.build()
-            model, cut = build_short(chosen.build)
-            repeats.update(cut)
-            return model
 
+def _captured(
+    chosen: EvalCase, settings: StepSettings, batch: int, seq: int, shallow: bool
+) -> StepCapture:
+    from microbench.capture import capture_step
+    from microbench.shallow import build_short
+
+    repeats: dict[str, int] = {}
+
+    def build() -> Any:
+        if not shallow:
+            return chosen.build()
+        model, cut = build_short(chosen.build)
+        repeats.update(cut)
+        return model
+
+    try:
         captured = capture_step(
             build,
             lambda: chosen.inputs(batch, seq),
             chosen.loss,
-            StepSettings(mode=mode, optimizer=optimizer, loss=loss, dtype=dtype, attn=attn),
+            settings,
             samples=batch,
             tokens=batch * seq,
         )
-        return replace(captured, repeats=repeats)
-
-    return cached(key, make, CAPTURES)
+    except IndexError:  # a model that counts its layers cannot be cut short
+        if not shallow:
+            raise
+        return _captured(chosen, settings, batch, seq, shallow=False)
+    return replace(captured, repeats=repeats)
 
 
 def _code_digest() -> str:
     """Digest of the code a capture depends on: a changed model must not come from the cache."""
     folder = Path(__file__).parent.parent / "microbench"
-    files: Sequence[Path] = sorted(
-        [*folder.glob("cases/*.py"), *(folder / f"{n}.py" for n in ("capture", "shallow", "step"))]
-    )
-    return hashlib.sha256(b"".join(p.read_bytes() for p in files)).hexdigest()
+    files = sorted([*folder.glob("cases/*.py"), *folder.glob("capture*.py")])
+    files += [folder / "shallow.py", folder / "step.py"]
+    versions = [version(name) for name in ("torch", "transformers") if find_spec(name)]
+    code = b"".join(p.read_bytes() for p in files)
+    return hashlib.sha256(code + repr(versions).encode()).hexdigest()
 
 
-def forecast_case(
-    name: str,
+def capture(
+    model: Any,
+    inputs: Any = None,
+    loss: Callable[[Any], Any] | str = "default",
     *,
-    gpu: str = "cpu",
-    plan: str = "",
-    bundle: Path | None = None,
     batch: int | None = None,
     seq: int | None = None,
     mode: str = "train",
     optimizer: str = "adamw",
-    loss: str = "default",
-    dtype: str = "fp32",
+    dtype: str | None = None,
     attn: str = "sdpa",
-) -> Forecast:
-    """Forecast one iteration of a named case."""
+    whole: bool = False,
+) -> StepCapture:
+    """One step of a model as its op calls; nothing is run and no tensor is allocated.
+
+    ``model`` is the name of a case, the Path of a Hugging Face configuration, a torch module, or a
+    function that returns a module, (module, inputs) or (module, inputs, loss) and may take
+    ``batch`` and ``seq``. ``inputs`` is a tensor, a tuple of positional arguments or a dict by
+    name; a transformers model can do without, given ``batch`` and ``seq``. ``loss`` is a function
+    of the output; "default" takes the output's ``loss``, or the output where it is a scalar; "none"
+    starts backward from the output. ``dtype`` None leaves a module as it is, else it is fp32.
+    Published cases and configurations are captured by two of many equal layers unless ``whole``.
+    """
+    options: dict[str, Any] = {"mode": mode, "optimizer": optimizer, "attn": attn}
+    words = loss if isinstance(loss, str) else "default"
+    if isinstance(model, str | Path):
+        if inputs is not None or not isinstance(loss, str):
+            raise ValueError(f"{str(model)!r} brings its own inputs and loss")
+        options |= {"loss": words, "dtype": dtype or "fp32"}
+        if isinstance(model, str):
+            chosen = case(model)
+        else:
+            chosen = hf_case(model, mode=mode, loss=words, attn=attn)
+        return capture_case(
+            chosen, batch=batch, seq=seq, shallow=not (whole or chosen.measured), **options
+        )
+    from microbench.capture_module import OwnModel, call_function, capture_own  # needs torch
+
+    def make() -> OwnModel:
+        if not hasattr(model, "parameters"):
+            return call_function(model, batch, seq)
+        return OwnModel(module=model, inputs=inputs, loss=None if isinstance(loss, str) else loss)
+
+    keep_dtype = dtype is None and hasattr(model, "parameters")
+    settings = StepSettings(loss=words, dtype=dtype or "fp32", **options)
+    return capture_own(make, settings, batch=batch, seq=seq, keep_dtype=keep_dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a step is forecast on."""
+
+    bundle: Bundle
+    bundle_name: str
+    gpu: Gpu
+    plan: ParallelPlan
+    threads: int
+    node: Node | None
+
+
+def find_target(gpu: str = "cpu", plan: str = "", bundle: Path | None = None) -> Target:
+    """The bundle, device, plan and node behind their names."""
     parsed = ParallelPlan.parse(plan)
-    chosen = case(name)
     folder, found = find_bundle(gpu, bundle)
     device = find_gpu(gpu, found)
-    share, length = micro_batch(parsed, batch or chosen.batch, seq or chosen.seq)
-    capture = capture_case(
-        chosen,
-        batch=share,
-        seq=length,
-        mode=mode,
-        optimizer=optimizer,
-        loss=loss,
-        dtype=dtype,
-        attn=attn,
-        shallow=not chosen.measured,
-    )
-    threads = max(1, device.sm_count // parsed.world_size)
-    return forecast(
-        capture,
-        found,
-        device,
-        parsed,
+    return Target(
+        bundle=found,
         bundle_name=str(folder),
-        threads=threads if device.kind == "cpu" else 0,
-        optimizer=optimizer,
+        gpu=device,
+        plan=parsed,
+        threads=max(1, device.sm_count // parsed.world_size) if device.kind == "cpu" else 0,
         node=find_node(parsed, device),
+    )
+
+
+def predict(
+    model: Any,
+    inputs: Any = None,
+    loss: Callable[[Any], Any] | str = "default",
+    *,
+    gpu: str = "cpu",
+    plan: str = "",
+    bundle: Path | None = None,
+    **options: Any,
+) -> Forecast:
+    """Forecast one iteration on ``gpu`` under ``plan``.
+
+    ``model`` is anything ``capture`` takes, with its options, or what it returned: ``batch`` and
+    ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it.
+    """
+    target = find_target(gpu, plan, bundle)
+    if isinstance(model, StepCapture):
+        if inputs is not None or loss != "default" or options:
+            raise ValueError("a captured step has its inputs, loss and options already")
+        return forecast_step(model, target)
+    size = micro_size(model, target.plan, options.pop("batch", None), options.pop("seq", None))
+    return forecast_step(capture(model, inputs, loss, **size, **options), target)
+
+
+def micro_size(
+    model: Any, plan: ParallelPlan, batch: int | None, seq: int | None
+) -> dict[str, Any]:
+    """``batch`` and ``seq`` of one micro-batch on one rank, from those of a replica or a case."""
+    if isinstance(model, str):
+        batch, seq = batch or case(model).batch, seq or case(model).seq
+    if batch is None:
+        return {"batch": None, "seq": seq}
+    share, length = micro_batch(plan, batch, seq or 0)
+    return {"batch": share, "seq": length or None}
+
+
+def forecast_step(step: StepCapture, target: Target) -> Forecast:
+    """The forecast of a captured step, one micro-batch of the plan's."""
+    return forecast(
+        step,
+        target.bundle,
+        target.gpu,
+        target.plan,
+        bundle_name=target.bundle_name,
+        threads=target.threads,
+        optimizer=optimizer_of(step),
+        node=target.node,
+    )
+
+
+def optimizer_of(step: StepCapture) -> str:
+    """The optimizer that a captured step ran."""
+    return next((name for name in ("adamw", "sgd") if f"{name}_step" in step.host), "none")
+
+
+def timeline_of(step: StepCapture, target: Target) -> tuple[Sequence[Task], Sequence[Span]]:
+    """What runs when on the slowest rank, lane by lane."""
+    return timeline(
+        step,
+        target.bundle,
+        target.gpu,
+        target.plan,
+        threads=target.threads,
+        optimizer=optimizer_of(step),
+        node=target.node,
     )

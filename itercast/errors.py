@@ -20,7 +20,7 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except (ValueError, OSError) as exc:
-            typer.echo(f"itercast: {str(exc).splitlines()[0] if str(exc) else exc!r}", err=True)
+            typer.echo(f"itercast: {str(exc).splitlines()[0] if str(exc) else repr(exc)}", err=True)
             raise typer.Exit(2) from exc
 
     return wrapped

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.errors import one_line_errors
+from itercast.options import Bundle, Json
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from compose.forecast import Forecast
@@ -41,8 +42,8 @@ def plan(
     seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
-    bundle: Annotated[Path | None, typer.Option(help="bundle folder")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+    bundle: Bundle = None,
+    as_json: Json = False,
 ) -> None:
     """Search parallel plans and print the best ten with where their time goes."""
     from compose.search import best_plans

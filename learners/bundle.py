@@ -14,30 +14,18 @@ import numpy as np
 import pandas as pd
 import xgboost as xgb
 
-from learners.fit import predict_xgboost
+from learners.blend import Blend
+from learners.calibration import Calibration
+from learners.local import Residuals
+from learners.model import FamilyModel
+from learners.network import from_arrays, to_arrays
 from learners.speed import Anchors
 from learners.table import Encoder, feature_table
 from microbench.hardware.spec import Gpu, gpu_from_dict
 from microbench.ops import families
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 COLUMNS = ["predicted_us", "predicted_us_p10", "predicted_us_p90", "in_envelope"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FamilyModel:
-    """One family's booster with what is needed to use it.
-
-    ``offsets``: calibrated 10 % and 90 % quantiles of the log error. ``envelope``: smallest and
-    largest value of each number among the training rows. ``sensitivity``: see learners.speed.
-    """
-
-    booster: xgb.Booster
-    encoder: Encoder
-    offsets: tuple[float, float]
-    envelope: Mapping[str, tuple[float, float]]
-    sensitivity: float
-    facts: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +48,13 @@ class Bundle:
             raise ValueError(f"unknown family {family!r}; known: {sorted(known)}")
         if not len(rows):
             return pd.DataFrame(columns=COLUMNS)
-        table, roofline = feature_table(rows, known[family], {**self.gpus, **(gpus or {})})
-        if family not in self.models:
-            guess, offsets, inside = roofline, (-1.0, 1.0), np.zeros(len(rows), dtype=bool)
+        hardware = {**self.gpus, **(gpus or {})}
+        if family in self.models:
+            found = self.models[family].predict(rows, known[family], hardware)
+            values = (found.time_us, found.p10_us, found.p90_us, found.inside)
         else:
-            model = self.models[family]
-            guess = predict_xgboost(model.booster, model.encoder.encode(table), roofline)
-            offsets, inside = model.offsets, in_envelope(table, model)
-        values = (guess, guess * np.exp(offsets[0]), guess * np.exp(offsets[1]), inside)
+            guess = feature_table(rows, known[family], hardware)[1]
+            values = (guess, guess / np.e, guess * np.e, np.zeros(len(rows), dtype=bool))
         return pd.DataFrame(dict(zip(COLUMNS, values, strict=True)), index=rows.index)
 
     def save(self, folder: Path) -> None:
@@ -77,7 +64,10 @@ class Bundle:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         for name, model in self.models.items():
-            model.booster.save_model(fresh / f"{name}.ubj")
+            model.blend.booster.save_model(fresh / f"{name}.ubj")
+            save_networks(model.blend, fresh / f"{name}.npz")
+            if model.residuals is not None:
+                save_residuals(model.residuals, fresh / f"{name}.near.parquet")
         facts = {
             "schema_version": SCHEMA_VERSION,
             "gpus": {n: g.to_dict() for n, g in self.gpus.items()},
@@ -87,6 +77,15 @@ class Bundle:
                     "features": m.encoder.names,
                     "vocabulary": m.encoder.vocabulary,
                     "offsets": m.offsets,
+                    "share": m.blend.share,
+                    "strange_offsets": m.strange_offsets,
+                    "stacks": m.stacks,
+                    "launch": m.launch,
+                    "residuals": m.residuals and [m.residuals.width, m.residuals.nugget],
+                    "calibrations": {
+                        gpu: [c.kind.tolist(), c.at.tolist(), c.value.tolist()]
+                        for gpu, c in m.calibrations.items()
+                    },
                     "envelope": m.envelope,
                     "sensitivity": m.sensitivity,
                     "facts": m.facts,
@@ -113,10 +112,57 @@ class Bundle:
             gpus = {n: gpu_from_dict(g, str(folder)) for n, g in facts["gpus"].items()}
             models = {n: load_model(folder, n, f) for n, f in facts["families"].items()}
             anchors = {(str(g), int(n)): float(us) for g, n, us in facts["anchors"]}
-        except (KeyError, TypeError, AttributeError, xgb.core.XGBoostError) as exc:
+        except (KeyError, TypeError, AttributeError, OSError, xgb.core.XGBoostError) as exc:
             first = (str(exc).splitlines() or [""])[0]
             raise ValueError(f"bundle {str(folder)!r}: damaged ({first})") from exc
         return cls(models=models, gpus=gpus, anchors=anchors)
+
+
+def save_residuals(residuals: Residuals, path: Path) -> None:
+    """Parquet; log errors in thousandths."""
+    table = pd.DataFrame({"kind": pd.Categorical(residuals.kind)})
+    for i, column in enumerate(residuals.at.T):
+        table[f"at{i}"] = column
+    table["thousandths"] = np.round(np.clip(residuals.value, -30, 30) * 1000).astype(np.int16)
+    table.to_parquet(path, index=False, compression="zstd")
+
+
+def load_residuals(path: Path, width: float, nugget: float) -> Residuals:
+    """As saved."""
+    table = pd.read_parquet(path)
+    at = [c for c in table if str(c).startswith("at")]
+    return Residuals(
+        kind=table["kind"].astype(object).to_numpy(),
+        at=table[at].to_numpy(dtype=np.float32),
+        value=table["thousandths"].to_numpy(dtype=float) / 1000,
+        width=width,
+        nugget=nugget,
+    )
+
+
+def save_networks(blend: Blend, path: Path) -> None:
+    """Weights as plain arrays, loaded without pickle; no file where there are trees only."""
+    if blend.known is not None and blend.hidden is not None:
+        arrays = {**to_arrays(blend.known, "known"), **to_arrays(blend.hidden, "hidden")}
+        np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+
+
+def load_networks(path: Path, booster: xgb.Booster, share: float) -> Blend:
+    """As saved; ``share`` 0 means there are none."""
+    if share == 0:
+        return Blend(booster=booster)
+    with np.load(path, allow_pickle=False) as file:
+        arrays = dict(file)
+    return Blend(
+        booster=booster,
+        share=share,
+        known=from_arrays(arrays, "known"),
+        hidden=from_arrays(arrays, "hidden"),
+    )
+
+
+def _pair(values: Any) -> tuple[float, float]:
+    return float(values[0]), float(values[1])
 
 
 def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel:
@@ -125,22 +171,24 @@ def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel
         raise ValueError(f"bundle {str(folder)!r}: unknown family {name!r}")
     booster = xgb.Booster({"nthread": 1})
     booster.load_model(folder / f"{name}.ubj")
+    near = facts["residuals"]
     return FamilyModel(
-        booster=booster,
+        blend=load_networks(folder / f"{name}.npz", booster, float(facts["share"])),
         encoder=Encoder(list(facts["features"]), dict(facts["vocabulary"])),
-        offsets=(float(facts["offsets"][0]), float(facts["offsets"][1])),
-        envelope={k: (float(v[0]), float(v[1])) for k, v in facts["envelope"].items()},
+        offsets=_pair(facts["offsets"]),
+        strange_offsets=_pair(facts["strange_offsets"]),
+        envelope={k: _pair(v) for k, v in facts["envelope"].items()},
         sensitivity=float(facts["sensitivity"]),
         facts=facts["facts"],
+        stacks={str(k): str(v) for k, v in facts["stacks"].items()},
+        launch={str(k): float(v) for k, v in facts["launch"].items()},
+        residuals=near and load_residuals(folder / f"{name}.near.parquet", *_pair(near)),
+        calibrations={
+            gpu: Calibration(
+                kind=np.array(kind, dtype=object),
+                at=np.array(at, dtype=np.float32),
+                value=np.array(value, dtype=float),
+            )
+            for gpu, (kind, at, value) in facts["calibrations"].items()
+        },
     )
-
-
-def in_envelope(table: pd.DataFrame, model: FamilyModel) -> np.ndarray:
-    """True where every number lies within the training range and every string was seen."""
-    inside = np.ones(len(table), dtype=bool)
-    for name, (low, high) in model.envelope.items():
-        values = table[name].to_numpy(dtype=float)
-        inside &= (values >= low - 1e-6) & (values <= high + 1e-6)
-    for name, seen in model.encoder.vocabulary.items():
-        inside &= table[name].isin(seen).to_numpy()
-    return inside

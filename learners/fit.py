@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import xgboost as xgb
+from scipy.spatial import cKDTree
 
 Array = Any  # numpy arrays of float
 DEFAULTS: dict[str, Any] = {
@@ -17,18 +18,24 @@ DEFAULTS: dict[str, Any] = {
     "colsample_bytree": 0.8,
     "lambda": 1.0,
 }
+LARGE: dict[str, Any] = {"max_depth": 9, "eta": 0.08, "colsample_bytree": 0.4}
+LARGE_ROWS = 50_000
 ROUNDS = 800
-FOLDS = 5
+SHARED_ROUNDS = 250
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Encoded features, roofline in us, target in us, shape group, of the same rows."""
+    """Encoded features, roofline in us, target in us, shape group, of the same rows.
+
+    ``identity`` holds the columns of x that say whose row it is; none where all rows are one GPU's.
+    """
 
     x: Array
     roofline_us: Array
     time_us: Array
     group: Array
+    identity: tuple[int, ...] = ()
 
     def take(self, index: Array) -> Table:
         """Some of the rows."""
@@ -37,7 +44,15 @@ class Table:
             roofline_us=self.roofline_us[index],
             time_us=self.time_us[index],
             group=self.group[index],
+            identity=self.identity,
         )
+
+    @property
+    def hidden_x(self) -> Array:
+        """Features that do not say whose row it is."""
+        x = self.x.copy()
+        x[:, list(self.identity)] = 0
+        return x
 
     @property
     def log_ratio(self) -> Array:
@@ -71,21 +86,31 @@ def predict_nearest(train: Table, x: Array, roofline_us: Array, k: int = 3) -> A
     mean, spread = train.x.mean(0), train.x.std(0) + 1e-6
     known, asked = (train.x - mean) / spread, (x - mean) / spread
     ratio = train.log_ratio
-    out = np.zeros(len(asked))
-    for start in range(0, len(asked), 512):
-        block = asked[start : start + 512]
-        distance = ((block[:, None, :] - known[None]) ** 2).sum(-1)
-        near = np.argpartition(distance, min(k, len(known) - 1), axis=1)[:, :k]
-        out[start : start + 512] = ratio[near].mean(1)
-    return roofline_us * np.exp(out)
+    near = cKDTree(known).query(asked, k=min(k, len(known)))[1].reshape(len(asked), -1)
+    return roofline_us * np.exp(ratio[near].mean(1))
 
 
 def _parameters(options: dict[str, Any], seed: int) -> dict[str, Any]:
     return {**options, "objective": "reg:squarederror", "nthread": 1, "seed": seed}
 
 
+def fit_shared(table: Table, options: dict[str, Any], seed: int) -> xgb.Booster:
+    """The first rounds, which do not see whose row it is."""
+    data = xgb.DMatrix(table.hidden_x, label=table.log_ratio)
+    return xgb.train(_parameters(options, seed), data, num_boost_round=SHARED_ROUNDS)
+
+
+def _shared(table: Table, options: dict[str, Any], seed: int) -> xgb.Booster | None:
+    """None where there is nothing to hide."""
+    return fit_shared(table, options, seed) if table.identity else None
+
+
 def fit_xgboost(rest: Table, held: Table, options: dict[str, Any], seed: int = 0) -> xgb.Booster:
-    """Squared error on the log ratio, stopped early on ``held``."""
+    """Squared error on the log ratio, stopped early on ``held``.
+
+    Where the rows are of several GPUs, SHARED_ROUNDS come first that do not see which: they alone
+    price a GPU never seen.
+    """
     sets = [xgb.DMatrix(t.x, label=t.log_ratio) for t in (rest, held)]
     return xgb.train(
         {**_parameters(options, seed), "eval_metric": "mae"},
@@ -94,49 +119,44 @@ def fit_xgboost(rest: Table, held: Table, options: dict[str, Any], seed: int = 0
         evals=[(sets[1], "held")],
         callbacks=[xgb.callback.EarlyStopping(rounds=40, save_best=True)],
         verbose_eval=False,
+        xgb_model=_shared(rest, options, seed),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CrossFit:
-    """How many rounds suffice, and the 10 and 90 % quantiles of the log error out of fold."""
+def predict_xgboost(
+    booster: xgb.Booster, x: Array, roofline_us: Array, shared: Array | None = None
+) -> Array:
+    """Time in us; where ``shared`` is true, of the rounds that do not know the GPU."""
+    return roofline_us * np.exp(trees_log_ratio(booster, x, shared))
 
-    rounds: int
-    offsets: tuple[float, float]
 
-
-def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
-    """One booster per fold of shapes, each stopped early and judged on the shapes left out."""
-    names = np.random.default_rng(1).permutation(np.unique(train.group))
-    rounds, residuals = [], []
-    for fold in range(min(FOLDS, len(names))):
-        held = np.isin(train.group, names[fold::FOLDS])
-        out = train.take(np.flatnonzero(held))
-        rest = train.take(np.flatnonzero(~held)) if not held.all() else out
-        booster = fit_xgboost(rest, out, options, fold)
-        rounds.append(booster.num_boosted_rounds())
-        residuals.append(np.log(out.time_us / predict_xgboost(booster, out.x, out.roofline_us)))
-    low, high = np.quantile(np.concatenate(residuals), [0.1, 0.9])
-    return CrossFit(rounds=round(1.1 * float(np.mean(rounds))), offsets=(float(low), float(high)))
+def trees_log_ratio(booster: xgb.Booster, x: Array, shared: Array | None = None) -> Array:
+    """Log of time over roofline; where ``shared``, of the rounds that do not know the GPU."""
+    out = np.zeros(len(x))
+    strange = np.zeros(len(x), dtype=bool) if shared is None else shared
+    for rows, rounds in ((~strange, (0, 0)), (strange, (0, SHARED_ROUNDS))):
+        if rows.any():
+            out[rows] = booster.inplace_predict(x[rows], iteration_range=rounds)
+    return out
 
 
 def refit(table: Table, options: dict[str, Any], rounds: int) -> xgb.Booster:
     """A booster on all rows of the table for a known number of rounds."""
+    first = _shared(table, options, 0)
     data = xgb.DMatrix(table.x, label=table.log_ratio)
-    return xgb.train(_parameters(options, 0), data, num_boost_round=rounds)
+    more = rounds if first is None else max(1, rounds - SHARED_ROUNDS)
+    return xgb.train(_parameters(options, 0), data, num_boost_round=more, xgb_model=first)
 
 
-def predict_xgboost(booster: xgb.Booster, x: Array, roofline_us: Array) -> Array:
-    """Time in us."""
-    if not len(x):
-        return np.zeros(0)
-    return roofline_us * np.exp(np.asarray(booster.inplace_predict(x), dtype=float))
+def default_options(rows: int) -> dict[str, Any]:
+    """Options that did well untuned; large tables bear deeper trees on fewer columns each."""
+    return DEFAULTS if rows < LARGE_ROWS else {**DEFAULTS, **LARGE}
 
 
 def tune(train: Table, trials: int, seed: int, journal: str, name: str) -> dict[str, Any]:
     """Best options of a resumable Optuna study; the defaults where ``trials`` is 0."""
     if trials == 0:
-        return DEFAULTS
+        return default_options(len(train.x))
     import optuna  # lazy: most fits take the defaults
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend

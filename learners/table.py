@@ -14,6 +14,7 @@ from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family
 
 LAUNCH_FLOOR_US = {"cpu": 1.0, "gpu": 2.0}
+IDENTITY = ("gpu", "stack")  # say whose row it is, not what the op is: hidden from unseen GPUs
 
 
 def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
@@ -33,13 +34,11 @@ def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
-def roofline_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> Any:
-    """max(flops / peak, bytes / bandwidth) plus a launch floor, in us.
+def bounds_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> tuple[Any, Any]:
+    """flops / peak and bytes / bandwidth, in us.
 
     On a CPU peaks shrink with the share of cores used; bandwidth not below one half.
     """
-    if family.floor_us is not None:
-        return np.asarray(family.floor_us(p, gpu), dtype=float)
     share = np.clip(np.asarray(threads, dtype=float) / gpu.sm_count, 1 / gpu.sm_count, 1.0)
     share = share if gpu.kind == "cpu" else np.ones_like(share)
     names = np.asarray(p.dtype, dtype=object)
@@ -47,11 +46,57 @@ def roofline_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> Any:
     compute_s = np.asarray(family.flops(p), dtype=float) / (peaks * share)
     memory_s = np.asarray(family.bytes_moved(p), dtype=float)
     memory_s = memory_s / (gpu.hbm_bytes_per_s * np.maximum(share, 0.5))
-    return np.maximum(compute_s, memory_s) * 1e6 + LAUNCH_FLOOR_US[gpu.kind]
+    return compute_s * 1e6, memory_s * 1e6
+
+
+def roofline_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> Any:
+    """The larger bound plus a launch floor, or what the family says instead, in us."""
+    if family.floor_us is not None:
+        return np.asarray(family.floor_us(p, gpu), dtype=float)
+    return np.maximum(*bounds_us(family, p, gpu, threads)) + LAUNCH_FLOOR_US[gpu.kind]
+
+
+def with_launch(rows: pd.DataFrame) -> np.ndarray:
+    """Which rows were timed from the host, launch included."""
+    if "timer" not in rows:
+        return np.zeros(len(rows), dtype=bool)
+    return (rows["timer"] == "with_launch").to_numpy(dtype=bool)
+
+
+def learn_launch_us(rows: pd.DataFrame) -> dict[str, float]:
+    """Host launch in us by GPU: what even the smallest ops timed from the host took (1 %)."""
+    timed = rows[with_launch(rows)]
+    floor = timed.groupby("gpu")["time_us"].quantile(0.01) - LAUNCH_FLOOR_US["gpu"]
+    return {str(gpu): max(0.0, float(us)) for gpu, us in floor.items()}
+
+
+def launch_us(rows: pd.DataFrame, known: Mapping[str, float]) -> np.ndarray:
+    """Launch in us to add to each row's roofline; an unknown GPU takes the median one."""
+    typical = float(np.median(list(known.values()))) if known else 0.0
+    found = rows["gpu"].map(lambda gpu: known.get(str(gpu), typical)).to_numpy(dtype=float)
+    return np.where(with_launch(rows), found, 0.0)
+
+
+def identities(rows: pd.DataFrame, stacks: Mapping[str, str]) -> dict[str, Any]:
+    """GPU and software of each row; a row without ``stack`` takes its GPU's usual one."""
+    usual = rows["gpu"].map(lambda gpu: stacks.get(str(gpu), ""))
+    stack = rows["stack"].where(rows["stack"].notna(), usual) if "stack" in rows else usual
+    return {"gpu": rows["gpu"].astype(str), "stack": stack.astype(str)}
+
+
+def usual_stacks(rows: pd.DataFrame) -> dict[str, str]:
+    """The software most rows of each GPU were measured with."""
+    if "stack" not in rows:
+        return {}
+    known = rows.dropna(subset=["stack"]).groupby("gpu")["stack"]
+    return {str(gpu): str(stacks.mode().iloc[0]) for gpu, stacks in known}
 
 
 def feature_table(
-    rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]
+    rows: pd.DataFrame,
+    family: Family,
+    gpus: Mapping[str, Gpu],
+    launch: Mapping[str, float] | None = None,
 ) -> tuple[pd.DataFrame, np.ndarray]:
     """Features (numbers and strings) and the roofline in us, in the order of the rows."""
     rows = rows.reset_index(drop=True)
@@ -67,8 +112,9 @@ def feature_table(
         cold = (part["cache"] == "cold") if "cache" in part else pd.Series([False] * len(part))
         flops = np.asarray(family.flops(p), dtype=float)
         moved = np.asarray(family.bytes_moved(p), dtype=float)
-        roof = roofline_us(family, p, gpu, threads)
+        roof = roofline_us(family, p, gpu, threads) + launch_us(part, launch or {})
         roofline[index] = roof
+        compute_us, memory_us = bounds_us(family, p, gpu, threads)
         common = {
             "threads": threads.to_numpy(dtype=float),
             "cold": cold.to_numpy(dtype=float),
@@ -77,8 +123,7 @@ def feature_table(
             "log_cache_fill": np.log2((moved + 1) / gpu.l2_bytes),
             "intensity": np.log2((flops + 1) / (moved + 1)),
             "log_roofline": np.log2(roof),
-            "log_peak": np.full(len(part), np.log2(gpu.peak("fp32"))),
-            "log_bandwidth": np.full(len(part), np.log2(gpu.hbm_bytes_per_s)),
+            "log_bound": np.log2((compute_us + 1e-3) / (memory_us + 1e-3)),
         }
         table = pd.DataFrame({**family.features(p, gpu), **common}, index=index)
         pieces.append(table)
@@ -116,6 +161,15 @@ class Encoder:
             else:
                 parts.append(values.astype(np.float32))
         return np.stack(parts, axis=1) if parts else np.zeros((len(table), 0), np.float32)
+
+    def places(self, chosen: list[str]) -> tuple[int, ...]:
+        """Positions of the encoded columns of these features."""
+        found, at = [], 0
+        for name in self.names:
+            width = len(self.vocabulary.get(name, [""]))
+            found += range(at, at + width) if name in chosen else []
+            at += width
+        return tuple(found)
 
 
 def is_number(values: pd.Series) -> bool:

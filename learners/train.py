@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,9 @@ import numpy as np
 import pandas as pd
 
 from learners import fit
-from learners.bundle import Bundle, FamilyModel
-from learners.speed import (
-    Anchors,
-    at_reference_us,
-    learn_speed,
-    reference_anchors,
-    retest_ape_pct,
-)
-from learners.table import Encoder, feature_table, is_number, shape_groups
+from learners.bundle import Bundle
+from learners.model import FamilyModel, fit_model, learn, prepare
+from learners.speed import Anchors, learn_speed, reference_anchors, retest_ape_pct
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops import families
 from microbench.ops.family import Family
@@ -75,23 +69,17 @@ def train_family(
     digest: str,
 ) -> tuple[FamilyReport, FamilyModel]:
     """Score on shapes held out, calibrate the interval out of fold, then refit on all rows."""
-    features, roofline = feature_table(rows, family, gpus)
-    encoder = Encoder.fit(features)
     speed = learn_speed(rows, family, anchors)
-    table = fit.Table(
-        x=encoder.encode(features),
-        roofline_us=roofline,
-        time_us=at_reference_us(rows, speed),
-        group=shape_groups(rows, family),
-    )
+    prepared = prepare(rows, family, gpus, speed)
+    table = prepared.table
     known, held = fit.group_split(table.group, TEST_SHARE, seed=0)
     train, test = table.take(known), table.take(held)
     STUDIES.mkdir(parents=True, exist_ok=True)
     options = fit.tune(train, trials, 0, str(STUDIES / f"{family.name}-{digest}.log"), family.name)
-    crossed = fit.cross_fit(train, options)
-    guess = fit.predict_xgboost(fit.refit(train, options, crossed.rounds), test.x, test.roofline_us)
+    part = learn(prepared, known, options)
+    guess = part.predict_us(held)
     inside = np.log(test.time_us / guess)
-    low, high = crossed.offsets
+    low, high = part.crossed.offsets
     baselines = {
         "roofline": fit.predict_roofline,
         "linear": fit.predict_linear,
@@ -107,16 +95,11 @@ def train_family(
         coverage_pct=float(np.mean((inside >= low) & (inside <= high)) * 100),
         learners={"xgboost": errors(guess, test.time_us), **scores},
     )
-    numbers = [str(c) for c in features if is_number(features[c])]
-    model = FamilyModel(
-        booster=fit.refit(table, options, crossed.rounds),
-        encoder=encoder,
-        offsets=crossed.offsets,
-        envelope={c: (float(features[c].min()), float(features[c].max())) for c in numbers},
-        sensitivity=speed.sensitivity,
-        facts={"digest": digest, "rows": len(rows), "errors": dict(report.learners["xgboost"])},
-    )
-    return report, model
+    residual = np.log(table.time_us / part.blend_us(np.arange(len(rows))))
+    residual[known] = part.crossed.residual
+    crossed = replace(part.crossed, residual=residual)
+    facts = {"digest": digest, "rows": len(rows), "errors": dict(report.learners["xgboost"])}
+    return report, fit_model(prepared, options, crossed, speed.sensitivity, facts)
 
 
 def hardware_of(roots: Sequence[Path], rows: pd.DataFrame) -> dict[str, Gpu]:

@@ -7,10 +7,24 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from microbench.capture_attention import eager_attention
+from microbench.capture_habits import habits_of_real_tensors, transformers_runs_eagerly
+from microbench.capture_routing import Routing
+from microbench.capture_watch import (
+    count_bookkeeping,
+    default_dtype,
+    module_hooks,
+    storage_dtype,
+    watch_parameters,
+)
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from microbench.step import StepSettings, make_step
 
@@ -36,18 +50,30 @@ IN_PLACE = {
     "aten.scatter.src": "aten.scatter_.src",
 }
 SILENT = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_local_scalar_dense"}
+TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
+TF32_OPS = {
+    *(f"aten.{op}.default" for op in ("mm", "addmm", "bmm", "baddbmm")),
+    *("aten.convolution.default", "aten.convolution_backward.default"),
+    *("itercast.sdpa", "itercast.sdpa_backward"),
+}
 
 
 class OpLog(TorchDispatchMode):
-    """Writes down every aten call that reaches the dispatcher below autograd."""
+    """Writes down every aten call that reaches the dispatcher below autograd.
 
-    def __init__(self) -> None:
+    ``routing`` answers ops whose shape depends on data. With ``tf32`` the fp32 operands of matrix
+    products, convolutions and attention are written down as tf32.
+    """
+
+    def __init__(self, routing: Routing | None = None, tf32: bool = False) -> None:
         super().__init__()
+        self.routing, self.tf32 = routing, tf32
         self.calls: list[OpCall] = []
         self.host = {"module_call": 0, "view_op": 0, "autograd_node": 0}
         self.phase = "forward"
         self.module = ""
         self.paused = 0
+        self.names = DTYPES
         self._storages: dict[int, int] = {}
         self._kept: list[Any] = []  # storages stay alive, so that their addresses stay theirs
 
@@ -69,7 +95,7 @@ class OpLog(TorchDispatchMode):
         if isinstance(value, torch.Tensor):
             return TensorSpec(
                 shape=tuple(value.shape),
-                dtype=DTYPES[value.dtype],
+                dtype=self.names[value.dtype],
                 stride=tuple(value.stride()),
                 storage=self.storage(value),
             )
@@ -81,6 +107,7 @@ class OpLog(TorchDispatchMode):
 
     def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
         """Log one call."""
+        self.names = TF32_DTYPES if self.tf32 and op in TF32_OPS else DTYPES
         outputs = output if isinstance(output, list | tuple) else (output,)
         described = self.describe(tuple(args))
         if self.phase == "backward" and op in IN_PLACE and described[0].shape == output.shape:
@@ -98,9 +125,12 @@ class OpLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        output = func(*args, **kwargs)
+        if self.routing is None:
+            output = func(*args, **kwargs)
+        else:
+            output = self.routing.call(func, args, kwargs)
         name = func._schema.name
-        if self.paused or name.startswith(("prim::", "profiler::")) or name in SILENT:
+        if self.paused or name.startswith(("prim::", "profiler::", "aten::item")) or name in SILENT:
             return output
         if self.phase in ("forward", "loss"):
             self.host["autograd_node"] += 1
@@ -165,16 +195,18 @@ def _attention_facts(mask: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 class KeepAttention(TorchFunctionMode):
-    """Keeps scaled_dot_product_attention whole; on CPU it would decompose."""
+    """Keeps scaled_dot_product_attention whole (on CPU it would decompose), or writes it out."""
 
-    def __init__(self, log: OpLog) -> None:
+    def __init__(self, log: OpLog, eager: bool) -> None:
         super().__init__()
-        self.log = log
+        self.log, self.eager = log, eager
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is not torch.nn.functional.scaled_dot_product_attention or self.log.paused:
             return func(*args, **kwargs)
+        if self.eager:
+            return eager_attention(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         q, k, v = (given.pop(n) for n in names[:3])
@@ -193,27 +225,29 @@ def capture_step(
 ) -> StepCapture:
     """The second step's calls (the first allocates optimizer state); ``fake=False`` runs it.
 
-    Raises ValueError naming the op where shapes depend on data.
+    Where shapes depend on data, routing is taken as balanced (``capture_routing``); ValueError
+    names the op where that says nothing.
     """
-    log = OpLog()
+    log = OpLog(Routing() if fake else None, settings.dtype == "tf32")
     with ExitStack() as stack:
         if fake:
-            stack.enter_context(FakeTensorMode())
-        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        torch.set_default_dtype(_storage_dtype(settings.dtype))
-        model, inputs = build(), make_inputs()
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            stack.enter_context(habits_of_real_tensors())
+        with default_dtype(storage_dtype(settings.dtype)):
+            model, inputs = build(), make_inputs()
+        stack.enter_context(transformers_runs_eagerly())
         step = make_step(model, inputs, loss_fn, settings, lambda name: setattr(log, "phase", name))
-        ready = _watch_parameters(model, log)
-        stack.enter_context(_module_hooks(log))
-        stack.enter_context(KeepAttention(log))
+        ready = watch_parameters(model, log)
+        stack.enter_context(module_hooks(log))
+        stack.enter_context(KeepAttention(log, eager=settings.attn == "eager"))
         stack.enter_context(log)
         try:
             step()
             log.reset()
             step()
-        except DynamicOutputShapeException as exc:
-            raise ValueError(f"shapes depend on data in {exc.func}; capture cannot go on") from exc
-    _count_bookkeeping(log, settings, sum(p.requires_grad for p in model.parameters()))
+        except (DynamicOutputShapeException, DataDependentOutputException) as exc:
+            raise ValueError(f"the step depends on data in {exc.func}: cannot capture it") from exc
+    count_bookkeeping(log, settings, sum(p.requires_grad for p in model.parameters()))
     parameters = tuple(
         ParamSpec(
             name=name,
@@ -231,58 +265,3 @@ def capture_step(
         samples=samples,
         tokens=tokens,
     )
-
-
-def _storage_dtype(name: str) -> torch.dtype:
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
-
-
-def _count_bookkeeping(log: OpLog, settings: StepSettings, parameters: int) -> None:
-    """Host events of autograd and the optimizer; a step without backward records no node."""
-    if settings.mode != "train":
-        log.host["autograd_node"] = 0
-        return
-    log.host |= {"zero_grad": parameters, "accumulate_grad": parameters, "backward": 1}
-    if settings.optimizer != "none":
-        log.host[f"{settings.optimizer}_step"] = parameters
-
-
-def _watch_parameters(model: torch.nn.Module, log: OpLog) -> dict[str, int]:
-    ready: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(
-                lambda p, name=name: ready.__setitem__(name, len(log.calls) - 1)
-            )
-    return ready
-
-
-class _module_hooks:
-    """Counts module calls and names the innermost module while it runs."""
-
-    def __init__(self, log: OpLog) -> None:
-        self.log = log
-        self.outer: list[str] = []
-
-    def __enter__(self) -> None:
-        from torch.nn.modules.module import (
-            register_module_forward_hook,
-            register_module_forward_pre_hook,
-        )
-
-        self.handles = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave),
-        ]
-
-    def __exit__(self, *exc: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-    def _enter(self, module: Any, args: Any) -> None:
-        self.log.host["module_call"] += 1
-        self.outer.append(self.log.module)
-        self.log.module = type(module).__name__
-
-    def _leave(self, module: Any, args: Any, output: Any) -> None:
-        self.log.module = self.outer.pop()

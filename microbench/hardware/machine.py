@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import re
+import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 from microbench.hardware.spec import Gpu, slug
+
+MIB = 2.0**20
+TOUCHED_MIB = (0.125, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 
 def cpu_name() -> str:
@@ -40,8 +45,39 @@ def _best_s(run: Any, repetitions: int) -> float:
     return best
 
 
+def measure_cold_share() -> dict[str, float]:
+    """How fast memory gets cold on this CPU: share of the extra time, by MiB touched since.
+
+    Small sums, timed after so many bytes were read and written; from 0 (nothing) to 1 (far more
+    than the last cache). Half a second.
+    """
+    import torch  # lazy, as below
+
+    x, far = torch.ones(32 * 2**10), torch.ones(2**24)
+    y, copied = torch.empty_like(x), torch.empty(2**24)
+    b = torch.ones(16, 16)
+
+    def after_us(mib: float) -> float:
+        n = int(mib * MIB / 8)
+        times = []
+        for _ in range(27):
+            torch.add(x, x, out=y)
+            torch.mul(far[:n], 1.0, out=copied[:n])
+            torch.softmax(b, -1)  # another op between, as in a step
+            start = time.perf_counter()
+            torch.add(x, x, out=y)
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+
+    measured = [after_us(mib) for mib in (0.0, *TOUCHED_MIB)]
+    near, cold = min(measured[:2]), max(measured)
+    shares = [(t - near) / max(cold - near, 1e-9) for t in measured[1:]]
+    rising = itertools.accumulate(shares, max)
+    return {f"{mib:g}": round(s, 3) for mib, s in zip(TOUCHED_MIB, rising, strict=True)}
+
+
 def measure_cpu() -> Gpu:
-    """This CPU: peaks measured by a 1024^3 product and a 64 MB sum (about half a second)."""
+    """This CPU: peaks measured by a 1024^3 product and a 64 MB sum (about two seconds)."""
     import torch  # lazy: names and cache sizes must be readable without torch
 
     a, x = torch.randn(1024, 1024), torch.randn(16 * 2**20)
@@ -57,4 +93,5 @@ def measure_cpu() -> Gpu:
         hbm_bytes_per_s=bandwidth,
         hbm_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         l2_bytes=last_cache_bytes(),
+        cold_share=measure_cold_share(),
     )

@@ -20,6 +20,8 @@ class Gpu:
 
     ``peak_flops_per_s`` is dense and by dtype; ``l2_bytes`` is the last cache before memory;
     ``link_bytes_per_s`` is one direction of the fast link to its neighbours (0: none).
+    ``cold_share`` says, by MiB touched since an access, how much of a cold access's extra time the
+    next one takes; empty where it was not measured.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Gpu:
     power_w: float = 0.0
     link_bytes_per_s: float = 0.0
     pcie_bytes_per_s: float = 0.0
+    cold_share: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.peak_flops_per_s or min(self.peak_flops_per_s.values()) <= 0:
@@ -80,7 +83,7 @@ def _typed(key: str, value: Any, kind: str, where: str) -> Any:
         raise ValueError(f"{where}: {key} is text, got {value!r}")
     if kind.startswith("Mapping"):
         if not isinstance(value, Mapping):
-            raise ValueError(f"{where}: {key} maps dtypes to numbers, got {value!r}")
+            raise ValueError(f"{where}: {key} maps names to numbers, got {value!r}")
         return {str(k): _number(f"{key}.{k}", v, where) for k, v in value.items()}
     number = _number(key, value, where)
     if kind == "int" and number != int(number):

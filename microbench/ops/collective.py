@@ -22,13 +22,19 @@ NETWORK_BYTES_PER_S = 25e9  # one 200 Gb/s port per GPU, where no node file says
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One collective over ``world_size`` ranks, ``ranks_per_node`` of them on each node."""
+    """One collective over ``world_size`` ranks, ``ranks_per_node`` of them on each node.
+
+    ``link`` is the slowest link it crosses: nvlink, pairwise (a bridge), pcie or network; empty
+    where ranks and nodes say it. ``network_bytes_per_s``: a GPU's share of the NICs, 0: unknown.
+    """
 
     op: str
     message_bytes: int
     world_size: int = 2
     ranks_per_node: int = 2
     node: str = ""
+    link: str = ""
+    network_bytes_per_s: float = 0.0
     dtype: str = "fp32"
 
 
@@ -102,31 +108,74 @@ def bytes_moved(p: Any) -> Any:
     return bus_factor(p) * p.message_bytes
 
 
+def across_nodes(p: Any) -> Any:
+    """Whether some ranks reach each other over the network only."""
+    stated = np.isin(p.link, ["nvlink", "pairwise", "pcie"])
+    return np.greater(p.world_size, p.ranks_per_node) & ~stated
+
+
+def link_us(p: Any, gpu: Gpu) -> Any:
+    """Time of the bytes over the links inside a node."""
+    fast = gpu.link_bytes_per_s or gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
+    rate = np.where(np.equal(p.link, "pcie"), gpu.pcie_bytes_per_s or fast, fast)
+    alone = np.equal(p.ranks_per_node, 1) & across_nodes(p)
+    return np.where(alone, 0.0, bytes_moved(p) / rate * 1e6)
+
+
+def network_us(p: Any) -> Any:
+    """Time of the bytes over the network.
+
+    A ring enters and leaves each node once per byte and its channels spread over the NICs of all
+    local GPUs. Pairs use one NIC; in an all_to_all each GPU sends its share for other nodes.
+    """
+    local, world = np.asarray(p.ranks_per_node, dtype=float), np.asarray(p.world_size, dtype=float)
+    rate = np.where(np.asarray(p.network_bytes_per_s) > 0, p.network_bytes_per_s, 1.0)
+    rate = np.where(np.asarray(p.network_bytes_per_s) > 0, rate, NETWORK_BYTES_PER_S)
+    by_ring = bytes_moved(p) / (rate * local)
+    by_pairs = p.message_bytes * np.maximum(world - local, 0) / world / rate
+    alone = p.message_bytes / rate
+    seconds = np.where(np.equal(p.op, "all_to_all"), by_pairs, by_ring)
+    seconds = np.where(np.equal(p.op, "send_recv"), alone, seconds)
+    return np.where(across_nodes(p), seconds * 1e6, 0.0)
+
+
 def floor_us(p: Any, gpu: Gpu) -> Any:
-    """Bytes over the slowest link of the ring, and one latency per step of a ring or a tree."""
-    if gpu.kind == "cpu":
-        rate: Any = gpu.hbm_bytes_per_s / CPU_COPIES
-        latency_us = 20.0
-    else:
-        fast = gpu.link_bytes_per_s or gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
-        across = np.greater(p.world_size, p.ranks_per_node)
-        rate = np.where(across, np.minimum(fast, NETWORK_BYTES_PER_S), fast)
-        latency_us = 5.0
+    """The slower of the links inside a node and the network, and latencies of the steps.
+
+    Ring steps are paid in part only: NCCL takes trees for small messages.
+    """
     steps = np.log2(np.maximum(p.world_size, 2))
-    return bytes_moved(p) / rate * 1e6 + latency_us * steps
+    if gpu.kind == "cpu":
+        return bytes_moved(p) / (gpu.hbm_bytes_per_s / CPU_COPIES) * 1e6 + 20.0 * steps
+    latency_us = np.where(across_nodes(p), 12.0, 5.0)
+    return np.maximum(link_us(p, gpu), network_us(p)) + latency_us * (1 + 0.3 * steps)
+
+
+def likely_link(p: Any, gpu: Gpu) -> Any:
+    """The link of a collective that does not say."""
+    inside = "nvlink" if gpu.link_bytes_per_s else "pcie"
+    return np.where(across_nodes(p), "network", "host" if gpu.kind == "cpu" else inside)
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
-    """Sizes of the whole, of a rank's share and of what crosses the link; ranks and nodes."""
-    nodes = np.maximum(1, np.asarray(p.world_size) / np.maximum(1, p.ranks_per_node))
+    """Sizes of the whole, of a rank's share and of what crosses the links; ranks and nodes.
+
+    The message is also measured by the time its bytes need, which sets the protocol NCCL takes.
+    """
+    local = np.maximum(1, np.minimum(p.ranks_per_node, p.world_size))
+    network = np.asarray(network_us(p), dtype=float)
     return {
         "op": p.op,
         "dtype": p.dtype,
+        "link": np.where(np.equal(p.link, ""), likely_link(p, gpu), p.link),
         "log_message": np.log2(np.maximum(p.message_bytes, 1)),
         "log_share": np.log2(np.maximum(p.message_bytes / np.asarray(p.world_size), 1)),
         "log_bus": np.log2(np.maximum(bytes_moved(p), 1)),
+        "log_link_us": np.log2(np.asarray(link_us(p, gpu), dtype=float) + 0.01),
+        "log_network_us": np.log2(network + 0.01),
         "log_world": np.log2(np.maximum(p.world_size, 1)),
-        "log_nodes": np.log2(nodes),
+        "log_local": np.log2(local),
+        "log_nodes": np.log2(np.maximum(1, np.asarray(p.world_size) / local)),
     }
 
 

@@ -12,6 +12,8 @@ from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
 from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
 
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:
@@ -74,10 +76,9 @@ def bytes_moved(p: Any) -> Any:
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
-    """Sizes, aspect ratios, tile fill and waves: dimensionless where possible."""
-    tiles = p.batch * np.ceil(p.m / 128) * np.ceil(p.n / 128)
-    waves = tiles / gpu.sm_count
-    return {
+    """Sizes and aspect ratios; waves of tiles and how full they are, for tiles libraries use."""
+    item = 1.0 * np.asarray(itemsize_bytes(p.dtype)) * p.batch / gpu.l2_bytes
+    found = {
         "op": p.op,
         "layout": p.layout,
         "dtype": p.dtype,
@@ -85,13 +86,25 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
         "log_n": np.log2(p.n),
         "log_k": np.log2(p.k),
         "log_batch": np.log2(p.batch),
-        "log_waves": np.log2(waves),
-        "wave_fill": waves / np.ceil(waves),
-        "tile_fill": p.m * p.n * p.batch / (tiles * 128 * 128),
+        "log_m_over_n": np.log2(1.0 * p.m / p.n),
+        "log_k_over_mn": np.log2(p.k / np.sqrt(1.0 * p.m * p.n)),
+        "log_a_fill": np.log2(item * p.m * p.k),
+        "log_b_fill": np.log2(item * p.n * p.k),
+        "log_c_fill": np.log2(item * p.m * p.n),
         "m_mod_16": p.m % 16,
         "n_mod_16": p.n % 16,
         "k_mod_16": p.k % 16,
+        "m_mod_128": p.m % 128,
+        "n_mod_128": p.n % 128,
+        "m_odd": p.m % 2,
     }
+    for rows, cols in TILES:
+        tiles = p.batch * np.ceil(p.m / rows) * np.ceil(p.n / cols)
+        waves, name = tiles / gpu.sm_count, f"{rows}x{cols}"
+        found[f"log_waves_{name}"] = np.log2(waves)
+        found[f"wave_fill_{name}"] = waves / np.ceil(waves)
+        found[f"tile_fill_{name}"] = 1.0 * p.m * p.n * p.batch / (tiles * rows * cols)
+    return found
 
 
 def _layout(a: TensorSpec, b: TensorSpec) -> str:

@@ -12,7 +12,7 @@ from compose.by_op import eager_timeline, interval
 from compose.forecast import forecast
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
-from compose.priced import PriceBook, PricedOp, cold_fractions, price_calls
+from compose.priced import PriceBook, PricedOp, price_calls
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
@@ -50,14 +50,6 @@ def priced(us: float, family: str = "gemm") -> PricedOp:
         flops=0,
         in_envelope=True,
     )
-
-
-def test_a_tensor_is_cold_when_more_than_the_cache_was_touched_since() -> None:
-    step = StepCapture(calls=(product(0, 0, 1), product(2, 2, 3)))
-    # each operand was last touched 1200 B ago: the other call's three tensors of 400 B
-    assert cold_fractions(step, 4000) == [0.0, 0.0]
-    assert cold_fractions(step, 600) == [1.0, 1.0]
-    assert cold_fractions(step, 1200) == [0.5, 0.5]
 
 
 def test_host_events_add_to_ops_on_a_cpu() -> None:

@@ -1,0 +1,45 @@
+"""The public benchmark as a table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+from eval.bench_lines import lines
+from eval.bench_public import Result, Rows, read_public, run_line
+
+LEARNERS = ("itercast", "roofline", "alpha_beta", "interpolation", "nearest", "mlp")
+WORKERS = 2
+
+
+def run(public: Path, only: str = "") -> list[Result]:
+    """All lines whose name holds ``only``, two at a time; ValueError where there is none."""
+    chosen = [i for i, line in enumerate(lines()) if only in line.name]
+    if not chosen:
+        raise ValueError(f"no line named {only!r}; there are {[line.name for line in lines()]}")
+    rows = read_public(public)
+    jobs = [(i, rows[lines()[i].family]) for i in chosen]
+    with ProcessPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
+        return [result for results in pool.map(_line, jobs) for result in results]
+
+
+def _line(job: tuple[int, Rows]) -> list[Result]:
+    index, rows = job
+    return list(run_line(lines()[index], rows))
+
+
+def markdown(results: Sequence[Result]) -> str:
+    """A row per line and part: the target, ours, and the baselines, in per cent."""
+    head = "| line | part | error | known best | target | met | "
+    text = [head + " | ".join(LEARNERS) + " | rows | s |"]
+    text.append("|" + " --- |" * (len(LEARNERS) + 8))
+    for r in results:
+        ours = r.scores["itercast"][r.metric]
+        met = "" if r.target is None else "yes" if ours <= r.target else "no"
+        scores = [f"{r.scores[k][r.metric]:.1f}" if k in r.scores else "" for k in LEARNERS]
+        target = "" if r.target is None else f"{r.target:g}"
+        cells = [r.line, r.part, r.metric.removesuffix("_pct"), r.known_best, target, met]
+        text.append("| " + " | ".join([*cells, *scores, str(r.rows), f"{r.seconds:.0f}"]) + " |")
+    return "\n".join(text) + "\n"

@@ -1,0 +1,28 @@
+"""itercast bench-public: the table of errors on other people's measurements."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from itercast.errors import one_line_errors
+
+
+@one_line_errors
+def bench_public(
+    public: Annotated[Path, typer.Argument(help="folder with NeuSight, aiconfigurator, vidur")],
+    out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/bench-public"),
+    line: Annotated[str, typer.Option(help="only lines whose name holds this text")] = "",
+) -> None:
+    """Reprint the table of errors on public measurements beside baselines; logs to MLflow."""
+    from eval.bench_report import markdown, run
+    from eval.tracking import log_bench
+
+    results = run(public, line)
+    out.mkdir(parents=True, exist_ok=True)
+    text = markdown(results)
+    (out / "bench-public.md").write_text(text)
+    log_bench(results, out)
+    typer.echo(text)

@@ -1,0 +1,102 @@
+"""`itercast predict`: its options, checks and output."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from compose.forecast import Forecast
+from compose.priced import UNMODELLED, PriceBook, price_calls
+from itercast.api import Target
+from itercast.errors import one_line_errors
+from itercast.options import Bundle, Json
+from microbench.cases.huggingface import read_config
+from microbench.opcall import StepCapture
+
+
+@one_line_errors
+def predict(
+    case: Annotated[str, typer.Argument(help="a named case; `itercast list cases`")] = "",
+    hf_config: Annotated[
+        Path | None, typer.Option(help="Hugging Face config.json; needs --batch and --seq")
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="a function that returns a module, (module, inputs) or (module, inputs, loss): "
+            "inputs are a tensor, a tuple of arguments or a dict by name, loss(output) is a "
+            "scalar; it is given batch and seq where it has such parameters. A module alone is a "
+            "transformers model or takes no inputs.",
+        ),
+    ] = "",
+    gpu: Annotated[str, typer.Option(help="GPU name, YAML file, or cpu")] = "cpu",
+    bundle: Bundle = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="samples per replica and step")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
+    mode: Annotated[str, typer.Option(help="train or infer")] = "train",
+    loss: Annotated[
+        str, typer.Option(help="default, or none: backward from the output")
+    ] = "default",
+    dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16")] = "fp32",
+    attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa",
+    optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
+    plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2"')] = "",
+    strict: Annotated[bool, typer.Option(help="fail if an op has no model")] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="write the timeline here, for Perfetto or chrome://tracing")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Forecast one iteration of a model: a named case, a configuration, or a function's module."""
+    from compose.timeline import trace_json
+    from itercast.api import capture, find_target, forecast_step, micro_size, timeline_of
+    from itercast.steps import forecast_table
+    from microbench.store import write_atomic
+
+    if sum(map(bool, (case, hf_config, model))) != 1:
+        raise ValueError("predict takes one of CASE, --hf-config and --model")
+    if hf_config is not None and batch is None:
+        raise ValueError("--hf-config needs --batch, and --seq for text")
+    asked = case or hf_config or _function(model)
+    target = find_target(gpu, plan, bundle)
+    step = capture(
+        asked,
+        loss=loss,
+        mode=mode,
+        optimizer=optimizer,
+        dtype=dtype,
+        attn=attn,
+        whole=trace is not None,  # a timeline shows every op
+        **micro_size(asked, target.plan, batch, seq),
+    )
+    found = forecast_step(step, target)
+    if strict and found.unmodelled_frac > 0:
+        raise typer.Exit(_not_modelled(found, step, target))
+    if trace is not None:
+        write_atomic(trace, json.dumps(trace_json(*timeline_of(step, target))).encode())
+    name = read_config(hf_config).name if hf_config else case or model
+    if as_json:
+        typer.echo(json.dumps({"case": name, **asdict(found)}))
+    else:
+        Console().print(forecast_table(name, found))
+
+
+def _function(name: str) -> Any:
+    from microbench.capture_module import load_function  # lazy: needs torch
+
+    return load_function(name)
+
+
+def _not_modelled(found: Forecast, step: StepCapture, target: Target) -> int:
+    """Says which ops have no model; exit code 1."""
+    book = PriceBook(target.bundle, target.gpu, target.threads)
+    names = sorted({op.op for op in price_calls(step, book) if op.family == UNMODELLED})
+    share = f"{100 * found.unmodelled_frac:.1f} % of the time has no learned model"
+    typer.echo(f"itercast: {share}: {', '.join(names or ['collectives'])}", err=True)
+    return 1

@@ -1,0 +1,110 @@
+"""Trees and networks blended: how much of each, cross-validation tells."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xgboost as xgb
+
+from learners import fit
+from learners.fit import Array, Table
+from learners.network import Network, fit_network
+
+FOLDS = 5
+LARGE_FOLDS = 2
+MEMBERS = 3
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blend:
+    """log ratio = share * network + (1 - share) * trees.
+
+    ``known`` and ``hidden`` are networks that see, and do not see, whose row it is; the latter
+    prices a GPU never seen. Families of a single GPU have trees only.
+    """
+
+    booster: xgb.Booster
+    share: float = 0.0
+    known: Network | None = None
+    hidden: Network | None = None
+
+    def predict(self, x: Array, roofline_us: Array, strange: Array) -> Array:
+        """Time in us; ``strange`` marks rows of GPUs never seen."""
+        trees = fit.trees_log_ratio(self.booster, x, strange)
+        if self.share == 0 or self.known is None or self.hidden is None:
+            return roofline_us * np.exp(trees)
+        network = np.zeros(len(x))
+        for rows, chosen in ((~strange, self.known), (strange, self.hidden)):
+            if rows.any():
+                network[rows] = chosen.predict(x[rows])
+        return roofline_us * np.exp(self.share * network + (1 - self.share) * trees)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossFit:
+    """How many rounds suffice, the networks' share, and every row's log error out of fold."""
+
+    rounds: int
+    share: float
+    residual: Array
+
+    @property
+    def offsets(self) -> tuple[float, float]:
+        """10 and 90 % quantiles of the log error."""
+        low, high = np.quantile(self.residual, [0.1, 0.9])
+        return float(low), float(high)
+
+
+def steps_for(rows: int) -> int:
+    """Optimizer steps of a network: more for larger tables, within 2,000 and 6,000."""
+    return int(np.clip(rows // 25, 2000, 6000))
+
+
+def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
+    """A booster and a network per fold of shapes, judged on the shapes left out."""
+    names = np.random.default_rng(1).permutation(np.unique(train.group))
+    folds = min(FOLDS if len(train.x) < fit.LARGE_ROWS else LARGE_FOLDS, len(names))
+    rounds, trees, network = [], np.zeros(len(train.x)), np.zeros(len(train.x))
+    for fold in range(folds):
+        held = np.isin(train.group, names[fold::folds])
+        out = train.take(np.flatnonzero(held))
+        rest = train.take(np.flatnonzero(~held)) if not held.all() else out
+        booster = fit.fit_xgboost(rest, out, options, fold)
+        rounds.append(booster.num_boosted_rounds())
+        trees[held] = fit.trees_log_ratio(booster, out.x)
+        if train.identity:
+            found = fit_network(rest.x, rest.log_ratio, 1, steps_for(len(rest.x)))
+            network[held] = found.predict(out.x)
+    shares = SHARES if train.identity else (0.0,)
+    guesses = [share * network + (1 - share) * trees for share in shares]
+    best = int(np.argmin([np.abs(train.log_ratio - guess).mean() for guess in guesses]))
+    return CrossFit(
+        rounds=round(1.1 * float(np.mean(rounds))),
+        share=shares[best],
+        residual=train.log_ratio - guesses[best],
+    )
+
+
+def refit(table: Table, options: dict[str, Any], crossed: CrossFit) -> Blend:
+    """Trees and networks on all rows of the table, as cross-validation found best."""
+    booster = fit.refit(table, options, crossed.rounds)
+    if crossed.share == 0:
+        return Blend(booster=booster)
+    steps, target = steps_for(len(table.x)), table.log_ratio
+    return Blend(
+        booster=booster,
+        share=crossed.share,
+        known=fit_network(table.x, target, MEMBERS, steps),
+        hidden=fit_network(table.hidden_x, target, MEMBERS, steps),
+    )
+
+
+def fit_hidden(table: Table, options: dict[str, Any], share: float = 0.5) -> Blend:
+    """Only what prices a GPU never seen."""
+    network = fit_network(table.hidden_x, table.log_ratio, MEMBERS, steps_for(len(table.x)))
+    return Blend(
+        booster=fit.fit_shared(table, options, 0), share=share, known=network, hidden=network
+    )

@@ -1,0 +1,75 @@
+"""Calibrate a bundle with a few measured rows of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from learners.bundle import Bundle
+from learners.calibration import Calibration
+from learners.local import coordinates
+from learners.model import FamilyModel
+from microbench.hardware.spec import Gpu, load_gpu
+from microbench.ops import families
+from microbench.ops.family import Family
+
+MOST_ROWS = 500  # of one family and GPU: with more, train on them
+
+
+def calibrate(bundle: Bundle, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None) -> Bundle:
+    """The bundle with every family pulled towards the measured rows of it, GPU by GPU.
+
+    Earlier calibrations with the same family and GPU are replaced. ValueError where no row is of a
+    family the bundle has learned.
+    """
+    rows = rows[rows["status"] == "ok"] if "status" in rows else rows
+    rows = rows[rows["time_us"] > 0]
+    named = {str(name): str(name) for name in rows["gpu"].unique()}
+    hardware = {**bundle.gpus, **(gpus or {})}
+    hardware |= {name: load_gpu(name) for name in named if name not in hardware}
+    models, used = dict(bundle.models), 0
+    for (name, gpu), mine in rows.groupby(["family", "gpu"], sort=True):
+        if name not in models:
+            continue
+        model = models[str(name)]
+        found = measure(model, families()[str(name)], mine, hardware)
+        models[str(name)] = replace(model, calibrations={**model.calibrations, str(gpu): found})
+        used += len(mine)
+    if not used:
+        raise ValueError(f"no rows of a family of this bundle; it has {sorted(models)}")
+    kept = {name: hardware[name] for name in {*bundle.gpus, *named}}
+    return replace(bundle, models=models, gpus=kept)
+
+
+def measure(
+    model: FamilyModel, family: Family, rows: pd.DataFrame, gpus: Mapping[str, Gpu]
+) -> Calibration:
+    """Log errors of the uncalibrated model at rows of one GPU."""
+    if len(rows) > MOST_ROWS:
+        gpu = rows["gpu"].iloc[0]
+        raise ValueError(
+            f"{len(rows)} rows of {family.name} on {gpu}: at most {MOST_ROWS}; train on them"
+        )
+    rows = rows.reset_index(drop=True)
+    guess = replace(model, calibrations={}).predict(rows, family, gpus).time_us
+    kind, at = coordinates(rows, family)
+    return Calibration(kind=kind, at=at, value=np.log(rows["time_us"].to_numpy(float) / guess))
+
+
+def read_few(paths: Sequence[Path]) -> pd.DataFrame:
+    """Rows of Parquet files in dataset form; ValueError names the file that is none."""
+    parts = []
+    for path in paths:
+        try:
+            part = pd.read_parquet(path)
+        except (OSError, ValueError) as exc:
+            raise ValueError(f"rows {str(path)!r}: not a readable Parquet file") from exc
+        missing = [c for c in ("family", "gpu", "time_us") if c not in part]
+        if missing:
+            raise ValueError(f"rows {str(path)!r}: the column {missing[0]!r} is missing")
+        parts.append(part)
+    return pd.concat(parts, ignore_index=True)

@@ -1,0 +1,87 @@
+"""What the trees leave over near measured points: a kernel average of their residuals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.spatial import cKDTree
+
+from learners.table import columns
+from microbench.ops.family import Family
+
+NEIGHBOURS = 12
+WIDTHS = (0.25, 0.5, 1.0)  # octaves
+NUGGETS = (0.2, 1.0)  # weight of "no correction"
+
+
+def coordinates(rows: pd.DataFrame, family: Family) -> tuple[np.ndarray, np.ndarray]:
+    """Kind of each row (its parameters that are no sizes, as text), and log2 of its sizes."""
+    p, names, sizes = columns(rows, family), [], []
+    for f in fields(family.params):
+        values = np.asarray(getattr(p, f.name))
+        if f.type in ("int", "float"):
+            sizes.append(np.log2(1.0 + values.astype(float)))
+        else:
+            names.append(pd.Series(values.astype(str)))
+    kind = names[0].str.cat(names[1:], sep="|")
+    return kind.to_numpy(dtype=object), np.stack(sizes, axis=1).astype(np.float32)
+
+
+def told_apart(kind: np.ndarray, whose: dict[str, pd.Series], table: pd.DataFrame) -> np.ndarray:
+    """Kinds told apart by GPU, software and the conditions of measurement."""
+    conditions = table["threads"].astype(str) + "|" + table["cold"].astype(str)
+    return np.asarray(whose["gpu"] + "|" + whose["stack"] + "|" + conditions + "|" + kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residuals:
+    """Log errors ``value`` of out-of-fold forecasts at training points, by kind.
+
+    The correction is sum(w value) / (sum(w) + nugget), w = exp(-(distance / width)^2 / 2).
+    """
+
+    kind: np.ndarray
+    at: np.ndarray
+    value: np.ndarray
+    width: float
+    nugget: float
+
+    def correction(self, kind: np.ndarray, at: np.ndarray, leave_out: Any = None) -> np.ndarray:
+        """What to add to log forecasts of points of these kinds at these coordinates.
+
+        ``leave_out`` holds two arrays of groups, of the asked and of the known points: points of
+        the same group are not used, for judging the correction itself.
+        """
+        out = np.zeros(len(kind))
+        known = pd.Series(np.arange(len(self.kind))).groupby(self.kind).indices
+        for name, asked in pd.Series(np.arange(len(kind))).groupby(kind).indices.items():
+            if name not in known:
+                continue
+            mine = known[name]
+            count = min(NEIGHBOURS, len(mine))
+            distance, index = cKDTree(self.at[mine]).query(at[asked], k=count)
+            near = mine[index.reshape(len(asked), count)]
+            weight = np.exp(-0.5 * (distance.reshape(near.shape) / self.width) ** 2)
+            if leave_out is not None:
+                weight = weight * (leave_out[0][asked][:, None] != leave_out[1][near])
+            out[asked] = (weight * self.value[near]).sum(1) / (weight.sum(1) + self.nugget)
+        return out
+
+
+def choose(
+    kind: np.ndarray, at: np.ndarray, value: np.ndarray, group: np.ndarray
+) -> Residuals | None:
+    """The width and nugget that shrink left-out residuals most; None where none shrinks them."""
+    best, least = None, float(np.abs(value).mean()) * 0.99
+    sample = np.random.default_rng(0).permutation(len(kind))[:20_000]
+    for width in WIDTHS:
+        for nugget in NUGGETS:
+            tried = Residuals(kind=kind, at=at, value=value, width=width, nugget=nugget)
+            found = tried.correction(kind[sample], at[sample], (group[sample], group))
+            error = float(np.abs(value[sample] - found).mean())
+            if error < least:
+                best, least = tried, error
+    return best

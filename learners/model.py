@@ -1,0 +1,232 @@
+"""One family's model: trees, what they leave over near measured points, and calibrations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from learners import fit, local
+from learners.blend import Blend, CrossFit, cross_fit, fit_hidden, refit
+from learners.calibration import Calibration
+from learners.speed import Speed, at_reference_us
+from learners.table import (
+    IDENTITY,
+    Encoder,
+    feature_table,
+    identities,
+    is_number,
+    learn_launch_us,
+    shape_groups,
+    usual_stacks,
+)
+from microbench.hardware.spec import Gpu
+from microbench.ops.family import Family
+
+Offsets = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecasts:
+    """Time in us, its 10 and 90 % quantiles, and whether every input was seen in training."""
+
+    time_us: np.ndarray
+    p10_us: np.ndarray
+    p90_us: np.ndarray
+    inside: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyModel:
+    """One family's booster with what is needed to use it.
+
+    ``offsets``: calibrated 10 % and 90 % quantiles of the log error, ``strange_offsets`` those on a
+    GPU left out. ``envelope``: smallest and largest value of each number among the training rows.
+    ``stacks``: the usual software by GPU. ``launch``: host launch in us by GPU, part of times taken
+    from the host. ``sensitivity``: see learners.speed.
+    """
+
+    blend: Blend
+    encoder: Encoder
+    offsets: Offsets
+    strange_offsets: Offsets
+    envelope: Mapping[str, tuple[float, float]]
+    sensitivity: float
+    facts: Mapping[str, Any]
+    stacks: Mapping[str, str] = field(default_factory=dict)
+    launch: Mapping[str, float] = field(default_factory=dict)
+    residuals: local.Residuals | None = None
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
+
+    def predict(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> Forecasts:
+        """Forecasts of rows in dataset form, in their order."""
+        rows = rows.reset_index(drop=True)
+        table, roofline = feature_table(rows, family, gpus, self.launch)
+        whose = identities(rows, self.stacks)
+        table = table.assign(**whose)
+        gpus_seen = self.encoder.vocabulary.get("gpu", [])
+        strange = ~whose["gpu"].isin(gpus_seen).to_numpy() & bool(gpus_seen)
+        x = self.encoder.encode(table)
+        guess = self.blend.predict(x, roofline, strange)
+        low, high = (
+            np.where(strange, self.strange_offsets[i], self.offsets[i]).astype(float)
+            for i in range(2)
+        )
+        if self.residuals is not None or self.calibrations:
+            kind, at = local.coordinates(rows, family)
+            if self.residuals is not None:
+                near = self.residuals.correction(local.told_apart(kind, whose, table), at)
+                guess = guess * np.exp(near)
+            for gpu, calibration in self.calibrations.items():
+                mine = (whose["gpu"] == gpu).to_numpy()
+                shift, share = calibration.correction(kind[mine], at[mine])
+                guess[mine] *= np.exp(shift)
+                low[mine], high[mine] = low[mine] * share, high[mine] * share
+        return Forecasts(
+            time_us=guess,
+            p10_us=guess * np.exp(low),
+            p90_us=guess * np.exp(high),
+            inside=in_envelope(table, self),
+        )
+
+
+def in_envelope(table: pd.DataFrame, model: FamilyModel) -> np.ndarray:
+    """True where every number lies within the training range and every string was seen."""
+    inside = np.ones(len(table), dtype=bool)
+    for name, (low, high) in model.envelope.items():
+        values = table[name].to_numpy(dtype=float)
+        inside &= (values >= low - 1e-6) & (values <= high + 1e-6)
+    for name, seen in model.encoder.vocabulary.items():
+        if name != "stack":
+            inside &= table[name].isin(seen).to_numpy()
+    return inside
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Rows as a learner sees them, and what made them so."""
+
+    table: fit.Table
+    features: pd.DataFrame
+    encoder: Encoder
+    stacks: Mapping[str, str]
+    launch: Mapping[str, float]
+    gpu: np.ndarray
+    kind: np.ndarray
+    at: np.ndarray
+
+
+def prepare(
+    rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu], speed: Speed | None = None
+) -> Prepared:
+    """Features, targets and groups of measured rows."""
+    rows = rows.reset_index(drop=True)
+    launch, stacks = learn_launch_us(rows), usual_stacks(rows)
+    features, roofline = feature_table(rows, family, gpus, launch)
+    whose = identities(rows, stacks)
+    told_apart = [c for c in IDENTITY if whose[c].nunique() > 1]
+    features = features.assign(**{c: whose[c] for c in told_apart})
+    encoder = Encoder.fit(features)
+    time_us = rows["time_us"].to_numpy(dtype=float)
+    table = fit.Table(
+        x=encoder.encode(features),
+        roofline_us=roofline,
+        time_us=time_us if speed is None else at_reference_us(rows, speed),
+        group=shape_groups(rows, family),
+        identity=encoder.places(told_apart) if "gpu" in told_apart else (),
+    )
+    kind, at = local.coordinates(rows, family)
+    return Prepared(
+        table=table,
+        features=features,
+        encoder=encoder,
+        stacks=stacks,
+        launch=launch,
+        gpu=rows["gpu"].to_numpy(dtype=object),
+        kind=local.told_apart(kind, whose, features),
+        at=at,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """Trees and residuals of some of the rows, to be judged on the others."""
+
+    prepared: Prepared
+    crossed: CrossFit
+    blend: Blend
+    residuals: local.Residuals | None
+    strange: np.ndarray
+
+    def blend_us(self, rows: np.ndarray) -> np.ndarray:
+        """Forecasts of rows of the prepared table without the residuals, in us."""
+        table = self.prepared.table.take(rows)
+        return np.asarray(self.blend.predict(table.x, table.roofline_us, self.strange[rows]))
+
+    def predict_us(self, rows: np.ndarray) -> np.ndarray:
+        """Forecasts of rows of the prepared table in us."""
+        guess = self.blend_us(rows)
+        if self.residuals is not None:
+            kind, at = self.prepared.kind[rows], self.prepared.at[rows]
+            guess = guess * np.exp(self.residuals.correction(kind, at))
+        return guess
+
+
+def learn(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> Learned:
+    """Learn the rows ``known``; a GPU that none of them is of is priced as never seen."""
+    train = prepared.table.take(known)
+    crossed = cross_fit(train, options)
+    gpu = prepared.gpu
+    return Learned(
+        prepared=prepared,
+        crossed=crossed,
+        blend=refit(train, options, crossed),
+        residuals=local.choose(
+            prepared.kind[known], prepared.at[known], crossed.residual, train.group
+        ),
+        strange=~np.isin(gpu, np.unique(gpu[known])) & bool(train.identity),
+    )
+
+
+def fit_model(
+    prepared: Prepared,
+    options: dict[str, Any],
+    crossed: CrossFit,
+    sensitivity: float,
+    facts: Mapping[str, Any],
+) -> FamilyModel:
+    """A model of all rows given what cross-validation on them found."""
+    features = prepared.features
+    numbers = [str(c) for c in features if is_number(features[c])]
+    return FamilyModel(
+        blend=refit(prepared.table, options, crossed),
+        encoder=prepared.encoder,
+        offsets=crossed.offsets,
+        strange_offsets=strange_offsets(prepared, options, crossed.offsets),
+        envelope={c: (float(features[c].min()), float(features[c].max())) for c in numbers},
+        sensitivity=sensitivity,
+        facts=facts,
+        stacks=prepared.stacks,
+        launch=prepared.launch,
+        residuals=local.choose(prepared.kind, prepared.at, crossed.residual, prepared.table.group),
+    )
+
+
+def strange_offsets(prepared: Prepared, options: dict[str, Any], known: Offsets) -> Offsets:
+    """10 and 90 % quantiles of the log error on GPUs left out in thirds; twice ``known`` if few."""
+    table, names = prepared.table, sorted(np.unique(prepared.gpu))
+    if len(names) < 3:
+        return 2 * known[0], 2 * known[1]
+    errors = []
+    for fold in range(3):
+        held = np.isin(prepared.gpu, names[fold::3])
+        some = np.random.default_rng(fold).permutation(np.flatnonzero(~held))[:20_000]
+        out = table.take(np.random.default_rng(fold).permutation(np.flatnonzero(held))[:5_000])
+        hidden = fit_hidden(table.take(some), options)
+        guess = hidden.predict(out.x, out.roofline_us, np.ones(len(out.x), dtype=bool))
+        errors.append(np.log(out.time_us / guess))
+    low, high = np.quantile(np.concatenate(errors), [0.1, 0.9])
+    return min(known[0], float(low)), max(known[1], float(high))

@@ -1,0 +1,98 @@
+"""Small neural networks beside the trees: smooth where trees step; run in numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = Any  # numpy arrays of float
+WIDTH = 128
+LIMIT = 4.0  # inputs are standardised and cut here, so that nothing runs away beyond the data
+CHUNK = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """An ensemble of perceptrons with two hidden layers (SiLU), all on the same inputs.
+
+    ``weights`` holds w0 (members, inputs, width), b0 (members, width), w1, b1, w2, b2 likewise;
+    ``mean`` and ``scale`` standardise the inputs, ``centre`` is added to the output.
+    """
+
+    mean: Array
+    scale: Array
+    centre: float
+    weights: Mapping[str, Array]
+
+    def predict(self, x: Array) -> Array:
+        """Mean log ratio over the members."""
+        out = np.zeros(len(x))
+        w, members = self.weights, len(self.weights["b0"])
+        for start in range(0, len(x), CHUNK):
+            z = np.clip((x[start : start + CHUNK] - self.mean) * self.scale, -LIMIT, LIMIT)
+            for i in range(members):
+                h = _silu(z @ w["w0"][i] + w["b0"][i])
+                h = _silu(h @ w["w1"][i] + w["b1"][i])
+                out[start : start + CHUNK] += (h @ w["w2"][i] + w["b2"][i])[:, 0] / members
+        return out + self.centre
+
+
+def _silu(x: Array) -> Array:
+    return x / (1.0 + np.exp(-np.clip(x, -30, 30)))
+
+
+def fit_network(x: Array, log_ratio: Array, members: int, steps: int) -> Network:
+    """Absolute error of the log ratio, AdamW under a one-cycle schedule, on one thread."""
+    import torch  # lazy: pricing needs numpy only
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    spread = x.std(0)
+    scale = np.where(spread > 1e-6, 1.0 / np.maximum(spread, 1e-6), 0.0).astype(np.float32)
+    mean, centre = x.mean(0).astype(np.float32), float(np.median(log_ratio))
+    inputs = torch.tensor(np.clip((x - mean) * scale, -LIMIT, LIMIT), dtype=torch.float32)
+    target = torch.tensor(log_ratio - centre, dtype=torch.float32)
+    found = [_member(inputs, target, steps, seed) for seed in range(members)]
+    torch.set_num_threads(before)
+    weights = {name: np.stack([f[name] for f in found]) for name in found[0]}
+    return Network(mean=mean, scale=scale, centre=centre, weights=weights)
+
+
+def _member(inputs: Any, target: Any, steps: int, seed: int) -> dict[str, Array]:
+    import torch  # lazy, as above
+
+    torch.manual_seed(seed)
+    nn = torch.nn
+    layers = [nn.Linear(inputs.shape[1], WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)]
+    net = nn.Sequential(layers[0], nn.SiLU(), layers[1], nn.SiLU(), layers[2])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.1)
+    batch = min(256, len(inputs))
+    for _ in range(steps):
+        index = torch.randint(0, len(inputs), (batch,))
+        loss = (net(inputs[index])[:, 0] - target[index]).abs().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    arrays = {}
+    for i, layer in enumerate(layers):
+        arrays[f"w{i}"] = layer.weight.detach().numpy().T.copy()
+        arrays[f"b{i}"] = layer.bias.detach().numpy().copy()
+    return arrays
+
+
+def to_arrays(network: Network, prefix: str) -> dict[str, Array]:
+    """Arrays by name, for a file."""
+    own = {"mean": network.mean, "scale": network.scale, "centre": np.array(network.centre)}
+    return {f"{prefix}.{k}": v for k, v in {**own, **network.weights}.items()}
+
+
+def from_arrays(arrays: Mapping[str, Array], prefix: str) -> Network:
+    """As written by to_arrays."""
+    own = {k.removeprefix(f"{prefix}."): v for k, v in arrays.items() if k.startswith(prefix + ".")}
+    mean, scale, centre = own.pop("mean"), own.pop("scale"), float(own.pop("centre"))
+    return Network(mean=mean, scale=scale, centre=centre, weights=own)

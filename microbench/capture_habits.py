@@ -1,0 +1,75 @@
+"""Python habits in which fake tensors differ from real ones: module conversion and formatting."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+
+
+def _apply(module: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+    """Module.to and its like in place, as with real tensors; torch swaps fake ones and fails."""
+    for owner in module.modules() if recurse else [module]:
+        for parameter in owner.parameters(recurse=False):
+            with torch.no_grad():
+                converted = _on_cpu(fn(parameter))
+            if converted is not parameter:
+                parameter.data = converted
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[name] = _on_cpu(fn(buffer))
+    return module
+
+
+def _on_cpu(tensor: Any) -> Any:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"a capture is made on the CPU: do not move the model to {tensor.device}")
+    return tensor
+
+
+def _format(tensor: Any, spec: str) -> str:
+    """A tensor without axes formats as its number, where that is known."""
+    try:
+        return format(tensor.item() if tensor.dim() == 0 else repr(tensor), spec)
+    except DataDependentOutputException:
+        return format(repr(tensor), spec)
+
+
+@contextmanager
+def habits_of_real_tensors() -> Iterator[None]:
+    """Inside, modules convert in place and ``f"{tensor}"`` is a number, as with real tensors.
+
+    Nothing is initialised: there is no data, and truncated distributions look at theirs.
+    """
+    init = {n: f for n, f in vars(torch.nn.init).items() if n.endswith("_") and n[:2] != "__"}
+    vars(torch.nn.init).update(dict.fromkeys(init, lambda tensor, *args, **kwargs: tensor))
+    before = torch.nn.Module._apply, FakeTensor.__format__
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
+    FakeTensor.__format__ = _format  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.nn.Module._apply, FakeTensor.__format__ = before  # type: ignore[method-assign]
+        vars(torch.nn.init).update(init)
+
+
+@contextmanager
+def transformers_runs_eagerly() -> Iterator[None]:
+    """Inside, transformers does not take a fake tensor as a sign that a graph is being compiled.
+
+    It would build causal masks that eager steps leave to the attention kernel.
+    """
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    before = getattr(module, "is_fake_tensor", None)
+    if before is None:
+        yield
+        return
+    module.is_fake_tensor = lambda value: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = before

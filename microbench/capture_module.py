@@ -1,0 +1,169 @@
+"""A module of the user's own as something to capture: a copy without data, inputs, a loss."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from microbench.capture import capture_step
+from microbench.cases.huggingface import make_inputs
+from microbench.opcall import StepCapture
+from microbench.step import StepSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnModel:
+    """A module, its inputs (a tensor, positional arguments, or a dict by name) and its loss.
+
+    ``loss(output)`` gives a scalar; None takes the output's ``loss`` attribute or the output itself
+    where it is a scalar. ``inputs`` None: those of a transformers model, or none at all.
+    """
+
+    module: Any
+    inputs: Any = None
+    loss: Callable[[Any], Any] | None = None
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """The function behind ``module:function``, looked for in the working directory too."""
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise ValueError(f"model {name!r}: expected module:function")
+    here = str(Path.cwd())
+    sys.path[:0] = [] if here in sys.path else [here]
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as exc:
+        raise ValueError(f"model {name!r}: {exc}") from exc
+    if not callable(found):
+        raise ValueError(f"model {name!r}: {function} is not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def call_function(function: Callable[..., Any], batch: int | None, seq: int | None) -> OwnModel:
+    """What the function returns: a module, (module, inputs) or (module, inputs, loss).
+
+    It is given ``batch`` and ``seq`` where it has parameters of those names and they are known.
+    """
+    known = {"batch": batch, "seq": seq}
+    accepted = inspect.signature(function).parameters
+    found = function(**{k: v for k, v in known.items() if k in accepted and v is not None})
+    parts = found if isinstance(found, tuple) else (found,)
+    if not 1 <= len(parts) <= 3 or not isinstance(parts[0], torch.nn.Module):
+        kinds = ", ".join(type(p).__name__ for p in parts)
+        raise ValueError(f"expected a module, (module, inputs) or (module, inputs, loss): {kinds}")
+    return OwnModel(**dict(zip(("module", "inputs", "loss"), parts, strict=False)))
+
+
+def capture_own(
+    make: Callable[[], OwnModel],
+    settings: StepSettings,
+    *,
+    batch: int | None = None,
+    seq: int | None = None,
+    keep_dtype: bool = False,
+) -> StepCapture:
+    """One step of the model that ``make`` returns; where it holds data, none of it is copied.
+
+    Samples: ``batch``, else the first axis of the first input. Tokens: samples times ``seq``, else
+    the elements of a first input of integers. Floating-point tensors take the settings' dtype
+    unless ``keep_dtype``.
+    """
+    made: dict[str, Any] = {}
+
+    def build() -> Any:
+        dtype = None if keep_dtype else torch.get_default_dtype()
+        made["own"] = _without_data(make(), dtype)
+        return made["own"].module
+
+    def inputs() -> dict[str, Any]:
+        made["inputs"] = _named_inputs(made["own"], settings, batch, seq)
+        return dict(made["inputs"])
+
+    step = capture_step(build, inputs, lambda output, _: _loss(output, made["own"].loss), settings)
+    first = next((t for t in tree_leaves(made["inputs"]) if isinstance(t, torch.Tensor)), None)
+    shape = first.shape if first is not None else ()
+    samples = batch or (shape[0] if shape else 1)
+    length = seq or 0
+    if first is not None and len(shape) > 1 and not first.is_floating_point():
+        length = seq or first.numel() // max(1, shape[0])
+    return replace(step, samples=samples, tokens=samples * length)
+
+
+def _without_data(own: OwnModel, dtype: torch.dtype | None) -> OwnModel:
+    """The same model with fake tensors on the CPU, strides and ties kept."""
+    memo: dict[int, Any] = {}
+
+    def fake(tensor: Any) -> Any:
+        new = torch.empty_strided(
+            tensor.size(),
+            tensor.stride(),
+            dtype=dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
+            requires_grad=tensor.requires_grad,
+        )
+        return torch.nn.Parameter(new, tensor.requires_grad) if _is_parameter(tensor) else new
+
+    for tensor in (*own.module.parameters(), *own.module.buffers()):
+        if not isinstance(tensor, FakeTensor):
+            memo[id(tensor)] = fake(tensor)
+    module = own.module
+    if memo:
+        with _disable_current_modes():
+            try:
+                module = copy.deepcopy(own.module, memo)
+            except (TypeError, RuntimeError) as exc:
+                raise ValueError(f"cannot copy the structure of the module: {exc}") from exc
+    inputs = tree_map(
+        lambda v: fake(v) if isinstance(v, torch.Tensor) and not isinstance(v, FakeTensor) else v,
+        own.inputs,
+    )
+    return replace(own, module=module, inputs=inputs)
+
+
+def _is_parameter(tensor: Any) -> bool:
+    return isinstance(tensor, torch.nn.Parameter)
+
+
+def _named_inputs(
+    own: OwnModel, settings: StepSettings, batch: int | None, seq: int | None
+) -> dict[str, Any]:
+    """The inputs by the names of the module's forward."""
+    signature = inspect.signature(own.module.forward)
+    if isinstance(own.inputs, Mapping):
+        return dict(own.inputs)
+    if own.inputs is None:
+        config = getattr(own.module, "config", None)
+        if config is not None and hasattr(own.module, "main_input_name"):
+            if batch is None or seq is None:
+                raise ValueError("a transformers model without inputs needs batch and seq")
+            labels = settings.mode == "train" and settings.loss == "default" and own.loss is None
+            return make_inputs(own.module, config, batch, seq, labels)
+    values = own.inputs if isinstance(own.inputs, list | tuple) else (own.inputs,)
+    try:
+        bound = signature.bind(*(() if own.inputs is None else values))
+    except TypeError as exc:
+        raise ValueError(f"inputs of {type(own.module).__name__}: {exc}") from exc
+    kinds = {signature.parameters[name].kind for name in bound.arguments}
+    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
+        raise ValueError(f"{type(own.module).__name__}.forward{signature}: inputs need names")
+    return dict(bound.arguments)
+
+
+def _loss(output: Any, loss: Callable[[Any], Any] | None) -> Any:
+    """A scalar: the user's loss, the output's own, or the output itself."""
+    found = loss(output) if loss is not None else getattr(output, "loss", None)
+    found = output if found is None else found
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        raise ValueError("no scalar loss: give loss(output), or loss 'none' to start at the output")
+    return found

@@ -1,0 +1,232 @@
+"""Balanced routing: what data-dependent ops answer in a capture, where no tensor holds data.
+
+Convention: an index chosen by argmax, topk or sort is uniform over its range, so ``index == e`` is
+true for an equal share of the elements; every expert takes its share of the tokens, rounded up.
+Facts about masks, counts and indices are followed through the ops that routers use; an op whose
+shape depends on data of which nothing is known stays an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
+
+KNOWN_LIMIT = 2**17  # elements of a tensor whose values are followed one by one
+INDEX_OUTPUT = {"argmax": 0, "argmin": 0, "topk": 1, "sort": 1, "max": 1, "min": 1}
+KEEP = {
+    *("alias", "detach", "clone", "_to_copy", "view", "_unsafe_view", "reshape", "permute", "t"),
+    *("transpose", "unsqueeze", "squeeze", "expand", "select", "slice", "unbind", "split", "index"),
+    *("index_select", "gather", "split_with_sizes", "lift_fresh"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """What is known of a tensor's elements.
+
+    ``mean``: the value expected of each (masks and counts). ``top``: they are uniform over
+    0..top (indices and running counts). ``values``: a real tensor of the same shape.
+    """
+
+    mean: float | None = None
+    top: float | None = None
+    values: Any = None
+
+
+class Routing:
+    """Runs ops under fake tensors and follows facts; answers those whose shape depends on data."""
+
+    def __init__(self) -> None:
+        self.facts: Any = WeakIdKeyDictionary()
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The op's result, a value or a shape by convention where it depends on data."""
+        name = func._schema.name.removeprefix("aten::")
+        known = self.facts.get(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+        if name in ("item", "_local_scalar_dense") and known is not None:
+            answer = self._scalar(args[0], known)
+            if answer is not None:
+                return answer
+        if name == "nonzero" and known is not None:
+            return self._nonzero(args[0], known)
+        if name == "bincount" and known is not None and known.top:
+            return self._bincount(args, kwargs, known.top)
+        if name == "index" and any(_is_mask(i) for i in args[1]):
+            args = (args[0], self._positions(args[1]))
+        output = func(*args, **kwargs)
+        if name == "arange" or self._known_by_value(args):
+            self._follow_values(func, args, kwargs, output)
+        elif known is not None or name in INDEX_OUTPUT or name in ("scatter", "scatter_", "eq"):
+            self._follow(name, args, kwargs, output, known)
+        return output
+
+    def _scalar(self, tensor: Any, fact: Fact) -> Any:
+        if fact.values is not None:
+            with _disable_current_modes():
+                return fact.values.item()
+        if fact.mean is None:
+            return None
+        if tensor.dtype == torch.bool:
+            return fact.mean >= 0.5
+        return fact.mean if tensor.is_floating_point() else round(fact.mean)
+
+    def _count(self, mask: Any) -> int | None:
+        fact: Fact | None = self.facts.get(mask)
+        if fact is None or (fact.mean is None and fact.values is None):
+            return None
+        if fact.values is not None:
+            with _disable_current_modes():
+                return int((fact.values != 0).sum())
+        share = min(1.0, fact.mean or 0.0)
+        count: int = ceil(share * mask.numel() - 1e-6)
+        return count
+
+    def _nonzero(self, mask: Any, fact: Fact) -> Any:
+        """Positions of the expected number of elements; the first ones where their count is."""
+        count = self._count(mask)
+        if count is None:
+            return torch.ops.aten.nonzero.default(mask)
+        output = mask.new_empty((count, mask.dim()), dtype=torch.int64)
+        if mask.dim() == 1 and mask.numel() <= KNOWN_LIMIT:
+            with _disable_current_modes():
+                chosen = fact.values.nonzero() if fact.values is not None else None
+                chosen = torch.arange(count)[:, None] if chosen is None else chosen
+            self.facts[output] = Fact(values=chosen)
+        return output
+
+    def _bincount(self, args: Any, kwargs: Any, top: float) -> Any:
+        least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+        output = args[0].new_empty((max(int(top), least),), dtype=torch.int64)
+        self._spread(output, args[0].numel(), int(top))
+        return output
+
+    def _spread(self, output: Any, total: int, over: int) -> None:
+        """Counts that differ by at most one and add up to ``total``."""
+        with _disable_current_modes():
+            values = torch.zeros(output.shape, dtype=torch.int64)
+            values[:over] = total // over
+            values[: total % over] += 1
+        self.facts[output] = Fact(values=values)
+
+    def _positions(self, indices: Any) -> list[Any]:
+        """Boolean masks among indices as positions, one index tensor per axis of the mask."""
+        found: list[Any] = []
+        for index in indices:
+            if not _is_mask(index):
+                found.append(index)
+                continue
+            count = self._count(index)
+            if count is None:  # the op itself says what it cannot do
+                return list(indices)
+            found += [index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim())]
+        return found
+
+    def _follow(self, name: str, args: Any, kwargs: Any, output: Any, known: Fact | None) -> None:
+        first = args[0]
+        if name in INDEX_OUTPUT and first.dim():
+            axis = _axis(name, args, kwargs)
+            outputs = output if isinstance(output, tuple) else (output,)
+            if axis is not None and len(outputs) > INDEX_OUTPUT[name]:
+                self.facts[outputs[INDEX_OUTPUT[name]]] = Fact(top=first.shape[axis])
+        elif name in ("scatter", "scatter_") and known is None and _is_number(args[3], 1):
+            axis, index = args[1], args[2]
+            self.facts[output] = Fact(mean=index.shape[axis] / first.shape[axis])
+        elif known is not None and name in KEEP:
+            for one in output if isinstance(output, list | tuple) else (output,):
+                self.facts[one] = known
+        elif known is not None and name == "sum":
+            self._follow_sum(first, output, known)
+        elif known is not None and known.mean is not None and name == "any":
+            each = known.mean * first.numel() / max(1, output.numel())
+            self.facts[output] = Fact(mean=min(1.0, each))
+        else:
+            other = args[1] if len(args) > 1 else None
+            fact = _compared(name, known, other, self._of(other), args)
+            if fact is not None:
+                self.facts[output] = fact
+
+    def _of(self, value: Any) -> Fact | None:
+        return self.facts.get(value) if isinstance(value, torch.Tensor) else None
+
+    def _known_by_value(self, args: Any) -> bool:
+        """Whether there are tensors among the arguments and the values of all are known."""
+        found = [self._of(a) for a in _flat(args) if isinstance(a, torch.Tensor)]
+        return bool(found) and all(f is not None and f.values is not None for f in found)
+
+    def _follow_values(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Does with the values what was done with the fake tensors."""
+
+        def real(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [real(v) for v in value]
+            return self.facts[value].values if isinstance(value, torch.Tensor) else value
+
+        if any(t.numel() > KNOWN_LIMIT for t in _flat([output]) if isinstance(t, torch.Tensor)):
+            return
+        with _disable_current_modes():
+            result = func(*real(args), **kwargs)
+        for fake, values in zip(_flat([output]), _flat([result]), strict=True):
+            if isinstance(fake, torch.Tensor):
+                self.facts[fake] = Fact(values=values)
+
+    def _follow_sum(self, first: Any, output: Any, known: Fact) -> None:
+        if known.mean is None:
+            return
+        total = known.mean * first.numel()
+        if output.dim() == 1 and 0 < output.numel() <= KNOWN_LIMIT:
+            self._spread(output, round(total), output.numel())
+        else:
+            self.facts[output] = Fact(mean=total / max(1, prod(output.shape)))
+
+
+def _flat(values: Any) -> list[Any]:
+    """Values with their lists taken apart, one level deep."""
+    return [one for v in values for one in (v if isinstance(v, list | tuple) else [v])]
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
+
+
+def _is_number(value: Any, number: int) -> bool:
+    return isinstance(value, int | float) and value == number
+
+
+def _axis(name: str, args: Any, kwargs: Any) -> int | None:
+    """The axis that an index runs over; None where max and min reduce everything."""
+    place = {"topk": 2, "sort": 1}.get(name, 1)
+    default = {"topk": -1, "sort": -1}.get(name)
+    found = kwargs.get("dim", args[place] if len(args) > place else default)
+    return found if isinstance(found, int) else None
+
+
+def _compared(
+    name: str, known: Fact | None, other: Any, second: Fact | None, args: Any
+) -> Fact | None:
+    """The fact of a comparison or of masks combined; None where nothing follows."""
+    if known is None:
+        return None
+    if known.top:
+        share = min(1.0, float(other) / known.top) if isinstance(other, int | float) else None
+        shares = {"eq": 1 / known.top, "ne": 1 - 1 / known.top}
+        if share is not None:
+            shares |= {"le": share, "lt": share, "gt": 1 - share, "ge": 1 - share}
+        if name == "cumsum" or name not in shares:
+            return None
+        return Fact(mean=shares[name])
+    if known.mean is None:
+        return None
+    if name == "cumsum":
+        return Fact(top=known.mean * args[0].shape[args[1]])
+    if name in ("gt", "ne") and _is_number(other, 0):
+        return Fact(mean=min(1.0, known.mean))
+    if name in ("logical_not", "bitwise_not"):
+        return Fact(mean=1 - known.mean)
+    if name in ("mul", "bitwise_and", "logical_and") and second is not None and second.mean:
+        return Fact(mean=known.mean * second.mean)
+    return None

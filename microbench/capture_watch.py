@@ -1,0 +1,78 @@
+"""What happens around the ops of a step: dtypes, host events, modules, gradients made ready."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from microbench.step import StepSettings
+
+
+def storage_dtype(name: str) -> torch.dtype:
+    """What parameters are stored in; tf32 is fp32 with TF32 products."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """New floating-point tensors are of this dtype inside."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def count_bookkeeping(log: Any, settings: StepSettings, parameters: int) -> None:
+    """Host events of autograd and the optimizer; a step without backward records no node."""
+    if settings.mode != "train":
+        log.host["autograd_node"] = 0
+        return
+    log.host |= {"zero_grad": parameters, "accumulate_grad": parameters, "backward": 1}
+    if settings.optimizer != "none":
+        log.host[f"{settings.optimizer}_step"] = parameters
+
+
+def watch_parameters(model: torch.nn.Module, log: Any) -> dict[str, int]:
+    ready: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(
+                lambda p, name=name: ready.__setitem__(name, len(log.calls) - 1)
+            )
+    return ready
+
+
+class module_hooks:
+    """Counts module calls and names the innermost module while it runs."""
+
+    def __init__(self, log: Any) -> None:
+        self.log = log
+        self.outer: list[str] = []
+
+    def __enter__(self) -> None:
+        from torch.nn.modules.module import (
+            register_module_forward_hook,
+            register_module_forward_pre_hook,
+        )
+
+        self.handles = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave),
+        ]
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+    def _enter(self, module: Any, args: Any) -> None:
+        self.log.host["module_call"] += 1
+        self.outer.append(self.log.module)
+        self.log.module = type(module).__name__
+
+    def _leave(self, module: Any, args: Any, output: Any) -> None:
+        self.log.module = self.outer.pop()

@@ -1,0 +1,185 @@
+"""AIConfigurator: matrix products, prefill attention and NCCL collectives of serving stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from pandas.api.types import is_numeric_dtype
+
+from microbench.importers.base import (
+    About,
+    Gathering,
+    Imported,
+    Unreadable,
+    positive,
+    read_bytes,
+    refuse,
+)
+from microbench.opcall import ITEMSIZE_BYTES
+
+ABOUT = About(
+    source="aiconfigurator",
+    where="AIConfigurator, NVIDIA, https://github.com/ai-dynamo/aiconfigurator",
+    licence="Apache-2.0",
+    conventions=(
+        "Upstream times are ms and message sizes elements; here us and bytes. gemm is a linear "
+        "layer without bias (fp8: scaled_mm, quantisation of inputs not included as far as "
+        "known). Attention is causal prefill without earlier keys; rows with a sliding window are "
+        "left out. Collectives are within one node, sizes as nccl-tests counts them."
+    ),
+)
+SYSTEMS = {
+    "a100_sxm": ("a100-sxm-80gb", "dgx-a100"),
+    "h100_sxm": ("h100-sxm-80gb", "dgx-h100"),
+    "h200_sxm": ("h200-sxm-141gb", "dgx-h200"),
+    "b200_sxm": ("b200-sxm", "dgx-b200"),
+    "gb200": ("gb200", "gb200-nvl72"),
+    "gb200_sxm": ("gb200", "gb200-nvl72"),
+    "gb300": ("gb300", "gb300-nvl72"),
+    "l40s": ("l40s", "l40s-pcie"),
+    "rtx_pro_6000_server": ("rtx-pro-6000", "rtx-pro-6000-pcie"),
+}
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8": "fp8", "int8": "int8"}
+DTYPES |= {"float": "fp32", "float32": "fp32"}
+OPTIONAL = ("kernel_source", "window_size")
+MAX_ROWS = 10_000_000
+COLLECTIVES = {"all_gather": "all_gather", "all_reduce": "all_reduce", "alltoall": "all_to_all"}
+COLLECTIVES |= {"reduce_scatter": "reduce_scatter", "broadcast": "broadcast"}
+
+
+def read(path: Path) -> Imported:
+    """Rows of a checkout, of its systems folder, or of a data folder like it."""
+    places = ("systems/data", "src/aiconfigurator/systems/data", "data", ".")
+    for base in (path / place for place in places):
+        if base.is_dir() and any((base / system).is_dir() for system in SYSTEMS):
+            break
+    else:
+        raise refuse(path, "an AIConfigurator checkout", "systems/data/<system>/**/*_perf.parquet")
+    gather = Gathering(ABOUT, base)
+    for table in sorted(base.rglob("*_perf.*")):
+        system = table.relative_to(base).parts[0]
+        kind = table.name.split("_perf.")[0]
+        if system not in SYSTEMS:
+            gather.drop(f"file of a system not among ours: {system[:40]!r}")
+        elif kind not in TABLES:
+            gather.drop(f"file not imported: table {kind[:40]!r}")
+        elif (frame := _frame(gather, table, TABLES[kind][0])) is not None:
+            TABLES[kind][1](gather, table, system, frame)
+    return gather.done()
+
+
+def _frame(gather: Gathering, path: Path, needed: tuple[str, ...]) -> pd.DataFrame | None:
+    """A Parquet or CSV table with a ``line`` column; None (counted) if unreadable."""
+    needed = ("framework", "version", *needed, "latency")
+    if path.suffix != ".parquet":
+        return gather.csv(path, needed)
+    try:
+        frame = _parquet(read_bytes(path), needed)
+    except Unreadable as exc:
+        gather.unreadable(str(exc))
+        return None
+    gather.readable += 1
+    return frame.assign(line=np.arange(len(frame)))
+
+
+def _parquet(data: bytes, needed: tuple[str, ...]) -> pd.DataFrame:
+    """The columns we read, numbers as numbers and anything else as text."""
+    import pyarrow as pa  # lazy: the other importers do without
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(pa.BufferReader(data))
+        names = file.schema_arrow.names
+        missing = [name for name in needed if names.count(name) != 1]
+        if missing:
+            raise Unreadable(f"no column {missing[0]!r}")
+        if file.metadata.num_rows > MAX_ROWS:
+            raise Unreadable(f"more than {MAX_ROWS} rows")
+        wanted = [name for name in (*needed, *OPTIONAL) if names.count(name) == 1]
+        frame: pd.DataFrame = file.read(columns=wanted).to_pandas(ignore_metadata=True)
+    except Unreadable:
+        raise
+    except (pa.ArrowException, OSError, ValueError, TypeError, MemoryError) as exc:
+        raise Unreadable("not a Parquet table") from exc
+    numeric = [is_numeric_dtype(frame[name]) for name in wanted]
+    texts = [name for name, number in zip(wanted, numeric, strict=True) if not number]
+    return frame.assign(**{name: frame[name].map(str) for name in texts})
+
+
+def _common(gather: Gathering, path: Path, system: str, f: pd.DataFrame, dtype: str) -> Any:
+    return {
+        "gpu": SYSTEMS[system][0],
+        "stack": f["framework"].astype(str).str.lower() + "-" + f["version"].astype(str),
+        "timer": "device",
+        "dtype": f[dtype],
+        "time_us": positive(f["latency"]) * 1e3,
+        "kernel": f["kernel_source"].astype(str) if "kernel_source" in f else "",
+        "run_id": gather.run_id(path),
+        "origin": f"{gather.name(path)}:" + f["line"].astype(str),
+    }
+
+
+def _gemm(gather: Gathering, path: Path, system: str, f: pd.DataFrame) -> None:
+    f = gather.mapped(f, "gemm_dtype", DTYPES)
+    rows = {
+        **_common(gather, path, system, f, "gemm_dtype"),
+        "op": np.where(f["gemm_dtype"] == "fp8", "scaled_mm", "mm"),
+        **{name: f[name] for name in ("m", "n", "k")},
+        **{"batch": 1, "layout": "nt"},
+    }
+    gather.add("gemm", pd.DataFrame(rows, index=f.index), ("m", "n", "k"))
+
+
+def _attention(gather: Gathering, path: Path, system: str, f: pd.DataFrame) -> None:
+    f = gather.mapped(f, "attn_dtype", DTYPES)
+    window = f["window_size"] if "window_size" in f else pd.Series(0, index=f.index)
+    reasons = {
+        "attention with a sliding window: no such parameter in the family": positive(window) > 0,
+        "attention over earlier keys (step > 0)": positive(f["step"]) > 0,
+    }
+    keep = np.ones(len(f), dtype=bool)
+    for reason, hit in reasons.items():
+        gather.drop(reason, int((keep & hit).sum()))
+        keep &= ~hit
+    f = f[keep]
+    rows = {
+        **_common(gather, path, system, f, "attn_dtype"),
+        "op": "forward",
+        "batch": f["batch_size"],
+        "heads": f["num_heads"],
+        "kv_heads": f["num_key_value_heads"],
+        **{"q_len": f["isl"], "kv_len": f["isl"], "head_dim": f["head_dim"]},
+        **{"causal": True, "masked": False, "dropout": False},
+    }
+    sizes = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim")
+    gather.add("attention", pd.DataFrame(rows, index=f.index), sizes)
+
+
+def _nccl(gather: Gathering, path: Path, system: str, f: pd.DataFrame) -> None:
+    f = gather.mapped(gather.mapped(f, "nccl_dtype", DTYPES), "op_name", COLLECTIVES)
+    node = SYSTEMS[system][1]
+    rows = {
+        **_common(gather, path, system, f, "nccl_dtype"),
+        "op": f["op_name"],
+        "stack": "nccl-" + f["version"].astype(str),
+        "node": node,
+        "link": "pcie" if node.endswith("pcie") else "nvlink",
+        "world_size": f["num_gpus"],
+        "ranks_per_node": f["num_gpus"],
+        "message_bytes": positive(f["message_size"]) * f["nccl_dtype"].map(ITEMSIZE_BYTES),
+    }
+    sizes = ("world_size", "ranks_per_node", "message_bytes")
+    gather.add("collective", pd.DataFrame(rows, index=f.index), sizes)
+
+
+Reader = Callable[[Gathering, Path, str, pd.DataFrame], None]
+HEADS = ("batch_size", "isl", "num_heads", "num_key_value_heads", "head_dim", "attn_dtype", "step")
+TABLES: dict[str, tuple[tuple[str, ...], Reader]] = {
+    "gemm": (("gemm_dtype", "m", "n", "k"), _gemm),
+    "context_attention": (HEADS, _attention),
+    "nccl": (("op_name", "nccl_dtype", "num_gpus", "message_size"), _nccl),
+}

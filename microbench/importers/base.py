@@ -1,0 +1,257 @@
+"""What every importer shares: reading files that may be anything, checking rows, counting drops."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import yaml
+
+MAX_BYTES = 2**30  # of one file, unpacked
+MAX_SIZE = 2**53  # of one number: beyond it a float is no longer exact
+MAX_PRODUCT = 2.0**62  # of all sizes of a row: formulas multiply them as integers
+MAX_TIME_US = 1e12  # eleven days
+MAX_REASONS = 200
+HUGE = 1e30  # no measurement or size comes near; products of a few stay finite
+FIRST = ("family", "op", "gpu", "stack", "timer", "dtype", "status", "reason", "time_us")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hints:
+    """What a user states where files do not: our GPU name, nodes, GPUs and network of each."""
+
+    gpu: str = ""
+    nodes: int = 0
+    gpus_per_node: int = 0
+    node: str = ""
+    network_bytes_per_s: float = 0.0  # per GPU and direction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class About:
+    """What a source is: whose, under which licence, which units and conventions it converts."""
+
+    source: str
+    where: str
+    licence: str
+    conventions: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Imported:
+    """Rows in dataset form by family, and what became of the others by reason."""
+
+    about: About
+    rows: Mapping[str, pd.DataFrame]
+    dropped: Mapping[str, int]
+    commit: str = ""  # of the checkout, where it is one
+
+
+class Unreadable(ValueError):
+    """A file that cannot be read; the caller counts it and goes on to the next."""
+
+
+def refuse(root: Path, what: str, looked_for: str) -> ValueError:
+    """The error for a path that is not what the importer expects."""
+    return ValueError(f"{str(root)!r} is not {what}; looked for {looked_for}")
+
+
+def read_bytes(path: Path) -> bytes:
+    """Content of a plain or gzip-compressed file; Unreadable says why not."""
+    try:
+        if not path.is_file():  # opening a pipe would wait for ever
+            raise Unreadable("not a regular file")
+        with path.open("rb") as file:
+            packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if packed else path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except Unreadable:
+        raise
+    except EOFError as exc:
+        raise Unreadable("truncated gzip") from exc
+    except (zlib.error, gzip.BadGzipFile) as exc:
+        raise Unreadable("broken gzip") from exc
+    except OSError as exc:
+        raise Unreadable(exc.strerror or type(exc).__name__) from exc
+    if len(data) > MAX_BYTES:
+        raise Unreadable(f"larger than {MAX_BYTES} bytes")
+    return data
+
+
+def read_text(path: Path) -> str:
+    """Content of a text file; Unreadable for anything that is not UTF-8 text."""
+    try:
+        text = read_bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        raise Unreadable("not text") from exc
+    if "\0" in text:
+        raise Unreadable("not text")
+    return text
+
+
+def read_json(path: Path) -> Any:
+    """Content of a JSON file; Unreadable where it is none, or nested beyond reason."""
+    return parsed_json(read_text(path))
+
+
+def parsed_json(text: str) -> Any:
+    """JSON as values; Unreadable where the text is none."""
+    try:
+        return json.loads(text)
+    except RecursionError as exc:
+        raise Unreadable("JSON nested too deep") from exc
+    except ValueError as exc:
+        raise Unreadable("not JSON") from exc
+
+
+def read_yaml(path: Path) -> Any:
+    """Content of a YAML file; Unreadable where it is none. Tags may fail in any of these ways."""
+    try:
+        return yaml.safe_load(read_text(path))
+    except Unreadable:
+        raise
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as exc:
+        raise Unreadable("not YAML") from exc
+    except RecursionError as exc:
+        raise Unreadable("YAML nested too deep") from exc
+
+
+class Gathering:
+    """Collects the rows of one import and counts what it leaves out."""
+
+    def __init__(self, about: About, root: Path) -> None:
+        self.about = about
+        self.root = root
+        self.dropped: Counter[str] = Counter()
+        self.frames: dict[str, list[pd.DataFrame]] = {}
+        self.readable = 0
+
+    def drop(self, reason: str, count: int = 1) -> None:
+        """Count rows (or files, where the reason says so) that are left out."""
+        if count:
+            reason = text_of(reason)
+            known = reason in self.dropped or len(self.dropped) < MAX_REASONS
+            self.dropped[reason if known else "other reasons"] += count
+
+    def name(self, path: Path) -> str:
+        """A file's path below the imported folder; its own name if that is all there is."""
+        return text_of(path.name if path == self.root else path.relative_to(self.root).as_posix())
+
+    def run_id(self, path: Path, data: str = "") -> str:
+        """Names the file rows come from; with ``data`` also which version of it."""
+        digest = "@" + hashlib.sha256(data.encode()).hexdigest()[:8] if data else ""
+        return f"{self.about.source}:{self.name(path)}{digest}"
+
+    def csv(self, path: Path, needed: Sequence[str]) -> pd.DataFrame | None:
+        """A CSV file as text columns and its ``line`` numbers; None (counted) if unreadable.
+
+        A last line without an end is left out: the file may be cut in the middle of a number.
+        """
+        try:
+            text = read_text(path)
+            reader = csv.reader(io.StringIO(text))
+            header = next(reader, [])
+            missing = [name for name in needed if name not in header]
+            if missing:
+                raise Unreadable(f"no column {missing[0]!r}")
+            read = [(row, reader.line_num) for row in reader if row]
+        except (csv.Error, Unreadable) as exc:
+            self.unreadable(str(exc) if isinstance(exc, Unreadable) else "not a CSV table")
+            return None
+        self.readable += 1
+        if read and not text.endswith(("\n", "\r")):
+            read.pop()
+            self.drop("last row without a line end: the file may be truncated")
+        good = [(row, line) for row, line in read if len(row) == len(header)]
+        self.drop("row with a wrong number of columns", len(read) - len(good))
+        columns = zip(*(row for row, _ in good), strict=True) if good else [()] * len(header)
+        frame = pd.DataFrame(dict(zip(header, columns, strict=True)), dtype=object)
+        return frame.assign(line=np.array([line for _, line in good], dtype=np.int64))
+
+    def unreadable(self, reason: str) -> None:
+        """Count a file that gave nothing."""
+        self.drop(f"file unreadable: {reason}")
+
+    def mapped(self, frame: pd.DataFrame, column: str, names: dict[str, str]) -> pd.DataFrame:
+        """Rows whose ``column`` is in ``names``, translated; the others are counted."""
+        found = frame[column].map(names)
+        for value, count in frame[column][found.isna()].map(str).value_counts().items():
+            self.drop(f"{column} not among ours: {str(value)[:40]!r}", int(count))
+        return frame.assign(**{column: found})[found.notna()]
+
+    def add(self, family: str, frame: pd.DataFrame, sizes: Sequence[str] = ()) -> None:
+        """Take rows with a positive time and whole, positive ``sizes``; the others are counted."""
+        time_us = positive(frame["time_us"])
+        good = (time_us > 0) & (time_us < MAX_TIME_US)
+        self.drop(f"time is not a positive number below {MAX_TIME_US:g} us", int((~good).sum()))
+        columns: dict[str, Any] = {"family": family, "status": "ok", "reason": "", **frame}
+        columns["time_us"] = time_us
+        product = np.ones(len(frame))
+        for name in sizes:
+            numbers = positive(frame[name])
+            whole = (numbers >= 1) & (numbers <= MAX_SIZE) & (np.floor(numbers) == numbers)
+            self.drop(f"{name} is not a positive whole number", int((good & ~whole).sum()))
+            good &= whole
+            columns[name] = np.where(whole, numbers, 0).astype(np.int64)
+            product *= np.maximum(columns[name], 1)
+        self.drop("sizes too large to multiply", int((good & (product > MAX_PRODUCT)).sum()))
+        good &= product <= MAX_PRODUCT
+        ordered = {k: columns[k] for k in (*FIRST, *columns)}
+        kept = pd.DataFrame(ordered, index=frame.index)[good]
+        if len(kept):
+            self.frames.setdefault(family, []).append(kept)
+
+    def done(self) -> Imported:
+        """What was gathered; ValueError if no file could be read."""
+        if not self.readable:
+            found = self.dropped.most_common(3)
+            counts = "; ".join(f"{reason} ({count})" for reason, count in found)
+            raise ValueError(f"{str(self.root)!r}: no readable file: {counts or 'none found'}")
+        rows = {k: pd.concat(v, ignore_index=True) for k, v in sorted(self.frames.items())}
+        return Imported(about=self.about, rows=rows, dropped=dict(sorted(self.dropped.items())))
+
+
+def positive(values: Any) -> Any:
+    """Numbers as floats; 0 where a value is none, negative, or beyond HUGE."""
+    if isinstance(values, pd.Series):
+        values = pd.to_numeric(values, errors="coerce").to_numpy(dtype=float, na_value=np.nan)
+    numbers = np.asarray(values, dtype=float)
+    return np.where((numbers > 0) & (numbers < HUGE), numbers, 0.0)
+
+
+def integers(values: Any) -> Any:
+    """Whole numbers for a column that another one has checked; 0 where it fails."""
+    return np.minimum(positive(values), MAX_SIZE).astype(np.int64)
+
+
+def number(value: Any) -> float:
+    """One value as a positive finite float, else 0."""
+    try:
+        found = 0.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+    return found if np.isfinite(found) and found > 0 else 0.0
+
+
+def whole(value: Any) -> int:
+    """One value as a positive whole number, else 0."""
+    found = number(value)
+    return int(found) if found == int(found) and found <= MAX_SIZE else 0
+
+
+def text_of(value: Any) -> str:
+    """Text or a number as one printable line; nothing for anything else."""
+    if not isinstance(value, str | int | float):
+        return ""
+    return "".join(c if c.isprintable() else " " for c in str(value)[:1000]).strip()

@@ -1,0 +1,129 @@
+"""An op of a trace as a family's parameters, from the shapes, types and values it logged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from microbench.opcall import OpCall, TensorSpec
+from microbench.ops import families
+
+DTYPES = {"float": "fp32", "double": "fp64", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
+DTYPES |= {"long int": "int64", "long": "int64", "int": "int32", "short": "int16", "bool": "bool"}
+DTYPES |= {"signed char": "int8", "unsigned char": "uint8"}
+OVERLOADS: tuple[str, ...] = (
+    "default",
+    "Tensor",
+    "Scalar",
+    "dim_IntList",
+    "dim",
+    "correction",
+    "self",
+    "float",
+)
+OVERLOADS += ("memory_format", "Tensor_Scalar", "start", "start_step", "ScalarSelf")
+RENAMED = {"cudnn_batch_norm": "native_batch_norm", "miopen_batch_norm": "native_batch_norm"}
+# Where the query, a bias, the dropout and the causal flag stand among the arguments (-1: nowhere).
+# Source: aten/src/ATen/native/native_functions.yaml of PyTorch.
+ATTENTION = {
+    "_flash_attention_forward": (0, -1, 7, 8),
+    "_flash_attention_backward": (1, -1, 10, 11),
+    "_efficient_attention_forward": (0, 3, 8, 9),
+    "_efficient_attention_backward": (1, 4, 11, 14),
+}
+
+
+@cache
+def _answers(name: str) -> tuple[tuple[str, str], ...]:
+    """(family, captured op name) of every overload of an op that a family answers for."""
+    plain = RENAMED.get(name.removeprefix("aten::"), name.removeprefix("aten::"))
+    wanted = [f"aten.{plain}.{overload}" for overload in OVERLOADS]
+    known = {op: f.name for f in families().values() for op in f.answers}
+    return tuple((known[op], op) for op in wanted if op in known)
+
+
+def answered(name: str) -> bool:
+    """Whether a family describes calls of this op."""
+    if not name.startswith("aten::"):
+        return False
+    return name.removeprefix("aten::") in ATTENTION or bool(_answers(name))
+
+
+def describe(name: str, args: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Family and parameters of a call; None where no family knows it, or shapes are missing."""
+    if not answered(name):
+        return None
+    try:
+        values = _arguments(args)
+        if name.removeprefix("aten::") in ATTENTION:
+            return _attention(name.removeprefix("aten::"), values)
+        for family, op in _answers(name):
+            call = OpCall(op=op, args=values, outputs=_output(values))
+            if (point := families()[family].answers[op](call)) is not None:
+                hash(point)
+                return family, point
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError):
+        return None
+    return None
+
+
+def _arguments(args: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Tensors where a type and a shape are logged, else the value as logged."""
+    dims, types = args["Input Dims"], args.get("Input type", args.get("Input Types"))
+    strides, values = args.get("Input Strides", []), args.get("Concrete Inputs", [])
+    found: list[Any] = []
+    for at, (shape, kind) in enumerate(zip(dims, types, strict=True)):
+        if kind in DTYPES:
+            stride = strides[at] if at < len(strides) else []
+            found.append(_tensor(shape, DTYPES[kind], stride))
+        else:
+            found.append(_value(values[at]) if at < len(values) else None)
+    return tuple(found)
+
+
+def _tensor(shape: list[Any], dtype: str, stride: list[Any]) -> TensorSpec:
+    sizes, steps = (tuple(int(n) for n in side) for side in (shape, stride))
+    if min((*sizes, *steps), default=0) < 0 or max(sizes, default=0) > 2**53:
+        raise ValueError(f"impossible shape {sizes}")
+    return TensorSpec(shape=sizes, dtype=dtype, stride=steps if len(steps) == len(sizes) else ())
+
+
+def _value(text: Any) -> Any:
+    """A concrete input: numbers, booleans and lists of them; None for anything else."""
+    if not isinstance(text, str) or len(text) > 1000:
+        return None
+    try:
+        found = json.loads(text.replace("True", "true").replace("False", "false"))
+    except (ValueError, RecursionError):
+        return None
+    return tuple(found) if isinstance(found, list) else found
+
+
+def _output(values: tuple[Any, ...]) -> tuple[TensorSpec, ...]:
+    """A trace logs no outputs; for an op made from sizes alone they are the first list."""
+    if values and isinstance(values[0], tuple) and all(isinstance(n, int) for n in values[0]):
+        return (TensorSpec(shape=values[0], dtype="fp32"),)
+    return ()
+
+
+def _attention(name: str, values: tuple[Any, ...]) -> tuple[str, Any] | None:
+    """Fused attention logs (batch, length, heads, dim); the family takes heads before length."""
+    query, bias, dropout, causal = ATTENTION[name]
+    tensors = [_heads_first(t) for t in values[: query + 3]]
+    facts = {
+        "is_causal": values[causal] in (True, 1, 2),  # a flag, or a kind of mask: 0 is none
+        "dropout_p": float(values[dropout] or 0.0),
+        "masked": bias >= 0 and isinstance(values[bias], TensorSpec),
+    }
+    backward = query > 0
+    op = "itercast.sdpa_backward" if backward else "itercast.sdpa"
+    answer = families()["attention"].answers[op]
+    point = answer(OpCall(op=op, args=tuple(tensors), kwargs=facts))
+    return None if point is None else ("attention", point)
+
+
+def _heads_first(t: TensorSpec) -> TensorSpec:
+    batch, length, heads, dim = t.shape
+    return TensorSpec(shape=(batch, heads, length, dim), dtype=t.dtype)

@@ -1,0 +1,158 @@
+"""A Chrome trace as plain values: ops nested in time, kernels, and who launched which."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from microbench.importers.base import Unreadable, number, parsed_json, text_of
+
+OPS = ("cpu_op", "Operator", "operator", "user_annotation")
+KERNELS = ("kernel", "Kernel", "gpu_memcpy", "gpu_memset", "Memcpy", "Memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver", "Runtime")
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An op on the host or a launch; ``external`` joins them, -1 where there is none."""
+
+    name: str
+    thread: str
+    start_us: float
+    duration_us: float
+    external: int
+    args: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Trace:
+    """A trace's events by kind; kernels as (duration, external id, correlation)."""
+
+    device: str = ""
+    cuda: str = ""
+    distributed: Mapping[str, Any] = field(default_factory=dict)
+    ops: list[Span] = field(default_factory=list)
+    launches: dict[int, Span] = field(default_factory=dict)
+    kernels: list[tuple[float, int, int]] = field(default_factory=list)
+    odd: int = 0
+
+
+def parse(text: str) -> Trace:
+    """The events of a trace; Unreadable if the text is none."""
+    found = parsed_json(text)
+    events = found.get("traceEvents") if isinstance(found, Mapping) else None
+    if not isinstance(events, list):
+        raise Unreadable("no list of traceEvents")
+    trace = Trace(cuda=text_of(found.get("cuda_runtime_version")))
+    devices = found.get("deviceProperties")
+    first = devices[0] if isinstance(devices, list) and devices else None
+    trace.device = text_of(first.get("name")) if isinstance(first, Mapping) else ""
+    ranks = found.get("distributedInfo")
+    trace.distributed = ranks if isinstance(ranks, Mapping) else {}
+    for event in events:
+        _event(trace, event)
+    if not trace.ops and not trace.kernels:
+        raise Unreadable("no ops and no kernels in the trace")
+    return trace
+
+
+def _event(trace: Trace, event: Any) -> None:
+    """Sort one event in; those of a wrong form are counted."""
+    if not isinstance(event, Mapping):
+        trace.odd += 1
+        return
+    kind = event.get("cat")
+    if event.get("ph") != "X" or not isinstance(kind, str):
+        return
+    if kind not in OPS and kind not in KERNELS and kind not in LAUNCHES:
+        return
+    args = event.get("args") or {}
+    start, duration = event.get("ts"), event.get("dur", 0)
+    numbers = all(isinstance(v, int | float) and abs(v) < 1e18 for v in (start, duration))
+    if not isinstance(args, Mapping) or not numbers or duration < 0:
+        trace.odd += 1
+        return
+    external, correlation = _identity(args, "External id"), _identity(args, "correlation")
+    if kind in KERNELS:
+        trace.kernels.append((number(duration), external, correlation))
+        return
+    thread = f"{text_of(event.get('pid'))}/{text_of(event.get('tid'))}"
+    name = text_of(event.get("name"))
+    span = Span(name, thread, float(start), float(duration), external, args)  # type: ignore[arg-type]
+    if kind in OPS:
+        trace.ops.append(span)
+    elif correlation >= 0:
+        trace.launches[correlation] = span
+
+
+def _identity(args: Mapping[str, Any], key: str) -> int:
+    value = args.get(key, args.get(key.lower()))
+    return value if isinstance(value, int) and value > 0 else -1
+
+
+def join(trace: Trace, owns: Callable[[str], bool]) -> tuple[dict[int, float], int]:
+    """Kernel time by index of the op it belongs to, and the number of kernels without one.
+
+    A kernel names its op by external id, or through the launch it correlates with; a launch
+    without external id belongs to the innermost op around it. Of the ops around, the outermost
+    that ``owns`` its kernels gets the time; where none does, the innermost.
+    """
+    owner = _owners(trace, owns)
+    by_external = {op.external: at for at, op in enumerate(trace.ops) if op.external >= 0}
+    inside = _innermost(trace)
+    total: dict[int, float] = defaultdict(float)
+    orphans = 0
+    for duration_us, external, correlation in trace.kernels:
+        launch = trace.launches.get(correlation)
+        at = by_external.get(external)
+        if at is None and launch is not None:
+            at = by_external.get(launch.external, inside.get(correlation))
+        if at is None:
+            orphans += 1
+        else:
+            total[owner[at]] += duration_us
+    return dict(total), orphans
+
+
+def _nested(spans: list[tuple[int, Span]]) -> list[tuple[int, int]]:
+    """(span, the one around it or -1) per thread, in order of start."""
+    found = []
+    open_spans: list[tuple[int, float, str]] = []
+    order = sorted(spans, key=lambda s: (s[1].thread, s[1].start_us, -s[1].duration_us))
+    for at, span in order:
+        while open_spans and (
+            open_spans[-1][2] != span.thread or open_spans[-1][1] <= span.start_us
+        ):
+            open_spans.pop()
+        found.append((at, open_spans[-1][0] if open_spans else -1))
+        open_spans.append((at, span.start_us + span.duration_us, span.thread))
+    return found
+
+
+def _owners(trace: Trace, owns: Callable[[str], bool]) -> list[int]:
+    """For every op the one that takes its kernels."""
+    owner = list(range(len(trace.ops)))
+    for at, outer in _nested(list(enumerate(trace.ops))):
+        if outer >= 0 and owns(trace.ops[owner[outer]].name):
+            owner[at] = owner[outer]
+    return owner
+
+
+def _innermost(trace: Trace) -> dict[int, int]:
+    """The op around each launch that has no external id, by correlation."""
+    count = len(trace.ops)
+    loose = [(c, s) for c, s in trace.launches.items() if s.external < 0]
+    if not loose:
+        return {}
+    spans = [*enumerate(trace.ops), *((count + i, s) for i, (_, s) in enumerate(loose))]
+    parents = dict(_nested(spans))
+    found = {}
+    for i, (correlation, _) in enumerate(loose):
+        at = parents[count + i]
+        while at >= count:
+            at = parents[at]
+        if at >= 0:
+            found[correlation] = at
+    return found

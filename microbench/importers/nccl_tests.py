@@ -1,0 +1,191 @@
+"""nccl-tests outputs of several nodes, text or JSON, with a sources.yaml beside them or hints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from microbench.hardware.names import gpu_named
+from microbench.hardware.spec import gpu_names, load_gpu
+from microbench.importers.base import (
+    About,
+    Gathering,
+    Hints,
+    Imported,
+    Unreadable,
+    number,
+    read_text,
+    read_yaml,
+    refuse,
+    text_of,
+    whole,
+)
+from microbench.importers.nccl_text import Log, parse_json, parse_text
+
+ABOUT = About(
+    source="nccl-tests",
+    where="runs of https://github.com/NVIDIA/nccl-tests, published as each row says",
+    licence="facts",
+    conventions=(
+        "Times in us and sizes in bytes as nccl-tests prints them: the size is the whole gathered "
+        "output of all_gather, the whole input of reduce_scatter. Out-of-place and in-place times "
+        "are rows of their own (column in_place). Hardware from sources.yaml, the log's rank "
+        "lines, or hints of the user, in this order; network rates are per GPU and one direction."
+    ),
+)
+OPS = {"sendrecv": "send_recv", "alltoall": "all_to_all"}
+OPS |= {op: op for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")}
+OPS |= {op: op for op in ("send_recv", "all_to_all")}
+NODES = (
+    (r"p4de\.", "aws-p4de"),
+    (r"p4d\.", "aws-p4d"),
+    (r"p5\.", "aws-p5"),
+    (r"A3 High", "gcp-a3-high"),
+    (r"A3 Mega", "gcp-a3-mega"),
+    (r"A3 Ultra", "gcp-a3-ultra"),
+    (r"GCP A4", "gcp-a4"),
+    (r"A100.*OCI", "oci-bm-gpu4-8"),
+    (r"Alps", "alps-gh200"),
+    (r"Kestrel", "kestrel-h100"),
+    (r"GB200", "gb200-nvl72"),
+    (r"GB300", "gb300-nvl72"),
+)
+FALLBACK = {"h100": "h100-sxm-80gb", "h200": "h200-sxm-141gb", "b200": "b200-sxm"}
+FALLBACK |= {"b300": "b300-sxm"}
+
+
+def read(path: Path, hints: Hints = Hints()) -> Imported:  # noqa: B008  # frozen
+    """Collective rows of one output file, or of a folder of them."""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    logs = [p for p in files if re.search(r"\.(txt|log|out|json)(\.gz)?$", p.name)]
+    if path.is_dir() and not logs:
+        raise refuse(path, "a folder of nccl-tests outputs", "*.txt, *.log, *.out and *.json")
+    gather = Gathering(ABOUT, path)
+    stated = _stated(gather, path if path.is_dir() else path.parent)
+    for log in logs or files:
+        _file(gather, log, stated.get(log.name.removesuffix(".gz"), {}), hints)
+    return gather.done()
+
+
+def _stated(gather: Gathering, folder: Path) -> dict[str, dict[str, Any]]:
+    """sources.yaml by file name; empty where there is none or it cannot be read."""
+    path = folder / "sources.yaml"
+    if not path.exists():
+        return {}
+    try:
+        entries = read_yaml(path)
+        if not isinstance(entries, list):
+            raise Unreadable("not a list")
+    except Unreadable as exc:
+        gather.drop(f"sources.yaml unreadable: {exc}")
+        return {}
+    return {text_of(e.get("file")): e for e in entries if isinstance(e, dict)}
+
+
+def _file(gather: Gathering, path: Path, stated: Mapping[str, Any], hints: Hints) -> None:
+    """All runs of one file."""
+    try:
+        text = read_text(path)
+        is_json = text.lstrip()[:1] == "{"
+        logs = [parse_json(text)] if is_json else parse_text(text)
+        if not any(log.rows or log.empty or log.host_times for log in logs):
+            raise Unreadable("no table of nccl-tests in it")
+    except Unreadable as exc:
+        return gather.unreadable(str(exc))
+    gather.readable += 1
+    run_id = gather.run_id(path, text)
+    for log in logs:
+        _log(gather, path, log, stated, hints, run_id)
+    return None
+
+
+def _log(
+    gather: Gathering,
+    path: Path,
+    log: Log,
+    stated: Mapping[str, Any],
+    hints: Hints,
+    run_id: str,
+) -> None:
+    """One run: its rows, or the reason why it has none."""
+    gather.drop("message of 0 bytes", log.empty)
+    gather.drop("time of the host, not of the GPU", log.host_times)
+    gather.drop("line of an unknown layout", log.unknown)
+    if not log.rows:
+        return None
+    facts = machine(log, stated, hints)
+    said = log.collective or text_of(stated.get("collective")) or _named(path.name)
+    if not said or not all(facts.values()):
+        lacking = next((name for name, value in facts.items() if not value), "collective")
+        reason = f"{lacking} is not stated: pass it, or write a sources.yaml"
+        return gather.drop(reason, len(log.rows))
+    if said not in OPS:
+        return gather.drop(f"collective not among ours: {said[:40]!r}", len(log.rows))
+    rows = _rows(log, stated, hints, facts)
+    places = [f"{gather.name(path)}:{row[0]}" for row in log.rows]
+    rows = rows.assign(op=OPS[said], run_id=run_id, origin=places)
+    return gather.add("collective", rows, ("world_size", "ranks_per_node", "message_bytes"))
+
+
+def _named(file_name: str) -> str:
+    """The collective a file name mentions."""
+    return next((op for op in OPS if op in file_name), "")
+
+
+def machine(log: Log, stated: Mapping[str, Any], hints: Hints) -> dict[str, Any]:
+    """gpu, nodes and gpus_per_node of a run; empty where nobody says."""
+    variant, short = text_of(stated.get("gpu_variant")), text_of(stated.get("gpu"))
+    part = re.match(r"[A-Z]+\d+-SXM\d?-\d+GB", variant)
+    gpu = gpu_named(part[0]) if part else FALLBACK.get(short) or gpu_named(short)
+    hosts = set(log.ranks.values())
+    per_node = len(log.ranks) // len(hosts) if hosts else 0
+    return {
+        "gpu": gpu or gpu_named(log.gpu) or hints.gpu,
+        "nodes": whole(stated.get("nodes")) or len(hosts) or hints.nodes,
+        "gpus_per_node": whole(stated.get("gpus_per_node")) or per_node or hints.gpus_per_node,
+    }
+
+
+def _rows(
+    log: Log, stated: Mapping[str, Any], hints: Hints, facts: Mapping[str, Any]
+) -> pd.DataFrame:
+    """All rows of a run; a row whose data came out wrong is an error row."""
+    _, sizes, dtypes, in_place, times, wrong = zip(*log.rows, strict=True)
+    nic = number(stated.get("nic_bytes_per_s_per_gpu")) or number(hints.network_bytes_per_s)
+    variant = text_of(stated.get("gpu_variant"))
+    named = next((name for pattern, name in NODES if re.search(pattern, variant)), "")
+    version = text_of(stated.get("nccl")) or log.nccl
+    frame = pd.DataFrame({"message_bytes": sizes, "dtype": dtypes, "in_place": in_place})
+    failed = np.array(wrong) > 0
+    return frame.assign(
+        gpu=facts["gpu"],
+        stack=f"nccl-{version.split()[0]}" if version.split() else "nccl",
+        timer="device",
+        status=np.where(failed, "error", "ok"),
+        reason=[f"{n} wrong values" if n else "" for n in wrong],
+        time_us=times,
+        samples=log.iters or None,
+        world_size=float(facts["nodes"]) * facts["gpus_per_node"],
+        ranks_per_node=facts["gpus_per_node"],
+        node=named or hints.node,
+        link=_link(facts, bool(nic) or not stated),
+        network_bytes_per_s=nic or None,
+        network=text_of(stated.get("nic")),
+        network_fact=text_of(stated.get("nic_fact")),
+        settings=text_of(stated.get("settings")),
+        doubts=text_of(stated.get("doubts")),
+        published=text_of(stated.get("from")),
+    )
+
+
+def _link(facts: Mapping[str, Any], network: bool) -> str:
+    """What the ring's slowest hop runs over; a rack-scale machine is one NVLink domain."""
+    if facts["nodes"] > 1 and network:
+        return "network"
+    has_link = facts["gpu"] in gpu_names() and load_gpu(facts["gpu"]).link_bytes_per_s > 0
+    return "nvlink" if has_link else "pcie"

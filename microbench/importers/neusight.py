@@ -1,0 +1,234 @@
+"""NeuSight (ASPLOS'25): single-op timings of five GPUs and whole-model labels, all fp32."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from microbench.hardware.names import gpu_named
+from microbench.importers.base import (
+    About,
+    Gathering,
+    Imported,
+    Unreadable,
+    integers,
+    number,
+    positive,
+    read_json,
+    refuse,
+)
+
+SAMPLES = 25
+ABOUT = About(
+    source="neusight",
+    where="NeuSight (ASPLOS'25), https://github.com/sitar-lab/NeuSight",
+    licence="MIT",
+    conventions=(
+        "Times are means of the 5 fastest of 25 runs, upstream in ms, host launch included (timer "
+        "with_launch); fp32 without TF32. linear is addmm with a transposed weight; bmm is plain; "
+        "the rest works on (B, H). conv is taken as square and with bias (nn.Conv2d's default). "
+        "Labels: eager attention, no loss and no optimizer, backward from the output; batch is "
+        "per replica."
+    ),
+)
+COLUMNS = ("OPName", "Latency", "Device", "Torch Version", "CUDNN Version", "CUDA Version")
+LABEL = re.compile(
+    r"(?P<model>.+?)-(?P<mode>inf|train)-(?P<seq>\d{1,9})-(?P<batch>\d{1,9})(-(?P<suffix>.+))?"
+)
+SUFFIX = re.compile(r"(?P<axis>dp|tp|pp)(?P<degree>\d{1,6})(_(?P<micro>\d{1,6}))?")
+
+
+def read(path: Path) -> Imported:
+    """Op rows and iteration rows of a NeuSight checkout, or of its scripts/asplos folder."""
+    for base in (path, path / "scripts/asplos", path / "NeuSight/scripts/asplos"):
+        if (base / "data/dataset").is_dir() or (base / "label").is_dir():
+            break
+    else:
+        looked_for = "scripts/asplos/data/dataset and scripts/asplos/label"
+        raise refuse(path, "a NeuSight checkout", looked_for)
+    gather = Gathering(ABOUT, base)
+    for part in ("train", "test"):
+        folder = base / "data/dataset" / part
+        tables = {p for p in folder.rglob("*") if p.name.endswith((".csv", ".csv.gz"))}
+        for table in sorted(tables):
+            _table(gather, table, part)
+    for label in sorted((base / "label").rglob("*")):
+        if label.name.endswith((".json", ".json.gz")):
+            _label(gather, label, base)
+        elif label.is_file():
+            gather.drop("file not imported: per-node times of a traced layer")
+    return gather.done()
+
+
+def _gemm(f: pd.DataFrame) -> dict[str, Any]:
+    """(B,M,N) x (B,N,K) in BLAS names: N is summed."""
+    linear = f["OPName"] == "linear"
+    batch, m = positive(f["B"]), positive(f["M"])
+    return {
+        "op": np.where(linear, "addmm", "bmm"),
+        "m": np.where(linear, batch * m, m),
+        "n": f["K"],
+        "k": f["N"],
+        "batch": np.where(linear, 1.0, batch),
+        "layout": np.where(linear, "nt", "nn"),
+    }
+
+
+def _elementwise(f: pd.DataFrame) -> dict[str, Any]:
+    """Two tensors, a tensor and a scalar (name ends in u), or one tensor.
+
+    Ops by the names a captured call gets. powu's exponent is not stated; it costs more than mulu
+    where bandwidth is plenty, as a general power does and a square does not.
+    """
+    numel = positive(f["B"]) * positive(f["H"])
+    two = f["OPName"].isin(["add", "mul", "div", "pow"])
+    return {
+        "op": f["OPName"].replace(CANONICAL),
+        "numel": numel,
+        "inner": integers(numel),
+        "tensors": np.where(two, 2, 1),
+        "form": np.where(f["OPName"].isin(CANONICAL) & ~two, "scalar", "same"),
+    }
+
+
+def _softmax(f: pd.DataFrame) -> dict[str, Any]:
+    return {"op": "_softmax", "outer": f["B"], "size": f["H"], "inner": 1}
+
+
+def _norm(f: pd.DataFrame) -> dict[str, Any]:
+    return {"op": "layer", "rows": f["B"], "cols": f["H"], "channels": 1, "groups": 1}
+
+
+def _conv(f: pd.DataFrame) -> dict[str, Any]:
+    """Square input and kernel; a padding of 0 is legal."""
+    flags = {"bias": True, "transposed": False, "need_input_grad": True, "need_weight_grad": True}
+    return {
+        "op": "forward",
+        "batch": f["B"],
+        "in_channels": f["Input_Channel"],
+        "out_channels": f["Output_Channel"],
+        **{"h": f["Input_Size"], "w": f["Input_Size"]},
+        **{"kernel_h": f["Kernel_Szie"], "kernel_w": f["Kernel_Szie"]},  # upstream's spelling
+        "stride": f["Stride"],
+        **{"padding_h": integers(f["Padding"]), "padding_w": integers(f["Padding"])},
+        **{"dilation": 1, "groups": 1, **flags},
+    }
+
+
+Form = tuple[str, Callable[[pd.DataFrame], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
+CANONICAL = {"addu": "add", "mulu": "mul", "divu": "mul", "powu": "pow_general"}
+CANONICAL |= {"pow": "pow_general"}
+POINTWISE = ("add", "addu", "div", "divu", "gelu", "mul", "mulu", "pow", "powu", "relu", "tanh")
+CONV = ("B", "Input_Channel", "Output_Channel", "Kernel_Szie", "Input_Size", "Stride", "Padding")
+CONV_SIZES = ("batch", "in_channels", "out_channels", "h", "w", "kernel_h", "kernel_w", "stride")
+FORMS: dict[str, Form] = {
+    **dict.fromkeys(
+        ("bmm", "linear"), ("gemm", _gemm, ("B", "M", "N", "K"), ("m", "n", "k", "batch"))
+    ),
+    **dict.fromkeys(POINTWISE, ("elementwise", _elementwise, ("B", "H"), ("numel",))),
+    "softmax": ("reduction", _softmax, ("B", "H"), ("outer", "size")),
+    "ln": ("norm", _norm, ("B", "H"), ("rows", "cols")),
+    "conv": ("conv", _conv, CONV, CONV_SIZES),
+}
+
+
+def _table(gather: Gathering, path: Path, part: str) -> None:
+    """One CSV of op timings."""
+    frame = gather.csv(path, COLUMNS)
+    if frame is None:
+        return
+    frame = gather.mapped(frame, "OPName", {op: op for op in FORMS})
+    devices = {str(d): gpu_named(str(d)) or "" for d in frame["Device"].unique()}
+    frame = gather.mapped(frame, "Device", {d: gpu for d, gpu in devices.items() if gpu})
+    for op, mine in frame.groupby("OPName"):
+        family, describe, needed, sizes = FORMS[str(op)]
+        missing = [name for name in needed if name not in mine]
+        if missing:
+            gather.drop(f"rows of a table without column {missing[0]!r}", len(mine))
+            continue
+        common = {
+            "gpu": mine["Device"],
+            "stack": _stack(mine),
+            "timer": "with_launch",
+            "dtype": "fp32",
+            "time_us": positive(mine["Latency"]) * 1e3,
+            "samples": SAMPLES,
+            "kernel": mine.get("Kernel Name", ""),
+            "split": part,
+            "run_id": gather.run_id(path),
+            "origin": f"{gather.name(path)}:" + mine["line"].astype(str),
+        }
+        rows = pd.DataFrame({**common, **describe(mine)}, index=mine.index)
+        gather.add(family, rows, sizes)
+
+
+def _stack(f: pd.DataFrame) -> Any:
+    torch = f["Torch Version"].str.removeprefix("p")
+    return "torch-" + torch + "+" + f["CUDA Version"] + " cudnn-" + f["CUDNN Version"]
+
+
+def _label(gather: Gathering, path: Path, base: Path) -> None:
+    """One label file: a whole iteration of a model."""
+    try:
+        found = read_json(path)
+    except Unreadable as exc:
+        return gather.unreadable(str(exc))
+    gather.readable += 1
+    gpu = gpu_named(path.parent.name)
+    named = LABEL.fullmatch(path.name.removesuffix(".gz").removesuffix(".json"))
+    if not isinstance(found, dict) or named is None:
+        return gather.drop("label without a known form")
+    if gpu is None:
+        return gather.drop(f"Device not among ours: {path.parent.name[:40]!r}")
+    options = _suffix(named["suffix"] or "")
+    if options is None:
+        return gather.drop(f"label with unknown suffix {named['suffix'][:20]!r}")
+    dp = options.pop("dp")
+    if int(named["batch"]) % dp:
+        return gather.drop("global batch is not a multiple of dp")
+    config = base / "data/DLmodel_configs" / f"{named['model']}.json"
+    try:
+        model = read_json(config)
+    except Unreadable:
+        return gather.drop(f"label of a model without a configuration: {named['model'][:40]!r}")
+    row = {
+        "op": "train_step" if named["mode"] == "train" else "infer_step",
+        "gpu": gpu,
+        "stack": "torch-2.1.0",
+        "timer": "with_launch",
+        "dtype": "fp32",
+        "time_us": number(found.get("e2e_latency")) * 1e3,
+        **{"case": named["model"], "source": "neusight"},
+        **{"builder": "hf", "hf_config": json.dumps(model, sort_keys=True)},
+        "mode": "train" if named["mode"] == "train" else "infer",
+        "batch": int(named["batch"]) // dp,
+        "seq": int(named["seq"]),
+        "forward_us": number(found.get("fw_latency")) * 1e3,
+        "backward_us": number(found.get("bwall_latency")) * 1e3,
+        **{"loss": "none", "optimizer": "none", "attn": "eager", "amp": False},
+        "ranks_per_node": options["world_size"],
+        **options,
+        "run_id": gather.run_id(path),
+        "origin": gather.name(path),
+    }
+    return gather.add("iteration", pd.DataFrame([row]), ("batch", "seq", "world_size"))
+
+
+def _suffix(text: str) -> dict[str, Any] | None:
+    """Options of a label's suffix: fusion, dp4, tp4, pp4_1 (one micro-batch); None if unknown."""
+    if text in ("", "fusion"):
+        return {"dp": 1, "plan": "", "world_size": 1, "compile": text == "fusion"}
+    found = SUFFIX.fullmatch(text)
+    degree = int(found["degree"]) if found else 0
+    if found is None or degree < 1 or (found["micro"] is not None and found["axis"] != "pp"):
+        return None
+    micro = f",micro={int(found['micro'])}" if found["micro"] else ""
+    plan = f"{found['axis']}={degree}{micro}"
+    dp = degree if found["axis"] == "dp" else 1
+    return {"dp": dp, "plan": plan, "world_size": degree, "compile": False}

@@ -1,0 +1,44 @@
+"""The sources we read, by the name the command line knows them by."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from microbench.importers import aiconfigurator, iterations, kineto, nccl_tests, neusight, vidur
+from microbench.importers.base import Hints, Imported, Unreadable, read_text
+
+PLAIN: Mapping[str, Callable[[Path], Imported]] = {
+    "neusight": neusight.read,
+    "aiconfigurator": aiconfigurator.read,
+    "vidur": vidur.read,
+    "iterations": iterations.read,
+}
+HINTED: Mapping[str, Callable[[Path, Hints], Imported]] = {
+    "nccl-tests": nccl_tests.read,
+    "kineto": kineto.read,
+}
+SOURCES = tuple(sorted([*PLAIN, *HINTED]))
+
+
+def read_source(source: str, path: Path, hints: Hints) -> Imported:
+    """The rows of a source; ValueError for an unknown source, a missing path or a wrong folder."""
+    if source not in SOURCES:
+        raise ValueError(f"unknown source {source!r}; known: {list(SOURCES)}")
+    if not path.exists():
+        raise ValueError(f"{str(path)!r}: no such file or folder")
+    found = HINTED[source](path, hints) if source in HINTED else PLAIN[source](path)
+    return replace(found, commit=commit_of(path))
+
+
+def commit_of(checkout: Path) -> str:
+    """The commit of a git checkout; empty where it is none, or its reference is packed."""
+    try:
+        head = read_text(checkout / ".git/HEAD").strip()
+        if named := re.fullmatch(r"ref: (refs/heads/[\w-][\w./-]*)", head):
+            head = read_text(checkout / ".git" / named[1]).strip()
+    except Unreadable:
+        return ""
+    return head if re.fullmatch(r"[0-9a-f]{40}", head) else ""

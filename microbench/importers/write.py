@@ -1,0 +1,51 @@
+"""Imported rows on disk, in dataset form with cards."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from microbench import store
+from microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from microbench.importers.base import Imported
+
+
+def write(imported: Imported, out: Path, own: Gpu | None = None) -> int:
+    """One part per file read, so that importing a file again replaces its rows; number of rows.
+
+    ``own`` is a GPU that the user describes.
+    """
+    written = 0
+    for family, rows in imported.rows.items():
+        for gpu, mine in rows.groupby("gpu", sort=True):
+            for run_id, part in mine.groupby("run_id", sort=True):
+                name = hashlib.sha256(str(run_id).encode()).hexdigest()[:12]
+                store.write_part(out, family, str(gpu), part, name, imported.about.source)
+            folder = out / family / str(gpu) / imported.about.source
+            store.write_card(folder, card(imported, str(gpu), mine, own))
+            written += len(mine)
+    return written
+
+
+def card(imported: Imported, gpu: str, rows: pd.DataFrame, own: Gpu | None) -> dict[str, Any]:
+    """Where the rows come from, how they were measured, and what was left out."""
+    facts: dict[str, Any] = {
+        "what": f"measurements of others, imported from {imported.about.source}",
+        "when": datetime.date.today().isoformat(),
+        "where": imported.about.where,
+        "commit": imported.commit,
+        "how": imported.about.conventions,
+        "licence": imported.about.licence,
+        "versions": sorted(str(s) for s in rows["stack"].unique()),
+        "files": sorted(str(r) for r in rows["run_id"].unique()),
+        "dropped_in_this_import": dict(imported.dropped),
+    }
+    if own is not None and own.name == gpu:
+        facts["hardware"] = own.to_dict()
+    elif gpu in gpu_names():
+        facts["hardware"] = load_gpu(gpu).to_dict()
+    return facts

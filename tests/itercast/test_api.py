@@ -1,0 +1,131 @@
+"""The Python API on modules of one's own, and its captures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compose.plan import ParallelPlan
+from itercast.api import capture, micro_size, optimizer_of
+from microbench.opcall import StepCapture
+
+
+def products(step: StepCapture, phase: str) -> list[tuple[int, ...]]:
+    kinds = ("aten.mm.default", "aten.addmm.default")
+    return [c.outputs[0].shape for c in step.calls if c.phase == phase and c.op in kinds]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def test_a_module_with_a_tensor_and_a_loss() -> None:
+    target = torch.zeros(5, dtype=torch.int64)
+    step = capture(mlp(), torch.randn(5, 8), lambda y: nn.functional.cross_entropy(y, target))
+    assert products(step, "forward") == [(5, 6), (5, 3)]
+    assert [c.op for c in step.calls if c.phase == "loss"] == [
+        "aten._log_softmax.default",
+        "aten.nll_loss_forward.default",
+    ]
+    assert (step.samples, step.tokens) == (5, 0)
+    assert [p.name for p in step.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert optimizer_of(step) == "adamw"
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    module, x = mlp().eval(), torch.randn(5, 8)
+    before = module(x)
+    capture(module, x, lambda y: y.sum(), optimizer="sgd")
+    assert not module.training
+    assert all(p.grad is None for p in module.parameters())
+    assert torch.equal(module(x), before)
+
+
+def test_tied_weights_stay_tied_and_large_ones_take_no_memory() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(1000, 16)
+            self.head = nn.Linear(16, 1000, bias=False)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, tokens: Any, scale: float = 1.0) -> Any:
+            return self.head(self.tokens(tokens)) * scale
+
+    step = capture(Tied(), (torch.zeros(4, 7, dtype=torch.int64),), loss=lambda y: y.mean())
+    assert len(step.parameters) == 1
+    assert (step.samples, step.tokens) == (4, 28)
+    with torch.device("meta"):
+        huge = nn.Linear(200_000, 200_000)  # 160 GB
+    assert products(capture(huge, torch.empty(2, 200_000), "none"), "forward") == [(2, 200_000)]
+
+
+def test_dtype_converts_a_module_or_leaves_it() -> None:
+    for dtype, stored in ((None, "fp32"), ("bf16", "bf16")):
+        step = capture(mlp(), {"input": torch.randn(5, 8)}, lambda y: y.sum(), dtype=dtype)
+        assert {p.dtype for p in step.parameters} == {stored}
+
+
+def test_a_function_is_given_its_size_and_builds_without_memory() -> None:
+    def make(batch: int) -> Any:
+        model = nn.Linear(100_000, 100_000, bias=False)  # 40 GB if it were real
+        return model, torch.randn(batch, 100_000), lambda y: y.sum()
+
+    step = capture(make, batch=3, optimizer="none")
+    assert products(step, "forward") == [(3, 100_000)]
+    assert optimizer_of(step) == "none"
+
+
+def test_balanced_routing_in_a_module_of_ones_own() -> None:
+    class Routed(nn.Module):
+        """Ten experts picked by argmax; each takes the rows of a mask."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(4, 10)
+            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(10))
+
+        def forward(self, x: Any) -> Any:
+            chosen, y = self.router(x).argmax(-1), torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                mask = chosen == number
+                if mask.any():
+                    y[mask] = expert(x[mask])
+            return y
+
+    step = capture(Routed(), torch.randn(60, 4), lambda y: y.sum())
+    assert products(step, "forward") == [(60, 10), *10 * [(6, 4)]]  # 60 rows over 10 experts
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((mlp(), torch.randn(5, 8)), "no scalar loss"),
+        ((mlp(),), "inputs of Sequential: missing a required argument: 'input'"),
+        ((lambda: 3,), r"expected a module, \(module, inputs\) or .*: int"),
+        (("gpt-s", torch.randn(3)), "'gpt-s' brings its own inputs and loss"),
+    ],
+)
+def test_what_cannot_be_captured_is_one_line(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        capture(*arguments)
+
+
+def test_data_that_nothing_is_known_of_is_named() -> None:
+    class Masked(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x[x > 0]
+
+    with pytest.raises(ValueError, match=r"depends on data in aten\.nonzero"):
+        capture(Masked(), torch.randn(5, requires_grad=True), "none", optimizer="none")
+
+
+def test_a_plan_splits_the_batch_of_a_replica() -> None:
+    plan = ParallelPlan.parse("dp=2,pp=2,micro=4")
+    assert micro_size("gpt2-small", plan, None, None) == {"batch": 2, "seq": 1024}  # 8 over 4
+    assert micro_size(Path("x.json"), plan, 16, 128) == {"batch": 4, "seq": 128}
+    assert micro_size(mlp(), plan, None, None) == {"batch": None, "seq": None}

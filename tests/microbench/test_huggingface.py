@@ -1,0 +1,185 @@
+"""Hugging Face configurations: what is built, what is fed, what a capture shows."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from microbench.capture import capture_step
+from microbench.cases.huggingface import hf_case
+from microbench.opcall import StepCapture
+from microbench.step import StepSettings
+
+ROOT = Path(__file__).parent.parent.parent
+PUBLIC = Path(os.environ.get("ITERCAST_PUBLIC", ROOT.parent / "shared" / "public-data"))
+CONFIGS = sorted((PUBLIC / "NeuSight/scripts/asplos/data/DLmodel_configs").glob("*.json"))
+
+TINY: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64},
+    "BertForMaskedLM": {
+        **{"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2},
+        **{"intermediate_size": 64, "max_position_embeddings": 64},
+    },
+    "LlamaForCausalLM": {
+        **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"num_hidden_layers": 2, "intermediate_size": 64, "rope_theta": 10000.0},
+    },
+    "T5ForConditionalGeneration": {
+        **{"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+    },
+    "ViTForImageClassification": {
+        **{"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2},
+        **{"intermediate_size": 64, "image_size": 32, "patch_size": 8},
+    },
+}
+MOE: dict[str, dict[str, Any]] = {
+    "SwitchTransformersForConditionalGeneration": {
+        **{"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_experts": 4},
+        **{"num_layers": 2, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1},
+        **{"num_sparse_decoder_layers": 1, "expert_capacity": 4},
+    },
+    "MixtralForCausalLM": {
+        **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2},
+        **{"num_hidden_layers": 1, "intermediate_size": 64, "num_local_experts": 4},
+    },
+}
+
+
+def config(folder: Path, architecture: str, **values: Any) -> Path:
+    path = folder / "tiny.json"
+    sizes = {"vocab_size": 100, **({**TINY, **MOE}[architecture])}
+    path.write_text(json.dumps({"architectures": [architecture], **sizes, **values}))
+    return path
+
+
+def capture(path: Path, batch: int = 2, seq: int = 16, **settings: str) -> StepCapture:
+    return run(path, batch, seq, fake=True, **settings)
+
+
+def run(path: Path, batch: int, seq: int, *, fake: bool, **settings: str) -> StepCapture:
+    chosen = StepSettings(**settings)
+    case = hf_case(path, mode=chosen.mode, loss=chosen.loss, attn=chosen.attn)
+    inputs = case.inputs
+    return capture_step(case.build, lambda: inputs(batch, seq), case.loss, chosen, fake=fake)
+
+
+def sequence(found: StepCapture) -> list[Any]:
+    return [
+        (c.op, c.phase, [(t.shape, t.dtype) for t in (*c.tensors(), *c.outputs)])
+        for c in found.calls
+    ]
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("architecture", TINY)
+def test_a_capture_equals_a_real_step(tmp_path: Path, architecture: str, attn: str) -> None:
+    path = config(tmp_path, architecture)
+    fake, real = (run(path, 2, 16, fake=f, attn=attn) for f in (True, False))
+    assert sequence(fake) == sequence(real)
+
+
+def test_attention_is_fused_or_written_out(tmp_path: Path) -> None:
+    path = config(tmp_path, "GPT2LMHeadModel")
+    fused = [c.op for c in capture(path, mode="infer").calls]
+    eager = [c.op for c in capture(path, mode="infer", attn="eager").calls]
+    assert (fused.count("itercast.sdpa"), fused.count("aten.bmm.default")) == (2, 0)
+    assert (eager.count("itercast.sdpa"), eager.count("aten.bmm.default")) == (0, 4)
+
+
+def test_without_a_loss_there_is_no_cross_entropy(tmp_path: Path) -> None:
+    path = config(tmp_path, "BertForMaskedLM")
+    own = [c.op for c in capture(path).calls]
+    none = [c.op for c in capture(path, loss="none", optimizer="none").calls]
+    assert "aten.nll_loss_forward.default" in own
+    assert "aten.nll_loss_forward.default" not in none
+    assert not any("foreach" in op for op in none)
+
+
+@pytest.mark.parametrize(("dtype", "stored"), [("bf16", "bf16"), ("fp16", "fp16")])
+def test_weights_and_products_have_the_dtype_asked_for(
+    tmp_path: Path, dtype: str, stored: str
+) -> None:
+    found = capture(config(tmp_path, "LlamaForCausalLM", dtype="float32"), dtype=dtype)
+    assert {p.dtype for p in found.parameters} == {stored}
+    products = [c for c in found.calls if c.op == "aten.mm.default" and c.phase == "forward"]
+    assert {c.args[0].dtype for c in products} == {stored}
+
+
+def test_tf32_marks_products_only(tmp_path: Path) -> None:
+    found = capture(config(tmp_path, "GPT2LMHeadModel"), dtype="tf32")
+    named = {c.op: c.args[0].dtype for c in found.calls if c.op in ("aten.mm.default",)}
+    norms = {c.args[0].dtype for c in found.calls if c.op == "aten.native_layer_norm.default"}
+    assert named == {"aten.mm.default": "tf32"}
+    assert norms == {"fp32"}
+    assert {p.dtype for p in found.parameters} == {"fp32"}
+
+
+def test_switch_experts_take_an_even_share_up_to_their_capacity(tmp_path: Path) -> None:
+    path = config(tmp_path, "SwitchTransformersForConditionalGeneration")
+    found = capture(path, batch=2, seq=32, mode="infer")
+    # 32 tokens a sequence over 4 experts are 8, of which the capacity lets 4 pass: 8 in two
+    rows = [c.outputs[0].shape[0] for c in found.calls if c.op == "aten.nonzero.default"]
+    assert sorted(set(rows)) == [4, 8]  # which experts are hit; rows of each
+    wi = [c for c in found.calls if c.op == "aten.mm.default" and c.outputs[0].shape == (8, 64)]
+    assert len(wi) == 2 * 4  # two sparse layers of four experts
+
+
+def test_mixtral_experts_take_an_even_share(tmp_path: Path) -> None:
+    found = capture(config(tmp_path, "MixtralForCausalLM"), batch=2, seq=16)
+    # 32 tokens, two experts each, over four experts: 16 rows
+    up = [
+        c
+        for c in found.calls
+        if c.op == "aten.mm.default" and c.phase == "forward" and c.outputs[0].shape == (16, 128)
+    ]
+    assert len(up) == 4
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_published_configuration_reads(path: Path) -> None:
+    case = hf_case(path, mode="infer", loss="none", attn="eager")
+    assert case.name == path.stem
+
+
+@pytest.mark.skipif(not CONFIGS, reason="public data is not here")
+def test_a_published_configuration_has_its_published_size() -> None:
+    path = next(p for p in CONFIGS if p.stem == "bert")
+    found = capture(path, batch=1, seq=8, mode="infer")
+    assert sum(p.nbytes for p in found.parameters) == 4 * 109_514_298  # one tied head
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"architectures": ["OwnModel"]}, "has no model OwnModel"),
+        ({"architectures": []}, "no class name in 'architectures'"),
+        ({"n_head": 5}, "n_head|heads|divisible"),
+    ],
+)
+def test_a_configuration_that_cannot_be_built_is_one_line(
+    tmp_path: Path, values: dict[str, Any], message: str
+) -> None:
+    path = config(tmp_path, "GPT2LMHeadModel", **values)
+    with pytest.raises(ValueError, match=message):
+        capture(path)
+
+
+def test_no_code_of_the_folder_runs(tmp_path: Path) -> None:
+    code = "raise SystemExit('ran')"
+    (tmp_path / "modeling_own.py").write_text(code)
+    own = {"AutoModelForCausalLM": "modeling_own.Own", "AutoConfig": "modeling_own.Config"}
+    assert capture(config(tmp_path, "GPT2LMHeadModel", auto_map=own)).calls
+
+
+def test_too_long_a_sequence_is_named(tmp_path: Path) -> None:
+    path = config(tmp_path, "GPT2LMHeadModel")
+    with pytest.raises(ValueError, match="seq 65: this GPT2LMHeadModel has 64 positions"):
+        capture(path, seq=65)
+    with pytest.raises(ValueError, match="a sequence length is required"):
+        capture(path, seq=0)

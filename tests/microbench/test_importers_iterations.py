@@ -1,0 +1,143 @@
+"""Published tables of iterations: models to build, plans in our grammar, reasons for the rest."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from compose.plan import ParallelPlan
+from microbench.importers.base import Hints, Imported
+from microbench.importers.models import model_of
+from microbench.importers.plans import plan_of
+from microbench.importers.sources import read_source
+
+MPT = {
+    **{"model": "125m", "model_note": "MPT (mpt_causal_lm)", "num_params": "125311488"},
+    **{"layers": "12", "d_model": "768", "heads": "12", "ffn": "3072", "vocab": "50368"},
+    **{"seq_len_tokens": "2048", "gpu": "a100_80gb", "gpu_detail": "", "n_gpus": "16"},
+    **{"gpus_per_node": "8", "precision": "bf16", "sharding": "FULL_SHARD", "tp": "1", "pp": "1"},
+    **{"micro_batch_per_gpu": "2", "grad_accum_steps": "4", "global_batch": "128"},
+    **{"activation_recompute": "true", "compile": "eager", "optimizer": "decoupled_adamw"},
+    **{"attention_kernel": "triton flash", "step_time_s": "0.5", "torch": "2.0.1"},
+}
+
+
+def imported(folder: Path, *rows: dict[str, str]) -> Imported:
+    """The rows as a table, imported."""
+    with (folder / "table.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, sorted({k for row in rows for k in row}))
+        writer.writeheader()
+        writer.writerows(rows)
+    return read_source("iterations", folder, Hints())
+
+
+def test_a_row_becomes_an_iteration(tmp_path: Path) -> None:
+    """128 samples over 16 replicas are 8 each; 4 times 2 of them; 0.5 s are 500,000 us."""
+    found = imported(tmp_path, MPT)
+    (row,) = found.rows["iteration"].to_dict("records")
+    expected: dict[str, Any] = {"time_us": 500_000.0, "batch": 8, "seq": 2048, "world_size": 16}
+    expected |= {"plan": "dp=16,accumulate=4,zero=3,recompute=full", "ranks_per_node": 8}
+    expected |= {"optimizer": "adamw", "loss": "default", "attn": "sdpa", "mode": "train"}
+    expected |= {"gpu": "a100-sxm-80gb", "dtype": "bf16", "amp": False, "compile": False}
+    expected |= {"case": "125m", "builder": "hf", "stack": "torch-2.0.1", "origin": "table.csv:2"}
+    assert {name: row[name] for name in expected} == expected
+    assert found.dropped == {}
+
+
+def test_the_configuration_has_the_stated_parameters() -> None:
+    """As many weights as MPT's own count; built for real, without memory."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config = json.loads(model_of(MPT).hf_config)
+    (kind,) = config["architectures"]
+    with torch.device("meta"):
+        known = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
+        model = getattr(transformers, kind)(known)
+    assert sum(p.numel() for p in model.parameters()) == int(MPT["num_params"])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"gpu": ""}, "gpu is not stated"),
+        ({"gpu": "A100", "gpu_detail": "somewhere"}, "gpu variant is not stated: 'A100'"),
+        ({"gpu": "Abacus"}, "gpu not among ours: 'Abacus'"),
+        ({"precision": ""}, "precision is not stated"),
+        ({"global_batch": "127"}, "global batch is not a multiple of dp"),
+        ({"tp": "1 (2)"}, "plan is ambiguous: tp '1 (2)'"),
+        ({"n_gpus": "15", "pp": "2"}, "degrees of the plan do not fit the number of GPUs"),
+        ({"pp": "4", "vp": "3", "grad_accum_steps": "2"}, "plan is ambiguous: interleaved stages"),
+        ({"model": "SSD", "model_note": ""}, "no configuration known for the model named: 'SSD'"),
+        ({"heads": ""}, "model's heads is not stated"),
+        ({"model_note": "LoRA: frozen"}, "only a part of the weights is trained (LoRA)"),
+        ({"optimizer": "Muon"}, "optimizer not among ours: 'Muon'"),
+        ({"model": "LLAMA3_8B", "d_model": "5120"}, "layers is not that of the model named"),
+        ({"step_time_s": "nan"}, "time is not a positive number below 1e+12 us"),
+    ],
+)
+def test_what_a_row_does_not_say_is_counted(
+    tmp_path: Path, change: dict[str, str], reason: str
+) -> None:
+    found = imported(tmp_path, MPT, MPT | change)
+    assert len(found.rows["iteration"]) == 1
+    ((said, count),) = found.dropped.items()
+    assert said.startswith(reason)
+    assert count == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"n_gpus": "1"}, ""),
+        ({"n_gpus": "8", "parallel_plan": "DDP 8"}, "dp=8"),
+        ({"n_gpus": "4", "cp": "2", "sharding": "FSDP2"}, "dp=2,cp=2,zero=3"),
+        ({"n_gpus": "1", "sharding": "FSDP2"}, ""),
+        (
+            {"n_gpus": "64", "tp": "2", "pp": "4", "vp": "5", "grad_accum_steps": "32"},
+            "dp=8,tp=2,pp=4,micro=32,schedule=interleaved:5",
+        ),
+        (
+            {"n_gpus": "8", "micro_batch_per_gpu": "2", "global_batch": "64"},
+            "dp=8,accumulate=4",
+        ),
+        (
+            {
+                "n_gpus": "8",
+                "activation_cpu_offload": "true",
+                "activation_recompute": "selective op",
+            },
+            "dp=8,recompute=selective,offload=activations",
+        ),
+    ],
+)
+def test_plans_are_texts_that_parse(given: dict[str, str], text: str) -> None:
+    assert plan_of(given)[0] == text
+    assert ParallelPlan.parse(text).world_size == int(given["n_gpus"])
+
+
+def test_timm_states_its_conditions_in_the_file_name(tmp_path: Path) -> None:
+    """fp16 autocast and SGD on one RTX 3090; 57.0 ms; a strange name gives nothing."""
+    head = "model,train_samples_per_sec,train_step_time,train_batch_size,train_img_size,param_count"
+    text = f"{head}\ntinynet_e,8879.06,57.0,512,106,2.04\n"
+    (tmp_path / "benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv").write_text(text)
+    (tmp_path / "benchmark-train-amp-nhwc-pt112-cu113-abacus.csv").write_text(text)
+    found = read_source("iterations", tmp_path, Hints())
+    (row,) = found.rows["iteration"].to_dict("records")
+    expected: dict[str, Any] = {"case": "tinynet_e", "builder": "timm", "batch": 512}
+    expected |= {"image_size": 106, "memory_format": "nhwc", "stack": "torch-1.12+cu113"}
+    expected |= {"time_us": 57_000.0, "gpu": "rtx-3090", "dtype": "fp16", "amp": True}
+    assert {name: row[name] for name in expected} == expected
+    assert found.dropped == {"file of timm whose name states no layout, torch and known gpu": 1}
+
+
+def test_a_doubt_is_kept_with_its_row(tmp_path: Path) -> None:
+    """What was assumed stands beside what the publisher doubted."""
+    row = MPT | {"gpu": "A100", "gpu_detail": "80 GB", "optimizer": "", "doubts": "one run"}
+    (found,) = imported(tmp_path, row).rows["iteration"]["doubts"]
+    assert found == "one run; SXM assumed; optimizer not stated, adamw assumed"
+    assert isinstance(imported(tmp_path, MPT).rows["iteration"], pd.DataFrame)
