@@ -131,7 +131,9 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _degree(key: str, value: str) -> dict[str, Any]:
-    return {key: _integer(key, value, 1, 10**7)}
+    if not (value.isascii() and value.isdecimal() and len(value) < 9 and int(value)):
+        raise ValueError(f"{key} is a positive integer, got {value!r}")
+    return {key: int(value)}
 
 
 def _integer(key: str, value: str, low: int, high: int) -> int:

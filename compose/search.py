@@ -7,7 +7,6 @@ micro-batches than the smallest that does not fit, and recomputation where all f
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -40,13 +39,13 @@ class Scored:
     fits: bool
 
     def score(self, objective: str) -> float:
-        """Smaller is better."""
+        """Smaller is better; a plan that does not fit comes after all that do."""
         values = {
             "time": self.iteration_us,
             "cost": self.iteration_us * self.plan.world_size,
             "memory": float(self.memory_bytes),
         }
-        return values[objective]
+        return values[objective] + (0.0 if self.fits else MISFIT)
 
 
 @dataclass
@@ -96,6 +95,16 @@ class Search:
             return None
         return rank
 
+    def scored(self, rank: Rank, iteration_us: float) -> Scored:
+        """A plan with its memory and a time."""
+        nbytes = sum(memory(rank, self.optimizer).values())
+        fits = nbytes <= self.book.gpu.hbm_bytes
+        return Scored(plan=rank.plan, iteration_us=iteration_us, memory_bytes=nbytes, fits=fits)
+
+    def simulated(self, rank: Rank) -> Scored:
+        """A plan with its memory and its iteration."""
+        return self.scored(rank, quick_us(rank, self.optimizer))
+
     def report(self, plan: ParallelPlan, bundle_name: str) -> Forecast:
         """The plan's whole forecast."""
         rank = self.rank(plan)
@@ -112,17 +121,25 @@ class Found:
     simulated: int
 
 
-def best_plans(
-    search: Search,
-    gpus: int,
-    objective: str,
-    count: int = 10,
-    on_plan: Callable[[int], None] = lambda considered: None,
-) -> Found:
-    """The best plans on ``gpus`` GPUs (or fewer, where cost counts): a branch-and-bound search.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounded:
+    """A plan that no rule forbids, and the least it can score."""
 
-    Plans are taken by the least that they can cost; once that is more than what the last of the
-    best costs, no other plan can be among them.
+    least: float
+    rank: Rank
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan itself."""
+        return self.rank.plan
+
+
+def bounded_plans(
+    search: Search, gpus: int, objective: str, on_plan: Callable[[int], None] = lambda n: None
+) -> list[Bounded]:
+    """All legal plans on ``gpus`` GPUs (or fewer, where cost counts), by the least they can score.
+
+    Deterministic, so that workers on many machines agree on the order.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective {objective!r}: allowed are {', '.join(OBJECTIVES)}")
@@ -131,53 +148,47 @@ def best_plans(
     worlds = [gpus]
     while objective == "cost" and worlds[-1] % 2 == 0:
         worlds.append(worlds[-1] // 2)
-    heap: list[tuple[float, int, Rank]] = []
+    found: list[Bounded] = []
     for world in worlds:
         for plan in _candidates(search, world):
-            on_plan(len(heap))
-            _consider(search, plan, objective, heap)
-    return _take(search, objective, count, heap)
+            on_plan(len(found))
+            found += _bounded(search, plan, objective)
+    return sorted(found, key=lambda b: b.least)
 
 
-def _consider(
-    search: Search, plan: ParallelPlan, objective: str, heap: list[tuple[float, int, Rank]]
-) -> None:
-    """A plan onto the heap, with the least it can cost; recomputing where it does not fit."""
+def _bounded(search: Search, plan: ParallelPlan, objective: str) -> Iterator[Bounded]:
+    """A legal plan with its bound; where it does not fit, recomputed as well."""
     rank = search.allowed(plan)
     if rank is None:
         return
-    nbytes = sum(memory(rank, search.optimizer).values())
-    if nbytes > search.book.gpu.hbm_bytes and not plan.recompute:
-        _consider(search, replace(plan, recompute="full"), objective, heap)
-    scored = Scored(
-        plan=plan, iteration_us=least_us(rank), memory_bytes=nbytes, fits=_fits(search, nbytes)
-    )
-    missing = 0.0 if scored.fits else MISFIT
-    heapq.heappush(heap, (missing + scored.score(objective), len(heap), rank))
+    scored = search.scored(rank, least_us(rank))
+    yield Bounded(least=scored.score(objective), rank=rank)
+    if not scored.fits and not plan.recompute:
+        yield from _bounded(search, replace(plan, recompute="full"), objective)
 
 
-def _fits(search: Search, nbytes: int) -> bool:
-    return nbytes <= search.book.gpu.hbm_bytes
+def best_plans(
+    search: Search,
+    gpus: int,
+    objective: str,
+    count: int = 10,
+    on_plan: Callable[[int], None] = lambda n: None,
+) -> Found:
+    """The best plans: a branch-and-bound search.
 
-
-def _take(search: Search, objective: str, count: int, heap: list[tuple[float, int, Rank]]) -> Found:
-    considered, simulated, best = len(heap), 0, list[tuple[float, int, Scored]]()
-    while heap:
-        least, number, rank = heapq.heappop(heap)
-        if len(best) == count and least >= best[-1][0]:
+    Plans are taken by the least that they can score; once that is more than what the last of the
+    best scores, no other plan can be among them.
+    """
+    waiting = bounded_plans(search, gpus, objective, on_plan)
+    best: list[Scored] = []
+    simulated = 0
+    for bounded in waiting:
+        if len(best) == count and bounded.least >= best[-1].score(objective):
             break
         simulated += 1
-        nbytes = sum(memory(rank, search.optimizer).values())
-        scored = Scored(
-            plan=rank.plan,
-            iteration_us=quick_us(rank, search.optimizer),
-            memory_bytes=nbytes,
-            fits=_fits(search, nbytes),
-        )
-        missing = 0.0 if scored.fits else MISFIT
-        best.append((missing + scored.score(objective), number, scored))
-        best = sorted(best)[:count]
-    return Found(best=[s for _, _, s in best], considered=considered, simulated=simulated)
+        best.append(search.simulated(bounded.rank))
+        best = sorted(best, key=lambda s: s.score(objective))[:count]
+    return Found(best=best, considered=len(waiting), simulated=simulated)
 
 
 def _candidates(search: Search, world: int) -> Iterator[ParallelPlan]:

@@ -43,33 +43,41 @@ def plan(
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
     bundle: Bundle = None,
+    study: Annotated[str, typer.Option(help="database URL of a search shared by workers")] = "",
     as_json: Json = False,
 ) -> None:
-    """Search parallel plans and print the best ten with where their time goes."""
+    """Search parallel plans and print the best ten with where their time goes; logs to MLflow."""
     from compose.search import best_plans
+    from eval.tracking import log_plans
+    from itercast.plan_study import shared_search
 
     begin = time.perf_counter()
     search, bundle_name = open_search(
         case, gpu, gpus, node=node, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer,
         bundle=bundle,
     )  # fmt: skip
-    found = best_plans(search, gpus, objective)
-    reports = [search.report(s.plan, bundle_name) for s in found.best]
-    facts = {
+    facts: dict[str, Any] = {
         "case": case,
         "gpu": search.book.gpu.name,
         "gpus": gpus,
         "objective": objective,
-        "batch": search.batch,
-        "considered": found.considered,
-        "simulated": found.simulated,
-        "seconds": time.perf_counter() - begin,
     }
+    facts |= {"node": node, "batch": search.batch, "seq": search.seq, "dtype": dtype}
+    facts |= {"optimizer": optimizer, "bundle": bundle_name}
+    if study:
+        found = shared_search(search, gpus, objective, study, facts)
+    else:
+        found = best_plans(search, gpus, objective)
+    reports = [search.report(s.plan, bundle_name) for s in found.best]
+    facts |= {"considered": found.considered, "simulated": found.simulated}
+    facts["seconds"] = time.perf_counter() - begin
     if not reports:
         rule = next(iter(search.refused.values()), "no degrees multiply to that many GPUs")
         raise ValueError(f"no legal plan of {case} for {gpus} GPUs: {rule}")
+    plain = [asdict(r) for r in reports]
+    log_plans(facts, plain)
     if as_json:
-        typer.echo(json.dumps({**facts, "plans": [asdict(r) for r in reports]}))
+        typer.echo(json.dumps({**facts, "plans": plain}))
     else:
         Console().print(plans_table(facts, reports))
 
