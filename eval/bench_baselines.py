@@ -17,18 +17,18 @@ Baseline = Callable[[Table, pd.DataFrame, Index, Index], np.ndarray]
 
 
 def _some(known: Index) -> Index:
-    return np.random.default_rng(0).permutation(known)[:KNOWN_ROWS]
+    return np.asarray(np.random.default_rng(0).permutation(known)[:KNOWN_ROWS])
 
 
 def roofline(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> np.ndarray:
     """The roofline times the median ratio of the known rows."""
-    return table.roofline_us[asked] * np.exp(np.median(table.take(known).log_ratio))
+    return np.asarray(fit.predict_roofline(table.take(known), None, table.roofline_us[asked]))
 
 
 def nearest(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> np.ndarray:
     """Three nearest rows in standardised features."""
     train = table.take(_some(known))
-    return fit.predict_nearest(train, table.x[asked], table.roofline_us[asked])
+    return np.asarray(fit.predict_nearest(train, table.x[asked], table.roofline_us[asked]))
 
 
 def mlp(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> np.ndarray:
@@ -80,7 +80,8 @@ def alpha_beta(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> 
     def fitted(size: np.ndarray, time_us: np.ndarray, at: np.ndarray) -> np.ndarray:
         a = np.c_[1 / time_us, size / time_us]
         coefficients = np.linalg.lstsq(a, np.ones(len(a)), rcond=None)[0]
-        return np.maximum(coefficients[0] + coefficients[1] * at, 0.5 * time_us.min())
+        line = coefficients[0] + coefficients[1] * at
+        return np.asarray(np.maximum(line, 0.5 * time_us.min()))
 
     return _by_curve(rows, known, asked, fitted)
 

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from eval.results import CaseResult
+from eval.results import CaseResult, grouped
+
+NAMED = 12  # cases named in the scatter plot, where they are more than 20 % off
+
+
+def _measured_us(r: CaseResult) -> float:
+    return r.measured_us
+
+
+def _predicted_us(r: CaseResult) -> float:
+    return r.predicted_us
 
 
 def scatter(results: Sequence[CaseResult]) -> Any:
@@ -19,10 +29,15 @@ def scatter(results: Sequence[CaseResult]) -> Any:
     low, high = min(everything) / 1.6, max(everything) * 1.6
     axes.fill_between([low, high], [0.8 * low, 0.8 * high], [1.2 * low, 1.2 * high], alpha=0.15)
     axes.plot([low, high], [low, high], color="grey", linewidth=1)
-    for r, x in zip(results, measured, strict=True):
-        y = r.predicted_us / 1e3
-        axes.plot([x], [y], "o", color="C0", markersize=5)
-        axes.annotate(r.case, (x, y), xytext=(5, -9), textcoords="offset points", fontsize=8)
+    for number, (name, group) in enumerate(grouped(results).items()):
+        x, y = ([f(r) / 1e3 for r in group] for f in (_measured_us, _predicted_us))
+        axes.plot(x, y, "os"[number], color=f"C{number}", markersize=5, label=name, alpha=0.8)
+    worst = sorted(results, key=lambda r: -abs(r.error_pct))[:NAMED]
+    for r in worst:
+        if abs(r.error_pct) > 20:
+            at = (_measured_us(r) / 1e3, _predicted_us(r) / 1e3)
+            axes.annotate(r.label, at, xytext=(5, -9), textcoords="offset points", fontsize=8)
+    axes.legend(frameon=False)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     axes.set(xlabel="measured, ms", ylabel="predicted, ms")
     axes.set_title("training iterations; band: 20 %")
@@ -37,7 +52,7 @@ def breakdown(results: Sequence[CaseResult]) -> Any:
     axes = figure.subplots()
     families = sorted({f for r in results for f in r.by_family_us})
     left = [0.0] * len(results)
-    names = [r.case for r in results]
+    names = [r.label for r in results]
     for i, family in enumerate(families):
         shares = [100 * r.by_family_us.get(family, 0.0) / r.measured_us for r in results]
         axes.barh(names, shares, left=left, label=family, color=f"C{i}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import plots
-from eval.results import CaseResult, summary
+from eval.results import CaseResult, grouped, in_words, summary
 from microbench.store import write_atomic
 
 STYLE = """
@@ -45,7 +45,7 @@ def case_rows(results: Sequence[CaseResult]) -> list[list[str]]:
     """Cells of the table of cases."""
     return [
         [
-            r.case,
+            r.label,
             f"{r.predicted_us / 1e3:.2f}",
             f"{r.predicted_us_p10 / 1e3:.2f} to {r.predicted_us_p90 / 1e3:.2f}",
             f"{r.measured_us / 1e3:.2f}",
@@ -80,6 +80,10 @@ def write_report(
         f'<p><img alt="{name}" src="data:image/png;base64,{base64.b64encode(data).decode()}"></p>'
         for name, data in images.items()
     )
+    lead = "".join(
+        f"<p class=lead><b>{name.capitalize()}, {len(group)} cases:</b> {in_words(group)}.</p>"
+        for name, group in grouped(results).items()
+    )
     facts = ", ".join(f"{k} {v}" for k, v in machine.items())
     head = ["case", "predicted ms", "80 % interval", "measured ms", "error %", "retest %"]
     fit_head = ["family", "rows", "retest %", "coverage %", *LEARNERS, "xgboost p90"]
@@ -87,15 +91,13 @@ def write_report(
     page = (
         "<!doctype html><html lang=en><meta charset=utf-8><title>itercast</title>"
         f"<style>{STYLE}</style><h1>Predicted against measured iterations</h1>"
-        f"<p class=lead>Geometric mean error {total['geomean_ape_pct']:.1f} %, median "
-        f"{total['median_ape_pct']:.1f} %, p90 {total['p90_ape_pct']:.1f} %, worst "
-        f"{total['worst_ape_pct']:.1f} %; the measurement itself repeats within "
-        f"{total['noise_floor_pct']:.1f} % (median).</p><p>{escape(facts)}</p>{shown}"
+        f"{lead}<p>{escape(facts)}</p>{shown}"
         f"<h2>Cases</h2>{table([*head, 'unmodelled %'], case_rows(results))}"
         f"<h2>Op models</h2><p>Median error in % on shapes never trained on.</p>{fits}</html>"
     )
     cases = [{**asdict(r), "error_pct": r.error_pct} for r in results]
-    plain = {"cases": cases, "summary": total, "machine": dict(machine)}
+    groups = {name: summary(group) for name, group in grouped(results).items()}
+    plain = {"cases": cases, "summary": total, "groups": groups, "machine": dict(machine)}
     for name, data in images.items():
         write_atomic(folder / f"{name}.png", data)
     write_atomic(folder / "evaluation.json", json.dumps(plain, indent=1).encode())

@@ -24,9 +24,34 @@ class CaseResult:
     unmodelled_frac: float
 
     @property
+    def label(self) -> str:
+        """The case and its plan."""
+        return f"{self.case} {self.plan}".strip()
+
+    @property
     def error_pct(self) -> float:
         """Signed error of the forecast."""
         return 100 * (self.predicted_us / self.measured_us - 1)
+
+
+def grouped(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
+    """Results in one process and under a parallel plan; only what there is."""
+    groups = {
+        "one process": [r for r in results if not r.plan],
+        "under a plan": [r for r in results if r.plan],
+    }
+    return {name: group for name, group in groups.items() if group}
+
+
+def in_words(results: Sequence[CaseResult]) -> str:
+    """The summary as one line."""
+    total = summary(results)
+    return (
+        f"geometric mean error {total['geomean_ape_pct']:.1f} %, median "
+        f"{total['median_ape_pct']:.1f} %, mean {total['mape_pct']:.1f} %, p90 "
+        f"{total['p90_ape_pct']:.1f} %, worst {total['worst_ape_pct']:.1f} %; the measurement "
+        f"itself repeats within {total['noise_floor_pct']:.1f} % (median)"
+    )
 
 
 def summary(results: Sequence[CaseResult]) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,7 +64,8 @@ def log_evaluation(results: Sequence[CaseResult], folder: Path) -> None:
     with mlflow.start_run(experiment_id=experiment, run_name=folder.name):
         mlflow.log_metrics(summary(results))
         for result in results:
-            mlflow.log_metric(f"error_pct.{result.case}", result.error_pct)
+            name = re.sub(r"[^A-Za-z0-9_. -]", "", f"error_pct.{result.label}")
+            mlflow.log_metric(name, result.error_pct)
         mlflow.log_artifacts(str(folder))
 
 

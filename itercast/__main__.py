@@ -58,12 +58,13 @@ def train(
     data: Annotated[list[Path] | None, typer.Option(help="dataset root; repeatable")] = None,
     family: Families = None,
     trials: Annotated[int, typer.Option(help="Optuna trials per family; 0: defaults")] = 0,
+    limit: Annotated[int | None, typer.Option(min=20, help="rows of a family at most")] = None,
     as_json: Json = False,
 ) -> None:
     """Train one model per op family beside its baselines and write a bundle."""
     from itercast.steps import fit, report_table
 
-    report = fit(data or [Path("datasets")], out, family, trials)
+    report = fit(data or [Path("datasets")], out, family, trials, limit)
     if as_json:
         typer.echo(json.dumps(report))
     else:
@@ -108,16 +109,14 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/evaluate"),
 ) -> None:
     """Measured iterations beside their forecasts; measures on this CPU where no rows are given."""
-    from itercast.api import find_bundle
     from itercast.evaluation import compare_all, measured_rows, report_comparison
     from itercast.steps import iterations
 
-    folder, _ = find_bundle("cpu", bundle)
     root = measured or Path("runs/measured")
     if measured is None:
         iterations(root, "cpu", (0, 1), case)
     rows = measured_rows(root, case)
-    report_comparison(out, compare_all(rows, folder), rows, {})
+    report_comparison(out, compare_all(rows, bundle), rows, {})
 
 
 @app.command()

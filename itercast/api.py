@@ -12,6 +12,7 @@ for plan in ("dp=1", "dp=8"):
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,16 +41,27 @@ CAPTURES = Path(".cache/captures")
 def find_bundle(gpu: str, path: Path | None = None) -> tuple[Path, Bundle]:
     """The bundle at ``path``; else a local one that knows this machine; else the shipped one."""
     if path is not None:
-        return path, Bundle.load(path)
+        return path, _load(path)
     name = cpu_name() if gpu == "cpu" else gpu
     for folder in LOCAL:
         if (folder / "bundle.json").is_file():
-            bundle = Bundle.load(folder)
+            bundle = _load(folder)
             if name in bundle.gpus:
                 return folder, bundle
     if not (SHIPPED / "bundle.json").is_file():
         raise ValueError(f"no bundle for gpu {name!r}: run `make demo` or `itercast train` first")
-    return SHIPPED, Bundle.load(SHIPPED)
+    return SHIPPED, _load(SHIPPED)
+
+
+def _load(folder: Path) -> Bundle:
+    """A bundle, read again only where it was written again."""
+    facts = folder / "bundle.json"
+    return _read(folder, facts.stat().st_mtime_ns if facts.is_file() else 0)
+
+
+@functools.lru_cache(maxsize=4)
+def _read(folder: Path, written: int) -> Bundle:
+    return Bundle.load(folder)
 
 
 def find_gpu(name: str, bundle: Bundle) -> Gpu:

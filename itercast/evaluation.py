@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import os
 import platform
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,63 +16,75 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from compose.forecast import Forecast, forecast
-from compose.plan import ParallelPlan
-from eval.results import CaseResult, summary
-from itercast.api import capture_case, find_gpu
+from compose.forecast import Forecast
+from eval.results import CaseResult, grouped, in_words
+from itercast.api import capture, find_target, forecast_step, micro_size
 from itercast.steps import progress_bar
 from learners.bundle import Bundle
 from learners.speed import iteration_at_reference_us
-from microbench.cases.registry import case
-from microbench.store import read_rows
+from microbench.cases.registry import case_names
+from microbench.store import read_rows, write_atomic
 
+CONFIGS = Path(".cache/configs")
+OPTIONAL = {"plan": "", "seq": 0, "attn": "sdpa", "loss": "default", "mode": "train"}
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
 console = Console()
 
 
 def measured_rows(root: Path, names: Sequence[str] | None) -> pd.DataFrame:
-    """Rows of measured iterations; ValueError where there are none."""
+    """Rows of measured iterations that state their model; ValueError where there are none.
+
+    Rows of models we cannot build are counted on the console.
+    """
     rows = read_rows([root], "iteration")
     if len(rows):
         rows = rows[rows["status"] == "ok"]
         rows = rows[rows["case"].isin(names)] if names else rows
     if not len(rows):
         raise ValueError(f"measured {str(root)!r}: no measured iteration of these cases there")
-    return rows
+    known = rows["case"].isin(case_names())
+    if "hf_config" in rows:
+        known |= rows["hf_config"].notna()
+    if (~known).any():
+        console.print(f"{(~known).sum()} rows left out: no case and no configuration of that name")
+    return rows[known].assign(
+        **{c: rows[c].where(rows[c].notna(), d) for c, d in OPTIONAL.items() if c in rows}
+    )
 
 
-def compare_all(rows: pd.DataFrame, folder: Path) -> list[CaseResult]:
-    """Every measured iteration beside its forecast from op models alone."""
-    bundle = Bundle.load(folder)
-    groups = list(rows.groupby(ASKED, dropna=False, sort=False))
-    results = []
+def compare_all(rows: pd.DataFrame, folder: Path | None) -> list[CaseResult]:
+    """Every measured iteration beside its forecast from op models alone.
+
+    ``folder`` None: the bundle that ``predict`` would take for each GPU. What cannot be forecast is
+    named on the console, with the reason, once per reason.
+    """
+    asked = [c for c in (*ASKED, "hf_config") if c in rows]
+    groups = list(rows.groupby(asked, dropna=False, sort=False))
+    results, refused = [], Counter[str]()
     with progress_bar() as bar:
         for key, group in bar.track(groups, description="forecast"):
-            asked = dict(zip(ASKED, key, strict=True))
-            results.append(_compare(asked, group, bundle, folder))
+            try:
+                results.append(_compare(dict(zip(asked, key, strict=True)), group, folder))
+            except ValueError as exc:
+                refused[str(exc)] += 1
+    for reason, count in refused.most_common():
+        console.print(f"{count} not forecast: {reason}")
     return results
 
 
-def _compare(
-    asked: Mapping[str, Any], rows: pd.DataFrame, bundle: Bundle, folder: Path
-) -> CaseResult:
-    gpu = find_gpu(asked["gpu"], bundle)
-    threads = int(rows["threads"].iloc[0])
-    names = ("batch", "seq", "mode", "optimizer", "loss", "dtype", "attn")
-    found = forecast(
-        capture_case(case(asked["case"]), **{n: asked[n] for n in names}),
-        bundle,
-        gpu,
-        ParallelPlan.parse(asked["plan"]),
-        bundle_name=str(folder),
-        threads=threads,
-        optimizer=asked["optimizer"],
-    )
-    times = list(_at_reference_us(rows, bundle, found))
+def _compare(asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None) -> CaseResult:
+    target = find_target(str(asked["gpu"]), str(asked["plan"]), folder)
+    if target.gpu.kind == "cpu":
+        target = replace(target, threads=int(rows["threads"].iloc[0]))
+    model = _model(asked)
+    size = micro_size(model, target.plan, int(asked["batch"]), int(asked["seq"]))
+    options = {n: asked[n] for n in ("mode", "optimizer", "loss", "dtype", "attn")}
+    found = forecast_step(capture(model, **size, **options), target)
+    times = list(_at_reference_us(rows, target.bundle, found))
     first, last = times[0], times[-1]
     return CaseResult(
-        case=asked["case"],
-        plan=asked["plan"],
+        case=str(asked["case"]),
+        plan=str(asked["plan"]),
         predicted_us=found.iteration_us,
         predicted_us_p10=found.iteration_us_p10,
         predicted_us_p90=found.iteration_us_p90,
@@ -81,14 +96,27 @@ def _compare(
     )
 
 
+def _model(asked: Mapping[str, Any]) -> str | Path:
+    """A case by name, or the configuration of the row as a file."""
+    config = asked.get("hf_config")
+    if not isinstance(config, str):
+        return str(asked["case"])
+    path = CONFIGS / hashlib.sha256(config.encode()).hexdigest()[:16] / "config.json"
+    if not path.is_file():
+        write_atomic(path, config.encode())
+    return path
+
+
 def _at_reference_us(rows: pd.DataFrame, bundle: Bundle, found: Forecast) -> Iterator[float]:
     """Measured times by repeat, at the speed the ops were learned at."""
     sensitivities = {name: model.sensitivity for name, model in bundle.models.items()}
-    for _, row in rows.sort_values("repeat").iterrows():
+    by_repeat = rows.sort_values("repeat") if "repeat" in rows else rows
+    for _, row in by_repeat.iterrows():
+        known = "anchor_us" in row and "threads" in row
         yield iteration_at_reference_us(
             float(row["time_us"]),
-            float(row.get("anchor_us", float("nan"))),
-            bundle.anchors.get((str(row["gpu"]), int(row["threads"]))),
+            float(row["anchor_us"]) if known else float("nan"),
+            bundle.anchors.get((str(row["gpu"]), int(row["threads"]))) if known else None,
             found.by_family_us,
             sensitivities,
         )
@@ -98,6 +126,8 @@ def report_comparison(
     out: Path, results: Sequence[CaseResult], rows: pd.DataFrame, fit: dict[str, Any]
 ) -> None:
     """Table on the console, report and plots under ``out``, all of it in MLflow."""
+    if not results:
+        raise ValueError("nothing could be forecast")
     from eval.report import write_report
     from eval.tracking import log_evaluation
 
@@ -130,17 +160,6 @@ def results_table(results: Sequence[CaseResult]) -> Table:
             f"{r.retest_ape_pct:.1f}",
             f"{100 * r.unmodelled_frac:.1f}",
         )
-    groups = {"one process": [r for r in results if not r.plan]}
-    groups["under a plan"] = [r for r in results if r.plan]
-    lines = [_caption(name, group) for name, group in groups.items() if group]
+    lines = [f"{name}: {in_words(group)}" for name, group in grouped(results).items()]
     table.caption = "\n".join(lines)
     return table
-
-
-def _caption(name: str, results: Sequence[CaseResult]) -> str:
-    total = summary(results)
-    return (
-        f"{name}: geomean {total['geomean_ape_pct']:.1f} %, median {total['median_ape_pct']:.1f} "
-        f"%, p90 {total['p90_ape_pct']:.1f} %, worst {total['worst_ape_pct']:.1f} %, "
-        f"noise floor {total['noise_floor_pct']:.1f} %"
-    )

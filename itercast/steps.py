@@ -68,7 +68,11 @@ def _completed(bar: Progress, task: Any, rows: int) -> None:
 
 
 def fit(
-    data: Sequence[Path], out: Path, families: Sequence[str] | None, trials: int
+    data: Sequence[Path],
+    out: Path,
+    families: Sequence[str] | None,
+    trials: int,
+    limit: int | None = None,
 ) -> dict[str, Any]:
     """Train a bundle with a progress bar, log it to MLflow; the report as plain values."""
     from eval.tracking import log_fit
@@ -84,6 +88,7 @@ def fit(
             out,
             families,
             trials,
+            limit,
             on_progress=lambda name: bar.update(task, description=f"train {name}"),
         ).to_dict()
     log_fit(report, machine_name(out), out)

@@ -13,8 +13,10 @@ from learners.fit import Array, Table
 from learners.network import Network, fit_network
 
 FOLDS = 5
+MANY_FOLDS = 3  # of rows of several GPUs: there are more of them
 LARGE_FOLDS = 2
-MEMBERS = 3
+MEMBERS = 2
+HIDDEN_SHARE = 0.5
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -23,7 +25,7 @@ class Blend:
     """log ratio = share * network + (1 - share) * trees.
 
     ``known`` and ``hidden`` are networks that see, and do not see, whose row it is; the latter
-    prices a GPU never seen. Families of a single GPU have trees only.
+    prices GPUs never seen, half by half with the trees. Families of one GPU have trees only.
     """
 
     booster: xgb.Booster
@@ -33,14 +35,12 @@ class Blend:
 
     def predict(self, x: Array, roofline_us: Array, strange: Array) -> Array:
         """Time in us; ``strange`` marks rows of GPUs never seen."""
-        trees = fit.trees_log_ratio(self.booster, x, strange)
-        if self.share == 0 or self.known is None or self.hidden is None:
-            return roofline_us * np.exp(trees)
-        network = np.zeros(len(x))
-        for rows, chosen in ((~strange, self.known), (strange, self.hidden)):
-            if rows.any():
-                network[rows] = chosen.predict(x[rows])
-        return roofline_us * np.exp(self.share * network + (1 - self.share) * trees)
+        guess = fit.trees_log_ratio(self.booster, x, strange)
+        uses = ((~strange, self.known, self.share), (strange, self.hidden, HIDDEN_SHARE))
+        for rows, network, share in uses:
+            if network is not None and rows.any():
+                guess[rows] += share * (network.predict(x[rows]) - guess[rows])
+        return roofline_us * np.exp(guess)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +59,15 @@ class CrossFit:
 
 
 def steps_for(rows: int) -> int:
-    """Optimizer steps of a network: more for larger tables, within 2,000 and 6,000."""
-    return int(np.clip(rows // 25, 2000, 6000))
+    """Optimizer steps of a network: as many as rows up to 1,500, then a step per 20 rows."""
+    return int(np.clip(max(min(rows, 1500), rows // 20), 400, 6000))
 
 
 def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     """A booster and a network per fold of shapes, judged on the shapes left out."""
     names = np.random.default_rng(1).permutation(np.unique(train.group))
-    folds = min(FOLDS if len(train.x) < fit.LARGE_ROWS else LARGE_FOLDS, len(names))
+    folds = MANY_FOLDS if train.identity else FOLDS
+    folds = min(folds if len(train.x) < fit.LARGE_ROWS else LARGE_FOLDS, len(names))
     rounds, trees, network = [], np.zeros(len(train.x)), np.zeros(len(train.x))
     for fold in range(folds):
         held = np.isin(train.group, names[fold::folds])
@@ -88,23 +89,26 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     )
 
 
-def refit(table: Table, options: dict[str, Any], crossed: CrossFit) -> Blend:
-    """Trees and networks on all rows of the table, as cross-validation found best."""
-    booster = fit.refit(table, options, crossed.rounds)
-    if crossed.share == 0:
-        return Blend(booster=booster)
+def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = True) -> Blend:
+    """Trees and networks on all rows of the table, as cross-validation found best.
+
+    ``new``: GPUs never seen will be asked for too.
+    """
     steps, target = steps_for(len(table.x)), table.log_ratio
+    known = fit_network(table.x, target, MEMBERS, steps) if crossed.share else None
+    hidden = None
+    if new and table.identity:
+        hidden = fit_network(table.hidden_x, target, MEMBERS, steps)
     return Blend(
-        booster=booster,
+        booster=fit.refit(table, options, crossed.rounds),
         share=crossed.share,
-        known=fit_network(table.x, target, MEMBERS, steps),
-        hidden=fit_network(table.hidden_x, target, MEMBERS, steps),
+        known=known,
+        hidden=hidden,
     )
 
 
-def fit_hidden(table: Table, options: dict[str, Any], share: float = 0.5) -> Blend:
+def fit_hidden(table: Table, options: dict[str, Any], members: int = MEMBERS) -> Blend:
     """Only what prices a GPU never seen."""
-    network = fit_network(table.hidden_x, table.log_ratio, MEMBERS, steps_for(len(table.x)))
-    return Blend(
-        booster=fit.fit_shared(table, options, 0), share=share, known=network, hidden=network
-    )
+    network = fit_network(table.hidden_x, table.log_ratio, members, steps_for(len(table.x)))
+    booster = fit.fit_shared(table, options, 0)
+    return Blend(booster=booster, hidden=network)

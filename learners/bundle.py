@@ -142,23 +142,21 @@ def load_residuals(path: Path, width: float, nugget: float) -> Residuals:
 
 def save_networks(blend: Blend, path: Path) -> None:
     """Weights as plain arrays, loaded without pickle; no file where there are trees only."""
-    if blend.known is not None and blend.hidden is not None:
-        arrays = {**to_arrays(blend.known, "known"), **to_arrays(blend.hidden, "hidden")}
+    arrays: dict[str, np.ndarray] = {}
+    for name, network in (("known", blend.known), ("hidden", blend.hidden)):
+        arrays |= to_arrays(network, name) if network is not None else {}
+    if arrays:
         np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
 
 
 def load_networks(path: Path, booster: xgb.Booster, share: float) -> Blend:
-    """As saved; ``share`` 0 means there are none."""
-    if share == 0:
+    """As saved; a family without the file has trees only."""
+    if not path.is_file():
         return Blend(booster=booster)
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
-    return Blend(
-        booster=booster,
-        share=share,
-        known=from_arrays(arrays, "known"),
-        hidden=from_arrays(arrays, "hidden"),
-    )
+    found = {n: from_arrays(arrays, n) for n in ("known", "hidden") if f"{n}.mean" in arrays}
+    return Blend(booster=booster, share=share, **found)
 
 
 def _pair(values: Any) -> tuple[float, float]:

@@ -19,15 +19,14 @@ NUGGETS = (0.2, 1.0)  # weight of "no correction"
 
 def coordinates(rows: pd.DataFrame, family: Family) -> tuple[np.ndarray, np.ndarray]:
     """Kind of each row (its parameters that are no sizes, as text), and log2 of its sizes."""
-    p, names, sizes = columns(rows, family), [], []
+    p, sizes, kind = columns(rows, family), [], np.full(len(rows), "", dtype=object)
     for f in fields(family.params):
         values = np.asarray(getattr(p, f.name))
         if f.type in ("int", "float"):
             sizes.append(np.log2(1.0 + values.astype(float)))
         else:
-            names.append(pd.Series(values.astype(str)))
-    kind = names[0].str.cat(names[1:], sep="|")
-    return kind.to_numpy(dtype=object), np.stack(sizes, axis=1).astype(np.float32)
+            kind = kind + "|" + values.astype(str).astype(object)
+    return kind, np.stack(sizes, axis=1).astype(np.float32)
 
 
 def told_apart(kind: np.ndarray, whose: dict[str, pd.Series], table: pd.DataFrame) -> np.ndarray:

@@ -180,14 +180,15 @@ def learn(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> Lea
     train = prepared.table.take(known)
     crossed = cross_fit(train, options)
     gpu = prepared.gpu
+    strange = ~np.isin(gpu, np.unique(gpu[known])) & bool(train.identity)
     return Learned(
         prepared=prepared,
         crossed=crossed,
-        blend=refit(train, options, crossed),
+        blend=refit(train, options, crossed, new=bool(strange.any())),
         residuals=local.choose(
             prepared.kind[known], prepared.at[known], crossed.residual, train.group
         ),
-        strange=~np.isin(gpu, np.unique(gpu[known])) & bool(train.identity),
+        strange=strange,
     )
 
 
@@ -225,7 +226,7 @@ def strange_offsets(prepared: Prepared, options: dict[str, Any], known: Offsets)
         held = np.isin(prepared.gpu, names[fold::3])
         some = np.random.default_rng(fold).permutation(np.flatnonzero(~held))[:20_000]
         out = table.take(np.random.default_rng(fold).permutation(np.flatnonzero(held))[:5_000])
-        hidden = fit_hidden(table.take(some), options)
+        hidden = fit_hidden(table.take(some), options, members=1)
         guess = hidden.predict(out.x, out.roofline_us, np.ones(len(out.x), dtype=bool))
         errors.append(np.log(out.time_us / guess))
     low, high = np.quantile(np.concatenate(errors), [0.1, 0.9])

@@ -12,13 +12,15 @@ Array = Any  # numpy arrays of float
 WIDTH = 128
 LIMIT = 4.0  # inputs are standardised and cut here, so that nothing runs away beyond the data
 CHUNK = 4096
+BATCH = 256
+RATE = 3e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """An ensemble of perceptrons with two hidden layers (SiLU), all on the same inputs.
 
-    ``weights`` holds w0 (members, inputs, width), b0 (members, width), w1, b1, w2, b2 likewise;
+    ``weights`` holds w0 (members, inputs, width), b0 (members, 1, width), w1, b1, w2, b2 likewise;
     ``mean`` and ``scale`` standardise the inputs, ``centre`` is added to the output.
     """
 
@@ -55,34 +57,36 @@ def fit_network(x: Array, log_ratio: Array, members: int, steps: int) -> Network
     mean, centre = x.mean(0).astype(np.float32), float(np.median(log_ratio))
     inputs = torch.tensor(np.clip((x - mean) * scale, -LIMIT, LIMIT), dtype=torch.float32)
     target = torch.tensor(log_ratio - centre, dtype=torch.float32)
-    found = [_member(inputs, target, steps, seed) for seed in range(members)]
+    weights = _train(inputs, target, members, steps)
     torch.set_num_threads(before)
-    weights = {name: np.stack([f[name] for f in found]) for name in found[0]}
     return Network(mean=mean, scale=scale, centre=centre, weights=weights)
 
 
-def _member(inputs: Any, target: Any, steps: int, seed: int) -> dict[str, Array]:
+def _train(inputs: Any, target: Any, members: int, steps: int) -> dict[str, Array]:
+    """Weights of all members, trained at once, each on batches of its own."""
     import torch  # lazy, as above
 
-    torch.manual_seed(seed)
-    nn = torch.nn
-    layers = [nn.Linear(inputs.shape[1], WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)]
-    net = nn.Sequential(layers[0], nn.SiLU(), layers[1], nn.SiLU(), layers[2])
-    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, steps, pct_start=0.1)
-    batch = min(256, len(inputs))
+    torch.manual_seed(0)
+    sizes = ((inputs.shape[1], WIDTH), (WIDTH, WIDTH), (WIDTH, 1))
+    weights: dict[str, Any] = {}
+    for i, (rows, cols) in enumerate(sizes):
+        bound = rows**-0.5
+        for name, shape in ((f"w{i}", (members, rows, cols)), (f"b{i}", (members, 1, cols))):
+            weights[name] = ((torch.rand(shape) * 2 - 1) * bound).requires_grad_()
+    optimizer = torch.optim.AdamW(weights.values(), lr=RATE, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps, pct_start=0.1)
+    batch, act = min(BATCH, len(inputs)), torch.nn.functional.silu
     for _ in range(steps):
-        index = torch.randint(0, len(inputs), (batch,))
-        loss = (net(inputs[index])[:, 0] - target[index]).abs().mean()
+        index = torch.randint(0, len(inputs), (members, batch))
+        h = act(torch.baddbmm(weights["b0"], inputs[index], weights["w0"]))
+        h = act(torch.baddbmm(weights["b1"], h, weights["w1"]))
+        guess = torch.baddbmm(weights["b2"], h, weights["w2"])[..., 0]
+        loss = members * (guess - target[index]).abs().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         schedule.step()
-    arrays = {}
-    for i, layer in enumerate(layers):
-        arrays[f"w{i}"] = layer.weight.detach().numpy().T.copy()
-        arrays[f"b{i}"] = layer.bias.detach().numpy().copy()
-    return arrays
+    return {k: v.detach().numpy() for k, v in weights.items()}
 
 
 def to_arrays(network: Network, prefix: str) -> dict[str, Array]:

@@ -164,7 +164,8 @@ class Encoder:
 
     def places(self, chosen: list[str]) -> tuple[int, ...]:
         """Positions of the encoded columns of these features."""
-        found, at = [], 0
+        found: list[int] = []
+        at = 0
         for name in self.names:
             width = len(self.vocabulary.get(name, [""]))
             found += range(at, at + width) if name in chosen else []

@@ -113,10 +113,14 @@ def train(
     out: Path,
     names: Sequence[str] | None = None,
     trials: int = 0,
+    limit: int | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> TrainReport:
-    """Train the families that have rows and save the bundle; ValueError where there are none."""
-    tables = usable_rows(roots, names)
+    """Train the families that have rows and save the bundle; ValueError where there are none.
+
+    ``limit``: at most so many rows of a family, see ``thin``.
+    """
+    tables = {name: thin(rows, limit) for name, rows in usable_rows(roots, names).items()}
     anchors = reference_anchors(tables)
     reports, models, gpus = {}, {}, {}
     for name, rows in tables.items():
@@ -132,6 +136,18 @@ def train(
         gpus.update(found)
     Bundle(models=models, gpus=gpus, anchors=anchors).save(out)
     return TrainReport(families=reports)
+
+
+def thin(rows: pd.DataFrame, limit: int | None) -> pd.DataFrame:
+    """At most ``limit`` rows, as even as can be over GPUs, software, ops and dtypes."""
+    if limit is None or len(rows) <= limit:
+        return rows
+    kinds = [c for c in ("gpu", "stack", "op", "dtype") if c in rows]
+    mixed = rows.iloc[np.random.default_rng(0).permutation(len(rows))]
+    turn = mixed.groupby(kinds, dropna=False).cumcount()
+    return (
+        mixed.loc[turn.sort_values(kind="stable").index[:limit]].sort_index().reset_index(drop=True)
+    )
 
 
 def usable_rows(roots: Sequence[Path], names: Sequence[str] | None) -> dict[str, pd.DataFrame]:

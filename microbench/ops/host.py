@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from microbench.hardware.spec import Gpu
-from microbench.ops.family import Family, Workload, log_uniform
+from microbench.ops.family import Family, Workload, autograd_call, log_uniform
 
-CALLS = 30
+CALLS = 6  # even and few, so that they run nearly as cold as in a step
 EVENTS = ("module_call", "view_op", "autograd_node", "accumulate_grad", "zero_grad", "backward")
 OPTIMIZERS = ("adamw_step", "sgd_step")
 
@@ -41,19 +41,15 @@ def sweep() -> Iterator[Host]:
 
 
 def build(p: Host, device: str) -> Workload:
-    """Chains of events on tensors of one element."""
+    """A few events on tensors of one element, less what the same run costs without them."""
     if p.op in OPTIMIZERS:
         return _optimizer(p, device)
-    runs = {
-        "module_call": _module_calls,
-        "view_op": _views,
-        "autograd_node": _nodes,
-        "accumulate_grad": _leaves,
-        "zero_grad": _zero_grads,
-    }
     if p.op == "backward":
         return Workload(run=_leaf_backward(1, device), through_aten=False)
-    return Workload(run=runs[p.op](device), calls=CALLS, through_aten=False)
+    runs = {"module_call": _module_calls, "view_op": _views, "zero_grad": _zero_grads}
+    pairs = {"autograd_node": _nodes, "accumulate_grad": _leaves}
+    run, baseline = pairs[p.op](device) if p.op in pairs else (runs[p.op](device), None)
+    return Workload(run=run, baseline=baseline, calls=CALLS, through_aten=False)
 
 
 def _module_calls(device: str) -> Callable[[], object]:
@@ -80,11 +76,12 @@ def _views(device: str) -> Callable[[], object]:
     return run
 
 
-def _nodes(device: str) -> Callable[[], object]:
-    """Recording a node and walking it in the backward."""
+def _nodes(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Recording nodes and walking them in the backward; the same views without any."""
     import torch  # lazy, as above
 
     x, leaf = torch.ones(1, device=device), torch.ones(1, device=device, requires_grad=True)
+    empty = autograd_call(1, device)
 
     def run() -> None:
         y = leaf
@@ -92,7 +89,13 @@ def _nodes(device: str) -> Callable[[], object]:
             y = y.view_as(x)
         torch.autograd.grad(y, leaf, x)
 
-    return run
+    def baseline() -> None:
+        y = x
+        for _ in range(CALLS):
+            y = y.view_as(x)
+        empty()
+
+    return run, baseline
 
 
 def _leaf_backward(count: int, device: str) -> Callable[[], object]:
@@ -109,9 +112,9 @@ def _leaf_backward(count: int, device: str) -> Callable[[], object]:
     return run
 
 
-def _leaves(device: str) -> Callable[[], object]:
-    """A gradient handed to its parameter."""
-    return _leaf_backward(CALLS, device)
+def _leaves(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Gradients handed to their parameters; a backward with one."""
+    return _leaf_backward(CALLS + 1, device), _leaf_backward(1, device)
 
 
 def _zero_grads(device: str) -> Callable[[], object]:

@@ -1,0 +1,115 @@
+"""The public benchmark: splits without leaks, and baselines that answer by hand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from eval.bench_baselines import alpha_beta, interpolation
+from eval.bench_lines import clusters, gemm_sites, lines, nccl_cells, nccl_tail
+from eval.bench_public import Result, run_line
+from eval.bench_report import markdown
+from learners.fit import Table
+
+PUBLIC = Path(os.environ.get("ITERCAST_PUBLIC", "../shared/public-data"))
+SIZES = [2.0**i for i in range(10, 28)]
+
+
+def curve(gpu: str, op: str = "all_reduce", world_size: int = 2) -> pd.DataFrame:
+    """alpha 10 us, beta 1e-4 us per byte, in two dtypes."""
+    rows = [
+        {"gpu": gpu, "op": op, "world_size": world_size, "ranks_per_node": world_size}
+        | {"message_bytes": size, "dtype": dtype, "time_us": 10 + 1e-4 * size}
+        for size in SIZES
+        for dtype in ("fp16", "int8")
+    ]
+    return pd.DataFrame(rows)
+
+
+def test_a_cell_is_never_on_both_sides() -> None:
+    rows = pd.concat([curve("a"), curve("b")], ignore_index=True)
+    held = np.zeros(len(rows), dtype=int)
+    for split in nccl_cells(rows):
+        assert not (split.known & split.held).any()
+        for side in (split.known, split.held):
+            sizes = rows[side].groupby(["gpu", "message_bytes"])["dtype"].nunique()
+            assert (sizes == 2).all()
+        held += split.held
+    assert (held == 1).all()
+
+
+def test_a_site_is_left_out_on_every_gpu_and_stack() -> None:
+    sites = [(n, k) for n in (32, 64, 128) for k in (32, 64, 128)]
+    rows = pd.DataFrame(
+        {"gpu": gpu, "stack": stack, "n": n, "k": k, "source": "aiconfigurator"}
+        for gpu in ("a", "b")
+        for stack in ("x", "y")
+        for n, k in sites
+    )
+    splits = list(gemm_sites(rows))
+    held = [set(zip(rows["n"][s.held], rows["k"][s.held], strict=True)) for s in splits]
+    known = [set(zip(rows["n"][s.known], rows["k"][s.known], strict=True)) for s in splits]
+    assert held[0] == held[1]
+    assert not held[0] & (known[0] | known[1])
+
+
+def test_the_tail_is_all_above_16_mib() -> None:
+    split = next(nccl_tail(curve("a")))
+    assert set(curve("a")["message_bytes"][split.held]) == {2.0**25, 2.0**26, 2.0**27}
+
+
+def test_all_runs_of_a_cluster_go_at_once() -> None:
+    rows = pd.DataFrame(
+        {"gpu": "a", "node": "", "network_bytes_per_s": nic, "link": "network"}
+        | {"source": "nccl-tests", "op": op, "message_bytes": 2.0**24, "run_id": run}
+        for nic, run, op in ((1.0, "r1", "all_reduce"), (1.0, "r2", "all_gather"))
+    )
+    assert [s.held.tolist() for s in clusters(rows)] == [[True, True]]
+
+
+def test_baselines_along_a_curve() -> None:
+    rows = curve("a").iloc[::2].reset_index(drop=True)
+    table = Table(
+        x=np.zeros((len(rows), 1)),
+        roofline_us=np.ones(len(rows)),
+        time_us=rows["time_us"].to_numpy(),
+        group=np.arange(len(rows)),
+    )
+    known, asked = np.arange(0, len(rows), 2), np.arange(1, len(rows) - 1, 2)
+    found = alpha_beta(table, rows, known, asked)
+    assert found == pytest.approx(rows["time_us"].to_numpy()[asked], rel=1e-3)
+    middle = interpolation(table, rows, known, asked[-1:])
+    left, right = rows["time_us"].to_numpy()[[asked[-1] - 1, asked[-1] + 1]]
+    assert middle[0] == pytest.approx((left * right) ** 0.5)
+
+
+def test_the_report_says_what_fell_short() -> None:
+    scores = {"itercast": {"mape_pct": 5.0}, "roofline": {"mape_pct": 20.0}}
+    row = Result(
+        line="x",
+        part="p",
+        metric="mape_pct",
+        target=4.0,
+        known_best="6",
+        rows=3,
+        seconds=1.0,
+        scores=scores,
+    )
+    assert "| x | p | mape | 6 | 4 | no | 5.0 | 20.0 |" in markdown([row])
+
+
+@pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public measurements are not here")
+def test_layernorm_of_the_public_data_beats_its_baselines() -> None:
+    from microbench.importers import neusight
+
+    line = next(x for x in lines() if "layernorm" in x.name)
+    rows = neusight.read(PUBLIC / "NeuSight").rows["norm"].assign(source="NeuSight")
+    small = rows[rows["gpu"].isin(["v100-pcie-32gb", "t4"])].reset_index(drop=True)
+    result = next(iter(run_line(line, small)))
+    ours = result.scores["itercast"]["median_ape_pct"]
+    assert ours == min(s["median_ape_pct"] for s in result.scores.values())
+    assert ours < 4

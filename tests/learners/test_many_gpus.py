@@ -1,0 +1,102 @@
+"""One model of several GPUs: what is known stays exact, what is new is sane, a few rows help."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from learners.bundle import Bundle
+from learners.calibrate import calibrate
+from learners.calibration import NOISE, SHIFT, Calibration
+from learners.local import Residuals
+from learners.train import train
+from microbench.hardware.spec import Gpu
+from microbench.ops import gemm
+from microbench.store import write_card, write_part
+
+LAW = {"one": 1.5, "two": 2.0, "three": 2.5, "new": 4.0}
+
+
+def toy(name: str) -> Gpu:
+    speed = 1 + len(name) % 3
+    peaks = {"fp32": 1e13 * speed}
+    return Gpu(name=name, sm_count=8, peak_flops_per_s=peaks, hbm_bytes_per_s=1e12 * speed)
+
+
+def measured(name: str, count: int, skip: int = 0) -> pd.DataFrame:
+    """Rows of a GPU whose products take LAW times the roofline, with 2 % noise."""
+    rng, gpu, rows = np.random.default_rng(len(name) + skip), toy(name), []
+    for p in islice(gemm.sweep(), skip, skip + count):
+        compute = gemm.flops(p) / gpu.peak("fp32")
+        us = max(compute, gemm.bytes_moved(p) / gpu.hbm_bytes_per_s) * 1e6 + 2
+        us *= LAW[name] * rng.lognormal(0, 0.02)
+        facts = {"family": "gemm", "gpu": name, "stack": f"s-{name}", "timer": "device"}
+        rows.append({**asdict(p), **facts, "status": "ok", "time_us": us})
+    return pd.DataFrame(rows)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    root = tmp_path_factory.mktemp("many")
+    for name in ("one", "two", "three"):
+        path = write_part(root, "gemm", name, measured(name, 300), "0")
+        write_card(path.parent, {"hardware": toy(name).to_dict()})
+    train([root], root / "bundle")
+    return Bundle.load(root / "bundle")
+
+
+def median_ape(bundle: Bundle, rows: pd.DataFrame) -> float:
+    gpus = {"new": toy("new")}
+    guess = bundle.price("gemm", rows, gpus)["predicted_us"].to_numpy()
+    return float(np.median(np.abs(guess / rows["time_us"].to_numpy() - 1)) * 100)
+
+
+def test_known_gpus_are_told_apart_and_unknown_ones_flagged(bundle: Bundle) -> None:
+    for name in ("one", "two", "three"):
+        assert median_ape(bundle, measured(name, 60, 400)) < 6
+    priced = bundle.price("gemm", measured("new", 20, 400), {"new": toy("new")})
+    known = bundle.price("gemm", measured("two", 20, 400))
+    assert not priced["in_envelope"].any()
+    width = np.log(priced["predicted_us_p90"] / priced["predicted_us_p10"]).mean()
+    assert width > np.log(known["predicted_us_p90"] / known["predicted_us_p10"]).mean()
+
+
+def test_a_row_without_stack_is_priced_as_the_usual_one(bundle: Bundle) -> None:
+    rows = measured("two", 20, 400)
+    bare = bundle.price("gemm", rows.drop(columns=["stack", "timer"]))
+    pd.testing.assert_frame_equal(bare, bundle.price("gemm", rows))
+
+
+def test_eight_rows_pull_a_new_gpu_close(bundle: Bundle, tmp_path: Path) -> None:
+    test = measured("new", 80, 600)
+    before = median_ape(bundle, test)
+    pulled = calibrate(bundle, measured("new", 8, 400), {"new": toy("new")})
+    pulled.save(tmp_path / "b")
+    after = median_ape(Bundle.load(tmp_path / "b"), test)
+    assert before > 25
+    assert after < 8
+    elsewhere = measured("two", 60, 400)
+    assert median_ape(pulled, elsewhere) == pytest.approx(median_ape(bundle, elsewhere))
+
+
+def test_calibration_by_hand() -> None:
+    """One point 0.3 too low: the same point asked again moves by 0.3 p / (p + noise^2)."""
+    point = (np.array(["a"], dtype=object), np.zeros((1, 2)))
+    shift, share = Calibration(kind=point[0], at=point[1], value=np.array([0.3])).correction(*point)
+    prior = SHIFT**2 + 0.2**2 + 0.2**2
+    assert shift[0] == pytest.approx(0.3 * prior / (prior + NOISE**2))
+    assert share[0] == pytest.approx(0.3)
+
+
+def test_residuals_by_hand() -> None:
+    """A neighbour of the same kind at distance 0 counts 1 / (1 + nugget); another kind nothing."""
+    known = np.array(["a", "b"], dtype=object)
+    at = np.zeros((2, 1), dtype=np.float32)
+    found = Residuals(kind=known, at=at, value=np.array([0.2, 9.0]), width=0.5, nugget=1.0)
+    asked = np.array(["a", "c"], dtype=object)
+    assert found.correction(asked, at).tolist() == pytest.approx([0.1, 0.0])
