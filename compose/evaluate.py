@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from compose.breakdown import Shares, Tally, shares
 from compose.collectives import Message, price_messages
 from compose.cyclic import slot_message, steady_us
-from compose.memory_plan import rank_memory
-from compose.pipeline import StageTimes, finish_us, in_flight
+from compose.pipeline import StageTimes, finish_us
 from compose.priced import PricedOp
 from compose.rank import Rank, Run, Stretch
-from compose.stages import Chunk, partition
+from compose.stage_rank import chunks_of, memory, stages_of
+from compose.stages import Chunk
 from compose.step import PricedLayer
 from compose.timeline import Span, Task
 
@@ -97,7 +97,7 @@ def _alone(rank: Rank, optimizer: str) -> Outcome:
         host_gap_us=idle_us,
         bubble_us=0.0,
         waiting_us=0.0,
-        memory=rank_memory(rank.layers, plan, optimizer),
+        memory=memory(rank, optimizer),
         tally=tally,
         matmul_s=micro * sum(x.matmul_s for x in rank.layers),
         tasks=run.tasks,
@@ -160,22 +160,9 @@ class _Pipeline:
         pp = self.rank.plan.pp
         return [sum(t.forward_us + t.backward_us for t in self.times[r::pp]) for r in range(pp)]
 
-    def memory(self) -> dict[str, int]:
-        """Of the fullest rank."""
-        plan, found = self.rank.plan, []
-        for r in range(plan.pp):
-            held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
-            kept = sum(
-                n * sum(x.saved_bytes * k for x, k in c.runs)
-                for n, c in zip(held, self.chunks[r :: plan.pp], strict=True)
-            )
-            tied = self.rank.model.tied_bytes if r == plan.pp - 1 else 0
-            found.append(rank_memory(self.stages[r].layers, plan, self.optimizer, kept, tied))
-        return max(found, key=lambda m: sum(m.values()))
-
 
 def _pipeline(rank: Rank, optimizer: str) -> _Pipeline:
-    chunks = partition(rank.model.layers, rank.plan)
+    chunks, stages = chunks_of(rank), stages_of(rank)
     times = []
     for i, chunk in enumerate(chunks):
         send = _send(rank, chunk, i, len(chunks))
@@ -183,7 +170,6 @@ def _pipeline(rank: Rank, optimizer: str) -> _Pipeline:
         if key not in rank.model.memo:
             rank.model.memo[key] = _stage_times(rank, chunk, send.duration_us)
         times.append(rank.model.memo[key])
-    stages = [_stage(rank, chunks, r) for r in range(rank.plan.pp)]
     tails = _tails(rank, stages, optimizer)
     return _Pipeline(
         rank=rank, optimizer=optimizer, chunks=chunks, times=times, stages=stages, tails=tails
@@ -197,13 +183,11 @@ def _facts(rank: Rank) -> tuple[object, ...]:
     return (rank.strategy, groups["shard"], groups["expert"], *facts)
 
 
-def quick(rank: Rank, optimizer: str) -> tuple[float, int]:
-    """(iteration_us, memory_bytes): what ``evaluate`` finds, without its breakdown."""
+def quick_us(rank: Rank, optimizer: str) -> float:
+    """The iteration ``evaluate`` finds, without its breakdown."""
     if rank.plan.pp == 1:
-        found = _alone(rank, optimizer)
-        return found.iteration_us, found.memory_bytes
-    pipeline = _pipeline(rank, optimizer)
-    return max(pipeline.totals_us()), sum(pipeline.memory().values())
+        return _alone(rank, optimizer).iteration_us
+    return max(_pipeline(rank, optimizer).totals_us())
 
 
 def _send(rank: Rank, chunk: Chunk, i: int, count: int) -> PricedOp:
@@ -218,12 +202,8 @@ def _send(rank: Rank, chunk: Chunk, i: int, count: int) -> PricedOp:
     return price_messages([message], rank.book, rank.where)[0]
 
 
-def _with_layers(rank: Rank, layers: tuple[PricedLayer, ...]) -> Rank:
-    return replace(rank, layers=layers)
-
-
 def _stage_times(rank: Rank, chunk: Chunk, send_us: float) -> StageTimes:
-    own = _with_layers(rank, chunk.layers)
+    own = replace(rank, layers=chunk.layers)
     forward, backward = Stretch(own), Stretch(own)
     forward.forward()
     backward.backward(later=True, sync=rank.strategy.every_micro)
@@ -234,12 +214,6 @@ def _stage_times(rank: Rank, chunk: Chunk, send_us: float) -> StageTimes:
         weight_us=weight_us,
         send_us=send_us,
     )
-
-
-def _stage(rank: Rank, chunks: Sequence[Chunk], r: int) -> Rank:
-    """All layers of a rank, over its virtual stages."""
-    layers = tuple(x for c in chunks[r :: rank.plan.pp] for x in c.layers)
-    return _with_layers(rank, layers)
 
 
 def _tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tuple[Run, float]]:
@@ -297,7 +271,7 @@ def _pipelined(rank: Rank, optimizer: str) -> Outcome:
         host_gap_us=gaps_us,
         bubble_us=bubble_us,
         waiting_us=max(0.0, idle_us - bubble_us - gaps_us),
-        memory=found.memory(),
+        memory=memory(rank, optimizer),
         tally=tally,
         matmul_s=micro * sum(x.matmul_s for x in own.layers),
         tasks=tail.tasks,

@@ -81,7 +81,7 @@ def forecast(
 
 def is_by_op(capture: StepCapture, plan: ParallelPlan, node: Node | None) -> bool:
     """Whether every op of the step is a task: one process or plain DDP."""
-    return plan == ParallelPlan(dp=plan.dp) and not capture.repeats and node is None
+    return plan.plain and not capture.repeats and node is None
 
 
 def timeline(

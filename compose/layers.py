@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 
 from microbench.opcall import OpCall, ParamSpec, StepCapture
@@ -17,7 +18,7 @@ from microbench.opcall import OpCall, ParamSpec, StepCapture
 NUMBERED = re.compile(r"((?:[^.\d][^.]*\.)*\d+(?:\.\d+)*)\.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Layer:
     """Calls ``forward`` and ``backward`` (half-open ranges of the step) of ``count`` equal layers.
 
@@ -35,12 +36,12 @@ class Layer:
     work_bytes: int
     count: int = 1
 
-    @property
+    @cached_property
     def parameter_bytes(self) -> int:
         """Bytes of one layer's parameters."""
         return sum(p.nbytes for p in self.parameters)
 
-    @property
+    @cached_property
     def trained_bytes(self) -> int:
         """Bytes of one layer's gradients."""
         return sum(p.nbytes for p in self.parameters if p.ready_after >= 0)

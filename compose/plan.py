@@ -6,7 +6,7 @@ Rules that need the model (heads, layers, samples) stand with the rewrites that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import ceil
 from typing import Any
 
@@ -62,6 +62,11 @@ class ParallelPlan:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is one process or plain DDP."""
+        return replace(self, micro=0) == ParallelPlan(dp=self.dp) and self.microbatches == 1
 
     @property
     def microbatches(self) -> int:
@@ -126,7 +131,9 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _degree(key: str, value: str) -> dict[str, Any]:
-    return {key: _integer(key, value, 1, 10**7)}
+    if not (value.isascii() and value.isdecimal() and len(value) < 9 and int(value)):
+        raise ValueError(f"{key} is a positive integer, got {value!r}")
+    return {key: int(value)}
 
 
 def _integer(key: str, value: str, low: int, high: int) -> int:

@@ -88,3 +88,19 @@ def ui_command() -> list[str]:
     """The MLflow UI on the project's store, with few workers so that it starts soon."""
     store = ["--backend-store-uri", tracking_uri(), "--workers", "1"]
     return [sys.executable, "-m", "mlflow", "ui", *store]
+
+
+def log_plans(facts: Mapping[str, Any], plans: Sequence[Mapping[str, Any]]) -> None:
+    """Experiment plans: a parent run per search, a nested run per plan, the best first."""
+    mlflow = _mlflow()
+    experiment = _experiment(mlflow, "plans")
+    name = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}"
+    with mlflow.start_run(experiment_id=experiment, run_name=name):
+        mlflow.log_params(dict(facts))
+        mlflow.log_dict({**facts, "plans": list(plans)}, "plans.json")
+        for place, plan in enumerate(plans, start=1):
+            with mlflow.start_run(experiment_id=experiment, run_name=plan["plan"], nested=True):
+                mlflow.log_params({"plan": plan["plan"], "gpu": plan["gpu"], "place": place})
+                numbers = {k: float(v) for k, v in plan.items() if isinstance(v, int | float)}
+                idle = {f"idle_{k}_us": us for k, us in plan["idle_by_us"].items()}
+                mlflow.log_metrics({**numbers, **idle})

@@ -16,6 +16,7 @@ from itercast.calibration import calibrate
 from itercast.errors import one_line_errors, seconds
 from itercast.imports import import_rows
 from itercast.options import Bundle, Families, Json
+from itercast.planning import plan
 from itercast.predict_command import predict
 
 app = typer.Typer(
@@ -95,6 +96,9 @@ def price(
 
 
 app.command()(predict)
+
+
+app.command()(plan)
 
 
 @app.command()

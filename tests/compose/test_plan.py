@@ -25,8 +25,8 @@ GOOD = [
 BAD = {
     "tp=2,tp=2": "tp is given twice",
     "width=1": "unknown key 'width'; known",
-    "dp=0": "dp is an integer from 1",
-    "dp=x": "dp is an integer from 1",
+    "dp=0": "dp is a positive integer",
+    "dp=x": "dp is a positive integer",
     "sp": "sp needs tp > 1",
     "dp=4,ep=3": "ep divides dp",
     "schedule=zb": "schedule=zb needs pp > 1",

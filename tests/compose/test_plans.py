@@ -1,0 +1,228 @@
+"""Whole plans: identities between strategies, memory, and cost that does not grow with ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from conftest import Flat
+
+from compose.by_op import price_step
+from compose.collectives import Message, cluster, ring_us
+from compose.cyclic import held_activations, steady_us
+from compose.ddp import default_contention
+from compose.forecast import Forecast, forecast, rank_of
+from compose.memory import peak_bytes
+from compose.memory_plan import rank_memory
+from compose.plan import ParallelPlan, micro_batch
+from compose.priced import PriceBook
+from compose.rank import Rank, Stretch
+from compose.step import price_model
+from microbench.hardware.spec import Gpu
+from microbench.opcall import StepCapture
+
+CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e12)
+GPU = Gpu(
+    name="toy-gpu",
+    peak_flops_per_s={"fp32": 1e12},
+    l2_bytes=1e12,
+    hbm_bytes=1e9,
+    link_bytes_per_s=1e11,
+    pcie_bytes_per_s=1e10,
+)
+PLANS = [
+    "dp=2,accumulate=2",
+    "dp=2,zero=1",
+    "dp=2,zero=2,accumulate=2",
+    "dp=2,zero=3",
+    "tp=2,sp,dp=2",
+    "cp=2",
+    "pp=2,micro=4",
+    "pp=2,micro=4,schedule=gpipe",
+    "pp=2,micro=4,schedule=zb",
+    "pp=2,dp=2,zero=3",
+    "recompute=full",
+    "recompute=selective",
+    "offload=optimizer",
+    "offload=activations",
+    "dp=2,compress=0.25",
+    "dp=4,gossip=ring",
+    "dp=4,gossip=exp2",
+    "dp=4,cdp=1",
+    "dp=2,coconet=split",
+    "dp=2,coconet=split,reorder,fuse,overlap:8",
+]
+
+
+def of(text: str, capture: StepCapture, gpu: Gpu = GPU) -> Forecast:
+    plan = ParallelPlan.parse(text)
+    return forecast(capture, Flat(), gpu, plan, bundle_name="b", threads=1, optimizer="adamw")
+
+
+def rank(text: str, capture: StepCapture, gpu: Gpu = CPU) -> Rank:
+    plan, book = ParallelPlan.parse(text), PriceBook(Flat(), gpu, 1)
+    where = cluster(plan, gpu)
+    return rank_of(plan, price_model(capture, plan, book, where), book, where)
+
+
+def wire_bytes(text: str, capture: StepCapture) -> float:
+    """Bytes over each rank's link in a step, from what the lanes carry at 1 us per KiB."""
+    stretch = Stretch(rank(text, capture))
+    stretch.forward()
+    stretch.backward(later=False, sync=True)
+    stretch.update("adamw")
+    n = stretch.rank.plan.dp
+    factor = {"all_reduce": 2 * (n - 1) / n, "send_recv": 1.0}
+    return sum(op.duration_us * 1024 * factor.get(op.op, (n - 1) / n) for op in stretch.run().sent)
+
+
+@pytest.mark.parametrize("gpu", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("text", PLANS)
+def test_iteration_is_compute_plus_exposed_plus_idle(text: str, gpu: Gpu, gpt: StepCapture) -> None:
+    found = of(text, gpt, gpu)
+    parts = found.compute_us + found.exposed_comm_us + found.idle_us
+    assert found.iteration_us == pytest.approx(parts)
+    assert found.idle_us == pytest.approx(sum(found.idle_by_us.values()), abs=1e-6)
+    assert found.iteration_us_p10 <= found.iteration_us <= found.iteration_us_p90
+    assert sum(found.memory_by_bytes.values()) == found.memory_bytes > 0
+    assert min(found.compute_us, found.exposed_comm_us, *found.idle_by_us.values()) >= 0
+
+
+@pytest.mark.parametrize("gpu", [CPU, GPU], ids=["cpu", "gpu"])
+def test_folded_ddp_is_ddp_op_by_op(gpu: Gpu, gpt: StepCapture) -> None:
+    """Layers, max-plus folding and buckets against a task for every op."""
+    bare = replace(gpt, host={})
+    tasks, spans = price_step(bare, Flat(), gpu, ParallelPlan(dp=2), 1).run()
+    made = Stretch(rank("dp=2", bare, gpu))
+    made.forward()
+    made.backward(later=False, sync=True)
+    made.update("adamw")
+    run = made.run()
+    exact, folded = ([s for s, t in pairs if t.lanes == ("comm",)] for pairs in (
+        list(zip(spans, tasks, strict=True)), list(zip(run.spans, run.tasks, strict=True))
+    ))  # fmt: skip
+    assert [s.duration_us for s in folded] == pytest.approx([s.duration_us for s in exact])
+    if gpu.kind == "cpu":
+        assert run.end_us == pytest.approx(max(s.end_us for s in spans))
+    else:  # the copies' launches are counted with their layer's
+        assert run.end_us == pytest.approx(max(s.end_us for s in spans), rel=0.02)
+
+
+def test_one_degree_of_anything_is_no_plan(gpt: StepCapture) -> None:
+    one, none = of("tp=1,pp=1,cp=1,ep=1,micro=1", gpt), of("", gpt)
+    assert replace(one, plan=none.plan) == none
+    layered = of("accumulate=2", gpt)
+    assert layered.mfu_frac * layered.iteration_us == pytest.approx(
+        2 * none.mfu_frac * none.iteration_us
+    )
+
+
+def test_reduce_scatter_and_all_gather_are_an_all_reduce(gpt: StepCapture) -> None:
+    where = cluster(ParallelPlan(dp=8), GPU)
+    us = {
+        kind: ring_us(Message(kind=kind, axis="dp", message_bytes=2**30), where.groups["dp"], where)
+        for kind in ("all_reduce", "reduce_scatter", "all_gather")
+    }
+    assert us["reduce_scatter"] + us["all_gather"] == pytest.approx(us["all_reduce"])
+    assert wire_bytes("dp=8,zero=1", gpt) == pytest.approx(wire_bytes("dp=8", gpt))
+    assert wire_bytes("dp=8,coconet=split", gpt) == pytest.approx(wire_bytes("dp=8", gpt))
+
+
+def test_zero_3_moves_one_and_a_half_times_the_bytes(gpt: StepCapture) -> None:
+    """Of the blocks; embedding and head are gathered once only."""
+    model = rank("dp=8", gpt)
+    root = sum(x.layer.parameter_bytes for x in model.layers if not x.numbered)
+    blocks = sum(x.layer.parameter_bytes for x in model.layers if x.numbered)
+    share = 7 / 8
+    assert wire_bytes("dp=8", gpt) == pytest.approx(2 * share * (root + blocks))
+    assert wire_bytes("dp=8,zero=3", gpt) == pytest.approx(share * (2 * root + 3 * blocks))
+
+
+def test_compression_and_gossip_send_less(gpt: StepCapture) -> None:
+    gradients = sum(p.nbytes for p in gpt.parameters)
+    assert wire_bytes("dp=8,compress=0.25", gpt) == pytest.approx(
+        wire_bytes("dp=8", gpt) / 4, rel=1e-3
+    )
+    assert wire_bytes("dp=8,gossip=exp2", gpt) == pytest.approx(gradients)
+    assert wire_bytes("dp=8,gossip=ring", gpt) == pytest.approx(2 * gradients)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_cyclic_replicas_hold_half_the_activations(n: int) -> None:
+    """(N+1)/2 replicas' worth in every slot, against N at DDP's peak."""
+    assert {held_activations(n, t, cyclic=True) for t in range(2 * n)} == {n * (n + 1) // 2}
+    assert max(held_activations(n, t, cyclic=False) for t in range(2 * n)) == n * n
+
+
+def test_a_cyclic_slot_is_as_long_as_its_compute_or_its_messages() -> None:
+    assert steady_us(80, 1, 4, 1.0) == 80  # 8 slots of 10 us, messages of 2
+    assert steady_us(80, 20, 4, 1.0) == 8 * 40
+    assert steady_us(80, 1, 4, 2.0) == 8 * 12  # on a CPU the two add up
+
+
+def test_the_pipeline_of_equal_stages_has_the_known_bubble(gpt: StepCapture) -> None:
+    """Two stages that differ by embedding and head: the bubble is the slower one's share."""
+    found = of("pp=2,micro=8", replace(gpt, repeats={"blocks": 94}), CPU)
+    busy = found.compute_us + found.exposed_comm_us
+    assert found.idle_by_us["bubble"] / (busy + found.idle_us) == pytest.approx(1 / 9, rel=0.05)
+
+
+def test_shards_keep_a_share_of_the_state(gpt: StepCapture) -> None:
+    plain, one, two, three = (of(f"dp=8,zero={z}", gpt).memory_by_bytes for z in range(4))
+    size = sum(p.nbytes for p in gpt.parameters)
+    assert of("dp=8", gpt).memory_bytes == plain.get("all", of("dp=8", gpt).memory_bytes)
+    assert one["optimizer"] == two["optimizer"] == three["optimizer"] == 2 * size // 8
+    assert (one["buckets"], two["buckets"]) == (size, 0)
+    assert three["parameters"] == size // 8
+
+
+def test_folded_memory_is_the_walk_over_all_calls(gpt: StepCapture) -> None:
+    """Within a tenth: the walk sees each tensor die, layers see their peaks."""
+    layers = rank("", gpt).layers
+    found = sum(rank_memory(layers, ParallelPlan(), "adamw").values())
+    assert found == pytest.approx(peak_bytes(gpt, "adamw"), rel=0.1)
+
+
+def test_recomputing_and_offloading_trade_time_for_memory(gpt: StepCapture) -> None:
+    plain = of("accumulate=2", gpt)
+    for text in ("recompute=full", "recompute=selective", "offload=activations"):
+        other = of(f"accumulate=2,{text}", gpt)
+        assert other.memory_by_bytes["activations"] < plain.memory_by_bytes["activations"], text
+        assert other.iteration_us >= plain.iteration_us, text
+    assert of("accumulate=2,offload=optimizer", gpt).memory_by_bytes["optimizer"] == 0
+
+
+def test_a_plan_that_does_not_fit_says_so(gpt: StepCapture) -> None:
+    tiny: dict[str, Any] = {"hbm_bytes": 1e6}
+    assert of("tp=2", gpt).fits
+    assert not of("tp=2", gpt, replace(GPU, **tiny)).fits
+
+
+def test_bad_plans_of_a_model_name_the_rule(gpt: StepCapture) -> None:
+    with pytest.raises(ValueError, match="4 stages, the model has 2 layers"):
+        of("pp=4", gpt)
+    with pytest.raises(ValueError, match="6 samples do not divide by 4 micro-batches"):
+        micro_batch(ParallelPlan(pp=4), 6, 64)
+    with pytest.raises(ValueError, match="length of 66 does not divide by"):
+        micro_batch(ParallelPlan(cp=2), 6, 66)
+
+
+def test_cost_does_not_grow_with_replicas(gpt: StepCapture) -> None:
+    """8 to 100,000 GPUs: as many tasks, and time within noise."""
+    deep = replace(gpt, repeats={"blocks": 94})
+
+    def once(dp: int) -> tuple[float, int]:
+        begin = time.process_time()
+        made = Stretch(rank(f"tp=4,dp={dp},zero=1", deep, GPU))
+        made.forward()
+        made.backward(later=False, sync=True)
+        tasks = len(made.run().tasks)
+        return time.process_time() - begin, tasks
+
+    once(2)
+    (small_s, small), (large_s, large) = (min(once(dp) for _ in range(3)) for dp in (2, 25_000))
+    assert small == large
+    assert large_s < 3 * small_s
+    assert default_contention(GPU) == 1.0

@@ -1,0 +1,110 @@
+"""What each rewrite adds to a rank's step: ops, collectives, bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from compose.context import context_parallel
+from compose.experts import expert_parallel
+from compose.layers import split_layers
+from compose.plan import ParallelPlan
+from compose.rewrite import COLLECTIVE
+from compose.tensor import roles, tensor_parallel
+from itercast.api import capture_case
+from microbench.cases.registry import case
+from microbench.opcall import StepCapture
+from microbench.ops import find_family
+
+ACTIVATION_BYTES = 4 * 64 * 96 * 4  # batch * tokens * width * fp32
+
+
+def sent(capture: StepCapture) -> Counter[tuple[str, str]]:
+    found = [c for c in capture.calls if c.op == COLLECTIVE]
+    return Counter((c.phase, c.kwargs["kind"]) for c in found)
+
+
+def product_flops(capture: StepCapture) -> float:
+    pairs = [find_family(c) for c in capture.calls]
+    return sum(f.flops(p) for f, p in pairs if f is not None and f.name == "gemm")
+
+
+def test_one_rank_is_no_plan(gpt: StepCapture) -> None:
+    for rewrite in (tensor_parallel, context_parallel, expert_parallel):
+        assert rewrite(gpt, ParallelPlan(dp=4)) is gpt
+
+
+def test_pairs_of_products_are_found_by_following_data(gpt: StepCapture) -> None:
+    names = {p.storage: p.name for p in gpt.parameters}
+    found = {names[s]: role for s, role in roles(gpt).items()}
+    assert found.pop("tokens.weight") == "vocabulary"
+    columns = {n.split(".", 2)[2] for n, role in found.items() if role == "column"}
+    rows = {n.split(".", 2)[2] for n, role in found.items() if role == "row"}
+    assert columns == {"attention.q.weight", "attention.kv.weight", "mlp.up.weight"}
+    assert rows == {"attention.out.weight", "mlp.down.weight"}
+
+
+def test_tensor_parallel_halves_products_and_adds_four_all_reduces_a_block(
+    gpt: StepCapture,
+) -> None:
+    made = tensor_parallel(gpt, ParallelPlan(tp=2))
+    assert product_flops(made) == product_flops(gpt) / 2
+    # two per block each way; the look-up forward, the head's input gradient backward
+    assert sent(made) == {("forward", "all_reduce"): 5, ("backward", "all_reduce"): 5}
+    sizes = {c.args[0].nbytes for c in made.calls if c.op == COLLECTIVE}
+    assert sizes == {ACTIVATION_BYTES}
+    block = split_layers(made)[1]
+    matrices = 4 * 96 * 96 + 2 * 4 * 96 * 96  # q, kv, out; up, down
+    whole = 96 + 96 + 4 * 96  # biases of out and down, both norms
+    cut = 96 + 2 * 96 + 4 * 96  # biases of q, kv, up
+    assert block.parameter_bytes == 4 * (matrices // 2 + cut // 2 + whole)
+
+
+def test_sequence_parallel_moves_the_same_bytes_and_saves_less(gpt: StepCapture) -> None:
+    plain = tensor_parallel(gpt, ParallelPlan(tp=2))
+    made = tensor_parallel(gpt, ParallelPlan(tp=2, sp=True))
+    found = sent(made)
+    assert found[("forward", "reduce_scatter")] == 5
+    assert found[("forward", "all_gather")] == 5  # before each pair, and the head
+    saved = [sum(x.saved_bytes * x.count for x in split_layers(c)) for c in (gpt, plain, made)]
+    assert saved[2] < saved[1] < saved[0]
+
+
+def test_heads_must_divide(gpt: StepCapture) -> None:
+    with pytest.raises(ValueError, match="tp=3 does not divide 4 heads"):
+        tensor_parallel(gpt, ParallelPlan(tp=3))
+
+
+def test_ring_attention_does_half_of_each_foreign_block() -> None:
+    """Causal: cp ranks with a share of the tokens do what one does with all."""
+    whole = capture_case(case("gpt-s"), batch=1, seq=64)
+    share = context_parallel(capture_case(case("gpt-s"), batch=1, seq=16), ParallelPlan(cp=4))
+    scores = []
+    for capture in (whole, share):
+        calls = [c for c in capture.calls if c.op == "itercast.sdpa"]
+        scores.append(
+            sum(
+                q.shape[2] * k.shape[2] / (2 if c.kwargs["is_causal"] else 1)
+                for c in calls
+                for q, k in [c.args[:2]]
+            )
+        )
+    assert scores[1] * 4 == scores[0]
+    assert sent(share)[("forward", "send_recv")] == 2 * 3  # layers * (cp - 1)
+
+
+def test_experts_are_spread_and_tokens_sent_both_ways() -> None:
+    capture = capture_case(case("moe-s"))
+    made = expert_parallel(capture, ParallelPlan(dp=4, ep=4))
+    assert product_flops(made) == product_flops(capture)  # 1/4 of the experts, 4 times the tokens
+    assert sent(made) == {("forward", "all_to_all"): 4, ("backward", "all_to_all"): 4}
+    stacked = [p.nbytes for p in capture.parameters if len(p.shape) == 3]
+    less = sum(p.nbytes for p in capture.parameters) - sum(p.nbytes for p in made.parameters)
+    assert less == sum(stacked) * 3 // 4
+    skewed = expert_parallel(capture, ParallelPlan(dp=4, ep=4, imbalance=1.5))
+    assert product_flops(skewed) > product_flops(made)
+    with pytest.raises(ValueError, match="ep does not divide 4 experts"):
+        expert_parallel(capture, ParallelPlan(dp=3, ep=3))
+    with pytest.raises(ValueError, match="the model has none"):
+        expert_parallel(capture_case(case("gpt-s")), ParallelPlan(dp=4, ep=4))

@@ -1,0 +1,84 @@
+"""`itercast plan` as a user meets it, with a bundle that knows no family: roofline throughout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest_plan import GPU, search_of
+from typer.testing import CliRunner
+
+from compose.search import best_plans
+from itercast.__main__ import app
+from itercast.plan_study import open_study, shared_search
+from learners.bundle import Bundle
+
+run = CliRunner()
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> str:
+    Bundle(models={}, gpus={GPU.name: GPU}).save(tmp_path / "bundle")
+    return str(tmp_path / "bundle")
+
+
+def test_the_best_plans_are_printed_and_logged(
+    bundle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "2", "--bundle", bundle, "--json"]
+    result = run.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    times = [p["iteration_us"] for p in found["plans"]]
+    assert 1 < len(times) <= 10 and times == sorted(times)
+    assert {p["world_size"] for p in found["plans"]} == {2}
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("plans")
+    assert experiment is not None
+    runs = client.search_runs([experiment.experiment_id])
+    logged = {r.data.params["plan"] for r in runs if "plan" in r.data.params}
+    assert logged == {p["plan"] for p in found["plans"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gpus", "2", "--objective", "speed"], "objective 'speed': allowed are time, cost"),
+        (["--gpus", "2", "--node", "dgx-h100"], "node 'dgx-h100' holds h100-sxm-80gb, not toy"),
+        (["--gpus", "7", "--batch", "4"], "no legal plan of gpt-s for 7 GPUs"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], message: str, bundle: str) -> None:
+    result = run.invoke(app, ["plan", "gpt-s", "--gpu", GPU.name, "--bundle", bundle, *words])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert len(result.output.strip().splitlines()) == 1
+
+
+def test_workers_share_a_search(tmp_path: Path) -> None:
+    """The second does only what the first, cut short, left; both find what one alone finds."""
+    url, facts = f"sqlite:///{tmp_path / 'plans.db'}", {"case": "gpt-s"}
+    alone = best_plans(search_of(), 2, "time")
+    first = shared_search(search_of(), 2, "time", url, facts)
+    second = shared_search(search_of(), 2, "time", url, facts)
+    assert [s.plan for s in first.best] == [s.plan for s in alone.best]
+    assert [s.plan for s in second.best] == [s.plan for s in alone.best]
+    assert (first.simulated, second.simulated) == (alone.simulated, 0)
+
+
+def test_a_killed_workers_plans_are_done_by_another(tmp_path: Path) -> None:
+    """A worker that took the first plan and never came back."""
+    import optuna
+
+    url, facts = f"sqlite:///{tmp_path / 'plans.db'}", {"case": "gpt-s"}
+    alone = best_plans(search_of(), 2, "time")
+    study = open_study(search_of(), 2, "time", url, facts)[0]
+    assert study.ask().number == 0
+    shared = shared_search(search_of(), 2, "time", url, facts)
+    assert [s.plan for s in shared.best] == [s.plan for s in alone.best]
+    states = [t.state for t in study.trials]
+    assert states[0] == optuna.trial.TrialState.RUNNING and len(states) == alone.simulated + 1
