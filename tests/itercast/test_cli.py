@@ -18,7 +18,7 @@ run = CliRunner()
         (["collect", "--budget", "soon"], "budget 'soon': expected a duration like 90s, 10m or 1h"),
         (["collect", "--family", "gem"], "unknown family 'gem'; known:"),
         (["predict", "gpt9"], "unknown case 'gpt9'; known:"),
-        (["predict", "gpt-s", "--plan", "dp=0"], "dp is an integer from 1 to 10000000, got '0'"),
+        (["predict", "gpt-s", "--plan", "dp=0"], "dp is a positive integer, got '0'"),
         (["predict", "gpt-s", "--bundle", "nowhere"], "bundle 'nowhere': no readable bundle.json"),
         (["train", "--data", "nowhere", "--out", "x"], "data 'nowhere': no such folder"),
     ],
