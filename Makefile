@@ -2,7 +2,7 @@ PY := .venv/bin/python
 CLI := OMP_WAIT_POLICY=passive $(PY) -m itercast
 BUDGET ?= 5m
 
-.PHONY: help setup demo collect train evaluate bench-public predict ui report test lint endurance clean
+.PHONY: help setup demo collect train evaluate bench-public bench-speed predict ui report test lint endurance clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -31,6 +31,9 @@ bench-public: setup ## errors on other people's measurements beside baselines (P
 
 predict: setup ## forecast one case (CASE=gpt2-small GPU=cpu)
 	$(CLI) predict $(or $(CASE),gpt2-small) --gpu $(or $(GPU),cpu)
+
+bench-speed: setup ## how fast predict and price answer (BUNDLE=runs/demo/bundle)
+	$(PY) -m eval.speed $(or $(BUNDLE),runs/demo/bundle)
 
 ui: setup ## the MLflow UI
 	$(CLI) ui

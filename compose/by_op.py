@@ -10,7 +10,7 @@ from compose.collectives import cluster, price_messages
 from compose.ddp import Sync, ddp_step, default_contention
 from compose.host import host_cost
 from compose.plan import ParallelPlan
-from compose.priced import PriceBook, PricedOp, Pricer, price_calls
+from compose.priced import PricedOp, Pricer, price_book, price_calls
 from compose.timeline import Span, Task, simulate, simulate_shared
 from microbench.hardware.spec import Gpu
 from microbench.opcall import StepCapture
@@ -116,7 +116,7 @@ def price_step(
     if gpu.kind != "cpu":
         counts["launch"] = len(capture.calls)
     messages = [sync.message for sync in syncs]
-    book = PriceBook(pricer, gpu, threads)
+    book = price_book(pricer, gpu, threads)
     return PricedStep(
         ops=price_calls(capture, book),
         host=host_cost(counts, pricer, gpu, threads),

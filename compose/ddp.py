@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from compose.collectives import Message
+from compose.memo import remembered
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
@@ -84,6 +85,7 @@ def buckets(
     return sorted(found, key=lambda b: b.ready_after)
 
 
+@remembered
 def ddp_step(capture: StepCapture) -> tuple[StepCapture, list[Sync]]:
     """The step with what DDP adds (see the top of this file), and its collectives.
 

@@ -12,7 +12,7 @@ from compose.ddp import default_contention
 from compose.evaluate import Outcome, evaluate
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
-from compose.priced import UNMODELLED, PriceBook, Pricer
+from compose.priced import UNMODELLED, PriceBook, Pricer, price_book
 from compose.rank import Rank
 from compose.step import MATMUL_FAMILIES, PricedModel, price_model
 from compose.timeline import Span, Task
@@ -73,7 +73,7 @@ def forecast(
     """
     if is_by_op(capture, plan, node):
         return _by_op(capture, pricer, gpu, plan, bundle_name, threads, optimizer)
-    book, where = PriceBook(pricer, gpu, threads), cluster(plan, gpu, node)
+    book, where = price_book(pricer, gpu, threads), cluster(plan, gpu, node)
     model = price_model(capture, plan, book, where)
     outcome = evaluate(rank_of(plan, model, book, where), optimizer)
     return report(outcome, capture, plan, model, book, bundle_name)
@@ -97,7 +97,7 @@ def timeline(
     """When each task of ``forecast`` runs; of a pipeline the last micro-batch and the optimizer."""
     if is_by_op(capture, plan, node):
         return price_step(capture, pricer, gpu, plan, threads).run()
-    book, where = PriceBook(pricer, gpu, threads), cluster(plan, gpu, node)
+    book, where = price_book(pricer, gpu, threads), cluster(plan, gpu, node)
     model = price_model(capture, plan, book, where)
     outcome = evaluate(rank_of(plan, model, book, where), optimizer)
     return outcome.tasks, outcome.spans

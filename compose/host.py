@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pandas as pd
 
+from compose.memo import remembered
 from compose.priced import PricedOp, Pricer
 from microbench.hardware.spec import Gpu
 
@@ -36,12 +38,8 @@ def host_cost(counts: Mapping[str, int], pricer: Pricer, gpu: Gpu, threads: int)
     events = [name for name in counts if counts[name]]
     learned: list[dict[str, float]] = []
     if "host" in pricer.models and events:
-        facts = {"trial": 0, "dtype": "fp32", "gpu": gpu.name, "threads": threads, "cache": "warm"}
-        rows = pd.DataFrame(
-            {"op": e, "tensors": counts[e] if e in PER_STEP else 1, **facts} for e in events
-        )
-        table = pricer.price("host", rows, {gpu.name: gpu})
-        learned = table.to_dict("records")  # type: ignore[assignment]
+        sizes = tuple(counts[e] if e in PER_STEP else 1 for e in events)
+        learned = _learned(pricer, gpu, threads, tuple(events), sizes)
     us = low_us = high_us = 0.0
     inside = True
     for i, event in enumerate(events):
@@ -64,3 +62,20 @@ def host_cost(counts: Mapping[str, int], pricer: Pricer, gpu: Gpu, threads: int)
         flops=0.0,
         in_envelope=inside,
     )
+
+
+@remembered
+def _learned(
+    pricer: Pricer, gpu: Gpu, threads: int, events: tuple[str, ...], tensors: tuple[int, ...]
+) -> list[dict[str, float]]:
+    """Price rows of the events."""
+    facts: dict[str, Any] = {
+        "trial": 0,
+        "dtype": "fp32",
+        "gpu": gpu.name,
+        "threads": threads,
+        "cache": "warm",
+    }
+    rows = pd.DataFrame({"op": events, "tensors": tensors}).assign(**facts)
+    found: list[dict[str, float]] = pricer.price("host", rows, {gpu.name: gpu}).to_dict("records")  # type: ignore[assignment]
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from compose.memo import remembered
 from compose.update import STATE_COPIES
 from microbench.opcall import StepCapture
 
@@ -36,6 +37,7 @@ def peak_bytes(capture: StepCapture, optimizer: str, dp: int = 1) -> int:
     return fixed + peak
 
 
+@remembered
 def _lifetimes(capture: StepCapture) -> list[tuple[int, int, int]]:
     """(first call, last call, bytes) of every storage that is no parameter, gradient or state."""
     parameters = {p.storage for p in capture.parameters}

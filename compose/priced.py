@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import pandas as pd
 
+from compose.memo import remembered
 from compose.reuse import cold_fractions
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, StepCapture
@@ -62,6 +63,7 @@ class PriceBook:
     def __init__(self, pricer: Pricer, gpu: Gpu, threads: int) -> None:
         self.pricer, self.gpu, self.threads = pricer, gpu, threads
         self.known: dict[str, dict[Any, tuple[dict[str, float], dict[str, float]]]] = {}
+        self.flops: dict[Any, float] = {}  # by parameters
         self.sent: dict[Any, PricedOp] = {}  # collectives, by message and group
 
     def points(self, family: str, points: Iterable[Any]) -> Mapping[Any, Any]:
@@ -70,7 +72,8 @@ class PriceBook:
         fresh = list(dict.fromkeys(p for p in points if p not in known))
         if fresh:
             facts: dict[str, Any] = {"gpu": self.gpu.name, "threads": self.threads}
-            rows = pd.DataFrame([asdict(p) for p in fresh]).assign(**facts)
+            columns = {f.name: [getattr(p, f.name) for p in fresh] for f in fields(fresh[0])}
+            rows = pd.DataFrame({**columns, **facts})
             both = [rows.assign(cache="warm"), rows.assign(cache="cold")]
             table = self.pricer.price(
                 family, pd.concat(both, ignore_index=True), {self.gpu.name: self.gpu}
@@ -90,9 +93,14 @@ class PriceBook:
             self.points(name, points)
         return [self._one(w) for w in wanted]
 
+    def _flops(self, family: Family, params: Any) -> float:
+        if params not in self.flops:
+            self.flops[params] = float(family.flops(params))
+        return self.flops[params]
+
     def _one(self, w: Priceable) -> PricedOp:
         name = w.family.name if w.family is not None else UNMODELLED
-        flops = float(w.family.flops(w.params)) if w.family else 0.0
+        flops = self._flops(w.family, w.params) if w.family else 0.0
         if name in self.pricer.models:
             warm, cool = self.known[name][w.params]
             us, low_us, high_us = (
@@ -118,6 +126,20 @@ class PriceBook:
         )
 
 
+@remembered
+def _books(pricer: Pricer) -> dict[tuple[Gpu, int], PriceBook]:
+    return {}
+
+
+def price_book(pricer: Pricer, gpu: Gpu, threads: int) -> PriceBook:
+    """The book of this pricer, device and number of threads, with all it knows from other plans."""
+    found = _books(pricer)
+    key = (gpu, threads)
+    if key not in found:
+        found[key] = PriceBook(pricer, gpu, threads)
+    return found[key]
+
+
 def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
     """What a call needs to be priced."""
     family, params = find_family(call)
@@ -129,5 +151,10 @@ def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
 
 def price_calls(capture: StepCapture, book: PriceBook) -> list[PricedOp]:
     """Every call of a step priced, warm and cold mixed by reuse."""
-    cold = cold_fractions(capture, book.gpu)
-    return book.price([priceable(c, x) for c, x in zip(capture.calls, cold, strict=True)])
+    return book.price(_wanted(capture, book.gpu))
+
+
+@remembered
+def _wanted(capture: StepCapture, gpu: Gpu) -> list[Priceable]:
+    cold = cold_fractions(capture, gpu)
+    return [priceable(c, x) for c, x in zip(capture.calls, cold, strict=True)]

@@ -80,7 +80,10 @@ def price(
     hardware: Annotated[Path | None, typer.Option(help="YAML of a GPU of one's own")] = None,
 ) -> None:
     """Price every row of a dataset file."""
-    from itercast.api import find_bundle
+    from itercast.steps import without_scikit_learn
+
+    without_scikit_learn()
+    from itercast.target import find_bundle
     from learners.price import price_file
     from microbench.hardware.spec import load_gpu
 

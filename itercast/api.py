@@ -12,10 +12,9 @@ for plan in ("dp=1", "dp=8"):
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,66 +23,13 @@ from typing import Any
 from compose.forecast import Forecast, forecast, timeline
 from compose.plan import ParallelPlan, micro_batch
 from compose.timeline import Span, Task
-from learners.bundle import Bundle
+from itercast.target import Target, find_target
 from microbench.cases.huggingface import hf_case
 from microbench.cases.registry import EvalCase, case
-from microbench.hardware.machine import cpu_name
-from microbench.hardware.node import Node, load_node
-from microbench.hardware.spec import Gpu, load_gpu
 from microbench.opcall import StepCapture
 from microbench.step import StepSettings
 
-SHIPPED = Path(__file__).parent.parent / "learners" / "shipped"
-LOCAL = (Path("runs/demo/bundle"), Path("bundles/local"))
 CAPTURES = Path(".cache/captures")
-
-
-def find_bundle(gpu: str, path: Path | None = None) -> tuple[Path, Bundle]:
-    """The bundle at ``path``; else a local one that knows this machine; else the shipped one."""
-    if path is not None:
-        return path, _load(path)
-    name = cpu_name() if gpu == "cpu" else gpu
-    for folder in LOCAL:
-        if (folder / "bundle.json").is_file():
-            bundle = _load(folder)
-            if name in bundle.gpus:
-                return folder, bundle
-    if not (SHIPPED / "bundle.json").is_file():
-        raise ValueError(f"no bundle for gpu {name!r}: run `make demo` or `itercast train` first")
-    return SHIPPED, _load(SHIPPED)
-
-
-def _load(folder: Path) -> Bundle:
-    """A bundle, read again only where it was written again."""
-    facts = folder / "bundle.json"
-    return _read(folder, facts.stat().st_mtime_ns if facts.is_file() else 0)
-
-
-@functools.lru_cache(maxsize=4)
-def _read(folder: Path, written: int) -> Bundle:
-    return Bundle.load(folder)
-
-
-def find_gpu(name: str, bundle: Bundle) -> Gpu:
-    """The GPU by name or file; ``cpu`` is the machine at hand, or else the bundle's only CPU."""
-    if name in bundle.gpus:
-        return bundle.gpus[name]
-    if name != "cpu":
-        return load_gpu(name)
-    cpus = {n: g for n, g in bundle.gpus.items() if g.kind == "cpu"}
-    if not cpus:
-        raise ValueError(f"gpu 'cpu': the bundle knows no CPU; known: {sorted(bundle.gpus)}")
-    return cpus.get(cpu_name(), next(iter(cpus.values())))
-
-
-def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:
-    """The plan's node; ValueError where it holds other GPUs."""
-    if not plan.node:
-        return None
-    node = load_node(plan.node)
-    if node.gpu != gpu.name:
-        raise ValueError(f"plan {str(plan)!r}: node {node.name!r} holds {node.gpu}, not {gpu.name}")
-    return node
 
 
 def capture_case(
@@ -205,33 +151,6 @@ def capture(
     return capture_own(make, settings, batch=batch, seq=seq, keep_dtype=keep_dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What a step is forecast on."""
-
-    bundle: Bundle
-    bundle_name: str
-    gpu: Gpu
-    plan: ParallelPlan
-    threads: int
-    node: Node | None
-
-
-def find_target(gpu: str = "cpu", plan: str = "", bundle: Path | None = None) -> Target:
-    """The bundle, device, plan and node behind their names."""
-    parsed = ParallelPlan.parse(plan)
-    folder, found = find_bundle(gpu, bundle)
-    device = find_gpu(gpu, found)
-    return Target(
-        bundle=found,
-        bundle_name=str(folder),
-        gpu=device,
-        plan=parsed,
-        threads=max(1, device.sm_count // parsed.world_size) if device.kind == "cpu" else 0,
-        node=find_node(parsed, device),
-    )
-
-
 def predict(
     model: Any,
     inputs: Any = None,
@@ -247,12 +166,13 @@ def predict(
     ``model`` is anything ``capture`` takes, with its options, or what it returned: ``batch`` and
     ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it.
     """
-    target = find_target(gpu, plan, bundle)
     if isinstance(model, StepCapture):
         if inputs is not None or loss != "default" or options:
             raise ValueError("a captured step has its inputs, loss and options already")
-        return forecast_step(model, target)
-    size = micro_size(model, target.plan, options.pop("batch", None), options.pop("seq", None))
+        return forecast_step(model, find_target(gpu, plan, bundle))
+    asked = (options.pop("batch", None), options.pop("seq", None))
+    size = micro_size(model, ParallelPlan.parse(plan), *asked)
+    target = find_target(gpu, plan, bundle)
     return forecast_step(capture(model, inputs, loss, **size, **options), target)
 
 

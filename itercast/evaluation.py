@@ -18,8 +18,9 @@ from rich.table import Table
 
 from compose.forecast import Forecast
 from eval.results import CaseResult, grouped, in_words
-from itercast.api import capture, find_target, forecast_step, micro_size
+from itercast.api import capture, forecast_step, micro_size
 from itercast.steps import progress_bar
+from itercast.target import find_target
 from learners.bundle import Bundle
 from learners.speed import iteration_at_reference_us
 from microbench.cases.registry import case_names

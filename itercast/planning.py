@@ -97,7 +97,8 @@ def open_search(
     """A search over a case's plans, and the bundle's name."""
     from compose.priced import PriceBook
     from compose.search import Search
-    from itercast.api import capture_case, find_bundle, find_gpu
+    from itercast.api import capture_case
+    from itercast.target import find_bundle, find_gpu
     from microbench.cases.registry import case
     from microbench.hardware.node import load_node
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from compose.forecast import Forecast
-from compose.priced import UNMODELLED, PriceBook, price_calls
-from itercast.api import Target
 from itercast.errors import one_line_errors
 from itercast.options import Bundle, Json
 from microbench.cases.huggingface import read_config
-from microbench.opcall import StepCapture
+
+if TYPE_CHECKING:  # no command but predict pays for these
+    from compose.forecast import Forecast
+    from itercast.target import Target
+    from microbench.opcall import StepCapture
 
 
 @one_line_errors
@@ -54,9 +55,13 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Forecast one iteration of a model: a named case, a configuration, or a function's module."""
+    from itercast.steps import forecast_table, without_scikit_learn
+
+    without_scikit_learn()
+    from compose.plan import ParallelPlan
     from compose.timeline import trace_json
-    from itercast.api import capture, find_target, forecast_step, micro_size, timeline_of
-    from itercast.steps import forecast_table
+    from itercast.api import capture, forecast_step, micro_size, timeline_of
+    from itercast.target import find_target
     from microbench.store import write_atomic
 
     if sum(map(bool, (case, hf_config, model))) != 1:
@@ -64,6 +69,7 @@ def predict(
     if hf_config is not None and batch is None:
         raise ValueError("--hf-config needs --batch, and --seq for text")
     asked = case or hf_config or _function(model)
+    size = micro_size(asked, ParallelPlan.parse(plan), batch, seq)
     target = find_target(gpu, plan, bundle)
     step = capture(
         asked,
@@ -73,7 +79,7 @@ def predict(
         dtype=dtype,
         attn=attn,
         whole=trace is not None,  # a timeline shows every op
-        **micro_size(asked, target.plan, batch, seq),
+        **size,
     )
     found = forecast_step(step, target)
     if strict and found.unmodelled_frac > 0:
@@ -95,7 +101,9 @@ def _function(name: str) -> Any:
 
 def _not_modelled(found: Forecast, step: StepCapture, target: Target) -> int:
     """Says which ops have no model; exit code 1."""
-    book = PriceBook(target.bundle, target.gpu, target.threads)
+    from compose.priced import UNMODELLED, price_book, price_calls
+
+    book = price_book(target.bundle, target.gpu, target.threads)
     names = sorted({op.op for op in price_calls(step, book) if op.family == UNMODELLED})
     share = f"{100 * found.unmodelled_frac:.1f} % of the time has no learned model"
     typer.echo(f"itercast: {share}: {', '.join(names or ['collectives'])}", err=True)

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from compose.forecast import Forecast
+if TYPE_CHECKING:
+    from compose.forecast import Forecast
 
 
 def progress_bar() -> Progress:
     """On stderr, so that --json output stays clean."""
     return Progress(console=Console(stderr=True))
+
+
+def without_scikit_learn() -> None:
+    """xgboost imports scikit-learn where it finds it: most of a second that no command needs."""
+    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
 
 
 def sweep(
@@ -157,7 +164,7 @@ def listing(what: str) -> list[str]:
 
         return sorted(families())
     if what == "bundles":
-        from itercast.api import LOCAL, SHIPPED
+        from itercast.target import LOCAL, SHIPPED
 
         return [str(p) for p in (*LOCAL, SHIPPED) if (p / "bundle.json").is_file()]
     raise ValueError(f"cannot list {what!r}; known: gpus, cases, families, bundles")

@@ -112,7 +112,9 @@ def feature_table(
         cold = (part["cache"] == "cold") if "cache" in part else pd.Series([False] * len(part))
         flops = np.asarray(family.flops(p), dtype=float)
         moved = np.asarray(family.bytes_moved(p), dtype=float)
-        roof = roofline_us(family, p, gpu, threads) + launch_us(part, launch or {})
+        roof = roofline_us(family, p, gpu, threads)
+        if gpu.kind != "cpu":  # on a CPU the call is the op
+            roof = roof + launch_us(part, launch or {})
         roofline[index] = roof
         compute_us, memory_us = bounds_us(family, p, gpu, threads)
         common = {

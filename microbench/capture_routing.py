@@ -61,6 +61,8 @@ class Routing:
         output = func(*args, **kwargs)
         if name == "arange" or self._known_by_value(args):
             self._follow_values(func, args, kwargs, output)
+        elif known is not None and func._schema.is_mutable:
+            del self.facts[args[0]]  # overwritten by what is not known
         elif known is not None or name in INDEX_OUTPUT or name in ("scatter", "scatter_", "eq"):
             self._follow(name, args, kwargs, output, known)
         return output
@@ -159,14 +161,18 @@ class Routing:
         return bool(found) and all(f is not None and f.values is not None for f in found)
 
     def _follow_values(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Does with the values what was done with the fake tensors."""
+        """Does with the values what was done with the fake tensors; integers and masks only."""
 
         def real(value: Any) -> Any:
             if isinstance(value, list | tuple):
                 return [real(v) for v in value]
             return self.facts[value].values if isinstance(value, torch.Tensor) else value
 
-        if any(t.numel() > KNOWN_LIMIT for t in _flat([output]) if isinstance(t, torch.Tensor)):
+        found = [t for t in _flat([output]) if isinstance(t, torch.Tensor)]
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if random or any(t.is_floating_point() or t.numel() > KNOWN_LIMIT for t in found):
+            for tensor in found:
+                self.facts.pop(tensor, None)
             return
         with _disable_current_modes():
             result = func(*real(args), **kwargs)

@@ -19,6 +19,7 @@ from microbench.ranks import start_ranks
 from microbench.zoo import points_file
 
 Progress = Callable[[int, float], None]
+MAX_RESTARTS = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +34,7 @@ class WorkerOrder:
     threads: int
     budget_s: float
     seed: int
-    worker: int
-    workers: int
+    ranks: int
     cache_bytes: float
     points: str
 
@@ -59,17 +59,16 @@ def spent_s(root: Path, gpu: str, names: Sequence[str], threads: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A part of a sweep: so many workers side by side, or the ranks of one group."""
+    """A part of a sweep: one process, or the ranks of one group."""
 
     families: tuple[str, ...]
     threads: int
-    workers: int
     share: float
     ranks: int = 1
 
 
 def phases(device: str, swept: Sequence[str]) -> list[Phase]:
-    """On a CPU: all cores together, then each by itself as by ranks of one job, then collectives.
+    """On a CPU: all cores on one op, then a rank per core on the same op at once, then collectives.
 
     Shares of phases without a family go to the others.
     """
@@ -78,17 +77,17 @@ def phases(device: str, swept: Sequence[str]) -> list[Phase]:
     cores = os.cpu_count() or 1
     if device == "cpu":
         found = [
-            Phase(families=single, threads=cores, workers=1, share=0.5),
-            Phase(families=single, threads=1, workers=cores, share=0.38 if cores > 1 else 0.0),
-            Phase(families=together, threads=1, workers=1, share=0.12, ranks=2),
+            Phase(families=single, threads=cores, share=0.5),
+            Phase(families=single, threads=1, share=0.38 * (cores > 1), ranks=cores),
+            Phase(families=together, threads=1, share=0.12, ranks=2),
         ]
     else:
         import torch  # lazy: CPU sweeps do not ask
 
         ranks = torch.cuda.device_count()
         found = [
-            Phase(families=single, threads=1, workers=1, share=0.9),
-            Phase(families=together, threads=1, workers=1, share=0.1 * (ranks > 1), ranks=ranks),
+            Phase(families=single, threads=1, share=0.9),
+            Phase(families=together, threads=1, share=0.1 * (ranks > 1), ranks=ranks),
         ]
     found = [p for p in found if p.families and p.share]
     total = sum(p.share for p in found)
@@ -113,29 +112,24 @@ def collect(
     moved = store.compact(root, facts)
     points = points_file(root, device, seed)
     for phase in phases(device, swept):
-        spent = spent_s(root, gpu, phase.families, phase.threads) / phase.workers
-        left_s = budget_s * phase.share - spent
+        left_s = budget_s * phase.share - spent_s(root, gpu, phase.families, phase.threads)
         if left_s < 1:
             continue
         label = f"t{phase.threads}-r{phase.ranks}"
-        orders = [
-            WorkerOrder(
-                root=str(root),
-                run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{label}-w{worker}",
-                device=device,
-                gpu=gpu,
-                families=phase.families,
-                threads=phase.threads,
-                budget_s=left_s,
-                seed=seed,
-                worker=worker,
-                workers=phase.workers,
-                cache_bytes=facts["hardware"]["l2_bytes"],
-                points=str(points),
-            )
-            for worker in range(phase.workers)
-        ]
-        run_workers(orders, left_s, phase.ranks, progress)
+        order = WorkerOrder(
+            root=str(root),
+            run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{label}",
+            device=device,
+            gpu=gpu,
+            families=phase.families,
+            threads=phase.threads,
+            budget_s=left_s,
+            seed=seed,
+            ranks=phase.ranks,
+            cache_bytes=facts["hardware"]["l2_bytes"],
+            points=str(points),
+        )
+        run_worker(order, progress)
         moved += store.compact(root, facts)
     return moved
 
@@ -175,37 +169,31 @@ def cuda_gpu() -> Any:
     return gpu_of(torch.cuda.get_device_properties(0))
 
 
-def run_workers(
-    orders: Sequence[WorkerOrder], budget_s: float, ranks: int, progress: Progress | None
-) -> None:
-    """Run one process, or one group of ranks, per order.
-
-    One that dies is started again while its budget lasts.
-    """
+def run_worker(order: WorkerOrder, progress: Progress | None) -> None:
+    """Run the process or the group of ranks; one that dies is started again while there is time."""
     begin = time.monotonic()
-    running = {order: start_worker(order, ranks) for order in orders}
-    restarts = 0
-    while running:
+    process, restarts = start_worker(order), 0
+    while True:
         time.sleep(0.2)
         elapsed_s = time.monotonic() - begin
         if progress:
-            progress(count_lines(orders), min(1.0, elapsed_s / budget_s))
-        for order, process in list(running.items()):
-            if process.poll() is None:
-                continue
-            del running[order]
-            if process.returncode != 0 and elapsed_s < budget_s - 2 and restarts < 20:
-                restarts += 1
-                running[order] = start_worker(order, ranks)
+            progress(count_lines(order), min(1.0, elapsed_s / order.budget_s))
+        if process.poll() is None:
+            continue
+        if process.returncode == 0 or elapsed_s > order.budget_s - 2 or restarts == MAX_RESTARTS:
+            return
+        restarts += 1
+        process = start_worker(order)
 
 
-def start_worker(order: WorkerOrder, ranks: int) -> subprocess.Popen[bytes]:
+def start_worker(order: WorkerOrder) -> subprocess.Popen[bytes]:
     """A worker process, or a group of them; it reads its order from its argument."""
-    module = "microbench.collective_worker" if ranks > 1 else "microbench.worker"
-    return start_ranks(module, asdict(order), ranks)
+    together = all(families()[n].ranks > 1 for n in order.families)
+    module = "microbench.collective_worker" if together else "microbench.worker"
+    return start_ranks(module, asdict(order), order.ranks)
 
 
-def count_lines(orders: Sequence[WorkerOrder]) -> int:
-    """Rows measured so far by these workers."""
-    paths = [Path(o.root) / ".journal" / f"{o.run_id}.jsonl" for o in orders]
-    return sum(p.read_bytes().count(b"\n") for p in paths if p.is_file())
+def count_lines(order: WorkerOrder) -> int:
+    """Rows journalled so far."""
+    journal = Path(order.root) / ".journal" / f"{order.run_id}.jsonl"
+    return journal.read_bytes().count(b"\n") if journal.is_file() else 0

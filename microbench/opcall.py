@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 ITEMSIZE_BYTES: Mapping[str, int] = {
@@ -34,15 +35,12 @@ class TensorSpec:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        n = 1
-        for size in self.shape:
-            n *= size
-        return n
+        return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the elements (not of the storage)."""
-        return self.numel * ITEMSIZE_BYTES[self.dtype]
+        return prod(self.shape) * ITEMSIZE_BYTES[self.dtype]
 
     @property
     def contiguous(self) -> bool:
@@ -72,18 +70,15 @@ class OpCall:
 
     def tensors(self) -> list[TensorSpec]:
         """All input tensors, lists flattened, in order."""
-        found: list[TensorSpec] = []
+        return list(_tensors((*self.args, *self.kwargs.values())))
 
-        def walk(value: Any) -> None:
-            if isinstance(value, TensorSpec):
-                found.append(value)
-            elif isinstance(value, tuple | list):
-                for item in value:
-                    walk(item)
 
-        walk(self.args)
-        walk(tuple(self.kwargs.values()))
-        return found
+def _tensors(values: Iterable[Any]) -> Iterator[TensorSpec]:
+    for value in values:
+        if isinstance(value, TensorSpec):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

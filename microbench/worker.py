@@ -1,8 +1,13 @@
-"""One sweep worker: takes points family by family, times them, journals every row."""
+"""A sweep worker: takes points family by family, times them, journals every row.
+
+Where there are several ranks, all take the same points in the same order and time them at once,
+as ranks of one job would; the slowest counts and rank 0 writes.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections import deque
@@ -14,12 +19,14 @@ from typing import Any
 from microbench import store
 from microbench.collect import WorkerOrder, stack
 from microbench.ops import families
-from microbench.ops.family import Family
+from microbench.ops.family import Family, Workload
+from microbench.ranks import join, slowest
 from microbench.timing import Anchor, Clock, keep_freed_memory
 from microbench.zoo import mixed, read_points
 
 RETEST_EVERY = 10
 MIN_RETEST_AGE_FRAC = 0.3
+TIMES = ("time_us", "time_us_p20", "time_us_p80", "anchor_us", "cost_s")
 
 
 class Sweep:
@@ -43,8 +50,7 @@ class Sweep:
                 del self.streams[name]
                 continue
             key = self.row_keys(families()[name], point, 0)[0]
-            mine = int(key, 16) % self.order.workers == self.order.worker
-            if mine and key not in self.done:
+            if key not in self.done:
                 self.done.add(key)  # random sweeps may name a point twice
                 return families()[name], point
         return None
@@ -82,6 +88,20 @@ def failure_status(exc: Exception) -> str:
     return "error"
 
 
+def build_together(order: WorkerOrder, family: Family, point: Any) -> Workload:
+    """The point's workload, once every rank has built it."""
+    failure: Exception | None = None
+    try:
+        workload = family.build(point, order.device)
+    except Exception as exc:  # whatever it is becomes a row
+        failure = exc
+    if order.ranks > 1 and slowest([float(failure is not None)])[0] and failure is None:
+        failure = RuntimeError("another rank could not build it")
+    if failure is not None:
+        raise failure
+    return workload
+
+
 def measure(
     sweep: Sweep, clock: Clock, anchor: Anchor | None, family: Family, point: Any, repeat: int
 ) -> list[dict[str, Any]]:
@@ -103,7 +123,7 @@ def measure(
     }
     rows: list[dict[str, Any]] = []
     try:
-        workload = family.build(point, order.device)
+        workload = build_together(order, family, point)
         before_us = anchor.time_us() if anchor else None
         for cache, key in zip(("warm", "cold"), keys, strict=True):
             timing = clock.time(workload, cache)
@@ -120,6 +140,27 @@ def measure(
     return [{**row, "cost_s": cost_s} for row in rows]
 
 
+def agreed_s(order: WorkerOrder, now_s: float) -> float:
+    """The latest clock of all ranks, so that all decide alike."""
+    return slowest([now_s])[0] if order.ranks > 1 else now_s
+
+
+def slowest_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Times of the slowest rank; a point that failed on any rank failed."""
+    times = [[float(row.get(name, math.inf)) for name in TIMES] for row in rows]
+    times += [[math.inf] * len(TIMES)] * (2 - len(rows))  # a failure is one row, a success two
+    together = slowest([t for row in times for t in row])
+    found = []
+    for number, row in enumerate(rows):
+        values = together[number * len(TIMES) :][: len(TIMES)]
+        measured = {n: t for n, t in zip(TIMES, values, strict=True) if n in row}
+        if any(math.isinf(t) for t in measured.values()) and row["status"] == "ok":
+            row = {**row, "status": "error", "reason": "another rank failed"}
+            measured = {}
+        found.append({**row, **measured})
+    return found
+
+
 def run(order: WorkerOrder) -> None:
     """Measure until the budget is spent; every tenth point again, far apart in time."""
     import torch  # lazy: the parent must not pay for it
@@ -129,14 +170,17 @@ def run(order: WorkerOrder) -> None:
     if order.device == "cpu":
         keep_freed_memory()
     root = Path(order.root)
+    rank = join(order.device)[0] if order.ranks > 1 else 0
     sweep = Sweep(order, finished_keys(root, order.families))
-    journal = store.Journal(root, order.run_id)
+    if order.ranks > 1:
+        torch.distributed.barrier()  # nobody writes before all have read
+    journal = store.Journal(root, order.run_id) if rank == 0 else None
     clock = Clock(order.device, order.cache_bytes)
     anchor = Anchor() if order.device == "cpu" else None
     retests: deque[tuple[float, Family, Any]] = deque()
     begin = time.monotonic()
     count = 0
-    while (now := time.monotonic() - begin) < order.budget_s:
+    while (now := agreed_s(order, time.monotonic() - begin)) < order.budget_s:
         old = bool(retests) and now - retests[0][0] > MIN_RETEST_AGE_FRAC * order.budget_s
         if old:
             _, family, point = retests.popleft()
@@ -148,9 +192,13 @@ def run(order: WorkerOrder) -> None:
         else:
             break
         rows = measure(sweep, clock, anchor, family, point, int(old))
-        journal.append(rows)
+        if order.ranks > 1:
+            rows = slowest_rows(rows)
+        if journal is not None:
+            journal.append(rows)
         sweep.cost_s[family.name] += sum(row["cost_s"] for row in rows)
-    journal.close()
+    if order.ranks > 1:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

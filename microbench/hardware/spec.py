@@ -39,6 +39,9 @@ class Gpu:
     pcie_bytes_per_s: float = 0.0
     cold_share: Mapping[str, float] = field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def __post_init__(self) -> None:
         if not self.peak_flops_per_s or min(self.peak_flops_per_s.values()) <= 0:
             raise ValueError(f"{self.name}: peak_flops_per_s needs a positive number per dtype")

@@ -33,3 +33,10 @@ def test_bad_input_is_one_line_and_exit_code_2(words: list[str], message: str) -
 def test_lists() -> None:
     assert "gpt-s" in run.invoke(app, ["list", "cases"]).output.split()
     assert "gemm" in run.invoke(app, ["list", "families"]).output.split()
+
+
+def test_predict_takes_one_model() -> None:
+    for words in ([], ["gpt-s", "--hf-config", "x.json"], ["gpt-s", "--model", "a:b"]):
+        result = run.invoke(app, ["predict", *words])
+        assert result.exit_code == 2
+        assert "predict takes one of CASE, --hf-config and --model" in result.output

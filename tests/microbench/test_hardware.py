@@ -139,7 +139,7 @@ def test_numbers_without_sign_are_numbers_too(tmp_path: Path) -> None:
         (GOOD + "power_w: true\n", "power_w is a number"),
         (GOOD + "power_w: [1]\n", "power_w is a number"),
         (GOOD.replace("sm_count: 2", "sm_count: 2.5"), "sm_count is a whole number"),
-        (GOOD.replace("{fp32: 1e12}", "fast"), "peak_flops_per_s maps dtypes to numbers"),
+        (GOOD.replace("{fp32: 1e12}", "fast"), "peak_flops_per_s maps names to numbers"),
         (GOOD.replace("1e12", "-1"), "peak_flops_per_s.fp32 is a number"),
         (GOOD.replace("{fp32: 1e12}", "{}"), "peak_flops_per_s needs a positive number"),
         (GOOD + "vendor: 3\n", "vendor is text"),

@@ -1,0 +1,96 @@
+"""How fast the commands answer on this machine: `python -m eval.speed [BUNDLE]`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from learners.bundle import Bundle
+from microbench.ops import families
+
+ROWS = 100_000
+SECOND_PLAN = """
+import sys, time
+from pathlib import Path
+from itercast.api import capture, predict
+step, options = capture("gpt2-small"), eval_options
+predict(step, plan="", **options)
+for plan in ("", "dp=2"):
+    start = time.perf_counter()
+    predict(step, plan=plan, **options)
+    print(time.perf_counter() - start)
+"""
+
+
+def timed_s(words: list[str], folder: str) -> tuple[float, str]:
+    """Wall-clock seconds of a whole Python process in ``folder``, and what it printed."""
+    root = str(Path(__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_WAIT_POLICY": "passive"}
+    start = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=folder,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return time.perf_counter() - start, done.stdout
+
+
+def sample_rows(count: int, gpu: str) -> pd.DataFrame:
+    """Rows of all families that the bundle can price, from the first points of their sweeps."""
+    swept = [f for f in families().values() if f.name != "host"]
+    share = -(-count // len(swept))
+    parts = [
+        pd.DataFrame([asdict(p) for p in islice(f.sweep(), share)]).assign(family=f.name)
+        for f in swept
+    ]
+    rows = pd.concat(parts, ignore_index=True)
+    return rows.sample(count, replace=len(rows) < count, random_state=0).assign(gpu=gpu, node=gpu)
+
+
+def figures(bundle: Path) -> list[tuple[str, float, float]]:
+    """(what, target in s, measured in s); the machine's load is in every one of them."""
+    where = str(bundle.resolve())
+    predict = ["-m", "itercast", "predict", "gpt2-small", "--gpu", "cpu", "--bundle", where]
+    options = repr({"bundle": where}).replace(repr(where), f"Path({where!r})")
+    with tempfile.TemporaryDirectory() as folder:
+        cold_s, _ = timed_s(predict, folder)
+        cached_s, _ = timed_s(predict, folder)
+        code = SECOND_PLAN.replace("eval_options", options)
+        _, printed = timed_s(["-c", code], folder)
+        again_s, plan_s = (float(line) for line in printed.split())
+        gpu = next(iter(Bundle.load(bundle).gpus))
+        sample_rows(ROWS, gpu).to_parquet(Path(folder) / "rows.parquet")
+        words = ["-m", "itercast", "price", "rows.parquet", "--out", "o.parquet"]
+        price_s, _ = timed_s([*words, "--bundle", where], folder)
+    return [
+        ("predict gpt2-small, whole process, cold", 10.0, cold_s),
+        ("the same from a cached op graph", 4.0, cached_s),
+        ("the same plan again in one process", 0.05, again_s),
+        ("a second plan (dp=2) in one process", 0.05, plan_s),
+        (f"price {ROWS:,} rows, whole process", 8.0, price_s),
+    ]
+
+
+def main(bundle: Path) -> None:
+    """Prints the figures beside their targets."""
+    table = Table("what", "target s", "measured s", title=f"speed, load {os.getloadavg()[0]:.1f}")
+    for what, target_s, measured_s in figures(bundle):
+        table.add_row(what, f"{target_s:g}", f"{measured_s:.3f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo/bundle"))

@@ -1,0 +1,96 @@
+"""What a step is forecast on: a bundle, a device, a plan, found by their names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from compose.plan import ParallelPlan
+from learners.bundle import Bundle
+from microbench.hardware.machine import cpu_name
+from microbench.hardware.node import Node, load_node
+from microbench.hardware.spec import Gpu, gpu_names, load_gpu
+
+SHIPPED = Path(__file__).parent.parent / "learners" / "shipped"
+LOCAL = (Path("runs/demo/bundle"), Path("bundles/local"))
+
+
+def find_bundle(gpu: str, path: Path | None = None) -> tuple[Path, Bundle]:
+    """The bundle at ``path``; else a local one that knows this machine; else the shipped one."""
+    if path is not None:
+        return path, _load(path)
+    name = cpu_name() if gpu == "cpu" else gpu
+    for folder in LOCAL:
+        if (folder / "bundle.json").is_file():
+            bundle = _load(folder)
+            if name in bundle.gpus:
+                return folder, bundle
+    if not (SHIPPED / "bundle.json").is_file():
+        raise ValueError(f"no bundle for gpu {name!r}: run `make demo` or `itercast train` first")
+    return SHIPPED, _load(SHIPPED)
+
+
+def _load(folder: Path) -> Bundle:
+    """The bundle, read once as long as its facts stay the same file."""
+    facts = folder / "bundle.json"
+    return _load_at(folder, facts.stat().st_mtime_ns if facts.is_file() else 0)
+
+
+@lru_cache(maxsize=8)
+def _load_at(folder: Path, changed_ns: int) -> Bundle:
+    return Bundle.load(folder)
+
+
+def find_gpu(name: str, bundle: Bundle) -> Gpu:
+    """The GPU by name or file; ``cpu`` is the machine at hand, or else the bundle's only CPU."""
+    if name in bundle.gpus:
+        return bundle.gpus[name]
+    if name != "cpu":
+        return _shipped_gpu(name) if name in gpu_names() else load_gpu(name)
+    cpus = {n: g for n, g in bundle.gpus.items() if g.kind == "cpu"}
+    if not cpus:
+        raise ValueError(f"gpu 'cpu': the bundle knows no CPU; known: {sorted(bundle.gpus)}")
+    return cpus.get(cpu_name(), next(iter(cpus.values())))
+
+
+@lru_cache(maxsize=64)
+def _shipped_gpu(name: str) -> Gpu:
+    return load_gpu(name)
+
+
+def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:
+    """The plan's node; ValueError where it holds other GPUs."""
+    if not plan.node:
+        return None
+    node = load_node(plan.node)
+    if node.gpu != gpu.name:
+        raise ValueError(f"plan {str(plan)!r}: node {node.name!r} holds {node.gpu}, not {gpu.name}")
+    return node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a step is forecast on."""
+
+    bundle: Bundle
+    bundle_name: str
+    gpu: Gpu
+    plan: ParallelPlan
+    threads: int
+    node: Node | None
+
+
+def find_target(gpu: str = "cpu", plan: str = "", bundle: Path | None = None) -> Target:
+    """The bundle, device, plan and node behind their names."""
+    parsed = ParallelPlan.parse(plan)
+    folder, found = find_bundle(gpu, bundle)
+    device = find_gpu(gpu, found)
+    return Target(
+        bundle=found,
+        bundle_name=str(folder),
+        gpu=device,
+        plan=parsed,
+        threads=max(1, device.sm_count // parsed.world_size) if device.kind == "cpu" else 0,
+        node=find_node(parsed, device),
+    )

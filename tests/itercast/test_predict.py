@@ -1,0 +1,108 @@
+"""`itercast predict` as a process: what it prints, writes and imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from learners.bundle import Bundle
+from learners.train import train_family
+from microbench.hardware.machine import cpu_name
+from microbench.hardware.spec import Gpu
+from microbench.ops import families
+
+ROOT = Path(__file__).parent.parent.parent
+KEYS = {
+    *("case", "gpu", "plan", "bundle", "iteration_us", "iteration_us_p10", "iteration_us_p90"),
+    *("host_us", "compute_us", "comm_us", "exposed_comm_us", "idle_us", "memory_bytes"),
+    *("samples_per_s", "tokens_per_s", "mfu_frac", "unmodelled_frac", "by_family_us"),
+}
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle that knows products only, from made-up times."""
+    folder = tmp_path_factory.mktemp("bundle") / "b"
+    gpu = Gpu(name=cpu_name(), kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e11})
+    sweep = families()["gemm"].sweep()
+    points = [next(sweep) for _ in range(60)]
+    rows = pd.DataFrame([{k: getattr(p, k) for k in p.__slots__} for p in points])
+    rows = rows.assign(gpu=gpu.name, threads=2, cache="warm", time_us=np.arange(60) + 10.0)
+    _, model = train_family(rows, families()["gemm"], {gpu.name: gpu}, {}, 0, "d")
+    Bundle(models={"gemm": model}, gpus={gpu.name: gpu}).save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the processes of this file run, and keep their captures."""
+    return tmp_path_factory.mktemp("here")
+
+
+def predict(folder: Path, *words: str, rc: int = 0) -> Any:
+    code = "import sys; from itercast.__main__ import app; sys.argv[0] = 'itercast'\n"
+    code += "try: app()\nfinally: print(*sorted(sys.modules), file=open('modules', 'w'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "predict", *words],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == rc, done.stderr
+    return json.loads(done.stdout) if rc == 0 and "--json" in words else done.stderr
+
+
+def test_a_cached_forecast_imports_no_torch(folder: Path, bundle: Path) -> None:
+    words = ("mlp-s", "--bundle", str(bundle), "--json")
+    first = predict(folder, *words)
+    assert "torch" in (folder / "modules").read_text().split()
+    assert set(first) >= KEYS
+    assert first["iteration_us"] == pytest.approx(
+        first["compute_us"] + first["exposed_comm_us"] + first["idle_us"]
+    )
+    assert predict(folder, *words) == first
+    loaded = set((folder / "modules").read_text().split())
+    assert not loaded & {"torch", "transformers", "optuna", "mlflow", "pandera", "matplotlib"}
+
+
+def test_a_trace_has_every_op_and_strict_names_what_has_no_model(
+    folder: Path, bundle: Path
+) -> None:
+    words = ("mlp-s", "--bundle", str(bundle))
+    predict(folder, *words, "--trace", "trace.json")
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    names = [e["name"] for e in events]
+    assert names.count("aten.addmm.default") == 3  # forward of three layers
+    assert all(e["ph"] == "X" and e["dur"] >= 0 for e in events)
+    refused = predict(folder, *words, "--strict", rc=1)
+    assert "has no learned model: " in refused
+    assert "aten.relu.default" in refused
+    assert "aten.mm.default" not in refused
+
+
+def test_a_function_of_the_users_own(folder: Path, bundle: Path) -> None:
+    (folder / "mine.py").write_text(
+        "import torch\n"
+        "def model(batch):\n"
+        "    net = torch.nn.Linear(8, 4)\n"
+        "    return net, torch.randn(batch, 8), lambda y: y.sum()\n"
+    )
+    words = ("--model", "mine:model", "--bundle", str(bundle), "--json")
+    found = predict(folder, *words, "--batch", "6")
+    assert found["case"] == "mine:model"
+    assert found["samples_per_s"] == pytest.approx(6e6 / found["iteration_us"])
+    assert "has no attribute" in predict(folder, "--model", "mine:other", rc=2)
+
+
+def test_a_configuration_needs_its_batch(folder: Path, bundle: Path) -> None:
+    (folder / "c.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    words = ("--hf-config", "c.json", "--bundle", str(bundle))
+    assert "--hf-config needs --batch" in predict(folder, *words, rc=2)
