@@ -97,7 +97,7 @@ def price_model(
     capture = cuts(capture, plan)
     ops, matmul_s = _price_calls(capture, plan, book, where)
     found = split_layers(capture)
-    launch_us, host_us, optimizer_us = _host(capture, book)
+    launch_us, optimizer_us = _host(capture, book)
     layers = tuple(
         replace(
             _price_layer(x, capture, ops, plan, book, launch_us),
@@ -106,11 +106,15 @@ def price_model(
         for x in found
     )
     optimizer = [c for c in capture.calls if c.phase == "optimizer"]
+    calls = len(optimizer) + sum(
+        x.count * (_length(x.forward) + _length(x.backward)) for x in found
+    )
+    tensors = sum(x.count * len(x.parameters) for x in found) / max(1, len(capture.parameters))
     return PricedModel(
         layers=layers,
         optimizer=tuple(priceable(c) for c in optimizer),
         optimizer_tensors=sum(p.ready_after >= 0 for p in capture.parameters),
-        host_us=host_us,
+        host_us=launch_us * calls + optimizer_us * tensors,
         optimizer_host_us=optimizer_us,
         tied_bytes=_tied_bytes(capture, found),
     )
@@ -124,15 +128,19 @@ def _tied_bytes(capture: StepCapture, layers: Sequence[Layer]) -> int:
     return sum(p.nbytes for p in layers[0].parameters if p.storage in used)
 
 
-def _host(capture: StepCapture, book: PriceBook) -> tuple[float, float, float]:
-    """Host time per op, of the whole step, and of the optimizer's Python."""
+def _length(span: tuple[int, int]) -> int:
+    return span[1] - span[0]
+
+
+def _host(capture: StepCapture, book: PriceBook) -> tuple[float, float]:
+    """Host time per op, and of the optimizer's Python for the captured parameters."""
     steps = {k: n for k, n in capture.host.items() if k.endswith("_step")}
     counts = {k: n for k, n in capture.host.items() if k not in steps}
     if book.gpu.kind != "cpu":
         counts["launch"] = len(capture.calls)
     rest = host_cost(counts, book.pricer, book.gpu, book.threads).duration_us
     own = host_cost(steps, book.pricer, book.gpu, book.threads).duration_us if steps else 0.0
-    return rest / max(1, len(capture.calls)), rest + own, own
+    return rest / max(1, len(capture.calls)), own
 
 
 def _price_calls(

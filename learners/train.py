@@ -14,6 +14,7 @@ import pandas as pd
 from learners import fit
 from learners.bundle import Bundle
 from learners.model import FamilyModel, fit_model, learn, prepare
+from learners.schema import check_rows
 from learners.speed import Anchors, learn_speed, reference_anchors, retest_ape_pct
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops import families
@@ -158,7 +159,9 @@ def usable_rows(roots: Sequence[Path], names: Sequence[str] | None) -> dict[str,
     tables = {}
     for name in names or families():
         rows = read_rows(roots, name)
-        rows = rows[rows["status"] == "ok"].reset_index(drop=True) if len(rows) else rows
+        if len(rows):
+            check_rows(rows, families()[name])
+            rows = rows[rows["status"] == "ok"].reset_index(drop=True)
         if len(rows) >= MIN_ROWS:
             tables[name] = rows
     if not tables:

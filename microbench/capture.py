@@ -49,6 +49,9 @@ IN_PLACE = {
     "aten.index_put.default": "aten.index_put_.default",
     "aten.scatter.src": "aten.scatter_.src",
 }
+# Views whose schema does not say so: they only make tensors' heads.
+UNDECLARED_VIEWS = {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
+UNDECLARED_VIEWS |= {"aten::transpose_", "aten::t_", "aten::squeeze_", "aten::unsqueeze_"}
 SILENT = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_local_scalar_dense"}
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
 TF32_OPS = {
@@ -134,7 +137,7 @@ class OpLog(TorchDispatchMode):
             return output
         if self.phase in ("forward", "loss"):
             self.host["autograd_node"] += 1
-        if func.is_view:
+        if func.is_view or name in UNDECLARED_VIEWS:
             self.host["view_op"] += 1
             return output
         self.add(str(func), args, kwargs, output)

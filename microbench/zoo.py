@@ -130,7 +130,7 @@ KINDS: tuple[Callable[[np.random.Generator, int], Draw], ...] = (
     graph,
 )
 LARGEST = {"cpu": 512, "cuda": 8192}  # width of the widest model
-MODELS = 48
+MODELS = 40
 
 
 def captured_points(device: str, models: int, seed: int) -> dict[str, list[Any]]:

@@ -104,3 +104,37 @@ def test_stored_captures_come_back_equal() -> None:
 def test_settings_name_what_is_allowed() -> None:
     with pytest.raises(ValueError, match="optimizer 'adam': allowed are adamw, sgd, none"):
         StepSettings(optimizer="adam")
+
+
+class Twice(nn.Module):
+    """A hidden tensor that two functions read, and a GRU cell's split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cells = nn.Linear(8, 8), nn.GRU(8, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        hidden: torch.Tensor = self.cells(y.exp() * y.tanh())[0]
+        return hidden
+
+
+def test_what_autograd_adds_in_place_is_captured_so() -> None:
+    step = capture_step(
+        Twice,
+        lambda: {"x": torch.randn(2, 3, 8)},
+        lambda y, _: y.square().mean(),
+        StepSettings(optimizer="none"),
+    )
+    backward = [c.op for c in step.calls if c.phase == "backward"]
+    assert "aten.add_.Tensor" in backward
+    assert "aten.add.Tensor" not in backward
+    ops = {c.op for c in step.calls}
+    assert not any("unsafe_split" in op for op in ops)  # a view, whatever its schema says
+
+
+def test_fused_attention_leaves_heads_beside_lengths() -> None:
+    attention = next(c for c in capture("attention", fake=True).calls if "sdpa" in c.op)
+    # 2 batches, 2 heads, 8 tokens, 8 wide: a token's heads lie side by side
+    assert attention.outputs[0].shape == (2, 2, 8, 8)
+    assert attention.outputs[0].stride == (128, 8, 16, 1)

@@ -1,0 +1,44 @@
+"""What rows of a dataset must look like before anything is learned from them."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+import pandas as pd
+
+from microbench.ops.family import Family
+
+STATUSES = ["ok", "oom", "unsupported", "error", "throttled"]
+
+
+def check_rows(rows: pd.DataFrame, family: Family) -> None:
+    """ValueError in one line that names the column, the value and what is allowed.
+
+    Status and GPU of every row; time and parameters of the rows that are ok. Sizes are whole
+    numbers of at least 0; an optional parameter may be missing.
+    """
+    import pandera.pandas as pa  # lazy: a forecast checks no rows
+
+    common = pa.DataFrameSchema(
+        {"gpu": pa.Column(str), "status": pa.Column(str, pa.Check.isin(STATUSES))}
+    )
+    columns: dict[str, Any] = {"time_us": pa.Column(float, pa.Check.in_range(1e-3, 1e12))}
+    for f in fields(family.params):
+        optional = f.default is not MISSING
+        limit = pa.Check.ge(0) if f.type in ("int", "float") else None
+        columns[f.name] = pa.Column(checks=limit, nullable=optional, required=not optional)
+    try:
+        common.validate(rows)
+        pa.DataFrameSchema(columns).validate(rows[rows["status"] == "ok"])
+    except pa.errors.SchemaError as exc:
+        raise ValueError(f"rows of family {family.name}: {_one_line(exc)}") from exc
+
+
+def _one_line(exc: Any) -> str:
+    cases = exc.failure_cases
+    if isinstance(cases, pd.DataFrame) and len(cases) and exc.check is not None:
+        value = cases["failure_case"].tolist()[0]
+        column = getattr(exc.schema, "name", None) or "column"
+        return f"{column} {value!r}: allowed is {getattr(exc.check, 'error', exc.check)}"
+    return " ".join(str(exc).split())[:200]
