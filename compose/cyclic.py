@@ -10,6 +10,7 @@ what it was.
 from __future__ import annotations
 
 from compose.collectives import Message
+from compose.work import side_by_side_us
 
 
 def slot_message(parameter_bytes: int, replicas: int, dtype: str) -> Message:
@@ -19,13 +20,9 @@ def slot_message(parameter_bytes: int, replicas: int, dtype: str) -> Message:
 
 
 def steady_us(compute_us: float, message_us: float, replicas: int, contention: float) -> float:
-    """A steady step: 2N slots, each as long as its compute and its two messages side by side.
-
-    While both run each proceeds at 1/contention of its speed.
-    """
-    slot_us, sent_us = compute_us / (2 * replicas), 2 * message_us
-    together = max(slot_us, sent_us) + (contention - 1) * min(slot_us, sent_us)
-    return 2 * replicas * together
+    """A steady step: 2N slots, each as long as its compute and its two messages side by side."""
+    slot_us = compute_us / (2 * replicas)
+    return 2 * replicas * side_by_side_us(slot_us, 2 * message_us, contention)
 
 
 def held_activations(replicas: int, slot: int, *, cyclic: bool) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 from compose.collectives import Cluster, Message, price_messages
 from compose.context import context_parallel
+from compose.ddp import default_contention
 from compose.experts import expert_parallel
 from compose.host import host_cost
 from compose.layers import Layer, split_layers
@@ -17,7 +18,7 @@ from compose.priced import Priceable, PriceBook, PricedOp, priceable
 from compose.reuse import cold_fractions, cold_share
 from compose.rewrite import COLLECTIVE
 from compose.tensor import tensor_parallel
-from compose.work import Step, Work, fold
+from compose.work import Step, Work, fold, side_by_side_us
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
 MATMUL_FAMILIES = {"gemm", "conv", "attention"}
@@ -160,7 +161,7 @@ def _price_calls(
             matmul_s[i] = float(w.family.flops(w.params)) / book.gpu.peak(w.params.dtype)
     by_index |= dict(zip(computed, ops, strict=True))
     for i in sent:
-        by_index[i] = _exposed(i, capture.calls[i], by_index, plan)
+        by_index[i] = _exposed(i, capture.calls[i], by_index, plan, default_contention(book.gpu))
     return [by_index[i] for i in range(len(capture.calls))], list(matmul_s.values())
 
 
@@ -175,18 +176,21 @@ def _message(call: OpCall) -> Message:
     )
 
 
-def _exposed(i: int, call: OpCall, ops: dict[int, PricedOp], plan: ParallelPlan) -> PricedOp:
+def _exposed(
+    i: int, call: OpCall, ops: dict[int, PricedOp], plan: ParallelPlan, contention: float
+) -> PricedOp:
     """A collective's time beside compute: behind the next op, or in chunks with the one before.
 
-    In C chunks a product and its collective take T/C + max((C-1)/C T, t) (CoCoNeT).
+    In C chunks a product and its collective take T/C and then (C-1)/C T beside t (CoCoNeT).
     """
     op = ops[i]
     us = op.duration_us
     if call.kwargs["behind"] and i + 1 in ops:
-        us = max(0.0, us - ops[i + 1].duration_us)
+        next_us = ops[i + 1].duration_us
+        us = side_by_side_us(next_us, us, contention) - next_us
     elif "overlap" in plan.coconet and call.kwargs["axis"] == "tp" and i:
-        product_us, chunks = ops[i - 1].duration_us, plan.overlap
-        us = max((chunks - 1) / chunks * product_us, us) - (chunks - 1) / chunks * product_us
+        rest_us = (plan.overlap - 1) / plan.overlap * ops[i - 1].duration_us
+        us = side_by_side_us(rest_us, us, contention) - rest_us
     scale = us / op.duration_us if op.duration_us else 0.0
     return replace(op, duration_us=us, low_us=op.low_us * scale, high_us=op.high_us * scale)
 

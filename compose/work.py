@@ -48,6 +48,11 @@ class Work:
         return max(self.lane_us, self.path_us)
 
 
+def side_by_side_us(a_us: float, b_us: float, contention: float) -> float:
+    """Both at once on lanes that slow each other: each at 1/contention of its speed meanwhile."""
+    return max(a_us, b_us) + (contention - 1) * min(a_us, b_us)
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """One op's time on the lane; ``comm`` is set where it is a collective compute waits for."""

@@ -12,6 +12,7 @@ from compose.layers import split_layers
 from compose.plan import ParallelPlan
 from compose.rewrite import COLLECTIVE
 from compose.tensor import roles, tensor_parallel
+from compose.work import side_by_side_us
 from itercast.api import capture_case
 from microbench.cases.registry import case
 from microbench.opcall import StepCapture
@@ -108,3 +109,9 @@ def test_experts_are_spread_and_tokens_sent_both_ways() -> None:
         expert_parallel(capture, ParallelPlan(dp=3, ep=3))
     with pytest.raises(ValueError, match="the model has none"):
         expert_parallel(capture_case(case("gpt-s")), ParallelPlan(dp=4, ep=4))
+
+
+def test_what_runs_behind_compute_is_paid_for_where_they_contend() -> None:
+    assert side_by_side_us(10, 4, 1.0) == 10
+    assert side_by_side_us(10, 4, 2.0) == 14
+    assert side_by_side_us(4, 10, 1.5) == 12
