@@ -109,7 +109,7 @@ def forecasts(
 ) -> dict[str, np.ndarray]:
     """Times in us of the held rows by learner; baselines answer a sample, NaN elsewhere."""
     table = prepared.table
-    options = fit.default_options(len(known))
+    options = fit.default_options(table.take(known))
     if np.isin(prepared.gpu[held], np.unique(prepared.gpu[known])).any():
         ours = learn(prepared, known, options).predict_us(held)
     else:  # only the rounds that do not see which GPU it is answer for a new one

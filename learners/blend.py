@@ -82,8 +82,9 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     shares = SHARES if train.identity else (0.0,)
     guesses = [share * network + (1 - share) * trees for share in shares]
     best = int(np.argmin([np.abs(train.log_ratio - guess).mean() for guess in guesses]))
+    most = fit.SHARED_ROUNDS + fit.MANY_ROUNDS if train.identity else fit.ROUNDS
     return CrossFit(
-        rounds=round(1.1 * float(np.mean(rounds))),
+        rounds=min(most, round(1.1 * float(np.mean(rounds)))),
         share=shares[best],
         residual=train.log_ratio - guesses[best],
     )

@@ -1,10 +1,15 @@
-"""A bundle: one UBJSON model per family and a JSON file of facts; nothing is ever executed."""
+"""A bundle: per family a gzipped UBJSON model, plain arrays and a table, and a JSON of facts.
+
+Nothing in it is ever executed.
+"""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +30,8 @@ from microbench.hardware.spec import Gpu, gpu_from_dict
 from microbench.ops import families
 
 SCHEMA_VERSION = 3
+XGBOOST_ERROR: type[Exception] = xgb.core.XGBoostError
+DAMAGE = (KeyError, TypeError, AttributeError, OSError, EOFError, zlib.error, XGBOOST_ERROR)
 COLUMNS = ["predicted_us", "predicted_us_p10", "predicted_us_p90", "in_envelope"]
 
 
@@ -64,7 +71,8 @@ class Bundle:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         for name, model in self.models.items():
-            model.blend.booster.save_model(fresh / f"{name}.ubj")
+            trees = gzip.compress(bytes(model.blend.booster.save_raw("ubj")), mtime=0)
+            (fresh / f"{name}.ubj.gz").write_bytes(trees)
             save_networks(model.blend, fresh / f"{name}.npz")
             if model.residuals is not None:
                 save_residuals(model.residuals, fresh / f"{name}.near.parquet")
@@ -112,7 +120,7 @@ class Bundle:
             gpus = {n: gpu_from_dict(g, str(folder)) for n, g in facts["gpus"].items()}
             models = {n: load_model(folder, n, f) for n, f in facts["families"].items()}
             anchors = {(str(g), int(n)): float(us) for g, n, us in facts["anchors"]}
-        except (KeyError, TypeError, AttributeError, OSError, xgb.core.XGBoostError) as exc:
+        except DAMAGE as exc:
             first = (str(exc).splitlines() or [""])[0]
             raise ValueError(f"bundle {str(folder)!r}: damaged ({first})") from exc
         return cls(models=models, gpus=gpus, anchors=anchors)
@@ -168,7 +176,7 @@ def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel
     if name not in families():
         raise ValueError(f"bundle {str(folder)!r}: unknown family {name!r}")
     booster = xgb.Booster({"nthread": 1})
-    booster.load_model(folder / f"{name}.ubj")
+    booster.load_model(bytearray(gzip.decompress((folder / f"{name}.ubj.gz").read_bytes())))
     near = facts["residuals"]
     return FamilyModel(
         blend=load_networks(folder / f"{name}.npz", booster, float(facts["share"])),

@@ -41,8 +41,8 @@ def bounds_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> tuple[Any, Any]
     """
     share = np.clip(np.asarray(threads, dtype=float) / gpu.sm_count, 1 / gpu.sm_count, 1.0)
     share = share if gpu.kind == "cpu" else np.ones_like(share)
-    names = np.asarray(p.dtype, dtype=object)
-    peaks = np.vectorize(gpu.peak, otypes=[float])(names) if names.size else np.ones(0)
+    names, index = np.unique(np.asarray(p.dtype, dtype=object).astype(str), return_inverse=True)
+    peaks = np.array([gpu.peak(str(name)) for name in names])[index]
     compute_s = np.asarray(family.flops(p), dtype=float) / (peaks * share)
     memory_s = np.asarray(family.bytes_moved(p), dtype=float)
     memory_s = memory_s / (gpu.hbm_bytes_per_s * np.maximum(share, 0.5))

@@ -108,7 +108,7 @@ def test_layernorm_of_the_public_data_beats_its_baselines() -> None:
 
     line = next(x for x in lines() if "layernorm" in x.name)
     rows = neusight.read(PUBLIC / "NeuSight").rows["norm"].assign(source="NeuSight")
-    small = rows[rows["gpu"].isin(["v100-pcie-32gb", "t4"])].reset_index(drop=True)
+    small = rows[rows["gpu"] == "v100-pcie-32gb"].reset_index(drop=True)
     result = next(iter(run_line(line, small)))
     ours = result.scores["itercast"]["median_ape_pct"]
     assert ours == min(s["median_ape_pct"] for s in result.scores.values())

@@ -44,9 +44,12 @@ def measured(name: str, count: int, skip: int = 0) -> pd.DataFrame:
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     root = tmp_path_factory.mktemp("many")
     for name in ("one", "two", "three"):
-        path = write_part(root, "gemm", name, measured(name, 300), "0")
+        path = write_part(root, "gemm", name, measured(name, 160), "0")
         write_card(path.parent, {"hardware": toy(name).to_dict()})
-    train([root], root / "bundle")
+    with pytest.MonkeyPatch.context() as patch:  # a fifth of the work: these laws are simple
+        patch.setattr("learners.fit.MANY_ROUNDS", 60)
+        patch.setattr("learners.blend.steps_for", lambda rows: 150)
+        train([root], root / "bundle")
     return Bundle.load(root / "bundle")
 
 
