@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from microbench.ops.family import Workload
 
 WARM_TIME_S = 0.008
-WARM_SAMPLES = (5, 15)
+WARM_SAMPLES = (5, 9)
 COLD_SAMPLES = 3
 MIN_US = 0.5  # of a run: no op is cheaper
 
@@ -211,7 +211,8 @@ class Clock:
         if workload.baseline is not None:
             less_us = self._time(workload.baseline, cache).time_us
         elif self._call_cost is not None:
-            self._call_cost.sample()
+            if cache == "warm":
+                self._call_cost.sample()
             less_us = self._call_cost.us(workload.through_aten)
         return Timing(
             time_us=max(timing.time_us - less_us, MIN_US) / workload.calls,
