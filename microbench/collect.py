@@ -188,9 +188,7 @@ def run_worker(order: WorkerOrder, progress: Progress | None) -> None:
 
 def start_worker(order: WorkerOrder) -> subprocess.Popen[bytes]:
     """A worker process, or a group of them; it reads its order from its argument."""
-    together = all(families()[n].ranks > 1 for n in order.families)
-    module = "microbench.collective_worker" if together else "microbench.worker"
-    return start_ranks(module, asdict(order), order.ranks)
+    return start_ranks("microbench.worker", asdict(order), order.ranks)
 
 
 def count_lines(order: WorkerOrder) -> int:

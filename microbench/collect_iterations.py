@@ -14,7 +14,7 @@ from microbench.collect import card_facts
 from microbench.iteration_worker import IterationOrder, iteration_key
 from microbench.iterations import Iteration
 from microbench.ranks import start_ranks
-from microbench.worker import finished_keys
+from microbench.sweep import finished_keys
 
 DDP_CASES = ("mlp-m", "mlp-l", "gpt-m", "gpt-l", "vit-m", "vit-l", "dlrm-m", "dlrm-l")
 Progress = Callable[[int], None]

@@ -171,46 +171,22 @@ class CallCost:
         return nothing + (max(0.0, wrapped - bound) if through_aten else 0.0)
 
 
-def time_cuda(run: Callable[[], object], flush: Callable[[], object] | None) -> Timing:
-    """Device time between CUDA events; ``flush`` evicts L2 before each sample."""
-    import torch  # lazy: summaries must work where torch is absent
-
-    for _ in range(3):
-        run()
-    repetitions = 10
-    pairs = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(repetitions)
-    ]
-    for begin, end in pairs:
-        if flush is not None:
-            flush()
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return summarise([begin.elapsed_time(end) * 1e3 for begin, end in pairs])
-
-
 class Clock:
-    """Times workloads on one device, warm and cold."""
+    """Times workloads on the CPU, warm and cold."""
 
-    def __init__(self, device: str, cache_bytes: float) -> None:
+    def __init__(self, cache_bytes: float) -> None:
         import torch  # lazy: summaries must work where torch is absent
 
-        self.device = device
-        self._buffer = torch.zeros(int(1.5 * cache_bytes) // 4, device=device)
-        self._flush = self._buffer.zero_ if device == "cuda" else self._buffer.sum
+        self._flush = torch.zeros(int(1.5 * cache_bytes) // 4).sum
         self._disturb = other_ops()
-        self._call_cost = None if device == "cuda" else CallCost(self._disturb)
+        self._call_cost = CallCost(self._disturb)
 
     def time(self, workload: Workload, cache: str) -> Timing:
         """``cache`` is warm (operands where the last call left them) or cold (flushed)."""
         timing = self._time(workload.run, cache)
-        less_us = 0.0
         if workload.baseline is not None:
             less_us = self._time(workload.baseline, cache).time_us
-        elif self._call_cost is not None:
+        else:
             if cache == "warm":
                 self._call_cost.sample()
             less_us = self._call_cost.us(workload.through_aten)
@@ -222,8 +198,6 @@ class Clock:
         )
 
     def _time(self, run: Callable[[], object], cache: str) -> Timing:
-        if self.device == "cuda":
-            return time_cuda(run, self._flush if cache == "cold" else None)
         if cache == "cold":
             return time_cold_cpu(run, self._flush, self._disturb)
         return time_warm_cpu(run, self._disturb)
