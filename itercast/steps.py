@@ -22,7 +22,10 @@ def progress_bar() -> Progress:
 
 
 def without_scikit_learn() -> None:
-    """xgboost imports scikit-learn where it finds it: most of a second that no command needs."""
+    """Hide scikit-learn from imports: xgboost and transformers load it where they find it.
+
+    That takes 1.5 s and nothing here uses it.
+    """
     sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
 
 

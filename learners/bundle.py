@@ -29,7 +29,7 @@ from learners.table import Encoder, feature_table
 from microbench.hardware.spec import Gpu, gpu_from_dict
 from microbench.ops import families
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 XGBOOST_ERROR: type[Exception] = xgb.core.XGBoostError
 DAMAGE = (KeyError, TypeError, AttributeError, OSError, EOFError, zlib.error, XGBOOST_ERROR)
 COLUMNS = ["predicted_us", "predicted_us_p10", "predicted_us_p90", "in_envelope"]
