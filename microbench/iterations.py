@@ -60,13 +60,13 @@ def measure(
     device: str,
     *,
     repetitions: int = REPETITIONS,
-    anchor: Callable[[], float] | None = None,
+    anchor: Callable[[], dict[str, float]] | None = None,
 ) -> dict[str, Any]:
     """One row of family ``iteration``: at least ``repetitions`` steps and 0.4 s.
 
     Under a plan every rank calls this: a barrier stands before each step, and the slowest rank
-    counts. ``anchor`` is timed after each step; ``anchor_us`` is its geometric mean. ``<phase>_us``
-    are medians by phase; on a GPU they are the host's times, not the device's.
+    counts. ``anchor`` is timed after each step; the row has geometric means of its times.
+    ``<phase>_us`` are medians by phase; on a GPU they are the host's times, not the device's.
     """
     import torch  # lazy: cases are listed without torch
 
@@ -101,12 +101,12 @@ class _Timed:
         marks: list[tuple[str, int]],
         device: str,
         together: bool,
-        anchor: Callable[[], float] | None,
+        anchor: Callable[[], dict[str, float]] | None,
     ) -> None:
         self.step, self.marks, self.device = step, marks, device
         self.together, self.anchor = together, anchor
         self.phases: dict[str, list[float]] = {}
-        self.log_anchors: list[float] = []
+        self.anchors: list[dict[str, float]] = []
 
     def repeat(self, repetitions: int) -> dict[str, Any]:
         """Columns of the row."""
@@ -118,14 +118,13 @@ class _Timed:
         count = max(repetitions, math.ceil(MIN_TIME_S * 1e6 / first_us))
         count = agree(count) if self.together else count
         self.phases.clear()
-        self.log_anchors.clear()
+        self.anchors.clear()
         times = [self.once() for _ in range(count)]
         timing = summarise(slowest(times) if self.together else times)
-        logs = self.log_anchors
         return {
             **asdict(timing),
             **{f"{p}_us": summarise(self.phases[p]).time_us for p in PHASES if p in self.phases},
-            **({"anchor_us": math.exp(sum(logs) / len(logs))} if logs else {}),
+            **self.anchor_us(),
         }
 
     def once(self) -> float:
@@ -144,5 +143,16 @@ class _Timed:
         for (phase, at), until in zip(self.marks, ends, strict=True):
             self.phases.setdefault(phase, []).append((until - at) / 1e3)
         if self.anchor is not None:
-            self.log_anchors.append(math.log(self.anchor()))
+            if self.together:
+                torch.distributed.barrier()  # ranks time their anchors at once, as in a sweep
+            self.anchors.append(self.anchor())
         return (end - start) / 1e3
+
+    def anchor_us(self) -> dict[str, float]:
+        """Geometric means of the anchor's times; of several ranks the slowest."""
+        if not self.anchors:
+            return {}
+        logs = [[math.log(one[name]) for one in self.anchors] for name in self.anchors[0]]
+        means = [math.exp(sum(values) / len(values)) for values in logs]
+        means = slowest(means) if self.together else means
+        return dict(zip(self.anchors[0], means, strict=True))
