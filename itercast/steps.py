@@ -167,7 +167,8 @@ def listing(what: str) -> list[str]:
 
         return sorted(families())
     if what == "bundles":
-        from itercast.target import LOCAL, SHIPPED
+        from itercast.target import LOCAL, SHIPPED, SHIPPED_CPU
 
-        return [str(p) for p in (*LOCAL, SHIPPED) if (p / "bundle.json").is_file()]
+        folders = (*LOCAL, SHIPPED, SHIPPED_CPU)
+        return [str(p) for p in folders if (p / "bundle.json").is_file()]
     raise ValueError(f"cannot list {what!r}; known: gpus, cases, families, bundles")
