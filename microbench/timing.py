@@ -52,39 +52,48 @@ def keep_freed_memory() -> None:
     libc.mallopt(-1, 2**31 - 1)
 
 
-def _elapsed_us(run: Callable[[], object], calls: int) -> float:
+def _elapsed_us(run: Callable[[], object]) -> float:
     start = time.perf_counter_ns()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter_ns() - start) / 1e3 / calls
+    run()
+    return (time.perf_counter_ns() - start) / 1e3
 
 
-def time_warm_cpu(run: Callable[[], object], disturb: Callable[[], object]) -> Timing:
+def _sample_us(workload: Workload, before: Callable[[], object]) -> float:
+    """One call right after ``before``, less one of the baseline's after another.
+
+    Taken in turns, since what is timed first after a flush or a large op finds colder caches.
+    """
+    before()
+    time_us = _elapsed_us(workload.run)
+    if workload.baseline is not None:
+        before()
+        time_us -= _elapsed_us(workload.baseline)
+    return time_us
+
+
+def time_warm_cpu(workload: Workload, disturb: Callable[[], object]) -> Timing:
     """Operands in cache, code not: before each sample ``disturb`` runs other ops, as a step would.
 
     In a tight loop of one op its code and branch history stay hot and small ops look twice too
     cheap.
     """
-    run()
-    first_us = max(_elapsed_us(run, 1), 0.1)
+    workload.run()
+    first_us = max(_elapsed_us(workload.run), 0.1)
     low, high = WARM_SAMPLES
-    samples_us = []
-    for _ in range(min(high, max(low if first_us < 2e4 else 3, int(WARM_TIME_S * 1e6 / first_us)))):
-        disturb()
-        samples_us.append(_elapsed_us(run, 1))
-    return summarise(samples_us)
+    count = min(high, max(low if first_us < 2e4 else 3, int(WARM_TIME_S * 1e6 / first_us)))
+    return summarise([_sample_us(workload, disturb) for _ in range(count)])
 
 
 def time_cold_cpu(
-    run: Callable[[], object], flush: Callable[[], object], disturb: Callable[[], object]
+    workload: Workload, flush: Callable[[], object], disturb: Callable[[], object]
 ) -> Timing:
     """One call after each flush of the operands; ``disturb`` brings common code back."""
-    samples_us = []
-    for _ in range(COLD_SAMPLES):
+
+    def before() -> None:
         flush()
         disturb()
-        samples_us.append(_elapsed_us(run, 1))
-    return summarise(samples_us)
+
+    return summarise([_sample_us(workload, before) for _ in range(COLD_SAMPLES)])
 
 
 def other_ops() -> Callable[[], object]:
@@ -161,7 +170,7 @@ class CallCost:
         times = []
         for run in self._runs:
             self._disturb()
-            times.append(_elapsed_us(run, 1))
+            times.append(_elapsed_us(run))
         self._samples.append(times)
 
     def us(self, through_aten: bool) -> float:
@@ -183,24 +192,18 @@ class Clock:
 
     def time(self, workload: Workload, cache: str) -> Timing:
         """``cache`` is warm (operands where the last call left them) or cold (flushed)."""
-        timing = self._time(workload.run, cache)
-        if workload.baseline is not None:
-            less_us = self._time(workload.baseline, cache).time_us
+        if cache == "cold":
+            timing = time_cold_cpu(workload, self._flush, self._disturb)
         else:
-            if cache == "warm":
-                self._call_cost.sample()
-            less_us = self._call_cost.us(workload.through_aten)
+            timing = time_warm_cpu(workload, self._disturb)
+            self._call_cost.sample()
+        less_us = 0.0 if workload.baseline else self._call_cost.us(workload.through_aten)
         return Timing(
             time_us=max(timing.time_us - less_us, MIN_US) / workload.calls,
             time_us_p20=max(timing.time_us_p20 - less_us, MIN_US) / workload.calls,
             time_us_p80=max(timing.time_us_p80 - less_us, MIN_US) / workload.calls,
             samples=timing.samples,
         )
-
-    def _time(self, run: Callable[[], object], cache: str) -> Timing:
-        if cache == "cold":
-            return time_cold_cpu(run, self._flush, self._disturb)
-        return time_warm_cpu(run, self._disturb)
 
 
 class Anchor:
@@ -227,7 +230,7 @@ class Anchor:
         for name, job in self._jobs.items():
             for _ in range(3):
                 job()
-            found[name] = statistics.median(_elapsed_us(job, 1) for _ in range(5))
+            found[name] = statistics.median(_elapsed_us(job) for _ in range(5))
         return found
 
 
