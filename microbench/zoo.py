@@ -152,9 +152,14 @@ def captured_points(device: str, models: int, seed: int) -> dict[str, list[Any]]
     return {name: list(points) for name, points in found.items()}
 
 
+def points_path(root: Path, device: str, seed: int) -> Path:
+    """Where the captured points of a sweep are."""
+    return root / ".journal" / f"points-{device}-{seed}.json"
+
+
 def points_file(root: Path, device: str, seed: int) -> Path:
     """The captured points of this seed, written where they are missing."""
-    path = root / ".journal" / f"points-{device}-{seed}.json"
+    path = points_path(root, device, seed)
     if not path.is_file():
         found = captured_points(device, MODELS, seed)
         plain = {name: [asdict(p) for p in points] for name, points in found.items()}
@@ -167,8 +172,14 @@ def read_points(path: Path, name: str) -> list[Any]:
     return [families()[name].params(**p) for p in json.loads(path.read_text())[name]]
 
 
-def mixed(points: list[Any], grid: Iterator[Any], seed: int) -> Iterator[Any]:
-    """Captured points and points of the family's own sweep in turn; then the sweep alone."""
+def mixed(path: Path, name: str, grid: Iterator[Any], seed: int) -> Iterator[Any]:
+    """Captured points and points of the family's own sweep in turn; then the sweep alone.
+
+    While the captured ones are not written yet, the sweep alone.
+    """
+    while not path.is_file() and (point := next(grid, None)) is not None:
+        yield point
+    points = read_points(path, name) if path.is_file() else []
     order = np.random.default_rng(seed).permutation(len(points))
     for index in order:
         yield points[index]

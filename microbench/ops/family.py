@@ -82,6 +82,7 @@ def torch_dtype(name: str) -> Any:
         "tf32": torch.float32,
         "bf16": torch.bfloat16,
         "fp16": torch.float16,
+        "fp8": torch.float8_e4m3fn,
         "int64": torch.int64,
         "int32": torch.int32,
         "bool": torch.bool,
