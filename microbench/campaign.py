@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from microbench.collect import card_facts, collect, phases, spent_s
+from microbench.collect import card_facts, collect, known_families, phases, spent_s
 from microbench.collect_iterations import collect_iterations
 from microbench.gpu_iterations import gpu_iterations
-from microbench.ops import families
 from microbench.zoo import points_file
 
 log = logging.getLogger("itercast.campaign")
@@ -55,7 +54,7 @@ def swept_s(out: Path, device: str) -> float:
     gpu = card_facts(out, device)["hardware"]["name"]
     return sum(
         spent_s(out, gpu, phase.families, phase.threads)
-        for phase in phases(device, tuple(families()))
+        for phase in phases(device, known_families(None))
     )
 
 

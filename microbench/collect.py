@@ -15,6 +15,7 @@ from typing import Any
 
 from microbench import store
 from microbench.hardware.machine import measure_cpu
+from microbench.nvml import driver_version
 from microbench.ops import families
 from microbench.ranks import start_ranks
 from microbench.zoo import points_file, points_path
@@ -156,12 +157,12 @@ def captured_points_file(root: Path, device: str, seed: int) -> Path:
 
 
 def known_families(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The families named, all where none is; ValueError for a name nobody knows."""
+    """The families named, all but those on demand where none is; ValueError for an unknown name."""
     known = families()
     for name in names or ():
         if name not in known:
             raise ValueError(f"unknown family {name!r}; known: {sorted(known)}")
-    return tuple(names or known)
+    return tuple(names or (n for n, family in known.items() if not family.on_demand))
 
 
 def card_facts(root: Path, device: str) -> dict[str, Any]:
@@ -174,9 +175,27 @@ def card_facts(root: Path, device: str) -> dict[str, Any]:
         "what": "single-op times swept by itercast collect",
         "when": datetime.date.today().isoformat(),
         "licence": "Apache-2.0",
-        "versions": {"python": sys.version.split()[0], "torch": str(torch.__version__)},
+        "versions": {"python": sys.version.split()[0], "torch": str(torch.__version__)}
+        | (cuda_versions() if device == "cuda" else {}),
         "hardware": (earlier or gpu).to_dict(),
     }
+
+
+def cuda_versions() -> dict[str, str]:
+    """CUDA, cuDNN, NCCL, the GPU's identity and the commit, as far as they can be told."""
+    import torch  # lazy, as above
+
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    found = {
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "gpu_uuid": torch.cuda.get_device_properties(0).uuid,
+        "driver": driver_version(),
+        "commit": commit,
+    }
+    return {name: str(value) for name, value in found.items() if value}
 
 
 def cuda_gpu() -> Any:

@@ -14,6 +14,7 @@ from microbench.ops.attention import Attention
 from microbench.ops.embedding_bag import MODES, EmbeddingBag
 from microbench.ops.family import Family, log_uniform
 from microbench.ops.gemm import Gemm
+from microbench.ops.host import Host, launches
 
 MAX_ROOFLINE_US = 10_000.0  # a dozen repetitions of a point must not take a second
 MAX_BYTES_FRAC = 0.06  # of the GPU's memory: operands, results and gradients stay beside others
@@ -178,8 +179,15 @@ def enlarged(name: str, p: Any, rng: np.random.Generator) -> Any:
     return p
 
 
+def hosts(rng: np.random.Generator) -> Iterator[Host]:
+    """Launches, and the events and optimizer steps that a CPU's host has, too."""
+    yield from launches()
+    yield from families()["host"].sweep()
+
+
 OWN: dict[str, Callable[[np.random.Generator], Iterator[Any]]] = {
     "gemm": gemms,
     "attention": attentions,
     "embedding_bag": embedding_bags,
+    "host": hosts,
 }

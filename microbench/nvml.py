@@ -70,6 +70,17 @@ class Nvml:
         return {name: value for name, value in found.items() if value is not None}
 
 
+def driver_version() -> str:
+    """Of the NVIDIA driver; empty without one."""
+    try:
+        import pynvml  # lazy, as above
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # as above: an extra
+        return ""
+
+
 def _times(value: Any, factor: float) -> float | None:
     return None if value is None else value * factor
 

@@ -120,7 +120,7 @@ def test_a_sweep_of_all_families_on_the_stand_in(
     monkeypatch.setattr("microbench.chunks.SAMPLES", (2, 2))
     monkeypatch.setattr("microbench.gpu_space.MAX_ROOFLINE_US", 0.05)
     monkeypatch.setattr("microbench.gpu_space.MAX_BYTES_FRAC", 2e5 / H100.hbm_bytes)
-    names = tuple(n for n, f in families().items() if f.ranks == 1)
+    names = tuple(n for n, f in families().items() if f.ranks == 1 and not f.on_demand)
     asked = replace(
         order(tmp_path, *names, budget_s=1.0), device="cuda", gpu="h100", hardware=H100.to_dict()
     )
@@ -181,7 +181,9 @@ def test_throttle_reasons_have_names() -> None:
     assert Nvml("none").read() == {}  # no GPU here, or none of that name
 
 
-@pytest.mark.parametrize("name", sorted(n for n, f in families().items() if f.ranks == 1))
+@pytest.mark.parametrize(
+    "name", sorted(n for n, f in families().items() if f.ranks == 1 and not f.on_demand)
+)
 def test_the_space_of_a_gpu_is_large_and_fits(name: str) -> None:
     family = families()[name]
     points = list(islice(on_gpu(name, grid(name, 0), H100, 0), 300 if name != "host" else 50))
