@@ -21,6 +21,7 @@ from microbench.ops.gemm import Gemm
 from microbench.sweep import Chosen, Sweep
 
 EXIT_BROKEN = 75  # sysexits.h: temporary failure; the parent starts another worker
+CHUNK_S = 20.0  # a chunk takes at most, as far as is known before
 MAX_DEATHS = 2  # of a worker alone with a point, before the point is called the culprit
 ANCHOR = Gemm(m=2048, n=2048, k=2048, dtype="bf16")
 
@@ -98,7 +99,7 @@ def _left_over(pending: Pending, sweep: Sweep, journal: store.Journal) -> tuple[
 def choose_chunk(sweep: Sweep, now_s: float) -> list[Chosen]:
     """Points that fit what is left of the budget, each charged what its family's usually cost."""
     chosen: list[Chosen] = []
-    left_s = sweep.order.budget_s - now_s
+    left_s = min(sweep.order.budget_s - now_s, CHUNK_S)
     while len(chosen) < CHUNK_POINTS and (left_s > 0 or not chosen):
         found = sweep.choose(now_s)
         if found is None:

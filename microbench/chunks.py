@@ -107,7 +107,8 @@ class Chunk:
             self._guard(step)
         fixed: dict[str, list[Any]] = {"drift_us": [], "empty_us": []}
         conditions = self._guard(lambda: self._sample(fixed))
-        self._guard(self._profile)
+        if len(self.points) > 1:  # a session costs more than all the rest of a point alone
+            self._guard(self._profile)
         conditions |= {name: self._median_us(marks) for name, marks in fixed.items()}
         if "energy_j" in conditions:
             conditions["energy_j"] -= before["energy_j"]

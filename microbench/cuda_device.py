@@ -127,7 +127,7 @@ class CudaDevice:
         if self.profiles and runs:
             try:
                 return kernels_by_run(profile(runs, self.wait), len(runs))
-            except (RuntimeError, OSError, ValueError) as exc:
+            except Exception as exc:  # names of kernels are an extra: no sweep ends for them
                 self.profiles = False
                 log.warning("no kernels in rows from now on: %s", exc)
         return [[] for _ in runs]

@@ -21,6 +21,7 @@ from microbench.zoo import mixed
 RETEST_EVERY = 10
 MIN_RETEST_AGE_FRAC = 0.3
 FIRST_GUESS_S = 0.01  # of what a point costs in a chunk
+FIRST_GUESS_ON_DEMAND_S = 3.0
 Chosen = tuple[Family, Any, int]  # the point and how often it was measured before
 
 
@@ -71,7 +72,8 @@ class Sweep:
         """Count a chosen point, ahead of ``settle``, as what its family's points cost so far."""
         name = family.name
         known_s = self.cost_s[name] - self.charged_s[name]
-        cost_s = known_s / self.points[name] if self.points[name] else FIRST_GUESS_S
+        guess_s = FIRST_GUESS_ON_DEMAND_S if family.on_demand else FIRST_GUESS_S
+        cost_s = known_s / self.points[name] if self.points[name] else guess_s
         self.cost_s[name] += cost_s
         self.charged_s[name] += cost_s
         return cost_s
