@@ -16,6 +16,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
+from compose.engines import with_engine
 from compose.forecast import Forecast
 from eval.results import CaseResult, grouped, in_words
 from itercast.api import capture, forecast_step, micro_size
@@ -30,7 +31,9 @@ from microbench.store import read_rows, write_atomic
 
 CONFIGS = Path(".cache/configs")
 OPTIONAL = {"plan": "", "seq": 0, "attn": "sdpa", "loss": "default", "mode": "train"}
+OPTIONAL |= {"engine": "eager"}
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
+ASKED += ["engine"]
 console = Console()
 
 
@@ -82,7 +85,7 @@ def _compare(asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None) 
     model = _model(asked)
     size = micro_size(model, target.plan, int(asked["batch"]), int(asked["seq"]))
     options = {n: asked[n] for n in ("mode", "optimizer", "loss", "dtype", "attn")}
-    step = capture(model, **size, **options)
+    step = with_engine(capture(model, **size, **options), str(asked.get("engine", "eager")))
     found = forecast_step(step, target)
     times = list(_at_reference_us(rows, target.bundle, found, step))
     first, last = times[0], times[-1]

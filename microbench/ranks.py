@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -13,15 +14,22 @@ from typing import Any
 from microbench.timing import Timing, summarise
 
 
-def start_ranks(module: str, order: Mapping[str, Any], ranks: int) -> subprocess.Popen[bytes]:
-    """``python -m module ORDER``, or that under torchrun where ``ranks`` > 1."""
+def start_ranks(
+    module: str, order: Mapping[str, Any], ranks: int, torchrun: str = ""
+) -> subprocess.Popen[bytes]:
+    """``python -m module ORDER``, or that under torchrun where there are several ``ranks``.
+
+    ``torchrun`` are its arguments for several nodes; without them all ranks are on this one.
+    """
     launcher = [sys.executable, "-m"]
-    if ranks > 1:
-        launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    together = ranks > 1 or bool(torchrun)
+    if together:
+        where = shlex.split(torchrun) or ["--standalone"]
+        launcher += ["torch.distributed.run", *where, f"--nproc-per-node={ranks}", "-m"]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
     return subprocess.Popen(
-        [*launcher, module, json.dumps(order)], env={**environment, **quiet} if ranks > 1 else None
+        [*launcher, module, json.dumps(order)], env={**environment, **quiet} if together else None
     )
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from microbench import store
 from microbench.collect import WorkerOrder, stack
+from microbench.gpu_space import grid, on_gpu
+from microbench.hardware.spec import gpu_from_dict
 from microbench.ops import families
 from microbench.ops.family import Family
 from microbench.ranks import agree
-from microbench.zoo import mixed, read_points
+from microbench.zoo import mixed
 
 RETEST_EVERY = 10
 MIN_RETEST_AGE_FRAC = 0.3
+FIRST_GUESS_S = 0.01  # of what a point costs in a chunk
+FIRST_GUESS_ON_DEMAND_S = 3.0
 Chosen = tuple[Family, Any, int]  # the point and how often it was measured before
 
 
@@ -31,12 +35,24 @@ class Sweep:
         self.order = order
         self.done = done
         self.cost_s = dict.fromkeys(order.families, 0.0)
+        self.charged_s = dict.fromkeys(order.families, 0.0)
+        self.points = dict.fromkeys(order.families, 0)
         self.retests: deque[tuple[float, Family, Any]] = deque()
         self.count = 0
-        self.streams: dict[str, Iterator[Any]] = {
-            n: mixed(read_points(Path(order.points), n), families()[n].sweep(), order.seed)
-            for n in order.families
-        }
+        self.streams = {n: self._stream(n) for n in order.families}
+
+    def _stream(self, name: str) -> Iterator[Any]:
+        """Captured points and the family's sweep; on a GPU both in its sizes and dtypes."""
+        order, family = self.order, families()[name]
+        if order.device == "cpu" or order.together:
+            return mixed(Path(order.points), name, family.sweep(), order.seed)
+        gpu = gpu_from_dict(order.hardware, "order")
+        return on_gpu(
+            name,
+            mixed(Path(order.points), name, grid(name, order.seed), order.seed),
+            gpu,
+            order.seed,
+        )
 
     def choose(self, now_s: float) -> Chosen | None:
         """The next point; None when there is none left."""
@@ -52,9 +68,24 @@ class Sweep:
             self.retests.append((now_s, *found))
         return *found, 0
 
-    def spend(self, family: Family, cost_s: float) -> None:
-        """A point of the family took so long."""
-        self.cost_s[family.name] += cost_s
+    def charge(self, family: Family) -> float:
+        """Count a chosen point, ahead of ``settle``, as what its family's points cost so far."""
+        name = family.name
+        known_s = self.cost_s[name] - self.charged_s[name]
+        guess_s = FIRST_GUESS_ON_DEMAND_S if family.on_demand else FIRST_GUESS_S
+        cost_s = known_s / self.points[name] if self.points[name] else guess_s
+        self.cost_s[name] += cost_s
+        self.charged_s[name] += cost_s
+        return cost_s
+
+    def settle(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rows were measured: their cost counts instead of what was charged."""
+        for name, charged_s in self.charged_s.items():
+            self.cost_s[name] -= charged_s
+            self.charged_s[name] = 0.0
+        for row in rows:
+            self.cost_s[row["family"]] += row["cost_s"]
+            self.points[row["family"]] += row["cache"] == "warm"
 
     def _fresh(self) -> tuple[Family, Any] | None:
         """The next unmeasured point of the family that had least time; None when all ran dry."""
@@ -67,13 +98,13 @@ class Sweep:
             point = placed(point, self.order.gpu) if family.ranks > 1 else point
             key = self.row_keys(family, point, 0)["warm"]
             known = int(key in self.done)
-            if not (agree(known) if self.order.ranks > 1 else known):
+            if not (agree(known) if self.order.together else known):
                 self.done.add(key)  # random sweeps may name a point twice
                 return family, point
         return None
 
     def row_keys(self, family: Family, point: Any, repeat: int) -> dict[str, str]:
-        """Keys of a point's rows by cache; nobody flushes caches before a collective."""
+        """Keys of a point's rows by cache; collectives and a GPU's host are timed warm only."""
         row = {
             "family": family.name,
             "gpu": self.order.gpu,
@@ -81,7 +112,8 @@ class Sweep:
             "repeat": repeat,
             "point": asdict(point),
         }
-        caches = ("warm",) if family.ranks > 1 else ("warm", "cold")
+        once = family.ranks > 1 or (family.name == "host" and self.order.device == "cuda")
+        caches = ("warm",) if once else ("warm", "cold")
         return {cache: store.point_key({**row, "cache": cache}) for cache in caches}
 
     def row_facts(self, family: Family, point: Any, repeat: int) -> dict[str, Any]:

@@ -97,17 +97,29 @@ def time_cold_cpu(
 
 
 def other_ops() -> Callable[[], object]:
-    """Thirty small ops of as many kinds, about 0.5 ms: what a step runs between two ops of a kind.
+    """Small ops of many kinds, about 0.5 ms: what a step runs between two ops of a kind.
 
     Ops inserted into real steps took about as long as after these, twice as long as in a loop.
     """
+    run = small_ops("cpu")
+
+    def disturb() -> None:
+        for one in run:
+            one()
+
+    return disturb
+
+
+def small_ops(device: str) -> list[Callable[[], object]]:
+    """Calls of some thirty kinds of ops on tensors of a few hundred elements."""
     import torch  # lazy: summaries must work where torch is absent
 
     functions = torch.nn.functional
-    x, w, cube = torch.randn(16, 32), torch.randn(32, 32), torch.randn(2, 16, 32)
-    index, mask, heads = torch.arange(8), x > 0, torch.randn(1, 2, 8, 16)
+    with torch.device(device):
+        x, w, cube = torch.randn(16, 32), torch.randn(32, 32), torch.randn(2, 16, 32)
+        index, mask, heads = torch.arange(8), x > 0, torch.randn(1, 2, 8, 16)
     lists = [x.clone(), w.clone()]
-    run: list[Callable[[], object]] = [
+    return [
         lambda: torch.addmm(w[0], x, w),
         lambda: torch.mm(x, w),
         lambda: torch.bmm(cube, cube.transpose(1, 2)),
@@ -137,12 +149,6 @@ def other_ops() -> Callable[[], object]:
         lambda: torch._foreach_sqrt(lists),
         lambda: functions.scaled_dot_product_attention(heads, heads, heads),
     ]
-
-    def disturb() -> None:
-        for one in run:
-            one()
-
-    return disturb
 
 
 class CallCost:

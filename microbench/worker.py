@@ -15,23 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from microbench import store
+from microbench.chunk_worker import sweep_in_chunks
+from microbench.chunks import failure_status
 from microbench.collect import WorkerOrder
+from microbench.cuda_device import CudaDevice
 from microbench.ops.family import Family, Workload
 from microbench.ranks import join, slowest, time_together
 from microbench.sweep import Sweep, finished_keys
 from microbench.timing import Anchor, Clock, geometric_means, keep_freed_memory
 
 TIMES = ("time_us", "time_us_p20", "time_us_p80", "anchor_us", "serial_us", "cost_s")
-
-
-def failure_status(exc: Exception) -> str:
-    """oom, unsupported or error."""
-    text = str(exc).lower()
-    if isinstance(exc, MemoryError) or "out of memory" in text or "can't allocate" in text:
-        return "oom"
-    if isinstance(exc, NotImplementedError) or "not implemented" in text:
-        return "unsupported"
-    return "error"
 
 
 def build_together(order: WorkerOrder, family: Family, point: Any) -> Workload:
@@ -41,7 +34,7 @@ def build_together(order: WorkerOrder, family: Family, point: Any) -> Workload:
         workload = family.build(point, order.device)
     except Exception as exc:  # whatever it is becomes a row
         failure = exc
-    if order.ranks > 1 and slowest([float(failure is not None)])[0] and failure is None:
+    if order.together and slowest([float(failure is not None)])[0] and failure is None:
         failure = RuntimeError("another rank could not build it")
     if failure is not None:
         raise failure
@@ -80,7 +73,7 @@ def measure(
 
 def agreed_s(order: WorkerOrder, now_s: float) -> float:
     """The latest clock of all ranks, so that all decide alike."""
-    return slowest([now_s])[0] if order.ranks > 1 else now_s
+    return slowest([now_s])[0] if order.together else now_s
 
 
 def slowest_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -103,15 +96,18 @@ def run(order: WorkerOrder) -> None:
     """Measure until the budget is spent; every tenth point again, far apart in time."""
     import torch  # lazy: the parent must not pay for it
 
-    torch.set_num_threads(order.threads)
+    torch.set_num_threads(max(1, order.threads))
     torch.manual_seed(order.seed)
     if order.device == "cpu":
         keep_freed_memory()
     root = Path(order.root)
-    rank = join(order.device)[0] if order.ranks > 1 else 0
+    rank = join(order.device)[0] if order.together else 0
     sweep = Sweep(order, finished_keys(root, order.families))
     journal = store.Journal(root, order.run_id) if rank == 0 else None
-    clock = Clock(order.cache_bytes)
+    if order.device == "cuda" and journal is not None and not order.together:
+        sweep_in_chunks(sweep, CudaDevice(order.hardware["l2_bytes"]), journal)
+        return
+    clock = Clock(order.hardware["l2_bytes"])
     anchor = Anchor() if order.device == "cpu" else None
     begin = time.monotonic()
     while (now := agreed_s(order, time.monotonic() - begin)) < order.budget_s:
@@ -119,12 +115,12 @@ def run(order: WorkerOrder) -> None:
         if chosen is None:
             break
         rows = measure(sweep, clock, anchor, *chosen)
-        if order.ranks > 1:
+        if order.together:
             rows = slowest_rows(rows)
         if journal is not None:
             journal.append(rows)
-        sweep.spend(chosen[0], sum(row["cost_s"] for row in rows))
-    if order.ranks > 1:
+        sweep.settle(rows)
+    if order.together:
         torch.distributed.destroy_process_group()
 
 

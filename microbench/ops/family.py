@@ -39,7 +39,8 @@ class Family:
     ``answers`` maps an op name as captured ("aten.mm.default") to a function that turns the call
     into parameters, or returns None for a call the family cannot describe.
     ``floor_us`` replaces max(flops / peak, bytes / memory bandwidth) where that is not the bound;
-    a family with ``ranks`` > 1 is built and timed in that many processes at once.
+    a family with ``ranks`` > 1 is built and timed in that many processes at once. One that is
+    ``on_demand`` is swept only where it is named: its points take seconds to build.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Family:
     answers: Mapping[str, Callable[[OpCall], Any]]
     floor_us: Callable[[Any, Gpu], Any] | None = None
     ranks: int = 1
+    on_demand: bool = False
 
 
 def autograd_call(leaves: int, device: str) -> Callable[[], object]:
@@ -82,6 +84,7 @@ def torch_dtype(name: str) -> Any:
         "tf32": torch.float32,
         "bf16": torch.bfloat16,
         "fp16": torch.float16,
+        "fp8": torch.float8_e4m3fn,
         "int64": torch.int64,
         "int32": torch.int32,
         "bool": torch.bool,
