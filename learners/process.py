@@ -1,0 +1,151 @@
+"""A Gaussian process for families of few smooth curves: it carries on where trees stay level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = Any  # numpy arrays of float
+AMPLITUDES = (0.4, 0.3, 0.15)  # what all share, offsets of a curve, details
+NOISE = 0.05
+TIE = 0.2  # how firmly lengths stay near those the family states
+STEPS = 60
+SAMPLE = 700  # points of one step
+POINTS = 3500  # at most so many are kept; predicting takes as long as there are points
+FREEDOM = 3.0  # of Student's t: single measurements go astray
+CHUNK = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """Squared exponentials, summed: ``inverse`` lengths (parts, inputs), ``amplitude`` (parts,)."""
+
+    inverse: Array
+    amplitude: Array
+    noise: float
+
+    def __call__(self, a: Array, b: Array) -> Array:
+        """Covariance of the points ``a`` (rows) with ``b`` (columns)."""
+        total = np.zeros((len(a), len(b)), dtype=a.dtype)
+        for inverse, amplitude in zip(self.inverse, self.amplitude, strict=True):
+            u, v = a * inverse.astype(a.dtype), b * inverse.astype(a.dtype)
+            exponent = u @ v.T
+            exponent -= 0.5 * (u * u).sum(1)[:, None]
+            exponent -= 0.5 * (v * v).sum(1)
+            np.minimum(exponent, 0, out=exponent)
+            total += a.dtype.type(amplitude**2) * np.exp(exponent, out=exponent)
+        return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """Mean of a Gaussian process: ``centre`` + kernel(x, at) @ weight on the inputs ``columns``."""
+
+    columns: Array
+    kernel: Kernel
+    at: Array
+    weight: Array
+    centre: float
+
+    def predict(self, x: Array) -> Array:
+        """Log ratio of each row of encoded features."""
+        z, at = x[:, self.columns].astype(np.float32), self.at.astype(np.float32)
+        out = np.empty(len(z))
+        for start in range(0, len(z), CHUNK):
+            part = self.kernel(z[start : start + CHUNK], at)
+            out[start : start + CHUNK] = part @ self.weight.astype(np.float32)
+        return out + self.centre
+
+    def to_arrays(self) -> dict[str, Array]:
+        """Arrays by name, for a file."""
+        return {
+            "columns": self.columns,
+            "inverse": self.kernel.inverse,
+            "amplitude": self.kernel.amplitude,
+            "noise": np.array(self.kernel.noise),
+            "at": self.at.astype(np.float32),
+            "weight": self.weight.astype(np.float32),
+            "centre": np.array(self.centre),
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Array]) -> Process:
+        """As written by to_arrays."""
+        inverse, amplitude = arrays["inverse"], arrays["amplitude"]
+        return cls(
+            columns=arrays["columns"],
+            kernel=Kernel(inverse=inverse, amplitude=amplitude, noise=float(arrays["noise"])),
+            at=arrays["at"],
+            weight=arrays["weight"],
+            centre=float(arrays["centre"]),
+        )
+
+
+def merged(z: Array, log_ratio: Array) -> tuple[Array, Array, Array]:
+    """Points within a quarter octave made one: where, the median there, how many (at most 4)."""
+    index = np.unique(np.round(4 * z), axis=0, return_inverse=True)[1].reshape(-1)
+    order, count = np.argsort(index, kind="stable"), np.bincount(index)
+    ends = np.cumsum(count)[:-1]
+    at = np.stack([part.mean(0) for part in np.split(z[order].astype(float), ends)])
+    value = np.array([np.median(part) for part in np.split(log_ratio[order], ends)])
+    kept = np.random.default_rng(0).permutation(len(at))[:POINTS]
+    return at[kept], value[kept], np.minimum(count[kept], 4.0)
+
+
+def learn_kernel(x: Array, log_ratio: Array, curve: Mapping[int, Sequence[float]]) -> Kernel:
+    """Lengths and amplitudes of greatest marginal likelihood, near the lengths of ``curve``.
+
+    ``curve`` names columns of x and a starting length of each part.
+    """
+    import torch  # lazy: pricing needs numpy only
+
+    z, value, count = merged(x[:, list(curve)], log_ratio)
+    start = torch.tensor(np.log(np.array(list(curve.values())).T))
+    lengths = start.clone().requires_grad_()
+    scales = torch.tensor(np.log([*AMPLITUDES, NOISE])).requires_grad_()
+    points, target = torch.tensor(z), torch.tensor(value - np.median(value))
+    spread = torch.tensor(1 / count)
+    optimizer = torch.optim.Adam([lengths, scales], lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, STEPS, pct_start=0.2)
+    rng = np.random.default_rng(0)
+    for _ in range(STEPS):
+        some = torch.tensor(rng.permutation(len(z))[:SAMPLE])
+        covariance = torch.diag(torch.exp(2 * scales[-1]) * spread[some])
+        for part in range(len(AMPLITUDES)):
+            u = points[some] * torch.exp(-lengths[part])
+            square = (u * u).sum(1)
+            apart = (square[:, None] + square - 2 * u @ u.T).clamp_min(0)
+            covariance = covariance + torch.exp(2 * scales[part] - 0.5 * apart)
+        root = torch.linalg.cholesky(covariance)
+        solved = torch.cholesky_solve(target[some][:, None], root)[:, 0]
+        loss = 0.5 * target[some] @ solved + torch.log(torch.diagonal(root)).sum()
+        loss = loss + TIE * ((lengths - start) ** 2).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    found = np.exp(scales.detach().numpy())
+    return Kernel(
+        inverse=np.exp(-lengths.detach().numpy()), amplitude=found[:-1], noise=float(found[-1])
+    )
+
+
+def fit_process(
+    x: Array, log_ratio: Array, curve: Mapping[int, Sequence[float]], kernel: Kernel | None = None
+) -> Process:
+    """A process through the rows; points far off the others count less (Student's t)."""
+    kernel = kernel or learn_kernel(x, log_ratio, curve)
+    at, value, count = merged(x[:, list(curve)], log_ratio)
+    centre = float(np.median(value))
+    covariance, variance = kernel(at, at), kernel.noise**2 / count
+    doubt = np.ones(len(at))
+    for _ in range(4):
+        solved = np.linalg.solve(covariance + np.diag(variance * doubt), value - centre)
+        left = solved * variance * doubt
+        doubt = (FREEDOM + left**2 / variance) / (FREEDOM + 1)
+    return Process(
+        columns=np.array(list(curve)), kernel=kernel, at=at, weight=solved, centre=centre
+    )
