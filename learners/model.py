@@ -97,7 +97,7 @@ class FamilyModel:
 def in_envelope(table: pd.DataFrame, model: FamilyModel) -> np.ndarray:
     """True where every number lies within the training range and every string was seen.
 
-    Of a GPU's places none is asked for: a cluster never seen is forecast by what all clusters share.
+    A GPU's places are not asked for: what all clusters share forecasts one never seen.
     """
     inside = np.ones(len(table), dtype=bool)
     for name, (low, high) in model.envelope.items():
