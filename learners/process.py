@@ -16,7 +16,7 @@ STEPS = 60
 SAMPLE = 700  # points of one step
 POINTS = 3500  # at most so many are kept; predicting takes as long as there are points
 FREEDOM = 3.0  # of Student's t: single measurements go astray
-CHUNK = 2048
+CHUNK = 128  # rows at a time, so that their covariances stay in the cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +31,16 @@ class Kernel:
         """Covariance of the points ``a`` (rows) with ``b`` (columns)."""
         total = np.zeros((len(a), len(b)), dtype=a.dtype)
         for inverse, amplitude in zip(self.inverse, self.amplitude, strict=True):
-            u, v = a * inverse.astype(a.dtype), b * inverse.astype(a.dtype)
-            exponent = u @ v.T
-            exponent -= 0.5 * (u * u).sum(1)[:, None]
-            exponent -= 0.5 * (v * v).sum(1)
-            np.minimum(exponent, 0, out=exponent)
-            total += a.dtype.type(amplitude**2) * np.exp(exponent, out=exponent)
+            left, right = factors(a * inverse, b * inverse)
+            total += amplitude**2 * np.exp(left @ right)
         return total
+
+
+def factors(u: Array, v: Array) -> tuple[Array, Array]:
+    """Two matrices whose product is -|u - v|^2 / 2 of every row of u with every row of v."""
+    own, other = (-0.5 * (t * t).sum(1, keepdims=True) for t in (u, v))
+    left = np.hstack([u, own, np.ones_like(own)])
+    return left, np.hstack([v, np.ones_like(other), other]).T
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +55,24 @@ class Process:
 
     def predict(self, x: Array) -> Array:
         """Log ratio of each row of encoded features."""
-        z, at = x[:, self.columns].astype(np.float32), self.at.astype(np.float32)
-        out = np.empty(len(z))
-        for start in range(0, len(z), CHUNK):
-            part = self.kernel(z[start : start + CHUNK], at)
-            out[start : start + CHUNK] = part @ self.weight.astype(np.float32)
-        return out + self.centre
+        z, out = x[:, self.columns], np.full(len(x), self.centre)
+        flags = ((self.at == 0) | (self.at == 1)).all(0)
+        key = z[:, flags] @ np.random.default_rng(0).random(int(flags.sum()))
+        first, kind = np.unique(key, return_index=True, return_inverse=True)[1:]
+        kinds = z[first][:, flags]
+        for inverse, amplitude in zip(self.kernel.inverse, self.kernel.amplitude, strict=True):
+            weight = (amplitude**2 * self.weight).astype(np.float32)
+            shift = self.at[:, ~flags].mean(0)  # near 0 float32 is fine enough
+            u, v = factors(*((t[:, ~flags] - shift) * inverse[~flags] for t in (z, self.at)))
+            p, q = factors(*(t * inverse[flags] for t in (kinds, self.at[:, flags])))
+            u, v, p, q = (t.astype(np.float32) for t in (u, v, p, q))
+            for start in range(0, len(z), CHUNK):
+                rows = slice(start, start + CHUNK)
+                mine, which = np.unique(kind[rows], return_inverse=True)
+                near = u[rows] @ v
+                near += (p[mine] @ q)[which]
+                out[rows] += np.exp(near, out=near) @ weight
+        return out
 
     def to_arrays(self) -> dict[str, Array]:
         """Arrays by name, for a file."""
@@ -85,8 +100,8 @@ class Process:
 
 
 def merged(z: Array, log_ratio: Array) -> tuple[Array, Array, Array]:
-    """Points within a quarter octave made one: where, the median there, how many (at most 4)."""
-    index = np.unique(np.round(4 * z), axis=0, return_inverse=True)[1].reshape(-1)
+    """Points within half an octave made one: where, the median there, how many (at most 4)."""
+    index = np.unique(np.round(2 * z), axis=0, return_inverse=True)[1].reshape(-1)
     order, count = np.argsort(index, kind="stable"), np.bincount(index)
     ends = np.cumsum(count)[:-1]
     at = np.stack([part.mean(0) for part in np.split(z[order].astype(float), ends)])
