@@ -26,7 +26,7 @@ def bench_public(
     from itercast.bench_models import model_lines, run_models
     from itercast.target import SHIPPED
 
-    names = sorted({known.name for known in (*lines(), *model_lines())})
+    names = sorted({x.name for x in lines()} | {x.name for x in model_lines()})
     if not any(line in name for name in names):
         raise ValueError(f"no line named {line!r}; there are {names}")
     results = [*run(public, line), *run_models(public, line, bundle or SHIPPED)]

@@ -93,7 +93,8 @@ def run_models(public: Path, only: str, bundle: Path) -> list[Result]:
     if not lines:
         return []
     rows, nodes = read_iterations(public), node_sums_us(public / "NeuSight")
-    results, known = [], dict[Any, tuple[float, float]]()
+    results: list[Result] = []
+    known: dict[Any, tuple[float, float]] = {}
     for line in lines:
         start = time.monotonic()
         mine = rows[line.choose(rows)].reset_index(drop=True)
@@ -117,14 +118,14 @@ def read_iterations(public: Path) -> Rows:
 
 def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, tuple[float, float]]) -> Rows:
     """The rows that can be forecast with ``step`` and ``backward`` in us; others are counted."""
-    asked, refused = [*ASKED, "hf_config"], Counter[str]()
+    asked, refused = [*ASKED, "hf_config", "backward_us"], Counter[str]()
     found = []
     with progress_bar() as bar:
         for values in bar.track(rows[asked].to_dict("records"), description="forecast"):
             key = tuple(map(str, values.values()))
             if key not in known:
                 try:
-                    known[key] = _forecast_us(values, bundle)
+                    known[key] = _forecast_us({str(k): v for k, v in values.items()}, bundle)
                 except ValueError as exc:
                     refused[str(exc)[:120]] += 1
                     known[key] = (np.nan, np.nan)
@@ -133,23 +134,25 @@ def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, tuple[float, float]
         console.print(f"{count} not forecast: {reason}")
     step, backward = np.array(found).reshape(-1, 2).T
     rows = rows.assign(step=step, backward=backward)
-    return rows[np.isfinite(step)].reset_index(drop=True)
+    return pd.DataFrame(rows[np.isfinite(step)].reset_index(drop=True))
 
 
 def _forecast_us(asked: Mapping[str, Any], bundle: Path) -> tuple[float, float]:
-    """The step, and of a step without a plan what it takes longer than its forward pass alone."""
+    """The step, and without a plan what it takes longer than a forward pass in eval mode.
+
+    Dropout is then part of the backward pass: it is small beside the products.
+    """
     from itercast.api import capture, forecast_step, micro_size
 
     target = find_target(str(asked["gpu"]), str(asked["plan"]), bundle)
     model = model_of(asked)
     size = micro_size(model, target.plan, int(asked["batch"]), int(asked["seq"]))
     options = {n: asked[n] for n in ("mode", "optimizer", "loss", "dtype", "attn")}
-    step = capture(model, **size, **options)
-    whole_us = forecast_step(step, target).iteration_us
-    ahead = [c for c in step.calls if c.phase in ("forward", "loss")]
-    if asked["plan"] or len(ahead) == len(step.calls):
+    whole_us = forecast_step(capture(model, **size, **options), target).iteration_us
+    if asked["plan"] or asked["mode"] == "infer" or not np.isfinite(asked["backward_us"]):
         return whole_us, 0.0
-    return whole_us, whole_us - forecast_step(replace(step, calls=ahead), target).iteration_us
+    ahead = forecast_step(capture(model, **size, **{**options, "mode": "infer"}), target)
+    return whole_us, whole_us - ahead.iteration_us
 
 
 def judge(line: ModelLine, rows: Rows, seconds: float) -> Iterator[Result]:
