@@ -38,16 +38,18 @@ console = Console()
 
 
 def measured_rows(root: Path, names: Sequence[str] | None) -> pd.DataFrame:
-    """Rows of measured iterations that state their model; ValueError where there are none.
-
-    Rows of models we cannot build are counted on the console.
-    """
+    """Rows of measured iterations that state their model; ValueError where there are none."""
     rows = read_rows([root], "iteration")
     if len(rows):
         rows = rows[rows["status"] == "ok"]
         rows = rows[rows["case"].isin(names)] if names else rows
     if not len(rows):
         raise ValueError(f"measured {str(root)!r}: no measured iteration of these cases there")
+    return stated_rows(rows)
+
+
+def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows that state their model; those of models we cannot build are counted on the console."""
     known = rows["case"].isin(case_names())
     if "hf_config" in rows:
         known |= rows["hf_config"].notna()
@@ -82,7 +84,7 @@ def _compare(asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None) 
     target = find_target(str(asked["gpu"]), str(asked["plan"]), folder)
     if target.gpu.kind == "cpu":
         target = replace(target, threads=int(rows["threads"].iloc[0]))
-    model = _model(asked)
+    model = model_of(asked)
     size = micro_size(model, target.plan, int(asked["batch"]), int(asked["seq"]))
     options = {n: asked[n] for n in ("mode", "optimizer", "loss", "dtype", "attn")}
     step = with_engine(capture(model, **size, **options), str(asked.get("engine", "eager")))
@@ -103,7 +105,7 @@ def _compare(asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None) 
     )
 
 
-def _model(asked: Mapping[str, Any]) -> str | Path:
+def model_of(asked: Mapping[str, Any]) -> str | Path:
     """A case by name, or the configuration of the row as a file."""
     config = asked.get("hf_config")
     if not isinstance(config, str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,10 @@ class Family:
     ``floor_us`` replaces max(flops / peak, bytes / memory bandwidth) where that is not the bound;
     a family with ``ranks`` > 1 is built and timed in that many processes at once. One that is
     ``on_demand`` is swept only where it is named: its points take seconds to build.
+    ``curve`` names features along which times run smoothly, where a learner may carry on beyond
+    what was measured, and how far a measurement reaches (octaves for sizes): as a trend all share,
+    as an offset, as a detail. ``place`` names the cluster a row was measured in, nothing where the
+    GPU says it all.
     """
 
     name: str
@@ -54,6 +58,8 @@ class Family:
     floor_us: Callable[[Any, Gpu], Any] | None = None
     ranks: int = 1
     on_demand: bool = False
+    curve: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    place: Callable[[Any], Any] | None = None
 
 
 def autograd_call(leaves: int, device: str) -> Callable[[], object]:
