@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from microbench.cases.registry import EvalCase
+from microbench.plan_steps import MeasuredPlan, PlanStep, make_plan_step
 from microbench.ranks import agree, slowest
 from microbench.step import StepSettings, make_step
 from microbench.timing import summarise
@@ -38,10 +38,7 @@ class Iteration:
     @property
     def ranks(self) -> int:
         """Processes it takes; ValueError for a plan that cannot be run here yet."""
-        found = re.fullmatch(r"(?:dp=(\d+))?", self.plan)
-        if found is None:
-            raise ValueError(f"plan {self.plan!r} cannot be measured; allowed: '' or dp=N")
-        return int(found[1] or 1)
+        return MeasuredPlan.parse(self.plan).ranks
 
     def settings(self) -> StepSettings:
         """The step's settings."""
@@ -73,16 +70,8 @@ def measure(
     row: dict[str, Any] = {"op": "train_step", **asdict(asked), "reason": ""}
     marks: list[tuple[str, int]] = []
     try:
-        model = case.build().to(device)
-        if asked.ranks > 1:
-            model = torch.nn.parallel.DistributedDataParallel(model)
-        inputs = {k: v.to(device) for k, v in case.inputs(asked.batch, asked.seq).items()}
-        step = make_step(
-            model,
-            inputs,
-            case.loss,
-            asked.settings(),
-            lambda phase: marks.append((phase, time.perf_counter_ns())),
+        step = _step_of(
+            case, asked, device, lambda phase: marks.append((phase, time.perf_counter_ns()))
         )
         timed = _Timed(step, marks, device, asked.ranks > 1, anchor)
         return {**row, "status": "ok", **timed.repeat(repetitions)}
@@ -92,12 +81,24 @@ def measure(
         gc.enable()
 
 
+def _step_of(
+    case: EvalCase, asked: Iteration, device: str, on_phase: Callable[[str], None]
+) -> PlanStep:
+    settings = asked.settings()
+    if asked.plan:
+        size = (asked.batch, asked.seq)
+        return make_plan_step(case, asked.plan, *size, settings, device, on_phase)
+    model = case.build().to(device)
+    inputs = {k: v.to(device) for k, v in case.inputs(asked.batch, asked.seq).items()}
+    return PlanStep(run=make_step(model, inputs, case.loss, settings, on_phase))
+
+
 class _Timed:
     """Repeats a step and keeps its times."""
 
     def __init__(
         self,
-        step: Callable[[], None],
+        step: PlanStep,
         marks: list[tuple[str, int]],
         device: str,
         together: bool,
@@ -120,6 +121,7 @@ class _Timed:
         self.phases.clear()
         self.log_anchors.clear()
         times = [self.once() for _ in range(count)]
+        self.step.finish()
         timing = summarise(slowest(times) if self.together else times)
         logs = self.log_anchors
         return {
@@ -133,10 +135,10 @@ class _Timed:
         import torch  # lazy, as above
 
         self.marks.clear()
-        if self.together:
+        if self.together and self.step.barrier:
             torch.distributed.barrier()
         start = time.perf_counter_ns()
-        self.step()
+        self.step.run()
         if self.device == "cuda":
             torch.cuda.synchronize()
         end = time.perf_counter_ns()

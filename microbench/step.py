@@ -32,14 +32,14 @@ class StepSettings:
                 raise ValueError(f"{name} {value!r}: allowed are {', '.join(allowed)}")
 
 
-def make_optimizer(model: Any, name: str) -> Any:
+def make_optimizer(parameters: Any, name: str) -> Any:
     """A foreach optimizer with the learning rate of nobody's training; None for "none"."""
     import torch  # lazy: settings must be checkable without torch
 
     if name == "none":
         return None
     kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
-    return kind(model.parameters(), lr=1e-4, foreach=True)
+    return kind(parameters, lr=1e-4, foreach=True)
 
 
 def first_float(output: Any) -> Any:
@@ -76,7 +76,7 @@ def make_step(
         return infer
 
     model.train()
-    optimizer = make_optimizer(model, settings.optimizer)
+    optimizer = make_optimizer(model.parameters(), settings.optimizer)
 
     def train() -> None:
         on_phase("zero_grad")
