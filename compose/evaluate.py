@@ -86,7 +86,7 @@ def _alone(rank: Rank, optimizer: str) -> Outcome:
         found = _cyclic(rank, found)
     _tally_layers(tally, rank.layers, micro)
     tally.add([*run.sent, *run.copies, *run.updates])
-    if rank.book.gpu.kind == "cpu":
+    if rank.book.gpu.kind == "cpu" and rank.model.host_us:
         tally.add_us("host", rank.model.host_us * micro)
     idle_us = max(0.0, found.end_us - found.compute_us - found.exposed_us)
     return Outcome(
@@ -220,7 +220,7 @@ def _tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tuple[Run
     """Per stage the last backward with synchronisation and optimizer, and how long it is alone."""
     memo, found = rank.model.memo, []
     for i, own in enumerate(stages):
-        tied = rank.model.tied_bytes if i in (0, len(stages) - 1) else 0
+        tied = rank.model.frame.tied_bytes if i in (0, len(stages) - 1) else 0
         key = ("tail", tuple(id(x) for x in own.layers), tied, optimizer, _facts(rank))
         if key not in memo:
             tail, alone = Stretch(own), Stretch(own)
