@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import pandas as pd
 
+from compose.attention_kernels import SLOWDOWN
 from compose.memo import remembered
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
@@ -46,7 +47,10 @@ class PricedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priceable:
-    """An op to price: a family's parameters where one answers, and its bytes where none does."""
+    """An op to price: a family's parameters where one answers, and its bytes where none does.
+
+    ``slowdown``: how much slower its kernel is than those the family was measured with.
+    """
 
     op: str
     phase: str
@@ -54,6 +58,7 @@ class Priceable:
     params: Any
     bytes_moved: float
     cold: float
+    slowdown: float = 1.0
 
 
 Prices = dict[str, dict[Any, tuple[dict[str, float], dict[str, float]]]]
@@ -121,7 +126,7 @@ class PriceBook:
         if name in self.pricer.models:
             warm, cool = self.known[name][w.params]
             us, low_us, high_us = (
-                (1 - w.cold) * warm[k] + w.cold * cool[k]
+                w.slowdown * ((1 - w.cold) * warm[k] + w.cold * cool[k])
                 for k in ("predicted_us", "predicted_us_p10", "predicted_us_p90")
             )
             inside = bool(warm["in_envelope"])
@@ -164,5 +169,11 @@ def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
     family, params = find_family(call)
     moved = sum(t.nbytes for t in (*call.tensors(), *call.outputs))
     return Priceable(
-        op=call.op, phase=call.phase, family=family, params=params, bytes_moved=moved, cold=cold
+        op=call.op,
+        phase=call.phase,
+        family=family,
+        params=params,
+        bytes_moved=moved,
+        cold=cold,
+        slowdown=SLOWDOWN.get(str(call.kwargs.get("kernel", "")), 1.0),
     )

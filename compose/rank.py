@@ -14,7 +14,7 @@ from compose.extras import buffer_copies
 from compose.lanes import SHARED, Lanes
 from compose.plan import ParallelPlan
 from compose.priced import PriceBook, PricedOp
-from compose.shard import sharded_backward, sharded_forward
+from compose.shard import hooks, sharded_backward, sharded_forward
 from compose.step import PricedLayer, PricedModel
 from compose.sync import Filled, Strategy, fill_buckets, strategy
 from compose.timeline import Span, Task, simulate_shared
@@ -33,6 +33,15 @@ class Rank:
     book: PriceBook
     where: Cluster
     contention: float
+
+    @property
+    def crowd(self) -> float:
+        """How many ranks compute on each core of a CPU; 1 on GPUs. In a pipeline some wait."""
+        if self.book.gpu.kind != "cpu":
+            return 1.0
+        plan = self.plan
+        busy = plan.microbatches / (plan.microbatches + plan.pp - 1)
+        return max(1.0, plan.world_size * busy * self.book.threads / self.book.gpu.sm_count)
 
     @property
     def strategy(self) -> Strategy:
@@ -62,7 +71,7 @@ class Stretch:
 
     def __init__(self, rank: Rank) -> None:
         self.rank, self.how = rank, rank.strategy
-        self.lanes = Lanes(rank.book.gpu.kind == "cpu")
+        self.lanes = Lanes(rank.book.gpu.kind == "cpu", rank.crowd)
         self.sent: list[PricedOp] = []
         self.copies: list[PricedOp] = []
         self.updates: list[PricedOp] = []
@@ -93,7 +102,8 @@ class Stretch:
             return
         forward, first, later = Work(), Work(), Work()
         for x in self.rank.layers:
-            forward = forward.then(x.forward_work)
+            own = x.fold(hooks(self, x, 1.0)) if self.how.by_layer else Work()
+            forward = forward.then(own).then(x.forward_work)
             first = x.backward_work.then(first)
             later = x.later_work.then(later)
         once = forward.then(first)

@@ -11,7 +11,7 @@ from compose.collectives import Cluster, price_messages
 from compose.ddp import default_contention
 from compose.extras import ADDED, parameter_extras
 from compose.frame import Cut, Frame, frame
-from compose.host import host_cost, launch_cost_us
+from compose.host import PYTHON, host_cost, launch_cost_us, python_op
 from compose.layers import Layer
 from compose.memo import remembered
 from compose.plan import ParallelPlan
@@ -51,12 +51,13 @@ class PricedLayer:
 
     def fold(self, ops: Sequence[PricedOp]) -> Work:
         """Ops in a row as one number."""
-        launch = {ADDED: self.launch_alone_us}
-        steps = [
-            Step(op.duration_us, launch.get(op.phase, self.launch_us), op.phase == "comm")
-            for op in ops
-        ]
-        return fold(steps, self.on_cpu)
+        return fold([self._step(op) for op in ops], self.on_cpu)
+
+    def _step(self, op: PricedOp) -> Step:
+        if op.phase == PYTHON:
+            return Step(0.0, op.duration_us)
+        launch_us = self.launch_alone_us if op.phase == ADDED else self.launch_us
+        return Step(op.duration_us, launch_us, op.phase == "comm")
 
     @cached_property
     def forward_work(self) -> Work:
@@ -195,6 +196,7 @@ def _price_layer(
     if plan.recompute and layer.name not in ("first", "last"):
         again, saved = _recomputed(layer, found.capture, ops, plan)
     if again:
+        again = [python_op("checkpoint", 1, book), *again]
         shift = len(again)
         moved = tuple(
             replace(p, ready_after=p.ready_after + shift) if p.ready_after >= 0 else p

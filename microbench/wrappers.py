@@ -1,4 +1,4 @@
-"""What torch's parallel wrappers cost the host, measured in one process: a group of one rank.
+"""What torch's parallel wrappers cost the host, measured in a group of one rank.
 
 Each workload is forward and backward of a small model, wrapped, less the same model bare. With one
 rank messages are copies; what is left is hooks, dispatch and bookkeeping in Python.
@@ -7,6 +7,7 @@ rank messages are copies; what is left is hooks, dispatch and bookkeeping in Pyt
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -54,8 +55,11 @@ def _step(model: nn.Module, device: str) -> Callable[[], None]:
     return run
 
 
+@lru_cache(maxsize=1)
 def _mesh(device: str) -> Any:
-    return dist.init_device_mesh(device, (1,))
+    """This rank alone, whether or not others measure beside it."""
+    shape = (dist.get_world_size(), 1)
+    return dist.init_device_mesh(device, shape, mesh_dim_names=("beside", "alone"))["alone"]
 
 
 def _sharded(keep: bool) -> Callable[[int, str], tuple[Callable[[], None], Callable[[], None]]]:
@@ -102,7 +106,8 @@ def _checkpointed(tensors: int, device: str) -> tuple[Callable[[], None], Callab
 
 def _micro_batches(tensors: int, device: str) -> tuple[Callable[[], None], Callable[[], None]]:
     bare = _layers(1, device)
-    stage = PipelineStage(_layers(1, device), 0, 1, torch.device(device))
+    group = _mesh(device).get_group()
+    stage = PipelineStage(_layers(1, device), 0, 1, torch.device(device), group=group)
     schedule = ScheduleGPipe(stage, LAYERS, loss_fn=lambda y, _: y.sum(), scale_grads=False)
     x = torch.randn(2 * LAYERS, WIDTH, device=device)
     one = _step(bare, device)
