@@ -41,8 +41,9 @@ class Frame:
     """A rank's ops of one micro-batch and their layers.
 
     ``wanted`` by number of the call, ``messages`` likewise for its collectives; ``matmul_s`` are
-    seconds at peak. ``step_bytes`` is what all calls touch, ``buffers`` are running statistics by dtype, ``update_bytes`` what lives within
-    the optimizer only, ``tied_bytes`` weights of the first layer that the last one uses too.
+    seconds at peak. ``step_bytes`` is what all calls touch, ``buffers`` are running statistics by
+    dtype, ``update_bytes`` what lives within the optimizer only, ``tied_bytes`` weights of the
+    first layer that the last one uses too.
     """
 
     capture: StepCapture

@@ -16,7 +16,6 @@ from microbench.opcall import OpCall, ParamSpec, StepCapture
 from microbench.shallow import layer_key
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """Calls ``forward`` and ``backward`` (half-open ranges of the step) of ``count`` equal layers.

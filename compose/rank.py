@@ -36,12 +36,17 @@ class Rank:
 
     @property
     def crowd(self) -> float:
-        """How many ranks compute on each core of a CPU; 1 on GPUs. In a pipeline some wait."""
+        """How many ranks compute on each core of a CPU, on average; 1 on GPUs.
+
+        In a pipeline 1, 2, ... stages are busy while it fills, and fewer again while it drains.
+        """
         if self.book.gpu.kind != "cpu":
             return 1.0
-        plan = self.plan
-        busy = plan.microbatches / (plan.microbatches + plan.pp - 1)
-        return max(1.0, plan.world_size * busy * self.book.threads / self.book.gpu.sm_count)
+        plan, cores = self.plan, self.book.gpu.sm_count
+        micro, each = plan.microbatches, plan.world_size // plan.pp * self.book.threads
+        slots = micro + plan.pp - 1
+        busy = (min(s + 1, plan.pp, micro, slots - s) for s in range(slots))
+        return sum(max(1.0, each * n / cores) for n in busy) / slots
 
     @property
     def strategy(self) -> Strategy:

@@ -2,9 +2,9 @@
 
 - DDP: an all_reduce per bucket behind backward, products into and copies out of the buckets.
   Memory: a second copy of the gradients.
-- zero=1, 2, 3: FSDP2, see ``compose.shard``. An all_gather before each layer, a reduce_scatter after
-  it, a copy for each, the optimizer on 1/n. Memory: optimizer state / n; from 2 on gradients / n;
-  with 3 two whole layers at a time.
+- zero=1, 2, 3: FSDP2, see ``compose.shard``. An all_gather before each layer, a reduce_scatter
+  after it, a copy for each, the optimizer on 1/n. Memory: optimizer state / n; from 2 on
+  gradients / n; with 3 two whole layers at a time.
 - gossip: messages to neighbours and an average instead of the all_reduce (Bluefog).
 - compress: gradients on the wire times the ratio, and a pass to pack and unpack each.
 - coconet (ASPLOS'22): split: all_reduce as reduce_scatter and all_gather. reorder: the optimizer on

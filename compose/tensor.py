@@ -65,7 +65,7 @@ def _weight(call: OpCall, weights: set[int]) -> TensorSpec | None:
 def _partner(
     calls: Sequence[OpCall], start: int, weights: set[int], made: set[int]
 ) -> int | str | None:
-    """The weight that first multiplies what came of ``start``; "loss" where the loss or nobody does.
+    """The weight that first multiplies what came of ``start``; "loss" if that or nobody does.
 
     Megatron's heads are cut by vocabulary whether or not a loss follows.
     """

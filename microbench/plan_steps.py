@@ -51,7 +51,7 @@ class MeasuredPlan:
     @classmethod
     def parse(cls, text: str) -> MeasuredPlan:
         """A plan from its text."""
-        kinds = {f.name: type(f.default) for f in fields(cls)}
+        kinds: dict[str, Any] = {f.name: type(f.default) for f in fields(cls)}
         values: dict[str, Any] = {}
         for part in filter(None, text.split(",")):
             key, _, value = part.partition("=")
@@ -73,7 +73,7 @@ class MeasuredPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStep:
-    """A step to repeat; ``barrier``: ranks start each one together; ``finish`` when all are done."""
+    """A step to repeat; ``barrier``: ranks start each together; ``finish``: when all are done."""
 
     run: Callable[[], None]
     barrier: bool = True
@@ -162,10 +162,8 @@ def _replicated(model: Any, plan: MeasuredPlan) -> tuple[Any, Callable[[bool], A
     return model, lambda last: nullcontext() if last else model.no_sync()
 
 
-def _sharded(
-    model: Any, plan: MeasuredPlan, device: str
-) -> tuple[Any, Callable[[bool], Any]]:
-    from torch.distributed import init_device_mesh  # lazy, as above
+def _sharded(model: Any, plan: MeasuredPlan, device: str) -> tuple[Any, Callable[[bool], Any]]:
+    from torch.distributed.device_mesh import init_device_mesh  # lazy, as above
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device, (plan.dp,))
@@ -184,7 +182,7 @@ def _sharded(
 
 def _tensor_parallel(model: Any, tp: int, device: str) -> Any:
     """Megatron's cuts of the cases: attention and MLP of each block, embedding and head."""
-    from torch.distributed import init_device_mesh  # lazy, as above
+    from torch.distributed.device_mesh import init_device_mesh  # lazy, as above
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,

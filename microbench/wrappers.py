@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -28,7 +30,7 @@ def wrapper_workload(op: str, tensors: int, device: str) -> Workload:
     """One of ``WRAPPERS``; ``tensors``: parameters of each sharded layer."""
     if not dist.is_initialized():
         backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     make, calls = WRAPPERS[op]
     run, baseline = make(tensors, device)
     return Workload(run=run, baseline=baseline, calls=calls, through_aten=False)
@@ -45,7 +47,7 @@ def _layers(tensors: int, device: str) -> nn.Sequential:
 
 
 def _step(model: nn.Module, device: str) -> Callable[[], None]:
-    x = torch.randn(2, WIDTH, device=device)
+    x = torch.randn(2, 2, WIDTH, device=device)  # as in a transformer: products make views of it
 
     def run() -> None:
         for parameter in model.parameters():
@@ -59,7 +61,7 @@ def _step(model: nn.Module, device: str) -> Callable[[], None]:
 def _mesh(device: str) -> Any:
     """This rank alone, whether or not others measure beside it."""
     shape = (dist.get_world_size(), 1)
-    return dist.init_device_mesh(device, shape, mesh_dim_names=("beside", "alone"))["alone"]
+    return init_device_mesh(device, shape, mesh_dim_names=("beside", "alone"))["alone"]
 
 
 def _sharded(keep: bool) -> Callable[[int, str], tuple[Callable[[], None], Callable[[], None]]]:
@@ -75,7 +77,8 @@ def _sharded(keep: bool) -> Callable[[int, str], tuple[Callable[[], None], Calla
 
 def _products(tensors: int, device: str) -> tuple[Callable[[], None], Callable[[], None]]:
     model, bare = (nn.Sequential(*_layers(1, device)) for _ in range(2))
-    cuts = {str(i): RowwiseParallel() if i % 2 else ColwiseParallel() for i in range(LAYERS)}
+    kinds = (ColwiseParallel, RowwiseParallel)
+    cuts: dict[str, Any] = {str(i): kinds[i % 2]() for i in range(LAYERS)}
     flat = nn.Sequential(*(layer[0] for layer in model))  # type: ignore[index]
     return _step(parallelize_module(flat, _mesh(device), cuts), device), _step(bare, device)
 

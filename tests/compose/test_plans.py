@@ -159,7 +159,7 @@ def test_ranks_beyond_the_cores_share_them(gpt: StepCapture) -> None:
     quiet = [x.compute_us - x.comm_us + x.exposed_comm_us for x in (two, four)]
     assert quiet[1] == pytest.approx(2 * quiet[0], rel=0.01)
     crowds = [rank(t, gpt).crowd for t in ("dp=2", "dp=4", "pp=2,micro=2", "pp=4,micro=4")]
-    assert crowds == [1, 2, 1, pytest.approx(4 * 4 / 7 / 2)]
+    assert crowds == [1, 2, 1, pytest.approx(9 / 7)]  # 1, 2, 3, 4, 3, 2, 1 stages busy
 
 
 class Wrapped(Flat):
@@ -178,9 +178,7 @@ def test_wrappers_cost_the_host_by_layer(gpt: StepCapture) -> None:
     def more_us(text: str) -> float:
         plan, bare = ParallelPlan.parse(text), dict[str, float]()
         for pricer in (Flat(), Wrapped()):
-            found = forecast(
-                gpt, pricer, CPU, plan, bundle_name="b", threads=1, optimizer="adamw"
-            )
+            found = forecast(gpt, pricer, CPU, plan, bundle_name="b", threads=1, optimizer="adamw")
             bare[type(pricer).__name__] = found.iteration_us
         return bare["Wrapped"] - bare["Flat"]
 
