@@ -23,17 +23,3 @@ def steady_us(compute_us: float, message_us: float, replicas: int, contention: f
     """A steady step: 2N slots, each as long as its compute and its two messages side by side."""
     slot_us = compute_us / (2 * replicas)
     return 2 * replicas * side_by_side_us(slot_us, 2 * message_us, contention)
-
-
-def held_activations(replicas: int, slot: int, *, cyclic: bool) -> int:
-    """Stages' activations held by all N replicas in a slot; N of them are one replica's peak.
-
-    A replica holds 1..N while forward goes through its N stages, N..1 while backward does.
-    """
-
-    def held(at: int) -> int:
-        at %= 2 * replicas
-        return at + 1 if at < replicas else 2 * replicas - at
-
-    step = 2 if cyclic else 0
-    return sum(held(slot + step * r) for r in range(replicas))

@@ -102,7 +102,7 @@ def ddp_step(capture: StepCapture) -> tuple[StepCapture, list[Sync]]:
     fresh = _Storages(capture)
     calls: list[OpCall] = []
     syncs: list[Sync] = []
-    for dtype, tensors in _buffers(capture.calls).items():
+    for dtype, tensors in buffers(capture.calls).items():
         size = sum(t.nbytes for t in tensors)
         message = Message(
             kind="broadcast", axis="dp", message_bytes=size, dtype=dtype, phase="forward"
@@ -187,7 +187,7 @@ def _gather(tensors: Sequence[TensorSpec], fresh: _Storages) -> OpCall:
     )
 
 
-def _buffers(calls: Sequence[OpCall]) -> dict[str, list[TensorSpec]]:
+def buffers(calls: Sequence[OpCall]) -> dict[str, list[TensorSpec]]:
     """Running statistics of batch norms in training by dtype, and their step counters."""
     found: dict[str, list[TensorSpec]] = {}
     for t in _running(calls):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from compose.breakdown import Shares, Tally, shares
 from compose.collectives import Message, price_messages
 from compose.cyclic import slot_message, steady_us
+from compose.host import python_op
 from compose.pipeline import StageTimes, finish_us
 from compose.priced import PricedOp
 from compose.rank import Rank, Run, Stretch
@@ -86,7 +87,7 @@ def _alone(rank: Rank, optimizer: str) -> Outcome:
         found = _cyclic(rank, found)
     _tally_layers(tally, rank.layers, micro)
     tally.add([*run.sent, *run.copies, *run.updates])
-    if rank.book.gpu.kind == "cpu":
+    if rank.book.gpu.kind == "cpu" and rank.model.host_us:
         tally.add_us("host", rank.model.host_us * micro)
     idle_us = max(0.0, found.end_us - found.compute_us - found.exposed_us)
     return Outcome(
@@ -179,7 +180,7 @@ def _pipeline(rank: Rank, optimizer: str) -> _Pipeline:
 def _facts(rank: Rank) -> tuple[object, ...]:
     """What of a plan changes a stage's run, beside its layers."""
     plan, groups = rank.plan, rank.where.groups
-    facts = (plan.compress, plan.offload, plan.ep, rank.contention, rank.where.node)
+    facts = (plan.compress, plan.offload, plan.ep, rank.contention, rank.crowd, rank.where.node)
     return (rank.strategy, groups["shard"], groups["expert"], *facts)
 
 
@@ -205,6 +206,9 @@ def _send(rank: Rank, chunk: Chunk, i: int, count: int) -> PricedOp:
 def _stage_times(rank: Rank, chunk: Chunk, send_us: float) -> StageTimes:
     own = replace(rank, layers=chunk.layers)
     forward, backward = Stretch(own), Stretch(own)
+    half = python_op("pipeline_micro", 1, rank.book, 0.5)
+    for stretch in (forward, backward):
+        stretch.lanes.work(chunk.layers[0].fold([half]), "schedule")
     forward.forward()
     backward.backward(later=True, sync=rank.strategy.every_micro)
     weight_us = sum(x.weight_us * n for x, n in chunk.runs)
@@ -220,7 +224,7 @@ def _tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tuple[Run
     """Per stage the last backward with synchronisation and optimizer, and how long it is alone."""
     memo, found = rank.model.memo, []
     for i, own in enumerate(stages):
-        tied = rank.model.tied_bytes if i in (0, len(stages) - 1) else 0
+        tied = rank.model.frame.tied_bytes if i in (0, len(stages) - 1) else 0
         key = ("tail", tuple(id(x) for x in own.layers), tied, optimizer, _facts(rank))
         if key not in memo:
             tail, alone = Stretch(own), Stretch(own)

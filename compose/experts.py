@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from compose.layers import layer_key
 from compose.plan import ParallelPlan
 from compose.rewrite import Builder, changed, collective, with_shape
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from microbench.shallow import layer_key
 
 BATCHED = "aten.bmm.default"
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
-import pandas as pd
-
-from compose.memo import remembered
-from compose.priced import PricedOp, Pricer
-from microbench.hardware.spec import Gpu
+from compose.priced import PriceBook, PricedOp
+from microbench.ops.host import Host
 
 # Assumptions where family 'host' has no model, right within a factor of two.
 ASSUMED_US = {
@@ -22,29 +19,37 @@ ASSUMED_US = {
     "adamw_step": 100.0,
     "sgd_step": 50.0,
     "launch": 5.0,
+    "fsdp_layer": 400.0,
+    "fsdp_layer_kept": 350.0,
+    "tp_product": 0.0,  # Megatron's own functions; DTensor's dispatch is measured
+    "checkpoint": 50.0,
+    "pipeline_micro": 100.0,
 }
-PER_STEP = ("adamw_step", "sgd_step")  # one event; its count is that of the parameters
+WRAPPERS = ("fsdp_layer", "fsdp_layer_kept", "tp_product", "checkpoint", "pipeline_micro")
+# One event; its count is that of the parameters.
+PER_STEP = ("adamw_step", "sgd_step", "fsdp_layer", "fsdp_layer_kept")
+PYTHON = "python"  # phase of what the host does without an op
 
 
-def host_cost(counts: Mapping[str, int], pricer: Pricer, gpu: Gpu, threads: int) -> PricedOp:
+def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
     """The host's time in a step as one op: counted events times the price of one.
 
     The model counts on a CPU, where it was measured on the machine that is asked about, and
-    elsewhere only inside its envelope; ``in_envelope`` is false where a price is assumed.
+    elsewhere, and for wrappers, only inside its envelope; ``in_envelope`` is false where a price
+    is assumed.
     """
     unknown = sorted(set(counts) - set(ASSUMED_US))
     if unknown:
         raise ValueError(f"unknown host events {unknown}; known: {sorted(ASSUMED_US)}")
     events = [name for name in counts if counts[name]]
-    learned: list[dict[str, float]] = []
-    if "host" in pricer.models and events:
-        sizes = tuple(counts[e] if e in PER_STEP else 1 for e in events)
-        learned = _learned(pricer, gpu, threads, tuple(events), sizes)
+    points = [Host(op=e, tensors=counts[e] if e in PER_STEP else 1) for e in events]
+    learned = book.points("host", points) if "host" in book.pricer.models else {}
     us = low_us = high_us = 0.0
     inside = True
-    for i, event in enumerate(events):
-        if learned and (gpu.kind == "cpu" or learned[i]["in_envelope"]):
-            row = learned[i]
+    for event, point in zip(events, points, strict=True):
+        row = learned[point][0] if learned else {}
+        here = book.gpu.kind == "cpu" and event not in WRAPPERS
+        if learned and (here or row["in_envelope"]):
             one = (row["predicted_us"], row["predicted_us_p10"], row["predicted_us_p90"])
             inside = inside and bool(row["in_envelope"])
         else:
@@ -64,18 +69,16 @@ def host_cost(counts: Mapping[str, int], pricer: Pricer, gpu: Gpu, threads: int)
     )
 
 
-@remembered
-def _learned(
-    pricer: Pricer, gpu: Gpu, threads: int, events: tuple[str, ...], tensors: tuple[int, ...]
-) -> list[dict[str, float]]:
-    """Price rows of the events."""
-    facts: dict[str, Any] = {
-        "trial": 0,
-        "dtype": "fp32",
-        "gpu": gpu.name,
-        "threads": threads,
-        "cache": "warm",
-    }
-    rows = pd.DataFrame({"op": events, "tensors": tensors}).assign(**facts)
-    found: list[dict[str, float]] = pricer.price("host", rows, {gpu.name: gpu}).to_dict("records")  # type: ignore[assignment]
-    return found
+def launch_cost_us(book: PriceBook) -> float:
+    """What a kernel costs the host that no Python calls; nothing on a CPU, where it is an op."""
+    return 0.0 if book.gpu.kind == "cpu" else host_cost({"launch": 1}, book).duration_us
+
+
+def python_op(event: str, count: int, book: PriceBook, share: float = 1.0) -> PricedOp:
+    """A wrapper's host time as an op of a layer: it computes nothing and is launched that long."""
+    found = host_cost({event: count}, book)
+    us = (found.duration_us, found.low_us, found.high_us)
+    mid_us, low_us, high_us = (share * x for x in us)
+    return replace(
+        found, op=event, phase=PYTHON, duration_us=mid_us, low_us=low_us, high_us=high_us
+    )

@@ -14,9 +14,13 @@ SHARED = frozenset({"compute", "comm"})
 
 @dataclass
 class Lanes:
-    """Tasks under construction; ``done`` is what compute has done so far."""
+    """Tasks under construction; ``done`` is what compute has done so far.
+
+    ``crowd`` ranks share each core of a CPU: compute takes that much longer.
+    """
 
     on_cpu: bool
+    crowd: float = 1.0
     tasks: list[Task] = field(default_factory=list)
     done: tuple[int, ...] = ()
     waits: tuple[int, ...] = ()
@@ -33,7 +37,8 @@ class Lanes:
             return
         after, self.waits = self.done + self.waits, ()
         self.comm_us += work.comm_us
-        compute = self._add("compute", work.lane_us, after, name)
+        own_us = self.crowd * (work.lane_us - work.comm_us)
+        compute = self._add("compute", work.comm_us + own_us, after, name)
         self.done = (compute,)
         if not self.on_cpu:
             path = self._add(f"path {len(self.tasks)}", work.path_us, self.host, f"launch {name}")

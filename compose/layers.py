@@ -7,15 +7,13 @@ after the residual sum. Layers in a row that are alike are one layer with a ``co
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
 from microbench.opcall import OpCall, ParamSpec, StepCapture
-
-NUMBERED = re.compile(r"((?:[^.\d][^.]*\.)*\d+(?:\.\d+)*)\.")
+from microbench.shallow import layer_key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +101,6 @@ def _phase_edges(calls: Sequence[OpCall]) -> tuple[int, int, int]:
     ahead = next((i for i, p in enumerate(phases) if p in ("backward", "optimizer")), len(phases))
     end = next((i for i, p in enumerate(phases) if p == "optimizer"), len(phases))
     return first, ahead, end
-
-
-def layer_key(name: str) -> str:
-    """``blocks.3`` of ``blocks.3.mlp.up.weight``; empty where no number is."""
-    found = NUMBERED.match(name)
-    return found.group(1) if found else ""
 
 
 def _forward_starts(capture: StepCapture, edges: tuple[int, int, int]) -> list[tuple[str, int]]:

@@ -7,7 +7,7 @@ from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
 R = TypeVar("R")
-KEPT = 32
+KEPT = 128
 
 
 class _Same:
@@ -28,7 +28,7 @@ class _Same:
 def remembered(function: Callable[..., R]) -> Callable[..., R]:
     """``function(first, *hashable)``, computed once per object ``first`` and equal other arguments.
 
-    For values that never change and are costly to hash; the last 32 results are kept.
+    For values that never change and are costly to hash; the last 128 results are kept.
     """
 
     @lru_cache(maxsize=KEPT)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from compose.memo import remembered
 from compose.update import STATE_COPIES
 from microbench.opcall import StepCapture
@@ -61,3 +63,13 @@ def _lifetimes(capture: StepCapture) -> list[tuple[int, int, int]]:
         for s, start in first.items()
         if s not in state and (phases[start], phases[last[s]]) != ("backward", "optimizer")
     ]
+
+
+def update_bytes(capture: StepCapture) -> int:
+    """Largest total of what the optimizer makes and drops again, its state apart."""
+    change: dict[int, int] = {}
+    for first, last, nbytes in _lifetimes(capture):
+        if capture.calls[first].phase == "optimizer":
+            change[first] = change.get(first, 0) + nbytes
+            change[last + 1] = change.get(last + 1, 0) - nbytes
+    return max(accumulate(change[i] for i in sorted(change)), default=0)

@@ -14,28 +14,29 @@ def rank_memory(
     layers: Sequence[PricedLayer],
     plan: ParallelPlan,
     optimizer: str,
+    update_share: float = 0.0,
     held: float | None = None,
     tied_bytes: int = 0,
 ) -> dict[str, int]:
     """Bytes of parameters, gradients, optimizer, activations, buckets and temporary tensors.
 
-    ``held``: bytes of activations in flight in a pipeline; None: one micro-batch at a time, whose
-    activations go as its gradients come. Not counted: the allocator's rounding, workspaces, the
-    CUDA context.
+    ``update_share``: what the optimizer makes and drops, by byte of gradients. ``held``: bytes of
+    activations in flight in a pipeline; None: one micro-batch at a time, whose activations go as
+    its gradients come. Not counted: the allocator's rounding, workspaces, the CUDA context.
     """
     how, n = strategy(plan), plan.dp * plan.cp
     whole = sum(x.layer.parameter_bytes for x in layers) + tied_bytes
     trained = sum(x.layer.trained_bytes for x in layers) + tied_bytes
-    numbered = [x for x in layers if x.numbered] if how.by_layer else []
     parameters = whole // n if how.by_layer else whole
-    largest = sorted(x.layer.parameter_bytes for x in numbered)[-2:]
-    gathered = sum(largest) + (whole - sum(x.layer.parameter_bytes for x in numbered)) * (
-        how.by_layer
-    )
+    gathered = whole if how.by_layer else 0
+    if how.regather:  # two layers at a time, and the root
+        sizes = [x.layer.parameter_bytes for x in layers if x.numbered]
+        gathered += sum(sorted(sizes)[-2:]) - sum(sizes)
     state = STATE_COPIES[optimizer] * trained // (n if how.share_update else 1)
-    gradients, activations, work = _peak(
-        layers, plan, trained, n if how.share_gradients else 1, held
-    )
+    kept = trained // (n if how.share_gradients else 1)
+    updating = (kept, 0, round(update_share * trained / (n if how.share_update else 1)))
+    backward = _peak(layers, plan, trained, n if how.share_gradients else 1, held)
+    gradients, activations, work = max(backward, updating, key=sum)
     return {
         "parameters": parameters,
         "gradients": gradients,

@@ -225,7 +225,7 @@ def _rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield p.zero > 0 and not shared, f"zero={p.zero} needs dp > 1 or cp > 1"
     yield not 0 < p.compress <= 1, f"compress is above 0 and up to 1, got {p.compress}"
     yield p.compress < 1 and p.dp == 1, "compress needs dp > 1"
-    yield p.compress < 1 and p.zero == 3, "compress acts on all_reduce: zero < 3"
+    yield p.compress < 1 and p.zero > 0, "compress acts on all_reduce: zero=0"
     yield p.gossip != "" and p.dp == 1, f"gossip={p.gossip} needs dp > 1"
     yield p.gossip != "" and p.zero > 0, f"gossip={p.gossip} keeps whole replicas: zero=0"
     yield p.cdp > 0 and p.dp == 1, f"cdp={p.cdp} needs dp > 1"

@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import pandas as pd
 
+from compose.attention_kernels import SLOWDOWN
 from compose.memo import remembered
-from compose.reuse import cold_fractions
 from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, StepCapture
+from microbench.opcall import OpCall
 from microbench.ops import find_family
 from microbench.ops.family import Family
 
@@ -47,7 +47,10 @@ class PricedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priceable:
-    """An op to price: a family's parameters where one answers, and its bytes where none does."""
+    """An op to price: a family's parameters where one answers, and its bytes where none does.
+
+    ``slowdown``: how much slower its kernel is than those the family was measured with.
+    """
 
     op: str
     phase: str
@@ -55,32 +58,51 @@ class Priceable:
     params: Any
     bytes_moved: float
     cold: float
+    slowdown: float = 1.0
+
+
+Prices = dict[str, dict[Any, tuple[dict[str, float], dict[str, float]]]]
 
 
 class PriceBook:
-    """Prices of one pricer on one device, each asked for once: plans share most of their ops."""
+    """Prices of one pricer on one device, each asked for once: plans share most of their ops.
 
-    def __init__(self, pricer: Pricer, gpu: Gpu, threads: int) -> None:
+    On a CPU plans share its cores, so ops are priced for all numbers of threads that plans leave a
+    rank, in one question: ``shared`` are the prices of all these books.
+    """
+
+    def __init__(
+        self, pricer: Pricer, gpu: Gpu, threads: int, shared: dict[int, Prices] | None = None
+    ) -> None:
         self.pricer, self.gpu, self.threads = pricer, gpu, threads
-        self.known: dict[str, dict[Any, tuple[dict[str, float], dict[str, float]]]] = {}
+        self.by_threads: dict[int, Prices] = {} if shared is None else shared
+        self.by_threads.setdefault(threads, {})
         self.flops: dict[Any, float] = {}  # by parameters
         self.sent: dict[Any, PricedOp] = {}  # collectives, by message and group
+
+    @property
+    def known(self) -> Prices:
+        """Warm and cold price rows by family and parameters."""
+        return self.by_threads[self.threads]
 
     def points(self, family: str, points: Iterable[Any]) -> Mapping[Any, Any]:
         """Warm and cold price rows of a family's parameters."""
         known = self.known.setdefault(family, {})
         fresh = list(dict.fromkeys(p for p in points if p not in known))
         if fresh:
-            facts: dict[str, Any] = {"gpu": self.gpu.name, "threads": self.threads}
+            facts = {"gpu": self.gpu.name}
             columns = {f.name: [getattr(p, f.name) for p in fresh] for f in fields(fresh[0])}
             rows = pd.DataFrame({**columns, **facts})
-            both = [rows.assign(cache="warm"), rows.assign(cache="cold")]
+            asked = [(n, cache) for n in self.by_threads for cache in ("warm", "cold")]
+            parts = [rows.assign(threads=n, cache=cache) for n, cache in asked]
             table = self.pricer.price(
-                family, pd.concat(both, ignore_index=True), {self.gpu.name: self.gpu}
+                family, pd.concat(parts, ignore_index=True), {self.gpu.name: self.gpu}
             )
             priced: list[Any] = table.to_dict("records")
-            pairs = zip(priced[: len(fresh)], priced[len(fresh) :], strict=True)
-            known.update(zip(fresh, pairs, strict=True))
+            for at, n in enumerate(self.by_threads):
+                own = priced[2 * at * len(fresh) :]
+                pairs = zip(own[: len(fresh)], own[len(fresh) : 2 * len(fresh)], strict=True)
+                self.by_threads[n].setdefault(family, {}).update(zip(fresh, pairs, strict=True))
         return known
 
     def price(self, wanted: Sequence[Priceable]) -> list[PricedOp]:
@@ -104,7 +126,7 @@ class PriceBook:
         if name in self.pricer.models:
             warm, cool = self.known[name][w.params]
             us, low_us, high_us = (
-                (1 - w.cold) * warm[k] + w.cold * cool[k]
+                w.slowdown * ((1 - w.cold) * warm[k] + w.cold * cool[k])
                 for k in ("predicted_us", "predicted_us_p10", "predicted_us_p90")
             )
             inside = bool(warm["in_envelope"])
@@ -127,17 +149,19 @@ class PriceBook:
 
 
 @remembered
-def _books(pricer: Pricer) -> dict[tuple[Gpu, int], PriceBook]:
-    return {}
+def _books(pricer: Pricer, gpu: Gpu) -> dict[int, PriceBook]:
+    shared: dict[int, Prices] = {}
+    cores = gpu.sm_count if gpu.kind == "cpu" else 0
+    numbers = {max(1, cores >> halvings) for halvings in range(cores.bit_length())} or {0}
+    return {n: PriceBook(pricer, gpu, n, shared) for n in sorted(numbers)}
 
 
 def price_book(pricer: Pricer, gpu: Gpu, threads: int) -> PriceBook:
     """The book of this pricer, device and number of threads, with all it knows from other plans."""
-    found = _books(pricer)
-    key = (gpu, threads)
-    if key not in found:
-        found[key] = PriceBook(pricer, gpu, threads)
-    return found[key]
+    books = _books(pricer, gpu)
+    if threads not in books:
+        books[threads] = PriceBook(pricer, gpu, threads)
+    return books[threads]
 
 
 def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
@@ -145,16 +169,11 @@ def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
     family, params = find_family(call)
     moved = sum(t.nbytes for t in (*call.tensors(), *call.outputs))
     return Priceable(
-        op=call.op, phase=call.phase, family=family, params=params, bytes_moved=moved, cold=cold
+        op=call.op,
+        phase=call.phase,
+        family=family,
+        params=params,
+        bytes_moved=moved,
+        cold=cold,
+        slowdown=SLOWDOWN.get(str(call.kwargs.get("kernel", "")), 1.0),
     )
-
-
-def price_calls(capture: StepCapture, book: PriceBook) -> list[PricedOp]:
-    """Every call of a step priced, warm and cold mixed by reuse."""
-    return book.price(_wanted(capture, book.gpu))
-
-
-@remembered
-def _wanted(capture: StepCapture, gpu: Gpu) -> list[Priceable]:
-    cold = cold_fractions(capture, gpu)
-    return [priceable(c, x) for c, x in zip(capture.calls, cold, strict=True)]

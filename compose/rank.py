@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from compose.collectives import Cluster, Message, price_messages
+from compose.extras import buffer_copies
 from compose.lanes import SHARED, Lanes
 from compose.plan import ParallelPlan
 from compose.priced import PriceBook, PricedOp
+from compose.shard import hooks, sharded_backward, sharded_forward
 from compose.step import PricedLayer, PricedModel
 from compose.sync import Filled, Strategy, fill_buckets, strategy
 from compose.timeline import Span, Task, simulate_shared
@@ -31,6 +33,20 @@ class Rank:
     book: PriceBook
     where: Cluster
     contention: float
+
+    @property
+    def crowd(self) -> float:
+        """How many ranks compute on each core of a CPU, on average; 1 on GPUs.
+
+        In a pipeline 1, 2, ... stages are busy while it fills, and fewer again while it drains.
+        """
+        if self.book.gpu.kind != "cpu":
+            return 1.0
+        plan, cores = self.plan, self.book.gpu.sm_count
+        micro, each = plan.microbatches, plan.world_size // plan.pp * self.book.threads
+        slots = micro + plan.pp - 1
+        busy = (min(s + 1, plan.pp, micro, slots - s) for s in range(slots))
+        return sum(max(1.0, each * n / cores) for n in busy) / slots
 
     @property
     def strategy(self) -> Strategy:
@@ -60,7 +76,7 @@ class Stretch:
 
     def __init__(self, rank: Rank) -> None:
         self.rank, self.how = rank, rank.strategy
-        self.lanes = Lanes(rank.book.gpu.kind == "cpu")
+        self.lanes = Lanes(rank.book.gpu.kind == "cpu", rank.crowd)
         self.sent: list[PricedOp] = []
         self.copies: list[PricedOp] = []
         self.updates: list[PricedOp] = []
@@ -78,7 +94,8 @@ class Stretch:
             copies=tuple(self.copies),
         )
 
-    def _price(self, messages: Sequence[Message]) -> list[PricedOp]:
+    def price(self, messages: Sequence[Message]) -> list[PricedOp]:
+        """Messages with durations, noted as sent."""
         rank = self.rank
         found = price_messages(messages, rank.book, rank.where)
         self.sent += found
@@ -90,16 +107,20 @@ class Stretch:
             return
         forward, first, later = Work(), Work(), Work()
         for x in self.rank.layers:
-            forward = forward.then(x.forward_work)
+            own = x.fold(hooks(self, x, 1.0)) if self.how.by_layer else Work()
+            forward = forward.then(own).then(x.forward_work)
             first = x.backward_work.then(first)
             later = x.later_work.then(later)
         once = forward.then(first)
         self.lanes.work(once.then(forward.then(later).times(micro - 1)), f"{micro} micro-batches")
 
     def forward(self) -> None:
-        """Forward of one micro-batch."""
+        """Forward of one micro-batch that is synchronised."""
+        gather = self.how.every_micro or self.rank.plan.pp == 1
+        if self.how.broadcast and self.rank.plan.pp == 1:
+            self._broadcast()
         if self.how.by_layer:
-            self._sharded_pass(backward=False)
+            sharded_forward(self, gather=gather)
         elif self.rank.plan.offload == "activations":
             for x in self.rank.layers:
                 self.lanes.work(x.forward_work, f"forward {x.layer.name}")
@@ -110,11 +131,23 @@ class Stretch:
                 total = total.then(x.forward_work)
             self.lanes.work(total, "forward")
 
+    def _broadcast(self) -> None:
+        """Running statistics from the first replica to all, a message per dtype."""
+        for dtype, tensors in self.rank.model.frame.buffers.items():
+            size = sum(t.nbytes for t in tensors)
+            message = Message(kind="broadcast", axis="shard", message_bytes=size, dtype=dtype)
+            join, *copies = self.rank.book.price(buffer_copies(tensors, self.rank.book.gpu))
+            self.copies += [join, *copies]
+            x = self.rank.layers[0]
+            self.lanes.work(x.fold([join]), "join buffers")
+            self.lanes.wait([self.lanes.send(self.price([message])[0])])
+            self.lanes.work(x.fold(copies), "copy buffers")
+
     def backward(self, *, later: bool, sync: bool) -> None:
         """Backward of one micro-batch; ``later``: not the step's first."""
         layers = self.rank.layers
         if self.how.by_layer:
-            self._sharded_pass(backward=True)
+            sharded_backward(self, scatter=sync, later=later)
             return
         self.filled = fill_buckets(layers, self.rank.plan) if sync and self.how.reduce else []
         due: dict[int, list[Filled]] = {}
@@ -160,7 +193,7 @@ class Stretch:
                 ops = [*ops[:-1], replace(ops[-1], duration_us=part)]
             self.lanes.work(waiting.then(x.fold(ops)), f"backward {x.layer.name}")
             waiting, start = Work(), stop
-            messages = self._price([bucket.message(k, self.rank.plan) for k in self.how.reduce])
+            messages = self.price([bucket.message(k, self.rank.plan) for k in self.how.reduce])
             if early:
                 share = (self.how.chunks - 1) / self.how.chunks
                 first = [
@@ -195,41 +228,6 @@ class Stretch:
             work = work.then(layers[i].fold(ops))
         self.lanes.work(work, "out of bucket")
 
-    def _sharded_pass(self, *, backward: bool) -> None:
-        """FSDP2: gathered one layer ahead; what is no numbered layer is gathered once, first."""
-        layers = list(reversed(self.rank.layers)) if backward else list(self.rank.layers)
-        root = sum(x.layer.parameter_bytes for x in layers if not x.numbered)
-        dtype = next((p.dtype for x in layers for p in x.layer.parameters), "fp32")
-        if root and not backward:
-            self.lanes.wait([self.lanes.send(self._gather(root, dtype))])
-        markers: list[tuple[int, ...]] = [self.lanes.done]
-        last: list[int] = []
-        for k, x in enumerate(layers):
-            ops = list(x.backward if backward else x.forward)
-            if x.numbered and x.layer.parameter_bytes:
-                gather = self._gather(x.layer.parameter_bytes, dtype)
-                self.lanes.wait([self.lanes.send(gather, after=markers[max(0, k - 1)])])
-                self.copies += x.out_of_bucket
-                ops = [*x.out_of_bucket, *ops]
-            if backward and x.numbered:
-                self.copies += x.into_bucket
-                ops += x.into_bucket
-            self.lanes.work(x.fold(ops), x.layer.name)
-            markers.append(self.lanes.done)
-            if backward and x.numbered and x.layer.trained_bytes:
-                last.append(self.lanes.send(self._scatter(x.layer.trained_bytes, dtype)))
-        if backward and root:
-            last.append(self.lanes.send(self._scatter(root, dtype)))
-        self.lanes.wait(last)
-
-    def _gather(self, nbytes: int, dtype: str) -> PricedOp:
-        message = Message(kind="all_gather", axis="shard", message_bytes=nbytes, dtype=dtype)
-        return self._price([message])[0]
-
-    def _scatter(self, nbytes: int, dtype: str) -> PricedOp:
-        message = Message(kind="reduce_scatter", axis="shard", message_bytes=nbytes, dtype=dtype)
-        return self._price([message])[0]
-
     def _copy(self, nbytes: float, lane: str) -> PricedOp:
         """Over PCIe, at its rate; memory's where there is no PCIe."""
         gpu = self.rank.book.gpu
@@ -250,7 +248,7 @@ class Stretch:
     def reduce_tied(self, nbytes: int) -> None:
         """First and last stage add their gradients of a weight that both hold."""
         message = Message(kind="all_reduce", axis="far", message_bytes=nbytes)
-        self.lanes.wait([self.lanes.send(self._price([message])[0])])
+        self.lanes.wait([self.lanes.send(self.price([message])[0])])
 
     def update(self, optimizer: str) -> None:
         """The optimizer, and what is sent after it; offloaded state comes and goes over PCIe."""
@@ -259,7 +257,7 @@ class Stretch:
         trained = [p for x in rank.layers for p in x.layer.parameters if p.ready_after >= 0]
         numel = sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in trained) // replicas
         tensors = max(1, len(trained))
-        wanted = scaled_update(rank.model.optimizer, max(1, numel), tensors)
+        wanted = scaled_update(rank.model.frame.optimizer, max(1, numel), tensors)
         if self.how.fused_update:
             wanted = fused_update(wanted)
         ops = rank.book.price(wanted) if trained else []
@@ -276,7 +274,10 @@ class Stretch:
         if offloaded:
             self.lanes.wait([self.lanes.send(self._copy(state, "d2h"), "d2h")])
         kinds = [b.message(k, rank.plan) for b in self.filled for k in self.how.after_update]
-        self.lanes.wait([self.lanes.send(m) for m in self._price(kinds)])
+        if self.how.by_layer and not self.how.every_micro and rank.plan.pp > 1:
+            size = sum(p.nbytes for x in rank.layers for p in x.layer.parameters)
+            kinds.append(Message(kind="all_gather", axis="shard", message_bytes=size))
+        self.lanes.wait([self.lanes.send(m) for m in self.price(kinds)])
 
 
 def _update_work(ops: Sequence[PricedOp], rank: Rank, python_us: float) -> Work:

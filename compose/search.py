@@ -18,7 +18,7 @@ from compose.plan import ParallelPlan, micro_batch
 from compose.priced import PriceBook
 from compose.rank import Rank
 from compose.stage_rank import chunks_of, least_us, memory
-from compose.step import PricedModel, price_model
+from compose.step import price_model
 from compose.update import STATE_COPIES
 from microbench.hardware.node import Node
 from microbench.opcall import StepCapture
@@ -62,7 +62,6 @@ class Search:
     seq: int
     optimizer: str
     captures: dict[tuple[int, int], StepCapture] = field(default_factory=dict)
-    models: dict[object, PricedModel] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # plan to rule
 
     def capture(self, plan: ParallelPlan) -> StepCapture:
@@ -77,13 +76,7 @@ class Search:
     def rank(self, plan: ParallelPlan) -> Rank:
         """A rank of the plan, from layers priced once per cut and placement of tp, cp and ep."""
         capture, where = self.capture(plan), cluster(plan, self.book.gpu, self.node)
-        inner = tuple(where.groups[axis] for axis in ("tp", "cp", "ep"))
-        shape = (capture.samples, capture.tokens)
-        cuts = (plan.tp, plan.sp, plan.cp, plan.ep, plan.imbalance, plan.recompute)
-        key = (shape, cuts, inner, plan.overlap)
-        if key not in self.models:
-            self.models[key] = price_model(capture, plan, self.book, where)
-        return rank_of(plan, self.models[key], self.book, where)
+        return rank_of(plan, price_model(capture, plan, self.book, where), self.book, where)
 
     def allowed(self, plan: ParallelPlan) -> Rank | None:
         """A rank of the plan; None where a rule forbids it (``refused`` says which)."""

@@ -30,8 +30,9 @@ def stages_of(rank: Rank) -> list[Rank]:
 def memory(rank: Rank, optimizer: str) -> dict[str, int]:
     """Of the fullest rank, by what it is for."""
     plan = rank.plan
+    update = rank.model.update_share
     if plan.pp == 1:
-        return rank_memory(rank.layers, plan, optimizer)
+        return rank_memory(rank.layers, plan, optimizer, update)
     chunks, found = chunks_of(rank), []
     for r, stage in enumerate(stages_of(rank)):
         held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
@@ -39,8 +40,8 @@ def memory(rank: Rank, optimizer: str) -> dict[str, int]:
             n * sum(x.saved_bytes * k for x, k in c.runs)
             for n, c in zip(held, chunks[r :: plan.pp], strict=True)
         )
-        tied = rank.model.tied_bytes if r == plan.pp - 1 else 0
-        found.append(rank_memory(stage.layers, plan, optimizer, kept, tied))
+        tied = rank.model.frame.tied_bytes if r == plan.pp - 1 else 0
+        found.append(rank_memory(stage.layers, plan, optimizer, update, kept, tied))
     return max(found, key=lambda m: sum(m.values()))
 
 

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from compose.collectives import Cluster, Message, price_messages
-from compose.context import context_parallel
+from compose.collectives import Cluster, price_messages
 from compose.ddp import default_contention
 from compose.engines import launches
-from compose.experts import expert_parallel
-from compose.host import host_cost
-from compose.layers import Layer, split_layers
+from compose.extras import ADDED, parameter_extras
+from compose.frame import Cut, Frame, frame
+from compose.host import PYTHON, host_cost, launch_cost_us, python_op
+from compose.layers import Layer
+from compose.memo import remembered
 from compose.plan import ParallelPlan
-from compose.priced import Priceable, PriceBook, PricedOp, priceable
-from compose.reuse import cold_fractions, cold_share
-from compose.rewrite import COLLECTIVE
-from compose.tensor import tensor_parallel
+from compose.priced import PriceBook, PricedOp
 from compose.work import Step, Work, fold, side_by_side_us
-from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from microbench.opcall import OpCall, StepCapture
 
-MATMUL_FAMILIES = {"gemm", "conv", "attention"}
 ATTENTION = ("itercast.sdpa", "aten.bmm.default", "aten._softmax.default", "aten.baddbmm.default")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PricedLayer:
-    """A layer's ops with durations. ``extras`` by parameter: what synchronising it may add.
+    """A layer's ops with durations, and by parameter what synchronising it may add.
 
-    ``saved_bytes`` is what forward leaves for backward, after recomputation.
+    ``saved_bytes`` is what forward leaves for backward, after recomputation. The host launches an
+    op in ``launch_us``, which has its share of Python and autograd; what is added in
+    ``launch_alone_us``.
     """
 
     layer: Layer
@@ -40,6 +39,7 @@ class PricedLayer:
     into_bucket: tuple[PricedOp, ...]
     out_of_bucket: tuple[PricedOp, ...]
     launch_us: float
+    launch_alone_us: float
     on_cpu: bool
     saved_bytes: int
     matmul_s: float  # its matrix products at peak, forward and backward, recomputation left out
@@ -52,8 +52,13 @@ class PricedLayer:
 
     def fold(self, ops: Sequence[PricedOp]) -> Work:
         """Ops in a row as one number."""
-        steps = [Step(op.duration_us, op.phase == "comm") for op in ops]
-        return fold(steps, self.launch_us, self.on_cpu)
+        return fold([self._step(op) for op in ops], self.on_cpu)
+
+    def _step(self, op: PricedOp) -> Step:
+        if op.phase == PYTHON:
+            return Step(0.0, op.duration_us)
+        launch_us = self.launch_alone_us if op.phase == ADDED else self.launch_us
+        return Step(op.duration_us, launch_us, op.phase == "comm")
 
     @cached_property
     def forward_work(self) -> Work:
@@ -76,57 +81,60 @@ class PricedModel:
     """All layers of one rank's share, and what the optimizer does to it."""
 
     layers: tuple[PricedLayer, ...]
-    optimizer: tuple[Priceable, ...]
-    optimizer_tensors: int
+    frame: Frame
     host_us: float  # all of the step, one micro-batch
     optimizer_host_us: float  # Python of the optimizer, where there is no device to hide it
-    tied_bytes: int  # weights of the first layer that the last one uses too
     memo: dict[Any, Any] = field(default_factory=dict, compare=False)  # runs plans share
 
+    @property
+    def optimizer_tensors(self) -> int:
+        """Parameters that the captured optimizer updates."""
+        return sum(p.ready_after >= 0 for p in self.frame.capture.parameters)
 
-def cuts(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
-    """The rewrites that change what a rank computes, in the order in which they nest."""
-    for rewrite in (expert_parallel, context_parallel, tensor_parallel):
-        capture = rewrite(capture, plan)
-    return capture
+    @property
+    def update_share(self) -> float:
+        """Bytes that the optimizer makes and drops again, by byte of gradients."""
+        trained = sum(p.nbytes for p in self.frame.capture.parameters if p.ready_after >= 0)
+        return self.frame.update_bytes / trained if trained else 0.0
 
 
 def price_model(
     capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster
 ) -> PricedModel:
-    """The step of one micro-batch, cut and priced; ``capture`` has a rank's share of tokens."""
-    capture = cuts(capture, plan)
-    ops, matmul_s = _price_calls(capture, plan, book, where)
-    found = split_layers(capture)
-    launch_us, optimizer_us = _host(capture, book)
-    layers = tuple(
-        replace(
-            _price_layer(x, capture, ops, plan, book, launch_us),
-            matmul_s=sum(matmul_s[i] for a, b in (x.forward, x.backward) for i in range(a, b)),
-        )
-        for x in found
+    """The step of one micro-batch, cut and priced; ``capture`` has a rank's share of tokens.
+
+    Remembered by what of the plan and its placement changes these prices.
+    """
+    groups = tuple(where.groups[axis] for axis in ("tp", "cp", "ep"))
+    own = (Cut.of(plan), plan.recompute, plan.overlap * ("overlap" in plan.coconet))
+    node = where.node.name if where.node else ""
+    known = _models(capture)
+    key = (own, groups, node, book)
+    if key not in known:
+        known[key] = _price_frame(frame(capture, plan, book.gpu), plan, book, where)
+    return known[key]
+
+
+@remembered
+def _models(capture: StepCapture) -> dict[object, PricedModel]:
+    return {}
+
+
+def _price_frame(found: Frame, plan: ParallelPlan, book: PriceBook, where: Cluster) -> PricedModel:
+    ops = _price_calls(found, plan, book, where)
+    launch_us, optimizer_us = _host(found.capture, book)
+    layers = tuple(_price_layer(x, found, ops, plan, book, launch_us) for x in found.layers)
+    calls = len(found.optimizer) + sum(
+        x.count * (_length(x.forward) + _length(x.backward)) for x in found.layers
     )
-    optimizer = [c for c in capture.calls if c.phase == "optimizer"]
-    calls = len(optimizer) + sum(
-        x.count * (_length(x.forward) + _length(x.backward)) for x in found
-    )
-    tensors = sum(x.count * len(x.parameters) for x in found) / max(1, len(capture.parameters))
+    parameters = found.capture.parameters
+    tensors = sum(x.count * len(x.parameters) for x in found.layers) / max(1, len(parameters))
     return PricedModel(
         layers=layers,
-        optimizer=tuple(priceable(c) for c in optimizer),
-        optimizer_tensors=sum(p.ready_after >= 0 for p in capture.parameters),
+        frame=found,
         host_us=launch_us * calls + optimizer_us * tensors,
         optimizer_host_us=optimizer_us,
-        tied_bytes=_tied_bytes(capture, found),
     )
-
-
-def _tied_bytes(capture: StepCapture, layers: Sequence[Layer]) -> int:
-    if len(layers) < 2:
-        return 0
-    a, b = layers[-1].forward
-    used = {t.storage for call in capture.calls[a:b] for t in call.tensors()}
-    return sum(p.nbytes for p in layers[0].parameters if p.storage in used)
 
 
 def _length(span: tuple[int, int]) -> int:
@@ -139,42 +147,22 @@ def _host(capture: StepCapture, book: PriceBook) -> tuple[float, float]:
     counts = {k: n for k, n in capture.host.items() if k not in steps}
     if book.gpu.kind != "cpu":
         counts["launch"] = launches(capture)
-    rest = host_cost(counts, book.pricer, book.gpu, book.threads).duration_us
-    own = host_cost(steps, book.pricer, book.gpu, book.threads).duration_us if steps else 0.0
+    rest = host_cost(counts, book).duration_us
+    own = host_cost(steps, book).duration_us if steps else 0.0
     return rest / max(1, len(capture.calls)), own
 
 
 def _price_calls(
-    capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster
-) -> tuple[list[PricedOp], list[float]]:
-    """Calls and collectives, what of these is hidden taken off; and seconds at peak of products."""
-    cold = cold_fractions(capture, book.gpu)
-    sent = [i for i, c in enumerate(capture.calls) if c.op == COLLECTIVE]
-    messages = [_message(capture.calls[i]) for i in sent]
-    priced = price_messages(messages, book, where)
-    by_index = dict(zip(sent, priced, strict=True))
-    computed = [i for i in range(len(capture.calls)) if i not in by_index]
-    wanted = [priceable(capture.calls[i], cold[i]) for i in computed]
-    ops = book.price(wanted)
-    matmul_s = dict.fromkeys(range(len(capture.calls)), 0.0)
-    for i, w in zip(computed, wanted, strict=True):
-        if w.family is not None and w.family.name in MATMUL_FAMILIES:
-            matmul_s[i] = float(w.family.flops(w.params)) / book.gpu.peak(w.params.dtype)
-    by_index |= dict(zip(computed, ops, strict=True))
-    for i in sent:
-        by_index[i] = _exposed(i, capture.calls[i], by_index, plan, default_contention(book.gpu))
-    return [by_index[i] for i in range(len(capture.calls))], list(matmul_s.values())
-
-
-def _message(call: OpCall) -> Message:
-    t, facts = call.args[0], call.kwargs
-    return Message(
-        kind=facts["kind"],
-        axis=facts["axis"],
-        message_bytes=round(t.nbytes * facts["scale"]),
-        dtype=t.dtype,
-        phase="comm",
-    )
+    found: Frame, plan: ParallelPlan, book: PriceBook, where: Cluster
+) -> list[PricedOp]:
+    """Calls and collectives, what of these is hidden taken off."""
+    messages = price_messages(list(found.messages.values()), book, where)
+    ops = dict(zip(found.messages, messages, strict=True))
+    ops |= dict(zip(found.wanted, book.price(list(found.wanted.values())), strict=True))
+    calls = found.capture.calls
+    for i in found.messages:
+        ops[i] = _exposed(i, calls[i], ops, plan, default_contention(book.gpu))
+    return [ops[i] for i in range(len(calls))]
 
 
 def _exposed(
@@ -198,7 +186,7 @@ def _exposed(
 
 def _price_layer(
     layer: Layer,
-    capture: StepCapture,
+    found: Frame,
     ops: Sequence[PricedOp],
     plan: ParallelPlan,
     book: PriceBook,
@@ -207,27 +195,31 @@ def _price_layer(
     forward, backward = (ops[a:b] for a, b in (layer.forward, layer.backward))
     again, saved = list[PricedOp](), layer.saved_bytes
     if plan.recompute and layer.name not in ("first", "last"):
-        again, saved = _recomputed(layer, capture, ops, plan)
+        again, saved = _recomputed(layer, found.capture, ops, plan)
     if again:
+        again = [python_op("checkpoint", 1, book), *again]
         shift = len(again)
         moved = tuple(
             replace(p, ready_after=p.ready_after + shift) if p.ready_after >= 0 else p
             for p in layer.parameters
         )
         layer = replace(layer, parameters=moved)
-    extras = [book.price([extra(p, book) for p in layer.parameters]) for extra in EXTRAS]
+    extras = parameter_extras(layer, found.step_bytes, book.gpu)
+    accumulate, into, out = (book.price(one) for one in extras)
+    spans = (layer.forward, layer.backward)
     return PricedLayer(
         layer=layer,
         forward=tuple(forward),
         backward=(*again, *backward),
-        accumulate=tuple(extras[0]),
-        into_bucket=tuple(extras[1]),
-        out_of_bucket=tuple(extras[2]),
+        accumulate=tuple(accumulate),
+        into_bucket=tuple(into),
+        out_of_bucket=tuple(out),
         launch_us=launch_us,
+        launch_alone_us=launch_cost_us(book),
         on_cpu=book.gpu.kind == "cpu",
         saved_bytes=saved,
-        matmul_s=0.0,
-        weight_us=_weight_us(layer, capture, ops),
+        matmul_s=sum(found.matmul_s[i] for a, b in spans for i in range(a, b)),
+        weight_us=_weight_us(layer, found.capture, ops),
     )
 
 
@@ -264,34 +256,3 @@ def _weight_us(layer: Layer, capture: StepCapture, ops: Sequence[PricedOp]) -> f
         if capture.calls[i].op in ("aten.mm.default", "aten.bmm.default")
         and capture.calls[i].outputs[0].shape in shapes
     )
-
-
-def _like(p: ParamSpec) -> TensorSpec:
-    return TensorSpec(shape=p.shape, dtype=p.dtype)
-
-
-def _priceable(op: str, args: tuple[Any, ...], p: ParamSpec, book: PriceBook) -> Priceable:
-    call = OpCall(op=op, args=args, outputs=(_like(p),), phase="backward", module="DDP")
-    return priceable(call, cold=cold_share(book.gpu)(2.0 * p.nbytes))
-
-
-def _accumulate(p: ParamSpec, book: PriceBook) -> Priceable:
-    return _priceable("aten.add_.Tensor", (_like(p), _like(p)), p, book)
-
-
-def _into_bucket(p: ParamSpec, book: PriceBook) -> Priceable:
-    scale = TensorSpec(shape=(), dtype=p.dtype)
-    return _priceable("aten.mul.Tensor", (_like(p), scale), p, book)
-
-
-def _out_of_bucket(p: ParamSpec, book: PriceBook) -> Priceable:
-    return _priceable("aten.copy_.default", (_like(p), _like(p)), p, book)
-
-
-EXTRAS = (_accumulate, _into_bucket, _out_of_bucket)
-
-
-def instances(layers: Sequence[tuple[PricedLayer, int]]) -> Iterator[PricedLayer]:
-    """Every layer as often as it is there."""
-    for layer, count in layers:
-        yield from (layer for _ in range(count))

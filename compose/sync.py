@@ -2,10 +2,9 @@
 
 - DDP: an all_reduce per bucket behind backward, products into and copies out of the buckets.
   Memory: a second copy of the gradients.
-- zero=1: reduce_scatter instead, the optimizer on 1/n, then an all_gather of parameters.
-  Memory: optimizer state / n. zero=2: gradients / n as well, scattered after every micro-batch.
-- zero=3 (FSDP2): parameters / n too; an all_gather before each layer, forward and backward, one
-  layer ahead, and a reduce_scatter after it; a copy for each. Memory: two whole layers at a time.
+- zero=1, 2, 3: FSDP2, see ``compose.shard``. An all_gather before each layer, a reduce_scatter
+  after it, a copy for each, the optimizer on 1/n. Memory: optimizer state / n; from 2 on
+  gradients / n; with 3 two whole layers at a time.
 - gossip: messages to neighbours and an average instead of the all_reduce (Bluefog).
 - compress: gradients on the wire times the ratio, and a pass to pack and unpack each.
 - coconet (ASPLOS'22): split: all_reduce as reduce_scatter and all_gather. reorder: the optimizer on
@@ -35,11 +34,13 @@ class Strategy:
     copies_out: int = 0
     every_micro: bool = False
     by_layer: bool = False  # gather parameters before, scatter gradients after each layer
+    regather: bool = False  # in backward too
     share_update: bool = False
     share_gradients: bool = False
     fused_update: bool = False
     chunks: int = 1
     buckets: bool = False  # a second copy of the gradients
+    broadcast: bool = False  # running statistics before forward
 
 
 def strategy(plan: ParallelPlan) -> Strategy:
@@ -49,18 +50,13 @@ def strategy(plan: ParallelPlan) -> Strategy:
         return Strategy()
     if plan.cdp:
         return Strategy(buckets=True)  # compose.cyclic says what is sent
-    if plan.zero == 3:
-        return Strategy(by_layer=True, every_micro=True, share_update=True, share_gradients=True)
     if plan.zero:
         return Strategy(
-            reduce=("reduce_scatter",),
-            after_update=("all_gather",),
-            copies_in=1 + packing,
-            copies_out=packing,
-            every_micro=plan.zero == 2,
+            by_layer=True,
+            regather=plan.zero == 3,
+            every_micro=plan.zero > 1,
             share_update=True,
-            share_gradients=plan.zero == 2,
-            buckets=plan.zero == 1,
+            share_gradients=plan.zero > 1,
         )
     if plan.gossip:
         sent = {"ring": 2, "exp2": 1}[plan.gossip]
@@ -79,6 +75,7 @@ def strategy(plan: ParallelPlan) -> Strategy:
         fused_update="fuse" in plan.coconet,
         chunks=plan.overlap if "overlap" in plan.coconet else 1,
         buckets=True,
+        broadcast=True,
     )
 
 

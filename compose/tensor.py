@@ -65,7 +65,10 @@ def _weight(call: OpCall, weights: set[int]) -> TensorSpec | None:
 def _partner(
     calls: Sequence[OpCall], start: int, weights: set[int], made: set[int]
 ) -> int | str | None:
-    """The weight that first multiplies what came of ``start``; "loss" where the loss does."""
+    """The weight that first multiplies what came of ``start``; "loss" if that or nobody does.
+
+    Megatron's heads are cut by vocabulary whether or not a loss follows.
+    """
     follows = {start}
     for call in calls[:REACH]:
         tensors = call.tensors()
@@ -83,7 +86,7 @@ def _partner(
         if residual or name in STOPS:
             return None
         follows |= {t.storage for t in call.outputs}
-    return None
+    return "loss" if len(calls) <= REACH else None
 
 
 class _TensorParallel:
@@ -102,6 +105,7 @@ class _TensorParallel:
         self.inputs: dict[int, list[int]] = {}  # activation -> weights that multiply it
         self.pending: dict[int, int] = {}  # activation -> column products whose gradient is due
         self.heads: set[int] = set()
+        self.tables = 0  # look-ups in cut tables
         self.tokens = capture.tokens or capture.samples
         self.seq = capture.tokens // max(1, capture.samples)
         self.made = Builder(capture)
@@ -117,7 +121,9 @@ class _TensorParallel:
                 self._product(i, call)
             else:
                 self._other(i, call)
-        return self.made.done([self._parameter(p) for p in self.capture.parameters])
+        made = self.made.done([self._parameter(p) for p in self.capture.parameters])
+        products = sum(len(weights) for weights in self.inputs.values()) + self.tables
+        return replace(made, host={**made.host, "tp_product": products})
 
     def _parameter(self, p: ParamSpec) -> ParamSpec:
         """A weight's rows are outputs: cut by column or vocabulary they are fewer."""
@@ -160,6 +166,7 @@ class _TensorParallel:
         if forward:
             if self.roles.get(call.args[0].storage) != "vocabulary":
                 return False
+            self.tables += 1
             self.made.keep(i, changed(call, {call.args[0]: cut(call.args[0], 0, self.tp)}))
             self._reduce(call.outputs[0], call.phase)
             return True

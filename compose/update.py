@@ -20,10 +20,10 @@ def scaled_update(captured: Sequence[Priceable], numel: int, tensors: int) -> li
             per_tensor = c.params.numel <= 4 * c.params.tensors and c.params.numel < whole
             size = tensors if per_tensor else numel
             params = replace(c.params, numel=max(tensors, size), tensors=tensors)
-            found.append(replace(c, params=params, cold=1.0))
+            found.append(replace(c, params=params))
         else:
             share = numel / whole if whole and moved else 1.0
-            found.append(replace(c, bytes_moved=c.bytes_moved * share, cold=1.0))
+            found.append(replace(c, bytes_moved=c.bytes_moved * share))
     return found
 
 

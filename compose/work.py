@@ -55,20 +55,21 @@ def side_by_side_us(a_us: float, b_us: float, contention: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One op's time on the lane; ``comm`` is set where it is a collective compute waits for."""
+    """One op's time on the lane and the host's to launch it; ``comm``: compute waits for it."""
 
     us: float
+    launch_us: float = 0.0
     comm: bool = False
 
 
-def fold(steps: Sequence[Step], launch_us: float, on_cpu: bool) -> Work:
-    """Ops in launch order, each costing the host ``launch_us``, which lengthens it on a CPU."""
+def fold(steps: Sequence[Step], on_cpu: bool) -> Work:
+    """Ops in launch order; what they cost the host lengthens them on a CPU."""
     if on_cpu:
-        total = sum(s.us for s in steps) + launch_us * len(steps)
+        total = sum(s.us + s.launch_us for s in steps)
         return Work(0.0, total, total, sum(s.us for s in steps if s.comm))
     host = lane = path = comm = 0.0
     for s in steps:
-        host += launch_us
+        host += s.launch_us
         lane += s.us
         path = max(path, host) + s.us
         comm += s.us if s.comm else 0.0

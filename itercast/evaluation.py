@@ -16,6 +16,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
+from compose.attention_kernels import with_attention_kernel
 from compose.engines import with_engine
 from compose.forecast import Forecast
 from eval.results import CaseResult, grouped, in_words
@@ -88,6 +89,8 @@ def _compare(asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None) 
     size = micro_size(model, target.plan, int(asked["batch"]), int(asked["seq"]))
     options = {n: asked[n] for n in ("mode", "optimizer", "loss", "dtype", "attn")}
     step = with_engine(capture(model, **size, **options), str(asked.get("engine", "eager")))
+    if "attention_kernel" in rows:
+        step = with_attention_kernel(step, str(rows["attention_kernel"].iloc[0]))
     found = forecast_step(step, target)
     times = list(_at_reference_us(rows, target.bundle, found, step))
     first, last = times[0], times[-1]

@@ -113,10 +113,11 @@ def _function(name: str) -> Any:
 
 def _not_modelled(found: Forecast, step: StepCapture, target: Target) -> int:
     """Says which ops have no model; exit code 1."""
-    from compose.priced import UNMODELLED, price_book, price_calls
+    from compose.priced import UNMODELLED, price_book, priceable
 
     book = price_book(target.bundle, target.gpu, target.threads)
-    names = sorted({op.op for op in price_calls(step, book) if op.family == UNMODELLED})
+    ops = book.price([priceable(c) for c in step.calls])
+    names = sorted({op.op for op in ops if op.family == UNMODELLED})
     share = f"{100 * found.unmodelled_frac:.1f} % of the time has no learned model"
     typer.echo(f"itercast: {share}: {', '.join(names or ['collectives'])}", err=True)
     return 1

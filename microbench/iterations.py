@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from typing import Any
 from microbench.cases.registry import EvalCase
 from microbench.chunks import failure_status
 from microbench.engines import ENGINES, graphed, placed
+from microbench.plan_steps import MeasuredPlan, PlanStep, make_plan_step
 from microbench.ranks import agree, slowest
 from microbench.step import StepSettings, make_step
 from microbench.timing import summarise
@@ -49,10 +49,7 @@ class Iteration:
     @property
     def ranks(self) -> int:
         """Processes it takes; ValueError for a plan that cannot be run here yet."""
-        found = re.fullmatch(r"(?:dp=(\d+))?", self.plan)
-        if found is None:
-            raise ValueError(f"plan {self.plan!r} cannot be measured; allowed: '' or dp=N")
-        return int(found[1] or 1)
+        return MeasuredPlan.parse(self.plan).ranks
 
     def settings(self) -> StepSettings:
         """The step's settings."""
@@ -97,28 +94,33 @@ def _prepare(
     case: EvalCase, asked: Iteration, device: str, anchor: Callable[[], dict[str, float]] | None
 ) -> _Timed:
     """The step, warmed up."""
+    marks: list[tuple[str, int]] = []
+
+    def on_phase(phase: str) -> None:
+        marks.append((phase, time.perf_counter_ns()))
+
+    if asked.plan:
+        size = (asked.batch, asked.seq)
+        step = make_plan_step(case, asked.plan, *size, asked.settings(), device, on_phase)
+    else:
+        step = PlanStep(run=_one_process(case, asked, device, on_phase))
+    return _Timed(step, marks, device, asked.ranks > 1, anchor)
+
+
+def _one_process(
+    case: EvalCase, asked: Iteration, device: str, on_phase: Callable[[str], None]
+) -> Callable[[], None]:
+    """The step of one process under its engine."""
     import torch  # lazy: cases are listed without torch
 
     with placed(device, asked.dtype):
         model: Any = case.build()
         inputs = case.inputs(asked.batch, asked.seq)
-    if asked.ranks > 1:
-        model = torch.nn.parallel.DistributedDataParallel(model)
     if asked.engine == "compile":
         model = torch.compile(model)
-    marks: list[tuple[str, int]] = []
     graph = asked.engine == "graph"
-    step = make_step(
-        model,
-        inputs,
-        case.loss,
-        asked.settings(),
-        lambda phase: marks.append((phase, time.perf_counter_ns())),
-        capturable=graph,
-    )
-    if graph:
-        step = graphed(step, device, WARMUP)
-    return _Timed(step, marks, device, asked.ranks > 1, anchor)
+    step = make_step(model, inputs, case.loss, asked.settings(), on_phase, capturable=graph)
+    return graphed(step, device, WARMUP) if graph else step
 
 
 class _Timed:
@@ -126,7 +128,7 @@ class _Timed:
 
     def __init__(
         self,
-        step: Callable[[], None],
+        step: PlanStep,
         marks: list[tuple[str, int]],
         device: str,
         together: bool,
@@ -147,6 +149,7 @@ class _Timed:
         self.phases.clear()
         self.anchors.clear()
         times = [self.once() for _ in range(count)]
+        self.step.finish()
         timing = summarise(slowest(times) if self.together else times)
         return {
             **asdict(timing),
@@ -175,10 +178,10 @@ class _Timed:
         import torch  # lazy, as above
 
         self.marks.clear()
-        if self.together:
+        if self.together and self.step.barrier:
             torch.distributed.barrier()
         start = time.perf_counter_ns()
-        self.step()
+        self.step.run()
         if self.device == "cuda":
             torch.cuda.synchronize()
         end = time.perf_counter_ns()
@@ -186,7 +189,7 @@ class _Timed:
         for (phase, at), until in zip(self.marks, ends, strict=False):  # a graph tells no phases
             self.phases.setdefault(phase, []).append((until - at) / 1e3)
         if self.anchor is not None:
-            if self.together:
+            if self.together and self.step.barrier:
                 torch.distributed.barrier()  # ranks time their anchors at once, as in a sweep
             self.anchors.append(self.anchor())
         return (end - start) / 1e3

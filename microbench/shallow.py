@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 KEPT = 2
+NUMBERED = re.compile(r"((?:[^.\d][^.]*\.)*\d+(?:\.\d+)*)\.")
 FILLS = ("normal_", "uniform_", "zero_", "fill_", "kaiming_uniform_", "trunc_normal_")
+
+
+def layer_key(name: str) -> str:
+    """``blocks.3`` of ``blocks.3.mlp.up.weight``; empty where no number is."""
+    found = NUMBERED.match(name)
+    return found.group(1) if found else ""
 
 
 def cut_short(model: Any) -> dict[str, int]:

@@ -32,7 +32,7 @@ class StepSettings:
                 raise ValueError(f"{name} {value!r}: allowed are {', '.join(allowed)}")
 
 
-def make_optimizer(model: Any, name: str, capturable: bool = False) -> Any:
+def make_optimizer(parameters: Any, name: str, capturable: bool = False) -> Any:
     """A foreach optimizer with the learning rate of nobody's training; None for "none".
 
     ``capturable``: its step can be part of a CUDA graph.
@@ -43,7 +43,7 @@ def make_optimizer(model: Any, name: str, capturable: bool = False) -> Any:
         return None
     kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
     more = {"capturable": True} if capturable and name == "adamw" else {}
-    return kind(model.parameters(), lr=1e-4, foreach=True, **more)
+    return kind(parameters, lr=1e-4, foreach=True, **more)
 
 
 def first_float(output: Any) -> Any:
@@ -84,7 +84,7 @@ def make_step(
         return infer
 
     model.train()
-    optimizer = make_optimizer(model, settings.optimizer, capturable)
+    optimizer = make_optimizer(model.parameters(), settings.optimizer, capturable)
 
     def train() -> None:
         on_phase("zero_grad")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -42,7 +44,7 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, angles: torch.Tensor | None = None) -> torch.Tensor:
         """(batch, seq, width) to the same."""
-        batch, seq, width = x.shape
+        batch, seq, _ = x.shape
         q = self.q(x).view(batch, seq, self.heads, self.head_dim).transpose(1, 2)
         kv = self.kv(x).view(batch, seq, 2, self.kv_heads, self.head_dim).permute(2, 0, 3, 1, 4)
         k, v = kv[0], kv[1]
@@ -50,7 +52,7 @@ class Attention(nn.Module):
             q, k = rotate(q, angles), rotate(k, angles)
         grouped = self.kv_heads != self.heads
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
-        result: torch.Tensor = self.out(y.transpose(1, 2).reshape(batch, seq, width))
+        result: torch.Tensor = self.out(y.transpose(1, 2).reshape(batch, seq, -1))
         return result
 
 
@@ -141,19 +143,32 @@ class Transformer(nn.Module):
         if self.positions is not None:
             nn.init.normal_(self.positions.weight, std=0.02)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(batch, seq) integers to (batch, seq, vocab)."""
-        x, angles = self.tokens(tokens), None
-        place = torch.arange(tokens.shape[1], device=tokens.device)
+    def enter(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, seq) integers to the blocks' input."""
+        x: torch.Tensor = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        return x
+
+    def through(self, x: torch.Tensor, blocks: Iterable[nn.Module]) -> torch.Tensor:
+        """Some of the blocks; all of them know the positions."""
+        angles = None
         if self.positions is None:
-            steps = torch.arange(0, self.head_dim, 2, device=tokens.device) / self.head_dim
+            place = torch.arange(x.shape[1], device=x.device)
+            steps = torch.arange(0, self.head_dim, 2, device=x.device) / self.head_dim
             angles = torch.outer(place, 10000.0**-steps).repeat(1, 2).to(x.dtype)
-        else:
-            x = x + self.positions(place)
-        for block in self.blocks:
+        for block in blocks:
             x = block(x, angles)
+        return x
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """The blocks' output to (batch, seq, vocab)."""
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, seq) integers to (batch, seq, vocab)."""
+        return self.leave(self.through(self.enter(tokens), self.blocks))
 
 
 class MaskedLM(nn.Module):

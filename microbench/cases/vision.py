@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -23,14 +25,25 @@ class Vit(nn.Module):
         self.head = nn.Linear(width, classes)
         nn.init.normal_(self.positions, std=0.02)
 
-    def forward(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        """(batch, 3, size, size) to (batch, classes)."""
+    def enter(self, images: torch.Tensor) -> torch.Tensor:
+        """(batch, 3, size, size) to the blocks' input."""
         x = self.patches(images).flatten(2).transpose(1, 2)
-        x = torch.cat((self.class_token.expand(len(x), -1, -1), x), dim=1) + self.positions
-        for block in self.blocks:
+        return torch.cat((self.class_token.expand(len(x), -1, -1), x), dim=1) + self.positions
+
+    def through(self, x: torch.Tensor, blocks: Iterable[nn.Module]) -> torch.Tensor:
+        """Some of the blocks."""
+        for block in blocks:
             x = block(x)
+        return x
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """The blocks' output to (batch, classes)."""
         logits: torch.Tensor = self.head(self.norm(x)[:, 0])
         return logits
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        """(batch, 3, size, size) to (batch, classes)."""
+        return self.leave(self.through(self.enter(images), self.blocks))
 
 
 def convolution(inside: int, outside: int, kernel: int, stride: int = 1) -> nn.Sequential:

@@ -14,6 +14,8 @@ from microbench.ops.family import Family, Workload, autograd_call, log_uniform
 CALLS = 6  # even and few, so that they run nearly as cold as in a step
 EVENTS = ("module_call", "view_op", "autograd_node", "accumulate_grad", "zero_grad", "backward")
 OPTIMIZERS = ("adamw_step", "sgd_step")
+SHARDED = ("fsdp_layer", "fsdp_layer_kept")  # one layer of ``tensors`` parameters
+WRAPPERS = ("tp_product", "checkpoint", "pipeline_micro")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,8 @@ class Host:
 
     ``launch`` is the call of one op that queues a kernel, on average over kinds of ops; on a CPU
     it is part of the op.
+    Events of parallel wrappers (``microbench.wrappers``) are those of a forward and a backward.
+
     ``trial`` tells repetitions of the same measurement apart.
     """
 
@@ -35,8 +39,11 @@ def sweep() -> Iterator[Host]:
     """Each event eight times: the spread is the machine's; steps over 1 to 400 parameters."""
     rng = np.random.default_rng(11)
     for trial in range(8):
-        for op in EVENTS:
+        for op in (*EVENTS, *WRAPPERS):
             yield Host(op=op, trial=trial)
+        for op in SHARDED:
+            for tensors in (1, 4, 12, 30):
+                yield Host(op=op, tensors=tensors, trial=trial)
         for op in OPTIMIZERS:
             for _ in range(5):
                 yield Host(op=op, tensors=log_uniform(rng, 1, 400), trial=trial)
@@ -48,6 +55,10 @@ def build(p: Host, device: str) -> Workload:
         return _optimizer(p, device)
     if p.op == "launch":
         return _launches(device)
+    if p.op in (*SHARDED, *WRAPPERS):
+        from microbench.wrappers import wrapper_workload  # needs torch
+
+        return wrapper_workload(p.op, p.tensors, device)
     if p.op == "backward":
         return Workload(run=_leaf_backward(1, device), through_aten=False)
     runs = {"module_call": _module_calls, "view_op": _views, "zero_grad": _zero_grads}

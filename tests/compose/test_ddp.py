@@ -8,14 +8,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from compose.by_op import price_step
+from compose.by_op import op_timeline
 from compose.collectives import Message, cluster, price_messages, ring_us
 from compose.ddp import buckets, ddp_step
 from compose.forecast import forecast
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
 from compose.priced import PriceBook
-from compose.timeline import Span
+from compose.timeline import Span, simulate
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
@@ -80,7 +80,8 @@ def test_a_bucket_holds_one_dtype() -> None:
 def test_reduces_overlap_backward_and_the_optimizer_waits() -> None:
     #  compute |=10=|=10=|1|=10=|1|   |1|     |1|=10=|    mul into the bucket, copy back
     #  comm                |==6==|    |==6==|             ready at 21 and 32
-    tasks, spans = price_step(step(), Fixed(), CPU, ParallelPlan(dp=2), 1, contention=1.0).run()
+    tasks, _ = op_timeline(step(), PriceBook(Fixed(), CPU, 1), ParallelPlan(dp=2))
+    spans = simulate(tasks)  # nothing contended
     by_lane = [(t.lanes[0], s) for t, s in zip(tasks, spans, strict=True)]
     assert [s for lane, s in by_lane if lane == "comm"] == [Span(21, 27), Span(32, 38)]
     compute = [s for lane, s in by_lane if lane == "compute"]
@@ -161,7 +162,7 @@ def test_a_gpu_with_long_kernels_waits_only_for_its_first_launch() -> None:
         step(), Fixed(), GPU, ParallelPlan(), bundle_name="b", threads=0, optimizer="sgd"
     )
     assert (found.iteration_us, found.idle_us, found.host_us) == (42, 2, 8)
-    assert found.mfu_frac == pytest.approx(4 * 2000 / 1e12 / 42e-6)  # 2 * 10*10*10 flops each
+    assert found.mfu_frac == pytest.approx(3 * 2000 / 1e12 / 42e-6)  # forward and backward
 
 
 def reduce_of(nbytes: int) -> Message:
@@ -174,8 +175,8 @@ def test_all_reduce_without_a_model_is_a_ring() -> None:
     assert ring_us(reduce_of(10**6), where.groups["dp"], where) == pytest.approx(20 + 15)
     bare = Fixed()
     bare.models = {"gemm": None, "host": None}
-    found = price_step(step(), bare, GPU, ParallelPlan(dp=4), 0)
-    assert {r.family for r in found.messages} == {"unmodelled"}
+    (found,) = price_messages([reduce_of(10**6)], PriceBook(bare, GPU, 0), where)
+    assert (found.family, found.duration_us) == ("unmodelled", pytest.approx(35))
 
 
 class UpToFour(Fixed):

@@ -8,11 +8,13 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from compose.by_op import eager_timeline, interval
+from compose.breakdown import Tally
+from compose.by_op import lanes
 from compose.forecast import forecast
 from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
-from compose.priced import PriceBook, PricedOp, price_calls
+from compose.priced import PriceBook, PricedOp, priceable
+from compose.timeline import simulate
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
@@ -64,7 +66,7 @@ def test_host_events_add_to_ops_on_a_cpu() -> None:
 
 def test_an_op_nobody_answers_for_is_counted() -> None:
     call = OpCall(op="aten.unheard_of.default", args=(tensor(0, 4),))
-    found = price_calls(StepCapture(calls=(call,)), PriceBook(Fixed(), CPU, 2))
+    found = PriceBook(Fixed(), CPU, 2).price([priceable(call)])
     assert found[0].family == "unmodelled"
     assert found[0].duration_us > 0
 
@@ -72,14 +74,16 @@ def test_an_op_nobody_answers_for_is_counted() -> None:
 def test_the_device_waits_for_a_slow_host() -> None:
     #  host   |-5-|-5-|-5-|
     #  device     |=2=|   |==20==|...   second op launched at 10, third at 15 waits for the second
-    end_us, idle_us = eager_timeline([priced(2), priced(20), priced(1)], 5.0)
-    assert end_us == 31  # 10 + 20 + 1
-    assert idle_us == 5 + 3
-    assert end_us == 2 + 20 + 1 + idle_us
+    tasks = lanes([priced(2), priced(20), priced(1)], [5.0] * 3, on_cpu=False)
+    compute = [s for s, t in zip(simulate(tasks), tasks, strict=True) if t.lanes == ("compute",)]
+    assert [s.start_us for s in compute] == [5, 10, 30]
+    assert compute[-1].end_us == 31  # 10 + 20 + 1
 
 
 def test_errors_add_within_a_family_and_squared_between() -> None:
-    low, high = interval([priced(10), priced(10), priced(10, "norm")], 30)
+    tally = Tally()
+    tally.add([priced(10), priced(10), priced(10, "norm")])
+    low, high = tally.bounds(30)
     assert low == pytest.approx(30 - (6**2 + 3**2) ** 0.5)
     assert high == pytest.approx(30 + (8**2 + 4**2) ** 0.5)
 

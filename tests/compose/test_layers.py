@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compose.layers import layer_key, split_layers
+from compose.layers import split_layers
 from compose.work import Step, Work, fold
 from itercast.api import capture_case
 from microbench.cases.registry import case
 from microbench.opcall import StepCapture
+from microbench.shallow import layer_key
 
 
 def test_a_block_starts_after_the_residual_sum(gpt: StepCapture) -> None:
@@ -53,13 +54,13 @@ def test_names_of_layers() -> None:
 def test_folded_work_is_the_host_and_the_lane_op_by_op() -> None:
     #  host    |5|5|5|5|
     #  compute   |=2=|  |==20==|=1=|=1=|      launches at 5, 10, 15, 20
-    steps = [Step(2), Step(20), Step(1), Step(1)]
-    work = fold(steps, 5, on_cpu=False)
+    steps = [Step(us, 5) for us in (2, 20, 1, 1)]
+    work = fold(steps, on_cpu=False)
     assert (work.host_us, work.lane_us, work.path_us) == (20, 24, 10 + 20 + 1 + 1)
-    parts = fold(steps[:1], 5, on_cpu=False).then(fold(steps[1:], 5, on_cpu=False))
+    parts = fold(steps[:1], on_cpu=False).then(fold(steps[1:], on_cpu=False))
     assert parts == work
     many = Work()
     for _ in range(7):
         many = many.then(work)
     assert work.times(7) == many
-    assert fold(steps, 5, on_cpu=True) == Work(0, 44, 44)
+    assert fold(steps, on_cpu=True) == Work(0, 44, 44)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest_plan import GPU, search_of
+from plan_case import GPU, search_of
 from typer.testing import CliRunner
 
 from compose.search import best_plans
@@ -48,7 +48,7 @@ def test_the_best_plans_are_printed_and_logged(
     ("words", "message"),
     [
         (["--gpus", "2", "--objective", "speed"], "objective 'speed': allowed are time, cost"),
-        (["--gpus", "2", "--node", "dgx-h100"], "node 'dgx-h100' holds h100-sxm-80gb, not toy"),
+        (["--gpus", "2", "--node", "dgx-h100"], "node 'dgx-h100' holds h100-sxm-80gb, not toy-gpu"),
         (["--gpus", "7", "--batch", "4"], "no legal plan of gpt-s for 7 GPUs"),
     ],
 )

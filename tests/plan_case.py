@@ -1,4 +1,4 @@
-"""A small GPT's step, captured once, and a pricer that knows one price per family."""
+"""Devices, a pricer and a search of plans that no bundle is needed for."""
 
 from __future__ import annotations
 
@@ -6,11 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
-import pytest
 
+from compose.priced import PriceBook
+from compose.search import Search
 from itercast.api import capture_case
 from microbench.cases.registry import case
+from microbench.hardware.spec import Gpu
 from microbench.opcall import StepCapture
+
+CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e12)
+GPU = Gpu(
+    name="toy-gpu",
+    peak_flops_per_s={"fp32": 1e12},
+    l2_bytes=1e12,
+    hbm_bytes=1e9,
+    link_bytes_per_s=1e11,
+    pcie_bytes_per_s=1e10,
+)
 
 
 class Flat:
@@ -28,7 +40,12 @@ class Flat:
         return pd.DataFrame({**columns, "in_envelope": True})
 
 
-@pytest.fixture(scope="session")
-def gpt() -> StepCapture:
-    """Two layers, four heads, four sequences of 64 tokens."""
-    return capture_case(case("gpt-s"))
+def capture_at(batch: int, seq: int) -> StepCapture:
+    """One step of a small GPT."""
+    return capture_case(case("gpt-s"), batch=batch, seq=seq)
+
+
+def search_of(gpu: Gpu = GPU) -> Search:
+    """Plans of the small GPT at eight samples a step."""
+    book = PriceBook(Flat(), gpu, 0)
+    return Search(capture_at=capture_at, book=book, node=None, batch=8, seq=64, optimizer="adamw")
