@@ -8,6 +8,7 @@ from math import sqrt
 
 from compose.collectives import cluster, price_messages
 from compose.ddp import Sync, ddp_step, default_contention
+from compose.engines import launches
 from compose.host import host_cost
 from compose.plan import ParallelPlan
 from compose.priced import PricedOp, Pricer, price_book, price_calls
@@ -114,7 +115,7 @@ def price_step(
         capture, syncs = ddp_step(capture)
     counts = dict(capture.host)
     if gpu.kind != "cpu":
-        counts["launch"] = len(capture.calls)
+        counts["launch"] = launches(capture)
     messages = [sync.message for sync in syncs]
     book = price_book(pricer, gpu, threads)
     return PricedStep(

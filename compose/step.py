@@ -10,6 +10,7 @@ from typing import Any
 from compose.collectives import Cluster, Message, price_messages
 from compose.context import context_parallel
 from compose.ddp import default_contention
+from compose.engines import launches
 from compose.experts import expert_parallel
 from compose.host import host_cost
 from compose.layers import Layer, split_layers
@@ -137,7 +138,7 @@ def _host(capture: StepCapture, book: PriceBook) -> tuple[float, float]:
     steps = {k: n for k, n in capture.host.items() if k.endswith("_step")}
     counts = {k: n for k, n in capture.host.items() if k not in steps}
     if book.gpu.kind != "cpu":
-        counts["launch"] = len(capture.calls)
+        counts["launch"] = launches(capture)
     rest = host_cost(counts, book.pricer, book.gpu, book.threads).duration_us
     own = host_cost(steps, book.pricer, book.gpu, book.threads).duration_us if steps else 0.0
     return rest / max(1, len(capture.calls)), own

@@ -25,12 +25,16 @@ ITEMSIZE_BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor as an op saw it; ``storage`` names the memory behind it (-1: unknown)."""
+    """A tensor as an op saw it; ``storage`` names the memory behind it (-1: unknown).
+
+    ``zero_frac``: the share of elements known to be zero, where ``capture_zeros`` looks.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     stride: tuple[int, ...] = ()
     storage: int = -1
+    zero_frac: float = 0.0
 
     @property
     def numel(self) -> int:
@@ -107,6 +111,7 @@ class StepCapture:
     ``host`` counts events without a kernel: ``module_call``, ``view_op``, ``autograd_node``.
     ``samples`` and ``tokens`` are per step; tokens is 0 where the model has none. ``repeats``: how
     many layers under a name were left out because they are like those captured (``blocks``: 94).
+    ``engine`` is how the calls are launched: eager, graph or compile.
     """
 
     calls: tuple[OpCall, ...]
@@ -115,3 +120,4 @@ class StepCapture:
     samples: int = 1
     tokens: int = 0
     repeats: Mapping[str, int] = field(default_factory=dict)
+    engine: str = "eager"
