@@ -1,5 +1,5 @@
 PY := .venv/bin/python
-CLI := OMP_WAIT_POLICY=passive $(PY) -m itercast
+CLI := $(PY) -m itercast
 BUDGET ?= 5m
 OUT ?= datasets
 PYTHON ?= python3

@@ -23,8 +23,10 @@ from itercast.api import capture, forecast_step, micro_size
 from itercast.steps import progress_bar
 from itercast.target import find_target
 from learners.bundle import Bundle
-from learners.speed import iteration_at_reference_us
+from learners.speed import iterations_at_reference_us
 from microbench.cases.registry import case_names
+from microbench.opcall import StepCapture
+from microbench.ops import find_family
 from microbench.store import read_rows, write_atomic
 
 CONFIGS = Path(".cache/configs")
@@ -85,7 +87,7 @@ def _compare(asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None) 
     options = {n: asked[n] for n in ("mode", "optimizer", "loss", "dtype", "attn")}
     step = with_engine(capture(model, **size, **options), str(asked.get("engine", "eager")))
     found = forecast_step(step, target)
-    times = list(_at_reference_us(rows, target.bundle, found))
+    times = list(_at_reference_us(rows, target.bundle, found, step))
     first, last = times[0], times[-1]
     return CaseResult(
         case=str(asked["case"]),
@@ -112,19 +114,18 @@ def _model(asked: Mapping[str, Any]) -> str | Path:
     return path
 
 
-def _at_reference_us(rows: pd.DataFrame, bundle: Bundle, found: Forecast) -> Iterator[float]:
+def _at_reference_us(
+    rows: pd.DataFrame, bundle: Bundle, found: Forecast, step: StepCapture
+) -> Iterator[float]:
     """Measured times by repeat, at the speed the ops were learned at."""
-    sensitivities = {name: model.sensitivity for name, model in bundle.models.items()}
-    by_repeat = rows.sort_values("repeat") if "repeat" in rows else rows
-    for _, row in by_repeat.iterrows():
-        known = "anchor_us" in row and "threads" in row
-        yield iteration_at_reference_us(
-            float(row["time_us"]),
-            float(row["anchor_us"]) if known else float("nan"),
-            bundle.anchors.get((str(row["gpu"]), int(row["threads"]))) if known else None,
-            found.by_family_us,
-            sensitivities,
-        )
+    calls = Counter(family.name for family, _ in map(find_family, step.calls) if family is not None)
+    yield from iterations_at_reference_us(
+        rows.sort_values("repeat") if "repeat" in rows else rows,
+        bundle.anchors if "threads" in rows else {},
+        found.by_family_us,
+        {**calls, "host": sum(step.host.values())},
+        {name: model.sensitivity for name, model in bundle.models.items()},
+    )
 
 
 def report_comparison(

@@ -63,7 +63,8 @@ def predict(
     """Forecast one iteration of a model: a named case, a configuration, or a function's module."""
     from itercast.steps import forecast_table, without_scikit_learn
 
-    without_scikit_learn()
+    if model is None:  # a function of one's own may need it
+        without_scikit_learn()
     from compose.engines import with_engine
     from compose.plan import ParallelPlan
     from compose.timeline import trace_json

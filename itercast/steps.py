@@ -24,7 +24,10 @@ def progress_bar() -> Progress:
 
 
 def without_scikit_learn() -> None:
-    """xgboost imports scikit-learn where it finds it: most of a second that no command needs."""
+    """Hide scikit-learn from imports: xgboost and transformers load it where they find it.
+
+    That takes 1.5 s and nothing here uses it.
+    """
     sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
 
 
@@ -181,7 +184,8 @@ def listing(what: str) -> list[str]:
 
         return sorted(families())
     if what == "bundles":
-        from itercast.target import LOCAL, SHIPPED
+        from itercast.target import LOCAL, SHIPPED, SHIPPED_CPU
 
-        return [str(p) for p in (*LOCAL, SHIPPED) if (p / "bundle.json").is_file()]
+        folders = (*LOCAL, SHIPPED, SHIPPED_CPU)
+        return [str(p) for p in folders if (p / "bundle.json").is_file()]
     raise ValueError(f"cannot list {what!r}; known: gpus, cases, families, bundles")

@@ -29,7 +29,7 @@ from learners.table import Encoder, feature_table
 from microbench.hardware.spec import Gpu, gpu_from_dict
 from microbench.ops import families
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 5
 XGBOOST_ERROR: type[Exception] = xgb.core.XGBoostError
 DAMAGE = (KeyError, TypeError, AttributeError, OSError, EOFError, zlib.error, XGBOOST_ERROR)
 COLUMNS = ["predicted_us", "predicted_us_p10", "predicted_us_p90", "in_envelope"]
@@ -79,7 +79,7 @@ class Bundle:
         facts = {
             "schema_version": SCHEMA_VERSION,
             "gpus": {n: g.to_dict() for n, g in self.gpus.items()},
-            "anchors": [[gpu, threads, us] for (gpu, threads), us in self.anchors.items()],
+            "anchors": [[*key, *both_us] for key, both_us in self.anchors.items()],
             "families": {
                 name: {
                     "features": m.encoder.names,
@@ -119,7 +119,7 @@ class Bundle:
         try:
             gpus = {n: gpu_from_dict(g, str(folder)) for n, g in facts["gpus"].items()}
             models = {n: load_model(folder, n, f) for n, f in facts["families"].items()}
-            anchors = {(str(g), int(n)): float(us) for g, n, us in facts["anchors"]}
+            anchors = {(str(g), int(n)): _pair(us) for g, n, *us in facts["anchors"]}
         except DAMAGE as exc:
             first = (str(exc).splitlines() or [""])[0]
             raise ValueError(f"bundle {str(folder)!r}: damaged ({first})") from exc
@@ -184,7 +184,7 @@ def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel
         offsets=_pair(facts["offsets"]),
         strange_offsets=_pair(facts["strange_offsets"]),
         envelope={k: _pair(v) for k, v in facts["envelope"].items()},
-        sensitivity=float(facts["sensitivity"]),
+        sensitivity=_pair(facts["sensitivity"]),
         facts=facts["facts"],
         stacks={str(k): str(v) for k, v in facts["stacks"].items()},
         launch={str(k): float(v) for k, v in facts["launch"].items()},

@@ -12,7 +12,7 @@ import pandas as pd
 from learners import fit, local
 from learners.blend import Blend, CrossFit, cross_fit, fit_hidden, refit
 from learners.calibration import Calibration
-from learners.speed import Speed, at_reference_us
+from learners.speed import Sensitivity, Speed, at_reference_us
 from learners.table import (
     IDENTITY,
     Encoder,
@@ -54,7 +54,7 @@ class FamilyModel:
     offsets: Offsets
     strange_offsets: Offsets
     envelope: Mapping[str, tuple[float, float]]
-    sensitivity: float
+    sensitivity: Sensitivity
     facts: Mapping[str, Any]
     stacks: Mapping[str, str] = field(default_factory=dict)
     launch: Mapping[str, float] = field(default_factory=dict)
@@ -196,7 +196,7 @@ def fit_model(
     prepared: Prepared,
     options: dict[str, Any],
     crossed: CrossFit,
-    sensitivity: float,
+    sensitivity: Sensitivity,
     facts: Mapping[str, Any],
 ) -> FamilyModel:
     """A model of all rows given what cross-validation on them found."""

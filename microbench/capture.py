@@ -25,6 +25,7 @@ from microbench.capture_watch import (
     storage_dtype,
     watch_parameters,
 )
+from microbench.capture_zeros import mark_zeros
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from microbench.step import StepSettings, make_step
 
@@ -262,7 +263,7 @@ def capture_step(
         for name, p in model.named_parameters()
     )
     return StepCapture(
-        calls=tuple(log.calls),
+        calls=mark_zeros(log.calls),
         parameters=parameters,
         host=log.host,
         samples=samples,

@@ -17,7 +17,7 @@ TENSOR = "t"
 
 def _pack(value: Any) -> Any:
     if isinstance(value, TensorSpec):
-        return {TENSOR: [value.shape, value.dtype, value.stride, value.storage]}
+        return {TENSOR: [value.shape, value.dtype, value.stride, value.storage, value.zero_frac]}
     if isinstance(value, tuple | list):
         return [_pack(v) for v in value]
     return value
@@ -29,8 +29,9 @@ def _pack_all(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unpack(value: Any) -> Any:
     if isinstance(value, dict):
-        shape, dtype, stride, storage = value[TENSOR]
-        return TensorSpec(shape=tuple(shape), dtype=dtype, stride=tuple(stride), storage=storage)
+        shape, dtype, stride, storage, zeros = value[TENSOR]
+        layout = {"shape": tuple(shape), "dtype": dtype, "stride": tuple(stride)}
+        return TensorSpec(**layout, storage=storage, zero_frac=zeros)
     return tuple(_unpack(v) for v in value) if isinstance(value, list) else value
 
 

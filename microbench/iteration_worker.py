@@ -68,7 +68,7 @@ def run(order: IterationOrder) -> None:
         keep_freed_memory()
     if order.ranks > 1:
         rank, _ = join(order.device)
-    anchor = Anchor().time_us if order.device == "cpu" else None
+    anchor = Anchor().times_us if order.device == "cpu" else None
     journal = store.Journal(Path(order.root), order.run_id) if rank == 0 else None
     gpu = SingleGpu() if order.device == "cuda" else None
     begin = time.monotonic()

@@ -71,14 +71,14 @@ def measure(
     device: str,
     *,
     repetitions: int = REPETITIONS,
-    anchor: Callable[[], float] | None = None,
+    anchor: Callable[[], dict[str, float]] | None = None,
 ) -> dict[str, Any]:
     """One row of family ``iteration``: at least ``repetitions`` steps and 0.4 s.
 
     Under a plan every rank calls this: a barrier stands before each step, and the slowest rank
-    counts. ``anchor`` is timed after each step; ``anchor_us`` is its geometric mean. ``<phase>_us``
-    are medians by phase; on a GPU they are the host's times, not the device's. A step that fails
-    on a GPU is a row; on a CPU only one that needs too much memory is.
+    counts. ``anchor`` is timed after each step; the row has geometric means of its times.
+    ``<phase>_us`` are medians by phase; on a GPU they are the host's times, not the device's. A
+    step that fails on a GPU is a row; on a CPU only one that needs too much memory is.
     """
     row: dict[str, Any] = {"op": "train_step", **asdict(asked), "reason": ""}
     try:
@@ -94,7 +94,10 @@ def measure(
 
 
 def _prepare(
-    case: EvalCase, asked: Iteration, device: str, anchor: Callable[[], float] | None
+    case: EvalCase,
+    asked: Iteration,
+    device: str,
+    anchor: Callable[[], dict[str, float]] | None,
 ) -> _Timed:
     """The step, warmed up."""
     import torch  # lazy: cases are listed without torch
@@ -130,12 +133,12 @@ class _Timed:
         marks: list[tuple[str, int]],
         device: str,
         together: bool,
-        anchor: Callable[[], float] | None,
+        anchor: Callable[[], dict[str, float]] | None,
     ) -> None:
         self.step, self.marks, self.device = step, marks, device
         self.together, self.anchor = together, anchor
         self.phases: dict[str, list[float]] = {}
-        self.log_anchors: list[float] = []
+        self.anchors: list[dict[str, float]] = []
 
     def repeat(self, repetitions: int) -> dict[str, Any]:
         """Columns of the row."""
@@ -145,14 +148,13 @@ class _Timed:
         gc.disable()
         count = self._count(repetitions, self.once())
         self.phases.clear()
-        self.log_anchors.clear()
+        self.anchors.clear()
         times = [self.once() for _ in range(count)]
         timing = summarise(slowest(times) if self.together else times)
-        logs = self.log_anchors
         return {
             **asdict(timing),
             **{f"{p}_us": summarise(self.phases[p]).time_us for p in PHASES if p in self.phases},
-            **({"anchor_us": math.exp(sum(logs) / len(logs))} if logs else {}),
+            **self.anchor_us(),
             **self._memory(),
         }
 
@@ -187,5 +189,16 @@ class _Timed:
         for (phase, at), until in zip(self.marks, ends, strict=False):  # a graph tells no phases
             self.phases.setdefault(phase, []).append((until - at) / 1e3)
         if self.anchor is not None:
-            self.log_anchors.append(math.log(self.anchor()))
+            if self.together:
+                torch.distributed.barrier()  # ranks time their anchors at once, as in a sweep
+            self.anchors.append(self.anchor())
         return (end - start) / 1e3
+
+    def anchor_us(self) -> dict[str, float]:
+        """Geometric means of the anchor's times; of several ranks the slowest."""
+        if not self.anchors:
+            return {}
+        logs = [[math.log(one[name]) for one in self.anchors] for name in self.anchors[0]]
+        means = [math.exp(sum(values) / len(values)) for values in logs]
+        means = slowest(means) if self.together else means
+        return dict(zip(self.anchors[0], means, strict=True))

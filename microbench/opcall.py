@@ -25,12 +25,16 @@ ITEMSIZE_BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor as an op saw it; ``storage`` names the memory behind it (-1: unknown)."""
+    """A tensor as an op saw it; ``storage`` names the memory behind it (-1: unknown).
+
+    ``zero_frac``: the share of elements known to be zero, where ``capture_zeros`` looks.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     stride: tuple[int, ...] = ()
     storage: int = -1
+    zero_frac: float = 0.0
 
     @property
     def numel(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from microbench.ops.family import Workload
 
 WARM_TIME_S = 0.008
-WARM_SAMPLES = (5, 15)
+WARM_SAMPLES = (5, 9)
 COLD_SAMPLES = 3
 MIN_US = 0.5  # of a run: no op is cheaper
 
@@ -193,7 +193,8 @@ class Clock:
         if workload.baseline is not None:
             less_us = self._time(workload.baseline, cache).time_us
         else:
-            self._call_cost.sample()
+            if cache == "warm":
+                self._call_cost.sample()
             less_us = self._call_cost.us(workload.through_aten)
         return Timing(
             time_us=max(timing.time_us - less_us, MIN_US) / workload.calls,
@@ -209,17 +210,33 @@ class Clock:
 
 
 class Anchor:
-    """A fixed small matrix product whose time tells how fast a shared CPU is right now."""
+    """Two fixed small jobs whose times tell how fast a shared CPU is right now.
+
+    ``anchor_us`` is a matrix product on all threads, ``serial_us`` a row of views on the calling
+    one: cores of a shared machine slow down one by one, and small ops run on one of them.
+    """
 
     def __init__(self) -> None:
         import torch  # lazy: summaries must work where torch is absent
 
-        a = torch.randn(192, 192)
-        self._product = lambda: torch.mm(a, a)
-        self._product()
+        a, x = torch.randn(192, 192), torch.ones(1)
 
-    def time_us(self) -> float:
-        """Median of five after three more, hot whatever ran before; takes about 1 ms."""
-        for _ in range(3):
-            self._product()
-        return statistics.median(_elapsed_us(self._product, 1) for _ in range(5))
+        def views() -> None:
+            for _ in range(20):
+                x.view(1, 1)
+
+        self._jobs = {"anchor_us": lambda: torch.mm(a, a), "serial_us": views}
+
+    def times_us(self) -> dict[str, float]:
+        """Medians of five after three more, hot whatever ran before; takes about 1 ms."""
+        found = {}
+        for name, job in self._jobs.items():
+            for _ in range(3):
+                job()
+            found[name] = statistics.median(_elapsed_us(job, 1) for _ in range(5))
+        return found
+
+
+def geometric_means(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+    """Of the values under each name."""
+    return {name: (first[name] * second[name]) ** 0.5 for name in first}

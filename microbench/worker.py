@@ -22,9 +22,9 @@ from microbench.cuda_device import CudaDevice
 from microbench.ops.family import Family, Workload
 from microbench.ranks import join, slowest, time_together
 from microbench.sweep import Sweep, finished_keys
-from microbench.timing import Anchor, Clock, keep_freed_memory
+from microbench.timing import Anchor, Clock, geometric_means, keep_freed_memory
 
-TIMES = ("time_us", "time_us_p20", "time_us_p80", "anchor_us", "cost_s")
+TIMES = ("time_us", "time_us_p20", "time_us_p80", "anchor_us", "serial_us", "cost_s")
 
 
 def build_together(order: WorkerOrder, family: Family, point: Any) -> Workload:
@@ -52,17 +52,17 @@ def measure(
     rows: list[dict[str, Any]] = []
     try:
         workload = build_together(order, family, point)
-        before_us = anchor.time_us() if anchor else None
+        before = anchor.times_us() if anchor else None
         for cache, key in keys.items():
             if family.ranks > 1:
                 timing = time_together(workload.run, order.device)
             else:
                 timing = clock.time(workload, cache)
             measured = {**asdict(timing), "status": "ok"}
-            if anchor and before_us:
-                after_us = anchor.time_us()
-                measured["anchor_us"] = (before_us * after_us) ** 0.5
-                before_us = after_us
+            if anchor and before:
+                after = anchor.times_us()
+                measured |= geometric_means(before, after)
+                before = after
             rows.append({**common, "cache": cache, "key": key, **measured})
     except Exception as exc:  # the one place where anything may go wrong: keep it as a row
         failed = {"status": failure_status(exc), "reason": str(exc)[:200]}

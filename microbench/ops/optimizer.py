@@ -13,6 +13,7 @@ from microbench.opcall import OpCall, TensorSpec
 from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
 
 ONE = ("_foreach_mul_", "_foreach_add_", "_foreach_sqrt", "_foreach_div_", "_foreach_neg")
+ROOT = "_foreach_sqrt"
 TWO = ("_foreach_lerp_", "_foreach_addcmul_", "_foreach_addcdiv_", "_foreach_add_list")
 
 FUSED = (
@@ -35,22 +36,31 @@ FLOPS |= {"_fused_sgd_": 4, "_fused_sgd_momentum": 6}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerOp:
-    """One foreach or fused call over ``tensors`` tensors of ``numel`` elements together."""
+    """One foreach or fused call over ``tensors`` tensors of ``numel`` elements together.
+
+    ``zero_frac`` of what a square root is taken of is zero (rows of tables that no batch touched).
+    """
 
     op: str
     tensors: int
     numel: int
+    zero_frac: float = 0.0
     dtype: str = "fp32"
 
 
 def sweep() -> Iterator[OptimizerOp]:
-    """Endless: 1 to 200 tensors, up to 16M elements together, 4M where fused."""
+    """Endless: 1 to 200 tensors, up to 16M elements together, 4M where fused.
+
+    Square roots come three times as often as others, two in three with zeros.
+    """
     rng = np.random.default_rng(5)
     while True:
         tensors = log_uniform(rng, 1, 200)
-        op = str(rng.choice(ONE + TWO if rng.random() < 0.6 else FUSED))
+        op = str(rng.choice((*ONE, *TWO, ROOT, ROOT) if rng.random() < 0.6 else FUSED))
         limit = 2**22 if op in FUSED else 2**24
-        yield OptimizerOp(op=op, tensors=tensors, numel=max(tensors, log_uniform(rng, 64, limit)))
+        numel = max(tensors, log_uniform(rng, 64, limit))
+        zeros = round(rng.random(), 3) if op == ROOT and rng.random() < 2 / 3 else 0.0
+        yield OptimizerOp(op=op, tensors=tensors, numel=numel, zero_frac=zeros)
 
 
 def build(p: OptimizerOp, device: str) -> Workload:
@@ -68,6 +78,9 @@ def build(p: OptimizerOp, device: str) -> Workload:
     if p.op in FUSED:
         return Workload(run=_fused(p.op, tensors), through_aten=False)
     xs, ys, zs = tensors(), tensors(), tensors()
+    for x in xs if p.zero_frac else ():  # rows of 32 zeros, as tables have
+        rows = torch.rand(-(-x.numel() // 32), device=device) >= p.zero_frac
+        x.mul_(rows.repeat_interleave(32)[: x.numel()])
     factors = [1.0] * p.tensors
     runs = {
         "_foreach_mul_": lambda: torch._foreach_mul_(xs, 0.9999),
@@ -131,6 +144,7 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
         "log_tensors": np.log2(p.tensors),
         "log_numel": np.log2(p.numel),
         "log_each": np.log2(p.numel / p.tensors),
+        "zero_frac": p.zero_frac,
     }
 
 
@@ -149,7 +163,10 @@ def from_call(call: OpCall) -> OptimizerOp | None:
     if op in ("_fused_adam_", "_fused_adamw_") and call.args[4]:
         op = "_fused_adam_amsgrad"
     numel = max(1, sum(t.numel for t in lists[0]))
-    return OptimizerOp(op=op, tensors=len(lists[0]), numel=numel, dtype=lists[0][0].dtype)
+    zeros = sum(t.zero_frac * t.numel for t in lists[0]) / numel
+    return OptimizerOp(
+        op=op, tensors=len(lists[0]), numel=numel, zero_frac=zeros, dtype=lists[0][0].dtype
+    )
 
 
 NAMES = (*ONE, *(n for n in TWO if not n.endswith("list")))
