@@ -16,8 +16,8 @@ import pytest
 import torch
 from clockwork import order
 
+from microbench import chunk_worker, worker
 from microbench import collect as collect_module
-from microbench import worker
 from microbench.chunks import failure_status
 from microbench.cuda_device import CudaDevice
 from microbench.gpu_space import MAX_ROOFLINE_US, fits, grid, on_gpu
@@ -117,12 +117,16 @@ def test_a_sweep_of_all_families_on_the_stand_in(
 ) -> None:
     """The worker as on a GPU, the small points of its space, really run: rows of every family."""
     monkeypatch.setattr("microbench.chunk_worker.CHUNK_POINTS", 39)
+    chunks = iter([chunk_worker.choose_chunk])  # one, however slow the machine
+    monkeypatch.setattr(
+        chunk_worker, "choose_chunk", lambda s, now_s: next(chunks, lambda *_: [])(s, now_s)
+    )
     monkeypatch.setattr("microbench.chunks.SAMPLES", (2, 2))
     monkeypatch.setattr("microbench.gpu_space.MAX_ROOFLINE_US", 0.05)
     monkeypatch.setattr("microbench.gpu_space.MAX_BYTES_FRAC", 2e5 / H100.hbm_bytes)
     names = tuple(n for n, f in families().items() if f.ranks == 1 and not f.on_demand)
     asked = replace(
-        order(tmp_path, *names, budget_s=1.0), device="cuda", gpu="h100", hardware=H100.to_dict()
+        order(tmp_path, *names, budget_s=600.0), device="cuda", gpu="h100", hardware=H100.to_dict()
     )
     worker.run(asked)
     compact(tmp_path, {})
