@@ -132,7 +132,7 @@ def evaluate(
 @app.command()
 @one_line_errors
 def demo(
-    budget: Annotated[str, typer.Option(help="time for the sweep")] = "4m",
+    budget: Annotated[str, typer.Option(help="time for the sweep")] = "220s",
 ) -> None:
     """Sweep, train, forecast and compare on this CPU; leaves reports/demo."""
     from itercast.demo import run_demo

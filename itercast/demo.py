@@ -9,7 +9,7 @@ from itercast.evaluation import compare_all, console, measured_rows, report_comp
 from itercast.steps import fit, iterations, report_table, sweep
 
 RUN = Path("runs/demo")
-TRIALS = 4
+TRIALS = 3
 
 
 def run_demo(budget_s: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +13,7 @@ from microbench.hardware.machine import cpu_name
 from microbench.hardware.node import Node, load_node
 from microbench.hardware.spec import Gpu, gpu_names, load_gpu
 
+logger = logging.getLogger(__name__)
 SHIPPED = Path(__file__).parent.parent / "learners" / "shipped"
 SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # of another machine, for a first look
 LOCAL = (Path("runs/demo/bundle"), Path("bundles/local"))
@@ -23,12 +25,20 @@ def find_bundle(gpu: str, path: Path | None = None) -> tuple[Path, Bundle]:
         return path, _load(path)
     name = cpu_name() if gpu == "cpu" else gpu
     for folder in LOCAL:
-        if (folder / "bundle.json").is_file():
-            bundle = _load(folder)
-            if name in bundle.gpus:
-                return folder, bundle
+        bundle = _load_local(folder) if (folder / "bundle.json").is_file() else None
+        if bundle is not None and name in bundle.gpus:
+            return folder, bundle
     shipped = SHIPPED_CPU if gpu == "cpu" else SHIPPED
     return shipped, _load(shipped)
+
+
+def _load_local(folder: Path) -> Bundle | None:
+    """None, and a word about it, where an older version left it."""
+    try:
+        return _load(folder)
+    except ValueError as exc:
+        logger.warning("passed over: %s", exc)
+        return None
 
 
 def _load(folder: Path) -> Bundle:
