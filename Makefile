@@ -1,8 +1,10 @@
 PY := .venv/bin/python
-CLI := OMP_WAIT_POLICY=passive $(PY) -m itercast
+CLI := $(PY) -m itercast
 BUDGET ?= 5m
+OUT ?= datasets
+PYTHON ?= python3
 
-.PHONY: help setup demo collect train evaluate bench-public bench-speed predict ui report test lint endurance clean
+.PHONY: help setup demo collect campaign train evaluate bench-public bench-speed predict ui report test lint endurance clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -19,6 +21,9 @@ demo: setup ## sweep this CPU, train, forecast, compare: reports/demo
 
 collect: setup ## sweep kernels (BUDGET=5m)
 	$(CLI) collect --device cpu --budget $(BUDGET)
+
+campaign: ## everything on a GPU box, resumable (BUDGET=8m OUT=datasets PYTHON=python3; no setup)
+	$(PYTHON) -m microbench.campaign --budget $(BUDGET) --out $(OUT)
 
 train: setup ## train one model per op family on datasets/
 	$(CLI) train --data datasets --out bundles/local

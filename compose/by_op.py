@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from compose.collectives import cluster, price_messages
 from compose.ddp import Sync, ddp_step, default_contention
+from compose.engines import launches
 from compose.frame import frame
 from compose.host import host_cost, launch_cost_us
 from compose.lanes import SHARED
@@ -26,17 +27,17 @@ def op_timeline(
     on_cpu = book.gpu.kind == "cpu"
     counts = dict(capture.host)
     if not on_cpu:
-        counts["launch"] = len(capture.calls)
+        counts["launch"] = launches(capture)
     launch_us = host_cost(counts, book).duration_us / max(1, len(capture.calls))
     syncs: list[Sync] = []
     if plan.dp > 1:
         capture, syncs = ddp_step(capture)
     own = frame(capture, ParallelPlan(), book.gpu).wanted
     alone_us = launch_cost_us(book)
-    launches = [alone_us if c.module == "DDP" else launch_us for c in capture.calls]
+    waits_us = [alone_us if c.module == "DDP" else launch_us for c in capture.calls]
     messages = price_messages([s.message for s in syncs], book, cluster(plan, book.gpu))
     sent = list(zip(syncs, messages, strict=True))
-    tasks = lanes(book.price(list(own.values())), launches, on_cpu, sent)
+    tasks = lanes(book.price(list(own.values())), waits_us, on_cpu, sent)
     return tasks, simulate_shared(tasks, SHARED, default_contention(book.gpu))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from compose.collectives import Cluster, price_messages
 from compose.ddp import default_contention
+from compose.engines import launches
 from compose.extras import ADDED, parameter_extras
 from compose.frame import Cut, Frame, frame
 from compose.host import PYTHON, host_cost, launch_cost_us, python_op
@@ -145,7 +146,7 @@ def _host(capture: StepCapture, book: PriceBook) -> tuple[float, float]:
     steps = {k: n for k, n in capture.host.items() if k.endswith("_step")}
     counts = {k: n for k, n in capture.host.items() if k not in steps}
     if book.gpu.kind != "cpu":
-        counts["launch"] = len(capture.calls)
+        counts["launch"] = launches(capture)
     rest = host_cost(counts, book).duration_us
     own = host_cost(steps, book).duration_us if steps else 0.0
     return rest / max(1, len(capture.calls)), own

@@ -38,13 +38,20 @@ def collect(
     budget: Annotated[str, typer.Option(help="total time for this root: 90s, 10m, 1h")] = "5m",
     out: Annotated[Path, typer.Option(help="dataset root")] = Path("datasets"),
     seed: Annotated[int, typer.Option(help="seed of the points' order")] = 0,
+    torchrun: Annotated[
+        str,
+        typer.Option(
+            help="torchrun's arguments for collectives over several nodes, the same on each, "
+            'e.g. "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"'
+        ),
+    ] = "",
 ) -> None:
     """Sweep op families on this machine into a dataset; resumes where it stopped."""
     from itercast.steps import sweep
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: allowed are cpu and cuda")
-    rows = sweep(out, device, family, seconds(budget), seed)
+    rows = sweep(out, device, family, seconds(budget), seed, torchrun)
     typer.echo(f"{rows} new rows in {out}")
 
 

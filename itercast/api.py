@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from compose.engines import with_engine
 from compose.forecast import Forecast, forecast, timeline
 from compose.plan import ParallelPlan, micro_batch
 from compose.timeline import Span, Task
@@ -159,9 +160,10 @@ def predict(
     gpu: str = "cpu",
     plan: str = "",
     bundle: Path | None = None,
+    engine: str = "eager",
     **options: Any,
 ) -> Forecast:
-    """Forecast one iteration on ``gpu`` under ``plan``.
+    """Forecast one iteration on ``gpu`` under ``plan``, run by an engine: eager, graph or compile.
 
     ``model`` is anything ``capture`` takes, with its options, or what it returned: ``batch`` and
     ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it.
@@ -169,11 +171,12 @@ def predict(
     if isinstance(model, StepCapture):
         if inputs is not None or loss != "default" or options:
             raise ValueError("a captured step has its inputs, loss and options already")
-        return forecast_step(model, find_target(gpu, plan, bundle))
+        return forecast_step(with_engine(model, engine), find_target(gpu, plan, bundle))
     asked = (options.pop("batch", None), options.pop("seq", None))
     size = micro_size(model, ParallelPlan.parse(plan), *asked)
     target = find_target(gpu, plan, bundle)
-    return forecast_step(capture(model, inputs, loss, **size, **options), target)
+    step = capture(model, inputs, loss, **size, **options)
+    return forecast_step(with_engine(step, engine), target)
 
 
 def micro_size(

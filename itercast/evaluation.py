@@ -17,33 +17,40 @@ from rich.console import Console
 from rich.table import Table
 
 from compose.attention_kernels import with_attention_kernel
+from compose.engines import with_engine
 from compose.forecast import Forecast
 from eval.results import CaseResult, grouped, in_words
 from itercast.api import capture, forecast_step, micro_size
 from itercast.steps import progress_bar
 from itercast.target import find_target
 from learners.bundle import Bundle
-from learners.speed import iteration_at_reference_us
+from learners.speed import iterations_at_reference_us
 from microbench.cases.registry import case_names
+from microbench.opcall import StepCapture
+from microbench.ops import find_family
 from microbench.store import read_rows, write_atomic
 
 CONFIGS = Path(".cache/configs")
 OPTIONAL = {"plan": "", "seq": 0, "attn": "sdpa", "loss": "default", "mode": "train"}
+OPTIONAL |= {"engine": "eager"}
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
+ASKED += ["engine"]
 console = Console()
 
 
 def measured_rows(root: Path, names: Sequence[str] | None) -> pd.DataFrame:
-    """Rows of measured iterations that state their model; ValueError where there are none.
-
-    Rows of models we cannot build are counted on the console.
-    """
+    """Rows of measured iterations that state their model; ValueError where there are none."""
     rows = read_rows([root], "iteration")
     if len(rows):
         rows = rows[rows["status"] == "ok"]
         rows = rows[rows["case"].isin(names)] if names else rows
     if not len(rows):
         raise ValueError(f"measured {str(root)!r}: no measured iteration of these cases there")
+    return stated_rows(rows)
+
+
+def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows that state their model; those of models we cannot build are counted on the console."""
     known = rows["case"].isin(case_names())
     if "hf_config" in rows:
         known |= rows["hf_config"].notna()
@@ -78,14 +85,14 @@ def _compare(asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None) 
     target = find_target(str(asked["gpu"]), str(asked["plan"]), folder)
     if target.gpu.kind == "cpu":
         target = replace(target, threads=int(rows["threads"].iloc[0]))
-    model = _model(asked)
+    model = model_of(asked)
     size = micro_size(model, target.plan, int(asked["batch"]), int(asked["seq"]))
     options = {n: asked[n] for n in ("mode", "optimizer", "loss", "dtype", "attn")}
-    step = capture(model, **size, **options)
+    step = with_engine(capture(model, **size, **options), str(asked.get("engine", "eager")))
     if "attention_kernel" in rows:
         step = with_attention_kernel(step, str(rows["attention_kernel"].iloc[0]))
     found = forecast_step(step, target)
-    times = list(_at_reference_us(rows, target.bundle, found))
+    times = list(_at_reference_us(rows, target.bundle, found, step))
     first, last = times[0], times[-1]
     return CaseResult(
         case=str(asked["case"]),
@@ -101,7 +108,7 @@ def _compare(asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None) 
     )
 
 
-def _model(asked: Mapping[str, Any]) -> str | Path:
+def model_of(asked: Mapping[str, Any]) -> str | Path:
     """A case by name, or the configuration of the row as a file."""
     config = asked.get("hf_config")
     if not isinstance(config, str):
@@ -112,19 +119,18 @@ def _model(asked: Mapping[str, Any]) -> str | Path:
     return path
 
 
-def _at_reference_us(rows: pd.DataFrame, bundle: Bundle, found: Forecast) -> Iterator[float]:
+def _at_reference_us(
+    rows: pd.DataFrame, bundle: Bundle, found: Forecast, step: StepCapture
+) -> Iterator[float]:
     """Measured times by repeat, at the speed the ops were learned at."""
-    sensitivities = {name: model.sensitivity for name, model in bundle.models.items()}
-    by_repeat = rows.sort_values("repeat") if "repeat" in rows else rows
-    for _, row in by_repeat.iterrows():
-        known = "anchor_us" in row and "threads" in row
-        yield iteration_at_reference_us(
-            float(row["time_us"]),
-            float(row["anchor_us"]) if known else float("nan"),
-            bundle.anchors.get((str(row["gpu"]), int(row["threads"]))) if known else None,
-            found.by_family_us,
-            sensitivities,
-        )
+    calls = Counter(family.name for family, _ in map(find_family, step.calls) if family is not None)
+    yield from iterations_at_reference_us(
+        rows.sort_values("repeat") if "repeat" in rows else rows,
+        bundle.anchors if "threads" in rows else {},
+        found.by_family_us,
+        {**calls, "host": sum(step.host.values())},
+        {name: model.sensitivity for name, model in bundle.models.items()},
+    )
 
 
 def report_comparison(

@@ -48,6 +48,12 @@ def predict(
     attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa",
     optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
     plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2"')] = "",
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="as torch.compile fuses and launches it")
+    ] = False,
+    cuda_graph: Annotated[
+        bool, typer.Option("--cuda-graph", help="the whole step launched as one CUDA graph")
+    ] = False,
     strict: Annotated[bool, typer.Option(help="fail if an op has no model")] = False,
     trace: Annotated[
         Path | None, typer.Option(help="write the timeline here, for Perfetto or chrome://tracing")
@@ -57,13 +63,18 @@ def predict(
     """Forecast one iteration of a model: a named case, a configuration, or a function's module."""
     from itercast.steps import forecast_table, without_scikit_learn
 
-    without_scikit_learn()
+    if not model:  # a function of one's own may need it
+        without_scikit_learn()
+    from compose.engines import with_engine
     from compose.plan import ParallelPlan
     from compose.timeline import trace_json
     from itercast.api import capture, forecast_step, micro_size, timeline_of
     from itercast.target import find_target
     from microbench.store import write_atomic
 
+    if compiled and cuda_graph:
+        raise ValueError("--compile and --cuda-graph: only one of them")
+    engine = "compile" if compiled else "graph" if cuda_graph else "eager"
     if sum(map(bool, (case, hf_config, model))) != 1:
         raise ValueError("predict takes one of CASE, --hf-config and --model")
     if hf_config is not None and batch is None:
@@ -81,6 +92,7 @@ def predict(
         whole=trace is not None,  # a timeline shows every op
         **size,
     )
+    step = with_engine(step, engine)
     found = forecast_step(step, target)
     if strict and found.unmodelled_frac > 0:
         raise typer.Exit(_not_modelled(found, step, target))

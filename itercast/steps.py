@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,16 +24,24 @@ def progress_bar() -> Progress:
 
 
 def without_scikit_learn() -> None:
-    """xgboost imports scikit-learn where it finds it: most of a second that no command needs."""
+    """Hide scikit-learn from imports: xgboost and transformers load it where they find it.
+
+    That takes 1.5 s and nothing here uses it.
+    """
     sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
 
 
 def sweep(
-    out: Path, device: str, families: Sequence[str] | None, budget_s: float, seed: int
+    out: Path,
+    device: str,
+    families: Sequence[str] | None,
+    budget_s: float,
+    seed: int,
+    torchrun: str = "",
 ) -> int:
     """Collect with a progress bar; returns the number of new rows.
 
-    Family ``iteration`` is measured where it is named: two rounds, whatever they take.
+    Family ``iteration`` is measured where it is named: two rounds, on a CPU whatever they take.
     """
     from microbench.collect import collect, known_families
 
@@ -39,7 +49,8 @@ def sweep(
     if families and "iteration" in families:
         families = [f for f in families if f != "iteration"]
         known_families(families)
-        rows = iterations(out, device, (0, 1))
+        limit_s = budget_s if device == "cuda" else math.inf
+        rows = iterations(out, device, (0, 1), budget_s=limit_s)
         if not families:
             return rows
     known_families(families)  # before the bar, so that a wrong name is one line
@@ -52,21 +63,30 @@ def sweep(
             budget_s,
             seed,
             lambda rows, frac: bar.update(task, completed=frac, description=f"sweep {rows} rows"),
+            torchrun,
         )
 
 
 def iterations(
-    out: Path, device: str, repeats: Sequence[int], names: Sequence[str] | None = None
+    out: Path,
+    device: str,
+    repeats: Sequence[int],
+    names: Sequence[str] | None = None,
+    budget_s: float = math.inf,
 ) -> int:
     """Measure the usual iterations where they are missing; returns the number of new rows."""
     from microbench.collect_iterations import collect_iterations, usual_iterations
+    from microbench.gpu_iterations import gpu_iterations
 
-    wanted, rows = usual_iterations(names), 0
+    on_gpu = device == "cuda" and not names
+    wanted, rows = gpu_iterations() if on_gpu else usual_iterations(names), 0
+    end = time.monotonic() + budget_s
     with progress_bar() as bar:
         for repeat in repeats:
             task = bar.add_task(f"iterations, round {repeat + 1}", total=len(wanted))
             show = partial(_completed, bar, task)
-            rows += collect_iterations(out, device, wanted, repeat, show)
+            left_s = end - time.monotonic()
+            rows += collect_iterations(out, device, wanted, repeat, show, left_s)
     return rows
 
 
@@ -164,7 +184,8 @@ def listing(what: str) -> list[str]:
 
         return sorted(families())
     if what == "bundles":
-        from itercast.target import LOCAL, SHIPPED
+        from itercast.target import LOCAL, SHIPPED, SHIPPED_CPU
 
-        return [str(p) for p in (*LOCAL, SHIPPED) if (p / "bundle.json").is_file()]
+        folders = (*LOCAL, SHIPPED, SHIPPED_CPU)
+        return [str(p) for p in folders if (p / "bundle.json").is_file()]
     raise ValueError(f"cannot list {what!r}; known: gpus, cases, families, bundles")

@@ -13,11 +13,12 @@ from microbench.hardware.node import Node, load_node
 from microbench.hardware.spec import Gpu, gpu_names, load_gpu
 
 SHIPPED = Path(__file__).parent.parent / "learners" / "shipped"
+SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # of another machine, for a first look
 LOCAL = (Path("runs/demo/bundle"), Path("bundles/local"))
 
 
 def find_bundle(gpu: str, path: Path | None = None) -> tuple[Path, Bundle]:
-    """The bundle at ``path``; else a local one that knows this machine; else the shipped one."""
+    """The bundle at ``path``; else a local one that knows this machine; else one that ships."""
     if path is not None:
         return path, _load(path)
     name = cpu_name() if gpu == "cpu" else gpu
@@ -26,9 +27,8 @@ def find_bundle(gpu: str, path: Path | None = None) -> tuple[Path, Bundle]:
             bundle = _load(folder)
             if name in bundle.gpus:
                 return folder, bundle
-    if not (SHIPPED / "bundle.json").is_file():
-        raise ValueError(f"no bundle for gpu {name!r}: run `make demo` or `itercast train` first")
-    return SHIPPED, _load(SHIPPED)
+    shipped = SHIPPED_CPU if gpu == "cpu" else SHIPPED
+    return shipped, _load(shipped)
 
 
 def _load(folder: Path) -> Bundle:

@@ -11,6 +11,7 @@ import xgboost as xgb
 from learners import fit
 from learners.fit import Array, Table
 from learners.network import Network, fit_network
+from learners.process import Kernel, Process, fit_process, learn_kernel
 
 FOLDS = 5
 MANY_FOLDS = 3  # of rows of several GPUs: there are more of them
@@ -18,38 +19,43 @@ LARGE_FOLDS = 2
 MEMBERS = 2
 HIDDEN_SHARE = 0.5
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+CURVE_SHARES = (0.75, 1.0)  # beyond what was measured trees stay level
+Smooth = Network | Process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blend:
-    """log ratio = share * network + (1 - share) * trees.
+    """log ratio = share * smooth + (1 - share) * trees.
 
-    ``known`` and ``hidden`` are networks that see, and do not see, whose row it is; the latter
-    prices GPUs never seen, half by half with the trees. Families of one GPU have trees only.
+    ``known`` and ``hidden`` are smooth: networks, or Gaussian processes where the family runs along
+    curves. They see, and do not see, whose row it is; the latter prices GPUs never seen, half by
+    half with the trees. Families of one GPU have trees only.
     """
 
     booster: xgb.Booster
     share: float = 0.0
-    known: Network | None = None
-    hidden: Network | None = None
+    known: Smooth | None = None
+    hidden: Smooth | None = None
 
     def predict(self, x: Array, roofline_us: Array, strange: Array) -> Array:
         """Time in us; ``strange`` marks rows of GPUs never seen."""
-        guess = fit.trees_log_ratio(self.booster, x, strange)
+        alone = self.known is not None and self.share == 1.0 and not strange.any()
+        guess = np.zeros(len(x)) if alone else fit.trees_log_ratio(self.booster, x, strange)
         uses = ((~strange, self.known, self.share), (strange, self.hidden, HIDDEN_SHARE))
-        for rows, network, share in uses:
-            if network is not None and rows.any():
-                guess[rows] += share * (network.predict(x[rows]) - guess[rows])
+        for rows, smooth, share in uses:
+            if smooth is not None and rows.any():
+                guess[rows] += share * (smooth.predict(x[rows]) - guess[rows])
         return roofline_us * np.exp(guess)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossFit:
-    """How many rounds suffice, the networks' share, and every row's log error out of fold."""
+    """How many rounds suffice, the smooth share, and every row's log error out of fold."""
 
     rounds: int
     share: float
     residual: Array
+    kernel: Kernel | None = None
 
     @property
     def offsets(self) -> tuple[float, float]:
@@ -63,12 +69,25 @@ def steps_for(rows: int) -> int:
     return int(np.clip(max(min(rows, 1500), rows // 20), 400, 6000))
 
 
+def smooth_curves(table: Table) -> bool:
+    """Whether a Gaussian process stands in for the networks."""
+    return bool(table.curve and table.identity)
+
+
+def fit_smooth(table: Table, x: Array, members: int, kernel: Kernel | None = None) -> Smooth:
+    """A Gaussian process along curves, else networks, on ``x``: features with or without whose."""
+    if smooth_curves(table):
+        return fit_process(x, table.log_ratio, table.curve, kernel)
+    return fit_network(x, table.log_ratio, members, steps_for(len(x)))
+
+
 def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     """A booster and a network per fold of shapes, judged on the shapes left out."""
     names = np.random.default_rng(1).permutation(np.unique(train.group))
     folds = MANY_FOLDS if train.identity else FOLDS
     folds = min(folds if len(train.x) < fit.LARGE_ROWS else LARGE_FOLDS, len(names))
-    rounds, trees, network = [], np.zeros(len(train.x)), np.zeros(len(train.x))
+    rounds, trees, smooth = [], np.zeros(len(train.x)), np.zeros(len(train.x))
+    kernel = learn_kernel(train.x, train.log_ratio, train.curve) if smooth_curves(train) else None
     for fold in range(folds):
         held = np.isin(train.group, names[fold::folds])
         out = train.take(np.flatnonzero(held))
@@ -77,15 +96,15 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
         rounds.append(booster.num_boosted_rounds())
         trees[held] = fit.trees_log_ratio(booster, out.x)
         if train.identity:
-            found = fit_network(rest.x, rest.log_ratio, 1, steps_for(len(rest.x)))
-            network[held] = found.predict(out.x)
-    shares = SHARES if train.identity else (0.0,)
-    guesses = [share * network + (1 - share) * trees for share in shares]
+            smooth[held] = fit_smooth(rest, rest.x, 1, kernel).predict(out.x)
+    shares = (CURVE_SHARES if kernel else SHARES) if train.identity else (0.0,)
+    guesses = [share * smooth + (1 - share) * trees for share in shares]
     best = int(np.argmin([np.abs(train.log_ratio - guess).mean() for guess in guesses]))
     most = fit.SHARED_ROUNDS + fit.MANY_ROUNDS if train.identity else fit.ROUNDS
     return CrossFit(
         rounds=min(most, round(1.1 * float(np.mean(rounds)))),
         share=shares[best],
+        kernel=kernel,
         residual=train.log_ratio - guesses[best],
     )
 
@@ -95,11 +114,10 @@ def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = 
 
     ``new``: GPUs never seen will be asked for too.
     """
-    steps, target = steps_for(len(table.x)), table.log_ratio
-    known = fit_network(table.x, target, MEMBERS, steps) if crossed.share else None
+    known = fit_smooth(table, table.x, MEMBERS, crossed.kernel) if crossed.share else None
     hidden = None
     if new and table.identity:
-        hidden = fit_network(table.hidden_x, target, MEMBERS, steps)
+        hidden = fit_smooth(table, table.hidden_x, MEMBERS)
     return Blend(
         booster=fit.refit(table, options, crossed.rounds),
         share=crossed.share,
@@ -110,6 +128,5 @@ def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = 
 
 def fit_hidden(table: Table, options: dict[str, Any], members: int = MEMBERS) -> Blend:
     """Only what prices a GPU never seen."""
-    network = fit_network(table.hidden_x, table.log_ratio, members, steps_for(len(table.x)))
     booster = fit.fit_shared(table, options, 0)
-    return Blend(booster=booster, hidden=network)
+    return Blend(booster=booster, hidden=fit_smooth(table, table.hidden_x, members))

@@ -10,28 +10,39 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import pandas as pd
 import xgboost as xgb
 
-from learners.blend import Blend
+from learners.blend import Blend, Smooth
 from learners.calibration import Calibration
 from learners.local import Residuals
 from learners.model import FamilyModel
-from learners.network import from_arrays, to_arrays
+from learners.network import Network
+from learners.process import Process
 from learners.speed import Anchors
 from learners.table import Encoder, feature_table
 from microbench.hardware.spec import Gpu, gpu_from_dict
 from microbench.ops import families
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 5
 XGBOOST_ERROR: type[Exception] = xgb.core.XGBoostError
-DAMAGE = (KeyError, TypeError, AttributeError, OSError, EOFError, zlib.error, XGBOOST_ERROR)
+DAMAGE = (
+    KeyError,
+    TypeError,
+    AttributeError,
+    BadZipFile,
+    OSError,
+    EOFError,
+    zlib.error,
+    XGBOOST_ERROR,
+)
 COLUMNS = ["predicted_us", "predicted_us_p10", "predicted_us_p90", "in_envelope"]
 
 
@@ -73,13 +84,13 @@ class Bundle:
         for name, model in self.models.items():
             trees = gzip.compress(bytes(model.blend.booster.save_raw("ubj")), mtime=0)
             (fresh / f"{name}.ubj.gz").write_bytes(trees)
-            save_networks(model.blend, fresh / f"{name}.npz")
+            save_smooth(model.blend, fresh / f"{name}.npz")
             if model.residuals is not None:
                 save_residuals(model.residuals, fresh / f"{name}.near.parquet")
         facts = {
             "schema_version": SCHEMA_VERSION,
             "gpus": {n: g.to_dict() for n, g in self.gpus.items()},
-            "anchors": [[gpu, threads, us] for (gpu, threads), us in self.anchors.items()],
+            "anchors": [[*key, *both_us] for key, both_us in self.anchors.items()],
             "families": {
                 name: {
                     "features": m.encoder.names,
@@ -119,7 +130,7 @@ class Bundle:
         try:
             gpus = {n: gpu_from_dict(g, str(folder)) for n, g in facts["gpus"].items()}
             models = {n: load_model(folder, n, f) for n, f in facts["families"].items()}
-            anchors = {(str(g), int(n)): float(us) for g, n, us in facts["anchors"]}
+            anchors = {(str(g), int(n)): _pair(us) for g, n, *us in facts["anchors"]}
         except DAMAGE as exc:
             first = (str(exc).splitlines() or [""])[0]
             raise ValueError(f"bundle {str(folder)!r}: damaged ({first})") from exc
@@ -148,22 +159,33 @@ def load_residuals(path: Path, width: float, nugget: float) -> Residuals:
     )
 
 
-def save_networks(blend: Blend, path: Path) -> None:
-    """Weights as plain arrays, loaded without pickle; no file where there are trees only."""
-    arrays: dict[str, np.ndarray] = {}
-    for name, network in (("known", blend.known), ("hidden", blend.hidden)):
-        arrays |= to_arrays(network, name) if network is not None else {}
+def save_smooth(blend: Blend, path: Path) -> None:
+    """Networks and processes as plain arrays, loaded without pickle; no file where there are none.
+
+    An array is called known.network.w0 or hidden.process.at.
+    """
+    arrays = {
+        f"{whose}.{type(smooth).__name__.lower()}.{name}": array
+        for whose, smooth in (("known", blend.known), ("hidden", blend.hidden))
+        if smooth is not None
+        for name, array in smooth.to_arrays().items()
+    }
     if arrays:
         np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
 
 
-def load_networks(path: Path, booster: xgb.Booster, share: float) -> Blend:
+def load_smooth(path: Path, booster: xgb.Booster, share: float) -> Blend:
     """As saved; a family without the file has trees only."""
     if not path.is_file():
         return Blend(booster=booster)
     with np.load(path, allow_pickle=False) as file:
-        arrays = dict(file)
-    found = {n: from_arrays(arrays, n) for n in ("known", "hidden") if f"{n}.mean" in arrays}
+        parts: dict[tuple[str, str], dict[str, np.ndarray]] = {}
+        for name in file:
+            whose, kind, array = name.split(".")
+            parts.setdefault((whose, kind), {})[array] = file[name]
+    makers: dict[str, Callable[[dict[str, np.ndarray]], Smooth]]
+    makers = {"network": Network.from_arrays, "process": Process.from_arrays}
+    found = {whose: makers[kind](arrays) for (whose, kind), arrays in parts.items()}
     return Blend(booster=booster, share=share, **found)
 
 
@@ -179,12 +201,12 @@ def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel
     booster.load_model(bytearray(gzip.decompress((folder / f"{name}.ubj.gz").read_bytes())))
     near = facts["residuals"]
     return FamilyModel(
-        blend=load_networks(folder / f"{name}.npz", booster, float(facts["share"])),
+        blend=load_smooth(folder / f"{name}.npz", booster, float(facts["share"])),
         encoder=Encoder(list(facts["features"]), dict(facts["vocabulary"])),
         offsets=_pair(facts["offsets"]),
         strange_offsets=_pair(facts["strange_offsets"]),
         envelope={k: _pair(v) for k, v in facts["envelope"].items()},
-        sensitivity=float(facts["sensitivity"]),
+        sensitivity=_pair(facts["sensitivity"]),
         facts=facts["facts"],
         stacks={str(k): str(v) for k, v in facts["stacks"].items()},
         launch={str(k): float(v) for k, v in facts["launch"].items()},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ class Table:
     """Encoded features, roofline in us, target in us, shape group, of the same rows.
 
     ``identity`` holds the columns of x that say whose row it is; none where all rows are one GPU's.
+    ``curve`` holds the columns a Gaussian process takes and its starting lengths; none: networks.
     """
 
     x: Array
@@ -38,6 +40,7 @@ class Table:
     time_us: Array
     group: Array
     identity: tuple[int, ...] = ()
+    curve: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
 
     def take(self, index: Array) -> Table:
         """Some of the rows."""
@@ -47,6 +50,7 @@ class Table:
             time_us=self.time_us[index],
             group=self.group[index],
             identity=self.identity,
+            curve=self.curve,
         )
 
     @property

@@ -12,9 +12,10 @@ import pandas as pd
 from learners import fit, local
 from learners.blend import Blend, CrossFit, cross_fit, fit_hidden, refit
 from learners.calibration import Calibration
-from learners.speed import Speed, at_reference_us
+from learners.speed import Sensitivity, Speed, at_reference_us
 from learners.table import (
     IDENTITY,
+    PLACE,
     Encoder,
     feature_table,
     identities,
@@ -54,7 +55,7 @@ class FamilyModel:
     offsets: Offsets
     strange_offsets: Offsets
     envelope: Mapping[str, tuple[float, float]]
-    sensitivity: float
+    sensitivity: Sensitivity
     facts: Mapping[str, Any]
     stacks: Mapping[str, str] = field(default_factory=dict)
     launch: Mapping[str, float] = field(default_factory=dict)
@@ -65,7 +66,7 @@ class FamilyModel:
         """Forecasts of rows in dataset form, in their order."""
         rows = rows.reset_index(drop=True)
         table, roofline = feature_table(rows, family, gpus, self.launch)
-        whose = identities(rows, self.stacks)
+        whose = identities(rows, family, self.stacks)
         table = table.assign(**whose)
         gpus_seen = self.encoder.vocabulary.get("gpu", [])
         strange = ~whose["gpu"].isin(gpus_seen).to_numpy() & bool(gpus_seen)
@@ -81,7 +82,7 @@ class FamilyModel:
                 near = self.residuals.correction(local.told_apart(kind, whose, table), at)
                 guess = guess * np.exp(near)
             for gpu, calibration in self.calibrations.items():
-                mine = (whose["gpu"] == gpu).to_numpy()
+                mine = (rows["gpu"] == gpu).to_numpy()
                 shift, share = calibration.correction(kind[mine], at[mine])
                 guess[mine] *= np.exp(shift)
                 low[mine], high[mine] = low[mine] * share, high[mine] * share
@@ -94,13 +95,19 @@ class FamilyModel:
 
 
 def in_envelope(table: pd.DataFrame, model: FamilyModel) -> np.ndarray:
-    """True where every number lies within the training range and every string was seen."""
+    """True where every number lies within the training range and every string was seen.
+
+    A GPU's places are not asked for: what all clusters share forecasts one never seen.
+    """
     inside = np.ones(len(table), dtype=bool)
     for name, (low, high) in model.envelope.items():
         values = table[name].to_numpy(dtype=float)
         inside &= (values >= low - 1e-6) & (values <= high + 1e-6)
     for name, seen in model.encoder.vocabulary.items():
-        if name != "stack":
+        if name == "gpu":
+            known = {value.partition(PLACE)[0] for value in seen}
+            inside &= table[name].str.partition(PLACE)[0].isin(known).to_numpy()
+        elif name != "stack":
             inside &= table[name].isin(seen).to_numpy()
     return inside
 
@@ -126,7 +133,7 @@ def prepare(
     rows = rows.reset_index(drop=True)
     launch, stacks = learn_launch_us(rows), usual_stacks(rows)
     features, roofline = feature_table(rows, family, gpus, launch)
-    whose = identities(rows, stacks)
+    whose = identities(rows, family, stacks)
     told_apart = [c for c in IDENTITY if whose[c].nunique() > 1]
     features = features.assign(**{c: whose[c] for c in told_apart})
     encoder = Encoder.fit(features)
@@ -137,6 +144,7 @@ def prepare(
         time_us=time_us if speed is None else at_reference_us(rows, speed),
         group=shape_groups(rows, family),
         identity=encoder.places(told_apart) if "gpu" in told_apart else (),
+        curve={i: reach for n, reach in family.curve.items() for i in encoder.places([n])},
     )
     kind, at = local.coordinates(rows, family)
     return Prepared(
@@ -145,7 +153,7 @@ def prepare(
         encoder=encoder,
         stacks=stacks,
         launch=launch,
-        gpu=rows["gpu"].to_numpy(dtype=object),
+        gpu=whose["gpu"].to_numpy(dtype=object),
         kind=local.told_apart(kind, whose, features),
         at=at,
     )
@@ -196,7 +204,7 @@ def fit_model(
     prepared: Prepared,
     options: dict[str, Any],
     crossed: CrossFit,
-    sensitivity: float,
+    sensitivity: Sensitivity,
     facts: Mapping[str, Any],
 ) -> FamilyModel:
     """A model of all rows given what cross-validation on them found."""

@@ -41,6 +41,19 @@ class Network:
                 out[start : start + CHUNK] += (h @ w["w2"][i] + w["b2"][i])[:, 0] / members
         return out + self.centre
 
+    def to_arrays(self) -> dict[str, Array]:
+        """Arrays by name, for a file."""
+        own = {"mean": self.mean, "scale": self.scale, "centre": np.array(self.centre)}
+        return {**own, **self.weights}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Array]) -> Network:
+        """As written by to_arrays."""
+        own = ("mean", "scale", "centre")
+        weights = {name: array for name, array in arrays.items() if name not in own}
+        centre = float(arrays["centre"])
+        return cls(mean=arrays["mean"], scale=arrays["scale"], centre=centre, weights=weights)
+
 
 def _silu(x: Array) -> Array:
     return x / (1.0 + np.exp(-np.clip(x, -30, 30)))
@@ -87,16 +100,3 @@ def _train(inputs: Any, target: Any, members: int, steps: int) -> dict[str, Arra
         optimizer.step()
         schedule.step()
     return {k: v.detach().numpy() for k, v in weights.items()}
-
-
-def to_arrays(network: Network, prefix: str) -> dict[str, Array]:
-    """Arrays by name, for a file."""
-    own = {"mean": network.mean, "scale": network.scale, "centre": np.array(network.centre)}
-    return {f"{prefix}.{k}": v for k, v in {**own, **network.weights}.items()}
-
-
-def from_arrays(arrays: Mapping[str, Array], prefix: str) -> Network:
-    """As written by to_arrays."""
-    own = {k.removeprefix(f"{prefix}."): v for k, v in arrays.items() if k.startswith(prefix + ".")}
-    mean, scale, centre = own.pop("mean"), own.pop("scale"), float(own.pop("centre"))
-    return Network(mean=mean, scale=scale, centre=centre, weights=own)

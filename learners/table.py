@@ -14,6 +14,7 @@ from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family
 
 LAUNCH_FLOOR_US = {"cpu": 1.0, "gpu": 2.0}
+PLACE = " over "  # a GPU over a cluster
 IDENTITY = ("gpu", "stack")  # say whose row it is, not what the op is: hidden from unseen GPUs
 
 
@@ -77,11 +78,15 @@ def launch_us(rows: pd.DataFrame, known: Mapping[str, float]) -> np.ndarray:
     return np.where(with_launch(rows), found, 0.0)
 
 
-def identities(rows: pd.DataFrame, stacks: Mapping[str, str]) -> dict[str, Any]:
-    """GPU and software of each row; a row without ``stack`` takes its GPU's usual one."""
+def identities(rows: pd.DataFrame, family: Family, stacks: Mapping[str, str]) -> dict[str, Any]:
+    """GPU (and place) and software of each row; one without ``stack`` takes its GPU's usual one."""
     usual = rows["gpu"].map(lambda gpu: stacks.get(str(gpu), ""))
     stack = rows["stack"].where(rows["stack"].notna(), usual) if "stack" in rows else usual
-    return {"gpu": rows["gpu"].astype(str), "stack": stack.astype(str)}
+    gpu = rows["gpu"].astype(str)
+    if family.place is not None and len(rows):
+        place = pd.Series(family.place(columns(rows, family)), index=rows.index, dtype=object)
+        gpu = gpu.where(place == "", gpu + PLACE + place)
+    return {"gpu": gpu, "stack": stack.astype(str)}
 
 
 def usual_stacks(rows: pd.DataFrame) -> dict[str, str]:

@@ -6,6 +6,7 @@ import datetime
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,12 +15,14 @@ from typing import Any
 
 from microbench import store
 from microbench.hardware.machine import measure_cpu
+from microbench.nvml import driver_version
 from microbench.ops import families
 from microbench.ranks import start_ranks
-from microbench.zoo import points_file
+from microbench.zoo import points_file, points_path
 
 Progress = Callable[[int, float], None]
 MAX_RESTARTS = 20
+STALLED_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +38,14 @@ class WorkerOrder:
     budget_s: float
     seed: int
     ranks: int
-    cache_bytes: float
+    hardware: dict[str, Any]
     points: str
+    torchrun: str = ""  # its arguments, where ranks are on several nodes
+
+    @property
+    def together(self) -> bool:
+        """Whether several ranks measure each point at once."""
+        return self.ranks > 1 or bool(self.torchrun)
 
 
 def stack() -> str:
@@ -67,10 +76,11 @@ class Phase:
     ranks: int = 1
 
 
-def phases(device: str, swept: Sequence[str]) -> list[Phase]:
+def phases(device: str, swept: Sequence[str], nodes: bool = False) -> list[Phase]:
     """On a CPU: all cores on one op, then a rank per core on the same op at once, then collectives.
 
-    Shares of phases without a family go to the others.
+    On GPUs: one of them on all families but collectives, then a rank on each; several ``nodes`` do
+    collectives only. Shares of phases without a family go to the others.
     """
     together = tuple(n for n in swept if families()[n].ranks > 1)
     single = tuple(n for n in swept if n not in together)
@@ -86,8 +96,8 @@ def phases(device: str, swept: Sequence[str]) -> list[Phase]:
 
         ranks = torch.cuda.device_count()
         found = [
-            Phase(families=single, threads=1, share=0.9),
-            Phase(families=together, threads=1, share=0.1 * (ranks > 1), ranks=ranks),
+            Phase(families=single, threads=0, share=0.9 * (not nodes)),
+            Phase(families=together, threads=0, share=0.1 * (ranks > 1 or nodes), ranks=ranks),
         ]
     found = [p for p in found if p.families and p.share]
     total = sum(p.share for p in found)
@@ -101,17 +111,20 @@ def collect(
     budget_s: float,
     seed: int = 0,
     progress: Progress | None = None,
+    torchrun: str = "",
 ) -> int:
     """Sweep the families until the budget of this root is spent; returns new rows.
 
     The budget is the root's, not the run's: a resumed or repeated sweep spends what is left.
+    ``torchrun``: arguments such as ``--nnodes=2 --rdzv-endpoint=host:29500``; the same sweep is
+    then started on every node.
     """
     swept = known_families(names)
     facts = card_facts(root, device)
     gpu = facts["hardware"]["name"]
     moved = store.compact(root, facts)
-    points = points_file(root, device, seed)
-    for phase in phases(device, swept):
+    points = captured_points_file(root, device, seed)
+    for phase in phases(device, swept, bool(torchrun)):
         left_s = budget_s * phase.share - spent_s(root, gpu, phase.families, phase.threads)
         if left_s < 1:
             continue
@@ -126,21 +139,30 @@ def collect(
             budget_s=left_s,
             seed=seed,
             ranks=phase.ranks,
-            cache_bytes=facts["hardware"]["l2_bytes"],
+            hardware=facts["hardware"],
             points=str(points),
+            torchrun=torchrun,
         )
         run_worker(order, progress)
         moved += store.compact(root, facts)
     return moved
 
 
+def captured_points_file(root: Path, device: str, seed: int) -> Path:
+    """Where captured points are; on a GPU box they are captured while the GPU is busy already."""
+    if device == "cpu":
+        return points_file(root, device, seed)
+    threading.Thread(target=points_file, args=(root, device, seed), daemon=True).start()
+    return points_path(root, device, seed)
+
+
 def known_families(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The families named, all where none is; ValueError for a name nobody knows."""
+    """The families named, all but those on demand where none is; ValueError for an unknown name."""
     known = families()
     for name in names or ():
         if name not in known:
             raise ValueError(f"unknown family {name!r}; known: {sorted(known)}")
-    return tuple(names or known)
+    return tuple(names or (n for n, family in known.items() if not family.on_demand))
 
 
 def card_facts(root: Path, device: str) -> dict[str, Any]:
@@ -153,9 +175,27 @@ def card_facts(root: Path, device: str) -> dict[str, Any]:
         "what": "single-op times swept by itercast collect",
         "when": datetime.date.today().isoformat(),
         "licence": "Apache-2.0",
-        "versions": {"python": sys.version.split()[0], "torch": str(torch.__version__)},
+        "versions": {"python": sys.version.split()[0], "torch": str(torch.__version__)}
+        | (cuda_versions() if device == "cuda" else {}),
         "hardware": (earlier or gpu).to_dict(),
     }
+
+
+def cuda_versions() -> dict[str, str]:
+    """CUDA, cuDNN, NCCL, the GPU's identity and the commit, as far as they can be told."""
+    import torch  # lazy, as above
+
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    found = {
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "gpu_uuid": torch.cuda.get_device_properties(0).uuid,
+        "driver": driver_version(),
+        "commit": commit,
+    }
+    return {name: str(value) for name, value in found.items() if value}
 
 
 def cuda_gpu() -> Any:
@@ -170,27 +210,34 @@ def cuda_gpu() -> Any:
 
 
 def run_worker(order: WorkerOrder, progress: Progress | None) -> None:
-    """Run the process or the group of ranks; one that dies is started again while there is time."""
-    begin = time.monotonic()
-    process, restarts = start_worker(order), 0
+    """Run the process or the group of ranks; one that dies is started again while there is time.
+
+    One that writes nothing for two minutes is killed: kernels can hang.
+    """
+    begin = grown = time.monotonic()
+    process, restarts, rows = start_worker(order), 0, 0
     while True:
         time.sleep(0.2)
-        elapsed_s = time.monotonic() - begin
+        now = time.monotonic()
+        elapsed_s, found = now - begin, count_lines(order)
+        if found > rows:
+            rows, grown = found, now
         if progress:
-            progress(count_lines(order), min(1.0, elapsed_s / order.budget_s))
+            progress(rows, min(1.0, elapsed_s / order.budget_s))
         if process.poll() is None:
+            if now - grown > STALLED_S and order.device == "cuda" and not order.together:
+                process.kill()
             continue
-        if process.returncode == 0 or elapsed_s > order.budget_s - 2 or restarts == MAX_RESTARTS:
+        left_s = order.budget_s - elapsed_s
+        if process.returncode == 0 or left_s < 2 or restarts == MAX_RESTARTS:
             return
-        restarts += 1
-        process = start_worker(order)
+        restarts, grown = restarts + 1, now
+        process = start_worker(replace(order, budget_s=left_s))
 
 
 def start_worker(order: WorkerOrder) -> subprocess.Popen[bytes]:
     """A worker process, or a group of them; it reads its order from its argument."""
-    together = all(families()[n].ranks > 1 for n in order.families)
-    module = "microbench.collective_worker" if together else "microbench.worker"
-    return start_ranks(module, asdict(order), order.ranks)
+    return start_ranks("microbench.worker", asdict(order), order.ranks, order.torchrun)
 
 
 def count_lines(order: WorkerOrder) -> int:

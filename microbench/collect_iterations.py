@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -10,13 +11,15 @@ from pathlib import Path
 
 from microbench import store
 from microbench.cases.registry import EvalCase, case, case_names
+from microbench.chunk_worker import EXIT_BROKEN
 from microbench.collect import card_facts
-from microbench.iteration_worker import IterationOrder, iteration_key
+from microbench.iteration_worker import IterationOrder, iteration_key, row_facts
 from microbench.iterations import Iteration
 from microbench.ranks import start_ranks
-from microbench.worker import finished_keys
+from microbench.sweep import finished_keys
 
 DDP_CASES = ("mlp-m", "mlp-l", "gpt-m", "gpt-l", "vit-m", "vit-l", "dlrm-m", "dlrm-l")
+STALLED_S = 300.0  # torch.compile may take minutes
 PLAN_CASES = ("gpt-m", "vit-m")  # microbench.plan_iterations measures more cases and plans
 PLANS = ("dp=2,zero=3", "tp=2", "pp=2,micro=4")
 Progress = Callable[[int], None]
@@ -43,44 +46,75 @@ def collect_iterations(
     wanted: Sequence[Iteration],
     repeat: int,
     progress: Progress | None = None,
+    budget_s: float = math.inf,
 ) -> int:
     """Measure what has no row of this repeat under ``root`` yet; returns the number of new rows.
 
-    On a CPU the ranks of a plan share its cores.
+    On a CPU the ranks of a plan share its cores. On a GPU no iteration is begun after
+    ``budget_s``, and one that ends its process is a row.
     """
     facts = {**card_facts(root, device), "what": "training iterations measured by itercast collect"}
     gpu = facts["hardware"]["name"]
     store.compact(root, facts)
     done = finished_keys(root, ("iteration",))
     cores = os.cpu_count() or 1
-    moved = 0
+    begin, moved = time.monotonic(), 0
     for ranks in sorted({w.ranks for w in wanted}):
         order = IterationOrder(
             root=str(root),
-            run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-i{repeat}-r{ranks}",
+            run_id="",
             device=device,
             gpu=gpu,
-            threads=max(1, cores // ranks) if device == "cpu" else 1,
+            threads=max(1, cores // ranks) if device == "cpu" else 0,
             ranks=ranks,
             repeat=repeat,
             iterations=(),
         )
         mine = [w for w in wanted if w.ranks == ranks and iteration_key(order, w) not in done]
-        if mine:
-            _run(replace(order, iterations=tuple(mine)), moved, progress)
+        while mine and (left_s := budget_s - (time.monotonic() - begin)) > 0:
+            part = replace(order, iterations=tuple(mine), run_id=_run_id(order), budget_s=left_s)
+            code, rows = _run(part, moved, progress)
             moved += store.compact(root, facts)
+            mine = mine[rows:]
+            if code == 0:
+                break
+            if device == "cpu":
+                stuck = part.iterations[min(rows, len(part.iterations) - 1)]
+                raise RuntimeError(f"measuring {stuck.case} {stuck.plan} failed; see above")
+            if mine and code != EXIT_BROKEN:  # it ended without a word
+                _mark(part, mine.pop(0), code)
+                moved += store.compact(root, facts)
     return moved
 
 
-def _run(order: IterationOrder, before: int, progress: Progress | None) -> None:
-    """One group of processes; ValueError where it failed, rows it finished are kept."""
+def _run_id(order: IterationOrder) -> str:
+    now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
+    return f"{now}-{os.getpid()}-i{order.repeat}-r{order.ranks}"
+
+
+def _mark(order: IterationOrder, culprit: Iteration, code: int) -> None:
+    """A row for the iteration that ended the process."""
+    failed = {"status": "error", "reason": f"its process ended with code {code}"}
+    journal = store.Journal(Path(order.root), f"{order.run_id}-mark")
+    row = {"op": "train_step", **asdict(culprit), **row_facts(order, culprit), **failed}
+    journal.append([row])
+    journal.close()
+
+
+def _run(order: IterationOrder, before: int, progress: Progress | None) -> tuple[int, int]:
+    """One group of processes: its exit code and how many iterations it finished."""
     process = start_ranks("microbench.iteration_worker", asdict(order), order.ranks)
     journal = Path(order.root) / ".journal" / f"{order.run_id}.jsonl"
-    while process.poll() is None:
+    rows, grown = 0, time.monotonic()
+    while True:
+        ended = process.poll() is not None
+        found = journal.read_bytes().count(b"\n") if journal.is_file() else 0
+        if found > rows:
+            rows, grown = found, time.monotonic()
+        if progress:
+            progress(before + rows)
+        if ended:
+            return int(process.returncode), rows
+        if order.device == "cuda" and time.monotonic() - grown > STALLED_S:
+            process.kill()
         time.sleep(0.2)
-        if progress and journal.is_file():
-            progress(before + journal.read_bytes().count(b"\n"))
-    if process.returncode != 0:
-        finished = journal.read_bytes().count(b"\n") if journal.is_file() else 0
-        stuck = order.iterations[min(finished, len(order.iterations) - 1)]
-        raise RuntimeError(f"measuring {stuck.case} {stuck.plan} failed; its output is above")

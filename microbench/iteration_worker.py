@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import math
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from microbench import store
 from microbench.cases.registry import case
+from microbench.chunk_worker import EXIT_BROKEN
 from microbench.collect import stack
 from microbench.iterations import Iteration, measure
+from microbench.nvml import Nvml, is_throttled
 from microbench.ranks import join
 from microbench.timing import Anchor, keep_freed_memory
 
@@ -28,40 +33,83 @@ class IterationOrder:
     ranks: int
     repeat: int
     iterations: tuple[Iteration, ...]
+    budget_s: float = math.inf  # after it no further iteration is begun
 
 
 def iteration_key(order: IterationOrder, asked: Iteration) -> str:
-    """Key of an iteration's row."""
+    """Key of an iteration's row; eager is what rows without an engine are."""
     row = {"family": "iteration", "gpu": order.gpu, "threads": order.threads, "cache": "warm"}
-    return store.point_key({**row, "repeat": order.repeat, "point": asdict(asked)})
+    point = {k: v for k, v in asdict(asked).items() if (k, v) != ("engine", "eager")}
+    return store.point_key({**row, "repeat": order.repeat, "point": point})
+
+
+def row_facts(order: IterationOrder, asked: Iteration) -> dict[str, Any]:
+    """What a row says beside what was measured."""
+    return {
+        "family": "iteration",
+        "gpu": order.gpu,
+        "stack": stack(),
+        "timer": "with_launch",
+        "threads": order.threads,
+        "repeat": order.repeat,
+        "run_id": order.run_id,
+        "key": iteration_key(order, asked),
+    }
 
 
 def run(order: IterationOrder) -> None:
-    """Measure one after the other; rank 0 writes."""
+    """Measure one after the other; rank 0 writes. SystemExit where a GPU answers no more."""
     import torch  # lazy: the parent must not pay for it
 
-    torch.set_num_threads(order.threads)
+    torch.set_num_threads(max(1, order.threads))
     torch.manual_seed(0)
     rank = 0
     if order.device == "cpu":
         keep_freed_memory()
     if order.ranks > 1:
         rank, _ = join(order.device)
-    anchor = Anchor().time_us if order.device == "cpu" else None
+    anchor = Anchor().times_us if order.device == "cpu" else None
     journal = store.Journal(Path(order.root), order.run_id) if rank == 0 else None
-    common: dict[str, Any] = {
-        "family": "iteration",
-        "gpu": order.gpu,
-        "stack": stack(),
-        "timer": "with_launch",
-    }
-    common |= {"threads": order.threads, "repeat": order.repeat, "run_id": order.run_id}
+    gpu = SingleGpu() if order.device == "cuda" else None
+    begin = time.monotonic()
     for asked in order.iterations:
+        if gpu and time.monotonic() - begin > order.budget_s:
+            break
         measured = measure(case(asked.case), asked, order.device, anchor=anchor)
+        if gpu:
+            measured = gpu.after(measured)
         if journal is not None:
-            journal.append([{**common, "key": iteration_key(order, asked), **measured}])
+            journal.append([{**row_facts(order, asked), **measured}])
+        if gpu and gpu.broken:
+            raise SystemExit(EXIT_BROKEN)
     if order.ranks > 1:
         torch.distributed.destroy_process_group()
+
+
+class SingleGpu:
+    """The GPU between iterations: its state for the row, its memory given back."""
+
+    def __init__(self) -> None:
+        import torch  # lazy, as above
+
+        self.torch: Any = torch
+        self.nvml = Nvml(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+        self.broken = False
+
+    def after(self, measured: dict[str, Any]) -> dict[str, Any]:
+        """The row with clocks and power as they are right after the steps, throttled or not."""
+        reading = self.nvml.read()
+        if measured["status"] == "ok" and is_throttled(reading):
+            measured = {**measured, "status": "throttled"}
+        try:
+            self.torch._dynamo.reset()
+            gc.collect()
+            self.torch.cuda.synchronize()
+            self.torch.cuda.empty_cache()
+            self.torch.cuda.reset_peak_memory_stats()
+        except RuntimeError:
+            self.broken = True
+        return {**measured, **reading}
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from microbench.cases.registry import EvalCase
+from microbench.chunks import failure_status
+from microbench.engines import ENGINES, graphed, placed
 from microbench.plan_steps import MeasuredPlan, PlanStep, make_plan_step
 from microbench.ranks import agree, slowest
 from microbench.step import StepSettings, make_step
@@ -18,12 +20,16 @@ from microbench.timing import summarise
 WARMUP = 3
 REPETITIONS = 20
 MIN_TIME_S = 0.4
+MAX_TIME_S = 10.0  # of repetitions on a GPU, but never fewer than five
 PHASES = ("zero_grad", "forward", "loss", "backward", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """What is measured: one step of a case under a plan; ``batch`` is per replica."""
+    """What is measured: one step of a case under a plan; ``batch`` is per replica.
+
+    ``engine``: eager, graph (all of the step in one CUDA graph) or compile (torch.compile).
+    """
 
     case: str
     batch: int
@@ -34,6 +40,11 @@ class Iteration:
     optimizer: str = "adamw"
     dtype: str = "fp32"
     attn: str = "sdpa"
+    engine: str = "eager"
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise ValueError(f"engine {self.engine!r}: allowed are {', '.join(ENGINES)}")
 
     @property
     def ranks(self) -> int:
@@ -57,40 +68,59 @@ def measure(
     device: str,
     *,
     repetitions: int = REPETITIONS,
-    anchor: Callable[[], float] | None = None,
+    anchor: Callable[[], dict[str, float]] | None = None,
 ) -> dict[str, Any]:
     """One row of family ``iteration``: at least ``repetitions`` steps and 0.4 s.
 
     Under a plan every rank calls this: a barrier stands before each step, and the slowest rank
-    counts. ``anchor`` is timed after each step; ``anchor_us`` is its geometric mean. ``<phase>_us``
-    are medians by phase; on a GPU they are the host's times, not the device's.
+    counts. ``anchor`` is timed after each step; the row has geometric means of its times.
+    ``<phase>_us`` are medians by phase; on a GPU they are the host's times, not the device's.
+    A step that fails on a GPU is a row; on a CPU only one that needs too much memory is.
     """
-    import torch  # lazy: cases are listed without torch
-
     row: dict[str, Any] = {"op": "train_step", **asdict(asked), "reason": ""}
-    marks: list[tuple[str, int]] = []
     try:
-        step = _step_of(
-            case, asked, device, lambda phase: marks.append((phase, time.perf_counter_ns()))
-        )
-        timed = _Timed(step, marks, device, asked.ranks > 1, anchor)
+        timed = _prepare(case, asked, device, anchor)
         return {**row, "status": "ok", **timed.repeat(repetitions)}
-    except (torch.cuda.OutOfMemoryError, MemoryError) as exc:
-        return {**row, "status": "oom", "reason": str(exc)[:200]}
+    except Exception as exc:  # on a GPU whatever it is becomes a row
+        status = failure_status(exc)
+        if device == "cpu" and status != "oom":
+            raise
+        return {**row, "status": status, "reason": " ".join(str(exc).split())[:200]}
     finally:
         gc.enable()
 
 
-def _step_of(
-    case: EvalCase, asked: Iteration, device: str, on_phase: Callable[[str], None]
-) -> PlanStep:
-    settings = asked.settings()
+def _prepare(
+    case: EvalCase, asked: Iteration, device: str, anchor: Callable[[], dict[str, float]] | None
+) -> _Timed:
+    """The step, warmed up."""
+    marks: list[tuple[str, int]] = []
+
+    def on_phase(phase: str) -> None:
+        marks.append((phase, time.perf_counter_ns()))
+
     if asked.plan:
         size = (asked.batch, asked.seq)
-        return make_plan_step(case, asked.plan, *size, settings, device, on_phase)
-    model = case.build().to(device)
-    inputs = {k: v.to(device) for k, v in case.inputs(asked.batch, asked.seq).items()}
-    return PlanStep(run=make_step(model, inputs, case.loss, settings, on_phase))
+        step = make_plan_step(case, asked.plan, *size, asked.settings(), device, on_phase)
+    else:
+        step = PlanStep(run=_one_process(case, asked, device, on_phase))
+    return _Timed(step, marks, device, asked.ranks > 1, anchor)
+
+
+def _one_process(
+    case: EvalCase, asked: Iteration, device: str, on_phase: Callable[[str], None]
+) -> Callable[[], None]:
+    """The step of one process under its engine."""
+    import torch  # lazy: cases are listed without torch
+
+    with placed(device, asked.dtype):
+        model: Any = case.build()
+        inputs = case.inputs(asked.batch, asked.seq)
+    if asked.engine == "compile":
+        model = torch.compile(model)
+    graph = asked.engine == "graph"
+    step = make_step(model, inputs, case.loss, asked.settings(), on_phase, capturable=graph)
+    return graphed(step, device, WARMUP) if graph else step
 
 
 class _Timed:
@@ -102,12 +132,12 @@ class _Timed:
         marks: list[tuple[str, int]],
         device: str,
         together: bool,
-        anchor: Callable[[], float] | None,
+        anchor: Callable[[], dict[str, float]] | None,
     ) -> None:
         self.step, self.marks, self.device = step, marks, device
         self.together, self.anchor = together, anchor
         self.phases: dict[str, list[float]] = {}
-        self.log_anchors: list[float] = []
+        self.anchors: list[dict[str, float]] = []
 
     def repeat(self, repetitions: int) -> dict[str, Any]:
         """Columns of the row."""
@@ -115,20 +145,33 @@ class _Timed:
             self.once()
         gc.collect()
         gc.disable()
-        first_us = self.once()
-        count = max(repetitions, math.ceil(MIN_TIME_S * 1e6 / first_us))
-        count = agree(count) if self.together else count
+        count = self._count(repetitions, self.once())
         self.phases.clear()
-        self.log_anchors.clear()
+        self.anchors.clear()
         times = [self.once() for _ in range(count)]
         self.step.finish()
         timing = summarise(slowest(times) if self.together else times)
-        logs = self.log_anchors
         return {
             **asdict(timing),
             **{f"{p}_us": summarise(self.phases[p]).time_us for p in PHASES if p in self.phases},
-            **({"anchor_us": math.exp(sum(logs) / len(logs))} if logs else {}),
+            **self.anchor_us(),
+            **self._memory(),
         }
+
+    def _count(self, repetitions: int, first_us: float) -> int:
+        """How often the step is timed, alike on all ranks."""
+        count = max(repetitions, math.ceil(MIN_TIME_S * 1e6 / first_us))
+        if self.device == "cuda":
+            count = min(count, max(5, math.ceil(MAX_TIME_S * 1e6 / first_us)))
+        return agree(count) if self.together else count
+
+    def _memory(self) -> dict[str, int]:
+        """What the step took at most, on a GPU."""
+        import torch  # lazy, as above
+
+        if self.device != "cuda":
+            return {}
+        return {"peak_memory_bytes": int(torch.cuda.max_memory_allocated())}
 
     def once(self) -> float:
         """One step in us; notes phases and the anchor."""
@@ -143,8 +186,19 @@ class _Timed:
             torch.cuda.synchronize()
         end = time.perf_counter_ns()
         ends = [at for _, at in self.marks[1:]] + [end]
-        for (phase, at), until in zip(self.marks, ends, strict=True):
+        for (phase, at), until in zip(self.marks, ends, strict=False):  # a graph tells no phases
             self.phases.setdefault(phase, []).append((until - at) / 1e3)
         if self.anchor is not None:
-            self.log_anchors.append(math.log(self.anchor()))
+            if self.together and self.step.barrier:
+                torch.distributed.barrier()  # ranks time their anchors at once, as in a sweep
+            self.anchors.append(self.anchor())
         return (end - start) / 1e3
+
+    def anchor_us(self) -> dict[str, float]:
+        """Geometric means of the anchor's times; of several ranks the slowest."""
+        if not self.anchors:
+            return {}
+        logs = [[math.log(one[name]) for one in self.anchors] for name in self.anchors[0]]
+        means = [math.exp(sum(values) / len(values)) for values in logs]
+        means = slowest(means) if self.together else means
+        return dict(zip(self.anchors[0], means, strict=True))

@@ -111,6 +111,7 @@ class StepCapture:
     ``host`` counts events without a kernel: ``module_call``, ``view_op``, ``autograd_node``.
     ``samples`` and ``tokens`` are per step; tokens is 0 where the model has none. ``repeats``: how
     many layers under a name were left out because they are like those captured (``blocks``: 94).
+    ``engine`` is how the calls are launched: eager, graph or compile.
     """
 
     calls: tuple[OpCall, ...]
@@ -119,3 +120,4 @@ class StepCapture:
     samples: int = 1
     tokens: int = 0
     repeats: Mapping[str, int] = field(default_factory=dict)
+    engine: str = "eager"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -13,15 +14,22 @@ from typing import Any
 from microbench.timing import Timing, summarise
 
 
-def start_ranks(module: str, order: Mapping[str, Any], ranks: int) -> subprocess.Popen[bytes]:
-    """``python -m module ORDER``, or that under torchrun where ``ranks`` > 1."""
+def start_ranks(
+    module: str, order: Mapping[str, Any], ranks: int, torchrun: str = ""
+) -> subprocess.Popen[bytes]:
+    """``python -m module ORDER``, or that under torchrun where there are several ``ranks``.
+
+    ``torchrun`` are its arguments for several nodes; without them all ranks are on this one.
+    """
     launcher = [sys.executable, "-m"]
-    if ranks > 1:
-        launcher += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    together = ranks > 1 or bool(torchrun)
+    if together:
+        where = shlex.split(torchrun) or ["--standalone"]
+        launcher += ["torch.distributed.run", *where, f"--nproc-per-node={ranks}", "-m"]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
     return subprocess.Popen(
-        [*launcher, module, json.dumps(order)], env={**environment, **quiet} if ranks > 1 else None
+        [*launcher, module, json.dumps(order)], env={**environment, **quiet} if together else None
     )
 
 
@@ -58,19 +66,34 @@ def slowest(samples: list[float]) -> list[float]:
 
 
 def time_together(run: Callable[[], object], device: str, target_s: float = 0.03) -> Timing:
-    """Barrier before each repetition, the slowest rank of each, 5 to 40 repetitions."""
-    import torch  # lazy, as above
-    import torch.distributed as dist
+    """Barrier before each repetition, the slowest rank of each, 5 to 40 repetitions.
+
+    On GPUs a repetition is the mean device time of a few calls in a row, as nccl-tests times them.
+    """
+    import torch.distributed as dist  # lazy, as above
 
     def once() -> float:
         dist.barrier()
+        if device == "cuda":
+            return _in_a_row_us(run)
         start = time.perf_counter_ns()
         run()
-        if device == "cuda":
-            torch.cuda.synchronize()
         return (time.perf_counter_ns() - start) / 1e3
 
     once()
     first_us = slowest([once()])[0]
     repetitions = min(40, max(5, int(target_s * 1e6 / max(first_us, 1.0))))
     return summarise(slowest([once() for _ in range(repetitions)]))
+
+
+def _in_a_row_us(run: Callable[[], object], calls: int = 5) -> float:
+    """Device time of a call between CUDA events around several; the host waits for the end."""
+    import torch  # lazy, as above
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e3 / calls

@@ -32,14 +32,18 @@ class StepSettings:
                 raise ValueError(f"{name} {value!r}: allowed are {', '.join(allowed)}")
 
 
-def make_optimizer(parameters: Any, name: str) -> Any:
-    """A foreach optimizer with the learning rate of nobody's training; None for "none"."""
+def make_optimizer(parameters: Any, name: str, capturable: bool = False) -> Any:
+    """A foreach optimizer with the learning rate of nobody's training; None for "none".
+
+    ``capturable``: its step can be part of a CUDA graph.
+    """
     import torch  # lazy: settings must be checkable without torch
 
     if name == "none":
         return None
     kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
-    return kind(parameters, lr=1e-4, foreach=True)
+    more = {"capturable": True} if capturable and name == "adamw" else {}
+    return kind(parameters, lr=1e-4, foreach=True, **more)
 
 
 def first_float(output: Any) -> Any:
@@ -61,8 +65,12 @@ def make_step(
     loss_fn: Callable[[Any, dict[str, Any]], Any],
     settings: StepSettings,
     on_phase: Callable[[str], None] = lambda name: None,
+    capturable: bool = False,
 ) -> Callable[[], None]:
-    """The step as a function; ``on_phase`` hears zero_grad, forward, loss, backward, optimizer."""
+    """The step as a function; ``on_phase`` hears zero_grad, forward, loss, backward, optimizer.
+
+    ``capturable``: the step can be captured in a CUDA graph.
+    """
     import torch  # lazy, as above
 
     if settings.mode == "infer":
@@ -76,7 +84,7 @@ def make_step(
         return infer
 
     model.train()
-    optimizer = make_optimizer(model.parameters(), settings.optimizer)
+    optimizer = make_optimizer(model.parameters(), settings.optimizer, capturable)
 
     def train() -> None:
         on_phase("zero_grad")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from microbench.ops.family import Workload
 
 WARM_TIME_S = 0.008
-WARM_SAMPLES = (5, 15)
+WARM_SAMPLES = (5, 9)
 COLD_SAMPLES = 3
 MIN_US = 0.5  # of a run: no op is cheaper
 
@@ -52,53 +52,74 @@ def keep_freed_memory() -> None:
     libc.mallopt(-1, 2**31 - 1)
 
 
-def _elapsed_us(run: Callable[[], object], calls: int) -> float:
+def _elapsed_us(run: Callable[[], object]) -> float:
     start = time.perf_counter_ns()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter_ns() - start) / 1e3 / calls
+    run()
+    return (time.perf_counter_ns() - start) / 1e3
 
 
-def time_warm_cpu(run: Callable[[], object], disturb: Callable[[], object]) -> Timing:
+def _sample_us(workload: Workload, before: Callable[[], object]) -> float:
+    """One call right after ``before``, less one of the baseline's after another.
+
+    Taken in turns, since what is timed first after a flush or a large op finds colder caches.
+    """
+    before()
+    time_us = _elapsed_us(workload.run)
+    if workload.baseline is not None:
+        before()
+        time_us -= _elapsed_us(workload.baseline)
+    return time_us
+
+
+def time_warm_cpu(workload: Workload, disturb: Callable[[], object]) -> Timing:
     """Operands in cache, code not: before each sample ``disturb`` runs other ops, as a step would.
 
     In a tight loop of one op its code and branch history stay hot and small ops look twice too
     cheap.
     """
-    run()
-    first_us = max(_elapsed_us(run, 1), 0.1)
+    workload.run()
+    first_us = max(_elapsed_us(workload.run), 0.1)
     low, high = WARM_SAMPLES
-    samples_us = []
-    for _ in range(min(high, max(low if first_us < 2e4 else 3, int(WARM_TIME_S * 1e6 / first_us)))):
-        disturb()
-        samples_us.append(_elapsed_us(run, 1))
-    return summarise(samples_us)
+    count = min(high, max(low if first_us < 2e4 else 3, int(WARM_TIME_S * 1e6 / first_us)))
+    return summarise([_sample_us(workload, disturb) for _ in range(count)])
 
 
 def time_cold_cpu(
-    run: Callable[[], object], flush: Callable[[], object], disturb: Callable[[], object]
+    workload: Workload, flush: Callable[[], object], disturb: Callable[[], object]
 ) -> Timing:
     """One call after each flush of the operands; ``disturb`` brings common code back."""
-    samples_us = []
-    for _ in range(COLD_SAMPLES):
+
+    def before() -> None:
         flush()
         disturb()
-        samples_us.append(_elapsed_us(run, 1))
-    return summarise(samples_us)
+
+    return summarise([_sample_us(workload, before) for _ in range(COLD_SAMPLES)])
 
 
 def other_ops() -> Callable[[], object]:
-    """Thirty small ops of as many kinds, about 0.5 ms: what a step runs between two ops of a kind.
+    """Small ops of many kinds, about 0.5 ms: what a step runs between two ops of a kind.
 
     Ops inserted into real steps took about as long as after these, twice as long as in a loop.
     """
+    run = small_ops("cpu")
+
+    def disturb() -> None:
+        for one in run:
+            one()
+
+    return disturb
+
+
+def small_ops(device: str) -> list[Callable[[], object]]:
+    """Calls of some thirty kinds of ops on tensors of a few hundred elements."""
     import torch  # lazy: summaries must work where torch is absent
 
     functions = torch.nn.functional
-    x, w, cube = torch.randn(16, 32), torch.randn(32, 32), torch.randn(2, 16, 32)
-    index, mask, heads = torch.arange(8), x > 0, torch.randn(1, 2, 8, 16)
+    with torch.device(device):
+        x, w, cube = torch.randn(16, 32), torch.randn(32, 32), torch.randn(2, 16, 32)
+        index, mask, heads = torch.arange(8), x > 0, torch.randn(1, 2, 8, 16)
     lists = [x.clone(), w.clone()]
-    run: list[Callable[[], object]] = [
+    return [
         lambda: torch.addmm(w[0], x, w),
         lambda: torch.mm(x, w),
         lambda: torch.bmm(cube, cube.transpose(1, 2)),
@@ -129,12 +150,6 @@ def other_ops() -> Callable[[], object]:
         lambda: functions.scaled_dot_product_attention(heads, heads, heads),
     ]
 
-    def disturb() -> None:
-        for one in run:
-            one()
-
-    return disturb
-
 
 class CallCost:
     """What Python costs around a timed call: nothing at all, and ``torch.ops.aten``'s wrapper.
@@ -161,7 +176,7 @@ class CallCost:
         times = []
         for run in self._runs:
             self._disturb()
-            times.append(_elapsed_us(run, 1))
+            times.append(_elapsed_us(run))
         self._samples.append(times)
 
     def us(self, through_aten: bool) -> float:
@@ -171,48 +186,24 @@ class CallCost:
         return nothing + (max(0.0, wrapped - bound) if through_aten else 0.0)
 
 
-def time_cuda(run: Callable[[], object], flush: Callable[[], object] | None) -> Timing:
-    """Device time between CUDA events; ``flush`` evicts L2 before each sample."""
-    import torch  # lazy: summaries must work where torch is absent
-
-    for _ in range(3):
-        run()
-    repetitions = 10
-    pairs = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(repetitions)
-    ]
-    for begin, end in pairs:
-        if flush is not None:
-            flush()
-        begin.record()
-        run()
-        end.record()
-    torch.cuda.synchronize()
-    return summarise([begin.elapsed_time(end) * 1e3 for begin, end in pairs])
-
-
 class Clock:
-    """Times workloads on one device, warm and cold."""
+    """Times workloads on the CPU, warm and cold."""
 
-    def __init__(self, device: str, cache_bytes: float) -> None:
+    def __init__(self, cache_bytes: float) -> None:
         import torch  # lazy: summaries must work where torch is absent
 
-        self.device = device
-        self._buffer = torch.zeros(int(1.5 * cache_bytes) // 4, device=device)
-        self._flush = self._buffer.zero_ if device == "cuda" else self._buffer.sum
+        self._flush = torch.zeros(int(1.5 * cache_bytes) // 4).sum
         self._disturb = other_ops()
-        self._call_cost = None if device == "cuda" else CallCost(self._disturb)
+        self._call_cost = CallCost(self._disturb)
 
     def time(self, workload: Workload, cache: str) -> Timing:
         """``cache`` is warm (operands where the last call left them) or cold (flushed)."""
-        timing = self._time(workload.run, cache)
-        less_us = 0.0
-        if workload.baseline is not None:
-            less_us = self._time(workload.baseline, cache).time_us
-        elif self._call_cost is not None:
+        if cache == "cold":
+            timing = time_cold_cpu(workload, self._flush, self._disturb)
+        else:
+            timing = time_warm_cpu(workload, self._disturb)
             self._call_cost.sample()
-            less_us = self._call_cost.us(workload.through_aten)
+        less_us = 0.0 if workload.baseline else self._call_cost.us(workload.through_aten)
         return Timing(
             time_us=max(timing.time_us - less_us, MIN_US) / workload.calls,
             time_us_p20=max(timing.time_us_p20 - less_us, MIN_US) / workload.calls,
@@ -220,26 +211,35 @@ class Clock:
             samples=timing.samples,
         )
 
-    def _time(self, run: Callable[[], object], cache: str) -> Timing:
-        if self.device == "cuda":
-            return time_cuda(run, self._flush if cache == "cold" else None)
-        if cache == "cold":
-            return time_cold_cpu(run, self._flush, self._disturb)
-        return time_warm_cpu(run, self._disturb)
-
 
 class Anchor:
-    """A fixed small matrix product whose time tells how fast a shared CPU is right now."""
+    """Two fixed small jobs whose times tell how fast a shared CPU is right now.
+
+    ``anchor_us`` is a matrix product on all threads, ``serial_us`` a row of views on the calling
+    one: cores of a shared machine slow down one by one, and small ops run on one of them.
+    """
 
     def __init__(self) -> None:
         import torch  # lazy: summaries must work where torch is absent
 
-        a = torch.randn(192, 192)
-        self._product = lambda: torch.mm(a, a)
-        self._product()
+        a, x = torch.randn(192, 192), torch.ones(1)
 
-    def time_us(self) -> float:
-        """Median of five after three more, hot whatever ran before; takes about 1 ms."""
-        for _ in range(3):
-            self._product()
-        return statistics.median(_elapsed_us(self._product, 1) for _ in range(5))
+        def views() -> None:
+            for _ in range(20):
+                x.view(1, 1)
+
+        self._jobs = {"anchor_us": lambda: torch.mm(a, a), "serial_us": views}
+
+    def times_us(self) -> dict[str, float]:
+        """Medians of five after three more, hot whatever ran before; takes about 1 ms."""
+        found = {}
+        for name, job in self._jobs.items():
+            for _ in range(3):
+                job()
+            found[name] = statistics.median(_elapsed_us(job) for _ in range(5))
+        return found
+
+
+def geometric_means(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
+    """Of the values under each name."""
+    return {name: (first[name] * second[name]) ** 0.5 for name in first}

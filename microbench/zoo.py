@@ -36,7 +36,7 @@ def from_case(case: Any) -> Draw:
 
 def transformer(rng: np.random.Generator, largest: int) -> Draw:
     """GPT, BERT or Llama style, some with experts; one block, since blocks repeat."""
-    heads = int(rng.choice([2, 4, 6, 8, 12, 16]))
+    heads = int(rng.choice([2, 4, 6, 8, 12, 16] if largest < 2048 else [8, 12, 16, 20, 25, 32, 40]))
     per_head = min(int(rng.choice([16, 32, 48, 64, 80, 96, 128])), max(16, largest // heads))
     sizes: dict[str, Any] = {
         "style": str(rng.choice(["gpt", "bert", "llama"])),
@@ -60,8 +60,9 @@ def perceptron(rng: np.random.Generator, largest: int) -> Draw:
 def vit(rng: np.random.Generator, largest: int) -> Draw:
     """One block over patches."""
     heads, patch = int(rng.choice([2, 3, 4, 6, 8])), int(rng.choice([4, 6, 8, 16]))
+    heads *= 1 if largest < 2048 else 3
     width = heads * int(rng.choice([32, 48, 64]))
-    size = patch * log_uniform(rng, 4, 12)
+    size = patch * log_uniform(rng, 4, 12 if largest < 2048 else 24)
     sizes: dict[str, Any] = {"width": width, "layers": 1, "heads": heads, "patch": patch}
     batch, classes = log_uniform(rng, 2, largest // 32), log_uniform(rng, 10, 1000)
     return from_case(images("zoo", "Vit", batch, size, size=size, classes=classes, **sizes))
@@ -70,11 +71,12 @@ def vit(rng: np.random.Generator, largest: int) -> Draw:
 def resnet(rng: np.random.Generator, largest: int) -> Draw:
     """Four stages of one or two blocks."""
     sizes: dict[str, Any] = {
-        "width": 8 * log_uniform(rng, 1, largest // 64),
+        "width": 8 * log_uniform(rng, 1, min(largest // 64, 16)),
         "stages": tuple(int(n) for n in rng.integers(1, 3, 4)),
         "bottleneck": bool(rng.random() < 0.5),
     }
-    batch, image = log_uniform(rng, 2, largest // 32), 32 * log_uniform(rng, 1, 4)
+    batch = log_uniform(rng, 2, largest // 32)
+    image = 32 * log_uniform(rng, 1, 4 if largest < 2048 else 8)
     return from_case(images("zoo", "ResNet", batch, image, classes=100, **sizes))
 
 
@@ -95,10 +97,10 @@ def recommender(rng: np.random.Generator, largest: int) -> Draw:
         log_uniform(rng, 64, 4 * largest),
         features=log_uniform(rng, 8, 64),
         bottom=(wide, wide // 2),
-        tables=log_uniform(rng, 3, 24),
+        tables=log_uniform(rng, 3, 24 if largest < 2048 else 64),
         rows=log_uniform(rng, 500, 64 * largest),
-        bag=log_uniform(rng, 1, 16),
-        width=int(rng.choice([16, 32, 48, 64, 96])),
+        bag=log_uniform(rng, 1, 16 if largest < 2048 else 64),
+        width=int(rng.choice([16, 32, 48, 64, 96] if largest < 2048 else [32, 64, 96, 128])),
         top=(2 * wide, wide),
     )
     return from_case(case)
@@ -152,9 +154,14 @@ def captured_points(device: str, models: int, seed: int) -> dict[str, list[Any]]
     return {name: list(points) for name, points in found.items()}
 
 
+def points_path(root: Path, device: str, seed: int) -> Path:
+    """Where the captured points of a sweep are."""
+    return root / ".journal" / f"points-{device}-{seed}.json"
+
+
 def points_file(root: Path, device: str, seed: int) -> Path:
     """The captured points of this seed, written where they are missing."""
-    path = root / ".journal" / f"points-{device}-{seed}.json"
+    path = points_path(root, device, seed)
     if not path.is_file():
         found = captured_points(device, MODELS, seed)
         plain = {name: [asdict(p) for p in points] for name, points in found.items()}
@@ -167,8 +174,14 @@ def read_points(path: Path, name: str) -> list[Any]:
     return [families()[name].params(**p) for p in json.loads(path.read_text())[name]]
 
 
-def mixed(points: list[Any], grid: Iterator[Any], seed: int) -> Iterator[Any]:
-    """Captured points and points of the family's own sweep in turn; then the sweep alone."""
+def mixed(path: Path, name: str, grid: Iterator[Any], seed: int) -> Iterator[Any]:
+    """Captured points and points of the family's own sweep in turn; then the sweep alone.
+
+    While the captured ones are not written yet, the sweep alone.
+    """
+    while not path.is_file() and (point := next(grid, None)) is not None:
+        yield point
+    points = read_points(path, name) if path.is_file() else []
     order = np.random.default_rng(seed).permutation(len(points))
     for index in order:
         yield points[index]

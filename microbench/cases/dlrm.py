@@ -13,6 +13,7 @@ class Dlrm(nn.Module):
 
     ``bottom`` and ``top`` are widths of the two perceptrons without the ones that follow from the
     rest: the bottom ends in ``width``, the top starts at the interactions and ends in one logit.
+    ``rows`` is one number for all tables or one for each.
     """
 
     lower: torch.Tensor
@@ -22,20 +23,22 @@ class Dlrm(nn.Module):
         features: int,
         bottom: tuple[int, ...],
         tables: int,
-        rows: int,
+        rows: int | tuple[int, ...],
         width: int,
         top: tuple[int, ...],
     ) -> None:
         super().__init__()
         vectors = tables + 1
         self.bottom = Perceptron((features, *bottom, width))
-        bags = [nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables)]
+        heights = (rows,) * tables if isinstance(rows, int) else rows
+        bags = [nn.EmbeddingBag(n, width, mode="sum") for n in heights]
         self.tables = nn.ModuleList(bags)
         self.top = Perceptron((width + vectors * (vectors - 1) // 2, *top, 1))
         pairs = [i * vectors + j for i in range(vectors) for j in range(i)]
         self.register_buffer("lower", torch.tensor(pairs), persistent=False)
         for table in bags:
-            nn.init.uniform_(table.weight, -(rows**-0.5), rows**-0.5)
+            bound = table.num_embeddings**-0.5
+            nn.init.uniform_(table.weight, -bound, bound)
 
     def forward(
         self,

@@ -112,25 +112,55 @@ def images(
     )
 
 
+def segmentation(
+    name: str, model: str, batch: int, image: int, *, classes: int, **sizes: Any
+) -> EvalCase:
+    """A classifier of every pixel of square pictures; only forecast on a CPU."""
+
+    def inputs(batch: int, seq: int) -> dict[str, Any]:
+        import torch  # lazy, as above
+
+        return {
+            "images": torch.randn(batch, 3, image, image),
+            "labels": torch.randint(0, classes, (batch, image, image)),
+        }
+
+    return EvalCase(
+        name=name,
+        build=builder("unet", model, classes=classes, **sizes),
+        inputs=inputs,
+        loss=label_loss,
+        batch=batch,
+        measured=False,
+    )
+
+
 def clicks(
     name: str,
     batch: int,
     *,
     features: int,
     tables: int,
-    rows: int,
+    rows: int | tuple[int, ...],
     bag: int,
     measured: bool = True,
     **sizes: Any,
 ) -> EvalCase:
-    """A recommendation model; ``bag`` look-ups per sample and table."""
+    """A recommendation model; ``rows`` of each table, ``bag`` look-ups per sample and table."""
+
+    def indices(lookups: int) -> Any:
+        import torch  # lazy, as above
+
+        if isinstance(rows, int):
+            return torch.randint(0, rows, (tables, lookups))
+        return torch.stack([torch.randint(0, n, (lookups,)) for n in rows])
 
     def inputs(batch: int, seq: int) -> dict[str, Any]:
         import torch  # lazy, as above
 
         return {
             "dense": torch.randn(batch, features),
-            "indices": torch.randint(0, rows, (tables, batch * bag)),
+            "indices": indices(batch * bag),
             "offsets": torch.arange(0, batch * bag, bag),
             "clicked": torch.randint(0, 2, (batch,)).to(torch.get_default_dtype()),
         }

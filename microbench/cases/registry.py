@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from microbench.cases.catalogue import MEASURED, PUBLISHED
 from microbench.cases.evalcase import EvalCase
+from microbench.cases.gpu import GPU
 
 __all__ = ["EvalCase", "case", "case_names"]
 
 
 def case_names() -> list[str]:
     """Names of all cases."""
-    return [c.name for c in (*MEASURED, *PUBLISHED)]
+    return [c.name for c in (*MEASURED, *PUBLISHED, *GPU)]
 
 
 def case(name: str) -> EvalCase:
     """The case of that name."""
-    for one in (*MEASURED, *PUBLISHED):
+    for one in (*MEASURED, *PUBLISHED, *GPU):
         if one.name == name:
             return one
     raise ValueError(f"unknown case {name!r}; known: {', '.join(case_names())}")

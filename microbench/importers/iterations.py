@@ -13,6 +13,7 @@ from microbench.hardware.names import gpu_named
 from microbench.importers.base import About, Gathering, Imported, number, positive, refuse, whole
 from microbench.importers.models import model_of
 from microbench.importers.plans import plan_of
+from microbench.importers.timm_models import timm_config
 
 ABOUT = About(
     source="iterations",
@@ -182,6 +183,10 @@ def _timm(gather: Gathering, path: Path) -> None:
         "time_us": positive(frame["train_step_time"]) * 1e3,
         **{"samples": 40, "case": frame["model"], "builder": "timm"},
         **{"mode": "train", "plan": "", "loss": "default", "attn": "eager"},
+        "hf_config": [
+            timm_config(str(name), whole(str(size)))
+            for name, size in zip(frame["model"], frame["train_img_size"], strict=True)
+        ],
         "batch": frame["train_batch_size"],
         "image_size": frame["train_img_size"],
         "num_params": (positive(frame["param_count"]) * 1e6) if "param_count" in frame else None,

@@ -17,6 +17,20 @@ from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform,
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 CPU_COPIES = 8  # a byte through the loopback moves about eight times through memory
+CURVE = {  # trend, offset, detail
+    "log_message": (8.0, 24.0, 1.0),
+    "log_link_us": (4.0, 24.0, 1.0),
+    "log_network_us": (4.0, 24.0, 1.0),
+    "log_link_rate": (2.0, 1.0, 2.0),
+    "log_world": (2.0, 1.5, 1.0),
+    "log_local": (2.0, 1.5, 1.0),
+    "log_nodes": (2.0, 1.5, 1.0),
+    "op": (1.5, 1.0, 1.5),
+    "link": (1.0, 1.0, 1.0),
+    "dtype": (4.0, 4.0, 4.0),
+    "gpu": (4.0, 1.0, 1.0),
+    "stack": (4.0, 1.0, 1.0),
+}
 NETWORK_BYTES_PER_S = 25e9  # one 200 Gb/s port per GPU, where no node file says otherwise
 
 
@@ -114,12 +128,16 @@ def across_nodes(p: Any) -> Any:
     return np.greater(p.world_size, p.ranks_per_node) & ~stated
 
 
+def link_rate(p: Any, gpu: Gpu) -> Any:
+    """Bytes/s of one direction of the links inside a node."""
+    fast = gpu.link_bytes_per_s or gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
+    return np.where(np.equal(p.link, "pcie"), gpu.pcie_bytes_per_s or fast, fast)
+
+
 def link_us(p: Any, gpu: Gpu) -> Any:
     """Time of the bytes over the links inside a node."""
-    fast = gpu.link_bytes_per_s or gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
-    rate = np.where(np.equal(p.link, "pcie"), gpu.pcie_bytes_per_s or fast, fast)
     alone = np.equal(p.ranks_per_node, 1) & across_nodes(p)
-    return np.where(alone, 0.0, bytes_moved(p) / rate * 1e6)
+    return np.where(alone, 0.0, bytes_moved(p) / link_rate(p, gpu) * 1e6)
 
 
 def network_us(p: Any) -> Any:
@@ -151,6 +169,14 @@ def floor_us(p: Any, gpu: Gpu) -> Any:
     return np.maximum(link_us(p, gpu), network_us(p)) + latency_us * (1 + 0.3 * steps)
 
 
+def place(p: Any) -> Any:
+    """The cluster of what crosses a network, which says more than the GPU does; else nothing."""
+    rate = np.asarray(p.network_bytes_per_s, dtype=float).round().astype(str).astype(object)
+    named = np.not_equal(p.node, "")
+    name = np.where(named, np.asarray(p.node, dtype=object), rate)
+    return np.where(across_nodes(p), name, "")
+
+
 def likely_link(p: Any, gpu: Gpu) -> Any:
     """The link of a collective that does not say."""
     inside = "nvlink" if gpu.link_bytes_per_s else "pcie"
@@ -176,6 +202,7 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
         "log_world": np.log2(np.maximum(p.world_size, 1)),
         "log_local": np.log2(local),
         "log_nodes": np.log2(np.maximum(1, np.asarray(p.world_size) / local)),
+        "log_link_rate": np.log2(link_rate(p, gpu)),
     }
 
 
@@ -190,4 +217,6 @@ FAMILY = Family(
     answers={},
     floor_us=floor_us,
     ranks=2,
+    curve=CURVE,
+    place=place,
 )

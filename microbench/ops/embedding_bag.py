@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -15,13 +16,15 @@ from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform,
 MODES = ("sum", "mean", "max")  # as numbered by aten
 MAX_ELEMENTS = 2**24
 RANK_BINS = 48
+RECENT = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingBag:
     """``lookups`` rows of a (rows, dim) table into ``bags`` sums.
 
-    ``skew`` is the Zipf exponent of the indices, 0 for uniform; a captured call does not know it.
+    ``skew`` is the Zipf exponent of the indices, 0 for uniform; ``repeats`` the share of lookups
+    that repeat one of the 1,024 before, as in a trace. A captured call knows neither.
     """
 
     op: str
@@ -30,6 +33,7 @@ class EmbeddingBag:
     bags: int
     lookups: int
     skew: float = 0.0
+    repeats: float = 0.0
     mode: str = "sum"
     dtype: str = "fp32"
 
@@ -54,14 +58,30 @@ def sweep() -> Iterator[EmbeddingBag]:
             yield p
 
 
-def zipf_indices(p: EmbeddingBag) -> Any:
-    """Row numbers with P(rank r) ~ r**-skew; popular rows lie scattered over the table."""
-    rng = np.random.default_rng(0)
-    if p.skew == 0:
-        return rng.integers(0, p.rows, p.lookups)
-    share = np.cumsum(np.arange(1, p.rows + 1, dtype=float) ** -p.skew)
-    ranks = np.searchsorted(share / share[-1], rng.random(p.lookups))
-    return rng.permutation(p.rows)[np.minimum(ranks, p.rows - 1)]
+def zipf_indices(p: EmbeddingBag, device: str) -> Any:
+    """Row numbers with P(rank r) ~ r**-skew; popular rows lie scattered over the table.
+
+    Drawn on the device by the inverse of the continuous distribution on [1/2, rows + 1/2].
+    """
+    import torch  # lazy: formulas must import where torch is absent
+
+    u = torch.rand(p.lookups, dtype=torch.float64, device=device)
+    low, high, power = 0.5, p.rows + 0.5, 1 - p.skew
+    if abs(power) < 1e-6:
+        x = low * (high / low) ** u
+    else:
+        x = (low**power + u * (high**power - low**power)) ** (1 / power)
+    rank = x.round().long().clamp(1, p.rows)
+    if p.repeats:
+        back = torch.randint(1, RECENT + 1, rank.shape, device=device)
+        at = (torch.arange(p.lookups, device=device) - back).clamp(min=0)
+        rank = torch.where(torch.rand(rank.shape, device=device) < p.repeats, rank[at], rank)
+    return rank * _scatter(p.rows) % p.rows
+
+
+def _scatter(rows: int) -> int:
+    """A factor without a common divisor with ``rows``: products modulo rows are a permutation."""
+    return next(f for f in range(int(0.618 * rows) + 1, 2 * rows + 1) if gcd(f, rows) == 1)
 
 
 def build(p: EmbeddingBag, device: str) -> Workload:
@@ -69,8 +89,8 @@ def build(p: EmbeddingBag, device: str) -> Workload:
     import torch  # lazy: formulas must import where torch is absent
 
     aten, mode = torch.ops.aten, MODES.index(p.mode)
-    index = torch.from_numpy(zipf_indices(p)).to(device)
-    starts = (torch.arange(p.bags) * p.lookups // p.bags).to(device)
+    index = zipf_indices(p, device)
+    starts = torch.arange(p.bags, device=device) * p.lookups // p.bags
     table = torch.randn(p.rows, p.dim, device=device).to(torch_dtype(p.dtype))
     if p.op == "forward":
         return Workload(run=lambda: aten._embedding_bag(table, index, starts, False, mode))
@@ -98,12 +118,13 @@ def bytes_moved(p: Any) -> Any:
 def unique_rows(p: Any) -> Any:
     """Expected number of distinct rows: the sum over ranks r of 1 - (1 - p_r)**lookups.
 
+    Lookups that repeat earlier ones do not count.
+
     p_r = r**-skew / H. Ranks are summed in bins of equal width in log r, so that the cost does not
     grow with the table; for skew 0 it is rows * (1 - (1 - 1/rows)**lookups) exactly.
     """
-    rows, lookups, skew = (
-        np.asarray(v, dtype=float)[..., None] for v in (p.rows, p.lookups, p.skew)
-    )
+    fresh = np.maximum(1.0, p.lookups * (1.0 - np.asarray(p.repeats, dtype=float)))
+    rows, lookups, skew = (np.asarray(v, dtype=float)[..., None] for v in (p.rows, fresh, p.skew))
     steps = np.arange(RANK_BINS + 1) / RANK_BINS
     edges = 0.5 * (2 * rows + 1) ** steps  # from 1/2 to rows + 1/2
     width = edges[..., 1:] - edges[..., :-1]

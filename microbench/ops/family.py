@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,12 @@ class Family:
     ``answers`` maps an op name as captured ("aten.mm.default") to a function that turns the call
     into parameters, or returns None for a call the family cannot describe.
     ``floor_us`` replaces max(flops / peak, bytes / memory bandwidth) where that is not the bound;
-    a family with ``ranks`` > 1 is built and timed in that many processes at once.
+    a family with ``ranks`` > 1 is built and timed in that many processes at once. One that is
+    ``on_demand`` is swept only where it is named: its points take seconds to build.
+    ``curve`` names features along which times run smoothly, where a learner may carry on beyond
+    what was measured, and how far a measurement reaches (octaves for sizes): as a trend all share,
+    as an offset, as a detail. ``place`` names the cluster a row was measured in, nothing where the
+    GPU says it all.
     """
 
     name: str
@@ -52,6 +57,9 @@ class Family:
     answers: Mapping[str, Callable[[OpCall], Any]]
     floor_us: Callable[[Any, Gpu], Any] | None = None
     ranks: int = 1
+    on_demand: bool = False
+    curve: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    place: Callable[[Any], Any] | None = None
 
 
 def autograd_call(leaves: int, device: str) -> Callable[[], object]:
@@ -82,6 +90,7 @@ def torch_dtype(name: str) -> Any:
         "tf32": torch.float32,
         "bf16": torch.bfloat16,
         "fp16": torch.float16,
+        "fp8": torch.float8_e4m3fn,
         "int64": torch.int64,
         "int32": torch.int32,
         "bool": torch.bool,

@@ -17,7 +17,10 @@ TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:
-    """One call, in BLAS names; ``layout`` says which operands are transposed views (n or t)."""
+    """One call, in BLAS names; ``layout`` says which operands are transposed views (n or t).
+
+    A product of fp8 matrices is in bf16, scaled as a whole.
+    """
 
     op: str = "mm"
     m: int
@@ -60,6 +63,12 @@ def build(p: Gemm, device: str) -> Workload:
     if p.op == "bmm":
         return Workload(run=lambda: torch.bmm(a, b), through_aten=False)
     a, b = a[0], b[0]
+    if p.dtype == "fp8":
+        one = torch.ones((), device=device)
+        return Workload(
+            run=lambda: torch._scaled_mm(a, b, one, one, out_dtype=torch.bfloat16),
+            through_aten=False,
+        )
     if p.op == "addmm":
         return Workload(run=lambda: torch.addmm(bias, a, b), through_aten=False)
     return Workload(run=lambda: torch.mm(a, b), through_aten=False)

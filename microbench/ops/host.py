@@ -22,6 +22,8 @@ WRAPPERS = ("tp_product", "checkpoint", "pipeline_micro")
 class Host:
     """One event of a kind, or one optimizer step over ``tensors`` parameters without its kernels.
 
+    ``launch`` is the call of one op that queues a kernel, on average over kinds of ops; on a CPU
+    it is part of the op.
     Events of parallel wrappers (``microbench.wrappers``) are those of a forward and a backward.
 
     ``trial`` tells repetitions of the same measurement apart.
@@ -51,6 +53,8 @@ def build(p: Host, device: str) -> Workload:
     """A few events on tensors of one element, less what the same run costs without them."""
     if p.op in OPTIMIZERS:
         return _optimizer(p, device)
+    if p.op == "launch":
+        return _launches(device)
     if p.op in (*SHARDED, *WRAPPERS):
         from microbench.wrappers import wrapper_workload  # needs torch
 
@@ -61,6 +65,23 @@ def build(p: Host, device: str) -> Workload:
     pairs = {"autograd_node": _nodes, "accumulate_grad": _leaves}
     run, baseline = pairs[p.op](device) if p.op in pairs else (runs[p.op](device), None)
     return Workload(run=run, baseline=baseline, calls=CALLS, through_aten=False)
+
+
+def launches() -> Iterator[Host]:
+    """What a sweep of a GPU's host measures besides."""
+    return (Host(op="launch", trial=trial) for trial in range(16))
+
+
+def _launches(device: str) -> Workload:
+    from microbench.timing import small_ops  # lazy: it knows workloads itself
+
+    ops = small_ops(device)
+
+    def run() -> None:
+        for op in ops:
+            op()
+
+    return Workload(run=run, calls=len(ops), through_aten=False)
 
 
 def _module_calls(device: str) -> Callable[[], object]:
@@ -88,7 +109,10 @@ def _views(device: str) -> Callable[[], object]:
 
 
 def _nodes(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Recording nodes and walking them in the backward; the same views without any."""
+    """Recording nodes and walking them in the backward; the same sums without any.
+
+    A sum hands its gradient on: no op runs in the backward, as that would be priced by itself.
+    """
     import torch  # lazy, as above
 
     x, leaf = torch.ones(1, device=device), torch.ones(1, device=device, requires_grad=True)
@@ -97,13 +121,13 @@ def _nodes(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
     def run() -> None:
         y = leaf
         for _ in range(CALLS):
-            y = y.view_as(x)
+            y = torch.add(y, x)
         torch.autograd.grad(y, leaf, x)
 
     def baseline() -> None:
         y = x
         for _ in range(CALLS):
-            y = y.view_as(x)
+            y = torch.add(y, x)
         empty()
 
     return run, baseline

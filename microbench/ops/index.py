@@ -99,79 +99,93 @@ def _random(p: IndexOp, device: str, *shape: int) -> Any:
     return torch.rand(shape, device=device).to(torch_dtype(p.dtype))
 
 
+def _shape(p: IndexOp, length: int) -> list[int]:
+    """A tensor with ``length`` slots on the indexed axis; no outer or inner axis of one element.
+
+    Kernels tell a leading axis from the second of (1, n, m): index_add takes 3 times as long there.
+    """
+    triangle = p.op in ("tril", "triu")  # of the last two axes
+    outer = [p.outer] if p.outer > 1 or triangle else []
+    return [*outer, length, *([p.inner] if p.inner > 1 or triangle else [])]
+
+
+def _axis(p: IndexOp) -> int:
+    return int(p.outer > 1)
+
+
 def _indexed(p: IndexOp, device: str) -> Callable[[], object]:
     import torch  # lazy: formulas must import where torch is absent
 
-    call = getattr(torch.ops.aten, p.op.replace("_accumulate", ""))
-    x = _random(p, device, p.outer, p.source, p.inner)
+    call, axis = getattr(torch.ops.aten, p.op.replace("_accumulate", "")), _axis(p)
+    x = _random(p, device, *_shape(p, p.source))
     if p.op in ELEMENTWISE_INDEX:
-        index = torch.randint(0, p.source, (p.outer, p.size, p.inner), device=device)
-        values = _random(p, device, *index.shape)
-        return (
-            (lambda: call(x, 1, index)) if p.op == "gather" else lambda: call(x, 1, index, values)
-        )
+        index = torch.randint(0, p.source, _shape(p, p.size), device=device)
+        if p.op == "gather":
+            return lambda: call(x, axis, index)
+        added = _random(p, device, *index.shape)
+        return lambda: call(x, axis, index, added)
     index = torch.randint(0, p.source, (p.size,), device=device)
     if p.op == "index_select":
-        return lambda: call(x, 1, index)
+        return lambda: call(x, axis, index)
     if p.op == "index":
-        return lambda: call(x, [None, index])
-    values = _random(p, device, p.outer, p.size, p.inner)
+        return lambda: call(x, [*[None] * axis, index])
+    values = _random(p, device, *_shape(p, p.size))
     if p.op.startswith("index_add"):
-        return lambda: call(x, 1, index, values)
-    x, values = x[0], values[0]  # PUT: the leading axis
-    return lambda: call(x, [index], values, "accumulate" in p.op)
+        return lambda: call(x, axis, index, values)
+    return lambda: call(x, [index], values, "accumulate" in p.op)  # PUT: outer is 1
 
 
 def _copying(p: IndexOp, device: str) -> Callable[[], object]:
     import torch  # lazy: formulas must import where torch is absent
 
-    call = getattr(torch.ops.aten, p.op)
+    call, axis = getattr(torch.ops.aten, p.op), _axis(p)
     if p.op in JOIN:
         sizes = [p.size // p.tensors] * p.tensors
         sizes[0] += p.size - sum(sizes)
         if p.op == "split_with_sizes_copy":
-            whole_tensor = _random(p, device, p.outer, p.size, p.inner)
-            return lambda: call(whole_tensor, sizes, 1)
-        parts = [_random(p, device, p.outer, n, p.inner) for n in sizes]
+            whole_tensor = _random(p, device, *_shape(p, p.size))
+            return lambda: call(whole_tensor, sizes, axis)
+        parts = [_random(p, device, *_shape(p, n)) for n in sizes]
         if p.op == "stack":
-            parts = [part[:, 0] for part in parts]
-        return lambda: call(parts, 1)
-    part = _random(p, device, p.outer, p.size, p.inner)
-    full = [p.outer, p.source, p.inner]
+            parts = [part.select(axis, 0) for part in parts]
+        return lambda: call(parts, axis)
+    part = _random(p, device, *_shape(p, p.size))
     if p.op in PART:
-        return _part(p, part, full, device)
+        return _part(p, part, device)
     if p.op == "unfold_backward":
         step = (p.source - p.k) // max(1, p.size - 1)
-        grad = _random(p, device, p.outer, p.size, p.inner, p.k)
-        return lambda: call(grad, full, 1, p.k, step)
+        grad = _random(p, device, *_shape(p, p.size), p.k)
+        return lambda: call(grad, _shape(p, p.source), axis, p.k, step)
     if p.op == "repeat":
-        short = part[:, :1].contiguous()
-        return lambda: call(short, [1, p.size, 1])
+        short = part.narrow(axis, 0, 1).contiguous()
+        times = [p.size if at == axis else 1 for at in range(part.dim())]
+        return lambda: call(short, times)
+    after = [0, 0] * (part.dim() - 1 - axis)
     arguments: dict[str, tuple[Any, ...]] = {
-        "constant_pad_nd": ([0, 0, 0, p.source - p.size], 0.0),
-        "flip": ([1],),
-        "roll": ([max(1, p.size // 2)], [1]),
-        "sort": (1,),
-        "topk": (p.k, 1),
+        "constant_pad_nd": ([*after, 0, p.source - p.size], 0.0),
+        "flip": ([axis],),
+        "roll": ([max(1, p.size // 2)], [axis]),
+        "sort": (axis,),
+        "topk": (p.k, axis),
     }
     extra = arguments.get(p.op, ())
     return lambda: call(part, *extra)
 
 
-def _part(p: IndexOp, part: Any, full: list[int], device: str) -> Callable[[], object]:
+def _part(p: IndexOp, part: Any, device: str) -> Callable[[], object]:
     import torch  # lazy: formulas must import where torch is absent
 
-    call = getattr(torch.ops.aten, p.op)
+    call, axis, full = getattr(torch.ops.aten, p.op), _axis(p), _shape(p, p.source)
     if p.op == "slice_backward":
-        return lambda: call(part, full, 1, 0, p.size, 1)
+        return lambda: call(part, full, axis, 0, p.size, 1)
     if p.op == "select_backward":
-        return lambda: call(part[:, 0], full, 1, p.source // 2)
+        return lambda: call(part.select(axis, 0), full, axis, p.source // 2)
     x = _random(p, device, *full)
     if p.op == "slice_scatter":
-        return lambda: call(x, part, 1, 0, p.size)
+        return lambda: call(x, part, axis, 0, p.size)
     if p.op == "select_scatter":
-        return lambda: call(x, part[:, 0], 1, p.source // 2)
-    return lambda: call(x, 1, 0, p.size)
+        return lambda: call(x, part.select(axis, 0), axis, p.source // 2)
+    return lambda: call(x, axis, 0, p.size)
 
 
 def _is(p: Any, ops: tuple[str, ...]) -> Any:

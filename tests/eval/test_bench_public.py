@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +101,8 @@ def test_the_report_says_what_fell_short() -> None:
         scores=scores,
     )
     assert "| x | p | mape | 6 | 4 | no | 5.0 | 20.0 |" in markdown([row])
+    tau = replace(row, metric="kendall_tau", target=0.85, scores={"itercast": {"kendall_tau": 0.9}})
+    assert "| kendall_tau | 6 | 0.85 | yes | 0.90 |" in markdown([tau])
 
 
 @pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public measurements are not here")

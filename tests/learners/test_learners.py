@@ -82,9 +82,10 @@ def test_price_keeps_rows_and_adds_columns(bundle: Path, data: Path, tmp_path: P
 
 def test_what_does_not_fit_is_refused_in_one_line(bundle: Path, tmp_path: Path) -> None:
     facts = json.loads((bundle / "bundle.json").read_text())
-    (tmp_path / "bundle.json").write_text(json.dumps({**facts, "schema_version": 99}))
-    with pytest.raises(ValueError, match="schema version 99, this code reads 3"):
-        Bundle.load(tmp_path)
+    for other in (3, 99):
+        (tmp_path / "bundle.json").write_text(json.dumps({**facts, "schema_version": other}))
+        with pytest.raises(ValueError, match=f"schema version {other}, this code reads 5"):
+            Bundle.load(tmp_path)
     (tmp_path / "x.parquet").write_text("not parquet")
     with pytest.raises(ValueError, match=r"x\.parquet': not a readable Parquet file"):
         price_file(tmp_path / "x.parquet", Bundle.load(bundle), tmp_path / "y")

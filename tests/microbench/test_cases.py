@@ -89,11 +89,12 @@ def test_names_need_no_torch() -> None:
 
 
 def test_measured_rows_state_phases_and_the_anchor() -> None:
-    times = iter([4.0, 9.0] * 500)
+    times = iter([{"anchor_us": 4.0, "serial_us": 1.0}, {"anchor_us": 9.0, "serial_us": 1.0}] * 500)
     asked = iteration_of(case("mlp-s"))
     row = measure(case("mlp-s"), asked, "cpu", repetitions=6, anchor=lambda: next(times))
     assert row["samples"] >= 6
     assert row["anchor_us"] == pytest.approx(6, rel=0.2)  # sqrt(4 * 9)
+    assert row["serial_us"] == 1.0
     phases = sum(row[f"{p}_us"] for p in PHASES)
     assert 0.4 * row["time_us_p20"] < phases < 2 * row["time_us_p80"]  # medians of few steps
 

@@ -15,6 +15,7 @@ from microbench.importers.base import Hints, Imported
 from microbench.importers.models import model_of
 from microbench.importers.plans import plan_of
 from microbench.importers.sources import read_source
+from microbench.importers.timm_models import timm_config
 
 MPT = {
     **{"model": "125m", "model_note": "MPT (mpt_causal_lm)", "num_params": "125311488"},
@@ -141,3 +142,18 @@ def test_a_doubt_is_kept_with_its_row(tmp_path: Path) -> None:
     (found,) = imported(tmp_path, row).rows["iteration"]["doubts"]
     assert found == "one run; SXM assumed; optimizer not stated, adamw assumed"
     assert isinstance(imported(tmp_path, MPT).rows["iteration"], pd.DataFrame)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("resnet18", 11.69), ("tv_resnet50", 25.56), ("vit_base_patch16_224", 86.57)],
+)
+def test_a_timm_model_has_as_many_parameters_as_published(name: str, millions: float) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    facts = json.loads(timm_config(name, 224) or "{}")
+    config = transformers.AutoConfig.for_model(**facts)
+    with torch.device("meta"):
+        model = getattr(transformers, facts["architectures"][0])(config)
+    count = sum(p.numel() for p in model.parameters())
+    assert count / 1e6 == pytest.approx(millions, abs=0.005)
+    assert timm_config("resnet50d", 224) is None  # another stem

@@ -1,0 +1,191 @@
+"""The public benchmark's whole models: published iterations beside forecasts from op models."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from scipy.stats import kendalltau
+
+from eval.bench_nodes import node_sums_us
+from eval.bench_public import Result, Rows
+from itercast.evaluation import ASKED, console, model_of, stated_rows
+from itercast.steps import progress_bar
+from itercast.target import find_target
+from learners.train import errors
+
+CALIBRATED_ON = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLine:
+    """Iterations of whole models: which rows; ``targets`` by metric; the ``part`` of the step."""
+
+    name: str
+    known_best: str
+    choose: Callable[[Rows], np.ndarray]
+    targets: Mapping[str, float]
+    part: str = "step"
+    calibrated: bool = False
+
+
+def labels(gpu: str, *modes: str) -> Callable[[Rows], np.ndarray]:
+    """NeuSight's whole-model labels of one GPU, not compiled, no plan."""
+
+    def choose(rows: Rows) -> np.ndarray:
+        mine = (rows["source"] == "neusight") & (rows["gpu"] == gpu) & rows["mode"].isin(modes)
+        return np.asarray(mine & ~rows["compile"].astype(bool) & (rows["plan"] == ""))
+
+    return choose
+
+
+def of(source: str) -> Callable[[Rows], np.ndarray]:
+    """Rows of one published table."""
+    return lambda rows: np.asarray(rows["source"] == source)
+
+
+def model_lines() -> list[ModelLine]:
+    """The table's last lines, in the issue's order."""
+    a100 = labels("a100-pcie-80gb", "train")
+    neusight, nodes = "NeuSight labels, ", "NeuSight 7.6; nodes summed 6.5"
+    known = "NeuSight 5.9-8.9; nodes summed 7.6"
+    v100 = labels("v100-pcie-32gb", "train", "infer")
+    return [
+        ModelLine(
+            name=f"{neusight}A100-80GB train",
+            known_best=nodes,
+            choose=a100,
+            targets={"mape_pct": 7.0},
+        ),
+        ModelLine(
+            name=f"{neusight}A100-80GB train",
+            known_best=nodes,
+            choose=a100,
+            targets={"mape_pct": 5.0},
+            part="backward",
+        ),
+        ModelLine(name=f"{neusight}V100", known_best=known, choose=v100, targets={"mape_pct": 5.0}),
+        ModelLine(
+            name="MPT under FSDP on A100",
+            known_best="none published",
+            choose=of("llm-foundry"),
+            targets={"geomean_ape_pct": 8.0, "mape_pct": 12.0},
+        ),
+        ModelLine(
+            name=f"timm on RTX 3090, calibrated on {CALIBRATED_ON}",
+            known_best="none published",
+            choose=of("timm"),
+            targets={"kendall_tau": 0.85, "mape_pct": 15.0},
+            calibrated=True,
+        ),
+    ]
+
+
+def run_models(public: Path, only: str, bundle: Path) -> list[Result]:
+    """Results of the lines whose name holds ``only``; every configuration is forecast once."""
+    lines = [line for line in model_lines() if only in line.name]
+    if not lines:
+        return []
+    rows, nodes = read_iterations(public), node_sums_us(public / "NeuSight")
+    results: list[Result] = []
+    known: dict[Any, tuple[float, float]] = {}
+    for line in lines:
+        start = time.monotonic()
+        mine = rows[line.choose(rows)].reset_index(drop=True)
+        found = add_forecasts(mine, bundle, known)
+        found["nodes"] = [nodes.get(str(o), {}).get(line.part, np.nan) for o in found["origin"]]
+        results += judge(line, found, time.monotonic() - start)
+    return results
+
+
+def read_iterations(public: Path) -> Rows:
+    """Published iterations that state their model, from both importers that have some."""
+    from microbench.importers import iterations, neusight
+
+    parts = [
+        neusight.read(public / "NeuSight").rows["iteration"],
+        iterations.read(public / "iterations").rows["iteration"],
+    ]
+    rows = pd.concat(parts, ignore_index=True)
+    return stated_rows(rows[rows["status"] == "ok"])
+
+
+def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, tuple[float, float]]) -> Rows:
+    """The rows that can be forecast with ``step`` and ``backward`` in us; others are counted."""
+    asked, refused = [*ASKED, "hf_config", "backward_us"], Counter[str]()
+    found = []
+    with progress_bar() as bar:
+        for values in bar.track(rows[asked].to_dict("records"), description="forecast"):
+            key = tuple(map(str, values.values()))
+            if key not in known:
+                try:
+                    known[key] = _forecast_us({str(k): v for k, v in values.items()}, bundle)
+                except ValueError as exc:
+                    refused[str(exc)[:120]] += 1
+                    known[key] = (np.nan, np.nan)
+            found.append(known[key])
+    for reason, count in refused.most_common():
+        console.print(f"{count} not forecast: {reason}")
+    step, backward = np.array(found).reshape(-1, 2).T
+    rows = rows.assign(step=step, backward=backward)
+    return pd.DataFrame(rows[np.isfinite(step)].reset_index(drop=True))
+
+
+def _forecast_us(asked: Mapping[str, Any], bundle: Path) -> tuple[float, float]:
+    """The step, and without a plan what it takes longer than a forward pass in eval mode.
+
+    Dropout is then part of the backward pass: it is small beside the products.
+    """
+    from itercast.api import capture, forecast_step, micro_size
+
+    target = find_target(str(asked["gpu"]), str(asked["plan"]), bundle)
+    model = model_of(asked)
+    size = micro_size(model, target.plan, int(asked["batch"]), int(asked["seq"]))
+    options = {n: asked[n] for n in ("mode", "optimizer", "loss", "dtype", "attn")}
+    whole_us = forecast_step(capture(model, **size, **options), target).iteration_us
+    if asked["plan"] or asked["mode"] == "infer" or not np.isfinite(asked["backward_us"]):
+        return whole_us, 0.0
+    ahead = forecast_step(capture(model, **size, **{**options, "mode": "infer"}), target)
+    return whole_us, whole_us - ahead.iteration_us
+
+
+def judge(line: ModelLine, rows: Rows, seconds: float) -> Iterator[Result]:
+    """A result per target; the baseline is measured nodes summed, on the rows that have them."""
+    if not len(rows):
+        return
+    measured = rows["time_us" if line.part == "step" else "backward_us"].to_numpy(dtype=float)
+    guess = rows[line.part].to_numpy(dtype=float)
+    if line.calibrated:
+        chosen, line = _sample(rows["case"]), replace(line, name=f"{line.name} models")
+        guess = guess * np.exp(np.median(np.log(measured[chosen] / guess[chosen])))
+        guess, measured, rows = guess[~chosen], measured[~chosen], rows[~chosen]
+    nodes = rows["nodes"].to_numpy(dtype=float)
+    summed = np.isfinite(nodes)
+    scores = {"itercast": errors(guess, measured)}
+    scores["itercast"]["kendall_tau"] = float(kendalltau(guess, measured).statistic)
+    if summed.any():
+        scores["nodes summed"] = errors(nodes[summed], measured[summed])
+        scores["itercast, same rows"] = errors(guess[summed], measured[summed])
+    for metric, target in line.targets.items():
+        yield Result(
+            line=line.name,
+            part=line.part,
+            metric=metric,
+            target=target,
+            known_best=line.known_best,
+            rows=len(rows),
+            seconds=seconds,
+            scores=scores,
+        )
+
+
+def _sample(cases: pd.Series) -> np.ndarray:
+    """Rows of CALIBRATED_ON models drawn at random; at most half of them."""
+    names = np.random.default_rng(0).permutation(np.unique(cases.astype(str)))
+    return np.isin(cases.astype(str), names[: min(CALIBRATED_ON, len(names) // 2)])

@@ -1,0 +1,166 @@
+"""A Gaussian process for families of few smooth curves: it carries on where trees stay level."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+Array = Any  # numpy arrays of float
+AMPLITUDES = (0.4, 0.3, 0.15)  # what all share, offsets of a curve, details
+NOISE = 0.05
+TIE = 0.2  # how firmly lengths stay near those the family states
+STEPS = 60
+SAMPLE = 700  # points of one step
+POINTS = 3500  # at most so many are kept; predicting takes as long as there are points
+FREEDOM = 3.0  # of Student's t: single measurements go astray
+CHUNK = 128  # rows at a time, so that their covariances stay in the cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """Squared exponentials, summed: ``inverse`` lengths (parts, inputs), ``amplitude`` (parts,)."""
+
+    inverse: Array
+    amplitude: Array
+    noise: float
+
+    def __call__(self, a: Array, b: Array) -> Array:
+        """Covariance of the points ``a`` (rows) with ``b`` (columns)."""
+        total = np.zeros((len(a), len(b)), dtype=a.dtype)
+        for inverse, amplitude in zip(self.inverse, self.amplitude, strict=True):
+            left, right = factors(a * inverse, b * inverse)
+            total += amplitude**2 * np.exp(left @ right)
+        return total
+
+
+def factors(u: Array, v: Array) -> tuple[Array, Array]:
+    """Two matrices whose product is -|u - v|^2 / 2 of every row of u with every row of v."""
+    own, other = (-0.5 * (t * t).sum(1, keepdims=True) for t in (u, v))
+    left = np.hstack([u, own, np.ones_like(own)])
+    return left, np.hstack([v, np.ones_like(other), other]).T
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """Mean of a Gaussian process: ``centre`` + kernel(x, at) @ weight on the inputs ``columns``."""
+
+    columns: Array
+    kernel: Kernel
+    at: Array
+    weight: Array
+    centre: float
+
+    def predict(self, x: Array) -> Array:
+        """Log ratio of each row of encoded features."""
+        z, out = x[:, self.columns], np.full(len(x), self.centre)
+        flags = ((self.at == 0) | (self.at == 1)).all(0)
+        key = z[:, flags] @ np.random.default_rng(0).random(int(flags.sum()))
+        first, kind = np.unique(key, return_index=True, return_inverse=True)[1:]
+        kinds = z[first][:, flags]
+        for inverse, amplitude in zip(self.kernel.inverse, self.kernel.amplitude, strict=True):
+            weight = (amplitude**2 * self.weight).astype(np.float32)
+            shift = self.at[:, ~flags].mean(0)  # near 0 float32 is fine enough
+            u, v = factors(*((t[:, ~flags] - shift) * inverse[~flags] for t in (z, self.at)))
+            p, q = factors(*(t * inverse[flags] for t in (kinds, self.at[:, flags])))
+            u, v, p, q = (t.astype(np.float32) for t in (u, v, p, q))
+            for start in range(0, len(z), CHUNK):
+                rows = slice(start, start + CHUNK)
+                mine, which = np.unique(kind[rows], return_inverse=True)
+                near = u[rows] @ v
+                near += (p[mine] @ q)[which]
+                out[rows] += np.exp(near, out=near) @ weight
+        return out
+
+    def to_arrays(self) -> dict[str, Array]:
+        """Arrays by name, for a file."""
+        return {
+            "columns": self.columns,
+            "inverse": self.kernel.inverse,
+            "amplitude": self.kernel.amplitude,
+            "noise": np.array(self.kernel.noise),
+            "at": self.at.astype(np.float32),
+            "weight": self.weight.astype(np.float32),
+            "centre": np.array(self.centre),
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Array]) -> Process:
+        """As written by to_arrays."""
+        inverse, amplitude = arrays["inverse"], arrays["amplitude"]
+        return cls(
+            columns=arrays["columns"],
+            kernel=Kernel(inverse=inverse, amplitude=amplitude, noise=float(arrays["noise"])),
+            at=arrays["at"],
+            weight=arrays["weight"],
+            centre=float(arrays["centre"]),
+        )
+
+
+def merged(z: Array, log_ratio: Array) -> tuple[Array, Array, Array]:
+    """Points within half an octave made one: where, the median there, how many (at most 4)."""
+    index = np.unique(np.round(2 * z), axis=0, return_inverse=True)[1].reshape(-1)
+    order, count = np.argsort(index, kind="stable"), np.bincount(index)
+    ends = np.cumsum(count)[:-1]
+    at = np.stack([part.mean(0) for part in np.split(z[order].astype(float), ends)])
+    value = np.array([np.median(part) for part in np.split(log_ratio[order], ends)])
+    kept = np.random.default_rng(0).permutation(len(at))[:POINTS]
+    return at[kept], value[kept], np.minimum(count[kept], 4.0)
+
+
+def learn_kernel(x: Array, log_ratio: Array, curve: Mapping[int, Sequence[float]]) -> Kernel:
+    """Lengths and amplitudes of greatest marginal likelihood, near the lengths of ``curve``.
+
+    ``curve`` names columns of x and a starting length of each part.
+    """
+    import torch  # lazy: pricing needs numpy only
+
+    z, value, count = merged(x[:, list(curve)], log_ratio)
+    start = torch.tensor(np.log(np.array(list(curve.values())).T))
+    lengths = start.clone().requires_grad_()
+    scales = torch.tensor(np.log([*AMPLITUDES, NOISE])).requires_grad_()
+    points, target = torch.tensor(z), torch.tensor(value - np.median(value))
+    spread = torch.tensor(1 / count)
+    optimizer = torch.optim.Adam([lengths, scales], lr=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, STEPS, pct_start=0.2)
+    rng = np.random.default_rng(0)
+    for _ in range(STEPS):
+        some = torch.tensor(rng.permutation(len(z))[:SAMPLE])
+        covariance = torch.diag(torch.exp(2 * scales[-1]) * spread[some])
+        for part in range(len(AMPLITUDES)):
+            u = points[some] * torch.exp(-lengths[part])
+            square = (u * u).sum(1)
+            apart = (square[:, None] + square - 2 * u @ u.T).clamp_min(0)
+            covariance = covariance + torch.exp(2 * scales[part] - 0.5 * apart)
+        root = torch.linalg.cholesky(covariance)
+        solved = torch.cholesky_solve(target[some][:, None], root)[:, 0]
+        loss = 0.5 * target[some] @ solved + torch.log(torch.diagonal(root)).sum()
+        loss = loss + TIE * ((lengths - start) ** 2).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    found = np.exp(scales.detach().numpy())
+    return Kernel(
+        inverse=np.exp(-lengths.detach().numpy()), amplitude=found[:-1], noise=float(found[-1])
+    )
+
+
+def fit_process(
+    x: Array, log_ratio: Array, curve: Mapping[int, Sequence[float]], kernel: Kernel | None = None
+) -> Process:
+    """A process through the rows; points far off the others count less (Student's t)."""
+    kernel = kernel or learn_kernel(x, log_ratio, curve)
+    at, value, count = merged(x[:, list(curve)], log_ratio)
+    centre = float(np.median(value))
+    covariance, variance = kernel(at, at), kernel.noise**2 / count
+    doubt = np.ones(len(at))
+    for _ in range(4):
+        solved = np.linalg.solve(covariance + np.diag(variance * doubt), value - centre)
+        left = solved * variance * doubt
+        doubt = (FREEDOM + left**2 / variance) / (FREEDOM + 1)
+    return Process(
+        columns=np.array(list(curve)), kernel=kernel, at=at, weight=solved, centre=centre
+    )

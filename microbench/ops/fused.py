@@ -1,0 +1,134 @@
+"""What torch.compile makes of neighbouring pointwise ops and reductions: one kernel."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall
+from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+
+CALL = "itercast.fused"
+MAX_ELEMENTS = 2**23
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """One kernel of ``ops`` ops over ``numel`` elements, and the bytes it reads and writes.
+
+    Whether it reduces is not told: a captured run of ops that does reads its inputs once or twice.
+    """
+
+    op: str = "fused"
+    ops: int
+    numel: int
+    read_bytes: int
+    written_bytes: int
+    dtype: str = "fp32"
+
+
+def sweep() -> Iterator[Fused]:
+    """Endless: chains of 1 to 12 ops on 1 to 4 inputs with 1 or 2 results."""
+    rng = np.random.default_rng(15)
+    while True:
+        rows, width = log_uniform(rng, 1, 8192), 32 * log_uniform(rng, 1, 128)
+        numel, inputs, results = rows * width, int(rng.integers(1, 5)), int(rng.integers(1, 3))
+        if numel <= MAX_ELEMENTS:
+            item = itemsize_bytes("fp32")
+            yield Fused(
+                ops=int(rng.integers(max(results, inputs), 13)),
+                numel=numel,
+                read_bytes=inputs * numel * item,
+                written_bytes=results * numel * item,
+            )
+
+
+def build(p: Fused, device: str) -> Workload:
+    """A compiled chain, every third op a row's mean; NotImplementedError without a compiler."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    if device == "cpu" and not shutil.which("g++"):
+        raise NotImplementedError("torch.compile needs a C++ compiler on a CPU")
+    size = p.numel * itemsize_bytes(p.dtype)
+    width = next(n for n in range(min(4096, p.numel), 0, -1) if p.numel % n == 0)
+    shape = (p.numel // width, width)
+    inputs = [
+        torch.randn(shape, device=device).to(torch_dtype(p.dtype))
+        for _ in range(max(1, round(p.read_bytes / size)))
+    ]
+    results = max(1, round(p.written_bytes / size))
+    torch._dynamo.reset()
+    call = torch.compile(_chain(p.ops, results), dynamic=False)
+    return Workload(run=lambda: call(*inputs), through_aten=False)
+
+
+def _chain(ops: int, results: int) -> Callable[..., Any]:
+    """A function of as many ops as asked for that reads all of its inputs."""
+
+    def chain(*inputs: Any) -> Any:
+        x, middle = inputs[0], None
+        for number in range(ops):
+            other = inputs[number % len(inputs)]
+            if number % 3 == 2:
+                x = x - x.mean(-1, keepdim=True)
+            else:
+                x = (x * 0.9).sigmoid() + other if number % 3 else x * other
+            middle = x if number == ops // 2 else middle
+        return (x, middle)[:results]
+
+    return chain
+
+
+def flops(p: Any) -> Any:
+    """One per element and op."""
+    return 1.0 * p.numel * p.ops
+
+
+def bytes_moved(p: Any) -> Any:
+    """Inputs read once, results written once."""
+    return 1.0 * p.read_bytes + p.written_bytes
+
+
+def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+    """Sizes, bytes per element each way, length of the chain."""
+    numel = np.maximum(p.numel, 1)
+    return {
+        "dtype": p.dtype,
+        "log_ops": np.log2(np.maximum(p.ops, 1)),
+        "log_numel": np.log2(numel),
+        "read_per_element": p.read_bytes / numel,
+        "written_per_element": p.written_bytes / numel,
+        "log_per_core": np.log2(numel / gpu.sm_count),
+    }
+
+
+def from_call(call: OpCall) -> Fused | None:
+    """itercast.fused(tensors read, ops=, numel=); its outputs are what it writes."""
+    outputs = call.outputs or call.args
+    if not outputs or not call.kwargs["numel"]:
+        return None
+    return Fused(
+        ops=call.kwargs["ops"],
+        numel=call.kwargs["numel"],
+        read_bytes=sum(t.nbytes for t in call.args),
+        written_bytes=sum(t.nbytes for t in call.outputs),
+        dtype=max((t.dtype for t in outputs), key=itemsize_bytes),
+    )
+
+
+FAMILY = Family(
+    name="fused",
+    params=Fused,
+    sweep=sweep,
+    build=build,
+    flops=flops,
+    bytes_moved=bytes_moved,
+    features=features,
+    answers={CALL: from_call},
+    on_demand=True,
+)

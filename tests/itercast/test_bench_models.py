@@ -1,0 +1,62 @@
+"""Whole-model lines of the public benchmark: what is chosen, what is summed, what is scored."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from eval.bench_nodes import node_sums_us
+from itercast.bench_models import ModelLine, judge, model_lines
+
+
+def test_nodes_of_the_layer_count_once_per_layer(tmp_path: Path) -> None:
+    """1 ms outside and 2 + 4 + 0.5 ms inside, three layers: 1 + 3 * 6.5 = 20.5 ms."""
+    folder = tmp_path / "scripts/asplos/label/Tesla_X"
+    folder.mkdir(parents=True)
+    nodes = {
+        "Name": ["embed", "bert_encoder_layer_0_dense"],
+        "meta": ["{}", "{}"],
+        "fw_latency": [1.0, 2.0],
+        "bw_latency": [0.0, 4.0],
+        "acc_latency": [0.0, 0.5],
+    }
+    pd.DataFrame(nodes).to_csv(folder / "m-train-8-1.csv")
+    (folder / "m-train-8-1.json").write_text(json.dumps({"num_layer": 3}))
+    found = node_sums_us(tmp_path)["label/Tesla_X/m-train-8-1.json"]
+    assert found == {"step": pytest.approx(20_500), "backward": pytest.approx(13_500)}
+
+
+def test_compiled_and_split_labels_are_not_chosen() -> None:
+    common = {"source": "neusight", "gpu": "a100-pcie-80gb", "mode": "train"}
+    rows = pd.DataFrame(
+        {**common, "compile": compiled, "plan": plan}
+        for compiled, plan in ((False, ""), (True, ""), (False, "dp=4"))
+    )
+    assert model_lines()[0].choose(rows).tolist() == [True, False, False]
+
+
+def line(**changed: object) -> ModelLine:
+    facts = {"name": "x", "known_best": "", "choose": len, "targets": {"mape_pct": 5.0}}
+    return ModelLine(**{**facts, **changed})  # type: ignore[arg-type]
+
+
+def test_nodes_are_judged_on_the_rows_that_have_them() -> None:
+    rows = pd.DataFrame({"time_us": [100.0, 100.0], "step": [110.0, 130.0], "nodes": [96, np.nan]})
+    (result,) = judge(line(), rows, 1.0)
+    assert result.scores["itercast"]["mape_pct"] == pytest.approx(20)
+    assert result.scores["itercast, same rows"]["mape_pct"] == pytest.approx(10)
+    assert result.scores["nodes summed"]["mape_pct"] == pytest.approx(4)
+
+
+def test_calibration_is_judged_on_other_models() -> None:
+    """Everything is twice as fast as forecast: the models left tell nothing but the noise."""
+    step = np.arange(1.0, 11.0)
+    rows = pd.DataFrame({"case": list("abcdefghij"), "time_us": step / 2, "step": step})
+    (result,) = judge(line(calibrated=True), rows.assign(nodes=np.nan), 1.0)
+    assert result.rows == 5
+    assert result.scores["itercast"]["mape_pct"] == pytest.approx(0, abs=1e-9)
+    assert result.scores["itercast"]["kendall_tau"] == pytest.approx(1)

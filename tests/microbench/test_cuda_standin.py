@@ -1,0 +1,241 @@
+"""What a GPU sweep asks of CUDA, with torch's CUDA calls stood in for; kernels; the GPU's space."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from clockwork import order
+
+from microbench import collect as collect_module
+from microbench import worker
+from microbench.chunks import failure_status
+from microbench.cuda_device import CudaDevice
+from microbench.gpu_space import MAX_ROOFLINE_US, fits, grid, on_gpu
+from microbench.hardware.spec import load_gpu
+from microbench.kernels import MARK, kernel_facts, kernels_by_run, profile
+from microbench.nvml import Nvml, is_throttled, reasons
+from microbench.ops import families
+from microbench.store import compact, read_rows
+
+H100 = load_gpu("h100-sxm-80gb")
+
+
+class Stream:
+    """Stands in for a CUDA stream: a clock, and what was queued."""
+
+    def __init__(self) -> None:
+        self.now_us = 0.0
+        self.log: list[str] = []
+
+    def sleep(self, cycles: int) -> None:
+        self.log.append("sleep")
+        self.now_us += cycles / 2000  # a clock of 2 GHz
+
+    def event(self, enable_timing: bool) -> Any:
+        stream, event = self, SimpleNamespace(at_us=0.0)
+
+        def record() -> None:
+            stream.log.append("event")
+            event.at_us = stream.now_us
+
+        event.record = record
+        event.elapsed_time = lambda end: (end.at_us - event.at_us) / 1e3
+        return event
+
+
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """torch.cuda on a stream that is none; tensors of a GPU are those of the CPU."""
+    found = Stream()
+    stand_ins: dict[str, Any] = {
+        "get_device_properties": lambda index: SimpleNamespace(uuid="none"),
+        "mem_get_info": lambda: (2**20, 2**21),
+        "memory_allocated": lambda: 0,
+        "synchronize": lambda: found.log.append("wait"),
+        "empty_cache": lambda: found.log.append("empty_cache"),
+        "_sleep": found.sleep,
+        "Event": found.event,
+    }
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name in ("empty", "randn", "rand", "randint", "arange", "zeros", "ones", "full"):
+        monkeypatch.setattr(torch, name, on_cpu(getattr(torch, name)))
+    monkeypatch.setattr("microbench.cuda_device.WARM_UP_S", 0.01)
+    return found
+
+
+def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that makes tensors on the CPU wherever it was asked to."""
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        return make(*args, **{k: v for k, v in kwargs.items() if k != "device"})
+
+    return made
+
+
+def test_a_cold_sample_is_flushed_and_all_are_queued_behind_a_sleep(stream: Stream) -> None:
+    device = CudaDevice(l2_bytes=1e6)
+    assert device._cycles_per_us == pytest.approx(2000)
+    assert device.arena_bytes == int(0.85 * 2**20)
+
+    def run() -> None:
+        stream.log.append("run")
+        stream.now_us += 30
+
+    stream.log.clear()
+    cold = device.sample(run, True, 10.0)
+    assert stream.log == ["sleep", "event", "run", "event"]  # the flush is torch's own zero_
+    stream.log.clear()
+    warm = device.sample(run, False, 10.0)
+    assert stream.log == ["sleep", "run", "event", "run", "event"]
+    assert device.elapsed_us(cold) == device.elapsed_us(warm) == pytest.approx(30)
+    before_us = stream.now_us
+    device.sample(run, False, 1e9)
+    assert stream.now_us - before_us < 5000 + 61  # no launch is waited for longer
+
+
+def test_tf32_is_on_for_tf32_alone(stream: Stream) -> None:
+    device = CudaDevice(l2_bytes=1e6)
+    device.settings("tf32")
+    assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
+    device.settings("fp32")
+    assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
+
+
+def test_a_sweep_of_all_families_on_the_stand_in(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The worker as on a GPU, the small points of its space, really run: rows of every family."""
+    monkeypatch.setattr("microbench.chunk_worker.CHUNK_POINTS", 39)
+    monkeypatch.setattr("microbench.chunks.SAMPLES", (2, 2))
+    monkeypatch.setattr("microbench.gpu_space.MAX_ROOFLINE_US", 0.05)
+    monkeypatch.setattr("microbench.gpu_space.MAX_BYTES_FRAC", 2e5 / H100.hbm_bytes)
+    names = tuple(n for n, f in families().items() if f.ranks == 1 and not f.on_demand)
+    asked = replace(
+        order(tmp_path, *names, budget_s=1.0), device="cuda", gpu="h100", hardware=H100.to_dict()
+    )
+    worker.run(asked)
+    compact(tmp_path, {})
+    for name in names:
+        rows = read_rows([tmp_path], name)
+        assert len(rows), name
+        assert (rows["status"] == "ok").mean() > 0.5, (name, set(rows["reason"]))
+        assert set(rows["timer"]) == {"with_launch" if name == "host" else "device"}
+        assert set(rows["threads"]) == {0}
+    assert set(read_rows([tmp_path], "norm")["cache"]) == {"warm", "cold"}
+
+
+def event(cat: str, ts: float, dur: float, name: str = "x", **args: Any) -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "ts": ts, "dur": dur, "name": name, "args": args}
+
+
+def test_kernels_belong_to_the_run_that_launched_them() -> None:
+    """Kernels run late and out of order; what is launched between runs is nobody's."""
+    trace = {
+        "traceEvents": [
+            event("user_annotation", 0, 10, f"{MARK}0"),
+            event("user_annotation", 20, 10, f"{MARK}1"),
+            event("cuda_runtime", 5, 1, correlation=1),
+            event("cuda_runtime", 25, 1, correlation=3),  # from autograd's thread
+            event("cuda_driver", 22, 1, correlation=2),
+            event("cuda_runtime", 15, 1, correlation=4),
+            event("kernel", 100, 7, "gemm", correlation=1),
+            event("kernel", 130, 3, "second", correlation=3),
+            event("gpu_memset", 110, 2, "Memset", correlation=2),
+            event("kernel", 120, 50, "between", correlation=4),
+            event("gpu_user_annotation", 100, 7, f"{MARK}0"),
+        ]
+    }
+    found = kernels_by_run(trace, 3)
+    assert found == [[("gemm", 7.0)], [("Memset", 2.0), ("second", 3.0)], []]
+    assert kernel_facts(found[1]) == {
+        "kernels": "Memset; second",
+        "kernel_count": 2,
+        "kernel_us": 5.0,
+    }
+    assert kernel_facts([]) == {}
+
+
+def test_the_profiler_marks_runs() -> None:
+    """A real session, as far as a machine without a GPU goes."""
+    x = torch.ones(4)
+    trace = profile([lambda: x + x, lambda: x * x], lambda: None)
+    marks = [e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"]
+    assert marks == [f"{MARK}0", f"{MARK}1"]
+
+
+def test_throttle_reasons_have_names() -> None:
+    assert reasons(0x4 | 0x20) == ("power_cap", "sw_thermal")
+    assert is_throttled({"throttle": "power_cap sw_thermal"})
+    assert not is_throttled({"throttle": "power_cap"})
+    assert Nvml("none").read() == {}  # no GPU here, or none of that name
+
+
+@pytest.mark.parametrize(
+    "name", sorted(n for n, f in families().items() if f.ranks == 1 and not f.on_demand)
+)
+def test_the_space_of_a_gpu_is_large_and_fits(name: str) -> None:
+    family = families()[name]
+    points = list(islice(on_gpu(name, grid(name, 0), H100, 0), 300 if name != "host" else 50))
+    assert all(fits(family, p, H100) for p in points)
+    if name == "host":
+        return
+    dtypes = Counter(p.dtype for p in points)
+    assert {"fp32", "bf16", "fp16"} <= set(dtypes)
+    on_cpu_scale = max(float(family.bytes_moved(p)) for p in islice(family.sweep(), 300))
+    assert max(float(family.bytes_moved(p)) for p in points) > on_cpu_scale
+    for p in points:
+        if p.dtype == "fp8":
+            assert p.m % 16 == p.n % 16 == p.k % 16 == 0
+            assert (p.op, p.layout) == ("mm", "nt")
+    assert MAX_ROOFLINE_US == 10_000.0
+
+
+def test_failures_are_told_apart() -> None:
+    assert failure_status(RuntimeError("CUDA out of memory. Tried")) == "oom"
+    assert failure_status(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling")) == "oom"
+    assert failure_status(RuntimeError("\"x\" not implemented for 'Half'")) == "unsupported"
+    assert failure_status(RuntimeError("something else")) == "error"
+
+
+def test_a_broken_worker_is_started_again_with_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers break, the third ends well; each gets what is left of the budget."""
+    budgets: list[float] = []
+
+    def start(asked: collect_module.WorkerOrder) -> subprocess.Popen[bytes]:
+        budgets.append(asked.budget_s)
+        code = 75 if len(budgets) < 3 else 0
+        return subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"])
+
+    monkeypatch.setattr(collect_module, "start_worker", start)
+    collect_module.run_worker(order(tmp_path, "toy", budget_s=30.0), None)
+    assert len(budgets) == 3
+    assert 30.0 == budgets[0] > budgets[1] > budgets[2] > 20.0
+
+
+def test_a_worker_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    def start(asked: collect_module.WorkerOrder) -> subprocess.Popen[bytes]:
+        wait_s = 60 if not started else 0
+        started.append(
+            subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({wait_s})"])
+        )
+        return started[-1]
+
+    monkeypatch.setattr(collect_module, "start_worker", start)
+    monkeypatch.setattr(collect_module, "STALLED_S", 0.5)
+    collect_module.run_worker(replace(order(tmp_path, "toy"), device="cuda"), None)
+    assert [p.returncode for p in started] == [-9, 0]
