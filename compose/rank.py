@@ -150,6 +150,8 @@ class Stretch:
             sharded_backward(self, scatter=sync, later=later)
             return
         self.filled = fill_buckets(layers, self.rank.plan) if sync and self.how.reduce else []
+        kinds = [b.message(k, self.rank.plan) for b in self.filled for k in self.how.reduce]
+        price_messages(kinds, self.rank.book, self.rank.where)  # one question for all of them
         due: dict[int, list[Filled]] = {}
         for b in self.filled:
             due.setdefault(b.instance, []).append(b)

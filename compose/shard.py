@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from compose.collectives import Message
+from compose.collectives import Message, price_messages
 from compose.host import python_op
 from compose.priced import PricedOp
 from compose.step import PricedLayer
@@ -30,6 +30,10 @@ def sharded_forward(stretch: Stretch, *, gather: bool) -> None:
     """Forward of one micro-batch."""
     layers = stretch.rank.layers
     root = sum(x.layer.parameter_bytes for x in layers if not x.numbered)
+    sizes = {root} | {x.layer.parameter_bytes for x in layers if x.numbered}
+    kinds = ("all_gather", "reduce_scatter")
+    asked = [_message(stretch, kind, n) for kind in kinds for n in sizes if n]
+    price_messages(asked, stretch.rank.book, stretch.rank.where)  # one question for all of them
     if root and gather:
         stretch.lanes.wait([_send(stretch, "all_gather", root)])
     markers: list[tuple[int, ...]] = [stretch.lanes.done]
@@ -91,7 +95,10 @@ def _block(stretch: Stretch, sent: Sequence[int]) -> None:
 
 
 def _send(stretch: Stretch, kind: str, nbytes: int, after: tuple[int, ...] | None = None) -> int:
+    return stretch.lanes.send(stretch.price([_message(stretch, kind, nbytes)])[0], after=after)
+
+
+def _message(stretch: Stretch, kind: str, nbytes: int) -> Message:
     layers = stretch.rank.layers
     dtype = next((p.dtype for x in layers for p in x.layer.parameters), "fp32")
-    message = Message(kind=kind, axis="shard", message_bytes=nbytes, dtype=dtype)
-    return stretch.lanes.send(stretch.price([message])[0], after=after)
+    return Message(kind=kind, axis="shard", message_bytes=nbytes, dtype=dtype)
