@@ -20,8 +20,6 @@ from microbench.sweep import finished_keys
 
 DDP_CASES = ("mlp-m", "mlp-l", "gpt-m", "gpt-l", "vit-m", "vit-l", "dlrm-m", "dlrm-l")
 STALLED_S = 300.0  # torch.compile may take minutes
-PLAN_CASES = ("gpt-m", "vit-m")  # microbench.plan_iterations measures more cases and plans
-PLANS = ("dp=2,zero=3", "tp=2", "pp=2,micro=4")
 Progress = Callable[[int], None]
 
 
@@ -31,13 +29,14 @@ def iteration_of(chosen: EvalCase, plan: str = "") -> Iteration:
 
 
 def usual_iterations(names: Sequence[str] | None = None) -> list[Iteration]:
-    """Measured cases in one process, some under DDP on two, two of them under other plans."""
+    """Measured cases in one process, and some of them as two under DDP.
+
+    ``microbench.plan_iterations`` measures other plans.
+    """
     chosen = [case(n) for n in names or case_names()]
     chosen = [c for c in chosen if c.measured or names]
     both = [c for c in chosen if c.name in DDP_CASES]
-    planned = [iteration_of(c, p) for c in chosen if c.name in PLAN_CASES for p in PLANS]
-    alone = [iteration_of(c) for c in chosen]
-    return [*alone, *(iteration_of(c, "dp=2") for c in both), *planned]
+    return [*(iteration_of(c) for c in chosen), *(iteration_of(c, "dp=2") for c in both)]
 
 
 def collect_iterations(

@@ -113,8 +113,8 @@ def test_two_ranks_are_measured_once_each_round(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_cannot_be_measured_is_named() -> None:
-    with pytest.raises(ValueError, match="plan 'tp=2' cannot be measured; allowed: '' or dp=N"):
-        _ = Iteration(case="mlp-s", batch=1, plan="tp=2").ranks
+    with pytest.raises(ValueError, match="plan 'ep=2' cannot be measured; known keys: "):
+        _ = Iteration(case="mlp-s", batch=1, plan="ep=2").ranks
 
 
 def test_an_unknown_case_is_named() -> None:

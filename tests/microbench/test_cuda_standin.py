@@ -121,6 +121,8 @@ def test_a_sweep_of_all_families_on_the_stand_in(
     monkeypatch.setattr(
         chunk_worker, "choose_chunk", lambda s, now_s: next(chunks, lambda *_: [])(s, now_s)
     )
+    for group in ("SHARDED", "WRAPPERS"):  # these ask torch for CUDA itself
+        monkeypatch.setattr(f"microbench.ops.host.{group}", ())
     monkeypatch.setattr("microbench.chunks.SAMPLES", (2, 2))
     monkeypatch.setattr("microbench.gpu_space.MAX_ROOFLINE_US", 0.05)
     monkeypatch.setattr("microbench.gpu_space.MAX_BYTES_FRAC", 2e5 / H100.hbm_bytes)
