@@ -91,14 +91,16 @@ def price(
 
     without_scikit_learn()
     from itercast.target import find_bundle
-    from learners.price import price_file
+    from learners.price import price_file, read_file
     from microbench.hardware.spec import load_gpu
 
     gpus = None
     if hardware is not None:
         gpu = load_gpu(str(hardware))
         gpus = {gpu.name: gpu}
-    price_file(rows, find_bundle("cpu", bundle)[1], out, gpus)
+    asked = read_file(rows)["gpu"]
+    known = find_bundle(str(asked.iloc[0]) if len(asked) else "cpu", bundle)[1]
+    price_file(rows, known, out, gpus)
     typer.echo(f"priced {rows} into {out}")
 
 

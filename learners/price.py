@@ -13,10 +13,8 @@ from microbench.hardware.spec import Gpu
 from microbench.store import write_atomic
 
 
-def price_file(
-    path: Path, bundle: Bundle, out: Path, gpus: Mapping[str, Gpu] | None = None
-) -> None:
-    """Write the rows of ``path`` with predicted_us, its quantiles and in_envelope to ``out``."""
+def read_file(path: Path) -> pd.DataFrame:
+    """A file in dataset form; ValueError in one line for anything else."""
     try:
         rows = pd.read_parquet(path)
     except (OSError, pa.ArrowInvalid) as exc:
@@ -24,6 +22,14 @@ def price_file(
     missing = [c for c in ("family", "gpu") if c not in rows]
     if missing:
         raise ValueError(f"rows {str(path)!r}: the column {missing[0]!r} is missing")
+    return rows
+
+
+def price_file(
+    path: Path, bundle: Bundle, out: Path, gpus: Mapping[str, Gpu] | None = None
+) -> None:
+    """Write the rows of ``path`` with predicted_us, its quantiles and in_envelope to ``out``."""
+    rows = read_file(path)
     rows = rows.drop(columns=COLUMNS, errors="ignore").reset_index(drop=True)
     parts = [bundle.price(str(n), part, gpus) for n, part in rows.groupby("family", sort=False)]
     priced = pd.concat(parts).sort_index() if parts else pd.DataFrame(columns=COLUMNS)

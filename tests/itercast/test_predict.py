@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from itercast.target import find_target
 from learners.bundle import Bundle
 from learners.train import train_family
 from microbench.hardware.machine import cpu_name
@@ -106,3 +107,23 @@ def test_a_configuration_needs_its_batch(folder: Path, bundle: Path) -> None:
     (folder / "c.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     words = ("--hf-config", "c.json", "--bundle", str(bundle))
     assert "--hf-config needs --batch" in predict(folder, *words, rc=2)
+
+
+def test_a_first_look_at_a_cpu_takes_the_bundle_that_ships(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a folder without bundles; the machine it forecasts is named."""
+    monkeypatch.chdir(tmp_path)
+    found = find_target("cpu")
+    assert found.bundle_name.endswith("shipped-cpu")
+    assert found.gpu.kind == "cpu" and found.gpu.name in found.bundle.gpus
+
+
+def test_a_local_bundle_of_an_older_version_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bundles/local").mkdir(parents=True)
+    (tmp_path / "bundles/local/bundle.json").write_text('{"schema_version": 1}')
+    assert find_target("h100-sxm-80gb").bundle_name.endswith("shipped")
+    assert "passed over: bundle 'bundles/local': schema version 1" in caplog.text
