@@ -50,7 +50,7 @@ def case_rows(results: Sequence[CaseResult]) -> list[list[str]]:
             f"{r.predicted_us_p10 / 1e3:.2f} to {r.predicted_us_p90 / 1e3:.2f}",
             f"{r.measured_us / 1e3:.2f}",
             f"{r.error_pct:+.1f}",
-            f"{r.retest_ape_pct:.1f}",
+            r.retest_text,
             f"{100 * r.unmodelled_frac:.1f}",
         ]
         for r in results

@@ -10,7 +10,10 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """Times in us; ``measured_us`` at the machine's reference speed, ``raw_us`` as clocked."""
+    """Times in us; ``measured_us`` at the machine's reference speed, ``raw_us`` as clocked.
+
+    ``retest_ape_pct`` is None where the case was measured once.
+    """
 
     case: str
     plan: str
@@ -19,7 +22,7 @@ class CaseResult:
     predicted_us_p90: float
     measured_us: float
     raw_us: float
-    retest_ape_pct: float
+    retest_ape_pct: float | None
     by_family_us: Mapping[str, float]
     unmodelled_frac: float
 
@@ -27,6 +30,11 @@ class CaseResult:
     def label(self) -> str:
         """The case and its plan."""
         return f"{self.case} {self.plan}".strip()
+
+    @property
+    def retest_text(self) -> str:
+        """The noise floor in a table's cell."""
+        return "-" if self.retest_ape_pct is None else f"{self.retest_ape_pct:.1f}"
 
     @property
     def error_pct(self) -> float:
@@ -46,20 +54,29 @@ def grouped(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
 def in_words(results: Sequence[CaseResult]) -> str:
     """The summary as one line."""
     total = summary(results)
+    floor = total.get("noise_floor_pct")
+    noise = (
+        "everything was measured once"
+        if floor is None
+        else f"the measurement itself repeats within {floor:.1f} % (median)"
+    )
     return (
         f"geometric mean error {total['geomean_ape_pct']:.1f} %, median "
         f"{total['median_ape_pct']:.1f} %, mean {total['mape_pct']:.1f} %, p90 "
-        f"{total['p90_ape_pct']:.1f} %, worst {total['worst_ape_pct']:.1f} %; the measurement "
-        f"itself repeats within {total['noise_floor_pct']:.1f} % (median)"
+        f"{total['p90_ape_pct']:.1f} %, worst {total['worst_ape_pct']:.1f} %; {noise}"
     )
 
 
 def summary(results: Sequence[CaseResult]) -> dict[str, float]:
-    """Absolute errors summed up, beside the median noise floor; ValueError if there are none."""
+    """Absolute errors summed up, beside the median noise floor of what was measured twice.
+
+    ValueError where there are no results.
+    """
     if not results:
         raise ValueError("no results to sum up")
     signed = np.array([r.error_pct for r in results])
     ape = np.abs(signed)
+    twice = [r.retest_ape_pct for r in results if r.retest_ape_pct is not None]
     return {
         "cases": float(len(results)),
         "mape_pct": float(ape.mean()),
@@ -68,5 +85,5 @@ def summary(results: Sequence[CaseResult]) -> dict[str, float]:
         "geomean_ape_pct": float(np.exp(np.log(np.maximum(ape, 0.1)).mean())),
         "worst_ape_pct": float(ape.max()),
         "bias_pct": float(signed.mean()),
-        "noise_floor_pct": float(np.median([r.retest_ape_pct for r in results])),
+        **({"noise_floor_pct": float(np.median(twice))} if twice else {}),
     }

@@ -102,7 +102,7 @@ def _compare(asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None) 
         predicted_us_p90=found.iteration_us_p90,
         measured_us=(first * last) ** 0.5,
         raw_us=float(rows["time_us"].mean()),
-        retest_ape_pct=100 * abs(last / first - 1),
+        retest_ape_pct=100 * abs(last / first - 1) if len(times) > 1 else None,
         by_family_us=dict(found.by_family_us),
         unmodelled_frac=found.unmodelled_frac,
     )
@@ -168,7 +168,7 @@ def results_table(results: Sequence[CaseResult]) -> Table:
             f"{r.predicted_us / 1e3:.2f}",
             f"{r.measured_us / 1e3:.2f}",
             f"{r.error_pct:+.1f}",
-            f"{r.retest_ape_pct:.1f}",
+            r.retest_text,
             f"{100 * r.unmodelled_frac:.1f}",
         )
     lines = [f"{name}: {in_words(group)}" for name, group in grouped(results).items()]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from eval.report import write_report
-from eval.results import CaseResult, summary
+from eval.results import CaseResult, in_words, summary
 from eval.tracking import log_evaluation, log_fit
 
 SCORES = {"mape_pct": 5.0, "median_ape_pct": 4.0, "p90_ape_pct": 9.0, "bias_pct": 0.5}
@@ -38,6 +39,15 @@ def result(case: str, predicted_us: float, measured_us: float) -> CaseResult:
 
 
 RESULTS = [result("a", 1100, 1000), result("b", 900, 1000), result("c", 1600, 2000)]
+
+
+def test_a_case_measured_once_has_no_noise_floor() -> None:
+    """It is left out of the median, and said where nothing was measured twice."""
+    once = replace(RESULTS[0], retest_ape_pct=None)
+    assert summary([once, *RESULTS[1:]])["noise_floor_pct"] == 2.0
+    assert "noise_floor_pct" not in summary([once])
+    assert once.retest_text == "-"
+    assert in_words([once]).endswith("everything was measured once")
 
 
 def test_summary_by_hand() -> None:
