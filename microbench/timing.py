@@ -115,9 +115,9 @@ def small_ops(device: str) -> list[Callable[[], object]]:
     import torch  # lazy: summaries must work where torch is absent
 
     functions = torch.nn.functional
-    with torch.device(device):
-        x, w, cube = torch.randn(16, 32), torch.randn(32, 32), torch.randn(2, 16, 32)
-        index, mask, heads = torch.arange(8), x > 0, torch.randn(1, 2, 8, 16)
+    shapes = ((16, 32), (32, 32), (2, 16, 32), (1, 2, 8, 16))
+    x, w, cube, heads = (torch.randn(*shape, device=device) for shape in shapes)
+    index, mask = torch.arange(8, device=device), x > 0
     lists = [x.clone(), w.clone()]
     return [
         lambda: torch.addmm(w[0], x, w),
