@@ -22,8 +22,8 @@ demo: setup ## sweep this CPU, train, forecast, compare: reports/demo
 collect: setup ## sweep kernels (BUDGET=5m)
 	$(CLI) collect --device cpu --budget $(BUDGET)
 
-campaign: ## everything on a GPU box, resumable (BUDGET=8m OUT=datasets PYTHON=python3; no setup)
-	$(PYTHON) -m microbench.campaign --budget $(BUDGET) --out $(OUT)
+campaign: ## everything on a GPU box, resumable (BUDGET=8m OUT=datasets PYTHON=python3 POINTS=file; no setup)
+	$(PYTHON) -m microbench.campaign --budget $(BUDGET) --out $(OUT) $(if $(POINTS),--points $(POINTS))
 
 train: setup ## train one model per op family on datasets/
 	$(CLI) train --data datasets --out bundles/local
