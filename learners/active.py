@@ -1,13 +1,14 @@
-"""Which points a second pass should measure: where models of the first disagree, by cost.
+"""Which points a second pass should measure: where models of the first are least sure, by cost.
 
-The bundle's own interval cannot tell: it has one width for a family. Models that each learned half
-of the shapes differ most where few shapes speak for a point.
+A family gets time as its forecasts of shapes never learned are wrong. Within a family the bundle's
+interval cannot tell points apart, since it has one width: models that each learned half of the
+shapes can, as they differ most where few shapes speak for a point.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -39,16 +40,27 @@ def boosted(x: Array, label: Array, seed: int = 0) -> xgb.Booster:
     return xgb.train({**options, "nthread": 1, "seed": seed}, data, num_boost_round=ROUNDS)
 
 
-def disagreement(table: Table, known: Array, asked: Array) -> Array:
-    """Standard deviation of log forecasts at rows asked, each member's from half of the shapes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doubt:
+    """``spread``: of the members' log forecasts at each row asked. ``error``: the median log error
+    of a member on shapes it has not learned."""
+
+    spread: Array
+    error: float
+
+
+def doubt(table: Table, known: Array, asked: Array) -> Doubt:
+    """Of members that each learned half of the shapes known."""
     names = np.unique(table.group[known])
-    guesses = []
+    guesses, missed = [], []
     for member in range(MEMBERS):
         half = np.random.default_rng(member).permutation(names)[: max(1, len(names) // 2)]
-        own = known[np.isin(table.group[known], half)]
-        trees = boosted(table.x[own], table.log_ratio[own], member)
+        own = np.isin(table.group[known], half)
+        trees = boosted(table.x[known[own]], table.log_ratio[known[own]], member)
+        others = known[~own] if not own.all() else known
+        missed.append(np.abs(trees.inplace_predict(table.x[others]) - table.log_ratio[others]))
         guesses.append(trees.inplace_predict(table.x[asked]))
-    return np.std(guesses, axis=0)
+    return Doubt(spread=np.std(guesses, axis=0), error=float(np.median(np.concatenate(missed))))
 
 
 def point_ids(rows: pd.DataFrame, group: Array) -> Array:
@@ -100,22 +112,28 @@ def next_pass(
     if not tables:
         where = ", ".join(map(str, roots))
         raise ValueError(f"gpu {gpu!r}: no rows of a sweep of it under {where}")
-    ranked: list[tuple[float, float, str, Any]] = []
+    ranked = {}
     for name, rows in tables.items():
         hardware = hardware_of(roots, rows)
         device = "cpu" if hardware[gpu].kind == "cpu" else "cuda"
         captured = points_file(roots[0], device, seed)
         points = candidates(families()[name], rows, hardware[gpu], captured, seed)
-        key, cost_s = ranks(families()[name], rows, points, hardware, seed)
-        ranked += zip(key, cost_s, [name] * len(points), points, strict=True)
-    ranked.sort(key=lambda one: -one[0])
-    chosen: dict[str, list[Any]] = {}
-    for _, cost_s, name, point in ranked:
-        budget_s -= cost_s
-        if budget_s < 0:
-            break
-        chosen.setdefault(name, []).append(point)
-    return chosen
+        ranked[name] = rank(families()[name], rows, points, hardware, seed)
+    total = sum(found.error for found in ranked.values())
+    return {name: found.first(budget_s * found.error / total) for name, found in ranked.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """A family's candidates, the most telling first, and the seconds each is expected to take."""
+
+    points: list[Any]
+    cost_s: Array
+    error: float
+
+    def first(self, seconds: float) -> list[Any]:
+        """As many as fit."""
+        return self.points[: int((self.cost_s.cumsum() <= seconds).sum())]
 
 
 def candidates(
@@ -129,14 +147,14 @@ def candidates(
     return [one for one in found if tuple(asdict(one).values()) not in known]
 
 
-def ranks(
+def rank(
     family: Family,
     rows: pd.DataFrame,
     points: Sequence[Any],
     hardware: Mapping[str, Gpu],
     seed: int,
-) -> tuple[Array, Array]:
-    """Keys to sort candidates by, and the seconds each is expected to take."""
+) -> Ranked:
+    """Candidates by how much the members disagree on them in a second of sweep."""
     gpu = hardware[str(rows["gpu"].iloc[0])]
     threads = gpu.sm_count if gpu.kind == "cpu" else 0
     asked = pd.DataFrame([asdict(p) for p in points])
@@ -146,4 +164,6 @@ def ranks(
     ids = point_ids(rows, table.group[old])
     cost_s = rows["cost_s"].groupby(ids).transform("sum").to_numpy()
     expected_s = expected_cost_s(table.x, cost_s, old, new)
-    return drawn(disagreement(table, old, new) / expected_s, seed), expected_s
+    found = doubt(table, old, new)
+    order = np.argsort(-drawn(found.spread / expected_s, seed))
+    return Ranked(points=[points[i] for i in order], cost_s=expected_s[order], error=found.error)
