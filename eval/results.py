@@ -12,11 +12,15 @@ import numpy as np
 class CaseResult:
     """Times in us; ``measured_us`` at the machine's reference speed, ``raw_us`` as clocked.
 
-    ``retest_ape_pct`` is None where the case was measured once.
+    ``model`` is what plans that are compared have in common, ``samples`` those of all replicas in a
+    step. ``retest_ape_pct`` is None where the case was measured once.
     """
 
     case: str
     plan: str
+    model: str
+    ranks: int
+    samples: int
     predicted_us: float
     predicted_us_p10: float
     predicted_us_p90: float

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +20,7 @@ from rich.table import Table
 from compose.attention_kernels import with_attention_kernel
 from compose.engines import with_engine
 from compose.forecast import Forecast
+from eval.ranking import ranking_lines
 from eval.results import CaseResult, grouped, in_words
 from itercast.api import capture, forecast_step, micro_size
 from itercast.steps import progress_bar
@@ -35,6 +37,7 @@ OPTIONAL = {"plan": "", "seq": 0, "attn": "sdpa", "loss": "default", "mode": "tr
 OPTIONAL |= {"engine": "eager"}
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
 ASKED += ["engine"]
+SETTINGS = [n for n in ASKED if n not in ("case", "batch", "plan")]
 console = Console()
 
 
@@ -94,13 +97,17 @@ def _compare(asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None) 
     found = forecast_step(step, target)
     times = list(_at_reference_us(rows, target.bundle, found, step))
     first, last = times[0], times[-1]
+    apart = [str(asked[n]) for n in SETTINGS if asked[n] != OPTIONAL.get(n)]
     return CaseResult(
         case=str(asked["case"]),
         plan=str(asked["plan"]),
+        model=" ".join([str(asked["case"]), *apart]),
+        ranks=target.plan.world_size,
+        samples=int(asked["batch"]) * target.plan.dp,
         predicted_us=found.iteration_us,
         predicted_us_p10=found.iteration_us_p10,
         predicted_us_p90=found.iteration_us_p90,
-        measured_us=(first * last) ** 0.5,
+        measured_us=float(np.exp(np.median(np.log(times)))),
         raw_us=float(rows["time_us"].mean()),
         retest_ape_pct=100 * abs(last / first - 1) if len(times) > 1 else None,
         by_family_us=dict(found.by_family_us),
@@ -172,5 +179,5 @@ def results_table(results: Sequence[CaseResult]) -> Table:
             f"{100 * r.unmodelled_frac:.1f}",
         )
     lines = [f"{name}: {in_words(group)}" for name, group in grouped(results).items()]
-    table.caption = "\n".join(lines)
+    table.caption = "\n".join([*lines, *ranking_lines(results)])
     return table

@@ -27,6 +27,9 @@ def result(case: str, predicted_us: float, measured_us: float) -> CaseResult:
     return CaseResult(
         case=case,
         plan="",
+        model=case,
+        ranks=1,
+        samples=1,
         predicted_us=predicted_us,
         predicted_us_p10=predicted_us * 0.9,
         predicted_us_p90=predicted_us * 1.1,
