@@ -25,10 +25,16 @@ def slot_message(parameter_bytes: int, replicas: int, dtype: str) -> Message:
     return Message(kind="send_recv", axis="dp", message_bytes=size, dtype=dtype)
 
 
-def steady_us(compute_us: float, message_us: float, replicas: int, contention: float) -> float:
-    """A steady step: 2N slots, each as long as its compute and its message side by side."""
+def steady_us(
+    compute_us: float, message_us: float, replicas: int, contention: float, latency_us: float = 0.0
+) -> float:
+    """A steady step: 2N slots, each as long as its compute and its message side by side.
+
+    ``latency_us`` of the message slows nothing.
+    """
     slot_us = compute_us / (2 * replicas)
-    return 2 * replicas * side_by_side_us(slot_us, message_us, contention)
+    both_us = side_by_side_us(slot_us, message_us - latency_us, contention)
+    return 2 * replicas * max(both_us, message_us)
 
 
 def hand_on(stretch: Stretch) -> None:

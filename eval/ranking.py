@@ -19,11 +19,15 @@ CLOSE_PCT = 5.0  # a chosen plan this much slower than the best one is as good
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """Kendall's tau-b of forecasts against measurements over the plans of one model."""
+    """Kendall's tau-b of forecasts against measurements over the plans of one model.
+
+    ``retest_tau`` is that of two rounds of measurements: the noise floor; None for too few plans.
+    """
 
     model: str
     plans: int
     kendall_tau: float
+    retest_tau: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +48,23 @@ def rankings(results: Sequence[CaseResult]) -> list[Ranking]:
     for model, mine in _by(results, lambda r: r.model).items():
         if len({r.plan for r in mine}) < FEWEST:
             continue
-        predicted, measured = ([f(r) / r.samples for r in mine] for f in (_predicted, _measured))
-        tau = float(kendalltau(predicted, measured).statistic)
-        found.append(Ranking(model=str(model), plans=len(mine), kendall_tau=tau))
+        twice = [r for r in mine if len(r.rounds_us) > 1]
+        retest = _tau([(r.rounds_us[0] / r.samples, r.rounds_us[-1] / r.samples) for r in twice])
+        found.append(
+            Ranking(
+                model=str(model),
+                plans=len(mine),
+                kendall_tau=_tau(
+                    [(r.predicted_us / r.samples, r.measured_us / r.samples) for r in mine]
+                ),
+                retest_tau=retest if len(twice) >= FEWEST else None,
+            )
+        )
     return found
+
+
+def _tau(pairs: Sequence[tuple[float, float]]) -> float:
+    return float(kendalltau(*zip(*pairs, strict=True)).statistic) if len(pairs) > 1 else 1.0
 
 
 def choices(results: Sequence[CaseResult]) -> list[Choice]:
@@ -80,6 +97,8 @@ def ranking_metrics(results: Sequence[CaseResult]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     if taus:
         metrics |= {"kendall_tau": float(np.mean(taus)), "kendall_tau_least": min(taus)}
+        floors = [r.retest_tau for r in rankings(results) if r.retest_tau is not None]
+        metrics |= {"kendall_tau_retest": float(np.mean(floors))} if floors else {}
     if chosen:
         metrics |= {"chosen_close_frac": sum(close) / len(close), "choices": float(len(close))}
     return metrics
@@ -90,10 +109,12 @@ def ranking_lines(results: Sequence[CaseResult]) -> list[str]:
     ranked, chosen, lines = rankings(results), choices(results), []
     if ranked:
         each = ", ".join(f"{r.model} {r.kendall_tau:.2f} ({r.plans})" for r in ranked)
-        mean = sum(r.kendall_tau for r in ranked) / len(ranked)
+        metrics = ranking_metrics(results)
+        floor = metrics.get("kendall_tau_retest")
+        noise = f" (two rounds of measurements: {floor:.2f})" if floor is not None else ""
         lines.append(
-            f"ranking of a model's plans by time per sample: Kendall tau {mean:.2f} on average; "
-            f"by model (plans): {each}"
+            f"ranking of a model's plans by time per sample: Kendall tau "
+            f"{metrics['kendall_tau']:.2f} on average{noise}; by model (plans): {each}"
         )
     if chosen:
         close = sum(c.slower_pct <= CLOSE_PCT for c in chosen)
@@ -118,11 +139,3 @@ def _by(
     for r in results:
         groups.setdefault(key(r), []).append(r)
     return groups
-
-
-def _predicted(r: CaseResult) -> float:
-    return r.predicted_us
-
-
-def _measured(r: CaseResult) -> float:
-    return r.measured_us

@@ -37,7 +37,6 @@ OPTIONAL = {"plan": "", "seq": 0, "attn": "sdpa", "loss": "default", "mode": "tr
 OPTIONAL |= {"engine": "eager"}
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
 ASKED += ["engine"]
-SETTINGS = [n for n in ASKED if n not in ("case", "batch", "plan")]
 console = Console()
 
 
@@ -73,10 +72,14 @@ def compare_all(rows: pd.DataFrame, folder: Path | None) -> list[CaseResult]:
     asked = [c for c in (*ASKED, "hf_config") if c in rows]
     groups = list(rows.groupby(asked, dropna=False, sort=False))
     results, refused = [], Counter[str]()
+    settings = [n for n in asked if n not in ("case", "batch", "plan", "hf_config")]
+    by_case = rows.groupby("case")
+    varied = {str(c): [n for n in settings if mine[n].nunique() > 1] for c, mine in by_case}
     with progress_bar() as bar:
         for key, group in bar.track(groups, description="forecast"):
             try:
-                results.append(_compare(dict(zip(asked, key, strict=True)), group, folder))
+                named = dict(zip(asked, key, strict=True))
+                results.append(_compare(named, group, folder, varied[str(named["case"])]))
             except ValueError as exc:
                 refused[str(exc)] += 1
     for reason, count in refused.most_common():
@@ -84,7 +87,10 @@ def compare_all(rows: pd.DataFrame, folder: Path | None) -> list[CaseResult]:
     return results
 
 
-def _compare(asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None) -> CaseResult:
+def _compare(
+    asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None, varied: Sequence[str]
+) -> CaseResult:
+    """One iteration; ``varied`` are the settings that tell its model from others of that name."""
     target = find_target(str(asked["gpu"]), str(asked["plan"]), folder)
     if target.gpu.kind == "cpu":
         target = replace(target, threads=int(rows["threads"].iloc[0]))
@@ -97,7 +103,7 @@ def _compare(asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None) 
     found = forecast_step(step, target)
     times = list(_at_reference_us(rows, target.bundle, found, step))
     first, last = times[0], times[-1]
-    apart = [str(asked[n]) for n in SETTINGS if asked[n] != OPTIONAL.get(n)]
+    apart = [str(asked[n]) for n in varied]
     return CaseResult(
         case=str(asked["case"]),
         plan=str(asked["plan"]),
@@ -108,6 +114,7 @@ def _compare(asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None) 
         predicted_us_p10=found.iteration_us_p10,
         predicted_us_p90=found.iteration_us_p90,
         measured_us=float(np.exp(np.median(np.log(times)))),
+        rounds_us=(first, last) if len(times) > 1 else (first,),
         raw_us=float(rows["time_us"].mean()),
         retest_ape_pct=100 * abs(last / first - 1) if len(times) > 1 else None,
         by_family_us=dict(found.by_family_us),

@@ -34,6 +34,7 @@ def result(case: str, predicted_us: float, measured_us: float) -> CaseResult:
         predicted_us_p10=predicted_us * 0.9,
         predicted_us_p90=predicted_us * 1.1,
         measured_us=measured_us,
+        rounds_us=(measured_us,),
         raw_us=measured_us,
         retest_ape_pct=2.0,
         by_family_us={"gemm": predicted_us},

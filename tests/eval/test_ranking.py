@@ -30,7 +30,16 @@ def test_tau_counts_pairs_of_plans_by_time_per_sample() -> None:
     found = rankings(PLANS)
     assert [(r.model, r.plans) for r in found] == [("a", 4)]
     assert found[0].kendall_tau == pytest.approx((4 - 2) / 6)
+    assert found[0].retest_tau is None  # measured once
     assert rankings(PLANS[:2]) == []  # two plans are no ranking
+
+
+def test_the_noise_floor_of_a_ranking_is_another_round() -> None:
+    """Per sample 10, 9, 8 us and then 10, 8, 9: two of three pairs as before."""
+    rounds = zip(PLANS[:3], (40, 72, 32), (40, 64, 36), strict=True)
+    twice = [replace(r, rounds_us=(first, again)) for r, first, again in rounds]
+    assert rankings(twice)[0].retest_tau == pytest.approx(1 / 3)
+    assert "two rounds of measurements: 0.33" in ranking_lines(twice)[0]
 
 
 def test_the_chosen_plan_is_judged_by_its_measured_time() -> None:
