@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.bench_public import Result
+from eval.ranking import ranking_metrics
 from eval.results import CaseResult, summary
 
 DEFAULT_URI = "sqlite:///mlflow.db"
@@ -62,7 +63,7 @@ def log_evaluation(results: Sequence[CaseResult], folder: Path) -> None:
     mlflow = _mlflow()
     experiment = _experiment(mlflow, "iterations")
     with mlflow.start_run(experiment_id=experiment, run_name=folder.name):
-        mlflow.log_metrics(summary(results))
+        mlflow.log_metrics({**summary(results), **ranking_metrics(results)})
         for result in results:
             name = re.sub(r"[^A-Za-z0-9_. -]", "", f"error_pct.{result.label}")
             mlflow.log_metric(name, result.error_pct)

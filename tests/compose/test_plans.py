@@ -207,9 +207,10 @@ def test_compression_and_gossip_send_less(gpt: StepCapture) -> None:
 
 
 def test_a_cyclic_slot_is_as_long_as_its_compute_or_its_messages() -> None:
-    assert steady_us(80, 1, 4, 1.0) == 80  # 8 slots of 10 us, messages of 2
-    assert steady_us(80, 20, 4, 1.0) == 8 * 40
-    assert steady_us(80, 1, 4, 2.0) == 8 * 12  # on a CPU the two add up
+    assert steady_us(80, 2, 4, 1.0) == 80  # 8 slots of 10 us, a message of 2 in each
+    assert steady_us(80, 40, 4, 1.0) == 8 * 40
+    assert steady_us(80, 2, 4, 2.0) == 8 * 12  # on a CPU the two add up
+    assert steady_us(80, 2, 4, 2.0, latency_us=1) == 8 * 11  # but for the ranks' sleep
 
 
 def test_the_pipeline_of_equal_stages_has_the_known_bubble(gpt: StepCapture) -> None:
