@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -83,7 +83,7 @@ def _chain(ops: int, results: int) -> FunctionType:
             middle = x if number == ops // 2 else middle
         return (x, middle)[:results]
 
-    return chain
+    return cast(FunctionType, chain)
 
 
 def flops(p: Any) -> Any:
