@@ -92,9 +92,9 @@ def phases(device: str, swept: Sequence[str], nodes: bool = False) -> list[Phase
     cores = os.cpu_count() or 1
     if device == "cpu":
         found = [
-            Phase(families=single, threads=cores, share=0.5),
-            Phase(families=single, threads=1, share=0.38 * (cores > 1), ranks=cores),
-            Phase(families=together, threads=1, share=0.12, ranks=2),
+            Phase(families=single, threads=cores, share=0.46),
+            Phase(families=single, threads=1, share=0.34 * (cores > 1), ranks=cores),
+            Phase(families=together, threads=1, share=0.2, ranks=2),
         ]
     else:
         import torch  # lazy: CPU sweeps do not ask
