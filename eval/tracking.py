@@ -85,6 +85,19 @@ def log_bench(results: Sequence[Result], folder: Path) -> None:
                     mlflow.log_metrics(dict(scores))
 
 
+def log_active(gpu: str, passes: Mapping[str, Sequence[Mapping[str, float]]], folder: Path) -> None:
+    """Experiment ops/<gpu>: a parent run, a nested run per strategy; steps are seconds of sweep."""
+    mlflow = _mlflow()
+    experiment = _experiment(mlflow, f"ops/{gpu}")
+    with mlflow.start_run(experiment_id=experiment, run_name="active sweep"):
+        mlflow.log_artifacts(str(folder))
+        for strategy, some in passes.items():
+            with mlflow.start_run(experiment_id=experiment, run_name=strategy, nested=True):
+                for one in some:
+                    metrics = {name: float(value) for name, value in one.items()}
+                    mlflow.log_metrics(metrics, step=round(60 * metrics["minutes"]))
+
+
 def ui_command() -> list[str]:
     """The MLflow UI on the project's store, with few workers so that it starts soon."""
     store = ["--backend-store-uri", tracking_uri(), "--workers", "1"]

@@ -18,7 +18,7 @@ from microbench.ops.family import Family
 
 ANCHORS = ("anchor_us", "serial_us")
 SPREAD_US = 100.0  # an op of this length runs half in parallel, as torch splits work
-PRIOR_SENSITIVITY = (0.6, 0.9)
+PRIOR_SENSITIVITY = (0.5, 0.75)  # pooled over the families of three sweeps
 PRIOR_WEIGHT = 0.5  # in units of squared log anchor ratio: about ten pairs at half speed
 Sensitivity = tuple[float, float]
 Anchors = Mapping[tuple[str, int], tuple[float, float]]
