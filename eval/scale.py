@@ -1,4 +1,4 @@
-"""How forecasts of many GPUs scale on this machine: `python -m eval.scale`, one process, one core."""
+"""How forecasts of many GPUs scale: `python -m eval.scale`, one process on one core."""
 
 from __future__ import annotations
 
