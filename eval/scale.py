@@ -22,10 +22,10 @@ from itercast.planning import open_search
 GPU = {"gpu": "h100-sxm-80gb"}
 step = capture("gpt3-175b", batch=1, dtype="bf16")
 predict(step, plan="dp=128,tp=8,pp=16,micro=16", **GPU)
-found = {"first_s": time.perf_counter() - start}
-start = time.perf_counter()
+found = {"first_s": time.perf_counter() - start, "first_cpu_s": time.process_time()}
+start, start_cpu = time.perf_counter(), time.process_time()
 predict(step, plan="dp=64,tp=8,pp=32,micro=32", **GPU)
-found["next_s"] = time.perf_counter() - start
+found |= {"next_s": time.perf_counter() - start, "next_cpu_s": time.process_time() - start_cpu}
 
 def forecast_s(dp):
     begin = time.process_time()
@@ -55,7 +55,9 @@ def main() -> None:
     table = Table("what", "target", "measured", title=f"scale, load {os.getloadavg()[0]:.1f}")
     for what, target, key in (
         ("GPT-3 175B on 16,384 H100, capture and imports included, s", "<= 10", "first_s"),
+        ("  of this CPU time, s", "", "first_cpu_s"),
         ("the next plan, s", "<= 0.1", "next_s"),
+        ("  of this CPU time, s", "", "next_cpu_s"),
         ("most memory of all this, GB", "<= 2", "gb"),
         ("CPU time of a forecast on 100,000 GPUs over that on 24, times", "0.8 to 1.2", "growth"),
         ("plan search of GPT-3 175B on 1,024 GPUs, plans per CPU second", ">= 195", "plans_per_s"),
