@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -63,13 +62,13 @@ def build(p: Fused, device: str) -> Workload:
         for _ in range(max(1, round(p.read_bytes / size)))
     ]
     results = max(1, round(p.written_bytes / size))
-    chain = _chain(p.ops, results)
+    chain: Any = _chain(p.ops, results)
     chain.__code__ = chain.__code__.replace()  # of one code torch compiles eight versions at most
     call = torch.compile(chain, dynamic=False)
     return Workload(run=lambda: call(*inputs), through_aten=False)
 
 
-def _chain(ops: int, results: int) -> FunctionType:
+def _chain(ops: int, results: int) -> Callable[..., Any]:
     """A function of as many ops as asked for that reads all of its inputs."""
 
     def chain(*inputs: Any) -> Any:
