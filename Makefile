@@ -43,6 +43,9 @@ bench-speed: setup ## how fast predict and price answer (BUNDLE=runs/demo/bundle
 active: setup ## error against minutes of sweep, at random and where models disagree (DATA=datasets GPU=name)
 	$(PY) -m eval.active $(or $(DATA),datasets) --gpu $(GPU)
 
+bench-scale: setup ## how forecasts and plan searches of thousands of GPUs scale
+	$(PY) -m eval.scale
+
 ui: setup ## the MLflow UI
 	$(CLI) ui
 

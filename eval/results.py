@@ -14,9 +14,8 @@ from learners.train import errors
 class CaseResult:
     """Times in us; ``measured_us`` at the machine's reference speed, ``raw_us`` as clocked.
 
-    ``model`` is what plans that are compared have in common, ``samples`` those of all replicas in a
-    step, ``rounds_us`` the first and the last measurement. ``retest_ape_pct`` is None where there
-    was one only.
+    ``model`` is what plans that are compared have in common, ``samples`` those of all replicas in
+    a step, ``rounds_us`` the first and the last measurement; with one ``retest_ape_pct`` is None.
     """
 
     case: str

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from microbench import store
+from microbench.contention import measure_contention
 from microbench.hardware.machine import measure_cpu
 from microbench.nvml import driver_version
 from microbench.ops import families
@@ -92,9 +93,9 @@ def phases(device: str, swept: Sequence[str], nodes: bool = False) -> list[Phase
     cores = os.cpu_count() or 1
     if device == "cpu":
         found = [
-            Phase(families=single, threads=cores, share=0.5),
-            Phase(families=single, threads=1, share=0.38 * (cores > 1), ranks=cores),
-            Phase(families=together, threads=1, share=0.12, ranks=2),
+            Phase(families=single, threads=cores, share=0.46),
+            Phase(families=single, threads=1, share=0.34 * (cores > 1), ranks=cores),
+            Phase(families=together, threads=1, share=0.2, ranks=2),
         ]
     else:
         import torch  # lazy: CPU sweeps do not ask
@@ -135,6 +136,9 @@ def collect(
         check_points(wanted)
     facts = card_facts(root, device)
     gpu = facts["hardware"]["name"]
+    alone = device != "cpu" or "collective" not in swept or (os.cpu_count() or 1) == 1
+    if not alone and not facts["hardware"]["contention"]:
+        facts["hardware"]["contention"] = round(measure_contention(), 2)
     moved = store.compact(root, facts)
     points = wanted or captured_points_file(root, device, seed)
     for phase in phases(device, swept, bool(torchrun)):

@@ -173,7 +173,10 @@ class Wrapped(Flat):
 
 
 def test_wrappers_cost_the_host_by_layer(gpt: StepCapture) -> None:
-    """FSDP: two blocks and the root in two parts; a checkpoint a block; 10 products, 1 table."""
+    """FSDP: two blocks and the root in two parts; a checkpoint a block; DTensor: see below.
+
+    Its 11 products, a table and the loss; and with it, as with FSDP, a slower optimizer.
+    """
 
     def more_us(text: str) -> float:
         plan, bare = ParallelPlan.parse(text), dict[str, float]()
@@ -184,9 +187,9 @@ def test_wrappers_cost_the_host_by_layer(gpt: StepCapture) -> None:
 
     assert more_us("dp=2") == pytest.approx(0)
     assert more_us("recompute=full") == pytest.approx(2 * 1000)
-    assert more_us("dp=2,zero=3") == pytest.approx(4 * 1000)
+    assert more_us("dp=2,zero=3") == pytest.approx((4 + 1) * 1000)
     share = 11 / 12  # spread over all ops, the optimizer's among them
-    assert more_us("tp=2") == pytest.approx(12 * 1000, rel=1 - share)
+    assert more_us("tp=2") == pytest.approx((13 + 1) * 1000, rel=1 - share)
 
 
 def test_an_old_attention_kernel_is_slower(gpt: StepCapture) -> None:
