@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from microbench.engines import ENGINES
 from microbench.opcall import OpCall, StepCapture, TensorSpec
 from microbench.ops import find_family
 from microbench.ops.fused import CALL
 
-ENGINES = ("eager", "graph", "compile")
 FUSED_FAMILIES = ("elementwise", "norm", "reduction", "random")
 COMPILED_PHASES = ("forward", "loss", "backward")
 EAGER_EVENTS = ("accumulate_grad", "zero_grad", "backward", "adamw_step", "sgd_step")

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from learners.train import errors
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
@@ -79,16 +81,10 @@ def summary(results: Sequence[CaseResult]) -> dict[str, float]:
     """
     if not results:
         raise ValueError("no results to sum up")
-    signed = np.array([r.error_pct for r in results])
-    ape = np.abs(signed)
+    times = np.array([(r.predicted_us, r.measured_us) for r in results])
     twice = [r.retest_ape_pct for r in results if r.retest_ape_pct is not None]
     return {
         "cases": float(len(results)),
-        "mape_pct": float(ape.mean()),
-        "median_ape_pct": float(np.median(ape)),
-        "p90_ape_pct": float(np.quantile(ape, 0.9)),
-        "geomean_ape_pct": float(np.exp(np.log(np.maximum(ape, 0.1)).mean())),
-        "worst_ape_pct": float(ape.max()),
-        "bias_pct": float(signed.mean()),
+        **errors(times[:, 0], times[:, 1]),
         **({"noise_floor_pct": float(np.median(twice))} if twice else {}),
     }

@@ -13,12 +13,13 @@ from rich.console import Console
 
 from itercast.bench import bench_public
 from itercast.calibration import calibrate
-from itercast.errors import one_line_errors, seconds
+from itercast.errors import one_line_errors
 from itercast.imports import import_rows
 from itercast.options import Bundle, Families, Json
 from itercast.planning import plan
 from itercast.points import points
 from itercast.predict_command import predict
+from microbench.durations import seconds
 
 app = typer.Typer(
     add_completion=False,

@@ -24,15 +24,3 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(2) from exc
 
     return wrapped
-
-
-def seconds(text: str) -> float:
-    """A duration like 90s, 10m or 1h in seconds."""
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
-    try:
-        value = float(text[:-1]) * units[text[-1:]]
-    except (ValueError, KeyError):
-        value = 0.0
-    if not 0 < value < 7 * 86400:
-        raise ValueError(f"budget {text!r}: expected a duration like 90s, 10m or 1h")
-    return value

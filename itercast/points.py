@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from itercast.errors import one_line_errors, seconds
+from itercast.errors import one_line_errors
 from itercast.options import Families
+from microbench.durations import seconds
 
 
 @one_line_errors

@@ -42,8 +42,10 @@ def boosted(x: Array, label: Array, seed: int = 0) -> xgb.Booster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
-    """``spread``: of the members' log forecasts at each row asked. ``error``: the median log error
-    of a member on shapes it has not learned."""
+    """How unsure members are: the ``spread`` of their log forecasts at each row asked.
+
+    ``error`` is the median log error of one on shapes it has not learned.
+    """
 
     spread: Array
     error: float

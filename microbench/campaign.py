@@ -15,6 +15,7 @@ from pathlib import Path
 
 from microbench.collect import card_facts, collect, known_families, phases, spent_s
 from microbench.collect_iterations import collect_iterations
+from microbench.durations import seconds
 from microbench.gpu_iterations import gpu_iterations
 from microbench.zoo import points_file
 
@@ -75,11 +76,6 @@ def run(budget_s: float, plan: Iterator[Stage]) -> dict[str, int]:
         rows[stage.name] = stage.measure(seconds)
         log.info("%s: %d new rows", stage.name, rows[stage.name])
     return rows
-
-
-def seconds(text: str) -> float:
-    """A duration like 90s, 8m or 1h in seconds."""
-    return float(text[:-1]) * {"s": 1.0, "m": 60.0, "h": 3600.0}[text[-1]]
 
 
 def main() -> None:

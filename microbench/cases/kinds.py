@@ -82,6 +82,22 @@ def perceptron(name: str, widths: tuple[int, ...], batch: int) -> EvalCase:
     return EvalCase(name=name, build=build, inputs=inputs, loss=loss, batch=batch)
 
 
+def pictures(
+    name: str, batch: int, image: int, labels: tuple[int, ...], classes: int, **case: Any
+) -> EvalCase:
+    """A classifier of square pictures with ``labels`` of that shape a picture."""
+
+    def inputs(batch: int, seq: int) -> dict[str, Any]:
+        import torch  # lazy, as above
+
+        return {
+            "images": torch.randn(batch, 3, image, image),
+            "labels": torch.randint(0, classes, (batch, *labels)),
+        }
+
+    return EvalCase(name=name, inputs=inputs, loss=label_loss, batch=batch, **case)
+
+
 def images(
     name: str,
     model: str,
@@ -93,46 +109,16 @@ def images(
     **sizes: Any,
 ) -> EvalCase:
     """A classifier of square pictures."""
-
-    def inputs(batch: int, seq: int) -> dict[str, Any]:
-        import torch  # lazy, as above
-
-        return {
-            "images": torch.randn(batch, 3, image, image),
-            "labels": torch.randint(0, classes, (batch,)),
-        }
-
-    return EvalCase(
-        name=name,
-        build=builder("vision", model, classes=classes, **sizes),
-        inputs=inputs,
-        loss=label_loss,
-        batch=batch,
-        measured=measured,
-    )
+    build = builder("vision", model, classes=classes, **sizes)
+    return pictures(name, batch, image, (), classes, build=build, measured=measured)
 
 
 def segmentation(
     name: str, model: str, batch: int, image: int, *, classes: int, **sizes: Any
 ) -> EvalCase:
     """A classifier of every pixel of square pictures; only forecast on a CPU."""
-
-    def inputs(batch: int, seq: int) -> dict[str, Any]:
-        import torch  # lazy, as above
-
-        return {
-            "images": torch.randn(batch, 3, image, image),
-            "labels": torch.randint(0, classes, (batch, image, image)),
-        }
-
-    return EvalCase(
-        name=name,
-        build=builder("unet", model, classes=classes, **sizes),
-        inputs=inputs,
-        loss=label_loss,
-        batch=batch,
-        measured=False,
-    )
+    build = builder("unet", model, classes=classes, **sizes)
+    return pictures(name, batch, image, (image, image), classes, build=build, measured=False)
 
 
 def clicks(

@@ -12,7 +12,6 @@ from compose.by_op import op_timeline
 from compose.collectives import EMPTY_BYTES, Message, cluster, price_messages, ring_us
 from compose.ddp import buckets, ddp_step
 from compose.forecast import forecast
-from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
 from compose.priced import PriceBook
 from compose.timeline import Span, simulate
@@ -225,12 +224,3 @@ def test_placement_decides_what_crosses_the_network() -> None:
     assert sizes["tp"] == (4, 4)
     assert sizes["dp"] == (16, 2)
     assert sizes["pp"] == (2, 1)
-
-
-def test_gradients_live_from_backward_to_the_end() -> None:
-    """Per parameter 1 MiB: parameters 2, AdamW 4; both gradients 2 and the 400 B tensor at last."""
-    assert peak_bytes(step(), "adamw") == 8 * MIB + 400
-    assert peak_bytes(step(), "sgd") == 4 * MIB + 400
-    assert peak_bytes(step(), "sgd", dp=2) == 6 * MIB + 400  # DDP's buckets
-    with pytest.raises(ValueError, match="unknown optimizer 'lion'; known"):
-        peak_bytes(step(), "lion")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from memory_walk import peak_bytes
 
 from compose.breakdown import Tally
 from compose.by_op import lanes
 from compose.forecast import forecast
-from compose.memory import peak_bytes
 from compose.plan import ParallelPlan
 from compose.priced import PriceBook, PricedOp, priceable
 from compose.timeline import simulate

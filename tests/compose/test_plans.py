@@ -8,6 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from memory_walk import peak_bytes
 from plan_case import CPU, GPU, Flat
 
 from compose.attention_kernels import with_attention_kernel
@@ -17,7 +18,6 @@ from compose.cyclic import steady_us
 from compose.ddp import default_contention
 from compose.forecast import Forecast, forecast, rank_of
 from compose.host import WRAPPERS
-from compose.memory import peak_bytes
 from compose.memory_plan import rank_memory
 from compose.plan import ParallelPlan, micro_batch
 from compose.priced import PriceBook, Pricer
