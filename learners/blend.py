@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,15 @@ import xgboost as xgb
 from learners import fit
 from learners.fit import Array, Table
 from learners.network import Network, fit_network
-from learners.process import Kernel, Process, fit_process, learn_kernel
+from learners.process import (
+    GRAIN,
+    POINTS,
+    Kernel,
+    Process,
+    every_feature,
+    fit_process,
+    learn_kernel,
+)
 
 FOLDS = 5
 MANY_FOLDS = 3  # of rows of several GPUs: there are more of them
@@ -20,6 +29,7 @@ MEMBERS = 2
 HIDDEN_SHARE = 0.5
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 CURVE_SHARES = (0.75, 1.0)  # beyond what was measured trees stay level
+FINE_GRAIN = 0.02  # where shapes are few each counts
 Smooth = Network | Process
 
 
@@ -27,9 +37,9 @@ Smooth = Network | Process
 class Blend:
     """log ratio = share * smooth + (1 - share) * trees.
 
-    ``known`` and ``hidden`` are smooth: networks, or Gaussian processes where the family runs along
-    curves. They see, and do not see, whose row it is; the latter prices GPUs never seen, half by
-    half with the trees. Families of one GPU have trees only.
+    ``known`` and ``hidden`` are smooth: Gaussian processes where the family runs along curves or
+    all rows are one GPU's and few, else networks. They see, and do not see, whose row it is; the
+    latter prices GPUs never seen, half by half with the trees.
     """
 
     booster: xgb.Booster
@@ -49,13 +59,37 @@ class Blend:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Along:
+    """What a Gaussian process runs along: columns, lengths, how near points are one; its kernel."""
+
+    curve: Mapping[int, Sequence[float]]
+    grain: float
+    shares: Sequence[float]
+    kernel: Kernel | None = None
+
+    def learn(self, table: Table) -> Along:
+        """With the kernel of the table's rows."""
+        kernel = learn_kernel(table.x, table.log_ratio, self.curve, self.grain)
+        return replace(self, kernel=kernel)
+
+
+def along(table: Table) -> Along | None:
+    """None where networks stand in for the process, or trees stand alone."""
+    if table.curve and table.identity:
+        return Along(curve=table.curve, grain=GRAIN, shares=CURVE_SHARES)
+    if table.identity or len(table.x) > POINTS:
+        return None
+    return Along(curve=every_feature(table.x), grain=FINE_GRAIN, shares=SHARES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CrossFit:
     """How many rounds suffice, the smooth share, and every row's log error out of fold."""
 
     rounds: int
     share: float
     residual: Array
-    kernel: Kernel | None = None
+    path: Along | None
 
     @property
     def offsets(self) -> tuple[float, float]:
@@ -69,15 +103,10 @@ def steps_for(rows: int) -> int:
     return int(np.clip(max(min(rows, 1500), rows // 20), 400, 6000))
 
 
-def smooth_curves(table: Table) -> bool:
-    """Whether a Gaussian process stands in for the networks."""
-    return bool(table.curve and table.identity)
-
-
-def fit_smooth(table: Table, x: Array, members: int, kernel: Kernel | None = None) -> Smooth:
-    """A Gaussian process along curves, else networks, on ``x``: features with or without whose."""
-    if smooth_curves(table):
-        return fit_process(x, table.log_ratio, table.curve, kernel)
+def fit_smooth(table: Table, x: Array, members: int, path: Along | None) -> Smooth:
+    """A Gaussian process or networks on ``x``: features with or without whose."""
+    if path is not None:
+        return fit_process(x, table.log_ratio, path.curve, path.kernel, path.grain)
     return fit_network(x, table.log_ratio, members, steps_for(len(x)))
 
 
@@ -87,7 +116,8 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     folds = MANY_FOLDS if train.identity else FOLDS
     folds = min(folds if len(train.x) < fit.LARGE_ROWS else LARGE_FOLDS, len(names))
     rounds, trees, smooth = [], np.zeros(len(train.x)), np.zeros(len(train.x))
-    kernel = learn_kernel(train.x, train.log_ratio, train.curve) if smooth_curves(train) else None
+    path = along(train)
+    path = path.learn(train) if path is not None else None
     for fold in range(folds):
         held = np.isin(train.group, names[fold::folds])
         out = train.take(np.flatnonzero(held))
@@ -95,16 +125,16 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
         booster = fit.fit_xgboost(rest, out, options, fold)
         rounds.append(booster.num_boosted_rounds())
         trees[held] = fit.trees_log_ratio(booster, out.x)
-        if train.identity:
-            smooth[held] = fit_smooth(rest, rest.x, 1, kernel).predict(out.x)
-    shares = (CURVE_SHARES if kernel else SHARES) if train.identity else (0.0,)
+        if train.identity or path is not None:
+            smooth[held] = fit_smooth(rest, rest.x, 1, path).predict(out.x)
+    shares = path.shares if path is not None else SHARES if train.identity else (0.0,)
     guesses = [share * smooth + (1 - share) * trees for share in shares]
     best = int(np.argmin([np.abs(train.log_ratio - guess).mean() for guess in guesses]))
     most = fit.SHARED_ROUNDS + fit.MANY_ROUNDS if train.identity else fit.ROUNDS
     return CrossFit(
         rounds=min(most, round(1.1 * float(np.mean(rounds)))),
         share=shares[best],
-        kernel=kernel,
+        path=path,
         residual=train.log_ratio - guesses[best],
     )
 
@@ -114,10 +144,10 @@ def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = 
 
     ``new``: GPUs never seen will be asked for too.
     """
-    known = fit_smooth(table, table.x, MEMBERS, crossed.kernel) if crossed.share else None
+    known = fit_smooth(table, table.x, MEMBERS, crossed.path) if crossed.share else None
     hidden = None
     if new and table.identity:
-        hidden = fit_smooth(table, table.hidden_x, MEMBERS)
+        hidden = fit_smooth(table, table.hidden_x, MEMBERS, along(table))
     return Blend(
         booster=fit.refit(table, options, crossed.rounds),
         share=crossed.share,
@@ -129,4 +159,4 @@ def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = 
 def fit_hidden(table: Table, options: dict[str, Any], members: int = MEMBERS) -> Blend:
     """Only what prices a GPU never seen."""
     booster = fit.fit_shared(table, options, 0)
-    return Blend(booster=booster, hidden=fit_smooth(table, table.hidden_x, members))
+    return Blend(booster=booster, hidden=fit_smooth(table, table.hidden_x, members, along(table)))

@@ -11,6 +11,8 @@ import numpy as np
 Array = Any  # numpy arrays of float
 AMPLITUDES = (0.4, 0.3, 0.15)  # what all share, offsets of a curve, details
 NOISE = 0.05
+REACH = (1.5, 1.0, 0.5)  # lengths where the family states none, in spreads times root of features
+GRAIN = 0.5  # octaves
 TIE = 0.2  # how firmly lengths stay near those the family states
 STEPS = 60
 SAMPLE = 700  # points of one step
@@ -99,9 +101,16 @@ class Process:
         )
 
 
-def merged(z: Array, log_ratio: Array) -> tuple[Array, Array, Array]:
-    """Points within half an octave made one: where, the median there, how many (at most 4)."""
-    index = np.unique(np.round(2 * z), axis=0, return_inverse=True)[1].reshape(-1)
+def every_feature(x: Array) -> dict[int, tuple[float, ...]]:
+    """Columns that vary, each with lengths of a few times its spread."""
+    spread = x.std(0)
+    used = np.flatnonzero(spread > 1e-6)
+    return {int(i): tuple(float(r * spread[i] * len(used) ** 0.5) for r in REACH) for i in used}
+
+
+def merged(z: Array, log_ratio: Array, grain: float = GRAIN) -> tuple[Array, Array, Array]:
+    """Points within a ``grain`` made one: where, the median there, how many (at most 4)."""
+    index = np.unique(np.round(z / grain), axis=0, return_inverse=True)[1].reshape(-1)
     order, count = np.argsort(index, kind="stable"), np.bincount(index)
     ends = np.cumsum(count)[:-1]
     at = np.stack([part.mean(0) for part in np.split(z[order].astype(float), ends)])
@@ -110,14 +119,16 @@ def merged(z: Array, log_ratio: Array) -> tuple[Array, Array, Array]:
     return at[kept], value[kept], np.minimum(count[kept], 4.0)
 
 
-def learn_kernel(x: Array, log_ratio: Array, curve: Mapping[int, Sequence[float]]) -> Kernel:
+def learn_kernel(
+    x: Array, log_ratio: Array, curve: Mapping[int, Sequence[float]], grain: float = GRAIN
+) -> Kernel:
     """Lengths and amplitudes of greatest marginal likelihood, near the lengths of ``curve``.
 
     ``curve`` names columns of x and a starting length of each part.
     """
     import torch  # lazy: pricing needs numpy only
 
-    z, value, count = merged(x[:, list(curve)], log_ratio)
+    z, value, count = merged(x[:, list(curve)], log_ratio, grain)
     start = torch.tensor(np.log(np.array(list(curve.values())).T))
     lengths = start.clone().requires_grad_()
     scales = torch.tensor(np.log([*AMPLITUDES, NOISE])).requires_grad_()
@@ -149,11 +160,15 @@ def learn_kernel(x: Array, log_ratio: Array, curve: Mapping[int, Sequence[float]
 
 
 def fit_process(
-    x: Array, log_ratio: Array, curve: Mapping[int, Sequence[float]], kernel: Kernel | None = None
+    x: Array,
+    log_ratio: Array,
+    curve: Mapping[int, Sequence[float]],
+    kernel: Kernel | None = None,
+    grain: float = GRAIN,
 ) -> Process:
     """A process through the rows; points far off the others count less (Student's t)."""
-    kernel = kernel or learn_kernel(x, log_ratio, curve)
-    at, value, count = merged(x[:, list(curve)], log_ratio)
+    kernel = kernel or learn_kernel(x, log_ratio, curve, grain)
+    at, value, count = merged(x[:, list(curve)], log_ratio, grain)
     centre = float(np.median(value))
     covariance, variance = kernel(at, at), kernel.noise**2 / count
     doubt = np.ones(len(at))

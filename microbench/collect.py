@@ -23,6 +23,7 @@ from microbench.zoo import points_file, points_path
 Progress = Callable[[int, float], None]
 MAX_RESTARTS = 20
 STALLED_S = 120.0
+REST = 0.05  # of a budget: not worth starting a worker for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +126,9 @@ def collect(
     moved = store.compact(root, facts)
     points = captured_points_file(root, device, seed)
     for phase in phases(device, swept, bool(torchrun)):
-        left_s = budget_s * phase.share - spent_s(root, gpu, phase.families, phase.threads)
-        if left_s < 1:
+        whole_s = budget_s * phase.share
+        left_s = whole_s - spent_s(root, gpu, phase.families, phase.threads)
+        if left_s < max(1.0, REST * whole_s):
             continue
         label = f"t{phase.threads}-r{phase.ranks}"
         order = WorkerOrder(

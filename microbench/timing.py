@@ -154,18 +154,24 @@ def small_ops(device: str) -> list[Callable[[], object]]:
 class CallCost:
     """What Python costs around a timed call: nothing at all, and ``torch.ops.aten``'s wrapper.
 
-    Running medians of one sample per point, since a shared machine changes speed.
+    Cold, that wrapper takes longer than a small op; ``warmed`` calls one right before. Running
+    medians of one sample per point, since a shared machine changes speed.
     """
 
     def __init__(self, disturb: Callable[[], object]) -> None:
         import torch  # lazy: summaries must work where torch is absent
 
-        x = torch.ones(8)
-        self._disturb = disturb
-        self._runs: list[Callable[[], object]] = [
-            lambda: None,
-            lambda: torch.relu(x),
-            lambda: torch.ops.aten.relu(x),
+        x, aten = torch.ones(8), torch.ops.aten
+
+        def warmed() -> None:
+            disturb()
+            aten.neg(x)
+
+        self.before = {False: disturb, True: warmed}  # by through_aten
+        self._runs: list[tuple[Callable[[], object], Callable[[], object]]] = [
+            (disturb, lambda: None),
+            (disturb, lambda: torch.relu(x)),
+            (warmed, lambda: aten.relu(x)),
         ]
         self._samples: deque[list[float]] = deque(maxlen=31)
         for _ in range(31):
@@ -174,8 +180,8 @@ class CallCost:
     def sample(self) -> None:
         """One sample more; the oldest is forgotten."""
         times = []
-        for run in self._runs:
-            self._disturb()
+        for before, run in self._runs:
+            before()
             times.append(_elapsed_us(run))
         self._samples.append(times)
 
@@ -193,15 +199,15 @@ class Clock:
         import torch  # lazy: summaries must work where torch is absent
 
         self._flush = torch.zeros(int(1.5 * cache_bytes) // 4).sum
-        self._disturb = other_ops()
-        self._call_cost = CallCost(self._disturb)
+        self._call_cost = CallCost(other_ops())
 
     def time(self, workload: Workload, cache: str) -> Timing:
         """``cache`` is warm (operands where the last call left them) or cold (flushed)."""
+        before = self._call_cost.before[workload.through_aten]
         if cache == "cold":
-            timing = time_cold_cpu(workload, self._flush, self._disturb)
+            timing = time_cold_cpu(workload, self._flush, before)
         else:
-            timing = time_warm_cpu(workload, self._disturb)
+            timing = time_warm_cpu(workload, before)
             self._call_cost.sample()
         less_us = 0.0 if workload.baseline else self._call_cost.us(workload.through_aten)
         return Timing(

@@ -6,6 +6,7 @@ rank messages are copies; what is left is hooks, dispatch and bookkeeping in Pyt
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -31,6 +32,7 @@ def wrapper_workload(op: str, tensors: int, device: str) -> Workload:
     if not dist.is_initialized():
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # views, as a transformer has them
     make, calls = WRAPPERS[op]
     run, baseline = make(tensors, device)
     return Workload(run=run, baseline=baseline, calls=calls, through_aten=False)
