@@ -4,7 +4,7 @@ BUDGET ?= 5m
 OUT ?= datasets
 PYTHON ?= python3
 
-.PHONY: help setup demo collect campaign train evaluate bench-public bench-speed predict ui report test lint endurance clean
+.PHONY: help setup demo collect campaign train evaluate bench-public bench-speed active predict ui report test lint endurance clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -22,8 +22,8 @@ demo: setup ## sweep this CPU, train, forecast, compare: reports/demo
 collect: setup ## sweep kernels (BUDGET=5m)
 	$(CLI) collect --device cpu --budget $(BUDGET)
 
-campaign: ## everything on a GPU box, resumable (BUDGET=8m OUT=datasets PYTHON=python3; no setup)
-	$(PYTHON) -m microbench.campaign --budget $(BUDGET) --out $(OUT)
+campaign: ## everything on a GPU box, resumable (BUDGET=8m OUT=datasets PYTHON=python3 POINTS=file; no setup)
+	$(PYTHON) -m microbench.campaign --budget $(BUDGET) --out $(OUT) $(if $(POINTS),--points $(POINTS))
 
 train: setup ## train one model per op family on datasets/
 	$(CLI) train --data datasets --out bundles/local
@@ -39,6 +39,12 @@ predict: setup ## forecast one case (CASE=gpt2-small GPU=cpu)
 
 bench-speed: setup ## how fast predict and price answer (BUNDLE=runs/demo/bundle)
 	$(PY) -m eval.speed $(or $(BUNDLE),runs/demo/bundle)
+
+active: setup ## error against minutes of sweep, at random and where models disagree (DATA=datasets GPU=name)
+	$(PY) -m eval.active $(or $(DATA),datasets) --gpu $(GPU)
+
+bench-scale: setup ## how forecasts and plan searches of thousands of GPUs scale
+	$(PY) -m eval.scale
 
 ui: setup ## the MLflow UI
 	$(CLI) ui

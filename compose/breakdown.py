@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
+from compose.lanes import LATENCY
 from compose.priced import UNMODELLED, PricedOp
 from compose.rank import Run
 from compose.timeline import Span
@@ -72,7 +73,7 @@ class Shares:
 def shares(run: Run) -> Shares:
     """What a run's time went to; collectives within compute count as exposed."""
     lane_us = covered_us(lane_spans(run, "compute"))
-    sent = lane_spans(run, "comm", "h2d", "d2h")
+    sent = lane_spans(run, LATENCY, "comm", "h2d", "d2h")
     exposed_us = covered_us([*lane_spans(run, "compute"), *sent]) - lane_us + run.blocking_us
     comm_us = covered_us(sent) + run.blocking_us
     return Shares(run.end_us, lane_us - run.blocking_us, exposed_us, comm_us)

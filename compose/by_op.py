@@ -14,7 +14,7 @@ from compose.engines import launches
 from compose.frame import frame
 from compose.gpu_variants import as_on_gpu
 from compose.host import host_cost, launch_cost_us
-from compose.lanes import SHARED
+from compose.lanes import LATENCY, SHARED
 from compose.plan import ParallelPlan
 from compose.priced import PriceBook, PricedOp
 from compose.timeline import Span, Task, simulate_shared
@@ -68,6 +68,11 @@ def lanes(
         tasks.append(Task(("compute",), duration_us, after, op.op))
         while waiting and waiting[0][0].after <= index:
             sync, priced = waiting.pop(0)
+            before = (compute,)
+            if priced.latency_us:
+                before = (len(tasks),)
+                tasks.append(Task((LATENCY,), priced.latency_us, (compute,), priced.op))
             awaited.setdefault(sync.before, []).append(len(tasks))
-            tasks.append(Task(("comm",), priced.duration_us, (compute,), priced.op))
+            sent_us = priced.duration_us - priced.latency_us
+            tasks.append(Task(("comm",), sent_us, before, priced.op))
     return tasks

@@ -8,7 +8,7 @@ Without a model ``ring_us`` stands in, counted as unmodelled and right within a 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pandas as pd
 
@@ -20,6 +20,7 @@ from microbench.ops.collective import CPU_COPIES, Collective, bus_factor
 
 RANKS_PER_NODE = 8  # assumption where the plan names no node
 NETWORK_BYTES_PER_S = 25e9  # assumption, as above: one 200 Gb/s port per GPU
+EMPTY_BYTES = 64
 ALPHA_US = {"cpu": 30.0, "link": 5.0, "network": 10.0}  # assumption: one message's latency
 
 
@@ -124,7 +125,20 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
         made = _learned(fresh, book, where) if learned else (_stand_in(m, where) for m in fresh)
         for m, op in zip(fresh, made, strict=True):
             book.sent[m, where.groups[m.axis], node] = op
+        if where.gpu.kind == "cpu":
+            _part_latency(fresh, book, where)
     return [book.sent[key] for key in keys]
+
+
+def _part_latency(messages: Sequence[Message], book: PriceBook, where: Cluster) -> None:
+    """Of each message as much is latency as the same with next to no bytes takes."""
+    node = where.node.name if where.node else ""
+    large = [m for m in messages if m.message_bytes > EMPTY_BYTES]
+    empty = [replace(m, message_bytes=EMPTY_BYTES) for m in large]
+    for m, op in zip(large, price_messages(empty, book, where), strict=True):
+        key = (m, where.groups[m.axis], node)
+        whole = book.sent[key]
+        book.sent[key] = replace(whole, latency_us=min(op.duration_us, whole.duration_us))
 
 
 def _stand_in(message: Message, where: Cluster) -> PricedOp:

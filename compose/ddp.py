@@ -8,8 +8,9 @@ What DDP adds to a step, as a profile of torch 2.13 shows it:
 - after backward, each bucket is awaited and its gradients are copied back.
 
 While an all-reduce and compute overlap both proceed at 1/contention of their speed
-(``timeline.simulate_shared``). The factor is stated, not learned: 1.0 on GPUs (copy engines and few
-SMs), 2.0 on a CPU, where both run on the same cores.
+(``timeline.simulate_shared``). The factor is the device's where it was measured
+(``microbench.contention``), else stated: 1.0 on GPUs (copy engines and few SMs), 2.0 on a CPU,
+where both run on the same cores.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Sync:
 
 
 def default_contention(gpu: Gpu) -> float:
-    """2.0 on a CPU, 1.0 on GPUs: stated, see the top of this file."""
-    return 2.0 if gpu.kind == "cpu" else 1.0
+    """The device's, or what is stated at the top of this file."""
+    return gpu.contention or (2.0 if gpu.kind == "cpu" else 1.0)
 
 
 def buckets(

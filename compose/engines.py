@@ -14,6 +14,10 @@ FUSED_FAMILIES = ("elementwise", "norm", "reduction", "random")
 COMPILED_PHASES = ("forward", "loss", "backward")
 EAGER_EVENTS = ("accumulate_grad", "zero_grad", "backward", "adamw_step", "sgd_step")
 
+# By the number of lists. Source: ATen/native/cuda/MultiTensorApply.cuh, arguments of 4 KB; torch
+# built with CUDA 13 takes seven times as many.
+TENSORS_A_LAUNCH = (110, 64, 48, 36, 30)
+
 
 def with_engine(capture: StepCapture, engine: str) -> StepCapture:
     """The step as an engine launches it.
@@ -34,7 +38,17 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
 
 def launches(capture: StepCapture) -> int:
     """How often the host launches something."""
-    return 1 if capture.engine == "graph" else len(capture.calls)
+    return 1 if capture.engine == "graph" else sum(map(_kernels, capture.calls))
+
+
+def _kernels(call: OpCall) -> int:
+    """Launches of a call; lists of tensors go in pieces, as many as a kernel's arguments hold."""
+    name = call.op.split(".")[1]
+    if not name.startswith(("_foreach_", "_fused_")):
+        return 1
+    lists = [a for a in call.args if isinstance(a, tuple) and a and isinstance(a[0], TensorSpec)]
+    depth = len(lists) + (not name.endswith("_"))  # what is not in place has a list of results
+    return -(-len(lists[0]) // TENSORS_A_LAUNCH[min(depth, 5) - 1]) if lists else 1
 
 
 def fused(capture: StepCapture) -> StepCapture:

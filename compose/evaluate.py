@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from compose.breakdown import Shares, Tally, shares
 from compose.collectives import Message, price_messages
-from compose.cyclic import slot_message, steady_us
+from compose.cyclic import hand_on, slot_message, steady_us
 from compose.host import python_op
 from compose.pipeline import StageTimes, finish_us
 from compose.priced import PricedOp
@@ -72,6 +72,8 @@ def _alone(rank: Rank, optimizer: str) -> Outcome:
         final.quiet(micro - 1)
     final.forward()
     final.backward(later=micro > 1, sync=True)
+    if plan.cdp:
+        hand_on(final)
     final.update(optimizer)
     run = final.run()
     found = shares(run)
@@ -129,9 +131,10 @@ def _cyclic(rank: Rank, alone: Shares) -> Shares:
     message = slot_message(nbytes, rank.plan.dp, dtype)
     (op,) = price_messages([message], rank.book, rank.where)
     n = rank.plan.dp
-    end_us = steady_us(alone.end_us, op.duration_us, n, rank.contention)
-    comm_us = 4 * n * op.duration_us
-    slowed_us = min(end_us, alone.compute_us + (rank.contention - 1) * min(alone.end_us, comm_us))
+    end_us = steady_us(alone.end_us, op.duration_us, n, rank.contention, op.latency_us)
+    comm_us, copied_us = 2 * n * op.duration_us, 2 * n * (op.duration_us - op.latency_us)
+    slowed_us = alone.compute_us + (rank.contention - 1) * min(alone.end_us, copied_us)
+    slowed_us = min(end_us, slowed_us)
     return Shares(end_us, slowed_us, max(0.0, end_us - max(slowed_us, alone.end_us)), comm_us)
 
 

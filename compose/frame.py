@@ -66,8 +66,8 @@ def frame(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> Frame:
 
 @remembered
 def _frame(capture: StepCapture, cut: Cut, gpu: Gpu) -> Frame:
-    for rewrite in (expert_parallel, context_parallel, tensor_parallel):
-        capture = rewrite(capture, cut.plan)
+    capture = context_parallel(expert_parallel(capture, cut.plan), cut.plan)
+    capture = tensor_parallel(capture, cut.plan, summed=gpu.kind != "cpu")
     capture = capture if gpu.kind == "cpu" else as_on_gpu(capture)
     cold, calls = cold_fractions(capture, gpu), capture.calls
     layers = tuple(split_layers(capture))

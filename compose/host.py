@@ -21,13 +21,36 @@ ASSUMED_US = {
     "launch": 5.0,
     "fsdp_layer": 400.0,
     "fsdp_layer_kept": 350.0,
-    "tp_product": 0.0,  # Megatron's own functions; DTensor's dispatch is measured
-    "checkpoint": 50.0,
+    "checkpoint_layer": 300.0,
     "pipeline_micro": 100.0,
+    # Megatron's own functions on plain tensors; torch's DTensor is measured
+    "tp_product": 0.0,
+    "tp_product_bias": 0.0,
+    "tp_loss": 0.0,
+    "adamw_dtensor_step": 0.0,
+    "sgd_dtensor_step": 0.0,
 }
-WRAPPERS = ("fsdp_layer", "fsdp_layer_kept", "tp_product", "checkpoint", "pipeline_micro")
-# One event; its count is that of the parameters.
-PER_STEP = ("adamw_step", "sgd_step", "fsdp_layer", "fsdp_layer_kept")
+WRAPPERS = (
+    "fsdp_layer",
+    "fsdp_layer_kept",
+    "checkpoint_layer",
+    "pipeline_micro",
+    "tp_product",
+    "tp_product_bias",
+    "tp_loss",
+    "adamw_dtensor_step",
+    "sgd_dtensor_step",
+)
+# One event; its count is that of the parameters, of a checkpoint the tensors it saves.
+PER_STEP = (
+    "adamw_step",
+    "sgd_step",
+    "adamw_dtensor_step",
+    "sgd_dtensor_step",
+    "fsdp_layer",
+    "fsdp_layer_kept",
+    "checkpoint_layer",
+)
 PYTHON = "python"  # phase of what the host does without an op
 
 

@@ -10,6 +10,7 @@ from compose.timeline import Task
 from compose.work import Work
 
 SHARED = frozenset({"compute", "comm"})
+LATENCY = "latency"  # of messages: nothing is slowed by it
 
 
 @dataclass
@@ -47,7 +48,10 @@ class Lanes:
 
     def send(self, op: PricedOp, lane: str = "comm", after: tuple[int, ...] | None = None) -> int:
         """A message beside compute, once what compute has done so far (or ``after``) is done."""
-        return self._add(lane, op.duration_us, self.done if after is None else after, op.op)
+        after = self.done if after is None else after
+        if op.latency_us:
+            after = (self._add(LATENCY, op.latency_us, after, op.op),)
+        return self._add(lane, op.duration_us - op.latency_us, after, op.op)
 
     def wait(self, tasks: Iterable[int]) -> None:
         """What compute does next waits for these."""

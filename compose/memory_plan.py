@@ -66,8 +66,10 @@ def _peak(
         return trained // share, kept, max(work, default=0)
     best, left, made = (0, 0, 0), sum(saved), 0
     for i in range(len(layers) - 1, -1, -1):
-        made += layers[i].layer.trained_bytes
+        own = layers[i].layer.trained_bytes
+        made += own
         now = (made // share, left, work[i])
-        best = max(best, now, key=sum)
         left -= saved[i]
+        scattered = (made // share, left, 2 * own if share > 1 else 0)  # whole, and joined to send
+        best = max(best, now, scattered, key=sum)
     return best

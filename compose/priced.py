@@ -34,7 +34,10 @@ class Pricer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedOp:
-    """One call with its duration; ``family`` is unmodelled where a roofline stood in."""
+    """One call with its duration; ``family`` is unmodelled where a roofline stood in.
+
+    ``latency_us``: the part of a message on a CPU that ranks sleep, not copy.
+    """
 
     op: str
     family: str
@@ -44,6 +47,7 @@ class PricedOp:
     high_us: float
     flops: float
     in_envelope: bool
+    latency_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

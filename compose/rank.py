@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from compose.collectives import Cluster, Message, price_messages
 from compose.extras import buffer_copies
+from compose.host import host_cost
 from compose.lanes import SHARED, Lanes
 from compose.plan import ParallelPlan
 from compose.priced import PriceBook, PricedOp
@@ -272,6 +273,9 @@ class Stretch:
             python_us = (
                 rank.model.optimizer_host_us * tensors / max(1, rank.model.optimizer_tensors)
             )
+            if self.how.by_layer:
+                event = {f"{optimizer}_dtensor_step": tensors}
+                python_us += host_cost(event, rank.book).duration_us
             self.lanes.work(_update_work(ops, rank, python_us), "optimizer")
         if offloaded:
             self.lanes.wait([self.lanes.send(self._copy(state, "d2h"), "d2h")])

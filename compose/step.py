@@ -197,7 +197,7 @@ def _price_layer(
     if plan.recompute and layer.name not in ("first", "last"):
         again, saved = _recomputed(layer, found.capture, ops, plan)
     if again:
-        again = [python_op("checkpoint", 1, book), *again]
+        again = [python_op("checkpoint_layer", _saved(layer, found.capture), book), *again]
         shift = len(again)
         moved = tuple(
             replace(p, ready_after=p.ready_after + shift) if p.ready_after >= 0 else p
@@ -228,11 +228,16 @@ def _recomputed(
 ) -> tuple[list[PricedOp], int]:
     """What backward does again first, and the bytes that are still saved.
 
-    full: the whole layer from its input. selective: attention only (arXiv:2205.05198).
+    full: the layer from its input up to the last result that its backward reads (torch.utils
+    .checkpoint stops there). selective: attention only (arXiv:2205.05198).
     """
     a, b = layer.forward
     if plan.recompute == "full":
-        return list(ops[a:b]), layer.output_bytes
+        read = {t.storage for c in capture.calls[slice(*layer.backward)] for t in c.tensors()}
+        needed = (
+            i + 1 for i in range(a, b) if any(t.storage in read for t in capture.calls[i].outputs)
+        )
+        return list(ops[a : max(needed, default=a)]), layer.output_bytes
     chosen = [i for i in range(a, b) if capture.calls[i].op in ATTENTION]
     if not chosen:
         return [], layer.saved_bytes
@@ -244,6 +249,14 @@ def _recomputed(
     ]
     dropped = sum(t.nbytes for i in chosen for t in capture.calls[i].outputs)
     return [ops[i] for i in chosen], max(layer.output_bytes, layer.saved_bytes - dropped)
+
+
+def _saved(layer: Layer, capture: StepCapture) -> int:
+    """How many tensors autograd saves of a layer: what backward's calls read of forward's."""
+    forward = capture.calls[slice(*layer.forward)]
+    there = {t.storage for c in forward for t in (*c.tensors(), *c.outputs)}
+    backward = capture.calls[slice(*layer.backward)]
+    return max(1, sum(t.storage in there for c in backward for t in c.tensors()))
 
 
 def _weight_us(layer: Layer, capture: StepCapture, ops: Sequence[PricedOp]) -> float:

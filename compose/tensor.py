@@ -2,98 +2,42 @@
 
 Adds: all_reduce of the output of every second product of a pair in forward and of the input
 gradient of the first in backward; with ``sp`` an all_gather before the first and a reduce_scatter
-after the second instead, and one more all_gather in backward behind compute. Memory: parameters of
-paired products, the embedding and the head are cut; with ``sp`` activations between pairs too.
-
-Pairs are found by following data: a product with a weight whose result reaches another such product
-without a norm or a residual sum between is cut by columns, the other by rows. What lies between
-(attention, activations) works on a part of the heads or columns.
+after the second instead, and one more all_gather in backward behind compute; three small
+all_reduces in the loss (``compose.vocabulary``). Products of one input reduce their gradients'
+sum; on a CPU, where torch's ColwiseParallel runs the plan, each reduces its own. Memory: parameters
+of paired products, the embedding and the head are cut; with ``sp`` activations between pairs too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 
+from compose.pairs import PRODUCTS, roles
 from compose.plan import ParallelPlan
 from compose.rewrite import Builder, changed, collective, cut
+from compose.vocabulary import LOSS, parallel_loss
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
-PRODUCTS = ("aten.mm.default", "aten.addmm.default")
-STOPS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "mean", "_log_softmax")
-REACH = 400  # calls to follow
 
+def tensor_parallel(
+    capture: StepCapture, plan: ParallelPlan, *, summed: bool = True
+) -> StepCapture:
+    """One rank's step; ValueError where heads do not divide or nothing can be cut.
 
-def tensor_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
-    """One rank's step; ValueError where heads do not divide or nothing can be cut."""
+    ``summed``: products of one input add their gradients of it before these are reduced.
+    """
     if plan.tp == 1:
         return capture
-    return _TensorParallel(capture, plan).run()
-
-
-def roles(capture: StepCapture) -> dict[int, str]:
-    """Storages of weights that are cut: column, row or vocabulary."""
-    weights = {p.storage for p in capture.parameters if len(p.shape) == 2}
-    found: dict[int, str] = {}
-    forward = [c for c in capture.calls if c.phase in ("forward", "loss")]
-    made = {t.storage for c in forward for t in c.outputs}
-    for i, call in enumerate(forward):
-        weight = _weight(call, weights)
-        if weight is None or found.get(weight.storage) == "row":
-            continue
-        partner = _partner(forward[i + 1 :], call.outputs[0].storage, weights, made)
-        if partner == "loss":
-            found[weight.storage] = "vocabulary"
-        elif isinstance(partner, int) and partner not in found:
-            found[weight.storage] = "column"
-            found[partner] = "row"
-        elif isinstance(partner, int) and found[partner] == "row":
-            found[weight.storage] = "column"
-    heads = {p.shape for p in capture.parameters if found.get(p.storage) == "vocabulary"}
-    found |= {p.storage: "vocabulary" for p in capture.parameters if p.shape in heads}
-    return found
-
-
-def _weight(call: OpCall, weights: set[int]) -> TensorSpec | None:
-    """The weight of a product, its second factor."""
-    if call.op not in PRODUCTS:
-        return None
-    second = call.args[-1]
-    return second if second.storage in weights else None
-
-
-def _partner(
-    calls: Sequence[OpCall], start: int, weights: set[int], made: set[int]
-) -> int | str | None:
-    """The weight that first multiplies what came of ``start``; "loss" if that or nobody does.
-
-    Megatron's heads are cut by vocabulary whether or not a loss follows.
-    """
-    follows = {start}
-    for call in calls[:REACH]:
-        tensors = call.tensors()
-        mine = [t for t in tensors if t.storage in follows]
-        if not mine:
-            continue
-        weight = _weight(call, weights)
-        if weight is not None:
-            return weight.storage
-        name = call.op.split(".")[1]
-        if name == "_log_softmax":
-            return "loss"
-        others = [t for t in tensors if t.storage in made and t.storage not in follows]
-        residual = name in ("add", "add_") and any(t.numel == mine[0].numel for t in others)
-        if residual or name in STOPS:
-            return None
-        follows |= {t.storage for t in call.outputs}
-    return "loss" if len(calls) <= REACH else None
+    return _TensorParallel(capture, plan, summed).run()
 
 
 class _TensorParallel:
     """One walk over the step: which storages are parts, and what is sent."""
 
-    def __init__(self, capture: StepCapture, plan: ParallelPlan) -> None:
-        self.capture, self.plan, self.tp = capture, plan, plan.tp
+    def __init__(self, capture: StepCapture, plan: ParallelPlan, summed: bool) -> None:
+        self.capture, self.plan, self.tp, self.summed = capture, plan, plan.tp, summed
         self.roles = roles(capture)
         if not self.roles:
             raise ValueError(f"plan {str(plan)!r}: no pair of products found to cut by tp")
@@ -105,7 +49,10 @@ class _TensorParallel:
         self.inputs: dict[int, list[int]] = {}  # activation -> weights that multiply it
         self.pending: dict[int, int] = {}  # activation -> column products whose gradient is due
         self.heads: set[int] = set()
-        self.tables = 0  # look-ups in cut tables
+        self.events: dict[str, int] = {}  # what torch's DTensor does in Python
+        self.fresh = count(
+            1 + max((t.storage for c in capture.calls for t in c.outputs), default=0)
+        )
         self.tokens = capture.tokens or capture.samples
         self.seq = capture.tokens // max(1, capture.samples)
         self.made = Builder(capture)
@@ -121,9 +68,15 @@ class _TensorParallel:
                 self._product(i, call)
             else:
                 self._other(i, call)
-        made = self.made.done([self._parameter(p) for p in self.capture.parameters])
-        products = sum(len(weights) for weights in self.inputs.values()) + self.tables
-        return replace(made, host={**made.host, "tp_product": products})
+        parameters = [self._parameter(p) for p in self.capture.parameters]
+        made = self.made.done(parameters)
+        pairs = zip(parameters, self.capture.parameters, strict=True)
+        cut_ones = sum(a != b for a, b in pairs)
+        steps = {f"{k[:-5]}_dtensor_step": cut_ones for k in made.host if k.endswith("_step")}
+        return replace(made, host={**made.host, **self.events, **steps})
+
+    def _count(self, event: str) -> None:
+        self.events[event] = self.events.get(event, 0) + 1
 
     def _parameter(self, p: ParamSpec) -> ParamSpec:
         """A weight's rows are outputs: cut by column or vocabulary they are fewer."""
@@ -166,7 +119,7 @@ class _TensorParallel:
         if forward:
             if self.roles.get(call.args[0].storage) != "vocabulary":
                 return False
-            self.tables += 1
+            self._count("tp_product")
             self.made.keep(i, changed(call, {call.args[0]: cut(call.args[0], 0, self.tp)}))
             self._reduce(call.outputs[0], call.phase)
             return True
@@ -197,6 +150,7 @@ class _TensorParallel:
 
     def _forward(self, i: int, call: OpCall, a: TensorSpec, weight: TensorSpec) -> None:
         self.inputs.setdefault(a.storage, []).append(weight.storage)
+        self._count("tp_product_bias" if call.op == "aten.addmm.default" else "tp_product")
         out = call.outputs[0]
         if self.roles[weight.storage] == "row":
             change = {a: cut(a, -1, self.tp), weight: cut(weight, 0, self.tp)}
@@ -221,7 +175,7 @@ class _TensorParallel:
         self.made.keep(i, changed(call, change))
         source = next((s for s, w in self.inputs.items() if weight.storage in w), -1)
         self.pending[source] = self.pending.get(source, 1) - 1
-        if self.pending[source] == 0:
+        if self.pending[source] == 0 or not self.summed:
             self._reduce(out, call.phase)
 
     def _weight_role(self, b: TensorSpec, out: TensorSpec) -> str | None:
@@ -258,7 +212,13 @@ class _TensorParallel:
             self.pieces |= {t.storage for t in call.outputs if change[t] != t}
         else:
             change = {}
-        self.made.keep(i, changed(call, change))
+        calls = [changed(call, change)]
+        if change and call.op in LOSS:
+            calls = parallel_loss(call, change, self.fresh)
+            if call.op == LOSS[0]:
+                self._count("tp_loss")
+        self.made.calls += calls[:-1]
+        self.made.keep(i, calls[-1])
 
     def _check_heads(self, tensors: Sequence[TensorSpec]) -> None:
         for t in tensors:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eval import plots
+from eval.ranking import choices, ranking_lines, ranking_metrics, rankings
 from eval.results import CaseResult, grouped, in_words, summary
 from microbench.store import write_atomic
 
@@ -84,6 +85,7 @@ def write_report(
         f"<p class=lead><b>{name.capitalize()}, {len(group)} cases:</b> {in_words(group)}.</p>"
         for name, group in grouped(results).items()
     )
+    lead += "".join(f"<p>{escape(line)}.</p>" for line in ranking_lines(results))
     facts = ", ".join(f"{k} {v}" for k, v in machine.items())
     head = ["case", "predicted ms", "80 % interval", "measured ms", "error %", "retest %"]
     fit_head = ["family", "rows", "retest %", "coverage %", *LEARNERS, "xgboost p90"]
@@ -97,7 +99,13 @@ def write_report(
     )
     cases = [{**asdict(r), "error_pct": r.error_pct} for r in results]
     groups = {name: summary(group) for name, group in grouped(results).items()}
-    plain = {"cases": cases, "summary": total, "groups": groups, "machine": dict(machine)}
+    plans: dict[str, Any] = {
+        **ranking_metrics(results),
+        "rankings": [asdict(r) for r in rankings(results)],
+        "choices": [asdict(c) for c in choices(results)],
+    }
+    plain = {"cases": cases, "summary": total, "groups": groups, "plans": plans}
+    plain["machine"] = dict(machine)
     for name, data in images.items():
         write_atomic(folder / f"{name}.png", data)
     write_atomic(folder / "evaluation.json", json.dumps(plain, indent=1).encode())

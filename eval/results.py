@@ -12,15 +12,20 @@ import numpy as np
 class CaseResult:
     """Times in us; ``measured_us`` at the machine's reference speed, ``raw_us`` as clocked.
 
-    ``retest_ape_pct`` is None where the case was measured once.
+    ``model`` is what plans that are compared have in common, ``samples`` those of all replicas in
+    a step, ``rounds_us`` the first and the last measurement; with one ``retest_ape_pct`` is None.
     """
 
     case: str
     plan: str
+    model: str
+    ranks: int
+    samples: int
     predicted_us: float
     predicted_us_p10: float
     predicted_us_p90: float
     measured_us: float
+    rounds_us: tuple[float, ...]
     raw_us: float
     retest_ape_pct: float | None
     by_family_us: Mapping[str, float]

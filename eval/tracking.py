@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.bench_public import Result
+from eval.ranking import ranking_metrics
 from eval.results import CaseResult, summary
 
 DEFAULT_URI = "sqlite:///mlflow.db"
@@ -62,7 +63,7 @@ def log_evaluation(results: Sequence[CaseResult], folder: Path) -> None:
     mlflow = _mlflow()
     experiment = _experiment(mlflow, "iterations")
     with mlflow.start_run(experiment_id=experiment, run_name=folder.name):
-        mlflow.log_metrics(summary(results))
+        mlflow.log_metrics({**summary(results), **ranking_metrics(results)})
         for result in results:
             name = re.sub(r"[^A-Za-z0-9_. -]", "", f"error_pct.{result.label}")
             mlflow.log_metric(name, result.error_pct)
@@ -82,6 +83,19 @@ def log_bench(results: Sequence[Result], folder: Path) -> None:
                 ):
                     mlflow.set_tags({"line": r.line, "part": r.part, "learner": learner})
                     mlflow.log_metrics(dict(scores))
+
+
+def log_active(gpu: str, passes: Mapping[str, Sequence[Mapping[str, float]]], folder: Path) -> None:
+    """Experiment ops/<gpu>: a parent run, a nested run per strategy; steps are seconds of sweep."""
+    mlflow = _mlflow()
+    experiment = _experiment(mlflow, f"ops/{gpu}")
+    with mlflow.start_run(experiment_id=experiment, run_name="active sweep"):
+        mlflow.log_artifacts(str(folder))
+        for strategy, some in passes.items():
+            with mlflow.start_run(experiment_id=experiment, run_name=strategy, nested=True):
+                for one in some:
+                    metrics = {name: float(value) for name, value in one.items()}
+                    mlflow.log_metrics(metrics, step=round(60 * metrics["minutes"]))
 
 
 def ui_command() -> list[str]:

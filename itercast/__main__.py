@@ -17,6 +17,7 @@ from itercast.errors import one_line_errors, seconds
 from itercast.imports import import_rows
 from itercast.options import Bundle, Families, Json
 from itercast.planning import plan
+from itercast.points import points
 from itercast.predict_command import predict
 
 app = typer.Typer(
@@ -45,16 +46,20 @@ def collect(
             'e.g. "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"'
         ),
     ] = "",
+    points: Annotated[
+        Path | None, typer.Option(help="sweep the points of this file alone: see itercast points")
+    ] = None,
 ) -> None:
     """Sweep op families on this machine into a dataset; resumes where it stopped."""
     from itercast.steps import sweep
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: allowed are cpu and cuda")
-    rows = sweep(out, device, family, seconds(budget), seed, torchrun)
+    rows = sweep(out, device, family, seconds(budget), seed, torchrun, points)
     typer.echo(f"{rows} new rows in {out}")
 
 
+app.command()(points)
 app.command(name="import")(import_rows)
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +21,7 @@ from compose.attention_kernels import with_attention_kernel
 from compose.channels import with_memory_format
 from compose.engines import with_engine
 from compose.forecast import Forecast
+from eval.ranking import ranking_lines
 from eval.results import CaseResult, grouped, in_words
 from itercast.api import capture, forecast_step, micro_size
 from itercast.steps import progress_bar
@@ -71,10 +73,14 @@ def compare_all(rows: pd.DataFrame, folder: Path | None) -> list[CaseResult]:
     asked = [c for c in (*ASKED, "hf_config") if c in rows]
     groups = list(rows.groupby(asked, dropna=False, sort=False))
     results, refused = [], Counter[str]()
+    settings = [n for n in asked if n not in ("case", "batch", "plan", "hf_config")]
+    by_case = rows.groupby("case")
+    varied = {str(c): [n for n in settings if mine[n].nunique() > 1] for c, mine in by_case}
     with progress_bar() as bar:
         for key, group in bar.track(groups, description="forecast"):
             try:
-                results.append(_compare(dict(zip(asked, key, strict=True)), group, folder))
+                named = dict(zip(asked, key, strict=True))
+                results.append(_compare(named, group, folder, varied[str(named["case"])]))
             except ValueError as exc:
                 refused[str(exc)] += 1
     for reason, count in refused.most_common():
@@ -82,7 +88,10 @@ def compare_all(rows: pd.DataFrame, folder: Path | None) -> list[CaseResult]:
     return results
 
 
-def _compare(asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None) -> CaseResult:
+def _compare(
+    asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None, varied: Sequence[str]
+) -> CaseResult:
+    """One iteration; ``varied`` are the settings that tell its model from others of that name."""
     target = find_target(str(asked["gpu"]), str(asked["plan"]), folder)
     if target.gpu.kind == "cpu":
         target = replace(target, threads=int(rows["threads"].iloc[0]))
@@ -96,13 +105,18 @@ def _compare(asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None) 
     found = forecast_step(step, target)
     times = list(_at_reference_us(rows, target.bundle, found, step))
     first, last = times[0], times[-1]
+    apart = [str(asked[n]) for n in varied]
     return CaseResult(
         case=str(asked["case"]),
         plan=str(asked["plan"]),
+        model=" ".join([str(asked["case"]), *apart]),
+        ranks=target.plan.world_size,
+        samples=int(asked["batch"]) * target.plan.dp,
         predicted_us=found.iteration_us,
         predicted_us_p10=found.iteration_us_p10,
         predicted_us_p90=found.iteration_us_p90,
-        measured_us=(first * last) ** 0.5,
+        measured_us=float(np.exp(np.median(np.log(times)))),
+        rounds_us=(first, last) if len(times) > 1 else (first,),
         raw_us=float(rows["time_us"].mean()),
         retest_ape_pct=100 * abs(last / first - 1) if len(times) > 1 else None,
         by_family_us=dict(found.by_family_us),
@@ -174,5 +188,5 @@ def results_table(results: Sequence[CaseResult]) -> Table:
             f"{100 * r.unmodelled_frac:.1f}",
         )
     lines = [f"{name}: {in_words(group)}" for name, group in grouped(results).items()]
-    table.caption = "\n".join(lines)
+    table.caption = "\n".join([*lines, *ranking_lines(results)])
     return table

@@ -38,6 +38,7 @@ def sweep(
     budget_s: float,
     seed: int,
     torchrun: str = "",
+    wanted: Path | None = None,
 ) -> int:
     """Collect with a progress bar; returns the number of new rows.
 
@@ -64,6 +65,7 @@ def sweep(
             seed,
             lambda rows, frac: bar.update(task, completed=frac, description=f"sweep {rows} rows"),
             torchrun,
+            wanted,
         )
 
 

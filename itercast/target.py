@@ -28,7 +28,8 @@ def find_bundle(gpu: str, path: Path | None = None) -> tuple[Path, Bundle]:
         bundle = _load_local(folder) if (folder / "bundle.json").is_file() else None
         if bundle is not None and name in bundle.gpus:
             return folder, bundle
-    shipped = SHIPPED_CPU if gpu == "cpu" else SHIPPED
+    of_cpu = gpu == "cpu" or (gpu not in gpu_names() and gpu in _load(SHIPPED_CPU).gpus)
+    shipped = SHIPPED_CPU if of_cpu else SHIPPED
     return shipped, _load(shipped)
 
 

@@ -193,9 +193,7 @@ def learn(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> Lea
         prepared=prepared,
         crossed=crossed,
         blend=refit(train, options, crossed, new=bool(strange.any())),
-        residuals=local.choose(
-            prepared.kind[known], prepared.at[known], crossed.residual, train.group
-        ),
+        residuals=left_over(prepared, known, crossed),
         strange=strange,
     )
 
@@ -220,8 +218,16 @@ def fit_model(
         facts=facts,
         stacks=prepared.stacks,
         launch=prepared.launch,
-        residuals=local.choose(prepared.kind, prepared.at, crossed.residual, prepared.table.group),
+        residuals=left_over(prepared, np.arange(len(prepared.gpu)), crossed),
     )
+
+
+def left_over(prepared: Prepared, known: np.ndarray, crossed: CrossFit) -> local.Residuals | None:
+    """What is left over near the rows ``known``; a process of all features leaves nothing there."""
+    if crossed.path is not None and not prepared.table.identity:
+        return None
+    kind, at, group = prepared.kind[known], prepared.at[known], prepared.table.group[known]
+    return local.choose(kind, at, crossed.residual, group)
 
 
 def strange_offsets(prepared: Prepared, options: dict[str, Any], known: Offsets) -> Offsets:

@@ -18,8 +18,9 @@ from microbench.ops.family import Family
 
 ANCHORS = ("anchor_us", "serial_us")
 SPREAD_US = 100.0  # an op of this length runs half in parallel, as torch splits work
-PRIOR_SENSITIVITY = (0.6, 0.9)
+PRIOR_SENSITIVITY = (0.5, 0.75)  # pooled over the families of three sweeps
 PRIOR_WEIGHT = 0.5  # in units of squared log anchor ratio: about ten pairs at half speed
+DISTURBED = 3.0  # times the median anchor: somebody else had the machine
 Sensitivity = tuple[float, float]
 Anchors = Mapping[tuple[str, int], tuple[float, float]]
 
@@ -54,6 +55,12 @@ def reference_anchors(
         (str(gpu), int(threads)): (float(first), float(second))
         for (gpu, threads), (first, second) in zip(medians.index, medians.to_numpy(), strict=True)
     }
+
+
+def undisturbed(rows: pd.DataFrame, anchors: Anchors) -> pd.DataFrame:
+    """Rows measured while nobody else had most of a shared machine."""
+    calm = np.flatnonzero((log_slowness(rows, anchors) <= np.log(DISTURBED)).all(axis=1))
+    return rows.iloc[calm].reset_index(drop=True)
 
 
 def shares(time_us: np.ndarray) -> np.ndarray:

@@ -15,7 +15,13 @@ from learners import fit
 from learners.bundle import Bundle
 from learners.model import FamilyModel, fit_model, learn, prepare
 from learners.schema import check_rows
-from learners.speed import Anchors, learn_speed, reference_anchors, retest_ape_pct
+from learners.speed import (
+    Anchors,
+    learn_speed,
+    reference_anchors,
+    retest_ape_pct,
+    undisturbed,
+)
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops import families
 from microbench.ops.family import Family
@@ -123,6 +129,7 @@ def train(
     """
     tables = {name: thin(rows, limit) for name, rows in usable_rows(roots, names).items()}
     anchors = reference_anchors(tables)
+    tables = {name: undisturbed(rows, anchors) for name, rows in tables.items()}
     reports, models, gpus = {}, {}, {}
     for name, rows in tables.items():
         if on_progress:

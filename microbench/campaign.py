@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from microbench.zoo import points_file
 
 log = logging.getLogger("itercast.campaign")
 OPS_SHARE = 0.5  # of a run's budget; iterations take what they need of the rest, ops what is left
+FUSED_SHARE = 0.15  # of what is left then: a point takes seconds to compile
 LEAST_S = 5.0
 
 
@@ -32,30 +33,35 @@ class Stage:
     measure: Callable[[float], int]
 
 
-def stages(out: Path, device: str, seed: int) -> Iterator[Stage]:
-    """Ops first, then a round of iterations and a second one for the noise, then ops again."""
+def stages(out: Path, device: str, seed: int, wanted: Path | None = None) -> Iterator[Stage]:
+    """Ops, compiled kernels, a round of iterations and a second for the noise, then ops again."""
 
-    def ops(seconds: float) -> int:
-        return collect(out, device, None, swept_s(out, device) + seconds, seed)
+    def ops(*names: str) -> Callable[[float], int]:
+        return lambda seconds: collect(
+            out,
+            device,
+            names or None,
+            swept_s(out, device, names) + seconds,
+            seed,
+            wanted=None if names else wanted,
+        )
 
     def rounds(repeat: int) -> Callable[[float], int]:
         return lambda seconds: collect_iterations(
             out, device, gpu_iterations(), repeat, budget_s=seconds
         )
 
-    yield Stage(name="ops", seconds=lambda left_s: OPS_SHARE * left_s, measure=ops)
+    yield Stage(name="ops", seconds=lambda left_s: OPS_SHARE * left_s, measure=ops())
+    yield Stage(name="fused", seconds=lambda left_s: FUSED_SHARE * left_s, measure=ops("fused"))
     yield Stage(name="iterations", seconds=lambda left_s: left_s, measure=rounds(0))
     yield Stage(name="iterations again", seconds=lambda left_s: left_s, measure=rounds(1))
-    yield Stage(name="more ops", seconds=lambda left_s: left_s, measure=ops)
+    yield Stage(name="more ops", seconds=lambda left_s: left_s, measure=ops())
 
 
-def swept_s(out: Path, device: str) -> float:
+def swept_s(out: Path, device: str, names: Sequence[str]) -> float:
     """What earlier sweeps under ``out`` spent: the budget of ``collect`` is the root's."""
     gpu = card_facts(out, device)["hardware"]["name"]
-    return sum(
-        spent_s(out, gpu, phase.families, phase.threads)
-        for phase in phases(device, known_families(None))
-    )
+    return sum(spent_s(out, gpu, phase) for phase in phases(device, known_families(names)))
 
 
 def run(budget_s: float, plan: Iterator[Stage]) -> dict[str, int]:
@@ -83,13 +89,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("datasets"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--points", type=Path, help="of itercast points: a second pass")
     parser.add_argument("--prepare", action="store_true", help="capture models now; needs no GPU")
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if asked.prepare:
         log.info("points of captured models: %s", points_file(asked.out, "cuda", asked.seed))
         return
-    run(asked.budget, stages(asked.out, asked.device, asked.seed))
+    run(asked.budget, stages(asked.out, asked.device, asked.seed, asked.points))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,3 +33,14 @@ def eager_attention(
         scores = scores + attn_mask
     weights = torch.softmax(scores, -1)
     return torch.dropout(weights, dropout_p, train=dropout_p > 0) @ value
+
+
+@contextmanager
+def attention_as(attn: str) -> Iterator[None]:
+    """Inside, models that call torch's attention get the form asked for: sdpa or eager."""
+    functional, whole = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = eager_attention if attn == "eager" else whole
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = whole

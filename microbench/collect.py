@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from microbench import store
+from microbench.contention import measure_contention
 from microbench.hardware.machine import measure_cpu
 from microbench.nvml import driver_version
 from microbench.ops import families
 from microbench.ranks import start_ranks
-from microbench.zoo import points_file, points_path
+from microbench.zoo import check_points, points_file, points_path
 
 Progress = Callable[[int, float], None]
 MAX_RESTARTS = 20
@@ -42,6 +43,7 @@ class WorkerOrder:
     hardware: dict[str, Any]
     points: str
     torchrun: str = ""  # its arguments, where ranks are on several nodes
+    only: bool = False  # measure the points of the file and no others, in their order
 
     @property
     def together(self) -> bool:
@@ -56,17 +58,6 @@ def stack() -> str:
     return f"torch-{torch.__version__}"
 
 
-def spent_s(root: Path, gpu: str, names: Sequence[str], threads: int) -> float:
-    """Seconds earlier sweeps of this root spent measuring on so many threads."""
-    total = 0.0
-    for name in names:
-        rows = store.read_rows([root], name)
-        if len(rows):
-            mine = rows[(rows["gpu"] == gpu) & (rows["threads"] == threads)]
-            total += float(mine["cost_s"].sum())
-    return total
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
     """A part of a sweep: one process, or the ranks of one group."""
@@ -77,28 +68,45 @@ class Phase:
     ranks: int = 1
 
 
+def spent_s(root: Path, gpu: str, phase: Phase) -> float:
+    """Seconds earlier sweeps of this root spent measuring in this phase."""
+    total = 0.0
+    for name in phase.families:
+        rows = store.read_rows([root], name)
+        if len(rows):
+            mine = (rows["gpu"] == gpu) & (rows["threads"] == phase.threads)
+            if "ranks_per_node" in rows:
+                mine &= rows["ranks_per_node"] == phase.ranks
+            total += float(rows["cost_s"][mine].sum())
+    return total
+
+
 def phases(device: str, swept: Sequence[str], nodes: bool = False) -> list[Phase]:
     """On a CPU: all cores on one op, then a rank per core on the same op at once, then collectives.
 
-    On GPUs: one of them on all families but collectives, then a rank on each; several ``nodes`` do
-    collectives only. Shares of phases without a family go to the others.
+    On GPUs: one of them on all families but collectives, then a rank on each of two, four, ... and
+    all; several ``nodes`` do collectives only, on all. Shares of phases without a family go to the
+    others.
     """
     together = tuple(n for n in swept if families()[n].ranks > 1)
     single = tuple(n for n in swept if n not in together)
     cores = os.cpu_count() or 1
     if device == "cpu":
         found = [
-            Phase(families=single, threads=cores, share=0.5),
-            Phase(families=single, threads=1, share=0.38 * (cores > 1), ranks=cores),
-            Phase(families=together, threads=1, share=0.12, ranks=2),
+            Phase(families=single, threads=cores, share=0.46),
+            Phase(families=single, threads=1, share=0.34 * (cores > 1), ranks=cores),
+            Phase(families=together, threads=1, share=0.2, ranks=2),
         ]
     else:
         import torch  # lazy: CPU sweeps do not ask
 
-        ranks = torch.cuda.device_count()
-        found = [
-            Phase(families=single, threads=0, share=0.9 * (not nodes)),
-            Phase(families=together, threads=0, share=0.1 * (ranks > 1 or nodes), ranks=ranks),
+        gpus = torch.cuda.device_count()
+        groups = sorted({2**n for n in range(1, gpus.bit_length())} | {gpus} - {1})
+        groups = [gpus] if nodes else groups
+        found = [Phase(families=single, threads=0, share=0.9 * (not nodes))]
+        found += [
+            Phase(families=together, threads=0, share=0.1 / len(groups), ranks=ranks)
+            for ranks in groups
         ]
     found = [p for p in found if p.families and p.share]
     total = sum(p.share for p in found)
@@ -113,22 +121,30 @@ def collect(
     seed: int = 0,
     progress: Progress | None = None,
     torchrun: str = "",
+    wanted: Path | None = None,
 ) -> int:
     """Sweep the families until the budget of this root is spent; returns new rows.
 
+    ``wanted``: a file of points (``itercast points``); then these alone, in their order.
+
     The budget is the root's, not the run's: a resumed or repeated sweep spends what is left.
     ``torchrun``: arguments such as ``--nnodes=2 --rdzv-endpoint=host:29500``; the same sweep is
-    then started on every node.
+    then started on every node, and rows and budget are those of the node with rank 0.
     """
     swept = known_families(names)
+    if wanted is not None:
+        check_points(wanted)
     facts = card_facts(root, device)
     gpu = facts["hardware"]["name"]
+    alone = device != "cpu" or "collective" not in swept or (os.cpu_count() or 1) == 1
+    if not alone and not facts["hardware"]["contention"]:
+        facts["hardware"]["contention"] = round(measure_contention(), 2)
     moved = store.compact(root, facts)
-    points = captured_points_file(root, device, seed)
+    points = wanted or captured_points_file(root, device, seed)
     for phase in phases(device, swept, bool(torchrun)):
         whole_s = budget_s * phase.share
-        left_s = whole_s - spent_s(root, gpu, phase.families, phase.threads)
-        if left_s < max(1.0, REST * whole_s):
+        left_s = whole_s - spent_s(root, gpu, phase)
+        if left_s < max(1.0, REST * whole_s) and not torchrun:  # other nodes wait for this one
             continue
         label = f"t{phase.threads}-r{phase.ranks}"
         order = WorkerOrder(
@@ -138,12 +154,13 @@ def collect(
             gpu=gpu,
             families=phase.families,
             threads=phase.threads,
-            budget_s=left_s,
+            budget_s=max(left_s, 1.0),
             seed=seed,
             ranks=phase.ranks,
             hardware=facts["hardware"],
             points=str(points),
             torchrun=torchrun,
+            only=wanted is not None,
         )
         run_worker(order, progress)
         moved += store.compact(root, facts)

@@ -43,4 +43,9 @@ def graphed(step: Callable[[], None], device: str, warmup: int) -> Callable[[], 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay  # type: ignore[no-any-return]
+
+    def replay(kept: Callable[[], None] = step) -> None:
+        """A graph does not own what it reads and writes: ``kept`` holds parameters and inputs."""
+        graph.replay()
+
+    return replay

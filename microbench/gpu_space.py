@@ -12,7 +12,8 @@ from microbench.hardware.spec import Gpu
 from microbench.ops import families
 from microbench.ops.attention import Attention
 from microbench.ops.embedding_bag import MODES, EmbeddingBag
-from microbench.ops.family import Family, log_uniform
+from microbench.ops.family import Family, itemsize_bytes, log_uniform
+from microbench.ops.fused import Fused
 from microbench.ops.gemm import Gemm
 from microbench.ops.host import Host, launches
 
@@ -82,7 +83,14 @@ def retyped(name: str, p: Any, rng: np.random.Generator) -> Any:
     if dtype == "fp8":
         m, n, k = (16 * max(1, round(s / 16)) for s in (p.m, p.n, p.k))
         return Gemm(op="mm", m=m, n=n, k=k, layout="nt", dtype="fp8")
+    if name == "fused":
+        p = _scaled_bytes(p, itemsize_bytes(dtype) / itemsize_bytes("fp32"))
     return replace(p, dtype=dtype)
+
+
+def _scaled_bytes(p: Fused, factor: float) -> Fused:
+    read, written = round(p.read_bytes * factor), round(p.written_bytes * factor)
+    return replace(p, read_bytes=read, written_bytes=written)
 
 
 def size(rng: np.random.Generator, low: int, high: int) -> int:
@@ -164,6 +172,8 @@ def enlarged(name: str, p: Any, rng: np.random.Generator) -> Any:
         whole = p.form in ("same", "scalar")
         numel = p.numel * factor
         return replace(p, numel=numel, inner=numel if whole else p.inner)
+    if name == "fused":
+        return replace(_scaled_bytes(p, factor), numel=p.numel * factor)
     if name == "random" and p.op == "multinomial":
         return replace(p, rows=p.rows * factor)
     if name == "reduction" and p.outer == 1 and not p.op.startswith("nll"):

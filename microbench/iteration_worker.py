@@ -17,8 +17,12 @@ from microbench.chunk_worker import EXIT_BROKEN
 from microbench.collect import stack
 from microbench.iterations import Iteration, measure
 from microbench.nvml import Nvml, is_throttled
-from microbench.ranks import join
+from microbench.ranks import join, slowest
 from microbench.timing import Anchor, keep_freed_memory
+
+DISTURBED = 2.0  # times the least anchor: somebody else had the machine
+TRIES = 3
+GLANCES = 20  # at the anchor before the first case, a tenth of a second apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,14 +72,15 @@ def run(order: IterationOrder) -> None:
         keep_freed_memory()
     if order.ranks > 1:
         rank, _ = join(order.device)
-    anchor = Anchor().times_us if order.device == "cpu" else None
+    calm = Calm(order.ranks > 1) if order.device == "cpu" else None
     journal = store.Journal(Path(order.root), order.run_id) if rank == 0 else None
     gpu = SingleGpu() if order.device == "cuda" else None
     begin = time.monotonic()
     for asked in order.iterations:
         if gpu and time.monotonic() - begin > order.budget_s:
             break
-        measured = measure(case(asked.case), asked, order.device, anchor=anchor)
+        one = case(asked.case)
+        measured = calm.measure(asked) if calm else measure(one, asked, order.device)
         if gpu:
             measured = gpu.after(measured)
         if journal is not None:
@@ -84,6 +89,28 @@ def run(order: IterationOrder) -> None:
             raise SystemExit(EXIT_BROKEN)
     if order.ranks > 1:
         torch.distributed.destroy_process_group()
+
+
+class Calm:
+    """A CPU shared with others: what was measured while they had most of it is measured again."""
+
+    def __init__(self, together: bool) -> None:
+        self.anchor = Anchor().times_us
+        glances = []
+        for _ in range(GLANCES):
+            glances.append(self.anchor()["anchor_us"])
+            time.sleep(0.1)
+        least_us = min(glances)
+        self.least_us = slowest([least_us])[0] if together else least_us
+
+    def measure(self, asked: Iteration) -> dict[str, Any]:
+        """The row with the least anchor of up to three; ranks find the same anchors."""
+        rows: list[dict[str, Any]] = []
+        while len(rows) < TRIES:
+            rows.append(measure(case(asked.case), asked, "cpu", anchor=self.anchor))
+            if rows[-1]["status"] != "ok" or rows[-1]["anchor_us"] <= DISTURBED * self.least_us:
+                return rows[-1]
+        return min(rows, key=lambda row: row["anchor_us"])
 
 
 class SingleGpu:

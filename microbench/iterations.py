@@ -77,10 +77,13 @@ def measure(
     ``<phase>_us`` are medians by phase; on a GPU they are the host's times, not the device's.
     A step that fails on a GPU is a row; on a CPU only one that needs too much memory is.
     """
+    from microbench.capture_attention import attention_as  # needs torch
+
     row: dict[str, Any] = {"op": "train_step", **asdict(asked), "reason": ""}
     try:
-        timed = _prepare(case, asked, device, anchor)
-        return {**row, "status": "ok", **timed.repeat(repetitions)}
+        with attention_as(asked.attn):
+            timed = _prepare(case, asked, device, anchor)
+            return {**row, "status": "ok", **timed.repeat(repetitions)}
     except Exception as exc:  # on a GPU whatever it is becomes a row
         status = failure_status(exc)
         if device == "cpu" and status != "oom":
@@ -116,10 +119,11 @@ def _one_process(
     with placed(device, asked.dtype):
         model: Any = case.build()
         inputs = case.inputs(asked.batch, asked.seq)
+    loss = case.loss
     if asked.engine == "compile":
-        model = torch.compile(model)
+        model, loss = torch.compile(model), torch.compile(loss)
     graph = asked.engine == "graph"
-    step = make_step(model, inputs, case.loss, asked.settings(), on_phase, capturable=graph)
+    step = make_step(model, inputs, loss, asked.settings(), on_phase, capturable=graph)
     return graphed(step, device, WARMUP) if graph else step
 
 

@@ -100,7 +100,7 @@ def make_plan_step(
     model = chosen.build().to(device)
     model.train()
     if plan.recompute:
-        _checkpoint_layers(model)
+        checkpoint_layers(model)
     if plan.pp > 1 or plan.cdp:
         from microbench.plan_stages import make_cyclic_step, make_pipeline_step  # needs torch
 
@@ -113,7 +113,7 @@ def make_plan_step(
         run, finish = make_cyclic_step(model, given, chosen.loss, settings, on_phase)
         return PlanStep(run=run, barrier=False, finish=finish)
     micro_batches = [inputs(batch // plan.microbatches) for _ in range(plan.microbatches)]
-    model, micro = _parallel(model, plan, device)
+    model, micro = parallel(model, plan, device)
     run = _accumulated(chosen, model, micro_batches, settings, micro, on_phase)
     return PlanStep(run=run)
 
@@ -124,7 +124,7 @@ def numbered_layers(model: Any) -> list[Any]:
     return [model.get_submodule(key) for key in keys if key]
 
 
-def _checkpoint_layers(model: Any) -> None:
+def checkpoint_layers(model: Any) -> None:
     """Each numbered layer forgets what it computed and does it again in backward."""
     from torch.utils.checkpoint import checkpoint  # lazy: plans are parsed without torch
 
@@ -139,7 +139,7 @@ def _checkpointed(checkpoint: Any, forward: Callable[..., Any]) -> Callable[...,
     return run
 
 
-def _parallel(model: Any, plan: MeasuredPlan, device: str) -> tuple[Any, Callable[[bool], Any]]:
+def parallel(model: Any, plan: MeasuredPlan, device: str) -> tuple[Any, Callable[[bool], Any]]:
     """The model made parallel, and a context per micro-batch that is told if it is the last."""
     if plan.tp > 1:
         from torch.distributed.tensor.parallel import loss_parallel  # lazy, as above

@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from microbench.timing import Timing, summarise
+from microbench.timing import MIN_US, Timing, other_ops, summarise
+
+CALLS = 4  # of a collective between two barriers
+BETWEEN = 4  # rounds of other ops before each, about half a millisecond each
 
 
 def start_ranks(
@@ -65,25 +68,54 @@ def slowest(samples: list[float]) -> list[float]:
     return [float(x) for x in box.tolist()]
 
 
-def time_together(run: Callable[[], object], device: str, target_s: float = 0.03) -> Timing:
-    """Barrier before each repetition, the slowest rank of each, 5 to 40 repetitions.
+def time_together(run: Callable[[], object], device: str) -> Timing:
+    """A collective's time on the slowest rank: on GPUs as nccl-tests, on CPUs as in a step."""
+    return _times_in_a_row(run) if device == "cuda" else _times_in_a_step(run)
 
-    On GPUs a repetition is the mean device time of a few calls in a row, as nccl-tests times them.
-    """
+
+def _times_in_a_row(run: Callable[[], object], target_s: float = 0.03) -> Timing:
+    """Mean device time of a few calls in a row, 5 to 40 times, a barrier before each."""
     import torch.distributed as dist  # lazy, as above
 
     def once() -> float:
         dist.barrier()
-        if device == "cuda":
-            return _in_a_row_us(run)
-        start = time.perf_counter_ns()
-        run()
-        return (time.perf_counter_ns() - start) / 1e3
+        return _in_a_row_us(run)
 
     once()
     first_us = slowest([once()])[0]
     repetitions = min(40, max(5, int(target_s * 1e6 / max(first_us, 1.0))))
     return summarise(slowest([once() for _ in range(repetitions)]))
+
+
+def _times_in_a_step(run: Callable[[], object], target_s: float = 0.15) -> Timing:
+    """What a call adds to other ops of a few milliseconds, 4 to 8 times, a barrier before each.
+
+    After a barrier all ranks and their threads are awake, and a call takes a third of what it does
+    in a step: there ranks arrive at different times and threads sleep.
+    """
+    import torch.distributed as dist  # lazy, as above
+
+    other = other_ops()
+
+    def nothing() -> None:
+        """The baseline."""
+
+    def once(last: Callable[[], object]) -> float:
+        dist.barrier()
+        start = time.perf_counter_ns()
+        for _ in range(CALLS):
+            for _ in range(BETWEEN):
+                other()
+            last()
+        return (time.perf_counter_ns() - start) / 1e3
+
+    once(run)
+    first_us = slowest([once(run)])[0]
+    repetitions = min(8, max(4, int(target_s * 1e6 / max(first_us, 1.0))))
+    both = [(once(run), once(nothing)) for _ in range(repetitions)]
+    with_us, without_us = slowest([t for t, _ in both]), slowest([t for _, t in both])
+    alone_us = summarise(without_us).time_us
+    return summarise([max(MIN_US, t - alone_us) / CALLS for t in with_us])
 
 
 def _in_a_row_us(run: Callable[[], object], calls: int = 5) -> float:

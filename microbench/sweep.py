@@ -12,11 +12,11 @@ from typing import Any
 from microbench import store
 from microbench.collect import WorkerOrder, stack
 from microbench.gpu_space import grid, on_gpu
-from microbench.hardware.spec import gpu_from_dict
+from microbench.hardware.spec import Gpu, gpu_from_dict
 from microbench.ops import families
 from microbench.ops.family import Family
 from microbench.ranks import agree
-from microbench.zoo import mixed
+from microbench.zoo import mixed, read_points
 
 RETEST_EVERY = 10
 MIN_RETEST_AGE_FRAC = 0.3
@@ -42,17 +42,13 @@ class Sweep:
         self.streams = {n: self._stream(n) for n in order.families}
 
     def _stream(self, name: str) -> Iterator[Any]:
-        """Captured points and the family's sweep; on a GPU both in its sizes and dtypes."""
-        order, family = self.order, families()[name]
-        if order.device == "cpu" or order.together:
-            return mixed(Path(order.points), name, family.sweep(), order.seed)
-        gpu = gpu_from_dict(order.hardware, "order")
-        return on_gpu(
-            name,
-            mixed(Path(order.points), name, grid(name, order.seed), order.seed),
-            gpu,
-            order.seed,
-        )
+        """The points asked for, in their order; else all of the family's space."""
+        order = self.order
+        if order.only:
+            return iter(read_points(Path(order.points), name))
+        on_cpu = order.device == "cpu" or order.together
+        gpu = None if on_cpu else gpu_from_dict(order.hardware, "order")
+        return space(name, Path(order.points), gpu, order.seed)
 
     def choose(self, now_s: float) -> Chosen | None:
         """The next point; None when there is none left."""
@@ -130,6 +126,13 @@ class Sweep:
             "run_id": self.order.run_id,
             "reason": "",
         }
+
+
+def space(name: str, captured: Path, gpu: Gpu | None, seed: int) -> Iterator[Any]:
+    """Captured points and the family's sweep in turn; on a GPU both in its sizes and dtypes."""
+    if gpu is None or gpu.kind == "cpu":
+        return mixed(captured, name, families()[name].sweep(), seed)
+    return on_gpu(name, mixed(captured, name, grid(name, seed), seed), gpu, seed)
 
 
 def placed(point: Any, node: str) -> Any:

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from microbench.chunks import failure_status
 from microbench.collect import WorkerOrder
 from microbench.cuda_device import CudaDevice
 from microbench.ops.family import Family, Workload
-from microbench.ranks import join, slowest, time_together
+from microbench.ranks import agree, join, slowest, time_together
 from microbench.sweep import Sweep, finished_keys
 from microbench.timing import Anchor, Clock, geometric_means, keep_freed_memory
 
@@ -101,7 +101,10 @@ def run(order: WorkerOrder) -> None:
     if order.device == "cpu":
         keep_freed_memory()
     root = Path(order.root)
-    rank = join(order.device)[0] if order.together else 0
+    rank = 0
+    if order.together:
+        rank, _ = join(order.device)
+        order = replace(order, budget_s=agree(round(1e3 * order.budget_s)) / 1e3)
     sweep = Sweep(order, finished_keys(root, order.families))
     journal = store.Journal(root, order.run_id) if rank == 0 else None
     if order.device == "cuda" and journal is not None and not order.together:

@@ -1,7 +1,8 @@
 """What torch's parallel wrappers cost the host, measured in a group of one rank.
 
-Each workload is forward and backward of a small model, wrapped, less the same model bare. With one
-rank messages are copies; what is left is hooks, dispatch and bookkeeping in Python.
+Each workload is forward and backward of a small model, wrapped, less the same model bare, or an
+optimizer's step on sharded parameters less that on plain ones. With one rank messages are copies;
+what is left is hooks, dispatch and bookkeeping in Python.
 """
 
 from __future__ import annotations
@@ -18,17 +19,28 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.utils.checkpoint import checkpoint
 
 from microbench.ops.family import Workload
 
 LAYERS = 4
 WIDTH = 4
+Pair = tuple[Callable[[], None], Callable[[], None]]  # a run, and its baseline
+Make = Callable[[int, str], Pair]
 
 
 def wrapper_workload(op: str, tensors: int, device: str) -> Workload:
-    """One of ``WRAPPERS``; ``tensors``: parameters of each sharded layer."""
+    """One of ``WRAPPERS``; ``tensors``: parameters of a sharded layer, saved by a checkpointed one.
+
+    For an optimizer those it updates.
+    """
     if not dist.is_initialized():
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -66,8 +78,8 @@ def _mesh(device: str) -> Any:
     return init_device_mesh(device, shape, mesh_dim_names=("beside", "alone"))["alone"]
 
 
-def _sharded(keep: bool) -> Callable[[int, str], tuple[Callable[[], None], Callable[[], None]]]:
-    def make(tensors: int, device: str) -> tuple[Callable[[], None], Callable[[], None]]:
+def _sharded(keep: bool) -> Make:
+    def make(tensors: int, device: str) -> Pair:
         model = _layers(tensors, device)
         for layer in model:
             fully_shard(layer, mesh=_mesh(device), reshard_after_forward=not keep)
@@ -77,39 +89,80 @@ def _sharded(keep: bool) -> Callable[[int, str], tuple[Callable[[], None], Calla
     return make
 
 
-def _products(tensors: int, device: str) -> tuple[Callable[[], None], Callable[[], None]]:
-    model, bare = (nn.Sequential(*_layers(1, device)) for _ in range(2))
-    kinds = (ColwiseParallel, RowwiseParallel)
-    cuts: dict[str, Any] = {str(i): kinds[i % 2]() for i in range(LAYERS)}
-    flat = nn.Sequential(*(layer[0] for layer in model))  # type: ignore[index]
-    return _step(parallelize_module(flat, _mesh(device), cuts), device), _step(bare, device)
+def _products(parameters: int) -> Make:
+    """Products of so many parameters each, cut by columns and by rows in turns."""
+
+    def make(tensors: int, device: str) -> Pair:
+        layers, bare = _layers(parameters, device), nn.Sequential(*_layers(parameters, device))
+        kinds = (ColwiseParallel, RowwiseParallel)
+        cuts: dict[str, Any] = {str(i): kinds[i % 2]() for i in range(LAYERS)}
+        flat = nn.Sequential(*(layer[0] for layer in layers))  # type: ignore[index]
+        return _step(parallelize_module(flat, _mesh(device), cuts), device), _step(bare, device)
+
+    return make
 
 
-def _checkpointed(tensors: int, device: str) -> tuple[Callable[[], None], Callable[[], None]]:
-    class Again(nn.Module):
-        """Forward of nothing, done again in backward."""
+def _loss(tensors: int, device: str) -> Pair:
+    """Cross entropy over logits cut by vocabulary, forward and backward."""
+    logits, labels = torch.randn(2, 4, 64, device=device), torch.arange(8, device=device)
+    whole = logits.clone().requires_grad_()
+    parts = distribute_tensor(logits, _mesh(device), [Shard(2)]).requires_grad_()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(LAYERS):
-                x = checkpoint(torch.neg, x, use_reentrant=False)
-            return x
+    def cross_entropy(x: torch.Tensor) -> None:
+        nn.functional.cross_entropy(x.reshape(8, -1), labels).backward()
 
-    class Once(nn.Module):
-        """The same without; the second forward is not its cost."""
+    def run() -> None:
+        with loss_parallel():
+            cross_entropy(parts)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(LAYERS):
-                x = torch.neg(x)
-            return x
-
-    def step(model: nn.Module) -> Callable[[], None]:
-        x = torch.randn(2, WIDTH, device=device, requires_grad=True)
-        return lambda: model(x).sum().backward()
-
-    return step(Again()), step(Once())
+    return run, lambda: cross_entropy(whole)
 
 
-def _micro_batches(tensors: int, device: str) -> tuple[Callable[[], None], Callable[[], None]]:
+def _checkpointed(tensors: int, device: str) -> Pair:
+    """Layers of ops that save a tensor each; the second forward is not the checkpoint's cost."""
+    x = torch.randn(2, WIDTH, device=device, requires_grad=True)
+
+    def layer(y: torch.Tensor) -> torch.Tensor:
+        for _ in range(tensors):
+            y = torch.sin(y)
+        return y
+
+    def run() -> None:
+        y = x
+        for _ in range(LAYERS):
+            y = checkpoint(layer, y, use_reentrant=False)
+        y.sum().backward()
+
+    def baseline() -> None:
+        y = x
+        for _ in range(LAYERS):
+            y = layer(y)
+        y.sum().backward()
+        for _ in range(LAYERS):
+            layer(x)
+
+    return run, baseline
+
+
+def _updates(kind: type[torch.optim.Optimizer]) -> Make:
+    """Steps over so many parameters, sharded and plain."""
+
+    def make(tensors: int, device: str) -> Pair:
+        def step(sharded: bool) -> Callable[[], None]:
+            values = [torch.ones(WIDTH, WIDTH, device=device) for _ in range(tensors)]
+            if sharded:
+                values = [distribute_tensor(v, _mesh(device), [Shard(0)]) for v in values]
+            parameters = [nn.Parameter(v) for v in values]
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            return kind(parameters, lr=1e-9, foreach=True).step  # type: ignore[call-arg]
+
+        return step(True), step(False)
+
+    return make
+
+
+def _micro_batches(tensors: int, device: str) -> Pair:
     bare = _layers(1, device)
     group = _mesh(device).get_group()
     stage = PipelineStage(_layers(1, device), 0, 1, torch.device(device), group=group)
@@ -127,12 +180,14 @@ def _micro_batches(tensors: int, device: str) -> tuple[Callable[[], None], Calla
     return run, baseline
 
 
-WRAPPERS: dict[
-    str, tuple[Callable[[int, str], tuple[Callable[[], None], Callable[[], None]]], int]
-] = {
+WRAPPERS: dict[str, tuple[Make, int]] = {
     "fsdp_layer": (_sharded(keep=False), LAYERS),
     "fsdp_layer_kept": (_sharded(keep=True), LAYERS),
-    "tp_product": (_products, LAYERS),
-    "checkpoint": (_checkpointed, LAYERS),
+    "tp_product": (_products(1), LAYERS),
+    "tp_product_bias": (_products(2), LAYERS),
+    "tp_loss": (_loss, 1),
+    "checkpoint_layer": (_checkpointed, LAYERS),
     "pipeline_micro": (_micro_batches, LAYERS),
+    "adamw_dtensor_step": (_updates(torch.optim.AdamW), 1),
+    "sgd_dtensor_step": (_updates(torch.optim.SGD), 1),
 }

@@ -6,7 +6,7 @@ Sizes are drawn anew for every model and are not those of the cases we validate 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -163,15 +163,28 @@ def points_file(root: Path, device: str, seed: int) -> Path:
     """The captured points of this seed, written where they are missing."""
     path = points_path(root, device, seed)
     if not path.is_file():
-        found = captured_points(device, MODELS, seed)
-        plain = {name: [asdict(p) for p in points] for name, points in found.items()}
-        write_atomic(path, json.dumps(plain).encode())
+        write_points(path, captured_points(device, MODELS, seed))
     return path
 
 
+def write_points(path: Path, points: Mapping[str, Sequence[Any]]) -> None:
+    """Points by family, as ``read_points`` reads them."""
+    plain = {name: [asdict(p) for p in some] for name, some in points.items()}
+    write_atomic(path, json.dumps(plain).encode())
+
+
 def read_points(path: Path, name: str) -> list[Any]:
-    """The points of one family."""
-    return [families()[name].params(**p) for p in json.loads(path.read_text())[name]]
+    """The points of one family, in their order."""
+    return [families()[name].params(**p) for p in json.loads(path.read_text()).get(name, ())]
+
+
+def check_points(path: Path) -> int:
+    """How many points the file names; ValueError in one line where it is no file of points."""
+    try:
+        return sum(len(read_points(path, name)) for name in json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+        reason = f"{type(exc).__name__}: {exc}"
+        raise ValueError(f"points {str(path)!r}: not a file of points ({reason})") from exc
 
 
 def mixed(path: Path, name: str, grid: Iterator[Any], seed: int) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from microbench.hardware.spec import Gpu, load_gpu, slug
 def gpu_of(properties: Any) -> Gpu:
     """Our facts where we have a file for this device, else torch's properties and safe guesses.
 
-    Guessed peaks: 64 multiply-adds per SM and clock in fp32, eight times that in bf16.
+    Guessed peaks: 128 multiply-adds per SM and clock in fp32, eight times that in bf16.
     """
     known = gpu_named(properties.name)
     if known is not None:

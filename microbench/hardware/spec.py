@@ -21,7 +21,8 @@ class Gpu:
     ``peak_flops_per_s`` is dense and by dtype; ``l2_bytes`` is the last cache before memory;
     ``link_bytes_per_s`` is one direction of the fast link to its neighbours (0: none).
     ``cold_share`` says, by MiB touched since an access, how much of a cold access's extra time the
-    next one takes; empty where it was not measured.
+    next one takes; empty where it was not measured. While a message and compute overlap both go on
+    at 1/``contention`` of their speed (0: not measured).
     """
 
     name: str
@@ -38,6 +39,7 @@ class Gpu:
     link_bytes_per_s: float = 0.0
     pcie_bytes_per_s: float = 0.0
     cold_share: Mapping[str, float] = field(default_factory=dict)
+    contention: float = 0.0
 
     def __hash__(self) -> int:
         return hash(self.name)

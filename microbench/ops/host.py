@@ -14,8 +14,9 @@ from microbench.ops.family import Family, Workload, autograd_call, log_uniform
 CALLS = 6  # even and few, so that they run nearly as cold as in a step
 EVENTS = ("module_call", "view_op", "autograd_node", "accumulate_grad", "zero_grad", "backward")
 OPTIMIZERS = ("adamw_step", "sgd_step")
-SHARDED = ("fsdp_layer", "fsdp_layer_kept")  # one layer of ``tensors`` parameters
-WRAPPERS = ("tp_product", "checkpoint", "pipeline_micro")
+FSDP = ("fsdp_layer", "fsdp_layer_kept")  # one layer of ``tensors`` parameters
+SHARDED = (*FSDP, "checkpoint_layer", "adamw_dtensor_step", "sgd_dtensor_step")  # see wrappers
+WRAPPERS = ("tp_product", "tp_product_bias", "tp_loss", "pipeline_micro")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ def sweep() -> Iterator[Host]:
         for op in (*EVENTS, *WRAPPERS):
             yield Host(op=op, trial=trial)
         for op in SHARDED:
-            for tensors in (1, 4, 12, 30):
+            for tensors in (1, 4, 12, 30, 90)[: 4 + (op not in FSDP)]:
                 yield Host(op=op, tensors=tensors, trial=trial)
         for op in OPTIMIZERS:
             for _ in range(5):

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from compose.by_op import op_timeline
-from compose.collectives import Message, cluster, price_messages, ring_us
+from compose.collectives import EMPTY_BYTES, Message, cluster, price_messages, ring_us
 from compose.ddp import buckets, ddp_step
 from compose.forecast import forecast
 from compose.memory import peak_bytes
@@ -23,10 +23,14 @@ CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l
 GPU = Gpu(name="toy-gpu", peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e9, link_bytes_per_s=1e11)
 MIB = 2**20
 PRICES_US = {"gemm": 10.0, "collective": 6.0, "elementwise": 1.0, "host": 2.0}
+EMPTY_US = 0.0
 
 
 class Fixed:
-    """A product takes 10 us, an all-reduce 6, a copy 1, a host event 2; bounds are 20 % off."""
+    """A product takes 10 us, an all-reduce 6, a copy 1, a host event 2; bounds are 20 % off.
+
+    An empty message takes no time.
+    """
 
     models: Mapping[str, Any] = {
         "gemm": None,
@@ -37,6 +41,8 @@ class Fixed:
 
     def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
         us = pd.Series(PRICES_US[family], index=rows.index)
+        if family == "collective":
+            us[rows["message_bytes"] <= EMPTY_BYTES] = EMPTY_US
         columns = {"predicted_us": us, "predicted_us_p10": us * 0.8, "predicted_us_p90": us * 1.2}
         return pd.DataFrame({**columns, "in_envelope": True})
 
@@ -103,6 +109,17 @@ def test_on_a_cpu_overlap_is_paid_for() -> None:
     assert found.by_family_us == {"gemm": 40, "collective": 12, "elementwise": 4}
     # bounds: 20 % of 40, 12 and 4, independent
     assert found.iteration_us_p90 == pytest.approx(56 + (8**2 + 2.4**2 + 0.8**2) ** 0.5)
+
+
+def test_compute_is_not_slowed_while_ranks_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    #  compute |=10=|=10=|1|====14===|1|=3=| |1|=10=|   25..33 at half speed: compute does 4 of 10
+    #  latency             |=4=|       |4|
+    #  comm                    |==8=| slowed, 2 alone
+    monkeypatch.setitem(globals(), "EMPTY_US", 4.0)
+    tasks, spans = op_timeline(step(), PriceBook(Fixed(), CPU, 1), ParallelPlan(dp=2))
+    lanes = [(t.lanes[0], s) for t, s in zip(tasks, spans, strict=True)]
+    assert [s for lane, s in lanes if lane == "latency"] == [Span(21, 25), Span(34, 38)]
+    assert [s for lane, s in lanes if lane == "comm"] == [Span(25, 29), Span(38, 40)]
 
 
 def test_ddp_adds_a_product_and_a_copy_per_gradient() -> None:

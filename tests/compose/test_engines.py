@@ -67,6 +67,18 @@ def test_tensors_of_another_size_begin_another_kernel() -> None:
     assert [c.kwargs["ops"] for c in found.calls] == [2, 1]
 
 
+def test_a_foreach_call_is_launched_in_pieces() -> None:
+    """A hundred tensors: 64 of two lists fit one launch, 48 of three; a root has its results."""
+
+    def foreach(name: str, lists: int) -> OpCall:
+        return OpCall(op=f"aten.{name}", args=((tensor(0, 4),) * 100,) * lists)
+
+    calls = (foreach("_foreach_mul_.Scalar", 1), foreach("_foreach_sqrt.default", 1))
+    calls += (foreach("_foreach_lerp_.Scalar", 2), foreach("_foreach_addcmul_.Scalar", 3))
+    calls += (foreach("cat.default", 1),)
+    assert [launches(StepCapture(calls=(c,))) for c in calls] == [1, 2, 2, 3, 1]
+
+
 def test_a_graph_is_one_launch_and_no_python() -> None:
     found = with_engine(step(), "graph")
     assert found.calls == step().calls

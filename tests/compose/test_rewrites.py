@@ -52,14 +52,32 @@ def test_tensor_parallel_halves_products_and_adds_four_all_reduces_a_block(
     made = tensor_parallel(gpt, ParallelPlan(tp=2))
     assert product_flops(made) == product_flops(gpt) / 2
     # two per block each way; the look-up forward, the head's input gradient backward
-    assert sent(made) == {("forward", "all_reduce"): 5, ("backward", "all_reduce"): 5}
-    sizes = {c.args[0].nbytes for c in made.calls if c.op == COLLECTIVE}
+    both_ways = {("forward", "all_reduce"): 5, ("backward", "all_reduce"): 5}
+    assert sent(made) == {**both_ways, ("loss", "all_reduce"): 3}
+    sizes = {c.args[0].nbytes for c in made.calls if c.op == COLLECTIVE and c.phase != "loss"}
     assert sizes == {ACTIVATION_BYTES}
     block = split_layers(made)[1]
     matrices = 4 * 96 * 96 + 2 * 4 * 96 * 96  # q, kv, out; up, down
     whole = 96 + 96 + 4 * 96  # biases of out and down, both norms
     cut = 96 + 2 * 96 + 4 * 96  # biases of q, kv, up
     assert block.parameter_bytes == 4 * (matrices // 2 + cut // 2 + whole)
+
+
+def test_products_of_one_input_may_reduce_their_gradients_each(gpt: StepCapture) -> None:
+    """torch's ColwiseParallel: q and kv of two blocks send one more each."""
+    made = tensor_parallel(gpt, ParallelPlan(tp=2), summed=False)
+    assert sent(made)[("backward", "all_reduce")] == 5 + 2
+
+
+def test_a_cut_loss_reduces_a_number_a_token_three_times(gpt: StepCapture) -> None:
+    """Maximum, sum of exponentials and the label's logit; each pass is over half the logits."""
+    made = tensor_parallel(gpt, ParallelPlan(tp=2))
+    small = [c for c in made.calls if c.op == COLLECTIVE and c.phase == "loss"]
+    assert [c.args[0].nbytes for c in small] == [4 * gpt.tokens] * 3
+    passes = [c.outputs[0].numel for c in made.calls if c.op == "aten.exp.default"]
+    assert passes == [gpt.tokens * 512 // 2] * 2  # forward and backward
+    assert made.host["tp_loss"] == 1
+    assert not any("log_softmax" in c.op for c in made.calls)
 
 
 def test_sequence_parallel_moves_the_same_bytes_and_saves_less(gpt: StepCapture) -> None:

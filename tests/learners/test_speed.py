@@ -13,6 +13,7 @@ from learners.speed import (
     learn_speed,
     reference_anchors,
     retest_ape_pct,
+    undisturbed,
 )
 from microbench.ops import families
 
@@ -41,6 +42,12 @@ def test_long_ops_follow_the_product_short_ones_the_views() -> None:
     assert found == pytest.approx([100 / (2**0.5 * 4**0.5), 1e9 / 2, 1e-4 / 4], rel=1e-4)
 
 
+def test_rows_taken_while_others_had_the_machine_are_left_out() -> None:
+    """Of a slow state (2.4 times) and a stolen machine (four times, on either anchor) one stays."""
+    table = rows([1.0, 2.0, 3.0], [240.0, 400.0, 100.0], [20.0, 20.0, 80.0])
+    assert undisturbed(table, ANCHORS)["time_us"].tolist() == [1.0]
+
+
 def test_how_much_a_family_follows_is_learned_from_points_measured_twice() -> None:
     """Sixty long products: the second time the anchor doubles and the op takes 2^0.3 as long."""
     m = np.arange(1, 61)
@@ -49,7 +56,7 @@ def test_how_much_a_family_follows_is_learned_from_points_measured_twice() -> No
     again = rows([1e6 * 2**0.3] * 60, [200.0] * 60, [20.0] * 60, **sizes, repeat=1)
     table = pd.concat([first, again], ignore_index=True)
     speed = learn_speed(table, GEMM, ANCHORS)
-    assert speed.sensitivity == pytest.approx((0.3, 0.9), abs=0.02)
+    assert speed.sensitivity == pytest.approx((0.3, 0.75), abs=0.02)
     floor = retest_ape_pct(table, GEMM, speed)
     assert floor is not None and floor < 2  # 23 % before
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from clockwork import order
@@ -25,7 +26,8 @@ from microbench.hardware.spec import load_gpu
 from microbench.kernels import MARK, kernel_facts, kernels_by_run, profile
 from microbench.nvml import Nvml, is_throttled, reasons
 from microbench.ops import families
-from microbench.store import compact, read_rows
+from microbench.ops.family import itemsize_bytes
+from microbench.store import compact, read_rows, write_part
 
 H100 = load_gpu("h100-sxm-80gb")
 
@@ -205,6 +207,38 @@ def test_the_space_of_a_gpu_is_large_and_fits(name: str) -> None:
             assert p.m % 16 == p.n % 16 == p.k % 16 == 0
             assert (p.op, p.layout) == ("mm", "nt")
     assert MAX_ROOFLINE_US == 10_000.0
+
+
+def test_fused_points_keep_whole_inputs_and_results() -> None:
+    """Larger and in other dtypes, too: what is built reads and writes what the row says."""
+    for p in islice(on_gpu("fused", grid("fused", 0), H100, 0), 200):
+        size = p.numel * itemsize_bytes(p.dtype)
+        inputs, results = p.read_bytes / size, p.written_bytes / size
+        assert inputs in range(1, 5) and results in range(1, 3)
+        assert p.ops >= max(inputs, results)
+
+
+def test_collectives_are_swept_in_groups_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ranks(gpus: int, nodes: bool = False) -> list[int]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        found = collect_module.phases("cuda", ["gemm", "collective"], nodes)
+        assert sum(p.share for p in found) == pytest.approx(1)
+        return [p.ranks for p in found if p.families == ("collective",)]
+
+    assert ranks(1) == []
+    assert ranks(8) == [2, 4, 8]
+    assert ranks(6) == [2, 4, 6]
+    assert ranks(8, nodes=True) == [8]
+    assert ranks(1, nodes=True) == [1]
+
+
+def test_groups_have_budgets_of_their_own(tmp_path: Path) -> None:
+    facts = {"gpu": "x", "threads": 0}
+    rows = [{**facts, "ranks_per_node": n, "cost_s": 1.5} for n in (2, 2, 4)]
+    write_part(tmp_path, "collective", "x", pd.DataFrame(rows), "one")
+    for ranks, spent_s in ((2, 3.0), (4, 1.5), (8, 0.0)):
+        phase = collect_module.Phase(families=("collective",), threads=0, share=0.1, ranks=ranks)
+        assert collect_module.spent_s(tmp_path, "x", phase) == spent_s
 
 
 def test_failures_are_told_apart() -> None:

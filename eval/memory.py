@@ -1,0 +1,137 @@
+"""Peak memory of a rank against torch's own trackers: `python -m eval.memory [CASE]...`.
+
+MemTracker, and FSDPMemTracker for ZeRO, watch one real step on the CPU after two others; FSDP2 is
+rank 0 of two in a group that sends nothing. DDP allocates its buckets where no tracker looks: they
+count from the first gradient that is put in.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from compose.forecast import forecast
+from compose.plan import ParallelPlan
+from learners.bundle import Bundle
+from microbench.capture import capture_step
+from microbench.cases.registry import EvalCase, case
+from microbench.hardware.spec import load_gpu
+from microbench.plan_steps import MeasuredPlan, checkpoint_layers, parallel
+from microbench.step import StepSettings, make_optimizer
+
+CASES = ("gpt-m", "resnet-m")
+PLANS = ("", "recompute=full", "dp=2", "dp=2,zero=2", "dp=2,zero=3")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """Peak bytes of a step, tracked by torch and forecast."""
+
+    case: str
+    plan: str
+    tracked_bytes: int
+    forecast_bytes: int
+
+    @property
+    def error_pct(self) -> float:
+        """Signed error of the forecast."""
+        return 100 * (self.forecast_bytes / self.tracked_bytes - 1)
+
+
+def compared(name: str, plan: str) -> Peak:
+    """One case under one plan."""
+    chosen = case(name)
+    return Peak(
+        case=name,
+        plan=plan,
+        tracked_bytes=tracked_bytes(chosen, plan),
+        forecast_bytes=forecast_bytes(chosen, plan),
+    )
+
+
+def forecast_bytes(chosen: EvalCase, plan: str) -> int:
+    """What a forecast says of the case as it comes; prices do not matter."""
+    captured = capture_step(
+        chosen.build,
+        lambda: chosen.inputs(chosen.batch, chosen.seq),
+        chosen.loss,
+        StepSettings(),
+        samples=chosen.batch,
+        tokens=chosen.batch * chosen.seq,
+    )
+    parsed, gpu = ParallelPlan.parse(plan), load_gpu("a100-sxm-80gb")
+    bundle = Bundle(models={}, gpus={gpu.name: gpu})
+    found = forecast(captured, bundle, gpu, parsed, bundle_name="", threads=0, optimizer="adamw")
+    return found.memory_bytes
+
+
+def tracked_bytes(chosen: EvalCase, plan: str) -> int:
+    """What torch's tracker sees at most in the third step of rank 0."""
+    import torch  # lazy: tables can be made without torch
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    parsed = MeasuredPlan.parse(plan)
+    _join(fake=parsed.zero > 0)
+    given = chosen.inputs(chosen.batch, chosen.seq)
+    model = chosen.build()
+    if parsed.recompute:
+        checkpoint_layers(model)
+    model, micro = parallel(model, parsed, "cpu")
+    optimizer = make_optimizer(list(model.parameters()), "adamw")
+
+    def step() -> None:
+        model.zero_grad()
+        with micro(True):
+            chosen.loss(model(**given), given).backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    model.zero_grad()
+    gc.collect()
+    if parsed.zero:
+        tracker: Any = FSDPMemTracker(model, optimizer)
+        tracker.track_inputs((given,))
+    else:
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer, *given.values())
+    with tracker:
+        step()
+    torch.distributed.destroy_process_group()
+    return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+
+
+def _join(*, fake: bool) -> None:
+    """A group of one, or rank 0 of two where messages go nowhere (DDP does not run on that)."""
+    import torch.distributed as dist  # lazy, as above
+    from torch._C._distributed_c10d import HashStore
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if fake:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    else:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+
+
+def main(names: Sequence[str]) -> None:
+    """Prints the figures."""
+    table = Table("case", "plan", "torch's tracker MB", "forecast MB", "error %")
+    for name in names or CASES:
+        for plan in PLANS:
+            p = compared(name, plan)
+            sizes = (f"{b / 1e6:.1f}" for b in (p.tracked_bytes, p.forecast_bytes))
+            table.add_row(p.case, p.plan, *sizes, f"{p.error_pct:+.1f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,68 @@
+"""How forecasts of many GPUs scale: `python -m eval.scale`, one process on one core."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+
+from rich.console import Console
+from rich.table import Table
+
+from eval.speed import timed_s
+
+CODE = """
+import time
+start = time.perf_counter()
+import json, resource, statistics
+from compose.search import best_plans
+from itercast.api import capture, predict
+from itercast.planning import open_search
+
+GPU = {"gpu": "h100-sxm-80gb"}
+step = capture("gpt3-175b", batch=1, dtype="bf16")
+predict(step, plan="dp=128,tp=8,pp=16,micro=16", **GPU)
+found = {"first_s": time.perf_counter() - start}
+start = time.perf_counter()
+predict(step, plan="dp=64,tp=8,pp=32,micro=32", **GPU)
+found["next_s"] = time.perf_counter() - start
+
+def forecast_s(dp):
+    begin = time.process_time()
+    predict(step, plan=f"dp={dp},tp=8,zero=1", **GPU)
+    return time.process_time() - begin
+
+forecast_s(2)
+pairs = [(forecast_s(1 + n), forecast_s(12_500 - n)) for n in range(2, 9)]
+few_s, many_s = (statistics.median(p) for p in zip(*pairs))
+found["growth"] = many_s / few_s
+asked = {"batch": 1536, "seq": 2048, "dtype": "bf16", "optimizer": "adamw", "bundle": None}
+search, _ = open_search("gpt3-175b", "h100-sxm-80gb", 1024, node="dgx-h100", **asked)
+best_plans(search, 512, "time")  # captures and prices are there then
+start = time.process_time()
+plans = best_plans(search, 1024, "time")
+found["plans_per_s"] = plans.considered / (time.process_time() - start)
+found["gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+print(json.dumps(found))
+"""
+
+
+def main() -> None:
+    """Prints the figures beside their targets."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, printed = timed_s(["-c", CODE], folder)
+    found = json.loads(printed.splitlines()[-1])
+    table = Table("what", "target", "measured", title=f"scale, load {os.getloadavg()[0]:.1f}")
+    for what, target, key in (
+        ("GPT-3 175B on 16,384 H100, capture and imports included, s", "<= 10", "first_s"),
+        ("the next plan, s", "<= 0.1", "next_s"),
+        ("most memory of all this, GB", "<= 2", "gb"),
+        ("CPU time of a forecast on 100,000 GPUs over that on 24, times", "0.8 to 1.2", "growth"),
+        ("plan search of GPT-3 175B on 1,024 GPUs, plans per CPU second", ">= 195", "plans_per_s"),
+    ):
+        table.add_row(what, target, f"{found[key]:.2f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
