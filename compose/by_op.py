@@ -12,6 +12,7 @@ from compose.collectives import cluster, price_messages
 from compose.ddp import Sync, ddp_step, default_contention
 from compose.engines import launches
 from compose.frame import frame
+from compose.gpu_variants import as_on_gpu
 from compose.host import host_cost, launch_cost_us
 from compose.lanes import LATENCY, SHARED
 from compose.plan import ParallelPlan
@@ -25,6 +26,7 @@ def op_timeline(
 ) -> tuple[list[Task], list[Span]]:
     """The step of one data-parallel rank; all ranks are alike, so one stands for all."""
     on_cpu = book.gpu.kind == "cpu"
+    capture = capture if on_cpu else as_on_gpu(capture)
     counts = dict(capture.host)
     if not on_cpu:
         counts["launch"] = launches(capture)

@@ -9,6 +9,7 @@ from compose.collectives import Message
 from compose.context import context_parallel
 from compose.ddp import buffers
 from compose.experts import expert_parallel
+from compose.gpu_variants import as_on_gpu
 from compose.layers import Layer, split_layers
 from compose.memo import remembered
 from compose.memory import update_bytes
@@ -67,6 +68,7 @@ def frame(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> Frame:
 def _frame(capture: StepCapture, cut: Cut, gpu: Gpu) -> Frame:
     capture = context_parallel(expert_parallel(capture, cut.plan), cut.plan)
     capture = tensor_parallel(capture, cut.plan, summed=gpu.kind != "cpu")
+    capture = capture if gpu.kind == "cpu" else as_on_gpu(capture)
     cold, calls = cold_fractions(capture, gpu), capture.calls
     layers = tuple(split_layers(capture))
     messages = {i: _message(c) for i, c in enumerate(calls) if c.op == COLLECTIVE}

@@ -10,6 +10,7 @@ import pandas as pd
 
 from compose.attention_kernels import SLOWDOWN
 from compose.memo import remembered
+from compose.stand_ins import Part, copy, learned, stand_ins
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
 from microbench.ops import find_family
@@ -53,7 +54,8 @@ class PricedOp:
 class Priceable:
     """An op to price: a family's parameters where one answers, and its bytes where none does.
 
-    ``slowdown``: how much slower its kernel is than those the family was measured with.
+    ``slowdown``: how much slower its kernel is than those the family was measured with;
+    ``channels_last``: its images lie in memory as NHWC.
     """
 
     op: str
@@ -63,6 +65,7 @@ class Priceable:
     bytes_moved: float
     cold: float
     slowdown: float = 1.0
+    channels_last: bool = False
 
 
 Prices = dict[str, dict[Any, tuple[dict[str, float], dict[str, float]]]]
@@ -111,33 +114,45 @@ class PriceBook:
 
     def price(self, wanted: Sequence[Priceable]) -> list[PricedOp]:
         """Every op priced; one pricer call per family."""
+        parts = [self._parts(w) for w in wanted]
         by_family: dict[str, list[Any]] = {}
-        for w in wanted:
-            if w.family is not None and w.family.name in self.pricer.models:
-                by_family.setdefault(w.family.name, []).append(w.params)
+        for part in (part for found in parts for part in found):
+            by_family.setdefault(part.family, []).append(part.params)
         for name, points in by_family.items():
             self.points(name, points)
-        return [self._one(w) for w in wanted]
+        return [self._one(w, found) for w, found in zip(wanted, parts, strict=True)]
+
+    def _parts(self, w: Priceable) -> list[Part]:
+        """What is priced for an op: itself, what stands in for it, or nothing."""
+        models, on_gpu = self.pricer.models, self.gpu.kind != "cpu"
+        if w.family is not None and w.family.name in models:
+            found = stand_ins(w.params, models, w.channels_last) if on_gpu else []
+            return found or [Part(family=w.family.name, params=w.params)]
+        return [copy(w.bytes_moved)] if on_gpu and learned(models, "elementwise") else []
 
     def _flops(self, family: Family, params: Any) -> float:
         if params not in self.flops:
             self.flops[params] = float(family.flops(params))
         return self.flops[params]
 
-    def _one(self, w: Priceable) -> PricedOp:
+    def _one(self, w: Priceable, parts: Sequence[Part]) -> PricedOp:
         name = w.family.name if w.family is not None else UNMODELLED
         flops = self._flops(w.family, w.params) if w.family else 0.0
-        if name in self.pricer.models:
-            warm, cool = self.known[name][w.params]
-            us, low_us, high_us = (
-                w.slowdown * ((1 - w.cold) * warm[k] + w.cold * cool[k])
+        us = low_us = high_us = 0.0
+        inside = True
+        for part in parts:
+            warm, cool = self.known[part.family][part.params]
+            one_us, one_low_us, one_high_us = (
+                w.slowdown * part.times * ((1 - w.cold) * warm[k] + w.cold * cool[k])
                 for k in ("predicted_us", "predicted_us_p10", "predicted_us_p90")
             )
-            inside = bool(warm["in_envelope"])
-        else:
+            us, low_us, high_us = us + one_us, low_us + one_low_us, high_us + one_high_us
+            inside = inside and bool(warm["in_envelope"]) and part.params is w.params
+        if name not in self.pricer.models:
             name, inside = UNMODELLED, False
             dtype = getattr(w.params, "dtype", "fp32")
-            us = w.bytes_moved / self.gpu.hbm_bytes_per_s * 1e6 + 2.0
+            if not parts:
+                us = w.bytes_moved / self.gpu.hbm_bytes_per_s * 1e6 + 2.0
             us = max(us, flops / self.gpu.peak(dtype) * 1e6)
             low_us, high_us = us / 2, us * 2
         return PricedOp(
@@ -180,4 +195,11 @@ def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
         bytes_moved=moved,
         cold=cold,
         slowdown=SLOWDOWN.get(str(call.kwargs.get("kernel", "")), 1.0),
+        channels_last=_channels_last(call),
     )
+
+
+def _channels_last(call: OpCall) -> bool:
+    """Whether the images an op reads lie as NHWC; a single channel lies as both."""
+    images = [t for t in call.tensors() if len(t.shape) == 4 and t.shape[1] > 1 and t.stride]
+    return bool(images) and images[0].stride[1] == 1 and not images[0].contiguous

@@ -123,6 +123,7 @@ def thinned(rows: Rows) -> Mask:
 
 
 GEMM = ["m", "n", "k", "batch"]
+FEW = (4, 8, 16)
 CURVES = ("roofline", "alpha_beta", "interpolation", "nearest", "mlp")
 
 
@@ -158,6 +159,7 @@ def fp32(
         known_best=known_best,
         choose=from_neusight(*ops),
         splits=splits,
+        few=FEW if splits is a100_80 else (),
     )
 
 
@@ -184,6 +186,7 @@ def lines() -> list[Line]:
             known_best="5.9 / 25.5 / 13.1 (B200 / A100 / RTX PRO 6000)",
             choose=is_half_gemm,
             splits=gemm_left_out,
+            few=FEW,
         ),
         nccl("cells left out", "4.2", {"": 3.5}, nccl_cells),
         nccl("sizes > 16 MiB left out", "2.6-24 (tail fit 4.5)", {"": 4.0}, nccl_tail),

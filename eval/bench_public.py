@@ -14,6 +14,7 @@ import pandas as pd
 from eval.bench_baselines import BASELINES
 from learners import fit
 from learners.blend import fit_hidden
+from learners.calibration import Calibration
 from learners.model import Prepared, learn, prepare
 from learners.train import errors
 from microbench.hardware.spec import load_gpu
@@ -41,7 +42,7 @@ class Line:
     """One line of the table: which rows, how they are split, what is to be reached.
 
     ``targets`` is by part; ``metric`` is the error it is about. Splits with the same ``part`` are
-    folds of one figure.
+    folds of one figure. ``few``: so many measured rows of a GPU left out, that calibrate it.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Line:
     choose: Callable[[Rows], Mask]
     splits: Callable[[Rows], Iterator[Split]]
     baselines: tuple[str, ...] = ("roofline", "nearest", "mlp")
+    few: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,8 @@ def forecasts(
         strange = np.ones(len(held), dtype=bool)
         ours = hidden.predict(table.x[held], table.roofline_us[held], strange)
     out = {"itercast": ours}
+    for count in line.few:
+        out[f"{count} rows"] = calibrated(prepared, held, ours, count)
     rng = np.random.default_rng(0)
     some = np.sort(rng.permutation(len(held))[:BASELINE_ROWS])
     for name in line.baselines:
@@ -124,6 +128,18 @@ def forecasts(
         guess[some] = BASELINES[name](table, rows, known, held[some])
         out[name] = guess
     return out
+
+
+def calibrated(prepared: Prepared, held: np.ndarray, guess: np.ndarray, few: int) -> np.ndarray:
+    """``guess`` of the held rows after measuring ``few`` of them at random; NaN for these."""
+    chosen = np.random.default_rng(1).permutation(len(held))[:few]
+    mine = held[chosen]
+    error = np.log(prepared.table.time_us[mine] / guess[chosen])
+    known = Calibration(kind=prepared.kind[mine], at=prepared.at[mine], value=error)
+    shift, _ = known.correction(prepared.kind[held], prepared.at[held])
+    found = np.asarray(guess * np.exp(shift))
+    found[chosen] = np.nan
+    return found
 
 
 def read_public(root: Path) -> dict[str, Rows]:

@@ -11,7 +11,8 @@ from eval.bench_lines import lines
 from eval.bench_public import Result, Rows, read_public, run_line
 
 BASELINES = ("roofline", "alpha_beta", "interpolation", "nearest", "mlp", "nodes summed")
-LEARNERS = ("itercast", *BASELINES)
+CALIBRATED = ("4 rows", "8 rows", "16 rows")  # of the GPU left out, measured
+LEARNERS = ("itercast", *CALIBRATED, *BASELINES)
 WORKERS = 2
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import pandas as pd
 from scipy.stats import kendalltau
 
+from compose.attention_kernels import with_attention_kernel
+from compose.channels import with_memory_format
 from eval.bench_nodes import node_sums_us
 from eval.bench_public import Result, Rows
 from itercast.evaluation import ASKED, console, model_of, stated_rows
@@ -118,7 +120,8 @@ def read_iterations(public: Path) -> Rows:
 
 def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, tuple[float, float]]) -> Rows:
     """The rows that can be forecast with ``step`` and ``backward`` in us; others are counted."""
-    asked, refused = [*ASKED, "hf_config", "backward_us"], Counter[str]()
+    asked = [*(c for c in ASKED if c in rows), "hf_config", "backward_us", "attention_kernel"]
+    refused = Counter[str]()
     found = []
     with progress_bar() as bar:
         for values in bar.track(rows[asked].to_dict("records"), description="forecast"):
@@ -148,7 +151,9 @@ def _forecast_us(asked: Mapping[str, Any], bundle: Path) -> tuple[float, float]:
     model = model_of(asked)
     size = micro_size(model, target.plan, int(asked["batch"]), int(asked["seq"]))
     options = {n: asked[n] for n in ("mode", "optimizer", "loss", "dtype", "attn")}
-    whole_us = forecast_step(capture(model, **size, **options), target).iteration_us
+    step = with_memory_format(capture(model, **size, **options), str(asked["memory_format"]))
+    step = with_attention_kernel(step, str(asked["attention_kernel"]))
+    whole_us = forecast_step(step, target).iteration_us
     if asked["plan"] or asked["mode"] == "infer" or not np.isfinite(asked["backward_us"]):
         return whole_us, 0.0
     ahead = forecast_step(capture(model, **size, **{**options, "mode": "infer"}), target)

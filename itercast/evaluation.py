@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compose.attention_kernels import with_attention_kernel
+from compose.channels import with_memory_format
 from compose.engines import with_engine
 from compose.forecast import Forecast
 from eval.ranking import ranking_lines
@@ -34,9 +35,9 @@ from microbench.store import read_rows, write_atomic
 
 CONFIGS = Path(".cache/configs")
 OPTIONAL = {"plan": "", "seq": 0, "attn": "sdpa", "loss": "default", "mode": "train"}
-OPTIONAL |= {"engine": "eager"}
+OPTIONAL |= {"engine": "eager", "memory_format": ""}
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
-ASKED += ["engine"]
+ASKED += ["engine", "memory_format"]
 console = Console()
 
 
@@ -98,6 +99,7 @@ def _compare(
     size = micro_size(model, target.plan, int(asked["batch"]), int(asked["seq"]))
     options = {n: asked[n] for n in ("mode", "optimizer", "loss", "dtype", "attn")}
     step = with_engine(capture(model, **size, **options), str(asked.get("engine", "eager")))
+    step = with_memory_format(step, str(asked.get("memory_format", "")))
     if "attention_kernel" in rows:
         step = with_attention_kernel(step, str(rows["attention_kernel"].iloc[0]))
     found = forecast_step(step, target)

@@ -131,7 +131,7 @@ def prepare(
 ) -> Prepared:
     """Features, targets and groups of measured rows."""
     rows = rows.reset_index(drop=True)
-    launch, stacks = learn_launch_us(rows), usual_stacks(rows)
+    launch, stacks = learn_launch_us(rows, family, gpus), usual_stacks(rows)
     features, roofline = feature_table(rows, family, gpus, launch)
     whose = identities(rows, family, stacks)
     told_apart = [c for c in IDENTITY if whose[c].nunique() > 1]

@@ -14,6 +14,8 @@ from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family
 
 LAUNCH_FLOOR_US = {"cpu": 1.0, "gpu": 2.0}
+SMALL_US = 5.0  # roofline of ops of which mostly the launch is measured
+FEW_SMALL = 5
 PLACE = " over "  # a GPU over a cluster
 IDENTITY = ("gpu", "stack")  # say whose row it is, not what the op is: hidden from unseen GPUs
 
@@ -64,11 +66,26 @@ def with_launch(rows: pd.DataFrame) -> np.ndarray:
     return (rows["timer"] == "with_launch").to_numpy(dtype=bool)
 
 
-def learn_launch_us(rows: pd.DataFrame) -> dict[str, float]:
-    """Host launch in us by GPU: what even the smallest ops timed from the host took (1 %)."""
+def learn_launch_us(
+    rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]
+) -> dict[str, float]:
+    """Host launch in us by GPU: what the smallest ops timed from the host took longer (1 %).
+
+    A GPU of whose rows too few are small takes the least of the others: of large ops the rest over
+    the roofline is no launch.
+    """
     timed = rows[with_launch(rows)]
-    floor = timed.groupby("gpu")["time_us"].quantile(0.01) - LAUNCH_FLOOR_US["gpu"]
-    return {str(gpu): max(0.0, float(us)) for gpu, us in floor.items()}
+    found, without = {}, []
+    for gpu, part in timed.groupby("gpu"):
+        p = columns(part, family)
+        roof = roofline_us(family, p, gpus[str(gpu)], np.zeros(len(part)))
+        small = roof <= SMALL_US
+        rest = part["time_us"].to_numpy(dtype=float)[small] - roof[small]
+        if small.sum() < FEW_SMALL:
+            without.append(str(gpu))
+        else:
+            found[str(gpu)] = max(0.0, float(np.quantile(rest, 0.01)))
+    return {**found, **dict.fromkeys(without, min(found.values(), default=0.0))}
 
 
 def launch_us(rows: pd.DataFrame, known: Mapping[str, float]) -> np.ndarray:

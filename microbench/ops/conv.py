@@ -59,7 +59,7 @@ def sweep() -> Iterator[Conv]:
             **layer,
         )
         limit = MAX_FLOPS if p.groups == 1 else MAX_GROUPED_FLOPS
-        if min(_out_sizes(p)) >= 1 and flops(p) <= limit and bytes_moved(p) <= MAX_BYTES:
+        if min(out_sizes(p)) >= 1 and flops(p) <= limit and bytes_moved(p) <= MAX_BYTES:
             yield p
 
 
@@ -148,14 +148,14 @@ def build(p: Conv, device: str) -> Workload:
     how = (*steps, p.transposed, [0, 0], p.groups)
     if p.op == "forward":
         return Workload(run=lambda: torch.convolution(x, weight, bias, *how), through_aten=False)
-    grad = tensor(p.batch, p.out_channels, *(int(s) for s in _out_sizes(p)))
+    grad = tensor(p.batch, p.out_channels, *(int(s) for s in out_sizes(p)))
     sizes = [p.out_channels] if p.bias else None
     mask = [p.need_input_grad, p.need_weight_grad, p.bias and p.need_weight_grad]
     back = torch.ops.aten.convolution_backward
     return Workload(run=lambda: back(grad, x, weight, sizes, *how, mask))
 
 
-def _out_sizes(p: Any) -> tuple[Any, Any]:
+def out_sizes(p: Any) -> tuple[Any, Any]:
     """Height and width of the output; ignores output_padding, less than one stride."""
 
     def out(size: Any, kernel: Any, padding: Any) -> Any:
@@ -174,7 +174,7 @@ def _passes(p: Any) -> Any:
 
 def flops(p: Any) -> Any:
     """2 per kernel tap, channel pair of a group and output pixel (transposed: input pixel)."""
-    out_h, out_w = _out_sizes(p)
+    out_h, out_w = out_sizes(p)
     pixels = np.where(p.transposed, 1.0 * p.h * p.w, 1.0 * out_h * out_w)
     taps = 1.0 * p.in_channels * p.out_channels / p.groups * p.kernel_h * p.kernel_w
     return _passes(p) * 2 * p.batch * pixels * taps
@@ -182,7 +182,7 @@ def flops(p: Any) -> Any:
 
 def bytes_moved(p: Any) -> Any:
     """Input, weight and output once; a backward reads what each gradient needs and writes it."""
-    out_h, out_w = _out_sizes(p)
+    out_h, out_w = out_sizes(p)
     x = 1.0 * p.batch * p.in_channels * p.h * p.w
     y = 1.0 * p.batch * p.out_channels * out_h * out_w
     w = 1.0 * p.in_channels * p.out_channels / p.groups * p.kernel_h * p.kernel_w
@@ -195,7 +195,7 @@ def bytes_moved(p: Any) -> Any:
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
     """Sizes as of the equivalent matrix product per group, its tile fill and waves."""
-    out_h, out_w = _out_sizes(p)
+    out_h, out_w = out_sizes(p)
     m, n = 1.0 * p.batch * out_h * out_w, p.out_channels / p.groups
     taps = 1.0 * p.kernel_h * p.kernel_w
     tiles = p.groups * np.ceil(m / 128) * np.ceil(n / 128)

@@ -14,6 +14,7 @@ from learners.bundle import Bundle
 from learners.calibrate import calibrate
 from learners.calibration import NOISE, SHIFT, Calibration
 from learners.local import Residuals
+from learners.table import learn_launch_us
 from learners.train import train
 from microbench.hardware.spec import Gpu
 from microbench.ops import gemm
@@ -85,6 +86,19 @@ def test_eight_rows_pull_a_new_gpu_close(bundle: Bundle, tmp_path: Path) -> None
     assert after < 8
     elsewhere = measured("two", 60, 400)
     assert median_ape(pulled, elsewhere) == pytest.approx(median_ape(bundle, elsewhere))
+
+
+def test_launches_are_learned_from_small_ops_only() -> None:
+    """20 us over the roofline; a GPU of large ops only, twice their roofline, takes the same."""
+    rows = []
+    for name, size, factor in (("one", 16, 1.0), ("two", 4096, 2.0)):
+        p = gemm.Gemm(m=size, n=size, k=size)
+        roof = gemm.flops(p) / toy(name).peak("fp32") * 1e6
+        roof = max(roof, gemm.bytes_moved(p) / toy(name).hbm_bytes_per_s * 1e6) + 2
+        facts = {"gpu": name, "timer": "with_launch", "time_us": factor * roof + 20}
+        rows += [{**asdict(p), **facts}] * 5
+    found = learn_launch_us(pd.DataFrame(rows), gemm.FAMILY, {n: toy(n) for n in ("one", "two")})
+    assert found == {"one": pytest.approx(20), "two": pytest.approx(20)}
 
 
 def test_calibration_by_hand() -> None:

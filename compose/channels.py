@@ -1,0 +1,30 @@
+"""Images in NHWC instead of NCHW: what ``channels_last`` changes of a captured step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+from microbench.opcall import OpCall, StepCapture, TensorSpec
+
+CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
+
+
+def with_memory_format(capture: StepCapture, stated: str) -> StepCapture:
+    """The step with the operands of its convolutions in NHWC where ``stated`` is nhwc."""
+    if stated != "nhwc":
+        return capture
+    calls = tuple(_turned(c) if c.op in CONVOLUTIONS else c for c in capture.calls)
+    return replace(capture, calls=calls)
+
+
+def _turned(call: OpCall) -> OpCall:
+    return replace(call, args=tuple(_nhwc(v) for v in call.args))
+
+
+def _nhwc(value: Any) -> Any:
+    if not isinstance(value, TensorSpec) or len(value.shape) != 4:
+        return value
+    channels, width = value.shape[1], value.shape[3]
+    return replace(value, stride=(prod(value.shape[1:]), 1, width * channels, channels))

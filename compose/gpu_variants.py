@@ -1,0 +1,55 @@
+"""What a capture on a CPU shows and a GPU runs differently: calls exchanged before pricing.
+
+Dropout is drawn, scaled and multiplied by three calls on a CPU and by one kernel on a GPU, which
+keeps a mask of one byte an element for backward. Allocations launch nothing there.
+Source: aten/src/ATen/native/Dropout.cpp, aten/src/ATen/native/cuda/Dropout.cu.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from compose.memo import remembered
+from microbench.opcall import OpCall, StepCapture, TensorSpec
+from microbench.ops.elementwise_names import ALLOCATIONS, SAME_AS
+
+DRAW = ("bernoulli_", "div_")
+
+
+@remembered
+def as_on_gpu(capture: StepCapture) -> StepCapture:
+    """The step as a GPU runs it; a gradient is ready after the last call that is left."""
+    masks = {c.args[0].storage for c in capture.calls if _name(c) == "bernoulli_"}
+    calls: list[OpCall] = []
+    moved: dict[int, int] = {}
+    for i, call in enumerate(capture.calls):
+        calls.extend(_on_gpu(call, masks))
+        moved[i] = len(calls) - 1
+    parameters = tuple(
+        replace(p, ready_after=moved.get(p.ready_after, p.ready_after)) for p in capture.parameters
+    )
+    return replace(capture, calls=tuple(calls), parameters=parameters)
+
+
+def _name(call: OpCall) -> str:
+    return call.op.split(".")[1] if call.op.startswith("aten.") else ""
+
+
+def _on_gpu(call: OpCall, masks: set[int]) -> Iterator[OpCall]:
+    """The calls that stand for one: itself, a dropout, or none."""
+    name = _name(call)
+    if SAME_AS.get(name, name) in ALLOCATIONS:
+        return
+    if name in DRAW and call.args[0].storage in masks:
+        return
+    if name != "mul" or not any(t.storage in masks for t in call.tensors()):
+        yield call
+        return
+    data = tuple(t for t in call.tensors() if t.storage not in masks)[:1]
+    mask = TensorSpec(shape=call.outputs[0].shape, dtype="bool")
+    if call.phase == "backward":
+        op, args, outputs = "native_dropout_backward", (*data, mask), call.outputs
+    else:
+        op, args, outputs = "native_dropout", data, (*call.outputs, mask)
+    yield replace(call, op=f"aten.{op}.default", args=args, outputs=outputs)

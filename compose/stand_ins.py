@@ -1,0 +1,98 @@
+"""What stands in on a GPU for ops that no model has seen: other ops, which models have.
+
+A convolution backward is as many forwards as gradients it makes; in a dtype never seen it is a
+product (implicit GEMM), in half precision with its tensors turned from NCHW to NHWC and back, as
+tensor cores want them. Batch and group norms, and ops without a model, are copies of the bytes
+they move: utilisation as measured, not the peak. Sources: cuDNN developer guide, "tensor core
+operations"; arXiv:1410.0759, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from microbench.ops.conv import Conv, out_sizes
+from microbench.ops.elementwise import Elementwise
+from microbench.ops.family import itemsize_bytes
+from microbench.ops.gemm import Gemm
+from microbench.ops.norm import Norm
+
+NEEDED = ("gemm", "elementwise")
+LONGEST = 2**15  # rows of a product; more of them take proportionally longer
+HALF = ("fp16", "bf16")
+PASSES = {"batch": 3, "batch_backward": 5, "batch_eval": 2, "batch_eval_backward": 3}
+PASSES |= {"group": 3, "group_backward": 5}  # statistics need a pass of their own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """An op that is priced in place of another, ``times`` times."""
+
+    family: str
+    params: Any
+    times: float = 1.0
+
+
+def stand_ins(params: Any, models: Mapping[str, Any], channels_last: bool) -> list[Part]:
+    """Parts that stand in for an op; none where its family's model has seen such ops."""
+    if not all(learned(models, name) for name in NEEDED):
+        return []
+    if isinstance(params, Conv):
+        return list(_conv(params, models, channels_last))
+    if not isinstance(params, Norm) or params.op not in PASSES:
+        return []
+    if not _seen(models, "norm", params.op):
+        elements = params.rows * params.cols * params.channels
+        return [copy(PASSES[params.op] * elements * int(itemsize_bytes(params.dtype)))]
+    return []
+
+
+def copy(nbytes: float) -> Part:
+    """A pass over memory that reads and writes ``nbytes`` in all."""
+    numel = max(1, round(nbytes / 8))
+    point = Elementwise(op="mul", numel=numel, inner=numel, tensors=1, form="scalar")
+    return Part(family="elementwise", params=point)
+
+
+def learned(models: Mapping[str, Any], family: str) -> bool:
+    """Whether a family has a model that was learned from rows."""
+    return hasattr(models.get(family), "encoder")
+
+
+def _seen(models: Mapping[str, Any], family: str, *words: str) -> bool:
+    """Whether the model has seen all these words: names of ops, dtypes."""
+    vocabulary = models[family].encoder.vocabulary
+    return {w for seen in vocabulary.values() for w in seen}.issuperset(words)
+
+
+def _conv(p: Conv, models: Mapping[str, Any], channels_last: bool) -> Iterator[Part]:
+    if _seen(models, "conv", p.op, p.dtype):
+        return
+    back = p.op == "backward"
+    passes = p.need_input_grad + p.need_weight_grad if back else 1
+    if _seen(models, "conv", "forward", p.dtype):
+        yield Part(family="conv", params=replace(p, op="forward"), times=passes)
+        return
+    out_h, out_w = (int(np.maximum(s, 1)) for s in out_sizes(p))
+    x, y = p.batch * p.in_channels * p.h * p.w, p.batch * p.out_channels * out_h * out_w
+    item = int(itemsize_bytes(p.dtype))
+    if p.groups > 1:
+        yield replace(copy((x + y) * item), times=passes)
+        return
+    m = p.batch * out_h * out_w
+    product = Gemm(
+        op="mm",
+        m=min(m, LONGEST),
+        n=p.out_channels,
+        k=p.in_channels * p.kernel_h * p.kernel_w,
+        layout="nt",
+        dtype=p.dtype,
+    )
+    yield Part(family="gemm", params=product, times=passes * max(1.0, m / LONGEST))
+    if p.dtype in HALF and not channels_last:
+        turned = y + x * (p.need_input_grad + p.need_weight_grad if back else 1)
+        yield copy(2 * turned * item)

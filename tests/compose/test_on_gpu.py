@@ -1,0 +1,131 @@
+"""What a GPU runs otherwise than the CPU that was captured, and what stands in for ops unseen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from compose.channels import with_memory_format
+from compose.gpu_variants import as_on_gpu
+from compose.priced import PriceBook, priceable
+from compose.stand_ins import copy, stand_ins
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from microbench.ops.conv import Conv
+from microbench.ops.norm import Norm
+
+GPU = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
+
+
+def learned(*words: str) -> Any:
+    return SimpleNamespace(encoder=SimpleNamespace(vocabulary={"op": list(words)}))
+
+
+MODELS: Mapping[str, Any] = {
+    "gemm": learned("mm"),
+    "elementwise": learned("mul"),
+    "conv": learned("forward", "fp32"),
+    "norm": learned("layer"),
+}
+
+
+class Fixed:
+    """Everything takes 10 us."""
+
+    models = MODELS
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        us = pd.Series(10.0, index=rows.index)
+        columns = {"predicted_us": us, "predicted_us_p10": us, "predicted_us_p90": us}
+        return pd.DataFrame({**columns, "in_envelope": True})
+
+
+def tensor(storage: int, dtype: str = "fp32", shape: tuple[int, ...] = (4, 8)) -> TensorSpec:
+    return TensorSpec(shape=shape, dtype=dtype, storage=storage)
+
+
+def call(name: str, *args: TensorSpec, out: int, phase: str = "forward") -> OpCall:
+    return OpCall(op=f"aten.{name}", args=args, outputs=(tensor(out),), phase=phase)
+
+
+def test_dropout_is_one_kernel_with_a_mask_of_bytes() -> None:
+    calls = (
+        call("empty_like.default", tensor(0), out=1),
+        call("bernoulli_.float", tensor(1), out=1),
+        call("div_.Scalar", tensor(1), out=1),
+        call("mul.Tensor", tensor(0), tensor(1), out=2),
+        call("mul.Tensor", tensor(2), out=3),  # not a dropout's
+        call("mul.Tensor", tensor(3), tensor(1), out=4, phase="backward"),
+    )
+    weight = ParamSpec(name="w", shape=(1,), dtype="fp32", storage=9, ready_after=5)
+    found = as_on_gpu(StepCapture(calls=calls, parameters=(weight,)))
+    names = [c.op.split(".")[1] for c in found.calls]
+    assert names == ["native_dropout", "mul", "native_dropout_backward"]
+    assert [t.dtype for t in found.calls[0].outputs] == ["fp32", "bool"]
+    assert [t.dtype for t in found.calls[2].args] == ["fp32", "bool"]
+    assert found.parameters[0].ready_after == 2
+
+
+def convolution(**changed: Any) -> Conv:
+    facts = {"op": "forward", "batch": 2, "in_channels": 16, "out_channels": 32, "h": 8, "w": 8}
+    facts |= {"kernel_h": 3, "kernel_w": 3, "padding_h": 1, "padding_w": 1, "dtype": "fp16"}
+    return Conv(**{**facts, **changed})
+
+
+def test_a_half_precision_convolution_is_a_product_and_two_turned_tensors() -> None:
+    """m = 2*8*8 pixels, n = 32, k = 16*9; x and y read and written in 2 bytes an element."""
+    product, turned = stand_ins(convolution(), MODELS, False)
+    assert (product.params.m, product.params.n, product.params.k) == (128, 32, 144)
+    assert turned == copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
+    (alone,) = stand_ins(convolution(), MODELS, True)
+    assert alone == product
+
+
+def test_a_backward_in_a_known_dtype_is_two_forwards() -> None:
+    known = convolution(dtype="fp32")
+    assert stand_ins(known, MODELS, False) == []
+    (found,) = stand_ins(convolution(dtype="fp32", op="backward"), MODELS, False)
+    assert (found.params, found.times) == (known, 2)
+
+
+def test_long_products_are_scaled() -> None:
+    """64 images of 64 x 64 pixels: 2**18 rows, eight times 2**15."""
+    product = stand_ins(convolution(batch=64, h=64, w=64), MODELS, True)[0]
+    assert (product.params.m, product.times) == (2**15, 8)
+
+
+def test_a_batch_norm_passes_three_times_and_a_layer_norm_is_known() -> None:
+    norm = Norm(op="batch", rows=2, cols=64, channels=16)
+    assert stand_ins(norm, MODELS, False) == [copy(3 * 2 * 64 * 16 * 4)]
+    assert stand_ins(Norm(op="layer", rows=2, cols=64), MODELS, False) == []
+
+
+def test_an_op_without_a_model_costs_a_copy_of_its_bytes_and_stays_unmodelled() -> None:
+    op = priceable(call("unknown.default", tensor(0), out=1))
+    (found,) = PriceBook(Fixed(), GPU, 0).price([op])
+    assert (found.family, found.duration_us) == ("unmodelled", 10.0)
+
+
+def test_images_in_nhwc_are_seen() -> None:
+    images, weight = tensor(0, shape=(2, 16, 8, 8)), tensor(1, shape=(32, 16, 3, 3))
+    args = (images, weight, None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    step = StepCapture(calls=(OpCall(op="aten.convolution.default", args=args),))
+    assert with_memory_format(step, "nchw") is step
+    turned = with_memory_format(step, "nhwc").calls[0]
+    assert not priceable(step.calls[0]).channels_last
+    assert priceable(turned).channels_last
+    assert turned.args[0].stride == (1024, 1, 128, 16)
+
+
+def test_a_stand_in_is_outside_the_envelope() -> None:
+    args = (tensor(0, "fp16", (2, 16, 8, 8)), tensor(1, "fp16", (32, 16, 3, 3)), None)
+    steps = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    op = priceable(OpCall(op="aten.convolution.default", args=(*args, *steps)))
+    (found,) = PriceBook(Fixed(), GPU, 0).price([op])
+    assert not found.in_envelope
+    assert found.family == "conv"
+    assert found.duration_us == pytest.approx(20)  # a product and a turn
