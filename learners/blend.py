@@ -144,7 +144,8 @@ def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = 
 
     ``new``: GPUs never seen will be asked for too.
     """
-    known = fit_smooth(table, table.x, MEMBERS, crossed.path) if crossed.share else None
+    path = _all_features(crossed.path, table)
+    known = fit_smooth(table, table.x, MEMBERS, path) if crossed.share else None
     hidden = None
     if new and table.identity:
         hidden = fit_smooth(table, table.hidden_x, MEMBERS, along(table))
@@ -154,6 +155,14 @@ def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = 
         known=known,
         hidden=hidden,
     )
+
+
+def _all_features(path: Along | None, table: Table) -> Along | None:
+    """The path; learned anew where these rows vary in features that those it knows did not."""
+    if path is None or table.identity:
+        return path
+    curve = every_feature(table.x)
+    return path if curve.keys() <= path.curve.keys() else replace(path, curve=curve).learn(table)
 
 
 def fit_hidden(table: Table, options: dict[str, Any], members: int = MEMBERS) -> Blend:

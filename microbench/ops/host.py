@@ -37,17 +37,19 @@ class Host:
 
 
 def sweep() -> Iterator[Host]:
-    """Each event eight times: the spread is the machine's; steps over 1 to 400 parameters."""
+    """Each event eight times: the spread is the machine's; what every model needs comes first."""
     rng = np.random.default_rng(11)
     for trial in range(8):
-        for op in (*EVENTS, *WRAPPERS):
+        for op in EVENTS:
+            yield Host(op=op, trial=trial)
+        for op in OPTIMIZERS:
+            for _ in range(5):
+                yield Host(op=op, tensors=log_uniform(rng, 1, 400), trial=trial)
+        for op in WRAPPERS:
             yield Host(op=op, trial=trial)
         for op in SHARDED:
             for tensors in (1, 4, 12, 30, 90)[: 4 + (op not in FSDP)]:
                 yield Host(op=op, tensors=tensors, trial=trial)
-        for op in OPTIMIZERS:
-            for _ in range(5):
-                yield Host(op=op, tensors=log_uniform(rng, 1, 400), trial=trial)
 
 
 def build(p: Host, device: str) -> Workload:

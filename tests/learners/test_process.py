@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
 
+from learners.blend import cross_fit, refit
+from learners.fit import Table, default_options
 from learners.process import Process, fit_process, merged
 from learners.table import identities
 from microbench.ops import families
@@ -64,3 +68,20 @@ def test_what_crosses_a_network_is_known_by_its_cluster() -> None:
     found = identities(rows, families()["collective"], {})["gpu"].tolist()
     one = "h100-sxm-80gb"
     assert found == [one, f"{one} over aws-p5", f"{one} over 50000000000.0"]
+
+
+def test_a_kind_held_out_while_learning_counts_in_the_end() -> None:
+    """A kind of op that only the last rows are of keeps its own level, here a factor of e."""
+    rng = np.random.default_rng(0)
+    size = rng.uniform(4, 20, 60)
+    rare = np.arange(60) >= 54
+    table = Table(
+        x=np.c_[size, rare, ~rare].astype(np.float32),
+        roofline_us=np.ones(60),
+        time_us=np.exp(0.1 * size + rare),
+        group=np.arange(60).astype(str),
+    )
+    crossed = cross_fit(table.take(np.arange(54)), default_options(table))
+    blend = refit(table, default_options(table), replace(crossed, share=1.0))
+    found = blend.predict(table.x[54:], np.ones(6), np.zeros(6, dtype=bool))
+    assert found == pytest.approx(table.time_us[54:], rel=0.1)
