@@ -280,4 +280,5 @@ FAMILY = Family(
     bytes_moved=bytes_moved,
     features=features,
     answers=dict.fromkeys(known.names(), from_call),
+    weight=3.0,
 )

@@ -44,7 +44,8 @@ class Family:
     ``curve`` names features along which times run smoothly, where a learner may carry on beyond
     what was measured, and how far a measurement reaches (octaves for sizes): as a trend all share,
     as an offset, as a detail. ``place`` names the cluster a row was measured in, nothing where the
-    GPU says it all.
+    GPU says it all. ``weight`` is its share of a CPU's sweep beside the other families': those of
+    many kinds of ops need more points.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Family:
     on_demand: bool = False
     curve: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     place: Callable[[Any], Any] | None = None
+    weight: float = 1.0
 
 
 def autograd_call(leaves: int, device: str) -> Callable[[], object]:

@@ -139,4 +139,5 @@ FAMILY = Family(
     bytes_moved=bytes_moved,
     features=features,
     answers={f"aten.{op}.default": from_mm for op in ("mm", "addmm", "bmm", "baddbmm")},
+    weight=2.0,
 )

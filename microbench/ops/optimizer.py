@@ -183,4 +183,5 @@ FAMILY = Family(
         **{f"aten.{n}.{o}": from_call for n in NAMES for o in OVERLOADS},
         **{f"aten.{n}.{o}": from_call for n in FUSED[:3] for o in ("default", "tensor_lr")},
     },
+    weight=1.5,
 )
