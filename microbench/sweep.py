@@ -144,11 +144,15 @@ def placed(point: Any, node: str) -> Any:
 
 
 def finished_keys(root: Path, names: tuple[str, ...]) -> set[str]:
-    """Keys of all points that are rows already, whole or in the journal."""
+    """Keys of all points that are rows already, whole or in the journal.
+
+    What was measured on a throttled GPU is not finished: a resumed sweep measures it again.
+    """
     keys: set[str] = set()
     for name in names:
         rows = store.read_rows([root], name)
-        keys |= set(rows["key"]) if "key" in rows else set()
+        keys |= set(rows["key"][rows["status"] != "throttled"]) if "key" in rows else set()
     for path in (root / ".journal").glob("*.jsonl"):
-        keys |= {row["key"] for row in store.read_journal(path)}
+        journal = store.read_journal(path)
+        keys |= {row["key"] for row in journal if row.get("status") != "throttled"}
     return keys

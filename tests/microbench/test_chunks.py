@@ -76,9 +76,10 @@ def test_heat_marks_rows_and_a_power_cap_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hot = Clockwork(reading={"throttle": "power_cap sw_thermal"})
-    assert set(statuses(work(tmp_path, monkeypatch, [Toy(number=1)], hot)).values()) == {
-        "throttled"
-    }
+    assert statuses(work(tmp_path, monkeypatch, [Toy(number=1)], hot)) == {1: "throttled"}
+    cool = Clockwork(reading={"throttle": "power_cap"})
+    again = work(tmp_path, monkeypatch, [Toy(number=1), Toy(number=2)], cool)
+    assert [r["status"] for r in again if r["number"] == 1] == 2 * ["throttled"] + 2 * ["ok"]
 
 
 def test_points_that_fail_are_rows_and_disturb_nobody(
