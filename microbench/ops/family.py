@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 
 from microbench.hardware.spec import Gpu
 from microbench.opcall import ITEMSIZE_BYTES, OpCall
+
+DRAWN = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +100,17 @@ def torch_dtype(name: str) -> Any:
         "int32": torch.int32,
         "bool": torch.bool,
     }[name]
+
+
+def repeated(draw: Callable[..., Any], shape: tuple[int, ...], device: str) -> Any:
+    """Random numbers of a torch function, 65,536 of them over and over.
+
+    Drawing all of a large tensor takes longer than timing an op on it.
+    """
+    numel = math.prod(shape)
+    if numel <= DRAWN:
+        return draw(shape, device=device)
+    return draw(DRAWN, device=device).repeat(-(-numel // DRAWN))[:numel].reshape(shape)
 
 
 def log_uniform(rng: np.random.Generator, low: float, high: float) -> int:
