@@ -31,6 +31,11 @@ class Pricer(Protocol):
     ) -> pd.DataFrame:
         """predicted_us, predicted_us_p10, predicted_us_p90, in_envelope."""
 
+    def inside(
+        self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
+    ) -> Sequence[bool]:
+        """in_envelope alone, which costs next to nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedOp:
@@ -97,14 +102,13 @@ class PriceBook:
         known = self.known.setdefault(family, {})
         fresh = list(dict.fromkeys(p for p in points if p not in known))
         if fresh:
-            facts = {"gpu": self.gpu.name}
-            columns = {f.name: [getattr(p, f.name) for p in fresh] for f in fields(fresh[0])}
-            rows = pd.DataFrame({**columns, **facts})
             asked = [(n, cache) for n in self.by_threads for cache in ("warm", "cold")]
-            parts = [rows.assign(threads=n, cache=cache) for n, cache in asked]
-            table = self.pricer.price(
-                family, pd.concat(parts, ignore_index=True), {self.gpu.name: self.gpu}
-            )
+            names = [f.name for f in fields(fresh[0])]
+            columns = {name: [getattr(p, name) for p in fresh] * len(asked) for name in names}
+            columns["threads"] = [n for n, _ in asked for _ in fresh]
+            columns["cache"] = [cache for _, cache in asked for _ in fresh]
+            rows = pd.DataFrame({**columns, "gpu": self.gpu.name})
+            table = self.pricer.price(family, rows, {self.gpu.name: self.gpu})
             priced: list[Any] = table.to_dict("records")
             for at, n in enumerate(self.by_threads):
                 own = priced[2 * at * len(fresh) :]
