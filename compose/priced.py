@@ -91,6 +91,7 @@ class PriceBook:
         self.by_threads.setdefault(threads, {})
         self.flops: dict[Any, float] = {}  # by parameters
         self.sent: dict[Any, PricedOp] = {}  # collectives, by message and group
+        self.python: dict[Any, PricedOp] = {}  # the host's, by event, count and share
 
     @property
     def known(self) -> Prices:

@@ -108,7 +108,7 @@ class Stretch:
             return
         forward, first, later = Work(), Work(), Work()
         for x in self.rank.layers:
-            own = x.fold(hooks(self, x, 1.0)) if self.how.by_layer else Work()
+            own = hooks(self, x, 1.0) if self.how.by_layer else Work()
             forward = forward.then(own).then(x.forward_work)
             first = x.backward_work.then(first)
             later = x.later_work.then(later)

@@ -73,7 +73,17 @@ class PricedLayer:
     @cached_property
     def later_work(self) -> Work:
         """Backward of any micro-batch but the first."""
-        return self.fold([*self.backward, *self.accumulate])
+        return self.backward_work.then(self.fold(self.accumulate))
+
+    @cached_property
+    def into_work(self) -> Work:
+        """All gradients into their bucket."""
+        return self.fold(self.into_bucket)
+
+    @cached_property
+    def out_work(self) -> Work:
+        """All parameters or gradients out of theirs."""
+        return self.fold(self.out_of_bucket)
 
 
 @dataclass(frozen=True, kw_only=True)
