@@ -58,16 +58,16 @@ def evaluate(rank: Rank, optimizer: str) -> Outcome:
     return _alone(rank, optimizer)
 
 
-def _alone(rank: Rank, optimizer: str) -> Outcome:
-    """No pipeline: micro-batches one after the other, the last one synchronised."""
+def _in_turn(rank: Rank, optimizer: str) -> tuple[Run | None, Run]:
+    """No pipeline: a micro-batch that is synchronised like the others, if so, and the last one.
+
+    Those before the last one are in its run where nothing of them is sent.
+    """
     plan, micro = rank.plan, rank.plan.microbatches
     each = rank.strategy.every_micro or plan.offload == "activations"
-    final, tally = Stretch(rank), Tally()
-    one: Shares | None = None
+    one, final = None, Stretch(rank)
     if each and micro > 1:
-        run = _micro(rank)
-        one = shares(run)
-        tally.add([*run.sent, *run.copies], micro - 1)
+        one = _micro(rank)
     else:
         final.quiet(micro - 1)
     final.forward()
@@ -75,16 +75,17 @@ def _alone(rank: Rank, optimizer: str) -> Outcome:
     if plan.cdp:
         hand_on(final)
     final.update(optimizer)
-    run = final.run()
-    found = shares(run)
+    return one, final.run()
+
+
+def _alone(rank: Rank, optimizer: str) -> Outcome:
+    """No pipeline: micro-batches one after the other."""
+    plan, micro = rank.plan, rank.plan.microbatches
+    one, run = _in_turn(rank, optimizer)
+    found, tally = shares(run), Tally()
     if one is not None:
-        more = micro - 1
-        found = Shares(
-            found.end_us + more * one.end_us,
-            found.compute_us + more * one.compute_us,
-            found.exposed_us + more * one.exposed_us,
-            found.comm_us + more * one.comm_us,
-        )
+        found = found.plus(shares(one), micro - 1)
+        tally.add([*one.sent, *one.copies], micro - 1)
     if plan.cdp:
         found = _cyclic(rank, found)
     _tally_layers(tally, rank.layers, micro)
@@ -167,10 +168,10 @@ class _Pipeline:
 
 def _pipeline(rank: Rank, optimizer: str) -> _Pipeline:
     chunks, stages = chunks_of(rank), stages_of(rank)
-    times = []
+    times, facts = [], _facts(rank)
     for i, chunk in enumerate(chunks):
         send = _send(rank, chunk, i, len(chunks))
-        key = ("stage", chunk.key, send.duration_us, _facts(rank))
+        key = ("stage", chunk.key, send.duration_us, facts)
         if key not in rank.model.memo:
             rank.model.memo[key] = _stage_times(rank, chunk, send.duration_us)
         times.append(rank.model.memo[key])
@@ -190,7 +191,10 @@ def _facts(rank: Rank) -> tuple[object, ...]:
 def quick_us(rank: Rank, optimizer: str) -> float:
     """The iteration ``evaluate`` finds, without its breakdown."""
     if rank.plan.pp == 1:
-        return _alone(rank, optimizer).iteration_us
+        one, run = _in_turn(rank, optimizer)
+        if rank.plan.cdp:
+            return _cyclic(rank, shares(run)).end_us
+        return run.end_us + (one.end_us * (rank.plan.microbatches - 1) if one else 0.0)
     return max(_pipeline(rank, optimizer).totals_us())
 
 
@@ -225,10 +229,10 @@ def _stage_times(rank: Rank, chunk: Chunk, send_us: float) -> StageTimes:
 
 def _tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tuple[Run, float]]:
     """Per stage the last backward with synchronisation and optimizer, and how long it is alone."""
-    memo, found = rank.model.memo, []
+    memo, found, facts = rank.model.memo, list[tuple[Run, float]](), _facts(rank)
     for i, own in enumerate(stages):
         tied = rank.model.frame.tied_bytes if i in (0, len(stages) - 1) else 0
-        key = ("tail", tuple(id(x) for x in own.layers), tied, optimizer, _facts(rank))
+        key = ("tail", tuple(id(x) for x in own.layers), tied, optimizer, facts)
         if key not in memo:
             tail, alone = Stretch(own), Stretch(own)
             tail.backward(later=True, sync=True)

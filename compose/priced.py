@@ -119,13 +119,17 @@ class PriceBook:
 
     def price(self, wanted: Sequence[Priceable]) -> list[PricedOp]:
         """Every op priced; one pricer call per family."""
+        return [self._one(w, parts) for w, parts in zip(wanted, self.ask(wanted), strict=True)]
+
+    def ask(self, wanted: Sequence[Priceable]) -> list[list[Part]]:
+        """The pricer asked for what the book does not know of these; what each op is priced as."""
         parts = [self._parts(w) for w in wanted]
         by_family: dict[str, list[Any]] = {}
         for part in (part for found in parts for part in found):
             by_family.setdefault(part.family, []).append(part.params)
         for name, points in by_family.items():
             self.points(name, points)
-        return [self._one(w, found) for w, found in zip(wanted, parts, strict=True)]
+        return parts
 
     def _parts(self, w: Priceable) -> list[Part]:
         """What is priced for an op: itself, what stands in for it, or nothing."""
