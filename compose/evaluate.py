@@ -15,6 +15,7 @@ from compose.rank import Rank, Run, Stretch
 from compose.stage_rank import chunks_of, memory, stages_of
 from compose.stages import Chunk
 from compose.step import PricedLayer
+from compose.sync import reductions
 from compose.timeline import Span, Task
 
 
@@ -229,10 +230,17 @@ def _stage_times(rank: Rank, chunk: Chunk, send_us: float) -> StageTimes:
 
 def _tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tuple[Run, float]]:
     """Per stage the last backward with synchronisation and optimizer, and how long it is alone."""
-    memo, found, facts = rank.model.memo, list[tuple[Run, float]](), _facts(rank)
-    for i, own in enumerate(stages):
-        tied = rank.model.frame.tied_bytes if i in (0, len(stages) - 1) else 0
-        key = ("tail", tuple(id(x) for x in own.layers), tied, optimizer, facts)
+    memo, facts = rank.model.memo, _facts(rank)
+    ends = (0, len(stages) - 1)
+    ties = [rank.model.frame.tied_bytes if i in ends else 0 for i in range(len(stages))]
+    keys = [
+        ("tail", tuple(map(id, own.layers)), tied, optimizer, facts)
+        for own, tied in zip(stages, ties, strict=True)
+    ]
+    fresh = {key: own for key, own in zip(keys, stages, strict=True) if key not in memo}
+    asked = [m for own in fresh.values() for m in reductions(own.layers, own.plan)]
+    price_messages(asked, rank.book, rank.where)  # one question for all of them
+    for own, tied, key in zip(stages, ties, keys, strict=True):
         if key not in memo:
             tail, alone = Stretch(own), Stretch(own)
             tail.backward(later=True, sync=True)
@@ -241,8 +249,7 @@ def _tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tuple[Run
             tail.update(optimizer)
             alone.backward(later=True, sync=rank.strategy.every_micro)
             memo[key] = (tail.run(), alone.run().end_us)
-        found.append(memo[key])
-    return found
+    return [memo[key] for key in keys]
 
 
 def _pipelined(rank: Rank, optimizer: str) -> Outcome:

@@ -16,6 +16,8 @@ CODE = """
 import time
 start = time.perf_counter()
 import json, resource, statistics
+from itercast.steps import without_scikit_learn
+without_scikit_learn()  # as the command does
 from compose.search import best_plans
 from itercast.api import capture, predict
 from itercast.planning import open_search

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.spatial import cKDTree
 
 from learners.table import Features, columns
 from microbench.ops.family import Family
@@ -67,6 +66,8 @@ class Residuals:
         ``leave_out`` holds two arrays of groups, of the asked and of the known points: points of
         the same group are not used, for judging the correction itself.
         """
+        from scipy.spatial import cKDTree  # lazy: 0.2 s, and many bundles have no residuals
+
         out = np.zeros(len(kind))
         codes, names = pd.factorize(kind)
         for code, name in enumerate(names):
