@@ -4,7 +4,7 @@ BUDGET ?= 5m
 OUT ?= datasets
 PYTHON ?= python3
 
-.PHONY: help setup demo collect campaign train evaluate bench-public bench-speed active predict ui report test lint endurance clean
+.PHONY: help setup demo collect campaign train evaluate bench-public bench-speed bench-scale active predict ui report test lint endurance clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -37,8 +37,8 @@ bench-public: setup ## errors on other people's measurements beside baselines (P
 predict: setup ## forecast one case (CASE=gpt2-small GPU=cpu)
 	$(CLI) predict $(or $(CASE),gpt2-small) --gpu $(or $(GPU),cpu)
 
-bench-speed: setup ## how fast predict and price answer (BUNDLE=runs/demo/bundle)
-	$(PY) -m eval.speed $(or $(BUNDLE),runs/demo/bundle)
+bench-speed: setup ## how fast predict and price answer (BUNDLE=learners/shipped-cpu)
+	$(PY) -m eval.speed $(or $(BUNDLE),learners/shipped-cpu)
 
 active: setup ## error against minutes of sweep, at random and where models disagree (DATA=datasets GPU=name)
 	$(PY) -m eval.active $(or $(DATA),datasets) --gpu $(GPU)

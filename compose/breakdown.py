@@ -69,6 +69,15 @@ class Shares:
     exposed_us: float
     comm_us: float
 
+    def plus(self, other: Shares, times: int) -> Shares:
+        """This, and another run that many times."""
+        return Shares(
+            self.end_us + times * other.end_us,
+            self.compute_us + times * other.compute_us,
+            self.exposed_us + times * other.exposed_us,
+            self.comm_us + times * other.comm_us,
+        )
+
 
 def shares(run: Run) -> Shares:
     """What a run's time went to; collectives within compute count as exposed."""

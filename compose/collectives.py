@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pandas as pd
 
@@ -117,28 +118,24 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
     """Each message alone on the machine; the book remembers them by group."""
     node = where.node.name if where.node else ""
     keys = [(m, where.groups[m.axis], node) for m in messages]
-    fresh = list(
-        dict.fromkeys(m for m, key in zip(messages, keys, strict=True) if key not in book.sent)
-    )
+    fresh = [m for m, key in zip(messages, keys, strict=True) if key not in book.sent]
     if fresh:
+        on_cpu = where.gpu.kind == "cpu"
+        asked = list(dict.fromkeys([*fresh, *map(_empty, fresh if on_cpu else ())]))
         learned = "collective" in book.pricer.models
-        made = _learned(fresh, book, where) if learned else (_stand_in(m, where) for m in fresh)
-        for m, op in zip(fresh, made, strict=True):
+        made = _learned(asked, book, where) if learned else (_stand_in(m, where) for m in asked)
+        found = dict(zip(asked, made, strict=True))
+        for m, op in found.items():
+            if on_cpu and m.message_bytes > EMPTY_BYTES:  # as much as next to no bytes take
+                latency_us = min(op.duration_us, found[_empty(m)].duration_us)
+                op = replace(op, latency_us=latency_us)
             book.sent[m, where.groups[m.axis], node] = op
-        if where.gpu.kind == "cpu":
-            _part_latency(fresh, book, where)
     return [book.sent[key] for key in keys]
 
 
-def _part_latency(messages: Sequence[Message], book: PriceBook, where: Cluster) -> None:
-    """Of each message as much is latency as the same with next to no bytes takes."""
-    node = where.node.name if where.node else ""
-    large = [m for m in messages if m.message_bytes > EMPTY_BYTES]
-    empty = [replace(m, message_bytes=EMPTY_BYTES) for m in large]
-    for m, op in zip(large, price_messages(empty, book, where), strict=True):
-        key = (m, where.groups[m.axis], node)
-        whole = book.sent[key]
-        book.sent[key] = replace(whole, latency_us=min(op.duration_us, whole.duration_us))
+def _empty(message: Message) -> Message:
+    """The same with next to no bytes."""
+    return replace(message, message_bytes=min(EMPTY_BYTES, message.message_bytes))
 
 
 def _stand_in(message: Message, where: Cluster) -> PricedOp:
@@ -155,36 +152,49 @@ def _smaller(group: Group) -> Iterator[Group]:
 
 
 def _learned(messages: Sequence[Message], book: PriceBook, where: Cluster) -> Iterator[PricedOp]:
-    tried = [(i, g) for i, m in enumerate(messages) for g in _smaller(where.groups[m.axis])]
-    facts = {"gpu": where.gpu.name, "threads": book.threads, "cache": "warm"}
-    facts["node"] = where.node.name if where.node else where.gpu.name
-    rows = pd.DataFrame(
-        {
-            **facts,
-            "op": messages[i].kind,
-            "message_bytes": messages[i].message_bytes,
-            "dtype": messages[i].dtype,
-            "world_size": g.size,
-            "ranks_per_node": g.per_node,
-        }
-        for i, g in tried
-    )
-    answers: dict[int, list[tuple[Group, dict[str, float]]]] = {}
-    if tried:
+    nearest = _nearest(messages, book, where)
+    answers: dict[Message, Any] = {}
+    if nearest:
+        rows = _rows([(m, group) for m, (group, _) in nearest.items()], book, where)
         table = book.pricer.price("collective", rows, {where.gpu.name: where.gpu})
-        for (i, g), row in zip(tried, table.to_dict("records"), strict=True):
-            answers.setdefault(i, []).append((g, row))  # type: ignore[arg-type]
-    for i, message in enumerate(messages):
-        if i not in answers:
+        answers = dict(zip(nearest, table.to_dict("records"), strict=True))
+    for message in messages:
+        if message not in nearest:  # to itself
             yield _priced(message, "collective", (0.0, 0.0, 0.0), inside=True)
             continue
-        whole = answers[i][0]
-        known = next((a for a in answers[i] if a[1]["in_envelope"]), whole)
-        scale = ring_us(message, whole[0], where) / ring_us(message, known[0], where)
+        (group, known), whole = nearest[message], where.groups[message.axis]
+        scale = ring_us(message, whole, where) / ring_us(message, group, where)
         columns = ("predicted_us", "predicted_us_p10", "predicted_us_p90")
-        us, low_us, high_us = (float(known[1][c]) * scale for c in columns)
-        inside = known is whole and bool(known[1]["in_envelope"])
-        yield _priced(message, "collective", (us, low_us, high_us), inside=inside)
+        us, low_us, high_us = (float(answers[message][c]) * scale for c in columns)
+        yield _priced(message, "collective", (us, low_us, high_us), inside=known and group == whole)
+
+
+def _nearest(
+    messages: Sequence[Message], book: PriceBook, where: Cluster
+) -> dict[Message, tuple[Group, bool]]:
+    """The largest group that the model knows for each message, its own where there is none."""
+    tried = [(m, g) for m in messages for g in _smaller(where.groups[m.axis])]
+    found: dict[Message, tuple[Group, bool]] = {}
+    if tried:
+        rows = _rows(tried, book, where)
+        inside = book.pricer.inside("collective", rows, {where.gpu.name: where.gpu})
+        for (m, g), known in zip(tried, inside, strict=True):
+            if m not in found or (known and not found[m][1]):
+                found[m] = (g, bool(known))
+    return found
+
+
+def _rows(asked: Sequence[tuple[Message, Group]], book: PriceBook, where: Cluster) -> pd.DataFrame:
+    facts = {"gpu": where.gpu.name, "threads": book.threads, "cache": "warm"}
+    facts["node"] = where.node.name if where.node else where.gpu.name
+    columns: dict[str, list[Any]] = {
+        "op": [m.kind for m, _ in asked],
+        "message_bytes": [m.message_bytes for m, _ in asked],
+        "dtype": [m.dtype for m, _ in asked],
+        "world_size": [g.size for _, g in asked],
+        "ranks_per_node": [g.per_node for _, g in asked],
+    }
+    return pd.DataFrame({**columns, **facts})
 
 
 def _priced(

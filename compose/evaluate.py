@@ -15,6 +15,7 @@ from compose.rank import Rank, Run, Stretch
 from compose.stage_rank import chunks_of, memory, stages_of
 from compose.stages import Chunk
 from compose.step import PricedLayer
+from compose.sync import reductions
 from compose.timeline import Span, Task
 
 
@@ -58,16 +59,16 @@ def evaluate(rank: Rank, optimizer: str) -> Outcome:
     return _alone(rank, optimizer)
 
 
-def _alone(rank: Rank, optimizer: str) -> Outcome:
-    """No pipeline: micro-batches one after the other, the last one synchronised."""
+def _in_turn(rank: Rank, optimizer: str) -> tuple[Run | None, Run]:
+    """No pipeline: a micro-batch that is synchronised like the others, if so, and the last one.
+
+    Those before the last one are in its run where nothing of them is sent.
+    """
     plan, micro = rank.plan, rank.plan.microbatches
     each = rank.strategy.every_micro or plan.offload == "activations"
-    final, tally = Stretch(rank), Tally()
-    one: Shares | None = None
+    one, final = None, Stretch(rank)
     if each and micro > 1:
-        run = _micro(rank)
-        one = shares(run)
-        tally.add([*run.sent, *run.copies], micro - 1)
+        one = _micro(rank)
     else:
         final.quiet(micro - 1)
     final.forward()
@@ -75,16 +76,17 @@ def _alone(rank: Rank, optimizer: str) -> Outcome:
     if plan.cdp:
         hand_on(final)
     final.update(optimizer)
-    run = final.run()
-    found = shares(run)
+    return one, final.run()
+
+
+def _alone(rank: Rank, optimizer: str) -> Outcome:
+    """No pipeline: micro-batches one after the other."""
+    plan, micro = rank.plan, rank.plan.microbatches
+    one, run = _in_turn(rank, optimizer)
+    found, tally = shares(run), Tally()
     if one is not None:
-        more = micro - 1
-        found = Shares(
-            found.end_us + more * one.end_us,
-            found.compute_us + more * one.compute_us,
-            found.exposed_us + more * one.exposed_us,
-            found.comm_us + more * one.comm_us,
-        )
+        found = found.plus(shares(one), micro - 1)
+        tally.add([*one.sent, *one.copies], micro - 1)
     if plan.cdp:
         found = _cyclic(rank, found)
     _tally_layers(tally, rank.layers, micro)
@@ -167,10 +169,10 @@ class _Pipeline:
 
 def _pipeline(rank: Rank, optimizer: str) -> _Pipeline:
     chunks, stages = chunks_of(rank), stages_of(rank)
-    times = []
+    times, facts = [], _facts(rank)
     for i, chunk in enumerate(chunks):
         send = _send(rank, chunk, i, len(chunks))
-        key = ("stage", chunk.key, send.duration_us, _facts(rank))
+        key = ("stage", chunk.key, send.duration_us, facts)
         if key not in rank.model.memo:
             rank.model.memo[key] = _stage_times(rank, chunk, send.duration_us)
         times.append(rank.model.memo[key])
@@ -190,7 +192,10 @@ def _facts(rank: Rank) -> tuple[object, ...]:
 def quick_us(rank: Rank, optimizer: str) -> float:
     """The iteration ``evaluate`` finds, without its breakdown."""
     if rank.plan.pp == 1:
-        return _alone(rank, optimizer).iteration_us
+        one, run = _in_turn(rank, optimizer)
+        if rank.plan.cdp:
+            return _cyclic(rank, shares(run)).end_us
+        return run.end_us + (one.end_us * (rank.plan.microbatches - 1) if one else 0.0)
     return max(_pipeline(rank, optimizer).totals_us())
 
 
@@ -225,10 +230,17 @@ def _stage_times(rank: Rank, chunk: Chunk, send_us: float) -> StageTimes:
 
 def _tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tuple[Run, float]]:
     """Per stage the last backward with synchronisation and optimizer, and how long it is alone."""
-    memo, found = rank.model.memo, []
-    for i, own in enumerate(stages):
-        tied = rank.model.frame.tied_bytes if i in (0, len(stages) - 1) else 0
-        key = ("tail", tuple(id(x) for x in own.layers), tied, optimizer, _facts(rank))
+    memo, facts = rank.model.memo, _facts(rank)
+    ends = (0, len(stages) - 1)
+    ties = [rank.model.frame.tied_bytes if i in ends else 0 for i in range(len(stages))]
+    keys = [
+        ("tail", tuple(map(id, own.layers)), tied, optimizer, facts)
+        for own, tied in zip(stages, ties, strict=True)
+    ]
+    fresh = {key: own for key, own in zip(keys, stages, strict=True) if key not in memo}
+    asked = [m for own in fresh.values() for m in reductions(own.layers, own.plan)]
+    price_messages(asked, rank.book, rank.where)  # one question for all of them
+    for own, tied, key in zip(stages, ties, keys, strict=True):
         if key not in memo:
             tail, alone = Stretch(own), Stretch(own)
             tail.backward(later=True, sync=True)
@@ -237,8 +249,7 @@ def _tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tuple[Run
             tail.update(optimizer)
             alone.backward(later=True, sync=rank.strategy.every_micro)
             memo[key] = (tail.run(), alone.run().end_us)
-        found.append(memo[key])
-    return found
+    return [memo[key] for key in keys]
 
 
 def _pipelined(rank: Rank, optimizer: str) -> Outcome:

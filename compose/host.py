@@ -99,9 +99,12 @@ def launch_cost_us(book: PriceBook) -> float:
 
 def python_op(event: str, count: int, book: PriceBook, share: float = 1.0) -> PricedOp:
     """A wrapper's host time as an op of a layer: it computes nothing and is launched that long."""
-    found = host_cost({event: count}, book)
-    us = (found.duration_us, found.low_us, found.high_us)
-    mid_us, low_us, high_us = (share * x for x in us)
-    return replace(
-        found, op=event, phase=PYTHON, duration_us=mid_us, low_us=low_us, high_us=high_us
-    )
+    key = (event, count, share)
+    if key not in book.python:
+        found = host_cost({event: count}, book)
+        us = (found.duration_us, found.low_us, found.high_us)
+        mid_us, low_us, high_us = (share * x for x in us)
+        book.python[key] = replace(
+            found, op=event, phase=PYTHON, duration_us=mid_us, low_us=low_us, high_us=high_us
+        )
+    return book.python[key]

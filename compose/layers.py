@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from microbench.opcall import OpCall, ParamSpec, StepCapture
+from microbench.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, StepCapture
 from microbench.shallow import layer_key
 
 
@@ -42,7 +42,17 @@ class Layer:
     @cached_property
     def trained_bytes(self) -> int:
         """Bytes of one layer's gradients."""
-        return sum(p.nbytes for p in self.parameters if p.ready_after >= 0)
+        return sum(p.nbytes for p in self.trained)
+
+    @cached_property
+    def trained(self) -> tuple[ParamSpec, ...]:
+        """One layer's parameters with a gradient."""
+        return tuple(p for p in self.parameters if p.ready_after >= 0)
+
+    @cached_property
+    def trained_numel(self) -> int:
+        """Elements of one layer's gradients."""
+        return sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in self.trained)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from compose.plan import ParallelPlan
 from compose.step import PricedLayer
@@ -10,8 +11,43 @@ from compose.sync import strategy
 from compose.update import STATE_COPIES
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Bytes of a rank's layers, summed once for all plans that give it the same.
+
+    ``numbered`` are parameters of layers that are sharded one by one, ``pair`` those of the two
+    largest; ``work`` is the most that lives within one layer's forward or backward.
+    """
+
+    layers: tuple[PricedLayer, ...]
+    parameters: int
+    trained: int
+    numbered: int
+    pair: int
+    work: int
+
+    @classmethod
+    def of(cls, layers: Sequence[PricedLayer]) -> Sizes:
+        """Of these layers."""
+        sizes = sorted(x.layer.parameter_bytes for x in layers if x.numbered)
+        return cls(
+            layers=tuple(layers),
+            parameters=sum(x.layer.parameter_bytes for x in layers),
+            trained=sum(x.layer.trained_bytes for x in layers),
+            numbered=sum(sizes),
+            pair=sum(sizes[-2:]),
+            work=max(map(_work, layers), default=0),
+        )
+
+
+def _work(x: PricedLayer) -> int:
+    """What lives within a layer only, with what it makes again."""
+    again = x.layer.saved_bytes if x.saved_bytes < x.layer.saved_bytes else 0
+    return x.layer.work_bytes + again
+
+
 def rank_memory(
-    layers: Sequence[PricedLayer],
+    sizes: Sizes,
     plan: ParallelPlan,
     optimizer: str,
     update_share: float = 0.0,
@@ -25,17 +61,15 @@ def rank_memory(
     its gradients come. Not counted: the allocator's rounding, workspaces, the CUDA context.
     """
     how, n = strategy(plan), plan.dp * plan.cp
-    whole = sum(x.layer.parameter_bytes for x in layers) + tied_bytes
-    trained = sum(x.layer.trained_bytes for x in layers) + tied_bytes
+    whole, trained = sizes.parameters + tied_bytes, sizes.trained + tied_bytes
     parameters = whole // n if how.by_layer else whole
     gathered = whole if how.by_layer else 0
     if how.regather:  # two layers at a time, and the root
-        sizes = [x.layer.parameter_bytes for x in layers if x.numbered]
-        gathered += sum(sorted(sizes)[-2:]) - sum(sizes)
+        gathered += sizes.pair - sizes.numbered
     state = STATE_COPIES[optimizer] * trained // (n if how.share_update else 1)
     kept = trained // (n if how.share_gradients else 1)
     updating = (kept, 0, round(update_share * trained / (n if how.share_update else 1)))
-    backward = _peak(layers, plan, trained, n if how.share_gradients else 1, held)
+    backward = _peak(sizes, plan, trained, n if how.share_gradients else 1, held)
     gradients, activations, work = max(backward, updating, key=sum)
     return {
         "parameters": parameters,
@@ -48,28 +82,22 @@ def rank_memory(
 
 
 def _peak(
-    layers: Sequence[PricedLayer],
-    plan: ParallelPlan,
-    trained: int,
-    share: int,
-    held: float | None,
+    sizes: Sizes, plan: ParallelPlan, trained: int, share: int, held: float | None
 ) -> tuple[int, int, int]:
     """(gradients, activations, temporary) where their sum is largest in backward."""
-    again = [x.layer.saved_bytes if x.saved_bytes < x.layer.saved_bytes else 0 for x in layers]
-    work = [x.layer.work_bytes + more for x, more in zip(layers, again, strict=True)]
-    saved = [x.saved_bytes for x in layers]
+    if held is not None and plan.offload != "activations":
+        return trained // share, int(held), sizes.work
+    saved = [x.saved_bytes for x in sizes.layers]
     if plan.offload == "activations":
-        pair = sum(sorted(saved)[-2:])
-        return trained // share, pair, max(work, default=0)
-    if held is not None or plan.microbatches > 1:
-        kept = int(held) if held is not None else sum(saved)
-        return trained // share, kept, max(work, default=0)
+        return trained // share, sum(sorted(saved)[-2:]), sizes.work
+    if plan.microbatches > 1:
+        return trained // share, sum(saved), sizes.work
     best, left, made = (0, 0, 0), sum(saved), 0
-    for i in range(len(layers) - 1, -1, -1):
-        own = layers[i].layer.trained_bytes
+    for x in reversed(sizes.layers):
+        own = x.layer.trained_bytes
         made += own
-        now = (made // share, left, work[i])
-        left -= saved[i]
+        now = (made // share, left, _work(x))
+        left -= x.saved_bytes
         scattered = (made // share, left, 2 * own if share > 1 else 0)  # whole, and joined to send
         best = max(best, now, scattered, key=sum)
     return best

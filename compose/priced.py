@@ -31,6 +31,11 @@ class Pricer(Protocol):
     ) -> pd.DataFrame:
         """predicted_us, predicted_us_p10, predicted_us_p90, in_envelope."""
 
+    def inside(
+        self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
+    ) -> Sequence[bool]:
+        """in_envelope alone, which costs next to nothing."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedOp:
@@ -86,6 +91,7 @@ class PriceBook:
         self.by_threads.setdefault(threads, {})
         self.flops: dict[Any, float] = {}  # by parameters
         self.sent: dict[Any, PricedOp] = {}  # collectives, by message and group
+        self.python: dict[Any, PricedOp] = {}  # the host's, by event, count and share
 
     @property
     def known(self) -> Prices:
@@ -97,14 +103,13 @@ class PriceBook:
         known = self.known.setdefault(family, {})
         fresh = list(dict.fromkeys(p for p in points if p not in known))
         if fresh:
-            facts = {"gpu": self.gpu.name}
-            columns = {f.name: [getattr(p, f.name) for p in fresh] for f in fields(fresh[0])}
-            rows = pd.DataFrame({**columns, **facts})
             asked = [(n, cache) for n in self.by_threads for cache in ("warm", "cold")]
-            parts = [rows.assign(threads=n, cache=cache) for n, cache in asked]
-            table = self.pricer.price(
-                family, pd.concat(parts, ignore_index=True), {self.gpu.name: self.gpu}
-            )
+            names = [f.name for f in fields(fresh[0])]
+            columns = {name: [getattr(p, name) for p in fresh] * len(asked) for name in names}
+            columns["threads"] = [n for n, _ in asked for _ in fresh]
+            columns["cache"] = [cache for _, cache in asked for _ in fresh]
+            rows = pd.DataFrame({**columns, "gpu": self.gpu.name})
+            table = self.pricer.price(family, rows, {self.gpu.name: self.gpu})
             priced: list[Any] = table.to_dict("records")
             for at, n in enumerate(self.by_threads):
                 own = priced[2 * at * len(fresh) :]
@@ -114,13 +119,17 @@ class PriceBook:
 
     def price(self, wanted: Sequence[Priceable]) -> list[PricedOp]:
         """Every op priced; one pricer call per family."""
+        return [self._one(w, parts) for w, parts in zip(wanted, self.ask(wanted), strict=True)]
+
+    def ask(self, wanted: Sequence[Priceable]) -> list[list[Part]]:
+        """The pricer asked for what the book does not know of these; what each op is priced as."""
         parts = [self._parts(w) for w in wanted]
         by_family: dict[str, list[Any]] = {}
         for part in (part for found in parts for part in found):
             by_family.setdefault(part.family, []).append(part.params)
         for name, points in by_family.items():
             self.points(name, points)
-        return [self._one(w, found) for w, found in zip(wanted, parts, strict=True)]
+        return parts
 
     def _parts(self, w: Priceable) -> list[Part]:
         """What is priced for an op: itself, what stands in for it, or nothing."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from compose.collectives import Cluster, Message, price_messages
 from compose.extras import buffer_copies
@@ -21,7 +22,6 @@ from compose.sync import Filled, Strategy, fill_buckets, strategy
 from compose.timeline import Span, Task, simulate_shared
 from compose.update import STATE_COPIES, fused_update, scaled_update
 from compose.work import Work
-from microbench.opcall import ITEMSIZE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Rank:
     where: Cluster
     contention: float
 
-    @property
+    @cached_property
     def crowd(self) -> float:
         """How many ranks compute on each core of a CPU, on average; 1 on GPUs.
 
@@ -49,7 +49,7 @@ class Rank:
         busy = (min(s + 1, plan.pp, micro, slots - s) for s in range(slots))
         return sum(max(1.0, each * n / cores) for n in busy) / slots
 
-    @property
+    @cached_property
     def strategy(self) -> Strategy:
         """How its replicas stay equal."""
         return strategy(self.plan)
@@ -108,7 +108,7 @@ class Stretch:
             return
         forward, first, later = Work(), Work(), Work()
         for x in self.rank.layers:
-            own = x.fold(hooks(self, x, 1.0)) if self.how.by_layer else Work()
+            own = hooks(self, x, 1.0) if self.how.by_layer else Work()
             forward = forward.then(own).then(x.forward_work)
             first = x.backward_work.then(first)
             later = x.later_work.then(later)
@@ -257,15 +257,16 @@ class Stretch:
         """The optimizer, and what is sent after it; offloaded state comes and goes over PCIe."""
         rank = self.rank
         replicas = rank.plan.dp * rank.plan.cp if self.how.share_update else 1
-        trained = [p for x in rank.layers for p in x.layer.parameters if p.ready_after >= 0]
-        numel = sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in trained) // replicas
-        tensors = max(1, len(trained))
+        layers = [x.layer for x in rank.layers]
+        nbytes = sum(x.trained_bytes for x in layers)
+        numel = sum(x.trained_numel for x in layers) // replicas
+        tensors = max(1, sum(len(x.trained) for x in layers))
         wanted = scaled_update(rank.model.frame.optimizer, max(1, numel), tensors)
         if self.how.fused_update:
             wanted = fused_update(wanted)
-        ops = rank.book.price(wanted) if trained else []
+        ops = rank.book.price(wanted) if nbytes else []
         self.updates += ops
-        state = STATE_COPIES[optimizer] * sum(p.nbytes for p in trained) // replicas
+        state = STATE_COPIES[optimizer] * nbytes // replicas
         offloaded = rank.plan.offload == "optimizer" and state
         if offloaded:
             self.lanes.wait([self.lanes.send(self._copy(state, "h2d"), "h2d")])
@@ -281,7 +282,7 @@ class Stretch:
             self.lanes.wait([self.lanes.send(self._copy(state, "d2h"), "d2h")])
         kinds = [b.message(k, rank.plan) for b in self.filled for k in self.how.after_update]
         if self.how.by_layer and not self.how.every_micro and rank.plan.pp > 1:
-            size = sum(p.nbytes for x in rank.layers for p in x.layer.parameters)
+            size = sum(x.parameter_bytes for x in layers)
             kinds.append(Message(kind="all_gather", axis="shard", message_bytes=size))
         self.lanes.wait([self.lanes.send(m) for m in self.price(kinds)])
 

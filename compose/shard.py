@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from compose.collectives import Message, price_messages
 from compose.host import python_op
-from compose.priced import PricedOp
 from compose.step import PricedLayer
+from compose.work import Work
 
 if TYPE_CHECKING:
     from compose.rank import Stretch
@@ -38,9 +38,9 @@ def sharded_forward(stretch: Stretch, *, gather: bool) -> None:
         stretch.lanes.wait([_send(stretch, "all_gather", root)])
     markers: list[tuple[int, ...]] = [stretch.lanes.done]
     for k, x in enumerate(layers):
-        ops = _gathered(stretch, x, markers[max(0, k - 1)]) if gather else []
-        ops = [*hooks(stretch, x, FORWARD_SHARE), *ops, *x.forward]
-        stretch.lanes.work(x.fold(ops), x.layer.name)
+        copies = _gathered(stretch, x, markers[max(0, k - 1)]) if gather else Work()
+        python = hooks(stretch, x, FORWARD_SHARE)
+        stretch.lanes.work(python.then(copies).then(x.forward_work), x.layer.name)
         markers.append(stretch.lanes.done)
 
 
@@ -50,14 +50,13 @@ def sharded_backward(stretch: Stretch, *, scatter: bool, later: bool) -> None:
     markers: list[tuple[int, ...]] = [stretch.lanes.done]
     last: list[int] = []
     for k, x in enumerate(layers):
-        ops = _gathered(stretch, x, markers[max(0, k - 1)]) if how.regather else []
-        ops += [*hooks(stretch, x, 1 - FORWARD_SHARE), *x.backward]
-        if later and not how.every_micro:
-            ops += x.accumulate
+        work = _gathered(stretch, x, markers[max(0, k - 1)]) if how.regather else Work()
+        work = work.then(hooks(stretch, x, 1 - FORWARD_SHARE))
+        work = work.then(x.later_work if later and not how.every_micro else x.backward_work)
         if scatter and x.numbered:
             stretch.copies += x.into_bucket
-            ops += x.into_bucket
-        stretch.lanes.work(x.fold(ops), x.layer.name)
+            work = work.then(x.into_work)
+        stretch.lanes.work(work, x.layer.name)
         markers.append(stretch.lanes.done)
         if scatter and x.numbered and x.layer.trained_bytes:
             last.append(_send(stretch, "reduce_scatter", x.layer.trained_bytes))
@@ -68,25 +67,25 @@ def sharded_backward(stretch: Stretch, *, scatter: bool, later: bool) -> None:
     stretch.lanes.wait(last)
 
 
-def hooks(stretch: Stretch, x: PricedLayer, share: float) -> list[PricedOp]:
+def hooks(stretch: Stretch, x: PricedLayer, share: float) -> Work:
     """The share of a layer's hooks in Python that forward or backward runs."""
     event = "fsdp_layer" if stretch.how.regather else "fsdp_layer_kept"
     if not x.layer.parameters:
-        return []
+        return Work()
     found = python_op(event, len(x.layer.parameters), stretch.rank.book, share)
     stretch.copies.append(found)
-    return [found]
+    return x.fold([found])
 
 
-def _gathered(stretch: Stretch, x: PricedLayer, after: tuple[int, ...]) -> list[PricedOp]:
+def _gathered(stretch: Stretch, x: PricedLayer, after: tuple[int, ...]) -> Work:
     """Gathers a layer, one ahead of its compute; the copies out of what arrived."""
     if not x.numbered or not x.layer.parameter_bytes:
-        return []
+        return Work()
     on_cpu = stretch.lanes.on_cpu
     sent = _send(stretch, "all_gather", x.layer.parameter_bytes, None if on_cpu else after)
     stretch.lanes.wait([sent])
     stretch.copies += x.out_of_bucket
-    return list(x.out_of_bucket)
+    return x.out_work
 
 
 def _block(stretch: Stretch, sent: Sequence[int]) -> None:

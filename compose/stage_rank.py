@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compose.memory_plan import rank_memory
+from compose.memory_plan import Sizes, rank_memory
 from compose.pipeline import in_flight
 from compose.rank import Rank
 from compose.stages import Chunk, partition
@@ -21,10 +21,23 @@ def chunks_of(rank: Rank) -> list[Chunk]:
 
 def stages_of(rank: Rank) -> list[Rank]:
     """Each rank of the pipeline with all its layers, over its virtual stages."""
-    chunks, pp = chunks_of(rank), rank.plan.pp
-    return [
-        replace(rank, layers=tuple(x for c in chunks[r::pp] for x in c.layers)) for r in range(pp)
-    ]
+    return [replace(rank, layers=sizes.layers) for sizes, _ in _held(rank)]
+
+
+def _held(rank: Rank) -> list[tuple[Sizes, list[int]]]:
+    """Of each rank of the pipeline its layers' sizes, and by chunk what forward leaves."""
+    memo, key = rank.model.memo, ("held", rank.plan.pp, rank.plan.virtual)
+    if key not in memo:
+        chunks, pp = chunks_of(rank), rank.plan.pp
+        memo[key] = [
+            (
+                Sizes.of(tuple(x for c in chunks[r::pp] for x in c.layers)),
+                [sum(x.saved_bytes * k for x, k in c.runs) for c in chunks[r::pp]],
+            )
+            for r in range(pp)
+        ]
+    found: list[tuple[Sizes, list[int]]] = memo[key]
+    return found
 
 
 def memory(rank: Rank, optimizer: str) -> dict[str, int]:
@@ -32,16 +45,13 @@ def memory(rank: Rank, optimizer: str) -> dict[str, int]:
     plan = rank.plan
     update = rank.model.update_share
     if plan.pp == 1:
-        return rank_memory(rank.layers, plan, optimizer, update)
-    chunks, found = chunks_of(rank), []
-    for r, stage in enumerate(stages_of(rank)):
+        return rank_memory(Sizes.of(rank.layers), plan, optimizer, update)
+    found = []
+    for r, (sizes, saved) in enumerate(_held(rank)):
         held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
-        kept = sum(
-            n * sum(x.saved_bytes * k for x, k in c.runs)
-            for n, c in zip(held, chunks[r :: plan.pp], strict=True)
-        )
+        kept = sum(n * nbytes for n, nbytes in zip(held, saved, strict=True))
         tied = rank.model.frame.tied_bytes if r == plan.pp - 1 else 0
-        found.append(rank_memory(stage.layers, plan, optimizer, update, kept, tied))
+        found.append(rank_memory(sizes, plan, optimizer, update, kept, tied))
     return max(found, key=lambda m: sum(m.values()))
 
 

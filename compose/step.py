@@ -16,7 +16,7 @@ from compose.host import PYTHON, host_cost, launch_cost_us, python_op
 from compose.layers import Layer
 from compose.memo import remembered
 from compose.plan import ParallelPlan
-from compose.priced import PriceBook, PricedOp
+from compose.priced import Priceable, PriceBook, PricedOp
 from compose.work import Step, Work, fold, side_by_side_us
 from microbench.opcall import OpCall, StepCapture
 
@@ -73,7 +73,17 @@ class PricedLayer:
     @cached_property
     def later_work(self) -> Work:
         """Backward of any micro-batch but the first."""
-        return self.fold([*self.backward, *self.accumulate])
+        return self.backward_work.then(self.fold(self.accumulate))
+
+    @cached_property
+    def into_work(self) -> Work:
+        """All gradients into their bucket."""
+        return self.fold(self.into_bucket)
+
+    @cached_property
+    def out_work(self) -> Work:
+        """All parameters or gradients out of theirs."""
+        return self.fold(self.out_of_bucket)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +131,15 @@ def _models(capture: StepCapture) -> dict[object, PricedModel]:
 
 
 def _price_frame(found: Frame, plan: ParallelPlan, book: PriceBook, where: Cluster) -> PricedModel:
+    extras = [parameter_extras(x, found.step_bytes, book.gpu) for x in found.layers]
+    ahead = [w for kinds in extras for one in kinds for w in one]
+    book.ask([*found.wanted.values(), *ahead])  # one question for all of them
     ops = _price_calls(found, plan, book, where)
     launch_us, optimizer_us = _host(found.capture, book)
-    layers = tuple(_price_layer(x, found, ops, plan, book, launch_us) for x in found.layers)
+    layers = tuple(
+        _price_layer(x, found, ops, added, plan, book, launch_us)
+        for x, added in zip(found.layers, extras, strict=True)
+    )
     calls = len(found.optimizer) + sum(
         x.count * (_length(x.forward) + _length(x.backward)) for x in found.layers
     )
@@ -188,6 +204,7 @@ def _price_layer(
     layer: Layer,
     found: Frame,
     ops: Sequence[PricedOp],
+    extras: Sequence[Sequence[Priceable]],
     plan: ParallelPlan,
     book: PriceBook,
     launch_us: float,
@@ -204,7 +221,6 @@ def _price_layer(
             for p in layer.parameters
         )
         layer = replace(layer, parameters=moved)
-    extras = parameter_extras(layer, found.step_bytes, book.gpu)
     accumulate, into, out = (book.price(one) for one in extras)
     spans = (layer.forward, layer.backward)
     return PricedLayer(

@@ -118,6 +118,12 @@ def fill_buckets(
     return sorted(found, key=lambda b: (-b.instance, b.offset))
 
 
+def reductions(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Message]:
+    """What replicas of these layers send in backward, a message per bucket and kind."""
+    kinds = strategy(plan).reduce
+    return [b.message(k, plan) for b in fill_buckets(layers, plan) for k in kinds] if kinds else []
+
+
 def _ready(
     layers: Sequence[PricedLayer], plan: ParallelPlan
 ) -> Iterator[tuple[int, int, int, int, tuple[str, str]]]:

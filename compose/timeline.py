@@ -16,6 +16,11 @@ class Task:
     after: tuple[int, ...] = ()
     name: str = ""
 
+    def check(self, number: int) -> None:
+        """ValueError where it cannot run."""
+        if self.duration_us < 0 or not self.lanes:
+            raise ValueError(f"task {number} needs lanes and a duration >= 0, got {self}")
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
@@ -41,8 +46,7 @@ class _Progress:
         self.tasks = tasks
         self.lanes: dict[str, list[int]] = {}
         for i, task in enumerate(tasks):
-            if task.duration_us < 0 or not task.lanes:
-                raise ValueError(f"task {i} needs lanes and a duration >= 0, got {task}")
+            task.check(i)
             for lane in task.lanes:
                 self.lanes.setdefault(lane, []).append(i)
         for lane, order in (programs or {}).items():
@@ -96,6 +100,8 @@ def simulate(
 
     A lane runs its tasks in the order of the list, or of its entry in ``programs``.
     """
+    if programs is None and all(0 <= j < i for i, task in enumerate(tasks) for j in task.after):
+        return _in_order(tasks)
     progress = _Progress(tasks, programs)
     free = dict.fromkeys(progress.lanes, 0.0)
     spans: dict[int, Span] = {}
@@ -108,6 +114,24 @@ def simulate(
         progress.finish(i)
     progress.check()
     return [spans[i] for i in range(len(tasks))]
+
+
+def _in_order(tasks: Sequence[Task]) -> list[Span]:
+    """``simulate`` of tasks that wait for earlier ones only: no worklist is needed."""
+    free: dict[str, float] = {}
+    spans: list[Span] = []
+    for i, task in enumerate(tasks):
+        task.check(i)
+        start = 0.0
+        for lane in task.lanes:
+            start = max(start, free.get(lane, 0.0))
+        for j in task.after:
+            start = max(start, spans[j].end_us)
+        end = start + task.duration_us
+        for lane in task.lanes:
+            free[lane] = end
+        spans.append(Span(start, end))
+    return spans
 
 
 def simulate_shared(tasks: Sequence[Task], shared: frozenset[str], contention: float) -> list[Span]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 
 from rich.console import Console
@@ -15,6 +16,8 @@ CODE = """
 import time
 start = time.perf_counter()
 import json, resource, statistics
+from itercast.steps import without_scikit_learn
+without_scikit_learn()  # as the command does
 from compose.search import best_plans
 from itercast.api import capture, predict
 from itercast.planning import open_search
@@ -67,4 +70,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except RuntimeError as exc:
+        sys.exit(f"error: {exc}")

@@ -1,4 +1,7 @@
-"""How fast the commands answer on this machine: `python -m eval.speed [BUNDLE]`."""
+"""How fast the commands answer on this machine: `python -m eval.speed [BUNDLE]`.
+
+The bundle is one of a CPU; without one, the one that ships.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from rich.table import Table
 from learners.bundle import Bundle
 from microbench.ops import families
 
+SHIPPED = Path(__file__).parent.parent / "learners" / "shipped-cpu"
 ROWS = 100_000
 SECOND_PLAN = """
 import sys, time
@@ -33,7 +37,10 @@ for plan in ("", "dp=2"):
 
 
 def timed_s(words: list[str], folder: str) -> tuple[float, str]:
-    """Wall-clock seconds of a whole Python process in ``folder``, and what it printed."""
+    """Wall-clock seconds of a whole Python process in ``folder``, and what it printed.
+
+    RuntimeError with the last line of its complaint where it fails.
+    """
     root = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": root, "OMP_WAIT_POLICY": "passive"}
     start = time.perf_counter()
@@ -41,10 +48,13 @@ def timed_s(words: list[str], folder: str) -> tuple[float, str]:
         [sys.executable, *words],
         cwd=folder,
         env=environment,
-        check=True,
         capture_output=True,
         text=True,
     )
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines() or ["nothing said"]
+        what = " ".join(word for word in words if "\n" not in word)
+        raise RuntimeError(f"python {what}: exit code {done.returncode}: {said[-1]}")
     return time.perf_counter() - start, done.stdout
 
 
@@ -93,4 +103,7 @@ def main(bundle: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/demo/bundle"))
+    try:
+        main(Path(sys.argv[1]) if len(sys.argv) > 1 else SHIPPED)
+    except (RuntimeError, ValueError) as exc:
+        sys.exit(f"error: {exc}")

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,7 @@ class Bundle:
 
         ``gpus`` adds or replaces hardware by name. A family without a model is priced by roofline.
         """
-        known = families()
-        if family not in known:
+        if family not in (known := families()):
             raise ValueError(f"unknown family {family!r}; known: {sorted(known)}")
         if not len(rows):
             return pd.DataFrame(columns=COLUMNS)
@@ -74,6 +73,14 @@ class Bundle:
             guess = feature_table(rows, known[family], hardware)[1]
             values = (guess, guess / np.e, guess * np.e, np.zeros(len(rows), dtype=bool))
         return pd.DataFrame(dict(zip(COLUMNS, values, strict=True)), index=rows.index)
+
+    def inside(
+        self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
+    ) -> Sequence[bool]:
+        """in_envelope as ``price`` finds it, of a family with a model; no model is run."""
+        hardware = {**self.gpus, **(gpus or {})}
+        found = self.models[family].inside(rows, families()[family], hardware)
+        return [bool(yes) for yes in found]
 
     def save(self, folder: Path) -> None:
         """Write to a folder beside and rename, so that half a bundle is never visible."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import xgboost as xgb
-from scipy.spatial import cKDTree
 
 Array = Any  # numpy arrays of float
 DEFAULTS: dict[str, Any] = {
@@ -97,6 +96,8 @@ def predict_linear(train: Table, x: Array, roofline_us: Array) -> Array:
 
 def predict_nearest(train: Table, x: Array, roofline_us: Array, k: int = 3) -> Array:
     """Mean log ratio of the k nearest training rows in standardised features."""
+    from scipy.spatial import cKDTree  # lazy: pricing does without
+
     mean, spread = train.x.mean(0), train.x.std(0) + 1e-6
     known, asked = (train.x - mean) / spread, (x - mean) / spread
     ratio = train.log_ratio

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.spatial import cKDTree
 
-from learners.table import columns
+from learners.table import Features, columns
 from microbench.ops.family import Family
 
 NEIGHBOURS = 12
@@ -29,13 +30,16 @@ def coordinates(rows: pd.DataFrame, family: Family) -> tuple[np.ndarray, np.ndar
     return kind, np.stack(sizes, axis=1).astype(np.float32)
 
 
-def told_apart(kind: np.ndarray, whose: dict[str, pd.Series], table: pd.DataFrame) -> np.ndarray:
+def told_apart(kind: np.ndarray, table: Features) -> np.ndarray:
     """Kinds told apart by GPU, software and the conditions of measurement."""
-    conditions = table["threads"].astype(str) + "|" + table["cold"].astype(str)
-    return np.asarray(whose["gpu"] + "|" + whose["stack"] + "|" + conditions + "|" + kind)
+    found = table["gpu"] + "|" + table["stack"]
+    for name in ("threads", "cold"):
+        codes, distinct = pd.factorize(table[name])
+        found = found + np.array([f"|{value}" for value in distinct], dtype=object)[codes]
+    return np.asarray(found + "|" + kind)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Residuals:
     """Log errors ``value`` of out-of-fold forecasts at training points, by kind.
 
@@ -48,18 +52,28 @@ class Residuals:
     width: float
     nugget: float
 
+    @cached_property
+    def _places(self) -> Mapping[str, np.ndarray]:
+        """Where the points of each kind are."""
+        codes, names = pd.factorize(self.kind)
+        order = np.argsort(codes, kind="stable")
+        ends = np.cumsum(np.bincount(codes))[:-1]
+        return dict(zip(names, np.split(order, ends), strict=True))
+
     def correction(self, kind: np.ndarray, at: np.ndarray, leave_out: Any = None) -> np.ndarray:
         """What to add to log forecasts of points of these kinds at these coordinates.
 
         ``leave_out`` holds two arrays of groups, of the asked and of the known points: points of
         the same group are not used, for judging the correction itself.
         """
+        from scipy.spatial import cKDTree  # lazy: 0.2 s, and many bundles have no residuals
+
         out = np.zeros(len(kind))
-        known = pd.Series(np.arange(len(self.kind))).groupby(self.kind).indices
-        for name, asked in pd.Series(np.arange(len(kind))).groupby(kind).indices.items():
-            if name not in known:
+        codes, names = pd.factorize(kind)
+        for code, name in enumerate(names):
+            mine, asked = self._places.get(name), np.flatnonzero(codes == code)
+            if mine is None:
                 continue
-            mine = known[name]
             count = min(NEIGHBOURS, len(mine))
             distance, index = cKDTree(self.at[mine]).query(at[asked], k=count)
             near = mine[index.reshape(len(asked), count)]

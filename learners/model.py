@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,8 @@ from learners.table import (
     IDENTITY,
     PLACE,
     Encoder,
+    Features,
+    by_value,
     feature_table,
     identities,
     is_number,
@@ -64,12 +66,9 @@ class FamilyModel:
 
     def predict(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> Forecasts:
         """Forecasts of rows in dataset form, in their order."""
-        rows = rows.reset_index(drop=True)
-        table, roofline = feature_table(rows, family, gpus, self.launch)
-        whose = identities(rows, family, self.stacks)
-        table = table.assign(**whose)
+        table, roofline = self._table(rows, family, gpus)
         gpus_seen = self.encoder.vocabulary.get("gpu", [])
-        strange = ~whose["gpu"].isin(gpus_seen).to_numpy() & bool(gpus_seen)
+        strange = ~among(table["gpu"], gpus_seen) & bool(gpus_seen)
         x = self.encoder.encode(table)
         guess = self.blend.predict(x, roofline, strange)
         low, high = (
@@ -79,10 +78,10 @@ class FamilyModel:
         if self.residuals is not None or self.calibrations:
             kind, at = local.coordinates(rows, family)
             if self.residuals is not None:
-                near = self.residuals.correction(local.told_apart(kind, whose, table), at)
+                near = self.residuals.correction(local.told_apart(kind, table), at)
                 guess = guess * np.exp(near)
             for gpu, calibration in self.calibrations.items():
-                mine = (rows["gpu"] == gpu).to_numpy()
+                mine = rows["gpu"].to_numpy(dtype=object) == gpu
                 shift, share = calibration.correction(kind[mine], at[mine])
                 guess[mine] *= np.exp(shift)
                 low[mine], high[mine] = low[mine] * share, high[mine] * share
@@ -93,22 +92,38 @@ class FamilyModel:
             inside=in_envelope(table, self),
         )
 
+    def inside(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
+        """Whether every input of a row was seen in training, as ``predict`` says it."""
+        return in_envelope(self._table(rows, family, gpus)[0], self)
 
-def in_envelope(table: pd.DataFrame, model: FamilyModel) -> np.ndarray:
+    def _table(
+        self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]
+    ) -> tuple[Features, np.ndarray]:
+        """Features with whose row it is, and the roofline in us."""
+        table, roofline = feature_table(rows, family, gpus, self.launch)
+        return {**table, **identities(rows, family, self.stacks)}, roofline
+
+
+def among(values: np.ndarray, seen: Iterable[str]) -> np.ndarray:
+    """Which of the strings are among those seen."""
+    return by_value(values, dict.fromkeys(seen, True), False, bool)
+
+
+def in_envelope(table: Features, model: FamilyModel) -> np.ndarray:
     """True where every number lies within the training range and every string was seen.
 
     A GPU's places are not asked for: what all clusters share forecasts one never seen.
     """
-    inside = np.ones(len(table), dtype=bool)
+    inside = np.ones(len(table["gpu"]), dtype=bool)
     for name, (low, high) in model.envelope.items():
-        values = table[name].to_numpy(dtype=float)
-        inside &= (values >= low - 1e-6) & (values <= high + 1e-6)
+        inside &= (table[name] >= low - 1e-6) & (table[name] <= high + 1e-6)
     for name, seen in model.encoder.vocabulary.items():
         if name == "gpu":
             known = {value.partition(PLACE)[0] for value in seen}
-            inside &= table[name].str.partition(PLACE)[0].isin(known).to_numpy()
+            codes, distinct = pd.factorize(table[name])
+            inside &= np.array([str(v).partition(PLACE)[0] in known for v in distinct])[codes]
         elif name != "stack":
-            inside &= table[name].isin(seen).to_numpy()
+            inside &= among(table[name], seen)
     return inside
 
 
@@ -117,7 +132,7 @@ class Prepared:
     """Rows as a learner sees them, and what made them so."""
 
     table: fit.Table
-    features: pd.DataFrame
+    features: Features
     encoder: Encoder
     stacks: Mapping[str, str]
     launch: Mapping[str, float]
@@ -134,8 +149,8 @@ def prepare(
     launch, stacks = learn_launch_us(rows, family, gpus), usual_stacks(rows)
     features, roofline = feature_table(rows, family, gpus, launch)
     whose = identities(rows, family, stacks)
-    told_apart = [c for c in IDENTITY if whose[c].nunique() > 1]
-    features = features.assign(**{c: whose[c] for c in told_apart})
+    told_apart = [c for c in IDENTITY if len(pd.unique(whose[c])) > 1]
+    features |= {c: whose[c] for c in told_apart}
     encoder = Encoder.fit(features)
     time_us = rows["time_us"].to_numpy(dtype=float)
     table = fit.Table(
@@ -153,8 +168,8 @@ def prepare(
         encoder=encoder,
         stacks=stacks,
         launch=launch,
-        gpu=whose["gpu"].to_numpy(dtype=object),
-        kind=local.told_apart(kind, whose, features),
+        gpu=whose["gpu"],
+        kind=local.told_apart(kind, {**features, **whose}),
         at=at,
     )
 
@@ -207,7 +222,7 @@ def fit_model(
 ) -> FamilyModel:
     """A model of all rows given what cross-validation on them found."""
     features = prepared.features
-    numbers = [str(c) for c in features if is_number(features[c])]
+    numbers = [name for name, values in features.items() if is_number(values)]
     return FamilyModel(
         blend=refit(prepared.table, options, crossed),
         encoder=prepared.encoder,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,19 +34,24 @@ class Kernel:
         """Covariance of the points ``a`` (rows) with ``b`` (columns)."""
         total = np.zeros((len(a), len(b)), dtype=a.dtype)
         for inverse, amplitude in zip(self.inverse, self.amplitude, strict=True):
-            left, right = factors(a * inverse, b * inverse)
-            total += amplitude**2 * np.exp(left @ right)
+            exponent = left_factor(a * inverse) @ right_factor(b * inverse)
+            total += amplitude**2 * np.exp(exponent)
         return total
 
 
-def factors(u: Array, v: Array) -> tuple[Array, Array]:
-    """Two matrices whose product is -|u - v|^2 / 2 of every row of u with every row of v."""
-    own, other = (-0.5 * (t * t).sum(1, keepdims=True) for t in (u, v))
-    left = np.hstack([u, own, np.ones_like(own)])
-    return left, np.hstack([v, np.ones_like(other), other]).T
+def left_factor(u: Array) -> Array:
+    """Times ``right_factor(v)`` -|u - v|^2 / 2 of every row of u with every row of v."""
+    own = -0.5 * (u * u).sum(1, keepdims=True)
+    return np.hstack([u, own, np.ones_like(own)])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def right_factor(v: Array) -> Array:
+    """See ``left_factor``."""
+    own = -0.5 * (v * v).sum(1, keepdims=True)
+    return np.hstack([v, np.ones_like(own), own]).T
+
+
+@dataclass(frozen=True, kw_only=True)
 class Process:
     """Mean of a Gaussian process: ``centre`` + kernel(x, at) @ weight on the inputs ``columns``."""
 
@@ -55,19 +61,37 @@ class Process:
     weight: Array
     centre: float
 
+    @cached_property
+    def _flags(self) -> Array:
+        """Which columns are 0 or 1 at every point, and numbers that name their patterns."""
+        flags = ((self.at == 0) | (self.at == 1)).all(0)
+        return flags, np.random.default_rng(0).random(int(flags.sum()))
+
+    @cached_property
+    def _known(self) -> tuple[Array, list[tuple[Array, ...]]]:
+        """What is subtracted from inputs that are no flags; by part of the kernel the points.
+
+        Of each part its inverse lengths, right factors of numbers and of flags, and weights.
+        """
+        flags, _ = self._flags
+        shift, parts = self.at[:, ~flags].mean(0), []  # near 0 float32 is fine enough
+        for inverse, amplitude in zip(self.kernel.inverse, self.kernel.amplitude, strict=True):
+            v = right_factor((self.at[:, ~flags] - shift) * inverse[~flags])
+            q = right_factor(self.at[:, flags] * inverse[flags])
+            weight = amplitude**2 * self.weight
+            parts.append((inverse, *(t.astype(np.float32) for t in (v, q, weight))))
+        return shift, parts
+
     def predict(self, x: Array) -> Array:
         """Log ratio of each row of encoded features."""
         z, out = x[:, self.columns], np.full(len(x), self.centre)
-        flags = ((self.at == 0) | (self.at == 1)).all(0)
-        key = z[:, flags] @ np.random.default_rng(0).random(int(flags.sum()))
+        (flags, names), (shift, parts) = self._flags, self._known
+        key = z[:, flags] @ names
         first, kind = np.unique(key, return_index=True, return_inverse=True)[1:]
         kinds = z[first][:, flags]
-        for inverse, amplitude in zip(self.kernel.inverse, self.kernel.amplitude, strict=True):
-            weight = (amplitude**2 * self.weight).astype(np.float32)
-            shift = self.at[:, ~flags].mean(0)  # near 0 float32 is fine enough
-            u, v = factors(*((t[:, ~flags] - shift) * inverse[~flags] for t in (z, self.at)))
-            p, q = factors(*(t * inverse[flags] for t in (kinds, self.at[:, flags])))
-            u, v, p, q = (t.astype(np.float32) for t in (u, v, p, q))
+        for inverse, v, q, weight in parts:
+            u = left_factor((z[:, ~flags] - shift) * inverse[~flags]).astype(np.float32)
+            p = left_factor(kinds * inverse[flags]).astype(np.float32)
             for start in range(0, len(z), CHUNK):
                 rows = slice(start, start + CHUNK)
                 mine, which = np.unique(kind[rows], return_inverse=True)

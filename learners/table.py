@@ -17,6 +17,8 @@ LAUNCH_FLOOR_US = {"cpu": 1.0, "gpu": 2.0}
 SMALL_US = 5.0  # roofline of ops of which mostly the launch is measured
 FEW_SMALL = 5
 PLACE = " over "  # a GPU over a cluster
+ROOFLINE = "roofline"  # beside the features while they are made
+Features = dict[str, np.ndarray]  # a column per feature: numbers, or strings as objects
 IDENTITY = ("gpu", "stack")  # say whose row it is, not what the op is: hidden from unseen GPUs
 
 
@@ -26,15 +28,30 @@ def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
     for f in fields(family.params):
         if f.name in rows:
             values = rows[f.name]
-            if f.default is not MISSING:
+            if f.default is not MISSING and values.hasnans:
                 values = values.where(values.notna(), f.default)
+            text = isinstance(values.iloc[0], str) if len(values) else False
+            found[f.name] = values.to_numpy(dtype=object if text else None)
         elif f.default is not MISSING:
-            values = pd.Series([f.default] * len(rows))
+            found[f.name] = broadcast(f.default, len(rows))
         else:
             raise ValueError(f"family {family.name}: rows lack the column {f.name!r}")
-        text = isinstance(values.iloc[0], str) if len(values) else False
-        found[f.name] = values.to_numpy(dtype=object if text else None)
     return SimpleNamespace(**found)
+
+
+def broadcast(values: Any, count: int) -> np.ndarray:
+    """One value per row; text as objects, which numpy compares as Python does."""
+    array = np.broadcast_to(np.asarray(values), count)
+    return array.astype(object) if array.dtype.kind == "U" else array
+
+
+def by_value(
+    values: np.ndarray, answers: Mapping[Any, Any], other: Any, dtype: Any = object
+) -> np.ndarray:
+    """The answer to each row's value, ``other`` where there is none."""
+    codes, distinct = pd.factorize(values)
+    found = [answers.get(value, other) for value in distinct]
+    return np.array([*found, other], dtype=dtype)[codes]  # a missing value has the code -1
 
 
 def bounds_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> tuple[Any, Any]:
@@ -90,20 +107,24 @@ def learn_launch_us(
 
 def launch_us(rows: pd.DataFrame, known: Mapping[str, float]) -> np.ndarray:
     """Launch in us to add to each row's roofline; an unknown GPU takes the median one."""
+    timed = with_launch(rows)
+    if not timed.any():
+        return np.zeros(len(rows))
     typical = float(np.median(list(known.values()))) if known else 0.0
-    found = rows["gpu"].map(lambda gpu: known.get(str(gpu), typical)).to_numpy(dtype=float)
-    return np.where(with_launch(rows), found, 0.0)
+    gpu = rows["gpu"].to_numpy(dtype=object)
+    return np.where(timed, by_value(gpu, known, typical, float), 0.0)
 
 
-def identities(rows: pd.DataFrame, family: Family, stacks: Mapping[str, str]) -> dict[str, Any]:
+def identities(rows: pd.DataFrame, family: Family, stacks: Mapping[str, str]) -> Features:
     """GPU (and place) and software of each row; one without ``stack`` takes its GPU's usual one."""
-    usual = rows["gpu"].map(lambda gpu: stacks.get(str(gpu), ""))
-    stack = rows["stack"].where(rows["stack"].notna(), usual) if "stack" in rows else usual
-    gpu = rows["gpu"].astype(str)
-    if family.place is not None and len(rows):
-        place = pd.Series(family.place(columns(rows, family)), index=rows.index, dtype=object)
-        gpu = gpu.where(place == "", gpu + PLACE + place)
-    return {"gpu": gpu, "stack": stack.astype(str)}
+    gpu = rows["gpu"].to_numpy(dtype=object)
+    stack = by_value(gpu, stacks, "")
+    if "stack" in rows:
+        stack = rows["stack"].where(rows["stack"].notna(), stack).to_numpy(dtype=object)
+    if family.place is not None:
+        place = broadcast(family.place(columns(rows, family)), len(rows))
+        gpu = gpu + np.where(place == "", "", PLACE + place)
+    return {"gpu": gpu, "stack": stack}
 
 
 def usual_stacks(rows: pd.DataFrame) -> dict[str, str]:
@@ -119,39 +140,53 @@ def feature_table(
     family: Family,
     gpus: Mapping[str, Gpu],
     launch: Mapping[str, float] | None = None,
-) -> tuple[pd.DataFrame, np.ndarray]:
+) -> tuple[Features, np.ndarray]:
     """Features (numbers and strings) and the roofline in us, in the order of the rows."""
-    rows = rows.reset_index(drop=True)
-    pieces, roofline = [], np.zeros(len(rows))
-    for name, index in rows.groupby("gpu", sort=False).groups.items():
+    codes, names = pd.factorize(rows["gpu"].to_numpy(dtype=object), use_na_sentinel=False)
+    pieces, places = [], []
+    for code, name in enumerate(names):
         if name not in gpus:
             raise ValueError(f"unknown gpu {name!r}; the bundle knows {sorted(gpus)}")
-        gpu, part = gpus[str(name)], rows.loc[index].reset_index(drop=True)
-        p = columns(part, family)
-        default_threads = gpu.sm_count if gpu.kind == "cpu" else 0
-        threads = part["threads"] if "threads" in part else pd.Series([default_threads] * len(part))
-        threads = threads.fillna(default_threads)
-        cold = (part["cache"] == "cold") if "cache" in part else pd.Series([False] * len(part))
-        flops = np.asarray(family.flops(p), dtype=float)
-        moved = np.asarray(family.bytes_moved(p), dtype=float)
-        roof = roofline_us(family, p, gpu, threads)
-        if gpu.kind != "cpu":  # on a CPU the call is the op
-            roof = roof + launch_us(part, launch or {})
-        roofline[index] = roof
-        compute_us, memory_us = bounds_us(family, p, gpu, threads)
-        common = {
-            "threads": threads.to_numpy(dtype=float),
-            "cold": cold.to_numpy(dtype=float),
-            "log_flops": np.log2(flops + 1),
-            "log_bytes": np.log2(moved + 1),
-            "log_cache_fill": np.log2((moved + 1) / gpu.l2_bytes),
-            "intensity": np.log2((flops + 1) / (moved + 1)),
-            "log_roofline": np.log2(roof),
-            "log_bound": np.log2((compute_us + 1e-3) / (memory_us + 1e-3)),
-        }
-        table = pd.DataFrame({**family.features(p, gpu), **common}, index=index)
-        pieces.append(table)
-    return pd.concat(pieces).sort_index(), roofline
+        places.append(np.flatnonzero(codes == code))
+        part = rows if len(names) == 1 else rows.iloc[places[-1]]
+        pieces.append(_features_on(part, family, gpus[name], launch or {}))
+    found = pieces[0]
+    if len(pieces) > 1:
+        back = np.argsort(np.concatenate(places))
+        found = {name: np.concatenate([p[name] for p in pieces])[back] for name in pieces[0]}
+    return found, found.pop(ROOFLINE)
+
+
+def _features_on(
+    rows: pd.DataFrame, family: Family, gpu: Gpu, launch: Mapping[str, float]
+) -> Features:
+    """Features of rows of one GPU, and under ``ROOFLINE`` their roofline."""
+    p, count = columns(rows, family), len(rows)
+    threads = broadcast(float(gpu.sm_count if gpu.kind == "cpu" else 0), count)
+    if "threads" in rows:
+        stated = rows["threads"].to_numpy(dtype=float)
+        threads = np.where(np.isnan(stated), threads, stated)
+    cold = np.zeros(count)
+    if "cache" in rows:
+        cold = (rows["cache"].to_numpy(dtype=object) == "cold").astype(float)
+    flops = np.asarray(family.flops(p), dtype=float)
+    moved = np.asarray(family.bytes_moved(p), dtype=float)
+    roof = roofline_us(family, p, gpu, threads)
+    if gpu.kind != "cpu":  # on a CPU the call is the op
+        roof = roof + launch_us(rows, launch)
+    compute_us, memory_us = bounds_us(family, p, gpu, threads)
+    common = {
+        "threads": threads,
+        "cold": cold,
+        "log_flops": np.log2(flops + 1),
+        "log_bytes": np.log2(moved + 1),
+        "log_cache_fill": np.log2((moved + 1) / gpu.l2_bytes),
+        "intensity": np.log2((flops + 1) / (moved + 1)),
+        "log_roofline": np.log2(roof),
+        "log_bound": np.log2((compute_us + 1e-3) / (memory_us + 1e-3)),
+    }
+    found = {**family.features(p, gpu), **common, ROOFLINE: roof}
+    return {name: broadcast(values, count) for name, values in found.items()}
 
 
 def shape_groups(rows: pd.DataFrame, family: Family) -> np.ndarray:
@@ -177,21 +212,22 @@ class Encoder:
         self.vocabulary = vocabulary
 
     @classmethod
-    def fit(cls, table: pd.DataFrame) -> Encoder:
+    def fit(cls, table: Features) -> Encoder:
         """Every string column becomes one column per value seen."""
-        vocabulary = {str(c): sorted(table[c].unique()) for c in table if not is_number(table[c])}
-        return cls([str(c) for c in table], vocabulary)
+        texts = [name for name, values in table.items() if not is_number(values)]
+        return cls(list(table), {name: sorted(pd.unique(table[name])) for name in texts})
 
-    def encode(self, table: pd.DataFrame) -> np.ndarray:
+    def encode(self, table: Features) -> np.ndarray:
         """float32, one row per row; unknown strings are all zeros."""
         parts = []
         for name in self.names:
-            values = table[name].to_numpy()
-            if name in self.vocabulary:
-                parts += [(values == v).astype(np.float32) for v in self.vocabulary[name]]
+            values, seen = table[name], self.vocabulary.get(name)
+            if seen is None:
+                parts.append(values.astype(np.float32)[:, None])
             else:
-                parts.append(values.astype(np.float32))
-        return np.stack(parts, axis=1) if parts else np.zeros((len(table), 0), np.float32)
+                which = by_value(values, {value: i for i, value in enumerate(seen)}, -1, int)
+                parts.append((which[:, None] == np.arange(len(seen))).astype(np.float32))
+        return np.hstack(parts)
 
     def places(self, chosen: list[str]) -> tuple[int, ...]:
         """Positions of the encoded columns of these features."""
@@ -204,6 +240,6 @@ class Encoder:
         return tuple(found)
 
 
-def is_number(values: pd.Series) -> bool:
+def is_number(values: np.ndarray) -> bool:
     """Whether a column holds numbers."""
-    return bool(pd.api.types.is_numeric_dtype(values))
+    return values.dtype.kind in "biuf"

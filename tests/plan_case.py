@@ -39,6 +39,9 @@ class Flat:
         columns = {"predicted_us": us, "predicted_us_p10": us * 0.8, "predicted_us_p90": us * 1.2}
         return pd.DataFrame({**columns, "in_envelope": True})
 
+    def inside(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> list[bool]:
+        return [True] * len(rows)
+
 
 def capture_at(batch: int, seq: int) -> StepCapture:
     """One step of a small GPT."""

@@ -45,6 +45,9 @@ class Fixed:
         columns = {"predicted_us": us, "predicted_us_p10": us * 0.8, "predicted_us_p90": us * 1.2}
         return pd.DataFrame({**columns, "in_envelope": True})
 
+    def inside(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> list[bool]:
+        return [True] * len(rows)
+
 
 def weight(name: str, mib: float, ready_after: int, dtype: str = "fp32") -> ParamSpec:
     shape = (int(mib * MIB) // (2 if dtype == "bf16" else 4),)
@@ -198,8 +201,8 @@ def test_all_reduce_without_a_model_is_a_ring() -> None:
 class UpToFour(Fixed):
     """Knows collectives of up to four ranks."""
 
-    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
-        return super().price(family, rows).assign(in_envelope=rows["world_size"] <= 4)
+    def inside(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> list[bool]:
+        return [bool(n <= 4) for n in rows["world_size"]]
 
 
 def test_beyond_its_envelope_a_collective_is_scaled_by_hierarchy() -> None:

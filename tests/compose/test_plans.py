@@ -18,7 +18,7 @@ from compose.cyclic import steady_us
 from compose.ddp import default_contention
 from compose.forecast import Forecast, forecast, rank_of
 from compose.host import WRAPPERS
-from compose.memory_plan import rank_memory
+from compose.memory_plan import Sizes, rank_memory
 from compose.plan import ParallelPlan, micro_batch
 from compose.priced import PriceBook, Pricer
 from compose.rank import Rank, Stretch
@@ -247,7 +247,7 @@ def test_shards_keep_a_share_of_the_state(gpt: StepCapture) -> None:
 def test_folded_memory_is_the_walk_over_all_calls(gpt: StepCapture) -> None:
     """Within a tenth: the walk sees each tensor die, layers see their peaks."""
     layers = rank("", gpt).layers
-    found = sum(rank_memory(layers, ParallelPlan(), "adamw").values())
+    found = sum(rank_memory(Sizes.of(layers), ParallelPlan(), "adamw").values())
     assert found == pytest.approx(peak_bytes(gpt, "adamw"), rel=0.1)
 
 

@@ -25,6 +25,16 @@ def test_a_lane_keeps_its_program_order() -> None:
     assert spans[1:] == [Span(5, 6), Span(6, 8)]
 
 
+def test_tasks_that_wait_for_earlier_ones_are_timed_as_by_a_worklist() -> None:
+    """Naming a lane's program, even the order it has anyway, takes the worklist."""
+    tasks = [
+        Task((f"r{i % 3}",) if i % 5 else ("r0", "r2"), i * 7 % 11, (i // 2, i - 1)[: i % 3])
+        for i in range(60)
+    ]
+    program = {"r1": [i for i, task in enumerate(tasks) if "r1" in task.lanes]}
+    assert simulate(tasks) == simulate(tasks, program)
+
+
 def test_crossed_collectives_are_a_named_deadlock() -> None:
     tasks = [Task(("r0", "r1"), 1, name="first"), Task(("r0", "r1"), 1, name="second")]
     assert simulate(tasks) == [Span(0, 1), Span(1, 2)]
