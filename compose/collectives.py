@@ -156,8 +156,9 @@ def _learned(messages: Sequence[Message], book: PriceBook, where: Cluster) -> It
     answers: dict[Message, Any] = {}
     if nearest:
         rows = _rows([(m, group) for m, (group, _) in nearest.items()], book, where)
-        table = book.pricer.price("collective", rows, {where.gpu.name: where.gpu})
-        answers = dict(zip(nearest, table.to_dict("records"), strict=True))
+        answers = dict(
+            zip(nearest, book.expected("collective", rows).to_dict("records"), strict=True)
+        )
     for message in messages:
         if message not in nearest:  # to itself
             yield _priced(message, "collective", (0.0, 0.0, 0.0), inside=True)

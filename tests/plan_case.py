@@ -26,7 +26,7 @@ GPU = Gpu(
 
 
 class Flat:
-    """Every op takes 10 us, an elementwise one 1, a collective 1 us per KiB; bounds 20 % off."""
+    """Every op takes 10 us, an elementwise one 1, a collective 1 us per KiB; all of it certain."""
 
     models: Mapping[str, Any] = dict.fromkeys(
         ("gemm", "attention", "norm", "reduction", "embedding", "index", "optimizer", "host")
@@ -36,7 +36,7 @@ class Flat:
         us = pd.Series({"elementwise": 1.0, "host": 0.0}.get(family, 10.0), index=rows.index)
         if family == "collective":
             us = rows["message_bytes"] / 1024
-        columns = {"predicted_us": us, "predicted_us_p10": us * 0.8, "predicted_us_p90": us * 1.2}
+        columns = {"predicted_us": us, "predicted_us_p10": us, "predicted_us_p90": us}
         return pd.DataFrame({**columns, "in_envelope": True})
 
     def inside(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> list[bool]:

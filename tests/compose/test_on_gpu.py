@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -147,3 +148,17 @@ def test_a_stand_in_is_outside_the_envelope() -> None:
     assert not found.in_envelope
     assert found.family == "conv"
     assert found.duration_us == pytest.approx(20)  # a product and a turn
+
+
+def test_ops_are_priced_at_their_mean() -> None:
+    """A factor e**0.5 between median and mean where s is 1: quantiles 2.563 apart in the log."""
+
+    class Spread(Fixed):
+        def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+            table = super().price(family, rows)
+            return table.assign(predicted_us_p90=10.0 * math.exp(2.563))
+
+    op = priceable(call("mul.Tensor", tensor(0), tensor(1), out=2))
+    assert PriceBook(Fixed(), GPU, 0).price([op])[0].duration_us == pytest.approx(10)
+    found = PriceBook(Spread(), GPU, 0).price([op])[0]
+    assert found.duration_us == pytest.approx(10 * math.exp(0.5))
