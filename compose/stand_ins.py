@@ -2,9 +2,11 @@
 
 A convolution backward is as many forwards as gradients it makes; in a dtype never seen it is a
 product (implicit GEMM), in half precision with its tensors turned from NCHW to NHWC and back, as
-tensor cores want them. Batch and group norms, and ops without a model, are copies of the bytes
-they move: utilisation as measured, not the peak. Sources: cuDNN developer guide, "tensor core
-operations"; arXiv:1410.0759, section 3.
+tensor cores want them. Norms never seen, and ops without a model, are copies of the bytes
+they move: utilisation as measured, not the peak. A softmax backward is its model's answer, which
+knows forwards, and the product of gradient and output that torch makes beforehand. Sources: cuDNN
+developer guide, "tensor core operations"; arXiv:1410.0759, section 3; torch 2.1, SoftMax.cu and
+layer_norm_kernel.cu.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ from microbench.ops.elementwise import Elementwise
 from microbench.ops.family import itemsize_bytes
 from microbench.ops.gemm import Gemm
 from microbench.ops.norm import Norm
+from microbench.ops.reduction import Reduction
 
 NEEDED = ("gemm", "elementwise")
 LONGEST = 2**15  # rows of a product; more of them take proportionally longer
 HALF = ("fp16", "bf16")
 PASSES = {"batch": 3, "batch_backward": 5, "batch_eval": 2, "batch_eval_backward": 3}
 PASSES |= {"group": 3, "group_backward": 5}  # statistics need a pass of their own
+PASSES |= {"layer_backward": 5, "rms_backward": 5}  # so do the weights' gradients
+SOFTMAX_BACKWARD = "_softmax_backward_data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,8 @@ def stand_ins(params: Any, models: Mapping[str, Any], channels_last: bool) -> li
         return []
     if isinstance(params, Conv):
         return list(_conv(params, models, channels_last))
+    if isinstance(params, Reduction) and params.op == SOFTMAX_BACKWARD:
+        return list(_softmax_backward(params, models))
     if not isinstance(params, Norm) or params.op not in PASSES:
         return []
     if not _seen(models, "norm", params.op):
@@ -67,6 +74,15 @@ def _seen(models: Mapping[str, Any], family: str, *words: str) -> bool:
     """Whether the model has seen all these words: names of ops, dtypes."""
     vocabulary = models[family].encoder.vocabulary
     return {w for seen in vocabulary.values() for w in seen}.issuperset(words)
+
+
+def _softmax_backward(p: Reduction, models: Mapping[str, Any]) -> Iterator[Part]:
+    if _seen(models, "reduction", p.op):
+        return
+    numel = p.outer * p.size * p.inner
+    product = Elementwise(op="mul", numel=numel, inner=numel, tensors=2, dtype=p.dtype)
+    yield Part(family="reduction", params=p)
+    yield Part(family="elementwise", params=product)
 
 
 def _conv(p: Conv, models: Mapping[str, Any], channels_last: bool) -> Iterator[Part]:

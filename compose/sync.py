@@ -6,7 +6,8 @@
   after it, a copy for each, the optimizer on 1/n. Memory: optimizer state / n; from 2 on
   gradients / n; with 3 two whole layers at a time.
 - gossip: messages to neighbours and an average instead of the all_reduce (Bluefog).
-- compress: gradients on the wire times the ratio, and a pass to pack and unpack each.
+- compress: gradients on the wire times the ratio, fp32 in fp16 where that makes at least half of
+  it, and a pass to pack and unpack each.
 - coconet (ASPLOS'22): split: all_reduce as reduce_scatter and all_gather. reorder: the optimizer on
   1/n between the two. fuse: its arithmetic as one pass. overlap:C: a message may start when 1/C of
   what makes it is there.
@@ -22,6 +23,8 @@ from compose.ddp import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES
 from compose.experts import is_expert
 from compose.plan import ParallelPlan
 from compose.step import PricedLayer
+
+HALF = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +96,8 @@ class Filled:
     def message(self, kind: str, plan: ParallelPlan) -> Message:
         """What is sent of it."""
         wire = max(1, round(self.nbytes * plan.compress))
-        return Message(kind=kind, axis=self.axis, message_bytes=wire, dtype=self.dtype)
+        dtype = "fp16" if self.dtype == "fp32" and plan.compress <= HALF else self.dtype
+        return Message(kind=kind, axis=self.axis, message_bytes=wire, dtype=dtype)
 
 
 def fill_buckets(

@@ -65,10 +65,18 @@ class Table:
         return np.log(self.time_us) - np.log(self.roofline_us)
 
 
-def group_split(group: Array, share: float, seed: int) -> tuple[Array, Array]:
-    """Row indices of the larger and the smaller part; a shape is never in both."""
+def group_split(
+    group: Array, share: float, seed: int, op: Array | None = None
+) -> tuple[Array, Array]:
+    """Row indices of the larger and the smaller part; a shape is never in both.
+
+    Of every ``op`` a shape stays in the larger part: an op never measured is no unseen shape.
+    """
     names = np.random.default_rng(seed).permutation(np.unique(group))
-    held = np.isin(group, names[: max(1, int(share * len(names)))])
+    kept = [] if op is None else group[np.unique(op.astype(str), return_index=True)[1]]
+    free = names[~np.isin(names, kept)]
+    count = max(1, int(share * len(names)))
+    held = np.isin(group, (free if len(free) else names)[:count])
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 

@@ -190,10 +190,17 @@ def _features_on(
 
 
 def shape_groups(rows: pd.DataFrame, family: Family) -> np.ndarray:
-    """A number per shape: parameters without dtype, and no conditions of measurement."""
+    """A number per shape: parameters without dtype, and no conditions of measurement.
+
+    An event of the host that comes in one shape has none to leave out: its measurements count as
+    shapes.
+    """
     p = columns(rows, family)
     names = [f.name for f in fields(family.params) if f.name != "dtype"]
     frame = pd.DataFrame({n: getattr(p, n) for n in names})
+    if "trial" in frame:
+        single = frame.groupby("op")["tensors"].transform("nunique") == 1
+        frame["trial"] = np.where(single, -1 - np.arange(len(frame)), frame["trial"])
     return frame.groupby(names, sort=False, dropna=False).ngroup().to_numpy()
 
 

@@ -79,7 +79,7 @@ def train_family(
     speed = learn_speed(rows, family, anchors)
     prepared = prepare(rows, family, gpus, speed)
     table = prepared.table
-    known, held = fit.group_split(table.group, TEST_SHARE, seed=0)
+    known, held = fit.group_split(table.group, TEST_SHARE, seed=0, op=rows["op"].to_numpy())
     train, test = table.take(known), table.take(held)
     STUDIES.mkdir(parents=True, exist_ok=True)
     options = fit.tune(train, trials, 0, str(STUDIES / f"{family.name}-{digest}.log"), family.name)

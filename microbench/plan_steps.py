@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from microbench.cases.registry import EvalCase
+from microbench.engines import placed
 from microbench.shallow import layer_key
 from microbench.step import StepSettings, make_optimizer
 
@@ -95,9 +96,11 @@ def make_plan_step(
         raise ValueError(f"plan {text!r}: {batch} samples do not divide by {plan.microbatches}")
 
     def inputs(samples: int) -> dict[str, Any]:
-        return {k: v.to(device) for k, v in chosen.inputs(samples, seq).items()}
+        with placed(device, settings.dtype):
+            return chosen.inputs(samples, seq)
 
-    model = chosen.build().to(device)
+    with placed(device, settings.dtype):
+        model = chosen.build()
     model.train()
     if plan.recompute:
         checkpoint_layers(model)

@@ -1,4 +1,4 @@
-"""What a sweep measures next: even shares of time, nothing twice but every tenth point later."""
+"""What a sweep measures next: fair shares of time, nothing twice but every tenth point later."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Chosen = tuple[Family, Any, int]  # the point and how often it was measured befo
 
 
 class Sweep:
-    """Points of all families such that every family gets the same share of time.
+    """Points of all families such that every family gets its share of time, on GPUs the same.
 
     With several ranks every rank calls ``choose`` and gets what rank 0 has not measured yet.
     """
@@ -37,6 +37,8 @@ class Sweep:
         self.cost_s = dict.fromkeys(order.families, 0.0)
         self.charged_s = dict.fromkeys(order.families, 0.0)
         self.points = dict.fromkeys(order.families, 0)
+        on_cpu = order.device == "cpu"
+        self.weight = {n: families()[n].weight if on_cpu else 1.0 for n in order.families}
         self.retests: deque[tuple[float, Family, Any]] = deque()
         self.count = 0
         self.streams = {n: self._stream(n) for n in order.families}
@@ -86,7 +88,7 @@ class Sweep:
     def _fresh(self) -> tuple[Family, Any] | None:
         """The next unmeasured point of the family that had least time; None when all ran dry."""
         while self.streams:
-            name = min(self.streams, key=lambda n: self.cost_s[n])
+            name = min(self.streams, key=lambda n: self.cost_s[n] / self.weight[n])
             family, point = families()[name], next(self.streams[name], None)
             if point is None:
                 del self.streams[name]
@@ -142,11 +144,15 @@ def placed(point: Any, node: str) -> Any:
 
 
 def finished_keys(root: Path, names: tuple[str, ...]) -> set[str]:
-    """Keys of all points that are rows already, whole or in the journal."""
+    """Keys of all points that are rows already, whole or in the journal.
+
+    What was measured on a throttled GPU is not finished: a resumed sweep measures it again.
+    """
     keys: set[str] = set()
     for name in names:
         rows = store.read_rows([root], name)
-        keys |= set(rows["key"]) if "key" in rows else set()
+        keys |= set(rows["key"][rows["status"] != "throttled"]) if "key" in rows else set()
     for path in (root / ".journal").glob("*.jsonl"):
-        keys |= {row["key"] for row in store.read_journal(path)}
+        journal = store.read_journal(path)
+        keys |= {row["key"] for row in journal if row.get("status") != "throttled"}
     return keys

@@ -6,6 +6,7 @@ Sizes are drawn anew for every model and are not those of the cases we validate 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -133,6 +134,7 @@ KINDS: tuple[Callable[[np.random.Generator, int], Draw], ...] = (
 )
 LARGEST = {"cpu": 512, "cuda": 8192}  # width of the widest model
 MODELS = 40
+CAPTURED_PER_SWEPT = 2
 
 
 def captured_points(device: str, models: int, seed: int) -> dict[str, list[Any]]:
@@ -188,17 +190,31 @@ def check_points(path: Path) -> int:
 
 
 def mixed(path: Path, name: str, grid: Iterator[Any], seed: int) -> Iterator[Any]:
-    """Captured points and points of the family's own sweep in turn; then the sweep alone.
+    """Two captured points, one of the family's own sweep, and so on; then the sweep alone.
 
     While the captured ones are not written yet, the sweep alone.
     """
     while not path.is_file() and (point := next(grid, None)) is not None:
         yield point
     points = read_points(path, name) if path.is_file() else []
-    order = np.random.default_rng(seed).permutation(len(points))
-    for index in order:
-        yield points[index]
-        point = next(grid, None)
+    for number, captured in enumerate(by_turns(points, seed), start=1):
+        yield captured
+        point = next(grid, None) if number % CAPTURED_PER_SWEPT == 0 else None
         if point is not None:
             yield point
     yield from grid
+
+
+def by_turns(points: Sequence[Any], seed: int) -> list[Any]:
+    """Points at random, but every kind (op, form, dtype) soon, and common ones more often.
+
+    A kind of n points comes sqrt(n) times as often as a kind of one.
+    """
+    shuffled = [points[i] for i in np.random.default_rng(seed).permutation(len(points))]
+    kinds = [tuple(v for v in asdict(p).values() if isinstance(v, str)) for p in shuffled]
+    sizes, seen = Counter(kinds), Counter[tuple[str, ...]]()
+    turns = []
+    for kind in kinds:
+        turns.append((seen[kind] + 0.5) / sizes[kind] ** 0.5)
+        seen[kind] += 1
+    return [shuffled[i] for i in np.argsort(turns, kind="stable")]

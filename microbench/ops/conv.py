@@ -283,4 +283,5 @@ FAMILY = Family(
         "aten.convolution.default": from_call,
         "aten.convolution_backward.default": from_call,
     },
+    weight=2.0,
 )

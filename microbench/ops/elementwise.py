@@ -12,7 +12,14 @@ import numpy as np
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
 from microbench.ops import elementwise_names as known
-from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+from microbench.ops.family import (
+    Family,
+    Workload,
+    itemsize_bytes,
+    log_uniform,
+    repeated,
+    torch_dtype,
+)
 
 FORMS = {"same": 0.5, "scalar": 0.14, "row": 0.12, "col": 0.08, "strided": 0.08, "transposed": 0.08}
 KINDS = [(op, 1) for op in known.UNARY] + [(op, 2) for op in known.BINARY]
@@ -85,11 +92,11 @@ def build(p: Elementwise, device: str) -> Workload:
     dtype, rows = torch_dtype(p.dtype), p.numel // p.inner
 
     def operand(*shape: int) -> Any:
-        x = torch.randn(shape, device=device)
+        x = repeated(torch.rand if p.op in (*POSITIVE, "mul_") else torch.randn, shape, device)
         if p.op in POSITIVE:
-            x = torch.rand(shape, device=device).mul_(0.5).add_(0.25)
+            x = x.mul_(0.5).add_(0.25)
         if p.op == "mul_":
-            x = torch.rand(shape, device=device).mul_(2e-4).add_(0.9999)
+            x = x.mul_(2e-4).add_(0.9999)
         return (x > 0).to(dtype) if p.dtype in ("bool", "int64") else x.to(dtype)
 
     if p.form == "scalar":
@@ -280,4 +287,5 @@ FAMILY = Family(
     bytes_moved=bytes_moved,
     features=features,
     answers=dict.fromkeys(known.names(), from_call),
+    weight=3.0,
 )

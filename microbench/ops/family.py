@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 
 from microbench.hardware.spec import Gpu
 from microbench.opcall import ITEMSIZE_BYTES, OpCall
+
+DRAWN = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,8 @@ class Family:
     ``curve`` names features along which times run smoothly, where a learner may carry on beyond
     what was measured, and how far a measurement reaches (octaves for sizes): as a trend all share,
     as an offset, as a detail. ``place`` names the cluster a row was measured in, nothing where the
-    GPU says it all.
+    GPU says it all. ``weight`` is its share of a CPU's sweep beside the other families': those of
+    many kinds of ops need more points.
     """
 
     name: str
@@ -60,6 +64,7 @@ class Family:
     on_demand: bool = False
     curve: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     place: Callable[[Any], Any] | None = None
+    weight: float = 1.0
 
 
 def autograd_call(leaves: int, device: str) -> Callable[[], object]:
@@ -95,6 +100,17 @@ def torch_dtype(name: str) -> Any:
         "int32": torch.int32,
         "bool": torch.bool,
     }[name]
+
+
+def repeated(draw: Callable[..., Any], shape: tuple[int, ...], device: str) -> Any:
+    """Random numbers of a torch function, 65,536 of them over and over.
+
+    Drawing all of a large tensor takes longer than timing an op on it.
+    """
+    numel = math.prod(shape)
+    if numel <= DRAWN:
+        return draw(shape, device=device)
+    return draw(DRAWN, device=device).repeat(-(-numel // DRAWN))[:numel].reshape(shape)
 
 
 def log_uniform(rng: np.random.Generator, low: float, high: float) -> int:

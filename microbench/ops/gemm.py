@@ -10,7 +10,14 @@ import numpy as np
 
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
-from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+from microbench.ops.family import (
+    Family,
+    Workload,
+    itemsize_bytes,
+    log_uniform,
+    repeated,
+    torch_dtype,
+)
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64))
 
@@ -54,7 +61,7 @@ def build(p: Gemm, device: str) -> Workload:
 
     def operand(rows: int, cols: int, transposed: bool) -> Any:
         shape = (p.batch, cols, rows) if transposed else (p.batch, rows, cols)
-        tensor = torch.randn(shape, device=device).to(torch_dtype(p.dtype))
+        tensor = repeated(torch.randn, shape, device).to(torch_dtype(p.dtype))
         return tensor.transpose(1, 2) if transposed else tensor
 
     a = operand(p.m, p.k, p.layout[0] == "t")
@@ -139,4 +146,5 @@ FAMILY = Family(
     bytes_moved=bytes_moved,
     features=features,
     answers={f"aten.{op}.default": from_mm for op in ("mm", "addmm", "bmm", "baddbmm")},
+    weight=2.0,
 )

@@ -261,4 +261,5 @@ FAMILY = Family(
     bytes_moved=bytes_moved,
     features=features,
     answers=ANSWERS,
+    weight=1.5,
 )

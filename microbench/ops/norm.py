@@ -253,4 +253,5 @@ FAMILY = Family(
         "aten.native_group_norm.default": from_group,
         "aten.native_group_norm_backward.default": from_group,
     },
+    weight=1.5,
 )

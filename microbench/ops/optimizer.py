@@ -10,7 +10,14 @@ import numpy as np
 
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
-from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+from microbench.ops.family import (
+    Family,
+    Workload,
+    itemsize_bytes,
+    log_uniform,
+    repeated,
+    torch_dtype,
+)
 
 ONE = ("_foreach_mul_", "_foreach_add_", "_foreach_sqrt", "_foreach_div_", "_foreach_neg")
 ROOT = "_foreach_sqrt"
@@ -73,7 +80,8 @@ def build(p: OptimizerOp, device: str) -> Workload:
         each = max(1, (p.numel - small * (p.tensors - large)) // large)
         sizes = [each] * large + [small] * (p.tensors - large)
         sizes[0] += max(0, p.numel - sum(sizes))
-        return [torch.rand(n, device=device).add_(0.5).to(torch_dtype(p.dtype)) for n in sizes]
+        dtype = torch_dtype(p.dtype)
+        return [repeated(torch.rand, (n,), device).add_(0.5).to(dtype) for n in sizes]
 
     if p.op in FUSED:
         return Workload(run=_fused(p.op, tensors), through_aten=False)
@@ -183,4 +191,5 @@ FAMILY = Family(
         **{f"aten.{n}.{o}": from_call for n in NAMES for o in OVERLOADS},
         **{f"aten.{n}.{o}": from_call for n in FUSED[:3] for o in ("default", "tensor_lr")},
     },
+    weight=1.5,
 )

@@ -11,7 +11,14 @@ import numpy as np
 
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
-from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+from microbench.ops.family import (
+    Family,
+    Workload,
+    itemsize_bytes,
+    log_uniform,
+    repeated,
+    torch_dtype,
+)
 
 SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 SUMS = ("sum", "mean", "amax", "amin", "linalg_vector_norm", "logsumexp", "prod")
@@ -71,7 +78,7 @@ def build(p: Reduction, device: str) -> Workload:
 
     dtype = torch_dtype(p.dtype)
     shape = (p.outer, p.size) if p.inner == 1 else (p.outer, p.size, p.inner)
-    x = torch.randn(shape, device=device)
+    x = repeated(torch.randn, shape, device)
     x = (x * 4).to(dtype) if dtype.is_floating_point else (x > 0).to(dtype)
     if p.op in SOFTMAX:
         call = getattr(torch.ops.aten, p.op)

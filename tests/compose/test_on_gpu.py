@@ -16,7 +16,9 @@ from compose.stand_ins import copy, stand_ins
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from microbench.ops.conv import Conv
+from microbench.ops.elementwise import Elementwise
 from microbench.ops.norm import Norm
+from microbench.ops.reduction import Reduction
 
 GPU = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 
@@ -30,6 +32,7 @@ MODELS: Mapping[str, Any] = {
     "elementwise": learned("mul"),
     "conv": learned("forward", "fp32"),
     "norm": learned("layer"),
+    "reduction": learned("_softmax"),
 }
 
 
@@ -105,6 +108,18 @@ def test_a_batch_norm_passes_three_times_and_a_layer_norm_is_known() -> None:
     norm = Norm(op="batch", rows=2, cols=64, channels=16)
     assert stand_ins(norm, MODELS, False) == [copy(3 * 2 * 64 * 16 * 4)]
     assert stand_ins(Norm(op="layer", rows=2, cols=64), MODELS, False) == []
+    back = Norm(op="layer_backward", rows=2, cols=64)
+    assert stand_ins(back, MODELS, False) == [copy(5 * 2 * 64 * 4)]
+
+
+def test_softmax_backward_multiplies_gradient_and_output_first() -> None:
+    back = Reduction(op="_softmax_backward_data", outer=6, size=8)
+    itself, product = stand_ins(back, MODELS, False)
+    assert itself.params is back
+    assert product.params == Elementwise(op="mul", numel=48, inner=48, tensors=2)
+    seen = {**MODELS, "reduction": learned("_softmax", "_softmax_backward_data")}
+    assert stand_ins(back, seen, False) == []
+    assert stand_ins(Reduction(op="_softmax", outer=6, size=8), MODELS, False) == []
 
 
 def test_an_op_without_a_model_costs_a_copy_of_its_bytes_and_stays_unmodelled() -> None:

@@ -23,6 +23,7 @@ from compose.plan import ParallelPlan, micro_batch
 from compose.priced import PriceBook, Pricer
 from compose.rank import Rank, Stretch
 from compose.step import price_model
+from compose.sync import Filled
 from microbench.hardware.spec import Gpu
 from microbench.opcall import StepCapture
 
@@ -200,6 +201,9 @@ def test_an_old_attention_kernel_is_slower(gpt: StepCapture) -> None:
     assert with_attention_kernel(gpt, "flash") is gpt
 
 
+COMPRESSIONS = ("dp=2", "dp=2,compress=0.75", "dp=2,compress=0.5")
+
+
 def test_compression_and_gossip_send_less(gpt: StepCapture) -> None:
     gradients = sum(p.nbytes for p in gpt.parameters)
     assert wire_bytes("dp=8,compress=0.25", gpt) == pytest.approx(
@@ -207,6 +211,13 @@ def test_compression_and_gossip_send_less(gpt: StepCapture) -> None:
     )
     assert wire_bytes("dp=8,gossip=exp2", gpt) == pytest.approx(gradients)
     assert wire_bytes("dp=8,gossip=ring", gpt) == pytest.approx(2 * gradients)
+
+
+def test_half_of_a_fp32_gradient_goes_in_fp16() -> None:
+    bucket = Filled(instance=0, offset=0, nbytes=64, dtype="fp32", axis="shard", members=())
+    sent = {p: bucket.message("all_reduce", ParallelPlan.parse(p)) for p in COMPRESSIONS}
+    assert [m.message_bytes for m in sent.values()] == [64, 48, 32]
+    assert [m.dtype for m in sent.values()] == ["fp32", "fp32", "fp16"]
 
 
 def test_a_cyclic_slot_is_as_long_as_its_compute_or_its_messages() -> None:

@@ -12,10 +12,12 @@ import pandas as pd
 import pytest
 
 from learners.bundle import Bundle
+from learners.fit import group_split
 from learners.price import price_file
+from learners.table import shape_groups
 from learners.train import errors, train
 from microbench.hardware.spec import Gpu
-from microbench.ops import gemm
+from microbench.ops import gemm, host
 from microbench.store import write_card, write_part
 
 TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
@@ -50,6 +52,23 @@ def bundle(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert 70 <= report.coverage_pct <= 92
     assert report.retest_ape_pct is not None and report.retest_ape_pct < 6
     return folder
+
+
+def test_no_op_is_held_out_whole() -> None:
+    """Ten shapes of a product, one of another op: that one is always learned from."""
+    group, op = np.arange(11), np.array(["mm"] * 10 + ["bmm"])
+    for seed in range(20):
+        known, held = group_split(group, 0.5, seed, op)
+        assert len(held) == 5 and 10 in known and 0 in known
+
+
+def test_repeated_events_of_the_host_count_as_shapes() -> None:
+    """Two measurements of a view, which has one shape; two of an optimizer with 3 tensors."""
+    points = [host.Host(op="view_op")] * 2
+    points += [host.Host(op="sgd_step", tensors=n) for n in (3, 3, 5)]
+    groups = shape_groups(pd.DataFrame([asdict(p) for p in points]), host.FAMILY)
+    assert len(set(groups[:2])) == 2
+    assert groups[2] == groups[3] != groups[4]
 
 
 def test_errors_by_hand() -> None:

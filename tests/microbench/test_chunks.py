@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,10 @@ def test_heat_marks_rows_and_a_power_cap_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hot = Clockwork(reading={"throttle": "power_cap sw_thermal"})
-    assert set(statuses(work(tmp_path, monkeypatch, [Toy(number=1)], hot)).values()) == {
-        "throttled"
-    }
+    assert statuses(work(tmp_path, monkeypatch, [Toy(number=1)], hot)) == {1: "throttled"}
+    cool = Clockwork(reading={"throttle": "power_cap"})
+    again = work(tmp_path, monkeypatch, [Toy(number=1), Toy(number=2)], cool)
+    assert [r["status"] for r in again if r["number"] == 1] == 2 * ["throttled"] + 2 * ["ok"]
 
 
 def test_points_that_fail_are_rows_and_disturb_nobody(
@@ -168,3 +170,24 @@ def test_nothing_is_left_of_the_budget(tmp_path: Path, monkeypatch: pytest.Monke
     chunk_worker.sweep_in_chunks(sweep, device, journal)
     assert not store.read_journal(tmp_path / ".journal" / "run.jsonl")
     assert "gemm" in families()
+
+
+def test_a_family_of_weight_three_gets_three_points_to_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU; on a GPU every family gets the same time."""
+    device = Clockwork()
+    points = [Toy(number=i) for i in range(100)]
+    known = {n: toy_family(device, points, n) for n in ("plain", "rich")}
+    known["rich"] = replace(known["rich"], weight=3.0)
+    monkeypatch.setattr(sweep_module, "families", lambda: known)
+    monkeypatch.setattr(sweep_module.Sweep, "_stream", lambda self, name: iter(points))
+    counts = {}
+    for where in ("cpu", "cuda"):
+        asked = replace(order(tmp_path, "plain", "rich"), device=where)
+        sweep = sweep_module.Sweep(asked, set())
+        for _ in range(40):
+            family, *_ = sweep.choose(0.0) or pytest.fail("ran dry")
+            sweep.settle([{"family": family.name, "cost_s": 0.1, "cache": "warm"}])
+        counts[where] = sweep.points["rich"]
+    assert counts == {"cpu": 30, "cuda": 20}

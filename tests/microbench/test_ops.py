@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
 from microbench.ops import attention, elementwise, families, gemm, norm, optimizer, reduction
+from microbench.ops.family import DRAWN, repeated
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})
 
@@ -25,6 +27,13 @@ def test_first_points_build_and_run(name: str) -> None:
     for point in islice(family.sweep(), 25):
         if family.bytes_moved(point) < 5e7:
             family.build(point, "cpu").run()
+
+
+def test_large_tensors_repeat_what_was_drawn() -> None:
+    x = repeated(torch.randn, (3, DRAWN), "cpu")
+    assert x.shape == (3, DRAWN) and x.is_contiguous()
+    assert torch.equal(x[0], x[2]) and len(x[0].unique()) > DRAWN // 2
+    assert len(repeated(torch.rand, (5, 7), "cpu").unique()) == 35
 
 
 @pytest.mark.parametrize("name", sorted(families()))

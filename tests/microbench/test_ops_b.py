@@ -141,14 +141,15 @@ def test_embedding_bag_by_hand() -> None:
 @pytest.mark.parametrize(("rows", "lookups"), [(1, 5), (50, 40), (1000, 3000), (100000, 5000)])
 @pytest.mark.parametrize("skew", [0.0, 0.6, 1.0, 1.3])
 def test_unique_rows_are_estimated(rows: int, lookups: int, skew: float) -> None:
-    """Against the sum over all ranks, and against indices as drawn."""
+    """Against the sum over all ranks, and against indices as drawn twenty times."""
     sizes = {"rows": rows, "lookups": lookups, "skew": skew}
     p = embedding_bag.EmbeddingBag(op="forward", dim=4, bags=1, **sizes)
     weight = np.arange(1, rows + 1, dtype=float) ** -skew
     exact = np.sum(1 - (1 - weight / weight.sum()) ** lookups)
     assert embedding_bag.unique_rows(p) == pytest.approx(exact, rel=0.05)
-    drawn = len(np.unique(embedding_bag.zipf_indices(p, "cpu")))
-    assert drawn == pytest.approx(exact, rel=0.15, abs=3)
+    torch.manual_seed(0)
+    drawn = [len(np.unique(embedding_bag.zipf_indices(p, "cpu"))) for _ in range(20)]
+    assert np.mean(drawn) == pytest.approx(exact, rel=0.1, abs=1)
 
 
 def test_pooling_by_hand() -> None:

@@ -36,7 +36,7 @@ def test_ranks_and_micro_batches_of_a_plan() -> None:
     assert MeasuredPlan.parse("dp=2,zero=3,accumulate=8").microbatches == 8
 
 
-def gradients(plan: str) -> torch.Tensor:
+def gradients(plan: str, dtype: str = "fp32") -> torch.Tensor:
     """Gradients of a small GPT, one after the other, of a step from the same seed."""
     kept: list[torch.Tensor] = []
     chosen = case("gpt-s")
@@ -52,12 +52,17 @@ def gradients(plan: str) -> torch.Tensor:
     from dataclasses import replace
 
     own = replace(chosen, build=build)
-    make_plan_step(own, plan, 2, 16, StepSettings(), "cpu", lambda name: None).run()
+    settings = StepSettings(dtype=dtype)
+    make_plan_step(own, plan, 2, 16, settings, "cpu", lambda name: None).run()
     return torch.cat([p.grad.reshape(-1) for p in kept if p.grad is not None])
 
 
 def test_recomputing_changes_nothing_but_time() -> None:
     torch.testing.assert_close(gradients("recompute=full"), gradients(""))
+
+
+def test_a_plan_runs_in_the_dtype_asked_for() -> None:
+    assert gradients("accumulate=2", "bf16").dtype == torch.bfloat16
 
 
 def test_gradients_of_micro_batches_add_up() -> None:
