@@ -39,6 +39,13 @@ def told_apart(kind: np.ndarray, table: Features) -> np.ndarray:
     return np.asarray(found + "|" + kind)
 
 
+def places(kind: np.ndarray) -> dict[str, np.ndarray]:
+    """Where each kind is."""
+    codes, names = pd.factorize(kind)
+    order, ends = np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes))
+    return dict(zip(names, np.split(order, ends), strict=False))  # a last part is empty
+
+
 @dataclass(frozen=True, kw_only=True)
 class Residuals:
     """Log errors ``value`` of out-of-fold forecasts at training points, by kind.
@@ -55,10 +62,7 @@ class Residuals:
     @cached_property
     def _places(self) -> Mapping[str, np.ndarray]:
         """Where the points of each kind are."""
-        codes, names = pd.factorize(self.kind)
-        order = np.argsort(codes, kind="stable")
-        ends = np.cumsum(np.bincount(codes))[:-1]
-        return dict(zip(names, np.split(order, ends), strict=True))
+        return places(self.kind)
 
     def correction(self, kind: np.ndarray, at: np.ndarray, leave_out: Any = None) -> np.ndarray:
         """What to add to log forecasts of points of these kinds at these coordinates.
@@ -69,11 +73,10 @@ class Residuals:
         from scipy.spatial import cKDTree  # lazy: 0.2 s, and many bundles have no residuals
 
         out = np.zeros(len(kind))
-        codes, names = pd.factorize(kind)
-        for code, name in enumerate(names):
-            mine, asked = self._places.get(name), np.flatnonzero(codes == code)
-            if mine is None:
+        for name, asked in places(kind).items():
+            if name not in self._places:
                 continue
+            mine = self._places[name]
             count = min(NEIGHBOURS, len(mine))
             distance, index = cKDTree(self.at[mine]).query(at[asked], k=count)
             near = mine[index.reshape(len(asked), count)]

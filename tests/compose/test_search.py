@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from plan_case import GPU, search_of
 
-from compose.evaluate import quick_us
+from compose.evaluate import evaluate, quick_us
+from compose.plan import ParallelPlan
 from compose.search import Search, _candidates, best_plans
 from compose.stage_rank import least_us, memory
 from microbench.hardware.spec import Gpu
@@ -23,6 +24,13 @@ def test_no_better_plan_is_left_out(search: Search) -> None:
     assert [s.iteration_us for s in found.best] == pytest.approx(times[:5])
     assert found.simulated < found.considered == len(ranks)
     assert all(least_us(r) <= quick_us(r, "adamw") for r in ranks)
+
+
+@pytest.mark.parametrize("text", ["dp=2,zero=3,accumulate=2", "accumulate=2", "dp=2,cdp=1", "pp=2"])
+def test_a_quick_time_is_the_whole_forecasts(search: Search, text: str) -> None:
+    """Every micro-batch synchronised, the last one only, cyclic, and in a pipeline."""
+    rank = search.rank(ParallelPlan.parse(text))
+    assert quick_us(rank, "adamw") == pytest.approx(evaluate(rank, "adamw").iteration_us)
 
 
 def test_every_plan_uses_the_gpus_it_was_given(search: Search) -> None:

@@ -70,6 +70,25 @@ def test_known_gpus_are_told_apart_and_unknown_ones_flagged(bundle: Bundle) -> N
     assert width > np.log(known["predicted_us_p90"] / known["predicted_us_p10"]).mean()
 
 
+def test_the_envelope_alone_is_what_pricing_finds(bundle: Bundle) -> None:
+    """Known and unknown GPUs and sizes in one question, the order of the rows kept."""
+    parts = [measured(name, 10, 400) for name in ("new", "two")]
+    parts.append(parts[1].assign(m=10**8))
+    rows = pd.concat(parts).sample(frac=1, random_state=0, ignore_index=True)
+    gpus = {"new": toy("new")}
+    priced = bundle.price("gemm", rows, gpus)["in_envelope"]
+    assert bundle.inside("gemm", rows, gpus) == priced.tolist()
+    assert priced.any()
+    assert not priced[(rows["gpu"] == "new") | (rows["m"] == 10**8)].any()
+
+
+def test_rows_of_several_gpus_are_priced_as_each_alone(bundle: Bundle) -> None:
+    rows = pd.concat([measured(name, 5, 400) for name in ("two", "one")])
+    rows = rows.sample(frac=1, random_state=0, ignore_index=True)
+    alone = pd.concat([bundle.price("gemm", part) for _, part in rows.groupby("gpu")])
+    pd.testing.assert_frame_equal(bundle.price("gemm", rows), alone.sort_index(), rtol=1e-5)
+
+
 def test_a_row_without_stack_is_priced_as_the_usual_one(bundle: Bundle) -> None:
     rows = measured("two", 20, 400)
     bare = bundle.price("gemm", rows.drop(columns=["stack", "timer"]))
