@@ -166,6 +166,7 @@ def _learned(messages: Sequence[Message], book: PriceBook, where: Cluster) -> It
             "dtype": messages[i].dtype,
             "world_size": g.size,
             "ranks_per_node": g.per_node,
+            "network_bytes_per_s": where.network_bytes_per_s if g.size > g.per_node else 0.0,
         }
         for i, g in tried
     )
