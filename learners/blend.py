@@ -39,7 +39,8 @@ class Blend:
 
     ``known`` and ``hidden`` are smooth: Gaussian processes where the family runs along curves or
     all rows are one GPU's and few, else networks. They see, and do not see, whose row it is; the
-    latter prices GPUs never seen, half by half with the trees.
+    latter prices GPUs never seen, half by half with the trees. Where there is no ``hidden``, the
+    covariance of ``known`` says what a GPU never seen has in common with the others.
     """
 
     booster: xgb.Booster
@@ -51,7 +52,10 @@ class Blend:
         """Time in us; ``strange`` marks rows of GPUs never seen."""
         alone = self.known is not None and self.share == 1.0 and not strange.any()
         guess = np.zeros(len(x)) if alone else fit.trees_log_ratio(self.booster, x, strange)
-        uses = ((~strange, self.known, self.share), (strange, self.hidden, HIDDEN_SHARE))
+        uses = (
+            (~strange, self.known, self.share),
+            (strange, self.hidden or self.known, HIDDEN_SHARE),
+        )
         for rows, smooth, share in uses:
             if smooth is not None and rows.any():
                 guess[rows] += share * (smooth.predict(x[rows]) - guess[rows])
@@ -60,23 +64,36 @@ class Blend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Along:
-    """What a Gaussian process runs along: columns, lengths, how near points are one; its kernel."""
+    """What a Gaussian process runs along: columns, lengths, how near points are one; its kernel.
+
+    ``along``: how many columns grow alike; 0 where the kernel is learned, not stated.
+    """
 
     curve: Mapping[int, Sequence[float]]
     grain: float
     shares: Sequence[float]
     kernel: Kernel | None = None
+    along: int = 0
 
     def learn(self, table: Table) -> Along:
-        """With the kernel of the table's rows."""
+        """With the kernel of the table's rows, if none is stated."""
+        if self.kernel is not None:
+            return self
         kernel = learn_kernel(table.x, table.log_ratio, self.curve, self.grain)
         return replace(self, kernel=kernel)
 
 
 def along(table: Table) -> Along | None:
     """None where networks stand in for the process, or trees stand alone."""
-    if table.curve and table.identity:
-        return Along(curve=table.curve, grain=GRAIN, shares=CURVE_SHARES)
+    stated = table.curves
+    if stated and table.identity:
+        return Along(
+            curve={column: () for column in stated.columns},
+            grain=GRAIN,
+            shares=CURVE_SHARES,
+            kernel=stated.kernel,
+            along=stated.along,
+        )
     if table.identity or len(table.x) > POINTS:
         return None
     return Along(curve=every_feature(table.x), grain=FINE_GRAIN, shares=SHARES)
@@ -106,7 +123,7 @@ def steps_for(rows: int) -> int:
 def fit_smooth(table: Table, x: Array, members: int, path: Along | None) -> Smooth:
     """A Gaussian process or networks on ``x``: features with or without whose."""
     if path is not None:
-        return fit_process(x, table.log_ratio, path.curve, path.kernel, path.grain)
+        return fit_process(x, table.log_ratio, path.curve, path.kernel, path.grain, path.along)
     return fit_network(x, table.log_ratio, members, steps_for(len(x)))
 
 
@@ -146,8 +163,8 @@ def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = 
     """
     known = fit_smooth(table, table.x, MEMBERS, crossed.path) if crossed.share else None
     hidden = None
-    if new and table.identity:
-        hidden = fit_smooth(table, table.hidden_x, MEMBERS, along(table))
+    if new and table.identity and table.curves is None:
+        hidden = fit_smooth(table, table.hidden_x, MEMBERS, None)
     return Blend(
         booster=fit.refit(table, options, crossed.rounds),
         share=crossed.share,
@@ -158,5 +175,6 @@ def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = 
 
 def fit_hidden(table: Table, options: dict[str, Any], members: int = MEMBERS) -> Blend:
     """Only what prices a GPU never seen."""
-    booster = fit.fit_shared(table, options, 0)
-    return Blend(booster=booster, hidden=fit_smooth(table, table.hidden_x, members, along(table)))
+    booster, path = fit.fit_shared(table, options, 0), along(table)
+    x = table.hidden_x if path is None else table.x
+    return Blend(booster=booster, hidden=fit_smooth(table, x, members, path))

@@ -15,7 +15,11 @@ from microbench.ops.family import Family
 
 LAUNCH_FLOOR_US = {"cpu": 1.0, "gpu": 2.0}
 PLACE = " over "  # a GPU over a cluster
-IDENTITY = ("gpu", "stack")  # say whose row it is, not what the op is: hidden from unseen GPUs
+IDENTITY = (
+    "gpu",
+    "stack",
+    "place",
+)  # say whose row it is, not what the op is: hidden from unseen GPUs
 
 
 def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
@@ -79,14 +83,14 @@ def launch_us(rows: pd.DataFrame, known: Mapping[str, float]) -> np.ndarray:
 
 
 def identities(rows: pd.DataFrame, family: Family, stacks: Mapping[str, str]) -> dict[str, Any]:
-    """GPU (and place) and software of each row; one without ``stack`` takes its GPU's usual one."""
+    """GPU over its place, software and place of each row; ``stack`` is else its GPU's usual one."""
     usual = rows["gpu"].map(lambda gpu: stacks.get(str(gpu), ""))
     stack = rows["stack"].where(rows["stack"].notna(), usual) if "stack" in rows else usual
-    gpu = rows["gpu"].astype(str)
+    gpu, place = rows["gpu"].astype(str), pd.Series("", index=rows.index, dtype=object)
     if family.place is not None and len(rows):
         place = pd.Series(family.place(columns(rows, family)), index=rows.index, dtype=object)
         gpu = gpu.where(place == "", gpu + PLACE + place)
-    return {"gpu": gpu, "stack": stack.astype(str)}
+    return {"gpu": gpu, "stack": stack.astype(str), "place": place}
 
 
 def usual_stacks(rows: pd.DataFrame) -> dict[str, str]:
