@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -189,6 +190,14 @@ def lines() -> list[Line]:
         nccl("sizes > 16 MiB left out", "2.6-24 (tail fit 4.5)", {"": 4.0}, nccl_tail),
         nccl("a GPU count left out", "6.5-55", NVLINK, nccl_ranks),
         nccl("system left out", "6.1 / 5.2 / 3.1 / 26.9", systems, nccl_system),
+        *(
+            replace(
+                nccl(f"system left out, calibrated on {few}", "none", {}, nccl_system),
+                baselines=(),
+                few=few,
+            )
+            for few in (4, 8, 16)
+        ),
         fp32(f"bmm, {random}", "gemm", ("bmm",), shapes(GEMM), 3.0, "3.8"),
         fp32(f"linear, {random}", "gemm", ("addmm",), shapes(GEMM), 3.0, "5.0"),
         fp32(f"elementwise, {random}", "elementwise", (), shapes(["numel", "inner"]), 1.2, "1.4"),

@@ -40,7 +40,7 @@ def _part(amplitude: float, octaves: float, along: int, *reach: dict[str, float]
 
 
 CURVE = (
-    _part(0.3, 6.0, 0, LINK),
+    _part(0.15, 6.0, 0, LINK),
     _part(0.2, 3.0, 1, PATTERN),
     _part(0.1, 4.0, 0, RANKS),
     _part(0.2, 4.0, 1, RANKS),
@@ -171,12 +171,14 @@ def network_us(p: Any) -> Any:
     """Time of the bytes over the network.
 
     A ring enters and leaves each node once per byte and its channels spread over the NICs of all
-    local GPUs. Pairs use one NIC; in an all_to_all each GPU sends its share for other nodes.
+    local GPUs. An all_reduce adds up within nodes first (NCCL's trees), so that nodes count, not
+    ranks. Pairs use one NIC; in an all_to_all each GPU sends its share for other nodes.
     """
     local, world = np.asarray(p.ranks_per_node, dtype=float), np.asarray(p.world_size, dtype=float)
     rate = np.where(np.asarray(p.network_bytes_per_s) > 0, p.network_bytes_per_s, 1.0)
     rate = np.where(np.asarray(p.network_bytes_per_s) > 0, rate, NETWORK_BYTES_PER_S)
-    by_ring = bytes_moved(p) / (rate * local)
+    by_tree = 2 * np.maximum(world - local, 0) / world * p.message_bytes / (rate * local)
+    by_ring = np.where(np.equal(p.op, "all_reduce"), by_tree, bytes_moved(p) / (rate * local))
     by_pairs = p.message_bytes * np.maximum(world - local, 0) / world / rate
     alone = p.message_bytes / rate
     seconds = np.where(np.equal(p.op, "all_to_all"), by_pairs, by_ring)
