@@ -144,6 +144,7 @@ def _learned(messages: Sequence[Message], book: PriceBook, where: Cluster) -> It
     tried = [(i, g) for i, m in enumerate(messages) for g in _smaller(where.groups[m.axis])]
     facts = {"gpu": where.gpu.name, "threads": book.threads, "cache": "warm"}
     facts["node"] = where.node.name if where.node else where.gpu.name
+    facts["network_bytes_per_s"] = where.network_bytes_per_s
     rows = pd.DataFrame(
         {
             **facts,

@@ -111,7 +111,7 @@ class Process:
             at=arrays["at"],
             weight=arrays["weight"],
             centre=float(arrays["centre"]),
-            along=int(arrays["along"]),
+            along=int(arrays.get("along", 0)),
         )
 
 
