@@ -27,6 +27,7 @@ MANY_FOLDS = 3  # of rows of several GPUs: there are more of them
 LARGE_FOLDS = 2
 MEMBERS = 2
 HIDDEN_SHARE = 0.5
+STATED_SHARE = 0.75  # of a process whose covariance is stated, for a GPU never seen
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 CURVE_SHARES = (0.75, 1.0)  # beyond what was measured trees stay level
 FINE_GRAIN = 0.02  # where shapes are few each counts
@@ -52,10 +53,8 @@ class Blend:
         """Time in us; ``strange`` marks rows of GPUs never seen."""
         alone = self.known is not None and self.share == 1.0 and not strange.any()
         guess = np.zeros(len(x)) if alone else fit.trees_log_ratio(self.booster, x, strange)
-        uses = (
-            (~strange, self.known, self.share),
-            (strange, self.hidden or self.known, HIDDEN_SHARE),
-        )
+        unseen = (self.known, STATED_SHARE) if self.hidden is None else (self.hidden, HIDDEN_SHARE)
+        uses = ((~strange, self.known, self.share), (strange, *unseen))
         for rows, smooth, share in uses:
             if smooth is not None and rows.any():
                 guess[rows] += share * (smooth.predict(x[rows]) - guess[rows])
@@ -176,5 +175,6 @@ def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = 
 def fit_hidden(table: Table, options: dict[str, Any], members: int = MEMBERS) -> Blend:
     """Only what prices a GPU never seen."""
     booster, path = fit.fit_shared(table, options, 0), along(table)
-    x = table.hidden_x if path is None else table.x
-    return Blend(booster=booster, hidden=fit_smooth(table, x, members, path))
+    if path is not None:
+        return Blend(booster=booster, known=fit_smooth(table, table.x, members, path))
+    return Blend(booster=booster, hidden=fit_smooth(table, table.hidden_x, members, None))
