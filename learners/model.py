@@ -12,6 +12,7 @@ import pandas as pd
 from learners import fit, local
 from learners.blend import Blend, CrossFit, cross_fit, fit_hidden, refit
 from learners.calibration import Calibration
+from learners.curves import stated_curves
 from learners.speed import Sensitivity, Speed, at_reference_us
 from learners.table import (
     IDENTITY,
@@ -107,7 +108,7 @@ def in_envelope(table: pd.DataFrame, model: FamilyModel) -> np.ndarray:
         if name == "gpu":
             known = {value.partition(PLACE)[0] for value in seen}
             inside &= table[name].str.partition(PLACE)[0].isin(known).to_numpy()
-        elif name != "stack":
+        elif name not in IDENTITY:
             inside &= table[name].isin(seen).to_numpy()
     return inside
 
@@ -144,7 +145,7 @@ def prepare(
         time_us=time_us if speed is None else at_reference_us(rows, speed),
         group=shape_groups(rows, family),
         identity=encoder.places(told_apart) if "gpu" in told_apart else (),
-        curve={i: reach for n, reach in family.curve.items() for i in encoder.places([n])},
+        curves=stated_curves(family, encoder.places),
     )
     kind, at = local.coordinates(rows, family)
     return Prepared(

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.linalg import solve
+
+from learners.tabulate import interpolated
 
 Array = Any  # numpy arrays of float
 AMPLITUDES = (0.4, 0.3, 0.15)  # what all share, offsets of a curve, details
@@ -47,17 +50,26 @@ def factors(u: Array, v: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
-    """Mean of a Gaussian process: ``centre`` + kernel(x, at) @ weight on the inputs ``columns``."""
+    """Mean of a Gaussian process: ``centre`` + kernel(x, at) @ weight on the inputs ``columns``.
+
+    The first ``along`` inputs grow alike along curves; none do where it is 0.
+    """
 
     columns: Array
     kernel: Kernel
     at: Array
     weight: Array
     centre: float
+    along: int = 0
 
     def predict(self, x: Array) -> Array:
         """Log ratio of each row of encoded features."""
-        z, out = x[:, self.columns], np.full(len(x), self.centre)
+        z = x[:, self.columns].astype(float)
+        return interpolated(z, self.along, self.mean) if self.along else self.mean(z)
+
+    def mean(self, z: Array) -> Array:
+        """Log ratio of rows of inputs."""
+        out = np.full(len(z), self.centre)
         flags = ((self.at == 0) | (self.at == 1)).all(0)
         key = z[:, flags] @ np.random.default_rng(0).random(int(flags.sum()))
         first, kind = np.unique(key, return_index=True, return_inverse=True)[1:]
@@ -86,6 +98,7 @@ class Process:
             "at": self.at.astype(np.float32),
             "weight": self.weight.astype(np.float32),
             "centre": np.array(self.centre),
+            "along": np.array(self.along),
         }
 
     @classmethod
@@ -98,6 +111,7 @@ class Process:
             at=arrays["at"],
             weight=arrays["weight"],
             centre=float(arrays["centre"]),
+            along=int(arrays.get("along", 0)),
         )
 
 
@@ -165,6 +179,7 @@ def fit_process(
     curve: Mapping[int, Sequence[float]],
     kernel: Kernel | None = None,
     grain: float = GRAIN,
+    along: int = 0,
 ) -> Process:
     """A process through the rows; points far off the others count less (Student's t)."""
     kernel = kernel or learn_kernel(x, log_ratio, curve, grain)
@@ -173,9 +188,15 @@ def fit_process(
     covariance, variance = kernel(at, at), kernel.noise**2 / count
     doubt = np.ones(len(at))
     for _ in range(4):
-        solved = np.linalg.solve(covariance + np.diag(variance * doubt), value - centre)
+        noisy = covariance + np.diag(variance * doubt)
+        solved = solve(noisy, value - centre, assume_a="pos", check_finite=False)
         left = solved * variance * doubt
         doubt = (FREEDOM + left**2 / variance) / (FREEDOM + 1)
     return Process(
-        columns=np.array(list(curve)), kernel=kernel, at=at, weight=solved, centre=centre
+        columns=np.array(list(curve)),
+        kernel=kernel,
+        at=at,
+        weight=solved,
+        centre=centre,
+        along=along,
     )

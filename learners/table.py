@@ -17,7 +17,7 @@ LAUNCH_FLOOR_US = {"cpu": 1.0, "gpu": 2.0}
 SMALL_US = 5.0  # roofline of ops of which mostly the launch is measured
 FEW_SMALL = 5
 PLACE = " over "  # a GPU over a cluster
-IDENTITY = ("gpu", "stack")  # say whose row it is, not what the op is: hidden from unseen GPUs
+IDENTITY = ("gpu", "stack", "place")  # whose row it is, not what the op is: hidden from new GPUs
 
 
 def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
@@ -96,14 +96,14 @@ def launch_us(rows: pd.DataFrame, known: Mapping[str, float]) -> np.ndarray:
 
 
 def identities(rows: pd.DataFrame, family: Family, stacks: Mapping[str, str]) -> dict[str, Any]:
-    """GPU (and place) and software of each row; one without ``stack`` takes its GPU's usual one."""
+    """GPU over its place, software and place of each row; ``stack`` is else its GPU's usual one."""
     usual = rows["gpu"].map(lambda gpu: stacks.get(str(gpu), ""))
     stack = rows["stack"].where(rows["stack"].notna(), usual) if "stack" in rows else usual
-    gpu = rows["gpu"].astype(str)
+    gpu, place = rows["gpu"].astype(str), pd.Series("", index=rows.index, dtype=object)
     if family.place is not None and len(rows):
         place = pd.Series(family.place(columns(rows, family)), index=rows.index, dtype=object)
         gpu = gpu.where(place == "", gpu + PLACE + place)
-    return {"gpu": gpu, "stack": stack.astype(str)}
+    return {"gpu": gpu, "stack": stack.astype(str), "place": place}
 
 
 def usual_stacks(rows: pd.DataFrame) -> dict[str, str]:

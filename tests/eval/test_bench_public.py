@@ -127,3 +127,17 @@ def test_layernorm_of_the_public_data_beats_its_baselines() -> None:
     ours = result.scores["itercast"]["median_ape_pct"]
     assert ours == min(s["median_ape_pct"] for s in result.scores.values())
     assert ours < 4
+
+
+@pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public measurements are not here")
+def test_collectives_of_a_system_left_out_beat_their_baselines() -> None:
+    """GB200 is as fast as B200; nothing measured is as fast as A100."""
+    from microbench.importers import aiconfigurator
+
+    line = next(x for x in lines() if x.name == "NCCL, system left out")
+    rows = aiconfigurator.read(PUBLIC / "aiconfigurator").rows["collective"]
+    line = replace(line, baselines=("alpha_beta", "nearest"))
+    results = {r.part: r.scores for r in run_line(line, rows.assign(source="aiconfigurator"))}
+    for part, most in (("gb200", 6.0), ("a100-sxm-80gb", 22.0)):
+        ours, *others = (score["mape_pct"] for score in results[part].values())
+        assert ours < min(*others, most)
