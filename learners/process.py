@@ -22,6 +22,7 @@ SAMPLE = 700  # points of one step
 POINTS = 3500  # at most so many are kept; predicting takes as long as there are points
 FREEDOM = 3.0  # of Student's t: single measurements go astray
 CHUNK = 128  # rows at a time, so that their covariances stay in the cache
+FAINT = -14.0  # log covariance of points of other kinds that are as good as unrelated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,24 +69,25 @@ class Process:
         return interpolated(z, self.along, self.mean) if self.along else self.mean(z)
 
     def mean(self, z: Array) -> Array:
-        """Log ratio of rows of inputs."""
+        """Log ratio of rows of inputs; those of a kind share what does not change along curves."""
         out = np.full(len(z), self.centre)
-        flags = ((self.at == 0) | (self.at == 1)).all(0)
-        key = z[:, flags] @ np.random.default_rng(0).random(int(flags.sum()))
+        still = ((self.at == 0) | (self.at == 1)).all(0)
+        if self.along:
+            still = np.arange(z.shape[1]) >= self.along
+        key = z[:, still] @ np.random.default_rng(0).random(int(still.sum()))
         first, kind = np.unique(key, return_index=True, return_inverse=True)[1:]
-        kinds = z[first][:, flags]
+        members = np.split(np.argsort(kind, kind="stable"), np.cumsum(np.bincount(kind))[:-1])
+        shift = self.at.mean(0)  # near 0 float32 is fine enough
         for inverse, amplitude in zip(self.kernel.inverse, self.kernel.amplitude, strict=True):
-            weight = (amplitude**2 * self.weight).astype(np.float32)
-            shift = self.at[:, ~flags].mean(0)  # near 0 float32 is fine enough
-            u, v = factors(*((t[:, ~flags] - shift) * inverse[~flags] for t in (z, self.at)))
-            p, q = factors(*(t * inverse[flags] for t in (kinds, self.at[:, flags])))
-            u, v, p, q = (t.astype(np.float32) for t in (u, v, p, q))
-            for start in range(0, len(z), CHUNK):
-                rows = slice(start, start + CHUNK)
-                mine, which = np.unique(kind[rows], return_inverse=True)
-                near = u[rows] @ v
-                near += (p[mine] @ q)[which]
-                out[rows] += np.exp(near, out=near) @ weight
+            near, known = ((t - shift) * inverse for t in (z, self.at))
+            p, q = factors(near[first][:, still], known[:, still])
+            u, v = (t.astype(np.float32) for t in factors(near[:, ~still], known[:, ~still]))
+            for rows, apart in zip(members, p @ q, strict=True):
+                kept = np.flatnonzero(apart > FAINT)
+                weight = amplitude**2 * self.weight[kept] * np.exp(apart[kept])
+                for start in range(0, len(rows) if len(kept) else 0, CHUNK):
+                    some = rows[start : start + CHUNK]
+                    out[some] += np.exp(u[some] @ v[:, kept]) @ weight.astype(np.float32)
         return out
 
     def to_arrays(self) -> dict[str, Array]:
