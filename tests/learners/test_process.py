@@ -147,3 +147,18 @@ def test_few_points_stand_for_a_curve_of_many() -> None:
     z = np.c_[size, size - 2 - kind, kind]
     assert interpolated(z, 2, cubic) == pytest.approx(cubic(z))
     assert asked[0] <= 2 * (10 * 4 + 4)
+
+
+def test_points_of_other_kinds_are_left_out_of_the_sum_only_where_they_tell_nothing() -> None:
+    """A process of many kinds, priced kind by kind, is the full sum over all its points."""
+    rows = pd.concat(
+        [curve("h100-sxm-80gb", op, 6.0, 250e9) for op in ("all_gather", "all_reduce")]
+    ).reset_index(drop=True)
+    prepared = prepare(rows, families()["collective"], {"h100-sxm-80gb": load_gpu("h100-sxm-80gb")})
+    x, stated = prepared.table.x, prepared.table.curves
+    assert stated is not None
+    columns: dict[int, tuple[float, ...]] = {column: () for column in stated.columns}
+    found = fit_process(x, prepared.table.log_ratio, columns, stated.kernel, along=stated.along)
+    z = x[:, found.columns].astype(float)
+    whole = found.centre + found.kernel(z, found.at) @ found.weight
+    assert found.mean(z) == pytest.approx(whole, abs=1e-3)
