@@ -194,6 +194,9 @@ def _rows(asked: Sequence[tuple[Message, Group]], book: PriceBook, where: Cluste
         "dtype": [m.dtype for m, _ in asked],
         "world_size": [g.size for _, g in asked],
         "ranks_per_node": [g.per_node for _, g in asked],
+        "network_bytes_per_s": [
+            where.network_bytes_per_s if g.size > g.per_node else 0.0 for _, g in asked
+        ],
     }
     return pd.DataFrame({**columns, **facts})
 

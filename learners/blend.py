@@ -1,4 +1,4 @@
-"""Trees and networks blended: how much of each, cross-validation tells."""
+"""Trees and networks blended, or a process alone: how much of each, cross-validation tells."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ LARGE_FOLDS = 2
 MEMBERS = 2
 HIDDEN_SHARE = 0.5
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-CURVE_SHARES = (0.75, 1.0)  # beyond what was measured trees stay level
 FINE_GRAIN = 0.02  # where shapes are few each counts
 Smooth = Network | Process
 
@@ -37,12 +36,13 @@ Smooth = Network | Process
 class Blend:
     """log ratio = share * smooth + (1 - share) * trees.
 
-    ``known`` and ``hidden`` are smooth: Gaussian processes where the family runs along curves or
-    all rows are one GPU's and few, else networks. They see, and do not see, whose row it is; the
-    latter prices GPUs never seen, half by half with the trees.
+    ``known`` and ``hidden`` are smooth: a Gaussian process where all rows are one GPU's and few,
+    else networks. They see, and do not see, whose row it is; the latter prices GPUs never seen,
+    half by half with the trees. A process whose covariance the family states is ``known`` alone,
+    without trees: that says what a GPU never seen has in common with the others.
     """
 
-    booster: xgb.Booster
+    booster: xgb.Booster | None
     share: float = 0.0
     known: Smooth | None = None
     hidden: Smooth | None = None
@@ -50,7 +50,10 @@ class Blend:
     def predict(self, x: Array, roofline_us: Array, strange: Array) -> Array:
         """Time in us; ``strange`` marks rows of GPUs never seen."""
         alone = self.known is not None and self.share == 1.0 and not strange.any()
-        guess = np.zeros(len(x)) if alone else fit.trees_log_ratio(self.booster, x, strange)
+        if self.booster is None or alone:
+            guess, strange = np.zeros(len(x)), np.zeros(len(x), dtype=bool)
+        else:
+            guess = fit.trees_log_ratio(self.booster, x, strange)
         uses = ((~strange, self.known, self.share), (strange, self.hidden, HIDDEN_SHARE))
         for rows, smooth, share in uses:
             if smooth is not None and rows.any():
@@ -60,23 +63,36 @@ class Blend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Along:
-    """What a Gaussian process runs along: columns, lengths, how near points are one; its kernel."""
+    """What a Gaussian process runs along: columns, lengths, how near points are one; its kernel.
+
+    ``along``: how many columns grow alike; 0 where the kernel is learned, not stated.
+    """
 
     curve: Mapping[int, Sequence[float]]
     grain: float
     shares: Sequence[float]
     kernel: Kernel | None = None
+    along: int = 0
 
     def learn(self, table: Table) -> Along:
-        """With the kernel of the table's rows."""
+        """With the kernel of the table's rows, if none is stated."""
+        if self.along:
+            return self
         kernel = learn_kernel(table.x, table.log_ratio, self.curve, self.grain)
         return replace(self, kernel=kernel)
 
 
 def along(table: Table) -> Along | None:
     """None where networks stand in for the process, or trees stand alone."""
-    if table.curve and table.identity:
-        return Along(curve=table.curve, grain=GRAIN, shares=CURVE_SHARES)
+    stated = table.curves
+    if stated and table.identity:
+        return Along(
+            curve={column: () for column in stated.columns},
+            grain=GRAIN,
+            shares=(1.0,),
+            kernel=stated.kernel,
+            along=stated.along,
+        )
     if table.identity or len(table.x) > POINTS:
         return None
     return Along(curve=every_feature(table.x), grain=FINE_GRAIN, shares=SHARES)
@@ -84,7 +100,7 @@ def along(table: Table) -> Along | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossFit:
-    """How many rounds suffice, the smooth share, and every row's log error out of fold."""
+    """How many rounds suffice (0: no trees), the smooth share, each row's log error out of fold."""
 
     rounds: int
     share: float
@@ -106,25 +122,30 @@ def steps_for(rows: int) -> int:
 def fit_smooth(table: Table, x: Array, members: int, path: Along | None) -> Smooth:
     """A Gaussian process or networks on ``x``: features with or without whose."""
     if path is not None:
-        return fit_process(x, table.log_ratio, path.curve, path.kernel, path.grain)
+        return fit_process(x, table.log_ratio, path.curve, path.kernel, path.grain, path.along)
     return fit_network(x, table.log_ratio, members, steps_for(len(x)))
 
 
 def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
-    """A booster and a network per fold of shapes, judged on the shapes left out."""
+    """A booster and a network per fold of shapes, judged on the shapes left out.
+
+    A process whose covariance is stated needs no trees.
+    """
     names = np.random.default_rng(1).permutation(np.unique(train.group))
     folds = MANY_FOLDS if train.identity else FOLDS
     folds = min(folds if len(train.x) < fit.LARGE_ROWS else LARGE_FOLDS, len(names))
     rounds, trees, smooth = [], np.zeros(len(train.x)), np.zeros(len(train.x))
     path = along(train)
     path = path.learn(train) if path is not None else None
+    alone = path is not None and path.along > 0
     for fold in range(folds):
         held = np.isin(train.group, names[fold::folds])
         out = train.take(np.flatnonzero(held))
         rest = train.take(np.flatnonzero(~held)) if not held.all() else out
-        booster = fit.fit_xgboost(rest, out, options, fold)
-        rounds.append(booster.num_boosted_rounds())
-        trees[held] = fit.trees_log_ratio(booster, out.x)
+        if not alone:
+            booster = fit.fit_xgboost(rest, out, options, fold)
+            rounds.append(booster.num_boosted_rounds())
+            trees[held] = fit.trees_log_ratio(booster, out.x)
         if train.identity or path is not None:
             smooth[held] = fit_smooth(rest, rest.x, 1, path).predict(out.x)
     shares = path.shares if path is not None else SHARES if train.identity else (0.0,)
@@ -132,7 +153,7 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     best = int(np.argmin([np.abs(train.log_ratio - guess).mean() for guess in guesses]))
     most = fit.SHARED_ROUNDS + fit.MANY_ROUNDS if train.identity else fit.ROUNDS
     return CrossFit(
-        rounds=min(most, round(1.1 * float(np.mean(rounds)))),
+        rounds=0 if alone else min(most, round(1.1 * float(np.mean(rounds)))),
         share=shares[best],
         path=path,
         residual=train.log_ratio - guesses[best],
@@ -147,10 +168,10 @@ def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = 
     path = _all_features(crossed.path, table)
     known = fit_smooth(table, table.x, MEMBERS, path) if crossed.share else None
     hidden = None
-    if new and table.identity:
-        hidden = fit_smooth(table, table.hidden_x, MEMBERS, along(table))
+    if new and table.identity and table.curves is None:
+        hidden = fit_smooth(table, table.hidden_x, MEMBERS, None)
     return Blend(
-        booster=fit.refit(table, options, crossed.rounds),
+        booster=fit.refit(table, options, crossed.rounds) if crossed.rounds else None,
         share=crossed.share,
         known=known,
         hidden=hidden,
@@ -167,5 +188,9 @@ def _all_features(path: Along | None, table: Table) -> Along | None:
 
 def fit_hidden(table: Table, options: dict[str, Any], members: int = MEMBERS) -> Blend:
     """Only what prices a GPU never seen."""
+    path = along(table)
+    if path is not None:
+        known = fit_smooth(table, table.x, members, path)
+        return Blend(booster=None, share=1.0, known=known)
     booster = fit.fit_shared(table, options, 0)
-    return Blend(booster=booster, hidden=fit_smooth(table, table.hidden_x, members, along(table)))
+    return Blend(booster=booster, hidden=fit_smooth(table, table.hidden_x, members, None))

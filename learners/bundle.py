@@ -31,7 +31,7 @@ from learners.table import Encoder, feature_table
 from microbench.hardware.spec import Gpu, gpu_from_dict
 from microbench.ops import families
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 XGBOOST_ERROR: type[Exception] = xgb.core.XGBoostError
 DAMAGE = (
     KeyError,
@@ -89,8 +89,9 @@ class Bundle:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         for name, model in self.models.items():
-            trees = gzip.compress(bytes(model.blend.booster.save_raw("ubj")), mtime=0)
-            (fresh / f"{name}.ubj.gz").write_bytes(trees)
+            if model.blend.booster is not None:
+                trees = gzip.compress(bytes(model.blend.booster.save_raw("ubj")), mtime=0)
+                (fresh / f"{name}.ubj.gz").write_bytes(trees)
             save_smooth(model.blend, fresh / f"{name}.npz")
             if model.residuals is not None:
                 save_residuals(model.residuals, fresh / f"{name}.near.parquet")
@@ -181,9 +182,16 @@ def save_smooth(blend: Blend, path: Path) -> None:
         np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
 
 
-def load_smooth(path: Path, booster: xgb.Booster, share: float) -> Blend:
-    """As saved; a family without the file has trees only."""
-    if not path.is_file():
+def load_trees(path: Path) -> xgb.Booster:
+    """As saved."""
+    booster = xgb.Booster({"nthread": 1})
+    booster.load_model(bytearray(gzip.decompress(path.read_bytes())))
+    return booster
+
+
+def load_smooth(path: Path, booster: xgb.Booster | None, share: float) -> Blend:
+    """As saved; a family without the file has trees only, one that is a process alone has none."""
+    if booster is not None and not path.is_file():
         return Blend(booster=booster)
     with np.load(path, allow_pickle=False) as file:
         parts: dict[tuple[str, str], dict[str, np.ndarray]] = {}
@@ -204,11 +212,11 @@ def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel
     """One family of a bundle; only names of known families are opened."""
     if name not in families():
         raise ValueError(f"bundle {str(folder)!r}: unknown family {name!r}")
-    booster = xgb.Booster({"nthread": 1})
-    booster.load_model(bytearray(gzip.decompress((folder / f"{name}.ubj.gz").read_bytes())))
+    share, path = float(facts["share"]), folder / f"{name}.ubj.gz"
+    booster = load_trees(path) if share < 1.0 or path.is_file() else None
     near = facts["residuals"]
     return FamilyModel(
-        blend=load_smooth(folder / f"{name}.npz", booster, float(facts["share"])),
+        blend=load_smooth(folder / f"{name}.npz", booster, share),
         encoder=Encoder(list(facts["features"]), dict(facts["vocabulary"])),
         offsets=_pair(facts["offsets"]),
         strange_offsets=_pair(facts["strange_offsets"]),

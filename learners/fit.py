@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import xgboost as xgb
+
+from learners.curves import Curves
 
 Array = Any  # numpy arrays of float
 DEFAULTS: dict[str, Any] = {
@@ -31,7 +32,7 @@ class Table:
     """Encoded features, roofline in us, target in us, shape group, of the same rows.
 
     ``identity`` holds the columns of x that say whose row it is; none where all rows are one GPU's.
-    ``curve`` holds the columns a Gaussian process takes and its starting lengths; none: networks.
+    ``curves`` is the covariance the family states, if it does.
     """
 
     x: Array
@@ -39,7 +40,7 @@ class Table:
     time_us: Array
     group: Array
     identity: tuple[int, ...] = ()
-    curve: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
+    curves: Curves | None = None
 
     def take(self, index: Array) -> Table:
         """Some of the rows."""
@@ -49,7 +50,7 @@ class Table:
             time_us=self.time_us[index],
             group=self.group[index],
             identity=self.identity,
-            curve=self.curve,
+            curves=self.curves,
         )
 
     @property

@@ -12,6 +12,7 @@ import pandas as pd
 from learners import fit, local
 from learners.blend import Blend, CrossFit, cross_fit, fit_hidden, refit
 from learners.calibration import Calibration
+from learners.curves import stated_curves
 from learners.speed import Sensitivity, Speed, at_reference_us
 from learners.table import (
     IDENTITY,
@@ -122,7 +123,7 @@ def in_envelope(table: Features, model: FamilyModel) -> np.ndarray:
             known = {value.partition(PLACE)[0] for value in seen}
             codes, distinct = pd.factorize(table[name])
             inside &= np.array([str(v).partition(PLACE)[0] in known for v in distinct])[codes]
-        elif name != "stack":
+        elif name not in IDENTITY:
             inside &= among(table[name], seen)
     return inside
 
@@ -159,7 +160,7 @@ def prepare(
         time_us=time_us if speed is None else at_reference_us(rows, speed),
         group=shape_groups(rows, family),
         identity=encoder.places(told_apart) if "gpu" in told_apart else (),
-        curve={i: reach for n, reach in family.curve.items() for i in encoder.places([n])},
+        curves=stated_curves(family, encoder.places),
     )
     kind, at = local.coordinates(rows, family)
     return Prepared(

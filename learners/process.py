@@ -8,6 +8,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from scipy.linalg import solve
+
+from learners.tabulate import interpolated
 
 Array = Any  # numpy arrays of float
 AMPLITUDES = (0.4, 0.3, 0.15)  # what all share, offsets of a curve, details
@@ -20,6 +23,7 @@ SAMPLE = 700  # points of one step
 POINTS = 3500  # at most so many are kept; predicting takes as long as there are points
 FREEDOM = 3.0  # of Student's t: single measurements go astray
 CHUNK = 128  # rows at a time, so that their covariances stay in the cache
+FAINT = -14.0  # log covariance of points of other kinds that are as good as unrelated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +57,17 @@ def right_factor(v: Array) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """Mean of a Gaussian process: ``centre`` + kernel(x, at) @ weight on the inputs ``columns``."""
+    """Mean of a Gaussian process: ``centre`` + kernel(x, at) @ weight on the inputs ``columns``.
+
+    The first ``along`` inputs grow alike along curves; none do where it is 0.
+    """
 
     columns: Array
     kernel: Kernel
     at: Array
     weight: Array
     centre: float
+    along: int = 0
 
     @cached_property
     def _flags(self) -> Array:
@@ -84,7 +92,12 @@ class Process:
 
     def predict(self, x: Array) -> Array:
         """Log ratio of each row of encoded features."""
-        z, out = x[:, self.columns], np.full(len(x), self.centre)
+        z = x[:, self.columns].astype(float)
+        return interpolated(z, self.along, self.of_kinds) if self.along else self.of_numbers(z)
+
+    def of_numbers(self, z: Array) -> Array:
+        """Log ratio of rows of inputs, most of which are numbers of their own."""
+        out = np.full(len(z), self.centre)
         (flags, names), (shift, parts) = self._flags, self._known
         key = z[:, flags] @ names
         first, kind = np.unique(key, return_index=True, return_inverse=True)[1:]
@@ -100,6 +113,30 @@ class Process:
                 out[rows] += np.exp(near, out=near) @ weight
         return out
 
+    def of_kinds(self, z: Array) -> Array:
+        """Log ratio of rows of inputs; those of a kind share all that does not grow along curves.
+
+        Points too far from a kind to count are left out.
+        """
+        out = np.full(len(z), self.centre)
+        still = np.arange(z.shape[1]) >= self.along
+        key = z[:, still] @ np.random.default_rng(0).random(int(still.sum()))
+        first, kind = np.unique(key, return_index=True, return_inverse=True)[1:]
+        members = np.split(np.argsort(kind, kind="stable"), np.cumsum(np.bincount(kind))[:-1])
+        shift = self.at.mean(0)  # near 0 float32 is fine enough
+        for inverse, amplitude in zip(self.kernel.inverse, self.kernel.amplitude, strict=True):
+            near, known = ((t - shift) * inverse for t in (z, self.at))
+            p, q = left_factor(near[first][:, still]), right_factor(known[:, still])
+            u = left_factor(near[:, ~still]).astype(np.float32)
+            v = right_factor(known[:, ~still]).astype(np.float32)
+            for rows, apart in zip(members, p @ q, strict=True):
+                kept = np.flatnonzero(apart > FAINT)
+                weight = amplitude**2 * self.weight[kept] * np.exp(apart[kept])
+                for start in range(0, len(rows) if len(kept) else 0, CHUNK):
+                    some = rows[start : start + CHUNK]
+                    out[some] += np.exp(u[some] @ v[:, kept]) @ weight.astype(np.float32)
+        return out
+
     def to_arrays(self) -> dict[str, Array]:
         """Arrays by name, for a file."""
         return {
@@ -110,6 +147,7 @@ class Process:
             "at": self.at.astype(np.float32),
             "weight": self.weight.astype(np.float32),
             "centre": np.array(self.centre),
+            "along": np.array(self.along),
         }
 
     @classmethod
@@ -122,6 +160,7 @@ class Process:
             at=arrays["at"],
             weight=arrays["weight"],
             centre=float(arrays["centre"]),
+            along=int(arrays.get("along", 0)),
         )
 
 
@@ -189,6 +228,7 @@ def fit_process(
     curve: Mapping[int, Sequence[float]],
     kernel: Kernel | None = None,
     grain: float = GRAIN,
+    along: int = 0,
 ) -> Process:
     """A process through the rows; points far off the others count less (Student's t)."""
     kernel = kernel or learn_kernel(x, log_ratio, curve, grain)
@@ -197,9 +237,15 @@ def fit_process(
     covariance, variance = kernel(at, at), kernel.noise**2 / count
     doubt = np.ones(len(at))
     for _ in range(4):
-        solved = np.linalg.solve(covariance + np.diag(variance * doubt), value - centre)
+        noisy = covariance + np.diag(variance * doubt)
+        solved = solve(noisy, value - centre, assume_a="pos", check_finite=False)
         left = solved * variance * doubt
         doubt = (FREEDOM + left**2 / variance) / (FREEDOM + 1)
     return Process(
-        columns=np.array(list(curve)), kernel=kernel, at=at, weight=solved, centre=centre
+        columns=np.array(list(curve)),
+        kernel=kernel,
+        at=at,
+        weight=solved,
+        centre=centre,
+        along=along,
     )

@@ -19,7 +19,7 @@ FEW_SMALL = 5
 PLACE = " over "  # a GPU over a cluster
 ROOFLINE = "roofline"  # beside the features while they are made
 Features = dict[str, np.ndarray]  # a column per feature: numbers, or strings as objects
-IDENTITY = ("gpu", "stack")  # say whose row it is, not what the op is: hidden from unseen GPUs
+IDENTITY = ("gpu", "stack", "place")  # whose row it is, not what the op is: hidden from new GPUs
 
 
 def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
@@ -116,15 +116,16 @@ def launch_us(rows: pd.DataFrame, known: Mapping[str, float]) -> np.ndarray:
 
 
 def identities(rows: pd.DataFrame, family: Family, stacks: Mapping[str, str]) -> Features:
-    """GPU (and place) and software of each row; one without ``stack`` takes its GPU's usual one."""
+    """GPU over its place, software and place of each row; ``stack`` is else its GPU's usual one."""
     gpu = rows["gpu"].to_numpy(dtype=object)
     stack = by_value(gpu, stacks, "")
     if "stack" in rows:
         stack = rows["stack"].where(rows["stack"].notna(), stack).to_numpy(dtype=object)
+    place = np.full(len(rows), "", dtype=object)
     if family.place is not None:
         place = broadcast(family.place(columns(rows, family)), len(rows))
         gpu = gpu + np.where(place == "", "", PLACE + place)
-    return {"gpu": gpu, "stack": stack}
+    return {"gpu": gpu, "stack": stack, "place": place}
 
 
 def usual_stacks(rows: pd.DataFrame) -> dict[str, str]:

@@ -6,6 +6,7 @@ all_to_all, the output of all_gather. Source: nccl-tests, doc/PERFORMANCE.md.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,24 +14,69 @@ from typing import Any
 import numpy as np
 
 from microbench.hardware.spec import Gpu
-from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+from microbench.ops.family import (
+    Family,
+    Part,
+    Workload,
+    itemsize_bytes,
+    log_uniform,
+    torch_dtype,
+)
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+HALVES = ("all_gather", "reduce_scatter")  # of an all_reduce: the same steps, as long
 CPU_COPIES = 8  # a byte through the loopback moves about eight times through memory
-CURVE = {  # trend, offset, detail
-    "log_message": (8.0, 24.0, 1.0),
-    "log_link_us": (4.0, 24.0, 1.0),
-    "log_network_us": (4.0, 24.0, 1.0),
-    "log_link_rate": (2.0, 1.0, 2.0),
-    "log_world": (2.0, 1.5, 1.0),
-    "log_local": (2.0, 1.5, 1.0),
-    "log_nodes": (2.0, 1.5, 1.0),
-    "op": (1.5, 1.0, 1.5),
-    "link": (1.0, 1.0, 1.0),
-    "dtype": (4.0, 4.0, 4.0),
-    "gpu": (4.0, 1.0, 1.0),
-    "stack": (4.0, 1.0, 1.0),
-}
+ALONG = ("log_message", "log_bus_us")
+RANKS = {"log_local": 1.5, "log_nodes": 1.5}
+RATE = {"log_bus_rate": 1.0}
+LIKE = {"log_bus_rate": 0.3}  # as fast: H100 and H200, B200 and GB200
+PATTERN, OP, LINK, PLACE = {"pattern": 0.3}, {"op": 0.3}, {"link": 0.5}, {"place": 0.3}
+SYSTEM = {"gpu": 0.3, "stack": 1.0}
+
+
+def _part(amplitude: float, octaves: float, along: int, *reach: dict[str, float]) -> Part:
+    """Alike in size (``along`` 0) or in the time the bytes need (1), and in what is named."""
+    return Part(amplitude=amplitude, reach={ALONG[along]: octaves, **dict(ChainMap(*reach))})
+
+
+def _alike(
+    amplitude: float,
+    octaves: tuple[float, float],
+    *,
+    rate: float,
+    ranks: float,
+    pattern: float,
+    system: float,
+) -> Part:
+    """Alike in everything at once, nothing of it exactly: what fills the gaps of a curve."""
+    reach = {**dict(zip(ALONG, octaves, strict=True)), "log_bus_rate": rate, "pattern": pattern}
+    reach |= {"log_local": ranks, "log_nodes": ranks, "op": 4.0, "link": 1.0, "dtype": 7.0}
+    reach |= {"gpu": system, "stack": system, "place": 0.5}
+    return Part(amplitude=amplitude, reach=reach)
+
+
+CURVE = (
+    _part(0.15, 6.0, 0, LINK),
+    _part(0.2, 3.0, 1, PATTERN),
+    _part(0.1, 4.0, 0, RANKS),
+    _part(0.2, 4.0, 1, RANKS),
+    _part(0.1, 2.0, 1, PATTERN, RANKS),
+    _part(0.2, 6.0, 0, LIKE),
+    _part(0.15, 3.0, 0, RATE, RANKS),
+    _part(0.15, 3.0, 1, RATE, PATTERN, RANKS),
+    _part(0.1, 3.0, 1, LIKE, PATTERN),
+    _part(0.1, 1.0, 0, LIKE, PATTERN, RANKS),
+    _part(0.05, 6.0, 0, SYSTEM),
+    _part(0.05, 4.0, 0, SYSTEM, RANKS),
+    _part(0.05, 1.0, 0, SYSTEM, PATTERN, RANKS),
+    _part(0.03, 4.0, 0, SYSTEM, OP),
+    _part(0.03, 1.5, 0, SYSTEM, OP, RANKS),
+    _part(0.35, 6.0, 0, PLACE),
+    _part(0.2, 4.0, 0, PLACE, PATTERN, RANKS),
+    _alike(0.24, (12.0, 6.0), rate=6.5, ranks=2.0, pattern=1.2, system=8.0),
+    _alike(0.16, (30.0, 30.0), rate=1.0, ranks=1.0, pattern=1.0, system=6.0),
+    _alike(0.14, (1.1, 1.25), rate=0.4, ranks=0.5, pattern=0.5, system=7.0),
+)
 NETWORK_BYTES_PER_S = 25e9  # one 200 Gb/s port per GPU, where no node file says otherwise
 
 
@@ -149,12 +195,14 @@ def network_us(p: Any) -> Any:
     """Time of the bytes over the network.
 
     A ring enters and leaves each node once per byte and its channels spread over the NICs of all
-    local GPUs. Pairs use one NIC; in an all_to_all each GPU sends its share for other nodes.
+    local GPUs. An all_reduce adds up within nodes first (NCCL's trees), so that nodes count, not
+    ranks. Pairs use one NIC; in an all_to_all each GPU sends its share for other nodes.
     """
     local, world = np.asarray(p.ranks_per_node, dtype=float), np.asarray(p.world_size, dtype=float)
     rate = np.where(np.asarray(p.network_bytes_per_s) > 0, p.network_bytes_per_s, 1.0)
     rate = np.where(np.asarray(p.network_bytes_per_s) > 0, rate, NETWORK_BYTES_PER_S)
-    by_ring = bytes_moved(p) / (rate * local)
+    by_tree = 2 * np.maximum(world - local, 0) / world * p.message_bytes / (rate * local)
+    by_ring = np.where(np.equal(p.op, "all_reduce"), by_tree, bytes_moved(p) / (rate * local))
     by_pairs = p.message_bytes * np.maximum(world - local, 0) / world / rate
     alone = p.message_bytes / rate
     seconds = np.where(np.equal(p.op, "all_to_all"), by_pairs, by_ring)
@@ -194,7 +242,8 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
     The message is also measured by the time its bytes need, which sets the protocol NCCL takes.
     """
     local = np.maximum(1, np.minimum(p.ranks_per_node, p.world_size))
-    network = np.asarray(network_us(p), dtype=float)
+    bus_us = np.asarray(np.maximum(link_us(p, gpu), network_us(p)), dtype=float)
+    moved = np.asarray(bytes_moved(p), dtype=float)
     return {
         "op": p.op,
         "dtype": p.dtype,
@@ -202,12 +251,12 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
         "log_message": np.log2(np.maximum(p.message_bytes, 1)),
         "log_share": np.log2(np.maximum(p.message_bytes / np.asarray(p.world_size), 1)),
         "log_bus": np.log2(np.maximum(bytes_moved(p), 1)),
-        "log_link_us": np.log2(np.asarray(link_us(p, gpu), dtype=float) + 0.01),
-        "log_network_us": np.log2(network + 0.01),
+        "log_bus_us": np.log2(np.maximum(bus_us, 1e-6)),
+        "log_bus_rate": np.log2(np.maximum(moved, 1e-3) / np.maximum(bus_us, 1e-9)),
         "log_world": np.log2(np.maximum(p.world_size, 1)),
         "log_local": np.log2(local),
         "log_nodes": np.log2(np.maximum(1, np.asarray(p.world_size) / local)),
-        "log_link_rate": np.log2(link_rate(p, gpu)),
+        "pattern": np.where(np.isin(p.op, HALVES), "half", p.op),
     }
 
 
@@ -223,5 +272,6 @@ FAMILY = Family(
     floor_us=floor_us,
     ranks=2,
     curve=CURVE,
+    along=ALONG,
     place=place,
 )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,19 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What curves of measurements have in common: so much of the log time, between likes.
+
+    ``amplitude`` is a standard deviation of the log time. ``reach`` says which features make two
+    measurements alike, and how far apart they may be (octaves for logarithms; below 0.5 text must
+    be equal); those not named do not matter.
+    """
+
+    amplitude: float
+    reach: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One op family.
 
@@ -44,11 +57,11 @@ class Family:
     ``floor_us`` replaces max(flops / peak, bytes / memory bandwidth) where that is not the bound;
     a family with ``ranks`` > 1 is built and timed in that many processes at once. One that is
     ``on_demand`` is swept only where it is named: its points take seconds to build.
-    ``curve`` names features along which times run smoothly, where a learner may carry on beyond
-    what was measured, and how far a measurement reaches (octaves for sizes): as a trend all share,
-    as an offset, as a detail. ``place`` names the cluster a row was measured in, nothing where the
-    GPU says it all. ``weight`` is its share of a CPU's sweep beside the other families': those of
-    many kinds of ops need more points.
+    ``curve`` says what measurements tell about each other where times run smoothly ``along`` some
+    features (log2 of sizes, apart by a constant), and a learner may carry on beyond the measured.
+    ``place`` names the cluster a row was measured in, nothing where the GPU says it all.
+    ``weight`` is its share of a CPU's sweep beside the other families': those of many kinds of ops
+    need more points.
     """
 
     name: str
@@ -62,7 +75,8 @@ class Family:
     floor_us: Callable[[Any, Gpu], Any] | None = None
     ranks: int = 1
     on_demand: bool = False
-    curve: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
+    curve: Sequence[Part] = ()
+    along: tuple[str, ...] = ()
     place: Callable[[Any], Any] | None = None
     weight: float = 1.0
 

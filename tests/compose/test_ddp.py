@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -16,6 +17,7 @@ from compose.forecast import forecast
 from compose.plan import ParallelPlan
 from compose.priced import PriceBook
 from compose.timeline import Span, simulate
+from microbench.hardware.node import load_node
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
@@ -222,6 +224,23 @@ def test_beyond_its_envelope_a_collective_is_scaled_by_hierarchy() -> None:
         [message], PriceBook(UpToFour(), GPU, 0), cluster(ParallelPlan(dp=4), GPU)
     )
     assert inside.in_envelope and inside.duration_us == pytest.approx(6.0)
+
+
+class AtNetworkRate(Fixed):
+    """A collective takes as many us as its GPU has bytes/s of network, in GB/s."""
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        rate = rows["network_bytes_per_s"] / 1e9
+        return super().price(family, rows).assign(predicted_us=rate, in_envelope=True)
+
+
+def test_a_model_is_told_the_network_only_of_what_crosses_it() -> None:
+    """The node states 12.5e9 bytes/s a GPU; two of sixteen ranks sit in one node."""
+    node = replace(load_node("dgx-a100"), network_bytes_per_s=12.5e9)
+    where = cluster(ParallelPlan(tp=4, dp=16), GPU, node)
+    inner = Message(kind="all_reduce", axis="tp", message_bytes=10**6)
+    found = price_messages([reduce_of(10**6), inner], PriceBook(AtNetworkRate(), GPU, 0), where)
+    assert [op.duration_us for op in found] == pytest.approx([12.5 / MEDIAN, 0.0])
 
 
 def test_placement_decides_what_crosses_the_network() -> None:

@@ -127,3 +127,17 @@ def test_layernorm_of_the_public_data_beats_its_baselines() -> None:
     ours = result.scores["itercast"]["median_ape_pct"]
     assert ours == min(s["median_ape_pct"] for s in result.scores.values())
     assert ours < 4
+
+
+@pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public measurements are not here")
+def test_collectives_of_a_system_left_out() -> None:
+    """GB200 is as fast as B200; nothing measured is like A100: there others do as well."""
+    from microbench.importers import aiconfigurator
+
+    line = next(x for x in lines() if x.name == "NCCL, system left out")
+    rows = aiconfigurator.read(PUBLIC / "aiconfigurator").rows["collective"]
+    line = replace(line, baselines=("alpha_beta", "nearest"))
+    results = {r.part: r.scores for r in run_line(line, rows.assign(source="aiconfigurator"))}
+    ours, *others = (score["mape_pct"] for score in results["gb200"].values())
+    assert ours < min(*others, 6.0)
+    assert results["a100-sxm-80gb"]["itercast"]["mape_pct"] < 23

@@ -10,8 +10,11 @@ import pytest
 
 from learners.blend import cross_fit, refit
 from learners.fit import Table, default_options
+from learners.model import prepare
 from learners.process import Process, fit_process, merged
 from learners.table import identities
+from learners.tabulate import interpolated
+from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops import families
 
 CURVE = {0: (4.0, 24.0, 2.0), 1: (4.0, 1.0, 1.0)}
@@ -85,3 +88,77 @@ def test_a_kind_held_out_while_learning_counts_in_the_end() -> None:
     blend = refit(table, default_options(table), replace(crossed, share=1.0))
     found = blend.predict(table.x[54:], np.ones(6), np.zeros(6, dtype=bool))
     assert found == pytest.approx(table.time_us[54:], rel=0.1)
+
+
+def curve(gpu: str, op: str, latency_us: float, busbw_bytes_per_s: float) -> pd.DataFrame:
+    """Two ranks, 512 B to 512 MiB: a latency and a bandwidth."""
+    size = 2.0 ** np.arange(9, 30)
+    share = 1.0 if op == "all_reduce" else 0.5
+    common = {"gpu": gpu, "op": op, "stack": "nccl", "world_size": 2, "ranks_per_node": 2}
+    time_us = latency_us + share * size / busbw_bytes_per_s * 1e6
+    return pd.DataFrame({**common, "message_bytes": size, "time_us": time_us})
+
+
+def left_out_pct(rows: pd.DataFrame, known: np.ndarray, gpus: dict[str, Gpu]) -> np.ndarray:
+    """Absolute errors of the rows that are not known, in per cent."""
+    table = prepare(rows, families()["collective"], gpus).table
+    assert table.curves is not None
+    columns = {column: () for column in table.curves.columns}
+    found = fit_process(
+        table.x[known],
+        table.log_ratio[known],
+        columns,
+        table.curves.kernel,
+        along=table.curves.along,
+    )
+    guess = table.roofline_us[~known] * np.exp(found.predict(table.x[~known]))
+    return np.asarray(100 * np.abs(guess / table.time_us[~known] - 1))
+
+
+def test_a_system_never_seen_does_as_one_that_is_as_fast() -> None:
+    """H200 links are as fast as H100's: its latency is theirs, not the mean with A100's."""
+    half = {"a100-sxm-80gb": (12.0, 200e9), "h100-sxm-80gb": (6.0, 350e9)}
+    half["h200-sxm-141gb"] = half["h100-sxm-80gb"]
+    rows = pd.concat([curve(gpu, "all_reduce", *facts) for gpu, facts in half.items()])
+    rows = rows.reset_index(drop=True)
+    known = (rows["gpu"] != "h200-sxm-141gb").to_numpy()
+    assert left_out_pct(rows, known, {gpu: load_gpu(gpu) for gpu in half}).mean() < 4
+
+
+def test_gather_and_scatter_tell_of_each_other() -> None:
+    """The large sizes of reduce_scatter were not measured, those of all_gather were."""
+    pair = [curve("h100-sxm-80gb", op, 6.0, 250e9) for op in ("all_gather", "reduce_scatter")]
+    rows = pd.concat(pair, ignore_index=True)
+    known = ~((rows["op"] == "reduce_scatter") & (rows["message_bytes"] > 2**20)).to_numpy()
+    gpus = {"h100-sxm-80gb": load_gpu("h100-sxm-80gb")}
+    assert left_out_pct(rows, known, gpus).max() < 6
+
+
+def test_few_points_stand_for_a_curve_of_many() -> None:
+    """A thousand sizes of two curves take 4 points a quarter octave, and a cubic is exact."""
+    asked: list[int] = []
+
+    def cubic(z: np.ndarray) -> np.ndarray:
+        asked.append(len(z))
+        return np.asarray(0.01 * z[:, 0] ** 3 + z[:, 1] - z[:, 0] + 5 * z[:, 2])
+
+    size = np.random.default_rng(0).uniform(10, 20, 1000)
+    kind = np.repeat([0.0, 1.0], 500)
+    z = np.c_[size, size - 2 - kind, kind]
+    assert interpolated(z, 2, cubic) == pytest.approx(cubic(z))
+    assert asked[0] <= 2 * (10 * 4 + 4)
+
+
+def test_points_of_other_kinds_are_left_out_of_the_sum_only_where_they_tell_nothing() -> None:
+    """A process of many kinds, priced kind by kind, is the full sum over all its points."""
+    rows = pd.concat(
+        [curve("h100-sxm-80gb", op, 6.0, 250e9) for op in ("all_gather", "all_reduce")]
+    ).reset_index(drop=True)
+    prepared = prepare(rows, families()["collective"], {"h100-sxm-80gb": load_gpu("h100-sxm-80gb")})
+    x, stated = prepared.table.x, prepared.table.curves
+    assert stated is not None
+    columns: dict[int, tuple[float, ...]] = {column: () for column in stated.columns}
+    found = fit_process(x, prepared.table.log_ratio, columns, stated.kernel, along=stated.along)
+    z = x[:, found.columns].astype(float)
+    whole = found.centre + found.kernel(z, found.at) @ found.weight
+    assert found.of_kinds(z) == pytest.approx(whole, abs=1e-3)
