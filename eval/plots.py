@@ -32,16 +32,26 @@ def scatter(results: Sequence[CaseResult]) -> Any:
     for number, (name, group) in enumerate(grouped(results).items()):
         x, y = ([f(r) / 1e3 for r in group] for f in (_measured_us, _predicted_us))
         axes.plot(x, y, "os"[number], color=f"C{number}", markersize=5, label=name, alpha=0.8)
-    worst = sorted(results, key=lambda r: -abs(r.error_pct))[:NAMED]
-    for r in worst:
-        if abs(r.error_pct) > 20:
-            at = (_measured_us(r) / 1e3, _predicted_us(r) / 1e3)
-            axes.annotate(r.label, at, xytext=(5, -9), textcoords="offset points", fontsize=8)
+    for r, *at in named(results):
+        shift, side = ((5, -9), "left") if r.error_pct < 0 else ((-5, 4), "right")
+        beside: dict[str, Any] = {"xytext": shift, "ha": side, "textcoords": "offset points"}
+        axes.annotate(r.label, at, fontsize=8, **beside)
     axes.legend(frameon=False)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     axes.set(xlabel="measured, ms", ylabel="predicted, ms")
     axes.set_title("training iterations; band: 20 %")
     return figure
+
+
+def named(results: Sequence[CaseResult]) -> list[tuple[CaseResult, float, float]]:
+    """The worst cases with measured and predicted ms, where their names do not cover each other."""
+    found: list[tuple[CaseResult, float, float]] = []
+    for r in sorted(results, key=lambda r: -abs(r.error_pct))[:NAMED]:
+        x, y = _measured_us(r) / 1e3, _predicted_us(r) / 1e3
+        clear = all(max(y / b, b / y) > 1.25 or max(x / a, a / x) > 5 for _, a, b in found)
+        if abs(r.error_pct) > 20 and clear:
+            found.append((r, x, y))
+    return found
 
 
 def breakdown(results: Sequence[CaseResult]) -> Any:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from eval.plots import named
 from eval.report import write_report
 from eval.results import CaseResult, in_words, summary
 from eval.tracking import log_evaluation, log_fit
@@ -52,6 +53,12 @@ def test_a_case_measured_once_has_no_noise_floor() -> None:
     assert "noise_floor_pct" not in summary([once])
     assert once.retest_text == "-"
     assert in_words([once]).endswith("everything was measured once")
+
+
+def test_names_in_the_plot_do_not_cover_each_other() -> None:
+    """Of two cases beside each other the worse is named; one within 20 % is not."""
+    cases = [result("far", 10e3, 20e3), result("near", 700, 1000), result("same", 690, 1000)]
+    assert [r.case for r, _, _ in named([*cases, result("good", 5e4, 5e4)])] == ["far", "same"]
 
 
 def test_summary_by_hand() -> None:
