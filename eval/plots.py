@@ -32,7 +32,7 @@ def scatter(results: Sequence[CaseResult]) -> Any:
     for number, (name, group) in enumerate(grouped(results).items()):
         x, y = ([f(r) / 1e3 for r in group] for f in (_measured_us, _predicted_us))
         axes.plot(x, y, "os"[number], color=f"C{number}", markersize=5, label=name, alpha=0.8)
-    for r, *at in named(results):
+    for r, at in named(results):
         shift, side = ((5, -9), "left") if r.error_pct < 0 else ((-5, 4), "right")
         beside: dict[str, Any] = {"xytext": shift, "ha": side, "textcoords": "offset points"}
         axes.annotate(r.label, at, fontsize=8, **beside)
@@ -43,14 +43,14 @@ def scatter(results: Sequence[CaseResult]) -> Any:
     return figure
 
 
-def named(results: Sequence[CaseResult]) -> list[tuple[CaseResult, float, float]]:
+def named(results: Sequence[CaseResult]) -> list[tuple[CaseResult, tuple[float, float]]]:
     """The worst cases with measured and predicted ms, where their names do not cover each other."""
-    found: list[tuple[CaseResult, float, float]] = []
+    found: list[tuple[CaseResult, tuple[float, float]]] = []
     for r in sorted(results, key=lambda r: -abs(r.error_pct))[:NAMED]:
         x, y = _measured_us(r) / 1e3, _predicted_us(r) / 1e3
-        clear = all(max(y / b, b / y) > 1.25 or max(x / a, a / x) > 5 for _, a, b in found)
+        clear = all(max(y / b, b / y) > 1.25 or max(x / a, a / x) > 5 for _, (a, b) in found)
         if abs(r.error_pct) > 20 and clear:
-            found.append((r, x, y))
+            found.append((r, (x, y)))
     return found
 
 

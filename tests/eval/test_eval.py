@@ -58,7 +58,7 @@ def test_a_case_measured_once_has_no_noise_floor() -> None:
 def test_names_in_the_plot_do_not_cover_each_other() -> None:
     """Of two cases beside each other the worse is named; one within 20 % is not."""
     cases = [result("far", 10e3, 20e3), result("near", 700, 1000), result("same", 690, 1000)]
-    assert [r.case for r, _, _ in named([*cases, result("good", 5e4, 5e4)])] == ["far", "same"]
+    assert [r.case for r, _ in named([*cases, result("good", 5e4, 5e4)])] == ["far", "same"]
 
 
 def test_summary_by_hand() -> None:
