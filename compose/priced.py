@@ -121,11 +121,12 @@ class PriceBook:
     def expected(self, family: str, rows: pd.DataFrame) -> pd.DataFrame:
         """Price rows with means instead of medians: of these alone do sums make sense.
 
-        Log-normal: exp(s**2 / 2) above the median (Duan's smearing, doi:10.2307/2288126).
+        Log-normal: exp(s**2 / 2) above the median (Duan's smearing, doi:10.2307/2288126). Outside
+        the envelope, say on a GPU never seen, ops err alike: there medians add up.
         """
         table = self.pricer.price(family, rows, {self.gpu.name: self.gpu})
         low, high = (np.log(table[f"predicted_us_{q}"].clip(lower=1e-9)) for q in ("p10", "p90"))
-        s = (high - low) / TENTHS
+        s = (high - low) / TENTHS * table["in_envelope"]
         return table.assign(predicted_us=table["predicted_us"] * np.exp(s**2 / 2))
 
     def price(self, wanted: Sequence[Priceable]) -> list[PricedOp]:

@@ -154,11 +154,17 @@ def test_ops_are_priced_at_their_mean() -> None:
     """A factor e**0.5 between median and mean where s is 1: quantiles 2.563 apart in the log."""
 
     class Spread(Fixed):
+        inside = True
+
         def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
-            table = super().price(family, rows)
-            return table.assign(predicted_us_p90=10.0 * math.exp(2.563))
+            wide = {"predicted_us_p90": 10.0 * math.exp(2.563), "in_envelope": self.inside}
+            return super().price(family, rows).assign(**wide)
+
+    class Strange(Spread):
+        inside = False
 
     op = priceable(call("mul.Tensor", tensor(0), tensor(1), out=2))
     assert PriceBook(Fixed(), GPU, 0).price([op])[0].duration_us == pytest.approx(10)
     found = PriceBook(Spread(), GPU, 0).price([op])[0]
     assert found.duration_us == pytest.approx(10 * math.exp(0.5))
+    assert PriceBook(Strange(), GPU, 0).price([op])[0].duration_us == pytest.approx(10)
