@@ -18,10 +18,9 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from learners.bundle import Bundle
+from learners.bundle import SHIPPED_CPU, Bundle
 from microbench.ops import families
 
-SHIPPED = Path(__file__).parent.parent / "learners" / "shipped-cpu"
 ROWS = 100_000
 SECOND_PLAN = """
 import sys, time
@@ -104,6 +103,6 @@ def main(bundle: Path) -> None:
 
 if __name__ == "__main__":
     try:
-        main(Path(sys.argv[1]) if len(sys.argv) > 1 else SHIPPED)
+        main(Path(sys.argv[1]) if len(sys.argv) > 1 else SHIPPED_CPU)
     except (RuntimeError, ValueError) as exc:
         sys.exit(f"error: {exc}")

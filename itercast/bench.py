@@ -24,7 +24,7 @@ def bench_public(
     from eval.bench_report import markdown, run
     from eval.tracking import log_bench
     from itercast.bench_models import model_lines, run_models
-    from itercast.target import SHIPPED
+    from learners.bundle import SHIPPED
 
     names = sorted({x.name for x in lines()} | {x.name for x in model_lines()})
     if not any(line in name for name in names):

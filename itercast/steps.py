@@ -192,7 +192,8 @@ def listing(what: str) -> list[str]:
 
         return sorted(families())
     if what == "bundles":
-        from itercast.target import LOCAL, SHIPPED, SHIPPED_CPU
+        from itercast.target import LOCAL
+        from learners.bundle import SHIPPED, SHIPPED_CPU
 
         folders = (*LOCAL, SHIPPED, SHIPPED_CPU)
         return [str(p) for p in folders if (p / "bundle.json").is_file()]

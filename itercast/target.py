@@ -8,14 +8,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from compose.plan import ParallelPlan
-from learners.bundle import Bundle
+from learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from microbench.hardware.machine import cpu_name
 from microbench.hardware.node import Node, load_node
 from microbench.hardware.spec import Gpu, gpu_names, load_gpu
 
 logger = logging.getLogger(__name__)
-SHIPPED = Path(__file__).parent.parent / "learners" / "shipped"
-SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # of another machine, for a first look
 LOCAL = (Path("runs/demo/bundle"), Path("bundles/local"))
 
 

@@ -31,6 +31,8 @@ from learners.table import Encoder, feature_table
 from microbench.hardware.spec import Gpu, gpu_from_dict
 from microbench.ops import families
 
+SHIPPED = Path(__file__).parent / "shipped"
+SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # of another machine, for a first look
 SCHEMA_VERSION = 6
 XGBOOST_ERROR: type[Exception] = xgb.core.XGBoostError
 DAMAGE = (

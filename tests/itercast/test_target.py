@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from itercast.target import SHIPPED, SHIPPED_CPU, find_bundle
+from itercast.target import find_bundle
+from learners.bundle import SHIPPED, SHIPPED_CPU
 
 
 def test_a_name_leads_to_the_bundle_that_knows_it(

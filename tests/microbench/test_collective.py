@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 import pytest
 
 from microbench.hardware.spec import load_gpu
-from microbench.ops.collective import Collective, features, network_us
+from microbench.ops.collective import Collective, features, network_us, sweep
 
 MIB = 2**20
 
@@ -45,3 +47,10 @@ def test_gather_and_scatter_are_one_pattern() -> None:
     gpu = load_gpu("h100-sxm-80gb")
     found = [str(features(Collective(op=op, message_bytes=MIB), gpu)["pattern"]) for op in ops]
     assert found == ["half", "half", "all_reduce"]
+
+
+def test_a_sweep_sums_fp16_gradients_too() -> None:
+    """On a CPU half the bytes are no faster to add: plans that compress ask for their own times."""
+    found = {(p.op, p.dtype) for p in islice(sweep(), 200)}
+    assert {op for op, dtype in found if dtype == "fp16"} == {"all_reduce"}
+    assert ("all_reduce", "fp32") in found
