@@ -18,7 +18,7 @@ class Task:
 
     def check(self, number: int) -> None:
         """ValueError where it cannot run."""
-        if self.duration_us < 0 or not self.lanes:
+        if not self.duration_us >= 0 or not self.lanes:  # NaN is no duration either
             raise ValueError(f"task {number} needs lanes and a duration >= 0, got {self}")
 
 

@@ -72,3 +72,12 @@ def test_a_trace_has_one_event_per_task_and_lane() -> None:
     assert trace_json(tasks, simulate(tasks), rank=3)["traceEvents"] == [
         {"name": "mm", "ph": "X", "ts": 0.0, "dur": 4.0, "pid": 3, "tid": "compute"}
     ]
+
+
+@pytest.mark.parametrize("duration_us", [-1.0, float("nan")])
+def test_what_is_no_duration_is_refused(duration_us: float) -> None:
+    """A lane would never get done with it."""
+    tasks = [Task(("compute",), 1.0), Task(("compute",), duration_us)]
+    for run in (simulate, lambda found: simulate_shared(found, SHARED, 2.0)):
+        with pytest.raises(ValueError, match="task 1 needs lanes and a duration >= 0"):
+            run(tasks)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from microbench import iteration_worker
+from microbench.cases.registry import case
 from microbench.iteration_worker import Calm
 from microbench.iterations import Iteration
 
@@ -18,7 +19,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, *anchors_us: float) -> float:
     monkeypatch.setattr(iteration_worker, "measure", lambda *_, **__: next(rows))
     calm = Calm(together=False)
     calm.least_us = 100.0
-    return float(calm.measure(Iteration(case="mlp-s", batch=1))["anchor_us"])
+    return float(calm.measure(case("mlp-s"), Iteration(case="mlp-s", batch=1))["anchor_us"])
 
 
 def test_a_calm_case_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
