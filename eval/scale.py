@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 
 from rich.console import Console
 from rich.table import Table
 
-from eval.speed import timed_s
+from eval.speed import run_or_say, timed_s
 
 CODE = """
 import time
@@ -70,7 +69,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except RuntimeError as exc:
-        sys.exit(f"error: {exc}")
+    run_or_say(main)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -101,8 +102,14 @@ def main(bundle: Path) -> None:
     Console().print(table)
 
 
-if __name__ == "__main__":
+def run_or_say(run: Callable[[], None]) -> None:
+    """What went wrong in one line, and exit code 2."""
     try:
-        main(Path(sys.argv[1]) if len(sys.argv) > 1 else SHIPPED_CPU)
+        run()
     except (RuntimeError, ValueError) as exc:
-        sys.exit(f"error: {exc}")
+        print(f"error: {exc}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    run_or_say(lambda: main(Path(sys.argv[1]) if len(sys.argv) > 1 else SHIPPED_CPU))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,13 @@ def test_a_process_is_timed_and_heard(tmp_path: Path) -> None:
 def test_a_process_that_fails_is_one_line_with_its_last_words(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"python -m no_such_module: exit code 1: .*No module"):
         timed_s(["-m", "no_such_module"], str(tmp_path))
+
+
+def test_a_bundle_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "eval.speed", str(tmp_path / "none")]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1 and "no readable bundle.json" in done.stderr
 
 
 def test_speed_is_measured_on_a_bundle_that_ships() -> None:
