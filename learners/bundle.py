@@ -22,6 +22,7 @@ import xgboost as xgb
 
 from learners.blend import Blend, Smooth
 from learners.calibration import Calibration
+from learners.lenders import Lenders
 from learners.local import Residuals
 from learners.model import FamilyModel
 from learners.network import Network
@@ -109,6 +110,7 @@ class Bundle:
                     "share": m.blend.share,
                     "strange_offsets": m.strange_offsets,
                     "stacks": m.stacks,
+                    "measured": m.lenders.measured,
                     "launch": m.launch,
                     "residuals": m.residuals and [m.residuals.width, m.residuals.nugget],
                     "calibrations": {
@@ -172,16 +174,13 @@ def load_residuals(path: Path, width: float, nugget: float) -> Residuals:
 def save_smooth(blend: Blend, path: Path) -> None:
     """Networks and processes as plain arrays, loaded without pickle; no file where there are none.
 
-    An array is called known.network.w0 or hidden.process.at.
+    An array is called known.network.w0 or known.process.at.
     """
-    arrays = {
-        f"{whose}.{type(smooth).__name__.lower()}.{name}": array
-        for whose, smooth in (("known", blend.known), ("hidden", blend.hidden))
-        if smooth is not None
-        for name, array in smooth.to_arrays().items()
-    }
-    if arrays:
-        np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+    if blend.smooth is None:
+        return
+    kind = type(blend.smooth).__name__.lower()
+    arrays = {f"known.{kind}.{name}": a for name, a in blend.smooth.to_arrays().items()}
+    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
 
 
 def load_trees(path: Path) -> xgb.Booster:
@@ -195,15 +194,16 @@ def load_smooth(path: Path, booster: xgb.Booster | None, share: float) -> Blend:
     """As saved; a family without the file has trees only, one that is a process alone has none."""
     if booster is not None and not path.is_file():
         return Blend(booster=booster)
+    arrays: dict[str, np.ndarray] = {}
     with np.load(path, allow_pickle=False) as file:
-        parts: dict[tuple[str, str], dict[str, np.ndarray]] = {}
         for name in file:
             whose, kind, array = name.split(".")
-            parts.setdefault((whose, kind), {})[array] = file[name]
+            if whose == "known":
+                arrays[array], maker = file[name], kind
     makers: dict[str, Callable[[dict[str, np.ndarray]], Smooth]]
     makers = {"network": Network.from_arrays, "process": Process.from_arrays}
-    found = {whose: makers[kind](arrays) for (whose, kind), arrays in parts.items()}
-    return Blend(booster=booster, share=share, **found)
+    smooth = makers[maker](arrays) if arrays else None
+    return Blend(booster=booster, share=share, smooth=smooth)
 
 
 def _pair(values: Any) -> tuple[float, float]:
@@ -217,9 +217,11 @@ def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel
     share, path = float(facts["share"]), folder / f"{name}.ubj.gz"
     booster = load_trees(path) if share < 1.0 or path.is_file() else None
     near = facts["residuals"]
+    encoder = Encoder(list(facts["features"]), dict(facts["vocabulary"]))
     return FamilyModel(
         blend=load_smooth(folder / f"{name}.npz", booster, share),
-        encoder=Encoder(list(facts["features"]), dict(facts["vocabulary"])),
+        encoder=encoder,
+        lenders=Lenders(encoder=encoder, measured=facts.get("measured", {})),
         offsets=_pair(facts["offsets"]),
         strange_offsets=_pair(facts["strange_offsets"]),
         envelope={k: _pair(v) for k, v in facts["envelope"].items()},
