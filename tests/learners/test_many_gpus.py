@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
@@ -68,6 +68,19 @@ def test_known_gpus_are_told_apart_and_unknown_ones_flagged(bundle: Bundle) -> N
     assert not priced["in_envelope"].any()
     width = np.log(priced["predicted_us_p90"] / priced["predicted_us_p10"]).mean()
     assert width > np.log(known["predicted_us_p90"] / known["predicted_us_p10"]).mean()
+
+
+def test_a_gpu_never_seen_is_priced_as_its_twin(bundle: Bundle) -> None:
+    """``three`` alone is near it, so that the forecasts are its own, not in the envelope though."""
+    rows = measured("three", 40, 400)
+    twin = rows.assign(gpu="twin").drop(columns="stack")
+    known = bundle.price("gemm", rows)
+    found = bundle.price("gemm", twin, {"twin": replace(toy("three"), name="twin")})
+    assert median_ape(bundle, rows) < 6
+    near = bundle.models["gemm"].residuals
+    tolerance = 1e-5 if near is None else 0.1
+    assert found["predicted_us"].to_numpy() == pytest.approx(known["predicted_us"], rel=tolerance)
+    assert not found["in_envelope"].any()
 
 
 def test_the_envelope_alone_is_what_pricing_finds(bundle: Bundle) -> None:
