@@ -13,7 +13,7 @@ import pandas as pd
 
 from eval.bench_baselines import BASELINES
 from learners import fit
-from learners.calibration import Calibration
+from learners.calibration import Calibration, points
 from learners.model import Prepared, learn, learn_quickly, prepare
 from learners.train import errors
 from microbench.hardware.spec import load_gpu
@@ -133,8 +133,9 @@ def calibrated(prepared: Prepared, held: np.ndarray, guess: np.ndarray, few: int
     chosen = np.random.default_rng(1).permutation(len(held))[:few]
     mine = held[chosen]
     error = np.log(prepared.table.time_us[mine] / guess[chosen])
-    known = Calibration(kind=prepared.kind[mine], at=prepared.at[mine], value=error)
-    shift, _ = known.correction(prepared.kind[held], prepared.at[held])
+    at = points(prepared.at[held], prepared.table.roofline_us[held])
+    known = Calibration(kind=prepared.kind[mine], at=at[chosen], value=error)
+    shift, _ = known.correction(prepared.kind[held], at)
     found = np.asarray(guess * np.exp(shift))
     found[chosen] = np.nan
     return found

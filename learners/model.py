@@ -11,7 +11,7 @@ import pandas as pd
 
 from learners import fit, local
 from learners.blend import MEMBERS, Blend, CrossFit, cross_fit, fit_quick, refit
-from learners.calibration import Calibration
+from learners.calibration import Calibration, points
 from learners.curves import stated_curves
 from learners.lenders import Asked, Lenders, what_was_measured
 from learners.speed import Sensitivity, Speed, at_reference_us
@@ -42,6 +42,7 @@ class Forecasts:
     p10_us: np.ndarray
     p90_us: np.ndarray
     inside: np.ndarray
+    roofline_us: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,8 @@ class FamilyModel:
                 guess = guess * np.exp(near)
             for gpu, calibration in self.calibrations.items():
                 mine = rows["gpu"].to_numpy(dtype=object) == gpu
-                shift, share = calibration.correction(kind[mine], at[mine])
+                where = points(at[mine], roofline[mine])
+                shift, share = calibration.correction(kind[mine], where)
                 guess[mine] *= np.exp(shift)
                 low[mine], high[mine] = low[mine] * share, high[mine] * share
         return Forecasts(
@@ -92,6 +94,7 @@ class FamilyModel:
             p10_us=guess * np.exp(low),
             p90_us=guess * np.exp(high),
             inside=in_envelope(table, self),
+            roofline_us=roofline,
         )
 
     def inside(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:

@@ -12,7 +12,7 @@ import pytest
 
 from learners.bundle import Bundle
 from learners.calibrate import calibrate
-from learners.calibration import NOISE, SHIFT, Calibration
+from learners.calibration import KIND, LONG, NEAR, NOISE, SHIFT, Calibration, covariance, points
 from learners.local import Residuals
 from learners.table import learn_launch_us
 from learners.train import train
@@ -137,9 +137,18 @@ def test_calibration_by_hand() -> None:
     """One point 0.3 too low: the same point asked again moves by 0.3 p / (p + noise^2)."""
     point = (np.array(["a"], dtype=object), np.zeros((1, 2)))
     shift, share = Calibration(kind=point[0], at=point[1], value=np.array([0.3])).correction(*point)
-    prior = SHIFT**2 + 0.2**2 + 0.2**2
+    prior = SHIFT**2 + KIND**2 + NEAR**2 + LONG**2
     assert shift[0] == pytest.approx(0.3 * prior / (prior + NOISE**2))
     assert share[0] == pytest.approx(0.3)
+
+
+def test_rows_that_take_as_long_err_alike() -> None:
+    """Of other kinds and sizes: an octave longer shares more of the error than eight do."""
+    kinds = np.array(["a", "b", "c"], dtype=object)
+    at = points(np.array([[0.0], [99.0], [-99.0]]), np.array([1.0, 2.0, 256.0]))
+    found = covariance(kinds[:1], at[:1], kinds, at)[0]
+    expected = SHIFT**2 + LONG**2 * np.exp(-0.5 * np.array([1, 64]) / 9)
+    assert found[1:] == pytest.approx(expected)
 
 
 def test_residuals_by_hand() -> None:
