@@ -15,8 +15,9 @@ from microbench.hardware.spec import Gpu
 
 MOST = 3  # each costs a forecast
 LEAST = 0.03  # of the nearest one's share
-OTHER_STACK = 2.0  # octaves that other software counts for,
-OTHER_DTYPE = 1.0  # and a dtype the lender was not measured in
+OTHER_ARCHITECTURE = 1.0  # octaves that another one counts for,
+OTHER_STACK = 2.0  # other software,
+OTHER_DTYPE = 3.0  # and a dtype the lender was not measured in
 SAME_UNITS = {"bf16": "fp16"}  # of the same speed
 Measured = Mapping[str, Mapping[str, Sequence[str]]]  # stacks by GPU and dtype, the usual one first
 
@@ -63,9 +64,10 @@ def what_was_measured(asked: Asked) -> Measured:
 
 
 def apart(one: Gpu, other: Gpu, dtype: str) -> float:
-    """How far two GPUs are: octaves between their bandwidths and between their peaks."""
-    bandwidth = np.log2(one.hbm_bytes_per_s / other.hbm_bytes_per_s)
-    return float(abs(bandwidth) + abs(np.log2(one.peak(dtype) / other.peak(dtype))))
+    """How far two GPUs are: octaves between their bandwidths and their peaks; architecture."""
+    bandwidth = abs(np.log2(one.hbm_bytes_per_s / other.hbm_bytes_per_s))
+    peak = abs(np.log2(one.peak(dtype) / other.peak(dtype)))
+    return float(bandwidth + peak + OTHER_ARCHITECTURE * (one.architecture != other.architecture))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,11 @@ from learners.table import Encoder
 from microbench.hardware.spec import Gpu
 
 
-def gpu(name: str, bandwidth: float = 1e12, peak: float = 1e13) -> Gpu:
-    return Gpu(name=name, hbm_bytes_per_s=bandwidth, peak_flops_per_s={"fp32": peak})
+def gpu(name: str, bandwidth: float = 1e12, peak: float = 1e13, architecture: str = "") -> Gpu:
+    peaks = {"fp32": peak}
+    return Gpu(
+        name=name, architecture=architecture, hbm_bytes_per_s=bandwidth, peak_flops_per_s=peaks
+    )
 
 
 def asked(*rows: tuple[str, str, str]) -> Asked:
@@ -28,18 +31,20 @@ def lenders(*rows: tuple[str, str, str]) -> Lenders:
 GPUS = {"new": gpu("new"), "twin": gpu("twin"), "slow": gpu("slow", bandwidth=5e11)}
 
 
-def test_an_octave_of_bandwidth_or_peak_is_a_quarter() -> None:
+def test_an_octave_of_bandwidth_or_peak_is_a_quarter_as_another_architecture_is() -> None:
     found = lenders(("twin", "fp32", "a"), ("slow", "fp32", "a"))
     shares = found.shares("new", "fp32", "a", GPUS)
     assert shares == {("twin", "a"): pytest.approx(0.8), ("slow", "a"): pytest.approx(0.2)}
     doubled = GPUS | {"slow": gpu("slow", peak=2e13)}
     assert found.shares("new", "fp32", "a", doubled) == shares
+    other = GPUS | {"slow": gpu("slow", architecture="other")}
+    assert found.shares("new", "fp32", "a", other) == shares
 
 
-def test_other_software_counts_for_two_octaves_another_dtype_for_one() -> None:
-    found = lenders(("twin", "fp16", "a"), ("slow", "fp32", "a"))  # both an octave off
+def test_other_software_counts_for_two_octaves_another_dtype_for_three() -> None:
+    found = lenders(("twin", "fp16", "a"), ("slow", "fp32", "b"))  # both three octaves off
     shares = found.shares("new", "fp32", "a", GPUS)
-    assert shares == {("twin", "a"): pytest.approx(0.5), ("slow", "a"): pytest.approx(0.5)}
+    assert shares == {("twin", "a"): pytest.approx(0.5), ("slow", "b"): pytest.approx(0.5)}
     found = lenders(("twin", "fp32", "b"), ("slow", "fp32", "a"))  # 2 octaves off, and 1
     shares = found.shares("new", "fp32", "a", GPUS)
     assert shares == {("twin", "b"): pytest.approx(0.2), ("slow", "a"): pytest.approx(0.8)}
