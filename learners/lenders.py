@@ -16,7 +16,7 @@ from microbench.hardware.spec import Gpu
 MOST = 3  # each costs a forecast
 LEAST = 0.03  # of the nearest one's share
 OTHER_ARCHITECTURE = 1.0  # octaves that another one counts for,
-OTHER_STACK = 2.0  # other software,
+OTHER_STACK = 3.0  # other software,
 OTHER_DTYPE = 3.0  # and a dtype the lender was not measured in
 SAME_UNITS = {"bf16": "fp16"}  # of the same speed
 Measured = Mapping[str, Mapping[str, Sequence[str]]]  # stacks by GPU and dtype, the usual one first
