@@ -8,14 +8,15 @@ from typing import Any
 
 from microbench.opcall import OpCall, StepCapture, TensorSpec
 
-CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
+OPS = ("convolution", "convolution_backward", "native_batch_norm", "native_batch_norm_backward")
+IMAGES = tuple(f"aten.{op}.default" for op in OPS)
 
 
 def with_memory_format(capture: StepCapture, stated: str) -> StepCapture:
-    """The step with the operands of its convolutions in NHWC where ``stated`` is nhwc."""
+    """The step with what convolutions and batch norms read in NHWC where ``stated`` is nhwc."""
     if stated != "nhwc":
         return capture
-    calls = tuple(_turned(c) if c.op in CONVOLUTIONS else c for c in capture.calls)
+    calls = tuple(_turned(c) if c.op in IMAGES else c for c in capture.calls)
     return replace(capture, calls=calls)
 
 
