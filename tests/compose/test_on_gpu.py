@@ -178,6 +178,8 @@ def test_images_in_nhwc_are_seen() -> None:
     assert not priceable(step.calls[0]).channels_last
     assert priceable(turned).channels_last
     assert turned.args[0].stride == (1024, 1, 128, 16)
+    normed = replace(step, calls=(*step.calls, call("native_group_norm.default", images, out=2)))
+    assert with_memory_format(normed, "nhwc") is normed
 
 
 def test_a_stand_in_is_outside_the_envelope() -> None:
