@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import xgboost as xgb
 
 from learners import fit
-from learners.fit import Array, Table
+from learners.fit import Array, Rounds, Table, Trees
 from learners.network import Network, fit_network
 from learners.process import (
     GRAIN,
@@ -42,7 +41,7 @@ class Blend:
     without trees: that says what a GPU never seen has in common with the others.
     """
 
-    booster: xgb.Booster | None
+    trees: Trees | None
     share: float = 0.0
     known: Smooth | None = None
     hidden: Smooth | None = None
@@ -50,10 +49,10 @@ class Blend:
     def predict(self, x: Array, roofline_us: Array, strange: Array) -> Array:
         """Time in us; ``strange`` marks rows of GPUs never seen."""
         alone = self.known is not None and self.share == 1.0 and not strange.any()
-        if self.booster is None or alone:
+        if self.trees is None or alone:
             guess, strange = np.zeros(len(x)), np.zeros(len(x), dtype=bool)
         else:
-            guess = fit.trees_log_ratio(self.booster, x, strange)
+            guess = self.trees.log_ratio(x, strange)
         uses = ((~strange, self.known, self.share), (strange, self.hidden, HIDDEN_SHARE))
         for rows, smooth, share in uses:
             if smooth is not None and rows.any():
@@ -100,9 +99,12 @@ def along(table: Table) -> Along | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossFit:
-    """How many rounds suffice (0: no trees), the smooth share, each row's log error out of fold."""
+    """How many rounds suffice, the smooth share, each row's log error out of fold.
 
-    rounds: int
+    No rounds: no trees.
+    """
+
+    rounds: Rounds | None
     share: float
     residual: Array
     path: Along | None
@@ -134,7 +136,8 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     names = np.random.default_rng(1).permutation(np.unique(train.group))
     folds = MANY_FOLDS if train.identity else FOLDS
     folds = min(folds if len(train.x) < fit.LARGE_ROWS else LARGE_FOLDS, len(names))
-    rounds, trees, smooth = [], np.zeros(len(train.x)), np.zeros(len(train.x))
+    fitted: list[Trees] = []
+    trees, smooth = np.zeros(len(train.x)), np.zeros(len(train.x))
     path = along(train)
     path = path.learn(train) if path is not None else None
     alone = path is not None and path.along > 0
@@ -143,17 +146,15 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
         out = train.take(np.flatnonzero(held))
         rest = train.take(np.flatnonzero(~held)) if not held.all() else out
         if not alone:
-            booster = fit.fit_xgboost(rest, out, options, fold)
-            rounds.append(booster.num_boosted_rounds())
-            trees[held] = fit.trees_log_ratio(booster, out.x)
+            fitted.append(fit.fit_xgboost(rest, out, options, fold))
+            trees[held] = fitted[-1].log_ratio(out.x)
         if train.identity or path is not None:
             smooth[held] = fit_smooth(rest, rest.x, 1, path).predict(out.x)
     shares = path.shares if path is not None else SHARES if train.identity else (0.0,)
     guesses = [share * smooth + (1 - share) * trees for share in shares]
     best = int(np.argmin([np.abs(train.log_ratio - guess).mean() for guess in guesses]))
-    most = fit.SHARED_ROUNDS + fit.MANY_ROUNDS if train.identity else fit.ROUNDS
     return CrossFit(
-        rounds=0 if alone else min(most, round(1.1 * float(np.mean(rounds)))),
+        rounds=fit.rounds_for_all(fitted, bool(train.identity)) if fitted else None,
         share=shares[best],
         path=path,
         residual=train.log_ratio - guesses[best],
@@ -171,7 +172,7 @@ def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = 
     if new and table.identity and table.curves is None:
         hidden = fit_smooth(table, table.hidden_x, MEMBERS, None)
     return Blend(
-        booster=fit.refit(table, options, crossed.rounds) if crossed.rounds else None,
+        trees=fit.refit(table, options, crossed.rounds) if crossed.rounds else None,
         share=crossed.share,
         known=known,
         hidden=hidden,
@@ -191,6 +192,6 @@ def fit_hidden(table: Table, options: dict[str, Any], members: int = MEMBERS) ->
     path = along(table)
     if path is not None:
         known = fit_smooth(table, table.x, members, path)
-        return Blend(booster=None, share=1.0, known=known)
-    booster = fit.fit_shared(table, options, 0)
-    return Blend(booster=booster, hidden=fit_smooth(table, table.hidden_x, members, None))
+        return Blend(trees=None, share=1.0, known=known)
+    trees = Trees(common=fit.fit_shared(table, options, 0))
+    return Blend(trees=trees, hidden=fit_smooth(table, table.hidden_x, members, None))
