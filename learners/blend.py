@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import xgboost as xgb
 
 from learners import fit
-from learners.fit import Array, Table
+from learners.fit import Array, Rounds, Table, Trees
 from learners.network import Network, fit_network
 from learners.process import (
     GRAIN,
@@ -41,15 +40,15 @@ class Blend:
     has in common with the others.
     """
 
-    booster: xgb.Booster | None
+    trees: Trees | None
     share: float = 0.0
     smooth: Smooth | None = None
 
     def predict(self, x: Array, roofline_us: Array) -> Array:
         """Time in us."""
         guess = np.zeros(len(x))
-        if self.booster is not None and self.share < 1.0:
-            guess = fit.trees_log_ratio(self.booster, x)
+        if self.trees is not None and self.share < 1.0:
+            guess = self.trees.log_ratio(x)
         if self.smooth is not None:
             guess += self.share * (self.smooth.predict(x) - guess)
         return np.asarray(roofline_us * np.exp(guess))
@@ -94,9 +93,12 @@ def along(table: Table) -> Along | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossFit:
-    """How many rounds suffice (0: no trees), the smooth share, each row's log error out of fold."""
+    """How many rounds suffice, the smooth share, each row's log error out of fold.
 
-    rounds: int
+    No rounds: no trees.
+    """
+
+    rounds: Rounds | None
     share: float
     residual: Array
     path: Along | None
@@ -129,7 +131,8 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     names = np.random.default_rng(1).permutation(np.unique(train.group))
     folds = MANY_FOLDS if train.identity else FOLDS
     folds = min(folds if len(train.x) < fit.LARGE_ROWS else LARGE_FOLDS, len(names))
-    rounds, trees, smooth = [], np.zeros(len(train.x)), np.zeros(len(train.x))
+    fitted: list[Trees] = []
+    trees, smooth = np.zeros(len(train.x)), np.zeros(len(train.x))
     path = along(train)
     path = path.learn(train) if path is not None else None
     alone = path is not None and path.along > 0
@@ -138,17 +141,15 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
         out = train.take(np.flatnonzero(held))
         rest = train.take(np.flatnonzero(~held)) if not held.all() else out
         if not alone:
-            booster = fit.fit_xgboost(rest, out, options, fold)
-            rounds.append(booster.num_boosted_rounds())
-            trees[held] = fit.trees_log_ratio(booster, out.x)
+            fitted.append(fit.fit_xgboost(rest, out, options, fold))
+            trees[held] = fitted[-1].log_ratio(out.x)
         if train.identity or path is not None:
             smooth[held] = fit_smooth(rest, 1, path).predict(out.x)
     shares = path.shares if path is not None else SHARES if train.identity else (0.0,)
     guesses = [share * smooth + (1 - share) * trees for share in shares]
     best = int(np.argmin([np.abs(train.log_ratio - guess).mean() for guess in guesses]))
-    most = fit.SHARED_ROUNDS + fit.MANY_ROUNDS if train.identity else fit.ROUNDS
     return CrossFit(
-        rounds=0 if alone else min(most, round(1.1 * float(np.mean(rounds)))),
+        rounds=fit.rounds_for_all(fitted, bool(train.identity)) if fitted else None,
         share=shares[best],
         path=path,
         residual=train.log_ratio - guesses[best],
@@ -157,9 +158,9 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
 
 def refit(table: Table, options: dict[str, Any], crossed: CrossFit) -> Blend:
     """Trees and networks on all rows of the table, as cross-validation found best."""
-    path = _all_features(crossed.path, table)
+    path, rounds = _all_features(crossed.path, table), crossed.rounds
     return Blend(
-        booster=fit.refit(table, options, crossed.rounds) if crossed.share < 1.0 else None,
+        trees=fit.refit(table, options, rounds) if rounds and crossed.share < 1.0 else None,
         share=crossed.share,
         smooth=fit_smooth(table, MEMBERS, path) if crossed.share else None,
     )
@@ -178,6 +179,8 @@ def fit_quick(table: Table, options: dict[str, Any], members: int = MEMBERS) -> 
     path = along(table)
     smooth = fit_smooth(table, members, path)
     if path is not None:
-        return Blend(booster=None, share=1.0, smooth=smooth)
-    booster = fit.refit(table, options, fit.SHARED_ROUNDS + QUICK_ROUNDS)
-    return Blend(booster=booster, share=QUICK_SHARE, smooth=smooth)
+        return Blend(trees=None, share=1.0, smooth=smooth)
+    own = dict.fromkeys(fit.own_columns(table), QUICK_ROUNDS)
+    others = (table.x[:, list(table.gpus)] > 0).any(0).sum() > len(own)
+    rounds = fit.Rounds(common=fit.SHARED_ROUNDS + QUICK_ROUNDS * int(others), own=own)
+    return Blend(trees=fit.refit(table, options, rounds), share=QUICK_SHARE, smooth=smooth)

@@ -165,6 +165,7 @@ def prepare(
         time_us=time_us if speed is None else at_reference_us(rows, speed),
         group=shape_groups(rows, family),
         identity=encoder.places(told_apart) if "gpu" in told_apart else (),
+        gpus=encoder.places(["gpu"]) if "gpu" in told_apart else (),
         curves=stated_curves(family, encoder.places),
     )
     kind, at = local.coordinates(rows, family)
