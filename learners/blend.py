@@ -63,20 +63,21 @@ class Blend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Along:
-    """What a Gaussian process runs along: columns, lengths, how near points are one; its kernel.
-
-    ``along``: how many columns grow alike; 0 where the kernel is learned, not stated.
-    """
+    """What a Gaussian process runs along: columns, lengths, how near points are one; its kernel."""
 
     curve: Mapping[int, Sequence[float]]
     grain: float
     shares: Sequence[float]
     kernel: Kernel | None = None
-    along: int = 0
+
+    @property
+    def stated(self) -> bool:
+        """Whether the family states the kernel."""
+        return self.kernel is not None and self.kernel.along > 0
 
     def learn(self, table: Table) -> Along:
         """With the kernel of the table's rows, if none is stated."""
-        if self.along:
+        if self.stated:
             return self
         kernel = learn_kernel(table.x, table.log_ratio, self.curve, self.grain)
         return replace(self, kernel=kernel)
@@ -91,7 +92,6 @@ def along(table: Table) -> Along | None:
             grain=GRAIN,
             shares=(1.0,),
             kernel=stated.kernel,
-            along=stated.along,
         )
     if table.identity or len(table.x) > POINTS:
         return None
@@ -122,7 +122,7 @@ def steps_for(rows: int) -> int:
 def fit_smooth(table: Table, x: Array, members: int, path: Along | None) -> Smooth:
     """A Gaussian process or networks on ``x``: features with or without whose."""
     if path is not None:
-        return fit_process(x, table.log_ratio, path.curve, path.kernel, path.grain, path.along)
+        return fit_process(x, table.log_ratio, path.curve, path.kernel, path.grain)
     return fit_network(x, table.log_ratio, members, steps_for(len(x)))
 
 
@@ -137,7 +137,7 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     rounds, trees, smooth = [], np.zeros(len(train.x)), np.zeros(len(train.x))
     path = along(train)
     path = path.learn(train) if path is not None else None
-    alone = path is not None and path.along > 0
+    alone = path is not None and path.stated
     for fold in range(folds):
         held = np.isin(train.group, names[fold::folds])
         out = train.take(np.flatnonzero(held))

@@ -109,7 +109,6 @@ def left_out_pct(rows: pd.DataFrame, known: np.ndarray, gpus: dict[str, Gpu]) ->
         table.log_ratio[known],
         columns,
         table.curves.kernel,
-        along=table.curves.along,
     )
     guess = table.roofline_us[~known] * np.exp(found.predict(table.x[~known]))
     return np.asarray(100 * np.abs(guess / table.time_us[~known] - 1))
@@ -158,7 +157,7 @@ def test_points_of_other_kinds_are_left_out_of_the_sum_only_where_they_tell_noth
     x, stated = prepared.table.x, prepared.table.curves
     assert stated is not None
     columns: dict[int, tuple[float, ...]] = {column: () for column in stated.columns}
-    found = fit_process(x, prepared.table.log_ratio, columns, stated.kernel, along=stated.along)
-    z = x[:, found.columns].astype(float)
+    found = fit_process(x, prepared.table.log_ratio, columns, stated.kernel)
+    z = found.kernel.levelled(x[:, found.columns])
     whole = found.centre + found.kernel(z, found.at) @ found.weight
     assert found.of_kinds(z) == pytest.approx(whole, abs=1e-3)
