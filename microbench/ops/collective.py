@@ -32,6 +32,7 @@ ENDS_US = (0.02, 100.0)
 # What crosses a network says nothing of what does not, nor do Vidur's rows of others: they are
 # rank 0's kernel alone, its wait for the others included.
 APART = {"link=network": 0.15, "stack=vidur": 0.15}
+ALIKE = {"op": 4.0, "dtype": 7.0, "gpu": 7.0, "stack": 7.0, "place": 0.5}  # nothing exactly
 
 
 def _part(amplitude: float, **reach: float) -> Part:
@@ -60,13 +61,9 @@ CURVE = (
         log_bus_rate=6.6,
         log_local=1.3,
         log_nodes=2.0,
-        op=4.0,
         pattern=1.4,
-        dtype=7.2,
         link=0.67,
-        gpu=9.3,
-        stack=8.3,
-        place=0.5,
+        **ALIKE,
     ),
     _part(
         0.13,
@@ -75,13 +72,9 @@ CURVE = (
         log_bus_rate=1.3,
         log_local=1.0,
         log_nodes=1.0,
-        op=4.0,
         pattern=0.97,
-        dtype=7.3,
         link=0.95,
-        gpu=6.7,
-        stack=6.2,
-        place=0.5,
+        **ALIKE,
     ),
     _part(
         0.098,
@@ -90,13 +83,9 @@ CURVE = (
         log_bus_rate=0.36,
         log_local=0.5,
         log_nodes=0.5,
-        op=3.7,
         pattern=0.49,
-        dtype=7.0,
         link=1.0,
-        gpu=7.0,
-        stack=7.0,
-        place=0.5,
+        **ALIKE,
     ),
     _part(0.16, log_share=1.1, log_bus_rate=0.27, pattern=0.3),
     _part(0.095, log_share=3.1, log_bus_rate=1.1, log_local=2.0, log_nodes=1.5, op=0.3),
