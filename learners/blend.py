@@ -56,20 +56,21 @@ class Blend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Along:
-    """What a Gaussian process runs along: columns, lengths, how near points are one; its kernel.
-
-    ``along``: how many columns grow alike; 0 where the kernel is learned, not stated.
-    """
+    """What a Gaussian process runs along: columns, lengths, how near points are one; its kernel."""
 
     curve: Mapping[int, Sequence[float]]
     grain: float
     shares: Sequence[float]
     kernel: Kernel | None = None
-    along: int = 0
+
+    @property
+    def stated(self) -> bool:
+        """Whether the family states the kernel."""
+        return self.kernel is not None and self.kernel.along > 0
 
     def learn(self, table: Table) -> Along:
         """With the kernel of the table's rows, if none is stated."""
-        if self.along:
+        if self.stated:
             return self
         kernel = learn_kernel(table.x, table.log_ratio, self.curve, self.grain)
         return replace(self, kernel=kernel)
@@ -84,7 +85,6 @@ def along(table: Table) -> Along | None:
             grain=GRAIN,
             shares=(1.0,),
             kernel=stated.kernel,
-            along=stated.along,
         )
     if table.identity or len(table.x) > POINTS:
         return None
@@ -119,7 +119,7 @@ def fit_smooth(table: Table, members: int, path: Along | None) -> Smooth:
     """A Gaussian process or networks."""
     x, ratio = table.x, table.log_ratio
     if path is not None:
-        return fit_process(x, ratio, path.curve, path.kernel, path.grain, path.along)
+        return fit_process(x, ratio, path.curve, path.kernel, path.grain)
     return fit_network(x, ratio, members, steps_for(len(x)))
 
 
@@ -135,7 +135,7 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     trees, smooth = np.zeros(len(train.x)), np.zeros(len(train.x))
     path = along(train)
     path = path.learn(train) if path is not None else None
-    alone = path is not None and path.along > 0
+    alone = path is not None and path.stated
     for fold in range(folds):
         held = np.isin(train.group, names[fold::folds])
         out = train.take(np.flatnonzero(held))

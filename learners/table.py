@@ -236,13 +236,13 @@ class Encoder:
         return np.hstack(parts)
 
     def places(self, chosen: list[str]) -> tuple[int, ...]:
-        """Positions of the encoded columns of these features."""
+        """Positions of the encoded columns of these features; ``name=value``: of one value's."""
         found: list[int] = []
         at = 0
         for name in self.names:
-            width = len(self.vocabulary.get(name, [""]))
-            found += range(at, at + width) if name in chosen else []
-            at += width
+            columns = [f"{name}={value}" for value in self.vocabulary.get(name, [""])]
+            found += (at + i for i, one in enumerate(columns) if name in chosen or one in chosen)
+            at += len(columns)
         return tuple(found)
 
 
