@@ -66,7 +66,7 @@ def what_was_measured(asked: Asked) -> Measured:
 def apart(one: Gpu, other: Gpu, dtype: str) -> float:
     """How far two GPUs are: octaves between their bandwidths and their peaks; architecture."""
     bandwidth = abs(np.log2(one.hbm_bytes_per_s / other.hbm_bytes_per_s))
-    peak = abs(np.log2(one.peak(dtype) / other.peak(dtype)))
+    peak = abs(np.log2(one.full_rate(dtype) / other.full_rate(dtype)))
     return float(bandwidth + peak + OTHER_ARCHITECTURE * (one.architecture != other.architecture))
 
 

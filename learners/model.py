@@ -21,6 +21,7 @@ from learners.table import (
     Encoder,
     Features,
     among,
+    at_least_us,
     feature_table,
     identities,
     is_number,
@@ -74,6 +75,7 @@ class FamilyModel:
         asked = Asked.of(rows, table, gpus)
         strange, x = self.lenders.strange(asked), self.encoder.encode(table)
         guess = self.lenders.predict(self.blend, x, roofline, asked)
+        guess = np.maximum(guess, at_least_us(rows, family, gpus))
         low, high = (
             np.where(strange, self.strange_offsets[i], self.offsets[i]).astype(float)
             for i in range(2)

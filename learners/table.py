@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields
 from types import SimpleNamespace
 from typing import Any
@@ -60,18 +60,33 @@ def among(values: np.ndarray, seen: Iterable[str]) -> np.ndarray:
 
 
 def bounds_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> tuple[Any, Any]:
-    """flops / peak and bytes / bandwidth, in us.
+    """flops / full rate and bytes / bandwidth, in us.
 
-    On a CPU peaks shrink with the share of cores used; bandwidth not below one half.
+    On a CPU rates shrink with the share of cores used; bandwidth not below one half.
     """
     share = np.clip(np.asarray(threads, dtype=float) / gpu.sm_count, 1 / gpu.sm_count, 1.0)
     share = share if gpu.kind == "cpu" else np.ones_like(share)
-    names, index = np.unique(np.asarray(p.dtype, dtype=object).astype(str), return_inverse=True)
-    peaks = np.array([gpu.peak(str(name)) for name in names])[index]
-    compute_s = np.asarray(family.flops(p), dtype=float) / (peaks * share)
+    compute_s = np.asarray(family.flops(p), dtype=float) / (_rates(p, gpu.full_rate) * share)
     memory_s = np.asarray(family.bytes_moved(p), dtype=float)
     memory_s = memory_s / (gpu.hbm_bytes_per_s * np.maximum(share, 0.5))
     return compute_s * 1e6, memory_s * 1e6
+
+
+def _rates(p: Any, rate: Callable[[str], float]) -> np.ndarray:
+    """FLOP/s of each row's dtype."""
+    names, index = np.unique(np.asarray(p.dtype, dtype=object).astype(str), return_inverse=True)
+    return np.array([rate(str(name)) for name in names])[index]
+
+
+def at_least_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
+    """The time at the peak, where a GPU's peak is a halved rate; else 0."""
+    found = np.zeros(len(rows))
+    for name in rows["gpu"].unique():
+        if gpus[name].full_rate_flops_per_s:
+            mine = (rows["gpu"] == name).to_numpy()
+            p = columns(rows[mine], family)
+            found[mine] = 1e6 * np.asarray(family.flops(p), float) / _rates(p, gpus[name].peak)
+    return found
 
 
 def roofline_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> Any:

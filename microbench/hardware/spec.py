@@ -19,6 +19,8 @@ class Gpu:
     """Vendor or measured peaks of one device; ``sm_count`` counts SMs, compute units or cores.
 
     ``peak_flops_per_s`` is dense and by dtype; ``l2_bytes`` is the last cache before memory;
+    Where the vendor halves the rate of products accumulated in fp32, ``full_rate_flops_per_s`` is
+    what the same units do otherwise: kernels reach a share of that, up to the peak.
     ``link_bytes_per_s`` is one direction of the fast link to its neighbours (0: none).
     ``cold_share`` says, by MiB touched since an access, how much of a cold access's extra time the
     next one takes; empty where it was not measured. While a message and compute overlap both go on
@@ -32,6 +34,7 @@ class Gpu:
     sm_count: int = 1
     clock_hz: float = 1e9
     peak_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    full_rate_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     hbm_bytes_per_s: float = 1e11
     hbm_bytes: float = 16e9
     l2_bytes: float = 4e6
@@ -56,6 +59,10 @@ class Gpu:
             if name in self.peak_flops_per_s:
                 return self.peak_flops_per_s[name]
         return min(self.peak_flops_per_s.values())
+
+    def full_rate(self, dtype: str) -> float:
+        """The rate that kernels reach a share of: the peak, or what is halved to it."""
+        return self.full_rate_flops_per_s.get(dtype) or self.peak(dtype)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written to cards and bundles."""
