@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import xgboost as xgb
 
 from learners import fit
-from learners.fit import Array, Table
+from learners.fit import Array, Rounds, Table, Trees
 from learners.network import Network, fit_network
 from learners.process import (
     GRAIN,
@@ -26,7 +25,7 @@ FOLDS = 5
 MANY_FOLDS = 3  # of rows of several GPUs: there are more of them
 LARGE_FOLDS = 2
 MEMBERS = 2
-HIDDEN_SHARE = 0.5
+QUICK_SHARE, QUICK_ROUNDS = 0.5, 150
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 FINE_GRAIN = 0.02  # where shapes are few each counts
 Smooth = Network | Process
@@ -36,29 +35,23 @@ Smooth = Network | Process
 class Blend:
     """log ratio = share * smooth + (1 - share) * trees.
 
-    ``known`` and ``hidden`` are smooth: a Gaussian process where all rows are one GPU's and few,
-    else networks. They see, and do not see, whose row it is; the latter prices GPUs never seen,
-    half by half with the trees. A process whose covariance the family states is ``known`` alone,
-    without trees: that says what a GPU never seen has in common with the others.
+    ``smooth`` is a Gaussian process where all rows are one GPU's and few, else networks. A process
+    whose covariance the family states stands alone, without trees: that says what a GPU never seen
+    has in common with the others.
     """
 
-    booster: xgb.Booster | None
+    trees: Trees | None
     share: float = 0.0
-    known: Smooth | None = None
-    hidden: Smooth | None = None
+    smooth: Smooth | None = None
 
-    def predict(self, x: Array, roofline_us: Array, strange: Array) -> Array:
-        """Time in us; ``strange`` marks rows of GPUs never seen."""
-        alone = self.known is not None and self.share == 1.0 and not strange.any()
-        if self.booster is None or alone:
-            guess, strange = np.zeros(len(x)), np.zeros(len(x), dtype=bool)
-        else:
-            guess = fit.trees_log_ratio(self.booster, x, strange)
-        uses = ((~strange, self.known, self.share), (strange, self.hidden, HIDDEN_SHARE))
-        for rows, smooth, share in uses:
-            if smooth is not None and rows.any():
-                guess[rows] += share * (smooth.predict(x[rows]) - guess[rows])
-        return roofline_us * np.exp(guess)
+    def predict(self, x: Array, roofline_us: Array) -> Array:
+        """Time in us."""
+        guess = np.zeros(len(x))
+        if self.trees is not None and self.share < 1.0:
+            guess = self.trees.log_ratio(x)
+        if self.smooth is not None:
+            guess += self.share * (self.smooth.predict(x) - guess)
+        return np.asarray(roofline_us * np.exp(guess))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +93,12 @@ def along(table: Table) -> Along | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossFit:
-    """How many rounds suffice (0: no trees), the smooth share, each row's log error out of fold."""
+    """How many rounds suffice, the smooth share, each row's log error out of fold.
 
-    rounds: int
+    No rounds: no trees.
+    """
+
+    rounds: Rounds | None
     share: float
     residual: Array
     path: Along | None
@@ -119,11 +115,12 @@ def steps_for(rows: int) -> int:
     return int(np.clip(max(min(rows, 1500), rows // 20), 400, 6000))
 
 
-def fit_smooth(table: Table, x: Array, members: int, path: Along | None) -> Smooth:
-    """A Gaussian process or networks on ``x``: features with or without whose."""
+def fit_smooth(table: Table, members: int, path: Along | None) -> Smooth:
+    """A Gaussian process or networks."""
+    x, ratio = table.x, table.log_ratio
     if path is not None:
-        return fit_process(x, table.log_ratio, path.curve, path.kernel, path.grain)
-    return fit_network(x, table.log_ratio, members, steps_for(len(x)))
+        return fit_process(x, ratio, path.curve, path.kernel, path.grain)
+    return fit_network(x, ratio, members, steps_for(len(x)))
 
 
 def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
@@ -134,7 +131,8 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     names = np.random.default_rng(1).permutation(np.unique(train.group))
     folds = MANY_FOLDS if train.identity else FOLDS
     folds = min(folds if len(train.x) < fit.LARGE_ROWS else LARGE_FOLDS, len(names))
-    rounds, trees, smooth = [], np.zeros(len(train.x)), np.zeros(len(train.x))
+    fitted: list[Trees] = []
+    trees, smooth = np.zeros(len(train.x)), np.zeros(len(train.x))
     path = along(train)
     path = path.learn(train) if path is not None else None
     alone = path is not None and path.stated
@@ -143,38 +141,28 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
         out = train.take(np.flatnonzero(held))
         rest = train.take(np.flatnonzero(~held)) if not held.all() else out
         if not alone:
-            booster = fit.fit_xgboost(rest, out, options, fold)
-            rounds.append(booster.num_boosted_rounds())
-            trees[held] = fit.trees_log_ratio(booster, out.x)
+            fitted.append(fit.fit_xgboost(rest, out, options, fold))
+            trees[held] = fitted[-1].log_ratio(out.x)
         if train.identity or path is not None:
-            smooth[held] = fit_smooth(rest, rest.x, 1, path).predict(out.x)
+            smooth[held] = fit_smooth(rest, 1, path).predict(out.x)
     shares = path.shares if path is not None else SHARES if train.identity else (0.0,)
     guesses = [share * smooth + (1 - share) * trees for share in shares]
     best = int(np.argmin([np.abs(train.log_ratio - guess).mean() for guess in guesses]))
-    most = fit.SHARED_ROUNDS + fit.MANY_ROUNDS if train.identity else fit.ROUNDS
     return CrossFit(
-        rounds=0 if alone else min(most, round(1.1 * float(np.mean(rounds)))),
+        rounds=fit.rounds_for_all(fitted, bool(train.identity)) if fitted else None,
         share=shares[best],
         path=path,
         residual=train.log_ratio - guesses[best],
     )
 
 
-def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = True) -> Blend:
-    """Trees and networks on all rows of the table, as cross-validation found best.
-
-    ``new``: GPUs never seen will be asked for too.
-    """
-    path = _all_features(crossed.path, table)
-    known = fit_smooth(table, table.x, MEMBERS, path) if crossed.share else None
-    hidden = None
-    if new and table.identity and table.curves is None:
-        hidden = fit_smooth(table, table.hidden_x, MEMBERS, None)
+def refit(table: Table, options: dict[str, Any], crossed: CrossFit) -> Blend:
+    """Trees and networks on all rows of the table, as cross-validation found best."""
+    path, rounds = _all_features(crossed.path, table), crossed.rounds
     return Blend(
-        booster=fit.refit(table, options, crossed.rounds) if crossed.rounds else None,
+        trees=fit.refit(table, options, rounds) if rounds and crossed.share < 1.0 else None,
         share=crossed.share,
-        known=known,
-        hidden=hidden,
+        smooth=fit_smooth(table, MEMBERS, path) if crossed.share else None,
     )
 
 
@@ -186,11 +174,13 @@ def _all_features(path: Along | None, table: Table) -> Along | None:
     return path if curve.keys() <= path.curve.keys() else replace(path, curve=curve).learn(table)
 
 
-def fit_hidden(table: Table, options: dict[str, Any], members: int = MEMBERS) -> Blend:
-    """Only what prices a GPU never seen."""
+def fit_quick(table: Table, options: dict[str, Any], members: int = MEMBERS) -> Blend:
+    """Without cross-validation: what prices GPUs never seen, whose error none of it would tell."""
     path = along(table)
+    smooth = fit_smooth(table, members, path)
     if path is not None:
-        known = fit_smooth(table, table.x, members, path)
-        return Blend(booster=None, share=1.0, known=known)
-    booster = fit.fit_shared(table, options, 0)
-    return Blend(booster=booster, hidden=fit_smooth(table, table.hidden_x, members, None))
+        return Blend(trees=None, share=1.0, smooth=smooth)
+    own = dict.fromkeys(fit.own_columns(table), QUICK_ROUNDS)
+    others = (table.x[:, list(table.gpus)] > 0).any(0).sum() > len(own)
+    rounds = fit.Rounds(common=fit.SHARED_ROUNDS + QUICK_ROUNDS * int(others), own=own)
+    return Blend(trees=fit.refit(table, options, rounds), share=QUICK_SHARE, smooth=smooth)

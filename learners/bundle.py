@@ -22,6 +22,8 @@ import xgboost as xgb
 
 from learners.blend import Blend, Smooth
 from learners.calibration import Calibration
+from learners.fit import Trees
+from learners.lenders import Lenders
 from learners.local import Residuals
 from learners.model import FamilyModel
 from learners.network import Network
@@ -91,9 +93,8 @@ class Bundle:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         for name, model in self.models.items():
-            if model.blend.booster is not None:
-                trees = gzip.compress(bytes(model.blend.booster.save_raw("ubj")), mtime=0)
-                (fresh / f"{name}.ubj.gz").write_bytes(trees)
+            if model.blend.trees is not None:
+                save_trees(model.blend.trees, fresh, name)
             save_smooth(model.blend, fresh / f"{name}.npz")
             if model.residuals is not None:
                 save_residuals(model.residuals, fresh / f"{name}.near.parquet")
@@ -107,8 +108,10 @@ class Bundle:
                     "vocabulary": m.encoder.vocabulary,
                     "offsets": m.offsets,
                     "share": m.blend.share,
+                    "own_trees": list(m.blend.trees.own) if m.blend.trees else [],
                     "strange_offsets": m.strange_offsets,
                     "stacks": m.stacks,
+                    "measured": m.lenders.measured,
                     "launch": m.launch,
                     "residuals": m.residuals and [m.residuals.width, m.residuals.nugget],
                     "calibrations": {
@@ -172,38 +175,48 @@ def load_residuals(path: Path, width: float, nugget: float) -> Residuals:
 def save_smooth(blend: Blend, path: Path) -> None:
     """Networks and processes as plain arrays, loaded without pickle; no file where there are none.
 
-    An array is called known.network.w0 or hidden.process.at.
+    An array is called known.network.w0 or known.process.at.
     """
-    arrays = {
-        f"{whose}.{type(smooth).__name__.lower()}.{name}": array
-        for whose, smooth in (("known", blend.known), ("hidden", blend.hidden))
-        if smooth is not None
-        for name, array in smooth.to_arrays().items()
-    }
-    if arrays:
-        np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+    if blend.smooth is None:
+        return
+    kind = type(blend.smooth).__name__.lower()
+    arrays = {f"known.{kind}.{name}": a for name, a in blend.smooth.to_arrays().items()}
+    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
 
 
-def load_trees(path: Path) -> xgb.Booster:
-    """As saved."""
-    booster = xgb.Booster({"nthread": 1})
-    booster.load_model(bytearray(gzip.decompress(path.read_bytes())))
-    return booster
+def save_trees(trees: Trees, folder: Path, name: str) -> None:
+    """NAME.ubj.gz, and NAME.COLUMN.ubj.gz for the GPU of that column."""
+    boosters = {name: trees.common, **{f"{name}.{c}": own for c, own in trees.own.items()}}
+    for stem, booster in boosters.items():
+        packed = gzip.compress(bytes(booster.save_raw("ubj")), mtime=0)
+        (folder / f"{stem}.ubj.gz").write_bytes(packed)
 
 
-def load_smooth(path: Path, booster: xgb.Booster | None, share: float) -> Blend:
+def load_trees(folder: Path, name: str, own: Sequence[int]) -> Trees:
+    """As saved; ``own`` are the columns of GPUs with trees of their own."""
+
+    def read(stem: str) -> xgb.Booster:
+        booster = xgb.Booster({"nthread": 1})
+        booster.load_model(bytearray(gzip.decompress((folder / f"{stem}.ubj.gz").read_bytes())))
+        return booster
+
+    return Trees(common=read(name), own={int(c): read(f"{name}.{int(c)}") for c in own})
+
+
+def load_smooth(path: Path, trees: Trees | None, share: float) -> Blend:
     """As saved; a family without the file has trees only, one that is a process alone has none."""
-    if booster is not None and not path.is_file():
-        return Blend(booster=booster)
+    if trees is not None and not path.is_file():
+        return Blend(trees=trees)
+    arrays: dict[str, np.ndarray] = {}
     with np.load(path, allow_pickle=False) as file:
-        parts: dict[tuple[str, str], dict[str, np.ndarray]] = {}
         for name in file:
             whose, kind, array = name.split(".")
-            parts.setdefault((whose, kind), {})[array] = file[name]
+            if whose == "known":
+                arrays[array], maker = file[name], kind
     makers: dict[str, Callable[[dict[str, np.ndarray]], Smooth]]
     makers = {"network": Network.from_arrays, "process": Process.from_arrays}
-    found = {whose: makers[kind](arrays) for (whose, kind), arrays in parts.items()}
-    return Blend(booster=booster, share=share, **found)
+    smooth = makers[maker](arrays) if arrays else None
+    return Blend(trees=trees, share=share, smooth=smooth)
 
 
 def _pair(values: Any) -> tuple[float, float]:
@@ -215,11 +228,14 @@ def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel
     if name not in families():
         raise ValueError(f"bundle {str(folder)!r}: unknown family {name!r}")
     share, path = float(facts["share"]), folder / f"{name}.ubj.gz"
-    booster = load_trees(path) if share < 1.0 or path.is_file() else None
+    own = facts.get("own_trees", [])
+    trees = load_trees(folder, name, own) if share < 1.0 or path.is_file() else None
     near = facts["residuals"]
+    encoder = Encoder(list(facts["features"]), dict(facts["vocabulary"]))
     return FamilyModel(
-        blend=load_smooth(folder / f"{name}.npz", booster, share),
-        encoder=Encoder(list(facts["features"]), dict(facts["vocabulary"])),
+        blend=load_smooth(folder / f"{name}.npz", trees, share),
+        encoder=encoder,
+        lenders=Lenders(encoder=encoder, measured=facts.get("measured", {})),
         offsets=_pair(facts["offsets"]),
         strange_offsets=_pair(facts["strange_offsets"]),
         envelope={k: _pair(v) for k, v in facts["envelope"].items()},

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,9 @@ MANY: dict[str, Any] = {"eta": 0.1}  # fewer, larger steps: networks smooth what
 ROUNDS = 800
 MANY_ROUNDS = 300  # after the shared ones; with more, pricing falls below 20,000 rows a second
 SHARED_ROUNDS = 150
+OWN_ROWS = 1_000  # a GPU with as many bears trees of its own
+OWN_TABLE = 20_000  # rows, from which on trees for all GPUs are too few for each
+OWN: dict[str, Any] = {"max_depth": 7, "colsample_bytree": 0.8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,7 @@ class Table:
     """Encoded features, roofline in us, target in us, shape group, of the same rows.
 
     ``identity`` holds the columns of x that say whose row it is; none where all rows are one GPU's.
+    ``gpus`` are those of them that say which GPU, one each.
     ``curves`` is the covariance the family states, if it does.
     """
 
@@ -40,6 +45,7 @@ class Table:
     time_us: Array
     group: Array
     identity: tuple[int, ...] = ()
+    gpus: tuple[int, ...] = ()
     curves: Curves | None = None
 
     def take(self, index: Array) -> Table:
@@ -50,6 +56,7 @@ class Table:
             time_us=self.time_us[index],
             group=self.group[index],
             identity=self.identity,
+            gpus=self.gpus,
             curves=self.curves,
         )
 
@@ -121,47 +128,129 @@ def _shared(table: Table, options: dict[str, Any], seed: int) -> xgb.Booster | N
     return fit_shared(table, options, seed) if table.identity else None
 
 
-def fit_xgboost(rest: Table, held: Table, options: dict[str, Any], seed: int = 0) -> xgb.Booster:
-    """Squared error on the log ratio, stopped early on ``held``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trees:
+    """Rounds for all rows; ``own`` are rounds for one GPU's rows, by its column of x.
 
-    Where the rows are of several GPUs, SHARED_ROUNDS come first that do not see which: they alone
-    price a GPU never seen.
+    Of rows of several GPUs SHARED_ROUNDS come first that do not see which: a GPU with rounds of its
+    own starts from them.
     """
-    sets = [xgb.DMatrix(t.x, label=t.log_ratio) for t in (rest, held)]
-    return xgb.train(
-        {**_parameters(options, seed), "eval_metric": "mae"},
-        sets[0],
-        num_boost_round=MANY_ROUNDS if rest.identity else ROUNDS,
-        evals=[(sets[1], "held")],
-        callbacks=[xgb.callback.EarlyStopping(rounds=40, save_best=True)],
-        verbose_eval=False,
-        xgb_model=_shared(rest, options, seed),
-    )
+
+    common: xgb.Booster
+    own: Mapping[int, xgb.Booster] = field(default_factory=dict)
+
+    def log_ratio(self, x: Array) -> Array:
+        """Log of time over roofline."""
+        out, shared = np.zeros(len(x)), np.zeros(len(x), dtype=bool)
+        mine = {column: x[:, column] > 0 for column in self.own}
+        for rows in mine.values():
+            shared |= rows
+        for rows, rounds in ((~shared, (0, 0)), (shared, (0, SHARED_ROUNDS))):
+            if rows.any():
+                out[rows] = self.common.inplace_predict(x[rows], iteration_range=rounds)
+        for column, rows in mine.items():
+            if rows.any():
+                out[rows] += self.own[column].inplace_predict(x[rows])
+        return out
 
 
-def predict_xgboost(
-    booster: xgb.Booster, x: Array, roofline_us: Array, shared: Array | None = None
-) -> Array:
-    """Time in us; where ``shared`` is true, of the rounds that do not know the GPU."""
-    return roofline_us * np.exp(trees_log_ratio(booster, x, shared))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """How many of all rows, and of each GPU's own by its column."""
+
+    common: int
+    own: Mapping[int, int] = field(default_factory=dict)
 
 
-def trees_log_ratio(booster: xgb.Booster, x: Array, shared: Array | None = None) -> Array:
-    """Log of time over roofline; where ``shared``, of the rounds that do not know the GPU."""
-    out = np.zeros(len(x))
-    strange = np.zeros(len(x), dtype=bool) if shared is None else shared
-    for rows, rounds in ((~strange, (0, 0)), (strange, (0, SHARED_ROUNDS))):
-        if rows.any():
-            out[rows] = booster.inplace_predict(x[rows], iteration_range=rounds)
-    return out
+def rounds_for_all(folds: Sequence[Trees], identity: bool) -> Rounds:
+    """Rounds for all rows given those that sufficed without a fold: a tenth more, up to the most.
+
+    Of all rows none but the shared ones where every GPU has its own.
+    """
+
+    def enough(boosters: Sequence[xgb.Booster], most: int) -> int:
+        return min(most, round(1.1 * float(np.mean([b.num_boosted_rounds() for b in boosters]))))
+
+    columns = {column for trees in folds for column in trees.own}
+    own = {
+        column: enough([trees.own[column] for trees in folds if column in trees.own], MANY_ROUNDS)
+        for column in sorted(columns)
+    }
+    most = SHARED_ROUNDS + MANY_ROUNDS if identity else ROUNDS
+    common = enough([trees.common for trees in folds], most)
+    if all(trees.common.num_boosted_rounds() == SHARED_ROUNDS for trees in folds):
+        common = SHARED_ROUNDS
+    return Rounds(common=common, own=own)
 
 
-def refit(table: Table, options: dict[str, Any], rounds: int) -> xgb.Booster:
-    """A booster on all rows of the table for a known number of rounds."""
+def own_columns(table: Table) -> list[int]:
+    """Columns of the GPUs that bear trees of their own, where the table is large."""
+    if len(table.x) < OWN_TABLE:
+        return []
+    return [column for column in table.gpus if (table.x[:, column] > 0).sum() >= OWN_ROWS]
+
+
+def _of_gpu(table: Table, column: int) -> Table:
+    return table.take(np.flatnonzero(table.x[:, column] > 0))
+
+
+def _others(table: Table, own: Iterable[int]) -> Array:
+    """Which rows are of GPUs without trees of their own."""
+    return ~(table.x[:, list(own)] > 0).any(1)
+
+
+def _data(table: Table, base: xgb.Booster | None = None) -> xgb.DMatrix:
+    """The rows with their log ratio, less what ``base`` says already."""
+    known = 0.0 if base is None else base.inplace_predict(table.x)
+    return xgb.DMatrix(table.x, label=table.log_ratio - known)
+
+
+def fit_xgboost(rest: Table, held: Table, options: dict[str, Any], seed: int = 0) -> Trees:
+    """Squared error on the log ratio, stopped early on ``held``."""
+
+    def early(known: xgb.DMatrix, out: xgb.DMatrix, own: bool, rounds: int) -> xgb.Booster:
+        more = {"eval_metric": "mae", **(OWN if own else {})}
+        return xgb.train(
+            {**_parameters(options, seed), **more},
+            known,
+            num_boost_round=rounds,
+            evals=[(out, "held")],
+            callbacks=[xgb.callback.EarlyStopping(rounds=40, save_best=True)],
+            verbose_eval=False,
+            xgb_model=None if own else shared,
+        )
+
+    shared = _shared(rest, options, seed)
+    rounds = MANY_ROUNDS if rest.identity else ROUNDS
+    own = {}
+    for column in own_columns(rest) if shared else ():
+        out = _of_gpu(held, column)
+        if len(out.x):
+            known = _data(_of_gpu(rest, column), shared)
+            own[column] = early(known, _data(out, shared), True, rounds)
+    if shared and not _others(rest, own).any():
+        return Trees(common=shared, own=own)
+    return Trees(common=early(_data(rest), _data(held), False, rounds), own=own)
+
+
+def predict_xgboost(trees: Trees, x: Array, roofline_us: Array) -> Array:
+    """Time in us."""
+    return roofline_us * np.exp(trees.log_ratio(x))
+
+
+def refit(table: Table, options: dict[str, Any], rounds: Rounds) -> Trees:
+    """Trees of all rows of the table for known numbers of rounds."""
     first = _shared(table, options, 0)
-    data = xgb.DMatrix(table.x, label=table.log_ratio)
-    more = rounds if first is None else max(1, rounds - SHARED_ROUNDS)
-    return xgb.train(_parameters(options, 0), data, num_boost_round=more, xgb_model=first)
+    parameters = _parameters(options, 0)
+    own = {
+        column: xgb.train({**parameters, **OWN}, _data(_of_gpu(table, column), first), count)
+        for column, count in rounds.own.items()
+    }
+    if first is not None and rounds.common <= SHARED_ROUNDS:
+        return Trees(common=first, own=own)
+    more = rounds.common if first is None else rounds.common - SHARED_ROUNDS
+    common = xgb.train(parameters, _data(table), num_boost_round=more, xgb_model=first)
+    return Trees(common=common, own=own)
 
 
 def default_options(table: Table) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +52,11 @@ def by_value(
     codes, distinct = pd.factorize(values)
     found = [answers.get(value, other) for value in distinct]
     return np.array([*found, other], dtype=dtype)[codes]  # a missing value has the code -1
+
+
+def among(values: np.ndarray, seen: Iterable[str]) -> np.ndarray:
+    """Which of the strings are among those seen."""
+    return by_value(values, dict.fromkeys(seen, True), False, bool)
 
 
 def bounds_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> tuple[Any, Any]:

@@ -86,7 +86,7 @@ def test_a_kind_held_out_while_learning_counts_in_the_end() -> None:
     )
     crossed = cross_fit(table.take(np.arange(54)), default_options(table))
     blend = refit(table, default_options(table), replace(crossed, share=1.0))
-    found = blend.predict(table.x[54:], np.ones(6), np.zeros(6, dtype=bool))
+    found = blend.predict(table.x[54:], np.ones(6))
     assert found == pytest.approx(table.time_us[54:], rel=0.1)
 
 
