@@ -27,7 +27,7 @@ ROUNDS = 800
 MANY_ROUNDS = 300  # after the shared ones; with more, pricing falls below 20,000 rows a second
 SHARED_ROUNDS = 150
 OWN_ROWS = 1_000  # a GPU with as many bears trees of its own
-OWN_TABLE = 20_000  # rows, from which on trees for all GPUs are too few for each
+OWN_TABLE = 10_000  # rows, from which on trees for all GPUs are too few for each
 OWN_ROUNDS = 600  # alone: after rounds shared with other GPUs they come out less exact
 OWN: dict[str, Any] = {"max_depth": 7, "colsample_bytree": 0.8}
 
