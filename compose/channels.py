@@ -1,4 +1,8 @@
-"""Images in NHWC instead of NCHW: what ``channels_last`` changes of a captured step."""
+"""Images in NHWC instead of NCHW: what ``channels_last`` changes of a captured step.
+
+A group norm's kernels read and write NCHW, so that images are turned before and after it: such a
+step gains nothing. Source: aten/src/ATen/native/group_norm.cpp.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,16 @@ from typing import Any
 
 from microbench.opcall import OpCall, StepCapture, TensorSpec
 
-CONVOLUTIONS = ("aten.convolution.default", "aten.convolution_backward.default")
+OPS = ("convolution", "convolution_backward", "native_batch_norm", "native_batch_norm_backward")
+GROUP_NORM = "aten.native_group_norm.default"
+IMAGES = tuple(f"aten.{op}.default" for op in OPS)
 
 
 def with_memory_format(capture: StepCapture, stated: str) -> StepCapture:
-    """The step with the operands of its convolutions in NHWC where ``stated`` is nhwc."""
-    if stated != "nhwc":
+    """The step with what convolutions and batch norms read in NHWC where ``stated`` is nhwc."""
+    if stated != "nhwc" or any(c.op == GROUP_NORM for c in capture.calls):
         return capture
-    calls = tuple(_turned(c) if c.op in CONVOLUTIONS else c for c in capture.calls)
+    calls = tuple(_turned(c) if c.op in IMAGES else c for c in capture.calls)
     return replace(capture, calls=calls)
 
 

@@ -1,12 +1,14 @@
 """What stands in on a GPU for ops that no model has seen: other ops, which models have.
 
 A convolution backward is as many forwards as gradients it makes; in a dtype never seen it is a
-product (implicit GEMM), in half precision with its tensors turned from NCHW to NHWC and back, as
-tensor cores want them. Norms never seen, and ops without a model, are copies of the bytes
+product of as many multiplications and bytes (implicit GEMM: taps that read the same pixel read it
+from memory once), in half precision with its tensors turned from NCHW to NHWC and back by each of
+these, as tensor cores want them. Norms never seen, and ops without a model, are copies of the bytes
 they move: utilisation as measured, not the peak. A softmax backward is its model's answer, which
 knows forwards, and the product of gradient and output that torch makes beforehand. Sources: cuDNN
-developer guide, "tensor core operations"; arXiv:1410.0759, section 3; torch 2.1, SoftMax.cu and
-layer_norm_kernel.cu.
+developer guide, "tensor core operations" and CUDNN_BATCHNORM_SPATIAL_PERSISTENT, which torch takes
+in NHWC; arXiv:1410.0759, section 3; torch 2.1, SoftMax.cu, layer_norm_kernel.cu and
+cudnn/BatchNorm.cpp.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from microbench.ops.norm import Norm
 from microbench.ops.reduction import Reduction
 
 NEEDED = ("gemm", "elementwise")
-LONGEST = 2**15  # rows of a product; more of them take proportionally longer
 HALF = ("fp16", "bf16")
-PASSES = {"batch": 3, "batch_backward": 5, "batch_eval": 2, "batch_eval_backward": 3}
-PASSES |= {"group": 3, "group_backward": 5}  # statistics need a pass of their own
-PASSES |= {"layer_backward": 5, "rms_backward": 5}  # so do the weights' gradients
+PASSES = {
+    **{"batch": 3, "batch_backward": 5, "batch_eval": 2, "batch_eval_backward": 3},
+    **{"group": 3, "group_backward": 5},  # statistics need a pass of their own
+    **{"layer_backward": 5, "rms_backward": 5},  # so do the weights' gradients
+}
+ON_CHIP = {**PASSES, "batch": 2, "batch_backward": 3}  # NHWC in half precision
 SOFTMAX_BACKWARD = "_softmax_backward_data"
 
 
@@ -53,8 +57,9 @@ def stand_ins(params: Any, models: Mapping[str, Any], channels_last: bool) -> li
     if not isinstance(params, Norm) or params.op not in PASSES:
         return []
     if not _seen(models, "norm", params.op):
+        passes = ON_CHIP if channels_last and params.dtype in HALF else PASSES
         elements = params.rows * params.cols * params.channels
-        return [copy(PASSES[params.op] * elements * int(itemsize_bytes(params.dtype)))]
+        return [copy(passes[params.op] * elements * int(itemsize_bytes(params.dtype)))]
     return []
 
 
@@ -99,16 +104,16 @@ def _conv(p: Conv, models: Mapping[str, Any], channels_last: bool) -> Iterator[P
     if p.groups > 1:
         yield replace(copy((x + y) * item), times=passes)
         return
-    m = p.batch * out_h * out_w
+    m, k = p.batch * out_h * out_w, p.in_channels * p.kernel_h * p.kernel_w
+    wide = max(1, m * k // x)  # taps that read the same pixel
     product = Gemm(
         op="mm",
-        m=min(m, LONGEST),
-        n=p.out_channels,
-        k=p.in_channels * p.kernel_h * p.kernel_w,
+        m=max(1, m // wide),
+        n=p.out_channels * wide,
+        k=k,
         layout="nt",
         dtype=p.dtype,
     )
-    yield Part(family="gemm", params=product, times=passes * max(1.0, m / LONGEST))
+    yield Part(family="gemm", params=product, times=passes)
     if p.dtype in HALF and not channels_last:
-        turned = y + x * (p.need_input_grad + p.need_weight_grad if back else 1)
-        yield copy(2 * turned * item)
+        yield copy(2 * passes * (x + y) * item)

@@ -13,9 +13,8 @@ import pandas as pd
 
 from eval.bench_baselines import BASELINES
 from learners import fit
-from learners.blend import fit_hidden
-from learners.calibration import Calibration
-from learners.model import Prepared, learn, prepare
+from learners.calibration import Calibration, points
+from learners.model import Prepared, learn, learn_quickly, prepare
 from learners.train import errors
 from microbench.hardware.spec import load_gpu
 from microbench.ops import families
@@ -112,12 +111,11 @@ def forecasts(
     """Times in us of the held rows by learner; baselines answer a sample, NaN elsewhere."""
     table = prepared.table
     options = fit.default_options(table.take(known))
-    if np.isin(prepared.gpu[held], np.unique(prepared.gpu[known])).any():
+    gpu = prepared.asked.gpu
+    if np.isin(gpu[held], np.unique(gpu[known])).any():
         ours = learn(prepared, known, options).predict_us(held)
-    else:  # only the rounds that do not see which GPU it is answer for a new one
-        hidden = fit_hidden(table.take(known), options)
-        strange = np.ones(len(held), dtype=bool)
-        ours = hidden.predict(table.x[held], table.roofline_us[held], strange)
+    else:
+        ours = learn_quickly(prepared, known, options)(held)
     out = {"itercast": ours}
     for count in line.few:
         out[f"{count} rows"] = calibrated(prepared, held, ours, count)
@@ -135,8 +133,9 @@ def calibrated(prepared: Prepared, held: np.ndarray, guess: np.ndarray, few: int
     chosen = np.random.default_rng(1).permutation(len(held))[:few]
     mine = held[chosen]
     error = np.log(prepared.table.time_us[mine] / guess[chosen])
-    known = Calibration(kind=prepared.kind[mine], at=prepared.at[mine], value=error)
-    shift, _ = known.correction(prepared.kind[held], prepared.at[held])
+    at = points(prepared.at[held], prepared.table.roofline_us[held])
+    known = Calibration(kind=prepared.kind[mine], at=at[chosen], value=error)
+    shift, _ = known.correction(prepared.kind[held], at)
     found = np.asarray(guess * np.exp(shift))
     found[chosen] = np.nan
     return found

@@ -25,7 +25,7 @@ FOLDS = 5
 MANY_FOLDS = 3  # of rows of several GPUs: there are more of them
 LARGE_FOLDS = 2
 MEMBERS = 2
-HIDDEN_SHARE = 0.5
+QUICK_SHARE, QUICK_ROUNDS = 0.5, 150
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 FINE_GRAIN = 0.02  # where shapes are few each counts
 Smooth = Network | Process
@@ -35,47 +35,42 @@ Smooth = Network | Process
 class Blend:
     """log ratio = share * smooth + (1 - share) * trees.
 
-    ``known`` and ``hidden`` are smooth: a Gaussian process where all rows are one GPU's and few,
-    else networks. They see, and do not see, whose row it is; the latter prices GPUs never seen,
-    half by half with the trees. A process whose covariance the family states is ``known`` alone,
-    without trees: that says what a GPU never seen has in common with the others.
+    ``smooth`` is a Gaussian process where all rows are one GPU's and few, else networks. A process
+    whose covariance the family states stands alone, without trees: that says what a GPU never seen
+    has in common with the others.
     """
 
     trees: Trees | None
     share: float = 0.0
-    known: Smooth | None = None
-    hidden: Smooth | None = None
+    smooth: Smooth | None = None
 
-    def predict(self, x: Array, roofline_us: Array, strange: Array) -> Array:
-        """Time in us; ``strange`` marks rows of GPUs never seen."""
-        alone = self.known is not None and self.share == 1.0 and not strange.any()
-        if self.trees is None or alone:
-            guess, strange = np.zeros(len(x)), np.zeros(len(x), dtype=bool)
-        else:
-            guess = self.trees.log_ratio(x, strange)
-        uses = ((~strange, self.known, self.share), (strange, self.hidden, HIDDEN_SHARE))
-        for rows, smooth, share in uses:
-            if smooth is not None and rows.any():
-                guess[rows] += share * (smooth.predict(x[rows]) - guess[rows])
-        return roofline_us * np.exp(guess)
+    def predict(self, x: Array, roofline_us: Array) -> Array:
+        """Time in us."""
+        guess = np.zeros(len(x))
+        if self.trees is not None and self.share < 1.0:
+            guess = self.trees.log_ratio(x)
+        if self.smooth is not None:
+            guess += self.share * (self.smooth.predict(x) - guess)
+        return np.asarray(roofline_us * np.exp(guess))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Along:
-    """What a Gaussian process runs along: columns, lengths, how near points are one; its kernel.
-
-    ``along``: how many columns grow alike; 0 where the kernel is learned, not stated.
-    """
+    """What a Gaussian process runs along: columns, lengths, how near points are one; its kernel."""
 
     curve: Mapping[int, Sequence[float]]
     grain: float
     shares: Sequence[float]
     kernel: Kernel | None = None
-    along: int = 0
+
+    @property
+    def stated(self) -> bool:
+        """Whether the family states the kernel."""
+        return self.kernel is not None and self.kernel.along > 0
 
     def learn(self, table: Table) -> Along:
         """With the kernel of the table's rows, if none is stated."""
-        if self.along:
+        if self.stated:
             return self
         kernel = learn_kernel(table.x, table.log_ratio, self.curve, self.grain)
         return replace(self, kernel=kernel)
@@ -90,7 +85,6 @@ def along(table: Table) -> Along | None:
             grain=GRAIN,
             shares=(1.0,),
             kernel=stated.kernel,
-            along=stated.along,
         )
     if table.identity or len(table.x) > POINTS:
         return None
@@ -121,11 +115,12 @@ def steps_for(rows: int) -> int:
     return int(np.clip(max(min(rows, 1500), rows // 20), 400, 6000))
 
 
-def fit_smooth(table: Table, x: Array, members: int, path: Along | None) -> Smooth:
-    """A Gaussian process or networks on ``x``: features with or without whose."""
+def fit_smooth(table: Table, members: int, path: Along | None) -> Smooth:
+    """A Gaussian process or networks."""
+    x, ratio = table.x, table.log_ratio
     if path is not None:
-        return fit_process(x, table.log_ratio, path.curve, path.kernel, path.grain, path.along)
-    return fit_network(x, table.log_ratio, members, steps_for(len(x)))
+        return fit_process(x, ratio, path.curve, path.kernel, path.grain)
+    return fit_network(x, ratio, members, steps_for(len(x)))
 
 
 def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
@@ -140,7 +135,7 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     trees, smooth = np.zeros(len(train.x)), np.zeros(len(train.x))
     path = along(train)
     path = path.learn(train) if path is not None else None
-    alone = path is not None and path.along > 0
+    alone = path is not None and path.stated
     for fold in range(folds):
         held = np.isin(train.group, names[fold::folds])
         out = train.take(np.flatnonzero(held))
@@ -149,7 +144,7 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
             fitted.append(fit.fit_xgboost(rest, out, options, fold))
             trees[held] = fitted[-1].log_ratio(out.x)
         if train.identity or path is not None:
-            smooth[held] = fit_smooth(rest, rest.x, 1, path).predict(out.x)
+            smooth[held] = fit_smooth(rest, 1, path).predict(out.x)
     shares = path.shares if path is not None else SHARES if train.identity else (0.0,)
     guesses = [share * smooth + (1 - share) * trees for share in shares]
     best = int(np.argmin([np.abs(train.log_ratio - guess).mean() for guess in guesses]))
@@ -161,21 +156,13 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     )
 
 
-def refit(table: Table, options: dict[str, Any], crossed: CrossFit, new: bool = True) -> Blend:
-    """Trees and networks on all rows of the table, as cross-validation found best.
-
-    ``new``: GPUs never seen will be asked for too.
-    """
-    path = _all_features(crossed.path, table)
-    known = fit_smooth(table, table.x, MEMBERS, path) if crossed.share else None
-    hidden = None
-    if new and table.identity and table.curves is None:
-        hidden = fit_smooth(table, table.hidden_x, MEMBERS, None)
+def refit(table: Table, options: dict[str, Any], crossed: CrossFit) -> Blend:
+    """Trees and networks on all rows of the table, as cross-validation found best."""
+    path, rounds = _all_features(crossed.path, table), crossed.rounds
     return Blend(
-        trees=fit.refit(table, options, crossed.rounds) if crossed.rounds else None,
+        trees=fit.refit(table, options, rounds) if rounds and crossed.share < 1.0 else None,
         share=crossed.share,
-        known=known,
-        hidden=hidden,
+        smooth=fit_smooth(table, MEMBERS, path) if crossed.share else None,
     )
 
 
@@ -187,11 +174,13 @@ def _all_features(path: Along | None, table: Table) -> Along | None:
     return path if curve.keys() <= path.curve.keys() else replace(path, curve=curve).learn(table)
 
 
-def fit_hidden(table: Table, options: dict[str, Any], members: int = MEMBERS) -> Blend:
-    """Only what prices a GPU never seen."""
+def fit_quick(table: Table, options: dict[str, Any], members: int = MEMBERS) -> Blend:
+    """Without cross-validation: what prices GPUs never seen, whose error none of it would tell."""
     path = along(table)
+    smooth = fit_smooth(table, members, path)
     if path is not None:
-        known = fit_smooth(table, table.x, members, path)
-        return Blend(trees=None, share=1.0, known=known)
-    trees = Trees(common=fit.fit_shared(table, options, 0))
-    return Blend(trees=trees, hidden=fit_smooth(table, table.hidden_x, members, None))
+        return Blend(trees=None, share=1.0, smooth=smooth)
+    own = dict.fromkeys(fit.own_columns(table), fit.SHARED_ROUNDS + QUICK_ROUNDS)
+    others = (table.x[:, list(table.gpus)] > 0).any(0).sum() > len(own)
+    rounds = fit.Rounds(common=fit.SHARED_ROUNDS + QUICK_ROUNDS * int(others), own=own)
+    return Blend(trees=fit.refit(table, options, rounds), share=QUICK_SHARE, smooth=smooth)

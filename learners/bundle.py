@@ -23,6 +23,7 @@ import xgboost as xgb
 from learners.blend import Blend, Smooth
 from learners.calibration import Calibration
 from learners.fit import Trees
+from learners.lenders import Lenders
 from learners.local import Residuals
 from learners.model import FamilyModel
 from learners.network import Network
@@ -110,6 +111,7 @@ class Bundle:
                     "own_trees": list(m.blend.trees.own) if m.blend.trees else [],
                     "strange_offsets": m.strange_offsets,
                     "stacks": m.stacks,
+                    "measured": m.lenders.measured,
                     "launch": m.launch,
                     "residuals": m.residuals and [m.residuals.width, m.residuals.nugget],
                     "calibrations": {
@@ -173,16 +175,13 @@ def load_residuals(path: Path, width: float, nugget: float) -> Residuals:
 def save_smooth(blend: Blend, path: Path) -> None:
     """Networks and processes as plain arrays, loaded without pickle; no file where there are none.
 
-    An array is called known.network.w0 or hidden.process.at.
+    An array is called known.network.w0 or known.process.at.
     """
-    arrays = {
-        f"{whose}.{type(smooth).__name__.lower()}.{name}": array
-        for whose, smooth in (("known", blend.known), ("hidden", blend.hidden))
-        if smooth is not None
-        for name, array in smooth.to_arrays().items()
-    }
-    if arrays:
-        np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
+    if blend.smooth is None:
+        return
+    kind = type(blend.smooth).__name__.lower()
+    arrays = {f"known.{kind}.{name}": a for name, a in blend.smooth.to_arrays().items()}
+    np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
 
 
 def save_trees(trees: Trees, folder: Path, name: str) -> None:
@@ -208,15 +207,16 @@ def load_smooth(path: Path, trees: Trees | None, share: float) -> Blend:
     """As saved; a family without the file has trees only, one that is a process alone has none."""
     if trees is not None and not path.is_file():
         return Blend(trees=trees)
+    arrays: dict[str, np.ndarray] = {}
     with np.load(path, allow_pickle=False) as file:
-        parts: dict[tuple[str, str], dict[str, np.ndarray]] = {}
         for name in file:
             whose, kind, array = name.split(".")
-            parts.setdefault((whose, kind), {})[array] = file[name]
+            if whose == "known":
+                arrays[array], maker = file[name], kind
     makers: dict[str, Callable[[dict[str, np.ndarray]], Smooth]]
     makers = {"network": Network.from_arrays, "process": Process.from_arrays}
-    found = {whose: makers[kind](arrays) for (whose, kind), arrays in parts.items()}
-    return Blend(trees=trees, share=share, **found)
+    smooth = makers[maker](arrays) if arrays else None
+    return Blend(trees=trees, share=share, smooth=smooth)
 
 
 def _pair(values: Any) -> tuple[float, float]:
@@ -231,9 +231,11 @@ def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel
     own = facts.get("own_trees", [])
     trees = load_trees(folder, name, own) if share < 1.0 or path.is_file() else None
     near = facts["residuals"]
+    encoder = Encoder(list(facts["features"]), dict(facts["vocabulary"]))
     return FamilyModel(
         blend=load_smooth(folder / f"{name}.npz", trees, share),
-        encoder=Encoder(list(facts["features"]), dict(facts["vocabulary"])),
+        encoder=encoder,
+        lenders=Lenders(encoder=encoder, measured=facts.get("measured", {})),
         offsets=_pair(facts["offsets"]),
         strange_offsets=_pair(facts["strange_offsets"]),
         envelope={k: _pair(v) for k, v in facts["envelope"].items()},

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from learners.bundle import Bundle
-from learners.calibration import Calibration
+from learners.calibration import Calibration, points
 from learners.local import coordinates
 from learners.model import FamilyModel
 from microbench.hardware.spec import Gpu, load_gpu
@@ -55,9 +55,10 @@ def measure(
             f"{len(rows)} rows of {family.name} on {gpu}: at most {MOST_ROWS}; train on them"
         )
     rows = rows.reset_index(drop=True)
-    guess = replace(model, calibrations={}).predict(rows, family, gpus).time_us
+    found = replace(model, calibrations={}).predict(rows, family, gpus)
     kind, at = coordinates(rows, family)
-    return Calibration(kind=kind, at=at, value=np.log(rows["time_us"].to_numpy(float) / guess))
+    error = np.log(rows["time_us"].to_numpy(float) / found.time_us)
+    return Calibration(kind=kind, at=points(at, found.roofline_us), value=error)
 
 
 def read_few(paths: Sequence[Path]) -> pd.DataFrame:

@@ -15,10 +15,9 @@ NOISE = 0.04  # standard deviation of a measurement's log time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """The covariance over ``columns`` of x; the first ``along`` grow alike along a curve."""
+    """The covariance over ``columns`` of x."""
 
     columns: tuple[int, ...]
-    along: int
     kernel: Kernel
 
 
@@ -27,9 +26,17 @@ def stated_curves(family: Family, places: Callable[[list[str]], tuple[int, ...]]
     if not family.curve:
         return None
     names = dict.fromkeys([*family.along, *(n for part in family.curve for n in part.reach)])
-    where = [(name, column) for name in names for column in places([name])]
-    inverse = [[1 / part.reach.get(name, np.inf) for name, _ in where] for part in family.curve]
-    amplitude = [part.amplitude for part in family.curve]
-    kernel = Kernel(inverse=np.array(inverse), amplitude=np.array(amplitude), noise=NOISE)
-    columns = tuple(column for _, column in where)
-    return Curves(columns=columns, along=len(family.along), kernel=kernel)
+    where = {name: places([name]) for name in names}
+    columns = list(dict.fromkeys(column for found in where.values() for column in found))
+    square = np.zeros((len(family.curve), len(columns)))
+    for row, part in zip(square, family.curve, strict=True):
+        for name, reach in part.reach.items():
+            row[[columns.index(column) for column in where[name]]] += reach**-2
+    kernel = Kernel(
+        inverse=np.sqrt(square),
+        amplitude=np.array([part.amplitude for part in family.curve]),
+        noise=NOISE,
+        along=len(family.along),
+        ends=family.ends,
+    )
+    return Curves(columns=tuple(columns), kernel=kernel)

@@ -133,26 +133,22 @@ def _shared(table: Table, options: dict[str, Any], seed: int) -> xgb.Booster | N
 class Trees:
     """Rounds for all rows; ``own`` answer for one GPU's rows instead, by its column of x.
 
-    Of rows of several GPUs SHARED_ROUNDS come first that do not see which: they alone price a GPU
-    never seen.
+    Of rows of several GPUs SHARED_ROUNDS come first that do not see which.
     """
 
     common: xgb.Booster
     own: Mapping[int, xgb.Booster] = field(default_factory=dict)
 
-    def log_ratio(self, x: Array, strange: Array | None = None) -> Array:
-        """Log of time over roofline; ``strange`` marks rows of GPUs never seen."""
-        out = np.zeros(len(x))
-        unseen = np.zeros(len(x), dtype=bool) if strange is None else strange
-        known = ~unseen
+    def log_ratio(self, x: Array) -> Array:
+        """Log of time over roofline."""
+        out, rest = np.zeros(len(x)), np.ones(len(x), dtype=bool)
         for column, booster in self.own.items():
-            mine = known & (x[:, column] > 0)
+            mine = x[:, column] > 0
             if mine.any():
                 out[mine] = booster.inplace_predict(x[mine])
-            known = known & ~mine
-        for rows, rounds in ((known, (0, 0)), (unseen, (0, SHARED_ROUNDS))):
-            if rows.any():
-                out[rows] = self.common.inplace_predict(x[rows], iteration_range=rounds)
+            rest &= ~mine
+        if rest.any():
+            out[rest] = self.common.inplace_predict(x[rest])
         return out
 
 
@@ -232,11 +228,9 @@ def fit_xgboost(rest: Table, held: Table, options: dict[str, Any], seed: int = 0
     return Trees(common=early(rest, held, {}, rounds, shared), own=own)
 
 
-def predict_xgboost(
-    trees: Trees, x: Array, roofline_us: Array, strange: Array | None = None
-) -> Array:
-    """Time in us; ``strange`` marks rows of GPUs never seen."""
-    return roofline_us * np.exp(trees.log_ratio(x, strange))
+def predict_xgboost(trees: Trees, x: Array, roofline_us: Array) -> Array:
+    """Time in us."""
+    return roofline_us * np.exp(trees.log_ratio(x))
 
 
 def refit(table: Table, options: dict[str, Any], rounds: Rounds) -> Trees:

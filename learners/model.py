@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,16 +10,17 @@ import numpy as np
 import pandas as pd
 
 from learners import fit, local
-from learners.blend import Blend, CrossFit, cross_fit, fit_hidden, refit
-from learners.calibration import Calibration
+from learners.blend import MEMBERS, Blend, CrossFit, cross_fit, fit_quick, refit
+from learners.calibration import Calibration, points
 from learners.curves import stated_curves
+from learners.lenders import Asked, Lenders, what_was_measured
 from learners.speed import Sensitivity, Speed, at_reference_us
 from learners.table import (
     IDENTITY,
     PLACE,
     Encoder,
     Features,
-    by_value,
+    among,
     feature_table,
     identities,
     is_number,
@@ -41,6 +42,7 @@ class Forecasts:
     p10_us: np.ndarray
     p90_us: np.ndarray
     inside: np.ndarray
+    roofline_us: np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +52,12 @@ class FamilyModel:
     ``offsets``: calibrated 10 % and 90 % quantiles of the log error, ``strange_offsets`` those on a
     GPU left out. ``envelope``: smallest and largest value of each number among the training rows.
     ``stacks``: the usual software by GPU. ``launch``: host launch in us by GPU, part of times taken
-    from the host. ``sensitivity``: see learners.speed.
+    from the host. ``lenders``: who prices GPUs never seen. ``sensitivity``: see learners.speed.
     """
 
     blend: Blend
     encoder: Encoder
+    lenders: Lenders
     offsets: Offsets
     strange_offsets: Offsets
     envelope: Mapping[str, tuple[float, float]]
@@ -68,10 +71,9 @@ class FamilyModel:
     def predict(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> Forecasts:
         """Forecasts of rows in dataset form, in their order."""
         table, roofline = self._table(rows, family, gpus)
-        gpus_seen = self.encoder.vocabulary.get("gpu", [])
-        strange = ~among(table["gpu"], gpus_seen) & bool(gpus_seen)
-        x = self.encoder.encode(table)
-        guess = self.blend.predict(x, roofline, strange)
+        asked = Asked.of(rows, table, gpus)
+        strange, x = self.lenders.strange(asked), self.encoder.encode(table)
+        guess = self.lenders.predict(self.blend, x, roofline, asked)
         low, high = (
             np.where(strange, self.strange_offsets[i], self.offsets[i]).astype(float)
             for i in range(2)
@@ -83,7 +85,8 @@ class FamilyModel:
                 guess = guess * np.exp(near)
             for gpu, calibration in self.calibrations.items():
                 mine = rows["gpu"].to_numpy(dtype=object) == gpu
-                shift, share = calibration.correction(kind[mine], at[mine])
+                where = points(at[mine], roofline[mine])
+                shift, share = calibration.correction(kind[mine], where)
                 guess[mine] *= np.exp(shift)
                 low[mine], high[mine] = low[mine] * share, high[mine] * share
         return Forecasts(
@@ -91,6 +94,7 @@ class FamilyModel:
             p10_us=guess * np.exp(low),
             p90_us=guess * np.exp(high),
             inside=in_envelope(table, self),
+            roofline_us=roofline,
         )
 
     def inside(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
@@ -103,11 +107,6 @@ class FamilyModel:
         """Features with whose row it is, and the roofline in us."""
         table, roofline = feature_table(rows, family, gpus, self.launch)
         return {**table, **identities(rows, family, self.stacks)}, roofline
-
-
-def among(values: np.ndarray, seen: Iterable[str]) -> np.ndarray:
-    """Which of the strings are among those seen."""
-    return by_value(values, dict.fromkeys(seen, True), False, bool)
 
 
 def in_envelope(table: Features, model: FamilyModel) -> np.ndarray:
@@ -137,9 +136,15 @@ class Prepared:
     encoder: Encoder
     stacks: Mapping[str, str]
     launch: Mapping[str, float]
-    gpu: np.ndarray
+    asked: Asked
     kind: np.ndarray
     at: np.ndarray
+
+    def lenders(self, known: np.ndarray) -> Lenders:
+        """The GPUs that the rows ``known`` are of."""
+        alone = not self.table.identity or self.table.curves is not None
+        measured = {} if alone else what_was_measured(self.asked.take(known))
+        return Lenders(encoder=self.encoder, measured=measured)
 
 
 def prepare(
@@ -170,7 +175,7 @@ def prepare(
         encoder=encoder,
         stacks=stacks,
         launch=launch,
-        gpu=whose["gpu"],
+        asked=Asked.of(rows.assign(stack=whose["stack"]), {**features, **whose}, gpus),
         kind=local.told_apart(kind, {**features, **whose}),
         at=at,
     )
@@ -184,12 +189,12 @@ class Learned:
     crossed: CrossFit
     blend: Blend
     residuals: local.Residuals | None
-    strange: np.ndarray
+    lenders: Lenders
 
     def blend_us(self, rows: np.ndarray) -> np.ndarray:
         """Forecasts of rows of the prepared table without the residuals, in us."""
-        table = self.prepared.table.take(rows)
-        return np.asarray(self.blend.predict(table.x, table.roofline_us, self.strange[rows]))
+        table, asked = self.prepared.table.take(rows), self.prepared.asked.take(rows)
+        return self.lenders.predict(self.blend, table.x, table.roofline_us, asked)
 
     def predict_us(self, rows: np.ndarray) -> np.ndarray:
         """Forecasts of rows of the prepared table in us."""
@@ -204,15 +209,27 @@ def learn(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> Lea
     """Learn the rows ``known``; a GPU that none of them is of is priced as never seen."""
     train = prepared.table.take(known)
     crossed = cross_fit(train, options)
-    gpu = prepared.gpu
-    strange = ~np.isin(gpu, np.unique(gpu[known])) & bool(train.identity)
     return Learned(
         prepared=prepared,
         crossed=crossed,
-        blend=refit(train, options, crossed, new=bool(strange.any())),
+        blend=refit(train, options, crossed),
         residuals=left_over(prepared, known, crossed),
-        strange=strange,
+        lenders=prepared.lenders(known),
     )
+
+
+def learn_quickly(
+    prepared: Prepared, known: np.ndarray, options: dict[str, Any], members: int = MEMBERS
+) -> Callable[[np.ndarray], np.ndarray]:
+    """Forecasts in us of rows of GPUs that none of the rows ``known`` is of."""
+    blend = fit_quick(prepared.table.take(known), options, members)
+    lenders = prepared.lenders(known)
+
+    def predict_us(rows: np.ndarray) -> np.ndarray:
+        table, asked = prepared.table.take(rows), prepared.asked.take(rows)
+        return lenders.predict(blend, table.x, table.roofline_us, asked)
+
+    return predict_us
 
 
 def fit_model(
@@ -228,6 +245,7 @@ def fit_model(
     return FamilyModel(
         blend=refit(prepared.table, options, crossed),
         encoder=prepared.encoder,
+        lenders=prepared.lenders(np.arange(len(prepared.kind))),
         offsets=crossed.offsets,
         strange_offsets=strange_offsets(prepared, options, crossed.offsets),
         envelope={c: (float(features[c].min()), float(features[c].max())) for c in numbers},
@@ -235,7 +253,7 @@ def fit_model(
         facts=facts,
         stacks=prepared.stacks,
         launch=prepared.launch,
-        residuals=left_over(prepared, np.arange(len(prepared.gpu)), crossed),
+        residuals=left_over(prepared, np.arange(len(prepared.kind)), crossed),
     )
 
 
@@ -249,16 +267,16 @@ def left_over(prepared: Prepared, known: np.ndarray, crossed: CrossFit) -> local
 
 def strange_offsets(prepared: Prepared, options: dict[str, Any], known: Offsets) -> Offsets:
     """10 and 90 % quantiles of the log error on GPUs left out in thirds; twice ``known`` if few."""
-    table, names = prepared.table, sorted(np.unique(prepared.gpu))
+    gpu = prepared.asked.gpu
+    names = sorted(np.unique(gpu))
     if len(names) < 3:
         return 2 * known[0], 2 * known[1]
     errors = []
     for fold in range(3):
-        held = np.isin(prepared.gpu, names[fold::3])
+        held = np.isin(gpu, names[fold::3])
         some = np.random.default_rng(fold).permutation(np.flatnonzero(~held))[:20_000]
-        out = table.take(np.random.default_rng(fold).permutation(np.flatnonzero(held))[:5_000])
-        hidden = fit_hidden(table.take(some), options, members=1)
-        guess = hidden.predict(out.x, out.roofline_us, np.ones(len(out.x), dtype=bool))
-        errors.append(np.log(out.time_us / guess))
+        out = np.random.default_rng(fold).permutation(np.flatnonzero(held))[:5_000]
+        guess = learn_quickly(prepared, some, options, members=1)(out)
+        errors.append(np.log(prepared.table.time_us[out] / guess))
     low, high = np.quantile(np.concatenate(errors), [0.1, 0.9])
     return min(known[0], float(low)), max(known[1], float(high))

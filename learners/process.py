@@ -28,14 +28,29 @@ FAINT = -14.0  # log covariance of points of other kinds that are as good as unr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """Squared exponentials, summed: ``inverse`` lengths (parts, inputs), ``amplitude`` (parts,)."""
+    """Squared exponentials, summed: ``inverse`` lengths (parts, inputs), ``amplitude`` (parts,).
+
+    The first ``along`` inputs, log2, grow alike along curves; none do where it is 0. Beyond
+    ``ends`` of the first of them nothing changes any more.
+    """
 
     inverse: Array
     amplitude: Array
     noise: float
+    along: int = 0
+    ends: tuple[float, float] = (0.0, np.inf)
+
+    def levelled(self, z: Array) -> Array:
+        """Inputs (rows, inputs) as the covariance sees them: bent level beyond the ends."""
+        out, (low, high) = z.astype(float), self.ends
+        if self.along:
+            first = np.exp2(out[:, 0])
+            bent = np.log2((first + low) / (1 + first / high))
+            out[:, : self.along] += (bent - out[:, 0])[:, None]
+        return out
 
     def __call__(self, a: Array, b: Array) -> Array:
-        """Covariance of the points ``a`` (rows) with ``b`` (columns)."""
+        """Covariance of the levelled points ``a`` (rows) with ``b`` (columns)."""
         total = np.zeros((len(a), len(b)), dtype=a.dtype)
         for inverse, amplitude in zip(self.inverse, self.amplitude, strict=True):
             exponent = left_factor(a * inverse) @ right_factor(b * inverse)
@@ -57,17 +72,13 @@ def right_factor(v: Array) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """Mean of a Gaussian process: ``centre`` + kernel(x, at) @ weight on the inputs ``columns``.
-
-    The first ``along`` inputs grow alike along curves; none do where it is 0.
-    """
+    """Mean of a Gaussian process: ``centre`` + kernel(x, at) @ weight on the inputs ``columns``."""
 
     columns: Array
     kernel: Kernel
     at: Array
     weight: Array
     centre: float
-    along: int = 0
 
     @cached_property
     def _flags(self) -> Array:
@@ -92,8 +103,8 @@ class Process:
 
     def predict(self, x: Array) -> Array:
         """Log ratio of each row of encoded features."""
-        z = x[:, self.columns].astype(float)
-        return interpolated(z, self.along, self.of_kinds) if self.along else self.of_numbers(z)
+        z, along = self.kernel.levelled(x[:, self.columns]), self.kernel.along
+        return interpolated(z, along, self.of_kinds) if along else self.of_numbers(z)
 
     def of_numbers(self, z: Array) -> Array:
         """Log ratio of rows of inputs, most of which are numbers of their own."""
@@ -119,7 +130,7 @@ class Process:
         Points too far from a kind to count are left out.
         """
         out = np.full(len(z), self.centre)
-        still = np.arange(z.shape[1]) >= self.along
+        still = np.arange(z.shape[1]) >= self.kernel.along
         key = z[:, still] @ np.random.default_rng(0).random(int(still.sum()))
         first, kind = np.unique(key, return_index=True, return_inverse=True)[1:]
         members = np.split(np.argsort(kind, kind="stable"), np.cumsum(np.bincount(kind))[:-1])
@@ -147,20 +158,27 @@ class Process:
             "at": self.at.astype(np.float32),
             "weight": self.weight.astype(np.float32),
             "centre": np.array(self.centre),
-            "along": np.array(self.along),
+            "along": np.array(self.kernel.along),
+            "ends": np.array(self.kernel.ends),
         }
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Array]) -> Process:
         """As written by to_arrays."""
-        inverse, amplitude = arrays["inverse"], arrays["amplitude"]
+        low, high = arrays.get("ends", (0.0, np.inf))
+        kernel = Kernel(
+            inverse=arrays["inverse"],
+            amplitude=arrays["amplitude"],
+            noise=float(arrays["noise"]),
+            along=int(arrays.get("along", 0)),
+            ends=(float(low), float(high)),
+        )
         return cls(
             columns=arrays["columns"],
-            kernel=Kernel(inverse=inverse, amplitude=amplitude, noise=float(arrays["noise"])),
+            kernel=kernel,
             at=arrays["at"],
             weight=arrays["weight"],
             centre=float(arrays["centre"]),
-            along=int(arrays.get("along", 0)),
         )
 
 
@@ -228,11 +246,10 @@ def fit_process(
     curve: Mapping[int, Sequence[float]],
     kernel: Kernel | None = None,
     grain: float = GRAIN,
-    along: int = 0,
 ) -> Process:
     """A process through the rows; points far off the others count less (Student's t)."""
     kernel = kernel or learn_kernel(x, log_ratio, curve, grain)
-    at, value, count = merged(x[:, list(curve)], log_ratio, grain)
+    at, value, count = merged(kernel.levelled(x[:, list(curve)]), log_ratio, grain)
     centre = float(np.median(value))
     covariance, variance = kernel(at, at), kernel.noise**2 / count
     doubt = np.ones(len(at))
@@ -247,5 +264,4 @@ def fit_process(
         at=at,
         weight=solved,
         centre=centre,
-        along=along,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +52,11 @@ def by_value(
     codes, distinct = pd.factorize(values)
     found = [answers.get(value, other) for value in distinct]
     return np.array([*found, other], dtype=dtype)[codes]  # a missing value has the code -1
+
+
+def among(values: np.ndarray, seen: Iterable[str]) -> np.ndarray:
+    """Which of the strings are among those seen."""
+    return by_value(values, dict.fromkeys(seen, True), False, bool)
 
 
 def bounds_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> tuple[Any, Any]:
@@ -231,13 +236,13 @@ class Encoder:
         return np.hstack(parts)
 
     def places(self, chosen: list[str]) -> tuple[int, ...]:
-        """Positions of the encoded columns of these features."""
+        """Positions of the encoded columns of these features; ``name=value``: of one value's."""
         found: list[int] = []
         at = 0
         for name in self.names:
-            width = len(self.vocabulary.get(name, [""]))
-            found += range(at, at + width) if name in chosen else []
-            at += width
+            columns = [f"{name}={value}" for value in self.vocabulary.get(name, [""])]
+            found += (at + i for i, one in enumerate(columns) if name in chosen or one in chosen)
+            at += len(columns)
         return tuple(found)
 
 

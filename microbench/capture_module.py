@@ -84,7 +84,7 @@ def capture_own(
 
     def build() -> Any:
         dtype = None if keep_dtype else torch.get_default_dtype()
-        made["own"] = _without_data(make(), dtype)
+        made["own"] = without_data(make(), dtype)
         return made["own"].module
 
     def inputs() -> dict[str, Any]:
@@ -101,7 +101,7 @@ def capture_own(
     return replace(step, samples=samples, tokens=samples * length)
 
 
-def _without_data(own: OwnModel, dtype: torch.dtype | None) -> OwnModel:
+def without_data(own: OwnModel, dtype: torch.dtype | None) -> OwnModel:
     """The same model with fake tensors on the CPU, strides and ties kept."""
     memo: dict[int, Any] = {}
 

@@ -116,7 +116,23 @@ def build(read: HfConfig, attn: str) -> Any:
         log.warning("%s has no sdpa attention in transformers: captured eager", read.architecture)
         attn = "eager"
     config._attn_implementation = attn
-    return kind(config)
+    return _built(kind, config)
+
+
+def _built(kind: Any, config: Any) -> Any:
+    """The model; one that reads numbers off tensors while it is made, on no device, then faked."""
+    import torch  # lazy: names need no torch
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from microbench.capture_module import OwnModel, without_data  # lazy: it imports this file
+
+    try:
+        return kind(config)
+    except DataDependentOutputException:
+        with _disable_current_modes(), torch.device("meta"):
+            model = kind(config)
+        return without_data(OwnModel(module=model), None).module
 
 
 def make_inputs(model: Any, config: Any, batch: int, seq: int, labels: bool) -> dict[str, Any]:

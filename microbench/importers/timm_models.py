@@ -1,13 +1,16 @@
 """Those timm models that are the same networks as Hugging Face ones, as their configurations.
 
-Sources: timm 0.6, models/resnet.py and models/vision_transformer.py; arXiv:1512.03385, table 1, and
-arXiv:2010.11929, table 1; sizes of tiny and small: arXiv:2012.12877, table 1.
+Sources: timm 0.6, models/{resnet,vision_transformer,efficientnet,beit,resnetv2}.py; tables 1 of
+arXiv:1512.03385, 2010.11929, 2012.12877 (tiny and small) and 2106.08254; arXiv:1905.11946 and the
+reference code's efficientnet_params; arXiv:1912.11370, section 4.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from typing import Any
 
 RESNETS = {
     "18": ("basic", (2, 2, 2, 2)),
@@ -25,28 +28,86 @@ VITS = {  # width, layers, heads
     "large": (1024, 24, 16),
     "huge": (1280, 32, 16),
 }
+EFFICIENTNETS = {  # width, depth
+    "0": (1.0, 1.0),
+    "1": (1.0, 1.1),
+    "2": (1.1, 1.2),
+    "3": (1.2, 1.4),
+    "4": (1.4, 1.8),
+    "5": (1.6, 2.2),
+    "6": (1.8, 2.6),
+    "7": (2.0, 3.1),
+    "8": (2.2, 3.6),
+}
+MOBILENETS = {"035": 0.35, "050": 0.5, "075": 0.75, "100": 1.0, "140": 1.4}
 CLASSES = 1000
+Values = dict[str, Any]
 
 
 def timm_config(name: str, image_size: int) -> str | None:
-    """The configuration as JSON; None where the model is not one of ours.
-
-    tv_, ssl_, swsl_ and gluon's v1b are other weights of the same network, deit is a vit.
-    """
-    shared = {"image_size": image_size, "num_labels": CLASSES}
-    if found := re.fullmatch(r"(?:tv_|ssl_|swsl_)?resnet(\d+)|gluon_resnet(\d+)_v1b", name):
-        kind, depths = RESNETS.get(found[1] or found[2], ("", ()))
-        wide = 4 if kind == "bottleneck" else 1
-        widths = [64 * wide, 128 * wide, 256 * wide, 512 * wide]
-        own = {"layer_type": kind, "depths": list(depths), "hidden_sizes": widths}
-        config = {"architectures": ["ResNetForImageClassification"], "model_type": "resnet", **own}
-        return json.dumps({**config, **shared}) if kind else None
-    if found := re.fullmatch(r"(?:vit|deit)_([a-z]+)_patch(\d+)_(\d+)", name):
-        if found[1] not in VITS:
-            return None
-        width, layers, heads = VITS[found[1]]
-        own_vit = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
-        own_vit |= {"intermediate_size": 4 * width, "patch_size": int(found[2])}
-        config = {"architectures": ["ViTForImageClassification"], "model_type": "vit"}
-        return json.dumps({**config, **own_vit, **shared})
+    """The configuration as JSON; None where the model is not one of ours."""
+    for pattern, values in NETWORKS.items():
+        if found := re.fullmatch(pattern, name):
+            try:
+                own = values(*(part for part in found.groups() if part))
+            except KeyError:  # a size that is none of ours
+                return None
+            return json.dumps({**own, "image_size": image_size, "num_labels": CLASSES})
     return None
+
+
+def _resnet(layers: str) -> Values:
+    """tv_, ssl_, swsl_ and gluon's v1b are other weights of the same network."""
+    kind, depths = RESNETS[layers]
+    wide = 4 if kind == "bottleneck" else 1
+    sizes = {"depths": list(depths), "hidden_sizes": [64 * wide * 2**i for i in range(4)]}
+    return {**_model("ResNet", "resnet"), "layer_type": kind, **sizes}
+
+
+def _vit(size: str, patch: str) -> Values:
+    """deit is a vit trained otherwise."""
+    return {**_model("ViT", "vit"), **_transformer(size, patch)}
+
+
+def _beit(size: str, patch: str) -> Values:
+    own = {"use_relative_position_bias": True, "use_mean_pooling": True}
+    return {**_model("Beit", "beit"), **_transformer(size, patch), **own}
+
+
+def _efficientnet(number: str) -> Values:
+    """tf_ pads as TensorFlow does; _ap and _ns are other weights."""
+    width, depth = EFFICIENTNETS[number]
+    wide = {"width_coefficient": width, "hidden_dim": 8 * round(1280 * width / 8)}
+    return {**_model("EfficientNet", "efficientnet"), **wide, "depth_coefficient": depth}
+
+
+def _mobilenet(width: str) -> Values:
+    """Of a width below one the last layer keeps its channels."""
+    own = {"depth_multiplier": MOBILENETS[width], "finegrained_output": True}
+    return {**_model("MobileNetV2", "mobilenet_v2"), **own}
+
+
+def _bit(layers: str, width: str) -> Values:
+    wide, depths = int(width), list(RESNETS[layers][1])
+    sizes = {"embedding_size": 64 * wide, "hidden_sizes": [256 * wide * 2**i for i in range(4)]}
+    return {**_model("Bit", "bit"), "depths": depths, **sizes, "layer_type": "preactivation"}
+
+
+def _model(name: str, kind: str) -> Values:
+    return {"architectures": [f"{name}ForImageClassification"], "model_type": kind}
+
+
+def _transformer(size: str, patch: str) -> Values:
+    width, layers, heads = VITS[size]
+    own = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return {**own, "intermediate_size": 4 * width, "patch_size": int(patch)}
+
+
+NETWORKS: dict[str, Callable[..., Values]] = {
+    r"(?:tv_|ssl_|swsl_)?resnet(\d+)|gluon_resnet(\d+)_v1b": _resnet,
+    r"(?:vit|deit)_([a-z]+)_patch(\d+)_\d+": _vit,
+    r"beit_([a-z]+)_patch(\d+)_\d+": _beit,
+    r"(?:tf_)?efficientnet_b(\d)(?:_ap|_ns)?": _efficientnet,
+    r"mobilenetv2_(\d+)": _mobilenet,
+    r"resnetv2_(\d+)x(\d)_bitm": _bit,
+}

@@ -37,7 +37,7 @@ class Part:
 
     ``amplitude`` is a standard deviation of the log time. ``reach`` says which features make two
     measurements alike, and how far apart they may be (octaves for logarithms; below 0.5 text must
-    be equal); those not named do not matter.
+    be equal, of ``name=value`` whether it is that value); those not named do not matter.
     """
 
     amplitude: float
@@ -59,6 +59,7 @@ class Family:
     ``on_demand`` is swept only where it is named: its points take seconds to build.
     ``curve`` says what measurements tell about each other where times run smoothly ``along`` some
     features (log2 of sizes, apart by a constant), and a learner may carry on beyond the measured.
+    Far below and above ``ends`` of the first of these features, not in log2, nothing changes.
     ``place`` names the cluster a row was measured in, nothing where the GPU says it all.
     ``weight`` is its share of a CPU's sweep beside the other families': those of many kinds of ops
     need more points.
@@ -77,6 +78,7 @@ class Family:
     on_demand: bool = False
     curve: Sequence[Part] = ()
     along: tuple[str, ...] = ()
+    ends: tuple[float, float] = (0.0, np.inf)
     place: Callable[[Any], Any] | None = None
     weight: float = 1.0
 

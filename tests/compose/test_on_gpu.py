@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,12 +85,31 @@ def convolution(**changed: Any) -> Conv:
 
 
 def test_a_half_precision_convolution_is_a_product_and_two_turned_tensors() -> None:
-    """m = 2*8*8 pixels, n = 32, k = 16*9; x and y read and written in 2 bytes an element."""
+    """2*8*8 pixels, 32 channels, 16*9 taps; nine taps read a pixel, so m is 128 // 9, n 9 * 32.
+
+    x and y are read and written in 2 bytes an element.
+    """
     product, turned = stand_ins(convolution(), MODELS, False)
-    assert (product.params.m, product.params.n, product.params.k) == (128, 32, 144)
+    assert (product.params.m, product.params.n, product.params.k) == (14, 288, 144)
     assert turned == copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
     (alone,) = stand_ins(convolution(), MODELS, True)
     assert alone == product
+
+
+def test_each_half_of_a_half_precision_backward_turns_its_tensors() -> None:
+    product, turned = stand_ins(convolution(op="backward"), MODELS, False)
+    assert product.times == 2
+    assert turned == copy(2 * 2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
+    product, turned = stand_ins(convolution(op="backward", need_input_grad=False), MODELS, False)
+    assert product.times == 1
+    assert turned == copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
+
+
+def test_a_strided_pointwise_convolution_is_no_wider_than_its_channels() -> None:
+    """A quarter of the pixels is read: 2*4*4 rows, 32 channels, 16 taps."""
+    facts = {"kernel_h": 1, "kernel_w": 1, "padding_h": 0, "padding_w": 0, "stride": 2}
+    product = stand_ins(convolution(**facts), MODELS, True)[0].params
+    assert (product.m, product.n, product.k) == (32, 32, 16)
 
 
 def test_a_backward_in_a_known_dtype_is_two_forwards() -> None:
@@ -99,18 +119,38 @@ def test_a_backward_in_a_known_dtype_is_two_forwards() -> None:
     assert (found.params, found.times) == (known, 2)
 
 
-def test_long_products_are_scaled() -> None:
-    """64 images of 64 x 64 pixels: 2**18 rows, eight times 2**15."""
-    product = stand_ins(convolution(batch=64, h=64, w=64), MODELS, True)[0]
-    assert (product.params.m, product.times) == (2**15, 8)
-
-
 def test_a_batch_norm_passes_three_times_and_a_layer_norm_is_known() -> None:
     norm = Norm(op="batch", rows=2, cols=64, channels=16)
     assert stand_ins(norm, MODELS, False) == [copy(3 * 2 * 64 * 16 * 4)]
     assert stand_ins(Norm(op="layer", rows=2, cols=64), MODELS, False) == []
     back = Norm(op="layer_backward", rows=2, cols=64)
     assert stand_ins(back, MODELS, False) == [copy(5 * 2 * 64 * 4)]
+
+
+def test_a_half_batch_norm_in_nhwc_stays_on_chip() -> None:
+    """Read once and written once; backward reads input and gradient and writes one."""
+    norm = Norm(op="batch", rows=2, cols=64, channels=16, dtype="fp16")
+    back = replace(norm, op="batch_backward")
+    elements = 2 * 64 * 16
+    assert stand_ins(norm, MODELS, True) == [copy(2 * elements * 2)]
+    assert stand_ins(back, MODELS, True) == [copy(3 * elements * 2)]
+    assert stand_ins(back, MODELS, False) == [copy(5 * elements * 2)]
+    assert stand_ins(replace(norm, dtype="fp32"), MODELS, True) == [copy(3 * elements * 4)]
+
+
+def test_a_softmax_casts_its_own_input_and_gradient() -> None:
+    """Of half precision; a cast that something else reads stays."""
+    calls = (
+        call("_to_copy.default", tensor(0, "fp16"), out=1),
+        call("_softmax.default", tensor(1), out=2),
+        call("_to_copy.default", tensor(0, "fp16"), out=3),
+        call("exp.default", tensor(3), out=4),
+        call("_softmax_backward_data.default", tensor(4), tensor(2), out=5, phase="backward"),
+        replace(call("_to_copy.default", tensor(5), out=6), outputs=(tensor(6, "fp16"),)),
+    )
+    found = as_on_gpu(StepCapture(calls=calls))
+    names = [c.op.split(".")[1] for c in found.calls]
+    assert names == ["_softmax", "_to_copy", "exp", "_softmax_backward_data"]
 
 
 def test_softmax_backward_multiplies_gradient_and_output_first() -> None:
@@ -138,6 +178,8 @@ def test_images_in_nhwc_are_seen() -> None:
     assert not priceable(step.calls[0]).channels_last
     assert priceable(turned).channels_last
     assert turned.args[0].stride == (1024, 1, 128, 16)
+    normed = replace(step, calls=(*step.calls, call("native_group_norm.default", images, out=2)))
+    assert with_memory_format(normed, "nhwc") is normed
 
 
 def test_a_stand_in_is_outside_the_envelope() -> None:

@@ -92,11 +92,11 @@ def test_baselines_along_a_curve() -> None:
 
 def test_a_few_rows_of_a_gpu_left_out_calibrate_it() -> None:
     """Every forecast is half of what is measured: four rows tell, and are not judged themselves."""
-    table = SimpleNamespace(time_us=np.full(40, 20.0))
+    table = SimpleNamespace(time_us=np.full(40, 20.0), roofline_us=np.full(40, 5.0))
     prepared: Any = SimpleNamespace(table=table, kind=np.full(40, "a"), at=np.zeros((40, 1)))
     found = calibrated(prepared, np.arange(40), np.full(40, 10.0), 4)
     assert np.isnan(found).sum() == 4
-    assert np.nanmean(found) == pytest.approx(20, rel=0.01)
+    assert np.nanmean(found) == pytest.approx(20, rel=0.02)
 
 
 def test_the_report_says_what_fell_short() -> None:

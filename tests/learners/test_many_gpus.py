@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import pytest
 
 from learners.bundle import Bundle
 from learners.calibrate import calibrate
-from learners.calibration import NOISE, SHIFT, Calibration
+from learners.calibration import KIND, LONG, NEAR, NOISE, SHIFT, Calibration, covariance, points
 from learners.local import Residuals
 from learners.table import learn_launch_us
 from learners.train import train
@@ -70,6 +70,19 @@ def test_known_gpus_are_told_apart_and_unknown_ones_flagged(bundle: Bundle) -> N
     assert width > np.log(known["predicted_us_p90"] / known["predicted_us_p10"]).mean()
 
 
+def test_a_gpu_never_seen_is_priced_as_its_twin(bundle: Bundle) -> None:
+    """``three`` alone is near it, so that the forecasts are its own, not in the envelope though."""
+    rows = measured("three", 40, 400)
+    twin = rows.assign(gpu="twin").drop(columns="stack")
+    known = bundle.price("gemm", rows)
+    found = bundle.price("gemm", twin, {"twin": replace(toy("three"), name="twin")})
+    assert median_ape(bundle, rows) < 6
+    near = bundle.models["gemm"].residuals
+    tolerance = 1e-5 if near is None else 0.1
+    assert found["predicted_us"].to_numpy() == pytest.approx(known["predicted_us"], rel=tolerance)
+    assert not found["in_envelope"].any()
+
+
 def test_the_envelope_alone_is_what_pricing_finds(bundle: Bundle) -> None:
     """Known and unknown GPUs and sizes in one question, the order of the rows kept."""
     parts = [measured(name, 10, 400) for name in ("new", "two")]
@@ -124,9 +137,18 @@ def test_calibration_by_hand() -> None:
     """One point 0.3 too low: the same point asked again moves by 0.3 p / (p + noise^2)."""
     point = (np.array(["a"], dtype=object), np.zeros((1, 2)))
     shift, share = Calibration(kind=point[0], at=point[1], value=np.array([0.3])).correction(*point)
-    prior = SHIFT**2 + 0.2**2 + 0.2**2
+    prior = SHIFT**2 + KIND**2 + NEAR**2 + LONG**2
     assert shift[0] == pytest.approx(0.3 * prior / (prior + NOISE**2))
     assert share[0] == pytest.approx(0.3)
+
+
+def test_rows_that_take_as_long_err_alike() -> None:
+    """Of other kinds and sizes: an octave longer shares more of the error than eight do."""
+    kinds = np.array(["a", "b", "c"], dtype=object)
+    at = points(np.array([[0.0], [99.0], [-99.0]]), np.array([1.0, 2.0, 256.0]))
+    found = covariance(kinds[:1], at[:1], kinds, at)[0]
+    expected = SHIFT**2 + LONG**2 * np.exp(-0.5 * np.array([1, 64]) / 9)
+    assert found[1:] == pytest.approx(expected)
 
 
 def test_residuals_by_hand() -> None:

@@ -12,7 +12,7 @@ from learners.blend import cross_fit, refit
 from learners.fit import Table, default_options
 from learners.model import prepare
 from learners.process import Process, fit_process, merged
-from learners.table import identities
+from learners.table import Encoder, identities
 from learners.tabulate import interpolated
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops import families
@@ -86,7 +86,7 @@ def test_a_kind_held_out_while_learning_counts_in_the_end() -> None:
     )
     crossed = cross_fit(table.take(np.arange(54)), default_options(table))
     blend = refit(table, default_options(table), replace(crossed, share=1.0))
-    found = blend.predict(table.x[54:], np.ones(6), np.zeros(6, dtype=bool))
+    found = blend.predict(table.x[54:], np.ones(6))
     assert found == pytest.approx(table.time_us[54:], rel=0.1)
 
 
@@ -109,7 +109,6 @@ def left_out_pct(rows: pd.DataFrame, known: np.ndarray, gpus: dict[str, Gpu]) ->
         table.log_ratio[known],
         columns,
         table.curves.kernel,
-        along=table.curves.along,
     )
     guess = table.roofline_us[~known] * np.exp(found.predict(table.x[~known]))
     return np.asarray(100 * np.abs(guess / table.time_us[~known] - 1))
@@ -158,7 +157,48 @@ def test_points_of_other_kinds_are_left_out_of_the_sum_only_where_they_tell_noth
     x, stated = prepared.table.x, prepared.table.curves
     assert stated is not None
     columns: dict[int, tuple[float, ...]] = {column: () for column in stated.columns}
-    found = fit_process(x, prepared.table.log_ratio, columns, stated.kernel, along=stated.along)
-    z = x[:, found.columns].astype(float)
+    found = fit_process(x, prepared.table.log_ratio, columns, stated.kernel)
+    z = found.kernel.levelled(x[:, found.columns])
     whole = found.centre + found.kernel(z, found.at) @ found.weight
     assert found.of_kinds(z) == pytest.approx(whole, abs=1e-3)
+
+
+def test_far_beyond_the_sizes_measured_a_curve_is_level() -> None:
+    """Rows up to 64 MiB tell of 512 MiB: twice the bytes take twice as long."""
+    rows = curve("h100-sxm-80gb", "all_gather", 6.0, 350e9)
+    gpus = {"h100-sxm-80gb": load_gpu("h100-sxm-80gb")}
+    table = prepare(rows, families()["collective"], gpus).table
+    assert table.curves is not None
+    columns: dict[int, tuple[float, ...]] = {column: () for column in table.curves.columns}
+    known = (rows["message_bytes"] <= 2**26).to_numpy()
+    found = fit_process(table.x[known], table.log_ratio[known], columns, table.curves.kernel)
+    guess = table.roofline_us * np.exp(found.predict(table.x))
+    assert guess[-1] / guess[-2] == pytest.approx(2, rel=0.02)
+    assert left_out_pct(rows, known, gpus).max() < 4
+
+
+def test_networks_and_vidurs_kernels_tell_nothing_of_others() -> None:
+    """Covariances of rows within a node, of two nodes and of Vidur are 0 but among their like."""
+    rows = curve("a100-sxm-80gb", "all_reduce", 6.0, 200e9)
+    across = rows.assign(world_size=16, ranks_per_node=8, node="aws-p4d")
+    parts = [rows, across, rows.assign(stack="vidur")]
+    prepared = prepare(
+        pd.concat(parts, ignore_index=True),
+        families()["collective"],
+        {"a100-sxm-80gb": load_gpu("a100-sxm-80gb")},
+    )
+    stated = prepared.table.curves
+    assert stated is not None
+    z = stated.kernel.levelled(prepared.table.x[:, list(stated.columns)])
+    which = np.repeat(np.arange(3), len(rows))
+    apart = which[:, None] != which
+    assert stated.kernel(z, z)[apart].max() < 1e-6 < stated.kernel(z, z)[~apart].max()
+
+
+def test_one_value_of_a_text_is_one_column() -> None:
+    """op has columns 0 and 1, size column 2."""
+    table = {"op": np.array(["b", "a"], dtype=object), "size": np.array([1.0, 2.0])}
+    encoder = Encoder.fit(table)
+    assert encoder.places(["op"]) == (0, 1)
+    assert encoder.places(["op=b", "size"]) == (1, 2)
+    assert encoder.places(["op=c"]) == ()

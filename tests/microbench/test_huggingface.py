@@ -37,6 +37,9 @@ TINY: dict[str, dict[str, Any]] = {
         **{"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2},
         **{"intermediate_size": 64, "image_size": 32, "patch_size": 8},
     },
+    "ConvNextForImageClassification": {  # reads rates of stochastic depth off a tensor
+        **{"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "image_size": 32},
+    },
 }
 MOE: dict[str, dict[str, Any]] = {
     "SwitchTransformersForConditionalGeneration": {

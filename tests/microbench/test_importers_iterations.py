@@ -146,7 +146,17 @@ def test_a_doubt_is_kept_with_its_row(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "millions"),
-    [("resnet18", 11.69), ("tv_resnet50", 25.56), ("vit_base_patch16_224", 86.57)],
+    [
+        ("resnet18", 11.69),
+        ("tv_resnet50", 25.56),
+        ("vit_base_patch16_224", 86.57),
+        ("beit_base_patch16_224", 86.53),
+        ("efficientnet_b0", 5.29),
+        ("tf_efficientnet_b4_ns", 19.34),
+        ("mobilenetv2_035", 1.68),
+        ("mobilenetv2_140", 6.11),
+        ("resnetv2_50x3_bitm", 217.32),
+    ],
 )
 def test_a_timm_model_has_as_many_parameters_as_published(name: str, millions: float) -> None:
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -156,4 +166,10 @@ def test_a_timm_model_has_as_many_parameters_as_published(name: str, millions: f
         model = getattr(transformers, facts["architectures"][0])(config)
     count = sum(p.numel() for p in model.parameters())
     assert count / 1e6 == pytest.approx(millions, abs=0.005)
-    assert timm_config("resnet50d", 224) is None  # another stem
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet50d", "resnet77", "efficientnet_b0_gn", "beit_tall_patch16_224"]
+)
+def test_other_networks_have_no_configuration(name: str) -> None:
+    assert timm_config(name, 224) is None
