@@ -180,7 +180,7 @@ def fit_quick(table: Table, options: dict[str, Any], members: int = MEMBERS) -> 
     smooth = fit_smooth(table, members, path)
     if path is not None:
         return Blend(trees=None, share=1.0, smooth=smooth)
-    own = dict.fromkeys(fit.own_columns(table), QUICK_ROUNDS)
+    own = dict.fromkeys(fit.own_columns(table), fit.SHARED_ROUNDS + QUICK_ROUNDS)
     others = (table.x[:, list(table.gpus)] > 0).any(0).sum() > len(own)
     rounds = fit.Rounds(common=fit.SHARED_ROUNDS + QUICK_ROUNDS * int(others), own=own)
     return Blend(trees=fit.refit(table, options, rounds), share=QUICK_SHARE, smooth=smooth)

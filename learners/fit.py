@@ -27,7 +27,8 @@ ROUNDS = 800
 MANY_ROUNDS = 300  # after the shared ones; with more, pricing falls below 20,000 rows a second
 SHARED_ROUNDS = 150
 OWN_ROWS = 1_000  # a GPU with as many bears trees of its own
-OWN_TABLE = 20_000  # rows, from which on trees for all GPUs are too few for each
+OWN_TABLE = 10_000  # rows, from which on trees for all GPUs are too few for each
+OWN_ROUNDS = 600  # alone: after rounds shared with other GPUs they come out less exact
 OWN: dict[str, Any] = {"max_depth": 7, "colsample_bytree": 0.8}
 
 
@@ -130,10 +131,9 @@ def _shared(table: Table, options: dict[str, Any], seed: int) -> xgb.Booster | N
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trees:
-    """Rounds for all rows; ``own`` are rounds for one GPU's rows, by its column of x.
+    """Rounds for all rows; ``own`` answer for one GPU's rows instead, by its column of x.
 
-    Of rows of several GPUs SHARED_ROUNDS come first that do not see which: a GPU with rounds of its
-    own starts from them.
+    Of rows of several GPUs SHARED_ROUNDS come first that do not see which.
     """
 
     common: xgb.Booster
@@ -141,16 +141,14 @@ class Trees:
 
     def log_ratio(self, x: Array) -> Array:
         """Log of time over roofline."""
-        out, shared = np.zeros(len(x)), np.zeros(len(x), dtype=bool)
-        mine = {column: x[:, column] > 0 for column in self.own}
-        for rows in mine.values():
-            shared |= rows
-        for rows, rounds in ((~shared, (0, 0)), (shared, (0, SHARED_ROUNDS))):
-            if rows.any():
-                out[rows] = self.common.inplace_predict(x[rows], iteration_range=rounds)
-        for column, rows in mine.items():
-            if rows.any():
-                out[rows] += self.own[column].inplace_predict(x[rows])
+        out, rest = np.zeros(len(x)), np.ones(len(x), dtype=bool)
+        for column, booster in self.own.items():
+            mine = x[:, column] > 0
+            if mine.any():
+                out[mine] = booster.inplace_predict(x[mine])
+            rest &= ~mine
+        if rest.any():
+            out[rest] = self.common.inplace_predict(x[rest])
         return out
 
 
@@ -173,7 +171,7 @@ def rounds_for_all(folds: Sequence[Trees], identity: bool) -> Rounds:
 
     columns = {column for trees in folds for column in trees.own}
     own = {
-        column: enough([trees.own[column] for trees in folds if column in trees.own], MANY_ROUNDS)
+        column: enough([trees.own[column] for trees in folds if column in trees.own], OWN_ROUNDS)
         for column in sorted(columns)
     }
     most = SHARED_ROUNDS + MANY_ROUNDS if identity else ROUNDS
@@ -199,38 +197,35 @@ def _others(table: Table, own: Iterable[int]) -> Array:
     return ~(table.x[:, list(own)] > 0).any(1)
 
 
-def _data(table: Table, base: xgb.Booster | None = None) -> xgb.DMatrix:
-    """The rows with their log ratio, less what ``base`` says already."""
-    known = 0.0 if base is None else base.inplace_predict(table.x)
-    return xgb.DMatrix(table.x, label=table.log_ratio - known)
+def _data(table: Table) -> xgb.DMatrix:
+    return xgb.DMatrix(table.x, label=table.log_ratio)
 
 
 def fit_xgboost(rest: Table, held: Table, options: dict[str, Any], seed: int = 0) -> Trees:
     """Squared error on the log ratio, stopped early on ``held``."""
 
-    def early(known: xgb.DMatrix, out: xgb.DMatrix, own: bool, rounds: int) -> xgb.Booster:
-        more = {"eval_metric": "mae", **(OWN if own else {})}
+    def early(
+        rest: Table, held: Table, changes: dict[str, Any], rounds: int, first: xgb.Booster | None
+    ) -> xgb.Booster:
         return xgb.train(
-            {**_parameters(options, seed), **more},
-            known,
+            {**_parameters({**options, **changes}, seed), "eval_metric": "mae"},
+            _data(rest),
             num_boost_round=rounds,
-            evals=[(out, "held")],
+            evals=[(_data(held), "held")],
             callbacks=[xgb.callback.EarlyStopping(rounds=40, save_best=True)],
             verbose_eval=False,
-            xgb_model=None if own else shared,
+            xgb_model=first,
         )
 
-    shared = _shared(rest, options, seed)
-    rounds = MANY_ROUNDS if rest.identity else ROUNDS
-    own = {}
-    for column in own_columns(rest) if shared else ():
+    shared, own = _shared(rest, options, seed), {}
+    for column in own_columns(rest):
         out = _of_gpu(held, column)
         if len(out.x):
-            known = _data(_of_gpu(rest, column), shared)
-            own[column] = early(known, _data(out, shared), True, rounds)
+            own[column] = early(_of_gpu(rest, column), out, OWN, OWN_ROUNDS, None)
     if shared and not _others(rest, own).any():
         return Trees(common=shared, own=own)
-    return Trees(common=early(_data(rest), _data(held), False, rounds), own=own)
+    rounds = MANY_ROUNDS if rest.identity else ROUNDS
+    return Trees(common=early(rest, held, {}, rounds, shared), own=own)
 
 
 def predict_xgboost(trees: Trees, x: Array, roofline_us: Array) -> Array:
@@ -243,7 +238,7 @@ def refit(table: Table, options: dict[str, Any], rounds: Rounds) -> Trees:
     first = _shared(table, options, 0)
     parameters = _parameters(options, 0)
     own = {
-        column: xgb.train({**parameters, **OWN}, _data(_of_gpu(table, column), first), count)
+        column: xgb.train({**parameters, **OWN}, _data(_of_gpu(table, column)), count)
         for column, count in rounds.own.items()
     }
     if first is not None and rounds.common <= SHARED_ROUNDS:
