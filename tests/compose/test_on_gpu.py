@@ -26,7 +26,9 @@ GPU = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per
 
 
 def learned(*words: str) -> Any:
-    return SimpleNamespace(encoder=SimpleNamespace(vocabulary={"op": list(words)}))
+    vocabulary = {"op": list(words)}
+    envelope = {"log_groups": (0.0, 0.0)}
+    return SimpleNamespace(encoder=SimpleNamespace(vocabulary=vocabulary), envelope=envelope)
 
 
 MODELS: Mapping[str, Any] = {
@@ -110,6 +112,18 @@ def test_a_strided_pointwise_convolution_is_no_wider_than_its_channels() -> None
     facts = {"kernel_h": 1, "kernel_w": 1, "padding_h": 0, "padding_w": 0, "stride": 2}
     product = stand_ins(convolution(**facts), MODELS, True)[0].params
     assert (product.m, product.n, product.k) == (32, 32, 16)
+
+
+def test_a_grouped_convolution_passes_over_its_tensors_more_often() -> None:
+    """4 channels of 9 taps in a group: 1 + sqrt(36 / 9) passes; nobody measured groups in fp32."""
+    (found,) = stand_ins(convolution(groups=4), MODELS, True)
+    assert replace(found, times=1) == copy((2 * 64 * 16 + 2 * 64 * 32) * 2)
+    assert found.times == 3
+    (found,) = stand_ins(convolution(groups=4, dtype="fp32", op="backward"), MODELS, True)
+    assert found.times == 6
+    seen = {**MODELS, "conv": learned("forward", "fp32")}
+    seen["conv"].envelope["log_groups"] = (0.0, 5.0)
+    assert stand_ins(convolution(groups=4, dtype="fp32"), seen, True) == []
 
 
 def test_a_backward_in_a_known_dtype_is_two_forwards() -> None:
