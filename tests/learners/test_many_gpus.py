@@ -83,6 +83,20 @@ def test_a_gpu_never_seen_is_priced_as_its_twin(bundle: Bundle) -> None:
     assert not found["in_envelope"].any()
 
 
+def test_a_halved_rate_bounds_what_its_units_would_do(bundle: Bundle) -> None:
+    """A twin of ``three`` that may use a quarter of its rate: (t**3 + (flops / peak)**3)**(1/3)."""
+    rows = measured("three", 40, 400).assign(gpu="twin").drop(columns="stack")
+    full = replace(toy("three"), name="twin")
+    quarter = {"fp32": full.peak("fp32") / 4}
+    half = replace(full, peak_flops_per_s=quarter, full_rate_flops_per_s=full.peak_flops_per_s)
+    free = bundle.price("gemm", rows, {"twin": full})["predicted_us"].to_numpy()
+    bound = gemm.flops(rows) / half.peak("fp32") * 1e6
+    found = bundle.price("gemm", rows, {"twin": half})["predicted_us"].to_numpy()
+    assert found == pytest.approx((free**3 + bound.to_numpy() ** 3) ** (1 / 3), rel=1e-5)
+    assert (found > free * 1.01).any()
+    assert half.full_rate("fp32") == 4 * half.peak("fp32") == full.full_rate("fp32")
+
+
 def test_the_envelope_alone_is_what_pricing_finds(bundle: Bundle) -> None:
     """Known and unknown GPUs and sizes in one question, the order of the rows kept."""
     parts = [measured(name, 10, 400) for name in ("new", "two")]
