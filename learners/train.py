@@ -105,8 +105,18 @@ def train_family(
     residual = np.log(table.time_us / part.blend_us(np.arange(len(rows))))
     residual[known] = part.crossed.residual
     crossed = replace(part.crossed, residual=residual)
-    facts = {"digest": digest, "rows": len(rows), "errors": dict(report.learners["xgboost"])}
+    facts = {
+        "digest": digest,
+        "rows": len(rows),
+        "errors": dict(report.learners["xgboost"]),
+        "ops": ops_by_dtype(rows),
+    }
     return report, fit_model(prepared, options, crossed, speed.sensitivity, facts)
+
+
+def ops_by_dtype(rows: pd.DataFrame) -> dict[str, list[str]]:
+    """The ops that were measured in each dtype."""
+    return {str(dtype): sorted(ops.unique()) for dtype, ops in rows.groupby("dtype")["op"]}
 
 
 def hardware_of(roots: Sequence[Path], rows: pd.DataFrame) -> dict[str, Gpu]:
