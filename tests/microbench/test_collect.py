@@ -38,7 +38,7 @@ def without_captures(root: Path, *names: str) -> None:
 
 def test_collectives_are_swept_by_two_ranks(tmp_path: Path) -> None:
     without_captures(tmp_path, "collective")
-    assert collect(tmp_path, "cpu", ["collective"], 6.0) > 10
+    assert collect(tmp_path, "cpu", ["collective"], 12.0) > 10
     rows = store.read_rows([tmp_path], "collective")
     assert set(rows["status"]) == {"ok"}
     assert set(rows["world_size"]) == set(rows["ranks_per_node"]) == {2}
