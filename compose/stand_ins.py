@@ -54,7 +54,7 @@ def stand_ins(params: Any, models: Mapping[str, Any], channels_last: bool) -> li
     if not all(learned(models, name) for name in NEEDED):
         return []
     if isinstance(params, Gemm):
-        return list(_product(params, models["gemm"].facts.get("ops", {}).get(params.dtype, ())))
+        return list(_product(params, models["gemm"].facts["ops"].get(params.dtype, ())))
     if isinstance(params, Conv):
         return list(_conv(params, models, channels_last))
     if isinstance(params, Reduction) and params.op == SOFTMAX_BACKWARD:

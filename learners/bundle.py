@@ -35,7 +35,7 @@ from microbench.ops import families
 
 SHIPPED = Path(__file__).parent / "shipped"
 SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # of another machine, for a first look
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 XGBOOST_ERROR: type[Exception] = xgb.core.XGBoostError
 DAMAGE = (
     KeyError,
@@ -175,12 +175,12 @@ def load_residuals(path: Path, width: float, nugget: float) -> Residuals:
 def save_smooth(blend: Blend, path: Path) -> None:
     """Networks and processes as plain arrays, loaded without pickle; no file where there are none.
 
-    An array is called known.network.w0 or known.process.at.
+    An array is called network.w0 or process.at.
     """
     if blend.smooth is None:
         return
     kind = type(blend.smooth).__name__.lower()
-    arrays = {f"known.{kind}.{name}": a for name, a in blend.smooth.to_arrays().items()}
+    arrays = {f"{kind}.{name}": a for name, a in blend.smooth.to_arrays().items()}
     np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
 
 
@@ -207,16 +207,14 @@ def load_smooth(path: Path, trees: Trees | None, share: float) -> Blend:
     """As saved; a family without the file has trees only, one that is a process alone has none."""
     if trees is not None and not path.is_file():
         return Blend(trees=trees)
-    arrays: dict[str, np.ndarray] = {}
+    kind, arrays = "", dict[str, np.ndarray]()
     with np.load(path, allow_pickle=False) as file:
         for name in file:
-            whose, kind, array = name.split(".")
-            if whose == "known":
-                arrays[array], maker = file[name], kind
+            kind, array = name.split(".")
+            arrays[array] = file[name]
     makers: dict[str, Callable[[dict[str, np.ndarray]], Smooth]]
     makers = {"network": Network.from_arrays, "process": Process.from_arrays}
-    smooth = makers[maker](arrays) if arrays else None
-    return Blend(trees=trees, share=share, smooth=smooth)
+    return Blend(trees=trees, share=share, smooth=makers[kind](arrays))
 
 
 def _pair(values: Any) -> tuple[float, float]:
@@ -228,14 +226,13 @@ def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel
     if name not in families():
         raise ValueError(f"bundle {str(folder)!r}: unknown family {name!r}")
     share, path = float(facts["share"]), folder / f"{name}.ubj.gz"
-    own = facts.get("own_trees", [])
-    trees = load_trees(folder, name, own) if share < 1.0 or path.is_file() else None
+    trees = load_trees(folder, name, facts["own_trees"]) if share < 1.0 or path.is_file() else None
     near = facts["residuals"]
     encoder = Encoder(list(facts["features"]), dict(facts["vocabulary"]))
     return FamilyModel(
         blend=load_smooth(folder / f"{name}.npz", trees, share),
         encoder=encoder,
-        lenders=Lenders(encoder=encoder, measured=facts.get("measured", {})),
+        lenders=Lenders(encoder=encoder, measured=facts["measured"]),
         offsets=_pair(facts["offsets"]),
         strange_offsets=_pair(facts["strange_offsets"]),
         envelope={k: _pair(v) for k, v in facts["envelope"].items()},

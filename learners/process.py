@@ -165,12 +165,12 @@ class Process:
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Array]) -> Process:
         """As written by to_arrays."""
-        low, high = arrays.get("ends", (0.0, np.inf))
+        low, high = arrays["ends"]
         kernel = Kernel(
             inverse=arrays["inverse"],
             amplitude=arrays["amplitude"],
             noise=float(arrays["noise"]),
-            along=int(arrays.get("along", 0)),
+            along=int(arrays["along"]),
             ends=(float(low), float(high)),
         )
         return cls(

@@ -18,9 +18,9 @@ HERE = Path(__file__).parent
 class Gpu:
     """Vendor or measured peaks of one device; ``sm_count`` counts SMs, compute units or cores.
 
-    ``peak_flops_per_s`` is dense and by dtype; ``l2_bytes`` is the last cache before memory;
-    Where the vendor halves the rate of products accumulated in fp32, ``full_rate_flops_per_s`` is
-    what the same units do otherwise: kernels reach a share of that, up to the peak.
+    ``peak_flops_per_s`` is dense and by dtype. Where the vendor halves the rate of products
+    accumulated in fp32, ``full_rate_flops_per_s`` is what the same units do otherwise: kernels
+    reach a share of that, up to the peak. ``l2_bytes`` is the last cache before memory;
     ``link_bytes_per_s`` is one direction of the fast link to its neighbours (0: none).
     ``cold_share`` says, by MiB touched since an access, how much of a cold access's extra time the
     next one takes; empty where it was not measured. While a message and compute overlap both go on
