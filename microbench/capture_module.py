@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import inspect
 import sys
@@ -13,10 +12,10 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from microbench.capture import capture_step
+from microbench.capture_fake import fake, without_data
 from microbench.cases.huggingface import make_inputs
 from microbench.opcall import StepCapture
 from microbench.step import StepSettings
@@ -84,7 +83,7 @@ def capture_own(
 
     def build() -> Any:
         dtype = None if keep_dtype else torch.get_default_dtype()
-        made["own"] = without_data(make(), dtype)
+        made["own"] = _faked(make(), dtype)
         return made["own"].module
 
     def inputs() -> dict[str, Any]:
@@ -101,38 +100,15 @@ def capture_own(
     return replace(step, samples=samples, tokens=samples * length)
 
 
-def without_data(own: OwnModel, dtype: torch.dtype | None) -> OwnModel:
-    """The same model with fake tensors on the CPU, strides and ties kept."""
-    memo: dict[int, Any] = {}
-
-    def fake(tensor: Any) -> Any:
-        new = torch.empty_strided(
-            tensor.size(),
-            tensor.stride(),
-            dtype=dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
-            requires_grad=tensor.requires_grad,
-        )
-        return torch.nn.Parameter(new, tensor.requires_grad) if _is_parameter(tensor) else new
-
-    for tensor in (*own.module.parameters(), *own.module.buffers()):
-        if not isinstance(tensor, FakeTensor):
-            memo[id(tensor)] = fake(tensor)
-    module = own.module
-    if memo:
-        with _disable_current_modes():
-            try:
-                module = copy.deepcopy(own.module, memo)
-            except (TypeError, RuntimeError) as exc:
-                raise ValueError(f"cannot copy the structure of the module: {exc}") from exc
+def _faked(own: OwnModel, dtype: torch.dtype | None) -> OwnModel:
+    """The same model and inputs without data."""
     inputs = tree_map(
-        lambda v: fake(v) if isinstance(v, torch.Tensor) and not isinstance(v, FakeTensor) else v,
+        lambda v: (
+            fake(v, dtype) if isinstance(v, torch.Tensor) and not isinstance(v, FakeTensor) else v
+        ),
         own.inputs,
     )
-    return replace(own, module=module, inputs=inputs)
-
-
-def _is_parameter(tensor: Any) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)
+    return replace(own, module=without_data(own.module, dtype), inputs=inputs)
 
 
 def _named_inputs(

@@ -125,14 +125,14 @@ def _built(kind: Any, config: Any) -> Any:
     from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.utils._python_dispatch import _disable_current_modes
 
-    from microbench.capture_module import OwnModel, without_data  # lazy: it imports this file
+    from microbench.capture_fake import without_data  # lazy, as torch
 
     try:
         return kind(config)
     except DataDependentOutputException:
         with _disable_current_modes(), torch.device("meta"):
             model = kind(config)
-        return without_data(OwnModel(module=model), None).module
+        return without_data(model)
 
 
 def make_inputs(model: Any, config: Any, batch: int, seq: int, labels: bool) -> dict[str, Any]:

@@ -83,6 +83,10 @@ def test_a_gpu_never_seen_is_priced_as_its_twin(bundle: Bundle) -> None:
     assert not found["in_envelope"].any()
 
 
+def test_a_bundle_knows_which_ops_were_measured_in_a_dtype(bundle: Bundle) -> None:
+    assert bundle.models["gemm"].facts["ops"] == {"fp32": ["addmm", "bmm", "mm"]}
+
+
 def test_a_halved_rate_bounds_what_its_units_would_do(bundle: Bundle) -> None:
     """A twin of ``three`` that may use a quarter of its rate: (t**3 + (flops / peak)**3)**(1/3)."""
     rows = measured("three", 40, 400).assign(gpu="twin").drop(columns="stack")
