@@ -12,7 +12,7 @@ from eval.bench_public import Result, Rows, read_public, run_line
 
 BASELINES = ("roofline", "alpha_beta", "interpolation", "nearest", "mlp", "nodes summed")
 CALIBRATED = ("4 rows", "8 rows", "16 rows")  # of the GPU left out, measured
-LEARNERS = ("itercast", *CALIBRATED, *BASELINES)
+LEARNERS = ("itercast", "stated rate", *CALIBRATED, *BASELINES)
 WORKERS = 2
 
 

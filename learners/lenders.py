@@ -89,6 +89,13 @@ class Lenders:
             found[rows] = own is None or (dtype in dtypes and dtype not in own)
         return found
 
+    def unmeasured(self, asked: Asked) -> np.ndarray:
+        """Rows of dtypes that nothing was measured in on their GPU."""
+        found = np.zeros(len(asked.gpu), dtype=bool)
+        for rows, (gpu, dtype, _) in asked.groups():
+            found[rows] = bool(self.measured) and dtype not in self.measured.get(gpu, {})
+        return found
+
     def shares(
         self, gpu: str, dtype: str, stack: str, gpus: Mapping[str, Gpu]
     ) -> dict[tuple[str, str], float]:

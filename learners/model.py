@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from learners import fit, local
+from learners import fit, local, reached
 from learners.blend import MEMBERS, Blend, CrossFit, cross_fit, fit_quick, refit
 from learners.calibration import Calibration, points
 from learners.curves import stated_curves
@@ -17,13 +17,12 @@ from learners.lenders import Asked, Lenders, what_was_measured
 from learners.speed import Sensitivity, Speed, at_reference_us
 from learners.table import (
     IDENTITY,
-    PLACE,
     Encoder,
     Features,
-    among,
     at_least_us,
     feature_table,
     identities,
+    in_envelope,
     is_number,
     learn_launch_us,
     shape_groups,
@@ -74,9 +73,15 @@ class FamilyModel:
         """Forecasts of rows in dataset form, in their order."""
         table, roofline = self._table(rows, family, gpus)
         asked = Asked.of(rows, table, gpus)
-        strange, x = self.lenders.strange(asked), self.encoder.encode(table)
-        guess = self.lenders.predict(self.blend, x, roofline, asked)
-        guess = (guess**JOIN + at_least_us(rows, family, gpus) ** JOIN) ** (1 / JOIN)
+        strange = self.lenders.strange(asked)
+        guess = self._blended_us(rows, family, gpus, table, roofline)
+        guess = guess * reached.correction(
+            rows,
+            family,
+            asked,
+            self.lenders.unmeasured(asked),
+            lambda large: self._blended_us(large, family, gpus, *self._table(large, family, gpus)),
+        )
         low, high = (
             np.where(strange, self.strange_offsets[i], self.offsets[i]).astype(float)
             for i in range(2)
@@ -96,13 +101,27 @@ class FamilyModel:
             time_us=guess,
             p10_us=guess * np.exp(low),
             p90_us=guess * np.exp(high),
-            inside=in_envelope(table, self),
+            inside=in_envelope(table, self.envelope, self.encoder),
             roofline_us=roofline,
         )
 
+    def _blended_us(
+        self,
+        rows: pd.DataFrame,
+        family: Family,
+        gpus: Mapping[str, Gpu],
+        table: Features,
+        roofline: np.ndarray,
+    ) -> np.ndarray:
+        """Of trees and networks, not below the time at a halved rate."""
+        asked, x = Asked.of(rows, table, gpus), self.encoder.encode(table)
+        guess = self.lenders.predict(self.blend, x, roofline, asked)
+        bound = at_least_us(rows, family, gpus)
+        return np.asarray((guess**JOIN + bound**JOIN) ** (1 / JOIN))
+
     def inside(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
         """Whether every input of a row was seen in training, as ``predict`` says it."""
-        return in_envelope(self._table(rows, family, gpus)[0], self)
+        return in_envelope(self._table(rows, family, gpus)[0], self.envelope, self.encoder)
 
     def _table(
         self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]
@@ -110,24 +129,6 @@ class FamilyModel:
         """Features with whose row it is, and the roofline in us."""
         table, roofline = feature_table(rows, family, gpus, self.launch)
         return {**table, **identities(rows, family, self.stacks)}, roofline
-
-
-def in_envelope(table: Features, model: FamilyModel) -> np.ndarray:
-    """True where every number lies within the training range and every string was seen.
-
-    A GPU's places are not asked for: what all clusters share forecasts one never seen.
-    """
-    inside = np.ones(len(table["gpu"]), dtype=bool)
-    for name, (low, high) in model.envelope.items():
-        inside &= (table[name] >= low - 1e-6) & (table[name] <= high + 1e-6)
-    for name, seen in model.encoder.vocabulary.items():
-        if name == "gpu":
-            known = {value.partition(PLACE)[0] for value in seen}
-            codes, distinct = pd.factorize(table[name])
-            inside &= np.array([str(v).partition(PLACE)[0] in known for v in distinct])[codes]
-        elif name not in IDENTITY:
-            inside &= among(table[name], seen)
-    return inside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,16 +224,20 @@ def learn(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> Lea
 
 def learn_quickly(
     prepared: Prepared, known: np.ndarray, options: dict[str, Any], members: int = MEMBERS
-) -> Callable[[np.ndarray], np.ndarray]:
-    """Forecasts in us of rows of GPUs that none of the rows ``known`` is of."""
-    blend = fit_quick(prepared.table.take(known), options, members)
-    lenders = prepared.lenders(known)
-
-    def predict_us(rows: np.ndarray) -> np.ndarray:
-        table, asked = prepared.table.take(rows), prepared.asked.take(rows)
-        return lenders.predict(blend, table.x, table.roofline_us, asked)
-
-    return predict_us
+) -> FamilyModel:
+    """A model of the rows ``known`` that forecasts GPUs none of them is of; no intervals."""
+    return FamilyModel(
+        blend=fit_quick(prepared.table.take(known), options, members),
+        encoder=prepared.encoder,
+        lenders=prepared.lenders(known),
+        offsets=(0.0, 0.0),
+        strange_offsets=(0.0, 0.0),
+        envelope={},
+        sensitivity=(1.0, 0.0),
+        facts={},
+        stacks=prepared.stacks,
+        launch=prepared.launch,
+    )
 
 
 def fit_model(
@@ -279,7 +284,9 @@ def strange_offsets(prepared: Prepared, options: dict[str, Any], known: Offsets)
         held = np.isin(gpu, names[fold::3])
         some = np.random.default_rng(fold).permutation(np.flatnonzero(~held))[:20_000]
         out = np.random.default_rng(fold).permutation(np.flatnonzero(held))[:5_000]
-        guess = learn_quickly(prepared, some, options, members=1)(out)
-        errors.append(np.log(prepared.table.time_us[out] / guess))
+        model = learn_quickly(prepared, some, options, members=1)
+        table, asked = prepared.table.take(out), prepared.asked.take(out)
+        guess = model.lenders.predict(model.blend, table.x, table.roofline_us, asked)
+        errors.append(np.log(table.time_us / guess))
     low, high = np.quantile(np.concatenate(errors), [0.1, 0.9])
     return min(known[0], float(low)), max(known[1], float(high))

@@ -261,6 +261,26 @@ class Encoder:
         return tuple(found)
 
 
+def in_envelope(
+    table: Features, envelope: Mapping[str, tuple[float, float]], encoder: Encoder
+) -> np.ndarray:
+    """True where every number lies within the training range and every string was seen.
+
+    A GPU's places are not asked for: what all clusters share forecasts one never seen.
+    """
+    inside = np.ones(len(table["gpu"]), dtype=bool)
+    for name, (low, high) in envelope.items():
+        inside &= (table[name] >= low - 1e-6) & (table[name] <= high + 1e-6)
+    for name, seen in encoder.vocabulary.items():
+        if name == "gpu":
+            known = {value.partition(PLACE)[0] for value in seen}
+            codes, distinct = pd.factorize(table[name])
+            inside &= np.array([str(v).partition(PLACE)[0] in known for v in distinct])[codes]
+        elif name not in IDENTITY:
+            inside &= among(table[name], seen)
+    return inside
+
+
 def is_number(values: np.ndarray) -> bool:
     """Whether a column holds numbers."""
     return values.dtype.kind in "biuf"

@@ -20,7 +20,8 @@ class Gpu:
 
     ``peak_flops_per_s`` is dense and by dtype. Where the vendor halves the rate of products
     accumulated in fp32, ``full_rate_flops_per_s`` is what the same units do otherwise: kernels
-    reach a share of that, up to the peak. ``l2_bytes`` is the last cache before memory;
+    reach a share of that, up to the peak. ``reached_flops_per_s`` is what products of large square
+    matrices are known to reach, by dtype. ``l2_bytes`` is the last cache before memory;
     ``link_bytes_per_s`` is one direction of the fast link to its neighbours (0: none).
     ``cold_share`` says, by MiB touched since an access, how much of a cold access's extra time the
     next one takes; empty where it was not measured. While a message and compute overlap both go on
@@ -35,6 +36,7 @@ class Gpu:
     clock_hz: float = 1e9
     peak_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     full_rate_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    reached_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     hbm_bytes_per_s: float = 1e11
     hbm_bytes: float = 16e9
     l2_bytes: float = 4e6

@@ -20,6 +20,7 @@ from microbench.ops.family import (
 )
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64))
+LARGE = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +146,7 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
+    large=lambda dtype: Gemm(m=LARGE, n=LARGE, k=LARGE, dtype=dtype),
     answers={f"aten.{op}.default": from_mm for op in ("mm", "addmm", "bmm", "baddbmm")},
     weight=2.0,
 )

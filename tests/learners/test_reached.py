@@ -1,0 +1,94 @@
+"""What large products reach on a GPU corrects forecasts of what was not measured on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from learners.bundle import SHIPPED, Bundle
+from learners.lenders import Asked
+from learners.reached import correction
+from microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from microbench.ops.gemm import FAMILY, LARGE
+
+SHIPS = Bundle.load(SHIPPED)
+NEW = Gpu(
+    name="new",
+    peak_flops_per_s={"fp32": 2e13, "bf16": 2e14},
+    reached_flops_per_s={"fp32": 1e13},
+    hbm_bytes_per_s=1e12,
+)
+
+
+def products(gpu: str, dtype: str, *sizes: int) -> pd.DataFrame:
+    rows = [{"gpu": gpu, "op": "mm", "m": m, "n": LARGE, "k": LARGE, "batch": 1} for m in sizes]
+    return pd.DataFrame(rows).assign(layout="nn", dtype=dtype, family="gemm")
+
+
+def factors(rows: pd.DataFrame, unmeasured: bool = True) -> np.ndarray:
+    """With a learner that says 27,488 us of everything."""
+    asked = Asked(
+        gpu=rows["gpu"].to_numpy(),
+        dtype=rows["dtype"].to_numpy(),
+        stack=np.full(len(rows), ""),
+        gpus={"new": NEW},
+    )
+    told = np.full(len(rows), unmeasured)
+    return correction(rows, FAMILY, asked, told, lambda large: np.full(len(large), 27_488.0))
+
+
+def test_the_factor_is_a_power_of_known_over_forecast_time() -> None:
+    """2 * 8192**3 FLOP at 1e13 a second take 109,951 us: four times what the learner says.
+
+    A product of one row computes 6.7 us and moves 268 MB, 268 us, after a launch of 2 us; computing
+    has a share of 0.024 in that, of 0.985 in the large one.
+    """
+    large, thin = factors(products("new", "fp32", LARGE, 1))
+    compute_us, memory_us = 2 * LARGE**3 / 2e13 * 1e6, 4 * 3 * LARGE**2 / 1e12 * 1e6
+    share = compute_us / (compute_us + memory_us + 2)
+    assert share == pytest.approx(0.985, abs=1e-3)
+    assert large == pytest.approx(4, rel=1e-3)
+    assert thin == pytest.approx(4 ** (6.71 / (6.71 + 268.5 + 2) / share), rel=1e-3)
+
+
+def test_what_was_measured_or_is_not_stated_stays() -> None:
+    assert factors(products("new", "fp32", LARGE), unmeasured=False) == 1
+    assert factors(products("new", "bf16", LARGE)) == 1
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "tf32", "fp16", "bf16"])
+@pytest.mark.parametrize("gpu", ["l4", "h100-pcie-80gb", "mi210", "h200-sxm-141gb", "rtx-3090"])
+def test_the_bundle_that_ships_forecasts_the_stated_rate(gpu: str, dtype: str) -> None:
+    facts = load_gpu(gpu)
+    if dtype not in facts.reached_flops_per_s:
+        pytest.skip("not stated")
+    row = products(gpu, dtype, LARGE)
+    us = float(SHIPS.price("gemm", row, {gpu: facts})["predicted_us"].iloc[0])
+    assert 2e6 * LARGE**3 / us == pytest.approx(facts.reached_flops_per_s[dtype], rel=0.01)
+    slower = replace(facts, reached_flops_per_s={dtype: facts.reached_flops_per_s[dtype] / 2})
+    twice = float(SHIPS.price("gemm", row, {gpu: slower})["predicted_us"].iloc[0])
+    assert twice == pytest.approx(2 * us, rel=0.01)
+
+
+def test_a_dtype_new_to_a_known_gpu_reaches_its_rate_too() -> None:
+    """The A40 of the bundle was measured in fp16 alone; fp16 itself is not corrected."""
+    a40, without = load_gpu("a40"), replace(load_gpu("a40"), reached_flops_per_s={})
+    for dtype, same in (("tf32", False), ("fp16", True), ("bf16", True)):
+        row = products("a40", dtype, LARGE)
+        found = [
+            float(SHIPS.price("gemm", row, {"a40": g})["predicted_us"].iloc[0])
+            for g in (a40, without)
+        ]
+        assert (found[0] == found[1]) is same
+    fp32 = float(SHIPS.price("gemm", products("a40", "fp32", LARGE))["predicted_us"].iloc[0])
+    assert 2e6 * LARGE**3 / fp32 == pytest.approx(23.0e12, rel=0.05)
+
+
+def test_stated_rates_are_below_the_peak_but_for_boost_clocks() -> None:
+    for name in gpu_names()[1:]:
+        gpu = load_gpu(name)
+        for dtype, rate in gpu.reached_flops_per_s.items():
+            assert 0.25 < rate / gpu.peak(dtype) < 1.1, (name, dtype)
