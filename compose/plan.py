@@ -18,6 +18,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "gossip": ("ring", "exp2"),
 }
 DEGREES = ("dp", "tp", "pp", "cp", "micro", "accumulate", "nodes")
+FLAGS = ("sp", "amp")
 TRANSFORMS = ("split", "reorder", "fuse", "overlap")
 
 
@@ -38,6 +39,7 @@ class ParallelPlan:
     ep: int = 1
     imbalance: float = 1.0
     sp: bool = False
+    amp: bool = False
     zero: int = 0
     micro: int = 0
     schedule: str = "1f1b"
@@ -66,7 +68,9 @@ class ParallelPlan:
     @property
     def plain(self) -> bool:
         """Whether it is one process or plain DDP."""
-        return replace(self, micro=0) == ParallelPlan(dp=self.dp) and self.microbatches == 1
+        return replace(self, micro=0, amp=False) == ParallelPlan(dp=self.dp) and (
+            self.microbatches == 1
+        )
 
     @property
     def microbatches(self) -> int:
@@ -100,8 +104,8 @@ class ParallelPlan:
                 continue
             if f.name == "ep" and self.imbalance != 1:
                 found.append(f"ep={self.ep}:{self.imbalance:g}")
-            elif f.name == "sp":
-                found.append("sp")
+            elif f.name in FLAGS:
+                found.append(f.name)
             elif f.name == "schedule" and value == "interleaved":
                 found.append(f"schedule=interleaved:{self.virtual}")
             elif f.name == "coconet":
@@ -181,9 +185,9 @@ def _coconet(key: str, value: str) -> dict[str, Any]:
     return found
 
 
-def _sp(key: str, value: str) -> dict[str, Any]:
+def _flag(key: str, value: str) -> dict[str, Any]:
     if value:
-        raise ValueError(f"sp takes no value, got {value!r}")
+        raise ValueError(f"{key} takes no value, got {value!r}")
     return {key: True}
 
 
@@ -196,7 +200,7 @@ def _node(key: str, value: str) -> dict[str, Any]:
 _READERS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     **dict.fromkeys(DEGREES, _degree),
     "ep": _experts,
-    "sp": _sp,
+    **dict.fromkeys(FLAGS, _flag),
     "zero": lambda key, value: {key: _integer(key, value, 0, 3)},
     "cdp": lambda key, value: {key: _integer(key, value, 1, 2)},
     **dict.fromkeys(CHOICES, _choice),

@@ -43,6 +43,7 @@ def capture_case(
     loss: str = "default",
     dtype: str = "fp32",
     attn: str = "sdpa",
+    amp: bool = False,
     shallow: bool = False,
 ) -> StepCapture:
     """One step of a case, captured without running it, from the cache where it is there already.
@@ -51,7 +52,9 @@ def capture_case(
     """
     from microbench.capture_cache import cached
 
-    settings = StepSettings(mode=mode, optimizer=optimizer, loss=loss, dtype=dtype, attn=attn)
+    settings = StepSettings(
+        mode=mode, optimizer=optimizer, loss=loss, dtype=dtype, attn=attn, amp=amp
+    )
     size = (int(batch or chosen.batch), int(seq or chosen.seq))
     if not size[0]:
         raise ValueError(f"{chosen.name}: a batch is required, and a seq for text")
@@ -115,6 +118,7 @@ def capture(
     optimizer: str = "adamw",
     dtype: str | None = None,
     attn: str = "sdpa",
+    amp: bool = False,
     whole: bool = False,
 ) -> StepCapture:
     """One step of a model as its op calls; nothing is run and no tensor is allocated.
@@ -125,9 +129,10 @@ def capture(
     name; a transformers model can do without, given ``batch`` and ``seq``. ``loss`` is a function
     of the output; "default" takes the output's ``loss``, or the output where it is a scalar; "none"
     starts backward from the output. ``dtype`` None leaves a module as it is, else it is fp32.
+    ``amp``: weights stay in fp32, and the forward pass runs under CUDA's autocast to ``dtype``.
     Published cases and configurations are captured by two of many equal layers unless ``whole``.
     """
-    options: dict[str, Any] = {"mode": mode, "optimizer": optimizer, "attn": attn}
+    options: dict[str, Any] = {"mode": mode, "optimizer": optimizer, "attn": attn, "amp": amp}
     words = loss if isinstance(loss, str) else "default"
     if isinstance(model, str | Path):
         if inputs is not None or not isinstance(loss, str):
@@ -171,11 +176,13 @@ def predict(
     if isinstance(model, StepCapture):
         if inputs is not None or loss != "default" or options:
             raise ValueError("a captured step has its inputs, loss and options already")
+        if ParallelPlan.parse(plan).amp:
+            raise ValueError(f"plan {plan!r}: a step is captured with amp=True, or without")
         return forecast_step(with_engine(model, engine), find_target(gpu, plan, bundle))
-    asked = (options.pop("batch", None), options.pop("seq", None))
-    size = micro_size(model, ParallelPlan.parse(plan), *asked)
+    asked, split = (options.pop("batch", None), options.pop("seq", None)), ParallelPlan.parse(plan)
+    size = micro_size(model, split, *asked)
     target = find_target(gpu, plan, bundle)
-    step = capture(model, inputs, loss, **size, **options)
+    step = capture(model, inputs, loss, **size, **{"amp": split.amp, **options})
     return forecast_step(with_engine(step, engine), target)
 
 

@@ -17,7 +17,7 @@ from compose.attention_kernels import with_attention_kernel
 from compose.channels import with_memory_format
 from eval.bench_nodes import node_sums_us
 from eval.bench_public import Result, Rows
-from itercast.evaluation import ASKED, console, model_of, stated_rows
+from itercast.evaluation import ASKED, SETTINGS, console, model_of, stated_rows
 from itercast.steps import progress_bar
 from itercast.target import find_target
 from learners.train import errors
@@ -150,7 +150,7 @@ def _forecast_us(asked: Mapping[str, Any], bundle: Path) -> tuple[float, float]:
     target = find_target(str(asked["gpu"]), str(asked["plan"]), bundle)
     model = model_of(asked)
     size = micro_size(model, target.plan, int(asked["batch"]), int(asked["seq"]))
-    options = {n: asked[n] for n in ("mode", "optimizer", "loss", "dtype", "attn")}
+    options = {n: asked[n] for n in SETTINGS}
     step = with_memory_format(capture(model, **size, **options), str(asked["memory_format"]))
     step = with_attention_kernel(step, str(asked["attention_kernel"]))
     whole_us = forecast_step(step, target).iteration_us

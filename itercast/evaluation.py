@@ -35,9 +35,10 @@ from microbench.store import read_rows, write_atomic
 
 CONFIGS = Path(".cache/configs")
 OPTIONAL = {"plan": "", "seq": 0, "attn": "sdpa", "loss": "default", "mode": "train"}
-OPTIONAL |= {"engine": "eager", "memory_format": ""}
+OPTIONAL |= {"engine": "eager", "memory_format": "", "amp": False}
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
-ASKED += ["engine", "memory_format"]
+ASKED += ["amp", "engine", "memory_format"]
+SETTINGS = ("mode", "optimizer", "loss", "dtype", "attn", "amp")
 console = Console()
 
 
@@ -59,9 +60,12 @@ def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
         known |= rows["hf_config"].notna()
     if (~known).any():
         console.print(f"{(~known).sum()} rows left out: no case and no configuration of that name")
-    return rows[known].assign(
+    rows = rows[known].assign(
         **{c: rows[c].where(rows[c].notna(), d) for c, d in OPTIONAL.items() if c in rows}
     )
+    if "amp" in rows:  # FSDP casts the weights it gathers
+        rows = rows.assign(amp=rows["amp"].astype(bool) & ~rows["plan"].str.contains("zero="))
+    return rows
 
 
 def compare_all(rows: pd.DataFrame, folder: Path | None) -> list[CaseResult]:
@@ -97,7 +101,7 @@ def _compare(
         target = replace(target, threads=int(rows["threads"].iloc[0]))
     model = model_of(asked)
     size = micro_size(model, target.plan, int(asked["batch"]), int(asked["seq"]))
-    options = {n: asked[n] for n in ("mode", "optimizer", "loss", "dtype", "attn")}
+    options = {n: asked[n] for n in SETTINGS if n in asked}
     step = with_engine(capture(model, **size, **options), str(asked.get("engine", "eager")))
     step = with_memory_format(step, str(asked.get("memory_format", "")))
     if "attention_kernel" in rows:

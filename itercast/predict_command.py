@@ -80,7 +80,8 @@ def predict(
     if hf_config is not None and batch is None:
         raise ValueError("--hf-config needs --batch, and --seq for text")
     asked = case or hf_config or _function(model)
-    size = micro_size(asked, ParallelPlan.parse(plan), batch, seq)
+    split = ParallelPlan.parse(plan)
+    size = micro_size(asked, split, batch, seq)
     target = find_target(gpu, plan, bundle)
     step = capture(
         asked,
@@ -89,6 +90,7 @@ def predict(
         optimizer=optimizer,
         dtype=dtype,
         attn=attn,
+        amp=split.amp,
         whole=trace is not None,  # a timeline shows every op
         **size,
     )

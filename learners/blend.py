@@ -25,7 +25,7 @@ FOLDS = 5
 MANY_FOLDS = 3  # of rows of several GPUs: there are more of them
 LARGE_FOLDS = 2
 MEMBERS = 2
-QUICK_SHARE, QUICK_ROUNDS = 0.5, 150
+QUICK_ROUNDS = 150
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 FINE_GRAIN = 0.02  # where shapes are few each counts
 Smooth = Network | Process
@@ -174,13 +174,15 @@ def _all_features(path: Along | None, table: Table) -> Along | None:
     return path if curve.keys() <= path.curve.keys() else replace(path, curve=curve).learn(table)
 
 
-def fit_quick(table: Table, options: dict[str, Any], members: int = MEMBERS) -> Blend:
-    """Without cross-validation: what prices GPUs never seen, whose error none of it would tell."""
+def fit_quick(table: Table, options: dict[str, Any]) -> Blend:
+    """Without cross-validation: what prices GPUs never seen, whose error none of it would tell.
+
+    A process, or trees alone: beside lent trees networks neither help nor harm.
+    """
     path = along(table)
-    smooth = fit_smooth(table, members, path)
     if path is not None:
-        return Blend(trees=None, share=1.0, smooth=smooth)
+        return Blend(trees=None, share=1.0, smooth=fit_smooth(table, MEMBERS, path))
     own = dict.fromkeys(fit.own_columns(table), fit.SHARED_ROUNDS + QUICK_ROUNDS)
     others = (table.x[:, list(table.gpus)] > 0).any(0).sum() > len(own)
-    rounds = fit.Rounds(common=fit.SHARED_ROUNDS + QUICK_ROUNDS * int(others), own=own)
-    return Blend(trees=fit.refit(table, options, rounds), share=QUICK_SHARE, smooth=smooth)
+    common = fit.SHARED_ROUNDS + QUICK_ROUNDS if others or not own else 0
+    return Blend(trees=fit.refit(table, options, fit.Rounds(common=common, own=own)))

@@ -35,7 +35,7 @@ from microbench.ops import families
 
 SHIPPED = Path(__file__).parent / "shipped"
 SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # of another machine, for a first look
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 XGBOOST_ERROR: type[Exception] = xgb.core.XGBoostError
 DAMAGE = (
     KeyError,
@@ -108,7 +108,7 @@ class Bundle:
                     "vocabulary": m.encoder.vocabulary,
                     "offsets": m.offsets,
                     "share": m.blend.share,
-                    "own_trees": list(m.blend.trees.own) if m.blend.trees else [],
+                    "trees": tree_names(name, m.blend.trees),
                     "strange_offsets": m.strange_offsets,
                     "stacks": m.stacks,
                     "measured": m.lenders.measured,
@@ -184,23 +184,33 @@ def save_smooth(blend: Blend, path: Path) -> None:
     np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
 
 
+def tree_names(name: str, trees: Trees | None) -> list[str]:
+    """NAME, and NAME.COLUMN for the GPU of that column."""
+    common = [name] if trees and trees.common else []
+    return common + [f"{name}.{column}" for column in (trees.own if trees else {})]
+
+
 def save_trees(trees: Trees, folder: Path, name: str) -> None:
-    """NAME.ubj.gz, and NAME.COLUMN.ubj.gz for the GPU of that column."""
-    boosters = {name: trees.common, **{f"{name}.{c}": own for c, own in trees.own.items()}}
-    for stem, booster in boosters.items():
+    """A file each, gzipped UBJSON."""
+    boosters = [trees.common] if trees.common else []
+    boosters += trees.own.values()
+    for stem, booster in zip(tree_names(name, trees), boosters, strict=True):
         packed = gzip.compress(bytes(booster.save_raw("ubj")), mtime=0)
         (folder / f"{stem}.ubj.gz").write_bytes(packed)
 
 
-def load_trees(folder: Path, name: str, own: Sequence[int]) -> Trees:
-    """As saved; ``own`` are the columns of GPUs with trees of their own."""
-
-    def read(stem: str) -> xgb.Booster:
-        booster = xgb.Booster({"nthread": 1})
-        booster.load_model(bytearray(gzip.decompress((folder / f"{stem}.ubj.gz").read_bytes())))
-        return booster
-
-    return Trees(common=read(name), own={int(c): read(f"{name}.{int(c)}") for c in own})
+def load_trees(folder: Path, name: str, stems: Sequence[str]) -> Trees | None:
+    """As saved; only files of the family are opened."""
+    found: dict[str, xgb.Booster] = {}
+    for stem in stems:
+        if stem != name and not stem.removeprefix(f"{name}.").isdecimal():
+            raise KeyError(stem)
+        found[stem] = xgb.Booster({"nthread": 1})
+        packed = (folder / f"{stem}.ubj.gz").read_bytes()
+        found[stem].load_model(bytearray(gzip.decompress(packed)))
+    common = found.pop(name, None)
+    own = {int(stem.removeprefix(f"{name}.")): booster for stem, booster in found.items()}
+    return Trees(common=common, own=own) if stems else None
 
 
 def load_smooth(path: Path, trees: Trees | None, share: float) -> Blend:
@@ -225,12 +235,10 @@ def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel
     """One family of a bundle; only names of known families are opened."""
     if name not in families():
         raise ValueError(f"bundle {str(folder)!r}: unknown family {name!r}")
-    share, path = float(facts["share"]), folder / f"{name}.ubj.gz"
-    trees = load_trees(folder, name, facts["own_trees"]) if share < 1.0 or path.is_file() else None
-    near = facts["residuals"]
+    trees, near = load_trees(folder, name, facts["trees"]), facts["residuals"]
     encoder = Encoder(list(facts["features"]), dict(facts["vocabulary"]))
     return FamilyModel(
-        blend=load_smooth(folder / f"{name}.npz", trees, share),
+        blend=load_smooth(folder / f"{name}.npz", trees, float(facts["share"])),
         encoder=encoder,
         lenders=Lenders(encoder=encoder, measured=facts["measured"]),
         offsets=_pair(facts["offsets"]),

@@ -133,10 +133,11 @@ def _shared(table: Table, options: dict[str, Any], seed: int) -> xgb.Booster | N
 class Trees:
     """Rounds for all rows; ``own`` answer for one GPU's rows instead, by its column of x.
 
-    Of rows of several GPUs SHARED_ROUNDS come first that do not see which.
+    Of rows of several GPUs SHARED_ROUNDS come first that do not see which. ``common`` is None where
+    every GPU has its own.
     """
 
-    common: xgb.Booster
+    common: xgb.Booster | None
     own: Mapping[int, xgb.Booster] = field(default_factory=dict)
 
     def log_ratio(self, x: Array) -> Array:
@@ -148,23 +149,21 @@ class Trees:
                 out[mine] = booster.inplace_predict(x[mine])
             rest &= ~mine
         if rest.any():
+            assert self.common is not None
             out[rest] = self.common.inplace_predict(x[rest])
         return out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """How many of all rows, and of each GPU's own by its column."""
+    """How many of all rows (0: none), and of each GPU's own by its column."""
 
     common: int
     own: Mapping[int, int] = field(default_factory=dict)
 
 
 def rounds_for_all(folds: Sequence[Trees], identity: bool) -> Rounds:
-    """Rounds for all rows given those that sufficed without a fold: a tenth more, up to the most.
-
-    Of all rows none but the shared ones where every GPU has its own.
-    """
+    """Rounds given those that sufficed without a fold: a tenth more, up to the most."""
 
     def enough(boosters: Sequence[xgb.Booster], most: int) -> int:
         return min(most, round(1.1 * float(np.mean([b.num_boosted_rounds() for b in boosters]))))
@@ -175,10 +174,8 @@ def rounds_for_all(folds: Sequence[Trees], identity: bool) -> Rounds:
         for column in sorted(columns)
     }
     most = SHARED_ROUNDS + MANY_ROUNDS if identity else ROUNDS
-    common = enough([trees.common for trees in folds], most)
-    if all(trees.common.num_boosted_rounds() == SHARED_ROUNDS for trees in folds):
-        common = SHARED_ROUNDS
-    return Rounds(common=common, own=own)
+    common = [trees.common for trees in folds if trees.common is not None]
+    return Rounds(common=enough(common, most) if common else 0, own=own)
 
 
 def own_columns(table: Table) -> list[int]:
@@ -217,14 +214,14 @@ def fit_xgboost(rest: Table, held: Table, options: dict[str, Any], seed: int = 0
             xgb_model=first,
         )
 
-    shared, own = _shared(rest, options, seed), {}
+    own = {}
     for column in own_columns(rest):
         out = _of_gpu(held, column)
         if len(out.x):
             own[column] = early(_of_gpu(rest, column), out, OWN, OWN_ROUNDS, None)
-    if shared and not _others(rest, own).any():
-        return Trees(common=shared, own=own)
-    rounds = MANY_ROUNDS if rest.identity else ROUNDS
+    if own and not _others(rest, own).any():
+        return Trees(common=None, own=own)
+    shared, rounds = _shared(rest, options, seed), MANY_ROUNDS if rest.identity else ROUNDS
     return Trees(common=early(rest, held, {}, rounds, shared), own=own)
 
 
@@ -235,14 +232,14 @@ def predict_xgboost(trees: Trees, x: Array, roofline_us: Array) -> Array:
 
 def refit(table: Table, options: dict[str, Any], rounds: Rounds) -> Trees:
     """Trees of all rows of the table for known numbers of rounds."""
-    first = _shared(table, options, 0)
     parameters = _parameters(options, 0)
     own = {
         column: xgb.train({**parameters, **OWN}, _data(_of_gpu(table, column)), count)
         for column, count in rounds.own.items()
     }
-    if first is not None and rounds.common <= SHARED_ROUNDS:
-        return Trees(common=first, own=own)
+    if not rounds.common:
+        return Trees(common=None, own=own)
+    first = _shared(table, options, 0)
     more = rounds.common if first is None else rounds.common - SHARED_ROUNDS
     common = xgb.train(parameters, _data(table), num_boost_round=more, xgb_model=first)
     return Trees(common=common, own=own)

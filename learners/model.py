@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from learners import fit, local, reached
-from learners.blend import MEMBERS, Blend, CrossFit, cross_fit, fit_quick, refit
+from learners.blend import Blend, CrossFit, cross_fit, fit_quick, refit
 from learners.calibration import Calibration, points
 from learners.curves import stated_curves
 from learners.lenders import Asked, Lenders, what_was_measured
@@ -222,12 +222,10 @@ def learn(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> Lea
     )
 
 
-def learn_quickly(
-    prepared: Prepared, known: np.ndarray, options: dict[str, Any], members: int = MEMBERS
-) -> FamilyModel:
+def learn_quickly(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> FamilyModel:
     """A model of the rows ``known`` that forecasts GPUs none of them is of; no intervals."""
     return FamilyModel(
-        blend=fit_quick(prepared.table.take(known), options, members),
+        blend=fit_quick(prepared.table.take(known), options),
         encoder=prepared.encoder,
         lenders=prepared.lenders(known),
         offsets=(0.0, 0.0),
@@ -284,7 +282,7 @@ def strange_offsets(prepared: Prepared, options: dict[str, Any], known: Offsets)
         held = np.isin(gpu, names[fold::3])
         some = np.random.default_rng(fold).permutation(np.flatnonzero(~held))[:20_000]
         out = np.random.default_rng(fold).permutation(np.flatnonzero(held))[:5_000]
-        model = learn_quickly(prepared, some, options, members=1)
+        model = learn_quickly(prepared, some, options)
         table, asked = prepared.table.take(out), prepared.asked.take(out)
         guess = model.lenders.predict(model.blend, table.x, table.roofline_us, asked)
         errors.append(np.log(table.time_us / guess))

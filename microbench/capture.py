@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from microbench.capture_attention import eager_attention
+from microbench.capture_autocast import autocast_as_on_cuda
 from microbench.capture_habits import habits_of_real_tensors, transformers_runs_eagerly
 from microbench.capture_routing import Routing
 from microbench.capture_watch import (
@@ -237,10 +239,18 @@ def capture_step(
         if fake:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(habits_of_real_tensors())
-        with default_dtype(storage_dtype(settings.dtype)):
+        with default_dtype(storage_dtype(settings.stored)):
             model, inputs = build(), make_inputs()
         stack.enter_context(transformers_runs_eagerly())
-        step = make_step(model, inputs, loss_fn, settings, lambda name: setattr(log, "phase", name))
+        mixed = partial(autocast_as_on_cuda, storage_dtype(settings.dtype))
+        step = make_step(
+            model,
+            inputs,
+            loss_fn,
+            settings,
+            lambda name: setattr(log, "phase", name),
+            precision=mixed if settings.amp else nullcontext,
+        )
         ready = watch_parameters(model, log)
         stack.enter_context(module_hooks(log))
         stack.enter_context(KeepAttention(log, eager=settings.attn == "eager"))

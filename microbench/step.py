@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +18,30 @@ ALLOWED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """What one iteration does; see the command line's options of the same names."""
+    """What one iteration does; see the command line's options of the same names.
+
+    ``amp``: parameters are in fp32, and the forward pass runs under autocast to ``dtype``.
+    """
 
     mode: str = "train"
     optimizer: str = "adamw"
     loss: str = "default"
     dtype: str = "fp32"
     attn: str = "sdpa"
+    amp: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise ValueError(f"{name} {value!r}: allowed are {', '.join(allowed)}")
+        if self.amp and self.dtype not in ("bf16", "fp16"):
+            raise ValueError(f"amp: dtype is bf16 or fp16, got {self.dtype!r}")
+
+    @property
+    def stored(self) -> str:
+        """dtype of parameters, gradients and optimizer state."""
+        return "fp32" if self.amp else self.dtype
 
 
 def make_optimizer(parameters: Any, name: str, capturable: bool = False) -> Any:
@@ -66,10 +78,12 @@ def make_step(
     settings: StepSettings,
     on_phase: Callable[[str], None] = lambda name: None,
     capturable: bool = False,
+    precision: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Callable[[], None]:
     """The step as a function; ``on_phase`` hears zero_grad, forward, loss, backward, optimizer.
 
-    ``capturable``: the step can be captured in a CUDA graph.
+    ``capturable``: the step can be captured in a CUDA graph. The forward pass and the loss run
+    inside ``precision``.
     """
     import torch  # lazy, as above
 
@@ -78,7 +92,7 @@ def make_step(
 
         def infer() -> None:
             on_phase("forward")
-            with torch.no_grad():
+            with torch.no_grad(), precision():
                 model(**inputs)
 
         return infer
@@ -91,9 +105,10 @@ def make_step(
         for parameter in model.parameters():
             parameter.grad = None
         on_phase("forward")
-        output = model(**inputs)
-        on_phase("loss")
-        loss = loss_fn(output, inputs) if settings.loss == "default" else first_float(output)
+        with precision():
+            output = model(**inputs)
+            on_phase("loss")
+            loss = loss_fn(output, inputs) if settings.loss == "default" else first_float(output)
         seed = None if settings.loss == "default" else torch.ones_like(loss)
         on_phase("backward")
         loss.backward(seed)

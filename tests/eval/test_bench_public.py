@@ -111,7 +111,7 @@ def test_the_report_says_what_fell_short() -> None:
         seconds=1.0,
         scores=scores,
     )
-    assert "| x | p | mape | 6 | 4 | no | 5.0 |  |  |  | 20.0 |" in markdown([row])
+    assert "| x | p | mape | 6 | 4 | no | 5.0 |  |  |  |  | 20.0 |" in markdown([row])
     tau = replace(row, metric="kendall_tau", target=0.85, scores={"itercast": {"kendall_tau": 0.9}})
     assert "| kendall_tau | 6 | 0.85 | yes | 0.90 |" in markdown([tau])
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from learners import fit
-from learners.bundle import load_trees, save_trees
+from learners.bundle import load_trees, save_trees, tree_names
 
 ONE, TWO, FEW = 1, 2, 3  # columns of x
 
@@ -53,6 +53,7 @@ def test_a_gpu_of_many_rows_has_trees_of_its_own(table: fit.Table) -> None:
 def test_own_trees_answer_for_their_gpu_alone(table: fit.Table) -> None:
     """Many rows: its own; few rows: all common rounds, the shared ones first."""
     trees = trees_of(table)
+    assert trees.common is not None
     assert trees.common.num_boosted_rounds() > 5
     found = trees.log_ratio(table.x)
     own = trees.own[ONE].inplace_predict(table.x)
@@ -66,18 +67,28 @@ def test_a_small_table_has_one_set_of_trees(table: fit.Table) -> None:
 
 
 def test_no_common_rounds_where_each_gpu_has_its_own(table: fit.Table) -> None:
-    """Only the shared ones, also where all rows are learned again."""
+    """Also where all rows are learned again."""
     rich = table.take(np.arange(400))
     trees = trees_of(rich)
     rounds = fit.rounds_for_all([trees], identity=True)
     again = fit.refit(rich, fit.default_options(rich), rounds)
-    assert trees.common.num_boosted_rounds() == again.common.num_boosted_rounds() == 5
+    assert trees.common is None
+    assert again.common is None
+    assert rounds.common == 0
     assert sorted(again.own) == [ONE, TWO]
 
 
 def test_trees_are_saved_and_loaded(table: fit.Table, tmp_path: Path) -> None:
-    """The same answers from files."""
-    trees = trees_of(table)
-    save_trees(trees, tmp_path, "gemm")
-    loaded = load_trees(tmp_path, "gemm", [ONE, TWO])
-    assert loaded.log_ratio(table.x) == pytest.approx(trees.log_ratio(table.x))
+    """The same answers from files, with common trees and without; no file but the family's."""
+    for some in (table, table.take(np.arange(400))):
+        trees = trees_of(some)
+        save_trees(trees, tmp_path, "gemm")
+        names = tree_names("gemm", trees)
+        assert names == ["gemm"] * (trees.common is not None) + ["gemm.1", "gemm.2"]
+        loaded = load_trees(tmp_path, "gemm", names)
+        assert loaded is not None
+        assert loaded.log_ratio(some.x) == pytest.approx(trees.log_ratio(some.x))
+    assert load_trees(tmp_path, "gemm", []) is None
+    for hostile in ("../gemm", "gemm.x", "norm"):
+        with pytest.raises(KeyError):
+            load_trees(tmp_path, "gemm", [hostile])
