@@ -79,7 +79,7 @@ class FamilyModel:
             rows,
             family,
             asked,
-            self.lenders.unmeasured(asked),
+            self.lenders,
             lambda large: self._blended_us(large, family, gpus, *self._table(large, family, gpus)),
         )
         low, high = (

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from learners.lenders import Asked
+from learners.lenders import SAME_UNITS, Asked, Lenders
 from learners.table import LAUNCH_FLOOR_US, bounds_us, columns
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family
@@ -18,15 +18,15 @@ Price = Callable[[pd.DataFrame], np.ndarray]
 
 
 def correction(
-    rows: pd.DataFrame, family: Family, asked: Asked, unmeasured: np.ndarray, price: Price
+    rows: pd.DataFrame, family: Family, asked: Asked, lenders: Lenders, price: Price
 ) -> np.ndarray:
-    """Factors that bring the large op of each GPU and dtype that is ``unmeasured`` to its rate.
+    """Factors that bring the large op of each GPU and dtype that was not measured to its rate.
 
     Of other ops, a power of that factor: the share of computing in their bounds, over that of the
-    large op. Other rows have 1.
-    ``price`` forecasts rows in us without this correction.
+    large op. Measured rows have 1. ``price`` forecasts rows in us without this correction.
     """
     found = np.ones(len(rows))
+    unmeasured = lenders.unmeasured(asked)
     if family.large is None or not unmeasured.any():
         return found
     where = np.flatnonzero(unmeasured)
@@ -37,18 +37,40 @@ def correction(
         gpu = asked.gpus[name]
         if of in gpu.reached_flops_per_s:
             mine = where[codes == code]
-            large, known_us = _large(family, gpu, of)
-            share = _computing(rows.iloc[mine], family, gpu) / _computing(large, family, gpu)
-            found[mine] = (known_us / price(large)) ** np.minimum(share, 1.0)
+            large = _computing(_large(family, [gpu], of), family, gpu)
+            share = np.minimum(_computing(rows.iloc[mine], family, gpu) / large, 1.0)
+            found[mine] = _factor(family, gpu, of, lenders, asked, price) ** share
     return found
 
 
-def _large(family: Family, gpu: Gpu, dtype: str) -> tuple[pd.DataFrame, float]:
-    """The row of the large op, and its known time in us."""
+def _factor(
+    family: Family, gpu: Gpu, dtype: str, lenders: Lenders, asked: Asked, price: Price
+) -> float:
+    """Known over forecast time of the large op, beside that of the GPUs that lend.
+
+    Their software need not be as fast as what was published.
+    """
+    units = SAME_UNITS.get(dtype, dtype)
+    shares = {
+        name: share
+        for (name, _), share in lenders.shares(gpu.name, units, "", asked.gpus).items()
+        if name != gpu.name and units in lenders.measured[name]
+        if dtype in asked.gpus[name].reached_flops_per_s
+    }
+    gpus = [gpu, *(asked.gpus[name] for name in shares)]
+    large = _large(family, gpus, dtype)
+    flops = np.asarray(family.flops(columns(large, family)), dtype=float)
+    known_us = 1e6 * flops / [g.reached_flops_per_s[dtype] for g in gpus]
+    slower = np.log(known_us / price(large))
+    usual = np.average(slower[1:], weights=list(shares.values())) if shares else 0.0
+    return float(np.exp(slower[0] - usual))
+
+
+def _large(family: Family, gpus: Sequence[Gpu], dtype: str) -> pd.DataFrame:
+    """The large op on each GPU."""
     assert family.large is not None
-    large = family.large(dtype)
-    row = pd.DataFrame([{"family": family.name, "gpu": gpu.name, **asdict(large)}])
-    return row, 1e6 * float(family.flops(large)) / gpu.reached_flops_per_s[dtype]
+    facts = asdict(family.large(dtype))
+    return pd.DataFrame([{"family": family.name, "gpu": gpu.name, **facts} for gpu in gpus])
 
 
 def _computing(rows: pd.DataFrame, family: Family, gpu: Gpu) -> Any:

@@ -51,6 +51,7 @@ DTYPES = (
     (r"^FP32$", "fp32", False),
     (r"MXFP8|FP8", "fp8", True),
     (r"NVFP4", "fp4", True),
+    (r"apex O2", "fp16", False),  # weights in fp16; the optimizer keeps a copy in fp32
     (r"FP16|fp16", "fp16", True),
 )
 
