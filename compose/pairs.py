@@ -8,12 +8,32 @@ without a norm or a residual sum between is cut by columns, the other by rows. W
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from compose.rewrite import changed
 from microbench.opcall import OpCall, StepCapture, TensorSpec
 
 PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 STOPS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "mean", "_log_softmax")
+CAST = "aten._to_copy.default"
 REACH = 400  # calls to follow
+
+
+def casts_as_weights(capture: StepCapture) -> StepCapture:
+    """The step with what autocast makes of a weight in that weight's storage: as good as it."""
+    weights = {p.storage for p in capture.parameters}
+    same = {
+        c.outputs[0].storage: c.args[0].storage
+        for c in capture.calls
+        if c.op == CAST and c.args[0].storage in weights
+    }
+
+    def named(call: OpCall) -> OpCall:
+        tensors = {*call.tensors(), *call.outputs}
+        change = {t: replace(t, storage=same[t.storage]) for t in tensors if t.storage in same}
+        return changed(call, change) if change else call
+
+    return replace(capture, calls=tuple(map(named, capture.calls))) if same else capture
 
 
 def roles(capture: StepCapture) -> dict[int, str]:

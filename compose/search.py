@@ -61,6 +61,7 @@ class Search:
     batch: int
     seq: int
     optimizer: str
+    amp: bool = False
     captures: dict[tuple[int, int], StepCapture] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # plan to rule
 
@@ -230,6 +231,7 @@ def _variants(
                         cp=cp,
                         zero=zero,
                         sp=sp,
+                        amp=search.amp,
                         schedule=schedule,
                         virtual=virtual,
                         micro=micro if pp > 1 else 0,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 
-from compose.pairs import PRODUCTS, roles
+from compose.pairs import CAST, PRODUCTS, casts_as_weights, roles
 from compose.plan import ParallelPlan
 from compose.rewrite import Builder, changed, collective, cut
 from compose.vocabulary import LOSS, parallel_loss
@@ -37,6 +37,7 @@ class _TensorParallel:
     """One walk over the step: which storages are parts, and what is sent."""
 
     def __init__(self, capture: StepCapture, plan: ParallelPlan, summed: bool) -> None:
+        capture = casts_as_weights(capture)
         self.capture, self.plan, self.tp, self.summed = capture, plan, plan.tp, summed
         self.roles = roles(capture)
         if not self.roles:
@@ -66,6 +67,8 @@ class _TensorParallel:
                 continue
             elif call.op in PRODUCTS:
                 self._product(i, call)
+            elif call.op == CAST and call.args[0].storage in self.roles:
+                self.made.keep(i, self._cast(call))
             else:
                 self._other(i, call)
         parameters = [self._parameter(p) for p in self.capture.parameters]
@@ -186,9 +189,15 @@ class _TensorParallel:
                 return self.roles[storage]
         return None
 
+    def _cast(self, call: OpCall) -> OpCall:
+        """Of a weight that is cut, or of nothing else in its storage."""
+        dim = 1 if self.roles[call.args[0].storage] == "row" else 0
+        return changed(call, {t: cut(t, dim, self.tp) for t in (call.args[0], *call.outputs)})
+
     def _weight_gradient(self, call: OpCall, role: str) -> OpCall:
         a, b = call.args[-2:]
         out = call.outputs[0]
+        self.parts.add(out.storage)  # a cast may follow
         if role == "row":
             return changed(call, {b: cut(b, -1, self.tp), out: cut(out, -1, self.tp)})
         if self.plan.sp and b.storage not in self.again:

@@ -42,6 +42,7 @@ def plan(
     seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
+    amp: Annotated[bool, typer.Option("--amp", help="weights in fp32, autocast to dtype")] = False,
     bundle: Bundle = None,
     study: Annotated[str, typer.Option(help="database URL of a search shared by workers")] = "",
     as_json: Json = False,
@@ -54,7 +55,7 @@ def plan(
     begin = time.perf_counter()
     search, bundle_name = open_search(
         case, gpu, gpus, node=node, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer,
-        bundle=bundle,
+        amp=amp, bundle=bundle,
     )  # fmt: skip
     facts: dict[str, Any] = {
         "case": case,
@@ -63,7 +64,7 @@ def plan(
         "objective": objective,
     }
     facts |= {"node": node, "batch": search.batch, "seq": search.seq, "dtype": dtype}
-    facts |= {"optimizer": optimizer, "bundle": bundle_name}
+    facts |= {"optimizer": optimizer, "amp": amp, "bundle": bundle_name}
     if study:
         found = shared_search(search, gpus, objective, study, facts)
     else:
@@ -93,6 +94,7 @@ def open_search(
     dtype: str,
     optimizer: str,
     bundle: Path | None,
+    amp: bool = False,
 ) -> tuple[Search, str]:
     """A search over a case's plans, and the bundle's name."""
     from compose.priced import PriceBook
@@ -117,6 +119,7 @@ def open_search(
             seq=length,
             dtype=dtype,
             optimizer=optimizer,
+            amp=amp,
             shallow=not chosen.measured,
         )
 
@@ -127,6 +130,7 @@ def open_search(
         batch=batch or chosen.batch * gpus,
         seq=seq or chosen.seq,
         optimizer=optimizer,
+        amp=amp,
     )
     return search, str(folder)
 

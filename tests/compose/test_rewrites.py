@@ -9,9 +9,10 @@ import pytest
 from compose.context import context_parallel
 from compose.experts import expert_parallel
 from compose.layers import split_layers
+from compose.pairs import CAST, roles
 from compose.plan import ParallelPlan
 from compose.rewrite import COLLECTIVE
-from compose.tensor import roles, tensor_parallel
+from compose.tensor import tensor_parallel
 from compose.work import side_by_side_us
 from itercast.api import capture_case
 from microbench.cases.registry import case
@@ -61,6 +62,17 @@ def test_tensor_parallel_halves_products_and_adds_four_all_reduces_a_block(
     whole = 96 + 96 + 4 * 96  # biases of out and down, both norms
     cut = 96 + 2 * 96 + 4 * 96  # biases of q, kv, up
     assert block.parameter_bytes == 4 * (matrices // 2 + cut // 2 + whole)
+
+
+def test_tensor_parallel_sees_weights_through_their_casts(gpt: StepCapture) -> None:
+    """Under autocast products take casts of weights: cut alike, a rank casts its part alone."""
+    mixed = capture_case(case("gpt-s"), batch=4, seq=32, dtype="bf16", amp=True)
+    made = tensor_parallel(mixed, ParallelPlan(tp=2, amp=True))
+    assert product_flops(made) == product_flops(mixed) / 2
+    matrices = {p.storage for p in mixed.parameters if len(p.shape) == 2}
+    both = [[c.args[0] for c in x.calls if c.op == CAST] for x in (mixed, made)]
+    whole, part = (sum(t.numel for t in casts if t.storage in matrices) for casts in both)
+    assert part == whole / 2 > 0
 
 
 def test_products_of_one_input_may_reduce_their_gradients_each(gpt: StepCapture) -> None:

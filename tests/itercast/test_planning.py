@@ -23,6 +23,24 @@ def bundle(tmp_path: Path) -> str:
     return str(tmp_path / "bundle")
 
 
+def test_mixed_precision_is_part_of_every_plan(
+    bundle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights in fp32 take more memory than bf16 ones under the same plan."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "2", "--bundle", bundle, "--json"]
+    found = {}
+    for more in ([], ["--amp"]):
+        result = run.invoke(app, [*words, *more])
+        assert result.exit_code == 0, result.output
+        plans = json.loads(result.stdout.splitlines()[-1])["plans"]
+        found[bool(more)] = {p["plan"].replace(",amp", ""): p["memory_bytes"] for p in plans}
+        assert all((",amp" in p["plan"]) is bool(more) for p in plans)
+    both = found[True].keys() & found[False].keys()
+    assert both and all(found[True][p] > found[False][p] for p in both)
+    assert run.invoke(app, [*words, "--amp", "--dtype", "fp32"]).exit_code == 2
+
+
 def test_the_best_plans_are_printed_and_logged(
     bundle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
