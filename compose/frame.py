@@ -61,6 +61,8 @@ class Frame:
 
 def frame(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> Frame:
     """The rewrites that change what a rank computes, in the order in which they nest."""
+    if plan.amp and gpu.kind == "cpu":
+        raise ValueError(f"plan {str(plan)!r}: amp is a GPU's autocast; a CPU casts other ops")
     return _frame(capture, Cut.of(plan), gpu)
 
 

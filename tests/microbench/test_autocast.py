@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from itercast.api import predict
+from learners.bundle import SHIPPED_CPU
 from microbench.capture import capture_step
 from microbench.opcall import OpCall, StepCapture
 from microbench.step import StepSettings
@@ -114,5 +115,7 @@ def test_a_plan_says_amp() -> None:
     assert mixed.memory_bytes > half.memory_bytes + 124e6 * (4 - 2) * 4 * 0.9  # Adam's two, w, dw
     with pytest.raises(ValueError, match="amp: dtype is bf16 or fp16, got 'fp32'"):
         predict("gpt2-small", gpu="a100-sxm-80gb", plan="amp")
+    with pytest.raises(ValueError, match="a CPU casts other ops"):
+        predict("gpt-s", gpu="cpu", plan="amp", dtype="bf16", bundle=SHIPPED_CPU)
     with pytest.raises(ValueError, match="captured with amp=True"):
         predict(step(amp=False), gpu="a100-sxm-80gb", plan="amp")
