@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from learners.blend import Blend
-from learners.table import Encoder, Features, among
+from learners.table import Encoder, Features, among, feature_table, identities
 from microbench.hardware.spec import Gpu
+from microbench.ops.family import Family
 
 MOST = 3  # each costs a forecast
 LEAST = 0.03  # of the nearest one's share
@@ -24,27 +25,58 @@ Measured = Mapping[str, Mapping[str, Sequence[str]]]  # stacks by GPU and dtype,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Whose each row is, its dtype, and the stack it states ('' where none); facts by GPU."""
+    """Whose each row is, its dtype, and the stack it states ('' where none); facts by GPU.
+
+    ``rows`` are the rows themselves, ``launch`` is by GPU in us, as learned.
+    """
 
     gpu: np.ndarray
     dtype: np.ndarray
     stack: np.ndarray
     gpus: Mapping[str, Gpu]
+    rows: pd.DataFrame
+    family: Family
+    launch: Mapping[str, float]
 
     @classmethod
-    def of(cls, rows: pd.DataFrame, table: Features, gpus: Mapping[str, Gpu]) -> Asked:
+    def of(
+        cls,
+        rows: pd.DataFrame,
+        table: Features,
+        gpus: Mapping[str, Gpu],
+        family: Family,
+        launch: Mapping[str, float],
+    ) -> Asked:
         """Rows in dataset form and their features."""
         nothing = np.full(len(rows), "", dtype=object)
         codes, dtypes = pd.factorize(table.get("dtype", nothing))
         dtype = np.array([SAME_UNITS.get(name, name) for name in dtypes], dtype=object)[codes]
         stack = rows["stack"].fillna("").to_numpy(dtype=object) if "stack" in rows else nothing
-        return cls(gpu=table["gpu"], dtype=dtype, stack=stack, gpus=gpus)
+        return cls(
+            gpu=table["gpu"],
+            dtype=dtype,
+            stack=stack,
+            gpus=gpus,
+            rows=rows,
+            family=family,
+            launch=launch,
+        )
 
     def take(self, index: Any) -> Asked:
         """Some of the rows."""
-        return Asked(
-            gpu=self.gpu[index], dtype=self.dtype[index], stack=self.stack[index], gpus=self.gpus
+        return replace(
+            self,
+            gpu=self.gpu[index],
+            dtype=self.dtype[index],
+            stack=self.stack[index],
+            rows=self.rows.iloc[index],
         )
+
+    def features_on(self, gpu: str, stack: str) -> Features:
+        """Of the same ops on another GPU under another stack."""
+        rows = self.rows.assign(gpu=gpu, stack=stack)
+        table, _ = feature_table(rows, self.family, self.gpus, self.launch)
+        return {**table, **identities(rows, self.family, {})}
 
     def groups(self) -> Iterator[tuple[np.ndarray, tuple[str, str, str]]]:
         """Where the rows of each GPU, dtype and stack are."""
@@ -125,13 +157,15 @@ class Lenders:
             for lender, weight in self.shares(*group, asked.gpus).items():
                 index.append(where[rows])
                 share.append(np.full(len(rows), weight))
-                parts.append(self._disguised(x[where[rows]], *lender))
+                parts.append(self._lent(x[where[rows]], asked.take(where[rows]), *lender))
         at = np.concatenate(index)
         guess = np.log(blend.predict(np.concatenate(parts), roofline_us[at]))
         return np.asarray(np.exp(np.bincount(at, np.concatenate(share) * guess, minlength=len(x))))
 
-    def _disguised(self, x: np.ndarray, gpu: str, stack: str) -> np.ndarray:
-        """The features as if the rows were this GPU's under this stack."""
+    def _lent(self, x: np.ndarray, asked: Asked, gpu: str, stack: str) -> np.ndarray:
+        """The features on the GPU that lends; of ops that go by tiles, as if this one were it."""
+        if not asked.family.tiled:
+            return self.encoder.encode(asked.features_on(gpu, stack))
         x = x.copy()
         for name, value in (("gpu", gpu), ("stack", stack)):
             seen = np.array(self.encoder.vocabulary.get(name, []), dtype=object)

@@ -72,7 +72,7 @@ class FamilyModel:
     def predict(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> Forecasts:
         """Forecasts of rows in dataset form, in their order."""
         table, roofline = self._table(rows, family, gpus)
-        asked = Asked.of(rows, table, gpus)
+        asked = Asked.of(rows, table, gpus, family, self.launch)
         strange = self.lenders.strange(asked)
         guess = self._blended_us(rows, family, gpus, table, roofline)
         guess = guess * reached.correction(
@@ -114,8 +114,8 @@ class FamilyModel:
         roofline: np.ndarray,
     ) -> np.ndarray:
         """Of trees and networks, not below the time at a halved rate."""
-        asked, x = Asked.of(rows, table, gpus), self.encoder.encode(table)
-        guess = self.lenders.predict(self.blend, x, roofline, asked)
+        asked = Asked.of(rows, table, gpus, family, self.launch)
+        guess = self.lenders.predict(self.blend, self.encoder.encode(table), roofline, asked)
         bound = at_least_us(rows, family, gpus)
         return np.asarray((guess**JOIN + bound**JOIN) ** (1 / JOIN))
 
@@ -179,7 +179,9 @@ def prepare(
         encoder=encoder,
         stacks=stacks,
         launch=launch,
-        asked=Asked.of(rows.assign(stack=whose["stack"]), {**features, **whose}, gpus),
+        asked=Asked.of(
+            rows.assign(stack=whose["stack"]), {**features, **whose}, gpus, family, launch
+        ),
         kind=local.told_apart(kind, {**features, **whose}),
         at=at,
     )

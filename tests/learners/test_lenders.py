@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+from typing import Any
+
 import numpy as np
+import pandas as pd
 import pytest
 
 from learners.lenders import Asked, Lenders, what_was_measured
-from learners.table import Encoder
+from learners.table import Encoder, feature_table, identities
 from microbench.hardware.spec import Gpu
+from microbench.ops import gemm, norm
+from microbench.ops.family import Family
 
 
 def gpu(name: str, bandwidth: float = 1e12, peak: float = 1e13, architecture: str = "") -> Gpu:
@@ -20,7 +26,9 @@ def gpu(name: str, bandwidth: float = 1e12, peak: float = 1e13, architecture: st
 def asked(*rows: tuple[str, str, str]) -> Asked:
     """Rows of a GPU, in a dtype, under a stack."""
     columns = (np.array(values, dtype=object) for values in zip(*rows, strict=True))
-    return Asked(**dict(zip(("gpu", "dtype", "stack"), columns, strict=True)), gpus={})
+    whose = dict(zip(("gpu", "dtype", "stack"), columns, strict=True))
+    frame = pd.DataFrame(whose)
+    return Asked(**whose, gpus={}, rows=frame, family=gemm.FAMILY, launch={})
 
 
 def lenders(*rows: tuple[str, str, str]) -> Lenders:
@@ -74,3 +82,37 @@ def test_the_usual_stack_of_a_gpu_is_lent_first() -> None:
     assert what_was_measured(asked(*rows)) == {"twin": {"fp32": ["b", "a"]}}
     assert list(lenders(*rows).shares("new", "fp32", "", GPUS)) == [("twin", "b")]
     assert list(lenders(*rows).shares("new", "fp32", "a", GPUS)) == [("twin", "a")]
+
+
+class Echo:
+    """A learner whose log ratio is its first input."""
+
+    def predict(self, x: np.ndarray, roofline_us: np.ndarray) -> np.ndarray:
+        return np.asarray(roofline_us * np.exp(x[:, 0]))
+
+
+@pytest.mark.parametrize("family", [gemm.FAMILY, norm.FAMILY])
+def test_what_does_not_go_by_tiles_is_described_on_the_gpu_that_lends(family: Family) -> None:
+    """32 MiB read and written fill a cache of 64 MiB, and four times one of 16 MiB."""
+    gpus = {
+        "new": replace(gpu("new"), l2_bytes=2**26),
+        "twin": replace(gpu("twin"), l2_bytes=2**24),
+    }
+    p = (
+        family.params(m=2048, n=2048, k=2048)
+        if family.tiled
+        else norm.Norm(op="layer", rows=8192, cols=1024)
+    )
+    rows = pd.DataFrame([{**asdict(p), "gpu": "new"}])
+    features, roofline_us = feature_table(rows, family, gpus)
+    features |= identities(rows, family, {})
+    found = Asked.of(rows, features, gpus, family, {})
+    told = Lenders(
+        encoder=Encoder(["log_cache_fill", "gpu"], {"gpu": ["twin"]}),
+        measured={"twin": {"fp32": ["a"]}},
+    )
+    x = told.encoder.encode(features)
+    learner: Any = Echo()
+    ratio = told.predict(learner, x, roofline_us, found) / roofline_us
+    own_fill = float(features["log_cache_fill"][0])
+    assert np.log(ratio[0]) == pytest.approx(own_fill if family.tiled else own_fill + 2, rel=1e-5)

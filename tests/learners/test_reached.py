@@ -40,6 +40,9 @@ def factors(rows: pd.DataFrame, lender_us: float = KNOWN_US) -> np.ndarray:
         dtype=rows["dtype"].to_numpy(),
         stack=np.full(len(rows), ""),
         gpus={"new": NEW, "known": known},
+        rows=rows,
+        family=FAMILY,
+        launch={},
     )
     measured = {"known": {"fp32": ("",)}}
     lenders = Lenders(encoder=Encoder(["gpu"], {"gpu": ["known"]}), measured=measured)
