@@ -64,7 +64,8 @@ def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
         **{c: rows[c].where(rows[c].notna(), d) for c, d in OPTIONAL.items() if c in rows}
     )
     if "amp" in rows:  # FSDP casts the weights it gathers
-        rows = rows.assign(amp=rows["amp"].astype(bool) & ~rows["plan"].str.contains("zero="))
+        sharded = rows["plan"].str.contains("zero=") if "plan" in rows else False
+        rows = rows.assign(amp=rows["amp"].astype(bool) & ~np.asarray(sharded, dtype=bool))
     return rows
 
 

@@ -47,7 +47,7 @@ def predict(
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16")] = "fp32",
     attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa",
     optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
-    plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2"')] = "",
+    plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2" or "dp=8,amp"')] = "",
     compiled: Annotated[
         bool, typer.Option("--compile", help="as torch.compile fuses and launches it")
     ] = False,

@@ -11,6 +11,7 @@ import pytest
 
 from eval.bench_nodes import node_sums_us
 from itercast.bench_models import ModelLine, judge, model_lines
+from itercast.evaluation import stated_rows
 
 
 def test_nodes_of_the_layer_count_once_per_layer(tmp_path: Path) -> None:
@@ -37,6 +38,20 @@ def test_compiled_and_split_labels_are_not_chosen() -> None:
         for compiled, plan in ((False, ""), (True, ""), (False, "dp=4"))
     )
     assert model_lines()[0].choose(rows).tolist() == [True, False, False]
+
+
+def test_mixed_precision_is_what_a_row_states_but_under_fsdp() -> None:
+    """Not stated is none; FSDP casts weights itself."""
+    stated = [("", True), ("dp=8", True), ("dp=8,zero=3", True), ("", False), ("", None)]
+    rows = pd.DataFrame(stated, columns=["plan", "amp"]).assign(case="gpt-s")
+    assert stated_rows(rows)["amp"].tolist() == [True, True, False, False, False]
+    assert stated_rows(rows.drop(columns="plan"))["amp"].tolist() == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def line(**changed: object) -> ModelLine:
