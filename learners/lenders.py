@@ -80,10 +80,15 @@ class Asked:
 
     def groups(self) -> Iterator[tuple[np.ndarray, tuple[str, str, str]]]:
         """Where the rows of each GPU, dtype and stack are."""
-        whose = pd.MultiIndex.from_arrays([self.gpu, self.dtype, self.stack])
-        codes, distinct = pd.factorize(whose)
-        for code, group in enumerate(distinct):
-            yield np.flatnonzero(codes == code), group
+        columns = (self.gpu, self.dtype, self.stack)
+        joint = np.zeros(len(self.gpu), dtype=np.int64)
+        for column in columns:
+            codes, names = pd.factorize(column)
+            joint = joint * len(names) + codes
+        _, first, group = np.unique(joint, return_index=True, return_inverse=True)
+        for code, at in enumerate(first):
+            gpu, dtype, stack = (column[at] for column in columns)
+            yield np.flatnonzero(group == code), (gpu, dtype, stack)
 
 
 def what_was_measured(asked: Asked) -> Measured:
