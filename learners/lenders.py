@@ -17,8 +17,7 @@ from microbench.ops.family import Family
 MOST = 3  # each costs a forecast
 LEAST = 0.03  # of the nearest one's share
 OTHER_ARCHITECTURE = 1.0  # octaves that another one counts for,
-OTHER_STACK = 3.0  # other software,
-OTHER_DTYPE = 3.0  # and a dtype the lender was not measured in
+OTHER_STACK = 3.0  # and other software
 SAME_UNITS = {"bf16": "fp16"}  # of the same speed
 Measured = Mapping[str, Mapping[str, Sequence[str]]]  # stacks by GPU and dtype, the usual one first
 
@@ -136,12 +135,15 @@ class Lenders:
     def shares(
         self, gpu: str, dtype: str, stack: str, gpus: Mapping[str, Gpu]
     ) -> dict[tuple[str, str], float]:
-        """Of each lender, with the stack it lends: an octave further away is a quarter."""
+        """Of each lender, with the stack it lends: an octave further away is a quarter.
+
+        Who was not measured in the dtype lends only where nobody was: other units, other kernels.
+        """
         found = {}
-        for name, dtypes in self.measured.items():
+        able = {name: own for name, own in self.measured.items() if dtype in own} or self.measured
+        for name, dtypes in able.items():
             stacks = dtypes.get(dtype) or next(iter(dtypes.values()))
             octaves = apart(gpus[gpu], gpus[name], dtype)
-            octaves += OTHER_DTYPE * (dtype not in dtypes)
             octaves += OTHER_STACK * (stack not in ("", *stacks))
             found[name, stack if stack in stacks else stacks[0]] = 4.0**-octaves
         best = sorted(found, key=lambda lender: -found[lender])[:MOST]

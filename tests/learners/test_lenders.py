@@ -49,15 +49,19 @@ def test_an_octave_of_bandwidth_or_peak_is_a_quarter_as_another_architecture_is(
     assert found.shares("new", "fp32", "a", other) == shares
 
 
-def test_other_software_or_a_dtype_not_measured_counts_for_three_octaves() -> None:
-    found = lenders(("twin", "fp16", "a"), ("slow", "fp32", "b"))  # 3 octaves off, and 4
-    shares = found.shares("new", "fp32", "a", GPUS)
-    assert shares == {("twin", "a"): pytest.approx(0.8), ("slow", "b"): pytest.approx(0.2)}
+def test_other_software_counts_for_three_octaves() -> None:
     found = lenders(("twin", "fp32", "b"), ("slow", "fp32", "a"))  # 3 octaves off, and 1
     shares = found.shares("new", "fp32", "a", GPUS)
     assert shares == {("twin", "b"): pytest.approx(1 / 17), ("slow", "a"): pytest.approx(16 / 17)}
     shares = found.shares("new", "fp32", "", GPUS)  # no software stated: none is other
     assert shares["twin", "b"] == pytest.approx(0.8)
+
+
+def test_other_dtypes_are_lent_only_where_nobody_has_the_right_one() -> None:
+    """Not even a GPU's own: its half precision ran on other units."""
+    found = lenders(("twin", "fp16", "a"), ("slow", "fp32", "b"), ("new", "fp16", "a"))
+    assert found.shares("new", "fp32", "a", GPUS) == {("slow", "b"): 1.0}
+    assert found.shares("new", "fp8", "a", GPUS).keys() == {("new", "a"), ("twin", "a")}
 
 
 def test_far_lenders_are_not_asked() -> None:

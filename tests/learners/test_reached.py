@@ -110,6 +110,17 @@ def test_a_dtype_new_to_a_known_gpu_reaches_its_rate_too() -> None:
     assert 2e6 * LARGE**3 / fp32 == pytest.approx(23.0e12, rel=0.1)
 
 
+def test_single_precision_of_a_gpu_measured_in_half_comes_from_others() -> None:
+    """Linear layers and batched products of an H100 are as fast as its square products, nearly."""
+    rows = products("h100-sxm-80gb", "fp32", 4096)
+    linear = rows.assign(op="addmm", n=1024, k=1024, layout="nt")
+    batched = rows.assign(op="bmm", m=512, n=512, k=64, batch=128, layout="nt")
+    asked = pd.concat([rows, linear, batched], ignore_index=True)
+    us = SHIPS.price("gemm", asked)["predicted_us"]
+    rate = 2e6 * asked["m"] * asked["n"] * asked["k"] * asked["batch"] / us
+    assert (rate / rate[0]).between(0.8, 1.1).all()
+
+
 def test_the_bundle_that_ships_knows_gpus_as_the_files_do() -> None:
     """A fact corrected in a file alone would be priced by the old one."""
     for name, gpu in SHIPS.gpus.items():
