@@ -13,7 +13,7 @@ from learners import fit, local, reached
 from learners.blend import Blend, CrossFit, cross_fit, fit_quick, refit
 from learners.calibration import Calibration, points
 from learners.curves import stated_curves
-from learners.lenders import Asked, Lenders, what_was_measured
+from learners.lenders import Asked, Lenders, as_measured, what_was_measured
 from learners.speed import Sensitivity, Speed, at_reference_us
 from learners.table import (
     IDENTITY,
@@ -71,6 +71,8 @@ class FamilyModel:
 
     def predict(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> Forecasts:
         """Forecasts of rows in dataset form, in their order."""
+        if family.tiled:
+            rows = as_measured(rows, self.facts.get("ops", {}))
         table, roofline = self._table(rows, family, gpus)
         asked = Asked.of(rows, table, gpus, family, self.launch)
         strange = self.lenders.strange(asked)
@@ -80,7 +82,7 @@ class FamilyModel:
             family,
             asked,
             self.lenders,
-            lambda large: self._blended_us(large, family, gpus, *self._table(large, family, gpus)),
+            lambda large: self._large_us(large, family, gpus),
         )
         low, high = (
             np.where(strange, self.strange_offsets[i], self.offsets[i]).astype(float)
@@ -118,6 +120,11 @@ class FamilyModel:
         guess = self.lenders.predict(self.blend, self.encoder.encode(table), roofline, asked)
         bound = at_least_us(rows, family, gpus)
         return np.asarray((guess**JOIN + bound**JOIN) ** (1 / JOIN))
+
+    def _large_us(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
+        """As ``_blended_us``, of rows not asked for."""
+        rows = as_measured(rows, self.facts.get("ops", {}))
+        return self._blended_us(rows, family, gpus, *self._table(rows, family, gpus))
 
     def inside(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
         """Whether every input of a row was seen in training, as ``predict`` says it."""

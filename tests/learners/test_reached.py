@@ -90,7 +90,7 @@ def test_the_bundle_that_ships_forecasts_the_stated_rate(gpu: str, dtype: str) -
     facts = load_gpu(gpu)
     row = products(gpu, dtype, LARGE)
     us = float(SHIPS.price("gemm", row, {gpu: facts})["predicted_us"].iloc[0])
-    assert 2e6 * LARGE**3 / us == pytest.approx(facts.reached_flops_per_s[dtype], rel=0.15)
+    assert 2e6 * LARGE**3 / us == pytest.approx(facts.reached_flops_per_s[dtype], rel=0.2)
     slower = replace(facts, reached_flops_per_s={dtype: facts.reached_flops_per_s[dtype] / 2})
     twice = float(SHIPS.price("gemm", row, {gpu: slower})["predicted_us"].iloc[0])
     assert twice == pytest.approx(2 * us, rel=0.01)
