@@ -5,17 +5,16 @@ product of as many multiplications and bytes (implicit GEMM: taps that read the 
 from memory once), in half precision with its tensors turned from NCHW to NHWC and back by each of
 these, as tensor cores want them. A grouped one passes over its tensors once and, as timm's table of
 ResNeXts and MobileNets on an RTX 3090 tells, as often again as the root of its sums' terms over
-nine. A product in a dtype of which only linear layers were measured is one of these. Norms never
-seen, and ops without a model, are copies of the bytes they move: utilisation as measured, not the
-peak. A softmax backward is its model's answer, which knows forwards, and the product of gradient
-and output that torch makes beforehand. Sources: cuDNN developer guide, "tensor core operations" and
-CUDNN_BATCHNORM_SPATIAL_PERSISTENT, which torch takes in NHWC; arXiv:1410.0759, section 3; torch
-2.1, SoftMax.cu, layer_norm_kernel.cu and cudnn/BatchNorm.cpp.
+nine. Norms never seen, and ops without a model, are copies of the bytes they move: utilisation as
+measured, not the peak. A softmax backward is its model's answer, which knows forwards, and the
+product of gradient and output that torch makes beforehand. Sources: cuDNN developer guide, "tensor
+core operations" and CUDNN_BATCHNORM_SPATIAL_PERSISTENT, which torch takes in NHWC; arXiv:1410.0759,
+section 3; torch 2.1, SoftMax.cu, layer_norm_kernel.cu and cudnn/BatchNorm.cpp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,8 +52,6 @@ def stand_ins(params: Any, models: Mapping[str, Any], channels_last: bool) -> li
     """Parts that stand in for an op; none where its family's model has seen such ops."""
     if not all(learned(models, name) for name in NEEDED):
         return []
-    if isinstance(params, Gemm):
-        return list(_product(params, models["gemm"].facts["ops"].get(params.dtype, ())))
     if isinstance(params, Conv):
         return list(_conv(params, models, channels_last))
     if isinstance(params, Reduction) and params.op == SOFTMAX_BACKWARD:
@@ -84,12 +81,6 @@ def _seen(models: Mapping[str, Any], family: str, *words: str) -> bool:
     """Whether the model has seen all these words: names of ops, dtypes."""
     vocabulary = models[family].encoder.vocabulary
     return {w for seen in vocabulary.values() for w in seen}.issuperset(words)
-
-
-def _product(p: Gemm, measured: Collection[str]) -> Iterator[Part]:
-    """A linear layer's product where those were measured in this dtype and plain ones were not."""
-    if p.op == "mm" and "mm" not in measured and "addmm" in measured:
-        yield Part(family="gemm", params=replace(p, op="addmm", layout="nt"))
 
 
 def _softmax_backward(p: Reduction, models: Mapping[str, Any]) -> Iterator[Part]:

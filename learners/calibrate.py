@@ -54,7 +54,7 @@ def measure(
         raise ValueError(
             f"{len(rows)} rows of {family.name} on {gpu}: at most {MOST_ROWS}; train on them"
         )
-    rows = rows.reset_index(drop=True)
+    rows = model.as_measured(rows.reset_index(drop=True), family)
     found = replace(model, calibrations={}).predict(rows, family, gpus)
     kind, at = coordinates(rows, family)
     error = np.log(rows["time_us"].to_numpy(float) / found.time_us)

@@ -18,7 +18,6 @@ MOST = 3  # each costs a forecast
 LEAST = 0.03  # of the nearest one's share
 OTHER_ARCHITECTURE = 1.0  # octaves that another one counts for,
 OTHER_STACK = 3.0  # and other software
-PRODUCTS = ("mm", "addmm", "bmm")
 SAME_UNITS = {"bf16": "fp16"}  # of the same speed
 Measured = Mapping[str, Mapping[str, Sequence[str]]]  # stacks by GPU and dtype, the usual one first
 
@@ -89,25 +88,6 @@ class Asked:
         for code, at in enumerate(first):
             gpu, dtype, stack = (column[at] for column in columns)
             yield np.flatnonzero(group == code), (gpu, dtype, stack)
-
-
-def as_measured(rows: pd.DataFrame, ops: Mapping[str, Sequence[str]]) -> pd.DataFrame:
-    """Products of a kind not measured in their dtype as one that was: their kernels are alike.
-
-    ``ops`` that were measured, by dtype; plain products where a dtype was not.
-    """
-    if not ops or "op" not in rows or "dtype" not in rows:
-        return rows
-    op, dtype = rows["op"].astype(object), rows["dtype"]
-    layout = rows["layout"].astype(object) if "layout" in rows else None
-    for name in dtype.unique():
-        known = [kind for kind in PRODUCTS if kind in ops.get(name, PRODUCTS[:1])]
-        other = (dtype == name) & op.isin(PRODUCTS) & ~op.isin(known)
-        if known and other.any():
-            op = op.mask(other, known[0])
-            if layout is not None and known[0] == "addmm":  # a linear layer's weight
-                layout = layout.mask(other, "nt")
-    return rows.assign(op=op, **({} if layout is None else {"layout": layout}))
 
 
 def what_was_measured(asked: Asked) -> Measured:

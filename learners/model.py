@@ -10,10 +10,11 @@ import numpy as np
 import pandas as pd
 
 from learners import fit, local, reached
+from learners.alike import as_measured
 from learners.blend import Blend, CrossFit, cross_fit, fit_quick, refit
 from learners.calibration import Calibration, points
 from learners.curves import stated_curves
-from learners.lenders import Asked, Lenders, as_measured, what_was_measured
+from learners.lenders import Asked, Lenders, what_was_measured
 from learners.speed import Sensitivity, Speed, at_reference_us
 from learners.table import (
     IDENTITY,
@@ -71,18 +72,12 @@ class FamilyModel:
 
     def predict(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> Forecasts:
         """Forecasts of rows in dataset form, in their order."""
-        if family.tiled:
-            rows = as_measured(rows, self.facts.get("ops", {}))
-        table, roofline = self._table(rows, family, gpus)
-        asked = Asked.of(rows, table, gpus, family, self.launch)
-        strange = self.lenders.strange(asked)
-        guess = self._blended_us(rows, family, gpus, table, roofline)
-        guess = guess * reached.correction(
-            rows,
-            family,
+        asked, table, roofline = self._asked(rows, family, gpus)
+        rows, strange = asked.rows, self.lenders.strange(asked)
+        guess = self._blended_us(asked, table, roofline) * reached.correction(
             asked,
             self.lenders,
-            lambda large: self._large_us(large, family, gpus),
+            lambda large: self._blended_us(*self._asked(large, family, gpus)),
         )
         low, high = (
             np.where(strange, self.strange_offsets[i], self.offsets[i]).astype(float)
@@ -107,35 +102,28 @@ class FamilyModel:
             roofline_us=roofline,
         )
 
-    def _blended_us(
-        self,
-        rows: pd.DataFrame,
-        family: Family,
-        gpus: Mapping[str, Gpu],
-        table: Features,
-        roofline: np.ndarray,
-    ) -> np.ndarray:
+    def _blended_us(self, asked: Asked, table: Features, roofline: np.ndarray) -> np.ndarray:
         """Of trees and networks, not below the time at a halved rate."""
-        asked = Asked.of(rows, table, gpus, family, self.launch)
         guess = self.lenders.predict(self.blend, self.encoder.encode(table), roofline, asked)
-        bound = at_least_us(rows, family, gpus)
+        bound = at_least_us(asked.rows, asked.family, asked.gpus)
         return np.asarray((guess**JOIN + bound**JOIN) ** (1 / JOIN))
-
-    def _large_us(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
-        """As ``_blended_us``, of rows not asked for."""
-        rows = as_measured(rows, self.facts.get("ops", {}))
-        return self._blended_us(rows, family, gpus, *self._table(rows, family, gpus))
 
     def inside(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
         """Whether every input of a row was seen in training, as ``predict`` says it."""
-        return in_envelope(self._table(rows, family, gpus)[0], self.envelope, self.encoder)
+        return in_envelope(self._asked(rows, family, gpus)[1], self.envelope, self.encoder)
 
-    def _table(
+    def as_measured(self, rows: pd.DataFrame, family: Family) -> pd.DataFrame:
+        """The rows that stand for these: of ops that were measured in their dtype."""
+        return as_measured(rows, family, self.facts.get("ops", {}))
+
+    def _asked(
         self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]
-    ) -> tuple[Features, np.ndarray]:
-        """Features with whose row it is, and the roofline in us."""
+    ) -> tuple[Asked, Features, np.ndarray]:
+        """What stands for the rows, features with whose row it is, and the roofline in us."""
+        rows = self.as_measured(rows, family)
         table, roofline = feature_table(rows, family, gpus, self.launch)
-        return {**table, **identities(rows, family, self.stacks)}, roofline
+        table |= identities(rows, family, self.stacks)
+        return Asked.of(rows, table, gpus, family, self.launch), table, roofline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

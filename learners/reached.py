@@ -17,40 +17,36 @@ from microbench.ops.family import Family
 Price = Callable[[pd.DataFrame], np.ndarray]
 
 
-def correction(
-    rows: pd.DataFrame, family: Family, asked: Asked, lenders: Lenders, price: Price
-) -> np.ndarray:
+def correction(asked: Asked, lenders: Lenders, price: Price) -> np.ndarray:
     """Factors that bring the large op of each GPU and dtype that was not measured to its rate.
 
     Of other ops, a power of that factor: the share of computing in their bounds, over that of the
     large op. Measured rows have 1. ``price`` forecasts rows in us without this correction.
     """
-    found = np.ones(len(rows))
+    found, family = np.ones(len(asked.gpu)), asked.family
     unmeasured = lenders.unmeasured(asked)
     if family.large is None or not unmeasured.any():
         return found
     where = np.flatnonzero(unmeasured)
-    dtype = columns(rows.iloc[where], family).dtype
-    whose = pd.MultiIndex.from_arrays([asked.gpu[where], dtype])
+    rows = asked.rows.iloc[where]
+    whose = pd.MultiIndex.from_arrays([asked.gpu[where], columns(rows, family).dtype])
     codes, distinct = pd.factorize(whose)
-    for code, (name, of) in enumerate(distinct):
+    for code, (name, dtype) in enumerate(distinct):
         gpu = asked.gpus[name]
-        if of in gpu.reached_flops_per_s:
-            mine = where[codes == code]
-            large = _computing(_large(family, [gpu], of), family, gpu)
-            share = np.minimum(_computing(rows.iloc[mine], family, gpu) / large, 1.0)
-            found[mine] = _factor(family, gpu, of, lenders, asked, price) ** share
+        if dtype in gpu.reached_flops_per_s:
+            mine = codes == code
+            large = _computing(_large(family, [gpu], dtype), family, gpu)
+            share = np.minimum(_computing(rows[mine], family, gpu) / large, 1.0)
+            found[where[mine]] = _factor(gpu, dtype, asked, lenders, price) ** share
     return found
 
 
-def _factor(
-    family: Family, gpu: Gpu, dtype: str, lenders: Lenders, asked: Asked, price: Price
-) -> float:
+def _factor(gpu: Gpu, dtype: str, asked: Asked, lenders: Lenders, price: Price) -> float:
     """Known over forecast time of the large op, beside that of the GPUs that lend.
 
     Their software need not be as fast as what was published.
     """
-    units = SAME_UNITS.get(dtype, dtype)
+    family, units = asked.family, SAME_UNITS.get(dtype, dtype)
     shares = {
         name: share
         for (name, _), share in lenders.shares(gpu.name, units, "", asked.gpus).items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -60,9 +60,10 @@ class Family:
     ``curve`` says what measurements tell about each other where times run smoothly ``along`` some
     features (log2 of sizes, apart by a constant), and a learner may carry on beyond the measured.
     Far below and above ``ends`` of the first of these features, not in log2, nothing changes.
-    ``tiled``: kernels go by tiles per SM, so that a GPU never seen is described by its own features
-    even where it is priced as another. ``large`` is the op of a dtype that reaches a GPU's
-    ``reached_flops_per_s``.
+    ``alike`` names ops whose kernels are alike, and what else makes an op that one: what was not
+    measured in a dtype is priced as the first of them that was. ``tiled``: kernels go by tiles per
+    SM, so that a GPU never seen is described by its own features even where it is priced as
+    another. ``large`` is the op of a dtype that reaches a GPU's ``reached_flops_per_s``.
     ``place`` names the cluster a row was measured in, nothing where the GPU says it all.
     ``weight`` is its share of a CPU's sweep beside the other families': those of many kinds of ops
     need more points.
@@ -82,6 +83,7 @@ class Family:
     curve: Sequence[Part] = ()
     along: tuple[str, ...] = ()
     ends: tuple[float, float] = (0.0, np.inf)
+    alike: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     tiled: bool = False
     large: Callable[[str], Any] | None = None
     place: Callable[[Any], Any] | None = None

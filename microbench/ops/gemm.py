@@ -146,6 +146,7 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
+    alike={"mm": {}, "addmm": {"layout": "nt"}, "bmm": {}},  # a linear layer's weight is transposed
     tiled=True,
     large=lambda dtype: Gemm(m=LARGE, n=LARGE, k=LARGE, dtype=dtype),
     answers={f"aten.{op}.default": from_mm for op in ("mm", "addmm", "bmm", "baddbmm")},

@@ -19,7 +19,6 @@ from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from microbench.ops.conv import Conv
 from microbench.ops.elementwise import Elementwise
-from microbench.ops.gemm import Gemm
 from microbench.ops.norm import Norm
 from microbench.ops.reduction import Reduction
 
@@ -29,8 +28,7 @@ GPU = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per
 def learned(*words: str) -> Any:
     vocabulary = {"op": list(words)}
     envelope = {"log_groups": (0.0, 0.0)}
-    encoder, facts = SimpleNamespace(vocabulary=vocabulary), {"ops": {"fp32": list(words)}}
-    return SimpleNamespace(encoder=encoder, envelope=envelope, facts=facts)
+    return SimpleNamespace(encoder=SimpleNamespace(vocabulary=vocabulary), envelope=envelope)
 
 
 MODELS: Mapping[str, Any] = {
@@ -114,15 +112,6 @@ def test_a_strided_pointwise_convolution_is_no_wider_than_its_channels() -> None
     facts = {"kernel_h": 1, "kernel_w": 1, "padding_h": 0, "padding_w": 0, "stride": 2}
     product = stand_ins(convolution(**facts), MODELS, True)[0].params
     assert (product.m, product.n, product.k) == (32, 32, 16)
-
-
-def test_a_product_is_a_linear_layer_where_only_these_were_measured() -> None:
-    plain = Gemm(op="mm", m=2, n=3, k=4, layout="tn")
-    layers = {**MODELS, "gemm": learned("addmm", "bmm")}
-    (found,) = stand_ins(plain, layers, False)
-    assert found.params == Gemm(op="addmm", m=2, n=3, k=4, layout="nt")
-    for models, asked in ((MODELS, plain), (layers, replace(plain, dtype="bf16"))):
-        assert stand_ins(asked, models, False) == []
 
 
 def test_a_grouped_convolution_passes_over_its_tensors_more_often() -> None:

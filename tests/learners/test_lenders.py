@@ -9,8 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from learners.bundle import SHIPPED, Bundle
-from learners.lenders import PRODUCTS, Asked, Lenders, as_measured, what_was_measured
+from learners.lenders import Asked, Lenders, what_was_measured
 from learners.table import Encoder, feature_table, identities
 from microbench.hardware.spec import Gpu
 from microbench.ops import gemm, norm
@@ -87,34 +86,6 @@ def test_the_usual_stack_of_a_gpu_is_lent_first() -> None:
     assert what_was_measured(asked(*rows)) == {"twin": {"fp32": ["b", "a"]}}
     assert list(lenders(*rows).shares("new", "fp32", "", GPUS)) == [("twin", "b")]
     assert list(lenders(*rows).shares("new", "fp32", "a", GPUS)) == [("twin", "a")]
-
-
-def test_products_of_a_kind_not_measured_in_their_dtype_are_those_that_were() -> None:
-    """Half: plain ones; single: linear layers, whose weight is transposed; scaled ones stay."""
-    ops = {"bf16": ["mm"], "fp32": ["addmm", "bmm"], "fp8": ["scaled_mm"]}
-    rows = pd.DataFrame(
-        {"dtype": dtype, "op": op, "layout": "nn"}
-        for dtype, op in (
-            ("bf16", "addmm"),
-            ("bf16", "bmm"),
-            ("fp32", "mm"),
-            ("fp32", "bmm"),
-            ("fp8", "scaled_mm"),
-            ("tf32", "addmm"),
-        )
-    )
-    found = as_measured(rows, ops)
-    assert found["op"].tolist() == ["mm", "mm", "addmm", "bmm", "scaled_mm", "mm"]
-    assert found["layout"].tolist() == ["nn", "nn", "nt", "nn", "nn", "nn"]
-    assert as_measured(rows, {}) is rows
-
-
-def test_linear_layers_of_the_bundle_that_ships_take_as_long_as_plain_products() -> None:
-    """AIConfigurator measured plain ones, and in fp8 scaled ones: an H100 knew no others."""
-    facts = {"family": "gemm", "gpu": "h100-sxm-80gb", "dtype": "bf16", "layout": "nt", "batch": 1}
-    rows = pd.DataFrame([{**facts, "op": op, "m": 4096, "n": 1024, "k": 1024} for op in PRODUCTS])
-    us = Bundle.load(SHIPPED).price("gemm", rows)["predicted_us"]
-    assert us.tolist() == pytest.approx([us[0]] * 3)
 
 
 class Echo:

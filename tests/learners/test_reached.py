@@ -22,8 +22,6 @@ NEW = Gpu(
     reached_flops_per_s={"fp32": 1e13},
     hbm_bytes_per_s=1e12,
 )
-
-
 KNOWN_US = 2 * LARGE**3 / 1e13 * 1e6
 
 
@@ -47,11 +45,7 @@ def factors(rows: pd.DataFrame, lender_us: float = KNOWN_US) -> np.ndarray:
     measured = {"known": {"fp32": ("",)}}
     lenders = Lenders(encoder=Encoder(["gpu"], {"gpu": ["known"]}), measured=measured)
     return correction(
-        rows,
-        FAMILY,
-        asked,
-        lenders,
-        lambda large: np.where(large["gpu"] == "known", lender_us, 27_488.0),
+        asked, lenders, lambda large: np.where(large["gpu"] == "known", lender_us, 27_488.0)
     )
 
 

@@ -72,9 +72,13 @@ def test_what_half_precision_alone_does_not_cast() -> None:
 def test_the_cpu_s_own_autocast_agrees_on_products() -> None:
     """Where it has the same rules: products and their casts, forward and backward, really run."""
 
-    class Products(nn.Sequential):
+    class Products(nn.Module):
         def __init__(self) -> None:
-            super().__init__(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x).relu())  # type: ignore[no-any-return]
 
     ops: list[str] = []
 
@@ -90,20 +94,11 @@ def test_the_cpu_s_own_autocast_agrees_on_products() -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             y = net(x)
         y.square().mean().backward()
-    mine = step(True, "bf16", net=lambda: Wrapped(Products()))
+    mine = step(True, "bf16", net=Products)
     for op in ("addmm", "mm", "_to_copy"):
         named = [o for o in ops if o == f"aten.{op}.default"]
         both = called(mine, op) + called(mine, op, "backward") + called(mine, op, "loss")
         assert len(both) == len(named), op
-
-
-class Wrapped(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
 
 
 def test_a_plan_says_amp() -> None:

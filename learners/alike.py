@@ -1,0 +1,32 @@
+"""Ops that were not measured in their dtype, as those of their family that were."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+
+from learners.table import among, columns
+from microbench.ops.family import Family
+
+
+def as_measured(
+    rows: pd.DataFrame, family: Family, ops: Mapping[str, Sequence[str]]
+) -> pd.DataFrame:
+    """Rows whose op was not measured in their dtype as one that is alike and was.
+
+    ``ops`` that were measured, by dtype; in a dtype without any, the first of those alike.
+    """
+    if not (family.alike and ops):
+        return rows
+    p = columns(rows, family)
+    for dtype in pd.unique(p.dtype):
+        measured = ops.get(dtype, [next(iter(family.alike))])
+        known = [op for op in family.alike if op in measured]
+        other = (p.dtype == dtype) & among(p.op, family.alike) & ~among(p.op, known)
+        if known and other.any():
+            made = {"op": known[0], **family.alike[known[0]]}
+            now = columns(rows, family)
+            rows = rows.assign(**{c: np.where(other, v, getattr(now, c)) for c, v in made.items()})
+    return rows
