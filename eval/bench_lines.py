@@ -52,6 +52,20 @@ def gemm_left_out(rows: Rows) -> Iterator[Split]:
     return gpu_left_out(rows, _aic(rows))
 
 
+def fp8_left_out(rows: Rows) -> Iterator[Split]:
+    """fp8 on every GPU in turn, whose bf16 is known, as is fp8 on others."""
+    fp8 = (rows["dtype"] == "fp8").to_numpy()
+    for gpu in sorted(rows["gpu"][fp8].unique()):
+        held = fp8 & (rows["gpu"] == gpu).to_numpy()
+        yield Split(part=str(gpu), known=~held, held=held)
+
+
+def evenly(rows: Rows) -> Mask:
+    """3,000 rows of every GPU, at random."""
+    mixed = rows["gpu"].sample(frac=1, random_state=0)
+    return np.asarray((mixed.groupby(mixed).cumcount() < 3_000).sort_index())
+
+
 def nccl_cells(rows: Rows) -> Iterator[Split]:
     """Ten folds of cells (system, kind, ranks, size); both dtypes and stacks of a cell go."""
     cells = _codes(rows, ["gpu", "op", "world_size", "message_bytes"])
@@ -75,8 +89,8 @@ def nccl_ranks(rows: Rows) -> Iterator[Split]:
         yield Split(part=str(gpu), known=~held, held=held)
 
 
-def nccl_system(rows: Rows) -> Iterator[Split]:
-    """Every system in turn."""
+def each_left_out(rows: Rows) -> Iterator[Split]:
+    """Every GPU in turn."""
     return gpu_left_out(rows, np.ones(len(rows), dtype=bool))
 
 
@@ -141,6 +155,20 @@ def nccl(name: str, known_best: str, targets: dict[str, float], splits: Splits) 
     )
 
 
+def family_left_out(family: str) -> Line:
+    """A line about a family none of whose ops was measured on a GPU."""
+    return Line(
+        name=f"{family}, GPU left out",
+        family=family,
+        metric="mape_pct",
+        targets={},
+        known_best="none published",
+        choose=evenly,
+        splits=each_left_out,
+        baselines=("roofline", "nearest"),
+    )
+
+
 def fp32(
     name: str,
     family: str,
@@ -188,16 +216,27 @@ def lines() -> list[Line]:
             splits=gemm_left_out,
             few=FEW,
         ),
+        Line(
+            name="GEMM fp8, left out where bf16 is known",
+            family="gemm",
+            metric="mape_pct",
+            targets={},
+            known_best="none published",
+            choose=_aic,
+            splits=fp8_left_out,
+            baselines=("roofline", "nearest"),
+        ),
         nccl("cells left out", "4.2", {"": 3.5}, nccl_cells),
         nccl("sizes > 16 MiB left out", "2.6-24 (tail fit 4.5)", {"": 4.0}, nccl_tail),
         nccl("a GPU count left out", "6.5-55", NVLINK, nccl_ranks),
-        nccl("system left out", "6.1 / 5.2 / 3.1 / 26.9", systems, nccl_system),
+        nccl("system left out", "6.1 / 5.2 / 3.1 / 26.9", systems, each_left_out),
         fp32(f"bmm, {random}", "gemm", ("bmm",), shapes(GEMM), 3.0, "3.8"),
         fp32(f"linear, {random}", "gemm", ("addmm",), shapes(GEMM), 3.0, "5.0"),
         fp32(f"elementwise, {random}", "elementwise", (), shapes(["numel", "inner"]), 1.2, "1.4"),
         fp32(f"layernorm, {random}", "norm", (), shapes(["rows", "cols"]), 1.5, "2.0"),
         fp32("bmm, A100-80GB left out", "gemm", ("bmm",), a100_80, 7.0, "9", "mape_pct"),
         fp32("linear, A100-80GB left out", "gemm", ("addmm",), a100_80, 6.0, "8", "mape_pct"),
+        *(family_left_out(name) for name in ("attention", "reduction", "norm")),
         Line(
             name="multi-node all_reduce, all_gather > 1 MiB, cluster left out",
             family="collective",

@@ -110,22 +110,22 @@ def forecasts(
 ) -> dict[str, np.ndarray]:
     """Times in us of the held rows by learner; baselines answer a sample, NaN elsewhere.
 
-    Of GPUs left out nothing measured is known to "itercast"; to "stated rate", what others' large
-    products reach on them.
+    Of GPUs left out, and of dtypes on a GPU, nothing measured is known to "itercast"; to "stated
+    rate", what others' large products reach.
     """
     table = prepared.table
     options = fit.default_options(table.take(known))
-    gpu = prepared.asked.gpu
+    gpu, asked = prepared.asked.gpu, prepared.asked.take(held)
+    new = not np.isin(gpu[held], np.unique(gpu[known])).any()
     out = {}
-    if np.isin(gpu[held], np.unique(gpu[known])).any():
+    if not (new or prepared.lenders(known).strange(asked).all()):
         ours = learn(prepared, known, options).predict_us(held)
     else:
-        model, asked = learn_quickly(prepared, known, options), rows.iloc[held]
-        gpus, family = prepared.asked.gpus, families()[line.family]
-        unstated = {name: replace(gpu, reached_flops_per_s={}) for name, gpu in gpus.items()}
-        ours = model.predict(asked, family, unstated).time_us
+        model, family = learn_quickly(prepared, known, options), asked.family
+        unstated = {n: replace(g, reached_flops_per_s={}) for n, g in asked.gpus.items()}
+        ours = model.predict(rows.iloc[held], family, unstated).time_us
         if family.large is not None:
-            out["stated rate"] = model.predict(asked, family, gpus).time_us
+            out["stated rate"] = model.predict(rows.iloc[held], family, asked.gpus).time_us
     out["itercast"] = ours
     for count in line.few:
         out[f"{count} rows"] = calibrated(prepared, held, ours, count)

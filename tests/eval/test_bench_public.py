@@ -17,6 +17,7 @@ from eval.bench_lines import clusters, gemm_sites, lines, nccl_cells, nccl_tail
 from eval.bench_public import Result, calibrated, run_line
 from eval.bench_report import markdown
 from learners.fit import Table
+from microbench.hardware.spec import load_gpu
 
 PUBLIC = Path(os.environ.get("ITERCAST_PUBLIC", "../shared/public-data"))
 SIZES = [2.0**i for i in range(10, 28)]
@@ -114,6 +115,40 @@ def test_the_report_says_what_fell_short() -> None:
     assert "| x | p | mape | 6 | 4 | no | 5.0 |  |  |  |  | 20.0 |" in markdown([row])
     tau = replace(row, metric="kendall_tau", target=0.85, scores={"itercast": {"kendall_tau": 0.9}})
     assert "| kendall_tau | 6 | 0.85 | yes | 0.90 |" in markdown([tau])
+
+
+def products() -> pd.DataFrame:
+    """Half of the peak and 5 us, in bf16 and fp8; a B200 loses half of its speed in fp8."""
+    rng, rows = np.random.default_rng(0), []
+    for gpu in ("h100-sxm-80gb", "b200-sxm"):
+        for m, n, k in 2 ** rng.integers(8, 14, (120, 3)):
+            for dtype in ("bf16", "fp8"):
+                us = 2e6 * m * n * k / load_gpu(gpu).peak(dtype) / 0.5 + 5
+                slow = 2 if (gpu, dtype) == ("b200-sxm", "fp8") else 1
+                op = "scaled_mm" if dtype == "fp8" else "mm"
+                sizes = {"m": int(m), "n": int(n), "k": int(k), "batch": 1, "layout": "nt"}
+                rows.append({"gpu": gpu, "dtype": dtype, "op": op, "time_us": us * slow} | sizes)
+    return pd.DataFrame(rows).assign(family="gemm", source="aiconfigurator", stack="", status="ok")
+
+
+def test_a_dtype_left_out_is_lent_by_who_was_measured_in_it() -> None:
+    """The B200 tells the H100 that fp8 reaches a quarter of the peak: twice as slow as it is."""
+    line = next(x for x in lines() if x.name.startswith("GEMM fp8"))
+    results = {r.part: r.scores for r in run_line(replace(line, baselines=()), products())}
+    assert list(results) == ["b200-sxm", "h100-sxm-80gb"]
+    assert results["h100-sxm-80gb"]["itercast"]["bias_pct"] == pytest.approx(100, abs=30)
+    assert results["b200-sxm"]["itercast"]["bias_pct"] == pytest.approx(-50, abs=10)
+
+
+def test_what_large_products_reach_is_told_to_one_column_only() -> None:
+    """789 of an H100's 989.4 TFLOP/s, 1700 of a B200's 2250: by 5.5 % less of its peak."""
+    line = next(x for x in lines() if x.name == "GEMM bf16, GPU left out")
+    half = products().query("dtype == 'bf16' and m * n * k >= 2**36")
+    told = {}
+    for result in run_line(replace(line, baselines=(), few=()), half):
+        ours, stated = (result.scores[name]["bias_pct"] for name in ("itercast", "stated rate"))
+        told[result.part] = stated - ours
+    assert told == pytest.approx({"b200-sxm": 5.5, "h100-sxm-80gb": -5.2}, abs=1.5)
 
 
 @pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public measurements are not here")
