@@ -42,13 +42,17 @@ class Cluster:
     gpus_per_node: int
     groups: Mapping[str, Group]
 
-    @property
-    def link_bytes_per_s(self) -> float:
-        """One direction of the fastest link between neighbours in a node."""
+    def link(self, ranks: int) -> str:
+        """What the slowest hop among so many GPUs of a node runs over."""
+        return self.node.link_among(ranks) if self.node else self.gpu.usual_link
+
+    def link_bytes_per_s(self, ranks: int) -> float:
+        """One direction of that hop."""
         if self.gpu.kind == "cpu":
             return self.gpu.hbm_bytes_per_s / CPU_COPIES
-        link = self.node.link_bytes_per_s if self.node else self.gpu.link_bytes_per_s
-        return link or self.gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
+        fast = self.node.link_bytes_per_s if self.node else self.gpu.link_bytes_per_s
+        slow = self.gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
+        return slow if self.link(ranks) == "pcie" else fast
 
     @property
     def network_bytes_per_s(self) -> float:
@@ -104,7 +108,7 @@ def ring_us(message: Message, group: Group, where: Cluster) -> float:
         return 0.0
     params = Collective(op=kind, message_bytes=message.message_bytes, world_size=n)
     wire_bytes = float(bus_factor(params)) * message.message_bytes
-    rate, alpha = where.link_bytes_per_s, ALPHA_US["link"]
+    rate, alpha = where.link_bytes_per_s(group.per_node), ALPHA_US["link"]
     if where.gpu.kind == "cpu":
         alpha = ALPHA_US["cpu"]
     elif n > group.per_node:
@@ -194,6 +198,7 @@ def _rows(asked: Sequence[tuple[Message, Group]], book: PriceBook, where: Cluste
         "dtype": [m.dtype for m, _ in asked],
         "world_size": [g.size for _, g in asked],
         "ranks_per_node": [g.per_node for _, g in asked],
+        "link": ["" if g.size > g.per_node else where.link(g.size) for _, g in asked],
         "network_bytes_per_s": [
             where.network_bytes_per_s if g.size > g.per_node else 0.0 for _, g in asked
         ],

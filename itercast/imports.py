@@ -74,7 +74,6 @@ def given(gpu: str, nodes: int, gpus_per_node: int, node: str) -> tuple[Hints, G
         gpu=own.name if own else "",
         nodes=nodes,
         gpus_per_node=gpus_per_node or (kind.gpus_per_node if kind else 0),
-        node=kind.name if kind else "",
-        network_bytes_per_s=kind.network_bytes_per_s if kind else 0.0,
+        node=kind,
     )
     return hints, own

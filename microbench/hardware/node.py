@@ -51,6 +51,12 @@ class Node:
             self.topology, self.gpus_per_node
         )
 
+    def link_among(self, ranks: int) -> str:
+        """What the slowest hop among so many GPUs of it runs over."""
+        if ranks > self.domain:
+            return "pcie"
+        return "pairwise" if self.topology == "pairwise" else "nvlink"
+
 
 def node_from_dict(values: Mapping[str, Any], where: str) -> Node:
     """A Node from plain values; ``where`` names the file in messages."""

@@ -22,7 +22,8 @@ class Gpu:
     accumulated in fp32, ``full_rate_flops_per_s`` is what the same units do otherwise: kernels
     reach a share of that, up to the peak. ``reached_flops_per_s`` is what products of large square
     matrices are known to reach, by dtype. ``l2_bytes`` is the last cache before memory;
-    ``link_bytes_per_s`` is one direction of the fast link to its neighbours (0: none).
+    ``link_bytes_per_s`` is one direction of the fast link to its neighbours (0: none), of which
+    there are all in a node, or where it is a bridge, ``link_joins`` with the GPU itself.
     ``cold_share`` says, by MiB touched since an access, how much of a cold access's extra time the
     next one takes; empty where it was not measured. While a message and compute overlap both go on
     at 1/``contention`` of their speed (0: not measured).
@@ -42,6 +43,7 @@ class Gpu:
     l2_bytes: float = 4e6
     power_w: float = 0.0
     link_bytes_per_s: float = 0.0
+    link_joins: int = 0
     pcie_bytes_per_s: float = 0.0
     cold_share: Mapping[str, float] = field(default_factory=dict)
     contention: float = 0.0
@@ -65,6 +67,13 @@ class Gpu:
     def full_rate(self, dtype: str) -> float:
         """The rate that kernels reach a share of: the peak, or what is halved to it."""
         return self.full_rate_flops_per_s.get(dtype) or self.peak(dtype)
+
+    @property
+    def usual_link(self) -> str:
+        """What GPUs of a host talk over where nothing says; bridges are sold apart."""
+        if self.kind == "cpu":
+            return "host"
+        return "nvlink" if self.link_bytes_per_s and not self.link_joins else "pcie"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written to cards and bundles."""

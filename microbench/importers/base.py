@@ -18,6 +18,8 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from microbench.hardware.node import Node
+
 MAX_BYTES = 2**30  # of one file, unpacked
 MAX_SIZE = 2**53  # of one number: beyond it a float is no longer exact
 MAX_PRODUCT = 2.0**62  # of all sizes of a row: formulas multiply them as integers
@@ -29,13 +31,12 @@ FIRST = ("family", "op", "gpu", "stack", "timer", "dtype", "status", "reason", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """What a user states where files do not: our GPU name, nodes, GPUs and network of each."""
+    """What a user states where files do not: our GPU name, how many nodes, of what kind."""
 
     gpu: str = ""
     nodes: int = 0
     gpus_per_node: int = 0
-    node: str = ""
-    network_bytes_per_s: float = 0.0  # per GPU and direction
+    node: Node | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from microbench.hardware.names import gpu_named
+from microbench.hardware.node import Node, load_node
 from microbench.hardware.spec import gpu_names, load_gpu
 from microbench.importers.base import (
     About,
@@ -156,9 +157,11 @@ def _rows(
 ) -> pd.DataFrame:
     """All rows of a run; a row whose data came out wrong is an error row."""
     _, sizes, dtypes, in_place, times, wrong = zip(*log.rows, strict=True)
-    nic = number(stated.get("nic_bytes_per_s_per_gpu")) or number(hints.network_bytes_per_s)
     variant = text_of(stated.get("gpu_variant"))
     named = next((name for pattern, name in NODES if re.search(pattern, variant)), "")
+    node = load_node(named) if named else hints.node
+    nic = number(stated.get("nic_bytes_per_s_per_gpu"))
+    nic = nic or (hints.node.network_bytes_per_s if hints.node else 0.0)
     version = text_of(stated.get("nccl")) or log.nccl
     frame = pd.DataFrame({"message_bytes": sizes, "dtype": dtypes, "in_place": in_place})
     failed = np.array(wrong) > 0
@@ -172,8 +175,8 @@ def _rows(
         samples=log.iters or None,
         world_size=float(facts["nodes"]) * facts["gpus_per_node"],
         ranks_per_node=facts["gpus_per_node"],
-        node=named or hints.node,
-        link=_link(facts, bool(nic) or not stated),
+        node=node.name if node else "",
+        link=_link(facts, node, bool(nic) or not stated),
         network_bytes_per_s=nic or None,
         network=text_of(stated.get("nic")),
         network_fact=text_of(stated.get("nic_fact")),
@@ -183,9 +186,10 @@ def _rows(
     )
 
 
-def _link(facts: Mapping[str, Any], network: bool) -> str:
+def _link(facts: Mapping[str, Any], node: Node | None, network: bool) -> str:
     """What the ring's slowest hop runs over; a rack-scale machine is one NVLink domain."""
     if facts["nodes"] > 1 and network:
         return "network"
-    has_link = facts["gpu"] in gpu_names() and load_gpu(facts["gpu"]).link_bytes_per_s > 0
-    return "nvlink" if has_link else "pcie"
+    if node is not None:
+        return node.link_among(facts["gpus_per_node"])
+    return load_gpu(facts["gpu"]).usual_link if facts["gpu"] in gpu_names() else "pcie"

@@ -192,10 +192,16 @@ def across_nodes(p: Any) -> Any:
     return np.greater(p.world_size, p.ranks_per_node) & ~stated
 
 
+def link(p: Any, gpu: Gpu) -> Any:
+    """The slowest link each crosses, the usual one where it does not say."""
+    usual = np.where(across_nodes(p), "network", gpu.usual_link)
+    return np.where(np.equal(p.link, ""), usual, p.link)
+
+
 def link_rate(p: Any, gpu: Gpu) -> Any:
     """Bytes/s of one direction of the links inside a node."""
     fast = gpu.link_bytes_per_s or gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
-    return np.where(np.equal(p.link, "pcie"), gpu.pcie_bytes_per_s or fast, fast)
+    return np.where(np.equal(link(p, gpu), "pcie"), gpu.pcie_bytes_per_s or fast, fast)
 
 
 def link_us(p: Any, gpu: Gpu) -> Any:
@@ -243,12 +249,6 @@ def place(p: Any) -> Any:
     return np.where(across_nodes(p), name, "")
 
 
-def likely_link(p: Any, gpu: Gpu) -> Any:
-    """The link of a collective that does not say."""
-    inside = "nvlink" if gpu.link_bytes_per_s else "pcie"
-    return np.where(across_nodes(p), "network", "host" if gpu.kind == "cpu" else inside)
-
-
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
     """Sizes of the whole, of a rank's share and of what crosses the links; ranks and nodes.
 
@@ -260,7 +260,7 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
     return {
         "op": p.op,
         "dtype": p.dtype,
-        "link": np.where(np.equal(p.link, ""), likely_link(p, gpu), p.link),
+        "link": link(p, gpu),
         "log_message": np.log2(np.maximum(p.message_bytes, 1)),
         "log_share": np.log2(np.maximum(p.message_bytes / np.asarray(p.world_size), 1)),
         "log_bus": np.log2(np.maximum(bytes_moved(p), 1)),

@@ -18,7 +18,7 @@ from compose.plan import ParallelPlan
 from compose.priced import PriceBook
 from compose.timeline import Span, simulate
 from microbench.hardware.node import load_node
-from microbench.hardware.spec import Gpu
+from microbench.hardware.spec import Gpu, load_gpu
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e9)
@@ -202,6 +202,36 @@ def test_all_reduce_without_a_model_is_a_ring() -> None:
     bare.models = {"gemm": None, "host": None}
     (found,) = price_messages([reduce_of(10**6)], PriceBook(bare, GPU, 0), where)
     assert (found.family, found.duration_us) == ("unmodelled", pytest.approx(35))
+
+
+def test_links_are_those_of_the_node_or_else_what_is_usual() -> None:
+    """A pair with a bridge, four with a gap on the way, two of whose node nothing is known."""
+    gpu, node = load_gpu("a100-pcie-80gb"), load_node("a100-pairwise")
+    asked = [(2, node), (4, node), (2, None)]
+    found = [cluster(ParallelPlan(dp=n), gpu, kind) for n, kind in asked]
+    links = [where.link(n) for where, (n, _) in zip(found, asked, strict=True)]
+    assert links == ["pairwise", "pcie", "pcie"]
+    rates = [where.link_bytes_per_s(n) for where, (n, _) in zip(found, asked, strict=True)]
+    assert rates == [300e9, 31.5e9, 31.5e9]
+
+
+class Links(Fixed):
+    """Notes what links its collectives are said to cross."""
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        self.links = rows["link"].tolist()
+        return super().price(family, rows, gpus)
+
+
+def test_a_model_of_collectives_is_told_the_link() -> None:
+    """Sixteen ranks of two nodes cross the network, as their numbers say."""
+    gpu, told = load_gpu("a100-pcie-80gb"), []
+    for n in (4, 16):
+        links = Links()
+        where = cluster(ParallelPlan(dp=n), gpu)
+        price_messages([reduce_of(10**6)], PriceBook(links, gpu, 0), where)
+        told += links.links
+    assert told == ["pcie", ""]
 
 
 class UpToFour(Fixed):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from microbench.hardware.spec import load_gpu
-from microbench.ops.collective import Collective, features, network_us, sweep
+from microbench.ops.collective import Collective, features, link_rate, network_us, sweep
 
 MIB = 2**20
 
@@ -40,6 +40,14 @@ def test_features_name_the_slower_of_link_and_network() -> None:
     near = features(Collective(op="all_gather", message_bytes=MIB), gpu)
     assert float(near["log_bus_rate"]) == pytest.approx(np.log2(450e9 / 1e6))
     assert float(near["log_bus_us"]) == pytest.approx(np.log2(MIB / 2 / 450e9 * 1e6))
+
+
+def test_what_does_not_say_its_link_takes_the_usual_one() -> None:
+    """Cards whose bridges are sold apart talk over PCIe 4.0: 16 lanes of 16 Gb/s, 128b/130b."""
+    gpu, pcie = load_gpu("a100-pcie-80gb"), 31.5e9
+    asked = [Collective(op="all_gather", message_bytes=MIB, link=x) for x in ("", "pairwise")]
+    assert [float(link_rate(p, gpu)) for p in asked] == [pcie, gpu.link_bytes_per_s]
+    assert [str(features(p, gpu)["link"]) for p in asked] == ["pcie", "pairwise"]
 
 
 def test_gather_and_scatter_are_one_pattern() -> None:

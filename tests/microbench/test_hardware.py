@@ -118,6 +118,19 @@ def test_domains_count_gpus_behind_one_fast_link() -> None:
     assert single.domain == 1
 
 
+def test_a_bridge_joins_two_gpus_and_a_box_may_lack_it() -> None:
+    """Between four of them some hop goes over PCIe; without a node's file so does every hop."""
+    pairs = load_node("a100-pairwise")
+    assert [pairs.link_among(ranks) for ranks in (2, 4)] == ["pairwise", "pcie"]
+    assert [load_node(name).link_among(2) for name in ("l40s-pcie", "dgx-h100")] == [
+        "pcie",
+        "nvlink",
+    ]
+    assert load_node("gb200-nvl72").link_among(72) == "nvlink"
+    usual = [load_gpu(name).usual_link for name in ("a100-pcie-80gb", "a100-sxm-80gb", "l4")]
+    assert usual == ["pcie", "nvlink", "pcie"]
+
+
 def test_numbers_without_sign_are_numbers_too(tmp_path: Path) -> None:
     """YAML 1.1 reads 1e9 as text."""
     path = tmp_path / "mine.yaml"
