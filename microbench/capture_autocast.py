@@ -21,6 +21,7 @@ IN_FP32 = """
 TO_FP32 = "softmax log_softmax prod sum cumsum cumprod vector_norm"
 HOMES = (torch, torch.Tensor, torch.nn.functional, torch.linalg)
 HALF = (torch.float16, torch.bfloat16)
+ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
 def _named(names: str) -> frozenset[Any]:
@@ -29,12 +30,12 @@ def _named(names: str) -> frozenset[Any]:
     return frozenset(getattr(home, name) for home, name in homes)
 
 
-class _Fp32(TorchFunctionMode):
-    """The ops that CUDA's autocast runs in fp32 and the CPU's does not."""
+class _OnCuda(TorchFunctionMode):
+    """Ops that CUDA's autocast runs in fp32 and the CPU's does not; attention, logged before it."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.wide, self.told = _named(IN_FP32), _named(TO_FP32)
+        self.dtype, self.wide, self.told = dtype, _named(IN_FP32), _named(TO_FP32)
 
     def __torch_function__(
         self,
@@ -47,10 +48,17 @@ class _Fp32(TorchFunctionMode):
         if func in self.wide:
             args = tuple(map(_wide, args))
             kwargs = {name: _wide(value) for name, value in kwargs.items()}
+        elif func is ATTENTION:
+            args = tuple(map(self._narrow, args))
+            kwargs = {name: self._narrow(value) for name, value in kwargs.items()}
         elif func in self.told and _is_half(args[0] if args else kwargs.get("input")):
             stated = any(isinstance(a, torch.dtype) for a in (*args, kwargs.get("dtype")))
             kwargs |= {} if stated else {"dtype": torch.float32}
         return func(*args, **kwargs)
+
+    def _narrow(self, value: Any) -> Any:
+        wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.to(self.dtype) if wide else value
 
 
 def _is_half(value: Any) -> bool:
@@ -67,5 +75,5 @@ def autocast_as_on_cuda(dtype: torch.dtype) -> Iterator[None]:
 
     A weight is cast once, and again after the context was left.
     """
-    with torch.autocast("cpu", dtype=dtype), _Fp32():
+    with torch.autocast("cpu", dtype=dtype), _OnCuda(dtype):
         yield

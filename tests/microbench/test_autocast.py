@@ -55,6 +55,26 @@ def test_products_in_half_norms_and_softmax_in_fp32() -> None:
     assert [dtypes(c)[0] for c in called(found, "mm", "backward")] == ["fp16"] * 3
 
 
+class Turned(nn.Module):
+    """Queries and keys turned by fp32 angles before they meet, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        value = self.weight(x).view(1, 4, 1, 16)
+        turned = value * torch.ones(16)
+        return nn.functional.scaled_dot_product_attention(turned, turned, value)
+
+
+def test_attention_takes_half_whatever_it_is_given() -> None:
+    found = step(amp=True, net=Turned)
+    (forward,) = [c for c in found.calls if c.op == "itercast.sdpa"]
+    (backward,) = [c for c in found.calls if c.op == "itercast.sdpa_backward"]
+    assert (dtypes(forward), dtypes(backward)) == (["fp16"] * 3, ["fp16"] * 4)
+
+
 def test_weights_gradients_and_the_optimizer_stay_in_fp32() -> None:
     found = step(amp=True)
     assert {p.dtype for p in found.parameters} == {"fp32"}
