@@ -80,7 +80,7 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     """
     per_node = plan.world_size
     if gpu.kind != "cpu":
-        fitting = node.gpus_per_node if node else RANKS_PER_NODE
+        fitting = node.gpus_per_node if node else max(RANKS_PER_NODE, gpu.link_joins)
         if node and node.topology != "pcie" and node.gpus_per_domain:
             fitting = node.gpus_per_domain
         per_node = ranks_per_node(plan, fitting)

@@ -70,6 +70,8 @@ def frame(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> Frame:
 def _frame(capture: StepCapture, cut: Cut, gpu: Gpu) -> Frame:
     capture = context_parallel(expert_parallel(capture, cut.plan), cut.plan)
     capture = tensor_parallel(capture, cut.plan, summed=gpu.kind != "cpu")
+    if "fp8" not in gpu.peak_flops_per_s and any(map(_in_fp8, capture.calls)):
+        raise ValueError(f"gpu {gpu.name!r}: no units for dtype 'fp8'")
     capture = capture if gpu.kind == "cpu" else as_on_gpu(capture)
     cold, calls = cold_fractions(capture, gpu), capture.calls
     layers = tuple(split_layers(capture))
@@ -112,3 +114,7 @@ def _tied_bytes(capture: StepCapture, layers: Sequence[Layer]) -> int:
     a, b = layers[-1].forward
     used = {t.storage for call in capture.calls[a:b] for t in call.tensors()}
     return sum(p.nbytes for p in layers[0].parameters if p.storage in used)
+
+
+def _in_fp8(call: OpCall) -> bool:
+    return any(t.dtype == "fp8" for t in call.tensors())

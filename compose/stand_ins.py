@@ -7,9 +7,11 @@ these, as tensor cores want them. A grouped one passes over its tensors once and
 ResNeXts and MobileNets on an RTX 3090 tells, as often again as the root of its sums' terms over
 nine. Norms never seen, and ops without a model, are copies of the bytes they move: utilisation as
 measured, not the peak. A softmax backward is its model's answer, which knows forwards, and the
-product of gradient and output that torch makes beforehand. Sources: cuDNN developer guide, "tensor
-core operations" and CUDNN_BATCHNORM_SPATIAL_PERSISTENT, which torch takes in NHWC; arXiv:1410.0759,
-section 3; torch 2.1, SoftMax.cu, layer_norm_kernel.cu and cudnn/BatchNorm.cpp.
+product of gradient and output that torch makes beforehand. AIConfigurator measured products in fp8
+with the cast of their first factor, which steps do once for several: such a product takes what it
+does beyond one of few columns, and the time to read that factor. Sources: cuDNN developer guide,
+"tensor core operations" and CUDNN_BATCHNORM_SPATIAL_PERSISTENT, which torch takes in NHWC;
+arXiv:1410.0759, section 3; torch 2.1, SoftMax.cu, layer_norm_kernel.cu and cudnn/BatchNorm.cpp.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ PASSES = {
 }
 ON_CHIP = {**PASSES, "batch": 2, "batch_backward": 3}  # NHWC in half precision
 DEPTHWISE = 9  # terms of a sum in a 3 x 3 depthwise convolution
+NARROW, WIDE = 32, 512  # columns of a product in fp8 that is a cast next to nothing, or more
 SOFTMAX_BACKWARD = "_softmax_backward_data"
 
 
@@ -54,6 +57,8 @@ def stand_ins(params: Any, models: Mapping[str, Any], channels_last: bool) -> li
         return []
     if isinstance(params, Conv):
         return list(_conv(params, models, channels_last))
+    if isinstance(params, Gemm):
+        return list(_without_cast(params))
     if isinstance(params, Reduction) and params.op == SOFTMAX_BACKWARD:
         return list(_softmax_backward(params, models))
     if not isinstance(params, Norm) or params.op not in PASSES:
@@ -90,6 +95,13 @@ def _softmax_backward(p: Reduction, models: Mapping[str, Any]) -> Iterator[Part]
     product = Elementwise(op="mul", numel=numel, inner=numel, tensors=2, dtype=p.dtype)
     yield Part(family="reduction", params=p)
     yield Part(family="elementwise", params=product)
+
+
+def _without_cast(p: Gemm) -> Iterator[Part]:
+    if p.op == "scaled_mm" and p.n >= WIDE:
+        yield Part(family="gemm", params=p)
+        yield Part(family="gemm", params=replace(p, n=NARROW), times=-1)
+        yield copy(p.m * p.k)
 
 
 def _conv(p: Conv, models: Mapping[str, Any], channels_last: bool) -> Iterator[Part]:

@@ -22,14 +22,16 @@ from typing import Any
 
 from compose.engines import with_engine
 from compose.forecast import Forecast, forecast, timeline
+from compose.fp8 import with_fp8
 from compose.plan import ParallelPlan, micro_batch
 from compose.timeline import Span, Task
 from itercast.target import Target, find_target
 from microbench.cases.huggingface import hf_case
 from microbench.cases.registry import EvalCase, case
 from microbench.opcall import StepCapture
-from microbench.step import StepSettings
+from microbench.step import ALLOWED, StepSettings
 
+DTYPES = (*ALLOWED["dtype"], "fp8")
 CAPTURES = Path(".cache/captures")
 
 
@@ -129,9 +131,18 @@ def capture(
     name; a transformers model can do without, given ``batch`` and ``seq``. ``loss`` is a function
     of the output; "default" takes the output's ``loss``, or the output where it is a scalar; "none"
     starts backward from the output. ``dtype`` None leaves a module as it is, else it is fp32.
+    fp8 is of the linear layers of blocks alone, the rest is in bf16 (``compose.fp8``).
     ``amp``: weights stay in fp32, and the forward pass runs under CUDA's autocast to ``dtype``.
     Published cases and configurations are captured by two of many equal layers unless ``whole``.
     """
+    if dtype not in (None, *DTYPES):
+        raise ValueError(f"dtype {dtype!r}: allowed are {', '.join(DTYPES)}")
+    if dtype == "fp8":
+        wide = capture(
+            model, inputs, loss, batch=batch, seq=seq, mode=mode, optimizer=optimizer,
+            dtype="bf16", attn=attn, amp=amp, whole=whole,
+        )  # fmt: skip
+        return with_fp8(wide)
     options: dict[str, Any] = {"mode": mode, "optimizer": optimizer, "attn": attn, "amp": amp}
     words = loss if isinstance(loss, str) else "default"
     if isinstance(model, str | Path):

@@ -13,11 +13,9 @@ import numpy as np
 import pandas as pd
 from scipy.stats import kendalltau
 
-from compose.attention_kernels import with_attention_kernel
-from compose.channels import with_memory_format
 from eval.bench_nodes import node_sums_us
 from eval.bench_public import Result, Rows
-from itercast.evaluation import ASKED, SETTINGS, console, model_of, stated_rows
+from itercast.evaluation import ASKED, console, stated_rows, step_of
 from itercast.steps import progress_bar
 from itercast.target import find_target
 from learners.train import errors
@@ -47,9 +45,9 @@ def labels(gpu: str, *modes: str) -> Callable[[Rows], np.ndarray]:
     return choose
 
 
-def of(source: str) -> Callable[[Rows], np.ndarray]:
-    """Rows of one published table."""
-    return lambda rows: np.asarray(rows["source"] == source)
+def of(*sources: str) -> Callable[[Rows], np.ndarray]:
+    """Rows of published tables."""
+    return lambda rows: np.asarray(rows["source"].isin(sources))
 
 
 def model_lines() -> list[ModelLine]:
@@ -78,6 +76,12 @@ def model_lines() -> list[ModelLine]:
             known_best="none published",
             choose=of("llm-foundry"),
             targets={"geomean_ape_pct": 8.0, "mape_pct": 12.0},
+        ),
+        ModelLine(
+            name="Megatron-Core, linear layers in fp8",
+            known_best="none published",
+            choose=of("nemo-launcher", "nemo-docs", "megatron-bridge"),
+            targets={},
         ),
         ModelLine(
             name=f"timm on RTX 3090, calibrated on {CALIBRATED_ON}",
@@ -145,18 +149,13 @@ def _forecast_us(asked: Mapping[str, Any], bundle: Path) -> tuple[float, float]:
 
     Dropout is then part of the backward pass: it is small beside the products.
     """
-    from itercast.api import capture, forecast_step, micro_size
+    from itercast.api import forecast_step
 
     target = find_target(str(asked["gpu"]), str(asked["plan"]), bundle)
-    model = model_of(asked)
-    size = micro_size(model, target.plan, int(asked["batch"]), int(asked["seq"]))
-    options = {n: asked[n] for n in SETTINGS}
-    step = with_memory_format(capture(model, **size, **options), str(asked["memory_format"]))
-    step = with_attention_kernel(step, str(asked["attention_kernel"]))
-    whole_us = forecast_step(step, target).iteration_us
+    whole_us = forecast_step(step_of(asked, target.plan), target).iteration_us
     if asked["plan"] or asked["mode"] == "infer" or not np.isfinite(asked["backward_us"]):
         return whole_us, 0.0
-    ahead = forecast_step(capture(model, **size, **{**options, "mode": "infer"}), target)
+    ahead = forecast_step(step_of({**asked, "mode": "infer"}, target.plan), target)
     return whole_us, whole_us - ahead.iteration_us
 
 

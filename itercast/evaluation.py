@@ -21,6 +21,7 @@ from compose.attention_kernels import with_attention_kernel
 from compose.channels import with_memory_format
 from compose.engines import with_engine
 from compose.forecast import Forecast
+from compose.plan import ParallelPlan
 from eval.ranking import ranking_lines
 from eval.results import CaseResult, grouped, in_words
 from itercast.api import capture, forecast_step, micro_size
@@ -100,13 +101,8 @@ def _compare(
     target = find_target(str(asked["gpu"]), str(asked["plan"]), folder)
     if target.gpu.kind == "cpu":
         target = replace(target, threads=int(rows["threads"].iloc[0]))
-    model = model_of(asked)
-    size = micro_size(model, target.plan, int(asked["batch"]), int(asked["seq"]))
-    options = {n: asked[n] for n in SETTINGS if n in asked}
-    step = with_engine(capture(model, **size, **options), str(asked.get("engine", "eager")))
-    step = with_memory_format(step, str(asked.get("memory_format", "")))
-    if "attention_kernel" in rows:
-        step = with_attention_kernel(step, str(rows["attention_kernel"].iloc[0]))
+    kernel = rows.get("attention_kernel", pd.Series("", rows.index)).iloc[0]
+    step = step_of({**asked, "attention_kernel": kernel}, target.plan)
     found = forecast_step(step, target)
     times = list(_at_reference_us(rows, target.bundle, found, step))
     first, last = times[0], times[-1]
@@ -127,6 +123,16 @@ def _compare(
         by_family_us=dict(found.by_family_us),
         unmodelled_frac=found.unmodelled_frac,
     )
+
+
+def step_of(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
+    """The step a row states: its model and sizes, how it is launched, its layouts and kernels."""
+    model = model_of(asked)
+    size = micro_size(model, plan, int(asked["batch"]), int(asked["seq"]))
+    options = {n: asked[n] for n in SETTINGS if n in asked}
+    step = with_engine(capture(model, **size, **options), str(asked.get("engine", "eager")))
+    step = with_memory_format(step, str(asked.get("memory_format", "")))
+    return with_attention_kernel(step, str(asked.get("attention_kernel", "")))
 
 
 def model_of(asked: Mapping[str, Any]) -> str | Path:

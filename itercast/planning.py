@@ -40,7 +40,7 @@ def plan(
         int | None, typer.Option(min=1, help="samples per step over all GPUs; default: case's each")
     ] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
     amp: Annotated[bool, typer.Option("--amp", help="weights in fp32, autocast to dtype")] = False,
     bundle: Bundle = None,

@@ -44,7 +44,7 @@ def predict(
     loss: Annotated[
         str, typer.Option(help="default, or none: backward from the output")
     ] = "default",
-    dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16 or fp16")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "fp32",
     attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa",
     optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
     plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2" or "dp=8,amp"')] = "",

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 HERE = Path(__file__).parent
+BRIDGE = 2  # GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +23,8 @@ class Gpu:
     accumulated in fp32, ``full_rate_flops_per_s`` is what the same units do otherwise: kernels
     reach a share of that, up to the peak. ``reached_flops_per_s`` is what products of large square
     matrices are known to reach, by dtype. ``l2_bytes`` is the last cache before memory;
-    ``link_bytes_per_s`` is one direction of the fast link to its neighbours (0: none), of which
-    there are all in a node, or where it is a bridge, ``link_joins`` with the GPU itself.
+    ``link_bytes_per_s`` is one direction of the fast link to its neighbours (0: none), which joins
+    ``link_joins`` GPUs (2: a bridge) or those of a node (0).
     ``cold_share`` says, by MiB touched since an access, how much of a cold access's extra time the
     next one takes; empty where it was not measured. While a message and compute overlap both go on
     at 1/``contention`` of their speed (0: not measured).
@@ -73,7 +74,7 @@ class Gpu:
         """What GPUs of a host talk over where nothing says; bridges are sold apart."""
         if self.kind == "cpu":
             return "host"
-        return "nvlink" if self.link_bytes_per_s and not self.link_joins else "pcie"
+        return "nvlink" if self.link_bytes_per_s and self.link_joins != BRIDGE else "pcie"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as written to cards and bundles."""

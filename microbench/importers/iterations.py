@@ -23,8 +23,10 @@ ABOUT = About(
         "time_us is one optimizer step, accumulation included; batch is samples per data-parallel "
         "replica and step (the published global batch over dp); world_size counts GPUs. doubts "
         "says what is inferred, by whoever published the table or by us. hf_config is JSON to "
-        "build the model from; rows whose builder is timm name a model of timm 0.6. timm: fp16 "
-        "autocast, SGD, random images, 40 timed steps, synchronised each step."
+        "build the model from; engine is compile where kernels are fused, by torch or by hand. "
+        "Megatron-Core with tp is taken with sequence parallelism. Rows whose builder is timm name "
+        "a model of timm 0.6. timm: fp16 autocast, SGD, random images, 40 timed steps, "
+        "synchronised each step."
     ),
 )
 TABLE = ("model", "n_gpus", "precision", "global_batch", "step_time_s", "gpu", "gpu_detail")
@@ -42,6 +44,7 @@ COPIED: tuple[str, ...] = (
 )
 COPIED += ("fsdp_mixed_precision", "attention_kernel", "data_input")
 COPIED += ("activation_recompute", "step_time_basis", "row_id", "source_path", "source_commit")
+FUSED = re.compile("torch.compile|TE ")  # Transformer Engine's kernels are fused by hand
 COUNTS = ("num_params", "layers", "d_model", "heads", "ffn", "vocab")
 DTYPES = (
     (r"^pure bf16|^bf16$", "bf16", False),
@@ -49,7 +52,7 @@ DTYPES = (
     (r"^float32", "fp32", False),
     (r"^TF32", "tf32", False),
     (r"^FP32$", "fp32", False),
-    (r"MXFP8|FP8", "fp8", True),
+    (r"MXFP8|FP8", "fp8", False),  # of linear layers; weights in bf16, as Megatron-LM has them
     (r"NVFP4", "fp4", True),
     (r"apex O2", "fp16", False),  # weights in fp16; the optimizer keeps a copy in fp32
     (r"FP16|fp16", "fp16", True),
@@ -101,7 +104,9 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
     model = model_of(given)
     optimizer, optimizer_doubt = optimizer_of(given.get("optimizer", ""), model.optimizer)
     precision_doubt = given["precision"] if "probable" in given["precision"] else ""
-    doubts = (given.get("doubts"), gpu_doubt, precision_doubt, model.doubt, optimizer_doubt)
+    plan_doubt = "sequence parallelism assumed" if "sp" in plan.split(",") else ""
+    doubts = [given.get("doubts"), gpu_doubt, plan_doubt, precision_doubt, model.doubt]
+    doubts.append(optimizer_doubt)
     gpus, compiled = whole(given["n_gpus"]), given.get("compile", "")
     kernel = given.get("attention_kernel", "")
     return {
@@ -113,6 +118,7 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
         **{"optimizer": optimizer, "optimizer_stated": given.get("optimizer", "")},
         "attn": "eager" if kernel == "hand-written" else "sdpa" if kernel else model.attn,
         "compile": compiled.startswith("torch.compile"),
+        "engine": "compile" if FUSED.match(compiled) else "eager",
         "cuda_graphs": "CUDA graphs" in compiled,
         "seq": whole(given.get("seq_len_tokens")) or None,
         "image_size": whole(given.get("image_size")) or None,

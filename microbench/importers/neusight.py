@@ -214,6 +214,7 @@ def _label(gather: Gathering, path: Path, base: Path) -> None:
         **{"loss": "none", "optimizer": "none", "attn": "eager", "amp": False},
         "ranks_per_node": options["world_size"],
         **options,
+        "engine": "compile" if options["compile"] else "eager",
         "run_id": gather.run_id(path),
         "origin": gather.name(path),
     }

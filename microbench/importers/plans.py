@@ -10,13 +10,14 @@ from microbench.importers.base import whole
 
 RECOMPUTE = {"true": "full", "full": "full", "false": "", "none": "", "": ""}
 RECOMPUTE |= {"selective layer": "selective", "selective op": "selective"}
+NODES = {"DGX H100": "dgx-h100", "DGX-B200": "dgx-b200", "DGX-GB200": "gb200-nvl72"}
 
 
 def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
     """The plan and its dp, from a table's columns; ValueError where they do not fit together.
 
     dp is what is left of the GPUs; the micro-batches of a step are ``micro`` under pipelines,
-    ``accumulate`` without.
+    ``accumulate`` without. Megatron-Core cuts by tp with sequence parallelism, as its recipes do.
     """
     degrees = {axis: _degree(axis, given.get(axis, "")) for axis in ("tp", "pp", "cp", "ep", "vp")}
     gpus, stages, virtual = whole(given.get("n_gpus")), degrees["pp"], degrees.pop("vp")
@@ -30,6 +31,8 @@ def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
     if virtual > 1 and (stages == 1 or micro % stages):
         raise ValueError("plan is ambiguous: interleaved stages do not fit")
     parts: dict[str, Any] = {k: v for k, v in {"dp": dp, **degrees}.items() if v > 1}
+    if degrees["tp"] > 1 and "Megatron" in given.get("framework", ""):
+        parts["sp"] = ""
     if stages > 1 and micro:
         parts["micro"] = micro
     elif micro > 1:
@@ -42,7 +45,10 @@ def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
         parts["recompute"] = recompute
     if given.get("activation_cpu_offload", "") == "true":
         parts["offload"] = "activations"
-    return ",".join(f"{k}={v}" for k, v in parts.items()), dp
+    detail = given.get("gpu_detail", "")
+    if node := next((ours for name, ours in NODES.items() if name in detail and gpus > 1), ""):
+        parts["node"] = node
+    return ",".join(f"{k}={v}".rstrip("=") for k, v in parts.items()), dp
 
 
 def _degree(axis: str, text: str) -> int:

@@ -129,13 +129,18 @@ def _layout(a: TensorSpec, b: TensorSpec) -> str:
 
 
 def from_mm(call: OpCall) -> Gemm | None:
-    """mm(A, B), addmm(bias, A, B), bmm(A, B), baddbmm(C, A, B) as logged."""
+    """mm(A, B), addmm(bias, A, B), bmm(A, B), baddbmm(C, A, B) as logged.
+
+    fp8 kernels know one layout: what does not lie so was transposed when it was cast.
+    """
     op = call.op.split(".")[1]
     a, b = (call.args[1], call.args[2]) if op in ("addmm", "baddbmm") else call.args[:2]
     batch = a.shape[0] if op in ("bmm", "baddbmm") else 1
     m, k = a.shape[-2:]
-    kind = {"baddbmm": "bmm"}.get(op, op)
-    return Gemm(op=kind, m=m, n=b.shape[-1], k=k, batch=batch, layout=_layout(a, b), dtype=a.dtype)
+    kind, layout = {"baddbmm": "bmm"}.get(op, op), _layout(a, b)
+    if a.dtype == "fp8":
+        kind, layout = "scaled_mm", "nt"
+    return Gemm(op=kind, m=m, n=b.shape[-1], k=k, batch=batch, layout=layout, dtype=a.dtype)
 
 
 FAMILY = Family(

@@ -215,6 +215,11 @@ def test_links_are_those_of_the_node_or_else_what_is_usual() -> None:
     assert rates == [300e9, 31.5e9, 31.5e9]
 
 
+def test_a_rack_of_72_is_one_node_where_none_is_named() -> None:
+    found = [cluster(ParallelPlan(dp=64), load_gpu(name)) for name in ("gb200", "b200-sxm")]
+    assert [where.groups["dp"].per_node for where in found] == [64, 8]
+
+
 class Links(Fixed):
     """Notes what links its collectives are said to cross."""
 

@@ -19,6 +19,7 @@ from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from microbench.ops.conv import Conv
 from microbench.ops.elementwise import Elementwise
+from microbench.ops.gemm import Gemm
 from microbench.ops.norm import Norm
 from microbench.ops.reduction import Reduction
 
@@ -150,6 +151,16 @@ def test_a_half_batch_norm_in_nhwc_stays_on_chip() -> None:
     assert stand_ins(back, MODELS, True) == [copy(3 * elements * 2)]
     assert stand_ins(back, MODELS, False) == [copy(5 * elements * 2)]
     assert stand_ins(replace(norm, dtype="fp32"), MODELS, True) == [copy(3 * elements * 4)]
+
+
+def test_a_product_in_fp8_loses_the_cast_it_was_measured_with() -> None:
+    """What it takes beyond one of 32 columns, and the time to read a byte an element."""
+    product = Gemm(op="scaled_mm", m=4096, n=1024, k=512, layout="nt", dtype="fp8")
+    whole, cast, read = stand_ins(product, MODELS, channels_last=False)
+    assert (whole.params, whole.times, cast.times) == (product, 1, -1)
+    assert (cast.params.n, cast.params.m, cast.params.k) == (32, 4096, 512)
+    assert read == copy(4096 * 512)
+    assert stand_ins(replace(product, n=64), MODELS, channels_last=False) == []
 
 
 def test_a_softmax_casts_its_own_input_and_gradient() -> None:

@@ -127,8 +127,8 @@ def test_a_bridge_joins_two_gpus_and_a_box_may_lack_it() -> None:
         "nvlink",
     ]
     assert load_node("gb200-nvl72").link_among(72) == "nvlink"
-    usual = [load_gpu(name).usual_link for name in ("a100-pcie-80gb", "a100-sxm-80gb", "l4")]
-    assert usual == ["pcie", "nvlink", "pcie"]
+    usual = {name: load_gpu(name).usual_link for name in ("a100-pcie-80gb", "gb200", "l4")}
+    assert usual == {"a100-pcie-80gb": "pcie", "gb200": "nvlink", "l4": "pcie"}
 
 
 def test_numbers_without_sign_are_numbers_too(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_labels_of_neusight_are_iterations_that_can_be_built(tmp_path: Path) -> 
     holds(rows.loc["dp=4"], batch=2, seq=64, world_size=4, mode="train", time_us=3000.0)
     holds(rows.loc["dp=4"], loss="none", optimizer="none", attn="eager", compile=False)
     holds(rows.loc["dp=4"], forward_us=1000.0, backward_us=2000.0, gpu="a100-sxm-40gb")
-    holds(rows.loc[""], batch=8, mode="infer", compile=True, world_size=1)
+    holds(rows.loc[""], batch=8, mode="infer", compile=True, engine="compile", world_size=1)
     assert ParallelPlan.parse("pp=4,micro=1").world_size == rows.loc["pp=4,micro=1", "world_size"]
     assert json.loads(rows.loc[""]["hf_config"]) == {"architectures": ["GPT2LMHeadModel"]}
     assert found.dropped == {

@@ -103,6 +103,15 @@ def test_what_a_row_does_not_say_is_counted(
             "dp=8,tp=2,pp=4,micro=32,schedule=interleaved:5",
         ),
         (
+            {
+                "n_gpus": "8",
+                "tp": "4",
+                "framework": "NeMo / Megatron-Core",
+                "gpu_detail": "DGX H100",
+            },
+            "dp=2,tp=4,sp,node=dgx-h100",
+        ),
+        (
             {"n_gpus": "8", "micro_batch_per_gpu": "2", "global_batch": "64"},
             "dp=8,accumulate=4",
         ),

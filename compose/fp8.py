@@ -1,0 +1,61 @@
+"""Linear layers in fp8, as Transformer Engine runs them: the rest of a step stays as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import count
+
+from compose.memo import remembered
+from compose.pairs import PRODUCTS, casts_as_weights
+from compose.rewrite import Builder, changed
+from microbench.opcall import OpCall, StepCapture, TensorSpec
+from microbench.shallow import layer_key
+
+CAST = "aten.clone.default"
+
+
+@remembered
+def with_fp8(capture: StepCapture) -> StepCapture:
+    """The step with the products of its blocks' linear layers in fp8; ValueError where none are.
+
+    Blocks are modules with a number (``layers.3``): embeddings and heads stay as they are, as in
+    Megatron-LM. What a weight or its gradient meets is cast once, by a kernel that reads two bytes
+    of an element and writes it in fp8 twice, as it lies and transposed: as long as a copy takes.
+    Weights are cast once a step, which is not counted; nor is what a norm saves that casts itself.
+    """
+    capture = casts_as_weights(capture)
+    weights = {p.storage for p in capture.parameters if len(p.shape) == 2 and layer_key(p.name)}
+    met: set[int] = set()  # activations that one of these weights multiplied
+    narrow: dict[int, int] = {}  # what is in memory in fp8 too, by what it was made of
+    made, free = Builder(capture), count(1 + _last_storage(capture))
+    for i, call in enumerate(capture.calls):
+        left, right = call.args[-2:] if call.op in PRODUCTS else (None, None)
+        if right is not None and right.storage in weights | met:
+            for t in (left, right):
+                if t.storage not in weights | narrow.keys():
+                    narrow[t.storage] = next(free)
+                    made.calls.append(_cast(t, narrow[t.storage], call))
+            if right.storage in weights and call.phase != "backward":
+                met.add(left.storage)
+            call = changed(call, {t: _in_fp8(t, narrow) for t in (left, right)})
+        for t in call.outputs:  # written anew
+            narrow.pop(t.storage, None)
+        made.keep(i, call)
+    if not met:
+        raise ValueError("dtype 'fp8': the model has no linear layers in numbered blocks")
+    return made.done(capture.parameters)
+
+
+def _last_storage(capture: StepCapture) -> int:
+    return max(t.storage for c in capture.calls for t in (*c.tensors(), *c.outputs))
+
+
+def _cast(t: TensorSpec, storage: int, user: OpCall) -> OpCall:
+    """Of the whole matrix, as it lies in memory."""
+    whole = t if t.contiguous else replace(t, shape=t.shape[::-1], stride=())
+    outputs = (replace(whole, storage=storage),)
+    return OpCall(op=CAST, args=(whole,), outputs=outputs, phase=user.phase, module=user.module)
+
+
+def _in_fp8(t: TensorSpec, narrow: dict[int, int]) -> TensorSpec:
+    return replace(t, dtype="fp8", storage=narrow.get(t.storage, t.storage))
