@@ -54,9 +54,7 @@ def capture_case(
     """
     from microbench.capture_cache import cached
 
-    settings = StepSettings(
-        mode=mode, optimizer=optimizer, loss=loss, dtype=dtype, attn=attn, amp=amp
-    )
+    settings = _settings(dtype, mode=mode, optimizer=optimizer, loss=loss, attn=attn, amp=amp)
     size = (int(batch or chosen.batch), int(seq or chosen.seq))
     if not size[0]:
         raise ValueError(f"{chosen.name}: a batch is required, and a seq for text")
@@ -65,7 +63,15 @@ def capture_case(
     def make() -> StepCapture:
         return _captured(chosen, settings, *size, shallow)
 
-    return cached(hashlib.sha256(key.encode()).hexdigest()[:24], make, CAPTURES)
+    found = cached(hashlib.sha256(key.encode()).hexdigest()[:24], make, CAPTURES)
+    return with_fp8(found) if dtype == "fp8" else found
+
+
+def _settings(dtype: str, **options: Any) -> StepSettings:
+    """What is captured: of fp8 all in bf16, to be narrowed afterwards."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r}: allowed are {', '.join(DTYPES)}")
+    return StepSettings(dtype="bf16" if dtype == "fp8" else dtype, **options)
 
 
 def _captured(
@@ -135,14 +141,6 @@ def capture(
     ``amp``: weights stay in fp32, and the forward pass runs under CUDA's autocast to ``dtype``.
     Published cases and configurations are captured by two of many equal layers unless ``whole``.
     """
-    if dtype not in (None, *DTYPES):
-        raise ValueError(f"dtype {dtype!r}: allowed are {', '.join(DTYPES)}")
-    if dtype == "fp8":
-        wide = capture(
-            model, inputs, loss, batch=batch, seq=seq, mode=mode, optimizer=optimizer,
-            dtype="bf16", attn=attn, amp=amp, whole=whole,
-        )  # fmt: skip
-        return with_fp8(wide)
     options: dict[str, Any] = {"mode": mode, "optimizer": optimizer, "attn": attn, "amp": amp}
     words = loss if isinstance(loss, str) else "default"
     if isinstance(model, str | Path):
@@ -164,8 +162,9 @@ def capture(
         return OwnModel(module=model, inputs=inputs, loss=None if isinstance(loss, str) else loss)
 
     keep_dtype = dtype is None and hasattr(model, "parameters")
-    settings = StepSettings(loss=words, dtype=dtype or "fp32", **options)
-    return capture_own(make, settings, batch=batch, seq=seq, keep_dtype=keep_dtype)
+    settings = _settings(dtype or "fp32", loss=words, **options)
+    found = capture_own(make, settings, batch=batch, seq=seq, keep_dtype=keep_dtype)
+    return with_fp8(found) if dtype == "fp8" else found
 
 
 def predict(
