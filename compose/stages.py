@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, takewhile
 
 from compose.plan import ParallelPlan
 from compose.step import PricedLayer
@@ -34,9 +35,9 @@ class Chunk:
 def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
     """pp * virtual chunks in model order; ValueError where there are more than layers.
 
-    Where a list of equal layers is long enough each chunk gets as many of them, one more in the
-    first where it does not divide, and what is before and after goes to the ends. Other models are
-    cut so that the largest chunk costs least.
+    Of a list of equal layers each chunk gets as many, one more in the first where it does not
+    divide, and what is before and after goes to the ends; where the list is too short these count
+    as layers. Other models are cut so that the largest chunk costs least.
     """
     chunks = plan.pp * plan.virtual
     found = [(x, x.layer.count) for x in layers]
@@ -44,33 +45,24 @@ def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
     numbered = sum(n for x, n in found if x.numbered)
     if chunks == 1:
         return [Chunk(runs=tuple(found))]
-    if chunks > total or (numbered and chunks > numbered):
-        limit = numbered or total
-        raise ValueError(f"plan {str(plan)!r}: {chunks} stages, the model has {limit} layers")
+    if chunks > total:
+        raise ValueError(f"plan {str(plan)!r}: {chunks} stages, the model has {total} layers")
     alike = {x.layer.name.rpartition(".")[0] for x, _ in found if x.numbered}
     equal = len(alike) == 1 and len({len(x.forward) for x, _ in found if x.numbered}) <= 2
     if equal and numbered:
-        sizes = [numbered // chunks + (i < numbered % chunks) for i in range(chunks)]
-        ends = _count_cuts(found, sizes)
+        ends = _count_cuts(found, chunks, numbered if chunks <= numbered else total)
     else:
         ends = _cost_cuts(found, chunks)
     return [Chunk(runs=_between(found, a, b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _count_cuts(found: Sequence[tuple[PricedLayer, int]], sizes: Sequence[int]) -> list[int]:
-    """Ends of chunks that hold ``sizes`` numbered layers each, counted in layers of the model."""
-    before = 0
-    for x, n in found:
-        if x.numbered:
-            break
-        before += n
+def _count_cuts(found: Sequence[tuple[PricedLayer, int]], chunks: int, counted: int) -> list[int]:
+    """Ends of chunks that share ``counted`` layers, all or the numbered ones, in layers of all."""
     total = sum(n for _, n in found)
-    ends, at = [], before
-    for size in sizes:
-        at += size
-        ends.append(at)
-    ends[-1] = total
-    return ends
+    ahead = [n for _, n in takewhile(lambda run: not run[0].numbered, found)]
+    sizes = [counted // chunks + (i < counted % chunks) for i in range(chunks)]
+    ends = list(accumulate(sizes, initial=sum(ahead) if counted < total else 0))[1:]
+    return [*ends[:-1], total]
 
 
 def _cost_cuts(found: Sequence[tuple[PricedLayer, int]], chunks: int) -> list[int]:

@@ -22,6 +22,7 @@ from compose.memory_plan import Sizes, rank_memory
 from compose.plan import ParallelPlan, micro_batch
 from compose.priced import PriceBook, Pricer
 from compose.rank import Rank, Stretch
+from compose.stages import partition
 from compose.step import price_model
 from compose.sync import Filled
 from microbench.hardware.spec import Gpu
@@ -234,6 +235,17 @@ def test_the_pipeline_of_equal_stages_has_the_known_bubble(gpt: StepCapture) -> 
     assert found.idle_by_us["bubble"] / (busy + found.idle_us) == pytest.approx(1 / 9, rel=0.05)
 
 
+def test_embedding_and_head_are_layers_where_stages_need_them(gpt: StepCapture) -> None:
+    """Two blocks on two, three and four stages, as Megatron-LM counts them."""
+    layers = rank("", gpt).model.layers
+    cuts = [partition(layers, ParallelPlan(pp=n)) for n in (2, 3, 4)]
+    found = [[[x.layer.name for x in chunk.layers] for chunk in cut] for cut in cuts]
+    assert found[0] == [["first", "blocks.0"], ["blocks.0", "last"]]
+    assert found[1] == [["first", "blocks.0"], ["blocks.0"], ["last"]]
+    assert found[2] == [["first"], ["blocks.0"], ["blocks.0"], ["last"]]
+    assert of("pp=4,micro=8", gpt).iteration_us > of("pp=2,micro=8", gpt).compute_us / 2
+
+
 def test_shards_keep_a_share_of_the_state(gpt: StepCapture) -> None:
     plain, one, two, three = (of(f"dp=8,zero={z}", gpt).memory_by_bytes for z in range(4))
     size = sum(p.nbytes for p in gpt.parameters)
@@ -267,8 +279,8 @@ def test_a_plan_that_does_not_fit_says_so(gpt: StepCapture) -> None:
 
 
 def test_bad_plans_of_a_model_name_the_rule(gpt: StepCapture) -> None:
-    with pytest.raises(ValueError, match="4 stages, the model has 2 layers"):
-        of("pp=4", gpt)
+    with pytest.raises(ValueError, match="5 stages, the model has 4 layers"):
+        of("pp=5", gpt)
     with pytest.raises(ValueError, match="6 samples do not divide by 4 micro-batches"):
         micro_batch(ParallelPlan(pp=4), 6, 64)
     with pytest.raises(ValueError, match="length of 66 does not divide by"):
