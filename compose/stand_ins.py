@@ -2,7 +2,7 @@
 
 A convolution backward is as many forwards as gradients it makes; in a dtype never seen it is a
 product of as many multiplications and bytes (implicit GEMM: taps that read the same pixel read it
-from memory once), in half precision with its tensors turned from NCHW to NHWC and back by each of
+from memory once), in half precision and TF32 with its tensors turned from NCHW to NHWC and back by each of
 these, as tensor cores want them. A grouped one passes over its tensors once and, as timm's table of
 ResNeXts and MobileNets on an RTX 3090 tells, as often again as the root of its sums' terms over
 nine. Norms never seen, and ops without a model, are copies of the bytes they move: utilisation as
@@ -31,6 +31,7 @@ from microbench.ops.reduction import Reduction
 
 NEEDED = ("gemm", "elementwise")
 HALF = ("fp16", "bf16")
+TENSOR_CORES = (*HALF, "tf32")
 PASSES = {
     **{"batch": 3, "batch_backward": 5, "batch_eval": 2, "batch_eval_backward": 3},
     **{"group": 3, "group_backward": 5},  # statistics need a pass of their own
@@ -131,5 +132,5 @@ def _conv(p: Conv, models: Mapping[str, Any], channels_last: bool) -> Iterator[P
         dtype=p.dtype,
     )
     yield Part(family="gemm", params=product, times=passes)
-    if p.dtype in HALF and not channels_last:
+    if p.dtype in TENSOR_CORES and not channels_last:
         yield copy(2 * passes * (x + y) * item)
