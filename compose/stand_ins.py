@@ -2,11 +2,11 @@
 
 A convolution backward is as many forwards as gradients it makes; in a dtype never seen it is a
 product of as many multiplications and bytes (implicit GEMM: taps that read the same pixel read it
-from memory once), in half precision and TF32 with its tensors turned from NCHW to NHWC and back by each of
-these, as tensor cores want them. A grouped one passes over its tensors once and, as timm's table of
-ResNeXts and MobileNets on an RTX 3090 tells, as often again as the root of its sums' terms over
-nine. Norms never seen, and ops without a model, are copies of the bytes they move: utilisation as
-measured, not the peak. A softmax backward is its model's answer, which knows forwards, and the
+from memory once), in half precision and TF32 with its tensors turned from NCHW to NHWC and back by
+each of these, as tensor cores want them. A grouped one passes over its tensors once and, as timm's
+table of ResNeXts and MobileNets on an RTX 3090 tells, as often again as the root of its sums' terms
+over nine. Norms never seen, and ops without a model, are copies of the bytes they move: utilisation
+as measured, not the peak. A softmax backward is its model's answer, which knows forwards, and the
 product of gradient and output that torch makes beforehand. AIConfigurator measured products in fp8
 with the cast of their first factor, which steps do once for several: such a product takes what it
 does beyond one of few columns, and the time to read that factor. Sources: cuDNN developer guide,
