@@ -60,10 +60,10 @@ def fp8_left_out(rows: Rows) -> Iterator[Split]:
         yield Split(part=str(gpu), known=~held, held=held)
 
 
-def evenly(rows: Rows) -> Mask:
-    """3,000 rows of every GPU, at random."""
+def evenly(rows: Rows, most: int = 3_000) -> Mask:
+    """At most so many rows of every GPU, at random."""
     mixed = rows["gpu"].sample(frac=1, random_state=0)
-    return np.asarray((mixed.groupby(mixed).cumcount() < 3_000).sort_index())
+    return np.asarray((mixed.groupby(mixed).cumcount() < most).sort_index())
 
 
 def nccl_cells(rows: Rows) -> Iterator[Split]:
@@ -222,7 +222,7 @@ def lines() -> list[Line]:
             metric="mape_pct",
             targets={},
             known_best="none published",
-            choose=_aic,
+            choose=lambda rows: _aic(rows) & evenly(rows, 15_000),
             splits=fp8_left_out,
             baselines=("roofline", "nearest"),
         ),

@@ -14,6 +14,7 @@ from learners.table import LAUNCH_FLOOR_US, bounds_us, columns
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family
 
+UNSTATED = {"fp8": "bf16"}
 Price = Callable[[pd.DataFrame], np.ndarray]
 
 
@@ -21,7 +22,8 @@ def correction(asked: Asked, lenders: Lenders, price: Price) -> np.ndarray:
     """Factors that bring the large op of each GPU and dtype that was not measured to its rate.
 
     Of other ops, a power of that factor: the share of computing in their bounds, over that of the
-    large op. Measured rows have 1. ``price`` forecasts rows in us without this correction.
+    large op. Measured rows have 1; what is slow in bf16 for want of power is so in fp8, whose rates
+    are not stated. ``price`` forecasts rows in us without this correction.
     """
     found, family = np.ones(len(asked.gpu)), asked.family
     unmeasured = lenders.unmeasured(asked)
@@ -33,11 +35,12 @@ def correction(asked: Asked, lenders: Lenders, price: Price) -> np.ndarray:
     codes, distinct = pd.factorize(whose)
     for code, (name, dtype) in enumerate(distinct):
         gpu = asked.gpus[name]
-        if dtype in gpu.reached_flops_per_s:
+        stated = dtype if dtype in gpu.reached_flops_per_s else UNSTATED.get(dtype, "")
+        if stated in gpu.reached_flops_per_s:
             mine = codes == code
             large = _computing(_large(family, [gpu], dtype), family, gpu)
             share = np.minimum(_computing(rows[mine], family, gpu) / large, 1.0)
-            found[where[mine]] = _factor(gpu, dtype, asked, lenders, price) ** share
+            found[where[mine]] = _factor(gpu, stated, asked, lenders, price) ** share
     return found
 
 

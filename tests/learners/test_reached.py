@@ -104,6 +104,20 @@ def test_a_dtype_new_to_a_known_gpu_reaches_its_rate_too() -> None:
     assert 2e6 * LARGE**3 / fp32 == pytest.approx(23.0e12, rel=0.1)
 
 
+def test_what_slows_bf16_slows_fp8_as_much() -> None:
+    """An L4 of 72 W reaches 57 of 121 TFLOP/s in bf16; of fp8 nothing is published."""
+    l4, without = load_gpu("l4"), replace(load_gpu("l4"), reached_flops_per_s={})
+    slower = []
+    for dtype, op in (("bf16", "mm"), ("fp8", "scaled_mm")):
+        row = products("l4", dtype, LARGE).assign(op=op)
+        us = [
+            float(SHIPS.price("gemm", row, {"l4": g}).predicted_us.iloc[0]) for g in (l4, without)
+        ]
+        slower.append(us[0] / us[1])
+    assert slower[1] == pytest.approx(slower[0], rel=0.01)
+    assert slower[0] > 1.2
+
+
 def test_single_precision_of_a_gpu_measured_in_half_comes_from_others() -> None:
     """Linear layers and batched products of an H100 are as fast as its square products, nearly."""
     rows = products("h100-sxm-80gb", "fp32", 4096)
