@@ -23,7 +23,7 @@ def correction(asked: Asked, lenders: Lenders, price: Price) -> np.ndarray:
 
     Of other ops, a power of that factor: the share of computing in their bounds, over that of the
     large op. Measured rows have 1; what is slow in bf16 for want of power is so in fp8, whose rates
-    are not stated. ``price`` forecasts rows in us without this correction.
+    are not stated, on GPUs never measured. ``price`` forecasts rows in us without this correction.
     """
     found, family = np.ones(len(asked.gpu)), asked.family
     unmeasured = lenders.unmeasured(asked)
@@ -36,7 +36,8 @@ def correction(asked: Asked, lenders: Lenders, price: Price) -> np.ndarray:
     for code, (name, dtype) in enumerate(distinct):
         gpu = asked.gpus[name]
         stated = dtype if dtype in gpu.reached_flops_per_s else UNSTATED.get(dtype, "")
-        if stated in gpu.reached_flops_per_s:
+        own = name in lenders.measured and stated != dtype
+        if stated in gpu.reached_flops_per_s and not own:
             mine = codes == code
             large = _computing(_large(family, [gpu], dtype), family, gpu)
             share = np.minimum(_computing(rows[mine], family, gpu) / large, 1.0)
