@@ -19,7 +19,10 @@ def eager_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """scaled_dot_product_attention as models write it out: two products, mask, softmax, dropout."""
+    """scaled_dot_product_attention as models write it out: two products, mask, softmax, dropout.
+
+    Under autocast softmax is in fp32, as CUDA has it.
+    """
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
@@ -31,7 +34,8 @@ def eager_attention(
         scores = scores.masked_fill(~attn_mask, float("-inf"))
     elif attn_mask is not None:
         scores = scores + attn_mask
-    weights = torch.softmax(scores, -1)
+    mixed = torch.is_autocast_enabled(query.device.type)
+    weights = torch.softmax(scores, -1, dtype=torch.float32 if mixed else None)
     return torch.dropout(weights, dropout_p, train=dropout_p > 0) @ value
 
 

@@ -27,8 +27,10 @@ class Net(nn.Module):
         return torch.softmax(self.weight(self.norm(self.weight(x))), -1)
 
 
-def step(amp: bool, dtype: str = "fp16", mode: str = "train", net: Any = Net) -> StepCapture:
-    settings = StepSettings(dtype=dtype, amp=amp, mode=mode)
+def step(
+    amp: bool, dtype: str = "fp16", mode: str = "train", net: Any = Net, attn: str = "sdpa"
+) -> StepCapture:
+    settings = StepSettings(dtype=dtype, amp=amp, mode=mode, attn=attn)
     x = lambda: {"x": torch.randn(4, 16)}  # noqa: E731
     return capture_step(net, x, lambda y, _: y.square().mean(), settings)
 
@@ -73,6 +75,9 @@ def test_attention_takes_half_whatever_it_is_given() -> None:
     (forward,) = [c for c in found.calls if c.op == "itercast.sdpa"]
     (backward,) = [c for c in found.calls if c.op == "itercast.sdpa_backward"]
     assert (dtypes(forward), dtypes(backward)) == (["fp16"] * 3, ["fp16"] * 4)
+    written_out = step(amp=True, net=Turned, attn="eager")
+    assert [dtypes(c) for c in called(written_out, "bmm")] == [["fp16"] * 2] * 2
+    assert dtypes(called(written_out, "_softmax")[0]) == ["fp32"]
 
 
 def test_weights_gradients_and_the_optimizer_stay_in_fp32() -> None:
