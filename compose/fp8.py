@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import count
 
 from compose.memo import remembered
 from compose.pairs import PRODUCTS, casts_as_weights
-from compose.rewrite import Builder, changed
+from compose.rewrite import Builder, changed, fresh_storages
 from microbench.opcall import OpCall, StepCapture, TensorSpec
 from microbench.shallow import layer_key
 
@@ -27,13 +26,13 @@ def with_fp8(capture: StepCapture) -> StepCapture:
     weights = {p.storage for p in capture.parameters if len(p.shape) == 2 and layer_key(p.name)}
     met: set[int] = set()  # activations that one of these weights multiplied
     narrow: dict[int, int] = {}  # what is in memory in fp8 too, by what it was made of
-    made, free = Builder(capture), count(1 + _last_storage(capture))
+    made, fresh = Builder(capture), fresh_storages(capture)
     for i, call in enumerate(capture.calls):
         left, right = call.args[-2:] if call.op in PRODUCTS else (None, None)
         if right is not None and right.storage in weights | met:
             for t in (left, right):
                 if t.storage not in weights | narrow.keys():
-                    narrow[t.storage] = next(free)
+                    narrow[t.storage] = next(fresh)
                     made.calls.append(_cast(t, narrow[t.storage], call))
             if right.storage in weights and call.phase != "backward":
                 met.add(left.storage)
@@ -44,10 +43,6 @@ def with_fp8(capture: StepCapture) -> StepCapture:
     if not met:
         raise ValueError("dtype 'fp8': the model has no linear layers in numbered blocks")
     return made.done(capture.parameters)
-
-
-def _last_storage(capture: StepCapture) -> int:
-    return max(t.storage for c in capture.calls for t in (*c.tensors(), *c.outputs))
 
 
 def _cast(t: TensorSpec, storage: int, user: OpCall) -> OpCall:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
@@ -20,6 +21,12 @@ def collective(
     """
     facts = {"kind": kind, "axis": axis, "behind": behind, "scale": scale}
     return OpCall(op=COLLECTIVE, args=(tensor,), kwargs=facts, phase=phase)
+
+
+def fresh_storages(capture: StepCapture) -> Iterator[int]:
+    """Names of memory that the step does not use."""
+    used = (t.storage for c in capture.calls for t in (*c.tensors(), *c.outputs))
+    return count(1 + max(used, default=0))
 
 
 class Builder:

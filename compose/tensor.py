@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 
 from compose.pairs import CAST, PRODUCTS, casts_as_weights, roles
 from compose.plan import ParallelPlan
-from compose.rewrite import Builder, changed, collective, cut
+from compose.rewrite import Builder, changed, collective, cut, fresh_storages
 from compose.vocabulary import LOSS, parallel_loss
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
@@ -51,9 +50,7 @@ class _TensorParallel:
         self.pending: dict[int, int] = {}  # activation -> column products whose gradient is due
         self.heads: set[int] = set()
         self.events: dict[str, int] = {}  # what torch's DTensor does in Python
-        self.fresh = count(
-            1 + max((t.storage for c in capture.calls for t in c.outputs), default=0)
-        )
+        self.fresh = fresh_storages(capture)
         self.tokens = capture.tokens or capture.samples
         self.seq = capture.tokens // max(1, capture.samples)
         self.made = Builder(capture)

@@ -127,7 +127,7 @@ def read_iterations(public: Path) -> Rows:
 
 def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, tuple[float, float]]) -> Rows:
     """The rows that can be forecast with ``step`` and ``backward`` in us; others are counted."""
-    asked = [*(c for c in ASKED if c in rows), "hf_config", "backward_us", "attention_kernel"]
+    asked = [*(c for c in ASKED if c in rows), "hf_config", "backward_us"]
     refused = Counter[str]()
     found = []
     with progress_bar() as bar:

@@ -36,9 +36,9 @@ from microbench.store import read_rows, write_atomic
 
 CONFIGS = Path(".cache/configs")
 OPTIONAL = {"plan": "", "seq": 0, "attn": "sdpa", "loss": "default", "mode": "train"}
-OPTIONAL |= {"engine": "eager", "memory_format": "", "amp": False}
+OPTIONAL |= {"engine": "eager", "memory_format": "", "attention_kernel": "", "amp": False}
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
-ASKED += ["amp", "engine", "memory_format"]
+ASKED += ["amp", "engine", "memory_format", "attention_kernel"]
 SETTINGS = ("mode", "optimizer", "loss", "dtype", "attn", "amp")
 console = Console()
 
@@ -101,8 +101,7 @@ def _compare(
     target = find_target(str(asked["gpu"]), str(asked["plan"]), folder)
     if target.gpu.kind == "cpu":
         target = replace(target, threads=int(rows["threads"].iloc[0]))
-    kernel = rows.get("attention_kernel", pd.Series("", rows.index)).iloc[0]
-    step = step_of({**asked, "attention_kernel": kernel}, target.plan)
+    step = step_of(asked, target.plan)
     found = forecast_step(step, target)
     times = list(_at_reference_us(rows, target.bundle, found, step))
     first, last = times[0], times[-1]

@@ -9,9 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from compose.plan import ParallelPlan
 from eval.bench_nodes import node_sums_us
 from itercast.bench_models import ModelLine, judge, model_lines
-from itercast.evaluation import stated_rows
+from itercast.evaluation import stated_rows, step_of
 
 
 def test_nodes_of_the_layer_count_once_per_layer(tmp_path: Path) -> None:
@@ -29,6 +30,17 @@ def test_nodes_of_the_layer_count_once_per_layer(tmp_path: Path) -> None:
     (folder / "m-train-8-1.json").write_text(json.dumps({"num_layer": 3}))
     found = node_sums_us(tmp_path)["label/Tesla_X/m-train-8-1.json"]
     assert found == {"step": pytest.approx(20_500), "backward": pytest.approx(13_500)}
+
+
+def test_a_row_says_how_its_step_is_launched_and_by_which_kernels() -> None:
+    common = {"case": "gpt-s", "batch": 2, "seq": 16, "dtype": "fp32"}
+    plain = step_of(common, ParallelPlan())
+    stated = {"engine": "compile", "attention_kernel": "triton flash"}
+    found = step_of({**common, **stated}, ParallelPlan())
+    assert (plain.engine, found.engine) == ("eager", "compile")
+    assert len(found.calls) < len(plain.calls)
+    attention = [c for c in found.calls if c.op.startswith("itercast.sdpa")]
+    assert {c.kwargs["kernel"] for c in attention} == {"triton"}
 
 
 def test_compiled_and_split_labels_are_not_chosen() -> None:
