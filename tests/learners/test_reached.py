@@ -118,6 +118,14 @@ def test_what_slows_bf16_slows_fp8_as_much() -> None:
     assert slower[0] > 1.2
 
 
+def test_what_was_measured_in_half_is_not_corrected_in_fp8() -> None:
+    """Its own rows tell how fast an A40 is; what is published of bf16 says nothing more."""
+    a40, without = load_gpu("a40"), replace(load_gpu("a40"), reached_flops_per_s={})
+    row = products("a40", "fp8", LARGE).assign(op="scaled_mm")
+    us = [float(SHIPS.price("gemm", row, {"a40": g}).predicted_us.iloc[0]) for g in (a40, without)]
+    assert us[0] == us[1]
+
+
 def test_single_precision_of_a_gpu_measured_in_half_comes_from_others() -> None:
     """Linear layers and batched products of an H100 are as fast as its square products, nearly."""
     rows = products("h100-sxm-80gb", "fp32", 4096)

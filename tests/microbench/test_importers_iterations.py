@@ -50,6 +50,19 @@ def test_a_row_becomes_an_iteration(tmp_path: Path) -> None:
     assert found.dropped == {}
 
 
+def test_what_megatron_fuses_and_cuts_unasked_is_said(tmp_path: Path) -> None:
+    """fp8 of Transformer Engine over weights in bf16; its kernels count as compiled."""
+    stated = {"precision": "FP8 (TE)", "framework": "NeMo / Megatron-Core", "tp": "2"}
+    found = imported(
+        tmp_path, MPT | stated | {"compile": "TE kernels, none compiled", "sharding": ""}
+    )
+    (row,) = found.rows["iteration"].to_dict("records")
+    said = (row["dtype"], row["amp"], row["engine"], row["compile"])
+    assert said == ("fp8", False, "compile", False)
+    assert ",tp=2,sp," in row["plan"]
+    assert "sequence parallelism assumed" in row["doubts"]
+
+
 def test_the_configuration_has_the_stated_parameters() -> None:
     """As many weights as MPT's own count; built for real, without memory."""
     torch = pytest.importorskip("torch")

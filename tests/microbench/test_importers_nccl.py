@@ -11,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
+from microbench.hardware.node import load_node
 from microbench.importers.base import Hints, Imported
 from microbench.importers.nccl_text import version
 from microbench.importers.sources import read_source
@@ -70,6 +71,19 @@ def test_text_with_and_without_a_launchers_prefix(tmp_path: Path, prefix: str) -
     expected |= {"ranks_per_node": 2, "dtype": "fp32", "stack": "nccl-2.29.7", "samples": 20}
     expected |= {"origin": "run.txt:14", "link": "network", "timer": "device"}
     assert {name: row[name] for name in expected} == expected
+
+
+def test_links_within_a_node_are_what_its_kind_has(tmp_path: Path) -> None:
+    """A bridge joins two; of a card whose node nobody states there may be none."""
+    text = "".join(line for line in LOG.splitlines(keepends=True) if "Rank" not in line)
+    asked = [("a100-pairwise", 2), ("a100-pairwise", 4), ("", 2)]
+    links = []
+    for name, gpus in asked:
+        node = load_node(name) if name else None
+        hints = Hints(gpu="a100-pcie-80gb", nodes=1, gpus_per_node=gpus, node=node)
+        rows = imported(tmp_path, text, hints).rows["collective"]
+        links += list(rows[["node", "link"]].drop_duplicates().itertuples(index=False, name=None))
+    assert links == [("a100-pairwise", "pairwise"), ("a100-pairwise", "pcie"), ("", "pcie")]
 
 
 def test_json_says_the_same_as_text(tmp_path: Path) -> None:
