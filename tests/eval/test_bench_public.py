@@ -136,6 +136,7 @@ def test_a_dtype_left_out_is_lent_by_who_was_measured_in_it() -> None:
     line = next(x for x in lines() if x.name.startswith("GEMM fp8"))
     results = {r.part: r.scores for r in run_line(replace(line, baselines=()), products())}
     assert list(results) == ["b200-sxm", "h100-sxm-80gb"]
+    assert all("stated rate" in scores for scores in results.values())  # priced as what ships
     assert results["h100-sxm-80gb"]["itercast"]["bias_pct"] == pytest.approx(100, abs=30)
     assert results["b200-sxm"]["itercast"]["bias_pct"] == pytest.approx(-50, abs=10)
 
