@@ -11,19 +11,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from compose.pairs import casts_as_weights
 from compose.plan import ParallelPlan
 from compose.rewrite import Builder, changed, collective, with_shape
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from microbench.ops.gemm import GROUPED
 from microbench.shallow import layer_key
 
-BATCHED = "aten.bmm.default"
+PRODUCTS = ("aten.bmm.default", GROUPED)
 
 
 def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
     """One rank's step; ValueError where ep does not divide the experts or there are none."""
     if plan.ep == 1:
         return capture
-    weights = {p.storage: p for p in capture.parameters if is_expert(p)}
+    capture = casts_as_weights(capture)
+    weights = expert_weights(capture)
     if not weights:
         raise ValueError(f"plan {str(plan)!r}: ep spreads experts, the model has none")
     for p in weights.values():
@@ -40,6 +43,12 @@ def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
     return made.done([_part(p, plan) if is_expert(p) else p for p in capture.parameters])
 
 
+def expert_weights(capture: StepCapture) -> dict[int, ParamSpec]:
+    """Stacked weights that products by expert take, by storage."""
+    met = {c.args[1].storage for c in capture.calls if c.op in PRODUCTS}
+    return {p.storage: p for p in capture.parameters if is_expert(p) and p.storage in met}
+
+
 def is_expert(p: ParamSpec) -> bool:
     """Weights of experts are stacked: (experts, in, out)."""
     return len(p.shape) == 3
@@ -54,22 +63,30 @@ def _local(call: OpCall, plan: ParallelPlan, weights: Mapping[int, ParamSpec]) -
 
     Of (A, B, C) tokens are rows of A and C where B is a weight; a weight's gradient sums over them.
     """
-    shapes = {p.shape for p in weights.values()}
-    if call.op != BATCHED or len(call.outputs) != 1:
+    if call.op not in PRODUCTS or len(call.outputs) != 1:
         return call
+    dims: tuple[int | None, ...]
     if call.args[1].storage in weights:
-        dims = (1, 0, 1)
-    elif call.phase == "backward" and call.outputs[0].shape in shapes:
-        dims = (2, 1, 0)
+        dims = (-2, None, -2)
+    elif call.phase == "backward" and call.outputs[0].shape in {p.shape for p in weights.values()}:
+        dims = (-1, -2, None)
     else:
         return call
-    change: dict[TensorSpec, TensorSpec] = {}
-    for t, dim in zip((*call.args[:2], call.outputs[0]), dims, strict=True):
-        shape = [t.shape[0] // plan.ep, *t.shape[1:]]
-        if dim:
-            shape[dim] = round(shape[dim] * plan.ep * plan.imbalance)
-        change[t] = with_shape(t, tuple(shape))
+    tensors = (*call.args[:2], call.outputs[0])
+    change = {t: _share(t, dim, plan) for t, dim in zip(tensors, dims, strict=True)}
+    for ends in call.args[2:]:
+        change[ends] = replace(ends, shape=(ends.shape[0] // plan.ep,))
     return changed(call, change)
+
+
+def _share(t: TensorSpec, tokens: int | None, plan: ParallelPlan) -> TensorSpec:
+    """A rank's part of a stack by expert, or of a row of all experts' tokens, as many as before."""
+    shape, stacked = list(t.shape), len(t.shape) == 3
+    if stacked:
+        shape[0] //= plan.ep
+    if tokens is not None:
+        shape[tokens] = round(shape[tokens] * plan.imbalance * (plan.ep if stacked else 1))
+    return with_shape(t, tuple(shape))
 
 
 def _ends(capture: StepCapture, weights: Mapping[int, ParamSpec]) -> tuple[set[int], set[int]]:
@@ -79,7 +96,7 @@ def _ends(capture: StepCapture, weights: Mapping[int, ParamSpec]) -> tuple[set[i
     before: tuple[str, str] | None = None
     previous = -1
     for i, call in enumerate(capture.calls):
-        if call.op != BATCHED or call.args[1].storage not in weights:
+        if call.op not in PRODUCTS or call.args[1].storage not in weights:
             continue
         key = (call.phase, layer_key(weights[call.args[1].storage].name))
         if key != before:

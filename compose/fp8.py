@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from compose.experts import expert_weights
 from compose.memo import remembered
 from compose.pairs import PRODUCTS, casts_as_weights
 from compose.rewrite import Builder, changed, fresh_storages
 from microbench.opcall import OpCall, StepCapture, TensorSpec
+from microbench.ops.gemm import GROUPED
 from microbench.shallow import layer_key
 
 CAST = "aten.clone.default"
@@ -23,26 +25,44 @@ def with_fp8(capture: StepCapture) -> StepCapture:
     Weights are cast once a step, which is not counted; nor is what a norm saves that casts itself.
     """
     capture = casts_as_weights(capture)
-    weights = {p.storage for p in capture.parameters if len(p.shape) == 2 and layer_key(p.name)}
+    weights = _weights(capture)
+    shapes = {p.shape for p in capture.parameters if p.storage in weights}
     met: set[int] = set()  # activations that one of these weights multiplied
     narrow: dict[int, int] = {}  # what is in memory in fp8 too, by what it was made of
     made, fresh = Builder(capture), fresh_storages(capture)
     for i, call in enumerate(capture.calls):
-        left, right = call.args[-2:] if call.op in PRODUCTS else (None, None)
-        if right is not None and right.storage in weights | met:
-            for t in (left, right):
+        factors = _factors(call)
+        of_weight = bool(factors) and factors[1].storage in weights
+        gradient = any(t.storage in met for t in factors) and call.outputs[0].shape in shapes
+        if of_weight or gradient:
+            for t in factors:
                 if t.storage not in weights | narrow.keys():
                     narrow[t.storage] = next(fresh)
                     made.calls.append(_cast(t, narrow[t.storage], call))
-            if right.storage in weights and call.phase != "backward":
-                met.add(left.storage)
-            call = changed(call, {t: _in_fp8(t, narrow) for t in (left, right)})
+            if of_weight and call.phase != "backward":
+                met.add(factors[0].storage)
+            call = changed(call, {t: _in_fp8(t, narrow) for t in factors})
         for t in call.outputs:  # written anew
             narrow.pop(t.storage, None)
         made.keep(i, call)
     if not met:
         raise ValueError("dtype 'fp8': the model has no linear layers in numbered blocks")
     return made.done(capture.parameters)
+
+
+def _weights(capture: StepCapture) -> set[int]:
+    """Of linear layers and of experts, not of routers, which have a row by expert."""
+    experts = expert_weights(capture)
+    routed = {p.shape[0] for p in experts.values()}
+    own = [p for p in capture.parameters if layer_key(p.name) and len(p.shape) == 2]
+    return {p.storage for p in own if p.shape[0] not in routed} | experts.keys()
+
+
+def _factors(call: OpCall) -> tuple[TensorSpec, ...]:
+    """Of a product; () of other calls."""
+    if call.op == GROUPED:
+        return call.args[:2]
+    return call.args[-2:] if call.op in PRODUCTS else ()
 
 
 def _cast(t: TensorSpec, storage: int, user: OpCall) -> OpCall:

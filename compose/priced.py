@@ -147,7 +147,7 @@ class PriceBook:
         """What is priced for an op: itself, what stands in for it, or nothing."""
         models, on_gpu = self.pricer.models, self.gpu.kind != "cpu"
         if w.family is not None and w.family.name in models:
-            found = stand_ins(w.params, models, w.channels_last) if on_gpu else []
+            found = stand_ins(w.params, models, w.channels_last, self.gpu)
             return found or [Part(family=w.family.name, params=w.params)]
         return [copy(w.bytes_moved)] if on_gpu and learned(models, "elementwise") else []
 

@@ -9,9 +9,11 @@ over nine. Norms never seen, and ops without a model, are copies of the bytes th
 as measured, not the peak. A softmax backward is its model's answer, which knows forwards, and the
 product of gradient and output that torch makes beforehand. AIConfigurator measured products in fp8
 with the cast of their first factor, which steps do once for several: such a product takes what it
-does beyond one of few columns, and the time to read that factor. Sources: cuDNN developer guide,
-"tensor core operations" and CUDNN_BATCHNORM_SPATIAL_PERSISTENT, which torch takes in NHWC;
-arXiv:1410.0759, section 3; torch 2.1, SoftMax.cu, layer_norm_kernel.cu and cudnn/BatchNorm.cpp.
+does beyond one of few columns, and the time to read that factor; experts' are one of all tokens.
+In bf16 and on GPUs from Hopper on experts' products are one kernel, elsewhere one after the other.
+Sources: cuDNN developer guide, "tensor core operations" and CUDNN_BATCHNORM_SPATIAL_PERSISTENT,
+which torch takes in NHWC; arXiv:1410.0759, section 3; torch 2.1, SoftMax.cu, layer_norm_kernel.cu
+and cudnn/BatchNorm.cpp; torch 2.11, cuda/GroupedBlas.cpp.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from microbench.hardware.spec import Gpu
 from microbench.ops.conv import Conv, out_sizes
 from microbench.ops.elementwise import Elementwise
 from microbench.ops.family import itemsize_bytes
@@ -40,6 +43,7 @@ PASSES = {
 ON_CHIP = {**PASSES, "batch": 2, "batch_backward": 3}  # NHWC in half precision
 DEPTHWISE = 9  # terms of a sum in a 3 x 3 depthwise convolution
 NARROW, WIDE = 32, 512  # columns of a product in fp8 that is a cast next to nothing, or more
+GROUPING = ("hopper", "blackwell", "blackwell-ultra")
 SOFTMAX_BACKWARD = "_softmax_backward_data"
 
 
@@ -52,9 +56,11 @@ class Part:
     times: float = 1.0
 
 
-def stand_ins(params: Any, models: Mapping[str, Any], channels_last: bool) -> list[Part]:
+def stand_ins(params: Any, models: Mapping[str, Any], channels_last: bool, gpu: Gpu) -> list[Part]:
     """Parts that stand in for an op; none where its family's model has seen such ops."""
-    if not all(learned(models, name) for name in NEEDED):
+    if isinstance(params, Gemm) and params.op == "grouped_mm":
+        return list(_grouped(params, models, gpu))
+    if gpu.kind == "cpu" or not all(learned(models, name) for name in NEEDED):
         return []
     if isinstance(params, Conv):
         return list(_conv(params, models, channels_last))
@@ -98,7 +104,15 @@ def _softmax_backward(p: Reduction, models: Mapping[str, Any]) -> Iterator[Part]
     yield Part(family="elementwise", params=product)
 
 
+def _grouped(p: Gemm, models: Mapping[str, Any], gpu: Gpu) -> Iterator[Part]:
+    """One by one where no kernel takes all experts; else as the products most alike."""
+    at_once = p.dtype == "bf16" and gpu.architecture in GROUPING
+    if learned(models, "gemm") and not _seen(models, "gemm", p.op) and not at_once:
+        yield Part(family="gemm", params=replace(p, op="mm", batch=1), times=p.batch)
+
+
 def _without_cast(p: Gemm) -> Iterator[Part]:
+    p = replace(p, m=p.m * p.batch, batch=1)
     if p.op == "scaled_mm" and p.n >= WIDE:
         yield Part(family="gemm", params=p)
         yield Part(family="gemm", params=replace(p, n=NARROW), times=-1)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import log
+from textwrap import wrap
 from typing import Any
 
 from eval.results import CaseResult, grouped
 
+EDGE = 0.7  # of the axis
 NAMED = 12  # cases named in the scatter plot, where they are more than 20 % off
 
 
@@ -33,14 +36,25 @@ def scatter(results: Sequence[CaseResult]) -> Any:
         x, y = ([f(r) / 1e3 for r in group] for f in (_measured_us, _predicted_us))
         axes.plot(x, y, "os"[number], color=f"C{number}", markersize=5, label=name, alpha=0.8)
     for r, at in named(results):
-        shift, side = ((5, -9), "left") if r.error_pct < 0 else ((-5, 4), "right")
-        beside: dict[str, Any] = {"xytext": shift, "ha": side, "textcoords": "offset points"}
-        axes.annotate(r.label, at, fontsize=8, **beside)
+        below, place = r.error_pct < 0, log(at[0] / low) / log(high / low)
+        left = place > EDGE if below else place > 1 - EDGE  # off the diagonal, inside the axes
+        shift = (-5 if left else 5, -4 if below else 4)
+        beside: dict[str, Any] = {"xytext": shift, "textcoords": "offset points"}
+        beside |= {"ha": "right" if left else "left", "va": "top" if below else "bottom"}
+        axes.annotate(lines(r, 24), at, fontsize=8, annotation_clip=True, **beside)
     axes.legend(frameon=False)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     axes.set(xlabel="measured, ms", ylabel="predicted, ms")
     axes.set_title("training iterations; band: 20 %")
+    for text in axes.texts:
+        text.set_in_layout(False)  # a name takes no room from the axes
     return figure
+
+
+def lines(r: CaseResult, width: int) -> str:
+    """A case's label in two lines at most; long plans lose their end."""
+    parts = wrap(r.label.replace(",", ", "), width)
+    return "\n".join([*parts[:1], " ".join(parts[1:3])[: width - 1] + " …"] if parts[2:] else parts)
 
 
 def named(results: Sequence[CaseResult]) -> list[tuple[CaseResult, tuple[float, float]]]:
@@ -58,17 +72,20 @@ def breakdown(results: Sequence[CaseResult]) -> Any:
     """Where the predicted time goes, as shares of the measured time."""
     from matplotlib.figure import Figure  # lazy, as above
 
-    figure = Figure(figsize=(7.2, 0.34 * len(results) + 1.4), layout="constrained")
+    names = [lines(r, 40) for r in results]
+    rows = len(results) + sum("\n" in name for name in names) / 2
+    figure = Figure(figsize=(7.2, 0.34 * rows + 1.4), layout="constrained")
     axes = figure.subplots()
     families = sorted({f for r in results for f in r.by_family_us})
     left = [0.0] * len(results)
-    names = [r.label for r in results]
+    places = range(len(results))
     for i, family in enumerate(families):
         shares = [100 * r.by_family_us.get(family, 0.0) / r.measured_us for r in results]
-        axes.barh(names, shares, left=left, label=family, color=f"C{i}")
+        axes.barh(places, shares, left=left, label=family, color=f"C{i}")
         left = [a + b for a, b in zip(left, shares, strict=True)]
     axes.axvline(100, color="black", linewidth=1)
+    axes.set_yticks(places, names, fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel="predicted time by family, % of the measured iteration")
-    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    figure.legend(fontsize=8, ncols=4, loc="outside lower center")
     return figure

@@ -58,7 +58,7 @@ UNDECLARED_VIEWS |= {"aten::transpose_", "aten::t_", "aten::squeeze_", "aten::un
 SILENT = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_local_scalar_dense"}
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
 TF32_OPS = {
-    *(f"aten.{op}.default" for op in ("mm", "addmm", "bmm", "baddbmm")),
+    *(f"aten.{op}.default" for op in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")),
     *("aten.convolution.default", "aten.convolution_backward.default"),
     *("itercast.sdpa", "itercast.sdpa_backward"),
 }

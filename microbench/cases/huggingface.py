@@ -105,13 +105,12 @@ def _config(read: HfConfig) -> Any:
 
 
 def build(read: HfConfig, attn: str) -> Any:
-    """The model with random weights in torch's default dtype; experts run one after the other.
+    """The model with random weights in torch's default dtype.
 
     ``attn`` sdpa falls back to eager, with a warning, where transformers has no other form.
     """
     kind, config = _model_class(read), _config(read)
     config.use_cache = False
-    config._experts_implementation = "eager"
     if attn == "sdpa" and not getattr(kind, "_supports_sdpa", False):
         log.warning("%s has no sdpa attention in transformers: captured eager", read.architecture)
         attn = "eager"

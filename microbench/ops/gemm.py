@@ -21,13 +21,16 @@ from microbench.ops.family import (
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64))
 LARGE = 8192
+BATCHED = ("bmm", "grouped_mm")
+GROUPED = "aten._grouped_mm.default"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:
     """One call, in BLAS names; ``layout`` says which operands are transposed views (n or t).
 
-    A product of fp8 matrices is in bf16, scaled as a whole.
+    A product of fp8 matrices is in bf16, scaled as a whole. grouped_mm is a product by expert,
+    ``batch`` of them, tokens in a row: of m tokens each, or over k tokens each in layout tn.
     """
 
     op: str = "mm"
@@ -44,12 +47,12 @@ def sweep() -> Iterator[Gemm]:
     rng = np.random.default_rng(1)
     layouts = ["nn", "nt", "tn"]
     while True:
-        op = str(rng.choice(["mm", "addmm", "bmm"]))
+        op = str(rng.choice(["mm", "addmm", "bmm", "grouped_mm"], p=[0.3, 0.3, 0.3, 0.1]))
         m, n, k = (log_uniform(rng, 4, 4096) for _ in range(3))
-        batch = log_uniform(rng, 2, 256) if op == "bmm" else 1
-        if op == "bmm":
+        batch = log_uniform(rng, 2, 256) if op in BATCHED else 1
+        if op in BATCHED:
             m, n, k = (log_uniform(rng, 4, 512) for _ in range(3))
-        if rng.random() < 0.5:  # real widths are multiples of 8 more often than not
+        if op == "grouped_mm" or rng.random() < 0.5:  # real widths are multiples of 8 more often
             m, n, k = (max(8, 8 * round(s / 8)) for s in (m, n, k))
         if batch * m * n * k > 4e9:
             continue
@@ -68,6 +71,8 @@ def build(p: Gemm, device: str) -> Workload:
     a = operand(p.m, p.k, p.layout[0] == "t")
     b = operand(p.k, p.n, p.layout[1] == "t")
     bias = torch.randn(p.n, device=device).to(torch_dtype(p.dtype))
+    if p.op == "grouped_mm":
+        return _grouped(p, device)
     if p.op == "bmm":
         return Workload(run=lambda: torch.bmm(a, b), through_aten=False)
     a, b = a[0], b[0]
@@ -80,6 +85,24 @@ def build(p: Gemm, device: str) -> Workload:
     if p.op == "addmm":
         return Workload(run=lambda: torch.addmm(bias, a, b), through_aten=False)
     return Workload(run=lambda: torch.mm(a, b), through_aten=False)
+
+
+def _grouped(p: Gemm, device: str) -> Workload:
+    """Experts of equal shares, tokens sorted by expert as Hugging Face's models have them."""
+    import torch  # lazy, as above
+
+    def operand(*shape: int) -> Any:
+        return repeated(torch.randn, shape, device).to(torch_dtype(p.dtype))
+
+    tokens = p.k if p.layout == "tn" else p.m
+    ends = torch.arange(1, p.batch + 1, dtype=torch.int32, device=device) * tokens
+    if p.layout == "tn":
+        a, b = operand(p.batch * tokens, p.m).t(), operand(p.batch * tokens, p.n)
+    else:
+        a, b = operand(p.batch * tokens, p.k), operand(p.batch, p.k, p.n)
+    if p.layout == "nt":
+        b = operand(p.batch, p.n, p.k).transpose(1, 2)
+    return Workload(run=lambda: torch._grouped_mm(a, b, ends), through_aten=False)
 
 
 def flops(p: Any) -> Any:
@@ -143,6 +166,20 @@ def from_mm(call: OpCall) -> Gemm | None:
     return Gemm(op=kind, m=m, n=b.shape[-1], k=k, batch=batch, layout=layout, dtype=a.dtype)
 
 
+def from_grouped(call: OpCall) -> Gemm | None:
+    """_grouped_mm(A, B, ends): every expert takes its share of the tokens, rounded up.
+
+    (tokens, k) x (experts, k, n), or for weights' gradients (m, tokens) x (tokens, n).
+    """
+    a, b, experts = call.args[0], call.args[1], call.args[2].shape[0]
+    m, k = a.shape
+    over = len(b.shape) == 2
+    m, k = (m, -(-k // experts)) if over else (-(-m // experts), k)
+    layout = "tn" if over else "n" + _layout(a, b)[1]
+    kind, layout = ("scaled_mm", "nt") if a.dtype == "fp8" else ("grouped_mm", layout)
+    return Gemm(op=kind, m=m, n=b.shape[-1], k=k, batch=experts, layout=layout, dtype=a.dtype)
+
+
 FAMILY = Family(
     name="gemm",
     params=Gemm,
@@ -151,9 +188,12 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
-    alike={"mm": {}, "addmm": {"layout": "nt"}, "bmm": {}},  # a linear layer's weight is transposed
+    alike={"mm": {}, "addmm": {"layout": "nt"}, "bmm": {}, "grouped_mm": {}},  # weights transposed
     tiled=True,
     large=lambda dtype: Gemm(m=LARGE, n=LARGE, k=LARGE, dtype=dtype),
-    answers={f"aten.{op}.default": from_mm for op in ("mm", "addmm", "bmm", "baddbmm")},
+    answers={
+        **{f"aten.{op}.default": from_mm for op in ("mm", "addmm", "bmm", "baddbmm")},
+        GROUPED: from_grouped,
+    },
     weight=2.0,
 )

@@ -28,6 +28,28 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Turned(nn.Module):
+    """GPT-2's form: a weight of inputs by outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(32, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+class OneBlock(nn.Module):
+    """Of one such layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Turned())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
 class Bare(nn.Module):
     """No block has a number."""
 
@@ -58,6 +80,11 @@ def test_three_products_of_each_linear_layer_but_not_the_head_s(amp: bool) -> No
     assert len(found) - len(narrow) == 3
     asked = [FAMILY.answers[c.op](c) for c in narrow]
     assert {(p.op, p.layout, p.dtype) for p in asked if p} == {("scaled_mm", "nt", "fp8")}
+
+
+def test_the_gradient_of_a_weight_that_lies_turned_is_in_fp8_too() -> None:
+    """There the activation comes first and the gradient second."""
+    assert [c.args[-1].dtype for c in products(step("fp8", OneBlock))] == ["fp8"] * 2
 
 
 def test_what_meets_a_weight_is_cast_once() -> None:

@@ -92,20 +92,22 @@ def test_a_half_precision_convolution_is_a_product_and_two_turned_tensors() -> N
 
     x and y are read and written in 2 bytes an element.
     """
-    product, turned = stand_ins(convolution(), MODELS, False)
+    product, turned = stand_ins(convolution(), MODELS, False, GPU)
     assert (product.params.m, product.params.n, product.params.k) == (14, 288, 144)
     assert turned == copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
-    (alone,) = stand_ins(convolution(), MODELS, True)
+    (alone,) = stand_ins(convolution(), MODELS, True, GPU)
     assert alone == product
-    _, wider = stand_ins(convolution(dtype="tf32"), MODELS, False)
+    _, wider = stand_ins(convolution(dtype="tf32"), MODELS, False, GPU)
     assert wider == copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 4)
 
 
 def test_each_half_of_a_half_precision_backward_turns_its_tensors() -> None:
-    product, turned = stand_ins(convolution(op="backward"), MODELS, False)
+    product, turned = stand_ins(convolution(op="backward"), MODELS, False, GPU)
     assert product.times == 2
     assert turned == copy(2 * 2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
-    product, turned = stand_ins(convolution(op="backward", need_input_grad=False), MODELS, False)
+    product, turned = stand_ins(
+        convolution(op="backward", need_input_grad=False), MODELS, False, GPU
+    )
     assert product.times == 1
     assert turned == copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
 
@@ -113,35 +115,35 @@ def test_each_half_of_a_half_precision_backward_turns_its_tensors() -> None:
 def test_a_strided_pointwise_convolution_is_no_wider_than_its_channels() -> None:
     """A quarter of the pixels is read: 2*4*4 rows, 32 channels, 16 taps."""
     facts = {"kernel_h": 1, "kernel_w": 1, "padding_h": 0, "padding_w": 0, "stride": 2}
-    product = stand_ins(convolution(**facts), MODELS, True)[0].params
+    product = stand_ins(convolution(**facts), MODELS, True, GPU)[0].params
     assert (product.m, product.n, product.k) == (32, 32, 16)
 
 
 def test_a_grouped_convolution_passes_over_its_tensors_more_often() -> None:
     """4 channels of 9 taps in a group: 1 + sqrt(36 / 9) passes; nobody measured groups in fp32."""
-    (found,) = stand_ins(convolution(groups=4), MODELS, True)
+    (found,) = stand_ins(convolution(groups=4), MODELS, True, GPU)
     assert replace(found, times=1) == copy((2 * 64 * 16 + 2 * 64 * 32) * 2)
     assert found.times == 3
-    (found,) = stand_ins(convolution(groups=4, dtype="fp32", op="backward"), MODELS, True)
+    (found,) = stand_ins(convolution(groups=4, dtype="fp32", op="backward"), MODELS, True, GPU)
     assert found.times == 6
     seen = {**MODELS, "conv": learned("forward", "fp32")}
     seen["conv"].envelope["log_groups"] = (0.0, 5.0)
-    assert stand_ins(convolution(groups=4, dtype="fp32"), seen, True) == []
+    assert stand_ins(convolution(groups=4, dtype="fp32"), seen, True, GPU) == []
 
 
 def test_a_backward_in_a_known_dtype_is_two_forwards() -> None:
     known = convolution(dtype="fp32")
-    assert stand_ins(known, MODELS, False) == []
-    (found,) = stand_ins(convolution(dtype="fp32", op="backward"), MODELS, False)
+    assert stand_ins(known, MODELS, False, GPU) == []
+    (found,) = stand_ins(convolution(dtype="fp32", op="backward"), MODELS, False, GPU)
     assert (found.params, found.times) == (known, 2)
 
 
 def test_a_batch_norm_passes_three_times_and_a_layer_norm_is_known() -> None:
     norm = Norm(op="batch", rows=2, cols=64, channels=16)
-    assert stand_ins(norm, MODELS, False) == [copy(3 * 2 * 64 * 16 * 4)]
-    assert stand_ins(Norm(op="layer", rows=2, cols=64), MODELS, False) == []
+    assert stand_ins(norm, MODELS, False, GPU) == [copy(3 * 2 * 64 * 16 * 4)]
+    assert stand_ins(Norm(op="layer", rows=2, cols=64), MODELS, False, GPU) == []
     back = Norm(op="layer_backward", rows=2, cols=64)
-    assert stand_ins(back, MODELS, False) == [copy(5 * 2 * 64 * 4)]
+    assert stand_ins(back, MODELS, False, GPU) == [copy(5 * 2 * 64 * 4)]
 
 
 def test_a_half_batch_norm_in_nhwc_stays_on_chip() -> None:
@@ -149,20 +151,20 @@ def test_a_half_batch_norm_in_nhwc_stays_on_chip() -> None:
     norm = Norm(op="batch", rows=2, cols=64, channels=16, dtype="fp16")
     back = replace(norm, op="batch_backward")
     elements = 2 * 64 * 16
-    assert stand_ins(norm, MODELS, True) == [copy(2 * elements * 2)]
-    assert stand_ins(back, MODELS, True) == [copy(3 * elements * 2)]
-    assert stand_ins(back, MODELS, False) == [copy(5 * elements * 2)]
-    assert stand_ins(replace(norm, dtype="fp32"), MODELS, True) == [copy(3 * elements * 4)]
+    assert stand_ins(norm, MODELS, True, GPU) == [copy(2 * elements * 2)]
+    assert stand_ins(back, MODELS, True, GPU) == [copy(3 * elements * 2)]
+    assert stand_ins(back, MODELS, False, GPU) == [copy(5 * elements * 2)]
+    assert stand_ins(replace(norm, dtype="fp32"), MODELS, True, GPU) == [copy(3 * elements * 4)]
 
 
 def test_a_product_in_fp8_loses_the_cast_it_was_measured_with() -> None:
     """What it takes beyond one of 32 columns, and the time to read a byte an element."""
     product = Gemm(op="scaled_mm", m=4096, n=1024, k=512, layout="nt", dtype="fp8")
-    whole, cast, read = stand_ins(product, MODELS, channels_last=False)
+    whole, cast, read = stand_ins(product, MODELS, False, GPU)
     assert (whole.params, whole.times, cast.times) == (product, 1, -1)
     assert (cast.params.n, cast.params.m, cast.params.k) == (32, 4096, 512)
     assert read == copy(4096 * 512)
-    assert stand_ins(replace(product, n=64), MODELS, channels_last=False) == []
+    assert stand_ins(replace(product, n=64), MODELS, False, GPU) == []
 
 
 def test_a_softmax_casts_its_own_input_and_gradient() -> None:
@@ -182,12 +184,12 @@ def test_a_softmax_casts_its_own_input_and_gradient() -> None:
 
 def test_softmax_backward_multiplies_gradient_and_output_first() -> None:
     back = Reduction(op="_softmax_backward_data", outer=6, size=8)
-    itself, product = stand_ins(back, MODELS, False)
+    itself, product = stand_ins(back, MODELS, False, GPU)
     assert itself.params is back
     assert product.params == Elementwise(op="mul", numel=48, inner=48, tensors=2)
     seen = {**MODELS, "reduction": learned("_softmax", "_softmax_backward_data")}
-    assert stand_ins(back, seen, False) == []
-    assert stand_ins(Reduction(op="_softmax", outer=6, size=8), MODELS, False) == []
+    assert stand_ins(back, seen, False, GPU) == []
+    assert stand_ins(Reduction(op="_softmax", outer=6, size=8), MODELS, False, GPU) == []
 
 
 def test_an_op_without_a_model_costs_a_copy_of_its_bytes_and_stays_unmodelled() -> None:

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 from microbench.capture import capture_step
 from microbench.cases.huggingface import hf_case
 from microbench.opcall import StepCapture
+from microbench.ops.gemm import GROUPED, from_grouped
 from microbench.step import StepSettings
 
 ROOT = Path(__file__).parent.parent.parent
@@ -80,7 +81,7 @@ def sequence(found: StepCapture) -> list[Any]:
 
 
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-@pytest.mark.parametrize("architecture", TINY)
+@pytest.mark.parametrize("architecture", [*TINY, "MixtralForCausalLM"])
 def test_a_capture_equals_a_real_step(tmp_path: Path, architecture: str, attn: str) -> None:
     path = config(tmp_path, architecture)
     fake, real = (run(path, 2, 16, fake=f, attn=attn) for f in (True, False))
@@ -133,15 +134,16 @@ def test_switch_experts_take_an_even_share_up_to_their_capacity(tmp_path: Path) 
     assert len(wi) == 2 * 4  # two sparse layers of four experts
 
 
-def test_mixtral_experts_take_an_even_share(tmp_path: Path) -> None:
+def test_mixtral_experts_take_an_even_share_in_one_product(tmp_path: Path) -> None:
+    """32 tokens, two experts each, over four experts: 16 rows of 32 or 64 columns each."""
     found = capture(config(tmp_path, "MixtralForCausalLM"), batch=2, seq=16)
-    # 32 tokens, two experts each, over four experts: 16 rows
-    up = [
-        c
-        for c in found.calls
-        if c.op == "aten.mm.default" and c.phase == "forward" and c.outputs[0].shape == (16, 128)
-    ]
-    assert len(up) == 4
+    asked = [from_grouped(c) for c in found.calls if c.op == GROUPED]
+    sizes = [(p.batch, p.m, p.n, p.k, p.layout) for p in asked if p]
+    up, down = (4, 16, 128, 32, "nt"), (4, 16, 32, 64, "nt")
+    assert sizes[:2] == [up, down]
+    gradients = [(4, 32, 64, 16, "tn"), (4, 16, 64, 32, "nn")]  # of the weight, of the input
+    gradients += [(4, 128, 32, 16, "tn"), (4, 16, 32, 128, "nn")]
+    assert sorted(sizes[2:]) == sorted(gradients)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
