@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -53,6 +54,15 @@ def of(*sources: str) -> Callable[[Rows], np.ndarray]:
     return lambda rows: np.asarray(rows["source"].isin(sources))
 
 
+def megatron(experts: bool) -> Callable[[Rows], np.ndarray]:
+    """Runs of Megatron-Core, those of mixtures of experts under ``ep`` or the others."""
+    all_of_it = of("nemo-launcher", "nemo-docs", "megatron-bridge")
+    spread = re.compile(r"(^|,)ep=")
+    return lambda rows: (
+        all_of_it(rows) & np.array([bool(spread.search(p)) == experts for p in rows["plan"]])
+    )
+
+
 def model_lines() -> list[ModelLine]:
     """The table's last lines, in the issue's order."""
     a100 = labels("a100-pcie-80gb", "train")
@@ -80,11 +90,14 @@ def model_lines() -> list[ModelLine]:
             choose=of("llm-foundry"),
             targets={"geomean_ape_pct": 8.0, "mape_pct": 12.0},
         ),
-        ModelLine(
-            name="Megatron-Core, linear layers in fp8",
-            known_best="none published",
-            choose=of("nemo-launcher", "nemo-docs", "megatron-bridge"),
-            targets={"geomean_ape_pct": None, "mape_pct": None},
+        *(
+            ModelLine(
+                name=f"Megatron-Core, {what}",
+                known_best="none published",
+                choose=megatron(experts),
+                targets={"geomean_ape_pct": None, "mape_pct": None},
+            )
+            for what, experts in (("dense models in fp8", False), ("mixtures of experts", True))
         ),
         ModelLine(
             name=f"timm on RTX 3090, calibrated on {CALIBRATED_ON}",

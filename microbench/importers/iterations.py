@@ -47,7 +47,7 @@ COPIED += ("activation_recompute", "step_time_basis", "row_id", "source_path", "
 FUSED = re.compile("torch.compile|TE ")  # Transformer Engine's kernels are fused by hand
 COUNTS = ("num_params", "layers", "d_model", "heads", "ffn", "vocab")
 DTYPES = (
-    (r"^pure bf16|^bf16$", "bf16", False),
+    (r"^pure bf16|^bf16$|^BF16$", "bf16", False),  # Megatron-LM has weights in bf16, too
     (r"bf16|bfloat16", "bf16", True),
     (r"^float32", "fp32", False),
     (r"^TF32", "tf32", False),

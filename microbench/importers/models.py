@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from microbench.importers.base import whole
+from microbench.importers.models_experts import EXPERTS
 
 # layers, width, heads, key/value heads, hidden, vocabulary. Source: the config.json of each model
 # at https://huggingface.co/meta-llama.
@@ -25,12 +26,6 @@ GPT3 = {
     "5": (24, 4096, 32, 16384, 50304),
     "20": (44, 6144, 48, 24576, 50304),
     "175": (96, 12288, 96, 49152, 50304),
-}
-# layers, width, heads, key/value heads, an expert's hidden. Source: the config.json of each model
-# at https://huggingface.co/Qwen.
-QWEN3 = {
-    "30B_a3B": (48, 2048, 32, 4, 768),
-    "235B_a22B": (94, 4096, 64, 4, 1536),
 }
 BERT = {"base": (12, 768, 12, 3072), "large": (24, 1024, 16, 4096)}  # arXiv:1810.04805
 BERT_VOCABULARY = 30528  # 30522 padded to a multiple of 8
@@ -54,8 +49,11 @@ def model_of(given: Mapping[str, str]) -> Model:
         raise ValueError("only a part of the weights is trained (LoRA)")
     if found := re.match(r"llama-?(\d(?:\.\d)?)[-_](\d+)b$", name, re.IGNORECASE):
         return _llama(found[1], found[2], given)
-    if found := re.fullmatch(r"Qwen3_(\d+B_a\d+B)", name):
-        return _qwen3(found[1], given)
+    if name in EXPERTS:
+        config, doubt = EXPERTS[name]
+        return Model(
+            hf_config=_text(config | {"max_position_embeddings": _length(given)}), doubt=doubt
+        )
     if found := re.fullmatch(r"GPT3-(\d+)B", name):
         return _gpt3(found[1], given)
     if given.get("model_note", "").startswith("MPT") or name.startswith("GPT-2 124M"):
@@ -103,21 +101,6 @@ def _llama(version: str, size: str, given: Mapping[str, str]) -> Model:
         **{"num_attention_heads": heads, "num_key_value_heads": kv_heads},
         **{"vocab_size": vocabulary, "max_position_embeddings": _length(given)},
         **{"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
-    }
-    return Model(hf_config=_text(config))
-
-
-def _qwen3(size: str, given: Mapping[str, str]) -> Model:
-    if size not in QWEN3:
-        raise ValueError(f"no configuration known for the model named: {given['model'][:40]!r}")
-    layers, width, heads, kv_heads, hidden = QWEN3[size]
-    config = {
-        **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
-        **{"num_hidden_layers": layers, "hidden_size": width, "moe_intermediate_size": hidden},
-        **{"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 128},
-        **{"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
-        **{"vocab_size": 151936, "max_position_embeddings": _length(given)},
-        **{"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "hidden_act": "silu"},
     }
     return Model(hf_config=_text(config))
 

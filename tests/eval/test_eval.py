@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from eval.plots import named
+from eval.plots import breakdown, lines, named
 from eval.report import write_report
 from eval.results import CaseResult, in_words, summary
 from eval.tracking import log_evaluation, log_fit
@@ -59,6 +59,15 @@ def test_names_in_the_plot_do_not_cover_each_other() -> None:
     """Of two cases beside each other the worse is named; one within 20 % is not."""
     cases = [result("far", 10e3, 20e3), result("near", 700, 1000), result("same", 690, 1000)]
     assert [r.case for r, _ in named([*cases, result("good", 5e4, 5e4)])] == ["far", "same"]
+
+
+def test_a_long_plan_takes_two_lines_of_a_plot() -> None:
+    """What does not fit is cut; bars of cases of one name stand side by side."""
+    long = replace(RESULTS[0], case="model", plan="dp=32,pp=8,ep=32,micro=256,zero=1,node=dgx-b200")
+    assert lines(long, 24) == "model dp=32, pp=8,\nep=32, micro=256, zero= …"
+    assert lines(RESULTS[0], 24) == "a"
+    axes = breakdown([long, long]).axes[0]
+    assert sorted(bar.get_y() for bar in axes.patches) == [-0.4, 0.6]
 
 
 def test_summary_by_hand() -> None:

@@ -37,6 +37,16 @@ def imported(folder: Path, *rows: dict[str, str]) -> Imported:
     return read_source("iterations", folder, Hints())
 
 
+def parameters(hf_config: str | None) -> int:
+    """Of the model that a configuration is of."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    facts = json.loads(hf_config or "{}")
+    config = transformers.AutoConfig.for_model(**facts)
+    with torch.device("meta"):
+        model = getattr(transformers, facts["architectures"][0])(config)
+    return sum(p.numel() for p in model.parameters())
+
+
 def test_a_row_becomes_an_iteration(tmp_path: Path) -> None:
     """128 samples over 16 replicas are 8 each; 4 times 2 of them; 0.5 s are 500,000 us."""
     found = imported(tmp_path, MPT)
@@ -61,18 +71,30 @@ def test_what_megatron_fuses_and_cuts_unasked_is_said(tmp_path: Path) -> None:
     assert said == ("fp8", False, "compile", False)
     assert ",tp=2,sp," in row["plan"]
     assert "sequence parallelism assumed" in row["doubts"]
+    found = imported(tmp_path, MPT | stated | {"precision": "BF16"})
+    assert found.rows["iteration"][["dtype", "amp"]].to_numpy().tolist() == [["bf16", False]]
 
 
 def test_the_configuration_has_the_stated_parameters() -> None:
     """As many weights as MPT's own count; built for real, without memory."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    config = json.loads(model_of(MPT).hf_config)
-    (kind,) = config["architectures"]
-    with torch.device("meta"):
-        known = transformers.AutoConfig.for_model(config.pop("model_type"), **config)
-        model = getattr(transformers, kind)(known)
-    assert sum(p.numel() for p in model.parameters()) == int(MPT["num_params"])
+    assert parameters(model_of(MPT).hf_config) == int(MPT["num_params"])
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("Qwen3_30B_a3B", 30.5),
+        ("Qwen3_235B_a22B", 235.1),
+        ("GPT OSS 120B", 116.8),
+        ("DeepSeekV3", 671.0),
+    ],
+)
+def test_mixtures_of_experts_have_as_many_parameters_as_published(
+    name: str, billions: float
+) -> None:
+    found = model_of({"model": name, "seq_len_tokens": "4096"})
+    assert parameters(found.hf_config) / 1e9 == pytest.approx(billions, abs=0.1)
+    assert ("without" in found.doubt) == (name not in ("Qwen3_30B_a3B", "Qwen3_235B_a22B"))
 
 
 @pytest.mark.parametrize(
@@ -181,13 +203,7 @@ def test_a_doubt_is_kept_with_its_row(tmp_path: Path) -> None:
     ],
 )
 def test_a_timm_model_has_as_many_parameters_as_published(name: str, millions: float) -> None:
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    facts = json.loads(timm_config(name, 224) or "{}")
-    config = transformers.AutoConfig.for_model(**facts)
-    with torch.device("meta"):
-        model = getattr(transformers, facts["architectures"][0])(config)
-    count = sum(p.numel() for p in model.parameters())
-    assert count / 1e6 == pytest.approx(millions, abs=0.005)
+    assert parameters(timm_config(name, 224)) / 1e6 == pytest.approx(millions, abs=0.005)
 
 
 @pytest.mark.parametrize(
