@@ -99,10 +99,14 @@ class OpLog(TorchDispatchMode):
     def describe(self, value: Any) -> Any:
         """Tensors as TensorSpec, lists as tuples, dtypes and devices as text."""
         if isinstance(value, torch.Tensor):
+            shape, stride, dtype = tuple(value.shape), tuple(value.stride()), value.dtype
+            if value.is_complex():  # pairs of real numbers
+                shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
+                dtype = dtype.to_real()
             return TensorSpec(
-                shape=tuple(value.shape),
-                dtype=self.names[value.dtype],
-                stride=tuple(value.stride()),
+                shape=shape,
+                dtype=self.names[dtype],
+                stride=stride,
                 storage=self.storage(value),
             )
         if isinstance(value, list | tuple):

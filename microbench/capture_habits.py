@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+
+WARNS = "warn_if_padding_and_no_attention_mask"
 
 
 def _apply(module: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
@@ -61,15 +64,15 @@ def habits_of_real_tensors() -> Iterator[None]:
 def transformers_runs_eagerly() -> Iterator[None]:
     """Inside, transformers does not take a fake tensor as a sign that a graph is being compiled.
 
-    It would build causal masks that eager steps leave to the attention kernel.
+    It would build causal masks that eager steps leave to the attention kernel. Nor does it look for
+    padding among the tokens, to warn of it.
     """
     module: Any = sys.modules.get("transformers.utils.import_utils")
-    before = getattr(module, "is_fake_tensor", None)
-    if before is None:
+    models: Any = sys.modules.get("transformers.modeling_utils")
+    with ExitStack() as stack:
+        if hasattr(module, "is_fake_tensor"):
+            stack.enter_context(patch.object(module, "is_fake_tensor", lambda value: False))
+        if hasattr(models, "PreTrainedModel"):
+            silent = patch.object(models.PreTrainedModel, WARNS, lambda *given: None, create=True)
+            stack.enter_context(silent)
         yield
-        return
-    module.is_fake_tensor = lambda value: False
-    try:
-        yield
-    finally:
-        module.is_fake_tensor = before

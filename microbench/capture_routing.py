@@ -2,6 +2,7 @@
 
 Convention: an index chosen by argmax, topk or sort is uniform over its range, so ``index == e`` is
 true for an equal share of the elements; every expert takes its share of the tokens, rounded up.
+A mask of ones is all true, and a layer dropped at random by less than half is not dropped.
 Facts about masks, counts and indices are followed through the ops that routers use; an op whose
 shape depends on data of which nothing is known stays an error.
 """
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 KNOWN_LIMIT = 2**17  # elements of a tensor whose values are followed one by one
+ONES = ("ones", "ones_like", "new_ones")
 INDEX_OUTPUT = {"argmax": 0, "argmin": 0, "topk": 1, "sort": 1, "max": 1, "min": 1}
 KEEP = {
     *("alias", "detach", "clone", "_to_copy", "view", "_unsafe_view", "reshape", "permute", "t"),
@@ -61,7 +63,11 @@ class Routing:
         if name == "index" and any(_is_mask(i) for i in args[1]):
             args = (args[0], self._positions(args[1]))
         output = func(*args, **kwargs)
-        if name == "arange" or self._known_by_value(args):
+        if name in ONES:
+            self.facts[output] = Fact(mean=1.0)
+        elif name == "rand":
+            self.facts[output] = Fact(top=1.0)
+        elif name == "arange" or self._known_by_value(args):
             self._follow_values(func, args, kwargs, output)
         elif known is not None and func._schema.is_mutable:
             del self.facts[args[0]]  # overwritten by what is not known
@@ -148,6 +154,8 @@ class Routing:
         elif known is not None and known.mean is not None and name == "any":
             each = known.mean * first.numel() / max(1, output.numel())
             self.facts[output] = Fact(mean=min(1.0, each))
+        elif known is not None and known.mean is not None and name == "all":
+            self.facts[output] = Fact(mean=float(known.mean >= 1))
         else:
             other = args[1] if len(args) > 1 else None
             fact = _compared(name, known, other, self._of(other), args)
@@ -237,6 +245,8 @@ def _compared(
         return None
     if name == "cumsum":
         return Fact(top=known.mean * args[0].shape[args[1]])
+    if name == "eq" and args[0].dim() == 0 and isinstance(other, int | float):
+        return Fact(mean=float(known.mean == other))  # a sum: whether all are
     if name in ("gt", "ne") and _is_number(other, 0):
         return Fact(mean=min(1.0, known.mean))
     if name in ("logical_not", "bitwise_not"):

@@ -34,6 +34,20 @@ TINY: dict[str, dict[str, Any]] = {
     "T5ForConditionalGeneration": {
         **{"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
     },
+    "BartForConditionalGeneration": {  # looks whether its mask is of ones, and draws layers
+        **{"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "decoder_layerdrop": 0.01},
+        **{"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 32},
+        **{"encoder_attention_heads": 2, "decoder_attention_heads": 2},
+    },
+    "DebertaV2ForMaskedLM": {  # looks for padding among the tokens
+        **{"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1},
+        **{"intermediate_size": 64, "pad_token_id": 0},
+    },
+    "Llama4ForCausalLM": {  # positions as complex numbers
+        **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+        **{"num_hidden_layers": 2, "intermediate_size": 64, "intermediate_size_mlp": 64},
+        **{"num_local_experts": 2},
+    },
     "ViTForImageClassification": {
         **{"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2},
         **{"intermediate_size": 64, "image_size": 32, "patch_size": 8},
