@@ -19,10 +19,11 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from learners.bundle import SHIPPED_CPU, Bundle
+from learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from microbench.ops import families
 
 ROWS = 100_000
+STRANGE = "l4"
 SECOND_PLAN = """
 import sys, time
 from pathlib import Path
@@ -58,9 +59,9 @@ def timed_s(words: list[str], folder: str) -> tuple[float, str]:
     return time.perf_counter() - start, done.stdout
 
 
-def sample_rows(count: int, gpu: str) -> pd.DataFrame:
+def sample_rows(count: int, gpu: str, bundle: Bundle) -> pd.DataFrame:
     """Rows of all families that the bundle can price, from the first points of their sweeps."""
-    swept = [f for f in families().values() if f.name != "host"]
+    swept = [f for f in families().values() if f.name in bundle.models and f.name != "host"]
     share = -(-count // len(swept))
     parts = [
         pd.DataFrame([asdict(p) for p in islice(f.sweep(), share)]).assign(family=f.name)
@@ -68,6 +69,13 @@ def sample_rows(count: int, gpu: str) -> pd.DataFrame:
     ]
     rows = pd.concat(parts, ignore_index=True)
     return rows.sample(count, replace=len(rows) < count, random_state=0).assign(gpu=gpu, node=gpu)
+
+
+def price_rows_s(gpu: str, bundle: Path, folder: str) -> float:
+    """Seconds that pricing takes, the whole process."""
+    sample_rows(ROWS, gpu, Bundle.load(bundle)).to_parquet(Path(folder) / "rows.parquet")
+    words = ["-m", "itercast", "price", "rows.parquet", "--out", "o.parquet"]
+    return timed_s([*words, "--bundle", str(bundle.resolve())], folder)[0]
 
 
 def figures(bundle: Path) -> list[tuple[str, float, float]]:
@@ -81,16 +89,17 @@ def figures(bundle: Path) -> list[tuple[str, float, float]]:
         code = SECOND_PLAN.replace("eval_options", options)
         _, printed = timed_s(["-c", code], folder)
         again_s, plan_s = (float(line) for line in printed.split())
-        gpu = next(iter(Bundle.load(bundle).gpus))
-        sample_rows(ROWS, gpu).to_parquet(Path(folder) / "rows.parquet")
-        words = ["-m", "itercast", "price", "rows.parquet", "--out", "o.parquet"]
-        price_s, _ = timed_s([*words, "--bundle", where], folder)
+        own = next(iter(Bundle.load(bundle).gpus))
+        price_s, strange_s = (
+            price_rows_s(gpu, which, folder) for gpu, which in ((own, bundle), (STRANGE, SHIPPED))
+        )
     return [
         ("predict gpt2-small, whole process, cold", 10.0, cold_s),
         ("the same from a cached op graph", 4.0, cached_s),
         ("the same plan again in one process", 0.05, again_s),
         ("a second plan (dp=2) in one process", 0.05, plan_s),
         (f"price {ROWS:,} rows, whole process", 8.0, price_s),
+        (f"the same on a GPU never measured ({STRANGE})", 5.0, strange_s),
     ]
 
 

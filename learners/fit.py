@@ -26,6 +26,7 @@ MANY: dict[str, Any] = {"eta": 0.1}  # fewer, larger steps: networks smooth what
 ROUNDS = 800
 MANY_ROUNDS = 300  # after the shared ones; with more, pricing falls below 20,000 rows a second
 SHARED_ROUNDS = 150
+SHARED_ROWS = 4_096  # from which on all cores forecast
 OWN_ROWS = 1_000  # a GPU with as many bears trees of its own
 OWN_TABLE = 10_000  # rows, from which on trees for all GPUs are too few for each
 OWN_ROUNDS = 600  # alone: after rounds shared with other GPUs they come out less exact
@@ -146,12 +147,18 @@ class Trees:
         for column, booster in self.own.items():
             mine = x[:, column] > 0
             if mine.any():
-                out[mine] = booster.inplace_predict(x[mine])
+                out[mine] = _predict(booster, x[mine])
             rest &= ~mine
         if rest.any():
             assert self.common is not None
-            out[rest] = self.common.inplace_predict(x[rest])
+            out[rest] = _predict(self.common, x[rest])
         return out
+
+
+def _predict(booster: xgb.Booster, x: Array) -> Array:
+    """By all cores where there is enough for each: a few rows wait longer for threads than one."""
+    booster.set_param({"nthread": 0 if len(x) >= SHARED_ROWS else 1})
+    return booster.inplace_predict(x)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 
 from learners.bundle import COLUMNS, Bundle
-from microbench.hardware.spec import Gpu
+from microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from microbench.store import write_atomic
 
 
@@ -28,9 +28,14 @@ def read_file(path: Path) -> pd.DataFrame:
 def price_file(
     path: Path, bundle: Bundle, out: Path, gpus: Mapping[str, Gpu] | None = None
 ) -> None:
-    """Write the rows of ``path`` with predicted_us, its quantiles and in_envelope to ``out``."""
+    """Write the rows of ``path`` with predicted_us, its quantiles and in_envelope to ``out``.
+
+    GPUs that the bundle does not know are those of ``gpus``, else of the hardware files.
+    """
     rows = read_file(path)
     rows = rows.drop(columns=COLUMNS, errors="ignore").reset_index(drop=True)
+    strange = {str(name) for name in rows["gpu"].unique()} - {*bundle.gpus, "cpu"}
+    gpus = {**{name: load_gpu(name) for name in strange & {*gpu_names()}}, **(gpus or {})}
     parts = [bundle.price(str(n), part, gpus) for n, part in rows.groupby("family", sort=False)]
     priced = pd.concat(parts).sort_index() if parts else pd.DataFrame(columns=COLUMNS)
     write_atomic(out, rows.join(priced).to_parquet(None, index=False))

@@ -31,6 +31,9 @@ def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
             if f.default is not MISSING and values.hasnans:
                 values = values.where(values.notna(), f.default)
             text = isinstance(values.iloc[0], str) if len(values) else False
+            if text and f.type in ("int", "float"):
+                first = str(values.iloc[0])[:40]
+                raise ValueError(f"family {family.name}: column {f.name!r}: {first!r} is no number")
             found[f.name] = values.to_numpy(dtype=object if text else None)
         elif f.default is not MISSING:
             found[f.name] = broadcast(f.default, len(rows))
@@ -74,8 +77,8 @@ def bounds_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> tuple[Any, Any]
 
 def _rates(p: Any, rate: Callable[[str], float]) -> np.ndarray:
     """FLOP/s of each row's dtype."""
-    names, index = np.unique(np.asarray(p.dtype, dtype=object).astype(str), return_inverse=True)
-    return np.array([rate(str(name)) for name in names])[index]
+    codes, names = pd.factorize(np.asarray(p.dtype, dtype=object))
+    return np.array([rate(str(name)) for name in names])[codes]
 
 
 def at_least_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:

@@ -103,15 +103,18 @@ def size(rng: np.random.Generator, low: int, high: int) -> int:
 
 
 def gemms(rng: np.random.Generator) -> Iterator[Gemm]:
-    """Products of up to 16384 on a side, skinny ones, and batches of attention's."""
+    """Products of up to 16384 on a side, skinny ones, batches of attention's and of experts'."""
     while True:
-        op = str(rng.choice(["mm", "mm", "addmm", "bmm"]))
+        op = str(rng.choice(["mm", "addmm", "bmm", "grouped_mm"], p=[0.45, 0.25, 0.2, 0.1]))
         m, n, k = (size(rng, 16, 16384) for _ in range(3))
         batch = 1
+        if op == "grouped_mm":
+            batch = int(rng.choice([2, 4, 8, 16, 32, 64, 128]))
+            m, n, k = (8 * round(size(rng, 64, 8192) / 8) for _ in range(3))
         if op == "bmm":
             batch = log_uniform(rng, 2, 1024)
             m, n, k = (size(rng, 16, 2048) for _ in range(3))
-        if rng.random() < 0.15:
+        if rng.random() < 0.15 and op != "grouped_mm":  # whose rows must be aligned
             m = log_uniform(rng, 1, 64)  # decoding
         yield Gemm(op=op, m=m, n=n, k=k, batch=batch, layout=str(rng.choice(["nn", "nt", "tn"])))
 

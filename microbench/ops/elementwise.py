@@ -15,6 +15,7 @@ from microbench.ops import elementwise_names as known
 from microbench.ops.family import (
     Family,
     Workload,
+    is_any,
     itemsize_bytes,
     log_uniform,
     repeated,
@@ -170,10 +171,6 @@ def _call(p: Elementwise, operands: list[Any]) -> Callable[[], object]:
     return lambda: call(x, y, *rest)
 
 
-def _is(p: Any, ops: tuple[str, ...]) -> Any:
-    return np.isin(np.asarray(p.op, dtype=str), ops)
-
-
 def flops(p: Any) -> Any:
     """One per element; transcendental functions cost more, which the model learns."""
     return 1.0 * p.numel
@@ -185,9 +182,9 @@ def bytes_moved(p: Any) -> Any:
     Fills and copies do not read what they overwrite; an allocation moves nothing.
     """
     small = np.where(np.isin(p.form, ["row", "col"]), 1, 0) + np.where(
-        _is(p, known.WRITE_ONLY), 1, 0
+        is_any(p.op, known.WRITE_ONLY), 1, 0
     )
-    operands = np.where(_is(p, known.ALLOCATIONS), 0, p.tensors + 1 - small)
+    operands = np.where(is_any(p.op, known.ALLOCATIONS), 0, p.tensors + 1 - small)
     return 1.0 * p.numel * operands * itemsize_bytes(p.dtype)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,8 +104,14 @@ def itemsize_bytes(dtype: Any) -> Any:
     """Bytes per element of a dtype name, or of an array of names."""
     if isinstance(dtype, str):
         return ITEMSIZE_BYTES[dtype]
-    names, index = np.unique(np.asarray(dtype, dtype=object).astype(str), return_inverse=True)
-    return np.array([ITEMSIZE_BYTES[name] for name in names], dtype=np.int64)[index]
+    return np.fromiter((ITEMSIZE_BYTES[name] for name in dtype), np.int64, len(dtype))
+
+
+def is_any(op: Any, names: Collection[str]) -> Any:
+    """Whether a name, or each of an array of names, is one of these."""
+    if isinstance(op, str):
+        return op in names
+    return np.fromiter((name in names for name in op), bool, len(op))
 
 
 def torch_dtype(name: str) -> Any:

@@ -47,7 +47,7 @@ def sweep() -> Iterator[Gemm]:
     rng = np.random.default_rng(1)
     layouts = ["nn", "nt", "tn"]
     while True:
-        op = str(rng.choice(["mm", "addmm", "bmm", "grouped_mm"], p=[0.3, 0.3, 0.3, 0.1]))
+        op = str(rng.choice(["mm", "addmm", "bmm", "grouped_mm"], p=[0.32, 0.32, 0.32, 0.04]))
         m, n, k = (log_uniform(rng, 4, 4096) for _ in range(3))
         batch = log_uniform(rng, 2, 256) if op in BATCHED else 1
         if op in BATCHED:

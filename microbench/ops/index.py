@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from microbench.hardware.spec import Gpu
-from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+from microbench.ops.family import (
+    Family,
+    Workload,
+    is_any,
+    itemsize_bytes,
+    log_uniform,
+    torch_dtype,
+)
 from microbench.ops.index_calls import ANSWERS, IndexOp
 
 ELEMENTWISE_INDEX = ("gather", "scatter", "scatter_", "scatter_add", "scatter_add_")
@@ -188,13 +195,9 @@ def _part(p: IndexOp, part: Any, device: str) -> Callable[[], object]:
     return lambda: call(x, axis, 0, p.size)
 
 
-def _is(p: Any, ops: tuple[str, ...]) -> Any:
-    return np.isin(np.asarray(p.op, dtype=str), ops)
-
-
 def moved(p: Any) -> Any:
     """Elements picked or placed; an unfolded window holds k."""
-    return 1.0 * p.outer * p.size * p.inner * np.where(_is(p, ("unfold_backward",)), p.k, 1)
+    return 1.0 * p.outer * p.size * p.inner * np.where(is_any(p.op, ("unfold_backward",)), p.k, 1)
 
 
 def whole(p: Any) -> Any:
@@ -208,10 +211,10 @@ def flops(p: Any) -> Any:
     topk: one comparison per element, and a sort of the k winners.
     """
     n = moved(p)
-    found = np.where(_is(p, (*ADDS, "unfold_backward")), n, 0.0)
-    found = np.where(_is(p, ("sort",)), n * np.log2(np.maximum(p.size, 2)), found)
+    found = np.where(is_any(p.op, (*ADDS, "unfold_backward")), n, 0.0)
+    found = np.where(is_any(p.op, ("sort",)), n * np.log2(np.maximum(p.size, 2)), found)
     winners = 1.0 * p.outer * p.inner * p.k
-    return np.where(_is(p, ("topk",)), n + winners * np.log2(np.maximum(p.k, 2)), found)
+    return np.where(is_any(p.op, ("topk",)), n + winners * np.log2(np.maximum(p.k, 2)), found)
 
 
 def bytes_moved(p: Any) -> Any:
@@ -221,13 +224,15 @@ def bytes_moved(p: Any) -> Any:
     filled; a value added to is read first; sort and topk write int64 positions; repeat reads once.
     """
     item, n, full = itemsize_bytes(p.dtype), moved(p), whole(p)
-    index = np.where(_is(p, ELEMENTWISE_INDEX), n, np.where(_is(p, SLICE_INDEX + PUT), p.size, 0.0))
-    written = np.where(_is(p, FILLS), full, n + np.where(_is(p, ADDS), n, 0.0))
-    written = written + np.where(_is(p, REWRITES), 2.0 * full, 0.0)
-    chosen = 1.0 * p.outer * p.inner * np.where(_is(p, ("topk",)), p.k, p.size)
-    written = np.where(_is(p, ORDER), chosen, written)
-    index = np.where(_is(p, ORDER), chosen, index)
-    read = np.where(_is(p, ("repeat",)), 1.0 * p.outer * p.inner, n)
+    index = np.where(
+        is_any(p.op, ELEMENTWISE_INDEX), n, np.where(is_any(p.op, SLICE_INDEX + PUT), p.size, 0.0)
+    )
+    written = np.where(is_any(p.op, FILLS), full, n + np.where(is_any(p.op, ADDS), n, 0.0))
+    written = written + np.where(is_any(p.op, REWRITES), 2.0 * full, 0.0)
+    chosen = 1.0 * p.outer * p.inner * np.where(is_any(p.op, ("topk",)), p.k, p.size)
+    written = np.where(is_any(p.op, ORDER), chosen, written)
+    index = np.where(is_any(p.op, ORDER), chosen, index)
+    read = np.where(is_any(p.op, ("repeat",)), 1.0 * p.outer * p.inner, n)
     return (read + written) * item + 8.0 * index
 
 

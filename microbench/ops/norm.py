@@ -15,6 +15,7 @@ from microbench.ops.family import (
     Family,
     Workload,
     autograd_call,
+    is_any,
     itemsize_bytes,
     log_uniform,
     torch_dtype,
@@ -138,7 +139,7 @@ def _group(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
 
 
 def _is(p: Any, *kinds: str) -> Any:
-    return np.isin(np.asarray(p.op, dtype=str), kinds)
+    return is_any(p.op, kinds)
 
 
 def _backward(p: Any) -> Any:

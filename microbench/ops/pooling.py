@@ -10,7 +10,14 @@ import numpy as np
 
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
-from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+from microbench.ops.family import (
+    Family,
+    Workload,
+    is_any,
+    itemsize_bytes,
+    log_uniform,
+    torch_dtype,
+)
 
 WINDOWED = ("max_pool2d_with_indices", "avg_pool2d")
 ADAPTIVE = ("_adaptive_avg_pool2d", "adaptive_max_pool2d")
@@ -123,7 +130,7 @@ def _runner(p: Pooling, x: Any, grad: Any) -> Callable[[], object]:
 
 
 def _is(p: Any, ops: tuple[str, ...]) -> Any:
-    return np.isin(np.asarray(p.op, dtype=str), [*ops, *(f"{op}_backward" for op in ops)])
+    return is_any(p.op, (*ops, *(f"{op}_backward" for op in ops)))
 
 
 def taps(p: Any) -> Any:

@@ -10,7 +10,14 @@ import numpy as np
 
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
-from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+from microbench.ops.family import (
+    Family,
+    Workload,
+    is_any,
+    itemsize_bytes,
+    log_uniform,
+    torch_dtype,
+)
 
 DROPOUT = ("native_dropout", "native_dropout_backward")
 IN_PLACE = ("bernoulli_", "normal_", "uniform_", "exponential_", "random_")
@@ -102,8 +109,8 @@ def flops(p: Any) -> Any:
 def bytes_moved(p: Any) -> Any:
     """Numbers written once, inputs of dropout and of probabilities read once, a byte per mask."""
     numbers = 1.0 * p.rows * p.size
-    reads = np.isin(np.asarray(p.op, dtype=str), READS)
-    mask = np.where(np.isin(p.op, DROPOUT), 1.0, 0.0)
+    reads = is_any(p.op, READS)
+    mask = np.where(is_any(p.op, DROPOUT), 1.0, 0.0)
     plain = numbers * ((1.0 + reads) * itemsize_bytes(p.dtype) + mask)
     sampled = numbers * itemsize_bytes(p.dtype) + 8.0 * p.rows * p.samples
     return np.where(np.equal(p.op, "multinomial"), sampled, plain)

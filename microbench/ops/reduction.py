@@ -14,6 +14,7 @@ from microbench.opcall import OpCall, TensorSpec
 from microbench.ops.family import (
     Family,
     Workload,
+    is_any,
     itemsize_bytes,
     log_uniform,
     repeated,
@@ -136,20 +137,16 @@ def _paired(p: Reduction, x: Any) -> Workload:
     return Workload(run=lambda: aten.mse_loss_backward(grad, x, target, mode))
 
 
-def _is(p: Any, ops: tuple[str, ...]) -> Any:
-    return np.isin(np.asarray(p.op, dtype=str), ops)
-
-
 def flops(p: Any) -> Any:
     """Per element: softmax 5, moments 4, logsumexp 3, cross entropy of logits 8, else 2.
 
     nll: 2 per sample forward and backward; it touches one class of each.
     """
-    per_element = np.where(_is(p, SOFTMAX), 5.0, 2.0)
-    per_element = np.where(_is(p, MOMENTS), 4.0, per_element)
-    per_element = np.where(_is(p, ("logsumexp",)), 3.0, per_element)
-    per_element = np.where(_is(p, PAIRED[2:]), 8.0, per_element)
-    return per_element * p.outer * p.inner * np.where(_is(p, NLL), 1, p.size)
+    per_element = np.where(is_any(p.op, SOFTMAX), 5.0, 2.0)
+    per_element = np.where(is_any(p.op, MOMENTS), 4.0, per_element)
+    per_element = np.where(is_any(p.op, ("logsumexp",)), 3.0, per_element)
+    per_element = np.where(is_any(p.op, PAIRED[2:]), 8.0, per_element)
+    return per_element * p.outer * p.inner * np.where(is_any(p.op, NLL), 1, p.size)
 
 
 def bytes_moved(p: Any) -> Any:
@@ -161,12 +158,12 @@ def bytes_moved(p: Any) -> Any:
     item = itemsize_bytes(p.dtype)
     results = 1.0 * p.outer * p.inner
     elements = results * p.size
-    read = np.where(_is(p, (*SOFTMAX[2:], *PAIRED)), 2.0, 1.0) * elements
-    full = _is(p, (*SOFTMAX, *SCANS, "mse_loss_backward"))
-    written = np.where(full, elements, np.where(_is(p, ("var_mean",)), 2.0, 1.0) * results)
-    plain = (read + written) * item + np.where(_is(p, INDEXED[:2]), 8.0, 0.0) * results
-    nll = results * 8 + np.where(_is(p, (NLL[1], NLL[3])), elements, results) * item
-    return np.where(_is(p, NLL), nll, plain)
+    read = np.where(is_any(p.op, (*SOFTMAX[2:], *PAIRED)), 2.0, 1.0) * elements
+    full = is_any(p.op, (*SOFTMAX, *SCANS, "mse_loss_backward"))
+    written = np.where(full, elements, np.where(is_any(p.op, ("var_mean",)), 2.0, 1.0) * results)
+    plain = (read + written) * item + np.where(is_any(p.op, INDEXED[:2]), 8.0, 0.0) * results
+    nll = results * 8 + np.where(is_any(p.op, (NLL[1], NLL[3])), elements, results) * item
+    return np.where(is_any(p.op, NLL), nll, plain)
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:

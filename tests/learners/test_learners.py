@@ -16,7 +16,7 @@ from learners.fit import group_split
 from learners.price import price_file
 from learners.table import shape_groups
 from learners.train import errors, train
-from microbench.hardware.spec import Gpu
+from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops import gemm, host
 from microbench.store import write_card, write_part
 
@@ -97,6 +97,19 @@ def test_price_keeps_rows_and_adds_columns(bundle: Path, data: Path, tmp_path: P
     before, after = pd.read_parquet(source), pd.read_parquet(tmp_path / "out.parquet")
     assert len(before) == len(after)
     assert (after["predicted_us_p10"] < after["predicted_us_p90"]).all()
+
+
+def test_a_gpu_with_a_hardware_file_is_priced_unasked(bundle: Path, tmp_path: Path) -> None:
+    """The bundle was not trained on it; a machine of no file is refused by name."""
+    rows = pd.DataFrame([asdict(gemm.Gemm(m=64, n=64, k=64))]).assign(gpu="l4", family="gemm")
+    rows.to_parquet(tmp_path / "rows.parquet")
+    price_file(tmp_path / "rows.parquet", Bundle.load(bundle), tmp_path / "out.parquet")
+    found = pd.read_parquet(tmp_path / "out.parquet")
+    expected = Bundle.load(bundle).price("gemm", rows, {"l4": load_gpu("l4")})
+    assert found["predicted_us"].tolist() == expected["predicted_us"].tolist()
+    rows.assign(gpu="h1000").to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match="unknown gpu 'h1000'"):
+        price_file(tmp_path / "rows.parquet", Bundle.load(bundle), tmp_path / "out.parquet")
 
 
 def test_what_does_not_fit_is_refused_in_one_line(bundle: Path, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_gpu_never_seen_is_priced_as_its_twin(bundle: Bundle) -> None:
 
 
 def test_a_bundle_knows_which_ops_were_measured_in_a_dtype(bundle: Bundle) -> None:
-    assert bundle.models["gemm"].facts["ops"] == {"fp32": ["addmm", "bmm", "mm"]}
+    assert bundle.models["gemm"].facts["ops"] == {"fp32": ["addmm", "bmm", "grouped_mm", "mm"]}
 
 
 def test_a_halved_rate_bounds_what_its_units_would_do(bundle: Bundle) -> None:

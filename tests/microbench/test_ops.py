@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from microbench.capture import OpLog
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
 from microbench.ops import attention, elementwise, families, gemm, norm, optimizer, reduction
@@ -63,6 +64,19 @@ def test_gemm_counts_by_hand() -> None:
     p = gemm.Gemm(m=2, n=3, k=4)
     assert gemm.flops(p) == 48  # 2 * 2*3*4
     assert gemm.bytes_moved(p) == 104  # (8 + 12 + 6) elements * 4 B
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn"])
+def test_a_product_by_expert_is_built_as_it_is_captured(layout: str) -> None:
+    """3 experts of 8 tokens each; weights' gradients are sums over tokens."""
+    p = gemm.Gemm(op="grouped_mm", m=8, n=16, k=32, batch=3, layout=layout)
+    log = OpLog()
+    with log:
+        gemm.build(p, "cpu").run()
+    (call,) = [c for c in log.calls if c.op == gemm.GROUPED]
+    assert gemm.from_grouped(call) == p
+    assert call.outputs[0].shape == ((3, 8, 16) if layout == "tn" else (24, 16))
+    assert gemm.flops(p) == 2 * 3 * 8 * 16 * 32
 
 
 def test_gemm_reads_transposed_views() -> None:
