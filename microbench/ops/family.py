@@ -104,14 +104,14 @@ def itemsize_bytes(dtype: Any) -> Any:
     """Bytes per element of a dtype name, or of an array of names."""
     if isinstance(dtype, str):
         return ITEMSIZE_BYTES[dtype]
-    return np.fromiter((ITEMSIZE_BYTES[name] for name in dtype), np.int64, len(dtype))
+    return np.fromiter(map(ITEMSIZE_BYTES.__getitem__, dtype), np.int64, len(dtype))
 
 
 def is_any(op: Any, names: Collection[str]) -> Any:
     """Whether a name, or each of an array of names, is one of these."""
     if isinstance(op, str):
         return op in names
-    return np.fromiter((name in names for name in op), bool, len(op))
+    return np.fromiter(map(frozenset(names).__contains__, op), bool, len(op))
 
 
 def torch_dtype(name: str) -> Any:
