@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 
 from compose.collectives import cluster
 from compose.evaluate import evaluate, quick_us
+from compose.experts import expert_weights
 from compose.forecast import Forecast, rank_of, report
 from compose.layers import split_layers
+from compose.pairs import casts_as_weights
 from compose.plan import ParallelPlan, micro_batch
 from compose.priced import PriceBook
 from compose.rank import Rank
@@ -193,6 +195,7 @@ def _candidates(search: Search, world: int) -> Iterator[ParallelPlan]:
     size = sum(x.parameter_bytes * x.count for x in parts)
     layers = sum(x.count for x in parts)
     long = search.seq >= LONG
+    experts = {p.shape[0] for p in expert_weights(casts_as_weights(first)).values()}
     for tp in _divisors(world):
         if tp > per_node:
             continue
@@ -203,35 +206,33 @@ def _candidates(search: Search, world: int) -> Iterator[ParallelPlan]:
                 dp = world // tp // pp // cp
                 if search.batch % dp:
                     continue
-                yield from _variants(search, dp, tp, pp, cp, size)
+                for ep in _divisors(dp) if experts else [1]:
+                    if not any(n % ep for n in experts):
+                        degrees = ParallelPlan(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, amp=search.amp)
+                        yield from _variants(search, degrees, size)
 
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _variants(
-    search: Search, dp: int, tp: int, pp: int, cp: int, size: int
-) -> Iterator[ParallelPlan]:
-    replica = search.batch // dp
+def _variants(search: Search, degrees: ParallelPlan, size: int) -> Iterator[ParallelPlan]:
+    """Plans of these degrees: what is sharded and cut, schedules, micro-batches."""
+    replica, pp = search.batch // degrees.dp, degrees.pp
     sizes = [b for b in _divisors(replica) if b <= LARGEST_MICRO_BATCH]
-    for zero in (0, 1, 3) if dp * cp > 1 else (0,):
-        if _least_bytes(search, zero, dp * cp, tp * pp, size) > search.book.gpu.hbm_bytes:
+    for zero in (0, 1, 3) if degrees.dp * degrees.cp > 1 else (0,):
+        if _least_bytes(search, zero, degrees, size) > search.book.gpu.hbm_bytes:
             continue
-        for sp in (False, True) if tp > 1 else (False,):
+        for sp in (False, True) if degrees.tp > 1 else (False,):
             for schedule, virtual in _schedules(pp):
                 for b in sizes:
                     micro = replica // b
                     if schedule == "interleaved" and micro % pp:
                         continue
-                    yield ParallelPlan(
-                        dp=dp,
-                        tp=tp,
-                        pp=pp,
-                        cp=cp,
+                    yield replace(
+                        degrees,
                         zero=zero,
                         sp=sp,
-                        amp=search.amp,
                         schedule=schedule,
                         virtual=virtual,
                         micro=micro if pp > 1 else 0,
@@ -244,10 +245,10 @@ def _schedules(pp: int) -> list[tuple[str, int]]:
     return [("1f1b", 1), ("interleaved", 2), ("zb", 1)] if pp > 1 else [("1f1b", 1)]
 
 
-def _least_bytes(search: Search, zero: int, replicas: int, parts: int, size: int) -> float:
-    """Parameters, gradients and optimizer state if they were spread evenly."""
-    own = size / parts
-    state = STATE_COPIES[search.optimizer] * own
+def _least_bytes(search: Search, zero: int, degrees: ParallelPlan, size: int) -> float:
+    """Parameters, gradients and optimizer state if they were spread evenly, all in experts."""
+    own = size / (degrees.tp * degrees.pp * degrees.ep)
+    state, replicas = STATE_COPIES[search.optimizer] * own, degrees.dp * degrees.cp / degrees.ep
     if zero == 3:
         return (2 * own + state) / replicas
     return 2 * own + (state / replicas if zero else state)

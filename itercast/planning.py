@@ -15,6 +15,7 @@ from rich.table import Table
 
 from itercast.errors import one_line_errors
 from itercast.options import Bundle, Json
+from microbench.cases.huggingface import read_config
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from compose.forecast import Forecast
@@ -31,9 +32,12 @@ PARTS += (("host gaps", "░", "cyan"), ("waiting", "·", "magenta"))
 
 @one_line_errors
 def plan(
-    case: Annotated[str, typer.Argument(help="a named case; `itercast list cases`")],
     gpu: Annotated[str, typer.Option(help="GPU name or YAML file")],
     gpus: Annotated[int, typer.Option(min=1, help="how many GPUs")],
+    case: Annotated[str, typer.Argument(help="a named case; `itercast list cases`")] = "",
+    hf_config: Annotated[
+        Path | None, typer.Option(help="Hugging Face config.json; needs --batch and --seq")
+    ] = None,
     objective: Annotated[str, typer.Option(help="time, cost or memory")] = "time",
     node: Annotated[str, typer.Option(help="node name or YAML file")] = "",
     batch: Annotated[
@@ -53,12 +57,16 @@ def plan(
     from itercast.plan_study import shared_search
 
     begin = time.perf_counter()
+    if (not case) == (hf_config is None):
+        raise ValueError("plan takes one of CASE and --hf-config")
+    name = read_config(hf_config).name if hf_config else case
+    model = hf_config or case
     search, bundle_name = open_search(
-        case, gpu, gpus, node=node, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer,
+        model, gpu, gpus, node=node, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer,
         amp=amp, bundle=bundle,
     )  # fmt: skip
     facts: dict[str, Any] = {
-        "case": case,
+        "case": name,
         "gpu": search.book.gpu.name,
         "gpus": gpus,
         "objective": objective,
@@ -74,7 +82,7 @@ def plan(
     facts["seconds"] = time.perf_counter() - begin
     if not reports:
         rule = next(iter(search.refused.values()), "no degrees multiply to that many GPUs")
-        raise ValueError(f"no legal plan of {case} for {gpus} GPUs: {rule}")
+        raise ValueError(f"no legal plan of {name} for {gpus} GPUs: {rule}")
     plain = [asdict(r) for r in reports]
     log_plans(facts, plain)
     if as_json:
@@ -84,7 +92,7 @@ def plan(
 
 
 def open_search(
-    name: str,
+    model: str | Path,
     gpu: str,
     gpus: int,
     *,
@@ -96,15 +104,22 @@ def open_search(
     bundle: Path | None,
     amp: bool = False,
 ) -> tuple[Search, str]:
-    """A search over a case's plans, and the bundle's name."""
+    """A search over plans of a case or of a Hugging Face configuration, and the bundle's name.
+
+    ``batch`` and ``seq`` are a case's own unless given; a configuration has none.
+    """
     from compose.priced import PriceBook
     from compose.search import Search
-    from itercast.api import capture_case
+    from itercast.api import capture
     from itercast.target import find_bundle, find_gpu
     from microbench.cases.registry import case
     from microbench.hardware.node import load_node
 
-    chosen = case(name)
+    if isinstance(model, str):
+        chosen = case(model)
+        batch, seq = batch or chosen.batch * gpus, seq or chosen.seq
+    if not batch:
+        raise ValueError("--hf-config needs --batch, and --seq for text")
     folder, found = find_bundle(gpu, bundle)
     device = find_gpu(gpu, found)
     place = load_node(node) if node else None
@@ -113,22 +128,15 @@ def open_search(
     threads = max(1, device.sm_count // gpus) if device.kind == "cpu" else 0
 
     def capture_at(samples: int, length: int) -> Any:
-        return capture_case(
-            chosen,
-            batch=samples,
-            seq=length,
-            dtype=dtype,
-            optimizer=optimizer,
-            amp=amp,
-            shallow=not chosen.measured,
-        )
+        size: dict[str, Any] = {"batch": samples, "seq": length or None}
+        return capture(model, dtype=dtype, optimizer=optimizer, amp=amp, **size)
 
     search = Search(
         capture_at=capture_at,
         book=PriceBook(found, device, threads),
         node=place,
-        batch=batch or chosen.batch * gpus,
-        seq=seq or chosen.seq,
+        batch=batch,
+        seq=seq or 0,
         optimizer=optimizer,
         amp=amp,
     )

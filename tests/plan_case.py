@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -48,7 +48,12 @@ def capture_at(batch: int, seq: int) -> StepCapture:
     return capture_case(case("gpt-s"), batch=batch, seq=seq)
 
 
-def search_of(gpu: Gpu = GPU) -> Search:
-    """Plans of the small GPT at eight samples a step."""
+def experts_at(batch: int, seq: int) -> StepCapture:
+    """One step of a small mixture of four experts."""
+    return capture_case(case("moe-s"), batch=batch, seq=seq)
+
+
+def search_of(gpu: Gpu = GPU, capture_at: Callable[[int, int], StepCapture] = capture_at) -> Search:
+    """Plans of the small GPT, or another model, at eight samples a step."""
     book = PriceBook(Flat(), gpu, 0)
     return Search(capture_at=capture_at, book=book, node=None, batch=8, seq=64, optimizer="adamw")

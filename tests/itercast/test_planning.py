@@ -62,6 +62,31 @@ def test_the_best_plans_are_printed_and_logged(
     assert logged == {p["plan"] for p in found["plans"]}
 
 
+def test_a_configuration_is_planned(
+    bundle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight samples over two GPUs; one of a case and a configuration, the latter with sizes."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
+    config = {"architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_head": 2, "n_layer": 2}
+    path = tmp_path / "tiny.json"
+    path.write_text(json.dumps({**config, "vocab_size": 100, "n_positions": 32}))
+    words = ["plan", "--gpu", GPU.name, "--gpus", "2", "--bundle", bundle, "--json"]
+    size = ["--hf-config", str(path), "--batch", "8", "--seq", "32"]
+    result = run.invoke(app, [*words, *size])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout.splitlines()[-1])
+    assert (found["case"], found["batch"], found["seq"]) == ("tiny", 8, 32)
+    assert any("dp=2" in p["plan"] for p in found["plans"])
+    for wrong, message in (
+        ([], "plan takes one of CASE and --hf-config"),
+        (["gpt-s", *size], "plan takes one of CASE and --hf-config"),
+        (size[:2], "--hf-config needs --batch"),
+    ):
+        result = run.invoke(app, [*words, *wrong])
+        assert result.exit_code == 2
+        assert message in result.output and len(result.output.strip().splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
