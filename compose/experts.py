@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from compose.pairs import casts_as_weights
+from compose.pairs import CAST, casts_as_weights
 from compose.plan import ParallelPlan
 from compose.rewrite import Builder, changed, collective, with_shape
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
@@ -40,7 +40,7 @@ def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
         made.keep(i, _local(call, plan, weights))
         if i in after:
             _exchange(made, call.outputs[0], plan, call.phase)
-    return made.done([_part(p, plan) if is_expert(p) else p for p in capture.parameters])
+    return made.done([_part(p, plan) if p.storage in weights else p for p in capture.parameters])
 
 
 def expert_weights(capture: StepCapture) -> dict[int, ParamSpec]:
@@ -63,6 +63,8 @@ def _local(call: OpCall, plan: ParallelPlan, weights: Mapping[int, ParamSpec]) -
 
     Of (A, B, C) tokens are rows of A and C where B is a weight; a weight's gradient sums over them.
     """
+    if call.op == CAST and call.args[0].storage in weights:
+        return changed(call, {t: _share(t, None, plan) for t in (call.args[0], *call.outputs)})
     if call.op not in PRODUCTS or len(call.outputs) != 1:
         return call
     dims: tuple[int | None, ...]

@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from compose.experts import expert_parallel
+from compose.experts import expert_parallel, expert_weights
 from compose.fp8 import CAST
+from compose.pairs import CAST as TO
+from compose.pairs import casts_as_weights
 from compose.plan import ParallelPlan
 from compose.priced import PriceBook, priceable
 from compose.rewrite import COLLECTIVE
@@ -83,9 +85,16 @@ def test_all_tokens_are_sent_there_and_back_each_way() -> None:
 
 
 def test_autocast_s_copies_of_experts_are_experts() -> None:
+    """A rank casts its own."""
     kept = capture_case(case("moe-s"), dtype="bf16", amp=True)
     made = expert_parallel(kept, ParallelPlan(dp=4, ep=4))
     assert sum(c.op == COLLECTIVE for c in made.calls) == 8
+    own = expert_weights(casts_as_weights(kept))
+    cast = [
+        sum(c.args[0].numel for c in m.calls if c.op == TO and c.args[0].storage in own)
+        for m in (kept, made)
+    ]
+    assert cast[0] == 4 * cast[1] > 0
 
 
 def test_experts_are_in_fp8_but_not_routers() -> None:
