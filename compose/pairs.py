@@ -2,7 +2,7 @@
 
 A product with a weight whose result reaches another such product
 without a norm or a residual sum between is cut by columns, the other by rows. What lies between
-(attention, activations) works on a part of the heads or columns.
+(attention, activations, norms of each head) works on a part of the heads or columns.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def roles(capture: StepCapture) -> dict[int, str]:
         weight = _weight(call, weights)
         if weight is None or found.get(weight.storage) == "row":
             continue
-        partner = _partner(forward[i + 1 :], call.outputs[0].storage, weights, made)
+        partner = _partner(forward[i + 1 :], call.outputs[0], weights, made)
         if partner == "loss":
             found[weight.storage] = "vocabulary"
         elif isinstance(partner, int) and partner not in found:
@@ -68,13 +68,14 @@ def _weight(call: OpCall, weights: set[int]) -> TensorSpec | None:
 
 
 def _partner(
-    calls: Sequence[OpCall], start: int, weights: set[int], made: set[int]
+    calls: Sequence[OpCall], start: TensorSpec, weights: set[int], made: set[int]
 ) -> int | str | None:
     """The weight that first multiplies what came of ``start``; "loss" if that or nobody does.
 
-    Megatron's heads are cut by vocabulary whether or not a loss follows.
+    Megatron's heads are cut by vocabulary whether or not a loss follows. A norm of fewer elements
+    than ``start`` has columns is one of each head.
     """
-    follows = {start}
+    follows = {start.storage}
     for call in calls[:REACH]:
         tensors = call.tensors()
         mine = [t for t in tensors if t.storage in follows]
@@ -88,7 +89,7 @@ def _partner(
             return "loss"
         others = [t for t in tensors if t.storage in made and t.storage not in follows]
         residual = name in ("add", "add_") and any(t.numel == mine[0].numel for t in others)
-        if residual or name in STOPS:
+        if residual or (name in STOPS and mine[0].shape[-1] >= start.shape[-1]):
             return None
         follows |= {t.storage for t in call.outputs}
     return "loss" if len(calls) <= REACH else None

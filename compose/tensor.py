@@ -48,7 +48,8 @@ class _TensorParallel:
         self.again: set[int] = set()  # gathered in backward
         self.inputs: dict[int, list[int]] = {}  # activation -> weights that multiply it
         self.pending: dict[int, int] = {}  # activation -> column products whose gradient is due
-        self.heads: set[int] = set()
+        attention = [c for c in capture.calls if c.op.startswith("itercast.sdpa")]
+        self.heads = {t.shape[1] for c in attention for t in c.tensors()}
         self.events: dict[str, int] = {}  # what torch's DTensor does in Python
         self.fresh = fresh_storages(capture)
         self.tokens = capture.tokens or capture.samples
@@ -228,7 +229,6 @@ class _TensorParallel:
 
     def _check_heads(self, tensors: Sequence[TensorSpec]) -> None:
         for t in tensors:
-            self.heads.add(t.shape[1])
             if t.storage in self.parts and t.shape[1] % self.tp:
                 text = f"tp={self.tp} does not divide {t.shape[1]} heads"
                 raise ValueError(f"plan {str(self.plan)!r}: {text}")

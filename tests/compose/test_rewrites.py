@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 from compose.context import context_parallel
 from compose.experts import expert_parallel
@@ -14,7 +17,7 @@ from compose.plan import ParallelPlan
 from compose.rewrite import COLLECTIVE
 from compose.tensor import tensor_parallel
 from compose.work import side_by_side_us
-from itercast.api import capture_case
+from itercast.api import capture, capture_case
 from microbench.cases.registry import case
 from microbench.opcall import StepCapture
 from microbench.ops import find_family
@@ -45,6 +48,36 @@ def test_pairs_of_products_are_found_by_following_data(gpt: StepCapture) -> None
     rows = {n.split(".", 2)[2] for n, role in found.items() if role == "row"}
     assert columns == {"attention.q.weight", "attention.kv.weight", "mlp.up.weight"}
     assert rows == {"attention.out.weight", "mlp.down.weight"}
+
+
+class NormedHeads(nn.Module):
+    """Attention that norms the queries and keys of each head, as Qwen 3 does, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"q": (64, 64), "k": (64, 64), "v": (64, 64), "o": (64, 64)}
+        sizes |= {"up": (64, 96), "down": (96, 64)}
+        self.layers = nn.ModuleDict({n: nn.Linear(*s, bias=False) for n, s in sizes.items()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (self.layers[n](x).view(2, 8, 4, 16) for n in "qkv")
+        q, k = (t * t.square().mean(-1, keepdim=True).rsqrt() for t in (q, k))
+        heads = (t.transpose(1, 2) for t in (q, k, v))
+        x = x + self.layers["o"](F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        x = x * x.square().mean(-1, keepdim=True).rsqrt()
+        return x + self.layers["down"](self.layers["up"](x).relu())
+
+
+def test_a_norm_of_each_head_does_not_part_a_pair() -> None:
+    """It stays on its rank; a norm of the whole width does part what is before and after it."""
+    step = capture(lambda: (NormedHeads(), torch.randn(2, 8, 64), lambda y: y.square().mean()))
+    names = {p.storage: p.name.split(".")[1] for p in step.parameters}
+    found = {names[s]: role for s, role in roles(step).items()}
+    assert found == {**dict.fromkeys([*"qkv", "up"], "column"), "o": "row", "down": "row"}
+    made = tensor_parallel(step, ParallelPlan(tp=2))
+    shapes = {c.args[0].shape for c in made.calls if c.op == "itercast.sdpa"}
+    assert shapes == {(2, 2, 8, 16)}
+    assert product_flops(made) == product_flops(step) / 2
 
 
 def test_tensor_parallel_halves_products_and_adds_four_all_reduces_a_block(
@@ -112,8 +145,8 @@ def test_ring_attention_does_half_of_each_foreign_block() -> None:
     whole = capture_case(case("gpt-s"), batch=1, seq=64)
     share = context_parallel(capture_case(case("gpt-s"), batch=1, seq=16), ParallelPlan(cp=4))
     scores = []
-    for capture in (whole, share):
-        calls = [c for c in capture.calls if c.op == "itercast.sdpa"]
+    for made in (whole, share):
+        calls = [c for c in made.calls if c.op == "itercast.sdpa"]
         scores.append(
             sum(
                 q.shape[2] * k.shape[2] / (2 if c.kwargs["is_causal"] else 1)
