@@ -1,4 +1,4 @@
-"""Linear layers in fp8, as Transformer Engine runs them: the rest of a step stays as it was."""
+"""Linear layers and experts in fp8, as Transformer Engine runs them: all else stays as it was."""
 
 from __future__ import annotations
 

@@ -30,12 +30,17 @@ def price_file(
 ) -> None:
     """Write the rows of ``path`` with predicted_us, its quantiles and in_envelope to ``out``.
 
-    GPUs that the bundle does not know are those of ``gpus``, else of the hardware files.
+    GPUs that the bundle does not know are those of ``gpus``, else of the hardware files; ValueError
+    names one that nobody knows.
     """
     rows = read_file(path)
     rows = rows.drop(columns=COLUMNS, errors="ignore").reset_index(drop=True)
-    strange = {str(name) for name in rows["gpu"].unique()} - {*bundle.gpus, "cpu"}
-    gpus = {**{name: load_gpu(name) for name in strange & {*gpu_names()}}, **(gpus or {})}
+    files, own = {*gpu_names()} - {"cpu"}, {**bundle.gpus, **(gpus or {})}
+    strange = {str(name) for name in rows["gpu"].unique()} - own.keys()
+    if unknown := sorted(strange - files):
+        known = sorted(files | own.keys())
+        raise ValueError(f"rows {str(path)!r}: unknown gpu {unknown[0]!r}; known: {known}")
+    gpus = {**{name: load_gpu(name) for name in strange}, **(gpus or {})}
     parts = [bundle.price(str(n), part, gpus) for n, part in rows.groupby("family", sort=False)]
     priced = pd.concat(parts).sort_index() if parts else pd.DataFrame(columns=COLUMNS)
     write_atomic(out, rows.join(priced).to_parquet(None, index=False))

@@ -63,6 +63,9 @@ def build(p: Gemm, device: str) -> Workload:
     """Operands of random numbers, transposed views where the layout says so."""
     import torch  # lazy: formulas must import where torch is absent
 
+    if p.op == "grouped_mm":
+        return _grouped(p, device)
+
     def operand(rows: int, cols: int, transposed: bool) -> Any:
         shape = (p.batch, cols, rows) if transposed else (p.batch, rows, cols)
         tensor = repeated(torch.randn, shape, device).to(torch_dtype(p.dtype))
@@ -71,8 +74,6 @@ def build(p: Gemm, device: str) -> Workload:
     a = operand(p.m, p.k, p.layout[0] == "t")
     b = operand(p.k, p.n, p.layout[1] == "t")
     bias = torch.randn(p.n, device=device).to(torch_dtype(p.dtype))
-    if p.op == "grouped_mm":
-        return _grouped(p, device)
     if p.op == "bmm":
         return Workload(run=lambda: torch.bmm(a, b), through_aten=False)
     a, b = a[0], b[0]
@@ -98,10 +99,10 @@ def _grouped(p: Gemm, device: str) -> Workload:
     ends = torch.arange(1, p.batch + 1, dtype=torch.int32, device=device) * tokens
     if p.layout == "tn":
         a, b = operand(p.batch * tokens, p.m).t(), operand(p.batch * tokens, p.n)
+    elif p.layout == "nt":
+        a, b = operand(p.batch * tokens, p.k), operand(p.batch, p.n, p.k).transpose(1, 2)
     else:
         a, b = operand(p.batch * tokens, p.k), operand(p.batch, p.k, p.n)
-    if p.layout == "nt":
-        b = operand(p.batch, p.n, p.k).transpose(1, 2)
     return Workload(run=lambda: torch._grouped_mm(a, b, ends), through_aten=False)
 
 

@@ -75,6 +75,10 @@ def test_a_rank_has_its_experts_and_as_many_tokens() -> None:
     assert len(share) == 2 * 2 * 3
 
 
+def test_products_of_experts_are_in_tf32_where_asked() -> None:
+    assert {c.args[0].dtype for c in step("tf32").calls if c.op == GROUPED} == {"tf32"}
+
+
 def test_all_tokens_are_sent_there_and_back_each_way() -> None:
     made = expert_parallel(step(), ParallelPlan(dp=2, ep=2))
     messages = [c for c in made.calls if c.op == COLLECTIVE]

@@ -52,6 +52,15 @@ def test_compiled_and_split_labels_are_not_chosen() -> None:
     assert model_lines()[0].choose(rows).tolist() == [True, False, False]
 
 
+def test_mixtures_of_experts_have_a_line_beside_dense_models() -> None:
+    """By the plan; rows of other tables are in neither."""
+    plans = ["dp=8,ep=8", "ep=8", "dp=8,tp=2,sp", "dp=8,ep=8"]
+    rows = pd.DataFrame({"source": ["megatron-bridge"] * 3 + ["timm"], "plan": plans})
+    dense, experts = (x for x in model_lines() if x.name.startswith("Megatron-Core"))
+    assert dense.choose(rows).tolist() == [False, False, True, False]
+    assert experts.choose(rows).tolist() == [True, True, False, False]
+
+
 def test_mixed_precision_is_what_a_row_states_but_under_fsdp() -> None:
     """Not stated is none; FSDP casts weights itself."""
     stated = [("", True), ("dp=8", True), ("dp=8,zero=3", True), ("", False), ("", None)]

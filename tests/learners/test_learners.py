@@ -108,8 +108,14 @@ def test_a_gpu_with_a_hardware_file_is_priced_unasked(bundle: Path, tmp_path: Pa
     expected = Bundle.load(bundle).price("gemm", rows, {"l4": load_gpu("l4")})
     assert found["predicted_us"].tolist() == expected["predicted_us"].tolist()
     rows.assign(gpu="h1000").to_parquet(tmp_path / "rows.parquet")
-    with pytest.raises(ValueError, match="unknown gpu 'h1000'"):
+    with pytest.raises(ValueError, match=r"unknown gpu 'h1000'; known: .*'l4'.*'toy'"):
         price_file(tmp_path / "rows.parquet", Bundle.load(bundle), tmp_path / "out.parquet")
+
+
+def test_text_where_a_number_belongs_is_one_line(bundle: Path) -> None:
+    rows = pd.DataFrame([asdict(gemm.Gemm(m=64, n=64, k=64))]).assign(gpu="toy", m="many")
+    with pytest.raises(ValueError, match="family gemm: column 'm': 'many' is no number"):
+        Bundle.load(bundle).price("gemm", rows)
 
 
 def test_what_does_not_fit_is_refused_in_one_line(bundle: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from microbench.capture import OpLog
+from microbench.gpu_space import grid
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
 from microbench.ops import attention, elementwise, families, gemm, norm, optimizer, reduction
@@ -77,6 +78,12 @@ def test_a_product_by_expert_is_built_as_it_is_captured(layout: str) -> None:
     assert gemm.from_grouped(call) == p
     assert call.outputs[0].shape == ((3, 8, 16) if layout == "tn" else (24, 16))
     assert gemm.flops(p) == 2 * 3 * 8 * 16 * 32
+
+
+def test_experts_of_a_gpu_s_sweep_have_aligned_rows() -> None:
+    found = [p for p in islice(grid("gemm", 0), 200) if p.op == "grouped_mm"]
+    assert found
+    assert all(n % 8 == 0 for p in found for n in (p.m, p.n, p.k))
 
 
 def test_gemm_reads_transposed_views() -> None:
