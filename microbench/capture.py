@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from microbench.capture_answers import is_sparse, without_sparse
 from microbench.capture_attention import eager_attention
 from microbench.capture_autocast import autocast_as_on_cuda
-from microbench.capture_habits import habits_of_real_tensors, transformers_runs_eagerly
+from microbench.capture_habits import habits_of_real_tensors, runs_as_written
 from microbench.capture_routing import Routing
 from microbench.capture_watch import (
     count_bookkeeping,
@@ -54,6 +55,8 @@ IN_PLACE = {
 }
 # Views whose schema does not say so: they only make tensors' heads.
 UNDECLARED_VIEWS = {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
+UNDECLARED_VIEWS |= {"aten::_indices", "aten::_values", "aten::_coalesced_"}
+UNDECLARED_VIEWS |= {"aten::_sparse_coo_tensor_with_dims_and_tensors"}
 UNDECLARED_VIEWS |= {"aten::transpose_", "aten::t_", "aten::squeeze_", "aten::unsqueeze_"}
 SILENT = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_local_scalar_dense"}
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
@@ -119,6 +122,8 @@ class OpLog(TorchDispatchMode):
         """Log one call."""
         self.names = TF32_DTYPES if self.tf32 and op in TF32_OPS else DTYPES
         outputs = output if isinstance(output, list | tuple) else (output,)
+        if any(map(is_sparse, (*args, *outputs))):
+            op, args, outputs = without_sparse(op, args, outputs)
         described = self.describe(tuple(args))
         if self.phase == "backward" and op in IN_PLACE and described[0].shape == output.shape:
             op, outputs = IN_PLACE[op], (args[0],)
@@ -245,7 +250,7 @@ def capture_step(
             stack.enter_context(habits_of_real_tensors())
         with default_dtype(storage_dtype(settings.stored)):
             model, inputs = build(), make_inputs()
-        stack.enter_context(transformers_runs_eagerly())
+        stack.enter_context(runs_as_written())
         mixed = partial(autocast_as_on_cuda, storage_dtype(settings.dtype))
         step = make_step(
             model,
@@ -266,15 +271,17 @@ def capture_step(
         except (DynamicOutputShapeException, DataDependentOutputException) as exc:
             raise ValueError(f"the step depends on data in {exc.func}: cannot capture it") from exc
     count_bookkeeping(log, settings, sum(p.requires_grad for p in model.parameters()))
+    log.names = DTYPES
+    specs = {name: log.describe(p) for name, p in model.named_parameters()}
     parameters = tuple(
         ParamSpec(
             name=name,
-            shape=tuple(p.shape),
-            dtype=DTYPES[p.dtype],
-            storage=log.storage(p),
+            shape=spec.shape,
+            dtype=spec.dtype,
+            storage=spec.storage,
             ready_after=ready.get(name, -1),
         )
-        for name, p in model.named_parameters()
+        for name, spec in specs.items()
     )
     return StepCapture(
         calls=mark_zeros(log.calls),

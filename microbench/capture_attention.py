@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -48,3 +50,30 @@ def attention_as(attn: str) -> Iterator[None]:
         yield
     finally:
         functional.scaled_dot_product_attention = whole
+
+
+@contextmanager
+def flex_as_sdpa() -> Iterator[None]:
+    """Inside, flex_attention is scaled_dot_product_attention, which a capture keeps whole.
+
+    Convention: a mask hides half, as a causal one does; what is done to scores costs nothing.
+    """
+    flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
+    if flex is None:
+        yield
+        return
+
+    def attention(q: Any, k: Any, v: Any, score: Any, mask: Any, scale: Any, *rest: Any) -> Any:
+        output = torch.nn.functional.scaled_dot_product_attention(
+            *(q, k, v),
+            is_causal=mask[-1] is not flex.noop_mask,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return output, q.new_empty(q.shape[:-1]), q.new_empty(q.shape[:-1])
+
+    changed: dict[str, Any] = {"flex_attention_hop": attention}
+    changed["_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"] = True
+    changed["_validate_device"] = lambda *tensors: None  # it has no backward on CPUs
+    with patch.multiple(flex, **changed):
+        yield

@@ -11,6 +11,8 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
+from microbench.capture_attention import flex_as_sdpa
+
 WARNS = "warn_if_padding_and_no_attention_mask"
 
 
@@ -61,7 +63,24 @@ def habits_of_real_tensors() -> Iterator[None]:
 
 
 @contextmanager
-def transformers_runs_eagerly() -> Iterator[None]:
+def runs_as_written() -> Iterator[None]:
+    """Inside, nothing is compiled, and flex_attention is one op."""
+    with _compiled_runs_eagerly(), _transformers_runs_eagerly(), flex_as_sdpa():
+        yield
+
+
+@contextmanager
+def _compiled_runs_eagerly() -> Iterator[None]:
+    """Inside, what torch.compile wrapped runs as it was written."""
+    if "torch._dynamo" not in sys.modules:  # nothing was wrapped; to import it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
+def _transformers_runs_eagerly() -> Iterator[None]:
     """Inside, transformers does not take a fake tensor as a sign that a graph is being compiled.
 
     It would build causal masks that eager steps leave to the attention kernel. Nor does it look for

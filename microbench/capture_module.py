@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -90,7 +91,15 @@ def capture_own(
         made["inputs"] = _named_inputs(made["own"], settings, batch, seq)
         return dict(made["inputs"])
 
-    step = capture_step(build, inputs, lambda output, _: _loss(output, made["own"].loss), settings)
+    def loss(output: Any, given: dict[str, Any]) -> Any:
+        return _loss(output, made["own"].loss)
+
+    try:
+        step = capture_step(build, inputs, loss, settings)
+    except ValueError:
+        raise
+    except Exception as exc:  # the module is the user's: anything may happen in it
+        raise ValueError(f"the model fails without data: {_in_short(exc)}") from exc
     first = next((t for t in tree_leaves(made["inputs"]) if isinstance(t, torch.Tensor)), None)
     shape = first.shape if first is not None else ()
     samples = batch or (shape[0] if shape else 1)
@@ -98,6 +107,16 @@ def capture_own(
     if first is not None and len(shape) > 1 and not first.is_floating_point():
         length = seq or first.numel() // max(1, shape[0])
     return replace(step, samples=samples, tokens=samples * length)
+
+
+def _in_short(exc: Exception) -> str:
+    """The error in one line, and where in the user's code it came from."""
+    frames = traceback.extract_tb(exc.__traceback__)
+    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    theirs = [f for f in frames if not f.filename.startswith(ours)]
+    where = f" ({Path(theirs[-1].filename).name}:{theirs[-1].lineno})" if theirs else ""
+    first = (str(exc).splitlines() or [""])[0]
+    return f"{type(exc).__name__}: {first}{where}"
 
 
 def _faked(own: OwnModel, dtype: torch.dtype | None) -> OwnModel:
@@ -108,13 +127,14 @@ def _faked(own: OwnModel, dtype: torch.dtype | None) -> OwnModel:
         ),
         own.inputs,
     )
-    return replace(own, module=without_data(own.module, dtype), inputs=inputs)
+    written = getattr(own.module, "_orig_mod", own.module)  # inside what torch.compile returns
+    return replace(own, module=without_data(written, dtype), inputs=inputs)
 
 
 def _named_inputs(
     own: OwnModel, settings: StepSettings, batch: int | None, seq: int | None
 ) -> dict[str, Any]:
-    """The inputs by the names of the module's forward."""
+    """The inputs by the names of the module's forward, or by number where it has none."""
     signature = inspect.signature(own.module.forward)
     if isinstance(own.inputs, Mapping):
         return dict(own.inputs)
@@ -132,7 +152,9 @@ def _named_inputs(
         raise ValueError(f"inputs of {type(own.module).__name__}: {exc}") from exc
     kinds = {signature.parameters[name].kind for name in bound.arguments}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
-        raise ValueError(f"{type(own.module).__name__}.forward{signature}: inputs need names")
+        forward = own.module.forward
+        own.module.forward = lambda **named: forward(*named.values())
+        return {f"input{i}": value for i, value in enumerate(values)}
     return dict(bound.arguments)
 
 

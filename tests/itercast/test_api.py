@@ -115,6 +115,57 @@ def test_what_cannot_be_captured_is_one_line(arguments: tuple[Any, ...], message
         capture(*arguments)
 
 
+def test_errors_in_a_module_are_one_line_that_says_where() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ x
+
+    with pytest.raises(ValueError, match=r"without data: RuntimeError: .* \(test_api\.py:\d+\)$"):
+        capture(Broken(), torch.randn(5, 8), optimizer="none")
+
+
+def test_inputs_without_names_are_passed_in_order() -> None:
+    class Difference(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 6)
+
+        def forward(self, *given: torch.Tensor) -> torch.Tensor:
+            return self.inner(given[0]) - given[1]
+
+    step = capture(Difference(), (torch.randn(5, 8), torch.randn(5, 6)), lambda y: y.sum())
+    assert products(step, "forward") == [(5, 6)]
+    assert step.samples == 5
+
+
+def test_compiled_modules_are_captured_as_written() -> None:
+    x = torch.randn(5, 8)
+    inside = nn.Sequential(torch.compile(nn.Linear(8, 6)), nn.ReLU(), nn.Linear(6, 3))
+    plain, compiled, partly = (
+        capture(m, x, lambda y: y.sum()) for m in (mlp(), torch.compile(mlp()), inside)
+    )
+    assert compiled == plain
+    assert [c.op for c in partly.calls] == [c.op for c in plain.calls]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_flex_attention_is_one_op_and_causal_where_it_has_a_mask(masked: bool) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    class Flex(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, "cpu")
+            how = {"block_mask": mask} if masked else {}
+            return flex_attention(x, x[:, :2], x[:, :2], enable_gqa=True, **how)
+
+    x = torch.randn(2, 4, 128, 16, requires_grad=True)
+    calls = capture(Flex(), x, lambda y: y.sum(), optimizer="none").calls
+    (forward, backward) = (c for c in calls if c.op.startswith("itercast.sdpa"))
+    assert (forward.phase, backward.phase) == ("forward", "backward")
+    assert forward.kwargs["is_causal"] is masked
+    assert [t.shape[1] for t in forward.args[:3]] == [4, 2, 2]
+
+
 def test_data_that_nothing_is_known_of_is_named() -> None:
     class Masked(nn.Module):
         def forward(self, x: Any) -> Any:

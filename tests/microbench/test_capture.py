@@ -26,6 +26,34 @@ class Block(nn.Module):
         return self.norm(x + y.transpose(1, 2).reshape(2, 8, 16))
 
 
+class Bags(nn.Module):
+    """Two tables, of which a step sends back only the rows it looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(50, 4, mode="sum", sparse=True)
+        self.words = nn.Embedding(30, 4, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bags(x) * self.words(x[:, 0].contiguous())
+
+
+class Spectrum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight)
+
+
+class Ctc(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        labels = torch.ones(2, 3, dtype=torch.long)
+        lengths = (torch.full((2,), n) for n in (6, 3))
+        return nn.functional.ctc_loss(x.log_softmax(-1), labels, *lengths, reduction="none")
+
+
 MODELS: dict[str, tuple[Any, Any]] = {
     "mlp": (
         lambda: nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4, 2)),
@@ -36,6 +64,9 @@ MODELS: dict[str, tuple[Any, Any]] = {
         lambda: torch.randn(2, 3, 8, 8),
     ),
     "attention": (Block, lambda: torch.randn(2, 8, 16)),
+    "bags": (Bags, lambda: torch.zeros(3, 2, dtype=torch.long)),
+    "spectrum": (Spectrum, lambda: torch.randn(3, 8)),
+    "ctc": (lambda: nn.Sequential(nn.Linear(8, 5), Ctc()), lambda: torch.randn(6, 2, 8)),
 }
 
 
@@ -69,7 +100,23 @@ def sequence(found: StepCapture) -> list[Any]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fake_capture_equals_a_real_run(name: str) -> None:
-    assert sequence(capture(name, fake=True)) == sequence(capture(name, fake=False))
+    optimizer = "sgd" if name == "bags" else "adamw"  # which takes no sparse gradients
+    steps = (capture(name, fake=fake, optimizer=optimizer) for fake in (True, False))
+    assert sequence(next(steps)) == sequence(next(steps))
+
+
+def test_sparse_gradients_touch_the_rows_looked_up() -> None:
+    calls = capture("bags", fake=True, optimizer="sgd").calls
+    added = [c for c in calls if c.op == "aten.index_add_.default" and c.phase == "optimizer"]
+    assert [c.args[0].shape for c in added] == [(50, 4), (30, 4)]
+    assert [c.args[3].shape for c in added] == [(6, 4), (3, 4)]  # 3 bags of 2, 3 words
+    (lookups,) = (c for c in calls if c.op == "aten.index_select.default")
+    assert lookups.outputs[0].shape == (6, 4)
+
+
+def test_complex_weights_are_pairs_of_real_numbers() -> None:
+    (weight,) = capture("spectrum", fake=True).parameters
+    assert (weight.shape, weight.dtype) == ((3, 5, 2), "fp32")
 
 
 def test_an_mlp_step_by_hand() -> None:
