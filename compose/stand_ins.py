@@ -11,6 +11,8 @@ product of gradient and output that torch makes beforehand. AIConfigurator measu
 with the cast of their first factor, which steps do once for several: such a product takes what it
 does beyond one of few columns, and the time to read that factor; experts' are one of all tokens.
 In bf16 and on GPUs from Hopper on experts' products are one kernel, elsewhere one after the other.
+An LSTM layer never seen is a product of all its inputs, one of the state at each step, and a pass
+over the gates at each; backward as many again, and products for the weights' gradients.
 Sources: cuDNN developer guide, "tensor core operations" and CUDNN_BATCHNORM_SPATIAL_PERSISTENT,
 which torch takes in NHWC; arXiv:1410.0759, section 3; torch 2.1, SoftMax.cu, layer_norm_kernel.cu
 and cudnn/BatchNorm.cpp; torch 2.11, cuda/GroupedBlas.cpp.
@@ -30,9 +32,11 @@ from microbench.ops.elementwise import Elementwise
 from microbench.ops.family import itemsize_bytes
 from microbench.ops.gemm import Gemm
 from microbench.ops.norm import Norm
+from microbench.ops.recurrent import GATES, Recurrent
 from microbench.ops.reduction import Reduction
 
 NEEDED = ("gemm", "elementwise")
+WRITTEN_OUT = ("recurrent",)  # families that need no model to be priced as other ops
 HALF = ("fp16", "bf16")
 TENSOR_CORES = (*HALF, "tf32")
 PASSES = {
@@ -60,7 +64,11 @@ def stand_ins(params: Any, models: Mapping[str, Any], channels_last: bool, gpu: 
     """Parts that stand in for an op; none where its family's model has seen such ops."""
     if isinstance(params, Gemm) and params.op == "grouped_mm":
         return list(_grouped(params, models, gpu))
-    if gpu.kind == "cpu" or not all(learned(models, name) for name in NEEDED):
+    if not all(learned(models, name) for name in NEEDED):
+        return []
+    if isinstance(params, Recurrent):
+        return [] if learned(models, "recurrent") else list(_recurrent(params))
+    if gpu.kind == "cpu":
         return []
     if isinstance(params, Conv):
         return list(_conv(params, models, channels_last))
@@ -117,6 +125,25 @@ def _without_cast(p: Gemm) -> Iterator[Part]:
         yield Part(family="gemm", params=p)
         yield Part(family="gemm", params=replace(p, n=NARROW), times=-1)
         yield copy(p.m * p.k)
+
+
+def _recurrent(p: Recurrent) -> Iterator[Part]:
+    cells, wide = p.steps * p.batch, GATES * p.hidden
+    gates = copy(2 * p.batch * wide * int(itemsize_bytes(p.dtype)))
+
+    def product(m: int, n: int, k: int, times: int = 1) -> Part:
+        params = Gemm(op="mm", m=m, n=n, k=k, layout="nt", dtype=p.dtype)
+        return Part(family="gemm", params=params, times=times)
+
+    yield replace(gates, times=p.steps)
+    if p.op == "lstm":
+        yield product(cells, wide, p.inputs)
+        yield product(p.batch, wide, p.hidden, p.steps)
+        return
+    yield product(cells, p.inputs, wide)
+    yield product(p.batch, p.hidden, wide, p.steps)
+    yield product(wide, p.inputs, cells)
+    yield product(wide, p.hidden, cells)
 
 
 def _conv(p: Conv, models: Mapping[str, Any], channels_last: bool) -> Iterator[Part]:

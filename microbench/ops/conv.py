@@ -1,4 +1,4 @@
-"""Convolution in one or two dimensions, plain or transposed, forward and backward."""
+"""Convolution in one to three dimensions, plain or transposed, forward and backward."""
 
 from __future__ import annotations
 
@@ -233,31 +233,37 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 def from_call(call: OpCall) -> Conv | None:
     """convolution(x, weight, bias, ...), convolution_backward(grad, x, weight, sizes, ..., mask).
 
-    None for 3-d calls and for strides or dilations that differ between the two sides.
+    A 3-d call is one on slices whose channels are those of all slices under the kernel. None for
+    strides or dilations that differ between the sides of an image.
     """
     backward = "backward" in call.op
     x, weight, bias, stride, padding, dilation, transposed, _, groups = (
         call.args[1:10] if backward else call.args[:9]
     )
     rank = len(x.shape) - 2
-    if rank not in (1, 2) or len(set(stride)) > 1 or len(set(dilation)) > 1:
+    stride, padding, dilation = (tuple(v) * (rank // len(v)) for v in (stride, padding, dilation))
+    if rank > 3 or len(set(stride[-2:])) > 1 or len(set(dilation[-2:])) > 1:
         return None
-    h, kernel_h = (1, 1) if rank == 1 else (x.shape[2], weight.shape[2])
-    padding = tuple(padding) * (rank if len(padding) == 1 else 1)
+    slices, spanned = 1, 1
+    if rank == 3:
+        spanned, reach = weight.shape[2], dilation[0] * (weight.shape[2] - 1) + 1
+        slices = (x.shape[2] + 2 * padding[0] - reach) // stride[0] + 1
+        slices = x.shape[2] if transposed else slices
+    h, kernel_h = (1, 1) if rank == 1 else (x.shape[-2], weight.shape[-2])
     mask = call.args[10] if backward else (True, True, True)
     return Conv(
         op="backward" if backward else "forward",
-        batch=x.shape[0],
-        in_channels=x.shape[1],
-        out_channels=_out_channels(weight, transposed, groups),
+        batch=x.shape[0] * slices,
+        in_channels=x.shape[1] * (1 if transposed else spanned),
+        out_channels=_out_channels(weight, transposed, groups) * (spanned if transposed else 1),
         h=h,
         w=x.shape[-1],
         kernel_h=kernel_h,
         kernel_w=weight.shape[-1],
-        stride=stride[0],
-        padding_h=padding[0] if rank == 2 else 0,
+        stride=stride[-1],
+        padding_h=0 if rank == 1 else padding[-2],
         padding_w=padding[-1],
-        dilation=dilation[0],
+        dilation=dilation[-1],
         groups=groups,
         bias=bool(mask[2]) if backward else bias is not None,
         transposed=transposed,

@@ -1,9 +1,9 @@
-"""Pooling and resampling of images, both directions."""
+"""Pooling and resampling of images, both directions; volumes count as images of all their rows."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ FORWARD = WINDOWED + ADAPTIVE + RESIZED
 OPS = FORWARD + tuple(f"{op}_backward" for op in FORWARD)
 INDEXED = ("max_pool2d_with_indices", "adaptive_max_pool2d")
 SAME_AS = {"_upsample_nearest_exact2d": "upsample_nearest2d"}
+IN_2D = {"upsample_trilinear3d": "upsample_bilinear2d"}
+IN_2D |= {o.replace("2d", "3d"): o for o in (*WINDOWED, *ADAPTIVE, "upsample_nearest2d")}
 MAX_ELEMENTS = 2**23
 
 
@@ -220,6 +222,29 @@ def from_call(call: OpCall) -> Pooling | None:
     )
 
 
+def from_volume(call: OpCall) -> Pooling | None:
+    """A 3-d call read as one on images of depth x h rows, in windows of as many."""
+    _, op, overload = call.op.split(".")
+    base = op.removesuffix("_backward")
+    flat = replace(
+        call,
+        op=f"aten.{IN_2D[base]}{op.removeprefix(base)}.{overload}",
+        args=tuple(map(_flat, call.args)),
+        outputs=tuple(map(_flat, call.outputs)),
+    )
+    return from_call(flat)
+
+
+def _flat(value: Any) -> Any:
+    """The last three of sizes, or of a tensor's axes, as two; one number counts for all three."""
+    if isinstance(value, TensorSpec):
+        return replace(value, shape=_flat(value.shape), stride=())
+    if not isinstance(value, tuple) or not value:
+        return value
+    *before, depth, h, w = value * 3 if len(value) == 1 else value
+    return (*before, depth * h, w)
+
+
 def _window(base: str, given: tuple[Any, ...]) -> dict[str, int] | None:
     """kernel, stride (the kernel where empty), padding[, dilation]; None where dilated."""
     found = [*given[:4], *[()] * (4 - len(given[:4]))]
@@ -245,5 +270,8 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
-    answers={f"aten.{n}{end}.default": from_call for n in NAMES for end in ("", "_backward")},
+    answers={
+        **{f"aten.{n}{end}.default": from_call for n in NAMES for end in ("", "_backward")},
+        **{f"aten.{n}{end}.default": from_volume for n in IN_2D for end in ("", "_backward")},
+    },
 )

@@ -21,6 +21,7 @@ from microbench.ops.conv import Conv
 from microbench.ops.elementwise import Elementwise
 from microbench.ops.gemm import Gemm
 from microbench.ops.norm import Norm
+from microbench.ops.recurrent import Recurrent
 from microbench.ops.reduction import Reduction
 
 GPU = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
@@ -165,6 +166,34 @@ def test_a_product_in_fp8_loses_the_cast_it_was_measured_with() -> None:
     assert (cast.params.n, cast.params.m, cast.params.k) == (32, 4096, 512)
     assert read == copy(4096 * 512)
     assert stand_ins(replace(product, n=64), MODELS, False, GPU) == []
+
+
+def test_an_lstm_layer_never_seen_is_products_one_step_after_the_other() -> None:
+    layer = Recurrent(op="lstm", steps=5, batch=3, inputs=6, hidden=8)
+    gates, inputs, state = stand_ins(layer, MODELS, False, GPU)
+    assert gates == replace(copy(2 * 3 * 32 * 4), times=5)
+    assert [(p.params.m, p.params.n, p.params.k, p.times) for p in (inputs, state)] == [
+        (15, 32, 6, 1),
+        (3, 32, 8, 5),
+    ]
+    _, *back = stand_ins(replace(layer, op="lstm_backward"), MODELS, False, GPU)
+    flops = sum(2 * p.params.m * p.params.n * p.params.k * p.times for p in back)
+    assert flops == 2 * sum(
+        2 * p.params.m * p.params.n * p.params.k * p.times for p in (inputs, state)
+    )
+    assert stand_ins(layer, {**MODELS, "recurrent": learned("lstm")}, False, GPU) == []
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_lstm_is_priced_with_and_without_a_model(known: bool) -> None:
+    class Pricer(Fixed):
+        models = {**MODELS, "recurrent": learned("lstm")} if known else MODELS
+
+    args = (tensor(0, shape=(5, 3, 6)), tensor(1, shape=(32, 6)))
+    op = priceable(call("mkldnn_rnn_layer.default", *args, out=2))
+    (found,) = PriceBook(Pricer(), GPU, 0).price([op])
+    assert found.family == ("recurrent" if known else "unmodelled")
+    assert found.duration_us == (10 if known else 10 * (5 + 1 + 5))
 
 
 def test_a_softmax_casts_its_own_input_and_gradient() -> None:

@@ -171,8 +171,6 @@ def test_one_dimensional_calls_are_rows_and_odd_ones_are_declined() -> None:
     assert (found.h, found.kernel_h, found.padding_h) == (1, 1, 0)
     assert (found.w, found.kernel_w, found.padding_w) == (100, 3, 1)
     assert conv.flops(found) == 2 * 2 * 16 * 50 * 8 * 3
-    args = (spec(1, 2, 4, 4, 4), spec(2, 2, 1, 1, 1), None, *[(1, 1, 1)] * 3, False, (0, 0, 0), 1)
-    assert conv.from_call(OpCall(op="aten.convolution.default", args=args)) is None
     args = (spec(1, 2, 4, 4), spec(2, 2, 1, 1), None, (1, 2), (0, 0), (1, 1), False, (0, 0), 1)
     assert conv.from_call(OpCall(op="aten.convolution.default", args=args)) is None
 

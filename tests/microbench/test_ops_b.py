@@ -67,6 +67,7 @@ def reachable(name: str) -> set[str]:
     if name == "pooling":
         end = "_upsample_nearest_exact2d"
         found = {op.replace(end, "upsample_nearest2d") for op in found}
+        found = {op.replace("3d", "2d").replace("trilinear", "bilinear") for op in found}
     if name == "index":
         found |= {"index_put_accumulate", "index_put_accumulate_"}
     if name == "optimizer":

@@ -1,0 +1,179 @@
+"""An LSTM layer in one direction over all steps of a sequence: one op, forward and backward.
+
+Recurrent networks of other kinds are written out step by step on a CPU, in ops of other families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall
+from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+
+GATES = 4  # input, forget, cell, output
+MODE = 2  # an LSTM's number among recurrent networks, in torch and cuDNN
+POINTWISE = 25  # operations per element of the state and step: gates, cell, output
+MAX_FLOPS = 2e9
+MAX_BYTES = 1e8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrent:
+    """``steps`` x ``batch`` vectors of ``inputs`` to as many of ``hidden``, or its backward.
+
+    The backward makes the gradients of the inputs, of both states, and of all weights.
+    """
+
+    op: str
+    steps: int
+    batch: int
+    inputs: int
+    hidden: int
+    dtype: str = "fp32"
+
+
+def _width(rng: np.random.Generator) -> int:
+    n = log_uniform(rng, 8, 1024)
+    return max(8, 8 * round(n / 8)) if rng.random() < 0.8 else n
+
+
+def sweep() -> Iterator[Recurrent]:
+    """Endless: widths of 8 to 1024, up to 256 steps and 128 sequences."""
+    rng = np.random.default_rng(17)
+    while True:
+        hidden = _width(rng)
+        p = Recurrent(
+            op=str(rng.choice(["lstm", "lstm_backward"])),
+            steps=log_uniform(rng, 1, 256),
+            batch=log_uniform(rng, 1, 128),
+            inputs=hidden if rng.random() < 0.4 else _width(rng),  # layers after the first
+            hidden=hidden,
+        )
+        if flops(p) <= MAX_FLOPS and bytes_moved(p) <= MAX_BYTES:
+            yield p
+
+
+def build(p: Recurrent, device: str) -> Workload:
+    """On a CPU oneDNN's layer, as torch calls it; on a GPU cuDNN's, through autograd backwards."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    def tensor(*shape: int) -> Any:
+        return (torch.randn(shape, device=device) * 0.1).to(torch_dtype(p.dtype))
+
+    x, h, c = (
+        tensor(p.steps, p.batch, p.inputs),
+        tensor(p.batch, p.hidden),
+        tensor(p.batch, p.hidden),
+    )
+    wide = GATES * p.hidden
+    weights = [tensor(wide, p.inputs), tensor(wide, p.hidden), tensor(wide), tensor(wide)]
+    grad = tensor(p.steps, p.batch, p.hidden)
+    run = _on_cpu if device == "cpu" else _on_cuda
+    return Workload(run=run(p, x, h, c, weights, grad), through_aten=device == "cpu")
+
+
+def _on_cpu(p: Recurrent, x: Any, h: Any, c: Any, w: list[Any], grad: Any) -> Callable[[], object]:
+    import torch  # lazy: formulas must import where torch is absent
+
+    aten = torch.ops.aten
+    how = (MODE, p.hidden, 1, True)
+
+    def forward() -> Any:
+        return aten.mkldnn_rnn_layer(x, *w, h, c, False, [], *how, False, False, True)
+
+    if p.op == "lstm":
+        return forward
+    y, last_h, last_c, workspace = forward()
+    states, grads = (h, c, y, last_h, last_c), (grad, None, None)
+    back = aten.mkldnn_rnn_layer_backward
+    return lambda: back(*(x, *w, *states, *grads, False, *how), True, False, [], False, workspace)
+
+
+def _on_cuda(p: Recurrent, x: Any, h: Any, c: Any, w: list[Any], grad: Any) -> Callable[[], object]:
+    import torch  # lazy: formulas must import where torch is absent
+
+    leaves = [x, *w]
+    for leaf in leaves:
+        leaf.requires_grad_(p.op != "lstm")
+
+    def forward() -> Any:
+        states = (h[None], c[None])
+        return torch.lstm(x, states, w, True, 1, 0.0, True, False, False)[0]
+
+    if p.op == "lstm":
+        return forward
+    y = forward()
+    return lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True)
+
+
+def _backward(p: Any) -> Any:
+    return np.where(np.equal(p.op, "lstm"), 0.0, 1.0)
+
+
+def flops(p: Any) -> Any:
+    """Products of inputs and state with the weights of four gates; twice that backward."""
+    cells = 1.0 * p.steps * p.batch
+    products = 2.0 * cells * GATES * p.hidden * (p.inputs + p.hidden)
+    return (1 + _backward(p)) * (products + POINTWISE * cells * p.hidden)
+
+
+def bytes_moved(p: Any) -> Any:
+    """Inputs, outputs, gates and weights once; backward these and their gradients."""
+    cells = 1.0 * p.steps * p.batch
+    values = cells * (p.inputs + (2 + GATES) * p.hidden)
+    weights = 1.0 * GATES * p.hidden * (p.inputs + p.hidden + 2)
+    return (1 + _backward(p)) * (values + weights) * itemsize_bytes(p.dtype)
+
+
+def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+    """Sizes; a step's work, which waits for the step before; how much of the cache weights fill."""
+    weights = 1.0 * GATES * p.hidden * p.hidden * itemsize_bytes(p.dtype)
+    return {
+        "op": p.op,
+        "dtype": p.dtype,
+        "log_steps": np.log2(p.steps),
+        "log_batch": np.log2(p.batch),
+        "log_inputs": np.log2(p.inputs),
+        "log_hidden": np.log2(p.hidden),
+        "log_step_flops": np.log2(flops(p) / p.steps),
+        "log_weights_per_cache": np.log2(weights / gpu.l2_bytes),
+        "hidden_mod_16": p.hidden % 16,
+        "inputs_mod_16": p.inputs % 16,
+        "batch_mod_16": p.batch % 16,
+    }
+
+
+def from_call(call: OpCall) -> Recurrent | None:
+    """mkldnn_rnn_layer(x, w, u, b, c, h, c, ...), and its backward, which begins alike."""
+    x, weight = call.args[0], call.args[1]
+    if min(x.shape) < 1:
+        return None
+    return Recurrent(
+        op="lstm_backward" if "backward" in call.op else "lstm",
+        steps=x.shape[0],
+        batch=x.shape[1],
+        inputs=x.shape[2],
+        hidden=weight.shape[0] // GATES,
+        dtype=x.dtype,
+    )
+
+
+FAMILY = Family(
+    name="recurrent",
+    params=Recurrent,
+    sweep=sweep,
+    build=build,
+    flops=flops,
+    bytes_moved=bytes_moved,
+    features=features,
+    answers={
+        "aten.mkldnn_rnn_layer.default": from_call,
+        "aten.mkldnn_rnn_layer_backward.default": from_call,
+    },
+    weight=0.5,
+)
