@@ -64,9 +64,14 @@ def habits_of_real_tensors() -> Iterator[None]:
 
 @contextmanager
 def runs_as_written() -> Iterator[None]:
-    """Inside, nothing is compiled, and flex_attention is one op."""
-    with _compiled_runs_eagerly(), _transformers_runs_eagerly(), flex_as_sdpa():
-        yield
+    """Inside, nothing is compiled, flex_attention is one op and encoder layers are many."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # inference of nn.TransformerEncoder
+    try:
+        with _compiled_runs_eagerly(), _transformers_runs_eagerly(), flex_as_sdpa():
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 @contextmanager

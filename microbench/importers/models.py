@@ -27,7 +27,9 @@ GPT3 = {
     "20": (44, 6144, 48, 24576, 50304),
     "175": (96, 12288, 96, 49152, 50304),
 }
-BERT = {"base": (12, 768, 12, 3072), "large": (24, 1024, 16, 4096)}  # arXiv:1810.04805
+BERT = {"base": (12, 768, 12, 3072), "large": (24, 1024, 16, 4096)}
+# Sources: arXiv:1810.04805; PyTorch/LanguageModeling/BERT, and lddl/dask/bert/binning.py in it, of
+# https://github.com/NVIDIA/DeepLearningExamples: pre-training packs batches by length.
 BERT_VOCABULARY = 30528  # 30522 padded to a multiple of 8
 STATED = ("layers", "d_model", "heads", "ffn")
 
@@ -59,12 +61,12 @@ def model_of(given: Mapping[str, str]) -> Model:
     if given.get("model_note", "").startswith("MPT") or name.startswith("GPT-2 124M"):
         return _gpt(given)
     if found := re.fullmatch(r"bert_(base|large)_squad", name):
-        return _bert(found[1], "BertForQuestionAnswering", given, "")
+        return _bert(found[1], given)
     if name == "BERT":
-        tuned = "fine" in given.get("section", "").lower()
-        head = "BertForQuestionAnswering" if tuned else "BertForPreTraining"
+        if "fine" not in given.get("section", "").lower():
+            raise ValueError("lengths vary: batches are binned by length, the longest is stated")
         doubt = "taken as BERT-large, the default of the recipe"
-        return _bert("large", head, given, doubt if tuned else f"{doubt}; LAMB taken as adamw")
+        return _bert("large", given, doubt)
     if name in ("resnet50", "resnet50v1.5"):
         sizes = {"depths": [3, 4, 6, 3], "hidden_sizes": [256, 512, 1024, 2048]}
         config = {"model_type": "resnet", "embedding_size": 64, "layer_type": "bottleneck"}
@@ -130,13 +132,13 @@ def _gpt(given: Mapping[str, str]) -> Model:
     return Model(hf_config=_text(config), doubt="qkv biases added" if untied else "")
 
 
-def _bert(size: str, head: str, given: Mapping[str, str], doubt: str) -> Model:
+def _bert(size: str, given: Mapping[str, str], doubt: str = "") -> Model:
     layers, width, heads, hidden = BERT[size]
     _stated(given, BERT[size])
     config = {
-        **{"architectures": [head], "model_type": "bert", "hidden_act": "gelu"},
+        **{"architectures": ["BertForQuestionAnswering"], "model_type": "bert"},
         **{"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": hidden},
-        **{"num_attention_heads": heads, "vocab_size": BERT_VOCABULARY},
+        **{"num_attention_heads": heads, "vocab_size": BERT_VOCABULARY, "hidden_act": "gelu"},
         "max_position_embeddings": max(512, _length(given)),
     }
     return Model(hf_config=_text(config), attn="eager", doubt=doubt)

@@ -128,7 +128,7 @@ def _audio(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def _small(rng: np.random.Generator) -> dict[str, Any]:
-    sides = _square(log_uniform(rng, 8, 36), int(rng.choice([3, 3, 5])), int(rng.integers(2)))
+    sides = _square(log_uniform(rng, 8, 128), int(rng.choice([3, 3, 5])), int(rng.integers(2)))
     into = int(rng.choice([1, 3, log_uniform(rng, 4, 64)]))
     return {**sides, "in_channels": into, "out_channels": log_uniform(rng, 4, 128), "bias": True}
 

@@ -31,8 +31,10 @@ OPS = INDEXED + JOIN + PART + SHUFFLE + ORDER + OTHER
 COMMON: tuple[str, ...] = (
     "cat",
     "index",
-    "index_put_accumulate",
+    "index_put_accumulate_",
+    "index_add_",
     "index_select",
+    "select_backward",
     "slice_backward",
     "gather",
 )

@@ -73,6 +73,7 @@ def build(p: Recurrent, device: str) -> Workload:
     wide = GATES * p.hidden
     weights = [tensor(wide, p.inputs), tensor(wide, p.hidden), tensor(wide), tensor(wide)]
     grad = tensor(p.steps, p.batch, p.hidden)
+    x.requires_grad_(p.op != "lstm" and device != "cpu")
     run = _on_cpu if device == "cpu" else _on_cuda
     return Workload(run=run(p, x, h, c, weights, grad), through_aten=device == "cpu")
 
@@ -97,17 +98,21 @@ def _on_cpu(p: Recurrent, x: Any, h: Any, c: Any, w: list[Any], grad: Any) -> Ca
 def _on_cuda(p: Recurrent, x: Any, h: Any, c: Any, w: list[Any], grad: Any) -> Callable[[], object]:
     import torch  # lazy: formulas must import where torch is absent
 
-    leaves = [x, *w]
-    for leaf in leaves:
-        leaf.requires_grad_(p.op != "lstm")
+    module = torch.nn.LSTM(p.inputs, p.hidden, device=x.device, dtype=x.dtype)
+    flat: list[torch.Tensor] = list(
+        module.parameters()
+    )  # in one piece of memory, as cuDNN wants them
+    for own, given in zip(flat, w, strict=True):
+        own.data.copy_(given)
+    states = (h[None], c[None])
 
     def forward() -> Any:
-        states = (h[None], c[None])
-        return torch.lstm(x, states, w, True, 1, 0.0, True, False, False)[0]
+        return torch.lstm(x, states, flat, True, 1, 0.0, True, False, False)[0]
 
     if p.op == "lstm":
-        return forward
+        return torch.no_grad()(forward)
     y = forward()
+    leaves = [x, *flat]
     return lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True)
 
 

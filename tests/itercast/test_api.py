@@ -148,6 +148,15 @@ def test_compiled_modules_are_captured_as_written() -> None:
     assert [c.op for c in partly.calls] == [c.op for c in plain.calls]
 
 
+def test_an_encoder_is_written_out_in_inference_as_in_training() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    encoder, x = nn.TransformerEncoder(layer, 2), torch.randn(2, 8, 16)
+    steps = [capture(encoder, x, lambda y: y.sum(), mode=m) for m in ("train", "infer")]
+    trained, inferred = (products(step, "forward") for step in steps)
+    assert trained == inferred and len(trained) == 2 * 4
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
 @pytest.mark.parametrize("masked", [True, False])
 def test_flex_attention_is_one_op_and_causal_where_it_has_a_mask(masked: bool) -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention

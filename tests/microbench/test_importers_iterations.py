@@ -109,6 +109,10 @@ def test_mixtures_of_experts_have_as_many_parameters_as_published(
         ({"n_gpus": "15", "pp": "2"}, "degrees of the plan do not fit the number of GPUs"),
         ({"pp": "4", "vp": "3", "grad_accum_steps": "2"}, "plan is ambiguous: interleaved stages"),
         ({"model": "SSD", "model_note": ""}, "no configuration known for the model named: 'SSD'"),
+        (
+            {"model": "BERT", "model_note": "", "section": "Pre-training"},
+            "lengths vary: batches are",
+        ),
         ({"heads": ""}, "model's heads is not stated"),
         ({"model_note": "LoRA: frozen"}, "only a part of the weights is trained (LoRA)"),
         ({"optimizer": "Muon"}, "optimizer not among ours: 'Muon'"),
@@ -178,6 +182,16 @@ def test_timm_states_its_conditions_in_the_file_name(tmp_path: Path) -> None:
     expected |= {"time_us": 57_000.0, "gpu": "rtx-3090", "dtype": "fp16", "amp": True}
     assert {name: row[name] for name in expected} == expected
     assert found.dropped == {"file of timm whose name states no layout, torch and known gpu": 1}
+
+
+def test_a_fine_tuned_bert_has_the_sizes_of_its_name() -> None:
+    sizes = {"layers": "24", "d_model": "1024", "heads": "16", "ffn": "4096"}
+    tuned = {"model": "BERT", "section": "Fine-tuning", "seq_len_tokens": "384"}
+    for row in (tuned, {"model": "bert_large_squad", "seq_len_tokens": "384"}):
+        found = model_of(row | sizes)
+        assert json.loads(found.hf_config)["num_hidden_layers"] == 24
+        assert found.attn == "eager"
+    assert model_of(tuned).doubt == "taken as BERT-large, the default of the recipe"
 
 
 def test_a_doubt_is_kept_with_its_row(tmp_path: Path) -> None:

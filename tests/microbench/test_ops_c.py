@@ -51,6 +51,7 @@ def test_both_ways_to_time_a_layer_compute_the_same(p: recurrent.Recurrent) -> N
     weights = [torch.randn(*s) for s in ((32, 6), (32, 8), (32,), (32,))]
     grad = torch.randn(5, 3, 8)
     on_cpu: Any = recurrent._on_cpu(p, x, h, c, weights, grad)()
+    x.requires_grad_()
     on_cuda: Any = recurrent._on_cuda(p, x, h, c, weights, grad)()
     if p.op == "lstm":
         torch.testing.assert_close(on_cpu[0], on_cuda)
