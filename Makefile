@@ -4,7 +4,7 @@ BUDGET ?= 5m
 OUT ?= datasets
 PYTHON ?= python3
 
-.PHONY: help setup demo collect campaign train evaluate bench-public bench-speed bench-scale active predict ui report test lint endurance clean
+.PHONY: help setup demo collect campaign train evaluate others bench-public bench-speed bench-scale active predict ui report test lint endurance clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -30,6 +30,10 @@ train: setup ## train one model per op family on datasets/
 
 evaluate: setup ## predicted against measured iterations
 	$(CLI) evaluate
+
+OTHERS = $(shell $(PY) -c "from microbench.cases.others import OTHERS as o; print(*(f'--case {c.name}' for c in o))")
+others: setup ## after a demo: ten kinds of models that it does not measure, forecast and measured on this CPU
+	$(CLI) evaluate $(OTHERS) --out reports/others
 
 bench-public: setup ## errors on other people's measurements beside baselines (PUBLIC=folder)
 	$(CLI) bench-public $(PUBLIC)

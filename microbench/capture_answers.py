@@ -46,6 +46,13 @@ def _clone(tensor: Any) -> Any:
     return _sparse(tensor._indices(), torch.empty_like(tensor._values()), tensor.shape)
 
 
+def _layer_norm_gradients(grad: Any, x: Any, *rest: Any) -> Any:
+    """In the order of memory of a plain tensor; torch says in that of the input."""
+    *_, weight, bias, wanted = rest
+    leaves = zip((x, weight, bias), wanted, strict=True)
+    return tuple(t.new_empty(t.shape) if want else None for t, want in leaves)
+
+
 def _sparse(indices: Any, values: Any, size: Any) -> Any:
     return torch.sparse_coo_tensor(indices, values, size, check_invariants=False)
 
@@ -56,6 +63,7 @@ ANSWERS: Mapping[str, Callable[..., Any]] = {
     "_ctc_loss_backward": lambda grad, log_probs, *rest: torch.empty_like(log_probs),
     "_embedding_bag_backward": _bag_gradient,
     "clone": _clone,
+    "native_layer_norm_backward": _layer_norm_gradients,
 }
 
 

@@ -105,11 +105,12 @@ def images(
     image: int,
     *,
     classes: int,
+    module: str = "vision",
     measured: bool = True,
     **sizes: Any,
 ) -> EvalCase:
     """A classifier of square pictures."""
-    build = builder("vision", model, classes=classes, **sizes)
+    build = builder(module, model, classes=classes, **sizes)
     return pictures(name, batch, image, (), classes, build=build, measured=measured)
 
 
@@ -119,6 +120,55 @@ def segmentation(
     """A classifier of every pixel of square pictures; only forecast on a CPU."""
     build = builder("unet", model, classes=classes, **sizes)
     return pictures(name, batch, image, (image, image), classes, build=build, measured=False)
+
+
+def signals(
+    name: str,
+    module: str,
+    model: str,
+    batch: int,
+    seq: int,
+    channels: int,
+    *,
+    classes: int,
+    measured: bool = False,
+    **sizes: Any,
+) -> EvalCase:
+    """A classifier of every frame of a signal of ``channels``."""
+
+    def inputs(batch: int, seq: int) -> dict[str, Any]:
+        import torch  # lazy, as above
+
+        labels = torch.randint(0, classes, (batch, seq))
+        return {"signal": torch.randn(batch, seq, channels), "labels": labels}
+
+    return EvalCase(
+        name=name,
+        build=builder(module, model, classes=classes, **sizes),
+        inputs=inputs,
+        loss=label_loss,
+        batch=batch,
+        seq=seq,
+        measured=measured,
+    )
+
+
+def denoiser(name: str, batch: int, image: int, **sizes: Any) -> EvalCase:
+    """The noise in square pictures; only measured where it is named."""
+
+    def inputs(batch: int, seq: int) -> dict[str, Any]:
+        import torch  # lazy, as above
+
+        pictures, noise = (torch.randn(batch, 3, image, image) for _ in range(2))
+        return {"images": pictures, "times": torch.rand(batch), "noise": noise}
+
+    def loss(found: Any, given: dict[str, Any]) -> Any:
+        import torch  # lazy, as above
+
+        return torch.nn.functional.mse_loss(found, given["noise"])
+
+    build = builder("denoiser", "Denoiser", **sizes)
+    return EvalCase(name=name, build=build, inputs=inputs, loss=loss, batch=batch, measured=False)
 
 
 def clicks(
@@ -163,7 +213,15 @@ def clicks(
 
 
 def graphs(
-    name: str, batch: int, *, nodes: int, degree: int, features: int, classes: int, **sizes: Any
+    name: str,
+    batch: int,
+    *,
+    nodes: int,
+    degree: int,
+    features: int,
+    classes: int,
+    measured: bool = True,
+    **sizes: Any,
 ) -> EvalCase:
     """A classifier of random graphs with ``degree`` edges into each of ``nodes`` nodes."""
 
@@ -188,4 +246,5 @@ def graphs(
         inputs=inputs,
         loss=label_loss,
         batch=batch,
+        measured=measured,
     )

@@ -47,7 +47,7 @@ class Conv:
 def sweep() -> Iterator[Conv]:
     """Endless: layers of ResNets, U-Nets, ViT patches, MobileNets, audio and small CNNs."""
     rng = np.random.default_rng(5)
-    kinds = (_resnet, _resnet, _unet, _patch, _depthwise, _audio, _small)
+    kinds = (_resnet, _resnet, _unet, _patch, _depthwise, _depthwise, _audio, _small)
     while True:
         layer = kinds[int(rng.integers(len(kinds)))](rng)
         backward = bool(rng.random() < 0.5)

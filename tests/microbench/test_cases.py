@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from microbench.capture import capture_step
+from microbench.cases.others import OTHERS
 from microbench.cases.registry import case, case_names
 from microbench.collect_iterations import collect_iterations, iteration_of
 from microbench.iterations import PHASES, Iteration, measure
@@ -53,9 +54,15 @@ def sequence(name: str, fake: bool) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", [*MEASURED, *(c.name for c in OTHERS if "lstm" not in c.name)])
 def test_a_measured_case_runs_and_its_capture_equals_its_run(name: str) -> None:
     assert sequence(name, fake=True) == sequence(name, fake=False)
+
+
+def test_an_lstm_is_captured_as_it_runs_but_for_a_workspace() -> None:
+    fake, real = ([c[:2] for c in sequence("lstm-s", fake=f)] for f in (True, False))
+    assert fake == real
+    assert [op for op, _ in fake].count("aten.mkldnn_rnn_layer.default") == 2
 
 
 @pytest.mark.parametrize("kind", ["vit", "resnet", "gru", "dlrm", "moe", "gnn"])
