@@ -70,18 +70,20 @@ def named(results: Sequence[CaseResult]) -> list[tuple[CaseResult, tuple[float, 
 
 def breakdown(results: Sequence[CaseResult]) -> Any:
     """Where the predicted time goes, as shares of the measured time."""
-    from matplotlib.figure import Figure  # lazy, as above
+    from matplotlib import colormaps  # lazy, as above
+    from matplotlib.figure import Figure
 
     names = [lines(r, 40) for r in results]
     rows = len(results) + sum("\n" in name for name in names) / 2
     figure = Figure(figsize=(7.2, 0.34 * rows + 1.4), layout="constrained")
     axes = figure.subplots()
     families = sorted({f for r in results for f in r.by_family_us})
+    shades: Any = colormaps["tab20"]  # ten dark ones, each beside a light one
     left = [0.0] * len(results)
     places = range(len(results))
     for i, family in enumerate(families):
         shares = [100 * r.by_family_us.get(family, 0.0) / r.measured_us for r in results]
-        axes.barh(places, shares, left=left, label=family, color=f"C{i}")
+        axes.barh(places, shares, left=left, label=family, color=shades(2 * (i % 10) + i // 10))
         left = [a + b for a, b in zip(left, shares, strict=True)]
     axes.axvline(100, color="black", linewidth=1)
     axes.set_yticks(places, names, fontsize=8)

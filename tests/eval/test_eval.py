@@ -70,6 +70,11 @@ def test_a_long_plan_takes_two_lines_of_a_plot() -> None:
     assert sorted(bar.get_y() for bar in axes.patches) == [-0.4, 0.6]
 
 
+def test_every_family_has_a_colour_of_its_own() -> None:
+    many = replace(RESULTS[0], by_family_us={f"family {i}": 1.0 for i in range(20)})
+    assert len({bar.get_facecolor() for bar in breakdown([many]).axes[0].patches}) == 20
+
+
 def test_summary_by_hand() -> None:
     found = summary(RESULTS)  # errors +10, -10, -20 %
     assert found["mape_pct"] == pytest.approx(40 / 3)
