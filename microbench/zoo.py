@@ -81,9 +81,22 @@ def resnet(rng: np.random.Generator, largest: int) -> Draw:
     return from_case(images("zoo", "ResNet", batch, image, classes=100, **sizes))
 
 
+def convnet(rng: np.random.Generator, largest: int) -> Draw:
+    """Depthwise or dense convolutions: two stages as of EfficientNet, ConvNeXt or DenseNet."""
+    name = str(rng.choice(["EfficientNet", "ConvNext", "DenseNet"]))
+    width = 8 * log_uniform(rng, 2, min(largest // 32, 48))
+    sizes: dict[str, Any] = {"widths": (width, 2 * width, 3 * width), "depth": 1}
+    if name == "DenseNet":
+        sizes = {"width": width, "growth": 8 * int(rng.integers(1, 5)), "depth": 3}
+    batch = log_uniform(rng, 2, largest // 32)
+    image = 32 * log_uniform(rng, 1, 4 if largest < 2048 else 8)
+    return from_case(images("zoo", name, batch, image, classes=100, module="convnets", **sizes))
+
+
 def recurrent(rng: np.random.Generator, largest: int) -> Draw:
-    """A gated recurrent network of one or two layers."""
-    sizes = {"width": 8 * log_uniform(rng, 4, largest // 8), "layers": int(rng.integers(1, 3))}
+    """Gated recurrent units, or LSTMs, of one or two layers."""
+    sizes: dict[str, Any] = {"width": 8 * log_uniform(rng, 4, largest // 8)}
+    sizes |= {"layers": int(rng.integers(1, 3)), "kind": str(rng.choice(["gru", "lstm"]))}
     batch, seq = log_uniform(rng, 4, 64), log_uniform(rng, 8, 40)
     vocab = log_uniform(rng, 256, 8 * largest)
     more: dict[str, Any] = {"vocab": vocab, "module": "recurrent", **sizes}
@@ -108,7 +121,7 @@ def recommender(rng: np.random.Generator, largest: int) -> Draw:
 
 
 def graph(rng: np.random.Generator, largest: int) -> Draw:
-    """Two layers of messages along random edges."""
+    """Two layers of messages along random edges, by attention or not."""
     case = graphs(
         "zoo",
         log_uniform(rng, 4, largest // 16),
@@ -118,6 +131,7 @@ def graph(rng: np.random.Generator, largest: int) -> Draw:
         width=8 * log_uniform(rng, 4, largest // 16),
         layers=2,
         classes=log_uniform(rng, 5, 50),
+        attention=bool(rng.random() < 0.4),
     )
     return from_case(case)
 
@@ -127,6 +141,7 @@ KINDS: tuple[Callable[[np.random.Generator, int], Draw], ...] = (
     perceptron,
     vit,
     resnet,
+    convnet,
     transformer,
     recurrent,
     recommender,
