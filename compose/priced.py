@@ -11,7 +11,7 @@ import pandas as pd
 
 from compose.attention_kernels import SLOWDOWN
 from compose.memo import remembered
-from compose.stand_ins import WRITTEN_OUT, Part, copy, learned, stand_ins
+from compose.stand_ins import Part, copy, learned, stand_ins
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
 from microbench.ops import find_family
@@ -146,11 +146,10 @@ class PriceBook:
     def _parts(self, w: Priceable) -> list[Part]:
         """What is priced for an op: itself, what stands in for it, or nothing."""
         models, on_gpu = self.pricer.models, self.gpu.kind != "cpu"
-        name = "" if w.family is None else w.family.name
-        if name in models or name in WRITTEN_OUT:
-            found = stand_ins(w.params, models, w.channels_last, self.gpu)
-            if found or name in models:
-                return found or [Part(family=name, params=w.params)]
+        if found := stand_ins(w.params, models, w.channels_last, self.gpu):
+            return found
+        if w.family is not None and w.family.name in models:
+            return [Part(family=w.family.name, params=w.params)]
         return [copy(w.bytes_moved)] if on_gpu and learned(models, "elementwise") else []
 
     def _flops(self, family: Family, params: Any) -> float:

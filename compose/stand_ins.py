@@ -36,7 +36,6 @@ from microbench.ops.recurrent import GATES, Recurrent
 from microbench.ops.reduction import Reduction
 
 NEEDED = ("gemm", "elementwise")
-WRITTEN_OUT = ("recurrent",)  # families that need no model to be priced as other ops
 HALF = ("fp16", "bf16")
 TENSOR_CORES = (*HALF, "tf32")
 PASSES = {
@@ -98,13 +97,15 @@ def learned(models: Mapping[str, Any], family: str) -> bool:
 
 
 def _seen(models: Mapping[str, Any], family: str, *words: str) -> bool:
-    """Whether the model has seen all these words: names of ops, dtypes."""
+    """Whether there is a model that has seen all these words: names of ops, dtypes."""
+    if not learned(models, family):
+        return False
     vocabulary = models[family].encoder.vocabulary
     return {w for seen in vocabulary.values() for w in seen}.issuperset(words)
 
 
 def _softmax_backward(p: Reduction, models: Mapping[str, Any]) -> Iterator[Part]:
-    if _seen(models, "reduction", p.op):
+    if _seen(models, "reduction", p.op) or not learned(models, "reduction"):
         return
     numel = p.outer * p.size * p.inner
     product = Elementwise(op="mul", numel=numel, inner=numel, tensors=2, dtype=p.dtype)
@@ -147,7 +148,8 @@ def _recurrent(p: Recurrent) -> Iterator[Part]:
 
 
 def _conv(p: Conv, models: Mapping[str, Any], channels_last: bool) -> Iterator[Part]:
-    grouped = p.groups > 1 and models["conv"].envelope["log_groups"][1] == 0  # none was seen
+    seen = learned(models, "conv") and models["conv"].envelope["log_groups"][1] > 0
+    grouped = p.groups > 1 and not seen
     if _seen(models, "conv", p.op, p.dtype) and not grouped:
         return
     back = p.op == "backward"

@@ -1,4 +1,4 @@
-"""Shapes that torch cannot tell without data, or tells wrongly, in a capture."""
+"""What torch tells wrongly or not at all without data: shapes, strides, sparse gradients."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def _ctc_loss(log_probs: Any, labels: Any, *rest: Any) -> Any:
     return log_probs.new_empty((batch,)), alphas
 
 
-def _bag_gradient(grad: Any, index: Any, offsets: Any, bag_of: Any, *rest: Any) -> Any:
+def _bag_gradient(grad: Any, index: Any, *facts: Any) -> Any:
     """Of a sparse table: a row of the bag's gradient for each lookup; torch says there is none."""
-    rows, sparse = rest[2], rest[5]
+    _offsets, _bag_of, _sizes, _largest, rows, _by_frequency, _mode, sparse, *_ = facts
     if not sparse:
         return None
     values = grad.new_empty((index.numel(), grad.shape[-1]))

@@ -1,4 +1,4 @@
-"""Attention written out, as models without fused kernels do."""
+"""Attention in another form than a model calls it: written out, or FlexAttention as one op."""
 
 from __future__ import annotations
 

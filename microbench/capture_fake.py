@@ -20,7 +20,7 @@ def without_data(module: Any, dtype: torch.dtype | None = None) -> Any:
         if not isinstance(tensor, FakeTensor):
             memo[id(tensor)] = fake(tensor, dtype)
     if not memo:
-        return module
+        return copy.copy(module)
     with _disable_current_modes():
         try:
             return copy.deepcopy(module, memo)

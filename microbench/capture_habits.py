@@ -1,4 +1,4 @@
-"""Python habits in which fake tensors differ from real ones: module conversion and formatting."""
+"""Habits in which fake tensors differ from real ones, and what must run as it was written."""
 
 from __future__ import annotations
 

@@ -131,10 +131,9 @@ def signals(
     channels: int,
     *,
     classes: int,
-    measured: bool = False,
     **sizes: Any,
 ) -> EvalCase:
-    """A classifier of every frame of a signal of ``channels``."""
+    """A classifier of every frame of a signal of ``channels``; only measured where it is named."""
 
     def inputs(batch: int, seq: int) -> dict[str, Any]:
         import torch  # lazy, as above
@@ -149,7 +148,7 @@ def signals(
         loss=label_loss,
         batch=batch,
         seq=seq,
-        measured=measured,
+        measured=False,
     )
 
 

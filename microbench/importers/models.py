@@ -63,8 +63,11 @@ def model_of(given: Mapping[str, str]) -> Model:
     if found := re.fullmatch(r"bert_(base|large)_squad", name):
         return _bert(found[1], given)
     if name == "BERT":
-        if "fine" not in given.get("section", "").lower():
+        section = given.get("section", "").lower()
+        if "pre-training" in section:
             raise ValueError("lengths vary: batches are binned by length, the longest is stated")
+        if "fine" not in section:
+            raise ValueError("model's task is not stated: pre-training or fine-tuning")
         doubt = "taken as BERT-large, the default of the recipe"
         return _bert("large", given, doubt)
     if name in ("resnet50", "resnet50v1.5"):

@@ -138,6 +138,17 @@ def test_inputs_without_names_are_passed_in_order() -> None:
     assert step.samples == 5
 
 
+def test_a_module_without_parameters_is_left_as_it_was() -> None:
+    class Product(nn.Module):
+        def forward(self, *given: torch.Tensor) -> torch.Tensor:
+            return given[0] * given[1]
+
+    module, x = Product(), torch.ones(3, requires_grad=True)
+    capture(module, (x, x), lambda y: y.sum(), optimizer="none")
+    assert "forward" not in vars(module)
+    assert module(x, x).tolist() == [1, 1, 1]
+
+
 def test_compiled_modules_are_captured_as_written() -> None:
     x = torch.randn(5, 8)
     inside = nn.Sequential(torch.compile(nn.Linear(8, 6)), nn.ReLU(), nn.Linear(6, 3))

@@ -113,6 +113,7 @@ def test_mixtures_of_experts_have_as_many_parameters_as_published(
             {"model": "BERT", "model_note": "", "section": "Pre-training"},
             "lengths vary: batches are",
         ),
+        ({"model": "BERT", "model_note": ""}, "model's task is not stated"),
         ({"heads": ""}, "model's heads is not stated"),
         ({"model_note": "LoRA: frozen"}, "only a part of the weights is trained (LoRA)"),
         ({"optimizer": "Muon"}, "optimizer not among ours: 'Muon'"),
