@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,15 +58,9 @@ def sweep() -> Iterator[Conv]:
             need_input_grad=not (first and backward),
             **layer,
         )
-        while p.batch > 1 and not _quick(p):  # to redraw would leave kinds of slow layers out
-            p = replace(p, batch=p.batch // 2)
-        if min(out_sizes(p)) >= 1 and _quick(p):
+        limit = MAX_FLOPS if p.groups == 1 else MAX_GROUPED_FLOPS
+        if min(out_sizes(p)) >= 1 and flops(p) <= limit and bytes_moved(p) <= MAX_BYTES:
             yield p
-
-
-def _quick(p: Conv) -> bool:
-    limit = MAX_FLOPS if p.groups == 1 else MAX_GROUPED_FLOPS
-    return bool(flops(p) <= limit and bytes_moved(p) <= MAX_BYTES)
 
 
 def _channels(rng: np.random.Generator, low: int, high: int) -> int:

@@ -1,8 +1,10 @@
-"""Recurrent layers, and volumes read as images: counts by hand, calls as captured."""
+"""Recurrent layers, volumes read as images: counts by hand, calls; how often sweeps draw what."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from torch import nn
 
 from microbench.capture import OpLog
-from microbench.ops import conv, find_family, pooling, recurrent
+from microbench.ops import conv, families, find_family, host, pooling, recurrent
 
 LAYER = recurrent.Recurrent(op="lstm", steps=5, batch=3, inputs=6, hidden=8)
 BACK = recurrent.Recurrent(op="lstm_backward", steps=5, batch=3, inputs=6, hidden=8)
@@ -95,3 +97,22 @@ def test_pools_of_volumes_are_pools_of_all_their_rows(
     assert pooling.flops(forward) == 3 * outputs * taps
     assert forward.h * forward.w == 4 * 8 * 8
     assert back.out_h * back.out_w == outputs
+
+
+def test_a_host_is_timed_three_times_before_wrappers() -> None:
+    ops = [p.op for p in host.sweep()]
+    first = next(i for i, op in enumerate(ops) if op in (*host.WRAPPERS, *host.SHARDED))
+    assert all(ops[:first].count(event) == 4 for event in host.EVENTS)  # the fourth round's own
+    assert all(ops.count(op) == 8 for op in (*host.EVENTS, *host.WRAPPERS))
+
+
+@pytest.mark.parametrize(
+    ("name", "op", "others"),
+    [
+        ("random", "bernoulli_", ("normal_", "native_dropout", "randperm")),
+        ("index", "index_put_accumulate_", ("index_put_accumulate", "index_put_", "flip")),
+    ],
+)
+def test_what_steps_run_is_drawn_more_often(name: str, op: str, others: tuple[str, ...]) -> None:
+    drawn = Counter(p.op for p in islice(families()[name].sweep(), 1000))
+    assert all(drawn[op] > 1.5 * drawn[other] for other in others)

@@ -7,8 +7,13 @@ from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+from torch import nn
+
+from microbench.cases.convnets import DenseBlock, NextBlock
+from microbench.cases.graph import GraphAttention
 from microbench.ops.elementwise import Elementwise
-from microbench.zoo import by_turns, mixed
+from microbench.zoo import KINDS, LARGEST, by_turns, mixed
 
 
 def points(op: str, count: int) -> list[Elementwise]:
@@ -27,3 +32,11 @@ def test_two_captured_points_then_one_swept(tmp_path: Path) -> None:
     captured.write_text(json.dumps({"elementwise": [asdict(p) for p in points("add", 5)]}))
     found = list(islice(mixed(captured, "elementwise", iter(points("mul", 3)), 0), 8))
     assert [p.op for p in found] == ["add", "add", "mul", "add", "add", "mul", "add", "mul"]
+
+
+def test_models_of_the_zoo_have_depthwise_convolutions_lstms_and_graph_attention() -> None:
+    rng = np.random.default_rng(0)
+    drawn = [kind(rng, LARGEST["cpu"]).build() for kind in KINDS for _ in range(8)]
+    layers = [layer for model in drawn for layer in model.modules()]
+    assert any(isinstance(m, nn.Conv2d) and m.groups == m.in_channels > 1 for m in layers)
+    assert {nn.LSTM, nn.GRU, GraphAttention, DenseBlock, NextBlock} <= {type(m) for m in layers}
