@@ -78,6 +78,7 @@ def _captured(
     chosen: EvalCase, settings: StepSettings, batch: int, seq: int, shallow: bool
 ) -> StepCapture:
     from microbench.capture import capture_step
+    from microbench.capture_module import in_short, said_here
     from microbench.shallow import build_short
 
     repeats: dict[str, int] = {}
@@ -98,10 +99,14 @@ def _captured(
             samples=batch,
             tokens=batch * seq,
         )
-    except IndexError:  # a model that counts its layers cannot be cut short
-        if not shallow:
+    except Exception as exc:
+        if said_here(exc):
             raise
-        return _captured(chosen, settings, batch, seq, shallow=False)
+        if shallow:  # a model that counts its layers, or names them, cannot be cut short
+            return _captured(chosen, settings, batch, seq, shallow=False)
+        if not chosen.digest:
+            raise  # a case of our own
+        raise ValueError(f"{chosen.name} fails without data: {in_short(exc)}") from exc
     return replace(captured, repeats=repeats)
 
 

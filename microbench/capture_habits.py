@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -88,12 +89,13 @@ def _compiled_runs_eagerly() -> Iterator[None]:
 def _transformers_runs_eagerly() -> Iterator[None]:
     """Inside, transformers does not take a fake tensor as a sign that a graph is being compiled.
 
-    It would build causal masks that eager steps leave to the attention kernel. Nor does it look for
-    padding among the tokens, to warn of it.
+    It would build causal masks that eager steps leave to the attention kernel. Nor does it look
+    among the tokens for padding, to warn of it, or for the places of pictures, to count them.
     """
     module: Any = sys.modules.get("transformers.utils.import_utils")
     models: Any = sys.modules.get("transformers.modeling_utils")
     with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, TRANSFORMERS_DISABLE_TORCH_CHECK="1"))
         if hasattr(module, "is_fake_tensor"):
             stack.enter_context(patch.object(module, "is_fake_tensor", lambda value: False))
         if hasattr(models, "PreTrainedModel"):

@@ -15,11 +15,13 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from microbench.capture import capture_step
 from microbench.capture_fake import fake, without_data
-from microbench.cases.huggingface import make_inputs
+from microbench.capture_routing import worth_following
+from microbench.cases.hf_inputs import make_inputs
 from microbench.opcall import StepCapture
 from microbench.step import StepSettings
 
@@ -100,10 +102,10 @@ def capture_own(
     try:
         with patch.object(torch_says, "disabled", True):
             step = capture_step(build, inputs, loss, settings)
-    except ValueError:
-        raise
     except Exception as exc:  # the module is the user's: anything may happen in it
-        raise ValueError(f"the model fails without data: {_in_short(exc)}") from exc
+        if said_here(exc):
+            raise
+        raise ValueError(f"the model fails without data: {in_short(exc)}") from exc
     first = next((t for t in tree_leaves(made["inputs"]) if isinstance(t, torch.Tensor)), None)
     shape = first.shape if first is not None else ()
     samples = batch or (shape[0] if shape else 1)
@@ -113,24 +115,34 @@ def capture_own(
     return replace(step, samples=samples, tokens=samples * length)
 
 
-def _in_short(exc: Exception) -> str:
+def said_here(exc: Exception) -> bool:
+    """Whether this is a line of ours about what the user gave, and not an error of a model's."""
+    last = traceback.extract_tb(exc.__traceback__)[-1]
+    return isinstance(exc, ValueError) and last.filename.startswith(str(Path(__file__).parent))
+
+
+def in_short(exc: Exception) -> str:
     """The error in one line, and where in the user's code it came from."""
     frames = traceback.extract_tb(exc.__traceback__)
     ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     theirs = [f for f in frames if not f.filename.startswith(ours)]
     where = f" ({Path(theirs[-1].filename).name}:{theirs[-1].lineno})" if theirs else ""
-    first = (str(exc).splitlines() or [""])[0]
+    first = next(iter(str(exc).strip().splitlines()), "")
     return f"{type(exc).__name__}: {first}{where}"
 
 
 def _faked(own: OwnModel, dtype: torch.dtype | None) -> OwnModel:
-    """The same model and inputs without data."""
-    inputs = tree_map(
-        lambda v: (
-            fake(v, dtype) if isinstance(v, torch.Tensor) and not isinstance(v, FakeTensor) else v
-        ),
-        own.inputs,
-    )
+    """The same model and inputs without data, but for what is small and may steer the model."""
+
+    def given(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
+            return value
+        if not worth_following(value):
+            return fake(value, dtype)
+        with _disable_current_modes():
+            return value.cpu().clone()
+
+    inputs = tree_map(given, own.inputs)
     written = getattr(own.module, "_orig_mod", own.module)  # inside what torch.compile returns
     return replace(own, module=without_data(written, dtype), inputs=inputs)
 

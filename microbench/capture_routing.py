@@ -2,18 +2,21 @@
 
 Convention: an index chosen by argmax, topk or sort is uniform over its range, so ``index == e`` is
 true for an equal share of the elements; every expert takes its share of the tokens, rounded up.
-A mask of ones is all true, and a layer dropped at random by less than half is not dropped.
-Facts about masks, counts and indices are followed through the ops that routers use; an op whose
-shape depends on data of which nothing is known stays an error.
+A mask of ones is all true, a layer dropped at random by less than half is not dropped, and numbers
+are finite.
+Facts about masks, counts and indices are followed through the ops that routers use, and the values
+of small integers and masks that are given for real; an op whose shape depends on data of which
+nothing is known stays an error.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil, isinf, prod
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -51,28 +54,35 @@ class Routing:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op's result, a value or a shape by convention where it depends on data."""
         name = func._schema.name.removeprefix("aten::")
-        known = self.facts.get(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+        known = self._of(args[0]) if args else None
         if name in ("item", "_local_scalar_dense") and known is not None:
             answer = self._scalar(args[0], known)
             if answer is not None:
                 return answer
+        if torch.Tag.dynamic_output_shape in func.tags and self._known_by_value(args):
+            return self._by_value(func, args, kwargs)
         if name == "nonzero" and known is not None:
-            return self._nonzero(args[0], known)
+            return self._nonzero(args[0])
         if name == "bincount" and known is not None and known.top:
             return self._bincount(args, kwargs, known.top)
         if (answer := answered(name, args)) is not None:
             return answer
         if name == "index" and any(_is_mask(i) for i in args[1]):
             args = (args[0], self._positions(args[1]))
+        if name == "masked_select" and (count := self._count(args[1])) is not None:
+            share = max(args[0].numel(), args[1].numel()) // args[1].numel()
+            return args[0].new_empty((count * share,))
         output = func(*args, **kwargs)
         if name in ONES:
             self.facts[output] = Fact(mean=1.0)
         elif name == "rand":
             self.facts[output] = Fact(top=1.0)
+        elif (share := _finite(name, args)) is not None:
+            self.facts[output] = Fact(mean=share)
         elif name == "arange" or self._known_by_value(args):
             self._follow_values(func, args, kwargs, output)
         elif known is not None and func._schema.is_mutable:
-            del self.facts[args[0]]  # overwritten by what is not known
+            self.facts[args[0]] = Fact()  # overwritten by what is not known
         elif known is not None or name in INDEX_OUTPUT or name in ("scatter", "scatter_", "eq"):
             self._follow(name, args, kwargs, output, known)
         return output
@@ -88,7 +98,7 @@ class Routing:
         return fact.mean if tensor.is_floating_point() else round(fact.mean)
 
     def _count(self, mask: Any) -> int | None:
-        fact: Fact | None = self.facts.get(mask)
+        fact = self._of(mask)
         if fact is None or (fact.mean is None and fact.values is None):
             return None
         if fact.values is not None:
@@ -98,7 +108,7 @@ class Routing:
         count: int = ceil(share * mask.numel() - 1e-6)
         return count
 
-    def _nonzero(self, mask: Any, fact: Fact) -> Any:
+    def _nonzero(self, mask: Any) -> Any:
         """Positions of the expected number of elements; the first ones where their count is."""
         count = self._count(mask)
         if count is None:
@@ -106,9 +116,7 @@ class Routing:
         output = mask.new_empty((count, mask.dim()), dtype=torch.int64)
         if mask.dim() == 1 and mask.numel() <= KNOWN_LIMIT:
             with _disable_current_modes():
-                chosen = fact.values.nonzero() if fact.values is not None else None
-                chosen = torch.arange(count)[:, None] if chosen is None else chosen
-            self.facts[output] = Fact(values=chosen)
+                self.facts[output] = Fact(values=torch.arange(count)[:, None])
         return output
 
     def _bincount(self, args: Any, kwargs: Any, top: float) -> Any:
@@ -165,7 +173,13 @@ class Routing:
                 self.facts[output] = fact
 
     def _of(self, value: Any) -> Fact | None:
-        return self.facts.get(value) if isinstance(value, torch.Tensor) else None
+        """What is known of a tensor; of a real one its values, where they are worth following."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        found: Fact | None = self.facts.get(value)
+        if found is None and not isinstance(value, FakeTensor) and worth_following(value):
+            return Fact(values=value)
+        return found
 
     def _known_by_value(self, args: Any) -> bool:
         """Whether there are tensors among the arguments and the values of all are known."""
@@ -174,23 +188,33 @@ class Routing:
 
     def _follow_values(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Does with the values what was done with the fake tensors; integers and masks only."""
-
-        def real(value: Any) -> Any:
-            if isinstance(value, list | tuple):
-                return [real(v) for v in value]
-            return self.facts[value].values if isinstance(value, torch.Tensor) else value
-
         found = [t for t in _flat([output]) if isinstance(t, torch.Tensor)]
         random = torch.Tag.nondeterministic_seeded in func.tags
-        if random or any(t.is_floating_point() or t.numel() > KNOWN_LIMIT for t in found):
+        if random or not all(map(worth_following, found)):
             for tensor in found:
                 self.facts.pop(tensor, None)
             return
         with _disable_current_modes():
-            result = func(*real(args), **kwargs)
+            result = func(*self._real(args), **kwargs)
         for fake, values in zip(_flat([output]), _flat([result]), strict=True):
             if isinstance(fake, torch.Tensor):
                 self.facts[fake] = Fact(values=values)
+
+    def _by_value(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The outputs of an op whose shapes the values of its arguments say."""
+        with _disable_current_modes():
+            result = func(*self._real(args), **kwargs)
+        found = [torch.empty(t.shape, dtype=t.dtype) for t in _flat([result])]
+        for fake, values in zip(found, _flat([result]), strict=True):
+            self.facts[fake] = Fact(values=values)
+        return tuple(found) if isinstance(result, tuple) else found[0]
+
+    def _real(self, value: Any) -> Any:
+        """Arguments with the values of their tensors."""
+        if isinstance(value, list | tuple):
+            return [self._real(v) for v in value]
+        fact = self._of(value)
+        return value if fact is None else fact.values
 
     def _follow_sum(self, first: Any, output: Any, known: Fact) -> None:
         if known.mean is None:
@@ -202,9 +226,25 @@ class Routing:
             self.facts[output] = Fact(mean=total / max(1, prod(output.shape)))
 
 
+def worth_following(tensor: Any) -> bool:
+    """Whether these are integers or a mask, and few enough."""
+    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= KNOWN_LIMIT
+
+
 def _flat(values: Any) -> list[Any]:
     """Values with their lists taken apart, one level deep."""
     return [one for v in values for one in (v if isinstance(v, list | tuple) else [v])]
+
+
+def _finite(name: str, args: Any) -> float | None:
+    """The share of finite numbers of which a look for infinite ones, or none, is true."""
+    if name in ("isnan", "isinf"):
+        return 0.0
+    if name not in ("eq", "ne"):
+        return None
+    same = args[1] is args[0]
+    infinite = isinstance(args[1], float) and isinf(args[1])
+    return float((name == "eq") == same) if same or infinite else None
 
 
 def _is_mask(value: Any) -> bool:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from microbench.cases.evalcase import EvalCase
+from microbench.cases.hf_inputs import make_inputs
 
 # What a configuration file must not decide: which code runs, what is stored, what is returned.
-DROPPED = ("auto_map", "dtype", "torch_dtype", "quantization_config", "_name_or_path", "use_cache")
-PER_SAMPLE = ("ForSequenceClassification", "ForImageClassification", "ForNextSentencePrediction")
+DROPPED = (
+    *("auto_map", "dtype", "torch_dtype", "quantization_config", "_name_or_path", "use_cache"),
+    *("attn_implementation", "_attn_implementation"),
+)
 log = logging.getLogger(__name__)
 
 
@@ -54,9 +55,8 @@ def read_config(path: Path) -> HfConfig:
 def hf_case(path: Path, *, mode: str, loss: str, attn: str) -> EvalCase:
     """The case of ``architectures[0]``; its batch and seq are the caller's to choose.
 
-    Batches are full: no padding, no attention mask, no key-value cache. Images have the
-    configuration's size and ignore ``seq``; a decoder beside an encoder gets ``seq`` tokens too.
-    The loss is the model's own: labels are the inputs, or one class per sample.
+    Batches are full: no padding, no attention mask, no key-value cache; ``hf_inputs`` says what is
+    in them. The loss is the model's own.
     """
     read = read_config(path)
     labels = mode == "train" and loss == "default"
@@ -107,14 +107,15 @@ def _config(read: HfConfig) -> Any:
 def build(read: HfConfig, attn: str) -> Any:
     """The model with random weights in torch's default dtype.
 
-    ``attn`` sdpa falls back to eager, with a warning, where transformers has no other form.
+    ``attn`` sdpa is transformers' own choice: parts that have no such form, such as the backbones
+    of detectors, are eager, with a warning where that is all of the model.
     """
     kind, config = _model_class(read), _config(read)
     config.use_cache = False
-    if attn == "sdpa" and not getattr(kind, "_supports_sdpa", False):
+    if attn == "eager":
+        config._attn_implementation = attn
+    elif not getattr(kind, "_supports_sdpa", False):
         log.warning("%s has no sdpa attention in transformers: captured eager", read.architecture)
-        attn = "eager"
-    config._attn_implementation = attn
     return _built(kind, config)
 
 
@@ -132,59 +133,3 @@ def _built(kind: Any, config: Any) -> Any:
         with _disable_current_modes(), torch.device("meta"):
             model = kind(config)
         return without_data(model)
-
-
-def make_inputs(model: Any, config: Any, batch: int, seq: int, labels: bool) -> dict[str, Any]:
-    """Random tokens or pictures as the forward of a transformers model (or class) names them.
-
-    With ``labels`` also what its own loss needs: the inputs, or class 0 for every sample.
-    """
-    import torch  # lazy: names need no torch
-
-    name, kind = model.main_input_name, _class_name(model)
-    accepted = inspect.signature(model.forward).parameters
-    makers: dict[str, Callable[[], Any]] = {
-        "input_ids": lambda: _tokens(config, kind, batch, seq),
-        "pixel_values": lambda: _pictures(config, batch),
-    }
-    if name not in makers:
-        raise ValueError(f"{kind} takes {name!r}; supported: {sorted(makers)}")
-    given = {name: makers[name]()}
-    per_sample = kind.endswith(PER_SAMPLE)
-    if "decoder_input_ids" in accepted and getattr(config, "is_encoder_decoder", False):
-        given["decoder_input_ids"] = _tokens(config, kind, batch, seq)
-    if not labels:
-        return given
-    classes = torch.zeros(batch, dtype=torch.int64)
-    if "start_positions" in accepted:
-        return {**given, "start_positions": classes, "end_positions": classes}
-    if "labels" in accepted:
-        given["labels"] = classes if per_sample else given[name]
-    if "next_sentence_label" in accepted:
-        given["next_sentence_label"] = classes
-    return given
-
-
-def _class_name(model: Any) -> str:
-    return str((model if isinstance(model, type) else type(model)).__name__)
-
-
-def _tokens(config: Any, kind: str, batch: int, seq: int) -> Any:
-    import torch  # lazy, as above
-
-    if seq < 1:
-        raise ValueError(f"{kind} reads tokens: a sequence length is required")
-    text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    if limit and seq > limit and not getattr(text, "rope_parameters", None):
-        raise ValueError(f"seq {seq}: this {kind} has {limit} positions")
-    return torch.randint(0, text.vocab_size, (batch, seq))
-
-
-def _pictures(config: Any, batch: int) -> Any:
-    import torch  # lazy, as above
-
-    vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", 224)
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return torch.randn(batch, getattr(vision, "num_channels", 3), height, width)

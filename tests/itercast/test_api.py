@@ -195,6 +195,48 @@ def test_data_that_nothing_is_known_of_is_named() -> None:
         capture(Masked(), torch.randn(5, requires_grad=True), "none", optimizer="none")
 
 
+def test_masks_and_indices_given_for_real_are_followed() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(8, 3)
+
+        def forward(self, x: Any, labels: Any) -> Any:
+            kept, kinds = labels != -100, labels.unique()
+            y = self.head(x[kept])
+            return y.sum() * kinds.numel() + x.masked_select(kept[:, None]).sum()
+
+    labels = torch.tensor([-100, 4, 2, -100, 4])
+    step = capture(Masked(), (torch.randn(5, 8), labels))
+    assert products(step, "forward") == [(3, 3)]  # of five rows three have a label
+    count = next(c.args[1] for c in step.calls if c.op == "aten.mul.Tensor")
+    assert count == 3  # kinds of label
+    (chosen,) = (c.outputs[0] for c in step.calls if c.op == "aten.masked_select.default")
+    assert chosen.shape == (24,)
+
+
+def test_inputs_are_left_as_they_were() -> None:
+    class Emptying(nn.Module):
+        def forward(self, x: Any, kinds: Any) -> Any:
+            kinds.zero_()
+            return x.sum()
+
+    kinds = torch.tensor([1, 2])
+    capture(Emptying(), (torch.randn(3, requires_grad=True), kinds), optimizer="none")
+    assert kinds.tolist() == [1, 2]
+
+
+def test_numbers_are_finite() -> None:
+    class Careful(nn.Module):
+        def forward(self, x: Any) -> Any:
+            if x.isnan().any() or x.isinf().any() or not x.isfinite().all():
+                raise FloatingPointError
+            return x * 2
+
+    x = torch.randn(5, requires_grad=True)
+    assert capture(Careful(), x, "none", optimizer="none").calls
+
+
 def test_a_plan_splits_the_batch_of_a_replica() -> None:
     plan = ParallelPlan.parse("dp=2,pp=2,micro=4")
     assert micro_size("gpt2-small", plan, None, None) == {"batch": 2, "seq": 1024}  # 8 over 4

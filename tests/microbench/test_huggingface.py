@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
+from itercast.api import capture as capture_any
 from microbench.capture import capture_step
+from microbench.cases.hf_inputs import make_inputs
 from microbench.cases.huggingface import hf_case
 from microbench.opcall import StepCapture
 from microbench.ops.gemm import GROUPED, from_grouped
@@ -56,6 +59,31 @@ TINY: dict[str, dict[str, Any]] = {
         **{"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "image_size": 32},
     },
 }
+SMALL_SIGHT = {
+    **{"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2},
+    **{"intermediate_size": 64, "image_size": 32, "patch_size": 8},
+}
+SENSES: dict[str, dict[str, Any]] = {
+    "WhisperForConditionalGeneration": {
+        **{"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "num_mel_bins": 8},
+        **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_source_positions": 20},
+        **{"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "pad_token_id": 0},
+        **{"decoder_start_token_id": 1, "max_target_positions": 2600},
+    },
+    "Wav2Vec2ForCTC": {
+        **{"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "layerdrop": 0.0},
+        **{"intermediate_size": 64, "conv_dim": [8, 8], "conv_kernel": [10, 3]},
+        **{"conv_stride": [10, 8], "num_conv_pos_embeddings": 8, "vocab_size": 32},
+        "apply_spec_augment": False,  # masks as many frames as chance has it
+    },
+    "CLIPModel": {"text_config": {**TINY["BertForMaskedLM"], "max_position_embeddings": 2560}}
+    | {"vision_config": SMALL_SIGHT},
+    "LlavaForConditionalGeneration": {
+        "text_config": {"model_type": "llama", "vocab_size": 100, **TINY["LlamaForCausalLM"]},
+        "vision_config": {"model_type": "clip_vision_model", **SMALL_SIGHT},
+    },
+    "VideoMAEForVideoClassification": {**SMALL_SIGHT, "num_frames": 4},
+}
 MOE: dict[str, dict[str, Any]] = {
     "SwitchTransformersForConditionalGeneration": {
         **{"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "num_experts": 4},
@@ -71,7 +99,7 @@ MOE: dict[str, dict[str, Any]] = {
 
 def config(folder: Path, architecture: str, **values: Any) -> Path:
     path = folder / "tiny.json"
-    sizes = {"vocab_size": 100, **({**TINY, **MOE}[architecture])}
+    sizes = {"vocab_size": 100, **({**TINY, **MOE, **SENSES}[architecture])}
     path.write_text(json.dumps({"architectures": [architecture], **sizes, **values}))
     return path
 
@@ -100,6 +128,47 @@ def test_a_capture_equals_a_real_step(tmp_path: Path, architecture: str, attn: s
     path = config(tmp_path, architecture)
     fake, real = (run(path, 2, 16, fake=f, attn=attn) for f in (True, False))
     assert sequence(fake) == sequence(real)
+
+
+@pytest.mark.parametrize("architecture", [*SENSES])
+def test_sound_and_pictures_too(tmp_path: Path, architecture: str) -> None:
+    path = config(tmp_path, architecture)
+    fake, real = (run(path, 2, 2560, fake=f, mode="train") for f in (True, False))
+    assert sequence(fake) == sequence(real)
+
+
+def test_a_picture_stands_beside_the_tokens_of_each_sample(tmp_path: Path) -> None:
+    found = capture(config(tmp_path, "LlavaForConditionalGeneration"), seq=32, mode="infer")
+    (patches,) = (c for c in found.calls if c.op == "aten.convolution.default")
+    assert patches.outputs[0].shape == (2, 32, 4, 4)  # pictures of 32 x 32 in patches of 8
+    (placed,) = (c for c in found.calls if c.op == "aten.masked_scatter.default")
+    assert placed.args[2].shape == (2 * 16, 32)  # among the tokens
+
+
+def test_pictures_in_pieces_are_left_out_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Pieces:
+        main_input_name = "input_ids"
+
+        def forward(self, input_ids: Any, pixel_values: Any, image_grid_thw: Any) -> None: ...
+
+    text = SimpleNamespace(vocab_size=10)
+    settings = SimpleNamespace(get_text_config=lambda decoder: text)
+    assert list(make_inputs(Pieces, settings, 2, 8, labels=False)) == ["input_ids"]
+    assert "captured without pictures, whose image_grid_thw is not known" in caplog.text
+
+
+def test_labels_are_what_the_loss_is_of(tmp_path: Path) -> None:
+    """Two letters each of 2,560 samples; which pairs belong; a class for each video."""
+    losses = {
+        "Wav2Vec2ForCTC": ("aten._ctc_loss.Tensor", [(4,)]),
+        "CLIPModel": ("aten.nll_loss_forward.default", [(2,), (2,)]),
+        "VideoMAEForVideoClassification": ("aten.nll_loss_forward.default", [(2,)]),
+    }
+    for architecture, (op, labels) in losses.items():
+        found = capture(config(tmp_path, architecture), seq=2560, mode="train")
+        assert [c.args[1].shape for c in found.calls if c.op == op] == labels
 
 
 def test_attention_is_fused_or_written_out(tmp_path: Path) -> None:
@@ -178,7 +247,7 @@ def test_a_published_configuration_has_its_published_size() -> None:
     [
         ({"architectures": ["OwnModel"]}, "has no model OwnModel"),
         ({"architectures": []}, "no class name in 'architectures'"),
-        ({"n_head": 5}, "n_head|heads|divisible"),
+        ({"n_head": 5}, r"divisible.* \(modeling_gpt2\.py:\d+\)$"),
     ],
 )
 def test_a_configuration_that_cannot_be_built_is_one_line(
@@ -186,7 +255,7 @@ def test_a_configuration_that_cannot_be_built_is_one_line(
 ) -> None:
     path = config(tmp_path, "GPT2LMHeadModel", **values)
     with pytest.raises(ValueError, match=message):
-        capture(path)
+        capture_any(path, batch=2, seq=16)
 
 
 def test_no_code_of_the_folder_runs(tmp_path: Path) -> None:
