@@ -59,7 +59,7 @@ class PricedOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priceable:
-    """An op to price: a family's parameters where one answers, and its bytes where none does.
+    """An op to price: a family's parameters where one answers, and its tensors' bytes.
 
     ``slowdown``: how much slower its kernel is than those the family was measured with;
     ``channels_last``: its images lie in memory as NHWC.
@@ -150,7 +150,7 @@ class PriceBook:
             return found
         if w.family is not None and w.family.name in models:
             return [Part(family=w.family.name, params=w.params)]
-        return [copy(w.bytes_moved)] if on_gpu and learned(models, "elementwise") else []
+        return [copy(_moved(w))] if on_gpu and learned(models, "elementwise") else []
 
     def _flops(self, family: Family, params: Any) -> float:
         if params not in self.flops:
@@ -174,7 +174,7 @@ class PriceBook:
             name, inside = UNMODELLED, False
             dtype = getattr(w.params, "dtype", "fp32")
             if not parts:
-                us = w.bytes_moved / self.gpu.hbm_bytes_per_s * 1e6 + 2.0
+                us = _moved(w) / self.gpu.hbm_bytes_per_s * 1e6 + 2.0
             us = max(us, flops / self.gpu.peak(dtype) * 1e6)
             low_us, high_us = us / 2, us * 2
         return PricedOp(
@@ -187,6 +187,11 @@ class PriceBook:
             flops=flops,
             in_envelope=inside,
         )
+
+
+def _moved(w: Priceable) -> float:
+    """Bytes read and written: what the family says, else every tensor once."""
+    return float(w.family.bytes_moved(w.params)) if w.family is not None else w.bytes_moved
 
 
 @remembered

@@ -13,7 +13,6 @@ STATE_COPIES = {"adamw": 2, "sgd": 0, "none": 0}  # tensors like the parameter, 
 def scaled_update(captured: Sequence[Priceable], numel: int, tensors: int) -> list[Priceable]:
     """The optimizer's calls over as many elements and tensors as a rank has."""
     whole = max((getattr(c.params, "numel", 0) for c in captured), default=0)
-    moved = max((c.bytes_moved for c in captured), default=0.0)
     found = []
     for c in captured:
         if c.family is not None and c.family.name == "optimizer":
@@ -22,7 +21,7 @@ def scaled_update(captured: Sequence[Priceable], numel: int, tensors: int) -> li
             params = replace(c.params, numel=max(tensors, size), tensors=tensors)
             found.append(replace(c, params=params))
         else:
-            share = numel / whole if whole and moved else 1.0
+            share = numel / whole if whole else 1.0
             found.append(replace(c, bytes_moved=c.bytes_moved * share))
     return found
 

@@ -15,6 +15,7 @@ from compose.channels import with_memory_format
 from compose.gpu_variants import as_on_gpu
 from compose.priced import PriceBook, priceable
 from compose.stand_ins import copy, stand_ins
+from compose.update import scaled_update
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from microbench.ops.conv import Conv
@@ -194,6 +195,33 @@ def test_an_lstm_is_priced_with_and_without_a_model(known: bool) -> None:
     (found,) = PriceBook(Pricer(), GPU, 0).price([op])
     assert found.family == ("recurrent" if known else "unmodelled")
     assert found.duration_us == (10 if known else 10 * (5 + 1 + 5))
+
+
+class ByElement(Fixed):
+    """A copy takes 1 us for each element."""
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        return super().price(family, rows).mul(rows["numel"] / 10, axis=0).assign(in_envelope=True)
+
+
+def test_without_a_model_a_lookup_moves_the_rows_it_reads_not_the_table() -> None:
+    """Three rows of 8 numbers of four bytes read and written, and three indices of eight bytes."""
+    index, rows = tensor(1, "int64", (3,)), tensor(2, shape=(3, 8))
+    found = OpCall(
+        op="aten.embedding.default", args=(tensor(0, shape=(1000, 8)), index), outputs=(rows,)
+    )
+    (priced,) = PriceBook(ByElement(), GPU, 0).price([priceable(found)])
+    assert priced.duration_us == (2 * 3 * 8 * 4 + 3 * 8) / 8
+
+
+def test_without_a_model_an_optimizer_passes_over_what_a_rank_holds() -> None:
+    """In place: read and written. A rank may hold more than was captured, or a share of it."""
+    captured = call("_foreach_mul_.Scalar", tensor(0, shape=(64, 8)), out=0, phase="optimizer")
+    captured = replace(captured, args=(captured.args, 0.9), outputs=())
+    for numel in (512, 4096, 128):
+        update = scaled_update([priceable(captured)], numel, tensors=1)
+        (priced,) = PriceBook(ByElement(), GPU, 0).price(update)
+        assert priced.duration_us == 2 * numel * 4 / 8
 
 
 def test_a_softmax_casts_its_own_input_and_gradient() -> None:
