@@ -250,6 +250,8 @@ def capture_step(
             stack.enter_context(habits_of_real_tensors())
         with default_dtype(storage_dtype(settings.stored)):
             model, inputs = build(), make_inputs()
+        if log.routing is not None:
+            log.routing.given(inputs)
         stack.enter_context(runs_as_written())
         mixed = partial(autocast_as_on_cuda, storage_dtype(settings.dtype))
         step = make_step(

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from microbench.capture import capture_step
+from microbench.capture_facts import worth_following
 from microbench.capture_fake import fake, without_data
-from microbench.capture_routing import worth_following
 from microbench.cases.hf_inputs import make_inputs
 from microbench.opcall import StepCapture
 from microbench.step import StepSettings

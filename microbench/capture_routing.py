@@ -2,8 +2,8 @@
 
 Convention: an index chosen by argmax, topk or sort is uniform over its range, so ``index == e`` is
 true for an equal share of the elements; every expert takes its share of the tokens, rounded up.
-A mask of ones is all true, a layer dropped at random by less than half is not dropped, and numbers
-are finite.
+Batches are full: integers that are given equal none that is named (padding). A mask of ones is all
+true, a layer dropped at random by less than half is not dropped, and numbers are finite.
 Facts about masks, counts and indices are followed through the ops that routers use, and the values
 of small integers and masks that are given for real; an op whose shape depends on data of which
 nothing is known stays an error.
@@ -11,18 +11,28 @@ nothing is known stays an error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import ceil, isinf, prod
+from math import ceil, inf, prod
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from microbench.capture_answers import answered
+from microbench.capture_facts import (
+    KNOWN_LIMIT,
+    Fact,
+    compared,
+    finite,
+    flat,
+    index_axis,
+    is_mask,
+    is_number,
+    worth_following,
+)
 
-KNOWN_LIMIT = 2**17  # elements of a tensor whose values are followed one by one
 ONES = ("ones", "ones_like", "new_ones")
 INDEX_OUTPUT = {"argmax": 0, "argmin": 0, "topk": 1, "sort": 1, "max": 1, "min": 1}
 KEEP = {
@@ -32,24 +42,17 @@ KEEP = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fact:
-    """What is known of a tensor's elements.
-
-    ``mean``: the value expected of each (masks and counts). ``top``: they are uniform over
-    0..top (indices and running counts). ``values``: a real tensor of the same shape.
-    """
-
-    mean: float | None = None
-    top: float | None = None
-    values: Any = None
-
-
 class Routing:
     """Runs ops under fake tensors and follows facts; answers those whose shape depends on data."""
 
     def __init__(self) -> None:
         self.facts: Any = WeakIdKeyDictionary()
+
+    def given(self, inputs: Any) -> None:
+        """Takes note of a model's inputs: of integers without values no number is known."""
+        for tensor in tree_leaves(inputs):
+            if isinstance(tensor, FakeTensor) and tensor.dtype in (torch.int32, torch.int64):
+                self.facts[tensor] = Fact(top=inf)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The op's result, a value or a shape by convention where it depends on data."""
@@ -63,11 +66,11 @@ class Routing:
             return self._by_value(func, args, kwargs)
         if name == "nonzero" and known is not None:
             return self._nonzero(args[0])
-        if name == "bincount" and known is not None and known.top:
+        if name == "bincount" and known is not None and known.top and known.top < inf:
             return self._bincount(args, kwargs, known.top)
         if (answer := answered(name, args)) is not None:
             return answer
-        if name == "index" and any(_is_mask(i) for i in args[1]):
+        if name == "index" and any(is_mask(i) for i in args[1]):
             args = (args[0], self._positions(args[1]))
         if name == "masked_select" and (count := self._count(args[1])) is not None:
             share = max(args[0].numel(), args[1].numel()) // args[1].numel()
@@ -77,7 +80,7 @@ class Routing:
             self.facts[output] = Fact(mean=1.0)
         elif name == "rand":
             self.facts[output] = Fact(top=1.0)
-        elif (share := _finite(name, args)) is not None:
+        elif (share := finite(name, args)) is not None:
             self.facts[output] = Fact(mean=share)
         elif name == "arange" or self._known_by_value(args):
             self._follow_values(func, args, kwargs, output)
@@ -137,7 +140,7 @@ class Routing:
         """Boolean masks among indices as positions, one index tensor per axis of the mask."""
         found: list[Any] = []
         for index in indices:
-            if not _is_mask(index):
+            if not is_mask(index):
                 found.append(index)
                 continue
             count = self._count(index)
@@ -149,11 +152,11 @@ class Routing:
     def _follow(self, name: str, args: Any, kwargs: Any, output: Any, known: Fact | None) -> None:
         first = args[0]
         if name in INDEX_OUTPUT and first.dim():
-            axis = _axis(name, args, kwargs)
+            axis = index_axis(name, args, kwargs)
             outputs = output if isinstance(output, tuple) else (output,)
             if axis is not None and len(outputs) > INDEX_OUTPUT[name]:
                 self.facts[outputs[INDEX_OUTPUT[name]]] = Fact(top=first.shape[axis])
-        elif name in ("scatter", "scatter_") and known is None and _is_number(args[3], 1):
+        elif name in ("scatter", "scatter_") and known is None and is_number(args[3], 1):
             axis, index = args[1], args[2]
             self.facts[output] = Fact(mean=index.shape[axis] / first.shape[axis])
         elif known is not None and name in KEEP:
@@ -168,7 +171,7 @@ class Routing:
             self.facts[output] = Fact(mean=float(known.mean >= 1))
         else:
             other = args[1] if len(args) > 1 else None
-            fact = _compared(name, known, other, self._of(other), args)
+            fact = compared(name, known, other, self._of(other), args)
             if fact is not None:
                 self.facts[output] = fact
 
@@ -183,12 +186,12 @@ class Routing:
 
     def _known_by_value(self, args: Any) -> bool:
         """Whether there are tensors among the arguments and the values of all are known."""
-        found = [self._of(a) for a in _flat(args) if isinstance(a, torch.Tensor)]
+        found = [self._of(a) for a in flat(args) if isinstance(a, torch.Tensor)]
         return bool(found) and all(f is not None and f.values is not None for f in found)
 
     def _follow_values(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
         """Does with the values what was done with the fake tensors; integers and masks only."""
-        found = [t for t in _flat([output]) if isinstance(t, torch.Tensor)]
+        found = [t for t in flat([output]) if isinstance(t, torch.Tensor)]
         random = torch.Tag.nondeterministic_seeded in func.tags
         if random or not all(map(worth_following, found)):
             for tensor in found:
@@ -196,7 +199,7 @@ class Routing:
             return
         with _disable_current_modes():
             result = func(*self._real(args), **kwargs)
-        for fake, values in zip(_flat([output]), _flat([result]), strict=True):
+        for fake, values in zip(flat([output]), flat([result]), strict=True):
             if isinstance(fake, torch.Tensor):
                 self.facts[fake] = Fact(values=values)
 
@@ -204,8 +207,8 @@ class Routing:
         """The outputs of an op whose shapes the values of its arguments say."""
         with _disable_current_modes():
             result = func(*self._real(args), **kwargs)
-        found = [torch.empty(t.shape, dtype=t.dtype) for t in _flat([result])]
-        for fake, values in zip(found, _flat([result]), strict=True):
+        found = [torch.empty(t.shape, dtype=t.dtype) for t in flat([result])]
+        for fake, values in zip(found, flat([result]), strict=True):
             self.facts[fake] = Fact(values=values)
         return tuple(found) if isinstance(result, tuple) else found[0]
 
@@ -224,69 +227,3 @@ class Routing:
             self._spread(output, round(total), output.numel())
         else:
             self.facts[output] = Fact(mean=total / max(1, prod(output.shape)))
-
-
-def worth_following(tensor: Any) -> bool:
-    """Whether these are integers or a mask, and few enough."""
-    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= KNOWN_LIMIT
-
-
-def _flat(values: Any) -> list[Any]:
-    """Values with their lists taken apart, one level deep."""
-    return [one for v in values for one in (v if isinstance(v, list | tuple) else [v])]
-
-
-def _finite(name: str, args: Any) -> float | None:
-    """The share of finite numbers of which a look for infinite ones, or none, is true."""
-    if name in ("isnan", "isinf"):
-        return 0.0
-    if name not in ("eq", "ne"):
-        return None
-    same = args[1] is args[0]
-    infinite = isinstance(args[1], float) and isinf(args[1])
-    return float((name == "eq") == same) if same or infinite else None
-
-
-def _is_mask(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
-
-
-def _is_number(value: Any, number: int) -> bool:
-    return isinstance(value, int | float) and value == number
-
-
-def _axis(name: str, args: Any, kwargs: Any) -> int | None:
-    """The axis that an index runs over; None where max and min reduce everything."""
-    place = {"topk": 2, "sort": 1}.get(name, 1)
-    default = {"topk": -1, "sort": -1}.get(name)
-    found = kwargs.get("dim", args[place] if len(args) > place else default)
-    return found if isinstance(found, int) else None
-
-
-def _compared(
-    name: str, known: Fact | None, other: Any, second: Fact | None, args: Any
-) -> Fact | None:
-    """The fact of a comparison or of masks combined; None where nothing follows."""
-    if known is None:
-        return None
-    if known.top:
-        share = min(1.0, float(other) / known.top) if isinstance(other, int | float) else None
-        shares = {"eq": 1 / known.top, "ne": 1 - 1 / known.top}
-        if share is not None:
-            shares |= {"le": share, "lt": share, "gt": 1 - share, "ge": 1 - share}
-        if name == "cumsum" or name not in shares:
-            return None
-        return Fact(mean=shares[name])
-    if known.mean is None:
-        return None
-    if name == "cumsum":
-        return Fact(top=known.mean * args[0].shape[args[1]])
-    if name == "eq" and args[0].dim() == 0 and isinstance(other, int | float):
-        return Fact(mean=float(known.mean == other))  # a sum: whether all are
-    if name in ("gt", "ne") and _is_number(other, 0):
-        return Fact(mean=min(1.0, known.mean))
-    if name in ("logical_not", "bitwise_not"):
-        return Fact(mean=1 - known.mean)
-    if name in ("mul", "bitwise_and", "logical_and") and second is not None and second.mean:
-        return Fact(mean=known.mean * second.mean)
-    return None

@@ -226,6 +226,22 @@ def test_inputs_are_left_as_they_were() -> None:
     assert kinds.tolist() == [1, 2]
 
 
+def test_large_batches_have_no_padding() -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(10, 2)
+
+        def forward(self, tokens: Any) -> Any:
+            if (tokens == 0).any() or not tokens.ne(0).all() or tokens.ne(0).sum(1).max() < 2:
+                raise ValueError
+            return self.tokens(tokens)[tokens != -100].sum()
+
+    tokens = torch.zeros(2**12, 2**6, dtype=torch.int64)
+    looked_up = [c for c in capture(Padded(), tokens, batch=2).calls if c.op == "aten.index.Tensor"]
+    assert looked_up[0].outputs[0].shape == (2**18, 2)
+
+
 def test_numbers_are_finite() -> None:
     class Careful(nn.Module):
         def forward(self, x: Any) -> Any:
