@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def make_inputs(model: Any, config: Any, batch: int, seq: int, labels: bool) -> dict[str, Any]:
-    """Inputs as the forward of a transformers model (or class) names them, without values.
+    """Inputs as the forward of a transformers model (or class) names them.
 
     With ``labels`` also what its own loss needs, where that is one of tokens, classes or pairs.
     """
@@ -46,7 +46,8 @@ def make_inputs(model: Any, config: Any, batch: int, seq: int, labels: bool) -> 
     beside = {"input_ids": "pixel_values", "pixel_values": "input_ids"}.get(name, "")
     if beside in accepted and not _laid_out(accepted, config, kind):
         given[beside] = makers[beside]()
-    if getattr(getattr(config, "vision_config", None), "model_type", "") == "pixtral":
+    pixtral = getattr(getattr(config, "vision_config", None), "model_type", "") == "pixtral"
+    if pixtral and "pixel_values" in given:
         given["image_sizes"] = _sizes(given["pixel_values"])
     if "decoder_input_ids" in accepted and getattr(config, "is_encoder_decoder", False):
         given["decoder_input_ids"] = _tokens(config, kind, batch, seq)
@@ -115,7 +116,7 @@ def _tokens(config: Any, kind: str, batch: int, seq: int) -> Any:
     text = config.get_text_config(decoder=True)
     names = ("max_target_positions", "max_position_embeddings")
     limit = next((n for name in names if (n := getattr(text, name, None))), None)
-    if limit and seq > limit and not getattr(text, "rope_parameters", None):
+    if limit and 0 < limit < seq and not getattr(text, "rope_parameters", None):
         raise ValueError(f"seq {seq}: this {kind} has {limit} positions")
     return torch.randint(0, text.vocab_size, (batch, seq))
 

@@ -47,9 +47,12 @@ def read_config(path: Path) -> HfConfig:
     names = values.get("architectures") if isinstance(values, dict) else None
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ValueError(f"hf-config {str(path)!r}: no class name in 'architectures'")
-    kept = {k: v for k, v in values.items() if k not in DROPPED}
     digest = hashlib.sha256(data).hexdigest()
-    return HfConfig(path=path, values=kept, architecture=names[0], digest=digest)
+    return HfConfig(path=path, values=_kept(values), architecture=names[0], digest=digest)
+
+
+def _kept(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if k not in DROPPED}
 
 
 def hf_case(path: Path, *, mode: str, loss: str, attn: str) -> EvalCase:
@@ -97,8 +100,11 @@ def _model_class(read: HfConfig) -> Any:
 
 def _config(read: HfConfig) -> Any:
     kind = _model_class(read).config_class
+    values, text = read.values, read.values.get("text_config")
+    if isinstance(text, dict) and "text_config" not in getattr(kind, "sub_configs", {}):
+        values = _kept(text)  # the language model alone of one that also sees
     try:
-        return kind.from_dict(dict(read.values))
+        return kind.from_dict(dict(values))
     except Exception as exc:  # transformers checks values in many ways
         first = (str(exc).splitlines() or [type(exc).__name__])[0]
         raise ValueError(f"hf-config {str(read.path)!r}: {first}") from exc

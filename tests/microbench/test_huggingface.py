@@ -258,6 +258,14 @@ def test_a_configuration_that_cannot_be_built_is_one_line(
         capture_any(path, batch=2, seq=16)
 
 
+def test_the_language_model_alone_of_one_that_sees(tmp_path: Path) -> None:
+    path = config(tmp_path, "LlamaForCausalLM")
+    text = {"vocab_size": 100, **TINY["LlamaForCausalLM"]}
+    both = tmp_path / "both.json"
+    both.write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "text_config": text}))
+    assert capture(both).parameters == capture(path).parameters
+
+
 def test_no_code_of_the_folder_runs(tmp_path: Path) -> None:
     code = "raise SystemExit('ran')"
     (tmp_path / "modeling_own.py").write_text(code)
