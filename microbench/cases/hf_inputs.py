@@ -48,7 +48,7 @@ def make_inputs(model: Any, config: Any, batch: int, seq: int, labels: bool) -> 
         given[beside] = makers[beside]()
     pixtral = getattr(getattr(config, "vision_config", None), "model_type", "") == "pixtral"
     if pixtral and "pixel_values" in given:
-        given["image_sizes"] = _sizes(given["pixel_values"])
+        given["image_sizes"] = _with_values(batch * [list(given["pixel_values"].shape[-2:])])
     if "decoder_input_ids" in accepted and getattr(config, "is_encoder_decoder", False):
         given["decoder_input_ids"] = _tokens(config, kind, batch, seq)
     return {**given, **(_labels(given, accepted, kind, batch, seq) if labels else {})}
@@ -87,22 +87,22 @@ def _labels(
     elif kind.endswith("ForCTC"):
         wave = "input_values" in given
         each = WAVE_PER_LETTER if wave else FRAMES_PER_LETTER
-        found["labels"] = _ones(batch, max(1, seq // each))
+        found["labels"] = _with_values(batch * [max(1, seq // each) * [1]])
         if not wave and "attention_mask" in accepted:  # some count their frames by it
-            found["attention_mask"] = _ones(batch, seq)
+            found["attention_mask"] = _with_values(batch * [seq * [1]])
     else:
         tokens = given.get("decoder_input_ids", given.get("input_ids"))
         found |= {} if tokens is None else {"labels": tokens}
     return found
 
 
-def _ones(batch: int, count: int) -> Any:
-    """With values: the loss of letters looks how large and how many they are."""
+def _with_values(rows: list[Any]) -> Any:
+    """Integers that stay known in a capture: models look how large and how many they are."""
     import torch  # lazy, as above
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
-        return torch.ones(batch, count, dtype=torch.int64)
+        return torch.tensor(rows)
 
 
 def _class_name(model: Any) -> str:
@@ -114,8 +114,7 @@ def _tokens(config: Any, kind: str, batch: int, seq: int) -> Any:
 
     _check_length(seq, kind)
     text = config.get_text_config(decoder=True)
-    names = ("max_target_positions", "max_position_embeddings")
-    limit = next((n for name in names if (n := getattr(text, name, None))), None)
+    limit = _first(text, "max_target_positions", "max_position_embeddings")
     if limit and 0 < limit < seq and not getattr(text, "rope_parameters", None):
         raise ValueError(f"seq {seq}: this {kind} has {limit} positions")
     return torch.randint(0, text.vocab_size, (batch, seq))
@@ -124,15 +123,6 @@ def _tokens(config: Any, kind: str, batch: int, seq: int) -> Any:
 def _check_length(seq: int, kind: str) -> None:
     if seq < 1:
         raise ValueError(f"{kind}: a sequence length is required")
-
-
-def _sizes(pictures: Any) -> Any:
-    """Height and width of each, with values."""
-    import torch  # lazy, as above
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with _disable_current_modes():
-        return torch.tensor([pictures.shape[-2:]] * len(pictures))
 
 
 def _pictures(config: Any, batch: int) -> Any:
