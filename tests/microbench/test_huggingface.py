@@ -36,7 +36,7 @@ TINY: dict[str, dict[str, Any]] = {
         **{"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
     },
     "BartForConditionalGeneration": {  # looks whether its mask is of ones, and draws layers
-        **{"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "decoder_layerdrop": 0.01},
+        **{"d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "decoder_layerdrop": 1e-9},
         **{"encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 32},
         **{"encoder_attention_heads": 2, "decoder_attention_heads": 2},
     },
