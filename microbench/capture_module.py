@@ -14,7 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -88,7 +88,7 @@ def capture_own(
 
     def build() -> Any:
         dtype = None if keep_dtype else torch.get_default_dtype()
-        made["own"] = _faked(make(), dtype)
+        made["own"] = _faked(_made(make), dtype)
         return made["own"].module
 
     def inputs() -> dict[str, Any]:
@@ -113,6 +113,18 @@ def capture_own(
     if first is not None and len(shape) > 1 and not first.is_floating_point():
         length = seq or first.numel() // max(1, shape[0])
     return replace(step, samples=samples, tokens=samples * length)
+
+
+def _made(make: Callable[[], OwnModel]) -> OwnModel:
+    """The model; with data where numbers are read off tensors while it is made (timm's drop paths).
+
+    Its weights have no initial values even then.
+    """
+    try:
+        return make()
+    except DataDependentOutputException:
+        with _disable_current_modes():
+            return make()
 
 
 def said_here(exc: Exception) -> bool:

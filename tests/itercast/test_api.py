@@ -80,6 +80,27 @@ def test_a_function_is_given_its_size_and_builds_without_memory() -> None:
     assert optimizer_of(step) == "none"
 
 
+class Deep(nn.Module):
+    """Layers that are left out the more often the deeper they are, as timm has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rates = [part.tolist() for part in torch.linspace(0, 0.3, 4).split([1, 3])]
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for stage in rates for _ in stage])
+        self.rates = [rate for stage in rates for rate in stage]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for rate, layer in zip(self.rates, self.layers, strict=True):
+            x = x + nn.functional.dropout(layer(x), rate)
+        return x
+
+
+def test_numbers_read_off_tensors_while_a_model_is_made() -> None:
+    step = capture(lambda: (Deep(), torch.randn(3, 8)), loss="none")
+    kept = [c.args[1] for c in step.calls if c.op == "aten.bernoulli_.float"]
+    assert kept == pytest.approx([0.9, 0.8, 0.7])  # the first layer has nothing to drop
+
+
 def test_balanced_routing_in_a_module_of_ones_own() -> None:
     class Routed(nn.Module):
         """Ten experts picked by argmax; each takes the rows of a mask."""
