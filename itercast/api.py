@@ -15,8 +15,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +114,16 @@ def _code_digest() -> str:
     folder = Path(__file__).parent.parent / "microbench"
     files = sorted([*folder.glob("cases/*.py"), *folder.glob("capture*.py")])
     files += [folder / "shallow.py", folder / "step.py"]
-    versions = [version(name) for name in ("torch", "transformers") if find_spec(name)]
+    versions = [_version(name) for name in ("torch", "transformers", "timm")]
     code = b"".join(p.read_bytes() for p in files)
     return hashlib.sha256(code + repr(versions).encode()).hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # an optional one
+        return ""
 
 
 def capture(

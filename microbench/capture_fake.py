@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -26,6 +27,18 @@ def without_data(module: Any, dtype: torch.dtype | None = None) -> Any:
             return copy.deepcopy(module, memo)
         except (TypeError, RuntimeError) as exc:
             raise ValueError(f"cannot copy the structure of the module: {exc}") from exc
+
+
+def made_to_be_read(make: Callable[[], Any]) -> Any:
+    """What ``make`` returns; with data where it reads numbers off tensors (timm's drop paths).
+
+    Weights have no initial values even then.
+    """
+    try:
+        return make()
+    except DataDependentOutputException:
+        with _disable_current_modes():
+            return make()
 
 
 def fake(tensor: Any, dtype: torch.dtype | None) -> Any:

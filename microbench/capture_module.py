@@ -14,13 +14,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from microbench.capture import capture_step
 from microbench.capture_facts import worth_following
-from microbench.capture_fake import fake, without_data
+from microbench.capture_fake import fake, made_to_be_read, without_data
 from microbench.cases.hf_inputs import make_inputs
 from microbench.opcall import StepCapture
 from microbench.step import StepSettings
@@ -88,7 +88,7 @@ def capture_own(
 
     def build() -> Any:
         dtype = None if keep_dtype else torch.get_default_dtype()
-        made["own"] = _faked(_made(make), dtype)
+        made["own"] = _faked(made_to_be_read(make), dtype)
         return made["own"].module
 
     def inputs() -> dict[str, Any]:
@@ -113,18 +113,6 @@ def capture_own(
     if first is not None and len(shape) > 1 and not first.is_floating_point():
         length = seq or first.numel() // max(1, shape[0])
     return replace(step, samples=samples, tokens=samples * length)
-
-
-def _made(make: Callable[[], OwnModel]) -> OwnModel:
-    """The model; with data where numbers are read off tensors while it is made (timm's drop paths).
-
-    Its weights have no initial values even then.
-    """
-    try:
-        return make()
-    except DataDependentOutputException:
-        with _disable_current_modes():
-            return make()
 
 
 def said_here(exc: Exception) -> bool:

@@ -1,4 +1,7 @@
-"""A case from a Hugging Face configuration file: random weights, offline, no code of the folder."""
+"""A case from a Hugging Face configuration file: random weights, offline, no code of the folder.
+
+Configurations of timm's models, which name no class of transformers, are built by timm.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfConfig:
-    """A configuration file as read; ``build`` needs transformers, the rest does not."""
+    """A configuration file as read; ``build`` needs transformers or timm, the rest does not.
+
+    ``of_timm``: it names one ``architecture`` of timm's, as its models on the hub do.
+    """
 
     path: Path
     values: dict[str, Any]
     architecture: str
+    of_timm: bool
     digest: str
 
     @property
@@ -44,11 +51,18 @@ def read_config(path: Path) -> HfConfig:
         values = json.loads(data)
     except (OSError, ValueError) as exc:
         raise ValueError(f"hf-config {str(path)!r}: not a readable JSON file ({exc})") from exc
-    names = values.get("architectures") if isinstance(values, dict) else None
+    values = values if isinstance(values, dict) else {}
+    of_timm = "architectures" not in values and "architecture" in values
+    names = [values["architecture"]] if of_timm else values.get("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise ValueError(f"hf-config {str(path)!r}: no class name in 'architectures'")
-    digest = hashlib.sha256(data).hexdigest()
-    return HfConfig(path=path, values=_kept(values), architecture=names[0], digest=digest)
+    return HfConfig(
+        path=path,
+        values=_kept(values),
+        architecture=names[0],
+        of_timm=of_timm,
+        digest=hashlib.sha256(data).hexdigest(),
+    )
 
 
 def _kept(values: dict[str, Any]) -> dict[str, Any]:
@@ -62,6 +76,8 @@ def hf_case(path: Path, *, mode: str, loss: str, attn: str) -> EvalCase:
     in them. The loss is the model's own.
     """
     read = read_config(path)
+    if read.of_timm:
+        return _timm_case(read)
     labels = mode == "train" and loss == "default"
     return EvalCase(
         name=read.name,
@@ -70,6 +86,20 @@ def hf_case(path: Path, *, mode: str, loss: str, attn: str) -> EvalCase:
             _model_class(read), _config(read), batch, seq, labels
         ),
         loss=own_loss,
+        batch=0,
+        measured=False,
+        digest=read.digest,
+    )
+
+
+def _timm_case(read: HfConfig) -> EvalCase:
+    from microbench.cases import timm_config  # lazy: names need no torch
+
+    return EvalCase(
+        name=read.name,
+        build=lambda: timm_config.build(read.values),
+        inputs=lambda batch, seq: timm_config.make_inputs(read.values, batch),
+        loss=timm_config.loss,
         batch=0,
         measured=False,
         digest=read.digest,

@@ -1,4 +1,4 @@
-"""Those timm models that are the same networks as Hugging Face ones, as their configurations.
+"""timm's models as configurations: of the same network in transformers, else as on the hub.
 
 Sources: timm 0.6, models/{resnet,vision_transformer,efficientnet,beit,resnetv2}.py; tables 1 of
 arXiv:1512.03385, 2010.11929, 2012.12877 (tiny and small) and 2106.08254; arXiv:1905.11946 and the
@@ -44,16 +44,18 @@ CLASSES = 1000
 Values = dict[str, Any]
 
 
-def timm_config(name: str, image_size: int) -> str | None:
-    """The configuration as JSON; None where the model is not one of ours."""
+def timm_config(name: str, image_size: int) -> str:
+    """The configuration as JSON; of a network that transformers has not, one that needs timm."""
+    picture = {"input_size": [3, image_size, image_size]}
+    by_timm = {"architecture": name, "num_classes": CLASSES, "pretrained_cfg": picture}
     for pattern, values in NETWORKS.items():
         if found := re.fullmatch(pattern, name):
             try:
                 own = values(*(part for part in found.groups() if part))
-            except KeyError:  # a size that is none of ours
-                return None
+            except KeyError:  # a size that transformers has not
+                break
             return json.dumps({**own, "image_size": image_size, "num_labels": CLASSES})
-    return None
+    return json.dumps(by_timm)
 
 
 def _resnet(layers: str) -> Values:
