@@ -56,7 +56,8 @@ def of(*sources: str) -> Callable[[Rows], np.ndarray]:
 
 def timm_in_transformers(rows: Rows) -> np.ndarray:
     """timm's models of which transformers has the same network."""
-    return np.asarray(of("timm")(rows) & rows["hf_config"].str.contains('"architectures"'))
+    stated = rows["hf_config"].str.contains('"architectures"', na=False)
+    return np.asarray(of("timm")(rows) & stated)
 
 
 def megatron(experts: bool) -> Callable[[Rows], np.ndarray]:
