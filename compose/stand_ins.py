@@ -5,17 +5,20 @@ product of as many multiplications and bytes (implicit GEMM: taps that read the 
 from memory once), in half precision and TF32 with its tensors turned from NCHW to NHWC and back by
 each of these, as tensor cores want them. A grouped one passes over its tensors once and, as timm's
 table of ResNeXts and MobileNets on an RTX 3090 tells, as often again as the root of its sums' terms
-over nine. Norms never seen, and ops without a model, are copies of the bytes they move: utilisation
-as measured, not the peak. A softmax backward is its model's answer, which knows forwards, and the
-product of gradient and output that torch makes beforehand. AIConfigurator measured products in fp8
-with the cast of their first factor, which steps do once for several: such a product takes what it
-does beyond one of few columns, and the time to read that factor; experts' are one of all tokens.
-In bf16 and on GPUs from Hopper on experts' products are one kernel, elsewhere one after the other.
-An LSTM layer never seen is a product of all its inputs, one of the state at each step, and a pass
-over the gates at each; backward as many again, and products for the weights' gradients.
-Sources: cuDNN developer guide, "tensor core operations" and CUDNN_BATCHNORM_SPATIAL_PERSISTENT,
-which torch takes in NHWC; arXiv:1410.0759, section 3; torch 2.1, SoftMax.cu, layer_norm_kernel.cu
-and cudnn/BatchNorm.cpp; torch 2.11, cuda/GroupedBlas.cpp.
+over nine. Backward, torch's own kernel of a depthwise one reads both tensors for every tap of the
+weights; cuDNN's takes 3 x 3 in half precision. In NHWC cuDNN is slow backward where groups are few
+or wide: a pass for every five terms, by the same table. Norms never seen, and ops without a model,
+are copies of the bytes they move: utilisation as measured, not the peak. A softmax backward is its
+model's answer, which knows forwards, and the product of gradient and output that torch makes
+beforehand. AIConfigurator measured products in fp8 with the cast of their first factor, which steps
+do once for several: such a product takes what it does beyond one of few columns, and the time to
+read that factor; experts' are one of all tokens. In bf16 and on GPUs from Hopper on experts'
+products are one kernel, elsewhere one after the other. An LSTM layer never seen is a product of all
+its inputs, one of the state at each step, and a pass over the gates at each; backward as many
+again, and products for the weights' gradients.
+Sources: cuDNN developer guide, "tensor core operations"; arXiv:1410.0759, section 3; torch 2.1,
+SoftMax.cu, layer_norm_kernel.cu, DepthwiseConv2d.cu and Convolution.cpp; torch 2.11,
+cuda/GroupedBlas.cpp; github.com/pytorch/pytorch/issues/34977.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ PASSES = {
     **{"group": 3, "group_backward": 5},  # statistics need a pass of their own
     **{"layer_backward": 5, "rms_backward": 5},  # so do the weights' gradients
 }
-ON_CHIP = {**PASSES, "batch": 2, "batch_backward": 3}  # NHWC in half precision
 DEPTHWISE = 9  # terms of a sum in a 3 x 3 depthwise convolution
+GROUPS, REUSED = 32, 5  # groups at least and channels of one at most; terms to a pass otherwise
 NARROW, WIDE = 32, 512  # columns of a product in fp8 that is a cast next to nothing, or more
 GROUPING = ("hopper", "blackwell", "blackwell-ultra")
 SOFTMAX_BACKWARD = "_softmax_backward_data"
@@ -78,9 +81,8 @@ def stand_ins(params: Any, models: Mapping[str, Any], channels_last: bool, gpu: 
     if not isinstance(params, Norm) or params.op not in PASSES:
         return []
     if not _seen(models, "norm", params.op):
-        passes = ON_CHIP if channels_last and params.dtype in HALF else PASSES
         elements = params.rows * params.cols * params.channels
-        return [copy(passes[params.op] * elements * int(itemsize_bytes(params.dtype)))]
+        return [copy(PASSES[params.op] * elements * int(itemsize_bytes(params.dtype)))]
     return []
 
 
@@ -162,8 +164,7 @@ def _conv(p: Conv, models: Mapping[str, Any], channels_last: bool) -> Iterator[P
     item = int(itemsize_bytes(p.dtype))
     m, k = p.batch * out_h * out_w, p.in_channels // p.groups * p.kernel_h * p.kernel_w
     if p.groups > 1:
-        again = (k / DEPTHWISE) ** 0.5
-        yield replace(copy((x + y) * item), times=passes * (1 + again))
+        yield replace(copy((x + y) * item), times=_passes(p, k, channels_last))
         return
     wide = max(1, m * k // x)  # taps that read the same pixel
     product = Gemm(
@@ -177,3 +178,17 @@ def _conv(p: Conv, models: Mapping[str, Any], channels_last: bool) -> Iterator[P
     yield Part(family="gemm", params=product, times=passes)
     if p.dtype in TENSOR_CORES and not channels_last:
         yield copy(2 * passes * (x + y) * item)
+
+
+def _passes(p: Conv, terms: int, channels_last: bool) -> float:
+    """How often a grouped convolution passes over its tensors, for sums of so many terms."""
+    once: float = 1 + (terms / DEPTHWISE) ** 0.5
+    if p.op != "backward":
+        return once
+    by_tap, each = once, once
+    if p.groups < p.in_channels:
+        many = p.groups >= GROUPS and p.in_channels // p.groups <= GROUPS
+        by_tap = each = once if many or not channels_last else max(once, terms / REUSED)
+    elif not channels_last and (p.dtype not in HALF or p.stride > 1 or terms > DEPTHWISE):
+        by_tap = terms
+    return p.need_input_grad * each + p.need_weight_grad * by_tap

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from unseen_ops import GPU, MODELS, Fixed, learned
 
 from compose.experts import expert_parallel, expert_weights
 from compose.fp8 import CAST
@@ -20,7 +21,6 @@ from itercast.api import capture, capture_case
 from microbench.cases.registry import case
 from microbench.opcall import OpCall, StepCapture
 from microbench.ops.gemm import GROUPED, Gemm, from_grouped
-from tests.compose.test_on_gpu import GPU, MODELS, Fixed, learned
 
 TOKENS, WIDTH, HIDDEN, EXPERTS = 64, 16, 32, 4
 
