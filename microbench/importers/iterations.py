@@ -23,10 +23,10 @@ ABOUT = About(
         "time_us is one optimizer step, accumulation included; batch is samples per data-parallel "
         "replica and step (the published global batch over dp); world_size counts GPUs. doubts "
         "says what is inferred, by whoever published the table or by us. hf_config is JSON to "
-        "build the model from; engine is compile where kernels are fused, by torch or by hand. "
-        "Megatron-Core with tp is taken with sequence parallelism. Rows whose builder is timm name "
-        "a model of timm 0.6. timm: fp16 autocast, SGD, random images, 40 timed steps, "
-        "synchronised each step."
+        "build the model from, by timm where it states one architecture; engine is compile where "
+        "kernels are fused, by torch or by hand. Megatron-Core with tp is taken with sequence "
+        "parallelism. Rows whose builder is timm name a model of timm 0.6. timm: fp16 autocast, "
+        "SGD, random images, 40 timed steps, synchronised each step."
     ),
 )
 TABLE = ("model", "n_gpus", "precision", "global_batch", "step_time_s", "gpu", "gpu_detail")
@@ -113,7 +113,7 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
         **{"op": "train_step", "gpu": gpu, "timer": "with_launch"},
         "stack": "torch-" + given["torch"] if given.get("torch") else given.get("framework", ""),
         **{"dtype": dtype, "amp": amp, "time_us": number(given["step_time_s"]) * 1e6},
-        **{"case": given["model"], "builder": "hf", "hf_config": model.hf_config},
+        **{"case": given["model"], "builder": model.builder, "hf_config": model.hf_config},
         **{"mode": "train", "plan": plan, "batch": batch // dp, "loss": "default"},
         **{"optimizer": optimizer, "optimizer_stated": given.get("optimizer", "")},
         "attn": "eager" if kernel == "hand-written" else "sdpa" if kernel else model.attn,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from microbench.importers.base import whole
 from microbench.importers.models_experts import EXPERTS
+from microbench.importers.timm_models import by_timm
 
 # layers, width, heads, key/value heads, hidden, vocabulary. Source: the config.json of each model
 # at https://huggingface.co/meta-llama.
@@ -31,6 +32,8 @@ BERT = {"base": (12, 768, 12, 3072), "large": (24, 1024, 16, 4096)}
 # Sources: arXiv:1810.04805; PyTorch/LanguageModeling/BERT, and lddl/dask/bert/binning.py in it, of
 # https://github.com/NVIDIA/DeepLearningExamples: pre-training packs batches by length.
 BERT_VOCABULARY = 30528  # 30522 padded to a multiple of 8
+# ResNeXt and its SE form, as ConvNets of the same repository name them.
+BY_TIMM = {"resnext101-32x4d": "resnext101_32x4d", "se-resnext101-32x4d": "seresnext101_32x4d"}
 STATED = ("layers", "d_model", "heads", "ffn")
 
 
@@ -39,6 +42,7 @@ class Model:
     """A configuration as JSON, and what such models use where a row does not say."""
 
     hf_config: str
+    builder: str = "hf"
     optimizer: str = "adamw"
     attn: str = "sdpa"
     doubt: str = ""
@@ -75,6 +79,8 @@ def model_of(given: Mapping[str, str]) -> Model:
         config = {"model_type": "resnet", "embedding_size": 64, "layer_type": "bottleneck"}
         config |= {"architectures": ["ResNetForImageClassification"], **sizes, "num_labels": 1000}
         return Model(hf_config=_text(config), optimizer="sgd")
+    if name in BY_TIMM:
+        return Model(hf_config=by_timm(BY_TIMM[name], 224), builder="timm", optimizer="sgd")
     raise ValueError(f"no configuration known for the model named: {name[:40]!r}")
 
 

@@ -46,8 +46,6 @@ Values = dict[str, Any]
 
 def timm_config(name: str, image_size: int) -> str:
     """The configuration as JSON; of a network that transformers has not, one that needs timm."""
-    picture = {"input_size": [3, image_size, image_size]}
-    by_timm = {"architecture": name, "num_classes": CLASSES, "pretrained_cfg": picture}
     for pattern, values in NETWORKS.items():
         if found := re.fullmatch(pattern, name):
             try:
@@ -55,7 +53,13 @@ def timm_config(name: str, image_size: int) -> str:
             except KeyError:  # a size that transformers has not
                 break
             return json.dumps({**own, "image_size": image_size, "num_labels": CLASSES})
-    return json.dumps(by_timm)
+    return by_timm(name, image_size)
+
+
+def by_timm(name: str, image_size: int) -> str:
+    """The configuration as JSON of a model that timm builds."""
+    picture = {"input_size": [3, image_size, image_size]}
+    return json.dumps({"architecture": name, "num_classes": CLASSES, "pretrained_cfg": picture})
 
 
 def _resnet(layers: str) -> Values:

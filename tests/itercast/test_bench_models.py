@@ -61,6 +61,18 @@ def test_mixtures_of_experts_have_a_line_beside_dense_models() -> None:
     assert experts.choose(rows).tolist() == [True, True, False, False]
 
 
+def test_models_that_timm_alone_builds_have_a_line_of_some_of_them() -> None:
+    """Every row of a model that is drawn; none of those that transformers builds."""
+    cases = [f"m{i}" for i in range(200)] * 2 + ["resnet50"]
+    config = ['{"architecture": "m"}'] * 400 + ['{"architectures": ["ResNet"]}']
+    rows = pd.DataFrame({"source": "timm", "case": cases, "hf_config": config})
+    own, alone = (x.choose(rows) for x in model_lines() if x.name.startswith("timm"))
+    assert own.tolist() == [False] * 400 + [True]
+    assert alone.sum() == 2 * 96
+    assert (alone[:200] == alone[200:400]).all()
+    assert not alone[400]
+
+
 def test_mixed_precision_is_what_a_row_states_but_under_fsdp() -> None:
     """Not stated is none; FSDP casts weights itself."""
     stated = [("", True), ("dp=8", True), ("dp=8,zero=3", True), ("", False), ("", None)]

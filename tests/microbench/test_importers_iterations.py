@@ -195,6 +195,11 @@ def test_a_fine_tuned_bert_has_the_sizes_of_its_name() -> None:
     assert model_of(tuned).doubt == "taken as BERT-large, the default of the recipe"
 
 
+def test_a_network_of_groups_is_left_to_timm() -> None:
+    found = json.loads(model_of({"model": "se-resnext101-32x4d"}).hf_config)
+    assert found["architecture"] == "seresnext101_32x4d"
+
+
 def test_a_doubt_is_kept_with_its_row(tmp_path: Path) -> None:
     """What was assumed stands beside what the publisher doubted."""
     row = MPT | {"gpu": "A100", "gpu_detail": "80 GB", "optimizer": "", "doubts": "one run"}
