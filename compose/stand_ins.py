@@ -6,16 +6,16 @@ from memory once), in half precision and TF32 with its tensors turned from NCHW 
 each of these, as tensor cores want them. A grouped one passes over its tensors once and, as timm's
 table of ResNeXts and MobileNets on an RTX 3090 tells, as often again as the root of its sums' terms
 over nine. Backward, torch's own kernel of a depthwise one reads both tensors for every tap of the
-weights; cuDNN's takes 3 x 3 in half precision. In NHWC cuDNN is slow backward where groups are few
-or wide: a pass for every five terms, by the same table. Norms never seen, and ops without a model,
-are copies of the bytes they move: utilisation as measured, not the peak. A softmax backward is its
-model's answer, which knows forwards, and the product of gradient and output that torch makes
-beforehand. AIConfigurator measured products in fp8 with the cast of their first factor, which steps
-do once for several: such a product takes what it does beyond one of few columns, and the time to
-read that factor; experts' are one of all tokens. In bf16 and on GPUs from Hopper on experts'
-products are one kernel, elsewhere one after the other. An LSTM layer never seen is a product of all
-its inputs, one of the state at each step, and a pass over the gates at each; backward as many
-again, and products for the weights' gradients.
+weights; up to 5 x 5 at stride one in half precision are cuDNN's. In NHWC cuDNN is slow backward
+where groups are few or wide: a pass for every five terms, by the same table. Norms never seen, and
+ops without a model, are copies of the bytes they move: utilisation as measured, not the peak. A
+softmax backward is its model's answer, which knows forwards, and the product of gradient and output
+that torch makes beforehand. AIConfigurator measured products in fp8 with the cast of their first
+factor, which steps do once for several: such a product takes what it does beyond one of few
+columns, and the time to read that factor; experts' are one of all tokens. In bf16 and on GPUs from
+Hopper on experts' products are one kernel, elsewhere one after the other. An LSTM layer never seen
+is a product of all its inputs, one of the state at each step, and a pass over the gates at each;
+backward as many again, and products for the weights' gradients.
 Sources: cuDNN developer guide, "tensor core operations"; arXiv:1410.0759, section 3; torch 2.1,
 SoftMax.cu, layer_norm_kernel.cu, DepthwiseConv2d.cu and Convolution.cpp; torch 2.11,
 cuda/GroupedBlas.cpp; github.com/pytorch/pytorch/issues/34977.
@@ -47,6 +47,7 @@ PASSES = {
     **{"layer_backward": 5, "rms_backward": 5},  # so do the weights' gradients
 }
 DEPTHWISE = 9  # terms of a sum in a 3 x 3 depthwise convolution
+TAPS = 25  # of a depthwise convolution that torch leaves to cuDNN, at most
 GROUPS, REUSED = 32, 5  # groups at least and channels of one at most; terms to a pass otherwise
 NARROW, WIDE = 32, 512  # columns of a product in fp8 that is a cast next to nothing, or more
 GROUPING = ("hopper", "blackwell", "blackwell-ultra")
@@ -189,6 +190,6 @@ def _passes(p: Conv, terms: int, channels_last: bool) -> float:
     if p.groups < p.in_channels:
         many = p.groups >= GROUPS and p.in_channels // p.groups <= GROUPS
         by_tap = each = once if many or not channels_last else max(once, terms / REUSED)
-    elif not channels_last and (p.dtype not in HALF or p.stride > 1 or terms > DEPTHWISE):
+    elif not channels_last and (p.dtype not in HALF or p.stride > 1 or terms > TAPS):
         by_tap = terms
     return p.need_input_grad * each + p.need_weight_grad * by_tap

@@ -65,22 +65,23 @@ def test_a_grouped_convolution_passes_over_its_tensors_more_often() -> None:
 
 
 def test_weights_of_a_depthwise_convolution_are_summed_tap_by_tap() -> None:
-    """Forward passes 1 + sqrt(25 / 9); backward as many for the input and 25 for the weights."""
-    wide = {"in_channels": 32, "groups": 32, "kernel_h": 5, "kernel_w": 5, "op": "backward"}
+    """Forward passes 1 + sqrt(49 / 9); backward as many for the input and 49 for the weights."""
+    wide = {"in_channels": 32, "groups": 32, "kernel_h": 7, "kernel_w": 7, "op": "backward"}
 
     def times(channels_last: bool = False, **changed: Any) -> float:
         (found,) = stand_ins(convolution(**{**wide, **changed}), MODELS, channels_last, GPU)
         return found.times
 
-    once = 1 + 5 / 3
+    once = 1 + 7 / 3
     assert times(op="forward") == once
-    assert times() == once + 25
+    assert times() == once + 49
     assert times(need_weight_grad=False) == once
     assert times(channels_last=True) == 2 * once  # of cuDNN
     small = {"kernel_h": 3, "kernel_w": 3}
     assert times(**small) == 4  # of cuDNN too
+    assert times(kernel_h=5, kernel_w=5) == 2 * (1 + 5 / 3)
     assert times(**small, stride=2) == times(**small, dtype="fp32") == 2 + 9
-    assert times(groups=8) == 2 * (1 + 10 / 3)  # four channels a group
+    assert times(groups=8) == 2 * (1 + 14 / 3)  # four channels a group
 
 
 def test_few_or_wide_groups_are_summed_slowly_in_nhwc() -> None:
