@@ -113,6 +113,12 @@ def model_lines() -> list[ModelLine]:
             )
             for what, experts in (("dense models in fp8", False), ("mixtures of experts", True))
         ),
+        ModelLine(
+            name="DLRM on one A100 or V100",
+            known_best="none published",
+            choose=lambda rows: np.asarray(rows["case"] == "dlrm-criteo"),
+            targets={"geomean_ape_pct": None, "mape_pct": None},
+        ),
         *(
             ModelLine(
                 name=f"timm{what} on RTX 3090, calibrated on {CALIBRATED_ON}",

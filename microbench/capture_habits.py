@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -49,15 +50,18 @@ def _format(tensor: Any, spec: str) -> str:
 def habits_of_real_tensors() -> Iterator[None]:
     """Inside, modules convert in place and ``f"{tensor}"`` is a number, as with real tensors.
 
-    Nothing is initialised: there is no data, and truncated distributions look at theirs.
+    Nothing is initialised: there is no data, and truncated distributions look at theirs. Torch does
+    not log its errors at length beside raising them.
     """
+    torch_says = logging.getLogger("torch._subclasses.fake_tensor")
     init = {n: f for n, f in vars(torch.nn.init).items() if n.endswith("_") and n[:2] != "__"}
     vars(torch.nn.init).update(dict.fromkeys(init, lambda tensor, *args, **kwargs: tensor))
     before = torch.nn.Module._apply, FakeTensor.__format__
     torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
     FakeTensor.__format__ = _format  # type: ignore[method-assign, assignment]
     try:
-        yield
+        with patch.object(torch_says, "disabled", True):
+            yield
     finally:
         torch.nn.Module._apply, FakeTensor.__format__ = before  # type: ignore[method-assign]
         vars(torch.nn.init).update(init)

@@ -9,7 +9,7 @@ from microbench.cases.small import Perceptron
 
 
 class Dlrm(nn.Module):
-    """DLRM (arXiv:1906.00091) with dense embedding gradients.
+    """DLRM (arXiv:1906.00091); gradients of ``sparse`` tables hold the rows looked up alone.
 
     ``bottom`` and ``top`` are widths of the two perceptrons without the ones that follow from the
     rest: the bottom ends in ``width``, the top starts at the interactions and ends in one logit.
@@ -26,12 +26,13 @@ class Dlrm(nn.Module):
         rows: int | tuple[int, ...],
         width: int,
         top: tuple[int, ...],
+        sparse: bool = False,
     ) -> None:
         super().__init__()
         vectors = tables + 1
         self.bottom = Perceptron((features, *bottom, width))
         heights = (rows,) * tables if isinstance(rows, int) else rows
-        bags = [nn.EmbeddingBag(n, width, mode="sum") for n in heights]
+        bags = [nn.EmbeddingBag(n, width, mode="sum", sparse=sparse) for n in heights]
         self.tables = nn.ModuleList(bags)
         self.top = Perceptron((width + vectors * (vectors - 1) // 2, *top, 1))
         pairs = [i * vectors + j for i in range(vectors) for j in range(i)]

@@ -108,18 +108,19 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
     doubts = [given.get("doubts"), gpu_doubt, plan_doubt, precision_doubt, model.doubt]
     doubts.append(optimizer_doubt)
     gpus, compiled = whole(given["n_gpus"]), given.get("compile", "")
-    kernel = given.get("attention_kernel", "")
+    graphs, kernel = "CUDA graphs" in compiled, given.get("attention_kernel", "")
     return {
         **{"op": "train_step", "gpu": gpu, "timer": "with_launch"},
         "stack": "torch-" + given["torch"] if given.get("torch") else given.get("framework", ""),
         **{"dtype": dtype, "amp": amp, "time_us": number(given["step_time_s"]) * 1e6},
-        **{"case": given["model"], "builder": model.builder, "hf_config": model.hf_config},
+        **{"case": model.case or given["model"], "builder": model.builder},
+        "hf_config": model.hf_config,
         **{"mode": "train", "plan": plan, "batch": batch // dp, "loss": "default"},
         **{"optimizer": optimizer, "optimizer_stated": given.get("optimizer", "")},
         "attn": "eager" if kernel == "hand-written" else "sdpa" if kernel else model.attn,
         "compile": compiled.startswith("torch.compile"),
-        "engine": "compile" if FUSED.match(compiled) else "eager",
-        "cuda_graphs": "CUDA graphs" in compiled,
+        "engine": "compile" if FUSED.match(compiled) else "graph" if graphs else "eager",
+        "cuda_graphs": graphs,
         "seq": whole(given.get("seq_len_tokens")) or None,
         "image_size": whole(given.get("image_size")) or None,
         "micro_batch": whole(given.get("micro_batch_per_gpu")) or None,

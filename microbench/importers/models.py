@@ -39,9 +39,10 @@ STATED = ("layers", "d_model", "heads", "ffn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A configuration as JSON, and what such models use where a row does not say."""
+    """A configuration as JSON, or a case; and what such models use where a row does not say."""
 
-    hf_config: str
+    hf_config: str | None = None
+    case: str = ""
     builder: str = "hf"
     optimizer: str = "adamw"
     attn: str = "sdpa"
@@ -79,6 +80,8 @@ def model_of(given: Mapping[str, str]) -> Model:
         config = {"model_type": "resnet", "embedding_size": 64, "layer_type": "bottleneck"}
         config |= {"architectures": ["ResNetForImageClassification"], **sizes, "num_labels": 1000}
         return Model(hf_config=_text(config), optimizer="sgd")
+    if name == "DLRM small":
+        return Model(case="dlrm-criteo", builder="case", optimizer="sgd")
     if name in BY_TIMM:
         return Model(hf_config=by_timm(BY_TIMM[name], 224), builder="timm", optimizer="sgd")
     raise ValueError(f"no configuration known for the model named: {name[:40]!r}")

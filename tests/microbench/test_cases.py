@@ -35,6 +35,7 @@ PUBLISHED_PARAMETERS = {
     "vit-b": 86_567_656,
     "vit-large": 304_326_632,
     "resnet-50": 25_557_032,
+    "dlrm-criteo": 32_709_138 * 128 + 171_392 + 2_197_505,  # tables, bottom, top
 }
 
 

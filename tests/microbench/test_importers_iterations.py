@@ -195,6 +195,14 @@ def test_a_fine_tuned_bert_has_the_sizes_of_its_name() -> None:
     assert model_of(tuned).doubt == "taken as BERT-large, the default of the recipe"
 
 
+def test_a_model_of_clicks_is_a_case_launched_as_a_graph(tmp_path: Path) -> None:
+    row = {**MPT, "model": "DLRM small", "model_note": "", "compile": "eager, CUDA graphs"}
+    (found,) = imported(tmp_path, row).rows["iteration"].to_dict("records")
+    stated = {"case": "dlrm-criteo", "builder": "case", "engine": "graph", "optimizer": "adamw"}
+    assert {name: found[name] for name in stated} == stated
+    assert not isinstance(found["hf_config"], str)
+
+
 def test_a_network_of_groups_is_left_to_timm() -> None:
     found = json.loads(model_of({"model": "se-resnext101-32x4d"}).hf_config)
     assert found["architecture"] == "seresnext101_32x4d"
