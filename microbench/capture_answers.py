@@ -46,6 +46,11 @@ def _clone(tensor: Any) -> Any:
     return _sparse(tensor._indices(), torch.empty_like(tensor._values()), tensor.shape)
 
 
+def _add_in_place(tensor: Any, other: Any, *rest: Any) -> Any:
+    """Of sparse tensors to plain ones: torch would add zeros to zeros of that size."""
+    return tensor if is_sparse(other) and not is_sparse(tensor) else None
+
+
 def _layer_norm_gradients(grad: Any, x: Any, *rest: Any) -> Any:
     """In the order of memory of a plain tensor; torch says in that of the input."""
     *_, weight, bias, wanted = rest
@@ -62,6 +67,7 @@ ANSWERS: Mapping[str, Callable[..., Any]] = {
     "_ctc_loss": _ctc_loss,
     "_ctc_loss_backward": lambda grad, log_probs, *rest: torch.empty_like(log_probs),
     "_embedding_bag_backward": _bag_gradient,
+    "add_": _add_in_place,
     "clone": _clone,
     "native_layer_norm_backward": _layer_norm_gradients,
 }

@@ -114,6 +114,17 @@ def test_sparse_gradients_touch_the_rows_looked_up() -> None:
     assert lookups.outputs[0].shape == (6, 4)
 
 
+def test_sparse_tables_may_be_larger_than_memory() -> None:
+    found = capture_step(
+        lambda: nn.EmbeddingBag(2**40, 64, mode="sum", sparse=True),
+        lambda: {"input": torch.randint(0, 9, (3, 2))},
+        lambda y, inputs: y.sum(),
+        StepSettings(optimizer="sgd"),
+    )
+    (added,) = (c for c in found.calls if c.op == "aten.index_add_.default")
+    assert [t.shape for t in added.tensors()] == [(2**40, 64), (6,), (6, 64)]
+
+
 def test_complex_weights_are_pairs_of_real_numbers() -> None:
     (weight,) = capture("spectrum", fake=True).parameters
     assert (weight.shape, weight.dtype) == ((3, 5, 2), "fp32")
