@@ -14,6 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
 from microbench.capture_attention import flex_as_sdpa
+from microbench.capture_fake import fake
 
 WARNS = "warn_if_padding_and_no_attention_mask"
 
@@ -46,25 +47,31 @@ def _format(tensor: Any, spec: str) -> str:
         return format(repr(tensor), spec)
 
 
+def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+    """Another one of its form; torch would copy storage that is not there."""
+    if id(tensor) not in memo:
+        memo[id(tensor)] = fake(tensor, None)
+    return memo[id(tensor)]
+
+
 @contextmanager
 def habits_of_real_tensors() -> Iterator[None]:
-    """Inside, modules convert in place and ``f"{tensor}"`` is a number, as with real tensors.
+    """Inside, modules convert in place and are copied, and ``f"{tensor}"`` is a number, as usual.
 
     Nothing is initialised: there is no data, and truncated distributions look at theirs. Torch does
     not log its errors at length beside raising them.
     """
-    torch_says = logging.getLogger("torch._subclasses.fake_tensor")
     init = {n: f for n, f in vars(torch.nn.init).items() if n.endswith("_") and n[:2] != "__"}
-    vars(torch.nn.init).update(dict.fromkeys(init, lambda tensor, *args, **kwargs: tensor))
-    before = torch.nn.Module._apply, FakeTensor.__format__
-    torch.nn.Module._apply = _apply  # type: ignore[method-assign, assignment]
-    FakeTensor.__format__ = _format  # type: ignore[method-assign, assignment]
-    try:
-        with patch.object(torch_says, "disabled", True):
-            yield
-    finally:
-        torch.nn.Module._apply, FakeTensor.__format__ = before  # type: ignore[method-assign]
-        vars(torch.nn.init).update(init)
+    idle = dict.fromkeys(init, lambda tensor, *args, **kwargs: tensor)
+    torch_says = logging.getLogger("torch._subclasses.fake_tensor")
+    with (
+        patch.dict(vars(torch.nn.init), idle),
+        patch.object(torch.nn.Module, "_apply", _apply),
+        patch.object(FakeTensor, "__format__", _format),
+        patch.object(FakeTensor, "__deepcopy__", _deepcopy),
+        patch.object(torch_says, "disabled", True),
+    ):
+        yield
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -47,6 +48,18 @@ class Spectrum(nn.Module):
         return torch.fft.irfft(torch.fft.rfft(x) * self.weight)
 
 
+class Copies(nn.Module):
+    """Blocks that are copies of one, as encoders are built; buffers and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.blocks = nn.Sequential(*(copy.deepcopy(block) for _ in range(2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
 class Ctc(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         labels = torch.ones(2, 3, dtype=torch.long)
@@ -66,6 +79,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "attention": (Block, lambda: torch.randn(2, 8, 16)),
     "bags": (Bags, lambda: torch.zeros(3, 2, dtype=torch.long)),
     "spectrum": (Spectrum, lambda: torch.randn(3, 8)),
+    "copies": (Copies, lambda: torch.randn(3, 8)),
     "ctc": (lambda: nn.Sequential(nn.Linear(8, 5), Ctc()), lambda: torch.randn(6, 2, 8)),
 }
 
