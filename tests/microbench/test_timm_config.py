@@ -42,10 +42,18 @@ class Sized(Small):
         return logits, logits
 
 
+class Encoder(Small):
+    """Of pictures, without a head."""
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        features: torch.Tensor = self.stem(pixels)
+        return features
+
+
 @pytest.fixture
 def timm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A timm of two models, where the real one may be missing."""
-    models = {"small": Small, "sized": Sized}
+    """A timm of three models, where the real one may be missing."""
+    models = {"small": Small, "sized": Sized, "encoder": Encoder}
     usual = SimpleNamespace(get_pretrained_cfg=lambda name: SimpleNamespace(input_size=(3, 24, 24)))
     made = SimpleNamespace(
         __version__="0",
@@ -94,6 +102,7 @@ def test_models_made_for_a_size_are_made_for_that_of_the_pictures(tmp_path: Path
         ({"architecture": "small", "pretrained_cfg": {"input_size": 24}}, "input_size 24: expect"),
         ({"architecture": "small", "model_args": {"pretrained": True}}, "weights are never loaded"),
         ({"architecture": "small", "model_args": {"deep": 1}}, "keyword argument 'deep'"),
+        ({"architecture": "encoder"}, "no classes: --loss none"),
         ({"architecture": 3}, "no class name"),
     ],
 )
