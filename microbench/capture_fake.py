@@ -7,7 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -36,7 +40,7 @@ def made_to_be_read(make: Callable[[], Any]) -> Any:
     """
     try:
         return make()
-    except DataDependentOutputException:
+    except (DataDependentOutputException, DynamicOutputShapeException):
         with _disable_current_modes():
             return make()
 

@@ -83,9 +83,9 @@ def test_a_function_is_given_its_size_and_builds_without_memory() -> None:
 class Deep(nn.Module):
     """Layers that are left out the more often the deeper they are, as timm has them."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Any) -> None:
         super().__init__()
-        rates = [part.tolist() for part in torch.linspace(0, 0.3, 4).split([1, 3])]
+        rates = [part.tolist() for part in read(torch.linspace(0, 0.3, 4)).split([1, 3])]
         self.layers = nn.ModuleList([nn.Linear(8, 8) for stage in rates for _ in stage])
         self.rates = [rate for stage in rates for rate in stage]
 
@@ -95,8 +95,9 @@ class Deep(nn.Module):
         return x
 
 
-def test_numbers_read_off_tensors_while_a_model_is_made() -> None:
-    step = capture(lambda: (Deep(), torch.randn(3, 8)), loss="none")
+@pytest.mark.parametrize("read", [torch.clone, torch.unique])
+def test_numbers_read_off_tensors_while_a_model_is_made(read: Any) -> None:
+    step = capture(lambda: (Deep(read), torch.randn(3, 8)), loss="none")
     kept = [c.args[1] for c in step.calls if c.op == "aten.bernoulli_.float"]
     assert kept == pytest.approx([0.9, 0.8, 0.7])  # the first layer has nothing to drop
 
