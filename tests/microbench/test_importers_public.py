@@ -13,6 +13,7 @@ import pytest
 
 from compose.plan import ParallelPlan
 from learners.table import feature_table, is_number
+from microbench.cases.registry import case_names
 from microbench.hardware.node import node_names
 from microbench.hardware.spec import load_gpu
 from microbench.importers.base import Hints, Imported
@@ -66,11 +67,13 @@ def test_collectives_name_our_nodes_and_links(imports: dict[str, Imported]) -> N
 
 
 def test_iterations_have_plans_that_parse_and_models_to_build(imports: dict[str, Imported]) -> None:
-    """World sizes agree; a row has a configuration or names a model of timm."""
+    """World sizes agree; a row has a configuration, names a model of timm or one of our cases."""
     found = rows(imports, "iteration")
     for plan, mine in found.groupby("plan"):
         assert set(mine["world_size"]) == {ParallelPlan.parse(str(plan)).world_size}
-    assert set(found["builder"]) == {"hf", "timm"}
+    assert set(found["builder"]) == {"hf", "timm", "case"}
+    ours = found[found["builder"] == "case"]
+    assert set(ours["case"]) == {"dlrm-criteo"} <= set(case_names())
     built = found[found["builder"] == "hf"]
     assert all("architectures" in json.loads(text) for text in built["hf_config"].unique())
     assert set(found["mode"]) == {"train", "infer"}
