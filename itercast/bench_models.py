@@ -68,6 +68,11 @@ def timm_alone(rows: Rows) -> np.ndarray:
     return np.asarray(others.isin(names[:DRAWN]))
 
 
+def cases(*names: str) -> Callable[[Rows], np.ndarray]:
+    """Runs of these cases of ours."""
+    return lambda rows: np.asarray(rows["case"].isin(names))
+
+
 def megatron(experts: bool) -> Callable[[Rows], np.ndarray]:
     """Runs of Megatron-Core, those of mixtures of experts under ``ep`` or the others."""
     all_of_it = of("nemo-launcher", "nemo-docs", "megatron-bridge")
@@ -113,11 +118,18 @@ def model_lines() -> list[ModelLine]:
             )
             for what, experts in (("dense models in fp8", False), ("mixtures of experts", True))
         ),
-        ModelLine(
-            name="DLRM on one A100 or V100",
-            known_best="none published",
-            choose=lambda rows: np.asarray(rows["case"] == "dlrm-criteo"),
-            targets={"geomean_ape_pct": None, "mape_pct": None},
+        *(
+            ModelLine(
+                name=name,
+                known_best="none published",
+                choose=choose,
+                targets={"geomean_ape_pct": None, "mape_pct": None},
+            )
+            for name, choose in (
+                ("DLRM on one A100 or V100", cases("dlrm-criteo")),
+                ("Transformer-XL base on one GPU", cases("transformer-xl-base")),
+                ("Transformer-XL large on one GPU", cases("transformer-xl-large")),
+            )
         ),
         *(
             ModelLine(

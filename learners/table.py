@@ -69,7 +69,10 @@ def bounds_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> tuple[Any, Any]
     """
     share = np.clip(np.asarray(threads, dtype=float) / gpu.sm_count, 1 / gpu.sm_count, 1.0)
     share = share if gpu.kind == "cpu" else np.ones_like(share)
-    compute_s = np.asarray(family.flops(p), dtype=float) / (_rates(p, gpu.full_rate) * share)
+    rates = _rates(p, gpu.full_rate)
+    if family.rate is not None:
+        rates = np.minimum(rates, family.rate(p, gpu))
+    compute_s = np.asarray(family.flops(p), dtype=float) / (rates * share)
     memory_s = np.asarray(family.bytes_moved(p), dtype=float)
     memory_s = memory_s / (gpu.hbm_bytes_per_s * np.maximum(share, 0.5))
     return compute_s * 1e6, memory_s * 1e6

@@ -114,13 +114,6 @@ def _bert(name: str, width: int, layers: int, heads: int) -> EvalCase:
     return language(name, "MaskedLM", 8, 512, vocab=30522, measured=False, **sizes)
 
 
-# Categories seen 15 times or more in the Criteo Terabyte logs, by feature: the small DLRM of
-# https://github.com/NVIDIA/DeepLearningExamples, PyTorch/Recommendation/DLRM.
-CRITEO = (
-    *(7912889, 33823, 17139, 7339, 20046, 4, 7105, 1382, 63, 5554114, 582469, 245828, 11),
-    *(2209, 10667, 104, 4, 968, 15, 8165896, 2675940, 7156453, 302516, 12022, 97, 35),
-)
-
 PUBLISHED: tuple[EvalCase, ...] = (
     _published("gpt2-small", "gpt", 768, 12, 12, 50257, batch=8, seq=1024),
     _published("gpt2-medium", "gpt", 1024, 24, 16, 50257, batch=8, seq=1024),
@@ -165,19 +158,6 @@ PUBLISHED: tuple[EvalCase, ...] = (
         bag=80,
         width=64,
         top=(512, 128),
-        measured=False,
-    ),
-    clicks(
-        "dlrm-criteo",
-        65536,
-        features=13,
-        bottom=(512, 256),
-        tables=26,
-        rows=CRITEO,
-        bag=1,
-        width=128,
-        top=(1024, 1024, 512, 256),
-        sparse=True,
         measured=False,
     ),
 )

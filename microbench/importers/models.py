@@ -34,6 +34,13 @@ BERT = {"base": (12, 768, 12, 3072), "large": (24, 1024, 16, 4096)}
 BERT_VOCABULARY = 30528  # 30522 padded to a multiple of 8
 # ResNeXt and its SE form, as ConvNets of the same repository name them.
 BY_TIMM = {"resnext101-32x4d": "resnext101_32x4d", "se-resnext101-32x4d": "seresnext101_32x4d"}
+# Models of the same repository that are cases of ours: case, optimizer, doubt.
+TXL = "softmax over all words assumed, train.py's default, as step times tell; LAMB taken as AdamW"
+CASES = {
+    "DLRM small": ("dlrm-criteo", "sgd", ""),
+    "transformerxlbase": ("transformer-xl-base", "adamw", TXL),
+    "transformerxllarge": ("transformer-xl-large", "adamw", TXL),
+}
 STATED = ("layers", "d_model", "heads", "ffn")
 
 
@@ -80,8 +87,12 @@ def model_of(given: Mapping[str, str]) -> Model:
         config = {"model_type": "resnet", "embedding_size": 64, "layer_type": "bottleneck"}
         config |= {"architectures": ["ResNetForImageClassification"], **sizes, "num_labels": 1000}
         return Model(hf_config=_text(config), optimizer="sgd")
-    if name == "DLRM small":
-        return Model(case="dlrm-criteo", builder="case", optimizer="sgd")
+    if name.startswith("transformerxl") and (whole(given.get("n_gpus")) or 1) > 1:
+        # train.py's default, too: 8 GPUs without NVLink take as long a step as one.
+        raise ValueError("gradients are not exchanged, as step times tell")
+    if name in CASES:
+        case, optimizer, doubt = CASES[name]
+        return Model(case=case, builder="case", optimizer=optimizer, doubt=doubt)
     if name in BY_TIMM:
         return Model(hf_config=by_timm(BY_TIMM[name], 224), builder="timm", optimizer="sgd")
     raise ValueError(f"no configuration known for the model named: {name[:40]!r}")

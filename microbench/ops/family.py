@@ -54,6 +54,7 @@ class Family:
     numbers or strings; strings are one-hot encoded by the learner.
     ``answers`` maps an op name as captured ("aten.mm.default") to a function that turns the call
     into parameters, or returns None for a call the family cannot describe.
+    ``rate`` is FLOP/s that an op's kernels cannot pass, whatever the dtype's peak.
     ``floor_us`` replaces max(flops / peak, bytes / memory bandwidth) where that is not the bound;
     a family with ``ranks`` > 1 is built and timed in that many processes at once. One that is
     ``on_demand`` is swept only where it is named: its points take seconds to build.
@@ -78,6 +79,7 @@ class Family:
     features: Callable[[Any, Gpu], dict[str, Any]]
     answers: Mapping[str, Callable[[OpCall], Any]]
     floor_us: Callable[[Any, Gpu], Any] | None = None
+    rate: Callable[[Any, Gpu], Any] | None = None
     ranks: int = 1
     on_demand: bool = False
     curve: Sequence[Part] = ()

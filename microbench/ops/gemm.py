@@ -13,6 +13,7 @@ from microbench.opcall import OpCall, TensorSpec
 from microbench.ops.family import (
     Family,
     Workload,
+    is_any,
     itemsize_bytes,
     log_uniform,
     repeated,
@@ -21,6 +22,8 @@ from microbench.ops.family import (
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64))
 LARGE = 8192
+TENSOR_CORES = ("tf32", "fp16", "bf16")
+OLD_FLOPS = 512  # of an SM of Volta or Turing in a clock, in TF32's width
 BATCHED = ("bmm", "grouped_mm")
 GROUPED = "aten._grouped_mm.default"
 
@@ -148,6 +151,20 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
     return found
 
 
+def rate(p: Any, gpu: Gpu) -> Any:
+    """FLOP/s at most where a row of an operand or of the result is an odd number of elements long.
+
+    Then NVIDIA's libraries take kernels of the generation before Ampere: what one of its SMs does
+    in a clock. Found on published steps of Transformer-XL, whose vocabulary is odd: half the speed
+    on an A100, a quarter on an H100, as fast as others on V100, Turing, RTX 3090 and A6000.
+    """
+    transposed = [is_any(p.layout, those) for those in (("tn", "tt"), ("nt", "tt"))]
+    rows = (np.where(transposed[0], p.m, p.k), np.where(transposed[1], p.k, p.n), p.n)
+    odd = np.any([np.asarray(row) % 2 for row in rows], axis=0) & is_any(p.dtype, TENSOR_CORES)
+    old = np.where(is_any(p.dtype, ("tf32",)), 1, 2) * OLD_FLOPS * gpu.sm_count * gpu.clock_hz
+    return np.where(odd & (gpu.vendor == "nvidia") & (gpu.kind == "gpu"), old, np.inf)
+
+
 def _layout(a: TensorSpec, b: TensorSpec) -> str:
     return "".join("n" if t.stride == () or t.stride[-1] == 1 else "t" for t in (a, b))
 
@@ -189,6 +206,7 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
+    rate=rate,
     alike={"mm": {}, "addmm": {"layout": "nt"}, "bmm": {}, "grouped_mm": {}},  # weights transposed
     tiled=True,
     large=lambda dtype: Gemm(m=LARGE, n=LARGE, k=LARGE, dtype=dtype),

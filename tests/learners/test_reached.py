@@ -11,9 +11,9 @@ import pytest
 from learners.bundle import SHIPPED, Bundle
 from learners.lenders import Asked, Lenders
 from learners.reached import correction
-from learners.table import Encoder
+from learners.table import Encoder, columns
 from microbench.hardware.spec import Gpu, gpu_names, load_gpu
-from microbench.ops.gemm import FAMILY, LARGE
+from microbench.ops.gemm import FAMILY, LARGE, rate
 
 SHIPS = Bundle.load(SHIPPED)
 NEW = Gpu(
@@ -146,5 +146,30 @@ def test_the_bundle_that_ships_knows_gpus_as_the_files_do() -> None:
 def test_stated_rates_are_below_the_peak_but_for_boost_clocks() -> None:
     for name in gpu_names()[1:]:
         gpu = load_gpu(name)
-        for dtype, rate in gpu.reached_flops_per_s.items():
-            assert 0.25 < rate / gpu.peak(dtype) < 1.1, (name, dtype)
+        for dtype, reached in gpu.reached_flops_per_s.items():
+            assert 0.25 < reached / gpu.peak(dtype) < 1.1, (name, dtype)
+
+
+def test_odd_rows_leave_products_to_older_kernels() -> None:
+    """512 FLOP per SM and clock in TF32, twice that in half precision; rows as memory has them."""
+    a100, h100 = load_gpu("a100-sxm-80gb"), load_gpu("h100-sxm-80gb")
+    rows = products(a100.name, "bf16", *[64] * 6).assign(n=64, k=64)
+    sizes = [("nn", 63, 64, 64), ("nn", 64, 64, 63), ("nt", 64, 63, 64), ("tn", 63, 64, 64)]
+    sizes += [("nt", 64, 64, 63), ("tn", 64, 64, 63)]
+    rows[["layout", "m", "n", "k"]] = sizes
+    old = 1024 * 108 * 1.41e9  # half of an A100's peak
+    found = rate(columns(rows, FAMILY), a100)
+    np.testing.assert_allclose(found, [np.inf, old, old, old, old, np.inf])
+    in_tf32 = columns(rows.assign(dtype="tf32"), FAMILY)
+    assert rate(in_tf32, a100)[1] == old / 2
+    assert np.isinf(rate(columns(rows.assign(dtype="fp32"), FAMILY), a100)).all()
+    assert np.isinf(rate(in_tf32, replace(a100, vendor="amd"))).all()
+    assert rate(in_tf32, h100)[1] == 512 * 132 * 1.98e9
+
+
+def test_the_bundle_that_ships_knows_what_an_odd_vocabulary_costs() -> None:
+    """Half the speed on an A100 (of 312 TFLOP/s at the peak), none lost on an RTX 3090."""
+    for gpu, low, high in (("a100-sxm-80gb", 1.8, 2.1), ("rtx-3090", 0.9, 1.1)):
+        both = pd.concat([products(gpu, "bf16", LARGE).assign(n=n) for n in (50257, 50264)])
+        odd, even = SHIPS.price("gemm", both, {gpu: load_gpu(gpu)})["predicted_us"]
+        assert low < odd / even < high

@@ -203,6 +203,16 @@ def test_a_model_of_clicks_is_a_case_launched_as_a_graph(tmp_path: Path) -> None
     assert not isinstance(found["hf_config"], str)
 
 
+def test_transformer_xl_is_a_case_on_one_gpu() -> None:
+    """Runs of more exchanged nothing: their steps are as long as those of one."""
+    row = {"model": "transformerxlbase", "n_gpus": "1"}
+    found = model_of(row)
+    assert (found.case, found.builder) == ("transformer-xl-base", "case")
+    assert "LAMB taken as AdamW" in found.doubt
+    with pytest.raises(ValueError, match="gradients are not exchanged"):
+        model_of(row | {"n_gpus": "8"})
+
+
 def test_a_network_of_groups_is_left_to_timm() -> None:
     found = json.loads(model_of({"model": "se-resnext101-32x4d"}).hf_config)
     assert found["architecture"] == "seresnext101_32x4d"

@@ -1,0 +1,71 @@
+"""Models of NVIDIA's DeepLearningExamples, in the sizes their published steps have.
+
+Source of the sizes: https://github.com/NVIDIA/DeepLearningExamples.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from microbench.cases.evalcase import EvalCase
+from microbench.cases.kinds import builder, clicks, token_loss
+
+# Categories seen 15 times or more in the Criteo Terabyte logs, by feature: the small DLRM of
+# PyTorch/Recommendation/DLRM.
+CRITEO = (
+    *(7912889, 33823, 17139, 7339, 20046, 4, 7105, 1382, 63, 5554114, 582469, 245828, 11),
+    *(2209, 10667, 104, 4, 968, 15, 8165896, 2675940, 7156453, 302516, 12022, 97, 35),
+)
+WORDS = 267_735  # of WikiText-103, seen three times or more
+
+
+def _transformer_xl(name: str, batch: int, seq: int, layers: int, **sizes: Any) -> EvalCase:
+    """Transformer-XL over WikiText-103, with a memory as long as a segment.
+
+    A softmax over all words and dropout as train.py has them unless asked otherwise.
+    """
+
+    def inputs(batch: int, seq: int) -> dict[str, Any]:
+        import torch  # lazy: names need no torch
+
+        memory = torch.randn(layers, seq, batch, sizes["width"])
+        return {"tokens": torch.randint(0, WORDS, (seq, batch)), "memory": memory}
+
+    return EvalCase(
+        name=name,
+        build=builder("transformer_xl", "TransformerXL", layers=layers, vocab=WORDS, **sizes),
+        inputs=inputs,
+        loss=lambda output, given: token_loss(output[0], given),
+        batch=batch,
+        seq=seq,
+        measured=False,
+    )
+
+
+EXAMPLES: tuple[EvalCase, ...] = (
+    clicks(
+        "dlrm-criteo",
+        65536,
+        features=13,
+        bottom=(512, 256),
+        tables=26,
+        rows=CRITEO,
+        bag=1,
+        width=128,
+        top=(1024, 1024, 512, 256),
+        sparse=True,
+        measured=False,
+    ),
+    _transformer_xl("transformer-xl-base", 32, 192, 16, width=512, heads=8, hidden=2048),
+    _transformer_xl(
+        "transformer-xl-large",
+        16,
+        128,
+        18,
+        width=1024,
+        heads=16,
+        hidden=4096,
+        dropout=0.2,
+        dropped=0.2,
+    ),
+)
