@@ -129,6 +129,7 @@ def model_lines() -> list[ModelLine]:
                 ("DLRM on one A100 or V100", cases("dlrm-criteo")),
                 ("Transformer-XL base on one GPU", cases("transformer-xl-base")),
                 ("Transformer-XL large on one GPU", cases("transformer-xl-large")),
+                ("SSD300, one GPU or DDP", cases("ssd300")),
             )
         ),
         *(

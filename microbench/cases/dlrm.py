@@ -13,7 +13,8 @@ class Dlrm(nn.Module):
 
     ``bottom`` and ``top`` are widths of the two perceptrons without the ones that follow from the
     rest: the bottom ends in ``width``, the top starts at the interactions and ends in one logit.
-    ``rows`` is one number for all tables or one for each.
+    ``rows`` is one number for all tables or one for each. What the top reads is padded with zeros
+    to a ``multiple`` of numbers a sample.
     """
 
     lower: torch.Tensor
@@ -27,6 +28,7 @@ class Dlrm(nn.Module):
         width: int,
         top: tuple[int, ...],
         sparse: bool = False,
+        multiple: int = 1,
     ) -> None:
         super().__init__()
         vectors = tables + 1
@@ -34,7 +36,9 @@ class Dlrm(nn.Module):
         heights = (rows,) * tables if isinstance(rows, int) else rows
         bags = [nn.EmbeddingBag(n, width, mode="sum", sparse=sparse) for n in heights]
         self.tables = nn.ModuleList(bags)
-        self.top = Perceptron((width + vectors * (vectors - 1) // 2, *top, 1))
+        read = width + vectors * (vectors - 1) // 2
+        self.padding = -read % multiple
+        self.top = Perceptron((read + self.padding, *top, 1))
         pairs = [i * vectors + j for i in range(vectors) for j in range(i)]
         self.register_buffer("lower", torch.tensor(pairs), persistent=False)
         for table in bags:
@@ -57,5 +61,6 @@ class Dlrm(nn.Module):
         vectors = torch.stack((x, *bags), dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         pairs = products.index_select(1, self.lower)
-        logits: torch.Tensor = self.top(torch.cat((x, pairs), dim=1)).squeeze(1)
+        zeros = [x.new_zeros(len(x), self.padding)] if self.padding else []
+        logits: torch.Tensor = self.top(torch.cat((x, pairs, *zeros), dim=1)).squeeze(1)
         return logits

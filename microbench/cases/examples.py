@@ -42,6 +42,25 @@ def _transformer_xl(name: str, batch: int, seq: int, layers: int, **sizes: Any) 
     )
 
 
+def _ssd(name: str, batch: int, image: int, places: int, classes: int) -> EvalCase:
+    """SSD over COCO; an object in one of a hundred places."""
+
+    def inputs(batch: int, seq: int) -> dict[str, Any]:
+        import torch  # lazy, as above
+
+        labels = torch.randint(1, classes, (batch, places)) * (torch.rand(batch, places) < 0.01)
+        images = torch.randn(batch, 3, image, image)
+        return {"images": images, "boxes": torch.randn(batch, 4, places), "labels": labels}
+
+    def loss(output: Any, given: dict[str, Any]) -> Any:
+        from microbench.cases.detection import detection_loss  # lazy, as above
+
+        return detection_loss(output, given["boxes"], given["labels"])
+
+    build = builder("detection", "Ssd", classes=classes)
+    return EvalCase(name=name, build=build, inputs=inputs, loss=loss, batch=batch, measured=False)
+
+
 EXAMPLES: tuple[EvalCase, ...] = (
     clicks(
         "dlrm-criteo",
@@ -54,6 +73,7 @@ EXAMPLES: tuple[EvalCase, ...] = (
         width=128,
         top=(1024, 1024, 512, 256),
         sparse=True,
+        multiple=8,
         measured=False,
     ),
     _transformer_xl("transformer-xl-base", 32, 192, 16, width=512, heads=8, hidden=2048),
@@ -68,4 +88,5 @@ EXAMPLES: tuple[EvalCase, ...] = (
         dropout=0.2,
         dropped=0.2,
     ),
+    _ssd("ssd300", 32, 300, 8732, 81),
 )

@@ -123,6 +123,7 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
         "cuda_graphs": graphs,
         "seq": whole(given.get("seq_len_tokens")) or None,
         "image_size": whole(given.get("image_size")) or None,
+        "memory_format": "nhwc" if "memory_format nhwc" in given.get("model_note", "") else "",
         "micro_batch": whole(given.get("micro_batch_per_gpu")) or None,
         "world_size": gpus,
         "ranks_per_node": min(gpus, whole(given.get("gpus_per_node")) or gpus),

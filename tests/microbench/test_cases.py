@@ -35,10 +35,12 @@ PUBLISHED_PARAMETERS = {
     "vit-b": 86_567_656,
     "vit-large": 304_326_632,
     "resnet-50": 25_557_032,
-    "dlrm-criteo": 32_709_138 * 128 + 171_392 + 2_197_505,  # tables, bottom, top
+    "dlrm-criteo": 32_709_138 * 128 + 171_392 + 2_197_505 + 1024,  # tables, bottom, top, pad
     # table and bias; biases of distances; layers: 5 w^2, 2 w h + w + h, norms
     "transformer-xl-base": 267_735 * 513 + 1024 + 16 * (1_310_720 + 2_099_712 + 2048),
     "transformer-xl-large": 267_735 * 1025 + 2048 + 18 * (5_242_880 + 8_393_728 + 4096),
+    # ResNet-50 less its last stage and head; added maps; boxes and classes
+    "ssd300": 25_557_032 - 14_964_736 - 2_049_000 + 3_773_696 + 9 * 13_824 * 85 + 30 * 85,
 }
 
 

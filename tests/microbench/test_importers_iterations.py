@@ -108,7 +108,10 @@ def test_mixtures_of_experts_have_as_many_parameters_as_published(
         ({"tp": "1 (2)"}, "plan is ambiguous: tp '1 (2)'"),
         ({"n_gpus": "15", "pp": "2"}, "degrees of the plan do not fit the number of GPUs"),
         ({"pp": "4", "vp": "3", "grad_accum_steps": "2"}, "plan is ambiguous: interleaved stages"),
-        ({"model": "SSD", "model_note": ""}, "no configuration known for the model named: 'SSD'"),
+        (
+            {"model": "DLRM large", "model_note": ""},
+            "no configuration known for the model named: 'DLRM large'",
+        ),
         (
             {"model": "BERT", "model_note": "", "section": "Pre-training"},
             "lengths vary: batches are",
@@ -211,6 +214,20 @@ def test_transformer_xl_is_a_case_on_one_gpu() -> None:
     assert "LAMB taken as AdamW" in found.doubt
     with pytest.raises(ValueError, match="gradients are not exchanged"):
         model_of(row | {"n_gpus": "8"})
+
+
+def test_a_detector_is_a_case_unless_one_process_alone_was_counted() -> None:
+    row = {"model": "SSD", "n_gpus": "8", "set": "v1"}
+    assert model_of(row).case == "ssd300"
+    assert model_of(row | {"n_gpus": "1", "set": "v0"}).optimizer == "sgd"
+    with pytest.raises(ValueError, match="throughput is of one process"):
+        model_of(row | {"set": "v0"})
+
+
+def test_images_lie_in_memory_as_a_row_says(tmp_path: Path) -> None:
+    row = {**MPT, "model": "resnet50", "model_note": "memory_format nhwc", "image_size": "224"}
+    rows = [imported(tmp_path, r).rows["iteration"] for r in (row, {**row, "model_note": ""})]
+    assert [list(r["memory_format"].fillna("")) for r in rows] == [["nhwc"], [""]]
 
 
 def test_a_network_of_groups_is_left_to_timm() -> None:

@@ -73,7 +73,9 @@ def test_iterations_have_plans_that_parse_and_models_to_build(imports: dict[str,
         assert set(mine["world_size"]) == {ParallelPlan.parse(str(plan)).world_size}
     assert set(found["builder"]) == {"hf", "timm", "case"}
     ours = found[found["builder"] == "case"]
-    assert {"dlrm-criteo", "transformer-xl-base"} <= set(ours["case"]) <= set(case_names())
+    assert (
+        {"dlrm-criteo", "transformer-xl-base", "ssd300"} <= set(ours["case"]) <= set(case_names())
+    )
     built = found[found["builder"] == "hf"]
     assert all("architectures" in json.loads(text) for text in built["hf_config"].unique())
     assert set(found["mode"]) == {"train", "infer"}
