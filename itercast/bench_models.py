@@ -22,6 +22,15 @@ from itercast.target import find_target
 from learners.train import errors
 
 CALIBRATED_ON = 32
+EXAMPLES = {
+    "DLRM": ("dlrm-criteo",),
+    "Transformer-XL base": ("transformer-xl-base",),
+    "Transformer-XL large": ("transformer-xl-large",),
+    "BERT": ("BERT", "bert_base_squad", "bert_large_squad"),
+    "ResNet-50": ("resnet50", "resnet50v1.5"),
+    "SSD300": ("ssd300",),
+}
+SYNCHRONISED = ("BERT", "ResNet-50", "SSD300")
 DRAWN = 96  # of timm's models that timm alone can build
 
 
@@ -68,9 +77,12 @@ def timm_alone(rows: Rows) -> np.ndarray:
     return np.asarray(others.isin(names[:DRAWN]))
 
 
-def cases(*names: str) -> Callable[[Rows], np.ndarray]:
-    """Runs of these cases of ours."""
-    return lambda rows: np.asarray(rows["case"].isin(names))
+def examples(*cases: str, several: bool = False) -> Callable[[Rows], np.ndarray]:
+    """Runs of these models of DeepLearningExamples on one GPU, or on ``several`` of a node."""
+    theirs = of("lambda-deeplearning-benchmark", "nvidia-dle")
+    return lambda rows: np.asarray(
+        theirs(rows) & rows["case"].isin(cases) & ((rows["world_size"] > 1) == several)
+    )
 
 
 def megatron(experts: bool) -> Callable[[Rows], np.ndarray]:
@@ -126,10 +138,11 @@ def model_lines() -> list[ModelLine]:
                 targets={"geomean_ape_pct": None, "mape_pct": None},
             )
             for name, choose in (
-                ("DLRM on one A100 or V100", cases("dlrm-criteo")),
-                ("Transformer-XL base on one GPU", cases("transformer-xl-base")),
-                ("Transformer-XL large on one GPU", cases("transformer-xl-large")),
-                ("SSD300, one GPU or DDP", cases("ssd300")),
+                *((f"{name} on one GPU", examples(*cases)) for name, cases in EXAMPLES.items()),
+                *(
+                    (f"{name} under DDP", examples(*EXAMPLES[name], several=True))
+                    for name in SYNCHRONISED
+                ),
             )
         ),
         *(
