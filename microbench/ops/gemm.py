@@ -155,13 +155,16 @@ def rate(p: Any, gpu: Gpu) -> Any:
     """FLOP/s at most where a row of an operand or of the result is an odd number of elements long.
 
     Then NVIDIA's libraries take kernels of the generation before Ampere: what one of its SMs does
-    in a clock. Found on published steps of Transformer-XL, whose vocabulary is odd: half the speed
-    on an A100, a quarter on an H100, as fast as others on V100, Turing, RTX 3090 and A6000.
+    in a clock, a quarter of the peak at least. Found on published steps of Transformer-XL, whose
+    vocabulary is odd: half the speed on an A100, a quarter on an H100, as fast as others on V100,
+    Turing, RTX 3090 and A6000.
     """
     transposed = [is_any(p.layout, those) for those in (("tn", "tt"), ("nt", "tt"))]
     rows = (np.where(transposed[0], p.m, p.k), np.where(transposed[1], p.k, p.n), p.n)
     odd = np.any([np.asarray(row) % 2 for row in rows], axis=0) & is_any(p.dtype, TENSOR_CORES)
-    old = np.where(is_any(p.dtype, ("tf32",)), 1, 2) * OLD_FLOPS * gpu.sm_count * gpu.clock_hz
+    half = ~np.asarray(is_any(p.dtype, ("tf32",)))
+    old = (1 + half) * OLD_FLOPS * gpu.sm_count * gpu.clock_hz
+    old = np.maximum(old, np.where(half, gpu.peak("fp16"), gpu.peak("tf32")) / 4)
     return np.where(odd & (gpu.vendor == "nvidia") & (gpu.kind == "gpu"), old, np.inf)
 
 

@@ -61,6 +61,24 @@ def test_mixtures_of_experts_have_a_line_beside_dense_models() -> None:
     assert experts.choose(rows).tolist() == [True, True, False, False]
 
 
+def test_examples_on_one_gpu_and_on_several_have_lines_of_their_own() -> None:
+    """Of the models that exchange gradients; timm's rows of the same name are timm's."""
+    rows = pd.DataFrame(
+        {"source": source, "case": case, "world_size": gpus}
+        for source, case, gpus in (
+            ("nvidia-dle", "resnet50v1.5", 1),
+            ("lambda-deeplearning-benchmark", "resnet50", 8),
+            ("timm", "resnet50", 1),
+            ("nvidia-dle", "dlrm-criteo", 1),
+        )
+    )
+    chosen = {x.name: x.choose(rows).tolist() for x in model_lines() if "ResNet" in x.name}
+    assert chosen == {
+        "ResNet-50 on one GPU": [True, False, False, False],
+        "ResNet-50 under DDP": [False, True, False, False],
+    }
+
+
 def test_models_that_timm_alone_builds_have_a_line_of_some_of_them() -> None:
     """Every row of a model that is drawn; none of those that transformers builds."""
     cases = [f"m{i}" for i in range(200)] * 2 + ["resnet50"]

@@ -165,6 +165,7 @@ def test_odd_rows_leave_products_to_older_kernels() -> None:
     assert np.isinf(rate(columns(rows.assign(dtype="fp32"), FAMILY), a100)).all()
     assert np.isinf(rate(in_tf32, replace(a100, vendor="amd"))).all()
     assert rate(in_tf32, h100)[1] == 512 * 132 * 1.98e9
+    assert rate(in_tf32, replace(h100, sm_count=1))[1] == 494.7e12 / 4
 
 
 def test_the_bundle_that_ships_knows_what_an_odd_vocabulary_costs() -> None:
