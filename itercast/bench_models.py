@@ -6,7 +6,10 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,13 @@ from scipy.stats import kendalltau
 
 from eval.bench_nodes import node_sums_us
 from eval.bench_public import Result, Rows
+from eval.bench_report import WORKERS
 from itercast.evaluation import ASKED, console, stated_rows, step_of
 from itercast.steps import progress_bar
 from itercast.target import find_target
 from learners.train import errors
+
+Answer = tuple[float, float] | str  # us of a step and of its backward, or why there are none
 
 CALIBRATED_ON = 32
 EXAMPLES = {
@@ -165,13 +171,14 @@ def run_models(public: Path, only: str, bundle: Path) -> list[Result]:
         return []
     rows, nodes = read_iterations(public), node_sums_us(public / "NeuSight")
     results: list[Result] = []
-    known: dict[Any, tuple[float, float]] = {}
-    for line in lines:
-        start = time.monotonic()
-        mine = rows[line.choose(rows)].reset_index(drop=True)
-        found = add_forecasts(mine, bundle, known)
-        found["nodes"] = [nodes.get(str(o), {}).get(line.part, np.nan) for o in found["origin"]]
-        results += judge(line, found, time.monotonic() - start)
+    known: dict[Any, Answer] = {}
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+        for line in lines:
+            start = time.monotonic()
+            mine = rows[line.choose(rows)].reset_index(drop=True)
+            found = add_forecasts(mine, bundle, known, pool)
+            found["nodes"] = [nodes.get(str(o), {}).get(line.part, np.nan) for o in found["origin"]]
+            results += judge(line, found, time.monotonic() - start)
     return results
 
 
@@ -187,40 +194,43 @@ def read_iterations(public: Path) -> Rows:
     return stated_rows(rows[rows["status"] == "ok"])
 
 
-def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, tuple[float, float]]) -> Rows:
+def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, Answer], pool: Executor) -> Rows:
     """The rows that can be forecast with ``step`` and ``backward`` in us; others are counted."""
-    asked = [*(c for c in ASKED if c in rows), "hf_config", "backward_us"]
-    refused = Counter[str]()
-    found = []
+    names = [*(c for c in ASKED if c in rows), "hf_config", "backward_us"]
+    asked = rows[names].to_dict("records")
+    keys = [tuple(map(str, values.values())) for values in asked]
+    new = {k: v for k, v in zip(keys, asked, strict=True) if k not in known}
+    answers = pool.map(partial(_answer, bundle), new.values())
     with progress_bar() as bar:
-        for values in bar.track(rows[asked].to_dict("records"), description="forecast"):
-            key = tuple(map(str, values.values()))
-            if key not in known:
-                try:
-                    known[key] = _forecast_us({str(k): v for k, v in values.items()}, bundle)
-                except ValueError as exc:
-                    refused[str(exc)[:120]] += 1
-                    known[key] = (np.nan, np.nan)
-            found.append(known[key])
-    for reason, count in refused.most_common():
+        tracked = bar.track(answers, total=len(new), description="forecast")
+        known.update(zip(new, tracked, strict=True))
+    for reason, count in Counter(a for k in keys if isinstance(a := known[k], str)).most_common():
         console.print(f"{count} not forecast: {reason}")
-    step, backward = np.array(found).reshape(-1, 2).T
+    step, backward = (
+        np.array([(np.nan, np.nan) if isinstance(a := known[k], str) else a for k in keys])
+        .reshape(-1, 2)
+        .T
+    )
     rows = rows.assign(step=step, backward=backward)
     return pd.DataFrame(rows[np.isfinite(step)].reset_index(drop=True))
 
 
-def _forecast_us(asked: Mapping[str, Any], bundle: Path) -> tuple[float, float]:
+def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
     """The step, and without a plan what it takes longer than a forward pass in eval mode.
 
-    Dropout is then part of the backward pass: it is small beside the products.
+    Dropout is then part of the backward pass: it is small beside the products. A text says what
+    cannot be forecast.
     """
     from itercast.api import forecast_step
 
-    target = find_target(str(asked["gpu"]), str(asked["plan"]), bundle)
-    whole_us = forecast_step(step_of(asked, target.plan), target).iteration_us
-    if asked["plan"] or asked["mode"] == "infer" or not np.isfinite(asked["backward_us"]):
-        return whole_us, 0.0
-    ahead = forecast_step(step_of({**asked, "mode": "infer"}, target.plan), target)
+    try:
+        target = find_target(str(asked["gpu"]), str(asked["plan"]), bundle)
+        whole_us = forecast_step(step_of(asked, target.plan), target).iteration_us
+        if asked["plan"] or asked["mode"] == "infer" or not np.isfinite(asked["backward_us"]):
+            return whole_us, 0.0
+        ahead = forecast_step(step_of({**asked, "mode": "infer"}, target.plan), target)
+    except ValueError as exc:
+        return str(exc)[:120]
     return whole_us, whole_us - ahead.iteration_us
 
 
