@@ -33,14 +33,13 @@ from microbench.hardware.spec import Gpu
 from microbench.ops.conv import Conv, out_sizes
 from microbench.ops.elementwise import Elementwise
 from microbench.ops.family import itemsize_bytes
-from microbench.ops.gemm import Gemm
+from microbench.ops.gemm import TENSOR_CORES, Gemm
 from microbench.ops.norm import Norm
 from microbench.ops.recurrent import GATES, Recurrent
 from microbench.ops.reduction import Reduction
 
 NEEDED = ("gemm", "elementwise")
 HALF = ("fp16", "bf16")
-TENSOR_CORES = (*HALF, "tf32")
 PASSES = {
     **{"batch": 3, "batch_backward": 5, "batch_eval": 2, "batch_eval_backward": 3},
     **{"group": 3, "group_backward": 5},  # statistics need a pass of their own

@@ -26,7 +26,6 @@ from itercast.target import find_target
 from learners.train import errors
 
 Answer = tuple[float, float] | str  # us of a step and of its backward, or why there are none
-
 CALIBRATED_ON = 32
 EXAMPLES = {
     "DLRM": ("dlrm-criteo",),
@@ -129,21 +128,14 @@ def model_lines() -> list[ModelLine]:
         ),
         *(
             ModelLine(
-                name=f"Megatron-Core, {what}",
-                known_best="none published",
-                choose=megatron(experts),
-                targets={"geomean_ape_pct": None, "mape_pct": None},
-            )
-            for what, experts in (("dense models in fp8", False), ("mixtures of experts", True))
-        ),
-        *(
-            ModelLine(
                 name=name,
                 known_best="none published",
                 choose=choose,
                 targets={"geomean_ape_pct": None, "mape_pct": None},
             )
             for name, choose in (
+                ("Megatron-Core, dense models in fp8", megatron(False)),
+                ("Megatron-Core, mixtures of experts", megatron(True)),
                 *((f"{name} on one GPU", examples(*cases)) for name, cases in EXAMPLES.items()),
                 *(
                     (f"{name} under DDP", examples(*EXAMPLES[name], several=True))
@@ -204,13 +196,11 @@ def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, Answer], pool: Exec
     with progress_bar() as bar:
         tracked = bar.track(answers, total=len(new), description="forecast")
         known.update(zip(new, tracked, strict=True))
-    for reason, count in Counter(a for k in keys if isinstance(a := known[k], str)).most_common():
+    found = [known[k] for k in keys]
+    for reason, count in Counter(f for f in found if isinstance(f, str)).most_common():
         console.print(f"{count} not forecast: {reason}")
-    step, backward = (
-        np.array([(np.nan, np.nan) if isinstance(a := known[k], str) else a for k in keys])
-        .reshape(-1, 2)
-        .T
-    )
+    times = [(np.nan, np.nan) if isinstance(f, str) else f for f in found]
+    step, backward = np.array(times).reshape(-1, 2).T
     rows = rows.assign(step=step, backward=backward)
     return pd.DataFrame(rows[np.isfinite(step)].reset_index(drop=True))
 

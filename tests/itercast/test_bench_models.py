@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -11,8 +13,9 @@ import pytest
 
 from compose.plan import ParallelPlan
 from eval.bench_nodes import node_sums_us
-from itercast.bench_models import ModelLine, judge, model_lines
+from itercast.bench_models import Answer, ModelLine, add_forecasts, judge, model_lines
 from itercast.evaluation import stated_rows, step_of
+from learners.bundle import SHIPPED
 
 
 def test_nodes_of_the_layer_count_once_per_layer(tmp_path: Path) -> None:
@@ -77,6 +80,22 @@ def test_examples_on_one_gpu_and_on_several_have_lines_of_their_own() -> None:
         "ResNet-50 on one GPU": [True, False, False, False],
         "ResNet-50 under DDP": [False, True, False, False],
     }
+
+
+def test_forecasts_are_of_the_rows_asked_and_others_are_counted() -> None:
+    """A row asked for twice has one answer; one on no known GPU has none and is left out."""
+    common = {"case": "mlp-s", "batch": 2, "dtype": "fp32", "plan": "", "mode": "train"}
+    common |= {"seq": 0, "optimizer": "adamw", "loss": "default", "attn": "sdpa"}
+    gpus = ("v100-pcie-32gb", "x1", "v100-pcie-32gb")
+    rows = stated_rows(pd.DataFrame({"gpu": gpu, **common} for gpu in gpus))
+    known: dict[Any, Answer] = {}
+    with ThreadPoolExecutor(1) as pool:
+        found = add_forecasts(rows.assign(hf_config=None, backward_us=9.0), SHIPPED, known, pool)
+    assert found["gpu"].tolist() == ["v100-pcie-32gb"] * 2
+    assert found["step"].nunique() == found["backward"].nunique() == 1
+    assert (found["step"] > found["backward"]).all()
+    assert (found["backward"] > 0).all()
+    assert sum("unknown gpu 'x1'" in str(answer) for answer in known.values()) == 1
 
 
 def test_models_that_timm_alone_builds_have_a_line_of_some_of_them() -> None:
