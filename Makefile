@@ -4,7 +4,7 @@ BUDGET ?= 5m
 OUT ?= datasets
 PYTHON ?= python3
 
-.PHONY: help setup demo collect campaign train evaluate others bench-public bench-speed bench-scale active predict ui report test lint endurance clean
+.PHONY: help setup demo collect campaign train evaluate others bench-public bench-speed bench-scale active predict ui report test lint endurance forecasts clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -64,6 +64,9 @@ lint: setup ## ruff and mypy
 
 endurance: setup ## kill a sweep 50 times, look at what is left (10 minutes)
 	$(PY) tests/endurance/kill_sweep.py
+
+forecasts: setup ## compare 300 forecasts with those recorded, after code was moved or rewritten (1 minute)
+	$(PY) tests/endurance/forecasts.py
 
 clean: ## remove what the targets made, but not datasets
 	rm -rf .venv runs reports bundles mlruns mlartifacts mlflow.db .cache
