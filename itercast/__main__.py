@@ -14,6 +14,7 @@ from rich.console import Console
 from itercast.bench import bench_public
 from itercast.calibration import calibrate
 from itercast.errors import one_line_errors
+from itercast.gpu_report import gpu_report
 from itercast.imports import import_rows
 from itercast.options import Bundle, Families, Json
 from itercast.planning import plan
@@ -30,6 +31,7 @@ app = typer.Typer(
 
 app.command()(calibrate)
 app.command()(bench_public)
+app.command()(gpu_report)
 
 
 @app.command()

@@ -1,0 +1,57 @@
+"""itercast gpu-report: how well models trained on one GPU's own rows forecast it."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from itercast.errors import one_line_errors
+
+if TYPE_CHECKING:
+    from eval.results import CaseResult
+
+
+@one_line_errors
+def gpu_report(
+    data: Annotated[Path, typer.Argument(help="dataset root, as a campaign leaves it")],
+    gpu: Annotated[str, typer.Option(help="train on the rows of this GPU")] = "h100-sxm-80gb",
+    unseen: Annotated[str, typer.Option(help="forecast this one without having seen it")] = "",
+    trials: Annotated[int, typer.Option(help="Optuna trials per family; 0: defaults")] = 0,
+) -> None:
+    """Train on one GPU's rows, print its errors, then those of a GPU left out."""
+    from eval import gpu_report as tables
+    from learners.bundle import Bundle
+    from learners.train import train
+
+    console = Console()
+    with tempfile.TemporaryDirectory() as folder:
+        root, bundle = Path(folder) / "known", Path(folder) / "bundle"
+        tables.only_gpu(data, gpu, root)
+        other = tables.only_gpu(data, unseen, Path(folder) / "unseen") if unseen else None
+        console.print(tables.measured_table(data, gpu))
+        trained = tables.family_errors(train([root], bundle, None, trials).to_dict())
+        console.print(tables.error_table(f"{gpu}: ops, shapes left out", trained))
+        found = tables.iteration_errors(_compared(root, bundle))
+        console.print(tables.error_table(f"{gpu}: iterations", found))
+        if other is not None:
+            console.print(tables.measured_table(data, unseen))
+            title = f"{unseen}, trained on {gpu} alone"
+            known = tables.with_hardware(Bundle.load(bundle), other)
+            known.save(bundle)
+            found = tables.unseen_errors(other, known)
+            console.print(tables.error_table(f"{title}: ops", found))
+            found = tables.iteration_errors(_compared(other, bundle))
+            console.print(tables.error_table(f"{title}: iterations", found))
+
+
+def _compared(root: Path, bundle: Path) -> list[CaseResult]:
+    """Measured iterations under a root of one GPU beside their forecasts."""
+    from itercast.evaluation import compare_all, measured_rows
+
+    if not any(root.glob("iteration/*")):
+        return []
+    return compare_all(measured_rows(root, None), bundle)
