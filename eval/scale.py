@@ -4,55 +4,60 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import statistics
+import sys
 import tempfile
+import time
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from eval.speed import run_or_say, timed_s
+from microbench.slow_imports import without_scikit_learn
 
-CODE = """
-import time
-start = time.perf_counter()
-import json, resource, statistics
-from itercast.steps import without_scikit_learn
-without_scikit_learn()  # as the command does
-from compose.search import best_plans
-from itercast.api import capture, predict
-from itercast.planning import open_search
+GPU = "h100-sxm-80gb"
+MODEL = "gpt3-175b"
 
-GPU = {"gpu": "h100-sxm-80gb"}
-step = capture("gpt3-175b", batch=1, dtype="bf16")
-predict(step, plan="dp=128,tp=8,pp=16,micro=16", **GPU)
-found = {"first_s": time.perf_counter() - start, "first_cpu_s": time.process_time()}
-start, start_cpu = time.perf_counter(), time.process_time()
-predict(step, plan="dp=64,tp=8,pp=32,micro=32", **GPU)
-found |= {"next_s": time.perf_counter() - start, "next_cpu_s": time.process_time() - start_cpu}
 
-def forecast_s(dp):
-    begin = time.process_time()
-    predict(step, plan=f"dp={dp},tp=8,zero=1", **GPU)
-    return time.process_time() - begin
+def measure(begin_s: float) -> dict[str, float]:
+    """Figures of one fresh process; ``begin_s`` is ``time.time()`` before its imports."""
+    from compose.capture_model import capture
+    from compose.open_search import open_search
+    from compose.predict import predict
+    from compose.search import best_plans
 
-forecast_s(2)
-pairs = [(forecast_s(1 + n), forecast_s(12_500 - n)) for n in range(2, 9)]
-few_s, many_s = (statistics.median(p) for p in zip(*pairs))
-found["growth"] = many_s / few_s
-asked = {"batch": 1536, "seq": 2048, "dtype": "bf16", "optimizer": "adamw", "bundle": None}
-search, _ = open_search("gpt3-175b", "h100-sxm-80gb", 1024, node="dgx-h100", **asked)
-best_plans(search, 512, "time")  # captures and prices are there then
-start = time.process_time()
-plans = best_plans(search, 1024, "time")
-found["plans_per_s"] = plans.considered / (time.process_time() - start)
-found["gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-print(json.dumps(found))
-"""
+    step = capture(MODEL, batch=1, dtype="bf16")
+    predict(step, gpu=GPU, plan="dp=128,tp=8,pp=16,micro=16")
+    found = {"first_s": time.time() - begin_s, "first_cpu_s": time.process_time()}
+    start, start_cpu = time.perf_counter(), time.process_time()
+    predict(step, gpu=GPU, plan="dp=64,tp=8,pp=32,micro=32")
+    found |= {"next_s": time.perf_counter() - start, "next_cpu_s": time.process_time() - start_cpu}
+
+    def forecast_s(dp: int) -> float:
+        begin = time.process_time()
+        predict(step, gpu=GPU, plan=f"dp={dp},tp=8,zero=1")
+        return time.process_time() - begin
+
+    forecast_s(2)
+    pairs = [(forecast_s(1 + n), forecast_s(12_500 - n)) for n in range(2, 9)]
+    few_s, many_s = (statistics.median(p) for p in zip(*pairs, strict=True))
+    found["growth"] = many_s / few_s
+    asked: dict[str, Any] = {"batch": 1536, "seq": 2048, "dtype": "bf16", "optimizer": "adamw"}
+    search, _ = open_search(MODEL, GPU, 1024, node="dgx-h100", bundle=None, **asked)
+    best_plans(search, 512, "time")  # captures and prices are there then
+    start = time.process_time()
+    plans = best_plans(search, 1024, "time")
+    found["plans_per_s"] = plans.considered / (time.process_time() - start)
+    found["gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    return found
 
 
 def main() -> None:
     """Prints the figures beside their targets."""
     with tempfile.TemporaryDirectory() as folder:
-        _, printed = timed_s(["-c", CODE], folder)
+        _, printed = timed_s(["-m", "eval.scale", str(time.time())], folder)
     found = json.loads(printed.splitlines()[-1])
     table = Table("what", "target", "measured", title=f"scale, load {os.getloadavg()[0]:.1f}")
     for what, target, key in (
@@ -69,4 +74,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_or_say(main)
+    if len(sys.argv) > 1:  # the fresh process that ``main`` starts
+        without_scikit_learn()  # as the command does
+        print(json.dumps(measure(float(sys.argv[1]))))
+    else:
+        run_or_say(main)

@@ -95,10 +95,10 @@ def price(
     hardware: Annotated[Path | None, typer.Option(help="YAML of a GPU of one's own")] = None,
 ) -> None:
     """Price every row of a dataset file."""
-    from itercast.steps import without_scikit_learn
+    from microbench.slow_imports import without_scikit_learn
 
     without_scikit_learn()
-    from itercast.target import find_bundle
+    from compose.target import find_bundle
     from learners.price import price_file, read_file
     from microbench.hardware.spec import load_gpu
 
@@ -129,7 +129,7 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/evaluate"),
 ) -> None:
     """Measured iterations beside their forecasts; measures on this CPU where no rows are given."""
-    from itercast.evaluation import compare_all, measured_rows, report_comparison
+    from eval.compare import compare_all, measured_rows, report_comparison
     from itercast.steps import iterations
 
     root = measured or Path("runs/measured")

@@ -21,9 +21,9 @@ def bench_public(
 ) -> None:
     """Reprint the table of errors on public measurements beside baselines; logs to MLflow."""
     from eval.bench_lines import lines
+    from eval.bench_models import model_lines, run_models
     from eval.bench_report import markdown, run
     from eval.tracking import log_bench
-    from itercast.bench_models import model_lines, run_models
     from learners.bundle import SHIPPED
 
     names = sorted({x.name for x in lines()} | {x.name for x in model_lines()})

@@ -20,7 +20,7 @@ def calibrate(
     hardware: Annotated[Path | None, typer.Option(help="YAML of a GPU of one's own")] = None,
 ) -> None:
     """Pull a bundle's forecasts close to a few measured rows (4-16 a family) of a GPU."""
-    from itercast.target import find_bundle
+    from compose.target import find_bundle
     from learners.calibrate import calibrate as pull
     from learners.calibrate import read_few
     from microbench.hardware.spec import load_gpu

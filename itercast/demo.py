@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from itercast.evaluation import compare_all, console, measured_rows, report_comparison
+from eval.compare import compare_all, console, measured_rows, report_comparison
 from itercast.steps import fit, iterations, report_table, sweep
 
 RUN = Path("runs/demo")

@@ -50,7 +50,7 @@ def gpu_report(
 
 def _compared(root: Path, bundle: Path) -> list[CaseResult]:
     """Measured iterations under a root of one GPU beside their forecasts."""
-    from itercast.evaluation import compare_all, measured_rows
+    from eval.compare import compare_all, measured_rows
 
     if not any(root.glob("iteration/*")):
         return []

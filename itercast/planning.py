@@ -19,7 +19,6 @@ from microbench.cases.huggingface import read_config
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from compose.forecast import Forecast
-    from compose.search import Search
 
 BAR = 24  # characters of a waterfall
 PARTS: tuple[tuple[str, str, str], ...] = (
@@ -52,9 +51,10 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Search parallel plans and print the best ten with where their time goes; logs to MLflow."""
+    from compose.open_search import open_search
     from compose.search import best_plans
+    from compose.shared_search import shared_search
     from eval.tracking import log_plans
-    from itercast.plan_study import shared_search
 
     begin = time.perf_counter()
     if (not case) == (hf_config is None):
@@ -89,58 +89,6 @@ def plan(
         typer.echo(json.dumps({**facts, "plans": plain}))
     else:
         Console().print(plans_table(facts, reports))
-
-
-def open_search(
-    model: str | Path,
-    gpu: str,
-    gpus: int,
-    *,
-    node: str,
-    batch: int | None,
-    seq: int | None,
-    dtype: str,
-    optimizer: str,
-    bundle: Path | None,
-    amp: bool = False,
-) -> tuple[Search, str]:
-    """A search over plans of a case or of a Hugging Face configuration, and the bundle's name.
-
-    ``batch`` and ``seq`` are a case's own unless given; a configuration has none.
-    """
-    from compose.priced import PriceBook
-    from compose.search import Search
-    from itercast.api import capture
-    from itercast.target import find_bundle, find_gpu
-    from microbench.cases.registry import case
-    from microbench.hardware.node import load_node
-
-    if isinstance(model, str):
-        chosen = case(model)
-        batch, seq = batch or chosen.batch * gpus, seq or chosen.seq
-    if not batch:
-        raise ValueError("--hf-config needs --batch, and --seq for text")
-    folder, found = find_bundle(gpu, bundle)
-    device = find_gpu(gpu, found)
-    place = load_node(node) if node else None
-    if place is not None and place.gpu != device.name:
-        raise ValueError(f"node {place.name!r} holds {place.gpu}, not {device.name}")
-    threads = max(1, device.sm_count // gpus) if device.kind == "cpu" else 0
-
-    def capture_at(samples: int, length: int) -> Any:
-        size: dict[str, Any] = {"batch": samples, "seq": length or None}
-        return capture(model, dtype=dtype, optimizer=optimizer, amp=amp, **size)
-
-    search = Search(
-        capture_at=capture_at,
-        book=PriceBook(found, device, threads),
-        node=place,
-        batch=batch,
-        seq=seq or 0,
-        optimizer=optimizer,
-        amp=amp,
-    )
-    return search, str(folder)
 
 
 def plans_table(facts: dict[str, Any], reports: Sequence[Forecast]) -> Table:

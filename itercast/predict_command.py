@@ -16,7 +16,7 @@ from microbench.cases.huggingface import read_config
 
 if TYPE_CHECKING:  # no command but predict pays for these
     from compose.forecast import Forecast
-    from itercast.target import Target
+    from compose.target import Target
     from microbench.opcall import StepCapture
 
 
@@ -61,15 +61,16 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Forecast one iteration of a model: a named case, a configuration, or a function's module."""
-    from itercast.steps import forecast_table, without_scikit_learn
+    from itercast.steps import forecast_table
+    from microbench.slow_imports import without_scikit_learn
 
     if not model:  # a function of one's own may need it
         without_scikit_learn()
+    from compose.capture_model import capture, micro_size
     from compose.engines import with_engine
     from compose.plan import ParallelPlan
+    from compose.target import find_target, forecast_step, timeline_of
     from compose.timeline import trace_json
-    from itercast.api import capture, forecast_step, micro_size, timeline_of
-    from itercast.target import find_target
     from microbench.store import write_atomic
 
     if compiled and cuda_graph:

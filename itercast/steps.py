@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from eval.progress import progress_bar
+
 if TYPE_CHECKING:
     from compose.forecast import Forecast
-
-
-def progress_bar() -> Progress:
-    """On stderr, so that --json output stays clean."""
-    return Progress(console=Console(stderr=True))
-
-
-def without_scikit_learn() -> None:
-    """Hide scikit-learn from imports: xgboost and transformers load it where they find it.
-
-    That takes 1.5 s and nothing here uses it.
-    """
-    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
 
 
 def sweep(
@@ -192,7 +179,7 @@ def listing(what: str) -> list[str]:
 
         return sorted(families())
     if what == "bundles":
-        from itercast.target import LOCAL
+        from compose.target import LOCAL
         from learners.bundle import SHIPPED, SHIPPED_CPU
 
         folders = (*LOCAL, SHIPPED, SHIPPED_CPU)

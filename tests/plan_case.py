@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
+from compose.capture_model import capture_case
 from compose.priced import PriceBook
 from compose.search import Search
-from itercast.api import capture_case
 from microbench.cases.registry import case
 from microbench.hardware.spec import Gpu
 from microbench.opcall import StepCapture

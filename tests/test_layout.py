@@ -44,8 +44,8 @@ def test_datasets_hold_no_python() -> None:
     assert not list((ROOT / "datasets").rglob("*.py"))
 
 
-def test_files_stay_under_300_lines() -> None:
-    """Over that, there are two ideas in it."""
+def test_files_stay_under_400_lines() -> None:
+    """Over that, there are two ideas in it (STYLE: about 300 lines, 400 where it is one idea)."""
     for room in ROOMS:
         for path in (ROOT / room).rglob("*.py"):
-            assert len(path.read_text().splitlines()) <= 300, path
+            assert len(path.read_text().splitlines()) <= 400, path

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from unseen_ops import GPU, MODELS, Fixed, learned
 
+from compose.capture_model import capture, capture_case
 from compose.experts import expert_parallel, expert_weights
 from compose.fp8 import CAST
 from compose.pairs import CAST as TO
@@ -17,7 +18,6 @@ from compose.plan import ParallelPlan
 from compose.priced import PriceBook, priceable
 from compose.rewrite import COLLECTIVE
 from compose.stand_ins import stand_ins
-from itercast.api import capture, capture_case
 from microbench.cases.registry import case
 from microbench.opcall import OpCall, StepCapture
 from microbench.ops.gemm import GROUPED, Gemm, from_grouped

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from compose.capture_model import capture_case
 from compose.layers import split_layers
 from compose.work import Step, Work, fold
-from itercast.api import capture_case
 from microbench.cases.registry import case
 from microbench.opcall import StepCapture
 from microbench.shallow import layer_key

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from compose.capture_model import capture, capture_case
 from compose.context import context_parallel
 from compose.experts import expert_parallel
 from compose.layers import split_layers
@@ -17,7 +18,6 @@ from compose.plan import ParallelPlan
 from compose.rewrite import COLLECTIVE
 from compose.tensor import tensor_parallel
 from compose.work import side_by_side_us
-from itercast.api import capture, capture_case
 from microbench.cases.registry import case
 from microbench.opcall import StepCapture
 from microbench.ops import find_family

@@ -17,10 +17,10 @@ from typing import Any
 
 from rich.progress import track
 
+from compose.capture_model import capture, micro_size
 from compose.engines import with_engine
 from compose.plan import ParallelPlan
-from itercast.api import capture, forecast_step, micro_size
-from itercast.target import find_target
+from compose.target import find_target, forecast_step
 from learners.bundle import SHIPPED, SHIPPED_CPU
 from microbench.cases.registry import case
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
+from compose.capture_model import capture, micro_size
 from compose.plan import ParallelPlan
-from itercast.api import capture, micro_size, optimizer_of
+from compose.target import optimizer_of
 from microbench.opcall import StepCapture
 
 

@@ -12,9 +12,9 @@ import pandas as pd
 import pytest
 
 from compose.plan import ParallelPlan
+from eval.bench_models import Answer, ModelLine, add_forecasts, judge, model_lines
 from eval.bench_nodes import node_sums_us
-from itercast.bench_models import Answer, ModelLine, add_forecasts, judge, model_lines
-from itercast.evaluation import stated_rows, step_of
+from eval.compare import stated_rows, step_of
 from learners.bundle import SHIPPED
 
 

@@ -10,8 +10,8 @@ from plan_case import GPU, search_of
 from typer.testing import CliRunner
 
 from compose.search import best_plans
+from compose.shared_search import open_study, shared_search
 from itercast.__main__ import app
-from itercast.plan_study import open_study, shared_search
 from learners.bundle import Bundle
 
 run = CliRunner()

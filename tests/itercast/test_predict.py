@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from itercast.target import find_target
+from compose.target import find_target
 from learners.bundle import Bundle
 from learners.train import train_family
 from microbench.hardware.machine import cpu_name

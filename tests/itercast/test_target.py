@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from itercast.target import find_bundle
+from compose.target import find_bundle
 from learners.bundle import SHIPPED, SHIPPED_CPU
 
 

@@ -1,17 +1,21 @@
-"""What a step is forecast on: a bundle, a device, a plan, found by their names."""
+"""Bundle, device, plan and node behind the names a user gives; the forecast of a step on them."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from compose.forecast import Forecast, forecast, timeline
 from compose.plan import ParallelPlan
+from compose.timeline import Span, Task
 from learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from microbench.hardware.machine import cpu_name
 from microbench.hardware.node import Node, load_node
 from microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from microbench.opcall import StepCapture
 
 logger = logging.getLogger(__name__)
 LOCAL = (Path("runs/demo/bundle"), Path("bundles/local"))
@@ -102,4 +106,36 @@ def find_target(gpu: str = "cpu", plan: str = "", bundle: Path | None = None) ->
         plan=parsed,
         threads=max(1, device.sm_count // parsed.world_size) if device.kind == "cpu" else 0,
         node=find_node(parsed, device),
+    )
+
+
+def forecast_step(step: StepCapture, target: Target) -> Forecast:
+    """The forecast of a captured step, one micro-batch of the plan's."""
+    return forecast(
+        step,
+        target.bundle,
+        target.gpu,
+        target.plan,
+        bundle_name=target.bundle_name,
+        threads=target.threads,
+        optimizer=optimizer_of(step),
+        node=target.node,
+    )
+
+
+def optimizer_of(step: StepCapture) -> str:
+    """The optimizer that a captured step ran."""
+    return next((name for name in ("adamw", "sgd") if f"{name}_step" in step.host), "none")
+
+
+def timeline_of(step: StepCapture, target: Target) -> tuple[Sequence[Task], Sequence[Span]]:
+    """What runs when on the slowest rank, lane by lane."""
+    return timeline(
+        step,
+        target.bundle,
+        target.gpu,
+        target.plan,
+        threads=target.threads,
+        optimizer=optimizer_of(step),
+        node=target.node,
     )

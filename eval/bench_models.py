@@ -17,12 +17,12 @@ import numpy as np
 import pandas as pd
 from scipy.stats import kendalltau
 
+from compose.target import find_target
 from eval.bench_nodes import node_sums_us
 from eval.bench_public import Result, Rows
 from eval.bench_report import WORKERS
-from itercast.evaluation import ASKED, console, stated_rows, step_of
-from itercast.steps import progress_bar
-from itercast.target import find_target
+from eval.compare import ASKED, console, stated_rows, step_of
+from eval.progress import progress_bar
 from learners.train import errors
 
 Answer = tuple[float, float] | str  # us of a step and of its backward, or why there are none
@@ -211,7 +211,7 @@ def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
     Dropout is then part of the backward pass: it is small beside the products. A text says what
     cannot be forecast.
     """
-    from itercast.api import forecast_step
+    from compose.target import forecast_step
 
     try:
         target = find_target(str(asked["gpu"]), str(asked["plan"]), bundle)

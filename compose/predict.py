@@ -1,0 +1,43 @@
+"""``predict``: the forecast of one iteration of any model on a GPU under a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from compose.capture_model import capture, micro_size
+from compose.engines import with_engine
+from compose.forecast import Forecast
+from compose.plan import ParallelPlan
+from compose.target import find_target, forecast_step
+from microbench.opcall import StepCapture
+
+
+def predict(
+    model: Any,
+    inputs: Any = None,
+    loss: Callable[[Any], Any] | str = "default",
+    *,
+    gpu: str = "cpu",
+    plan: str = "",
+    bundle: Path | None = None,
+    engine: str = "eager",
+    **options: Any,
+) -> Forecast:
+    """Forecast one iteration on ``gpu`` under ``plan``, run by an engine: eager, graph or compile.
+
+    ``model`` is anything ``capture`` takes, with its options, or what it returned: ``batch`` and
+    ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it.
+    """
+    if isinstance(model, StepCapture):
+        if inputs is not None or loss != "default" or options:
+            raise ValueError("a captured step has its inputs, loss and options already")
+        if ParallelPlan.parse(plan).amp:
+            raise ValueError(f"plan {plan!r}: a step is captured with amp=True, or without")
+        return forecast_step(with_engine(model, engine), find_target(gpu, plan, bundle))
+    asked, split = (options.pop("batch", None), options.pop("seq", None)), ParallelPlan.parse(plan)
+    size = micro_size(model, split, *asked)
+    target = find_target(gpu, plan, bundle)
+    step = capture(model, inputs, loss, **size, **{"amp": split.amp, **options})
+    return forecast_step(with_engine(step, engine), target)
