@@ -7,13 +7,13 @@ what a trace shows of a step that was captured whole, and what the folding is ch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from compose.collectives import cluster, price_messages
 from compose.ddp import Sync, ddp_step, default_contention
-from compose.engines import launches
 from compose.frame import frame
 from compose.gpu_variants import as_on_gpu
-from compose.host import host_cost, launch_cost_us
+from compose.host import launch_costs
 from compose.lanes import LATENCY, SHARED
 from compose.plan import ParallelPlan
 from compose.priced import PriceBook, PricedOp
@@ -27,19 +27,18 @@ def op_timeline(
     """The step of one data-parallel rank; all ranks are alike, so one stands for all."""
     on_cpu = book.gpu.kind == "cpu"
     capture = capture if on_cpu else as_on_gpu(capture)
-    counts = dict(capture.host)
-    if not on_cpu:
-        counts["launch"] = launches(capture)
-    launch_us = host_cost(counts, book).duration_us / max(1, len(capture.calls))
+    costs = launch_costs(capture, capture.host, book)
     syncs: list[Sync] = []
     if plan.dp > 1:
         capture, syncs = ddp_step(capture)
     own = frame(capture, ParallelPlan(), book.gpu).wanted
-    alone_us = launch_cost_us(book)
-    waits_us = [alone_us if c.module == "DDP" else launch_us for c in capture.calls]
+    ops = book.price(list(own.values()))
+    added = [c.module == "DDP" for c in capture.calls]
+    waits_us = [costs.us(op, added=a) for op, a in zip(ops, added, strict=True)]
+    ops = [replace(op, kernels=costs.kernels(op)) for op in ops]
     messages = price_messages([s.message for s in syncs], book, cluster(plan, book.gpu))
     sent = list(zip(syncs, messages, strict=True))
-    tasks = lanes(book.price(list(own.values())), waits_us, on_cpu, sent)
+    tasks = lanes(ops, waits_us, on_cpu, sent)
     return tasks, simulate_shared(tasks, SHARED, default_contention(book.gpu))
 
 
@@ -52,20 +51,21 @@ def lanes(
     """The step as tasks on lanes.
 
     On a CPU what an op costs the host lengthens it. On a GPU the host lane issues one op after the
-    other and a kernel starts when it is issued and the compute lane is free. Collectives run on the
-    comm lane in the order of ``syncs``.
+    other and a kernel starts when it is issued and the compute lane is free; an op of several
+    kernels is as many tasks. Collectives run on the comm lane in the order of ``syncs``.
     """
     waiting = sorted(syncs, key=lambda s: s[0].after)
     awaited: dict[int, list[int]] = {}
     tasks: list[Task] = []
     for index, (op, launch_us) in enumerate(zip(ops, launches_us, strict=True)):
         after = tuple(awaited.pop(index, ()))
-        if not on_cpu:
-            after += (len(tasks),)
-            tasks.append(Task(("host",), launch_us, name=f"launch {op.op}"))
-        compute = len(tasks)
-        duration_us = op.duration_us + (launch_us if on_cpu else 0.0)
-        tasks.append(Task(("compute",), duration_us, after, op.op))
+        for _ in range(op.kernels):
+            if not on_cpu:
+                after += (len(tasks),)
+                tasks.append(Task(("host",), launch_us / op.kernels, name=f"launch {op.op}"))
+            compute = len(tasks)
+            duration_us = op.duration_us / op.kernels + (launch_us if on_cpu else 0.0)
+            tasks.append(Task(("compute",), duration_us, after, op.op))
         while waiting and waiting[0][0].after <= index:
             sync, priced = waiting.pop(0)
             before = (compute,)

@@ -126,7 +126,7 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
     if fresh:
         on_cpu = where.gpu.kind == "cpu"
         asked = list(dict.fromkeys([*fresh, *map(_empty, fresh if on_cpu else ())]))
-        learned = "collective" in book.pricer.models
+        learned = "collective" in book.models
         made = _learned(asked, book, where) if learned else (_stand_in(m, where) for m in asked)
         found = dict(zip(asked, made, strict=True))
         for m, op in found.items():

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from compose.priced import PriceBook, PricedOp
+from compose.engines import launches
+from compose.priced import PriceBook, PricedOp, price_book
+from learners.lenders import apart
+from learners.model import FamilyModel
+from microbench.opcall import StepCapture
 from microbench.ops.host import Host
 
 # Assumptions where family 'host' has no model, right within a factor of two.
@@ -59,16 +63,17 @@ def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
 
     The model counts on a CPU, where it was measured on the machine that is asked about, and
     elsewhere, and for wrappers, only inside its envelope; ``in_envelope`` is false where a price
-    is assumed.
+    is assumed, or was measured on the host of another GPU.
     """
     unknown = sorted(set(counts) - set(ASSUMED_US))
     if unknown:
         raise ValueError(f"unknown host events {unknown}; known: {sorted(ASSUMED_US)}")
     events = [name for name in counts if counts[name]]
     points = [Host(op=e, tensors=counts[e] if e in PER_STEP else 1) for e in events]
-    learned = book.points("host", points) if "host" in book.pricer.models else {}
+    beside = _measured_beside(book)
+    learned = beside.points("host", points) if "host" in book.models else {}
     us = low_us = high_us = 0.0
-    inside = True
+    inside = beside is book
     for event, point in zip(events, points, strict=True):
         row = learned[point][0] if learned else {}
         here = book.gpu.kind == "cpu" and event not in WRAPPERS
@@ -92,9 +97,61 @@ def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
     )
 
 
-def launch_cost_us(book: PriceBook) -> float:
-    """What a kernel costs the host that no Python calls; nothing on a CPU, where it is an op."""
-    return 0.0 if book.gpu.kind == "cpu" else host_cost({"launch": 1}, book).duration_us
+def _measured_beside(book: PriceBook) -> PriceBook:
+    """The book of a GPU whose host was measured: this one's own, else the nearest.
+
+    What Python costs is the host's, not the GPU's.
+    """
+    model = book.models.get("host")
+    if not isinstance(model, FamilyModel) or book.gpu.kind == "cpu":
+        return book
+    known = [model.lenders.gpus[name] for name in model.lenders.measured]
+    known = [gpu for gpu in known if gpu.kind == book.gpu.kind]
+    if not known or book.gpu.name in model.lenders.measured:
+        return book
+    nearest = min(known, key=lambda gpu: apart(book.gpu, gpu, "fp32"))
+    return price_book(book.pricer, nearest, book.threads, book.stack)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launches:
+    """What the host spends on the ops of a step, in us for each.
+
+    ``python_us`` is an op's share of Python and autograd. A call itself takes what rows tell of the
+    op (``PricedOp.launch_us``), else ``usual_us``; one that C++ adds, and no Python, ``alone_us``.
+    With ``by_op`` false rows do not count: one graph launches all.
+    """
+
+    python_us: float
+    usual_us: float
+    alone_us: float
+    by_op: bool = True
+
+    def us(self, op: PricedOp, *, added: bool = False) -> float:
+        """Host time of one op; ``added``: no module calls it."""
+        own_us = op.launch_us if self.by_op else None
+        if added:
+            return self.alone_us if own_us is None else own_us
+        return self.python_us + (self.usual_us if own_us is None else own_us)
+
+    def kernels(self, op: PricedOp) -> int:
+        """How many launches these are."""
+        return op.kernels if self.by_op else 1
+
+
+def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBook) -> Launches:
+    """Of a step, these events spread over its calls; on a CPU a call itself is part of its op."""
+    calls = max(1, len(capture.calls))
+    python_us = host_cost(events, book).duration_us / calls
+    if book.gpu.kind == "cpu":
+        return Launches(python_us=python_us, usual_us=0.0, alone_us=0.0)
+    alone_us = host_cost({"launch": 1}, book).duration_us
+    return Launches(
+        python_us=python_us,
+        usual_us=alone_us * launches(capture) / calls,
+        alone_us=alone_us,
+        by_op=capture.engine != "graph",
+    )
 
 
 def python_op(event: str, count: int, book: PriceBook, share: float = 1.0) -> PricedOp:

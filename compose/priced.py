@@ -11,7 +11,9 @@ import pandas as pd
 
 from compose.attention_kernels import SLOWDOWN
 from compose.memo import remembered
-from compose.stand_ins import Part, copy, learned, stand_ins
+from compose.stand_ins import TORCH, Part, copy, learned, stand_ins
+from learners.host_calls import HostCall
+from learners.model import FamilyModel
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
 from microbench.ops import find_family
@@ -43,7 +45,9 @@ class Pricer(Protocol):
 class PricedOp:
     """One call with its duration; ``family`` is unmodelled where a roofline stood in.
 
-    ``latency_us``: the part of a message on a CPU that ranks sleep, not copy.
+    ``latency_us``: the part of a message on a CPU that ranks sleep, not copy. ``launch_us`` is what
+    calling it costs the host of a GPU, None where no row tells, and ``kernels`` how many kernels
+    that launches, each as long as the others.
     """
 
     op: str
@@ -55,6 +59,8 @@ class PricedOp:
     flops: float
     in_envelope: bool
     latency_us: float = 0.0
+    launch_us: float | None = None
+    kernels: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +88,26 @@ class PriceBook:
     """Prices of one pricer on one device, each asked for once: plans share most of their ops.
 
     On a CPU plans share its cores, so ops are priced for all numbers of threads that plans leave a
-    rank, in one question: ``shared`` are the prices of all these books.
+    rank, in one question: ``shared`` are the prices of all these books. ``stack`` is the software
+    that is forecast: where rows of several were learned, those of it answer.
     """
 
     def __init__(
-        self, pricer: Pricer, gpu: Gpu, threads: int, shared: dict[int, Prices] | None = None
+        self,
+        pricer: Pricer,
+        gpu: Gpu,
+        threads: int,
+        shared: dict[int, Prices] | None = None,
+        stack: str = TORCH,
     ) -> None:
-        self.pricer, self.gpu, self.threads = pricer, gpu, threads
+        self.pricer, self.gpu, self.threads, self.stack = pricer, gpu, threads, stack
+        self.models = {n: m for n, m in pricer.models.items() if answers(m, gpu)}
         self.by_threads: dict[int, Prices] = {} if shared is None else shared
         self.by_threads.setdefault(threads, {})
         self.flops: dict[Any, float] = {}  # by parameters
         self.sent: dict[Any, PricedOp] = {}  # collectives, by message and group
         self.python: dict[Any, PricedOp] = {}  # the host's, by event, count and share
+        self.calls: dict[tuple[str, str], HostCall | None] = {}  # by family and op
 
     @property
     def known(self) -> Prices:
@@ -110,7 +124,7 @@ class PriceBook:
             columns = {name: [getattr(p, name) for p in fresh] * len(asked) for name in names}
             columns["threads"] = [n for n, _ in asked for _ in fresh]
             columns["cache"] = [cache for _, cache in asked for _ in fresh]
-            rows = pd.DataFrame({**columns, "gpu": self.gpu.name})
+            rows = pd.DataFrame({**columns, "gpu": self.gpu.name, "stack_wanted": self.stack})
             priced: list[Any] = self.expected(family, rows).to_dict("records")
             for at, n in enumerate(self.by_threads):
                 own = priced[2 * at * len(fresh) :]
@@ -145,8 +159,8 @@ class PriceBook:
 
     def _parts(self, w: Priceable) -> list[Part]:
         """What is priced for an op: itself, what stands in for it, or nothing."""
-        models, on_gpu = self.pricer.models, self.gpu.kind != "cpu"
-        if found := stand_ins(w.params, models, w.channels_last, self.gpu):
+        models, on_gpu = self.models, self.gpu.kind != "cpu"
+        if found := stand_ins(w.params, models, w.channels_last, self.gpu, self.stack):
             return found
         if w.family is not None and w.family.name in models:
             return [Part(family=w.family.name, params=w.params)]
@@ -156,6 +170,17 @@ class PriceBook:
         if params not in self.flops:
             self.flops[params] = float(family.flops(params))
         return self.flops[params]
+
+    def _call(self, w: Priceable) -> HostCall | None:
+        """What a call costs the host of a GPU; on a CPU that is part of the op."""
+        if w.family is None or self.gpu.kind == "cpu":
+            return None
+        key = (w.family.name, getattr(w.params, "op", ""))
+        if key not in self.calls:
+            model = self.models.get(key[0])
+            told = isinstance(model, FamilyModel)
+            self.calls[key] = model.host_call(self.gpu.name, key[1]) if model and told else None
+        return self.calls[key]
 
     def _one(self, w: Priceable, parts: Sequence[Part]) -> PricedOp:
         name = w.family.name if w.family is not None else UNMODELLED
@@ -170,13 +195,14 @@ class PriceBook:
             )
             us, low_us, high_us = us + one_us, low_us + one_low_us, high_us + one_high_us
             inside = inside and bool(warm["in_envelope"]) and part.params is w.params
-        if name not in self.pricer.models:
+        if name not in self.models:
             name, inside = UNMODELLED, False
             dtype = getattr(w.params, "dtype", "fp32")
             if not parts:
                 us = _moved(w) / self.gpu.hbm_bytes_per_s * 1e6 + 2.0
             us = max(us, flops / self.gpu.peak(dtype) * 1e6)
             low_us, high_us = us / 2, us * 2
+        call = self._call(w)
         return PricedOp(
             op=w.op,
             family=name,
@@ -186,7 +212,14 @@ class PriceBook:
             high_us=high_us,
             flops=flops,
             in_envelope=inside,
+            launch_us=call.us(getattr(w.params, "tensors", 1)) if call else None,
+            kernels=max(1, round(call.kernels)) if call else 1,
         )
+
+
+def answers(model: Any, gpu: Gpu) -> bool:
+    """Whether a family's model was learned from devices of this kind."""
+    return not isinstance(model, FamilyModel) or model.answers(gpu)
 
 
 def _moved(w: Priceable) -> float:
@@ -195,18 +228,18 @@ def _moved(w: Priceable) -> float:
 
 
 @remembered
-def _books(pricer: Pricer, gpu: Gpu) -> dict[int, PriceBook]:
+def _books(pricer: Pricer, gpu: Gpu, stack: str) -> dict[int, PriceBook]:
     shared: dict[int, Prices] = {}
     cores = gpu.sm_count if gpu.kind == "cpu" else 0
     numbers = {max(1, cores >> halvings) for halvings in range(cores.bit_length())} or {0}
-    return {n: PriceBook(pricer, gpu, n, shared) for n in sorted(numbers)}
+    return {n: PriceBook(pricer, gpu, n, shared, stack) for n in sorted(numbers)}
 
 
-def price_book(pricer: Pricer, gpu: Gpu, threads: int) -> PriceBook:
+def price_book(pricer: Pricer, gpu: Gpu, threads: int, stack: str = TORCH) -> PriceBook:
     """The book of this pricer, device and number of threads, with all it knows from other plans."""
-    books = _books(pricer, gpu)
+    books = _books(pricer, gpu, stack)
     if threads not in books:
-        books[threads] = PriceBook(pricer, gpu, threads)
+        books[threads] = PriceBook(pricer, gpu, threads, stack=stack)
     return books[threads]
 
 

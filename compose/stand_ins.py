@@ -11,11 +11,11 @@ where groups are few or wide: a pass for every five terms, by the same table. No
 ops without a model, are copies of the bytes they move: utilisation as measured, not the peak. A
 softmax backward is its model's answer, which knows forwards, and the product of gradient and output
 that torch makes beforehand. AIConfigurator measured products in fp8 with the cast of their first
-factor, which steps do once for several: such a product takes what it does beyond one of few
-columns, and the time to read that factor; experts' are one of all tokens. In bf16 and on GPUs from
-Hopper on experts' products are one kernel, elsewhere one after the other. An LSTM layer never seen
-is a product of all its inputs, one of the state at each step, and a pass over the gates at each;
-backward as many again, and products for the weights' gradients.
+factor, which steps do once for several: where its rows answer, such a product takes what it does
+beyond one of few columns, and the time to read that factor; experts' are one of all tokens. In bf16
+and on GPUs from Hopper on experts' products are one kernel, elsewhere one after the other. An LSTM
+layer never seen is a product of all its inputs, one of the state at each step, and a pass over the
+gates at each; backward as many again, and products for the weights' gradients.
 Sources: cuDNN developer guide, "tensor core operations"; arXiv:1410.0759, section 3; torch 2.1,
 SoftMax.cu, layer_norm_kernel.cu, DepthwiseConv2d.cu and Convolution.cpp; torch 2.11,
 cuda/GroupedBlas.cpp; github.com/pytorch/pytorch/issues/34977.
@@ -29,15 +29,20 @@ from typing import Any
 
 import numpy as np
 
+from learners.alike import GROUPED
+from learners.lenders import software
+from learners.model import FamilyModel
 from microbench.hardware.spec import Gpu
 from microbench.ops.conv import Conv, out_sizes
 from microbench.ops.elementwise import Elementwise
 from microbench.ops.family import itemsize_bytes
+from microbench.ops.gemm import FAMILY as GEMM
 from microbench.ops.gemm import TENSOR_CORES, Gemm
 from microbench.ops.norm import Norm
 from microbench.ops.recurrent import GATES, Recurrent
 from microbench.ops.reduction import Reduction
 
+TORCH = "torch"  # the software that forecasts are of: the newest torch that rows are of
 NEEDED = ("gemm", "elementwise")
 HALF = ("fp16", "bf16")
 PASSES = {
@@ -51,6 +56,7 @@ GROUPS, REUSED = 32, 5  # groups at least and channels of one at most; terms to 
 NARROW, WIDE = 32, 512  # columns of a product in fp8 that is a cast next to nothing, or more
 GROUPING = ("hopper", "blackwell", "blackwell-ultra")
 SOFTMAX_BACKWARD = "_softmax_backward_data"
+SERVING = ("sglang", "trtllm", "vllm")  # software that AIConfigurator measures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,25 +68,31 @@ class Part:
     times: float = 1.0
 
 
-def stand_ins(params: Any, models: Mapping[str, Any], channels_last: bool, gpu: Gpu) -> list[Part]:
-    """Parts that stand in for an op; none where its family's model has seen such ops."""
+def stand_ins(
+    params: Any, models: Mapping[str, Any], channels_last: bool, gpu: Gpu, stack: str = TORCH
+) -> list[Part]:
+    """Parts that stand in for an op; none where its family's rows tell of it on this GPU.
+
+    ``stack`` is the software that is forecast.
+    """
     if isinstance(params, Gemm) and params.op == "grouped_mm":
         return list(_grouped(params, models, gpu))
     if not all(learned(models, name) for name in NEEDED):
         return []
     if isinstance(params, Recurrent):
-        return [] if learned(models, "recurrent") else list(_recurrent(params))
+        told = _told(models, "recurrent", gpu, params.op, params.dtype)
+        return [] if told else list(_recurrent(params))
     if gpu.kind == "cpu":
         return []
     if isinstance(params, Conv):
-        return list(_conv(params, models, channels_last))
+        return list(_conv(params, models, channels_last, gpu))
     if isinstance(params, Gemm):
-        return list(_without_cast(params))
+        return list(_without_cast(params, models["gemm"], gpu, stack))
     if isinstance(params, Reduction) and params.op == SOFTMAX_BACKWARD:
-        return list(_softmax_backward(params, models))
+        return list(_softmax_backward(params, models, gpu))
     if not isinstance(params, Norm) or params.op not in PASSES:
         return []
-    if not _seen(models, "norm", params.op):
+    if not _told(models, "norm", gpu, params.op, params.dtype):
         elements = params.rows * params.cols * params.channels
         return [copy(PASSES[params.op] * elements * int(itemsize_bytes(params.dtype)))]
     return []
@@ -95,19 +107,16 @@ def copy(nbytes: float) -> Part:
 
 def learned(models: Mapping[str, Any], family: str) -> bool:
     """Whether a family has a model that was learned from rows."""
-    return hasattr(models.get(family), "encoder")
+    return isinstance(models.get(family), FamilyModel)
 
 
-def _seen(models: Mapping[str, Any], family: str, *words: str) -> bool:
-    """Whether there is a model that has seen all these words: names of ops, dtypes."""
-    if not learned(models, family):
-        return False
-    vocabulary = models[family].encoder.vocabulary
-    return {w for seen in vocabulary.values() for w in seen}.issuperset(words)
+def _told(models: Mapping[str, Any], family: str, gpu: Gpu, op: str, dtype: str) -> bool:
+    """Whether there is a model whose rows tell of this op in this dtype on this GPU."""
+    return learned(models, family) and bool(models[family].tells(gpu, op, dtype))
 
 
-def _softmax_backward(p: Reduction, models: Mapping[str, Any]) -> Iterator[Part]:
-    if _seen(models, "reduction", p.op) or not learned(models, "reduction"):
+def _softmax_backward(p: Reduction, models: Mapping[str, Any], gpu: Gpu) -> Iterator[Part]:
+    if not learned(models, "reduction") or _told(models, "reduction", gpu, p.op, p.dtype):
         return
     numel = p.outer * p.size * p.inner
     product = Elementwise(op="mul", numel=numel, inner=numel, tensors=2, dtype=p.dtype)
@@ -116,18 +125,26 @@ def _softmax_backward(p: Reduction, models: Mapping[str, Any]) -> Iterator[Part]
 
 
 def _grouped(p: Gemm, models: Mapping[str, Any], gpu: Gpu) -> Iterator[Part]:
-    """One by one where no kernel takes all experts; else as the products most alike."""
+    """One by one where no kernel takes all experts; else as the products most alike.
+
+    That is the GPU's doing: what others measured is not lent.
+    """
     at_once = p.dtype == "bf16" and gpu.architecture in GROUPING
-    if learned(models, "gemm") and not _seen(models, "gemm", p.op) and not at_once:
+    if learned(models, "gemm") and not at_once and not models["gemm"].has(gpu, p.op, p.dtype):
         yield Part(family="gemm", params=replace(p, op="mm", batch=1), times=p.batch)
 
 
-def _without_cast(p: Gemm) -> Iterator[Part]:
-    p = replace(p, m=p.m * p.batch, batch=1)
-    if p.op == "scaled_mm" and p.n >= WIDE:
-        yield Part(family="gemm", params=p)
-        yield Part(family="gemm", params=replace(p, n=NARROW), times=-1)
-        yield copy(p.m * p.k)
+def _without_cast(p: Gemm, model: FamilyModel, gpu: Gpu, stack: str) -> Iterator[Part]:
+    if p.op != "scaled_mm" or p.n < WIDE:
+        return
+    shares = model.stack_shares(gpu, p.op, p.dtype, stack, GEMM)
+    casts = sum(share for name, share in shares.items() if software(name) in SERVING)
+    whole = replace(p, m=p.m * p.batch, batch=1)
+    if casts or p.batch > 1:
+        yield Part(family="gemm", params=whole)
+    if casts:
+        yield Part(family="gemm", params=replace(whole, n=NARROW), times=-casts)
+        yield replace(copy(whole.m * whole.k), times=casts)
 
 
 def _recurrent(p: Recurrent) -> Iterator[Part]:
@@ -149,14 +166,13 @@ def _recurrent(p: Recurrent) -> Iterator[Part]:
     yield product(wide, p.hidden, cells)
 
 
-def _conv(p: Conv, models: Mapping[str, Any], channels_last: bool) -> Iterator[Part]:
-    seen = learned(models, "conv") and models["conv"].envelope["log_groups"][1] > 0
-    grouped = p.groups > 1 and not seen
-    if _seen(models, "conv", p.op, p.dtype) and not grouped:
+def _conv(p: Conv, models: Mapping[str, Any], channels_last: bool, gpu: Gpu) -> Iterator[Part]:
+    groups = GROUPED if p.groups > 1 else ""
+    if _told(models, "conv", gpu, p.op + groups, p.dtype):
         return
     back = p.op == "backward"
     passes = p.need_input_grad + p.need_weight_grad if back else 1
-    if _seen(models, "conv", "forward", p.dtype) and not grouped:
+    if _told(models, "conv", gpu, "forward" + groups, p.dtype):
         yield Part(family="conv", params=replace(p, op="forward"), times=passes)
         return
     out_h, out_w = (int(np.maximum(s, 1)) for s in out_sizes(p))

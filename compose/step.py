@@ -9,10 +9,9 @@ from typing import Any
 
 from compose.collectives import Cluster, price_messages
 from compose.ddp import default_contention
-from compose.engines import launches
 from compose.extras import ADDED, parameter_extras
 from compose.frame import Cut, Frame, frame
-from compose.host import PYTHON, host_cost, launch_cost_us, python_op
+from compose.host import PYTHON, Launches, host_cost, launch_costs, python_op
 from compose.layers import Layer
 from compose.memo import remembered
 from compose.plan import ParallelPlan
@@ -27,9 +26,8 @@ ATTENTION = ("itercast.sdpa", "aten.bmm.default", "aten._softmax.default", "aten
 class PricedLayer:
     """A layer's ops with durations, and by parameter what synchronising it may add.
 
-    ``saved_bytes`` is what forward leaves for backward, after recomputation. The host launches an
-    op in ``launch_us``, which has its share of Python and autograd; what is added in
-    ``launch_alone_us``.
+    ``saved_bytes`` is what forward leaves for backward, after recomputation. ``launches`` is what
+    the host spends on each op.
     """
 
     layer: Layer
@@ -38,8 +36,7 @@ class PricedLayer:
     accumulate: tuple[PricedOp, ...]  # onto an earlier micro-batch's gradient
     into_bucket: tuple[PricedOp, ...]
     out_of_bucket: tuple[PricedOp, ...]
-    launch_us: float
-    launch_alone_us: float
+    launches: Launches
     on_cpu: bool
     saved_bytes: int
     matmul_s: float  # its matrix products at peak, forward and backward, recomputation left out
@@ -57,8 +54,8 @@ class PricedLayer:
     def _step(self, op: PricedOp) -> Step:
         if op.phase == PYTHON:
             return Step(0.0, op.duration_us)
-        launch_us = self.launch_alone_us if op.phase == ADDED else self.launch_us
-        return Step(op.duration_us, launch_us, op.phase == "comm")
+        launch_us = self.launches.us(op, added=op.phase == ADDED)
+        return Step(op.duration_us, launch_us, op.phase == "comm", self.launches.kernels(op))
 
     @cached_property
     def forward_work(self) -> Work:
@@ -135,37 +132,27 @@ def _price_frame(found: Frame, plan: ParallelPlan, book: PriceBook, where: Clust
     ahead = [w for kinds in extras for one in kinds for w in one]
     book.ask([*found.wanted.values(), *ahead])  # one question for all of them
     ops = _price_calls(found, plan, book, where)
-    launch_us, optimizer_us = _host(found.capture, book)
+    steps = {k: n for k, n in found.capture.host.items() if k.endswith("_step")}
+    others = {k: n for k, n in found.capture.host.items() if k not in steps}
+    costs = launch_costs(found.capture, others, book)
+    optimizer_us = host_cost(steps, book).duration_us if steps else 0.0
     layers = tuple(
-        _price_layer(x, found, ops, added, plan, book, launch_us)
+        _price_layer(x, found, ops, added, plan, book, costs)
         for x, added in zip(found.layers, extras, strict=True)
     )
-    calls = len(found.optimizer) + sum(
-        x.count * (_length(x.forward) + _length(x.backward)) for x in found.layers
+    update = [op for op, c in zip(ops, found.capture.calls, strict=True) if c.phase == "optimizer"]
+    launched_us = sum(map(costs.us, update)) + sum(
+        x.count * sum(map(costs.us, [*ops[slice(*x.forward)], *ops[slice(*x.backward)]]))
+        for x in found.layers
     )
     parameters = found.capture.parameters
     tensors = sum(x.count * len(x.parameters) for x in found.layers) / max(1, len(parameters))
     return PricedModel(
         layers=layers,
         frame=found,
-        host_us=launch_us * calls + optimizer_us * tensors,
+        host_us=launched_us + optimizer_us * tensors,
         optimizer_host_us=optimizer_us,
     )
-
-
-def _length(span: tuple[int, int]) -> int:
-    return span[1] - span[0]
-
-
-def _host(capture: StepCapture, book: PriceBook) -> tuple[float, float]:
-    """Host time per op, and of the optimizer's Python for the captured parameters."""
-    steps = {k: n for k, n in capture.host.items() if k.endswith("_step")}
-    counts = {k: n for k, n in capture.host.items() if k not in steps}
-    if book.gpu.kind != "cpu":
-        counts["launch"] = launches(capture)
-    rest = host_cost(counts, book).duration_us
-    own = host_cost(steps, book).duration_us if steps else 0.0
-    return rest / max(1, len(capture.calls)), own
 
 
 def _price_calls(
@@ -207,7 +194,7 @@ def _price_layer(
     extras: Sequence[Sequence[Priceable]],
     plan: ParallelPlan,
     book: PriceBook,
-    launch_us: float,
+    costs: Launches,
 ) -> PricedLayer:
     forward, backward = (ops[a:b] for a, b in (layer.forward, layer.backward))
     again, saved = list[PricedOp](), layer.saved_bytes
@@ -230,8 +217,7 @@ def _price_layer(
         accumulate=tuple(accumulate),
         into_bucket=tuple(into),
         out_of_bucket=tuple(out),
-        launch_us=launch_us,
-        launch_alone_us=launch_cost_us(book),
+        launches=costs,
         on_cpu=book.gpu.kind == "cpu",
         saved_bytes=saved,
         matmul_s=sum(found.matmul_s[i] for a, b in spans for i in range(a, b)),

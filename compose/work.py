@@ -55,11 +55,15 @@ def side_by_side_us(a_us: float, b_us: float, contention: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One op's time on the lane and the host's to launch it; ``comm``: compute waits for it."""
+    """One op's time on the lane and the host's to launch it; ``comm``: compute waits for it.
+
+    ``kernels``: in how many equal parts it is launched, each of which may start on its own.
+    """
 
     us: float
     launch_us: float = 0.0
     comm: bool = False
+    kernels: int = 1
 
 
 def fold(steps: Sequence[Step], on_cpu: bool) -> Work:
@@ -69,8 +73,9 @@ def fold(steps: Sequence[Step], on_cpu: bool) -> Work:
         return Work(0.0, total, total, sum(s.us for s in steps if s.comm))
     host = lane = path = comm = 0.0
     for s in steps:
+        first = host + s.launch_us / s.kernels
         host += s.launch_us
         lane += s.us
-        path = max(path, host) + s.us
+        path = max(max(path, first) + s.us, host + s.us / s.kernels)
         comm += s.us if s.comm else 0.0
     return Work(host, lane, path, comm)

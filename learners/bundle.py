@@ -11,7 +11,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -23,6 +23,7 @@ import xgboost as xgb
 from learners.blend import Blend, Smooth
 from learners.calibration import Calibration
 from learners.fit import Trees
+from learners.host_calls import HostCall
 from learners.lenders import Lenders
 from learners.local import Residuals
 from learners.model import FamilyModel
@@ -35,7 +36,7 @@ from microbench.ops import families
 
 SHIPPED = Path(__file__).parent / "shipped"
 SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # of another machine, for a first look
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 XGBOOST_ERROR: type[Exception] = xgb.core.XGBoostError
 DAMAGE = (
     KeyError,
@@ -113,6 +114,10 @@ class Bundle:
                     "stacks": m.stacks,
                     "measured": m.lenders.measured,
                     "launch": m.launch,
+                    "host_calls": {
+                        gpu: {op: [*astuple(call)] for op, call in calls.items()}
+                        for gpu, calls in m.host_calls.items()
+                    },
                     "residuals": m.residuals and [m.residuals.width, m.residuals.nugget],
                     "calibrations": {
                         gpu: [c.kind.tolist(), c.at.tolist(), c.value.tolist()]
@@ -142,7 +147,7 @@ class Bundle:
             raise ValueError(f"bundle {str(folder)!r}: {fits}")
         try:
             gpus = {n: gpu_from_dict(g, str(folder)) for n, g in facts["gpus"].items()}
-            models = {n: load_model(folder, n, f) for n, f in facts["families"].items()}
+            models = {n: load_model(folder, n, f, gpus) for n, f in facts["families"].items()}
             anchors = {(str(g), int(n)): _pair(us) for g, n, *us in facts["anchors"]}
         except DAMAGE as exc:
             first = (str(exc).splitlines() or [""])[0]
@@ -231,16 +236,29 @@ def _pair(values: Any) -> tuple[float, float]:
     return float(values[0]), float(values[1])
 
 
-def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel:
-    """One family of a bundle; only names of known families are opened."""
+def _host_call(values: Sequence[float]) -> HostCall:
+    fixed_us, per_tensor_us, kernels, rows = values
+    return HostCall(
+        fixed_us=float(fixed_us),
+        per_tensor_us=float(per_tensor_us),
+        kernels=float(kernels),
+        rows=int(rows),
+    )
+
+
+def load_model(
+    folder: Path, name: str, facts: Mapping[str, Any], gpus: Mapping[str, Gpu]
+) -> FamilyModel:
+    """One family of a bundle with the hardware of its rows; only known families are opened."""
     if name not in families():
         raise ValueError(f"bundle {str(folder)!r}: unknown family {name!r}")
     trees, near = load_trees(folder, name, facts["trees"]), facts["residuals"]
     encoder = Encoder(list(facts["features"]), dict(facts["vocabulary"]))
+    own = {n: gpus[n] for n in {**facts["stacks"], **facts["measured"]}}
     return FamilyModel(
         blend=load_smooth(folder / f"{name}.npz", trees, float(facts["share"])),
         encoder=encoder,
-        lenders=Lenders(encoder=encoder, measured=facts["measured"]),
+        lenders=Lenders(encoder=encoder, measured=facts["measured"], gpus=own),
         offsets=_pair(facts["offsets"]),
         strange_offsets=_pair(facts["strange_offsets"]),
         envelope={k: _pair(v) for k, v in facts["envelope"].items()},
@@ -248,6 +266,10 @@ def load_model(folder: Path, name: str, facts: Mapping[str, Any]) -> FamilyModel
         facts=facts["facts"],
         stacks={str(k): str(v) for k, v in facts["stacks"].items()},
         launch={str(k): float(v) for k, v in facts["launch"].items()},
+        host_calls={
+            str(gpu): {str(op): _host_call(call) for op, call in calls.items()}
+            for gpu, calls in facts["host_calls"].items()
+        },
         residuals=near and load_residuals(folder / f"{name}.near.parquet", *_pair(near)),
         calibrations={
             gpu: Calibration(

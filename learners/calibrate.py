@@ -13,6 +13,7 @@ from learners.bundle import Bundle
 from learners.calibration import Calibration, points
 from learners.local import coordinates
 from learners.model import FamilyModel
+from learners.table import ordinary
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops import families
 from microbench.ops.family import Family
@@ -27,7 +28,7 @@ def calibrate(bundle: Bundle, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None
     family the bundle has learned.
     """
     rows = rows[rows["status"] == "ok"] if "status" in rows else rows
-    rows = rows[rows["time_us"] > 0]
+    rows = ordinary(rows[rows["time_us"] > 0])
     named = {str(name): str(name) for name in rows["gpu"].unique()}
     hardware = {**bundle.gpus, **(gpus or {})}
     hardware |= {name: load_gpu(name) for name in named if name not in hardware}

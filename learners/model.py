@@ -14,10 +14,12 @@ from learners.alike import as_measured
 from learners.blend import Blend, CrossFit, cross_fit, fit_quick, refit
 from learners.calibration import Calibration, points
 from learners.curves import stated_curves
-from learners.lenders import Asked, Lenders, what_was_measured
+from learners.host_calls import HostCall, host_call
+from learners.lenders import SAME_UNITS, Asked, Lenders, Whose, chosen, what_was_measured
 from learners.speed import Sensitivity, Speed, at_reference_us
 from learners.table import (
     IDENTITY,
+    PLACE,
     Encoder,
     Features,
     at_least_us,
@@ -34,6 +36,7 @@ from microbench.ops.family import Family
 
 Offsets = tuple[float, float]
 JOIN = 3  # two bounds that are met at once cost a quarter more than either
+LEAST_GPUS = 3  # that errors on a GPU left out are learned from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,7 @@ class FamilyModel:
     GPU left out. ``envelope``: smallest and largest value of each number among the training rows.
     ``stacks``: the usual software by GPU. ``launch``: host launch in us by GPU, part of times taken
     from the host. ``lenders``: who prices GPUs never seen. ``sensitivity``: see learners.speed.
+    ``host_calls``: what a call costs the host, by GPU and op.
     """
 
     blend: Blend
@@ -67,6 +71,7 @@ class FamilyModel:
     facts: Mapping[str, Any]
     stacks: Mapping[str, str] = field(default_factory=dict)
     launch: Mapping[str, float] = field(default_factory=dict)
+    host_calls: Mapping[str, Mapping[str, HostCall]] = field(default_factory=dict)
     residuals: local.Residuals | None = None
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
 
@@ -98,7 +103,7 @@ class FamilyModel:
             time_us=guess,
             p10_us=guess * np.exp(low),
             p90_us=guess * np.exp(high),
-            inside=in_envelope(table, self.envelope, self.encoder),
+            inside=self._inside(asked, table),
             roofline_us=roofline,
         )
 
@@ -110,11 +115,70 @@ class FamilyModel:
 
     def inside(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
         """Whether every input of a row was seen in training, as ``predict`` says it."""
-        return in_envelope(self._asked(rows, family, gpus)[1], self.envelope, self.encoder)
+        asked, table, _ = self._asked(rows, family, gpus)
+        return self._inside(asked, table)
+
+    def _inside(self, asked: Asked, table: Features) -> np.ndarray:
+        inside = in_envelope(table, self.envelope, self.encoder)
+        return np.asarray(inside & ~self.lenders.unseen(asked))
 
     def as_measured(self, rows: pd.DataFrame, family: Family) -> pd.DataFrame:
-        """The rows that stand for these: of ops that were measured in their dtype."""
-        return as_measured(rows, family, self.facts.get("ops", {}))
+        """The rows that stand for these: of ops that were measured in their dtype.
+
+        On their own GPU if it was measured in that dtype, else on any.
+        """
+        if not family.alike:
+            return rows
+        ops = self.facts.get("ops", {})
+        codes, names = pd.factorize(rows["gpu"].to_numpy(dtype=object))
+        places = [np.flatnonzero(codes == code) for code in range(len(names))]
+        parts = [rows if len(names) == 1 else rows.iloc[place] for place in places]
+        found = [
+            as_measured(self.lenders.own_ops(part, family, str(name)), family, ops)
+            for part, name in zip(parts, names, strict=True)
+        ]
+        if len(found) == 1:
+            return found[0]
+        return pd.concat(found).iloc[np.argsort(np.concatenate(places))]
+
+    def stack_shares(
+        self, gpu: Gpu, op: str, dtype: str, wanted: str, family: Family
+    ) -> dict[str, float]:
+        """Which software's rows answer for an op on a GPU, and how much each counts."""
+        lenders, units = self.lenders, SAME_UNITS.get(dtype, dtype)
+        if lenders.has(gpu, op, dtype):
+            stacks = lenders.measured[gpu.name][units][op]
+            return {chosen(stacks, wanted) or stacks[0]: 1.0}
+        if not lenders.measured:
+            return {}
+        found: dict[str, float] = {}
+        who = Whose(gpu=gpu.name, dtype=units, op=op, wanted=wanted)
+        for (_, stack), share in lenders.shares(who, gpu, family).items():
+            found[stack] = found.get(stack, 0.0) + share
+        return found
+
+    def answers(self, gpu: Gpu) -> bool:
+        """Whether rows of a device of this kind were learned: a CPU's tell nothing of a GPU."""
+        kinds = {known.kind for known in self.lenders.gpus.values()}
+        return not kinds or gpu.kind in kinds
+
+    def has(self, gpu: Gpu, op: str, dtype: str) -> bool:
+        """Whether an op was measured on that very GPU; of one device alone, on that."""
+        return self.lenders.has(gpu, op, dtype) if self.lenders.measured else self._seen(op, dtype)
+
+    def tells(self, gpu: Gpu, op: str, dtype: str) -> bool:
+        """Whether what was measured tells of an op (learners.alike.op_names) on this GPU."""
+        if self.lenders.measured:
+            return self.lenders.tells(gpu, op, dtype)
+        return self._seen(op, dtype)
+
+    def _seen(self, *words: str) -> bool:
+        """Whether all these were learned: names of ops, dtypes."""
+        return {w for seen in self.encoder.vocabulary.values() for w in seen}.issuperset(words)
+
+    def host_call(self, gpu: str, op: str) -> HostCall | None:
+        """What a call of an op costs the host of a GPU; None where no row of any GPU tells."""
+        return host_call(self.host_calls, gpu, op)
 
     def _asked(
         self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]
@@ -123,7 +187,11 @@ class FamilyModel:
         rows = self.as_measured(rows, family)
         table, roofline = feature_table(rows, family, gpus, self.launch)
         table |= identities(rows, family, self.stacks)
-        return Asked.of(rows, table, gpus, family, self.launch), table, roofline
+        asked = Asked.of(rows, table, gpus, family, self.launch)
+        if (asked.wanted != "").any():
+            usual = self.lenders.usual(asked, self.stacks)
+            table["stack"] = np.where(asked.stack == "", usual, asked.stack)
+        return asked, table, roofline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +209,11 @@ class Prepared:
 
     def lenders(self, known: np.ndarray) -> Lenders:
         """The GPUs that the rows ``known`` are of."""
-        alone = not self.table.identity or self.table.curves is not None
+        gpus = {name: self.asked.gpus[name] for name in pd.unique(self.asked.rows["gpu"])}
+        one_cpu = not self.table.identity and {g.kind for g in gpus.values()} == {"cpu"}
+        alone = one_cpu or self.table.curves is not None
         measured = {} if alone else what_was_measured(self.asked.take(known))
-        return Lenders(encoder=self.encoder, measured=measured)
+        return Lenders(encoder=self.encoder, measured=measured, gpus=gpus)
 
 
 def prepare(
@@ -269,10 +339,15 @@ def left_over(prepared: Prepared, known: np.ndarray, crossed: CrossFit) -> local
 
 
 def strange_offsets(prepared: Prepared, options: dict[str, Any], known: Offsets) -> Offsets:
-    """10 and 90 % quantiles of the log error on GPUs left out in thirds; twice ``known`` if few."""
-    gpu = prepared.asked.gpu
-    names = sorted(np.unique(gpu))
-    if len(names) < 3:
+    """10 and 90 % quantiles of the log error on GPUs left out in thirds.
+
+    Twice ``known`` where fewer than three were measured: see learners.train.widened. CPUs among
+    GPUs do not count.
+    """
+    gpu, hardware = prepared.asked.gpu, prepared.asked.gpus
+    kinds = {name: hardware[name.partition(PLACE)[0]].kind for name in sorted(np.unique(gpu))}
+    names = [name for name, kind in kinds.items() if kind != "cpu"] or list(kinds)
+    if len(names) < LEAST_GPUS:
         return 2 * known[0], 2 * known[1]
     errors = []
     for fold in range(3):

@@ -9,6 +9,7 @@ import pandas as pd
 import pyarrow as pa
 
 from learners.bundle import COLUMNS, Bundle
+from learners.table import ordinary
 from microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from microbench.store import write_atomic
 
@@ -31,7 +32,8 @@ def price_file(
     """Write the rows of ``path`` with predicted_us, its quantiles and in_envelope to ``out``.
 
     GPUs that the bundle does not know are those of ``gpus``, else of the hardware files; ValueError
-    names one that nobody knows.
+    names one that nobody knows. Rows measured under load (learners.table.ordinary) are written
+    without a forecast, which would be of another condition.
     """
     rows = read_file(path)
     rows = rows.drop(columns=COLUMNS, errors="ignore").reset_index(drop=True)
@@ -41,6 +43,7 @@ def price_file(
         known = sorted(files | own.keys())
         raise ValueError(f"rows {str(path)!r}: unknown gpu {unknown[0]!r}; known: {known}")
     gpus = {**{name: load_gpu(name) for name in strange}, **(gpus or {})}
-    parts = [bundle.price(str(n), part, gpus) for n, part in rows.groupby("family", sort=False)]
+    families = ordinary(rows).groupby("family", sort=False)
+    parts = [bundle.price(str(name), part, gpus) for name, part in families]
     priced = pd.concat(parts).sort_index() if parts else pd.DataFrame(columns=COLUMNS)
     write_atomic(out, rows.join(priced).to_parquet(None, index=False))

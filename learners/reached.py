@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from learners.lenders import SAME_UNITS, Asked, Lenders
+from learners.lenders import SAME_UNITS, Asked, Lenders, Whose
 from learners.table import LAUNCH_FLOOR_US, bounds_us, columns
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family
@@ -53,7 +53,9 @@ def _factor(gpu: Gpu, dtype: str, asked: Asked, lenders: Lenders, price: Price) 
     family, units = asked.family, SAME_UNITS.get(dtype, dtype)
     shares = {
         name: share
-        for (name, _), share in lenders.shares(gpu.name, units, "", asked.gpus).items()
+        for (name, _), share in lenders.shares(
+            Whose(gpu=gpu.name, dtype=units), gpu, family
+        ).items()
         if name != gpu.name and units in lenders.measured[name]
         if dtype in asked.gpus[name].reached_flops_per_s
     }

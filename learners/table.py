@@ -115,8 +115,10 @@ def learn_launch_us(
     """Host launch in us by GPU: what the smallest ops timed from the host took longer (1 %).
 
     A GPU of whose rows too few are small takes the least of the others: of large ops the rest over
-    the roofline is no launch.
+    the roofline is no launch. Nor is what family ``host`` takes: there the call is the op.
     """
+    if family.name == "host":
+        return {}
     timed = rows[with_launch(rows)]
     found, without = {}, []
     for gpu, part in timed.groupby("gpu"):
@@ -152,6 +154,14 @@ def identities(rows: pd.DataFrame, family: Family, stacks: Mapping[str, str]) ->
         place = broadcast(family.place(columns(rows, family)), len(rows))
         gpu = gpu + np.where(place == "", "", PLACE + place)
     return {"gpu": gpu, "stack": stack, "place": place}
+
+
+def ordinary(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows measured one call at a time; not those of a GPU kept busy for seconds (``load``).
+
+    Under load the clocks sink as far as the power limit asks for: another condition, told apart.
+    """
+    return rows[rows["load"].isna()] if "load" in rows else rows
 
 
 def usual_stacks(rows: pd.DataFrame) -> dict[str, str]:

@@ -125,13 +125,18 @@ def test_without_a_kernel_for_all_experts_they_run_one_by_one(
     assert [(part.params, part.times) for part in found] == [
         (replace(p, op="mm", batch=1), times) for _ in range(bool(times))
     ]
-    measured = {**MODELS, "gemm": learned("mm", "grouped_mm")}
+    measured = {**MODELS, "gemm": learned("mm", "grouped_mm", dtype=dtype)}
     assert stand_ins(p, measured, False, gpu) == []
+    other = replace(gpu, name="other")  # how others run it tells nothing
+    assert bool(stand_ins(p, measured, False, other)) is bool(times)
 
 
 def test_a_cpu_takes_experts_one_by_one() -> None:
     call: OpCall = next(c for c in step().calls if c.op == GROUPED)
-    book = PriceBook(Fixed(), replace(GPU, kind="cpu"), threads=1)
+    cpu = replace(GPU, kind="cpu")
+    pricer = Fixed()
+    pricer.models = {"gemm": learned("mm", gpu=cpu)}
+    book = PriceBook(pricer, cpu, threads=1)
     assert book.price([priceable(call)])[0].duration_us == 10 * EXPERTS
     assert book.known["gemm"].keys() == {Gemm(m=16, n=32, k=16, layout="nn", dtype="bf16")}
 
@@ -139,7 +144,10 @@ def test_a_cpu_takes_experts_one_by_one() -> None:
 def test_a_product_by_expert_in_fp8_is_one_of_all_tokens() -> None:
     """Beside what its cast takes: that of few columns, and reading all tokens."""
     p = Gemm(op="scaled_mm", m=16, n=512, k=64, batch=8, layout="nt", dtype="fp8")
-    whole, cast, read = stand_ins(p, MODELS, False, GPU)
+    serving = {**MODELS, "gemm": learned("scaled_mm", dtype="fp8", stack="vllm-0.24.0")}
+    whole, cast, read = stand_ins(p, serving, False, GPU)
     assert whole.params == replace(p, m=128, batch=1)
     assert (cast.params.n, cast.params.m, cast.times) == (32, 128, -1)
     assert read.params.numel == 128 * 64 // 8
+    own = {**MODELS, "gemm": learned("scaled_mm", dtype="fp8")}
+    assert stand_ins(p, own, False, GPU) == [replace(whole, times=1)]

@@ -8,6 +8,7 @@ from typing import Any
 from unseen_ops import GPU, MODELS, learned
 
 from compose.stand_ins import copy, stand_ins
+from microbench.hardware.spec import Gpu
 from microbench.ops.conv import Conv
 from microbench.ops.gemm import Gemm
 from microbench.ops.norm import Norm
@@ -59,8 +60,7 @@ def test_a_grouped_convolution_passes_over_its_tensors_more_often() -> None:
     assert found.times == 3
     (found,) = stand_ins(convolution(groups=4, dtype="fp32", op="backward"), MODELS, False, GPU)
     assert found.times == 6
-    seen = {**MODELS, "conv": learned("forward", "fp32")}
-    seen["conv"].envelope["log_groups"] = (0.0, 5.0)
+    seen = {**MODELS, "conv": learned("forward", "forward in groups")}
     assert stand_ins(convolution(groups=4, dtype="fp32"), seen, True, GPU) == []
 
 
@@ -113,14 +113,72 @@ def test_a_batch_norm_passes_three_times_and_a_layer_norm_is_known() -> None:
     assert stand_ins(back, MODELS, False, GPU) == [copy(5 * 2 * 64 * 4)]
 
 
+def fp8(stack: str, gpu: Gpu = GPU) -> dict[str, Any]:
+    """Models with rows of products in fp8 on a GPU under a stack."""
+    return {**MODELS, "gemm": learned("scaled_mm", dtype="fp8", stack=stack, gpu=gpu)}
+
+
 def test_a_product_in_fp8_loses_the_cast_it_was_measured_with() -> None:
     """What it takes beyond one of 32 columns, and the time to read a byte an element."""
     product = Gemm(op="scaled_mm", m=4096, n=1024, k=512, layout="nt", dtype="fp8")
-    whole, cast, read = stand_ins(product, MODELS, False, GPU)
+    whole, cast, read = stand_ins(product, fp8("vllm-0.24.0"), False, GPU)
     assert (whole.params, whole.times, cast.times) == (product, 1, -1)
     assert (cast.params.n, cast.params.m, cast.params.k) == (32, 4096, 512)
     assert read == copy(4096 * 512)
-    assert stand_ins(replace(product, n=64), MODELS, False, GPU) == []
+    assert stand_ins(replace(product, n=64), fp8("vllm-0.24.0"), False, GPU) == []
+
+
+def test_products_in_fp8_of_our_own_sweeps_were_measured_without_a_cast() -> None:
+    """Nothing is taken off where torch's rows answer; half where each of two lenders answers."""
+    product = Gemm(op="scaled_mm", m=4096, n=1024, k=512, layout="nt", dtype="fp8")
+    assert stand_ins(product, fp8("torch-2.11.0+cu130"), False, GPU) == []
+    both = fp8("torch-2.11.0+cu130")["gemm"].lenders
+    other = replace(GPU, name="twin")
+    measured = {**both.measured, "twin": {"fp8": {"scaled_mm": ["vllm-0.24.0"]}}}
+    lenders = replace(both, measured=measured, gpus={**both.gpus, "twin": other})
+    gemm = replace(MODELS["gemm"], lenders=lenders)
+    parts = stand_ins(product, {**MODELS, "gemm": gemm}, False, replace(GPU, name="new"))
+    assert [part.times for part in parts] == [1, -0.5, 0.5]
+    assert len(stand_ins(product, {**MODELS, "gemm": gemm}, False, other, "torch")) == 3
+    two = {"twin": {"fp8": {"scaled_mm": ["vllm-0.24.0", "torch-2.11.0"]}}}
+    gemm = replace(gemm, lenders=replace(lenders, measured=two))
+    assert stand_ins(product, {**MODELS, "gemm": gemm}, False, other, "torch") == []
+    assert len(stand_ins(product, {**MODELS, "gemm": gemm}, False, other, "vllm")) == 3
+
+
+def test_rows_of_one_gpu_switch_no_stand_in_of_far_ones_off() -> None:
+    """A Hopper's batch norms in bf16 answer for Ampere and Blackwell, not for Volta or in fp32."""
+
+    def on(architecture: str) -> Gpu:
+        return replace(GPU, name=architecture, architecture=architecture)
+
+    hopper = learned("batch", "layer", dtype="bf16", gpu=on("hopper"))
+    models = {**MODELS, "norm": hopper}
+    norm = Norm(op="batch", rows=2, cols=64, channels=16, dtype="bf16")
+
+    def stands_in(architecture: str, models: Any = models, dtype: str = "bf16") -> bool:
+        return bool(stand_ins(replace(norm, dtype=dtype), models, False, on(architecture)))
+
+    answers = ("pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell-ultra", "cdna2")
+    assert [stands_in(a) for a in answers] == [1, 1, 1, 0, 0, 0, 0, 1]
+    assert stands_in("hopper", dtype="fp32")
+    measured = {**hopper.lenders.measured, "volta": hopper.lenders.measured["hopper"]}
+    gpus = {name: on(name) for name in measured}
+    several = replace(hopper, lenders=replace(hopper.lenders, measured=measured, gpus=gpus))
+    assert not stands_in("pascal", {**MODELS, "norm": several})  # what both showed holds for all
+
+
+def test_convolutions_measured_on_one_gpu_leave_the_forwards_of_another() -> None:
+    """A Volta's backward is two of its own forwards though a Hopper's was measured."""
+    hopper, volta = (replace(GPU, name=name, architecture=name) for name in ("hopper", "volta"))
+    model = learned("forward", gpu=volta)
+    measured = {**model.lenders.measured, "hopper": {"fp32": {"forward": ["a"], "backward": ["a"]}}}
+    gpus = {"hopper": hopper, "volta": volta}
+    conv = replace(model, lenders=replace(model.lenders, measured=measured, gpus=gpus))
+    back = convolution(dtype="fp32", op="backward")
+    (found,) = stand_ins(back, {**MODELS, "conv": conv}, False, volta)
+    assert (found.params.op, found.times) == ("forward", 2)
+    assert stand_ins(back, {**MODELS, "conv": conv}, False, hopper) == []
 
 
 def test_an_lstm_layer_never_seen_is_products_one_step_after_the_other() -> None:

@@ -122,7 +122,7 @@ def test_what_does_not_fit_is_refused_in_one_line(bundle: Path, tmp_path: Path) 
     facts = json.loads((bundle / "bundle.json").read_text())
     for other in (6, 99):
         (tmp_path / "bundle.json").write_text(json.dumps({**facts, "schema_version": other}))
-        with pytest.raises(ValueError, match=f"schema version {other}, this code reads 8"):
+        with pytest.raises(ValueError, match=f"schema version {other}, this code reads 9"):
             Bundle.load(tmp_path)
     (tmp_path / "x.parquet").write_text("not parquet")
     with pytest.raises(ValueError, match=r"x\.parquet': not a readable Parquet file"):

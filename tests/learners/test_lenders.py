@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from learners.lenders import Asked, Lenders, what_was_measured
+from learners.lenders import Asked, Lenders, Whose, what_was_measured
 from learners.table import Encoder, feature_table, identities
 from microbench.hardware.spec import Gpu
 from microbench.ops import gemm, norm
@@ -23,56 +24,99 @@ def gpu(name: str, bandwidth: float = 1e12, peak: float = 1e13, architecture: st
     )
 
 
-def asked(*rows: tuple[str, str, str]) -> Asked:
-    """Rows of a GPU, in a dtype, under a stack."""
+def asked(
+    *rows: tuple[str, str, str], ops: Sequence[str] = (), gpus: Mapping[str, Gpu] | None = None
+) -> Asked:
+    """Rows of a GPU, in a dtype, under a stack; products, or these ops."""
     columns = (np.array(values, dtype=object) for values in zip(*rows, strict=True))
     whose = dict(zip(("gpu", "dtype", "stack"), columns, strict=True))
+    whose |= {
+        "op": np.array(ops or ["mm"] * len(rows), dtype=object),
+        "wanted": np.full(len(rows), "", dtype=object),
+    }
     frame = pd.DataFrame(whose)
-    return Asked(**whose, gpus={}, rows=frame, family=gemm.FAMILY, launch={})
+    return Asked(**whose, gpus=gpus or GPUS, rows=frame, family=gemm.FAMILY, launch={})
 
 
-def lenders(*rows: tuple[str, str, str]) -> Lenders:
+def lenders(
+    *rows: tuple[str, str, str], ops: Sequence[str] = (), gpus: Mapping[str, Gpu] | None = None
+) -> Lenders:
     """GPUs that were measured so."""
-    return Lenders(encoder=Encoder([], {}), measured=what_was_measured(asked(*rows)))
+    measured = what_was_measured(asked(*rows, ops=ops))
+    return Lenders(encoder=Encoder([], {}), measured=measured, gpus=gpus or GPUS)
+
+
+def shares(
+    found: Lenders, dtype: str, stack: str, op: str = "mm", wanted: str = ""
+) -> dict[tuple[str, str], float]:
+    """Who lends to the new GPU."""
+    who = Whose(gpu="new", dtype=dtype, op=op, stack=stack, wanted=wanted)
+    return found.shares(who, found.gpus["new"], gemm.FAMILY)
 
 
 GPUS = {"new": gpu("new"), "twin": gpu("twin"), "slow": gpu("slow", bandwidth=5e11)}
+GPUS |= {name: gpu(name) for name in ("one", "two")}
 
 
 def test_an_octave_of_bandwidth_or_peak_is_a_quarter_as_another_architecture_is() -> None:
-    found = lenders(("twin", "fp32", "a"), ("slow", "fp32", "a"))
-    shares = found.shares("new", "fp32", "a", GPUS)
-    assert shares == {("twin", "a"): pytest.approx(0.8), ("slow", "a"): pytest.approx(0.2)}
+    rows = (("twin", "fp32", "a"), ("slow", "fp32", "a"))
+    near = {("twin", "a"): pytest.approx(0.8), ("slow", "a"): pytest.approx(0.2)}
+    assert shares(lenders(*rows), "fp32", "a") == near
     doubled = GPUS | {"slow": gpu("slow", peak=2e13)}
-    assert found.shares("new", "fp32", "a", doubled) == shares
+    assert shares(lenders(*rows, gpus=doubled), "fp32", "a") == near
     other = GPUS | {"slow": gpu("slow", architecture="other")}
-    assert found.shares("new", "fp32", "a", other) == shares
+    assert shares(lenders(*rows, gpus=other), "fp32", "a") == near
 
 
 def test_other_software_counts_for_three_octaves() -> None:
     found = lenders(("twin", "fp32", "b"), ("slow", "fp32", "a"))  # 3 octaves off, and 1
-    shares = found.shares("new", "fp32", "a", GPUS)
-    assert shares == {("twin", "b"): pytest.approx(1 / 17), ("slow", "a"): pytest.approx(16 / 17)}
-    shares = found.shares("new", "fp32", "", GPUS)  # no software stated: none is other
-    assert shares["twin", "b"] == pytest.approx(0.8)
+    assert shares(found, "fp32", "a") == {
+        ("twin", "b"): pytest.approx(1 / 17),
+        ("slow", "a"): pytest.approx(16 / 17),
+    }
+    assert shares(found, "fp32", "")["twin", "b"] == pytest.approx(0.8)  # none stated: none other
+
+
+def test_wanted_software_is_lent_where_it_is_and_makes_nobody_farther() -> None:
+    rows = [("twin", "fp32", stack) for stack in ("vllm-1", "vllm-1", "torch-2.9", "torch-2.11")]
+    found = lenders(*rows, ("slow", "fp32", "vllm-1"))
+    assert shares(found, "fp32", "", wanted="torch") == {
+        ("twin", "torch-2.11"): pytest.approx(0.8),  # the newest
+        ("slow", "vllm-1"): pytest.approx(0.2),
+    }
+    assert ("twin", "torch-2.9") in shares(found, "fp32", "", wanted="torch-2.9")
 
 
 def test_other_dtypes_are_lent_only_where_nobody_has_the_right_one() -> None:
     """Not even a GPU's own: its half precision ran on other units."""
     found = lenders(("twin", "fp16", "a"), ("slow", "fp32", "b"), ("new", "fp16", "a"))
-    assert found.shares("new", "fp32", "a", GPUS) == {("slow", "b"): 1.0}
-    assert found.shares("new", "fp8", "a", GPUS).keys() == {("new", "a"), ("twin", "a")}
+    assert shares(found, "fp32", "a") == {("slow", "b"): 1.0}
+    assert shares(found, "fp8", "a").keys() == {("new", "a"), ("twin", "a")}
+
+
+def test_other_ops_are_lent_only_where_nobody_has_the_right_one_or_one_alike() -> None:
+    """A linear layer is as good as a plain product; one in fp8 is neither."""
+    rows = (("twin", "fp32", "a"), ("slow", "fp32", "b"))
+    found = lenders(*rows, ops=("scaled_mm", "addmm"))
+    assert shares(found, "fp32", "", op="mm") == {("slow", "b"): 1.0}
+    assert shares(found, "fp32", "", op="scaled_mm") == {("twin", "a"): 1.0}
+    assert shares(found, "fp32", "", op="unheard of").keys() == {("twin", "a"), ("slow", "b")}
+
+
+def test_a_cpu_lends_nothing_to_a_gpu() -> None:
+    gpus = GPUS | {"twin": replace(gpu("twin"), kind="cpu")}
+    found = lenders(("twin", "fp32", "a"), ("slow", "fp32", "b"), gpus=gpus)
+    assert shares(found, "fp32", "") == {("slow", "b"): 1.0}
 
 
 def test_far_lenders_are_not_asked() -> None:
     """Three octaves are 1/64 of a twin; of four twins three are enough."""
     gpus = GPUS | {"far": gpu("far", bandwidth=8e12)}
-    found = lenders(("twin", "fp32", "a"), ("far", "fp32", "a"))
-    assert found.shares("new", "fp32", "a", gpus) == {("twin", "a"): 1.0}
-    twins = [f"twin{i}" for i in range(4)]
-    found = lenders(*((name, "fp32", "a") for name in twins))
-    shares = found.shares("new", "fp32", "a", GPUS | {name: gpu(name) for name in twins})
-    assert list(shares.values()) == pytest.approx([1 / 3] * 3)
+    found = lenders(("twin", "fp32", "a"), ("far", "fp32", "a"), gpus=gpus)
+    assert shares(found, "fp32", "a") == {("twin", "a"): 1.0}
+    twins = {name: gpu(name) for name in (f"twin{i}" for i in range(4))}
+    found = lenders(*((name, "fp32", "a") for name in twins), gpus=GPUS | twins)
+    assert list(shares(found, "fp32", "a").values()) == pytest.approx([1 / 3] * 3)
 
 
 def test_strange_is_a_gpu_or_its_dtype_that_only_others_were_measured_in() -> None:
@@ -81,11 +125,29 @@ def test_strange_is_a_gpu_or_its_dtype_that_only_others_were_measured_in() -> No
     assert found.strange(asked(*((*row, "a") for row in rows))).tolist() == [0, 1, 0, 1]
 
 
+def test_an_op_that_only_others_were_measured_with_is_strange_and_unseen() -> None:
+    """One that nobody was measured with is priced as what the GPU itself was."""
+    found = lenders(("one", "fp32", "a"), ("two", "fp32", "a"), ops=("mm", "scaled_mm"))
+    rows = asked(*[("one", "fp32", "a")] * 3, ops=("mm", "scaled_mm", "bmm"))
+    assert found.strange(rows).tolist() == found.unseen(rows).tolist() == [0, 1, 0]
+
+
 def test_the_usual_stack_of_a_gpu_is_lent_first() -> None:
     rows = [("twin", "fp32", "b"), ("twin", "fp32", "a"), ("twin", "fp32", "b")]
-    assert what_was_measured(asked(*rows)) == {"twin": {"fp32": ["b", "a"]}}
-    assert list(lenders(*rows).shares("new", "fp32", "", GPUS)) == [("twin", "b")]
-    assert list(lenders(*rows).shares("new", "fp32", "a", GPUS)) == [("twin", "a")]
+    assert what_was_measured(asked(*rows)) == {"twin": {"fp32": {"mm": ["b", "a"]}}}
+    assert list(shares(lenders(*rows), "fp32", "")) == [("twin", "b")]
+    assert list(shares(lenders(*rows), "fp32", "a")) == [("twin", "a")]
+
+
+def test_wanted_software_is_resolved_by_op_and_dtype() -> None:
+    """Torch where it was measured, in its newest version; else what was, in that dtype."""
+    rows = [("one", "fp32", "torch-2.9"), ("one", "fp32", "torch-2.11"), ("one", "fp8", "vllm-1")]
+    found = lenders(*rows, *[("one", "fp32", "vllm-1")] * 3)
+    want = [("one", "fp32", ""), ("one", "fp8", ""), ("one", "int8", "")]
+    wanted = replace(asked(*want), wanted=np.array(["torch"] * 3, dtype=object))
+    usual = found.usual(wanted, {"one": "vllm-1"}).tolist()
+    assert usual == ["torch-2.11", "vllm-1", "torch-2.11"]
+    assert found.usual(asked(*want), {"one": "vllm-1"}).tolist() == ["vllm-1"] * 3
 
 
 class Echo:
@@ -113,7 +175,8 @@ def test_what_does_not_go_by_tiles_is_described_on_the_gpu_that_lends(family: Fa
     found = Asked.of(rows, features, gpus, family, {})
     told = Lenders(
         encoder=Encoder(["log_cache_fill", "gpu"], {"gpu": ["twin"]}),
-        measured={"twin": {"fp32": ["a"]}},
+        measured={"twin": {"fp32": {"layer": ["a"], "mm": ["a"]}}},
+        gpus=gpus,
     )
     x = told.encoder.encode(features)
     learner: Any = Echo()

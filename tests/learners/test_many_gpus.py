@@ -17,7 +17,7 @@ from learners.local import Residuals
 from learners.table import learn_launch_us
 from learners.train import train
 from microbench.hardware.spec import Gpu
-from microbench.ops import gemm
+from microbench.ops import gemm, host
 from microbench.store import write_card, write_part
 
 LAW = {"one": 1.5, "two": 2.0, "three": 2.5, "new": 4.0}
@@ -149,6 +149,13 @@ def test_launches_are_learned_from_small_ops_only() -> None:
         rows += [{**asdict(p), **facts}] * 5
     found = learn_launch_us(pd.DataFrame(rows), gemm.FAMILY, {n: toy(n) for n in ("one", "two")})
     assert found == {"one": pytest.approx(20), "two": pytest.approx(20)}
+
+
+def test_what_host_events_take_is_no_launch() -> None:
+    """They are timed from the host, and 20 us is all theirs."""
+    facts = {"gpu": "one", "timer": "with_launch", "time_us": 20.0}
+    rows = pd.DataFrame([{**asdict(host.Host(op="backward")), **facts}] * 5)
+    assert learn_launch_us(rows, host.FAMILY, {"one": toy("one")}) == {}
 
 
 def test_calibration_by_hand() -> None:

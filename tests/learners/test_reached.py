@@ -36,14 +36,17 @@ def factors(rows: pd.DataFrame, lender_us: float = KNOWN_US) -> np.ndarray:
     asked = Asked(
         gpu=rows["gpu"].to_numpy(),
         dtype=rows["dtype"].to_numpy(),
+        op=rows["op"].to_numpy(),
         stack=np.full(len(rows), ""),
+        wanted=np.full(len(rows), ""),
         gpus={"new": NEW, "known": known},
         rows=rows,
         family=FAMILY,
         launch={},
     )
-    measured = {"known": {"fp32": ("",)}}
-    lenders = Lenders(encoder=Encoder(["gpu"], {"gpu": ["known"]}), measured=measured)
+    measured = {"known": {"fp32": {"mm": ("",)}}}
+    encoder = Encoder(["gpu"], {"gpu": ["known"]})
+    lenders = Lenders(encoder=encoder, measured=measured, gpus={"known": known})
     return correction(
         asked, lenders, lambda large: np.where(large["gpu"] == "known", lender_us, 27_488.0)
     )
