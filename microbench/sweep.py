@@ -26,7 +26,7 @@ Chosen = tuple[Family, Any, int]  # the point and how often it was measured befo
 
 
 class Sweep:
-    """Points of all families such that every family gets its share of time, on GPUs the same.
+    """Points of all families such that every family gets its share of time.
 
     With several ranks every rank calls ``choose`` and gets what rank 0 has not measured yet.
     """
@@ -38,7 +38,8 @@ class Sweep:
         self.charged_s = dict.fromkeys(order.families, 0.0)
         self.points = dict.fromkeys(order.families, 0)
         on_cpu = order.device == "cpu"
-        self.weight = {n: families()[n].weight if on_cpu else 1.0 for n in order.families}
+        known = [families()[n] for n in order.families]
+        self.weight = {f.name: f.weight if on_cpu else f.gpu_weight for f in known}
         self.retests: deque[tuple[float, Family, Any]] = deque()
         self.count = 0
         self.streams = {n: self._stream(n) for n in order.families}
@@ -134,7 +135,12 @@ def space(name: str, captured: Path, gpu: Gpu | None, seed: int) -> Iterator[Any
     """Captured points and the family's sweep in turn; on a GPU both in its sizes and dtypes."""
     if gpu is None or gpu.kind == "cpu":
         return mixed(captured, name, families()[name].sweep(), seed)
-    return on_gpu(name, mixed(captured, name, grid(name, seed), seed), gpu, seed)
+    swept = on_gpu(name, grid(name, seed), gpu, seed)
+
+    def as_called(points: Iterator[Any]) -> Iterator[Any]:
+        return on_gpu(name, points, gpu, seed, captured=True)
+
+    return mixed(captured, name, swept, seed, as_called)
 
 
 def placed(point: Any, node: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ import numpy as np
 from microbench.cases import kinds
 from microbench.cases.kinds import clicks, graphs, images, language
 from microbench.ops import families, find_family
-from microbench.ops.family import log_uniform
-from microbench.store import write_atomic
+from microbench.ops.family import Family, log_uniform
+from microbench.store import read_rows, write_atomic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +39,10 @@ def transformer(rng: np.random.Generator, largest: int) -> Draw:
     """GPT, BERT or Llama style, some with experts; one block, since blocks repeat."""
     heads = int(rng.choice([2, 4, 6, 8, 12, 16] if largest < 2048 else [8, 12, 16, 20, 25, 32, 40]))
     per_head = min(int(rng.choice([16, 32, 48, 64, 80, 96, 128])), max(16, largest // heads))
+    style = str(rng.choice(["gpt", "bert", "llama"]))
+    heads -= heads % 2 if style == "llama" else 0  # two share a key
     sizes: dict[str, Any] = {
-        "style": str(rng.choice(["gpt", "bert", "llama"])),
+        "style": style,
         "width": heads * per_head,
         "layers": 1,
         "heads": heads,
@@ -104,15 +106,19 @@ def recurrent(rng: np.random.Generator, largest: int) -> Draw:
 
 
 def recommender(rng: np.random.Generator, largest: int) -> Draw:
-    """Tables of one size, two perceptrons."""
+    """Tables of one size, for a GPU of sizes of their own; two perceptrons."""
     wide = 8 * log_uniform(rng, 8, largest // 8)
+    tables = log_uniform(rng, 3, 24 if largest < 2048 else 64)
+    rows: int | tuple[int, ...] = log_uniform(rng, 500, 64 * largest)
+    if largest >= 2048:
+        rows = tuple(log_uniform(rng, 1000, 2_000_000) for _ in range(tables))
     case = clicks(
         "zoo",
         log_uniform(rng, 64, 4 * largest),
         features=log_uniform(rng, 8, 64),
         bottom=(wide, wide // 2),
-        tables=log_uniform(rng, 3, 24 if largest < 2048 else 64),
-        rows=log_uniform(rng, 500, 64 * largest),
+        tables=tables,
+        rows=rows,
         bag=log_uniform(rng, 1, 16 if largest < 2048 else 64),
         width=int(rng.choice([16, 32, 48, 64, 96] if largest < 2048 else [32, 64, 96, 128])),
         top=(2 * wide, wide),
@@ -204,15 +210,64 @@ def check_points(path: Path) -> int:
         raise ValueError(f"points {str(path)!r}: not a file of points ({reason})") from exc
 
 
-def mixed(path: Path, name: str, grid: Iterator[Any], seed: int) -> Iterator[Any]:
+def points_of_rows(root: Path, gpu: str) -> dict[str, list[Any]]:
+    """The distinct points under ``root`` that were measured well on a GPU alone, by family.
+
+    Kinds take turns, so that the first points of any number are spread evenly. Products repeated
+    for seconds (``load``) are no points of a sweep.
+    """
+    found: dict[str, list[Any]] = {}
+    for name, family in families().items():
+        rows = read_rows([root], name)
+        if family.ranks > 1 or rows.empty:
+            continue
+        rows = rows[(rows["gpu"] == gpu) & (rows["status"] == "ok")]
+        if "load" in rows:
+            rows = rows[rows["load"].isna()]
+        points = dict.fromkeys(_point_of_row(family, row) for row in rows.to_dict("records"))
+        if points:
+            found[name] = by_turns(list(points), seed=0)
+    return found
+
+
+def _point_of_row(family: Family, row: Mapping[Any, Any]) -> Any:
+    """The parameters of a row; a column its part file has not, or as NaN, is left at its default.
+
+    Numbers and flags that stood beside empty cells come back as floats.
+    """
+    kinds: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool, "str": str}
+    given = {f.name: (kinds[str(f.type)], row.get(f.name)) for f in fields(family.params)}
+    known = {name: kind(value) for name, (kind, value) in given.items() if not _empty(value)}
+    return family.params(**known)
+
+
+def _empty(value: Any) -> bool:
+    return value is None or value != value  # NaN alone is not itself
+
+
+def write_measured_points(root: Path, gpu: str, path: Path) -> int:
+    """Write what was measured under ``root`` as points for another GPU to repeat; their number."""
+    points = points_of_rows(root, gpu)
+    write_points(path, points)
+    return sum(map(len, points.values()))
+
+
+def mixed(
+    path: Path,
+    name: str,
+    grid: Iterator[Any],
+    seed: int,
+    as_called: Callable[[Iterator[Any]], Iterator[Any]] = iter,
+) -> Iterator[Any]:
     """Two captured points, one of the family's own sweep, and so on; then the sweep alone.
 
-    While the captured ones are not written yet, the sweep alone.
+    While the captured ones are not written yet, the sweep alone. ``as_called`` makes of captured
+    points what the device to be measured calls.
     """
     while not path.is_file() and (point := next(grid, None)) is not None:
         yield point
     points = read_points(path, name) if path.is_file() else []
-    for number, captured in enumerate(by_turns(points, seed), start=1):
+    for number, captured in enumerate(as_called(iter(by_turns(points, seed))), start=1):
         yield captured
         point = next(grid, None) if number % CAPTURED_PER_SWEPT == 0 else None
         if point is not None:

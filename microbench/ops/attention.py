@@ -78,7 +78,11 @@ def sweep() -> Iterator[Attention]:
 
 
 def build(p: Attention, device: str) -> Workload:
-    """The backward keeps its graph, so that one forward serves all repetitions."""
+    """The backward keeps its graph, so that one forward serves all repetitions.
+
+    On a GPU torch chooses the kernel by whether gradients are wanted, too: as in training, they
+    are, but for one query (sdp_utils.cpp in aten/src/ATen/native/transformers/cuda).
+    """
     import torch  # lazy: formulas must import where torch is absent
 
     def tensor(heads: int, length: int) -> Any:
@@ -93,9 +97,10 @@ def build(p: Attention, device: str) -> Workload:
         mask[..., 0] = True  # no query without a key
         options["attn_mask"] = mask
     options["dropout_p"] = 0.1 if p.dropout else 0.0
+    trains = p.op == "backward" or (device != "cpu" and p.q_len > 1)
+    leaves = [t.requires_grad_(trains) for t in (q, k, v)]
     if p.op == "forward":
-        return Workload(run=lambda: sdpa(q, k, v, **options), through_aten=False)
-    leaves = [t.requires_grad_() for t in (q, k, v)]
+        return Workload(run=lambda: sdpa(*leaves, **options), through_aten=False)
     out = sdpa(*leaves, **options)
     grad = torch.randn_like(out)
     return Workload(
@@ -181,4 +186,5 @@ FAMILY = Family(
     bytes_moved=bytes_moved,
     features=features,
     answers={"itercast.sdpa": from_call, "itercast.sdpa_backward": from_call},
+    gpu_weight=2.0,
 )

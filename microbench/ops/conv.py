@@ -45,8 +45,15 @@ class Conv:
 
 
 def sweep() -> Iterator[Conv]:
+    """Endless: layers of at most 3 GFLOP, grouped ones 0.2."""
+    for p in layers(np.random.default_rng(5)):
+        limit = MAX_FLOPS if p.groups == 1 else MAX_GROUPED_FLOPS
+        if flops(p) <= limit and bytes_moved(p) <= MAX_BYTES:
+            yield p
+
+
+def layers(rng: np.random.Generator) -> Iterator[Conv]:
     """Endless: layers of ResNets, U-Nets, ViT patches, MobileNets, audio and small CNNs."""
-    rng = np.random.default_rng(5)
     kinds = (_resnet, _resnet, _unet, _patch, _depthwise, _audio, _small)
     while True:
         layer = kinds[int(rng.integers(len(kinds)))](rng)
@@ -58,8 +65,7 @@ def sweep() -> Iterator[Conv]:
             need_input_grad=not (first and backward),
             **layer,
         )
-        limit = MAX_FLOPS if p.groups == 1 else MAX_GROUPED_FLOPS
-        if min(out_sizes(p)) >= 1 and flops(p) <= limit and bytes_moved(p) <= MAX_BYTES:
+        if min(out_sizes(p)) >= 1:
             yield p
 
 
@@ -290,4 +296,5 @@ FAMILY = Family(
         "aten.convolution_backward.default": from_call,
     },
     weight=2.0,
+    gpu_weight=2.0,
 )

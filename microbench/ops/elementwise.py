@@ -118,7 +118,8 @@ def build(p: Elementwise, device: str) -> Workload:
 def _scalar(op: str, x: Any) -> Callable[[], object]:
     import torch  # lazy: formulas must import where torch is absent
 
-    value = {"mul_": 1.0, "pow_general": 1.7}.get(op, 2.0)
+    value: float = {"mul_": 1.0, "pow_general": 1.7}.get(op, 2.0)
+    value = value if x.is_floating_point() else int(value)
     call = getattr(torch.ops.aten, op.removesuffix("_general"))
     return lambda: call(x, value)
 
@@ -285,4 +286,5 @@ FAMILY = Family(
     features=features,
     answers=dict.fromkeys(known.names(), from_call),
     weight=3.0,
+    gpu_weight=1.5,
 )

@@ -100,4 +100,5 @@ FAMILY = Family(
         "aten.embedding.default": from_forward,
         "aten.embedding_dense_backward.default": from_backward,
     },
+    gpu_weight=0.5,
 )

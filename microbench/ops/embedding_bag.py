@@ -208,4 +208,5 @@ FAMILY = Family(
         "aten._embedding_bag_backward.default": from_backward,
         "aten._embedding_bag_dense_backward.default": from_backward,
     },
+    gpu_weight=2.0,
 )

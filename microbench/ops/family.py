@@ -67,7 +67,8 @@ class Family:
     another. ``large`` is the op of a dtype that reaches a GPU's ``reached_flops_per_s``.
     ``place`` names the cluster a row was measured in, nothing where the GPU says it all.
     ``weight`` is its share of a CPU's sweep beside the other families': those of many kinds of ops
-    need more points.
+    need more points; ``gpu_weight`` its share of the time of a GPU's, larger where iterations
+    spend more.
     """
 
     name: str
@@ -90,6 +91,7 @@ class Family:
     large: Callable[[str], Any] | None = None
     place: Callable[[Any], Any] | None = None
     weight: float = 1.0
+    gpu_weight: float = 0.2
 
 
 def autograd_call(leaves: int, device: str) -> Callable[[], object]:

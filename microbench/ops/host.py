@@ -13,6 +13,7 @@ from microbench.ops.family import Family, Workload, autograd_call, log_uniform
 
 CALLS = 6  # even and few, so that they run nearly as cold as in a step
 EVENTS = ("module_call", "view_op", "autograd_node", "accumulate_grad", "zero_grad", "backward")
+MAX_TENSORS = 640  # GPT-2 XL has 580 parameters
 OPTIMIZERS = ("adamw_step", "sgd_step")
 FSDP = ("fsdp_layer", "fsdp_layer_kept")  # one layer of ``tensors`` parameters
 SHARDED = (*FSDP, "checkpoint_layer", "adamw_dtensor_step", "sgd_dtensor_step")  # see wrappers
@@ -47,12 +48,26 @@ def sweep() -> Iterator[Host]:
             for _ in range(4):
                 yield Host(op=op, tensors=log_uniform(rng, 1, 400), trial=trial)
         if trial >= USUAL_FIRST:
-            yield from _wrapped(trial - USUAL_FIRST)
+            yield from wrapped(trial - USUAL_FIRST)
     for trial in range(8 - USUAL_FIRST, 8):
-        yield from _wrapped(trial)
+        yield from wrapped(trial)
 
 
-def _wrapped(trial: int) -> Iterator[Host]:
+def on_one_gpu(rng: np.random.Generator) -> Iterator[Host]:
+    """Launches twice and each event once a round, for eight rounds; then optimizers."""
+    for trial in range(8):
+        yield Host(op="launch", trial=2 * trial)
+        yield Host(op="launch", trial=2 * trial + 1)
+        for op in EVENTS:
+            yield Host(op=op, trial=trial)
+    for trial in range(8):
+        for op in OPTIMIZERS:
+            for _ in range(4):
+                yield Host(op=op, tensors=log_uniform(rng, 1, MAX_TENSORS), trial=trial)
+
+
+def wrapped(trial: int) -> Iterator[Host]:
+    """Events of parallel wrappers, each once."""
     for op in WRAPPERS:
         yield Host(op=op, trial=trial)
     for op in SHARDED:
@@ -76,11 +91,6 @@ def build(p: Host, device: str) -> Workload:
     pairs = {"autograd_node": _nodes, "accumulate_grad": _leaves}
     run, baseline = pairs[p.op](device) if p.op in pairs else (runs[p.op](device), None)
     return Workload(run=run, baseline=baseline, calls=CALLS, through_aten=False)
-
-
-def launches() -> Iterator[Host]:
-    """What a sweep of a GPU's host measures besides."""
-    return (Host(op="launch", trial=trial) for trial in range(16))
 
 
 def _launches(device: str) -> Workload:
@@ -233,4 +243,5 @@ FAMILY = Family(
     bytes_moved=bytes_moved,
     features=features,
     answers={},
+    gpu_weight=1.0,
 )

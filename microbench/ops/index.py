@@ -269,4 +269,5 @@ FAMILY = Family(
     features=features,
     answers=ANSWERS,
     weight=1.5,
+    gpu_weight=0.5,
 )

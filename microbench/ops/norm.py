@@ -82,6 +82,8 @@ def build(p: Norm, device: str) -> Workload:
     shape = (p.rows, p.cols) if by_row else (p.rows, p.channels, p.cols, 1)
     x, grad = (torch.randn(shape, device=device).to(dtype) for _ in range(2))
     w = torch.rand(p.cols if by_row else p.channels, device=device).to(dtype)
+    if p.op.startswith("batch") and device != "cpu":
+        return _batch_of_models(p, x, grad, w)
     kinds = {"layer": _layer, "rms": _rms, "batch": _batch, "group": _group}
     return kinds[p.op.split("_")[0]](p, x, grad, w)
 
@@ -125,6 +127,29 @@ def _batch(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
     saved = (mean, var, save_mean, save_std)
     back = aten.native_batch_norm_backward
     return Workload(run=lambda: back(grad, x, w, *saved, train, 1e-5, mask))
+
+
+def _batch_of_models(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
+    """As ``nn.BatchNorm`` calls it: torch chooses between cuDNN and its own kernels.
+
+    The choice goes by dtype, number of samples, mode and axes (_select_batch_norm_backend in
+    ATen/native/Normalization.cpp); two axes, where there is one position, are never cuDNN's.
+    """
+    import torch  # lazy: formulas must import where torch is absent
+
+    x, grad = (t.flatten(1) if p.cols == 1 else t for t in (x, grad))
+    mean, var, bias = torch.zeros_like(w), torch.ones_like(w), torch.zeros_like(w)
+    settings = ("eval" not in p.op, 0.1, 1e-5, True)
+    if not p.op.endswith("backward"):
+        run = torch.batch_norm
+        return Workload(run=lambda: run(x, w, bias, mean, var, *settings), through_aten=False)
+    leaves = [t.requires_grad_() for t in (x, w, bias)]
+    y = torch.batch_norm(x, w, bias, mean, var, *settings)
+    return Workload(
+        run=lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True),
+        baseline=autograd_call(3, x.device.type),
+        through_aten=False,
+    )
 
 
 def _group(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
@@ -255,4 +280,5 @@ FAMILY = Family(
         "aten.native_group_norm_backward.default": from_group,
     },
     weight=1.5,
+    gpu_weight=1.5,
 )

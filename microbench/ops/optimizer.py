@@ -85,7 +85,10 @@ def build(p: OptimizerOp, device: str) -> Workload:
 
     if p.op in FUSED:
         return Workload(run=_fused(p.op, tensors), through_aten=False)
-    xs, ys, zs = tensors(), tensors(), tensors()
+    xs = tensors()
+    ys = tensors() if p.op in TWO else []
+    squared = p.op == "_foreach_addcmul_" and device != "cpu"  # AdamW's gradients, by themselves
+    zs = ys if squared or not ys else tensors()
     for x in xs if p.zero_frac else ():  # rows of 32 zeros, as tables have
         rows = torch.rand(-(-x.numel() // 32), device=device) >= p.zero_frac
         x.mul_(rows.repeat_interleave(32)[: x.numel()])
@@ -192,4 +195,5 @@ FAMILY = Family(
         **{f"aten.{n}.{o}": from_call for n in FUSED[:3] for o in ("default", "tensor_lr")},
     },
     weight=1.5,
+    gpu_weight=1.5,
 )

@@ -13,7 +13,14 @@ import numpy as np
 
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
-from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+from microbench.ops.family import (
+    Family,
+    Workload,
+    autograd_call,
+    itemsize_bytes,
+    log_uniform,
+    torch_dtype,
+)
 
 GATES = 4  # input, forget, cell, output
 MODE = 2  # an LSTM's number among recurrent networks, in torch and cuDNN
@@ -75,7 +82,12 @@ def build(p: Recurrent, device: str) -> Workload:
     grad = tensor(p.steps, p.batch, p.hidden)
     x.requires_grad_(p.op != "lstm" and device != "cpu")
     run = _on_cpu if device == "cpu" else _on_cuda
-    return Workload(run=run(p, x, h, c, weights, grad), through_aten=device == "cpu")
+    through_autograd = p.op != "lstm" and device != "cpu"
+    return Workload(
+        run=run(p, x, h, c, weights, grad),
+        baseline=autograd_call(1 + len(weights), device) if through_autograd else None,
+        through_aten=device == "cpu",
+    )
 
 
 def _on_cpu(p: Recurrent, x: Any, h: Any, c: Any, w: list[Any], grad: Any) -> Callable[[], object]:

@@ -272,4 +272,5 @@ FAMILY = Family(
         **{f"aten.{op}.default": from_paired for op in PAIRED},
         **{f"aten.{name}": from_sum for name in SUM_NAMES},
     },
+    gpu_weight=1.0,
 )
