@@ -1,48 +1,120 @@
 """A sweep in chunks that survives what its points do to the device.
 
-The points in flight stand in a file. A worker that dies leaves it to the next one, which measures
-them one by one, so that only the culprit is marked.
+The points in flight stand in a file, with a note of the one under way. A worker that dies leaves it
+to the next one, which marks that point and measures the others. Where nobody knows which point it
+was, the chunk is measured in halves.
 """
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
+import math
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import pandas as pd
 
 from microbench import store
-from microbench.chunks import CHUNK_POINTS, Broken, Chunk, Device
+from microbench.chunks import CHUNK_POINTS, PROFILING, Bench, Broken, Chunk
+from microbench.device import Device
+from microbench.kernels import timing_disagreement
 from microbench.ops import families
 from microbench.ops.gemm import Gemm
+from microbench.sustained import measure_sustained
 from microbench.sweep import Chosen, Sweep
+from microbench.timing import CallCost
 
+log = logging.getLogger(__name__)
 EXIT_BROKEN = 75  # sysexits.h: temporary failure; the parent starts another worker
-CHUNK_S = 20.0  # a chunk takes at most, as far as is known before
-MAX_DEATHS = 2  # of a worker alone with a point, before the point is called the culprit
+CHUNK_S = 20.0  # after which a chunk begins no further point
+PROFILE_EVERY = 4  # chunks: a session takes a second, and launches are slower under one
 ANCHOR = Gemm(m=2048, n=2048, k=2048, dtype="bf16")
+NOTE_BYTES = 8  # at the head of the file, blanks where no point is under way
 
 
 class Pending:
-    """The points in flight and those after them, on disk."""
+    """The points in flight and the groups of points after them, on disk.
 
-    def __init__(self, root: Path, gpu: str) -> None:
+    Its file changes whenever a point is begun, which is how a parent sees that a worker lives.
+    """
+
+    def __init__(self, root: Path, gpu: str, run_id: str = "") -> None:
         self.path = root / ".journal" / f"pending-{gpu}.json"
+        self.run_id = run_id
+        self._file: int | None = None
 
-    def write(self, now: Sequence[Chosen], after: Sequence[Chosen], deaths: int = 0) -> None:
+    def write(self, now: Sequence[Chosen], after: Sequence[Sequence[Chosen]]) -> None:
         """Before anything is done with the points ``now``."""
-        plain = {"now": _plain(now), "after": _plain(after), "deaths": deaths}
-        store.write_atomic(self.path, json.dumps(plain).encode())
+        plain = {"run": self.run_id, "now": _plain(now), "after": [_plain(g) for g in after]}
+        self.close()
+        store.write_atomic(self.path, b" " * NOTE_BYTES + json.dumps(plain).encode())
+        self._file = os.open(self.path, os.O_WRONLY)
 
-    def read(self) -> tuple[list[Chosen], list[Chosen], int]:
-        """What an earlier worker was at, what came after, and how often it died on it before."""
+    def note(self, number: int | None) -> None:
+        """The point of ``now`` that is under way: kept if this process dies, lost with power."""
+        if self._file is not None:
+            text = "" if number is None else str(number)
+            os.pwrite(self._file, text.ljust(NOTE_BYTES).encode(), 0)
+
+    def close(self) -> None:
+        """No more notes."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def read(self) -> Left:
+        """What an earlier worker left."""
         if not self.path.is_file():
-            return [], [], 0
-        found = json.loads(self.path.read_text())
-        return _chosen(found["now"]), _chosen(found["after"]), int(found["deaths"])
+            return Left()
+        text = self.path.read_text()
+        found, noted = json.loads(text[NOTE_BYTES:]), text[:NOTE_BYTES].strip()
+        return Left(
+            now=_chosen(found["now"]),
+            after=[_chosen(group) for group in found["after"]],
+            noted=int(noted) if noted else None,
+            same_run=found["run"] == self.run_id,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """Points an earlier worker was at, the one it had noted, and groups that came after.
+
+    ``same_run``: it was started by the same parent, which went on when it had died.
+    """
+
+    now: list[Chosen] = field(default_factory=list)
+    after: list[list[Chosen]] = field(default_factory=list)
+    noted: int | None = None
+    same_run: bool = False
+
+    def culprit(self) -> Chosen | None:
+        """The point that worker died on.
+
+        One that was alone, or that was noted: but a worker of another run may have been ended
+        together with its parent, so that a point is tried again, alone.
+        """
+        if self.noted == PROFILING or not self.now:
+            return None
+        alone = self.now[0] if len(self.now) == 1 else None
+        return (self.suspect or alone) if self.same_run else (self.suspect and alone)
+
+    @property
+    def suspect(self) -> Chosen | None:
+        """The point that was under way."""
+        return None if self.noted is None or self.noted == PROFILING else self.now[self.noted]
+
+    def groups(self) -> list[list[Chosen]]:
+        """What to measure: a suspect alone and the others, or halves where the worker just died."""
+        whole = self.suspect is None and (self.noted == PROFILING or not self.same_run)
+        return [*([self.now] if whole else _apart(self.now, self.suspect)), *self.after]
 
 
 def _plain(chosen: Sequence[Chosen]) -> list[dict[str, Any]]:
@@ -56,44 +128,123 @@ def _chosen(plain: Sequence[dict[str, Any]]) -> list[Chosen]:
     ]
 
 
-def sweep_in_chunks(sweep: Sweep, device: Device, journal: store.Journal) -> None:
-    """Measure until the budget is spent; SystemExit where the device broke."""
-    pending = Pending(Path(sweep.order.root), sweep.order.gpu)
-    alone, deaths = _left_over(pending, sweep, journal)
-    anchor = families()["gemm"].build(ANCHOR, device.name).run
-    begin = time.monotonic()
-    while (now := time.monotonic() - begin) < sweep.order.budget_s:
-        chosen = [alone.popleft()] if alone else choose_chunk(sweep, now)
-        if not chosen:
-            break
-        pending.write(chosen, list(alone), deaths)
-        deaths = 0
-        chunk = Chunk(device, chosen, anchor)
+def _apart(chosen: Sequence[Chosen], suspect: Chosen | None) -> list[list[Chosen]]:
+    """Groups to measure instead of one that broke: the suspect alone and the others, or halves."""
+    if suspect is not None:
+        return [[suspect], [c for c in chosen if c is not suspect]]
+    half = (len(chosen) + 1) // 2
+    return [list(chosen[:half]), list(chosen[half:])]
+
+
+class ChunkWorker:
+    """Measures groups of points until the budget is spent; SystemExit where the device broke."""
+
+    def __init__(self, sweep: Sweep, device: Device, journal: store.Journal) -> None:
+        order = sweep.order
+        self.sweep, self.device, self.journal = sweep, device, journal
+        self.begin_s = order.begin_s or time.monotonic()
+        self.pending = Pending(Path(order.root), order.gpu, order.run_id)
+        self.profiles = order.families != ("host",)  # host times: in a process that never profiled
+        self.groups = self._left_over()
+        self.bench = Bench(
+            device=device,
+            anchor=families()["gemm"].build(ANCHOR, device.name).run,
+            call_cost=CallCost(device.wait),
+            note=self.pending.note,
+        )
+        self.chunks = self.checked = self.disagreeing = 0
+
+    def run(self) -> None:
+        """Sustained products first, as they take little; then chunk by chunk."""
+        budget_s = self.sweep.order.budget_s
         try:
-            rows = chunk.measure(sweep)
+            measure_sustained(self.sweep, self.device, self.journal)
         except Broken as exc:
-            if len(chosen) == 1:
-                journal.append([failed_row(sweep, chosen[0], str(exc))])
-                pending.write([], list(alone))
             raise SystemExit(EXIT_BROKEN) from exc
-        journal.append(rows)
-        alone += chunk.later
-        pending.write([], list(alone))
-        sweep.settle(rows)
+        while (now_s := time.monotonic() - self.begin_s) < budget_s:
+            left = self.groups.popleft() if self.groups else choose_chunk(self.sweep, now_s)
+            if not left:
+                break
+            self._measure(left, time.monotonic() + min(CHUNK_S, budget_s - now_s))
+            gc.collect()
+        shares = (self.disagreeing, self.checked)
+        log.info("%d chunks; %d of %d kernels disagree with events", self.chunks, *shares)
+
+    def _measure(self, chosen: list[Chosen], until_s: float) -> None:
+        """One chunk, its rows and what it leaves."""
+        self.pending.write(chosen, self.groups)
+        chunk = Chunk(self.bench, chosen, until_s)
+        alone = len(chosen) == 1  # a session costs more than all the rest of such a chunk
+        profiled = self.profiles and not alone and self.chunks % PROFILE_EVERY == 0
+        try:
+            rows = chunk.measure(self.sweep, profiled)
+        except Broken as exc:
+            self._give_up(chosen, exc)
+        self.journal.append(rows)
+        self.groups.extendleft([chunk.rest] if chunk.rest else [])
+        self.groups.extend([point] for point in chunk.later)
+        self.pending.write([], self.groups)
+        self.sweep.settle(rows)
+        self.chunks += not alone
+        self._tell(rows, time.monotonic() - chunk.begin_s)
+        if chunk.lost:
+            raise SystemExit(EXIT_BROKEN)
+
+    def _give_up(self, chosen: list[Chosen], broken: Broken) -> NoReturn:
+        """Mark the culprit and leave the others to the next worker."""
+        culprit = broken.culprit or (chosen[0] if len(chosen) == 1 else None)
+        if culprit is not None:
+            self.journal.append([failed_row(self.sweep, culprit, str(broken))])
+        groups = [g for g in _apart(chosen, culprit) if g and g != [culprit]]
+        self.pending.write([], [*groups, *self.groups])
+        raise SystemExit(EXIT_BROKEN) from broken
+
+    def _tell(self, rows: list[dict[str, Any]], wall_s: float) -> None:
+        """One line on a chunk: whether profiler and events agree on kernels' times."""
+        checked, disagreeing = timing_disagreement(pd.DataFrame(rows))
+        self.checked, self.disagreeing = self.checked + checked, self.disagreeing + disagreeing
+        launch_us = rows[0].get("tiny_launch_us", math.nan) if rows else math.nan
+        said = (len(rows), wall_s, disagreeing, checked, launch_us)
+        log.info("%d rows in %.1f s; %d of %d kernels disagree; a launch %.1f us", *said)
+
+    def _left_over(self) -> deque[list[Chosen]]:
+        """Groups of an earlier worker, less the point it died on; that one becomes a row.
+
+        Points of families this worker does not measure are dropped: the next sweep names them anew.
+        """
+        sweep, left = self.sweep, self.pending.read()
+        culprit = left.culprit()
+        if left.same_run and left.noted == PROFILING:
+            self.profiles = False
+        if culprit is not None and not self._known(culprit):
+            self.journal.append([failed_row(sweep, culprit, "the worker died on it")])
+            sweep.done.add(sweep.row_keys(*culprit)["warm"])
+        groups = [
+            [c for c in group if c[0].name in sweep.order.families and not self._known(c)]
+            for group in left.groups()
+        ]
+        sweep.done |= {sweep.row_keys(*c)["warm"] for group in groups for c in group}
+        groups = [group for group in groups if group]
+        self.pending.write([], groups)
+        return deque(groups)
+
+    def _known(self, chosen: Chosen) -> bool:
+        return self.sweep.row_keys(*chosen)["warm"] in self.sweep.done
 
 
-def _left_over(pending: Pending, sweep: Sweep, journal: store.Journal) -> tuple[deque[Chosen], int]:
-    """Points to measure one by one, and how often a worker died on the first of them."""
-    now, after, deaths = pending.read()
-    alone = [c for c in (*now, *after) if sweep.row_keys(*c)["warm"] not in sweep.done]
-    sweep.done |= {sweep.row_keys(*c)["warm"] for c in alone}
-    if len(now) != 1 or now[0] not in alone:
-        return deque(alone), 0
-    if deaths + 1 < MAX_DEATHS:
-        return deque(alone), deaths + 1
-    journal.append([failed_row(sweep, now[0], "the worker died on it")])
-    pending.write([], alone[1:])
-    return deque(alone[1:]), 0
+def sweep_in_chunks(sweep: Sweep, device: Device, journal: store.Journal) -> None:
+    """Measure until the budget is spent; SystemExit where the device broke.
+
+    Python's garbage collection runs between chunks only, never in the middle of a launch.
+    """
+    worker = ChunkWorker(sweep, device, journal)
+    gc.collect()
+    gc.disable()
+    try:
+        worker.run()
+    finally:
+        gc.enable()
+        worker.pending.close()
 
 
 def choose_chunk(sweep: Sweep, now_s: float) -> list[Chosen]:

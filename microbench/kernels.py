@@ -3,29 +3,59 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pandas as pd
 
 MARK = "itercast run "
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 NAME_LENGTH = 120  # of a kernel; template arguments go on for thousands of letters
 NAMES = 8  # of kernels written down
+LOST = 64  # launches ahead of a session's runs: CUPTI may lose the first kernels, pytorch #192021
+DETACH_S = 0.2  # for CUPTI to detach after a session
+EVENTS_US = 2.0  # events' distance from a kernel's ends may vary by this much
+RESOLUTION_US = 0.5  # of CUDA events: cudaEventElapsedTime
+NOISE_FRAC = 0.03  # of a kernel's time from one run to the next: clocks move while it is sampled
 
 
-def profile(runs: Sequence[Callable[[], object]], wait: Callable[[], None]) -> dict[str, Any]:
-    """A torch.profiler trace in which every run stands under ``MARK`` and its number."""
+def profile(
+    runs: Sequence[Callable[[], object]],
+    wait: Callable[[], None],
+    first: Callable[[], object],
+) -> dict[str, Any]:
+    """A torch.profiler trace in which every run stands under ``MARK`` and its number.
+
+    Each runs once more right before, unmarked: its kernels then find caches as in a warm sample.
+    ``first`` launches a kernel that may be lost.
+
+    After a session CUPTI stays attached and slows down all later launches, unless TEARDOWN_CUPTI is
+    "1" when the session ends (kineto, CuptiActivityApi.cpp). Then a thread detaches it during the
+    next CUDA calls: ``wait`` makes some until that is done.
+    """
     from torch import profiler  # lazy: traces are read where torch is absent
 
+    os.environ["TEARDOWN_CUPTI"] = "1"
     kinds = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA]
     with profiler.profile(activities=kinds) as session:
+        for _ in range(LOST):
+            first()
         for number, run in enumerate(runs):
+            run()
             with profiler.record_function(f"{MARK}{number}"):
                 run()
+            wait()
+    until_s = time.monotonic() + DETACH_S
+    while time.monotonic() < until_s:
         wait()
+        time.sleep(DETACH_S / 10)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         session.export_chrome_trace(str(path))
@@ -36,7 +66,8 @@ def profile(runs: Sequence[Callable[[], object]], wait: Callable[[], None]) -> d
 def kernels_by_run(trace: Mapping[str, Any], runs: int) -> list[list[tuple[str, float]]]:
     """(name, duration in us) of the kernels, copies and fills each run launched, in launch order.
 
-    A kernel belongs to the run during which the host launched it, on whatever thread.
+    A kernel belongs to the run during which the host launched it, on whatever thread. A run of
+    which a kernel was launched and not seen has none: CUPTI lost records.
     """
     events = [e for e in trace.get("traceEvents", ()) if e.get("ph") == "X"]
     marks = sorted(
@@ -46,19 +77,39 @@ def kernels_by_run(trace: Mapping[str, Any], runs: int) -> list[list[tuple[str, 
     )
     starts = [begin for begin, _, _ in marks]
     launched = {
-        e["args"]["correlation"]: e["ts"]
+        _correlation(e): e["ts"]
         for e in events
-        if e.get("cat") in LAUNCHES and "correlation" in e.get("args", {})
+        if e.get("cat") in LAUNCHES and _correlation(e) is not None
     }
     found: list[list[tuple[float, str, float]]] = [[] for _ in range(runs)]
+
+    def run_at(ts: float) -> int | None:
+        index = bisect_right(starts, ts) - 1
+        return marks[index][2] if index >= 0 and ts <= marks[index][1] else None
+
+    seen = set()
     for event in events:
-        at = launched.get(event.get("args", {}).get("correlation"))
+        correlation = _correlation(event)
+        at = launched.get(correlation)
         if event.get("cat") not in KERNELS or at is None:
             continue
-        index = bisect_right(starts, at) - 1
-        if index >= 0 and at <= marks[index][1]:
-            found[marks[index][2]].append((at, event["name"], float(event["dur"])))
-    return [[(name, us) for _, name, us in sorted(run)] for run in found]
+        seen.add(correlation)
+        if (run := run_at(at)) is not None:
+            found[run].append((at, event["name"], float(event["dur"])))
+    lost = {run_at(e["ts"]) for e in events if _launches(e) and _correlation(e) not in seen}
+    return [
+        [] if number in lost else [(name, us) for _, name, us in sorted(run)]
+        for number, run in enumerate(found)
+    ]
+
+
+def _launches(event: Mapping[str, Any]) -> bool:
+    """Whether this is a call of the runtime that launches a kernel."""
+    return event.get("cat") == "cuda_runtime" and "LaunchKernel" in event["name"]
+
+
+def _correlation(event: Mapping[str, Any]) -> Any:
+    return event.get("args", {}).get("correlation")
 
 
 def kernel_facts(kernels: Sequence[tuple[str, float]]) -> dict[str, Any]:
@@ -71,3 +122,23 @@ def kernel_facts(kernels: Sequence[tuple[str, float]]) -> dict[str, Any]:
         "kernel_count": len(kernels),
         "kernel_us": sum(us for _, us in kernels),
     }
+
+
+def timing_disagreement(rows: pd.DataFrame) -> tuple[int, int]:
+    """How many rows could be checked against the profiler, and how many of them disagree.
+
+    Checked are warm rows of ops that are one kernel. The events' time, their own overhead taken
+    off, should be the kernel's and up to 2 us more; 0.5 us and 3 % either way are noise.
+    """
+    needed = {"cache", "time_us", "kernel_us", "kernel_count"}
+    if not needed <= set(rows.columns):
+        return 0, 0
+    one = rows[(rows["cache"] == "warm") & (rows["kernel_count"] == 1) & rows["time_us"].notna()]
+    for doubtful in ("starved", "synchronises"):
+        if doubtful in one:
+            one = one[one[doubtful].ne(True)]
+    kernel_us = one["kernel_us"].to_numpy(float)
+    excess_us = one["time_us"].to_numpy(float) - kernel_us
+    slack_us = RESOLUTION_US + NOISE_FRAC * kernel_us
+    off = (excess_us < -slack_us) | (excess_us > EVENTS_US + slack_us)
+    return len(one), int(np.count_nonzero(off))

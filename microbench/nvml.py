@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Any
 
 REASONS = {
@@ -15,6 +16,8 @@ REASONS = {
     0x40: "hw_thermal",
     0x80: "hw_power_brake",
     0x100: "display_clocks",
+    0x200: "board_limit",
+    0x400: "reliability",
 }
 # A GPU at its power limit runs as it does in every long training; one too hot does not.
 THROTTLED = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
@@ -88,3 +91,18 @@ def _times(value: Any, factor: float) -> float | None:
 def is_throttled(reading: dict[str, Any]) -> bool:
     """Whether a reading says that the GPU was slowed down by heat or by its power supply."""
     return bool(THROTTLED & set(str(reading.get("throttle", "")).split()))
+
+
+def combined(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Several readings as one: medians, the least SM clock, every throttle reason that was seen."""
+    names = dict.fromkeys(name for reading in readings for name in reading)
+    found: dict[str, Any] = {}
+    for name in names:
+        values = [reading[name] for reading in readings if name in reading]
+        if name == "throttle":
+            found[name] = " ".join(sorted({word for text in values for word in text.split()}))
+        else:
+            found[name] = statistics.median(values)
+        if name == "sm_clock_hz":
+            found["sm_clock_hz_min"] = min(values)
+    return found

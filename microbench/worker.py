@@ -7,6 +7,7 @@ of one job would; the slowest counts and rank 0 writes.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 import time
@@ -112,7 +113,7 @@ def run(order: WorkerOrder) -> None:
         return
     clock = Clock(order.hardware["l2_bytes"])
     anchor = Anchor() if order.device == "cpu" else None
-    begin = time.monotonic()
+    begin = order.begin_s or time.monotonic()
     while (now := agreed_s(order, time.monotonic() - begin)) < order.budget_s:
         chosen = sweep.choose(now)
         if chosen is None:
@@ -128,5 +129,7 @@ def run(order: WorkerOrder) -> None:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("microbench").setLevel(logging.INFO)
     fields = json.loads(sys.argv[1])
     run(WorkerOrder(**{**fields, "families": tuple(fields["families"])}))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from microbench.collect import WorkerOrder
+from microbench.device import Launched
 from microbench.ops.family import Family, Workload
 
 HARDWARE: dict[str, Any] = {
@@ -21,9 +22,20 @@ class Killed(BaseException):
     """Stands for a process that ends without a word."""
 
 
+EMPTY_US = 1.5  # between two events
+TINY_US = 2.0
+GAP_US = 0.5  # between two tiny kernels in a row
+HOST_US = 5.0  # to launch anything
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Toy:
-    """``does``: ok, oom, big or huge (takes most memory), unsupported, sticky, late or kill."""
+    """``does``: ok, or what goes wrong.
+
+    oom, big or huge (takes most memory), unsupported, sticky (the device breaks), late (it shows at
+    the next wait), kill, poison (kills when a tiny kernel runs after it), slow (starves behind
+    sleeps for less than 20 us), starved (always), synchronises.
+    """
 
     number: int
     does: str = "ok"
@@ -32,34 +44,69 @@ class Toy:
 
 @dataclass
 class Clockwork:
-    """A queue with a clock: a run takes its number in us, 100 more after a flush."""
+    """A queue with a clock: a run takes its number in us, 100 more after a flush.
+
+    ``sleeps_us`` are the sleeps before samples of toys, ``profiled`` the dtypes that were set when
+    runs were profiled, ``profiler`` what it does: ok, kill or sticky.
+    """
 
     name: str = "clockwork"
     arena_bytes: int = 1000
     waits: int = 0
     sticky: bool = False
     pending_error: bool = False
+    poisoned: bool = False
+    profiler: str = "ok"
     resets: int = 0
     held: int = 0
-    seen: list[str] = field(default_factory=list)
+    in_a_row: int = 0
+    running: Toy | None = None
+    set: str = ""
+    launched: list[int] = field(default_factory=list)
+    sleeps_us: list[float] = field(default_factory=list)
+    profiled: list[tuple[str, str]] = field(default_factory=list)
     reading: dict[str, Any] = field(default_factory=lambda: {"sm_clock_hz": 1e9})
 
     def settings(self, dtype: str) -> None:
-        self.seen.append(dtype)
+        self.set = dtype
 
     def held_bytes(self) -> int:
         return self.held
 
-    def launch(self, run: Callable[[], object]) -> tuple[float, Any]:
-        return 5.0, run()
+    def tiny(self) -> None:
+        if self.poisoned:
+            raise Killed
+        self.in_a_row += 1
 
-    def sample(self, run: Callable[[], object], cold: bool, launch_us: float) -> Any:
+    def _took_us(self, run: Callable[[], object]) -> float:
+        self.running, self.in_a_row = None, 0
         took = run()
-        took = took if isinstance(took, float) else 1.0
-        return took + 100.0 if cold else took
+        row_us = self.in_a_row * TINY_US + max(0, self.in_a_row - 1) * GAP_US
+        return EMPTY_US + row_us + (took if isinstance(took, float) else 0.0)
 
-    def elapsed_us(self, launched: Any) -> float:
-        return float(launched)
+    def _does(self, does: str) -> bool:
+        return self.running is not None and self.running.does == does
+
+    def launch(self, run: Callable[[], object], behind_us: float = 0.0) -> Launched:
+        took_us = self._took_us(run)
+        if self.running:
+            self.launched.append(self.running.number)
+        blocked_us = behind_us + took_us if self._does("synchronises") else 0.0
+        return Launched(events=took_us, host_us=HOST_US + blocked_us, starved=False)
+
+    def sample(self, run: Callable[[], object], cold: bool, host_us: float) -> Launched:
+        took_us = self._took_us(run)
+        if self.running:
+            self.sleeps_us.append(host_us)
+        starved = self._does("synchronises") or self._does("starved")
+        if self._does("slow") and host_us < 20:
+            starved, took_us = True, took_us + 50
+        return Launched(events=took_us + 100 * cold, host_us=HOST_US, starved=starved)
+
+    def elapsed_us(self, launched: Launched) -> float:
+        if self.sticky:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return float(launched.events)
 
     def wait(self) -> None:
         self.waits += 1
@@ -72,6 +119,12 @@ class Clockwork:
         return self.sticky
 
     def kernels(self, runs: Sequence[Callable[[], object]]) -> list[list[tuple[str, float]]]:
+        if self.profiler == "kill":
+            raise Killed
+        for run in runs:
+            run()
+            self.profiled.append((self.running.dtype if self.running else "", self.set))
+        self.sticky = self.profiler == "sticky"
         return [[("toy_kernel", 2.0), ("toy_kernel", 3.0)] for _ in runs]
 
     def conditions(self) -> dict[str, Any]:
@@ -106,6 +159,7 @@ def toy_family(device: Clockwork, points: Sequence[Toy], name: str = "toy") -> F
         return Workload(run=lambda: act(p, block))
 
     def act(p: Toy, block: Block) -> float:
+        device.running = p
         if p.does == "unsupported":
             raise NotImplementedError("no kernel for this")
         if p.does == "sticky":
@@ -115,6 +169,8 @@ def toy_family(device: Clockwork, points: Sequence[Toy], name: str = "toy") -> F
             device.pending_error = True
         if p.does == "kill":
             raise Killed
+        if p.does == "poison":
+            device.poisoned = True
         return float(p.number)
 
     def sweep() -> Iterator[Toy]:
@@ -132,11 +188,11 @@ def toy_family(device: Clockwork, points: Sequence[Toy], name: str = "toy") -> F
     )
 
 
-def order(root: Path, *names: str, budget_s: float = 60.0) -> WorkerOrder:
+def order(root: Path, *names: str, budget_s: float = 60.0, run_id: str = "run") -> WorkerOrder:
     """An order to sweep toy families."""
     return WorkerOrder(
         root=str(root),
-        run_id="run",
+        run_id=run_id,
         device="cpu",
         gpu="toy",
         families=names,

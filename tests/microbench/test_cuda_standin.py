@@ -1,13 +1,11 @@
-"""What a GPU sweep asks of CUDA, with torch's CUDA calls stood in for; kernels; the GPU's space."""
+"""What a GPU sweep asks of CUDA, with torch's CUDA calls stood in for; kernels."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,22 +19,22 @@ from microbench import chunk_worker, worker
 from microbench import collect as collect_module
 from microbench.chunks import failure_status
 from microbench.cuda_device import CudaDevice
-from microbench.gpu_space import MAX_ROOFLINE_US, fits, grid, on_gpu
 from microbench.hardware.spec import load_gpu
-from microbench.kernels import MARK, kernel_facts, kernels_by_run, profile
-from microbench.nvml import Nvml, is_throttled, reasons
+from microbench.kernels import MARK
+from microbench.nvml import Nvml, combined, is_throttled, reasons
 from microbench.ops import families
-from microbench.ops.family import itemsize_bytes
 from microbench.store import compact, read_rows, write_part
 
 H100 = load_gpu("h100-sxm-80gb")
 
 
 class Stream:
-    """Stands in for a CUDA stream: a clock, and what was queued."""
+    """Stands in for a CUDA stream whose device is ``late_us`` behind the host, and its memory."""
 
     def __init__(self) -> None:
         self.now_us = 0.0
+        self.late_us = 100.0
+        self.reserved_bytes = 0
         self.log: list[str] = []
 
     def sleep(self, cycles: int) -> None:
@@ -51,6 +49,7 @@ class Stream:
             event.at_us = stream.now_us
 
         event.record = record
+        event.query = lambda: stream.late_us <= 0
         event.elapsed_time = lambda end: (end.at_us - event.at_us) / 1e3
         return event
 
@@ -63,6 +62,8 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
         "get_device_properties": lambda index: SimpleNamespace(uuid="none"),
         "mem_get_info": lambda: (2**20, 2**21),
         "memory_allocated": lambda: 0,
+        "memory_reserved": lambda: found.reserved_bytes,
+        "set_per_process_memory_fraction": lambda frac: found.log.append(f"at most {frac}"),
         "synchronize": lambda: found.log.append("wait"),
         "empty_cache": lambda: found.log.append("empty_cache"),
         "_sleep": found.sleep,
@@ -73,6 +74,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     for name in ("empty", "randn", "rand", "randint", "arange", "zeros", "ones", "full"):
         monkeypatch.setattr(torch, name, on_cpu(getattr(torch, name)))
     monkeypatch.setattr("microbench.cuda_device.WARM_UP_S", 0.01)
+    monkeypatch.setattr("microbench.kernels.DETACH_S", 0.01)
     return found
 
 
@@ -94,16 +96,68 @@ def test_a_cold_sample_is_flushed_and_all_are_queued_behind_a_sleep(stream: Stre
         stream.log.append("run")
         stream.now_us += 30
 
+    made = ["event", "event"]  # recorded once so that they exist before anything is timed
     stream.log.clear()
     cold = device.sample(run, True, 10.0)
-    assert stream.log == ["sleep", "event", "run", "event"]  # the flush is torch's own zero_
+    assert stream.log == [*made, "sleep", "event", "run", "event"]  # the flush is torch's own zero_
     stream.log.clear()
     warm = device.sample(run, False, 10.0)
-    assert stream.log == ["sleep", "run", "event", "run", "event"]
+    assert stream.log == [*made, "sleep", "run", "event", "run", "event"]
     assert device.elapsed_us(cold) == device.elapsed_us(warm) == pytest.approx(30)
     before_us = stream.now_us
     device.sample(run, False, 1e9)
     assert stream.now_us - before_us < 5000 + 61  # no launch is waited for longer
+
+
+def test_a_sample_starved_where_the_device_had_caught_up(stream: Stream) -> None:
+    device = CudaDevice(l2_bytes=1e6)
+    assert not device.sample(device.tiny, True, 10.0).starved
+    stream.late_us = 0.0
+    assert device.sample(device.tiny, True, 10.0).starved
+
+
+def test_memory_is_left_for_cuda_itself(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 MiB is free. The arena is 85 % of it, and taken anew only where half of it is gone."""
+    taken: list[int] = []
+    empty = torch.empty
+
+    def take(size: int, **kwargs: Any) -> Any:
+        taken.append(size)
+        return empty(1)
+
+    monkeypatch.setattr(torch, "empty", take)
+    device = CudaDevice(l2_bytes=1e6)
+    arena = int(0.85 * 2**20)
+    assert "at most 0.9" in stream.log and taken == [2_000_000, arena]
+    stream.reserved_bytes = arena // 2 + 1
+    device.reset()
+    assert stream.log[-1] == "empty_cache" and taken[2:] == []
+    stream.reserved_bytes = arena // 4
+    device.reset()
+    assert taken[2:] == [arena - arena // 4]
+
+
+def test_one_failing_profile_does_not_end_profiling(
+    stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two in a row do. Without a GPU every session is without a kernel."""
+    device, sessions = CudaDevice(l2_bytes=1e6), []
+
+    def session(runs: Any, wait: Any, first: Any) -> dict[str, Any]:
+        sessions.append(len(runs))
+        return kernel_trace if len(sessions) == 2 else {}
+
+    monkeypatch.setattr("microbench.cuda_device.profile", session)
+    kernel_trace = {
+        "traceEvents": [
+            event("user_annotation", 0, 10, f"{MARK}0"),
+            event("cuda_runtime", 5, 1, "cudaLaunchKernel", correlation=1),
+            event("kernel", 100, 7, "gemm", correlation=1),
+        ]
+    }
+    found = [device.kernels([device.tiny]) for _ in range(6)]
+    assert found == [[[]], [[("gemm", 7.0)]], [[]], [[]], [[]], [[]]]
+    assert len(sessions) == 4
 
 
 def test_tf32_is_on_for_tf32_alone(stream: Stream) -> None:
@@ -126,6 +180,7 @@ def test_a_sweep_of_all_families_on_the_stand_in(
     for group in ("SHARDED", "WRAPPERS"):  # these ask torch for CUDA itself
         monkeypatch.setattr(f"microbench.ops.host.{group}", ())
     monkeypatch.setattr("microbench.chunks.SAMPLES", (2, 2))
+    monkeypatch.setattr("microbench.sustained.DTYPES", ())  # products of 8192: minutes here
     monkeypatch.setattr("microbench.gpu_space.MAX_ROOFLINE_US", 0.05)
     monkeypatch.setattr("microbench.gpu_space.MAX_BYTES_FRAC", 2e5 / H100.hbm_bytes)
     names = tuple(n for n, f in families().items() if f.ranks == 1 and not f.on_demand)
@@ -147,41 +202,6 @@ def event(cat: str, ts: float, dur: float, name: str = "x", **args: Any) -> dict
     return {"ph": "X", "cat": cat, "ts": ts, "dur": dur, "name": name, "args": args}
 
 
-def test_kernels_belong_to_the_run_that_launched_them() -> None:
-    """Kernels run late and out of order; what is launched between runs is nobody's."""
-    trace = {
-        "traceEvents": [
-            event("user_annotation", 0, 10, f"{MARK}0"),
-            event("user_annotation", 20, 10, f"{MARK}1"),
-            event("cuda_runtime", 5, 1, correlation=1),
-            event("cuda_runtime", 25, 1, correlation=3),  # from autograd's thread
-            event("cuda_driver", 22, 1, correlation=2),
-            event("cuda_runtime", 15, 1, correlation=4),
-            event("kernel", 100, 7, "gemm", correlation=1),
-            event("kernel", 130, 3, "second", correlation=3),
-            event("gpu_memset", 110, 2, "Memset", correlation=2),
-            event("kernel", 120, 50, "between", correlation=4),
-            event("gpu_user_annotation", 100, 7, f"{MARK}0"),
-        ]
-    }
-    found = kernels_by_run(trace, 3)
-    assert found == [[("gemm", 7.0)], [("Memset", 2.0), ("second", 3.0)], []]
-    assert kernel_facts(found[1]) == {
-        "kernels": "Memset; second",
-        "kernel_count": 2,
-        "kernel_us": 5.0,
-    }
-    assert kernel_facts([]) == {}
-
-
-def test_the_profiler_marks_runs() -> None:
-    """A real session, as far as a machine without a GPU goes."""
-    x = torch.ones(4)
-    trace = profile([lambda: x + x, lambda: x * x], lambda: None)
-    marks = [e["name"] for e in trace["traceEvents"] if e.get("cat") == "user_annotation"]
-    assert marks == [f"{MARK}0", f"{MARK}1"]
-
-
 def test_throttle_reasons_have_names() -> None:
     assert reasons(0x4 | 0x20) == ("power_cap", "sw_thermal")
     assert is_throttled({"throttle": "power_cap sw_thermal"})
@@ -189,33 +209,16 @@ def test_throttle_reasons_have_names() -> None:
     assert Nvml("none").read() == {}  # no GPU here, or none of that name
 
 
-@pytest.mark.parametrize(
-    "name", sorted(n for n, f in families().items() if f.ranks == 1 and not f.on_demand)
-)
-def test_the_space_of_a_gpu_is_large_and_fits(name: str) -> None:
-    family = families()[name]
-    points = list(islice(on_gpu(name, grid(name, 0), H100, 0), 300 if name != "host" else 50))
-    assert all(fits(family, p, H100) for p in points)
-    if name == "host":
-        return
-    dtypes = Counter(p.dtype for p in points)
-    assert {"fp32", "bf16", "fp16"} <= set(dtypes)
-    on_cpu_scale = max(float(family.bytes_moved(p)) for p in islice(family.sweep(), 300))
-    assert max(float(family.bytes_moved(p)) for p in points) > on_cpu_scale
-    for p in points:
-        if p.dtype == "fp8":
-            assert p.m % 16 == p.n % 16 == p.k % 16 == 0
-            assert (p.op, p.layout) == ("mm", "nt")
-    assert MAX_ROOFLINE_US == 10_000.0
-
-
-def test_fused_points_keep_whole_inputs_and_results() -> None:
-    """Larger and in other dtypes, too: what is built reads and writes what the row says."""
-    for p in islice(on_gpu("fused", grid("fused", 0), H100, 0), 200):
-        size = p.numel * itemsize_bytes(p.dtype)
-        inputs, results = p.read_bytes / size, p.written_bytes / size
-        assert inputs in range(1, 5) and results in range(1, 3)
-        assert p.ops >= max(inputs, results)
+def test_readings_are_combined() -> None:
+    """The middle clock and the least, and every reason that was seen."""
+    readings = [
+        {"sm_clock_hz": 3.0, "throttle": "power_cap"},
+        {"sm_clock_hz": 1.0, "throttle": "idle power_cap"},
+        {"sm_clock_hz": 4.0},
+    ]
+    found = {"sm_clock_hz": 3.0, "sm_clock_hz_min": 1.0, "throttle": "idle power_cap"}
+    assert combined(readings) == found
+    assert combined([]) == {}
 
 
 def test_collectives_are_swept_in_groups_of_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +247,8 @@ def test_groups_have_budgets_of_their_own(tmp_path: Path) -> None:
 def test_failures_are_told_apart() -> None:
     assert failure_status(RuntimeError("CUDA out of memory. Tried")) == "oom"
     assert failure_status(RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling")) == "oom"
+    for text in ("CUBLAS_STATUS_NOT_SUPPORTED when calling", "No available kernel. Aborting"):
+        assert failure_status(RuntimeError(text)) == "unsupported"
     assert failure_status(RuntimeError("\"x\" not implemented for 'Half'")) == "unsupported"
     assert failure_status(RuntimeError("something else")) == "error"
 
