@@ -15,6 +15,7 @@ from rich.table import Table
 
 from eval.results import CaseResult
 from learners.bundle import Bundle
+from learners.table import ordinary
 from learners.train import errors, hardware_of, usable_rows
 from microbench.ops import families
 from microbench.store import read_hardware, read_rows
@@ -40,13 +41,16 @@ Scored = tuple[str, Mapping[str, float], str]  # what, its errors in %, the targ
 
 
 def measured_table(root: Path, gpu: str) -> Table:
-    """Rows of each family by status, and the most frequent reason of those that failed."""
+    """Rows of each family by status, and the most frequent reason of those that failed.
+
+    Products repeated for seconds (``load``) are not counted: no model is trained on them.
+    """
     table = Table(title=f"rows of {gpu}")
     for head in ("family", "rows", "ok", "failed", "most frequent reason"):
         table.add_column(head, justify="right" if head in ("rows", "ok", "failed") else "left")
     for name in (*families(), "iteration"):
         rows = read_rows([root], name)
-        rows = rows[rows["gpu"] == gpu] if len(rows) else rows
+        rows = ordinary(rows[rows["gpu"] == gpu]) if len(rows) else rows
         if not len(rows):
             continue
         failed = rows[rows["status"] != "ok"]

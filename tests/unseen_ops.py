@@ -3,26 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 
+from learners.blend import Blend
+from learners.host_calls import HostCalls
+from learners.lenders import SAME_UNITS, Lenders
+from learners.model import FamilyModel
+from learners.table import Encoder
 from microbench.hardware.spec import Gpu
 
 GPU = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 
 
-def learned(*words: str) -> Any:
-    vocabulary = {"op": list(words)}
-    envelope = {"log_groups": (0.0, 0.0)}
-    return SimpleNamespace(encoder=SimpleNamespace(vocabulary=vocabulary), envelope=envelope)
+def learned(
+    *ops: str,
+    dtype: str = "fp32",
+    gpu: Gpu = GPU,
+    stack: str = "torch-2.11.0",
+    calls: HostCalls | None = None,
+) -> FamilyModel:
+    """A model of a family whose rows are of these ops on one GPU, in one dtype, of one software."""
+    vocabulary = {"op": list(ops), "dtype": [dtype]}
+    encoder = Encoder(["op", "dtype"], vocabulary)
+    measured = {gpu.name: {SAME_UNITS.get(dtype, dtype): {op: [stack] for op in ops}}}
+    return FamilyModel(
+        blend=Blend(trees=None),
+        encoder=encoder,
+        lenders=Lenders(encoder=encoder, measured=measured, gpus={gpu.name: gpu}),
+        offsets=(0.0, 0.0),
+        strange_offsets=(0.0, 0.0),
+        envelope={},
+        sensitivity=(1.0, 0.0),
+        facts={},
+        host_calls=calls or {},
+    )
 
 
 MODELS: Mapping[str, Any] = {
-    "gemm": learned("mm"),
+    "gemm": learned("mm", dtype="bf16"),
     "elementwise": learned("mul"),
-    "conv": learned("forward", "fp32"),
+    "conv": learned("forward"),
     "norm": learned("layer"),
     "reduction": learned("_softmax"),
 }
