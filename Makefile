@@ -22,8 +22,11 @@ demo: setup ## sweep this CPU, train, forecast, compare: reports/demo
 collect: setup ## sweep kernels (BUDGET=5m)
 	$(CLI) collect --device cpu --budget $(BUDGET)
 
-campaign: ## everything on a GPU box, resumable (BUDGET=8m OUT=datasets PYTHON=python3 POINTS=file; no setup)
-	$(PYTHON) -m microbench.campaign --budget $(BUDGET) --out $(OUT) $(if $(POINTS),--points $(POINTS))
+campaign: OUT := runs/gpu
+campaign: BUDGET :=
+campaign: ## everything on a GPU box, resumable (PART=smoke,ops BUDGET=9m PLAN=unseen FROM=archive POINTS=file PYTHON=python3)
+	env -u OUT $(PYTHON) -m microbench.campaign --out $(OUT) $(if $(BUDGET),--budget $(BUDGET)) $(if $(PLAN),--plan $(PLAN)) \
+	  $(if $(PART),--part $(PART)) $(if $(FROM),--from $(FROM)) $(if $(POINTS),--points $(POINTS))
 
 train: setup ## train one model per op family on datasets/
 	$(CLI) train --data datasets --out bundles/local

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import json
+import logging
+import math
 import os
 import subprocess
 import sys
@@ -18,13 +21,23 @@ from microbench.contention import measure_contention
 from microbench.hardware.machine import measure_cpu
 from microbench.nvml import driver_version
 from microbench.ops import families
+from microbench.processes import last_words, never, watch
 from microbench.ranks import start_ranks
 from microbench.zoo import check_points, points_file, points_path
 
+log = logging.getLogger(__name__)
 Progress = Callable[[int, float], None]
 MAX_RESTARTS = 20
-STALLED_S = 120.0
+SILENT_STARTS = 3  # workers in a row that end before their first chunk: the next would, too
+FRUITLESS = 6  # workers in a row without a row; more than it takes to find a point that kills
+STALLED_S = 40.0  # twice what a chunk should take
+GROUP_STALLED_S = 120.0  # of several ranks, which take longer to start
+LATE_S = 30.0  # a worker may outlive its budget by: a chunk and a half
+START_S = 60.0  # before a budget begins, where starting is not charged
+LEAST_PHASE_S = 12.0  # a worker takes most of that to start
 REST = 0.05  # of a budget: not worth starting a worker for
+HOST_SHARE = 0.05  # of a GPU's sweep
+COMMIT = "ITERCAST_COMMIT"  # environment: the commit, for machines without git
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +57,7 @@ class WorkerOrder:
     points: str
     torchrun: str = ""  # its arguments, where ranks are on several nodes
     only: bool = False  # measure the points of the file and no others, in their order
+    begin_s: float = 0.0  # time.monotonic() when the budget begins; 0: when the worker is ready
 
     @property
     def together(self) -> bool:
@@ -84,9 +98,9 @@ def spent_s(root: Path, gpu: str, phase: Phase) -> float:
 def phases(device: str, swept: Sequence[str], nodes: bool = False) -> list[Phase]:
     """On a CPU: all cores on one op, then a rank per core on the same op at once, then collectives.
 
-    On GPUs: one of them on all families but collectives, then a rank on each of two, four, ... and
-    all; several ``nodes`` do collectives only, on all. Shares of phases without a family go to the
-    others.
+    On GPUs: one of them, first the host alone in a process that never profiles, then all other
+    families but collectives; then a rank on each of two, four, ... and all; several ``nodes`` do
+    collectives only, on all. Shares of phases without a family go to the others.
     """
     together = tuple(n for n in swept if families()[n].ranks > 1)
     single = tuple(n for n in swept if n not in together)
@@ -103,7 +117,12 @@ def phases(device: str, swept: Sequence[str], nodes: bool = False) -> list[Phase
         gpus = torch.cuda.device_count()
         groups = sorted({2**n for n in range(1, gpus.bit_length())} | {gpus} - {1})
         groups = [gpus] if nodes else groups
-        found = [Phase(families=single, threads=0, share=0.9 * (not nodes))]
+        host = tuple(n for n in single if n == "host")
+        rest = tuple(n for n in single if n != "host")
+        found = [
+            Phase(families=host, threads=0, share=HOST_SHARE * (not nodes)),
+            Phase(families=rest, threads=0, share=(0.9 - HOST_SHARE) * (not nodes)),
+        ]
         found += [
             Phase(families=together, threads=0, share=0.1 / len(groups), ranks=ranks)
             for ranks in groups
@@ -131,11 +150,8 @@ def collect(
     ``torchrun``: arguments such as ``--nnodes=2 --rdzv-endpoint=host:29500``; the same sweep is
     then started on every node, and rows and budget are those of the node with rank 0.
     """
-    swept = known_families(names)
-    if wanted is not None:
-        check_points(wanted)
+    swept = named_families(names, wanted)
     facts = card_facts(root, device)
-    gpu = facts["hardware"]["name"]
     alone = device != "cpu" or "collective" not in swept or (os.cpu_count() or 1) == 1
     if not alone and not facts["hardware"]["contention"]:
         facts["hardware"]["contention"] = round(measure_contention(), 2)
@@ -143,28 +159,80 @@ def collect(
     points = wanted or captured_points_file(root, device, seed)
     for phase in phases(device, swept, bool(torchrun)):
         whole_s = budget_s * phase.share
-        left_s = whole_s - spent_s(root, gpu, phase)
+        left_s = whole_s - spent_s(root, facts["hardware"]["name"], phase)
         if left_s < max(1.0, REST * whole_s) and not torchrun:  # other nodes wait for this one
+            log.info("budget spent: %s", " ".join(phase.families))
             continue
-        label = f"t{phase.threads}-r{phase.ranks}"
-        order = WorkerOrder(
-            root=str(root),
-            run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{label}",
-            device=device,
-            gpu=gpu,
-            families=phase.families,
-            threads=phase.threads,
-            budget_s=max(left_s, 1.0),
-            seed=seed,
-            ranks=phase.ranks,
-            hardware=facts["hardware"],
-            points=str(points),
-            torchrun=torchrun,
-            only=wanted is not None,
-        )
+        order = _order(root, device, facts, phase, points, seed)
+        order = replace(order, budget_s=max(left_s, 1.0), torchrun=torchrun, only=bool(wanted))
         run_worker(order, progress)
         moved += store.compact(root, facts)
     return moved
+
+
+def collect_for(
+    root: Path,
+    device: str,
+    names: Sequence[str] | None,
+    seconds: float,
+    seed: int = 0,
+    progress: Progress | None = None,
+    wanted: Path | None = None,
+    late_s: float = LATE_S,
+) -> int:
+    """Sweep for so many seconds of the clock, starts of workers included; returns new rows.
+
+    Whatever earlier runs spent does not count. A worker still there ``late_s`` after its time is
+    ended; what it had not written is lost, and free to be measured again.
+    """
+    end_s = time.monotonic() + seconds
+    facts = card_facts(root, device)
+    moved = store.compact(root, facts)
+    points = wanted or captured_points_file(root, device, seed)
+    left = phases(device, named_families(names, wanted))
+    while left:
+        begin_s, share = time.monotonic(), left[0].share / sum(p.share for p in left)
+        left_s, phase = end_s - begin_s, left.pop(0)
+        budget_s = min(left_s, max(share * left_s, LEAST_PHASE_S))
+        if budget_s < 1:
+            log.info("no time left: %s", " ".join(phase.families))
+            continue
+        order = _order(root, device, facts, phase, points, seed)
+        order = replace(order, budget_s=budget_s, begin_s=begin_s, only=bool(wanted))
+        run_worker(order, progress, late_s)
+        moved += store.compact(root, facts)
+    return moved
+
+
+def _order(
+    root: Path, device: str, facts: dict[str, Any], phase: Phase, points: Path, seed: int
+) -> WorkerOrder:
+    """What a phase's worker is told, but for its budget."""
+    label = f"t{phase.threads}-r{phase.ranks}"
+    now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
+    return WorkerOrder(
+        root=str(root),
+        run_id=f"{now}-{os.getpid()}-{label}",
+        device=device,
+        gpu=facts["hardware"]["name"],
+        families=phase.families,
+        threads=phase.threads,
+        budget_s=0.0,
+        seed=seed,
+        ranks=phase.ranks,
+        hardware=facts["hardware"],
+        points=str(points),
+    )
+
+
+def named_families(names: Sequence[str] | None, wanted: Path | None) -> tuple[str, ...]:
+    """The families to sweep: of those named, or all, the ones the file of points speaks of."""
+    swept = known_families(names)
+    if wanted is None:
+        return swept
+    check_points(wanted)
+    found = json.loads(wanted.read_text())
+    return tuple(n for n in swept if found.get(n))
 
 
 def captured_points_file(root: Path, device: str, seed: int) -> Path:
@@ -204,17 +272,25 @@ def cuda_versions() -> dict[str, str]:
     """CUDA, cuDNN, NCCL, the GPU's identity and the commit, as far as they can be told."""
     import torch  # lazy, as above
 
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     found = {
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())),
         "gpu_uuid": torch.cuda.get_device_properties(0).uuid,
         "driver": driver_version(),
-        "commit": commit,
+        "commit": commit(),
     }
     return {name: str(value) for name, value in found.items() if value}
+
+
+def commit() -> str:
+    """The commit of these sources; where git is missing what the environment says."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        found = ""
+    return found or os.environ.get(COMMIT, "")
 
 
 def cuda_gpu() -> Any:
@@ -228,38 +304,86 @@ def cuda_gpu() -> Any:
     return gpu_of(torch.cuda.get_device_properties(0))
 
 
-def run_worker(order: WorkerOrder, progress: Progress | None) -> None:
+def run_worker(
+    order: WorkerOrder, progress: Progress | None = None, late_s: float = LATE_S
+) -> None:
     """Run the process or the group of ranks; one that dies is started again while there is time.
 
-    One that writes nothing for two minutes is killed: kernels can hang.
+    On a GPU one that shows no sign of life for a while is killed, as kernels can hang, and so is
+    one that outlives its budget by ``late_s``; not so where other nodes take part.
     """
-    begin = grown = time.monotonic()
-    process, restarts, rows = start_worker(order), 0, 0
-    while True:
-        time.sleep(0.2)
-        now = time.monotonic()
-        elapsed_s, found = now - begin, count_lines(order)
-        if found > rows:
-            rows, grown = found, now
+    begin_s, silent, fruitless = order.begin_s or time.monotonic(), 0, 0
+    guarded = order.device == "cuda" and not order.torchrun
+    late = begin_s + order.budget_s + late_s + (0.0 if order.begin_s else START_S)
+    left_s, until_s = order.budget_s, late if guarded else math.inf
+
+    def look() -> tuple[int, int]:
+        rows, elapsed_s = count_lines(order), time.monotonic() - begin_s
         if progress:
             progress(rows, min(1.0, elapsed_s / order.budget_s))
-        if process.poll() is None:
-            if now - grown > STALLED_S and order.device == "cuda" and not order.together:
-                process.kill()
-            continue
-        left_s = order.budget_s - elapsed_s
-        if process.returncode == 0 or left_s < 2 or restarts == MAX_RESTARTS:
+        return rows, _pending_since(order)
+
+    for _ in range(MAX_RESTARTS + 1):
+        before = look()
+        code = _run_once(order if order.begin_s else replace(order, budget_s=left_s), look, until_s)
+        after, left_s = look(), order.budget_s - (time.monotonic() - begin_s)
+        silent = silent + 1 if after == before else 0
+        fruitless = fruitless + 1 if after[0] == before[0] else 0
+        if code == 0 or left_s < 2:
             return
-        restarts, grown = restarts + 1, now
-        process = start_worker(replace(order, budget_s=left_s))
+        if silent == SILENT_STARTS or fruitless == FRUITLESS:
+            log.error("given up: workers of %s bring no rows", order.families[0])
+            return
+
+
+def _run_once(order: WorkerOrder, look: Callable[[], object], until_s: float) -> int:
+    """One worker, or group, until it ends or must; its exit code."""
+    process = start_worker(order)
+    most_s = GROUP_STALLED_S if order.together else STALLED_S
+    stalled_s = never if math.isinf(until_s) else (lambda: most_s)
+    ended = "stopped"
+    try:
+        ended = watch(process, look, stalled_s, until_s)
+    finally:
+        if ended in ("stopped", "late"):  # the points it was at are not at fault
+            _pending_path(order).unlink(missing_ok=True)
+    if process.returncode != 0:
+        _tell(order, ended, process.returncode)
+    return int(process.returncode)
+
+
+def _tell(order: WorkerOrder, ended: str, code: int) -> None:
+    """What became of a worker that did not end well, in one line."""
+    words = last_words(log_path(order)) if order.device == "cuda" else ""
+    log.warning("worker of %s: %s, code %d: %s", order.families[0], ended, code, words)
 
 
 def start_worker(order: WorkerOrder) -> subprocess.Popen[bytes]:
     """A worker process, or a group of them; it reads its order from its argument."""
-    return start_ranks("microbench.worker", asdict(order), order.ranks, order.torchrun)
+    printed = log_path(order) if order.device == "cuda" else None
+    return start_ranks("microbench.worker", asdict(order), order.ranks, order.torchrun, log=printed)
+
+
+def log_path(order: WorkerOrder) -> Path:
+    """What the order's workers print on a GPU box."""
+    return Path(order.root) / "logs" / f"{order.run_id}.log"
 
 
 def count_lines(order: WorkerOrder) -> int:
     """Rows journalled so far."""
     journal = Path(order.root) / ".journal" / f"{order.run_id}.jsonl"
     return journal.read_bytes().count(b"\n") if journal.is_file() else 0
+
+
+def _pending_path(order: WorkerOrder) -> Path:
+    from microbench.chunk_worker import Pending  # lazy: it imports this module
+
+    return Pending(Path(order.root), order.gpu).path
+
+
+def _pending_since(order: WorkerOrder) -> int:
+    """When a worker on a GPU last began or finished a chunk."""
+    try:
+        return _pending_path(order).stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

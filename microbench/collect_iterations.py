@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from microbench import store
@@ -15,11 +16,14 @@ from microbench.chunk_worker import EXIT_BROKEN
 from microbench.collect import card_facts
 from microbench.iteration_worker import IterationOrder, iteration_key, row_facts
 from microbench.iterations import Iteration
+from microbench.processes import last_words, never, watch
 from microbench.ranks import start_ranks
 from microbench.sweep import finished_keys
 
+log = logging.getLogger(__name__)
 DDP_CASES = ("mlp-m", "mlp-l", "gpt-m", "gpt-l", "vit-m", "vit-l", "dlrm-m", "dlrm-l")
-STALLED_S = 300.0  # torch.compile may take minutes
+STALLED_S = {"eager": 60.0, "graph": 60.0, "compile": 240.0}  # without a row, on a GPU
+LATE_S = 15.0  # a worker may outlive its budget by
 Progress = Callable[[int], None]
 
 
@@ -39,6 +43,16 @@ def usual_iterations(names: Sequence[str] | None = None) -> list[Iteration]:
     return [*(iteration_of(c) for c in chosen), *(iteration_of(c, "dp=2") for c in both)]
 
 
+def measured_iterations(root: Path, gpu: str) -> set[Iteration]:
+    """Those with a row of the first round that is ok."""
+    rows = store.read_rows([root], "iteration")
+    if rows.empty:
+        return set()
+    rows = rows[(rows["gpu"] == gpu) & (rows["status"] == "ok") & (rows["repeat"] == 0)]
+    names = [f.name for f in fields(Iteration)]
+    return {Iteration(**{n: one[n] for n in names}) for one in rows.to_dict("records")}
+
+
 def collect_iterations(
     root: Path,
     device: str,
@@ -46,18 +60,21 @@ def collect_iterations(
     repeat: int,
     progress: Progress | None = None,
     budget_s: float = math.inf,
+    late_s: float = LATE_S,
 ) -> int:
     """Measure what has no row of this repeat under ``root`` yet; returns the number of new rows.
 
-    On a CPU the ranks of a plan share its cores. On a GPU no iteration is begun after
-    ``budget_s``, and one that ends its process is a row.
+    On a CPU the ranks of a plan share its cores. On a GPU the budget is of the clock, starts of
+    workers included; no iteration is begun that would not end within it, one that ends its process
+    is a row, and a worker that is still there ``late_s`` after it is ended.
     """
+    end_s = time.monotonic() + budget_s
     facts = {**card_facts(root, device), "what": "training iterations measured by itercast collect"}
     gpu = facts["hardware"]["name"]
     store.compact(root, facts)
     done = finished_keys(root, ("iteration",))
     cores = os.cpu_count() or 1
-    begin, moved = time.monotonic(), 0
+    moved = 0
     for ranks in sorted({w.ranks for w in wanted}):
         order = IterationOrder(
             root=str(root),
@@ -70,17 +87,18 @@ def collect_iterations(
             iterations=(),
         )
         mine = [w for w in wanted if w.ranks == ranks and iteration_key(order, w) not in done]
-        while mine and (left_s := budget_s - (time.monotonic() - begin)) > 0:
-            part = replace(order, iterations=tuple(mine), run_id=_run_id(order), budget_s=left_s)
-            code, rows = _run(part, moved, progress)
+        while mine and (left_s := end_s - (begin_s := time.monotonic())) > 0:
+            part = replace(order, iterations=tuple(mine), run_id=_run_id(order))
+            part = replace(part, budget_s=left_s, begin_s=begin_s)
+            ended, code, rows = _run(part, moved, progress, late_s)
             moved += store.compact(root, facts)
             mine = mine[rows:]
-            if code == 0:
+            if code == 0 or ended == "late":
                 break
             if device == "cpu":
                 stuck = part.iterations[min(rows, len(part.iterations) - 1)]
                 raise RuntimeError(f"measuring {stuck.case} {stuck.plan} failed; see above")
-            if mine and code != EXIT_BROKEN:  # it ended without a word
+            if mine and code != EXIT_BROKEN:  # it ended without a word, or hung
                 _mark(part, mine.pop(0), code)
                 moved += store.compact(root, facts)
     return moved
@@ -100,20 +118,27 @@ def _mark(order: IterationOrder, culprit: Iteration, code: int) -> None:
     journal.close()
 
 
-def _run(order: IterationOrder, before: int, progress: Progress | None) -> tuple[int, int]:
-    """One group of processes: its exit code and how many iterations it finished."""
-    process = start_ranks("microbench.iteration_worker", asdict(order), order.ranks)
+def _run(
+    order: IterationOrder, before: int, progress: Progress | None, late_s: float
+) -> tuple[str, int, int]:
+    """One group of processes: how it ended, its exit code, how many iterations it finished."""
+    on_gpu = order.device == "cuda"
+    printed = Path(order.root) / "logs" / f"{order.run_id}.log" if on_gpu else None
+    process = start_ranks("microbench.iteration_worker", asdict(order), order.ranks, log=printed)
     journal = Path(order.root) / ".journal" / f"{order.run_id}.jsonl"
-    rows, grown = 0, time.monotonic()
-    while True:
-        ended = process.poll() is not None
+
+    def rows() -> int:
         found = journal.read_bytes().count(b"\n") if journal.is_file() else 0
-        if found > rows:
-            rows, grown = found, time.monotonic()
         if progress:
-            progress(before + rows)
-        if ended:
-            return int(process.returncode), rows
-        if order.device == "cuda" and time.monotonic() - grown > STALLED_S:
-            process.kill()
-        time.sleep(0.2)
+            progress(before + found)
+        return found
+
+    def stalled_s() -> float:
+        return STALLED_S[order.iterations[min(rows(), len(order.iterations) - 1)].engine]
+
+    until_s = order.begin_s + order.budget_s + late_s
+    ended = watch(process, rows, stalled_s if on_gpu else never, until_s if on_gpu else math.inf)
+    code = int(process.returncode)
+    if printed and code not in (0, EXIT_BROKEN):
+        log.warning("iterations: %s, code %d: %s", ended, code, last_words(printed))
+    return ended, code, rows()

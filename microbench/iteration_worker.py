@@ -15,6 +15,7 @@ from microbench import store
 from microbench.cases.registry import EvalCase, case
 from microbench.chunk_worker import EXIT_BROKEN
 from microbench.collect import stack
+from microbench.gpu_watch import GpuWatch
 from microbench.iterations import Iteration, measure
 from microbench.nvml import Nvml, is_throttled
 from microbench.ranks import join, slowest
@@ -22,6 +23,8 @@ from microbench.timing import Anchor, keep_freed_memory
 
 DISTURBED = 2.0  # times the least anchor: somebody else had the machine
 TRIES = 3
+# Seconds to begin an iteration with: building it, 15 to 25 steps; torch.compile takes a minute
+NEEDED_S = {"eager": 4.0, "graph": 5.0, "compile": 60.0}
 GLANCES = 20  # at the anchor before the first case, a tenth of a second apart
 
 
@@ -37,7 +40,8 @@ class IterationOrder:
     ranks: int
     repeat: int
     iterations: tuple[Iteration, ...]
-    budget_s: float = math.inf  # after it no further iteration is begun
+    budget_s: float = math.inf  # an iteration that would not end within it is not begun
+    begin_s: float = 0.0  # time.monotonic() when the budget begins; 0: when the worker is ready
 
 
 def iteration_key(order: IterationOrder, asked: Iteration) -> str:
@@ -62,7 +66,11 @@ def row_facts(order: IterationOrder, asked: Iteration) -> dict[str, Any]:
 
 
 def run(order: IterationOrder) -> None:
-    """Measure one after the other; rank 0 writes. SystemExit where a GPU answers no more."""
+    """Measure one after the other; rank 0 writes.
+
+    SystemExit where a GPU answers no more, or may not: after a graph that could not be captured
+    the random generator stays in capture mode, and every later dropout fails.
+    """
     import torch  # lazy: the parent must not pay for it
 
     torch.set_num_threads(max(1, order.threads))
@@ -75,16 +83,20 @@ def run(order: IterationOrder) -> None:
     calm = Calm(order.ranks > 1) if order.device == "cpu" else None
     journal = store.Journal(Path(order.root), order.run_id) if rank == 0 else None
     gpu = SingleGpu() if order.device == "cuda" else None
-    begin = time.monotonic()
+    end_s = (order.begin_s or time.monotonic()) + order.budget_s
     for asked in order.iterations:
-        if gpu and time.monotonic() - begin > order.budget_s:
+        if gpu and time.monotonic() + NEEDED_S[asked.engine] > end_s:
             break
-        one = case(asked.case)
-        measured = calm.measure(one, asked) if calm else measure(one, asked, order.device)
+        one, begin_s = case(asked.case), time.monotonic()
+        if calm:
+            measured = calm.measure(one, asked)
+        else:
+            measured = measure(one, asked, order.device, watch=gpu.watch if gpu else None)
         if gpu:
             measured = gpu.after(measured)
         if journal is not None:
-            journal.append([{**row_facts(order, asked), **measured}])
+            cost = {"cost_s": time.monotonic() - begin_s} if gpu else {}
+            journal.append([{**row_facts(order, asked), **measured, **cost}])
         if gpu and gpu.broken:
             raise SystemExit(EXIT_BROKEN)
     if order.ranks > 1:
@@ -114,29 +126,32 @@ class Calm:
 
 
 class SingleGpu:
-    """The GPU between iterations: its state for the row, its memory given back."""
+    """The GPU between iterations: whether it was throttled, its memory given back."""
 
     def __init__(self) -> None:
         import torch  # lazy, as above
 
         self.torch: Any = torch
-        self.nvml = Nvml(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
+        uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        self.watch = GpuWatch(Nvml(uuid))
         self.broken = False
 
     def after(self, measured: dict[str, Any]) -> dict[str, Any]:
-        """The row with clocks and power as they are right after the steps, throttled or not."""
-        reading = self.nvml.read()
-        if measured["status"] == "ok" and is_throttled(reading):
+        """The row, throttled or not; ``broken`` where the next iteration needs another process."""
+        if measured["status"] == "ok" and is_throttled(measured):
             measured = {**measured, "status": "throttled"}
+        failed = measured["status"] not in ("ok", "throttled")
+        self.broken = failed and measured["engine"] != "eager"
         try:
-            self.torch._dynamo.reset()
+            if measured["engine"] == "compile":
+                self.torch._dynamo.reset()
             gc.collect()
             self.torch.cuda.synchronize()
             self.torch.cuda.empty_cache()
             self.torch.cuda.reset_peak_memory_stats()
         except RuntimeError:
             self.broken = True
-        return {**measured, **reading}
+        return measured
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import Any
 from microbench.cases.registry import EvalCase
 from microbench.chunks import failure_status
 from microbench.engines import ENGINES, graphed, placed
+from microbench.gpu_watch import GpuWatch
 from microbench.plan_steps import MeasuredPlan, PlanStep, make_plan_step
 from microbench.ranks import agree, slowest
 from microbench.step import StepSettings, make_step
@@ -20,7 +21,8 @@ from microbench.timing import summarise
 WARMUP = 3
 REPETITIONS = 20
 MIN_TIME_S = 0.4
-MAX_TIME_S = 10.0  # of repetitions on a GPU, but never fewer than five
+GPU_TIME_S = (1.0, 6.0)  # of repetitions: until clocks have settled, and at most
+LEAST_REPETITIONS = 8  # on a GPU, however long: a p20 and a p80 need some
 PHASES = ("zero_grad", "forward", "loss", "backward", "optimizer")
 
 
@@ -69,11 +71,13 @@ def measure(
     *,
     repetitions: int = REPETITIONS,
     anchor: Callable[[], dict[str, float]] | None = None,
+    watch: GpuWatch | None = None,
 ) -> dict[str, Any]:
-    """One row of family ``iteration``: at least ``repetitions`` steps and 0.4 s.
+    """One row of family ``iteration``: at least ``repetitions`` steps and 0.4 s, 1 s on a GPU.
 
     Under a plan every rank calls this: a barrier stands before each step, and the slowest rank
-    counts. ``anchor`` is timed after each step; the row has geometric means of its times.
+    counts. ``anchor`` is timed after each step; the row has geometric means of its times. ``watch``
+    looks at the GPU during steps of which the time does not count.
     ``<phase>_us`` are medians by phase; on a GPU they are the host's times, not the device's.
     A step that fails on a GPU is a row; on a CPU only one that needs too much memory is.
     """
@@ -82,7 +86,7 @@ def measure(
     row: dict[str, Any] = {"op": "train_step", **asdict(asked), "reason": ""}
     try:
         with attention_as(asked.attn):
-            timed = _prepare(case, asked, device, anchor)
+            timed = _prepare(case, asked, device, anchor, watch)
             return {**row, "status": "ok", **timed.repeat(repetitions)}
     except Exception as exc:  # on a GPU whatever it is becomes a row
         status = failure_status(exc)
@@ -94,7 +98,11 @@ def measure(
 
 
 def _prepare(
-    case: EvalCase, asked: Iteration, device: str, anchor: Callable[[], dict[str, float]] | None
+    case: EvalCase,
+    asked: Iteration,
+    device: str,
+    anchor: Callable[[], dict[str, float]] | None,
+    watch: GpuWatch | None,
 ) -> _Timed:
     """The step, warmed up."""
     marks: list[tuple[str, int]] = []
@@ -107,7 +115,7 @@ def _prepare(
         step = make_plan_step(case, asked.plan, *size, asked.settings(), device, on_phase)
     else:
         step = PlanStep(run=_one_process(case, asked, device, on_phase))
-    return _Timed(step, marks, device, asked.ranks > 1, anchor)
+    return _Timed(step, marks, device, asked.ranks > 1, anchor, watch)
 
 
 def _one_process(
@@ -137,9 +145,10 @@ class _Timed:
         device: str,
         together: bool,
         anchor: Callable[[], dict[str, float]] | None,
+        watch: GpuWatch | None,
     ) -> None:
         self.step, self.marks, self.device = step, marks, device
-        self.together, self.anchor = together, anchor
+        self.together, self.anchor, self.watch = together, anchor, watch
         self.phases: dict[str, list[float]] = {}
         self.anchors: list[dict[str, float]] = []
 
@@ -152,21 +161,48 @@ class _Timed:
         count = self._count(repetitions, self.once())
         self.phases.clear()
         self.anchors.clear()
-        times = [self.once() for _ in range(count)]
+        times, conditions = self._times(count)
         self.step.finish()
         timing = summarise(slowest(times) if self.together else times)
         return {
+            **conditions,
             **asdict(timing),
             **{f"{p}_us": summarise(self.phases[p]).time_us for p in PHASES if p in self.phases},
             **self.anchor_us(),
             **self._memory(),
         }
 
+    def _times(self, count: int) -> tuple[list[float], dict[str, Any]]:
+        """Times of so many steps, and what was seen of the GPU meanwhile."""
+        if self.watch is None:
+            return [self.once() for _ in range(count)], {}
+        self.watch.begin()
+        times = []
+        for _ in range(count):
+            if not self.together and self.watch.due():
+                self._watched()
+            times.append(self.once())
+        if self.together:  # ranks must all make the same steps
+            self.watch.look()
+        return times, self.watch.facts()
+
+    def _watched(self) -> None:
+        """A step that is not timed: a reading takes a millisecond or more of it."""
+        import torch  # lazy, as above
+
+        self.step.run()
+        if self.watch is not None:
+            self.watch.look()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
     def _count(self, repetitions: int, first_us: float) -> int:
         """How often the step is timed, alike on all ranks."""
-        count = max(repetitions, math.ceil(MIN_TIME_S * 1e6 / first_us))
-        if self.device == "cuda":
-            count = min(count, max(5, math.ceil(MAX_TIME_S * 1e6 / first_us)))
+        on_gpu = self.device == "cuda"
+        least_s, most_s = GPU_TIME_S if on_gpu else (MIN_TIME_S, math.inf)
+        count = max(repetitions, math.ceil(least_s * 1e6 / first_us))
+        if on_gpu:
+            count = min(count, max(LEAST_REPETITIONS, math.ceil(most_s * 1e6 / first_us)))
         return agree(count) if self.together else count
 
     def _memory(self) -> dict[str, int]:

@@ -9,31 +9,52 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from microbench.timing import MIN_US, Timing, other_ops, summarise
 
 CALLS = 4  # of a collective between two barriers
 BETWEEN = 4  # rounds of other ops before each, about half a millisecond each
+QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
+# torch's profiler then detaches CUPTI after a session: launches stay as cheap as they were
+ON_A_GPU = {"TEARDOWN_CUPTI": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def start_ranks(
-    module: str, order: Mapping[str, Any], ranks: int, torchrun: str = ""
+    module: str,
+    order: Mapping[str, Any],
+    ranks: int,
+    torchrun: str = "",
+    log: Path | None = None,
 ) -> subprocess.Popen[bytes]:
     """``python -m module ORDER``, or that under torchrun where there are several ``ranks``.
 
-    ``torchrun`` are its arguments for several nodes; without them all ranks are on this one.
+    ``torchrun`` are its arguments for several nodes; without them all ranks are on this one. The
+    process leads a group of its own and ends with this one; what it prints is added to ``log``.
     """
-    launcher = [sys.executable, "-m"]
+    launcher = [sys.executable, "-m", "microbench.leash"]
     together = ranks > 1 or bool(torchrun)
     if together:
         where = shlex.split(torchrun) or ["--standalone"]
-        launcher += ["torch.distributed.run", *where, f"--nproc-per-node={ranks}", "-m"]
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-    return subprocess.Popen(
-        [*launcher, module, json.dumps(order)], env={**environment, **quiet} if together else None
-    )
+        launcher += ["torch.distributed.run", *where, f"--nproc-per-node={ranks}"]
+        launcher += ["-m", "microbench.leash"]
+    environment = os.environ | (QUIET if together else {})
+    if together or order.get("device") == "cuda":
+        environment = {"OMP_NUM_THREADS": "1", **environment}
+    if order.get("device") == "cuda":
+        environment = {**environment, **ON_A_GPU}
+    if log is not None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") if log else nullcontext() as output:
+        return subprocess.Popen(
+            [*launcher, module, json.dumps(order)],
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
 
 
 def join(device: str) -> tuple[int, int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ import yaml
 
 from microbench.hardware.spec import Gpu, gpu_from_dict
 
+log = logging.getLogger(__name__)
 SOURCE = "itercast"
+FOLDER = re.compile(r"[\w+-][\w.+-]*")  # a family, a GPU, a source: no way out of the root
 
 
 def point_key(row: Mapping[str, Any]) -> str:
@@ -70,25 +74,40 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
 def compact(root: Path, hardware: Mapping[str, Any]) -> int:
     """Turn journals into part files and renew the cards; returns the number of rows moved.
 
-    A part carries its journal's name, so that a compaction killed half-way is simply repeated.
+    A part carries its journal's name, so that a compaction killed half-way is simply repeated. A
+    journal whose rows make no table stays as it is: no sweep ends for it, and no row is lost.
     """
     moved = 0
     for path in sorted((root / ".journal").glob("*.jsonl")):
         rows = read_journal(path)
-        frame = pd.DataFrame(rows)
-        if rows:
-            for (family, gpu), group in frame.groupby(["family", "gpu"]):
-                write_part(root, str(family), str(gpu), group, path.stem)
-                write_card(root / str(family) / str(gpu) / SOURCE, hardware)
+        try:
+            _write_parts(root, rows, path.stem, hardware)
+        except (ValueError, TypeError) as exc:  # pyarrow's errors are of these kinds
+            log.error("journal %s stays as it is: %s", path, exc)
+            continue
         path.unlink()
         moved += len(rows)
     return moved
+
+
+def _write_parts(
+    root: Path, rows: list[dict[str, Any]], name: str, hardware: Mapping[str, Any]
+) -> None:
+    """A part by family and GPU, and its card."""
+    if not rows:
+        return
+    for (family, gpu), group in pd.DataFrame(rows).groupby(["family", "gpu"]):
+        write_part(root, str(family), str(gpu), group, name)
+        write_card(root / str(family) / str(gpu) / SOURCE, hardware)
 
 
 def write_part(
     root: Path, family: str, gpu: str, rows: pd.DataFrame, name: str, source: str = SOURCE
 ) -> Path:
     """One Parquet part, visible only when whole; columns without any value are left out."""
+    for folder in (family, gpu, source):
+        if not FOLDER.fullmatch(folder):
+            raise ValueError(f"{folder!r} names no folder of rows: letters, digits and .+-_ do")
     path = root / family / gpu / source / f"part-{name}.parquet"
     data = rows.dropna(axis=1, how="all").to_parquet(None, index=False, compression="zstd")
     write_atomic(path, data)

@@ -7,8 +7,10 @@ what is left is hooks, dispatch and bookkeeping in Python.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
@@ -30,6 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from microbench.ops.family import Workload
 
+TIMEOUT_S = 20.0  # of the group of one rank, which waits for nobody
 LAYERS = 4
 WIDTH = 4
 Pair = tuple[Callable[[], None], Callable[[], None]]  # a run, and its baseline
@@ -42,12 +45,20 @@ def wrapper_workload(op: str, tensors: int, device: str) -> Workload:
     For an optimizer those it updates.
     """
     if not dist.is_initialized():
-        backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        _alone(device)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # views, as a transformer has them
     make, calls = WRAPPERS[op]
     run, baseline = make(tensors, device)
     return Workload(run=run, baseline=baseline, calls=calls, through_aten=False)
+
+
+def _alone(device: str) -> None:
+    """A group of this process; NCCL must not look for a network, of which there may be none."""
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_IB_DISABLE", "1")
+    backend = "nccl" if device == "cuda" else "gloo"
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def _layers(tensors: int, device: str) -> nn.Sequential:

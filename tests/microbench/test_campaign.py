@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -15,10 +16,10 @@ import torch
 
 from microbench import campaign
 from microbench import collect_iterations as rounds
-from microbench.campaign import Stage
+from microbench.campaign_stages import PLANS, Run, Stage, chosen_stages
 from microbench.cases.registry import case
 from microbench.chunk_worker import EXIT_BROKEN
-from microbench.gpu_iterations import DLRM, gpu_iterations
+from microbench.gpu_iterations import DLRM, FIRST, gpu_iterations
 from microbench.iteration_worker import IterationOrder, iteration_key, row_facts
 from microbench.iterations import Iteration, measure
 from microbench.store import Journal, read_rows, write_atomic
@@ -42,8 +43,14 @@ def test_the_campaign_measures_every_kind_of_iteration() -> None:
     assert set(DLRM) <= {w.case for w in wanted}
     assert {w.dtype for w in wanted} == {"fp32", "tf32", "bf16"}
     assert Counter(w.engine for w in wanted)["graph"] >= 5
-    early = {w.case.split("-")[0] for w in wanted[:25]}
-    assert {"gpt2", "bert", "llama", "vit", "resnet", "dlrm", "switch", "unet"} <= early
+    first = wanted[: len(FIRST)]
+    assert len(first) == 25
+    kinds = {w.case.split("-")[0] for w in first}
+    assert {"gpt2", "bert", "llama", "vit", "resnet", "dlrm", "switch", "unet"} <= kinds
+    assert {w.dtype for w in first} == {"fp32", "tf32", "bf16"}
+    assert Counter(w.engine for w in first) == {"eager": 22, "graph": 3}
+    assert {w.batch for w in first if w.case == "resnet-50"} == {2, 128}  # small and large
+    assert [w.engine for w in wanted].index("compile") == len(wanted) - 3
 
 
 def test_random_dlrms_are_as_in_the_paper() -> None:
@@ -64,28 +71,87 @@ def test_a_unet_keeps_its_size() -> None:
     assert model(torch.randn(2, 3, 16, 16)).shape == (2, 3, 16, 16)
 
 
-def test_a_run_gives_each_stage_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(campaign.time, "monotonic", lambda: now[0])
-    given: list[tuple[str, float]] = []
+class Toys:
+    """Stages that take their time on a clock of their own, and a campaign of them."""
 
-    def stage(name: str, share: float, takes: float) -> Stage:
-        def measure(seconds: float) -> int:
-            given.append((name, seconds))
-            now[0] += min(takes, seconds)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, end_s: float) -> None:
+        self.now_s = 100.0
+        self.given: list[tuple[str, int]] = []
+        monkeypatch.setattr(campaign.time, "monotonic", lambda: self.now_s)
+        run = Run(root=folder, seed=0, points=None)
+        archive = folder / "box.tar.gz"
+        self.campaign = campaign.Campaign(
+            run=run, archive=archive, end_s=100.0 + end_s, began_s=100.0, saved_s=100.0
+        )
+
+    def stage(self, name: str, seconds: float, takes_s: float) -> Stage:
+        def measure(run: Run, given_s: float, late_s: float) -> int:
+            self.given.append((name, round(given_s)))
+            self.now_s += takes_s
             return 7
 
-        return Stage(name=name, seconds=lambda left_s: share * left_s, measure=measure)
+        return Stage(name=name, seconds=seconds, measure=measure)
 
-    plan = [
-        stage("ops", 0.5, 1e9),
-        stage("once", 1, 40),
-        stage("twice", 1, 1e9),
-        stage("more", 1, 9),
+
+def test_each_stage_has_its_share_of_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """60, 540 and 300 s of a plan in 450 s are half of that: 30, 270 and 150.
+
+    The first takes 10 s, so that 440 are left: 440 * 540 / 840 = 283 for the second. That takes
+    437, and 3 s are too little for the third.
+    """
+    toys = Toys(monkeypatch, tmp_path, 450.0)
+    stages = [toys.stage("smoke", 60, 10), toys.stage("ops", 540, 437), toys.stage("last", 300, 0)]
+    toys.campaign.measure(stages)
+    assert toys.given == [("smoke", 30), ("ops", 283)]
+    assert toys.campaign.run.told == [
+        "smoke: done, 10 s of 30 s planned, 7 rows",
+        "ops: done, 437 s of 270 s planned, 7 rows",
+        "last: skipped, 3 s left of 150 s planned",
     ]
-    rows = campaign.run(200.0, iter(plan))
-    assert given == [("ops", 100.0), ("once", 100.0), ("twice", 60.0)]  # nothing left for more
-    assert rows == {"ops": 7, "once": 7, "twice": 7}
+
+
+def test_a_stage_with_less_time_than_planned_is_said_to_be_cut(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two halves of 100 s; the first takes 70."""
+    toys = Toys(monkeypatch, tmp_path, 100.0)
+    toys.campaign.measure([toys.stage("ops", 1, 70), toys.stage("last", 1, 30)])
+    assert toys.campaign.run.told[1] == "last: cut, 30 s of 50 s planned, 7 rows"
+
+
+def test_a_stage_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    toys = Toys(monkeypatch, tmp_path, 60.0)
+
+    def measure(run: Run, given_s: float, late_s: float) -> int:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError):
+        toys.campaign.measure([Stage(name="ops", seconds=1, measure=measure)])
+    assert toys.campaign.run.told == ["ops: stopped by RuntimeError, 0 s of 60 s planned, 0 rows"]
+
+
+def test_an_archive_is_written_while_a_stage_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two minutes after the last one; a process that is killed then brings home that much."""
+    toys = Toys(monkeypatch, tmp_path, 600.0)
+    toys.now_s += 119
+    toys.campaign.progress()
+    assert not toys.campaign.archive.exists()
+    toys.now_s += 2
+    toys.campaign.progress()
+    assert toys.campaign.archive.exists()
+
+
+def test_plans_fill_the_commands_of_a_lent_half_hour() -> None:
+    """Two of ten minutes on the first GPU, one of seven on another; names are a plan's own."""
+    seconds = {s.name: s.seconds for s in PLANS["first"]}
+    assert seconds["smoke"] + seconds["ops"] == 600
+    assert seconds["iterations"] + seconds["second"] <= 600
+    assert sum(s.seconds for s in PLANS["unseen"]) == 420
+    assert [s.name for s in chosen_stages("first", ["second", "ops"])] == ["ops", "second"]
 
 
 def fake_process(
@@ -95,7 +161,7 @@ def fake_process(
     given: list[tuple[Iteration, ...]] = []
     monkeypatch.setattr(rounds, "card_facts", lambda root, device: {"hardware": {"name": "toy"}})
 
-    def start(module: str, order: dict[str, Any], ranks: int) -> subprocess.Popen[bytes]:
+    def start(module: str, order: dict[str, Any], ranks: int, log: Path) -> subprocess.Popen[bytes]:
         asked = tuple(Iteration(**one) for one in order["iterations"])
         given.append(asked)
         count, code = codes[len(given) - 1]
@@ -105,7 +171,9 @@ def fake_process(
             row = {**asdict(one), **row_facts(made, one), "status": "ok", "time_us": 1.0}
             journal.append([row])
         journal.close()
-        return subprocess.Popen([sys.executable, "-c", f"import os; os._exit({code})"])
+        hang = "import time; time.sleep(60)"  # instead of a negative code
+        what = hang if code < 0 else f"import os; os._exit({code})"
+        return subprocess.Popen([sys.executable, "-c", what])
 
     monkeypatch.setattr(rounds, "start_ranks", start)
     return given
@@ -124,6 +192,22 @@ def test_an_iteration_that_ends_its_process_is_a_row_and_the_rest_goes_on(
     assert rows["reason"][3] == "its process ended with code 139"
     assert rounds.collect_iterations(tmp_path, "cuda", wanted, 0) == 0
     assert rounds.collect_iterations(tmp_path, "cuda", wanted, 1, budget_s=0.0) == 0
+
+
+def test_an_iteration_that_hangs_is_a_row_and_one_cut_by_the_clock_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first worker measures one of three and hangs; the second has time to, but the run not."""
+    wanted = [Iteration(case="mlp-s", batch=n) for n in (1, 2)]
+    wanted.append(Iteration(case="mlp-s", batch=3, engine="graph"))
+    given = fake_process(monkeypatch, [(1, -1), (0, -1)])
+    monkeypatch.setattr(rounds, "STALLED_S", {"eager": 1.0, "graph": 60.0})
+    began_s = time.monotonic()
+    rounds.collect_iterations(tmp_path, "cuda", wanted, 0, budget_s=3.0, late_s=0.2)
+    assert time.monotonic() - began_s < 10
+    assert [len(g) for g in given] == [3, 1]
+    rows = read_rows([tmp_path], "iteration").set_index("batch")
+    assert rows["status"].to_dict() == {1: "ok", 2: "error"}
 
 
 def test_an_eager_iteration_has_the_key_it_had_before_engines() -> None:

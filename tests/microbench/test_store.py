@@ -42,6 +42,20 @@ def test_compaction_writes_whole_parts_and_can_be_repeated(tmp_path: Path) -> No
     assert store.read_hardware([tmp_path])["toy"].peak("fp32") == 1e12
 
 
+def test_rows_that_make_no_table_stay_in_their_journal(tmp_path: Path) -> None:
+    """A column of texts and numbers is none; the other journal's rows are moved."""
+    for name, clock in (("bad", ["fast", 1.0]), ("good", [2.0, 1.0])):
+        journal = store.Journal(tmp_path, name)
+        journal.append([row(f"{name}{n}", clock=value) for n, value in enumerate(clock)])
+        journal.close()
+    assert store.compact(tmp_path, FACTS) == 2
+    assert list(store.read_rows([tmp_path], "gemm")["key"]) == ["good0", "good1"]
+    assert [r["key"] for r in store.read_journal(tmp_path / ".journal/bad.jsonl")] == [
+        "bad0",
+        "bad1",
+    ]
+
+
 def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     store.write_atomic(tmp_path / "x", b"old")
     store.write_atomic(tmp_path / "x", b"new")
