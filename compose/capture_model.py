@@ -12,9 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from compose.fp8 import with_fp8
-from compose.plan import ParallelPlan, micro_batch
-from microbench.cases.huggingface import hf_case
+from compose.parallel.fp8 import with_fp8
+from compose.parallel.plan import ParallelPlan, micro_batch
+from microbench.cases.external.huggingface import hf_case
 from microbench.cases.registry import EvalCase, case
 from microbench.opcall import StepCapture
 from microbench.step import ALLOWED, StepSettings
@@ -40,7 +40,7 @@ def capture_case(
 
     ``shallow``: of a list of equal layers two are captured; only plans' forecasts know the rest.
     """
-    from microbench.capture_cache import cached
+    from microbench.capture.cache import cached
 
     settings = _settings(dtype, mode=mode, optimizer=optimizer, loss=loss, attn=attn, amp=amp)
     size = (int(batch or chosen.batch), int(seq or chosen.seq))
@@ -65,9 +65,9 @@ def _settings(dtype: str, **options: Any) -> StepSettings:
 def _captured(
     chosen: EvalCase, settings: StepSettings, batch: int, seq: int, shallow: bool
 ) -> StepCapture:
-    from microbench.capture import capture_step
-    from microbench.capture_module import in_short, said_here
-    from microbench.shallow import build_short
+    from microbench.capture.log import capture_step
+    from microbench.capture.truncate import build_short
+    from microbench.cases.external.user_module import in_short, said_here
 
     repeats: dict[str, int] = {}
 
@@ -99,8 +99,8 @@ def _captured(
 def _code_digest() -> str:
     """Digest of the code a capture depends on: a changed model must not come from the cache."""
     folder = Path(__file__).parent.parent / "microbench"
-    files = sorted([*folder.glob("cases/**/*.py"), *folder.glob("capture*.py")])
-    files += [folder / name for name in ("shallow.py", "step.py", "opcall.py")]
+    files = sorted([*folder.glob("cases/**/*.py"), *folder.glob("capture/*.py")])
+    files += [folder / name for name in ("step.py", "opcall.py")]
     versions = [_version(name) for name in ("torch", "transformers", "timm")]
     code = b"".join(p.read_bytes() for p in files)
     return hashlib.sha256(code + repr(versions).encode()).hexdigest()
@@ -135,7 +135,7 @@ def capture(
     name; a transformers model can do without, given ``batch`` and ``seq``. ``loss`` is a function
     of the output; "default" takes the output's ``loss``, or the output where it is a scalar; "none"
     starts backward from the output. ``dtype`` None leaves a module as it is, else it is fp32.
-    fp8 is of the linear layers of blocks alone, the rest is in bf16 (``compose.fp8``).
+    fp8 is of the linear layers of blocks alone, the rest is in bf16 (``compose.parallel.fp8``).
     ``amp``: weights stay in fp32, and the forward pass runs under CUDA's autocast to ``dtype``.
     Published cases and configurations are captured by two of many equal layers unless ``whole``.
     """
@@ -152,7 +152,11 @@ def capture(
         return capture_case(
             chosen, batch=batch, seq=seq, shallow=not (whole or chosen.measured), **options
         )
-    from microbench.capture_module import OwnModel, call_function, capture_own  # needs torch
+    from microbench.cases.external.user_module import (  # needs torch
+        OwnModel,
+        call_function,
+        capture_own,
+    )
 
     def make() -> OwnModel:
         if not hasattr(model, "parameters"):

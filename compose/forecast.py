@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from compose.by_op import op_timeline
-from compose.collectives import Cluster, cluster
-from compose.ddp import default_contention
-from compose.evaluate import Outcome, evaluate
-from compose.plan import ParallelPlan
-from compose.priced import PriceBook, Pricer, price_book
-from compose.rank import Rank
-from compose.step import PricedModel, price_model
-from compose.timeline import Span, Task
+from compose.parallel.plan import ParallelPlan
+from compose.pricing.collectives import Cluster, cluster
+from compose.pricing.gradient_buckets import default_contention
+from compose.pricing.layer_prices import PricedModel, price_model
+from compose.pricing.price_book import PriceBook, Pricer, price_book
+from compose.simulate.iteration import Outcome, evaluate
+from compose.simulate.op_timeline import op_timeline
+from compose.simulate.rank import Rank
+from compose.simulate.timeline import Span, Task
 from microbench.hardware.node import Node
 from microbench.hardware.spec import Gpu
 from microbench.opcall import StepCapture

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from compose.capture_model import capture
-from compose.priced import PriceBook
+from compose.pricing.price_book import PriceBook
 from compose.search import Search
 from compose.target import find_bundle, find_gpu
 from microbench.cases.registry import case

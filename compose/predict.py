@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from compose.capture_model import capture, micro_size
-from compose.engines import with_engine
 from compose.forecast import Forecast
-from compose.plan import ParallelPlan
+from compose.graph.launch_modes import with_engine
+from compose.parallel.plan import ParallelPlan
 from compose.target import find_target, forecast_step
 from microbench.opcall import StepCapture
 

@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from compose.collectives import cluster
-from compose.evaluate import evaluate, quick_us
-from compose.experts import expert_weights
 from compose.forecast import Forecast, rank_of, report
-from compose.layers import split_layers
-from compose.pairs import casts_as_weights
-from compose.plan import ParallelPlan, micro_batch
-from compose.priced import PriceBook
-from compose.rank import Rank
-from compose.stage_rank import chunks_of, least_us, memory
-from compose.step import price_model
-from compose.update import STATE_COPIES
+from compose.graph.layers import split_layers
+from compose.graph.product_roles import casts_as_weights
+from compose.parallel.ep import expert_weights
+from compose.parallel.plan import ParallelPlan, micro_batch
+from compose.pricing.collectives import cluster
+from compose.pricing.layer_prices import price_model
+from compose.pricing.optimizer import STATE_COPIES
+from compose.pricing.price_book import PriceBook
+from compose.simulate.iteration import evaluate, quick_us
+from compose.simulate.rank import Rank
+from compose.simulate.stage_rank import chunks_of, least_us, memory
 from microbench.hardware.node import Node
 from microbench.opcall import StepCapture
 

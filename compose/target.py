@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from compose.forecast import Forecast, forecast, timeline
-from compose.plan import ParallelPlan
-from compose.timeline import Span, Task
+from compose.parallel.plan import ParallelPlan
+from compose.simulate.timeline import Span, Task
 from learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from microbench.hardware.machine import cpu_name
 from microbench.hardware.node import Node, load_node

@@ -18,11 +18,11 @@ import pandas as pd
 from rich.console import Console
 
 from learners.active import boosted, doubt, drawn, expected_cost_s, point_ids, swept_families
-from learners.fit import Array, Table, group_split
-from learners.model import prepare
+from learners.family_model import prepare
+from learners.models.regressors import Array, Table, group_split
 from learners.train import errors, hardware_of, usable_rows
-from microbench.chunks import SAMPLES, SAMPLING_US
 from microbench.ops import families
+from microbench.sweep.gpu_chunks import SAMPLES, SAMPLING_US
 
 HELD_SHARE = 0.2
 SHARES = (1 / 8, 1 / 4, 1 / 2)  # of the pool's minutes: passes end there,

@@ -17,18 +17,18 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from compose.attention_kernels import with_attention_kernel
 from compose.capture_model import capture, micro_size
-from compose.channels import with_memory_format
-from compose.engines import with_engine
 from compose.forecast import Forecast
-from compose.plan import ParallelPlan
+from compose.graph.attention_kernels import with_attention_kernel
+from compose.graph.launch_modes import with_engine
+from compose.graph.memory_format import with_memory_format
+from compose.parallel.plan import ParallelPlan
 from compose.target import find_target, forecast_step
 from eval.progress import progress_bar
 from eval.ranking import ranking_lines
 from eval.results import CaseResult, grouped, in_words
 from learners.bundle import Bundle
-from learners.speed import iterations_at_reference_us
+from learners.features.machine_speed import iterations_at_reference_us
 from microbench.cases.registry import case_names
 from microbench.opcall import StepCapture
 from microbench.ops import find_family

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from eval.results import CaseResult
 from learners.bundle import Bundle
-from learners.table import ordinary
+from learners.features.table import ordinary
 from learners.train import errors, hardware_of, usable_rows
 from microbench.ops import families
 from microbench.store import read_hardware, read_rows

@@ -17,12 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from compose.forecast import forecast
-from compose.plan import ParallelPlan
+from compose.parallel.plan import ParallelPlan
 from learners.bundle import Bundle
-from microbench.capture import capture_step
+from microbench.capture.log import capture_step
 from microbench.cases.registry import EvalCase, case
 from microbench.hardware.spec import load_gpu
-from microbench.plan_steps import MeasuredPlan, checkpoint_layers, parallel
+from microbench.iterations.measured_plan import MeasuredPlan
+from microbench.iterations.plan_steps import checkpoint_layers, parallel
 from microbench.step import StepSettings, make_optimizer
 
 CASES = ("gpt-m", "resnet-m")

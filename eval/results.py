@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -88,3 +88,17 @@ def summary(results: Sequence[CaseResult]) -> dict[str, float]:
         **errors(times[:, 0], times[:, 1]),
         **({"noise_floor_pct": float(np.median(twice))} if twice else {}),
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LineResult:
+    """Errors of one part of a line of the public benchmark, by learner."""
+
+    line: str
+    part: str
+    metric: str
+    target: float | None
+    known_best: str
+    rows: int
+    seconds: float
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.bench_public import Result
 from eval.ranking import ranking_metrics
-from eval.results import CaseResult, summary
+from eval.results import CaseResult, LineResult, summary
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 
@@ -70,7 +69,7 @@ def log_evaluation(results: Sequence[CaseResult], folder: Path) -> None:
         mlflow.log_artifacts(str(folder))
 
 
-def log_bench(results: Sequence[Result], folder: Path) -> None:
+def log_bench(results: Sequence[LineResult], folder: Path) -> None:
     """Experiment ops/all: a parent run, a nested run per line, part and learner."""
     mlflow = _mlflow()
     experiment = _experiment(mlflow, "ops/all")

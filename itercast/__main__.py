@@ -11,15 +11,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from itercast.bench import bench_public
-from itercast.calibration import calibrate
+from itercast.commands.bench_public import bench_public
+from itercast.commands.calibrate import calibrate
+from itercast.commands.gpu_report import gpu_report
+from itercast.commands.import_rows import import_rows
+from itercast.commands.plan import plan
+from itercast.commands.points import points
+from itercast.commands.predict import predict
 from itercast.errors import one_line_errors
-from itercast.gpu_report import gpu_report
-from itercast.imports import import_rows
 from itercast.options import Bundle, Families, Json
-from itercast.planning import plan
-from itercast.points import points
-from itercast.predict_command import predict
 from microbench.durations import seconds
 
 app = typer.Typer(
@@ -54,7 +54,7 @@ def collect(
     ] = None,
 ) -> None:
     """Sweep op families on this machine into a dataset; resumes where it stopped."""
-    from itercast.steps import sweep
+    from itercast.commands.shared import sweep
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: allowed are cpu and cuda")
@@ -77,7 +77,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train one model per op family beside its baselines and write a bundle."""
-    from itercast.steps import fit, report_table
+    from itercast.commands.shared import fit, report_table
 
     report = fit(data or [Path("datasets")], out, family, trials, limit)
     if as_json:
@@ -99,7 +99,7 @@ def price(
 
     without_scikit_learn()
     from compose.target import find_bundle
-    from learners.price import price_file, read_file
+    from learners.score_file import price_file, read_file
     from microbench.hardware.spec import load_gpu
 
     gpus = None
@@ -130,7 +130,7 @@ def evaluate(
 ) -> None:
     """Measured iterations beside their forecasts; measures on this CPU where no rows are given."""
     from eval.compare import compare_all, measured_rows, report_comparison
-    from itercast.steps import iterations
+    from itercast.commands.shared import iterations
 
     root = measured or Path("runs/measured")
     if measured is None:
@@ -145,7 +145,7 @@ def demo(
     budget: Annotated[str, typer.Option(help="time for the sweep")] = "220s",
 ) -> None:
     """Sweep, train, forecast and compare on this CPU; leaves reports/demo."""
-    from itercast.demo import run_demo
+    from itercast.commands.demo import run_demo
 
     run_demo(seconds(budget))
 
@@ -156,7 +156,7 @@ def list_names(
     what: Annotated[str, typer.Argument(help="gpus, cases, families or bundles")],
 ) -> None:
     """List what there is, one name a line."""
-    from itercast.steps import listing
+    from itercast.commands.shared import listing
 
     for name in listing(what):
         typer.echo(name)

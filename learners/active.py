@@ -17,16 +17,16 @@ import numpy as np
 import pandas as pd
 import xgboost as xgb
 
-from learners import fit
-from learners.fit import Array, Table
-from learners.model import prepare
-from learners.table import columns
+from learners.family_model import prepare
+from learners.features.table import columns
+from learners.models import regressors
+from learners.models.regressors import Array, Table
 from learners.train import hardware_of, usable_rows
 from microbench.hardware.spec import Gpu
 from microbench.ops import families
 from microbench.ops.family import Family
-from microbench.sweep import space
-from microbench.zoo import points_file
+from microbench.sweep.captured_points import points_file
+from microbench.sweep.scheduler import space
 
 MEMBERS = 4
 ROUNDS = 100
@@ -35,7 +35,7 @@ CANDIDATES = 3000  # of a family
 
 def boosted(x: Array, label: Array, seed: int = 0) -> xgb.Booster:
     """Trees of a fixed number, quickly."""
-    options = {**fit.DEFAULTS, "eta": 0.1, "objective": "reg:squarederror"}
+    options = {**regressors.DEFAULTS, "eta": 0.1, "objective": "reg:squarederror"}
     data = xgb.DMatrix(x, label=label)
     return xgb.train({**options, "nthread": 1, "seed": seed}, data, num_boost_round=ROUNDS)
 

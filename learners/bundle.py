@@ -20,17 +20,17 @@ import numpy as np
 import pandas as pd
 import xgboost as xgb
 
-from learners.blend import Blend, Smooth
-from learners.calibration import Calibration
-from learners.fit import Trees
-from learners.host_calls import HostCall
-from learners.lenders import Lenders
-from learners.local import Residuals
-from learners.model import FamilyModel
-from learners.network import Network
-from learners.process import Process
-from learners.speed import Anchors
-from learners.table import Encoder, feature_table
+from learners.family_model import FamilyModel
+from learners.features.host_calls import HostCall
+from learners.features.machine_speed import Anchors
+from learners.features.table import Encoder, feature_table
+from learners.models.ensemble import Blend, Smooth
+from learners.models.gaussian_process import Process
+from learners.models.mlp import Network
+from learners.models.regressors import Trees
+from learners.models.residuals import Residuals
+from learners.transfer.calibration import Calibration
+from learners.transfer.source_gpus import Lenders
 from microbench.hardware.spec import Gpu, gpu_from_dict
 from microbench.ops import families
 
@@ -53,7 +53,7 @@ COLUMNS = ["predicted_us", "predicted_us_p10", "predicted_us_p90", "in_envelope"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """Models by family, the hardware their rows were measured on, its anchors (learners.speed)."""
+    """Models by family, the hardware of their rows, its anchors (``features.machine_speed``)."""
 
     models: Mapping[str, FamilyModel]
     gpus: Mapping[str, Gpu]

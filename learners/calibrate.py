@@ -10,10 +10,10 @@ import numpy as np
 import pandas as pd
 
 from learners.bundle import Bundle
-from learners.calibration import Calibration, points
-from learners.local import coordinates
-from learners.model import FamilyModel
-from learners.table import ordinary
+from learners.family_model import FamilyModel
+from learners.features.table import ordinary
+from learners.models.residuals import coordinates
+from learners.transfer.calibration import Calibration, points
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops import families
 from microbench.ops.family import Family

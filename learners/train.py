@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from learners import fit
 from learners.bundle import Bundle
-from learners.host_calls import learn_host_calls
-from learners.model import LEAST_GPUS, FamilyModel, fit_model, learn, prepare
-from learners.schema import check_rows
-from learners.speed import (
+from learners.family_model import LEAST_GPUS, FamilyModel, fit_model, learn, prepare
+from learners.features.host_calls import learn_host_calls
+from learners.features.machine_speed import (
     Anchors,
     learn_speed,
     reference_anchors,
     retest_ape_pct,
     undisturbed,
 )
-from learners.table import ordinary
+from learners.features.schema import check_rows
+from learners.features.table import ordinary
+from learners.models import regressors
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops import families
 from microbench.ops.family import Family
@@ -84,18 +84,20 @@ def train_family(
     speed = learn_speed(rows, family, anchors)
     prepared = prepare(rows, family, gpus, speed)
     table = prepared.table
-    known, held = fit.group_split(table.group, TEST_SHARE, seed=0, op=rows["op"].to_numpy())
+    known, held = regressors.group_split(table.group, TEST_SHARE, seed=0, op=rows["op"].to_numpy())
     train, test = table.take(known), table.take(held)
     STUDIES.mkdir(parents=True, exist_ok=True)
-    options = fit.tune(train, trials, 0, str(STUDIES / f"{family.name}-{digest}.log"), family.name)
+    options = regressors.tune(
+        train, trials, 0, str(STUDIES / f"{family.name}-{digest}.log"), family.name
+    )
     part = learn(prepared, known, options)
     guess = part.predict_us(held)
     inside = np.log(test.time_us / guess)
     low, high = part.crossed.offsets
     baselines = {
-        "roofline": fit.predict_roofline,
-        "linear": fit.predict_linear,
-        "nearest": fit.predict_nearest,
+        "roofline": regressors.predict_roofline,
+        "linear": regressors.predict_linear,
+        "nearest": regressors.predict_nearest,
     }
     scores = {
         name: errors(predict(train, test.x, test.roofline_us), test.time_us)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from compose.memory import lifetimes
-from compose.update import STATE_COPIES
+from compose.graph.lifetimes import lifetimes
+from compose.pricing.optimizer import STATE_COPIES
 from microbench.opcall import StepCapture
 
 

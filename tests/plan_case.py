@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from compose.capture_model import capture_case
-from compose.priced import PriceBook
+from compose.pricing.price_book import PriceBook
 from compose.search import Search
 from microbench.cases.registry import case
 from microbench.hardware.spec import Gpu

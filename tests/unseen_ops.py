@@ -7,11 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from learners.blend import Blend
-from learners.host_calls import HostCalls
-from learners.lenders import SAME_UNITS, Lenders
-from learners.model import FamilyModel
-from learners.table import Encoder
+from learners.family_model import FamilyModel
+from learners.features.host_calls import HostCalls
+from learners.features.table import Encoder
+from learners.models.ensemble import Blend
+from learners.transfer.source_gpus import SAME_UNITS, Lenders
 from microbench.hardware.spec import Gpu
 
 GPU = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)

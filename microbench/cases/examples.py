@@ -53,7 +53,7 @@ def _ssd(name: str, batch: int, image: int, places: int, classes: int) -> EvalCa
         return {"images": images, "boxes": torch.randn(batch, 4, places), "labels": labels}
 
     def loss(output: Any, given: dict[str, Any]) -> Any:
-        from microbench.cases.detection import detection_loss  # lazy, as above
+        from microbench.cases.models.detection import detection_loss  # lazy, as above
 
         return detection_loss(output, given["boxes"], given["labels"])
 

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from microbench.importers import aiconfigurator, iterations, kineto, nccl_tests, neusight, vidur
+from microbench.importers import aiconfigurator, nccl_tests, neusight, vidur
 from microbench.importers.base import Hints, Imported, Unreadable, read_text
+from microbench.importers.published import iterations
+from microbench.importers.traces import kineto
 
 PLAIN: Mapping[str, Callable[[Path], Imported]] = {
     "neusight": neusight.read,

@@ -1,4 +1,4 @@
-"""Op families, one file each; ``families()`` finds them."""
+"""Op families, one file each, in four rooms; ``families()`` finds them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ _found: dict[int, tuple[OpCall, Family | None, Any]] = {}  # by identity: calls 
 
 @cache
 def families() -> dict[str, Family]:
-    """Every family by name: each module of this package that defines ``FAMILY``."""
-    found: dict[str, Family] = {}
-    for info in sorted(pkgutil.iter_modules(__path__), key=lambda i: i.name):
-        module = importlib.import_module(f"{__name__}.{info.name}")
-        if hasattr(module, "FAMILY"):
-            found[module.FAMILY.name] = module.FAMILY
-    return found
+    """Every family by name: each module below this package that defines ``FAMILY``."""
+    modules = [
+        importlib.import_module(i.name) for i in pkgutil.walk_packages(__path__, f"{__name__}.")
+    ]
+    found: list[Family] = [m.FAMILY for m in modules if hasattr(m, "FAMILY")]
+    return {family.name: family for family in sorted(found, key=lambda family: family.name)}
 
 
 @cache

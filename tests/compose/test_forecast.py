@@ -9,12 +9,12 @@ import pandas as pd
 import pytest
 from memory_walk import peak_bytes
 
-from compose.breakdown import Tally
-from compose.by_op import lanes
 from compose.forecast import forecast
-from compose.plan import ParallelPlan
-from compose.priced import PriceBook, PricedOp, priceable
-from compose.timeline import simulate
+from compose.parallel.plan import ParallelPlan
+from compose.pricing.price_book import PriceBook, PricedOp, priceable
+from compose.simulate.breakdown import Tally
+from compose.simulate.op_timeline import lanes
+from compose.simulate.timeline import simulate
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 

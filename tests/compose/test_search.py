@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 from plan_case import GPU, capture_at, experts_at, search_of
 
-from compose.evaluate import evaluate, quick_us
-from compose.plan import ParallelPlan
+from compose.parallel.plan import ParallelPlan
 from compose.search import Search, _candidates, best_plans
-from compose.stage_rank import least_us, memory
+from compose.simulate.iteration import evaluate, quick_us
+from compose.simulate.stage_rank import least_us, memory
 from microbench.hardware.spec import Gpu
 from microbench.opcall import StepCapture
 

@@ -18,8 +18,8 @@ from typing import Any
 from rich.progress import track
 
 from compose.capture_model import capture, micro_size
-from compose.engines import with_engine
-from compose.plan import ParallelPlan
+from compose.graph.launch_modes import with_engine
+from compose.parallel.plan import ParallelPlan
 from compose.target import find_target, forecast_step
 from learners.bundle import SHIPPED, SHIPPED_CPU
 from microbench.cases.registry import case

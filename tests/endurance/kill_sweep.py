@@ -22,7 +22,7 @@ from rich.progress import track
 from microbench import store
 
 SWEEP = (
-    "import sys; from pathlib import Path; from microbench.collect import collect; "
+    "import sys; from pathlib import Path; from microbench.sweep.collect import collect; "
     "collect(Path(sys.argv[1]), 'cpu', ['gemm', 'elementwise', 'norm'], 3600.0)"
 )
 

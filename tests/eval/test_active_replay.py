@@ -21,7 +21,7 @@ from eval.active import (
     row_cost_s,
 )
 from eval.tracking import log_active
-from learners.fit import Table
+from learners.models.regressors import Table
 
 POINTS = 60
 

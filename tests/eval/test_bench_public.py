@@ -12,11 +12,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from eval.bench_baselines import alpha_beta, interpolation
-from eval.bench_lines import clusters, gemm_sites, lines, nccl_cells, nccl_tail
-from eval.bench_public import Result, calibrated, run_line
-from eval.bench_report import markdown
-from learners.fit import Table
+from eval.public.baselines import alpha_beta, interpolation
+from eval.public.benchmark import calibrated, run_line
+from eval.public.op_lines import clusters, gemm_sites, lines, nccl_cells, nccl_tail
+from eval.public.table import markdown
+from eval.results import LineResult
+from learners.models.regressors import Table
 from microbench.hardware.spec import load_gpu
 
 PUBLIC = Path(os.environ.get("ITERCAST_PUBLIC", "../shared/public-data"))
@@ -102,7 +103,7 @@ def test_a_few_rows_of_a_gpu_left_out_calibrate_it() -> None:
 
 def test_the_report_says_what_fell_short() -> None:
     scores = {"itercast": {"mape_pct": 5.0}, "roofline": {"mape_pct": 20.0}}
-    row = Result(
+    row = LineResult(
         line="x",
         part="p",
         metric="mape_pct",

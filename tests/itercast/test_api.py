@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compose.capture_model import capture, micro_size
-from compose.plan import ParallelPlan
+from compose.parallel.plan import ParallelPlan
 from compose.target import optimizer_of
 from microbench.opcall import StepCapture
 

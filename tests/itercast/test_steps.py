@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itercast.steps import report_table
+from itercast.commands.shared import report_table
 
 
 def entry(rows: int, coverage_pct: float) -> dict[str, object]:

@@ -12,13 +12,14 @@ import pandas as pd
 import pytest
 
 from learners.active import doubt, drawn, next_pass, point_ids
-from learners.fit import Table
-from microbench import sweep as sweep_module
-from microbench.collect import WorkerOrder, collect
-from microbench.gpu_space import grid, on_gpu
+from learners.models.regressors import Table
 from microbench.hardware.spec import load_gpu
 from microbench.store import read_rows, write_atomic, write_part
-from microbench.zoo import check_points, points_path, read_points, write_points
+from microbench.sweep import scheduler as sweep_module
+from microbench.sweep.captured_points import check_points, points_path, read_points, write_points
+from microbench.sweep.collect import collect
+from microbench.sweep.gpu_space import grid, on_gpu
+from microbench.sweep.orders import WorkerOrder
 
 H100 = load_gpu("h100-sxm-80gb")
 COST_S = 0.03

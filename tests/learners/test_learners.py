@@ -12,12 +12,13 @@ import pandas as pd
 import pytest
 
 from learners.bundle import Bundle
-from learners.fit import group_split
-from learners.price import price_file
-from learners.table import shape_groups
+from learners.features.table import shape_groups
+from learners.models.regressors import group_split
+from learners.score_file import price_file
 from learners.train import errors, train
 from microbench.hardware.spec import Gpu, load_gpu
-from microbench.ops import gemm, host
+from microbench.ops.matrix import gemm
+from microbench.ops.step import host
 from microbench.store import write_card, write_part
 
 TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from microbench.capture import capture_step
+from microbench.capture.log import capture_step
 from microbench.cases.others import OTHERS
 from microbench.cases.registry import case, case_names
-from microbench.collect_iterations import collect_iterations, iteration_of
-from microbench.iterations import PHASES, Iteration, measure
+from microbench.iterations.collect import collect_iterations, iteration_of
+from microbench.iterations.measure import PHASES, Iteration, measure
 from microbench.step import StepSettings
 from microbench.store import read_rows
 

@@ -151,7 +151,7 @@ def make_points_small(module: Any) -> None:
 
 def make_iterations_few(module: Any) -> None:
     """Two of tiny models, and a graph, which fails here."""
-    from microbench.iterations import Iteration
+    from microbench.iterations.measure import Iteration
 
     tiny = {"case": "mlp-s", "dtype": "fp32", "optimizer": "sgd"}
     listed = [Iteration(batch=n, **tiny) for n in (2, 4)]
@@ -168,14 +168,14 @@ def leave_out_long_products(module: Any) -> None:
 
 AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "torch": stand_in_for_cuda,
-    "microbench.chunks": make_chunks_short,
-    "microbench.sweep": make_points_few,
-    "microbench.kernels": leave_out_profiles,
-    "microbench.cuda_device": make_the_device_quick,
-    "microbench.gpu_space": make_points_small,
-    "microbench.gpu_iterations": make_iterations_few,
-    "microbench.iterations": make_timing_short,
-    "microbench.sustained": leave_out_long_products,
+    "microbench.sweep.gpu_chunks": make_chunks_short,
+    "microbench.sweep.scheduler": make_points_few,
+    "microbench.timing.kernels": leave_out_profiles,
+    "microbench.timing.cuda_device": make_the_device_quick,
+    "microbench.sweep.gpu_space": make_points_small,
+    "microbench.iterations.gpu_list": make_iterations_few,
+    "microbench.iterations.measure": make_timing_short,
+    "microbench.sweep.sustained": leave_out_long_products,
 }
 
 

@@ -1,0 +1,268 @@
+"""A captured step cut into layers: what pipelines, sharding and folding act on.
+
+A layer is the module behind the first number in a parameter's name (``blocks.3``), or what lies
+before and after those. Cuts are placed where the fewest bytes cross, so a transformer block starts
+after the residual sum. Layers in a row that are alike are one layer with a ``count``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+
+from microbench.capture.truncate import layer_key
+from microbench.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, StepCapture
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Calls ``forward`` and ``backward`` (half-open ranges of the step) of ``count`` equal layers.
+
+    ``parameters`` are one layer's, ``ready_after`` counted within ``backward``. ``saved_bytes`` are
+    made in forward and read in backward; ``output_bytes`` cross to the next layer, ``work_bytes``
+    is the largest total of what lives within the layer's backward or forward only.
+    """
+
+    name: str
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+    parameters: tuple[ParamSpec, ...]
+    saved_bytes: int
+    output_bytes: int
+    work_bytes: int
+    count: int = 1
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """Bytes of one layer's parameters."""
+        return sum(p.nbytes for p in self.parameters)
+
+    @cached_property
+    def trained_bytes(self) -> int:
+        """Bytes of one layer's gradients."""
+        return sum(p.nbytes for p in self.trained)
+
+    @cached_property
+    def trained(self) -> tuple[ParamSpec, ...]:
+        """One layer's parameters with a gradient."""
+        return tuple(p for p in self.parameters if p.ready_after >= 0)
+
+    @cached_property
+    def trained_numel(self) -> int:
+        """Elements of one layer's gradients."""
+        return sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in self.trained)
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """Calls that first and last touch a storage, the last of them in forward, and its bytes."""
+
+    first: int
+    last_forward: int
+    last: int
+    nbytes: int
+
+
+def split_layers(capture: StepCapture) -> list[Layer]:
+    """The step's layers in forward order, alike ones folded; at least one.
+
+    ``capture.repeats`` says how many more layers than captured stand behind a name's prefix.
+    """
+    calls = capture.calls
+    edges = _phase_edges(calls)
+    starts = _forward_starts(capture, edges)
+    names = [name for name, _ in starts]
+    lives = _lives(capture, edges)
+    forward_cuts = _forward_cuts(capture, starts, lives, edges)
+    owners = _owners(capture, names, forward_cuts)
+    backward_cuts = _backward_cuts(owners, lives, edges)
+    found = []
+    for i, name in enumerate(names):
+        forward, backward = forward_cuts[i : i + 2], backward_cuts[i]
+        parameters = tuple(
+            replace(p, ready_after=min(max(p.ready_after - backward[0], 0), _last(backward)))
+            if p.ready_after >= 0
+            else p
+            for p in owners[i]
+        )
+        layer = Layer(
+            name=name,
+            forward=(forward[0], forward[1]),
+            backward=backward,
+            parameters=parameters,
+            saved_bytes=0,
+            output_bytes=0,
+            work_bytes=0,
+        )
+        found.append(_with_bytes(layer, lives, edges))
+    return _folded(found, capture)
+
+
+def _last(span: tuple[int, int]) -> int:
+    return max(0, span[1] - span[0] - 1)
+
+
+def _phase_edges(calls: Sequence[OpCall]) -> tuple[int, int, int]:
+    """First call of forward, of backward, and first after backward."""
+    phases = [c.phase for c in calls]
+    first = next((i for i, p in enumerate(phases) if p != "zero_grad"), len(phases))
+    ahead = next((i for i, p in enumerate(phases) if p in ("backward", "optimizer")), len(phases))
+    end = next((i for i, p in enumerate(phases) if p == "optimizer"), len(phases))
+    return first, ahead, end
+
+
+def _forward_starts(capture: StepCapture, edges: tuple[int, int, int]) -> list[tuple[str, int]]:
+    """(layer, call that first uses one of its parameters), in order of use."""
+    keys = {p.storage: layer_key(p.name) for p in capture.parameters}
+    uses = [
+        (i, keys[t.storage])
+        for i in range(edges[0], edges[1])
+        for t in capture.calls[i].tensors()
+        if t.storage in keys
+    ]
+    last_numbered = max((i for i, key in uses if key), default=-1)
+    starts = [("first", edges[0])]
+    seen = {""}
+    for i, key in uses:
+        if key not in seen:
+            seen.add(key)
+            starts.append((key, i))
+        elif not key and i > last_numbered >= 0:
+            starts.append(("last", i))
+            break
+    return starts
+
+
+def _lives(capture: StepCapture, edges: tuple[int, int, int]) -> list[_Life]:
+    """Life of every storage made in forward or backward; parameters and inputs left out."""
+    skip = {p.storage for p in capture.parameters} | {-1}
+    first: dict[int, int] = {}
+    forward: dict[int, int] = {}
+    last: dict[int, int] = {}
+    size: dict[int, int] = {}
+    for i in range(edges[0], len(capture.calls)):
+        call = capture.calls[i]
+        for t in call.outputs:
+            if t.storage not in skip and i < edges[2]:
+                first.setdefault(t.storage, i)
+                size[t.storage] = max(size.get(t.storage, 0), t.nbytes)
+        for t in (*call.tensors(), *call.outputs):
+            if t.storage in first:
+                last[t.storage] = i
+                if i < edges[1]:
+                    forward[t.storage] = i
+    return [_Life(first[s], forward.get(s, -1), last[s], size[s]) for s in first]
+
+
+def _crossing(spans: Sequence[tuple[int, int, int]], length: int) -> list[int]:
+    """Bytes alive across the cut before each call, from (first, last, bytes)."""
+    change = [0] * (length + 2)
+    for first, last, nbytes in spans:
+        change[first + 1] += nbytes
+        change[last + 1] -= nbytes
+    return list(accumulate(change))
+
+
+def _forward_cuts(
+    capture: StepCapture,
+    starts: Sequence[tuple[str, int]],
+    lives: Sequence[_Life],
+    edges: tuple[int, int, int],
+) -> list[int]:
+    """Where each layer's forward begins, and where the last one ends."""
+    storages = {p.storage for p in capture.parameters}
+    spans = [(v.first, v.last_forward, v.nbytes) for v in lives if v.last_forward >= 0]
+    crossing = _crossing(spans, len(capture.calls))
+    cuts = [edges[0]]
+    for _, first_use in starts[1:]:
+        low = cuts[-1]
+        for i in range(first_use - 1, low - 1, -1):
+            if any(t.storage in storages for t in capture.calls[i].tensors()):
+                low = i + 1
+                break
+        cuts.append(min(range(low, first_use + 1), key=lambda i: (crossing[i], i)))
+    return [*cuts, edges[1]]
+
+
+def _owners(
+    capture: StepCapture, names: Sequence[str], cuts: Sequence[int]
+) -> list[list[ParamSpec]]:
+    """Parameters by layer: by name, else by the layer that uses them first."""
+    index = {name: i for i, name in enumerate(names)}
+    used: dict[int, int] = {}
+    for i in range(len(names)):
+        for call in capture.calls[cuts[i] : cuts[i + 1]]:
+            for t in call.tensors():
+                used.setdefault(t.storage, i)
+    owners: list[list[ParamSpec]] = [[] for _ in names]
+    for p in capture.parameters:
+        owners[index.get(layer_key(p.name), used.get(p.storage, 0))].append(p)
+    return owners
+
+
+def _backward_cuts(
+    owners: Sequence[Sequence[ParamSpec]], lives: Sequence[_Life], edges: tuple[int, int, int]
+) -> list[tuple[int, int]]:
+    """Range of backward calls of each layer; the first layer's comes last."""
+    spans = [(v.first, min(v.last, edges[2]), v.nbytes) for v in lives if v.first >= edges[1]]
+    crossing = _crossing(spans, edges[2] + 1)
+    ranges = [(edges[2], edges[2])] * len(owners)
+    start = edges[1]
+    for i in range(len(owners) - 1, 0, -1):
+        ready = [p.ready_after for p in owners[i] if p.ready_after >= edges[1]]
+        low = max([start, *(r + 1 for r in ready)])
+        earlier = [p.ready_after for o in owners[:i] for p in o if p.ready_after >= edges[1]]
+        high = max(low, min([edges[2], *earlier]))
+        cut = min(range(low, high + 1), key=lambda i: (crossing[i], i))
+        ranges[i] = (start, cut)
+        start = cut
+    ranges[0] = (start, edges[2])
+    return ranges
+
+
+def _with_bytes(layer: Layer, lives: Sequence[_Life], edges: tuple[int, int, int]) -> Layer:
+    saved = output = 0
+    change: dict[int, int] = {}
+    for v in lives:
+        if layer.forward[0] <= v.first < layer.forward[1]:
+            crosses = v.last_forward >= layer.forward[1]
+            output += v.nbytes * crosses
+            if v.last >= edges[1]:
+                saved += v.nbytes
+                continue
+        elif not layer.backward[0] <= v.first < layer.backward[1] or v.last >= edges[2]:
+            continue
+        change[v.first] = change.get(v.first, 0) + v.nbytes
+        change[v.last + 1] = change.get(v.last + 1, 0) - v.nbytes
+    work = max(accumulate(change[i] for i in sorted(change)), default=0)
+    return replace(layer, saved_bytes=saved, output_bytes=output, work_bytes=work)
+
+
+def _signature(layer: Layer, calls: Sequence[OpCall]) -> tuple[object, ...]:
+    spans = (layer.forward, layer.backward)
+    shapes = tuple(
+        (c.op, tuple((t.shape, t.dtype) for t in (*c.tensors(), *c.outputs)))
+        for a, b in spans
+        for c in calls[a:b]
+    )
+    return shapes, tuple((p.shape, p.dtype) for p in layer.parameters)
+
+
+def _folded(found: Sequence[Layer], capture: StepCapture) -> list[Layer]:
+    """Neighbours that are alike as one; layers left out of the capture counted."""
+    folded: list[Layer] = []
+    before: tuple[object, ...] = ()
+    grown: set[str] = set()
+    for layer in found:
+        prefix = layer.name.rpartition(".")[0]
+        more = 0 if prefix in grown else capture.repeats.get(prefix, 0)
+        grown.add(prefix)
+        signature = _signature(layer, capture.calls)
+        if folded and signature == before:
+            folded[-1] = replace(folded[-1], count=folded[-1].count + 1 + more)
+        else:
+            folded.append(replace(layer, count=1 + more))
+        before = signature
+    return [x for x in folded if x.forward != (x.forward[1],) * 2 or x.parameters] or list(folded)

@@ -1,0 +1,44 @@
+"""How long the storages of a step live."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from compose.graph.identity_cache import remembered
+from microbench.opcall import StepCapture
+
+
+@remembered
+def lifetimes(capture: StepCapture) -> list[tuple[int, int, int]]:
+    """(first call, last call, bytes) of every storage that is no parameter, gradient or state."""
+    parameters = {p.storage for p in capture.parameters}
+    size: dict[int, int] = {}
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    state: set[int] = set()
+    for i, call in enumerate(capture.calls):
+        inputs = call.tensors()
+        for t in (*inputs, *call.outputs):
+            if t.storage < 0 or t.storage in parameters:
+                continue
+            first.setdefault(t.storage, i)
+            last[t.storage] = i
+            size[t.storage] = max(size.get(t.storage, 0), t.nbytes)
+        if call.phase in ("optimizer", "zero_grad"):
+            state |= {t.storage for t in inputs if first.get(t.storage) == i}
+    phases = [call.phase for call in capture.calls]
+    return [
+        (start, last[s], size[s])
+        for s, start in first.items()
+        if s not in state and (phases[start], phases[last[s]]) != ("backward", "optimizer")
+    ]
+
+
+def update_bytes(capture: StepCapture) -> int:
+    """Largest total of what the optimizer makes and drops again, its state apart."""
+    change: dict[int, int] = {}
+    for first, last, nbytes in lifetimes(capture):
+        if capture.calls[first].phase == "optimizer":
+            change[first] = change.get(first, 0) + nbytes
+            change[last + 1] = change.get(last + 1, 0) - nbytes
+    return max(accumulate(change[i] for i in sorted(change)), default=0)

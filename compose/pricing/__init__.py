@@ -1,0 +1,1 @@
+"""Durations of ops, collectives and the host."""

@@ -1,0 +1,65 @@
+"""What synchronising adds to a layer's ops: a pass over each parameter's gradient or weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compose.graph.cache_reuse import cold_share
+from compose.graph.layers import Layer
+from compose.pricing.price_book import Priceable, priceable
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall, ParamSpec, TensorSpec
+
+ADDED = "added"  # phase of ops that no module calls: C++ launches them
+
+
+def parameter_extras(layer: Layer, step_bytes: float, gpu: Gpu) -> list[list[Priceable]]:
+    """By parameter: onto an earlier micro-batch's gradient, into a bucket, out of it.
+
+    A gradient is fresh when it is added or copied into its bucket; the other tensor was last
+    touched a step ago (``step_bytes``: all that a step touches). The copy back comes when backward
+    is done, a third of a step later on average.
+    """
+    share = cold_share(gpu)
+    long_ago, later = share(step_bytes), share(step_bytes / 3)
+    fresh = [(share(2.0 * p.nbytes) + long_ago) / 2 for p in layer.parameters]
+    found = []
+    for make, cold in (
+        (_accumulate, fresh),
+        (_into_bucket, fresh),
+        (_out_of_bucket, [later] * len(fresh)),
+    ):
+        pairs = zip(layer.parameters, cold, strict=True)
+        found.append([priceable(make(p), c) for p, c in pairs])
+    return found
+
+
+def buffer_copies(tensors: list[TensorSpec], gpu: Gpu) -> list[Priceable]:
+    """Buffers joined in one, and overwritten with what was received."""
+    share = cold_share(gpu)
+    flat = tuple(TensorSpec(shape=(t.numel,), dtype=t.dtype) for t in tensors)
+    whole = TensorSpec(shape=(sum(t.numel for t in tensors),), dtype=tensors[0].dtype)
+    calls = [_added("aten.cat.default", (flat,), whole)]
+    calls += [_added("aten.copy_.default", (t, t), t) for t in flat]
+    return [priceable(c, share(2.0 * c.outputs[0].nbytes)) for c in calls]
+
+
+def _added(op: str, args: tuple[Any, ...], output: TensorSpec) -> OpCall:
+    return OpCall(op=op, args=args, outputs=(output,), phase=ADDED, module="DDP")
+
+
+def _like(p: ParamSpec) -> TensorSpec:
+    return TensorSpec(shape=p.shape, dtype=p.dtype)
+
+
+def _accumulate(p: ParamSpec) -> OpCall:
+    return _added("aten.add_.Tensor", (_like(p), _like(p)), _like(p))
+
+
+def _into_bucket(p: ParamSpec) -> OpCall:
+    scale = TensorSpec(shape=(), dtype=p.dtype)
+    return _added("aten.mul.Tensor", (_like(p), scale), _like(p))
+
+
+def _out_of_bucket(p: ParamSpec) -> OpCall:
+    return _added("aten.copy_.default", (_like(p), _like(p)), _like(p))

@@ -1,0 +1,1 @@
+"""A rank simulated: lanes, timeline, pipeline, data parallelism, memory."""

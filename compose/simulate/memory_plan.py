@@ -1,0 +1,103 @@
+"""Peak memory of a rank under a plan, by what it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from compose.parallel.plan import ParallelPlan
+from compose.pricing.layer_prices import PricedLayer
+from compose.pricing.optimizer import STATE_COPIES
+from compose.simulate.data_parallel import strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Bytes of a rank's layers, summed once for all plans that give it the same.
+
+    ``numbered`` are parameters of layers that are sharded one by one, ``pair`` those of the two
+    largest; ``work`` is the most that lives within one layer's forward or backward.
+    """
+
+    layers: tuple[PricedLayer, ...]
+    parameters: int
+    trained: int
+    numbered: int
+    pair: int
+    work: int
+
+    @classmethod
+    def of(cls, layers: Sequence[PricedLayer]) -> Sizes:
+        """Of these layers."""
+        sizes = sorted(x.layer.parameter_bytes for x in layers if x.numbered)
+        return cls(
+            layers=tuple(layers),
+            parameters=sum(x.layer.parameter_bytes for x in layers),
+            trained=sum(x.layer.trained_bytes for x in layers),
+            numbered=sum(sizes),
+            pair=sum(sizes[-2:]),
+            work=max(map(_work, layers), default=0),
+        )
+
+
+def _work(x: PricedLayer) -> int:
+    """What lives within a layer only, with what it makes again."""
+    again = x.layer.saved_bytes if x.saved_bytes < x.layer.saved_bytes else 0
+    return x.layer.work_bytes + again
+
+
+def rank_memory(
+    sizes: Sizes,
+    plan: ParallelPlan,
+    optimizer: str,
+    update_share: float = 0.0,
+    held: float | None = None,
+    tied_bytes: int = 0,
+) -> dict[str, int]:
+    """Bytes of parameters, gradients, optimizer, activations, buckets and temporary tensors.
+
+    ``update_share``: what the optimizer makes and drops, by byte of gradients. ``held``: bytes of
+    activations in flight in a pipeline; None: one micro-batch at a time, whose activations go as
+    its gradients come. Not counted: the allocator's rounding, workspaces, the CUDA context.
+    """
+    how, n = strategy(plan), plan.dp * plan.cp
+    whole, trained = sizes.parameters + tied_bytes, sizes.trained + tied_bytes
+    parameters = whole // n if how.by_layer else whole
+    gathered = whole if how.by_layer else 0
+    if how.regather:  # two layers at a time, and the root
+        gathered += sizes.pair - sizes.numbered
+    state = STATE_COPIES[optimizer] * trained // (n if how.share_update else 1)
+    kept = trained // (n if how.share_gradients else 1)
+    updating = (kept, 0, round(update_share * trained / (n if how.share_update else 1)))
+    backward = _peak(sizes, plan, trained, n if how.share_gradients else 1, held)
+    gradients, activations, work = max(backward, updating, key=sum)
+    return {
+        "parameters": parameters,
+        "gradients": gradients,
+        "optimizer": 0 if plan.offload == "optimizer" else state,
+        "activations": activations,
+        "buckets": trained if how.buckets else 0,
+        "temporary": work + gathered + (state if plan.offload == "optimizer" else 0),
+    }
+
+
+def _peak(
+    sizes: Sizes, plan: ParallelPlan, trained: int, share: int, held: float | None
+) -> tuple[int, int, int]:
+    """(gradients, activations, temporary) where their sum is largest in backward."""
+    if held is not None and plan.offload != "activations":
+        return trained // share, int(held), sizes.work
+    saved = [x.saved_bytes for x in sizes.layers]
+    if plan.offload == "activations":
+        return trained // share, sum(sorted(saved)[-2:]), sizes.work
+    if plan.microbatches > 1:
+        return trained // share, sum(saved), sizes.work
+    best, left, made = (0, 0, 0), sum(saved), 0
+    for x in reversed(sizes.layers):
+        own = x.layer.trained_bytes
+        made += own
+        now = (made // share, left, _work(x))
+        left -= x.saved_bytes
+        scattered = (made // share, left, 2 * own if share > 1 else 0)  # whole, and joined to send
+        best = max(best, now, scattered, key=sum)
+    return best

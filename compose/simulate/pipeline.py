@@ -1,0 +1,266 @@
+"""Pipeline schedules: what each rank does in which order, and when it is done.
+
+Adds: a message per micro-batch and stage boundary, forward and backward, and the bubble. Memory:
+activations of the micro-batches in flight.
+
+- gpipe: all forwards, then all backwards (arXiv:1811.06965);
+- 1f1b: p - s forwards on stage s, then one backward for each forward (arXiv:1806.03377);
+- interleaved: v chunks of layers per rank, p micro-batches at a time (arXiv:2104.04473);
+- zb: 1f1b with backward cut in two; weight gradients fill the bubble (ZB-H1, arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+
+from compose.simulate.timeline import DeadlockError, Task
+
+Action = tuple[str, int, int]  # F, B or W; micro-batch; chunk of the rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """One stage's time per micro-batch; ``weight_us`` is the part of backward zb may put off.
+
+    ``send_us``: a message to the next stage, or back from it.
+    """
+
+    forward_us: float
+    backward_us: float
+    weight_us: float = 0.0
+    send_us: float = 0.0
+
+
+@lru_cache(maxsize=512)
+def program(schedule: str, stages: int, rank: int, micro: int, virtual: int) -> tuple[Action, ...]:
+    """A rank's actions in order."""
+    if schedule == "gpipe":
+        return tuple(("F", i, 0) for i in range(micro)) + tuple(("B", i, 0) for i in range(micro))
+    if schedule == "interleaved":
+        return _interleaved(stages, rank, micro, virtual)
+    warm = min(micro, stages - rank)
+    actions: list[Action] = [("F", i, 0) for i in range(warm)]
+    late = rank if schedule == "zb" else 0
+    for i in range(micro):
+        actions.append(("B", i, 0))
+        if schedule == "zb" and i >= late:
+            actions.append(("W", i - late, 0))
+        if warm + i < micro:
+            actions.append(("F", warm + i, 0))
+    if schedule == "zb":
+        actions += [("W", i, 0) for i in range(max(0, micro - late), micro)]
+    return tuple(actions)
+
+
+def _interleaved(stages: int, rank: int, micro: int, virtual: int) -> tuple[Action, ...]:
+    total = micro * virtual
+    block = stages * virtual
+
+    def forward(k: int) -> Action:
+        return ("F", k // block * stages + k % stages, k % block // stages)
+
+    def backward(k: int) -> Action:
+        return ("B", k // block * stages + k % stages, virtual - 1 - k % block // stages)
+
+    warm = min(total, (stages - rank - 1) * 2 + (virtual - 1) * stages)
+    actions = [forward(k) for k in range(warm)]
+    for k in range(total - warm):
+        actions += [forward(warm + k), backward(k)]
+    return (*actions, *(backward(k) for k in range(total - warm, total)))
+
+
+@lru_cache(maxsize=4096)
+def in_flight(
+    schedule: str, stages: int, rank: int, micro: int, virtual: int = 1
+) -> tuple[int, ...]:
+    """Largest number of micro-batches held at once, by chunk, when their sum is largest."""
+    if schedule == "gpipe":
+        return (micro,)
+    held, best = [0] * virtual, [0] * virtual
+    for kind, _, chunk in program(schedule, stages, rank, min(micro, 3 * stages), virtual):
+        held[chunk] += {"F": 1, "B": -1, "W": 0}[kind]
+        if sum(held) > sum(best):
+            best = list(held)
+    return tuple(best)
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """All actions, sorted so that each level waits for earlier ones only; number 0 is the start.
+
+    Of each action: what it takes (index into forward, backward and weight times of all chunks),
+    what it sends, the action before it on its rank, the message it waits for, and the message
+    before its own on the link.
+    """
+
+    takes: np.ndarray
+    sends: np.ndarray
+    before: np.ndarray
+    waits: np.ndarray
+    behind: np.ndarray
+    levels: tuple[tuple[int, int], ...]
+    last: np.ndarray  # by rank
+
+
+@lru_cache(maxsize=256)
+def _order(schedule: str, stages: int, micro: int, virtual: int) -> _Order:
+    """A worklist over the ranks' programs; DeadlockError names the heads left over."""
+    programs = [program(schedule, stages, r, micro, virtual) for r in range(stages)]
+    count = stages * virtual
+    level: dict[tuple[str, int, int], int] = {}
+    rows: list[tuple[int, tuple[str, int, int], tuple[str, int, int] | None]] = []
+    position, depth = [0] * stages, [0] * stages
+    ready = list(range(stages))
+    while ready:
+        r = ready.pop()
+        while position[r] < len(programs[r]):
+            kind, i, v = programs[r][position[r]]
+            c = v * stages + r
+            source = _source(kind, i, c, count)
+            if source is not None and source not in level:
+                break
+            depth[r] = 1 + max(depth[r], level[source] if source is not None else 0)
+            level[kind, i, c] = depth[r]
+            rows.append((depth[r], (kind, i, c), source))
+            position[r] += 1
+            neighbours = ((c + 1) % stages, (c - 1) % stages)
+            ready += [n for n in neighbours if n != r and n not in ready]
+    stuck = [r for r in range(stages) if position[r] < len(programs[r])]
+    if stuck:
+        heads = ", ".join(f"rank {r}: {programs[r][position[r]]}" for r in stuck)
+        raise DeadlockError(f"stages wait for each other; heads left over: {heads}")
+    return _sorted(rows, stages, count)
+
+
+def _source(kind: str, i: int, c: int, count: int) -> tuple[str, int, int] | None:
+    """The action on another chunk whose message an action waits for."""
+    if kind == "F":
+        return ("F", i, c - 1) if c else None
+    if kind == "B":
+        return ("B", i, c + 1) if c + 1 < count else ("F", i, c)
+    return None
+
+
+def _sorted(
+    rows: Sequence[tuple[int, tuple[str, int, int], tuple[str, int, int] | None]],
+    stages: int,
+    count: int,
+) -> _Order:
+    ordered = sorted(rows, key=lambda row: row[0])
+    number = {action: n for n, (_, action, _) in enumerate(ordered, start=1)}
+    columns: list[list[int]] = [[0] for _ in range(5)]
+    rank_last, link_last = [0] * stages, dict[tuple[str, int], int]()
+    edges = [1]
+    for n, (depth, (kind, _, c), source) in enumerate(ordered, start=1):
+        if n > 1 and depth != ordered[n - 2][0]:
+            edges.append(n)
+        sends = 3 * count  # nothing
+        if (kind == "F" and c + 1 < count) or (kind == "B" and c):
+            sends = c if kind == "F" else c - 1
+        own = source is not None and source[2] == c
+        values = (
+            "FBW".index(kind) * count + c,
+            sends,
+            rank_last[c % stages],
+            number[source] if source is not None and not own else 0,
+            link_last.get((kind, c), 0),
+        )
+        for column, value in zip(columns, values, strict=True):
+            column.append(value)
+        rank_last[c % stages] = link_last[kind, c] = n
+    edges.append(len(ordered) + 1)
+    takes, sends_, before, waits, behind = (np.array(c) for c in columns)
+    levels = tuple(pairwise(edges))
+    return _Order(takes, sends_, before, waits, behind, levels, np.array(rank_last))
+
+
+def finish_us(
+    schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
+) -> tuple[float, ...]:
+    """When each rank is done; chunk c of the model runs on rank c % stages.
+
+    An exact longest path over the ranks' programs and one link per boundary and direction.
+    """
+    order = _order(schedule, stages, micro, len(chunks) // stages)
+    late = [c.weight_us if schedule == "zb" else 0.0 for c in chunks]
+    takes = [c.forward_us for c in chunks]
+    takes += [c.backward_us - w for c, w in zip(chunks, late, strict=True)]
+    took = np.array(takes + late)[order.takes]
+    sent = np.zeros(3 * len(chunks) + 1)
+    sent[: len(chunks)] = [c.send_us for c in chunks]
+    sending = sent[order.sends]
+    ends, arrives = np.zeros(len(took)), np.zeros(len(took))
+    before, waits, behind = order.before, order.waits, order.behind
+    for a, b in order.levels:
+        end = np.maximum(ends[before[a:b]], arrives[waits[a:b]]) + took[a:b]
+        ends[a:b] = end
+        arrives[a:b] = np.maximum(end, arrives[behind[a:b]]) + sending[a:b]
+    return tuple(float(t) for t in ends[order.last])
+
+
+def tasks(
+    schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
+) -> tuple[list[Task], dict[str, list[int]]]:
+    """The same as tasks and programs for ``timeline.simulate``: traces, and a check."""
+    virtual, found = len(chunks) // stages, list[Task]()
+    index: dict[tuple[str, int, int], int] = {}
+    programs: dict[str, list[int]] = {}
+    for i in range(micro):
+        for c in range(len(chunks)):
+            _forward(found, index, chunks, stages, i, c)
+        for c in reversed(range(len(chunks))):
+            _backward(found, index, chunks, stages, i, c, split=schedule == "zb")
+    for r in range(stages):
+        order = program(schedule, stages, r, micro, virtual)
+        programs[f"rank {r}"] = [index[(k, i, v * stages + r)] for k, i, v in order]
+    return found, programs
+
+
+def _add(found: list[Task], lane: str, us: float, after: Sequence[int], name: str) -> int:
+    found.append(Task((lane,), us, tuple(after), name))
+    return len(found) - 1
+
+
+def _forward(
+    found: list[Task],
+    index: dict[tuple[str, int, int], int],
+    chunks: Sequence[StageTimes],
+    stages: int,
+    i: int,
+    c: int,
+) -> None:
+    after = [index[("send", i, c - 1)]] if c else []
+    lane = f"rank {c % stages}"
+    index[("F", i, c)] = _add(found, lane, chunks[c].forward_us, after, f"F{i} of {c}")
+    if c + 1 < len(chunks):
+        after = [index[("F", i, c)]]
+        sent = _add(found, f"link {c}>{c + 1}", chunks[c].send_us, after, f"send {i}")
+        index[("send", i, c)] = sent
+
+
+def _backward(
+    found: list[Task],
+    index: dict[tuple[str, int, int], int],
+    chunks: Sequence[StageTimes],
+    stages: int,
+    i: int,
+    c: int,
+    *,
+    split: bool,
+) -> None:
+    last, lane = c + 1 == len(chunks), f"rank {c % stages}"
+    after = [index[("F", i, c)] if last else index[("back", i, c + 1)]]
+    us = chunks[c].backward_us - (chunks[c].weight_us if split else 0.0)
+    index[("B", i, c)] = _add(found, lane, us, after, f"B{i} of {c}")
+    if split:
+        done = [index[("B", i, c)]]
+        index[("W", i, c)] = _add(found, lane, chunks[c].weight_us, done, f"W{i} of {c}")
+    if c:
+        done = [index[("B", i, c)]]
+        sent = _add(found, f"link {c}>{c - 1}", chunks[c - 1].send_us, done, f"return {i}")
+        index[("back", i, c)] = sent

@@ -1,0 +1,212 @@
+"""One rank's micro-batches, synchronisation and optimizer, in the order in which it runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from compose.pricing.collectives import Message, price_messages
+from compose.pricing.gradient_copies import buffer_copies
+from compose.pricing.host import host_cost
+from compose.pricing.layer_prices import PricedLayer
+from compose.pricing.optimizer import STATE_COPIES, fused_update, scaled_update
+from compose.pricing.price_book import PricedOp
+from compose.pricing.work import Work
+from compose.simulate.data_parallel import Filled, fill_buckets
+from compose.simulate.fsdp import hooks, sharded_backward, sharded_forward
+from compose.simulate.rank import Rank, RankTasks
+
+
+class RankProgram(RankTasks):
+    """Builds what a rank does: ``forward``, ``backward``, ``update``, in any order."""
+
+    def quiet(self, micro: int) -> None:
+        """Whole micro-batches, forward and backward, that synchronise nothing."""
+        if micro < 1:
+            return
+        forward, first, later = Work(), Work(), Work()
+        for x in self.rank.layers:
+            own = hooks(self, x, 1.0) if self.how.by_layer else Work()
+            forward = forward.then(own).then(x.forward_work)
+            first = x.backward_work.then(first)
+            later = x.later_work.then(later)
+        once = forward.then(first)
+        self.lanes.work(once.then(forward.then(later).times(micro - 1)), f"{micro} micro-batches")
+
+    def forward(self) -> None:
+        """Forward of one micro-batch that is synchronised."""
+        gather = self.how.every_micro or self.rank.plan.pp == 1
+        if self.how.broadcast and self.rank.plan.pp == 1:
+            self._broadcast()
+        if self.how.by_layer:
+            sharded_forward(self, gather=gather)
+        elif self.rank.plan.offload == "activations":
+            for x in self.rank.layers:
+                self.lanes.work(x.forward_work, f"forward {x.layer.name}")
+                self.lanes.send(self._copy(x.saved_bytes, "d2h"), "d2h")
+        else:
+            total = Work()
+            for x in self.rank.layers:
+                total = total.then(x.forward_work)
+            self.lanes.work(total, "forward")
+
+    def _broadcast(self) -> None:
+        """Running statistics from the first replica to all, a message per dtype."""
+        for dtype, tensors in self.rank.model.frame.buffers.items():
+            size = sum(t.nbytes for t in tensors)
+            message = Message(kind="broadcast", axis="shard", message_bytes=size, dtype=dtype)
+            join, *copies = self.rank.book.price(buffer_copies(tensors, self.rank.book.gpu))
+            self.copies += [join, *copies]
+            x = self.rank.layers[0]
+            self.lanes.work(x.fold([join]), "join buffers")
+            self.lanes.wait([self.lanes.send(self.price([message])[0])])
+            self.lanes.work(x.fold(copies), "copy buffers")
+
+    def backward(self, *, later: bool, sync: bool) -> None:
+        """Backward of one micro-batch; ``later``: not the step's first."""
+        layers = self.rank.layers
+        if self.how.by_layer:
+            sharded_backward(self, scatter=sync, later=later)
+            return
+        self.filled = fill_buckets(layers, self.rank.plan) if sync and self.how.reduce else []
+        kinds = [b.message(k, self.rank.plan) for b in self.filled for k in self.how.reduce]
+        price_messages(kinds, self.rank.book, self.rank.where)  # one question for all of them
+        due: dict[int, list[Filled]] = {}
+        for b in self.filled:
+            due.setdefault(b.instance, []).append(b)
+        reduced: list[list[int]] = []
+        waiting, marker = Work(), self.lanes.done
+        for i in range(len(layers) - 1, -1, -1):
+            if self.rank.plan.offload == "activations":  # fetched one layer ahead
+                self.lanes.work(waiting, "backward")
+                fetched = self.lanes.send(self._copy(layers[i].saved_bytes, "h2d"), "h2d", marker)
+                waiting, marker = Work(), self.lanes.done
+                self.lanes.wait([fetched])
+            if self.filled:
+                waiting = self._layer_backward(i, due.get(i, []), waiting, reduced, later=later)
+            else:
+                waiting = waiting.then(layers[i].later_work if later else layers[i].backward_work)
+        self.lanes.work(waiting, "backward")
+        for bucket, tasks in zip(self.filled, reduced, strict=True):
+            self.lanes.wait(tasks)
+            self._copy_out(bucket)
+
+    def _layer_backward(
+        self,
+        i: int,
+        due: Sequence[Filled],
+        waiting: Work,
+        reduced: list[list[int]],
+        *,
+        later: bool,
+    ) -> Work:
+        """One layer's backward, cut where buckets fill; what is left over goes into the next."""
+        x, start = self.rank.layers[i], 0
+        for bucket in [*due, None]:
+            stop = len(x.backward) if bucket is None else bucket.offset + 1
+            ops = self._with_copies(x, start, stop, later=later)
+            if bucket is None:
+                return waiting.then(x.fold(ops))
+            early = self.how.chunks > 1 and len(ops) > 0
+            if early:  # the last op before the bucket is full, in two parts
+                part = ops[-1].duration_us / self.how.chunks
+                rest = replace(ops[-1], duration_us=ops[-1].duration_us - part)
+                ops = [*ops[:-1], replace(ops[-1], duration_us=part)]
+            self.lanes.work(waiting.then(x.fold(ops)), f"backward {x.layer.name}")
+            waiting, start = Work(), stop
+            messages = self.price([bucket.message(k, self.rank.plan) for k in self.how.reduce])
+            if early:
+                share = (self.how.chunks - 1) / self.how.chunks
+                first = [
+                    self.lanes.send(replace(m, duration_us=m.duration_us * share)) for m in messages
+                ]
+                self.lanes.work(x.fold([rest]), f"backward {x.layer.name}")
+                messages = [replace(m, duration_us=m.duration_us * (1 - share)) for m in messages]
+                reduced.append([*first, *(self.lanes.send(m) for m in messages)])
+            else:
+                reduced.append([self.lanes.send(m) for m in messages])
+        return waiting
+
+    def _with_copies(self, x: PricedLayer, start: int, stop: int, *, later: bool) -> list[PricedOp]:
+        """Ops of backward from ``start`` to ``stop``, and what each gradient needs once ready."""
+        ready: dict[int, list[PricedOp]] = {}
+        for at, p in enumerate(x.layer.parameters):
+            if start <= p.ready_after < stop:
+                found = [x.accumulate[at]] if later else []
+                found += [x.into_bucket[at]] * self.how.copies_in
+                self.copies += found
+                ready.setdefault(p.ready_after, []).extend(found)
+        ops: list[PricedOp] = []
+        for i in range(start, stop):
+            ops += [x.backward[i], *ready.get(i, [])]
+        return ops
+
+    def _copy_out(self, bucket: Filled) -> None:
+        layers, work = self.rank.layers, Work()
+        for i, at in bucket.members:
+            ops = [layers[i].out_of_bucket[at]] * self.how.copies_out
+            self.copies += ops
+            work = work.then(layers[i].fold(ops))
+        self.lanes.work(work, "out of bucket")
+
+    def _copy(self, nbytes: float, lane: str) -> PricedOp:
+        """Over PCIe, at its rate; memory's where there is no PCIe."""
+        gpu = self.rank.book.gpu
+        us = nbytes / (gpu.pcie_bytes_per_s or gpu.hbm_bytes_per_s / 2) * 1e6
+        found = PricedOp(
+            op=lane,
+            family="unmodelled",
+            phase="comm",
+            duration_us=us,
+            low_us=us / 2,
+            high_us=us * 2,
+            flops=0.0,
+            in_envelope=False,
+        )
+        self.sent.append(found)
+        return found
+
+    def reduce_tied(self, nbytes: int) -> None:
+        """First and last stage add their gradients of a weight that both hold."""
+        message = Message(kind="all_reduce", axis="far", message_bytes=nbytes)
+        self.lanes.wait([self.lanes.send(self.price([message])[0])])
+
+    def update(self, optimizer: str) -> None:
+        """The optimizer, and what is sent after it; offloaded state comes and goes over PCIe."""
+        rank = self.rank
+        replicas = rank.plan.dp * rank.plan.cp if self.how.share_update else 1
+        layers = [x.layer for x in rank.layers]
+        nbytes = sum(x.trained_bytes for x in layers)
+        numel = sum(x.trained_numel for x in layers) // replicas
+        tensors = max(1, sum(len(x.trained) for x in layers))
+        wanted = scaled_update(rank.model.frame.optimizer, max(1, numel), tensors)
+        if self.how.fused_update:
+            wanted = fused_update(wanted)
+        ops = rank.book.price(wanted) if nbytes else []
+        self.updates += ops
+        state = STATE_COPIES[optimizer] * nbytes // replicas
+        offloaded = rank.plan.offload == "optimizer" and state
+        if offloaded:
+            self.lanes.wait([self.lanes.send(self._copy(state, "h2d"), "h2d")])
+        if ops:
+            python_us = (
+                rank.model.optimizer_host_us * tensors / max(1, rank.model.optimizer_tensors)
+            )
+            if self.how.by_layer:
+                event = {f"{optimizer}_dtensor_step": tensors}
+                python_us += host_cost(event, rank.book).duration_us
+            self.lanes.work(_update_work(ops, rank, python_us), "optimizer")
+        if offloaded:
+            self.lanes.wait([self.lanes.send(self._copy(state, "d2h"), "d2h")])
+        kinds = [b.message(k, rank.plan) for b in self.filled for k in self.how.after_update]
+        if self.how.by_layer and not self.how.every_micro and rank.plan.pp > 1:
+            size = sum(x.parameter_bytes for x in layers)
+            kinds.append(Message(kind="all_gather", axis="shard", message_bytes=size))
+        self.lanes.wait([self.lanes.send(m) for m in self.price(kinds)])
+
+
+def _update_work(ops: Sequence[PricedOp], rank: Rank, python_us: float) -> Work:
+    work = rank.layers[0].fold(ops) if rank.layers else Work()
+    if rank.book.gpu.kind == "cpu":
+        return work.then(Work(0.0, python_us, python_us))
+    return Work(python_us, 0.0, python_us).then(work)

@@ -1,0 +1,101 @@
+"""A model's layers spread over pipeline stages, and what crosses between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, takewhile
+
+from compose.parallel.plan import ParallelPlan
+from compose.pricing.layer_prices import PricedLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Layers in forward order with their counts; one stage, or one of its virtual stages."""
+
+    runs: tuple[tuple[PricedLayer, int], ...]
+
+    @property
+    def key(self) -> tuple[tuple[int, int], ...]:
+        """Equal for chunks that cost the same."""
+        return tuple((id(layer), count) for layer, count in self.runs)
+
+    @property
+    def layers(self) -> tuple[PricedLayer, ...]:
+        """Every layer as often as it is there."""
+        return tuple(layer for layer, count in self.runs for _ in range(count))
+
+    @property
+    def output_bytes(self) -> int:
+        """What goes to the next chunk."""
+        return self.runs[-1][0].layer.output_bytes
+
+
+def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
+    """pp * virtual chunks in model order; ValueError where there are more than layers.
+
+    Of a list of equal layers each chunk gets as many, one more in the first where it does not
+    divide, and what is before and after goes to the ends; where the list is too short these count
+    as layers. Other models are cut so that the largest chunk costs least.
+    """
+    chunks = plan.pp * plan.virtual
+    found = [(x, x.layer.count) for x in layers]
+    total = sum(n for _, n in found)
+    numbered = sum(n for x, n in found if x.numbered)
+    if chunks == 1:
+        return [Chunk(runs=tuple(found))]
+    if chunks > total:
+        raise ValueError(f"plan {str(plan)!r}: {chunks} stages, the model has {total} layers")
+    alike = {x.layer.name.rpartition(".")[0] for x, _ in found if x.numbered}
+    equal = len(alike) == 1 and len({len(x.forward) for x, _ in found if x.numbered}) <= 2
+    if equal and numbered:
+        ends = _count_cuts(found, chunks, numbered if chunks <= numbered else total)
+    else:
+        ends = _cost_cuts(found, chunks)
+    return [Chunk(runs=_between(found, a, b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def _count_cuts(found: Sequence[tuple[PricedLayer, int]], chunks: int, counted: int) -> list[int]:
+    """Ends of chunks that share ``counted`` layers, all or the numbered ones, in layers of all."""
+    total = sum(n for _, n in found)
+    ahead = [n for _, n in takewhile(lambda run: not run[0].numbered, found)]
+    sizes = [counted // chunks + (i < counted % chunks) for i in range(chunks)]
+    ends = list(accumulate(sizes, initial=sum(ahead) if counted < total else 0))[1:]
+    return [*ends[:-1], total]
+
+
+def _cost_cuts(found: Sequence[tuple[PricedLayer, int]], chunks: int) -> list[int]:
+    """Ends of chunks whose largest cost is least, each of at least one layer."""
+    costs = [x.forward_work.alone_us + x.backward_work.alone_us for x, n in found for _ in range(n)]
+    low, high = max(costs), sum(costs)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _pack(costs, middle, chunks) else (middle, high)
+    return _pack(costs, high, chunks) or list(range(len(costs) - chunks + 1, len(costs) + 1))
+
+
+def _pack(costs: Sequence[float], limit: float, chunks: int) -> list[int]:
+    """Ends of ``chunks`` greedy chunks under ``limit``; empty where that takes more."""
+    ends: list[int] = []
+    now = 0.0
+    for i, cost in enumerate(costs):
+        must = len(costs) - i == chunks - len(ends) - 1 and (not ends or ends[-1] < i) and i > 0
+        if i and (now + cost > limit or must) and (not ends or ends[-1] < i):
+            ends.append(i)
+            now = 0.0
+        now += cost
+    ends.append(len(costs))
+    return ends if len(ends) == chunks else []
+
+
+def _between(
+    found: Sequence[tuple[PricedLayer, int]], start: int, stop: int
+) -> tuple[tuple[PricedLayer, int], ...]:
+    runs, at = [], 0
+    for layer, count in found:
+        taken = min(stop, at + count) - max(start, at)
+        if taken > 0:
+            runs.append((layer, taken))
+        at += count
+    return tuple(runs)

@@ -1,0 +1,1 @@
+"""The benchmark on other people's measurements."""

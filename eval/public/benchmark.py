@@ -1,0 +1,159 @@
+"""The public benchmark: issue lines as splits of imported rows, ours beside baselines."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from eval.public.baselines import BASELINES
+from eval.results import LineResult
+from learners.family_model import Prepared, learn, learn_quickly, prepare
+from learners.models import regressors
+from learners.train import errors
+from learners.transfer.calibration import Calibration, points
+from microbench.hardware.spec import load_gpu
+from microbench.ops import families
+
+log = logging.getLogger(__name__)
+Rows = pd.DataFrame
+Mask = np.ndarray
+FOLDS = 5
+TAIL_BYTES = 16 * 2**20
+BASELINE_ROWS = 4000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """Rows to learn from and rows to forecast; ``part`` names the system or the op."""
+
+    part: str
+    known: Mask
+    held: Mask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One line of the table: which rows, how they are split, what is to be reached.
+
+    ``targets`` is by part; ``metric`` is the error it is about. Splits with the same ``part`` are
+    folds of one figure. ``few``: so many measured rows of a GPU left out, that calibrate it.
+    """
+
+    name: str
+    family: str
+    metric: str
+    targets: Mapping[str, float]
+    known_best: str
+    choose: Callable[[Rows], Mask]
+    splits: Callable[[Rows], Iterator[Split]]
+    baselines: tuple[str, ...] = ("roofline", "nearest", "mlp")
+    few: tuple[int, ...] = ()
+
+
+def run_line(line: Line, rows: Rows) -> Iterator[LineResult]:
+    """Fit and judge each split; parts are reported when all their folds are done."""
+    rows = rows[line.choose(rows)].reset_index(drop=True)
+    gpus = {str(g): load_gpu(str(g)) for g in rows["gpu"].unique()}
+    family = families()[line.family]
+    prepared = prepare(rows, family, gpus)
+    found: dict[str, list[tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]]] = {}
+    spent: dict[str, float] = {}
+    for split in line.splits(rows):
+        start = time.monotonic()
+        known, held = np.flatnonzero(split.known), np.flatnonzero(split.held)
+        measured = prepared.table.time_us[held]
+        guesses = forecasts(line, prepared, rows, known, held)
+        found.setdefault(split.part, []).append((held, guesses, measured))
+        spent[split.part] = spent.get(split.part, 0.0) + time.monotonic() - start
+        log.info("%s, %s: %.0f s", line.name, split.part, spent[split.part])
+    for part, folds in found.items():
+        names = folds[0][1]
+        scores = {}
+        for name in names:
+            guess = np.concatenate([f[1][name] for f in folds])
+            truth = np.concatenate([f[2] for f in folds])
+            good = np.isfinite(guess)
+            scores[name] = errors(guess[good], truth[good])
+        yield LineResult(
+            line=line.name,
+            part=part,
+            metric=line.metric,
+            target=line.targets.get(part, line.targets.get("")),
+            known_best=line.known_best,
+            rows=sum(len(f[0]) for f in folds),
+            seconds=spent[part],
+            scores=scores,
+        )
+
+
+def forecasts(
+    line: Line, prepared: Prepared, rows: Rows, known: np.ndarray, held: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Times in us of the held rows by learner; baselines answer a sample, NaN elsewhere.
+
+    Of GPUs left out, and of dtypes on a GPU, nothing measured is known to "itercast"; to "stated
+    rate", what others' large products reach.
+    """
+    table = prepared.table
+    options = regressors.default_options(table.take(known))
+    gpu, asked = prepared.asked.gpu, prepared.asked.take(held)
+    new = not np.isin(gpu[held], np.unique(gpu[known])).any()
+    out = {}
+    if not (new or prepared.lenders(known).strange(asked).all()):
+        ours = learn(prepared, known, options).predict_us(held)
+    else:
+        model, family = learn_quickly(prepared, known, options), asked.family
+        unstated = {n: replace(g, reached_flops_per_s={}) for n, g in asked.gpus.items()}
+        ours = model.predict(rows.iloc[held], family, unstated).time_us
+        if family.large is not None:
+            out["stated rate"] = model.predict(rows.iloc[held], family, asked.gpus).time_us
+    out["itercast"] = ours
+    for count in line.few:
+        out[f"{count} rows"] = calibrated(prepared, held, ours, count)
+    rng = np.random.default_rng(0)
+    some = np.sort(rng.permutation(len(held))[:BASELINE_ROWS])
+    for name in line.baselines:
+        guess = np.full(len(held), np.nan)
+        guess[some] = BASELINES[name](table, rows, known, held[some])
+        out[name] = guess
+    return out
+
+
+def calibrated(prepared: Prepared, held: np.ndarray, guess: np.ndarray, few: int) -> np.ndarray:
+    """``guess`` of the held rows after measuring ``few`` of them at random; NaN for these."""
+    chosen = np.random.default_rng(1).permutation(len(held))[:few]
+    mine = held[chosen]
+    error = np.log(prepared.table.time_us[mine] / guess[chosen])
+    at = points(prepared.at[held], prepared.table.roofline_us[held])
+    known = Calibration(kind=prepared.kind[mine], at=at[chosen], value=error)
+    shift, _ = known.correction(prepared.kind[held], at)
+    found = np.asarray(guess * np.exp(shift))
+    found[chosen] = np.nan
+    return found
+
+
+def read_public(root: Path) -> dict[str, Rows]:
+    """Rows of every family, imported from the folder's NeuSight, AIConfigurator, Vidur, nccl-tests.
+
+    Nothing is written; ValueError where the folder lacks one of them.
+    """
+    from microbench.importers import aiconfigurator, nccl_tests, neusight, vidur
+
+    frames: dict[str, list[Rows]] = {}
+    readers = {
+        "NeuSight": neusight.read,
+        "aiconfigurator": aiconfigurator.read,
+        "vidur": vidur.read,
+        "nccl-tests": nccl_tests.read,
+    }
+    for name, read in readers.items():
+        for family, rows in read(root / name).rows.items():
+            ok = rows[rows["status"] == "ok"].assign(source=name)
+            frames.setdefault(family, []).append(ok)
+    return {family: pd.concat(parts, ignore_index=True) for family, parts in frames.items()}

@@ -1,0 +1,134 @@
+"""`itercast plan`: the best parallel plans of a case on a number of GPUs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from itercast.errors import one_line_errors
+from itercast.options import Bundle, Json
+from microbench.cases.external.huggingface import read_config
+
+if TYPE_CHECKING:  # the command line starts without pandas
+    from compose.forecast import Forecast
+
+BAR = 24  # characters of a waterfall
+PARTS: tuple[tuple[str, str, str], ...] = (
+    ("compute", "█", "green"),
+    ("exposed comm", "▓", "red"),
+    ("bubble", "▒", "yellow"),
+)
+PARTS += (("host gaps", "░", "cyan"), ("waiting", "·", "magenta"))
+
+
+@one_line_errors
+def plan(
+    gpu: Annotated[str, typer.Option(help="GPU name or YAML file")],
+    gpus: Annotated[int, typer.Option(min=1, help="how many GPUs")],
+    case: Annotated[str, typer.Argument(help="a named case; `itercast list cases`")] = "",
+    hf_config: Annotated[
+        Path | None, typer.Option(help="Hugging Face config.json; needs --batch and --seq")
+    ] = None,
+    objective: Annotated[str, typer.Option(help="time, cost or memory")] = "time",
+    node: Annotated[str, typer.Option(help="node name or YAML file")] = "",
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="samples per step over all GPUs; default: case's each")
+    ] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
+    dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "bf16",
+    optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
+    amp: Annotated[bool, typer.Option("--amp", help="weights in fp32, autocast to dtype")] = False,
+    bundle: Bundle = None,
+    study: Annotated[str, typer.Option(help="database URL of a search shared by workers")] = "",
+    as_json: Json = False,
+) -> None:
+    """Search parallel plans and print the best ten with where their time goes; logs to MLflow."""
+    from compose.open_search import open_search
+    from compose.search import best_plans
+    from compose.shared_search import shared_search
+    from eval.tracking import log_plans
+
+    begin = time.perf_counter()
+    if (not case) == (hf_config is None):
+        raise ValueError("plan takes one of CASE and --hf-config")
+    name = read_config(hf_config).name if hf_config else case
+    model = hf_config or case
+    search, bundle_name = open_search(
+        model, gpu, gpus, node=node, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer,
+        amp=amp, bundle=bundle,
+    )  # fmt: skip
+    facts: dict[str, Any] = {
+        "case": name,
+        "gpu": search.book.gpu.name,
+        "gpus": gpus,
+        "objective": objective,
+    }
+    facts |= {"node": node, "batch": search.batch, "seq": search.seq, "dtype": dtype}
+    facts |= {"optimizer": optimizer, "amp": amp, "bundle": bundle_name}
+    if study:
+        found = shared_search(search, gpus, objective, study, facts)
+    else:
+        found = best_plans(search, gpus, objective)
+    reports = [search.report(s.plan, bundle_name) for s in found.best]
+    facts |= {"considered": found.considered, "simulated": found.simulated}
+    facts["seconds"] = time.perf_counter() - begin
+    if not reports:
+        rule = next(iter(search.refused.values()), "no degrees multiply to that many GPUs")
+        raise ValueError(f"no legal plan of {name} for {gpus} GPUs: {rule}")
+    plain = [asdict(r) for r in reports]
+    log_plans(facts, plain)
+    if as_json:
+        typer.echo(json.dumps({**facts, "plans": plain}))
+    else:
+        Console().print(plans_table(facts, reports))
+
+
+def plans_table(facts: dict[str, Any], reports: Sequence[Forecast]) -> Table:
+    """The plans, best first, each with a waterfall of the slowest rank."""
+    title = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}, best by {facts['objective']}"
+    table = Table(title=title)
+    for head in ("plan", "ms", "samples/s", "GB", "MFU %", "where the slowest rank's time goes"):
+        table.add_column(head, justify="left" if head in ("plan",) else "right", overflow="fold")
+    for r in reports:
+        table.add_row(
+            r.plan.partition(",node=")[0],
+            f"{r.iteration_us / 1e3:.1f}",
+            f"{r.samples_per_s:.1f}",
+            f"{r.memory_bytes / 1e9:.1f}" + ("" if r.fits else " [red]too much[/]"),
+            f"{100 * r.mfu_frac:.1f}",
+            waterfall(r),
+        )
+    legend = ", ".join(f"[{color}]{mark}[/] {name}" for name, mark, color in PARTS)
+    guessed = max(r.unmodelled_frac for r in reports)
+    table.caption = (
+        f"{legend}\n{facts['considered']} plans considered, {facts['simulated']} simulated in "
+        f"{facts['seconds']:.1f} s; up to {100 * guessed:.0f} % of the time has no learned model"
+    )
+    return table
+
+
+def waterfall(r: Forecast) -> str:
+    """A bar of the iteration's parts and compute's share of it."""
+    idle = r.idle_by_us
+    parts_us = (
+        r.compute_us,
+        r.exposed_comm_us,
+        idle.get("bubble", 0.0),
+        idle.get("host", 0.0),
+        idle.get("waiting", 0.0),
+    )
+    bar, drawn, total_us = "", 0, 0.0
+    for (_, mark, color), us in zip(PARTS, parts_us, strict=True):
+        total_us += us
+        upto = round(BAR * min(1.0, total_us / r.iteration_us)) if r.iteration_us else 0
+        bar += f"[{color}]{mark * (upto - drawn)}[/]" if upto > drawn else ""
+        drawn = max(drawn, upto)
+    return f"{bar} {100 * r.compute_us / r.iteration_us:.0f} %"

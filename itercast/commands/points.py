@@ -1,0 +1,33 @@
+"""itercast points: what a second pass should measure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from itercast.errors import one_line_errors
+from itercast.options import Families
+from microbench.durations import seconds
+
+
+@one_line_errors
+def points(
+    gpu: Annotated[str, typer.Option(help="whose rows are to become more")],
+    out: Annotated[Path, typer.Option(help="file of points to write, for collect --points")],
+    data: Annotated[list[Path] | None, typer.Option(help="dataset root; repeatable")] = None,
+    family: Families = None,
+    budget: Annotated[str, typer.Option(help="of the second pass: 90s, 10m, 1h")] = "5m",
+    seed: Annotated[int, typer.Option(help="seed of candidates and draws")] = 1,
+) -> None:
+    """Name the points a second pass should measure: where models of the first disagree, by cost."""
+    from learners.active import next_pass
+    from microbench.hardware.machine import cpu_name
+    from microbench.sweep.captured_points import write_points
+
+    name = cpu_name() if gpu == "cpu" else gpu
+    found = next_pass(data or [Path("datasets")], name, family, seconds(budget), seed)
+    write_points(out, found)
+    counts = ", ".join(f"{len(some)} {family}" for family, some in sorted(found.items()))
+    typer.echo(f"{sum(map(len, found.values()))} points in {out}: {counts}")

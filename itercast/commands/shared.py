@@ -1,0 +1,188 @@
+"""What commands share: a sweep and a fit with progress bars, tables, listings."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import Progress
+from rich.table import Table
+
+from eval.progress import progress_bar
+
+if TYPE_CHECKING:
+    from compose.forecast import Forecast
+
+
+def sweep(
+    out: Path,
+    device: str,
+    families: Sequence[str] | None,
+    budget_s: float,
+    seed: int,
+    torchrun: str = "",
+    wanted: Path | None = None,
+) -> int:
+    """Collect with a progress bar; returns the number of new rows.
+
+    Family ``iteration`` is measured where it is named: two rounds, on a CPU whatever they take.
+    """
+    from microbench.sweep.collect import collect
+    from microbench.sweep.orders import known_families
+
+    rows = 0
+    if families and "iteration" in families:
+        families = [f for f in families if f != "iteration"]
+        known_families(families)
+        limit_s = budget_s if device == "cuda" else math.inf
+        rows = iterations(out, device, (0, 1), budget_s=limit_s)
+        if not families:
+            return rows
+    known_families(families)  # before the bar, so that a wrong name is one line
+    with progress_bar() as bar:
+        task = bar.add_task("sweep", total=1.0)
+        return rows + collect(
+            out,
+            device,
+            families,
+            budget_s,
+            seed,
+            lambda rows, frac: bar.update(task, completed=frac, description=f"sweep {rows} rows"),
+            torchrun,
+            wanted,
+        )
+
+
+def iterations(
+    out: Path,
+    device: str,
+    repeats: Sequence[int],
+    names: Sequence[str] | None = None,
+    budget_s: float = math.inf,
+) -> int:
+    """Measure the usual iterations where they are missing; returns the number of new rows."""
+    from microbench.iterations.collect import collect_iterations, usual_iterations
+    from microbench.iterations.gpu_list import gpu_iterations
+
+    on_gpu = device == "cuda" and not names
+    wanted, rows = gpu_iterations() if on_gpu else usual_iterations(names), 0
+    end = time.monotonic() + budget_s
+    with progress_bar() as bar:
+        for repeat in repeats:
+            task = bar.add_task(f"iterations, round {repeat + 1}", total=len(wanted))
+            show = partial(_completed, bar, task)
+            left_s = end - time.monotonic()
+            rows += collect_iterations(out, device, wanted, repeat, show, left_s)
+    return rows
+
+
+def _completed(bar: Progress, task: Any, rows: int) -> None:
+    bar.update(task, completed=rows)
+
+
+def fit(
+    data: Sequence[Path],
+    out: Path,
+    families: Sequence[str] | None,
+    trials: int,
+    limit: int | None = None,
+) -> dict[str, Any]:
+    """Train a bundle with a progress bar, log it to MLflow; the report as plain values."""
+    from eval.tracking import log_fit
+    from learners.train import train
+
+    for root in data:
+        if not root.is_dir():
+            raise ValueError(f"data {str(root)!r}: no such folder")
+    with progress_bar() as bar:
+        task = bar.add_task("train", total=None)
+        report = train(
+            data,
+            out,
+            families,
+            trials,
+            limit,
+            on_progress=lambda name: bar.update(task, description=f"train {name}"),
+        ).to_dict()
+    log_fit(report, machine_name(out), out)
+    return report
+
+
+def machine_name(bundle: Path) -> str:
+    """The bundle's only GPU, or ``all`` where it serves several."""
+    from learners.bundle import Bundle
+
+    gpus = sorted(Bundle.load(bundle).gpus)
+    return gpus[0] if len(gpus) == 1 else "all"
+
+
+def report_table(report: dict[str, Any]) -> Table:
+    """Median error by family and learner, beside the noise floor."""
+    table = Table(title="median APE on shapes never trained on, %")
+    learners = ["xgboost", "nearest", "linear", "roofline"]
+    for head in ("family", "rows", "retest", "coverage", *learners):
+        table.add_column(head, justify="left" if head == "family" else "right")
+    for name, entry in report.items():
+        medians = [entry["learners"].get(k, {}).get("median_ape_pct") for k in learners]
+        best = min((m for m in medians if m is not None), default=None)
+        cells = [
+            "-" if m is None else f"[bold]{m:.1f}[/]" if m == best else f"{m:.1f}" for m in medians
+        ]
+        floor = entry.get("retest_ape_pct")
+        table.add_row(
+            name,
+            str(entry["rows"]),
+            "-" if floor is None else f"{floor:.1f}",
+            f"{entry.get('coverage_pct') or float('nan'):.0f}",
+            *cells,
+        )
+    covered = [(e["rows"], e["coverage_pct"]) for e in report.values() if e.get("coverage_pct")]
+    if covered:
+        share = sum(n * pct for n, pct in covered) / sum(n for n, _ in covered)
+        table.caption = (
+            f"80 % intervals cover {share:.0f} % of these shapes, families by their rows"
+        )
+    return table
+
+
+def forecast_table(case: str, found: Forecast) -> Table:
+    """A forecast for people."""
+    table = Table(title=f"{case} on {found.gpu}", show_header=False)
+    ms = 1e-3
+    table.add_row("iteration", f"{found.iteration_us * ms:.2f} ms")
+    low, high = found.iteration_us_p10 * ms, found.iteration_us_p90 * ms
+    table.add_row("80 % interval", f"{low:.2f} to {high:.2f} ms")
+    table.add_row("samples per second", f"{found.samples_per_s:.1f}")
+    table.add_row("peak memory", f"{found.memory_bytes / 1e6:.0f} MB")
+    table.add_row("not covered by a model", f"{100 * found.unmodelled_frac:.1f} % of the time")
+    table.add_row("bundle", found.bundle)
+    for family, time_us in sorted(found.by_family_us.items(), key=lambda kv: -kv[1]):
+        table.add_row(f"  {family}", f"{time_us * ms:.2f} ms")
+    return table
+
+
+def listing(what: str) -> list[str]:
+    """Names of one kind of thing."""
+    if what == "gpus":
+        from microbench.hardware.spec import gpu_names
+
+        return gpu_names()
+    if what == "cases":
+        from microbench.cases.registry import case_names
+
+        return list(case_names())
+    if what == "families":
+        from microbench.ops import families
+
+        return sorted(families())
+    if what == "bundles":
+        from compose.target import LOCAL
+        from learners.bundle import SHIPPED, SHIPPED_CPU
+
+        folders = (*LOCAL, SHIPPED, SHIPPED_CPU)
+        return [str(p) for p in folders if (p / "bundle.json").is_file()]
+    raise ValueError(f"cannot list {what!r}; known: gpus, cases, families, bundles")

@@ -1,0 +1,1 @@
+"""Measured rows as tables of features."""

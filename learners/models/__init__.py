@@ -1,0 +1,1 @@
+"""Regression models: trees, baselines, small networks, Gaussian processes, and their ensemble."""

@@ -1,0 +1,1 @@
+"""Forecasts of GPUs that were measured little or not at all."""

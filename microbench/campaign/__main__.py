@@ -1,0 +1,5 @@
+"""`python3 -m microbench.campaign`: see ``microbench.campaign.campaign``."""
+
+from microbench.campaign.campaign import main
+
+main()

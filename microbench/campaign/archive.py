@@ -1,0 +1,110 @@
+"""A root of rows as one file: ``python -m microbench.campaign.archive ARCHIVE ROOT`` unpacks it.
+
+That line unpacks; a campaign packs. Only parts, cards, journals and logs go in and come out, as
+plain files at their places under the root; nothing in them is ever run.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from microbench import store
+
+NAME = r"[\w+-][\w.+-]*"
+KINDS = re.compile(
+    rf"{NAME}/{NAME}/{NAME}/(part-[\w.+-]+\.parquet|card\.yaml)"
+    rf"|\.journal/{NAME}\.jsonl?"
+    rf"|logs/{NAME}\.log"
+)
+LARGEST_BYTES = 16 * 2**20 - 2**16  # boxes give back files of 16 MiB
+PIECE_BYTES = 15 * 2**20
+UNPACKED_BYTES = 4 * 2**30  # no campaign writes as much
+
+
+def pack(root: Path, archive: Path) -> list[Path]:
+    """Write the archive, whole or not at all; in numbered pieces where it is too large for one."""
+    box = io.BytesIO()
+    with tarfile.open(fileobj=box, mode="w:gz", compresslevel=6) as tar:
+        for path in sorted(root.rglob("*")):
+            name = path.relative_to(root).as_posix()
+            if path.is_file() and not path.is_symlink() and KINDS.fullmatch(name):
+                data = path.read_bytes()  # journals may grow while they are read
+                header = tarfile.TarInfo(name)
+                header.size = len(data)
+                tar.addfile(header, io.BytesIO(data))
+    data = box.getvalue()
+    pieces = [data]
+    if len(data) > LARGEST_BYTES:
+        pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
+    paths = [archive]
+    if len(pieces) > 1:
+        paths = [archive.with_name(f"{archive.name}.{n:03d}") for n in range(len(pieces))]
+    for path, piece in zip(paths, pieces, strict=True):
+        store.write_atomic(path, piece)
+    for path in {archive, *_pieces(archive)} - set(paths):
+        path.unlink(missing_ok=True)
+    return paths
+
+
+def unpack(archive: Path, root: Path) -> int:
+    """Files that were missing under the root and are there now; ValueError for an odd archive.
+
+    What is there already stays; cards of folders that got new parts are written anew.
+    """
+    found: dict[str, bytes] = {}
+    for name, data in _members(archive):
+        if not KINDS.fullmatch(name):
+            raise ValueError(f"archive {str(archive)!r}: {name!r} is no part of a root of rows")
+        found[name] = data
+    missing = [name for name in found if not (root / name).exists()]
+    for name in missing:
+        store.write_atomic(root / name, found[name])
+    for folder in {(root / name).parent for name in missing if name.endswith(".parquet")}:
+        card = folder / "card.yaml"  # missing where a campaign was killed right before it
+        facts = yaml.safe_load(card.read_text()) if card.is_file() else {}
+        store.write_card(folder, {k: v for k, v in facts.items() if k not in ("rows", "sha256")})
+    return len(missing)
+
+
+def _members(archive: Path) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the plain files in an archive."""
+    total = 0
+    try:
+        with tarfile.open(fileobj=io.BytesIO(_whole(archive)), mode="r:gz") as tar:
+            for member in tar:
+                total += member.size
+                file = tar.extractfile(member) if member.isreg() else None
+                if file is None or total > UNPACKED_BYTES:
+                    raise ValueError(
+                        f"archive {str(archive)!r}: {member.name!r} is no plain file, or too large"
+                    )
+                yield member.name, file.read()
+    except (tarfile.TarError, EOFError, OSError) as exc:
+        raise ValueError(f"archive {str(archive)!r} cannot be read: {exc}") from exc
+
+
+def _whole(archive: Path) -> bytes:
+    """Its bytes, of all pieces where it is in several; any of them names it."""
+    archive = archive.with_name(re.sub(r"\.\d{3}$", "", archive.name))
+    if archive.is_file():
+        return archive.read_bytes()
+    pieces = _pieces(archive)
+    numbers = [int(path.suffix[1:]) for path in pieces]
+    if not pieces or numbers != list(range(len(pieces))):
+        raise ValueError(f"archive {str(archive)!r} is missing, or one of its pieces is")
+    return b"".join(path.read_bytes() for path in pieces)
+
+
+def _pieces(archive: Path) -> list[Path]:
+    return sorted(archive.parent.glob(f"{archive.name}.[0-9][0-9][0-9]"))
+
+
+if __name__ == "__main__":
+    print(unpack(Path(sys.argv[1]), Path(sys.argv[2])), "files unpacked")

@@ -1,0 +1,49 @@
+"""What a campaign can do before it is on a GPU: capturing models, choosing points to repeat."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from microbench import store
+from microbench.campaign.archive import unpack
+from microbench.sweep.captured_points import (
+    check_points,
+    points_file,
+    points_path,
+    write_measured_points,
+)
+from microbench.sweep.cards import COMMIT, commit
+
+log = logging.getLogger("itercast.campaign")
+UNSEEN = "points-unseen.json"
+COMMIT_FILE = "commit.txt"
+
+
+def prepare(folder: Path, seed: int, archive: Path | None) -> None:
+    """What a run would else do on the box: models' points, the commit, the points of an archive."""
+    store.write_atomic(folder / COMMIT_FILE, commit().encode())
+    path = points_file(folder, "cuda", seed)
+    log.info("points of captured models: %s, %d points", path, check_points(path))
+    if archive is None:
+        return
+    with tempfile.TemporaryDirectory() as unpacked:
+        unpack(archive, Path(unpacked))
+        gpus = sorted(store.read_hardware([Path(unpacked)]))
+        if len(gpus) != 1:
+            raise ValueError(f"archive {str(archive)!r}: rows of one GPU are needed, got {gpus}")
+        count = write_measured_points(Path(unpacked), gpus[0], folder / UNSEEN)
+    log.info("points of %s: %s, %d points", gpus[0], folder / UNSEEN, count)
+
+
+def use_prepared(folder: Path, root: Path, seed: int) -> None:
+    """Bring what was prepared to where a sweep looks for it."""
+    captured, wanted = points_path(folder, "cuda", seed), points_path(root, "cuda", seed)
+    if captured.is_file() and not wanted.exists():
+        wanted.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(captured, wanted)
+    if (folder / COMMIT_FILE).is_file():
+        os.environ.setdefault(COMMIT, (folder / COMMIT_FILE).read_text().strip())

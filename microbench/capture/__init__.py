@@ -1,0 +1,1 @@
+"""The op calls of one training step, captured on tensors without data."""

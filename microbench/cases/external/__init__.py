@@ -1,0 +1,1 @@
+"""Models that are not ours: Hugging Face and timm configurations, a user's own module."""

@@ -1,0 +1,171 @@
+"""A case from a Hugging Face configuration file: random weights, offline, no code of the folder.
+
+Configurations of timm's models, which name no class of transformers, are built by timm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from microbench.cases.evalcase import EvalCase
+from microbench.cases.external.hf_inputs import make_inputs
+
+# What a configuration file must not decide: which code runs, what is stored, what is returned.
+DROPPED = (
+    *("auto_map", "dtype", "torch_dtype", "quantization_config", "_name_or_path", "use_cache"),
+    *("attn_implementation", "_attn_implementation"),
+)
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfConfig:
+    """A configuration file as read; ``build`` needs transformers or timm, the rest does not.
+
+    ``of_timm``: it names one ``architecture`` of timm's, as its models on the hub do.
+    """
+
+    path: Path
+    values: dict[str, Any]
+    architecture: str
+    of_timm: bool
+    digest: str
+
+    @property
+    def name(self) -> str:
+        """The file's name, or its folder's where it is called config.json."""
+        return self.path.parent.resolve().name if self.path.stem == "config" else self.path.stem
+
+
+def read_config(path: Path) -> HfConfig:
+    """The configuration at ``path``; ValueError in one line for anything else."""
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        data = path.read_bytes()
+        values = json.loads(data)
+    except (OSError, ValueError) as exc:
+        raise ValueError(f"hf-config {str(path)!r}: not a readable JSON file ({exc})") from exc
+    values = values if isinstance(values, dict) else {}
+    of_timm = "architectures" not in values and "architecture" in values
+    names = [values["architecture"]] if of_timm else values.get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        raise ValueError(f"hf-config {str(path)!r}: no class name in 'architectures'")
+    return HfConfig(
+        path=path,
+        values=_kept(values),
+        architecture=names[0],
+        of_timm=of_timm,
+        digest=hashlib.sha256(data).hexdigest(),
+    )
+
+
+def _kept(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in values.items() if k not in DROPPED}
+
+
+def hf_case(path: Path, *, mode: str, loss: str, attn: str) -> EvalCase:
+    """The case of ``architectures[0]``; its batch and seq are the caller's to choose.
+
+    Batches are full: no padding, no attention mask, no key-value cache; ``hf_inputs`` says what is
+    in them. The loss is the model's own.
+    """
+    read = read_config(path)
+    if read.of_timm:
+        return _timm_case(read)
+    labels = mode == "train" and loss == "default"
+    return EvalCase(
+        name=read.name,
+        build=lambda: build(read, attn),
+        inputs=lambda batch, seq: make_inputs(
+            _model_class(read), _config(read), batch, seq, labels
+        ),
+        loss=own_loss,
+        batch=0,
+        measured=False,
+        digest=read.digest,
+    )
+
+
+def _timm_case(read: HfConfig) -> EvalCase:
+    from microbench.cases.external import timm_config  # lazy: names need no torch
+
+    return EvalCase(
+        name=read.name,
+        build=lambda: timm_config.build(read.values),
+        inputs=lambda batch, seq: timm_config.make_inputs(read.values, batch),
+        loss=timm_config.loss,
+        batch=0,
+        measured=False,
+        digest=read.digest,
+    )
+
+
+def own_loss(output: Any, given: dict[str, Any]) -> Any:
+    """The loss that a transformers model returns beside its logits."""
+    found = getattr(output, "loss", None)
+    if found is None:
+        raise ValueError("the model has no loss of its own: --loss none starts from its output")
+    return found
+
+
+def _model_class(read: HfConfig) -> Any:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import transformers  # lazy: an optional extra
+    except ModuleNotFoundError as exc:
+        raise ValueError("hf-config needs transformers: pip install 'itercast[hf]'") from exc
+    transformers.logging.set_verbosity_error()
+    found = getattr(transformers, read.architecture, None)
+    if getattr(found, "config_class", None) is None or not hasattr(found, "forward"):
+        known = f"transformers {transformers.__version__}"
+        raise ValueError(f"hf-config {str(read.path)!r}: {known} has no model {read.architecture}")
+    return found
+
+
+def _config(read: HfConfig) -> Any:
+    kind = _model_class(read).config_class
+    values, text = read.values, read.values.get("text_config")
+    if isinstance(text, dict) and "text_config" not in getattr(kind, "sub_configs", {}):
+        values = _kept(text)  # the language model alone of one that also sees
+    try:
+        return kind.from_dict(dict(values))
+    except Exception as exc:  # transformers checks values in many ways
+        first = (str(exc).splitlines() or [type(exc).__name__])[0]
+        raise ValueError(f"hf-config {str(read.path)!r}: {first}") from exc
+
+
+def build(read: HfConfig, attn: str) -> Any:
+    """The model with random weights in torch's default dtype.
+
+    ``attn`` sdpa is transformers' own choice: parts that have no such form, such as the backbones
+    of detectors, are eager, with a warning where that is all of the model.
+    """
+    kind, config = _model_class(read), _config(read)
+    config.use_cache = False
+    if attn == "eager":
+        config._attn_implementation = attn
+    elif not getattr(kind, "_supports_sdpa", False):
+        log.warning("%s has no sdpa attention in transformers: captured eager", read.architecture)
+    return _built(kind, config)
+
+
+def _built(kind: Any, config: Any) -> Any:
+    """The model; one that reads numbers off tensors while it is made, on no device, then faked."""
+    import torch  # lazy: names need no torch
+    from torch._subclasses.fake_tensor import DataDependentOutputException
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    from microbench.capture.fake import without_data  # lazy, as torch
+
+    try:
+        return kind(config)
+    except DataDependentOutputException:
+        with _disable_current_modes(), torch.device("meta"):
+            model = kind(config)
+        return without_data(model)

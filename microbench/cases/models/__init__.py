@@ -1,0 +1,1 @@
+"""The torch modules that cases build."""

@@ -1,0 +1,83 @@
+"""SSD (arXiv:1512.02325) over a ResNet-50: boxes and classes from maps of six sizes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from microbench.cases.models.vision import Residual, convolution
+
+BOXES = (4, 6, 6, 6, 4, 4)  # at each pixel of a map
+INNER, OUTER = (256, 256, 128, 128, 128), (1024, 512, 512, 256, 256, 256)
+HALVED = 3  # of the added maps; the others lose their border
+
+
+class Ssd(nn.Module):
+    """ResNet-50 up to its third stage, which keeps the size of its images, and five maps more.
+
+    ``boxes`` and ``labels`` in a forward are there for the loss alone.
+    """
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.classes = classes
+        self.stem, self.pool = convolution(3, 64, 7, 2), nn.MaxPool2d(3, stride=2, padding=1)
+        stages = ((64, 64, 3, 1), (256, 128, 4, 2), (512, 256, 6, 1))
+        blocks: list[nn.Module] = []
+        for inside, width, depth, stride in stages:
+            blocks.append(Residual(inside, width, stride, True))
+            blocks += [Residual(4 * width, width, 1, True) for _ in range(depth - 1)]
+        self.base = nn.Sequential(*blocks)
+        self.more = nn.ModuleList()
+        for number, (inner, (inside, outside)) in enumerate(
+            zip(INNER, pairwise(OUTER), strict=True)
+        ):
+            last: tuple[int, int] = (2, 1) if number < HALVED else (1, 0)
+            self.more.append(self._map(inside, inner, outside, *last))
+        sizes = list(zip(OUTER, BOXES, strict=True))
+        self.where = nn.ModuleList(nn.Conv2d(c, 4 * n, 3, padding=1) for c, n in sizes)
+        self.what = nn.ModuleList(nn.Conv2d(c, classes * n, 3, padding=1) for c, n in sizes)
+
+    @staticmethod
+    def _map(inside: int, inner: int, outside: int, stride: int, padding: int) -> nn.Sequential:
+        return nn.Sequential(
+            *(convolution(inside, inner, 1), nn.ReLU(inplace=True)),
+            nn.Conv2d(inner, outside, 3, stride, padding, bias=False),
+            *(nn.BatchNorm2d(outside), nn.ReLU(inplace=True)),
+        )
+
+    def forward(
+        self,
+        images: torch.Tensor,
+        boxes: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(batch, 3, h, w) to (batch, 4, places) and (batch, classes, places)."""
+        maps = [self.base(self.pool(torch.relu_(self.stem(images))))]
+        for layer in self.more:
+            maps.append(layer(maps[-1]))
+        pairs = list(zip(maps, self.where, self.what, strict=True))
+        found = [where(x).reshape(len(x), 4, -1) for x, where, _ in pairs]
+        kinds = [what(x).reshape(len(x), self.classes, -1) for x, _, what in pairs]
+        return torch.cat(found, 2), torch.cat(kinds, 2)
+
+
+def detection_loss(
+    found: tuple[torch.Tensor, torch.Tensor], boxes: torch.Tensor, labels: torch.Tensor
+) -> torch.Tensor:
+    """Distances of boxes with an object, and their classes with the three worst others for each.
+
+    ``boxes`` (batch, 4, places) are offsets, ``labels`` (batch, places) 0 without an object.
+    """
+    where, kinds = found
+    objects = labels > 0
+    count = objects.sum(1)
+    distance = (F.smooth_l1_loss(where, boxes, reduction="none").sum(1) * objects).sum(1)
+    wrong = F.cross_entropy(kinds, labels, reduction="none")
+    order = wrong.detach().masked_fill(objects, 0).argsort(1, descending=True)
+    worst = order.argsort(1) < (3 * count).clamp(max=labels.shape[1])[:, None]
+    total = distance + (wrong * (objects.float() + worst.float())).sum(1)
+    return (total * (count > 0) / count.clamp(min=1)).mean()

@@ -1,0 +1,198 @@
+"""Transformers in four styles: GPT, BERT, Llama, ViT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from microbench.cases.models.moe import Experts
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, as models in the wild write it out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x / rms(x) * weight."""
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
+
+
+def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Rotary positions, as Llama has them: (batch, heads, seq, head_dim) turned by ``angles``."""
+    first, second = x.chunk(2, dim=-1)
+    return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
+
+
+class Attention(nn.Module):
+    """Self-attention; Llama style has no biases and, by default, half as many key-value heads."""
+
+    def __init__(self, style: str, width: int, heads: int, kv_heads: int = 0) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, style in ("gpt", "llama")
+        self.kv_heads = kv_heads or (heads // 2 if style == "llama" else heads)
+        self.head_dim = width // heads
+        bias = style != "llama"
+        self.q = nn.Linear(width, width, bias=bias)
+        self.kv = nn.Linear(width, 2 * self.kv_heads * self.head_dim, bias=bias)
+        self.out = nn.Linear(width, width, bias=bias)
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor | None = None) -> torch.Tensor:
+        """(batch, seq, width) to the same."""
+        batch, seq, _ = x.shape
+        q = self.q(x).view(batch, seq, self.heads, self.head_dim).transpose(1, 2)
+        kv = self.kv(x).view(batch, seq, 2, self.kv_heads, self.head_dim).permute(2, 0, 3, 1, 4)
+        k, v = kv[0], kv[1]
+        if angles is not None:
+            q, k = rotate(q, angles), rotate(k, angles)
+        grouped = self.kv_heads != self.heads
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, enable_gqa=grouped)
+        result: torch.Tensor = self.out(y.transpose(1, 2).reshape(batch, seq, -1))
+        return result
+
+
+class Mlp(nn.Module):
+    """GELU four times as wide, or SwiGLU."""
+
+    def __init__(self, style: str, width: int, hidden: int = 0) -> None:
+        super().__init__()
+        self.gated = style == "llama"
+        hidden = hidden or (width * 8 // 3 if self.gated else 4 * width)
+        self.up = nn.Linear(width, hidden, bias=not self.gated)
+        self.down = nn.Linear(hidden, width, bias=not self.gated)
+        self.gate = nn.Linear(width, hidden, bias=False) if self.gated else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, seq, width) to the same."""
+        y = F.silu(self.gate(x)) * self.up(x) if self.gate else F.gelu(self.up(x))
+        result: torch.Tensor = self.down(y)
+        return result
+
+
+class Block(nn.Module):
+    """Attention and MLP or experts; BERT norms after, the others before."""
+
+    def __init__(
+        self,
+        style: str,
+        width: int,
+        heads: int,
+        kv_heads: int = 0,
+        hidden: int = 0,
+        experts: int = 0,
+        top: int = 1,
+    ) -> None:
+        super().__init__()
+        norm = RMSNorm if style == "llama" else nn.LayerNorm
+        self.post = style == "bert"
+        self.attention = Attention(style, width, heads, kv_heads)
+        if experts:
+            self.mlp: nn.Module = Experts(
+                width, hidden or 4 * width, experts, top, style == "llama"
+            )
+        else:
+            self.mlp = Mlp(style, width, hidden)
+        self.norm1, self.norm2 = norm(width), norm(width)
+
+    def forward(self, x: torch.Tensor, angles: torch.Tensor | None = None) -> torch.Tensor:
+        """(batch, seq, width) to the same."""
+        if self.post:
+            x = self.norm1(x + self.attention(x, angles))
+            y: torch.Tensor = self.norm2(x + self.mlp(x))
+            return y
+        x = x + self.attention(self.norm1(x), angles)
+        z: torch.Tensor = x + self.mlp(self.norm2(x))
+        return z
+
+
+class Transformer(nn.Module):
+    """Tokens to logits; the head is tied to the embedding unless ``tied`` is false.
+
+    Learned positions up to ``positions``; 0: rotary ones. Other options are those of ``Block``.
+    """
+
+    def __init__(
+        self,
+        style: str,
+        width: int,
+        layers: int,
+        heads: int,
+        vocab: int,
+        *,
+        tied: bool = True,
+        positions: int = 1024,
+        **options: int,
+    ) -> None:
+        super().__init__()
+        self.head_dim = width // heads
+        self.tokens = nn.Embedding(vocab, width)
+        self.positions = nn.Embedding(positions, width) if positions else None
+        self.blocks = nn.ModuleList(Block(style, width, heads, **options) for _ in range(layers))
+        self.norm = RMSNorm(width) if style == "llama" else nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+        # At torch's default (std 1) a tied head saturates the softmax, its gradients turn denormal
+        # and CPU products run 50 times slower; real models start at 0.02.
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        if self.positions is not None:
+            nn.init.normal_(self.positions.weight, std=0.02)
+
+    def enter(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, seq) integers to the blocks' input."""
+        x: torch.Tensor = self.tokens(tokens)
+        if self.positions is not None:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        return x
+
+    def through(self, x: torch.Tensor, blocks: Iterable[nn.Module]) -> torch.Tensor:
+        """Some of the blocks; all of them know the positions."""
+        angles = None
+        if self.positions is None:
+            place = torch.arange(x.shape[1], device=x.device)
+            steps = torch.arange(0, self.head_dim, 2, device=x.device) / self.head_dim
+            angles = torch.outer(place, 10000.0**-steps).repeat(1, 2).to(x.dtype)
+        for block in blocks:
+            x = block(x, angles)
+        return x
+
+    def leave(self, x: torch.Tensor) -> torch.Tensor:
+        """The blocks' output to (batch, seq, vocab)."""
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, seq) integers to (batch, seq, vocab)."""
+        return self.leave(self.through(self.enter(tokens), self.blocks))
+
+
+class MaskedLM(nn.Module):
+    """BERT as published: embedding norm, post-norm blocks, a transform before the tied head."""
+
+    def __init__(self, width: int, layers: int, heads: int, vocab: int, positions: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, width)
+        self.positions = nn.Embedding(positions, width)
+        self.segments = nn.Embedding(2, width)
+        self.norm = nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(Block("bert", width, heads) for _ in range(layers))
+        self.transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+        self.head = nn.Linear(width, vocab)
+        self.head.weight = self.tokens.weight
+        for table in (self.tokens, self.positions, self.segments):
+            nn.init.normal_(table.weight, std=0.02)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(batch, seq) integers to (batch, seq, vocab)."""
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(place) + self.segments(torch.zeros_like(tokens))
+        x = self.norm(x)
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.transform(x))
+        return logits

@@ -1,0 +1,208 @@
+"""Published training iterations: tables of step times with their plans, and timm's benchmarks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from microbench.hardware.names import gpu_named
+from microbench.importers.base import About, Gathering, Imported, number, positive, refuse, whole
+from microbench.importers.published.models import model_of
+from microbench.importers.published.plans import plan_of
+from microbench.importers.published.timm_models import timm_config
+
+ABOUT = About(
+    source="iterations",
+    where="tables of training iterations, each row names its origin",
+    licence="Apache-2.0 and facts, by origin",
+    conventions=(
+        "time_us is one optimizer step, accumulation included; batch is samples per data-parallel "
+        "replica and step (the published global batch over dp); world_size counts GPUs. doubts "
+        "says what is inferred, by whoever published the table or by us. hf_config is JSON to "
+        "build the model from, by timm where it states one architecture; engine is compile where "
+        "kernels are fused, by torch or by hand. Megatron-Core with tp is taken with sequence "
+        "parallelism. Rows whose builder is timm name a model of timm 0.6. timm: fp16 autocast, "
+        "SGD, random images, 40 timed steps, synchronised each step."
+    ),
+)
+TABLE = ("model", "n_gpus", "precision", "global_batch", "step_time_s", "gpu", "gpu_detail")
+TIMM = ("model", "train_step_time", "train_batch_size", "train_img_size")
+TIMM_NAME = re.compile(r"benchmark-train-amp-(nhwc|nchw)-pt(\d)(\d+)-cu(\d+)-(\w+)\.csv(\.gz)?")
+TIMM_GPUS = {"rtx3090": "rtx-3090", "rtx4090": "rtx-4090", "a100": "a100-sxm-40gb"}
+COPIED: tuple[str, ...] = (
+    "source",
+    "framework",
+    "network",
+    "model_note",
+    "parallel_plan",
+    "sharding",
+    "precision",
+)
+COPIED += ("fsdp_mixed_precision", "attention_kernel", "data_input")
+COPIED += ("activation_recompute", "step_time_basis", "row_id", "source_path", "source_commit")
+FUSED = re.compile("torch.compile|TE ")  # Transformer Engine's kernels are fused by hand
+COUNTS = ("num_params", "layers", "d_model", "heads", "ffn", "vocab")
+DTYPES = (
+    (r"^pure bf16|^bf16$|^BF16$", "bf16", False),  # Megatron-LM has weights in bf16, too
+    (r"bf16|bfloat16", "bf16", True),
+    (r"^float32", "fp32", False),
+    (r"^TF32", "tf32", False),
+    (r"^FP32$", "fp32", False),
+    (r"MXFP8|FP8", "fp8", False),  # of linear layers; weights in bf16, as Megatron-LM has them
+    (r"NVFP4", "fp4", True),
+    (r"apex O2", "fp16", False),  # weights in fp16; the optimizer keeps a copy in fp32
+    (r"FP16|fp16", "fp16", True),
+)
+
+
+def read(path: Path) -> Imported:
+    """Iteration rows of a folder of CSV tables, or of one of them."""
+    files = sorted(p for p in path.rglob("*") if ".csv" in p.suffixes) if path.is_dir() else [path]
+    if not files:
+        raise refuse(path, "a folder of iteration tables", "*.csv and timm/*.csv")
+    gather = Gathering(ABOUT, path)
+    for file in files:
+        if file.name.startswith("benchmark-"):
+            _timm(gather, file)
+        elif (frame := gather.csv(file, TABLE)) is not None:
+            _table(gather, file, frame)
+    return gather.done()
+
+
+def _table(gather: Gathering, path: Path, frame: pd.DataFrame) -> None:
+    """A table with a column per fact, empty where nobody stated it."""
+    rows = []
+    for line in frame.to_dict("records"):
+        given = {str(k): str(v) for k, v in line.items()}
+        try:
+            row = _row(given)
+        except ValueError as exc:
+            gather.drop(str(exc))
+            continue
+        rows.append({**row, "origin": f"{gather.name(path)}:{given['line']}"})
+    if rows:
+        rows_frame = pd.DataFrame(rows).assign(run_id=gather.run_id(path))
+        gather.add("iteration", rows_frame, ("batch", "world_size", "ranks_per_node"))
+
+
+def _row(given: Mapping[str, str]) -> dict[str, Any]:
+    """One row; ValueError says what it states too little of."""
+    if not given["model"]:
+        raise ValueError("model is not stated")
+    gpu, gpu_doubt = gpu_of(given["gpu"], given["gpu_detail"])
+    dtype, amp = dtype_of(given["precision"])
+    plan, dp = plan_of(given)
+    batch = whole(given["global_batch"])
+    if not batch:
+        raise ValueError("global batch is not stated")
+    if batch % dp:
+        raise ValueError("global batch is not a multiple of dp")
+    model = model_of(given)
+    optimizer, optimizer_doubt = optimizer_of(given.get("optimizer", ""), model.optimizer)
+    precision_doubt = given["precision"] if "probable" in given["precision"] else ""
+    plan_doubt = "sequence parallelism assumed" if "sp" in plan.split(",") else ""
+    doubts = [given.get("doubts"), gpu_doubt, plan_doubt, precision_doubt, model.doubt]
+    doubts.append(optimizer_doubt)
+    gpus, compiled = whole(given["n_gpus"]), given.get("compile", "")
+    graphs, kernel = "CUDA graphs" in compiled, given.get("attention_kernel", "")
+    return {
+        **{"op": "train_step", "gpu": gpu, "timer": "with_launch"},
+        "stack": "torch-" + given["torch"] if given.get("torch") else given.get("framework", ""),
+        **{"dtype": dtype, "amp": amp, "time_us": number(given["step_time_s"]) * 1e6},
+        **{"case": model.case or given["model"], "builder": model.builder},
+        "hf_config": model.hf_config,
+        **{"mode": "train", "plan": plan, "batch": batch // dp, "loss": "default"},
+        **{"optimizer": optimizer, "optimizer_stated": given.get("optimizer", "")},
+        "attn": "eager" if kernel == "hand-written" else "sdpa" if kernel else model.attn,
+        "compile": compiled.startswith("torch.compile"),
+        "engine": "compile" if FUSED.match(compiled) else "graph" if graphs else "eager",
+        "cuda_graphs": graphs,
+        "seq": whole(given.get("seq_len_tokens")) or None,
+        "image_size": whole(given.get("image_size")) or None,
+        "memory_format": "nhwc" if "memory_format nhwc" in given.get("model_note", "") else "",
+        "micro_batch": whole(given.get("micro_batch_per_gpu")) or None,
+        "world_size": gpus,
+        "ranks_per_node": min(gpus, whole(given.get("gpus_per_node")) or gpus),
+        **{name: whole(given.get(name)) or None for name in COUNTS},
+        **{name: given.get(name, "") for name in COPIED},
+        "gpu_stated": f"{given['gpu']}; {given['gpu_detail']}",
+        "doubts": "; ".join(d for d in doubts if d),
+    }
+
+
+def optimizer_of(stated: str, usual: str) -> tuple[str, str]:
+    """Our name of an optimizer, and a doubt; the model's usual one where none is stated."""
+    if not stated:
+        return usual, f"optimizer not stated, {usual} assumed"
+    if "Muon" not in stated:
+        for pattern, name in (("adam", "adamw"), ("sgd", "sgd")):
+            if pattern in stated.lower():
+                return name, ""
+    raise ValueError(f"optimizer not among ours: {stated[:40]!r}")
+
+
+def gpu_of(gpu: str, detail: str) -> tuple[str, str]:
+    """Our name and a doubt; ValueError where the GPU is not stated or not among ours."""
+    plain = {"a100_80gb": "a100-sxm-80gb", "a100_40gb": "a100-sxm-40gb"}
+    found = plain.get(gpu) or gpu_named(gpu)
+    if found:
+        return found, ""
+    size = re.search(r"(\d+) ?G", detail.partition("(")[2] or detail)
+    memory = size[1] if size else ""
+    dgx = re.search(r"DGX|SXM", detail) is not None
+    if gpu == "A100" and memory in ("40", "80"):
+        return f"a100-sxm-{memory}gb", "" if dgx else "SXM assumed"
+    if gpu == "V100" and dgx and memory in ("16", "32"):
+        return f"v100-sxm-{memory}gb", ""
+    if gpu == "H100" and dgx:
+        return "h100-sxm-80gb", ""
+    if not gpu:
+        raise ValueError("gpu is not stated")
+    if gpu in ("A100", "V100", "H100"):
+        raise ValueError(f"gpu variant is not stated: {gpu!r}")
+    raise ValueError(f"gpu not among ours: {gpu[:40]!r}")
+
+
+def dtype_of(precision: str) -> tuple[str, bool]:
+    """dtype of the matrix products, and whether weights are kept wider (amp)."""
+    for pattern, dtype, amp in DTYPES:
+        if re.search(pattern, precision):
+            return dtype, amp
+    raise ValueError("precision is not stated" if not precision else "precision not among ours")
+
+
+def _timm(gather: Gathering, path: Path) -> None:
+    """One benchmark file of timm; layout, torch and GPU stand in its name."""
+    named = TIMM_NAME.fullmatch(path.name)
+    if named is None or named[5] not in TIMM_GPUS:
+        return gather.drop("file of timm whose name states no layout, torch and known gpu")
+    frame = gather.csv(path, TIMM)
+    if frame is None:
+        return None
+    rows = {
+        "op": "train_step",
+        "gpu": TIMM_GPUS[named[5]],
+        "stack": f"torch-{named[2]}.{named[3]}+cu{named[4]}",
+        "timer": "with_launch",
+        **{"dtype": "fp16", "amp": True},
+        "time_us": positive(frame["train_step_time"]) * 1e3,
+        **{"samples": 40, "case": frame["model"], "builder": "timm"},
+        **{"mode": "train", "plan": "", "loss": "default", "attn": "eager"},
+        "hf_config": [
+            timm_config(str(name), whole(str(size)))
+            for name, size in zip(frame["model"], frame["train_img_size"], strict=True)
+        ],
+        "batch": frame["train_batch_size"],
+        "image_size": frame["train_img_size"],
+        "num_params": (positive(frame["param_count"]) * 1e6) if "param_count" in frame else None,
+        **{"memory_format": named[1], "optimizer": "sgd", "compile": False, "source": "timm"},
+        **{"world_size": 1, "ranks_per_node": 1},
+        "run_id": gather.run_id(path),
+        "origin": f"{gather.name(path)}:" + frame["line"].astype(str),
+    }
+    sizes = ("batch", "image_size", "world_size")
+    return gather.add("iteration", pd.DataFrame(rows, index=frame.index), sizes)

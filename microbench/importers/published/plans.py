@@ -1,0 +1,82 @@
+"""Published parallel plans as the text that names a plan here (``compose.parallel.plan``)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from microbench.importers.base import whole
+
+RECOMPUTE = {"true": "full", "full": "full", "false": "", "none": "", "": ""}
+RECOMPUTE |= {"selective layer": "selective", "selective op": "selective"}
+NODES = {"DGX H100": "dgx-h100", "DGX-B200": "dgx-b200", "DGX-GB200": "gb200-nvl72"}
+
+
+def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
+    """The plan and its dp, from a table's columns; ValueError where they do not fit together.
+
+    dp is what is left of the GPUs; the micro-batches of a step are ``micro`` under pipelines,
+    ``accumulate`` without. Megatron-Core cuts by tp with sequence parallelism, as its recipes do.
+    """
+    degrees = {axis: _degree(axis, given.get(axis, "")) for axis in ("tp", "pp", "cp", "ep", "vp")}
+    gpus, stages, virtual = whole(given.get("n_gpus")), degrees["pp"], degrees.pop("vp")
+    if not gpus:
+        raise ValueError("number of GPUs is not stated")
+    dp, rest = divmod(gpus, degrees["tp"] * stages * degrees["cp"])
+    stated = re.fullmatch(r"DDP (\d{1,6})", given.get("parallel_plan", ""))
+    if rest or not dp or dp % degrees["ep"] or (stated and int(stated[1]) != dp):
+        raise ValueError("degrees of the plan do not fit the number of GPUs")
+    micro = _micro(given, dp)
+    if virtual > 1 and (stages == 1 or micro % stages):
+        raise ValueError("plan is ambiguous: interleaved stages do not fit")
+    parts: dict[str, Any] = {k: v for k, v in {"dp": dp, **degrees}.items() if v > 1}
+    if degrees["tp"] > 1 and "Megatron" in given.get("framework", ""):
+        parts["sp"] = ""
+    if stages > 1 and micro:
+        parts["micro"] = micro
+    elif micro > 1:
+        parts["accumulate"] = micro
+    if virtual > 1:
+        parts["schedule"] = f"interleaved:{virtual}"
+    if dp * degrees["cp"] > 1 and (zero := _zero(given)):
+        parts["zero"] = zero
+    if recompute := RECOMPUTE.get(given.get("activation_recompute", ""), ""):
+        parts["recompute"] = recompute
+    if given.get("activation_cpu_offload", "") == "true":
+        parts["offload"] = "activations"
+    detail = given.get("gpu_detail", "")
+    if node := next((ours for name, ours in NODES.items() if name in detail and gpus > 1), ""):
+        parts["node"] = node
+    return ",".join(f"{k}={v}".rstrip("=") for k, v in parts.items()), dp
+
+
+def _degree(axis: str, text: str) -> int:
+    if text in ("", "n/a"):
+        return 1
+    if not re.fullmatch(r"[1-9]\d{0,5}", text):
+        raise ValueError(f"plan is ambiguous: {axis} {text[:20]!r}")
+    return int(text)
+
+
+def _micro(given: Mapping[str, str], dp: int) -> int:
+    """Micro-batches as stated, else global batch over dp and micro-batch; 0 where unknown."""
+    if stated := given.get("grad_accum_steps", ""):
+        return _degree("grad_accum_steps", stated)
+    each = whole(given.get("micro_batch_per_gpu")) * dp
+    batch = whole(given.get("global_batch"))
+    return batch // each if each and batch % each == 0 else 0
+
+
+def _zero(given: Mapping[str, str]) -> int:
+    """Stage of sharding: 3 for FSDP, 1 for a distributed optimizer, 0 where none is stated."""
+    sharding = given.get("sharding", "")
+    if sharding in ("FULL_SHARD", "FSDP2"):
+        return 3
+    if sharding == "SHARD_GRAD_OP":
+        return 2
+    if found := re.match(r"Megatron-FSDP=(\d{1,6})(.*)", sharding):
+        if found[2].strip():
+            raise ValueError("plan is ambiguous: sharding")
+        return 3 if int(found[1]) > 1 else 0
+    return 1 if "distributed optimizer" in sharding else 0

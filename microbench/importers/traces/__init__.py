@@ -1,0 +1,1 @@
+"""Importer of torch.profiler traces."""

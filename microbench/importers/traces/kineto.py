@@ -1,0 +1,125 @@
+"""torch.profiler traces: GPU kernels summed per op that launched them, and profiler steps."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from microbench.hardware.names import gpu_named
+from microbench.importers.base import (
+    About,
+    Gathering,
+    Hints,
+    Imported,
+    Unreadable,
+    read_text,
+    refuse,
+    whole,
+)
+from microbench.importers.traces.kineto_ops import answered, describe
+from microbench.importers.traces.kineto_tree import Trace, join, parse
+
+ABOUT = About(
+    source="kineto",
+    where="traces of torch.profiler",
+    licence="as the trace's owner says",
+    conventions=(
+        "A row is one kind of call (op and shapes): the median over its calls of the summed "
+        "durations of the GPU kernels below it, in us, launch not included. A call belongs to the "
+        "outermost op that a family describes. ProfilerStep spans of the host are rows of family "
+        "iteration."
+    ),
+)
+UNKNOWN = "op not described by a family"
+STEP = re.compile(r"ProfilerStep#\d+")
+
+
+def read(path: Path, hints: Hints = Hints()) -> Imported:  # noqa: B008  # frozen
+    """Rows of a trace, or of a folder of traces (*.json, *.json.gz)."""
+    files = [path]
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.name.endswith((".json", ".json.gz")))
+        if not files:
+            raise refuse(path, "a folder of torch.profiler traces", "*.json and *.json.gz")
+    gather = Gathering(ABOUT, path)
+    for file in files:
+        _file(gather, file, hints)
+    return gather.done()
+
+
+def _file(gather: Gathering, path: Path, hints: Hints) -> None:
+    try:
+        text = read_text(path)
+        trace = parse(text)
+    except Unreadable as exc:
+        return gather.unreadable(str(exc))
+    gather.readable += 1
+    gpu = gpu_named(trace.device) or hints.gpu
+    if not gpu:
+        said = f"not among ours: {trace.device[:60]!r}" if trace.device else "not stated"
+        return gather.drop(f"trace whose GPU is {said}: pass it")
+    common = {
+        "gpu": gpu,
+        "stack": f"torch cuda-{trace.cuda}" if trace.cuda else "torch",
+        "run_id": gather.run_id(path, text),
+        "origin": gather.name(path),
+    }
+    gather.drop("event of a wrong form", trace.odd)
+    for family, rows in _op_rows(gather, trace).items():
+        gather.add(family, pd.DataFrame(rows).assign(**common))
+    if steps := [op.duration_us for op in trace.ops if STEP.fullmatch(op.name)]:
+        row = _step_row(trace, steps, path)
+        gather.add("iteration", pd.DataFrame([row]).assign(**common))
+    return None
+
+
+def _op_rows(gather: Gathering, trace: Trace) -> dict[str, list[dict[str, Any]]]:
+    """One row per family and parameters: the median of its calls."""
+    per_call, orphans = join(trace, answered)
+    gather.drop("kernel without an op", orphans)
+    times: dict[Any, list[float]] = defaultdict(list)
+    unknown: Counter[str] = Counter()
+    for at, time_us in per_call.items():
+        op = trace.ops[at]
+        found = describe(op.name, op.args)
+        if found is None:
+            bare = answered(op.name) and "Input Dims" not in op.args
+            reason = "op without shapes, record_shapes was off" if bare else UNKNOWN
+            unknown[f"{reason}: {op.name[:60]}"] += 1
+        else:
+            times[found].append(time_us)
+    for reason, count in unknown.items():
+        gather.drop(reason, count)
+    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for (family, point), samples in times.items():
+        rows[family].append({"timer": "device", **_spread(samples), **asdict(point)})
+    return rows
+
+
+def _spread(samples: list[float]) -> dict[str, Any]:
+    low, middle, high = np.percentile(samples, [20, 50, 80])
+    spread = {"time_us_p20": float(low), "time_us_p80": float(high)}
+    return {"time_us": float(middle), **spread, "samples": len(samples)}
+
+
+def _step_row(trace: Trace, steps: list[float], path: Path) -> dict[str, Any]:
+    """The profiled iteration; what was trained, and with what batch, a trace does not say."""
+    train = any("Backward" in op.name for op in trace.ops)
+    ranks = whole(trace.distributed.get("world_size")) or 1
+    return {
+        "op": "train_step" if train else "infer_step",
+        "timer": "with_launch",
+        "dtype": "",
+        "case": path.name.split(".")[0],
+        "mode": "train" if train else "infer",
+        "world_size": ranks,
+        "plan": "",
+        "doubts": "profiled: slower on the host than without; batch and plan are not in a trace",
+        **_spread(steps),
+    }

@@ -1,0 +1,1 @@
+"""Whole training iterations, measured: in one process, under plans, on a GPU."""

@@ -1,0 +1,144 @@
+"""A round of measured iterations: one process for those without a plan, torchrun for the others."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+from microbench import store
+from microbench.cases.registry import EvalCase, case, case_names
+from microbench.iterations.measure import Iteration
+from microbench.iterations.worker import IterationOrder, iteration_key, row_facts
+from microbench.processes.ranks import start_ranks
+from microbench.processes.watch import last_words, never, watch
+from microbench.sweep.cards import card_facts
+from microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
+from microbench.sweep.scheduler import finished_keys
+
+log = logging.getLogger(__name__)
+DDP_CASES = ("mlp-m", "mlp-l", "gpt-m", "gpt-l", "vit-m", "vit-l", "dlrm-m", "dlrm-l")
+STALLED_S = {"eager": 60.0, "graph": 60.0, "compile": 240.0}  # without a row, on a GPU
+LATE_S = 15.0  # a worker may outlive its budget by
+Progress = Callable[[int], None]
+
+
+def iteration_of(chosen: EvalCase, plan: str = "") -> Iteration:
+    """The case as it comes, under a plan."""
+    return Iteration(case=chosen.name, batch=chosen.batch, seq=chosen.seq, plan=plan)
+
+
+def usual_iterations(names: Sequence[str] | None = None) -> list[Iteration]:
+    """Measured cases in one process, and some of them as two under DDP.
+
+    ``microbench.iterations.plan_list`` measures other plans.
+    """
+    chosen = [case(n) for n in names or case_names()]
+    chosen = [c for c in chosen if c.measured or names]
+    both = [c for c in chosen if c.name in DDP_CASES]
+    return [*(iteration_of(c) for c in chosen), *(iteration_of(c, "dp=2") for c in both)]
+
+
+def measured_iterations(root: Path, gpu: str) -> set[Iteration]:
+    """Those with a row of the first round that is ok."""
+    rows = store.read_rows([root], "iteration")
+    if rows.empty:
+        return set()
+    rows = rows[(rows["gpu"] == gpu) & (rows["status"] == "ok") & (rows["repeat"] == 0)]
+    names = [f.name for f in fields(Iteration)]
+    return {Iteration(**{n: one[n] for n in names}) for one in rows.to_dict("records")}
+
+
+def collect_iterations(
+    root: Path,
+    device: str,
+    wanted: Sequence[Iteration],
+    repeat: int,
+    progress: Progress | None = None,
+    budget_s: float = math.inf,
+    late_s: float = LATE_S,
+) -> int:
+    """Measure what has no row of this repeat under ``root`` yet; returns the number of new rows.
+
+    On a CPU the ranks of a plan share its cores. On a GPU the budget is of the clock, starts of
+    workers included; no iteration is begun that would not end within it, one that ends its process
+    is a row, and a worker that is still there ``late_s`` after it is ended.
+    """
+    end_s = time.monotonic() + budget_s
+    facts = {**card_facts(root, device), "what": "training iterations measured by itercast collect"}
+    gpu = facts["hardware"]["name"]
+    store.compact(root, facts)
+    done = finished_keys(root, ("iteration",))
+    cores = os.cpu_count() or 1
+    moved = 0
+    for ranks in sorted({w.ranks for w in wanted}):
+        order = IterationOrder(
+            root=str(root),
+            run_id="",
+            device=device,
+            gpu=gpu,
+            threads=max(1, cores // ranks) if device == "cpu" else 0,
+            ranks=ranks,
+            repeat=repeat,
+            iterations=(),
+        )
+        mine = [w for w in wanted if w.ranks == ranks and iteration_key(order, w) not in done]
+        while mine and (left_s := end_s - (begin_s := time.monotonic())) > 0:
+            part = replace(order, iterations=tuple(mine), run_id=_run_id(order))
+            part = replace(part, budget_s=left_s, begin_s=begin_s)
+            ended, code, rows = _run(part, moved, progress, late_s)
+            moved += store.compact(root, facts)
+            mine = mine[rows:]
+            if code == 0 or ended == "late":
+                break
+            if device == "cpu":
+                stuck = part.iterations[min(rows, len(part.iterations) - 1)]
+                raise RuntimeError(f"measuring {stuck.case} {stuck.plan} failed; see above")
+            if mine and code != EXIT_BROKEN:  # it ended without a word, or hung
+                _mark(part, mine.pop(0), code)
+                moved += store.compact(root, facts)
+    return moved
+
+
+def _run_id(order: IterationOrder) -> str:
+    now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
+    return f"{now}-{os.getpid()}-i{order.repeat}-r{order.ranks}"
+
+
+def _mark(order: IterationOrder, culprit: Iteration, code: int) -> None:
+    """A row for the iteration that ended the process."""
+    failed = {"status": "error", "reason": f"its process ended with code {code}"}
+    journal = store.Journal(Path(order.root), f"{order.run_id}-mark")
+    row = {"op": "train_step", **asdict(culprit), **row_facts(order, culprit), **failed}
+    journal.append([row])
+    journal.close()
+
+
+def _run(
+    order: IterationOrder, before: int, progress: Progress | None, late_s: float
+) -> tuple[str, int, int]:
+    """One group of processes: how it ended, its exit code, how many iterations it finished."""
+    on_gpu = order.device == "cuda"
+    printed = Path(order.root) / "logs" / f"{order.run_id}.log" if on_gpu else None
+    process = start_ranks("microbench.iterations.worker", asdict(order), order.ranks, log=printed)
+    journal = Path(order.root) / ".journal" / f"{order.run_id}.jsonl"
+
+    def rows() -> int:
+        found = journal.read_bytes().count(b"\n") if journal.is_file() else 0
+        if progress:
+            progress(before + found)
+        return found
+
+    def stalled_s() -> float:
+        return STALLED_S[order.iterations[min(rows(), len(order.iterations) - 1)].engine]
+
+    until_s = order.begin_s + order.budget_s + late_s
+    ended = watch(process, rows, stalled_s if on_gpu else never, until_s if on_gpu else math.inf)
+    code = int(process.returncode)
+    if printed and code not in (0, EXIT_BROKEN):
+        log.warning("iterations: %s, code %d: %s", ended, code, last_words(printed))
+    return ended, code, rows()

@@ -1,0 +1,59 @@
+"""Measures plans: `python -m microbench.iterations.plan_list ROOT --repeat 0 --ranks 2`.
+
+Where a plan has more ranks than the machine has cores they share them (oversubscribed).
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from microbench.cases.registry import case
+from microbench.iterations.collect import collect_iterations, iteration_of
+from microbench.iterations.measure import Iteration
+
+TWO = (
+    "dp=2",
+    "dp=2,accumulate=2",
+    "dp=2,zero=1,accumulate=2",
+    "dp=2,zero=2",
+    "dp=2,zero=3",
+    "dp=2,compress=0.5",
+    "dp=2,recompute=full",
+)
+STAGED = ("tp=2", "pp=2,micro=2", "pp=2,micro=2,schedule=gpipe", "pp=2,micro=4", "dp=2,cdp=1")
+FOUR = ("dp=4", "dp=4,zero=3", "dp=4,cdp=1", "pp=4,micro=4")
+ONE = ("accumulate=2", "recompute=full")
+BY_CASE = {
+    "mlp-m": (*TWO, "tp=2", *ONE, *FOUR[:2]),
+    "gpt-m": (*TWO, *STAGED, *ONE, *FOUR),
+    "bert-l": (*TWO, *STAGED, *ONE, *FOUR[:2]),
+    "llama-m": (*TWO, *STAGED, *ONE, *FOUR),
+    "vit-m": (*TWO, *STAGED, *ONE, *FOUR),
+    "resnet-m": (*TWO, *ONE, *FOUR[:2]),
+}
+
+
+def wanted(ranks: int) -> list[Iteration]:
+    """Plans of so many ranks, case by case."""
+    found = [iteration_of(case(name), plan) for name, plans in BY_CASE.items() for plan in plans]
+    return [one for one in found if one.ranks == ranks]
+
+
+def main(
+    root: Path,
+    repeat: Annotated[int, typer.Option(help="the round")] = 0,
+    ranks: Annotated[int, typer.Option(help="1, 2 or 4")] = 2,
+    case_name: Annotated[str, typer.Option("--case", help="one case only")] = "",
+) -> None:
+    """One round of plans of so many ranks; what is there already is left out."""
+    chosen = [one for one in wanted(ranks) if case_name in ("", one.case)]
+    rows = collect_iterations(root, "cpu", chosen, repeat)
+    logging.getLogger(__name__).info("%d rows", rows)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,198 @@
+"""Steps under parallel plans as torch runs them, on as many processes as the plan has ranks.
+
+dp: DDP; with zero FSDP2 over the numbered layers and the root (3: parameters resharded after
+forward; 2: kept until after backward; 1: kept and gradients not scattered until the last
+micro-batch). tp: DTensor, pairs of products by column and row, vocabulary parallel embedding, head
+and loss. pp and cdp: ``plan_stages``. recompute=full: a checkpoint per numbered layer.
+compress=0.5: gradients on the wire in fp16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from microbench.capture.truncate import layer_key
+from microbench.cases.registry import EvalCase
+from microbench.iterations.engines import placed
+from microbench.iterations.measured_plan import MeasuredPlan, OnPhase, PlanStep
+from microbench.step import StepSettings, make_optimizer
+
+
+def make_plan_step(
+    chosen: EvalCase,
+    text: str,
+    batch: int,
+    seq: int,
+    settings: StepSettings,
+    device: str,
+    on_phase: OnPhase,
+) -> PlanStep:
+    """This rank's step; ``batch`` is a replica's over all its micro-batches."""
+    plan = MeasuredPlan.parse(text)
+    if batch % plan.microbatches:
+        raise ValueError(f"plan {text!r}: {batch} samples do not divide by {plan.microbatches}")
+
+    def inputs(samples: int) -> dict[str, Any]:
+        with placed(device, settings.dtype):
+            return chosen.inputs(samples, seq)
+
+    with placed(device, settings.dtype):
+        model = chosen.build()
+    model.train()
+    if plan.recompute:
+        checkpoint_layers(model)
+    if plan.pp > 1 or plan.cdp:
+        from microbench.iterations.plan_stages import (  # needs torch
+            make_cyclic_step,
+            make_pipeline_step,
+        )
+
+        if not hasattr(model, "through"):
+            raise ValueError(f"plan {text!r}: {chosen.name} has no stages")
+        given = inputs(batch)
+        if plan.pp > 1:
+            run = make_pipeline_step(model, given, chosen.loss, plan, settings, on_phase)
+            return PlanStep(run=run)
+        run, finish = make_cyclic_step(model, given, chosen.loss, settings, on_phase)
+        return PlanStep(run=run, barrier=False, finish=finish)
+    micro_batches = [inputs(batch // plan.microbatches) for _ in range(plan.microbatches)]
+    model, micro = parallel(model, plan, device)
+    run = _accumulated(chosen, model, micro_batches, settings, micro, on_phase)
+    return PlanStep(run=run)
+
+
+def numbered_layers(model: Any) -> list[Any]:
+    """Modules of a list, outermost, in order."""
+    keys = dict.fromkeys(layer_key(name) for name, _ in model.named_parameters())
+    return [model.get_submodule(key) for key in keys if key]
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Each numbered layer forgets what it computed and does it again in backward."""
+    from torch.utils.checkpoint import checkpoint  # lazy: plans are parsed without torch
+
+    for layer in numbered_layers(model):
+        layer.forward = _checkpointed(checkpoint, layer.forward)
+
+
+def _checkpointed(checkpoint: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def parallel(model: Any, plan: MeasuredPlan, device: str) -> tuple[Any, Callable[[bool], Any]]:
+    """The model made parallel, and a context per micro-batch that is told if it is the last."""
+    if plan.tp > 1:
+        from torch.distributed.tensor.parallel import loss_parallel  # lazy, as above
+
+        return _tensor_parallel(model, plan.tp, device), lambda last: loss_parallel()
+    if plan.zero:
+        return _sharded(model, plan, device)
+    if plan.dp > 1:
+        return _replicated(model, plan)
+    return model, lambda last: nullcontext()
+
+
+def _replicated(model: Any, plan: MeasuredPlan) -> tuple[Any, Callable[[bool], Any]]:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # lazy, as above
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(model)
+    if plan.compress < 1:
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return model, lambda last: nullcontext() if last else model.no_sync()
+
+
+def _sharded(model: Any, plan: MeasuredPlan, device: str) -> tuple[Any, Callable[[bool], Any]]:
+    from torch.distributed.device_mesh import init_device_mesh  # lazy, as above
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device, (plan.dp,))
+    for layer in numbered_layers(model):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=plan.zero == 3)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+    def micro(last: bool) -> AbstractContextManager[None]:
+        if plan.zero == 1:
+            model.set_requires_gradient_sync(last)
+            model.set_reshard_after_backward(last)
+        return nullcontext()
+
+    return model, micro
+
+
+def _tensor_parallel(model: Any, tp: int, device: str) -> Any:
+    """Megatron's cuts of the cases: attention and MLP of each block, embedding and head."""
+    from torch.distributed.device_mesh import init_device_mesh  # lazy, as above
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    cuts: dict[str, Any] = {"head": head}
+    if hasattr(model, "layers"):  # a perceptron
+        column = range(0, len(model.layers) - 1, 2)
+        cuts = {f"layers.{n}": ColwiseParallel() for n in column}
+        cuts |= {f"layers.{n + 1}": RowwiseParallel() for n in column}
+    for path in ("attention.q", "attention.kv", "mlp.up", "mlp.gate"):
+        cuts[f"blocks.*.{path}"] = ColwiseParallel()
+    for path in ("attention.out", "mlp.down"):
+        cuts[f"blocks.*.{path}"] = RowwiseParallel()
+    tied = hasattr(model, "tokens") and model.head.weight is model.tokens.weight
+    if hasattr(model, "tokens"):
+        cuts["tokens"] = RowwiseParallel(input_layouts=Replicate())
+    model = parallelize_module(model, init_device_mesh(device, (tp,)), cuts)
+    if tied:
+        model.head.weight = model.tokens.weight
+    for block in getattr(model, "blocks", ()):
+        for name in ("heads", "kv_heads"):
+            count = getattr(block.attention, name)
+            if count % tp:
+                raise ValueError(f"tp={tp} does not divide {count} heads")
+            setattr(block.attention, name, count // tp)
+    return model
+
+
+def _optimizer(model: Any, settings: StepSettings) -> Any:
+    """One group for each kind of tensor: foreach cannot mix them."""
+    from torch.distributed.tensor import DTensor  # lazy, as above
+
+    parameters = list(model.parameters())
+    kinds = [[p for p in parameters if isinstance(p, DTensor) == k] for k in (True, False)]
+    return make_optimizer([{"params": ps} for ps in kinds if ps], settings.optimizer)
+
+
+def _accumulated(
+    chosen: EvalCase,
+    model: Any,
+    given: list[dict[str, Any]],
+    settings: StepSettings,
+    micro: Callable[[bool], Any],
+    on_phase: OnPhase,
+) -> Callable[[], None]:
+    optimizer = _optimizer(model, settings)
+
+    def step() -> None:
+        on_phase("zero_grad")
+        for parameter in model.parameters():
+            parameter.grad = None
+        for i, inputs in enumerate(given):
+            with micro(i + 1 == len(given)):
+                on_phase("forward")
+                output = model(**inputs)
+                on_phase("loss")
+                loss = chosen.loss(output, inputs)
+                on_phase("backward")
+                loss.backward()
+        on_phase("optimizer")
+        if optimizer is not None:
+            optimizer.step()
+
+    return step

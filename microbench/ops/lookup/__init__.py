@@ -1,0 +1,1 @@
+"""Op families that read or write rows by index: embeddings, bags, indexing."""

@@ -1,0 +1,1 @@
+"""Op families that multiply and add: products, convolutions, attention, LSTM layers."""

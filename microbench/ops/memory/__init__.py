@@ -1,0 +1,1 @@
+"""Op families bound by memory: pointwise ops, norms, reductions, pooling, random numbers."""

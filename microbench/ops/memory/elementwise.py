@@ -1,0 +1,290 @@
+"""Elementwise ops: unary, binary, activations and their backwards, casts, copies, fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall, TensorSpec
+from microbench.ops.family import (
+    Family,
+    Workload,
+    is_any,
+    itemsize_bytes,
+    log_uniform,
+    repeated,
+    torch_dtype,
+)
+from microbench.ops.memory import elementwise_names as known
+
+FORMS = {"same": 0.5, "scalar": 0.14, "row": 0.12, "col": 0.08, "strided": 0.08, "transposed": 0.08}
+KINDS = [(op, 1) for op in known.UNARY] + [(op, 2) for op in known.BINARY]
+KINDS += [(op, 3) for op in known.TERNARY]
+COMMON_KINDS = [kind for kind in KINDS if kind[0] in known.COMMON]
+POSITIVE = ("log", "sqrt", "rsqrt", "logit", "pow", "pow_general", "reciprocal", "div")
+INTEGERS = ("add", "mul", "eq", "clone", "copy_", "zeros_like", "where")
+CHEAP = ("add", "mul", "add_", "mul_", "copy_", "clone", "relu", "zeros_like", "ones_like", "fill_")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Elementwise:
+    """One call over ``numel`` elements; ``tensors`` counts its inputs that are not scalars.
+
+    ``form`` is same (all operands alike), scalar, row or col (an operand is broadcast along rows or
+    columns of ``inner`` elements), strided (runs of ``inner`` elements in another order) or
+    transposed (the last axis, of length ``inner``, is not contiguous). In the first two ``inner``
+    is ``numel``. ``dtype`` is the widest.
+    """
+
+    op: str
+    numel: int
+    inner: int = 1
+    tensors: int = 1
+    form: str = "same"
+    dtype: str = "fp32"
+
+
+def _draw(rng: np.random.Generator) -> Elementwise:
+    form = str(rng.choice(list(FORMS), p=list(FORMS.values())))
+    kinds = COMMON_KINDS if rng.random() < 0.5 else KINDS
+    op, tensors = kinds[int(rng.integers(len(kinds)))]
+    if form == "scalar":
+        op, tensors = str(rng.choice(known.SCALAR)), 1
+    elif form in ("row", "col"):
+        op = str(rng.choice(known.BROADCAST))
+    elif form != "same":
+        op = str(rng.choice(known.TRANSPOSABLE))
+    large = 2**24 if op in CHEAP else 2**22
+    limit = 2**22 if form in ("strided", "transposed") else large
+    numel = log_uniform(rng, 16, limit)
+    inner = min(log_uniform(rng, 2, 4096), max(2, numel // 4))
+    rows = max(2, numel // inner)
+    if form == "strided":
+        half = max(2, round(rows**0.5))
+        rows = half * max(2, rows // half)
+    if form in ("same", "scalar"):
+        rows, inner = 1, numel
+    else:
+        tensors = 1 if op == "clone" else 2
+    dtype = "bool" if op in ("logical_and", "logical_not") else "fp32"
+    if (op in INTEGERS and rng.random() < 0.1) or (op == "_to_copy" and rng.random() < 0.3):
+        dtype = "int64"
+    return Elementwise(
+        op=op, numel=rows * inner, inner=inner, tensors=tensors, form=form, dtype=dtype
+    )
+
+
+def sweep() -> Iterator[Elementwise]:
+    """Endless: every op and form, 16 to 16M elements; what models call most, most."""
+    rng = np.random.default_rng(2)
+    while True:
+        yield _draw(rng)
+
+
+def build(p: Elementwise, device: str) -> Workload:
+    """Normal random operands, positive where a function needs it; in-place ones do not drift."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    dtype, rows = torch_dtype(p.dtype), p.numel // p.inner
+
+    def operand(*shape: int) -> Any:
+        x = repeated(torch.rand if p.op in (*POSITIVE, "mul_") else torch.randn, shape, device)
+        if p.op in POSITIVE:
+            x = x.mul_(0.5).add_(0.25)
+        if p.op == "mul_":
+            x = x.mul_(2e-4).add_(0.9999)
+        return (x > 0).to(dtype) if p.dtype in ("bool", "int64") else x.to(dtype)
+
+    if p.form == "scalar":
+        return Workload(run=_scalar(p.op, operand(1, p.inner)))
+    if p.form == "transposed":
+        return Workload(run=_call(p, [operand(p.inner, rows).t(), operand(rows, p.inner)]))
+    if p.form == "strided":
+        half = max(2, round(rows**0.5))
+        half = next(n for n in range(half, 0, -1) if rows % n == 0)
+        x = operand(rows // half, half, p.inner).transpose(0, 1)
+        return Workload(run=_call(p, [x, operand(half, rows // half, p.inner)]))
+    if p.form in ("row", "col"):
+        small = operand(1, p.inner) if p.form == "row" else operand(rows, 1)
+        return Workload(run=_broadcast(p, operand(rows, p.inner), small))
+    return Workload(run=_call(p, [operand(1, p.inner) for _ in range(max(2, p.tensors))]))
+
+
+def _scalar(op: str, x: Any) -> Callable[[], object]:
+    import torch  # lazy: formulas must import where torch is absent
+
+    value: float = {"mul_": 1.0, "pow_general": 1.7}.get(op, 2.0)
+    value = value if x.is_floating_point() else int(value)
+    call = getattr(torch.ops.aten, op.removesuffix("_general"))
+    return lambda: call(x, value)
+
+
+def _broadcast(p: Elementwise, x: Any, small: Any) -> Callable[[], object]:
+    import torch  # lazy: formulas must import where torch is absent
+
+    call = getattr(torch.ops.aten, p.op)
+    if p.op == "clone":
+        wide = small.expand_as(x)
+        return lambda: call(wide)
+    if p.op == "where":
+        mask, zero = small > 0, torch.zeros((), device=x.device, dtype=x.dtype)
+        return lambda: call(mask, x, zero)
+    if p.op == "masked_fill":
+        mask = small > 0
+        return lambda: call(x, mask, 0.0)
+    return lambda: call(x, small)
+
+
+def _call(p: Elementwise, operands: list[Any]) -> Callable[[], object]:
+    """The call on operands of one shape; the first may be strided."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    aten, (x, y) = torch.ops.aten, operands[:2]
+    call = getattr(aten, p.op.removesuffix("_general"))
+    if p.op == "clone":
+        return lambda: call(x, memory_format=torch.contiguous_format)
+    if p.op == "_to_copy":
+        other = torch.bfloat16 if p.dtype == "fp32" else torch.float32
+        return lambda: call(x, dtype=other)
+    if p.op == "fill_":
+        return lambda: call(x, 0.5)
+    if p.tensors == 1:
+        return lambda: call(x)
+    if p.tensors == 3:
+        return lambda: call(*operands)
+    if p.op == "copy_":
+        return lambda: call(y, x)
+    if p.op == "elu_backward":
+        return lambda: call(x, 1.0, 1.0, 1.0, False, y)
+    if p.op == "log_sigmoid_backward":
+        buffer = aten.log_sigmoid_forward(y)[1]
+        return lambda: call(x, y, buffer)
+    if p.op in ("where", "masked_fill"):
+        mask = y > 0
+        return (lambda: call(mask, x, y)) if p.op == "where" else lambda: call(x, mask, 0.0)
+    extra = {"threshold_backward": (0.0,), "softplus_backward": (1.0, 20.0), "lerp": (0.1,)}
+    rest = extra.get(p.op, ())
+    return lambda: call(x, y, *rest)
+
+
+def flops(p: Any) -> Any:
+    """One per element; transcendental functions cost more, which the model learns."""
+    return 1.0 * p.numel
+
+
+def bytes_moved(p: Any) -> Any:
+    """Full-size operands read once, the result written once; a mask counts as an operand.
+
+    Fills and copies do not read what they overwrite; an allocation moves nothing.
+    """
+    small = np.where(np.isin(p.form, ["row", "col"]), 1, 0) + np.where(
+        is_any(p.op, known.WRITE_ONLY), 1, 0
+    )
+    operands = np.where(is_any(p.op, known.ALLOCATIONS), 0, p.tensors + 1 - small)
+    return 1.0 * p.numel * operands * itemsize_bytes(p.dtype)
+
+
+def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+    """Size, run length and form."""
+    return {
+        "op": p.op,
+        "form": p.form,
+        "dtype": p.dtype,
+        "tensors": p.tensors,
+        "log_numel": np.log2(np.maximum(p.numel, 1)),
+        "log_inner": np.log2(np.maximum(p.inner, 1)),
+        "log_rows": np.log2(np.maximum(p.numel, 1) / np.maximum(p.inner, 1)),
+        "log_per_core": np.log2(np.maximum(p.numel, 1) / gpu.sm_count),
+    }
+
+
+def from_call(call: OpCall) -> Elementwise | None:
+    """Any pointwise call: its largest tensor sets the size, the others the form."""
+    _, name, overload = call.op.split(".")
+    inputs, exponent = call.tensors(), call.args[1] if len(call.args) > 1 else None
+    op = known.canonical(name, overload, exponent)
+    if op in (*known.FILLS, *known.ALLOCATIONS):
+        inputs = []
+    sized = [*inputs, *call.outputs[:1]] or call.tensors()[:1]
+    if not sized:
+        return None
+    numel = max(_distinct(t) for t in sized)
+    numel = max(numel, *(t.numel for t in call.outputs[:1]), 1)
+    used = [t for t in inputs if numel == 1 or _distinct(t) > 1]
+    tensors = min(max(len(used), 1), 3 if op in known.TERNARY else 2)
+    form, inner = _form(sized, used, numel)
+    if tensors == 1 and op == "copy_":
+        op = "fill_"
+    scalar = known.SCALAR_AS.get(op, op)
+    if tensors == 1 and form == "same" and scalar in known.SCALAR:
+        op, form = scalar, "scalar"
+    dtype = max((t.dtype for t in sized if t.numel == numel), key=itemsize_bytes, default="fp32")
+    return Elementwise(op=op, numel=numel, inner=inner, tensors=tensors, form=form, dtype=dtype)
+
+
+def _distinct(t: TensorSpec) -> int:
+    """Elements in memory: an expanded axis counts once."""
+    strides = t.stride or (1,) * len(t.shape)
+    return prod(n for n, step in zip(t.shape, strides, strict=True) if step != 0)
+
+
+def _form(sized: list[TensorSpec], used: list[TensorSpec], numel: int) -> tuple[str, int]:
+    """The form of a call and the length of its runs."""
+    full = [t for t in sized if _distinct(t) == numel and t.stride]
+    loose = [t for t in full if not t.contiguous]
+    if loose and len({_strides(t) for t in full}) > 1:
+        run = min(_run(t) for t in loose)
+        return ("strided", run) if run > 1 else ("transposed", _last(loose[0]))
+    small = [t for t in used if _distinct(t) < numel]
+    wide = next((t.shape for t in reversed(sized) if t.numel == numel), ())
+    if not small or not wide:
+        return "same", numel
+    t = max(small, key=_distinct)
+    padding = (0,) * (len(wide) - len(t.shape))
+    strides = padding + (t.stride or tuple(int(n > 1) for n in t.shape))
+    shape = (1,) * len(padding) + t.shape
+    axes = [(n, m == 1 or step == 0) for n, m, step in zip(wide, shape, strides, strict=True)]
+    axes = [(n, spread) for n, spread in axes if n > 1]
+    run, column = 1, bool(axes) and axes[-1][1]
+    for n, spread in reversed(axes):
+        if spread != column:
+            break
+        run *= n
+    return ("col" if column else "row"), run
+
+
+def _strides(t: TensorSpec) -> tuple[int, ...]:
+    return tuple(step for n, step in zip(t.shape, t.stride, strict=True) if n > 1)
+
+
+def _run(t: TensorSpec) -> int:
+    """Elements of the row-major order that lie side by side."""
+    run = 1
+    for n, step in zip(reversed(t.shape), reversed(t.stride), strict=True):
+        if n > 1 and step != run:
+            break
+        run *= n
+    return run
+
+
+def _last(t: TensorSpec) -> int:
+    return next((n for n in reversed(t.shape) if n > 1), 1)
+
+
+FAMILY = Family(
+    name="elementwise",
+    params=Elementwise,
+    sweep=sweep,
+    build=build,
+    flops=flops,
+    bytes_moved=bytes_moved,
+    features=features,
+    answers=dict.fromkeys(known.names(), from_call),
+    weight=3.0,
+    gpu_weight=1.5,
+)

@@ -1,0 +1,1 @@
+"""Op families of a whole step: collectives, the host, the optimizer."""

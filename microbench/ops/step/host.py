@@ -1,0 +1,246 @@
+"""What the host does without a kernel: module calls, views, autograd, the optimizer's Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from microbench.hardware.spec import Gpu
+from microbench.ops.family import Family, Workload, autograd_call, log_uniform
+from microbench.ops.step.small_ops import small_ops
+
+CALLS = 6  # even and few, so that they run nearly as cold as in a step
+EVENTS = ("module_call", "view_op", "autograd_node", "accumulate_grad", "zero_grad", "backward")
+MAX_TENSORS = 640  # GPT-2 XL has 580 parameters
+OPTIMIZERS = ("adamw_step", "sgd_step")
+FSDP = ("fsdp_layer", "fsdp_layer_kept")  # one layer of ``tensors`` parameters
+SHARDED = (*FSDP, "checkpoint_layer", "adamw_dtensor_step", "sgd_dtensor_step")  # see wrappers
+USUAL_FIRST = 3  # rounds of events and optimizers before events of parallel wrappers
+WRAPPERS = ("tp_product", "tp_product_bias", "tp_loss", "pipeline_micro")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One event of a kind, or one optimizer step over ``tensors`` parameters without its kernels.
+
+    ``launch`` is the call of one op that queues a kernel, on average over kinds of ops; on a CPU
+    it is part of the op.
+    Events of parallel wrappers (``wrappers``) are those of a forward and a backward.
+
+    ``trial`` tells repetitions of the same measurement apart.
+    """
+
+    op: str
+    tensors: int = 1
+    trial: int = 0
+    dtype: str = "fp32"
+
+
+def sweep() -> Iterator[Host]:
+    """Each event eight times, as single ones differ by half; first what every model needs."""
+    rng = np.random.default_rng(11)
+    for trial in range(8):
+        for op in EVENTS:
+            yield Host(op=op, trial=trial)
+        for op in OPTIMIZERS:
+            for _ in range(4):
+                yield Host(op=op, tensors=log_uniform(rng, 1, 400), trial=trial)
+        if trial >= USUAL_FIRST:
+            yield from wrapped(trial - USUAL_FIRST)
+    for trial in range(8 - USUAL_FIRST, 8):
+        yield from wrapped(trial)
+
+
+def on_one_gpu(rng: np.random.Generator) -> Iterator[Host]:
+    """Launches twice and each event once a round, for eight rounds; then optimizers."""
+    for trial in range(8):
+        yield Host(op="launch", trial=2 * trial)
+        yield Host(op="launch", trial=2 * trial + 1)
+        for op in EVENTS:
+            yield Host(op=op, trial=trial)
+    for trial in range(8):
+        for op in OPTIMIZERS:
+            for _ in range(4):
+                yield Host(op=op, tensors=log_uniform(rng, 1, MAX_TENSORS), trial=trial)
+
+
+def wrapped(trial: int) -> Iterator[Host]:
+    """Events of parallel wrappers, each once."""
+    for op in WRAPPERS:
+        yield Host(op=op, trial=trial)
+    for op in SHARDED:
+        for tensors in (1, 4, 12, 30, 90)[: 4 + (op not in FSDP)]:
+            yield Host(op=op, tensors=tensors, trial=trial)
+
+
+def build(p: Host, device: str) -> Workload:
+    """A few events on tensors of one element, less what the same run costs without them."""
+    if p.op in OPTIMIZERS:
+        return _optimizer(p, device)
+    if p.op == "launch":
+        return _launches(device)
+    if p.op in (*SHARDED, *WRAPPERS):
+        from microbench.ops.step.wrappers import wrapper_workload  # needs torch
+
+        return wrapper_workload(p.op, p.tensors, device)
+    if p.op == "backward":
+        return Workload(run=_leaf_backward(1, device), through_aten=False)
+    runs = {"module_call": _module_calls, "view_op": _views, "zero_grad": _zero_grads}
+    pairs = {"autograd_node": _nodes, "accumulate_grad": _leaves}
+    run, baseline = pairs[p.op](device) if p.op in pairs else (runs[p.op](device), None)
+    return Workload(run=run, baseline=baseline, calls=CALLS, through_aten=False)
+
+
+def _launches(device: str) -> Workload:
+    ops = small_ops(device)
+
+    def run() -> None:
+        for op in ops:
+            op()
+
+    return Workload(run=run, calls=len(ops), through_aten=False)
+
+
+def _module_calls(device: str) -> Callable[[], object]:
+    import torch  # lazy: formulas must import where torch is absent
+
+    x, module = torch.ones(1, device=device), torch.nn.Identity()
+
+    def run() -> None:
+        for _ in range(CALLS):
+            module(x)
+
+    return run
+
+
+def _views(device: str) -> Callable[[], object]:
+    import torch  # lazy, as above
+
+    x = torch.ones(1, device=device)
+
+    def run() -> None:
+        for _ in range(CALLS):
+            x.view(1, 1)
+
+    return run
+
+
+def _nodes(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Recording nodes and walking them in the backward; the same sums without any.
+
+    A sum hands its gradient on: no op runs in the backward, as that would be priced by itself.
+    """
+    import torch  # lazy, as above
+
+    x, leaf = torch.ones(1, device=device), torch.ones(1, device=device, requires_grad=True)
+    empty = autograd_call(1, device)
+
+    def run() -> None:
+        y = leaf
+        for _ in range(CALLS):
+            y = torch.add(y, x)
+        torch.autograd.grad(y, leaf, x)
+
+    def baseline() -> None:
+        y = x
+        for _ in range(CALLS):
+            y = torch.add(y, x)
+        empty()
+
+    return run, baseline
+
+
+def _leaf_backward(count: int, device: str) -> Callable[[], object]:
+    import torch  # lazy, as above
+
+    leaves = [torch.ones(1, device=device, requires_grad=True) for _ in range(count)]
+    gradients = [torch.ones(1, device=device) for _ in range(count)]
+
+    def run() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        torch.autograd.backward(leaves, gradients)
+
+    return run
+
+
+def _leaves(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Gradients handed to their parameters; a backward with one."""
+    return _leaf_backward(CALLS + 1, device), _leaf_backward(1, device)
+
+
+def _zero_grads(device: str) -> Callable[[], object]:
+    """``parameters()`` of a module walked, each gradient dropped."""
+    import torch  # lazy, as above
+
+    module = torch.nn.ModuleList(torch.nn.Linear(1, 1, device=device) for _ in range(CALLS // 2))
+
+    def run() -> None:
+        for parameter in module.parameters():
+            parameter.grad = None
+
+    return run
+
+
+def _optimizer(p: Host, device: str) -> Workload:
+    """A foreach step on tensors of one element, less the same foreach calls made directly."""
+    import torch  # lazy, as above
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if "_foreach_" in func.name():
+                binding = getattr(torch, func._schema.name.removeprefix("aten::"))
+                calls.append((binding, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    calls: list[tuple[Any, Any, Any]] = []
+    parameters = [torch.nn.Parameter(torch.ones(1, device=device)) for _ in range(p.tensors)]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 0.5)
+    kind = {"adamw_step": torch.optim.AdamW, "sgd_step": torch.optim.SGD}[p.op]
+    optimizer = kind(parameters, lr=1e-9, foreach=True)
+    optimizer.step()
+    with Log():
+        optimizer.step()
+
+    def kernels() -> None:
+        with torch.no_grad():
+            for binding, args, kwargs in calls:
+                binding(*args, **kwargs)
+
+    return Workload(run=optimizer.step, baseline=kernels, through_aten=False)
+
+
+def flops(p: Any) -> Any:
+    """None."""
+    return np.zeros_like(p.trial, dtype=float)
+
+
+def bytes_moved(p: Any) -> Any:
+    """None worth counting."""
+    return np.zeros_like(p.trial, dtype=float)
+
+
+def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+    """The kind and, for an optimizer step, the number of parameters."""
+    return {"op": p.op, "dtype": p.dtype, "log_tensors": np.log2(p.tensors)}
+
+
+FAMILY = Family(
+    name="host",
+    weight=1.5,
+    params=Host,
+    sweep=sweep,
+    build=build,
+    flops=flops,
+    bytes_moved=bytes_moved,
+    features=features,
+    answers={},
+    gpu_weight=1.0,
+)

@@ -1,0 +1,1 @@
+"""Worker processes: started, timed together, watched, ended."""

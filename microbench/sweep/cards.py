@@ -1,0 +1,68 @@
+"""What the card of a sweep's rows says: machine, software versions, day."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from microbench import store
+from microbench.hardware.machine import measure_cpu
+from microbench.timing.nvml import driver_version
+
+COMMIT = "ITERCAST_COMMIT"  # environment: the commit, for machines without git
+
+
+def card_facts(root: Path, device: str) -> dict[str, Any]:
+    """What every card of this sweep says: machine, versions, day."""
+    import torch  # lazy: cards can be read without torch
+
+    gpu = measure_cpu() if device == "cpu" else cuda_gpu()
+    earlier = store.read_hardware([root]).get(gpu.name)
+    return {
+        "what": "single-op times swept by itercast collect",
+        "when": datetime.date.today().isoformat(),
+        "licence": "Apache-2.0",
+        "versions": {"python": sys.version.split()[0], "torch": str(torch.__version__)}
+        | (cuda_versions() if device == "cuda" else {}),
+        "hardware": (earlier or gpu).to_dict(),
+    }
+
+
+def cuda_versions() -> dict[str, str]:
+    """CUDA, cuDNN, NCCL, the GPU's identity and the commit, as far as they can be told."""
+    import torch  # lazy, as above
+
+    found = {
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        "gpu_uuid": torch.cuda.get_device_properties(0).uuid,
+        "driver": driver_version(),
+        "commit": commit(),
+    }
+    return {name: str(value) for name, value in found.items() if value}
+
+
+def commit() -> str:
+    """The commit of these sources; where git is missing what the environment says."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    try:
+        found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        found = ""
+    return found or os.environ.get(COMMIT, "")
+
+
+def cuda_gpu() -> Any:
+    """The first CUDA device as a Gpu: from our hardware file, else from what torch tells."""
+    import torch  # lazy: CPU sweeps must run where torch has no CUDA
+
+    from microbench.hardware.cuda import gpu_of
+
+    if not torch.cuda.is_available():
+        raise ValueError("device 'cuda' is not available here; allowed: cpu")
+    return gpu_of(torch.cuda.get_device_properties(0))

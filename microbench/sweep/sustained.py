@@ -1,0 +1,118 @@
+"""What a GPU keeps up: one large product repeated for two seconds, dtype by dtype.
+
+Between the short samples of a sweep a GPU rests and keeps its highest clock. In training it runs at
+its power limit, where clocks are lower. These rows, ``load`` "sustained", tell how much slower a
+product is there; those of a sweep have no ``load``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from microbench import store
+from microbench.ops import families
+from microbench.ops.matrix.gemm import LARGE, Gemm
+from microbench.sweep.gpu_chunks import Broken, failure_status
+from microbench.sweep.scheduler import Sweep
+from microbench.timing.clock import summarise
+from microbench.timing.device import Device, Run
+from microbench.timing.nvml import combined, is_throttled
+
+DTYPES = ("bf16", "tf32", "fp32", "fp16", "fp8")
+SUSTAINED_US = 2e6
+SETTLE_US = 0.5e6  # until the power limit has lowered the clocks; what is timed before is dropped
+BATCH_US = 1e5  # of products queued between two waits
+COST_S = 2.5  # of a dtype, its operands included
+BUDGET_SHARE = 0.1  # of a worker's time, which all dtypes together stay within
+MAX_TRIES = 2  # of a dtype that ends the worker without a row
+
+
+def measure_sustained(sweep: Sweep, device: Device, journal: store.Journal) -> None:
+    """Journal a row for each dtype the GPU knows that has none; Broken where the device gave up."""
+    end_s = time.monotonic() + BUDGET_SHARE * sweep.order.budget_s
+    tries = Tries(Path(sweep.order.root), sweep.order.gpu)
+    known = sweep.order.hardware["peak_flops_per_s"]
+    for dtype in DTYPES if "gemm" in sweep.order.families else ():
+        point = Gemm(
+            op="scaled_mm" if dtype == "fp8" else "mm",
+            m=LARGE,
+            n=LARGE,
+            k=LARGE,
+            layout="nt" if dtype == "fp8" else "nn",
+            dtype=dtype,
+        )
+        key = sustained_key(sweep, point)
+        if dtype not in known or key in sweep.done:
+            continue
+        begin = time.monotonic()
+        if begin + COST_S > end_s:
+            return
+        if tries.count(dtype) > MAX_TRIES:
+            found = {"status": "error", "reason": "the worker died on it"}
+        else:
+            found = _measured(device, point)
+        facts = sweep.row_facts(families()["gemm"], point, 0)
+        facts |= {"key": key, "cache": "warm", "load": "sustained"}
+        journal.append([{**facts, **found, "cost_s": time.monotonic() - begin}])
+        sweep.done.add(key)
+
+
+def sustained_key(sweep: Sweep, point: Gemm) -> str:
+    """Key of the point's row: that of a cache of its own."""
+    row = {"family": "gemm", "gpu": sweep.order.gpu, "threads": sweep.order.threads, "repeat": 0}
+    return store.point_key({**row, "cache": "sustained", "point": asdict(point)})
+
+
+class Tries:
+    """How often each dtype was begun under a root, on disk."""
+
+    def __init__(self, root: Path, gpu: str) -> None:
+        self.path = root / ".journal" / f"sustained-{gpu}.json"
+
+    def count(self, dtype: str) -> int:
+        """Begin it once more; how often that makes."""
+        begun = json.loads(self.path.read_text()) if self.path.is_file() else {}
+        begun[dtype] = begun.get(dtype, 0) + 1
+        store.write_atomic(self.path, json.dumps(begun).encode())
+        return int(begun[dtype])
+
+
+def _measured(device: Device, point: Gemm) -> dict[str, Any]:
+    """Columns of the row; Broken where the device gave up."""
+    try:
+        device.settings(point.dtype)
+        return sustained_times(device, families()["gemm"].build(point, device.name).run)
+    except Exception as exc:  # whatever it is becomes a row
+        if device.broken():
+            raise Broken(str(exc)) from exc
+        return {"status": failure_status(exc), "reason": str(exc)[:200]}
+
+
+def sustained_times(device: Device, run: Run) -> dict[str, Any]:
+    """Times of one run, and clocks and power while it is repeated, the first half second left out.
+
+    The host queues a tenth of a second of runs at a time, reads the driver, and waits.
+    """
+    run()
+    first = device.launch(run)
+    device.wait()
+    batch = max(1, int(BATCH_US / max(device.elapsed_us(first), 1.0)))
+    passed_us, times_us, readings = 0.0, [], []
+    while passed_us < SUSTAINED_US:
+        queued = [device.launch(run) for _ in range(batch)]
+        reading = device.conditions()
+        device.wait()
+        found_us = [device.elapsed_us(launched) for launched in queued]
+        passed_us += sum(found_us)
+        if passed_us > SETTLE_US:
+            times_us += found_us
+            readings.append(reading)
+    shared = combined(readings)
+    if "energy_j" in shared:
+        shared["energy_j"] = readings[-1]["energy_j"] - readings[0]["energy_j"]
+    status = "throttled" if is_throttled(shared) else "ok"
+    return {**asdict(summarise(times_us)), **shared, "status": status}

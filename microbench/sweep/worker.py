@@ -1,0 +1,135 @@
+"""A sweep worker: takes points family by family, times them, journals every row.
+
+Where there are several ranks, all take the points rank 0 chooses and time them at once, as ranks
+of one job would; the slowest counts and rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from microbench import store
+from microbench.ops.family import Family, Workload
+from microbench.processes.ranks import agree, join, slowest, time_together
+from microbench.sweep.gpu_chunk_worker import sweep_in_chunks
+from microbench.sweep.gpu_chunks import failure_status
+from microbench.sweep.orders import WorkerOrder
+from microbench.sweep.scheduler import Sweep, finished_keys
+from microbench.timing.clock import Anchor, Clock, geometric_means, keep_freed_memory
+from microbench.timing.cuda_device import CudaDevice
+
+TIMES = ("time_us", "time_us_p20", "time_us_p80", "anchor_us", "serial_us", "cost_s")
+
+
+def build_together(order: WorkerOrder, family: Family, point: Any) -> Workload:
+    """The point's workload, once every rank has built it."""
+    failure: Exception | None = None
+    try:
+        workload = family.build(point, order.device)
+    except Exception as exc:  # whatever it is becomes a row
+        failure = exc
+    if order.together and slowest([float(failure is not None)])[0] and failure is None:
+        failure = RuntimeError("another rank could not build it")
+    if failure is not None:
+        raise failure
+    return workload
+
+
+def measure(
+    sweep: Sweep, clock: Clock, anchor: Anchor | None, family: Family, point: Any, repeat: int
+) -> list[dict[str, Any]]:
+    """The warm and the cold row of one point, of a collective one row; a failure is a row too."""
+    order = sweep.order
+    begin = time.monotonic()
+    common = sweep.row_facts(family, point, repeat)
+    keys = sweep.row_keys(family, point, repeat)
+    rows: list[dict[str, Any]] = []
+    try:
+        workload = build_together(order, family, point)
+        before = anchor.times_us() if anchor else None
+        for cache, key in keys.items():
+            if family.ranks > 1:
+                timing = time_together(workload.run, order.device)
+            else:
+                timing = clock.time(workload, cache)
+            measured = {**asdict(timing), "status": "ok"}
+            if anchor and before:
+                after = anchor.times_us()
+                measured |= geometric_means(before, after)
+                before = after
+            rows.append({**common, "cache": cache, "key": key, **measured})
+    except Exception as exc:  # the one place where anything may go wrong: keep it as a row
+        failed = {"status": failure_status(exc), "reason": str(exc)[:200]}
+        rows = [{**common, "cache": "warm", "key": keys["warm"], **failed}]
+    cost_s = (time.monotonic() - begin) / len(rows)
+    return [{**row, "cost_s": cost_s} for row in rows]
+
+
+def agreed_s(order: WorkerOrder, now_s: float) -> float:
+    """The latest clock of all ranks, so that all decide alike."""
+    return slowest([now_s])[0] if order.together else now_s
+
+
+def slowest_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Times of the slowest rank; a point that failed on any rank failed."""
+    times = [[float(row.get(name, math.inf)) for name in TIMES] for row in rows]
+    times += [[math.inf] * len(TIMES)] * (2 - len(rows))  # a failure is one row, a success two
+    together = slowest([t for row in times for t in row])
+    found = []
+    for number, row in enumerate(rows):
+        values = together[number * len(TIMES) :][: len(TIMES)]
+        measured = {n: t for n, t in zip(TIMES, values, strict=True) if n in row}
+        if any(math.isinf(t) for t in measured.values()) and row["status"] == "ok":
+            row = {**row, "status": "error", "reason": "another rank failed"}
+            measured = {}
+        found.append({**row, **measured})
+    return found
+
+
+def run(order: WorkerOrder) -> None:
+    """Measure until the budget is spent; every tenth point again, far apart in time."""
+    import torch  # lazy: the parent must not pay for it
+
+    torch.set_num_threads(max(1, order.threads))
+    torch.manual_seed(order.seed)
+    if order.device == "cpu":
+        keep_freed_memory()
+    root = Path(order.root)
+    rank = 0
+    if order.together:
+        rank, _ = join(order.device)
+        order = replace(order, budget_s=agree(round(1e3 * order.budget_s)) / 1e3)
+    sweep = Sweep(order, finished_keys(root, order.families))
+    journal = store.Journal(root, order.run_id) if rank == 0 else None
+    if order.device == "cuda" and journal is not None and not order.together:
+        sweep_in_chunks(sweep, CudaDevice(order.hardware["l2_bytes"]), journal)
+        return
+    clock = Clock(order.hardware["l2_bytes"])
+    anchor = Anchor() if order.device == "cpu" else None
+    begin = order.begin_s or time.monotonic()
+    while (now := agreed_s(order, time.monotonic() - begin)) < order.budget_s:
+        chosen = sweep.choose(now)
+        if chosen is None:
+            break
+        rows = measure(sweep, clock, anchor, *chosen)
+        if order.together:
+            rows = slowest_rows(rows)
+        if journal is not None:
+            journal.append(rows)
+        sweep.settle(rows)
+    if order.together:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("microbench").setLevel(logging.INFO)
+    fields = json.loads(sys.argv[1])
+    run(WorkerOrder(**{**fields, "families": tuple(fields["families"])}))

@@ -1,0 +1,1 @@
+"""Clocks: CPU timing, CUDA events, the profiler, NVML."""

@@ -1,0 +1,44 @@
+"""How long the host takes to launch an op on a GPU, and for what it does without a kernel."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from microbench.ops.family import Workload
+from microbench.timing.clock import CallCost, summarise
+from microbench.timing.device import Run
+
+HOST_SAMPLES = 10
+MIN_HOST_US = 0.5  # of a run: no call from Python is cheaper
+
+
+def launch_us(
+    workload: Workload, launches_us: Sequence[float], baselines_us: Sequence[float], cost: CallCost
+) -> float:
+    """Host time to launch one call of the op, in us: the least, as all that disturbs adds to it.
+
+    ``launches_us`` are host times of whole runs, the device idle before each. Taken off is what no
+    training step pays: the baseline, or the cost of timing and of ``torch.ops.aten``'s wrapper.
+    """
+    less_us = min(baselines_us) if baselines_us else cost.us(workload.through_aten)
+    return max(min(launches_us) - less_us, MIN_HOST_US) / workload.calls
+
+
+def host_timing(workload: Workload, wait: Callable[[], None]) -> dict[str, Any]:
+    """Host time of one call less the baseline's, as columns; the device is idle before each run."""
+
+    def once(run: Run) -> float:
+        wait()
+        start = time.perf_counter_ns()
+        run()
+        return (time.perf_counter_ns() - start) / 1e3
+
+    less_us = 0.0
+    if workload.baseline is not None:
+        less_us = statistics.median(once(workload.baseline) for _ in range(HOST_SAMPLES))
+    times = [max(once(workload.run) - less_us, MIN_HOST_US) for _ in range(HOST_SAMPLES)]
+    return asdict(summarise([us / workload.calls for us in times]))

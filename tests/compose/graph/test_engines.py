@@ -1,0 +1,93 @@
+"""Steps as a CUDA graph or torch.compile runs them, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from compose.graph.launch_modes import launches, with_engine
+from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from microbench.ops import find_family
+from microbench.ops.memory.fused import Fused
+
+
+def tensor(storage: int, *shape: int) -> TensorSpec:
+    return TensorSpec(shape=shape, dtype="fp32", storage=storage)
+
+
+def call(op: str, inputs: list[TensorSpec], output: TensorSpec, phase: str = "forward") -> OpCall:
+    return OpCall(op=f"aten.{op}", args=tuple(inputs), outputs=(output,), phase=phase)
+
+
+def step() -> StepCapture:
+    """relu and mul after a product, an add after another; the backward reads what relu gave."""
+    x, w = tensor(0, 4, 8), tensor(1, 8, 8)
+    a, b, c, d, e = (tensor(n, 4, 8) for n in range(2, 7))
+    calls = (
+        call("mm.default", [x, w], a),
+        call("relu.default", [a], b),
+        call("mul.Tensor", [b, b], c),
+        call("mm.default", [c, w], d),
+        call("add.Tensor", [d, x], e),
+        call("threshold_backward.default", [e, b], tensor(7, 4, 8), "backward"),
+        call("mm.default", [tensor(7, 4, 8), w], tensor(8, 4, 8), "backward"),
+    )
+    weight = ParamSpec(name="w", shape=(8, 8), dtype="fp32", storage=1, ready_after=6)
+    host = {"module_call": 3, "view_op": 5, "accumulate_grad": 1, "adamw_step": 1}
+    return StepCapture(calls=calls, parameters=(weight,), host=host)
+
+
+def test_pointwise_neighbours_become_one_kernel() -> None:
+    """relu and mul read a once (128 B), write b for the backward and c: 256 B."""
+    found = with_engine(step(), "compile")
+    ops = [c.op for c in found.calls]
+    assert ops == [
+        "aten.mm.default",
+        "itercast.fused",
+        "aten.mm.default",
+        "itercast.fused",  # the add
+        "itercast.fused",  # another phase: the backward's
+        "aten.mm.default",
+    ]
+    family, params = find_family(found.calls[1])
+    assert family is not None and family.name == "fused"
+    assert params == Fused(ops=2, numel=32, read_bytes=128, written_bytes=256)
+    assert family.bytes_moved(params) == 384
+    assert find_family(found.calls[3])[1] == Fused(
+        ops=1, numel=32, read_bytes=256, written_bytes=128
+    )
+    assert found.parameters[0].ready_after == 5
+    assert dict(found.host) == {"accumulate_grad": 1, "adamw_step": 1}
+    assert launches(found) == 6
+
+
+def test_tensors_of_another_size_begin_another_kernel() -> None:
+    small = call("relu.default", [tensor(0, 4)], tensor(1, 4))
+    large = call("relu.default", [tensor(2, 8)], tensor(3, 8))
+    found = with_engine(StepCapture(calls=(small, small, large)), "compile")
+    assert [c.kwargs["ops"] for c in found.calls] == [2, 1]
+
+
+def test_a_foreach_call_is_launched_in_pieces() -> None:
+    """A hundred tensors: 64 of two lists fit one launch, 48 of three; a root has its results."""
+
+    def foreach(name: str, lists: int) -> OpCall:
+        return OpCall(op=f"aten.{name}", args=((tensor(0, 4),) * 100,) * lists)
+
+    calls = (foreach("_foreach_mul_.Scalar", 1), foreach("_foreach_sqrt.default", 1))
+    calls += (foreach("_foreach_lerp_.Scalar", 2), foreach("_foreach_addcmul_.Scalar", 3))
+    calls += (foreach("cat.default", 1),)
+    assert [launches(StepCapture(calls=(c,))) for c in calls] == [1, 2, 2, 3, 1]
+
+
+def test_a_graph_is_one_launch_and_no_python() -> None:
+    found = with_engine(step(), "graph")
+    assert found.calls == step().calls
+    assert launches(found) == 1 and launches(step()) == 7
+    assert not any(found.host.values())
+    assert set(found.host) == set(step().host)  # the optimizer is still known by its name
+
+
+def test_an_unknown_engine_is_named() -> None:
+    assert with_engine(step(), "eager") == step()
+    with pytest.raises(ValueError, match="engine 'jit': allowed are eager, graph, compile"):
+        with_engine(step(), "jit")

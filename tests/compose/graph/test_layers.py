@@ -1,0 +1,66 @@
+"""Layers of captured steps: cuts, folding, and what folding keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from compose.capture_model import capture_case
+from compose.graph.layers import split_layers
+from compose.pricing.work import Step, Work, fold
+from microbench.capture.truncate import layer_key
+from microbench.cases.registry import case
+from microbench.opcall import StepCapture
+
+
+def test_a_block_starts_after_the_residual_sum(gpt: StepCapture) -> None:
+    layers = split_layers(gpt)
+    assert [(x.name, x.count) for x in layers] == [("first", 1), ("blocks.0", 2), ("last", 1)]
+    block = layers[1]
+    assert gpt.calls[block.forward[0]].op == "aten.native_layer_norm.default"
+    assert block.output_bytes == 4 * 64 * 96 * 4  # batch * tokens * width * fp32: one tensor
+    assert sum(x.parameter_bytes * x.count for x in layers) == sum(p.nbytes for p in gpt.parameters)
+
+
+def test_every_call_of_a_step_is_in_one_layer(gpt: StepCapture) -> None:
+    spans = [(x.forward, x.backward, x.count) for x in split_layers(gpt)]
+    lengths = sum(n * (b - a + d - c) for (a, b), (c, d), n in spans)
+    assert lengths == sum(c.phase in ("forward", "loss", "backward") for c in gpt.calls)
+
+
+def test_layers_left_out_of_a_capture_are_counted(gpt: StepCapture) -> None:
+    deep = replace(gpt, repeats={"blocks": 94})
+    assert [x.count for x in split_layers(deep)] == [1, 96, 1]
+
+
+def test_a_deep_model_captured_by_two_layers_is_the_deep_model() -> None:
+    """Four blocks: the same layers, parameters and saved bytes either way."""
+    settings = {"batch": 1, "seq": 64}
+    whole = split_layers(capture_case(case("gpt-l"), **settings))
+    short = split_layers(capture_case(case("gpt-l"), **settings, shallow=True))
+    facts = [
+        [(x.name, x.count, x.parameter_bytes, x.saved_bytes, x.output_bytes) for x in layers]
+        for layers in (whole, short)
+    ]
+    assert facts[0] == facts[1]
+    assert facts[0][1][1] == 4
+
+
+def test_names_of_layers() -> None:
+    assert layer_key("blocks.3.mlp.experts.5.up.weight") == "blocks.3"
+    assert layer_key("stages.0.1.conv.weight") == "stages.0.1"
+    assert layer_key("head.weight") == ""
+
+
+def test_folded_work_is_the_host_and_the_lane_op_by_op() -> None:
+    #  host    |5|5|5|5|
+    #  compute   |=2=|  |==20==|=1=|=1=|      launches at 5, 10, 15, 20
+    steps = [Step(us, 5) for us in (2, 20, 1, 1)]
+    work = fold(steps, on_cpu=False)
+    assert (work.host_us, work.lane_us, work.path_us) == (20, 24, 10 + 20 + 1 + 1)
+    parts = fold(steps[:1], on_cpu=False).then(fold(steps[1:], on_cpu=False))
+    assert parts == work
+    many = Work()
+    for _ in range(7):
+        many = many.then(work)
+    assert work.times(7) == many
+    assert fold(steps, on_cpu=True) == Work(0, 44, 44)

@@ -1,0 +1,67 @@
+"""How cold memory is: distances and blocks counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from compose.graph.cache_reuse import cold_fractions, cold_share
+from microbench.hardware.machine import measure_cold_share
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall, StepCapture, TensorSpec
+
+CHIP = Gpu(name="chip", peak_flops_per_s={"fp32": 1e12}, l2_bytes=4000)
+
+
+def tensor(storage: int, numel: int = 100) -> TensorSpec:
+    return TensorSpec(shape=(numel,), dtype="fp32", stride=(1,), storage=storage)
+
+
+def call(inputs: list[TensorSpec], output: TensorSpec) -> OpCall:
+    return OpCall(
+        op="aten.add.Tensor", args=tuple(inputs), kwargs={}, outputs=(output,), phase="forward"
+    )
+
+
+def test_what_stays_is_cold_when_more_than_the_cache_was_touched_since() -> None:
+    # tensors 0 to 3 of 400 B are there before the step; each call reads one and writes another
+    calls = (
+        call([tensor(0), tensor(1)], tensor(1)),
+        call([tensor(2), tensor(3)], tensor(3)),
+    )
+    step = StepCapture(calls=calls)
+    # between two accesses 800 B of the other call are touched
+    assert cold_fractions(step, CHIP) == [0.0, 0.0]
+    assert cold_fractions(step, replace(CHIP, l2_bytes=500)) == [1.0, 1.0]
+    assert cold_fractions(step, replace(CHIP, l2_bytes=800)) == [0.5, 0.5]
+
+
+def test_a_new_tensor_lies_where_the_last_one_died() -> None:
+    # 1 is made from 0 and dies in the call that makes 2; 2 is used by nobody and dies at once
+    step = StepCapture(calls=(call([tensor(0)], tensor(1)), call([tensor(1)], tensor(2))))
+    small = replace(CHIP, l2_bytes=400)  # cold share = distance / 400 - 0.5, within 0 and 1
+    # lap two, call 0: tensor 0 was last touched 800 B ago (cold 1), block of 1 or 2 right now (0)
+    # call 1: tensor 1 was just made (0), the other free block was touched at the end of lap one
+    first, second = cold_fractions(step, small)
+    assert first == pytest.approx(0.5)
+    assert second == pytest.approx(0.5)
+
+
+def test_a_measured_curve_is_followed_between_its_points() -> None:
+    curve = {"1": 0.0, "4": 0.4, "16": 1.0}
+    share = cold_share(replace(CHIP, cold_share=curve))
+    mib = 2**20
+    assert share(0) == 0.0
+    assert share(2 * mib) == pytest.approx(0.2)  # half-way between 1 and 4 on a log scale
+    assert share(64 * mib) == 1.0
+
+
+def test_this_machine_gets_colder_with_what_is_touched() -> None:
+    """Neighbours on the same cores may hide it for a moment: one of five measurements shows it."""
+    for _ in range(5):
+        shares = list(measure_cold_share().values())
+        assert shares == sorted(shares)
+        if shares[0] < 0.5 < shares[-1] == 1.0:
+            return
+    pytest.fail(f"{shares} do not rise")

@@ -1,0 +1,153 @@
+"""Experts in one product: spread over ranks, in fp8, and where no kernel takes them all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from unseen_ops import GPU, MODELS, Fixed, learned
+
+from compose.capture_model import capture, capture_case
+from compose.graph.product_roles import CAST as TO
+from compose.graph.product_roles import casts_as_weights
+from compose.graph.rewrite import COLLECTIVE
+from compose.parallel.ep import expert_parallel, expert_weights
+from compose.parallel.fp8 import CAST
+from compose.parallel.plan import ParallelPlan
+from compose.pricing.fallbacks import stand_ins
+from compose.pricing.price_book import PriceBook, priceable
+from microbench.cases.registry import case
+from microbench.opcall import OpCall, StepCapture
+from microbench.ops.matrix.gemm import GROUPED, Gemm, from_grouped
+
+TOKENS, WIDTH, HIDDEN, EXPERTS = 64, 16, 32, 4
+
+
+class Experts(nn.Module):
+    """Tokens of equal shares, sorted by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(EXPERTS, WIDTH, HIDDEN))
+        self.down = nn.Parameter(torch.empty(EXPERTS, WIDTH, HIDDEN))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * (TOKENS // EXPERTS)
+        hidden = torch._grouped_mm(x, self.up, ends).relu()
+        return torch._grouped_mm(hidden, self.down.transpose(1, 2), ends)
+
+
+class Net(nn.Module):
+    """A linear layer, and two blocks of a router and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.routers = nn.ModuleList(nn.Linear(WIDTH, EXPERTS, bias=False) for _ in "ab")
+        self.blocks = nn.ModuleList(Experts() for _ in "ab")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for router, block in zip(self.routers, self.blocks, strict=True):
+            x = x * router(x).sum(1, keepdim=True) + block(x)
+        return x
+
+
+def step(dtype: str = "bf16") -> StepCapture:
+    make = lambda: (Net(), torch.randn(TOKENS, WIDTH), lambda y: y.square().mean())  # noqa: E731
+    return capture(make, dtype=dtype)
+
+
+def grouped(found: StepCapture) -> list[Gemm]:
+    asked = [from_grouped(c) for c in found.calls if c.op == GROUPED]
+    return [p for p in asked if p is not None]
+
+
+def test_a_rank_has_its_experts_and_as_many_tokens() -> None:
+    """Half the experts, twice the tokens each; gradients of weights sum over these."""
+    whole, share = (grouped(expert_parallel(step(), ParallelPlan(dp=2, ep=n))) for n in (1, 2))
+    assert {p.batch for p in whole} == {4}
+    assert {p.batch for p in share} == {2}
+    tokens = [(p.k if p.layout == "tn" else p.m, q) for p, q in zip(share, whole, strict=True)]
+    assert [n for n, _ in tokens] == [2 * (q.k if q.layout == "tn" else q.m) for _, q in tokens]
+    assert len(share) == 2 * 2 * 3
+
+
+def test_products_of_experts_are_in_tf32_where_asked() -> None:
+    assert {c.args[0].dtype for c in step("tf32").calls if c.op == GROUPED} == {"tf32"}
+
+
+def test_all_tokens_are_sent_there_and_back_each_way() -> None:
+    made = expert_parallel(step(), ParallelPlan(dp=2, ep=2))
+    messages = [c for c in made.calls if c.op == COLLECTIVE]
+    assert [c.phase for c in messages] == ["forward"] * 4 + ["backward"] * 4
+    assert {c.args[0].shape for c in messages} == {(TOKENS, WIDTH)}
+    skewed = expert_parallel(step(), ParallelPlan(dp=2, ep=2, imbalance=1.5))
+    assert {p.k if p.layout == "tn" else p.m for p in grouped(skewed)} == {48}  # 1.5 * 32
+
+
+def test_autocast_s_copies_of_experts_are_experts() -> None:
+    """A rank casts its own."""
+    kept = capture_case(case("moe-s"), dtype="bf16", amp=True)
+    made = expert_parallel(kept, ParallelPlan(dp=4, ep=4))
+    assert sum(c.op == COLLECTIVE for c in made.calls) == 8
+    own = expert_weights(casts_as_weights(kept))
+    cast = [
+        sum(c.args[0].numel for c in m.calls if c.op == TO and c.args[0].storage in own)
+        for m in (kept, made)
+    ]
+    assert cast[0] == 4 * cast[1] > 0
+
+
+def test_experts_are_in_fp8_but_not_routers() -> None:
+    """What a grouped product takes is cast once; its gradient's factors are these."""
+    found = step("fp8")
+    assert {c.args[0].dtype for c in found.calls if c.op == GROUPED} == {"fp8"}
+    assert {(p.op, p.layout, p.batch) for p in grouped(found)} == {("scaled_mm", "nt", EXPERTS)}
+    routed = [c for c in found.calls if c.op == "aten.mm.default"]
+    assert {t.dtype for c in routed for t in c.args} == {"bf16"}
+    casts = [c for c in found.calls if c.op == CAST]
+    assert [c.phase for c in casts] == ["forward"] * 4 + ["backward"] * 4
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "times"),
+    [("hopper", "bf16", 0), ("hopper", "fp32", 8), ("ampere", "bf16", 8)],
+)
+def test_without_a_kernel_for_all_experts_they_run_one_by_one(
+    architecture: str, dtype: str, times: int
+) -> None:
+    p = Gemm(op="grouped_mm", m=16, n=32, k=64, batch=8, dtype=dtype)
+    gpu = replace(GPU, architecture=architecture)
+    found = stand_ins(p, MODELS, False, gpu)
+    assert [(part.params, part.times) for part in found] == [
+        (replace(p, op="mm", batch=1), times) for _ in range(bool(times))
+    ]
+    measured = {**MODELS, "gemm": learned("mm", "grouped_mm", dtype=dtype)}
+    assert stand_ins(p, measured, False, gpu) == []
+    other = replace(gpu, name="other")  # how others run it tells nothing
+    assert bool(stand_ins(p, measured, False, other)) is bool(times)
+
+
+def test_a_cpu_takes_experts_one_by_one() -> None:
+    call: OpCall = next(c for c in step().calls if c.op == GROUPED)
+    cpu = replace(GPU, kind="cpu")
+    pricer = Fixed()
+    pricer.models = {"gemm": learned("mm", gpu=cpu)}
+    book = PriceBook(pricer, cpu, threads=1)
+    assert book.price([priceable(call)])[0].duration_us == 10 * EXPERTS
+    assert book.known["gemm"].keys() == {Gemm(m=16, n=32, k=16, layout="nn", dtype="bf16")}
+
+
+def test_a_product_by_expert_in_fp8_is_one_of_all_tokens() -> None:
+    """Beside what its cast takes: that of few columns, and reading all tokens."""
+    p = Gemm(op="scaled_mm", m=16, n=512, k=64, batch=8, layout="nt", dtype="fp8")
+    serving = {**MODELS, "gemm": learned("scaled_mm", dtype="fp8", stack="vllm-0.24.0")}
+    whole, cast, read = stand_ins(p, serving, False, GPU)
+    assert whole.params == replace(p, m=128, batch=1)
+    assert (cast.params.n, cast.params.m, cast.times) == (32, 128, -1)
+    assert read.params.numel == 128 * 64 // 8
+    own = {**MODELS, "gemm": learned("scaled_mm", dtype="fp8")}
+    assert stand_ins(p, own, False, GPU) == [replace(whole, times=1)]

@@ -1,0 +1,79 @@
+"""Plans from text, and the rule each bad one breaks."""
+
+from __future__ import annotations
+
+import pytest
+
+from compose.parallel.plan import ParallelPlan, ranks_per_node
+
+GOOD = [
+    "",
+    "dp=8",
+    "dp=8,zero=3",
+    "tp=4,sp",
+    "dp=2,amp",
+    "pp=4,micro=16,schedule=interleaved:3",
+    "pp=2,schedule=zb",
+    "dp=8,ep=8",
+    "cp=2",
+    "dp=8,cdp=2",
+    "accumulate=4,recompute=selective,offload=optimizer",
+    "dp=2,compress=0.25",
+    "dp=4,gossip=exp2",
+    "dp=16,node=dgx-h100,nodes=2",
+    "dp=8,coconet=split,reorder,fuse,overlap:8,tp=2",
+]
+BAD = {
+    "tp=2,tp=2": "tp is given twice",
+    "width=1": "unknown key 'width'; known",
+    "dp=0": "dp is a positive integer",
+    "dp=x": "dp is a positive integer",
+    "sp": "sp needs tp > 1",
+    "amp=1": "amp takes no value",
+    "dp=4,ep=3": "ep divides dp",
+    "schedule=zb": "schedule=zb needs pp > 1",
+    "pp=2,schedule=2f2b": "schedule is one of",
+    "pp=2,schedule=1f1b:2": "only interleaved takes a number",
+    "pp=4,micro=6,schedule=interleaved": "interleaved needs micro divisible by pp",
+    "pp=2,accumulate=2": "give micro instead of accumulate",
+    "zero=1": "zero=1 needs dp > 1",
+    "dp=2,zero=4": "zero is an integer from 0 to 3",
+    "dp=2,compress=2": "compress is above 0",
+    "compress=0.5": "compress needs dp > 1",
+    "dp=2,gossip=ring,zero=1": "keeps whole replicas",
+    "dp=2,pp=2,cdp=1": "cdp staggers whole replicas",
+    "dp=2,coconet=fuse": "coconet starts with split",
+    "dp=2,coconet=split,fuse": "fuse needs reorder",
+    "dp=2,zero=1,coconet=split": "coconet rewrites DDP",
+    "nodes=2": "nodes needs node",
+    "offload=weights": "offload is one of",
+}
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_a_plan_reads_its_own_text(text: str) -> None:
+    plan = ParallelPlan.parse(text)
+    assert ParallelPlan.parse(str(plan)) == plan
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_bad_plan_gets_one_line_that_names_the_rule(text: str) -> None:
+    with pytest.raises(ValueError, match=BAD[text]) as caught:
+        ParallelPlan.parse(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_world_size_and_micro_batches() -> None:
+    assert ParallelPlan.parse("dp=2,tp=4,pp=3,cp=5").world_size == 120
+    assert ParallelPlan(pp=4).microbatches == 4  # as many as stages
+    assert ParallelPlan(pp=4, micro=16).microbatches == 16
+    assert ParallelPlan(accumulate=3).microbatches == 3
+    assert ParallelPlan().microbatches == 1
+
+
+def test_ranks_fill_nodes_evenly_or_do_not_fit() -> None:
+    assert ranks_per_node(ParallelPlan(dp=12), 8) == 6  # two nodes
+    assert ranks_per_node(ParallelPlan(dp=4), 8) == 4
+    assert ranks_per_node(ParallelPlan(dp=8, node="x", nodes=4), 8) == 2
+    with pytest.raises(ValueError, match="16 ranks do not fit 1 nodes of 8 GPUs"):
+        ranks_per_node(ParallelPlan(dp=16, node="x", nodes=1), 8)

@@ -1,0 +1,180 @@
+"""What each rewrite adds to a rank's step: ops, collectives, bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compose.capture_model import capture, capture_case
+from compose.graph.layers import split_layers
+from compose.graph.product_roles import CAST, roles
+from compose.graph.rewrite import COLLECTIVE
+from compose.parallel.cp import context_parallel
+from compose.parallel.ep import expert_parallel
+from compose.parallel.plan import ParallelPlan
+from compose.parallel.tp import tensor_parallel
+from compose.pricing.work import side_by_side_us
+from microbench.cases.registry import case
+from microbench.opcall import StepCapture
+from microbench.ops import find_family
+
+ACTIVATION_BYTES = 4 * 64 * 96 * 4  # batch * tokens * width * fp32
+
+
+def sent(capture: StepCapture) -> Counter[tuple[str, str]]:
+    found = [c for c in capture.calls if c.op == COLLECTIVE]
+    return Counter((c.phase, c.kwargs["kind"]) for c in found)
+
+
+def product_flops(capture: StepCapture) -> float:
+    pairs = [find_family(c) for c in capture.calls]
+    return sum(f.flops(p) for f, p in pairs if f is not None and f.name == "gemm")
+
+
+def test_one_rank_is_no_plan(gpt: StepCapture) -> None:
+    for rewrite in (tensor_parallel, context_parallel, expert_parallel):
+        assert rewrite(gpt, ParallelPlan(dp=4)) is gpt
+
+
+def test_pairs_of_products_are_found_by_following_data(gpt: StepCapture) -> None:
+    names = {p.storage: p.name for p in gpt.parameters}
+    found = {names[s]: role for s, role in roles(gpt).items()}
+    assert found.pop("tokens.weight") == "vocabulary"
+    columns = {n.split(".", 2)[2] for n, role in found.items() if role == "column"}
+    rows = {n.split(".", 2)[2] for n, role in found.items() if role == "row"}
+    assert columns == {"attention.q.weight", "attention.kv.weight", "mlp.up.weight"}
+    assert rows == {"attention.out.weight", "mlp.down.weight"}
+
+
+class NormedHeads(nn.Module):
+    """Attention that norms the queries and keys of each head, as Qwen 3 does, and an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"q": (64, 64), "k": (64, 64), "v": (64, 64), "o": (64, 64)}
+        sizes |= {"up": (64, 96), "down": (96, 64)}
+        self.layers = nn.ModuleDict({n: nn.Linear(*s, bias=False) for n, s in sizes.items()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (self.layers[n](x).view(2, 8, 4, 16) for n in "qkv")
+        q, k = (t * t.square().mean(-1, keepdim=True).rsqrt() for t in (q, k))
+        heads = (t.transpose(1, 2) for t in (q, k, v))
+        x = x + self.layers["o"](F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2))
+        x = x * x.square().mean(-1, keepdim=True).rsqrt()
+        return x + self.layers["down"](self.layers["up"](x).relu())
+
+
+def test_a_norm_of_each_head_does_not_part_a_pair() -> None:
+    """It stays on its rank; a norm of the whole width does part what is before and after it."""
+    step = capture(lambda: (NormedHeads(), torch.randn(2, 8, 64), lambda y: y.square().mean()))
+    names = {p.storage: p.name.split(".")[1] for p in step.parameters}
+    found = {names[s]: role for s, role in roles(step).items()}
+    assert found == {**dict.fromkeys([*"qkv", "up"], "column"), "o": "row", "down": "row"}
+    made = tensor_parallel(step, ParallelPlan(tp=2))
+    shapes = {c.args[0].shape for c in made.calls if c.op == "itercast.sdpa"}
+    assert shapes == {(2, 2, 8, 16)}
+    assert product_flops(made) == product_flops(step) / 2
+
+
+def test_tensor_parallel_halves_products_and_adds_four_all_reduces_a_block(
+    gpt: StepCapture,
+) -> None:
+    made = tensor_parallel(gpt, ParallelPlan(tp=2))
+    assert product_flops(made) == product_flops(gpt) / 2
+    # two per block each way; the look-up forward, the head's input gradient backward
+    both_ways = {("forward", "all_reduce"): 5, ("backward", "all_reduce"): 5}
+    assert sent(made) == {**both_ways, ("loss", "all_reduce"): 3}
+    sizes = {c.args[0].nbytes for c in made.calls if c.op == COLLECTIVE and c.phase != "loss"}
+    assert sizes == {ACTIVATION_BYTES}
+    block = split_layers(made)[1]
+    matrices = 4 * 96 * 96 + 2 * 4 * 96 * 96  # q, kv, out; up, down
+    whole = 96 + 96 + 4 * 96  # biases of out and down, both norms
+    cut = 96 + 2 * 96 + 4 * 96  # biases of q, kv, up
+    assert block.parameter_bytes == 4 * (matrices // 2 + cut // 2 + whole)
+
+
+def test_tensor_parallel_sees_weights_through_their_casts(gpt: StepCapture) -> None:
+    """Under autocast products take casts of weights: cut alike, a rank casts its part alone."""
+    mixed = capture_case(case("gpt-s"), batch=4, seq=32, dtype="bf16", amp=True)
+    made = tensor_parallel(mixed, ParallelPlan(tp=2, amp=True))
+    assert product_flops(made) == product_flops(mixed) / 2
+    matrices = {p.storage for p in mixed.parameters if len(p.shape) == 2}
+    both = [[c.args[0] for c in x.calls if c.op == CAST] for x in (mixed, made)]
+    whole, part = (sum(t.numel for t in casts if t.storage in matrices) for casts in both)
+    assert part == whole / 2 > 0
+
+
+def test_products_of_one_input_may_reduce_their_gradients_each(gpt: StepCapture) -> None:
+    """torch's ColwiseParallel: q and kv of two blocks send one more each."""
+    made = tensor_parallel(gpt, ParallelPlan(tp=2), summed=False)
+    assert sent(made)[("backward", "all_reduce")] == 5 + 2
+
+
+def test_a_cut_loss_reduces_a_number_a_token_three_times(gpt: StepCapture) -> None:
+    """Maximum, sum of exponentials and the label's logit; each pass is over half the logits."""
+    made = tensor_parallel(gpt, ParallelPlan(tp=2))
+    small = [c for c in made.calls if c.op == COLLECTIVE and c.phase == "loss"]
+    assert [c.args[0].nbytes for c in small] == [4 * gpt.tokens] * 3
+    passes = [c.outputs[0].numel for c in made.calls if c.op == "aten.exp.default"]
+    assert passes == [gpt.tokens * 512 // 2] * 2  # forward and backward
+    assert made.host["tp_loss"] == 1
+    assert not any("log_softmax" in c.op for c in made.calls)
+
+
+def test_sequence_parallel_moves_the_same_bytes_and_saves_less(gpt: StepCapture) -> None:
+    plain = tensor_parallel(gpt, ParallelPlan(tp=2))
+    made = tensor_parallel(gpt, ParallelPlan(tp=2, sp=True))
+    found = sent(made)
+    assert found[("forward", "reduce_scatter")] == 5
+    assert found[("forward", "all_gather")] == 5  # before each pair, and the head
+    saved = [sum(x.saved_bytes * x.count for x in split_layers(c)) for c in (gpt, plain, made)]
+    assert saved[2] < saved[1] < saved[0]
+
+
+def test_heads_must_divide(gpt: StepCapture) -> None:
+    with pytest.raises(ValueError, match="tp=3 does not divide 4 heads"):
+        tensor_parallel(gpt, ParallelPlan(tp=3))
+
+
+def test_ring_attention_does_half_of_each_foreign_block() -> None:
+    """Causal: cp ranks with a share of the tokens do what one does with all."""
+    whole = capture_case(case("gpt-s"), batch=1, seq=64)
+    share = context_parallel(capture_case(case("gpt-s"), batch=1, seq=16), ParallelPlan(cp=4))
+    scores = []
+    for made in (whole, share):
+        calls = [c for c in made.calls if c.op == "itercast.sdpa"]
+        scores.append(
+            sum(
+                q.shape[2] * k.shape[2] / (2 if c.kwargs["is_causal"] else 1)
+                for c in calls
+                for q, k in [c.args[:2]]
+            )
+        )
+    assert scores[1] * 4 == scores[0]
+    assert sent(share)[("forward", "send_recv")] == 2 * 3  # layers * (cp - 1)
+
+
+def test_experts_are_spread_and_tokens_sent_both_ways() -> None:
+    capture = capture_case(case("moe-s"))
+    made = expert_parallel(capture, ParallelPlan(dp=4, ep=4))
+    assert product_flops(made) == product_flops(capture)  # 1/4 of the experts, 4 times the tokens
+    assert sent(made) == {("forward", "all_to_all"): 4, ("backward", "all_to_all"): 4}
+    stacked = [p.nbytes for p in capture.parameters if len(p.shape) == 3]
+    less = sum(p.nbytes for p in capture.parameters) - sum(p.nbytes for p in made.parameters)
+    assert less == sum(stacked) * 3 // 4
+    skewed = expert_parallel(capture, ParallelPlan(dp=4, ep=4, imbalance=1.5))
+    assert product_flops(skewed) > product_flops(made)
+    with pytest.raises(ValueError, match="ep does not divide 4 experts"):
+        expert_parallel(capture, ParallelPlan(dp=3, ep=3))
+    with pytest.raises(ValueError, match="the model has none"):
+        expert_parallel(capture_case(case("gpt-s")), ParallelPlan(dp=4, ep=4))
+
+
+def test_what_runs_behind_compute_is_paid_for_where_they_contend() -> None:
+    assert side_by_side_us(10, 4, 1.0) == 10
+    assert side_by_side_us(10, 4, 2.0) == 14
+    assert side_by_side_us(4, 10, 1.5) == 12

@@ -1,0 +1,146 @@
+"""The host lane, op by op: what rows tell of a call, counted by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from unseen_ops import GPU, MODELS, Fixed, learned
+
+from compose.forecast import forecast
+from compose.graph.launch_modes import with_engine
+from compose.parallel.plan import ParallelPlan
+from compose.pricing.host import host_cost, launch_costs
+from compose.pricing.price_book import PriceBook, priceable
+from compose.pricing.work import Step, Work, fold
+from compose.simulate.op_timeline import op_timeline
+from learners.features.host_calls import HostCall
+from microbench.opcall import OpCall, StepCapture, TensorSpec
+
+LAUNCH_US, MODULE_US = 5.0, 3.0  # assumed where no host was measured (compose.pricing.host)
+CALLS = {
+    "elementwise": {"toy": {"relu": HostCall(fixed_us=4.0)}},
+    "embedding_bag": {"toy": {"backward": HostCall(fixed_us=30.0, kernels=6.0)}},
+    "optimizer": {"toy": {"_foreach_mul_": HostCall(fixed_us=10.0, per_tensor_us=0.5, kernels=2)}},
+}
+
+
+class Short(Fixed):
+    """Every op takes the GPU 6 us; the host takes what CALLS say."""
+
+    us = 6.0
+    models: Mapping[str, Any] = {
+        **MODELS,
+        "elementwise": learned("mul", calls=CALLS["elementwise"]),
+        "embedding_bag": learned("backward", calls=CALLS["embedding_bag"]),
+        "optimizer": learned("_foreach_mul_", calls=CALLS["optimizer"]),
+    }
+
+    def price(self, family: str, rows: Any, gpus: Any = None) -> Any:
+        found = super().price(family, rows, gpus)
+        return found.assign(
+            **dict.fromkeys([c for c in found if c.startswith("predicted")], self.us)
+        )
+
+
+def tensor(storage: int, *shape: int, dtype: str = "fp32") -> TensorSpec:
+    return TensorSpec(shape=shape, dtype=dtype, storage=storage)
+
+
+def relu(phase: str = "forward") -> OpCall:
+    x, y = tensor(0, 4, 8), tensor(1, 4, 8)
+    return OpCall(op="aten.relu.default", args=(x,), outputs=(y,), phase=phase)
+
+
+def bag_backward() -> OpCall:
+    """Sorted on the GPU, in six launches."""
+    index = tensor(2, 16, dtype="int64")
+    args = (tensor(1, 4, 8), index, index, index, index, index, 100, False, 0)
+    out = (tensor(3, 100, 8),)
+    name = "aten._embedding_bag_backward.default"
+    return OpCall(op=name, args=args, outputs=out, phase="backward")
+
+
+def foreach(count: int) -> OpCall:
+    some = tuple(tensor(10 + i, 4) for i in range(count))
+    return OpCall(op="aten._foreach_mul_.Scalar", args=(some, 0.9), phase="optimizer")
+
+
+def iteration_us(step: StepCapture, pricer: Any = None) -> tuple[float, float]:
+    """Folded, and with a task for each kernel."""
+    settings: dict[str, Any] = {"threads": 0, "optimizer": "none", "bundle_name": "b"}
+    pricer = pricer or Short()
+    folded = forecast(step, pricer, GPU, ParallelPlan(), **settings)
+    _, spans = op_timeline(step, PriceBook(pricer, GPU, 0), ParallelPlan())
+    return folded.iteration_us, max(span.end_us for span in spans)
+
+
+def test_a_backward_of_six_launches_waits_longer_than_a_relu() -> None:
+    #  host    |4 |-5-|-5-|-5-|-5-|-5-|-5-|       relu's launch, and six of the sort
+    #  compute    |==6==|1  |1  |1  |1  |1  |1|   at 4; pieces of 1 us at 10, 14, 19, 24, 29, 34
+    step = StepCapture(calls=(relu(), bag_backward()))
+    assert iteration_us(step) == (pytest.approx(35), pytest.approx(35))
+    alone = StepCapture(calls=(relu(), relu("backward")))
+    assert iteration_us(alone) == (pytest.approx(4 + 6 + 6), pytest.approx(16))
+
+
+def test_python_is_spread_over_the_calls() -> None:
+    """Two module calls are 3 us for each op: relu 7, the sort 33; its last piece comes after 40."""
+    step = StepCapture(calls=(relu(), bag_backward()), host={"module_call": 2})
+    assert iteration_us(step) == (pytest.approx(7 + 33 + 1), pytest.approx(41))
+    costs = launch_costs(step, step.host, PriceBook(Short(), GPU, 0))
+    assert costs.python_us == MODULE_US
+
+
+def test_an_op_that_no_row_tells_of_costs_a_usual_launch() -> None:
+    book = PriceBook(Short(), GPU, 0)
+    other = replace(relu(), op="aten.tanh.default")
+    step = StepCapture(calls=(relu(), other))
+    costs = launch_costs(step, step.host, book)
+    ops = book.price([priceable(c) for c in step.calls])
+    assert [costs.us(op) for op in ops] == [4.0, LAUNCH_US]
+    assert [costs.us(op, added=True) for op in ops] == [4.0, LAUNCH_US]
+
+
+def test_another_gpu_takes_the_host_costs_of_the_one_that_was_swept() -> None:
+    (op,) = PriceBook(Short(), replace(GPU, name="other"), 0).price([priceable(relu())])
+    assert op.launch_us == 4.0
+    (op,) = PriceBook(Short(), replace(GPU, kind="cpu"), 1).price([priceable(relu())])
+    assert op.launch_us is None  # the call is the op
+
+
+def test_a_list_of_tensors_is_launched_by_its_length() -> None:
+    """10 us and half of one for each of 100 tensors, in two launches: 30, 30 and a piece of 3."""
+    (op,) = PriceBook(Short(), GPU, 0).price([priceable(foreach(100))])
+    assert (op.launch_us, op.kernels) == (60.0, 2)
+    step = StepCapture(calls=(relu(), foreach(100)))
+    # op_timeline prices what was captured; a forecast scales the update to the rank's parameters
+    assert iteration_us(step)[1] == pytest.approx(4 + 60 + 3)
+
+
+def test_a_graph_is_launched_once_whatever_its_ops_cost() -> None:
+    """5 us over two ops; each takes 6 us of the GPU."""
+    step = with_engine(StepCapture(calls=(relu(), bag_backward())), "graph")
+    assert iteration_us(step) == (pytest.approx(2.5 + 6 + 6), pytest.approx(14.5))
+
+
+def test_several_launches_fold_as_they_run() -> None:
+    """Pieces of 4 us launched every 2 us queue up behind each other; every 5 us they do not."""
+    assert fold([Step(12, 6, kernels=3)], on_cpu=False) == Work(6, 12, 2 + 12)
+    assert fold([Step(12, 15, kernels=3)], on_cpu=False) == Work(15, 12, 15 + 4)
+    assert fold([Step(12, 15)], on_cpu=False) == Work(15, 12, 27)
+
+
+def test_a_host_measured_beside_one_gpu_answers_for_others_outside_the_envelope() -> None:
+    class Host(Short):
+        us = 2.0
+        models: Mapping[str, Any] = {**MODELS, "host": learned("module_call", "launch")}
+
+    own, other = (PriceBook(Host(), g, 0) for g in (GPU, replace(GPU, name="other")))
+    found = [host_cost({"module_call": 4}, book) for book in (own, other)]
+    assert [op.duration_us for op in found] == [8.0, 8.0]
+    assert [op.in_envelope for op in found] == [True, False]
+    cpu = host_cost({"module_call": 4}, PriceBook(Host(), replace(GPU, kind="cpu"), 1))
+    assert cpu.duration_us == 4 * MODULE_US  # assumed: a GPU's host is another machine

@@ -1,0 +1,159 @@
+"""What a GPU runs otherwise than the CPU that was captured, and how its ops are priced."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import pytest
+from unseen_ops import GPU, MODELS, Fixed, learned
+
+from compose.graph.cuda_variants import as_on_gpu
+from compose.graph.memory_format import with_memory_format
+from compose.pricing.fallbacks import stand_ins
+from compose.pricing.optimizer import scaled_update
+from compose.pricing.price_book import PriceBook, priceable
+from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from microbench.ops.memory.elementwise import Elementwise
+from microbench.ops.memory.reduction import Reduction
+
+
+def tensor(storage: int, dtype: str = "fp32", shape: tuple[int, ...] = (4, 8)) -> TensorSpec:
+    return TensorSpec(shape=shape, dtype=dtype, storage=storage)
+
+
+def call(name: str, *args: TensorSpec, out: int, phase: str = "forward") -> OpCall:
+    return OpCall(op=f"aten.{name}", args=args, outputs=(tensor(out),), phase=phase)
+
+
+def test_dropout_is_one_kernel_with_a_mask_of_bytes() -> None:
+    calls = (
+        call("empty_like.default", tensor(0), out=1),
+        call("bernoulli_.float", tensor(1), out=1),
+        call("div_.Scalar", tensor(1), out=1),
+        call("mul.Tensor", tensor(0), tensor(1), out=2),
+        call("mul.Tensor", tensor(2), out=3),  # not a dropout's
+        call("mul.Tensor", tensor(3), tensor(1), out=4, phase="backward"),
+    )
+    weight = ParamSpec(name="w", shape=(1,), dtype="fp32", storage=9, ready_after=5)
+    found = as_on_gpu(StepCapture(calls=calls, parameters=(weight,)))
+    names = [c.op.split(".")[1] for c in found.calls]
+    assert names == ["native_dropout", "mul", "native_dropout_backward"]
+    assert [t.dtype for t in found.calls[0].outputs] == ["fp32", "bool"]
+    assert [t.dtype for t in found.calls[2].args] == ["fp32", "bool"]
+    assert found.parameters[0].ready_after == 2
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_lstm_is_priced_with_and_without_a_model(known: bool) -> None:
+    class Pricer(Fixed):
+        models = {**MODELS, "recurrent": learned("lstm")} if known else MODELS
+
+    args = (tensor(0, shape=(5, 3, 6)), tensor(1, shape=(32, 6)))
+    op = priceable(call("mkldnn_rnn_layer.default", *args, out=2))
+    (found,) = PriceBook(Pricer(), GPU, 0).price([op])
+    assert found.family == ("recurrent" if known else "unmodelled")
+    assert found.duration_us == (10 if known else 10 * (5 + 1 + 5))
+
+
+class ByElement(Fixed):
+    """A copy takes 1 us for each element."""
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        return super().price(family, rows).mul(rows["numel"] / 10, axis=0).assign(in_envelope=True)
+
+
+def test_without_a_model_a_lookup_moves_the_rows_it_reads_not_the_table() -> None:
+    """Three rows of 8 numbers of four bytes read and written, and three indices of eight bytes."""
+    index, rows = tensor(1, "int64", (3,)), tensor(2, shape=(3, 8))
+    found = OpCall(
+        op="aten.embedding.default", args=(tensor(0, shape=(1000, 8)), index), outputs=(rows,)
+    )
+    (priced,) = PriceBook(ByElement(), GPU, 0).price([priceable(found)])
+    assert priced.duration_us == (2 * 3 * 8 * 4 + 3 * 8) / 8
+
+
+def test_without_a_model_an_optimizer_passes_over_what_a_rank_holds() -> None:
+    """In place: read and written. A rank may hold more than was captured, or a share of it."""
+    captured = call("_foreach_mul_.Scalar", tensor(0, shape=(64, 8)), out=0, phase="optimizer")
+    captured = replace(captured, args=(captured.args, 0.9), outputs=())
+    for numel in (512, 4096, 128):
+        update = scaled_update([priceable(captured)], numel, tensors=1)
+        (priced,) = PriceBook(ByElement(), GPU, 0).price(update)
+        assert priced.duration_us == 2 * numel * 4 / 8
+
+
+def test_a_softmax_casts_its_own_input_and_gradient() -> None:
+    """Of half precision; a cast that something else reads stays."""
+    calls = (
+        call("_to_copy.default", tensor(0, "fp16"), out=1),
+        call("_softmax.default", tensor(1), out=2),
+        call("_to_copy.default", tensor(0, "fp16"), out=3),
+        call("exp.default", tensor(3), out=4),
+        call("_softmax_backward_data.default", tensor(4), tensor(2), out=5, phase="backward"),
+        replace(call("_to_copy.default", tensor(5), out=6), outputs=(tensor(6, "fp16"),)),
+    )
+    found = as_on_gpu(StepCapture(calls=calls))
+    names = [c.op.split(".")[1] for c in found.calls]
+    assert names == ["_softmax", "_to_copy", "exp", "_softmax_backward_data"]
+
+
+def test_softmax_backward_multiplies_gradient_and_output_first() -> None:
+    back = Reduction(op="_softmax_backward_data", outer=6, size=8)
+    itself, product = stand_ins(back, MODELS, False, GPU)
+    assert itself.params is back
+    assert product.params == Elementwise(op="mul", numel=48, inner=48, tensors=2)
+    seen = {**MODELS, "reduction": learned("_softmax", "_softmax_backward_data")}
+    assert stand_ins(back, seen, False, GPU) == []
+    assert stand_ins(Reduction(op="_softmax", outer=6, size=8), MODELS, False, GPU) == []
+
+
+def test_an_op_without_a_model_costs_a_copy_of_its_bytes_and_stays_unmodelled() -> None:
+    op = priceable(call("unknown.default", tensor(0), out=1))
+    (found,) = PriceBook(Fixed(), GPU, 0).price([op])
+    assert (found.family, found.duration_us) == ("unmodelled", 10.0)
+
+
+def test_images_in_nhwc_are_seen() -> None:
+    images, weight = tensor(0, shape=(2, 16, 8, 8)), tensor(1, shape=(32, 16, 3, 3))
+    args = (images, weight, None, (1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    step = StepCapture(calls=(OpCall(op="aten.convolution.default", args=args),))
+    assert with_memory_format(step, "nchw") is step
+    turned = with_memory_format(step, "nhwc").calls[0]
+    assert not priceable(step.calls[0]).channels_last
+    assert priceable(turned).channels_last
+    assert turned.args[0].stride == (1024, 1, 128, 16)
+    normed = replace(step, calls=(*step.calls, call("native_group_norm.default", images, out=2)))
+    assert with_memory_format(normed, "nhwc") is normed
+
+
+def test_a_stand_in_is_outside_the_envelope() -> None:
+    args = (tensor(0, "fp16", (2, 16, 8, 8)), tensor(1, "fp16", (32, 16, 3, 3)), None)
+    steps = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
+    op = priceable(OpCall(op="aten.convolution.default", args=(*args, *steps)))
+    (found,) = PriceBook(Fixed(), GPU, 0).price([op])
+    assert not found.in_envelope
+    assert found.family == "conv"
+    assert found.duration_us == pytest.approx(20)  # a product and a turn
+
+
+def test_ops_are_priced_at_their_mean() -> None:
+    """A factor e**0.5 between median and mean where s is 1: quantiles 2.563 apart in the log."""
+
+    class Spread(Fixed):
+        inside = True
+
+        def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+            wide = {"predicted_us_p90": 10.0 * math.exp(2.563), "in_envelope": self.inside}
+            return super().price(family, rows).assign(**wide)
+
+    class Strange(Spread):
+        inside = False
+
+    op = priceable(call("mul.Tensor", tensor(0), tensor(1), out=2))
+    assert PriceBook(Fixed(), GPU, 0).price([op])[0].duration_us == pytest.approx(10)
+    found = PriceBook(Spread(), GPU, 0).price([op])[0]
+    assert found.duration_us == pytest.approx(10 * math.exp(0.5))
+    assert PriceBook(Strange(), GPU, 0).price([op])[0].duration_us == pytest.approx(10)

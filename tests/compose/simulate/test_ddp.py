@@ -1,0 +1,287 @@
+"""Gradient buckets and their overlap with backward, by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from compose.forecast import forecast
+from compose.parallel.plan import ParallelPlan
+from compose.pricing.collectives import EMPTY_BYTES, Message, cluster, price_messages, ring_us
+from compose.pricing.gradient_buckets import buckets, ddp_step
+from compose.pricing.price_book import PriceBook
+from compose.simulate.op_timeline import op_timeline
+from compose.simulate.timeline import Span, simulate
+from microbench.hardware.node import load_node
+from microbench.hardware.spec import Gpu, load_gpu
+from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+
+CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e9)
+GPU = Gpu(name="toy-gpu", peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e9, link_bytes_per_s=1e11)
+MIB = 2**20
+PRICES_US = {"gemm": 10.0, "collective": 6.0, "elementwise": 1.0, "host": 2.0}
+EMPTY_US = 0.0
+MEDIAN = math.exp(-((math.log(1.2 / 0.8) / 2.563) ** 2) / 2)  # of a mean of 1 between these bounds
+
+
+class Fixed:
+    """A product takes 10 us, an all-reduce 6, a copy 1, a host event 2; bounds are 20 % off.
+
+    An empty message takes no time.
+    """
+
+    models: Mapping[str, Any] = {
+        "gemm": None,
+        "collective": None,
+        "elementwise": None,
+        "host": None,
+    }
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        us = pd.Series(PRICES_US[family], index=rows.index)
+        if family == "collective":
+            us[rows["message_bytes"] <= EMPTY_BYTES] = EMPTY_US
+        bounds = {"predicted_us_p10": us * 0.8, "predicted_us_p90": us * 1.2}
+        columns = {"predicted_us": us * MEDIAN, **bounds}
+        return pd.DataFrame({**columns, "in_envelope": True})
+
+    def inside(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> list[bool]:
+        return [True] * len(rows)
+
+
+def weight(name: str, mib: float, ready_after: int, dtype: str = "fp32") -> ParamSpec:
+    shape = (int(mib * MIB) // (2 if dtype == "bf16" else 4),)
+    return ParamSpec(name=name, shape=shape, dtype=dtype, storage=100, ready_after=ready_after)
+
+
+def product(phase: str) -> OpCall:
+    a = TensorSpec(shape=(10, 10), dtype="fp32", storage=0)
+    return OpCall(op="aten.mm.default", args=(a, a), outputs=(a,), phase=phase)
+
+
+def step(host: Mapping[str, int] | None = None) -> StepCapture:
+    """Forward, two backward calls that each ready a bucket, optimizer."""
+    return StepCapture(
+        calls=tuple(product(p) for p in ("forward", "backward", "backward", "optimizer")),
+        parameters=(weight("first", 1, 2), weight("last", 1, 1)),
+        host=host or {},
+        samples=4,
+    )
+
+
+def test_buckets_close_with_the_gradient_that_fills_them() -> None:
+    parameters = [weight("a", 20, 9), weight("b", 20, 7), weight("c", 0.5, 5), weight("d", 2, 3)]
+    parameters += [weight("e", 0.5, 2), weight("frozen", 9, -1)]
+    # ready e d c b a: 0.5 + 2 passes 1 MiB; then 0.5 + 20 is under 25 MiB, + 20 passes it
+    assert [b.names for b in buckets(parameters)] == [("e", "d"), ("c", "b", "a")]
+    assert [b.message_bytes for b in buckets(parameters)] == [2.5 * MIB, 40.5 * MIB]
+    assert [b.ready_after for b in buckets(parameters)] == [3, 9]
+    # a limit of one's own holds for the first bucket too
+    assert [b.names for b in buckets(parameters, 21 * MIB)] == [("e", "d", "c", "b"), ("a",)]
+
+
+def test_a_bucket_holds_one_dtype() -> None:
+    found = buckets([weight("a", 0.5, 1), weight("b", 0.5, 2, "bf16"), weight("c", 0.5, 3)])
+    assert [b.names for b in found] == [("b",), ("a", "c")]
+
+
+def test_reduces_overlap_backward_and_the_optimizer_waits() -> None:
+    #  compute |=10=|=10=|1|=10=|1|   |1|     |1|=10=|    mul into the bucket, copy back
+    #  comm                |==6==|    |==6==|             ready at 21 and 32
+    tasks, _ = op_timeline(step(), PriceBook(Fixed(), CPU, 1), ParallelPlan(dp=2))
+    spans = simulate(tasks)  # nothing contended
+    by_lane = [(t.lanes[0], s) for t, s in zip(tasks, spans, strict=True)]
+    assert [s for lane, s in by_lane if lane == "comm"] == [Span(21, 27), Span(32, 38)]
+    compute = [s for lane, s in by_lane if lane == "compute"]
+    assert compute[-3:] == [Span(32, 33), Span(38, 39), Span(39, 49)]
+
+
+def test_on_a_cpu_overlap_is_paid_for() -> None:
+    #  compute |=10=|=10=|1|====16====|1|=2=| |1|=10=|   21..33 at half speed: compute does 6 of 10
+    #  comm                |==12==|     |==7==|          second bucket ready at 38, the copy costs 1
+    found = forecast(
+        step(), Fixed(), CPU, ParallelPlan(dp=2), bundle_name="b", threads=1, optimizer="adamw"
+    )
+    assert found.iteration_us == pytest.approx(38 + 7 + 1 + 10)
+    assert found.compute_us == pytest.approx(21 + 16 + 1 + 2 + 1 + 10)
+    assert found.comm_us == pytest.approx(12 + 7)
+    assert found.exposed_comm_us == pytest.approx(5)
+    assert found.idle_us == pytest.approx(0)
+    assert found.samples_per_s == pytest.approx(2 * 4 / 56e-6)
+    assert found.by_family_us == pytest.approx({"gemm": 40, "collective": 12, "elementwise": 4})
+    # bounds: 20 % of 40, 12 and 4, independent
+    assert found.iteration_us_p90 == pytest.approx(56 + (8**2 + 2.4**2 + 0.8**2) ** 0.5)
+
+
+def test_compute_is_not_slowed_while_ranks_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    #  compute |=10=|=10=|1|====14===|1|=3=| |1|=10=|   25..33 at half speed: compute does 4 of 10
+    #  latency             |=4=|       |4|
+    #  comm                    |==8=| slowed, 2 alone
+    monkeypatch.setitem(globals(), "EMPTY_US", 4.0)
+    tasks, spans = op_timeline(step(), PriceBook(Fixed(), CPU, 1), ParallelPlan(dp=2))
+    lanes = [(t.lanes[0], s) for t, s in zip(tasks, spans, strict=True)]
+    assert [s for lane, s in lanes if lane == "latency"] == [Span(21, 25), Span(34, 38)]
+    assert [s for lane, s in lanes if lane == "comm"] == [Span(25, 29), Span(38, 40)]
+
+
+def test_ddp_adds_a_product_and_a_copy_per_gradient() -> None:
+    made, syncs = ddp_step(step())
+    added = [(i, c.op, c.args[0].shape) for i, c in enumerate(made.calls) if c.module == "DDP"]
+    shape = (MIB // 4,)
+    assert added == [
+        (2, "aten.mul.Tensor", shape),
+        (4, "aten.mul.Tensor", shape),
+        (5, "aten.copy_.default", shape),
+        (6, "aten.copy_.default", shape),
+    ]
+    assert [(s.message.kind, s.after, s.before) for s in syncs] == [
+        ("all_reduce", 2, 5),
+        ("all_reduce", 4, 6),
+    ]
+    gradients = {c.args[0].storage for c in made.calls if c.op == "aten.mul.Tensor"}
+    assert len(gradients) == 2 and {made.calls[i].args[0].storage for i in (5, 6)} == gradients
+
+
+def test_running_statistics_are_broadcast_before_forward() -> None:
+    x, stat = (TensorSpec(shape=shape, dtype="fp32", storage=0) for shape in ((4, 8), (8,)))
+    norm = OpCall(op="aten.native_batch_norm.default", args=(x, stat, stat, stat, stat, True))
+    made, syncs = ddp_step(StepCapture(calls=(norm,)))
+    # mean and variance of 8 fp32 together, and one int64 counter of steps
+    assert [(s.message.kind, s.message.message_bytes) for s in syncs] == [
+        ("broadcast", 64),
+        ("broadcast", 8),
+    ]
+    assert [c.op.split(".")[1] for c in made.calls] == [
+        "cat", "copy_", "copy_", "cat", "copy_", "native_batch_norm"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dp", [1, 2, 16])
+@pytest.mark.parametrize("gpu", [CPU, GPU])
+def test_iteration_is_compute_plus_exposed_plus_idle(gpu: Gpu, dp: int) -> None:
+    found = forecast(
+        step({"view_op": 3}),
+        Fixed(),
+        gpu,
+        ParallelPlan(dp=dp),
+        bundle_name="b",
+        threads=1,
+        optimizer="sgd",
+    )
+    parts = found.compute_us + found.exposed_comm_us + found.idle_us
+    assert found.iteration_us == pytest.approx(parts)
+    assert found.comm_us >= found.exposed_comm_us >= 0
+    assert found.iteration_us_p10 <= found.iteration_us <= found.iteration_us_p90
+
+
+def test_a_gpu_with_long_kernels_waits_only_for_its_first_launch() -> None:
+    #  host    |2|2|2|2|
+    #  compute   |=10=|=10=|=10=|=10=|    four launches at 2 us, kernels at 10
+    found = forecast(
+        step(), Fixed(), GPU, ParallelPlan(), bundle_name="b", threads=0, optimizer="sgd"
+    )
+    times_us = (found.iteration_us, found.idle_us, found.host_us)
+    assert times_us == pytest.approx((42, 2, 8))
+    assert found.mfu_frac == pytest.approx(3 * 2000 / 1e12 / 42e-6)  # forward and backward
+
+
+def reduce_of(nbytes: int) -> Message:
+    return Message(kind="all_reduce", axis="dp", message_bytes=nbytes)
+
+
+def test_all_reduce_without_a_model_is_a_ring() -> None:
+    """Twice log2(4) latencies of 5 us, and 2 * 3/4 * 1e6 B at 1e11 B/s = 15 us."""
+    where = cluster(ParallelPlan(dp=4), GPU)
+    assert ring_us(reduce_of(10**6), where.groups["dp"], where) == pytest.approx(20 + 15)
+    bare = Fixed()
+    bare.models = {"gemm": None, "host": None}
+    (found,) = price_messages([reduce_of(10**6)], PriceBook(bare, GPU, 0), where)
+    assert (found.family, found.duration_us) == ("unmodelled", pytest.approx(35))
+
+
+def test_links_are_those_of_the_node_or_else_what_is_usual() -> None:
+    """A pair with a bridge, four with a gap on the way, two of whose node nothing is known."""
+    gpu, node = load_gpu("a100-pcie-80gb"), load_node("a100-pairwise")
+    asked = [(2, node), (4, node), (2, None)]
+    found = [cluster(ParallelPlan(dp=n), gpu, kind) for n, kind in asked]
+    links = [where.link(n) for where, (n, _) in zip(found, asked, strict=True)]
+    assert links == ["pairwise", "pcie", "pcie"]
+    rates = [where.link_bytes_per_s(n) for where, (n, _) in zip(found, asked, strict=True)]
+    assert rates == [300e9, 31.5e9, 31.5e9]
+
+
+def test_a_rack_of_72_is_one_node_where_none_is_named() -> None:
+    found = [cluster(ParallelPlan(dp=64), load_gpu(name)) for name in ("gb200", "b200-sxm")]
+    assert [where.groups["dp"].per_node for where in found] == [64, 8]
+
+
+class Links(Fixed):
+    """Notes what links its collectives are said to cross."""
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        self.links = rows["link"].tolist()
+        return super().price(family, rows, gpus)
+
+
+def test_a_model_of_collectives_is_told_the_link() -> None:
+    """Sixteen ranks of two nodes cross the network, as their numbers say."""
+    gpu, told = load_gpu("a100-pcie-80gb"), []
+    for n in (4, 16):
+        links = Links()
+        where = cluster(ParallelPlan(dp=n), gpu)
+        price_messages([reduce_of(10**6)], PriceBook(links, gpu, 0), where)
+        told += links.links
+    assert told == ["pcie", ""]
+
+
+class UpToFour(Fixed):
+    """Knows collectives of up to four ranks."""
+
+    def inside(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> list[bool]:
+        return [bool(n <= 4) for n in rows["world_size"]]
+
+
+def test_beyond_its_envelope_a_collective_is_scaled_by_hierarchy() -> None:
+    """Over 16 ranks on two nodes: what is known of four, times the ratio of the rings."""
+    where = cluster(ParallelPlan(dp=16), GPU)
+    message = reduce_of(10**8)
+    (found,) = price_messages([message], PriceBook(UpToFour(), GPU, 0), where)
+    four = where.groups["dp"].__class__(size=4, per_node=4)
+    ratio = ring_us(message, where.groups["dp"], where) / ring_us(message, four, where)
+    assert found.duration_us == pytest.approx(6.0 * ratio)
+    assert not found.in_envelope
+    (inside,) = price_messages(
+        [message], PriceBook(UpToFour(), GPU, 0), cluster(ParallelPlan(dp=4), GPU)
+    )
+    assert inside.in_envelope and inside.duration_us == pytest.approx(6.0)
+
+
+class AtNetworkRate(Fixed):
+    """A collective takes as many us as its GPU has bytes/s of network, in GB/s."""
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        rate = rows["network_bytes_per_s"] / 1e9
+        return super().price(family, rows).assign(predicted_us=rate, in_envelope=True)
+
+
+def test_a_model_is_told_the_network_only_of_what_crosses_it() -> None:
+    """The node states 12.5e9 bytes/s a GPU; two of sixteen ranks sit in one node."""
+    node = replace(load_node("dgx-a100"), network_bytes_per_s=12.5e9)
+    where = cluster(ParallelPlan(tp=4, dp=16), GPU, node)
+    inner = Message(kind="all_reduce", axis="tp", message_bytes=10**6)
+    found = price_messages([reduce_of(10**6), inner], PriceBook(AtNetworkRate(), GPU, 0), where)
+    assert [op.duration_us for op in found] == pytest.approx([12.5 / MEDIAN, 0.0])
+
+
+def test_placement_decides_what_crosses_the_network() -> None:
+    """Eight GPUs a node, tp innermost: of dp's 16 ranks two share a node."""
+    where = cluster(ParallelPlan(tp=4, dp=16, pp=2), GPU)
+    sizes = {axis: (g.size, g.per_node) for axis, g in where.groups.items()}
+    assert sizes["tp"] == (4, 4)
+    assert sizes["dp"] == (16, 2)
+    assert sizes["pp"] == (2, 1)

@@ -1,0 +1,307 @@
+"""Whole plans: identities between strategies, memory, and cost that does not grow with ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import pytest
+from memory_walk import peak_bytes
+from plan_case import CPU, GPU, Flat
+
+from compose.forecast import Forecast, forecast, rank_of
+from compose.graph.attention_kernels import with_attention_kernel
+from compose.parallel.plan import ParallelPlan, micro_batch
+from compose.pricing.collectives import Message, cluster, ring_us
+from compose.pricing.gradient_buckets import default_contention
+from compose.pricing.host import WRAPPERS
+from compose.pricing.layer_prices import price_model
+from compose.pricing.price_book import PriceBook, Pricer
+from compose.simulate.cyclic import steady_us
+from compose.simulate.data_parallel import Filled
+from compose.simulate.memory_plan import Sizes, rank_memory
+from compose.simulate.op_timeline import op_timeline
+from compose.simulate.rank import Rank
+from compose.simulate.rank_program import RankProgram
+from compose.simulate.stages import partition
+from microbench.hardware.spec import Gpu
+from microbench.opcall import StepCapture
+
+PLANS = [
+    "dp=2,accumulate=2",
+    "dp=2,zero=1",
+    "dp=2,zero=2,accumulate=2",
+    "dp=2,zero=3",
+    "tp=2,sp,dp=2",
+    "cp=2",
+    "pp=2,micro=4",
+    "pp=2,micro=4,schedule=gpipe",
+    "pp=2,micro=4,schedule=zb",
+    "pp=2,dp=2,zero=3",
+    "recompute=full",
+    "recompute=selective",
+    "offload=optimizer",
+    "offload=activations",
+    "dp=2,compress=0.25",
+    "dp=4,gossip=ring",
+    "dp=4,gossip=exp2",
+    "dp=4,cdp=1",
+    "dp=2,coconet=split",
+    "dp=2,coconet=split,reorder,fuse,overlap:8",
+]
+
+
+def of(text: str, capture: StepCapture, gpu: Gpu = GPU) -> Forecast:
+    plan = ParallelPlan.parse(text)
+    return forecast(capture, Flat(), gpu, plan, bundle_name="b", threads=1, optimizer="adamw")
+
+
+def rank(text: str, capture: StepCapture, gpu: Gpu = CPU, pricer: Pricer | None = None) -> Rank:
+    plan, book = ParallelPlan.parse(text), PriceBook(pricer or Flat(), gpu, 1)
+    where = cluster(plan, gpu)
+    return rank_of(plan, price_model(capture, plan, book, where), book, where)
+
+
+class Launches(Flat):
+    """A host event takes 3 us."""
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        found = super().price(family, rows)
+        return found.assign(predicted_us=3.0) if family == "host" else found
+
+
+def wire_bytes(text: str, capture: StepCapture) -> float:
+    """Bytes over each rank's link in a step, from what the lanes carry at 1 us per KiB."""
+    program = RankProgram(rank(text, capture))
+    program.forward()
+    program.backward(later=False, sync=True)
+    program.update("adamw")
+    n = program.rank.plan.dp
+    factor = {"all_reduce": 2 * (n - 1) / n, "send_recv": 1.0}
+    return sum(op.duration_us * 1024 * factor.get(op.op, (n - 1) / n) for op in program.run().sent)
+
+
+@pytest.mark.parametrize("gpu", [CPU, GPU], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("text", PLANS)
+def test_iteration_is_compute_plus_exposed_plus_idle(text: str, gpu: Gpu, gpt: StepCapture) -> None:
+    found = of(text, gpt, gpu)
+    parts = found.compute_us + found.exposed_comm_us + found.idle_us
+    assert found.iteration_us == pytest.approx(parts)
+    assert found.idle_us == pytest.approx(sum(found.idle_by_us.values()), abs=1e-6)
+    assert found.iteration_us_p10 <= found.iteration_us <= found.iteration_us_p90
+    assert sum(found.memory_by_bytes.values()) == found.memory_bytes > 0
+    assert min(found.compute_us, found.exposed_comm_us, *found.idle_by_us.values()) >= 0
+
+
+@pytest.mark.parametrize("gpu", [CPU, GPU], ids=["cpu", "gpu"])
+def test_folded_ddp_is_ddp_op_by_op(gpu: Gpu, gpt: StepCapture) -> None:
+    """Layers, max-plus folding and buckets against a task for every op."""
+    counted = replace(gpt, host={"module_call": 100})
+    tasks, spans = op_timeline(counted, PriceBook(Launches(), gpu, 1), ParallelPlan(dp=2))
+    made = RankProgram(rank("dp=2", counted, gpu, Launches()))
+    made.forward()
+    made.backward(later=False, sync=True)
+    made.update("adamw")
+    run = made.run()
+    exact, folded = ([s for s, t in pairs if t.lanes == ("comm",)] for pairs in (
+        list(zip(spans, tasks, strict=True)), list(zip(run.spans, run.tasks, strict=True))
+    ))  # fmt: skip
+    assert [s.duration_us for s in folded] == pytest.approx([s.duration_us for s in exact])
+    assert run.end_us == pytest.approx(max(s.end_us for s in spans), rel=1e-3)
+
+
+def test_one_degree_of_anything_is_no_plan(gpt: StepCapture) -> None:
+    one, none = of("tp=1,pp=1,cp=1,ep=1,micro=1", gpt), of("", gpt)
+    assert replace(one, plan=none.plan) == none
+    layered = of("accumulate=2", gpt)
+    assert layered.mfu_frac * layered.iteration_us == pytest.approx(
+        2 * none.mfu_frac * none.iteration_us
+    )
+
+
+def test_reduce_scatter_and_all_gather_are_an_all_reduce(gpt: StepCapture) -> None:
+    where = cluster(ParallelPlan(dp=8), GPU)
+    us = {
+        kind: ring_us(Message(kind=kind, axis="dp", message_bytes=2**30), where.groups["dp"], where)
+        for kind in ("all_reduce", "reduce_scatter", "all_gather")
+    }
+    assert us["reduce_scatter"] + us["all_gather"] == pytest.approx(us["all_reduce"])
+    assert wire_bytes("dp=8,zero=1", gpt) == pytest.approx(wire_bytes("dp=8", gpt))
+    assert wire_bytes("dp=8,coconet=split", gpt) == pytest.approx(wire_bytes("dp=8", gpt))
+
+
+def test_zero_3_moves_one_and_a_half_times_the_bytes(gpt: StepCapture) -> None:
+    """Of the blocks; embedding and head are gathered once only."""
+    model = rank("dp=8", gpt)
+    root = sum(x.layer.parameter_bytes for x in model.layers if not x.numbered)
+    blocks = sum(x.layer.parameter_bytes for x in model.layers if x.numbered)
+    share = 7 / 8
+    assert wire_bytes("dp=8", gpt) == pytest.approx(2 * share * (root + blocks))
+    assert wire_bytes("dp=8,zero=3", gpt) == pytest.approx(share * (2 * root + 3 * blocks))
+
+
+def test_zero_1_gathers_and_scatters_once_a_step(gpt: StepCapture) -> None:
+    """Two micro-batches: zero=2 sends everything twice; without any all three send as DDP."""
+    once, twice = (of(f"dp=8,zero={z},accumulate=2", gpt, CPU).comm_us for z in (1, 2))
+    assert twice == pytest.approx(2 * once)
+    assert wire_bytes("dp=8,zero=2", gpt) == pytest.approx(wire_bytes("dp=8", gpt))
+
+
+def test_a_cpu_waits_for_each_shard(gpt: StepCapture) -> None:
+    """torch has no streams there: gathers and scatters of FSDP2 are exposed to the last byte."""
+    found = of("dp=2,zero=3", gpt, CPU)
+    assert found.exposed_comm_us == pytest.approx(found.comm_us)
+    assert of("dp=2,zero=3", gpt, GPU).exposed_comm_us < found.exposed_comm_us
+
+
+def test_ranks_beyond_the_cores_share_them(gpt: StepCapture) -> None:
+    """Two cores: four replicas compute half as fast as two; in a pipeline of four some wait."""
+    two, four = (of(f"dp={n}", gpt, CPU) for n in (2, 4))
+    quiet = [x.compute_us - x.comm_us + x.exposed_comm_us for x in (two, four)]
+    assert quiet[1] == pytest.approx(2 * quiet[0], rel=0.01)
+    crowds = [rank(t, gpt).crowd for t in ("dp=2", "dp=4", "pp=2,micro=2", "pp=4,micro=4")]
+    assert crowds == [1, 2, 1, pytest.approx(9 / 7)]  # 1, 2, 3, 4, 3, 2, 1 stages busy
+
+
+class Wrapped(Flat):
+    """Python of a wrapper takes 1000 us, other host events nothing."""
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        found = super().price(family, rows)
+        if family == "host":
+            found["predicted_us"] = 1000.0 * rows["op"].isin(WRAPPERS)
+        return found
+
+
+def test_wrappers_cost_the_host_by_layer(gpt: StepCapture) -> None:
+    """FSDP: two blocks and the root in two parts; a checkpoint a block; DTensor: see below.
+
+    Its 11 products, a table and the loss; and with it, as with FSDP, a slower optimizer.
+    """
+
+    def more_us(text: str) -> float:
+        plan, bare = ParallelPlan.parse(text), dict[str, float]()
+        for pricer in (Flat(), Wrapped()):
+            found = forecast(gpt, pricer, CPU, plan, bundle_name="b", threads=1, optimizer="adamw")
+            bare[type(pricer).__name__] = found.iteration_us
+        return bare["Wrapped"] - bare["Flat"]
+
+    assert more_us("dp=2") == pytest.approx(0)
+    assert more_us("recompute=full") == pytest.approx(2 * 1000)
+    assert more_us("dp=2,zero=3") == pytest.approx((4 + 1) * 1000)
+    share = 11 / 12  # spread over all ops, the optimizer's among them
+    assert more_us("tp=2") == pytest.approx((13 + 1) * 1000, rel=1 - share)
+
+
+def test_an_old_attention_kernel_is_slower(gpt: StepCapture) -> None:
+    """Forward and backward of two blocks at 10 us each, 1.9 times as long; other kernels stay."""
+    old = with_attention_kernel(gpt, "triton flash (default)")
+    more_us = of("accumulate=2", old, CPU).iteration_us - of("accumulate=2", gpt, CPU).iteration_us
+    assert more_us == pytest.approx(2 * 4 * 0.9 * 10)
+    assert with_attention_kernel(gpt, "flash") is gpt
+
+
+COMPRESSIONS = ("dp=2", "dp=2,compress=0.75", "dp=2,compress=0.5")
+
+
+def test_compression_and_gossip_send_less(gpt: StepCapture) -> None:
+    gradients = sum(p.nbytes for p in gpt.parameters)
+    assert wire_bytes("dp=8,compress=0.25", gpt) == pytest.approx(
+        wire_bytes("dp=8", gpt) / 4, rel=1e-3
+    )
+    assert wire_bytes("dp=8,gossip=exp2", gpt) == pytest.approx(gradients)
+    assert wire_bytes("dp=8,gossip=ring", gpt) == pytest.approx(2 * gradients)
+
+
+def test_half_of_a_fp32_gradient_goes_in_fp16() -> None:
+    bucket = Filled(instance=0, offset=0, nbytes=64, dtype="fp32", axis="shard", members=())
+    sent = {p: bucket.message("all_reduce", ParallelPlan.parse(p)) for p in COMPRESSIONS}
+    assert [m.message_bytes for m in sent.values()] == [64, 48, 32]
+    assert [m.dtype for m in sent.values()] == ["fp32", "fp32", "fp16"]
+
+
+def test_a_cyclic_slot_is_as_long_as_its_compute_or_its_messages() -> None:
+    assert steady_us(80, 2, 4, 1.0) == 80  # 8 slots of 10 us, a message of 2 in each
+    assert steady_us(80, 40, 4, 1.0) == 8 * 40
+    assert steady_us(80, 2, 4, 2.0) == 8 * 12  # on a CPU the two add up
+    assert steady_us(80, 2, 4, 2.0, latency_us=1) == 8 * 11  # but for the ranks' sleep
+
+
+def test_the_pipeline_of_equal_stages_has_the_known_bubble(gpt: StepCapture) -> None:
+    """Two stages that differ by embedding and head: the bubble is the slower one's share."""
+    found = of("pp=2,micro=8", replace(gpt, repeats={"blocks": 94}), CPU)
+    busy = found.compute_us + found.exposed_comm_us
+    assert found.idle_by_us["bubble"] / (busy + found.idle_us) == pytest.approx(1 / 9, rel=0.05)
+
+
+def test_embedding_and_head_are_layers_where_stages_need_them(gpt: StepCapture) -> None:
+    """Two blocks on two, three and four stages, as Megatron-LM counts them."""
+    layers = rank("", gpt).model.layers
+    cuts = [partition(layers, ParallelPlan(pp=n)) for n in (2, 3, 4)]
+    found = [[[x.layer.name for x in chunk.layers] for chunk in cut] for cut in cuts]
+    assert found[0] == [["first", "blocks.0"], ["blocks.0", "last"]]
+    assert found[1] == [["first", "blocks.0"], ["blocks.0"], ["last"]]
+    assert found[2] == [["first"], ["blocks.0"], ["blocks.0"], ["last"]]
+    assert of("pp=4,micro=8", gpt).iteration_us > of("pp=2,micro=8", gpt).compute_us / 2
+
+
+def test_shards_keep_a_share_of_the_state(gpt: StepCapture) -> None:
+    plain, one, two, three = (of(f"dp=8,zero={z}", gpt).memory_by_bytes for z in range(4))
+    size = sum(p.nbytes for p in gpt.parameters)
+    assert plain["optimizer"] == 2 * size
+    assert one["optimizer"] == two["optimizer"] == three["optimizer"] == 2 * size // 8
+    kept = [of(f"dp=8,zero={z},accumulate=2", gpt).memory_by_bytes["gradients"] for z in (1, 2)]
+    assert kept == [size, size // 8]
+    assert three["parameters"] == size // 8
+
+
+def test_folded_memory_is_the_walk_over_all_calls(gpt: StepCapture) -> None:
+    """Within a tenth: the walk sees each tensor die, layers see their peaks."""
+    layers = rank("", gpt).layers
+    found = sum(rank_memory(Sizes.of(layers), ParallelPlan(), "adamw").values())
+    assert found == pytest.approx(peak_bytes(gpt, "adamw"), rel=0.1)
+
+
+def test_recomputing_and_offloading_trade_time_for_memory(gpt: StepCapture) -> None:
+    plain = of("accumulate=2", gpt)
+    for text in ("recompute=full", "recompute=selective", "offload=activations"):
+        other = of(f"accumulate=2,{text}", gpt)
+        assert other.memory_by_bytes["activations"] < plain.memory_by_bytes["activations"], text
+        assert other.iteration_us >= plain.iteration_us, text
+    assert of("accumulate=2,offload=optimizer", gpt).memory_by_bytes["optimizer"] == 0
+
+
+def test_a_plan_that_does_not_fit_says_so(gpt: StepCapture) -> None:
+    tiny: dict[str, Any] = {"hbm_bytes": 1e6}
+    assert of("tp=2", gpt).fits
+    assert not of("tp=2", gpt, replace(GPU, **tiny)).fits
+
+
+def test_bad_plans_of_a_model_name_the_rule(gpt: StepCapture) -> None:
+    with pytest.raises(ValueError, match="5 stages, the model has 4 layers"):
+        of("pp=5", gpt)
+    with pytest.raises(ValueError, match="6 samples do not divide by 4 micro-batches"):
+        micro_batch(ParallelPlan(pp=4), 6, 64)
+    with pytest.raises(ValueError, match="length of 66 does not divide by"):
+        micro_batch(ParallelPlan(cp=2), 6, 66)
+
+
+def test_cost_does_not_grow_with_replicas(gpt: StepCapture) -> None:
+    """8 to 100,000 GPUs: as many tasks, and time within noise."""
+    deep = replace(gpt, repeats={"blocks": 94})
+
+    def once(dp: int) -> tuple[float, int]:
+        begin = time.process_time()
+        made = RankProgram(rank(f"tp=4,dp={dp},zero=1", deep, GPU))
+        made.forward()
+        made.backward(later=False, sync=True)
+        tasks = len(made.run().tasks)
+        return time.process_time() - begin, tasks
+
+    once(2)
+    (small_s, small), (large_s, large) = (min(once(dp) for _ in range(3)) for dp in (2, 25_000))
+    assert small == large
+    assert large_s < 3 * small_s
+    assert default_contention(GPU) == 1.0

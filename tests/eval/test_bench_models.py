@@ -1,0 +1,147 @@
+"""Whole-model lines of the public benchmark: what is chosen, what is summed, what is scored."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from compose.parallel.plan import ParallelPlan
+from eval.compare import stated_rows, step_of
+from eval.public.measured_nodes import node_sums_us
+from eval.public.models import Answer, ModelLine, add_forecasts, judge, model_lines
+from learners.bundle import SHIPPED
+
+
+def test_nodes_of_the_layer_count_once_per_layer(tmp_path: Path) -> None:
+    """1 ms outside and 2 + 4 + 0.5 ms inside, three layers: 1 + 3 * 6.5 = 20.5 ms."""
+    folder = tmp_path / "scripts/asplos/label/Tesla_X"
+    folder.mkdir(parents=True)
+    nodes = {
+        "Name": ["embed", "bert_encoder_layer_0_dense"],
+        "meta": ["{}", "{}"],
+        "fw_latency": [1.0, 2.0],
+        "bw_latency": [0.0, 4.0],
+        "acc_latency": [0.0, 0.5],
+    }
+    pd.DataFrame(nodes).to_csv(folder / "m-train-8-1.csv")
+    (folder / "m-train-8-1.json").write_text(json.dumps({"num_layer": 3}))
+    found = node_sums_us(tmp_path)["label/Tesla_X/m-train-8-1.json"]
+    assert found == {"step": pytest.approx(20_500), "backward": pytest.approx(13_500)}
+
+
+def test_a_row_says_how_its_step_is_launched_and_by_which_kernels() -> None:
+    common = {"case": "gpt-s", "batch": 2, "seq": 16, "dtype": "fp32"}
+    plain = step_of(common, ParallelPlan())
+    stated = {"engine": "compile", "attention_kernel": "triton flash"}
+    found = step_of({**common, **stated}, ParallelPlan())
+    assert (plain.engine, found.engine) == ("eager", "compile")
+    assert len(found.calls) < len(plain.calls)
+    attention = [c for c in found.calls if c.op.startswith("itercast.sdpa")]
+    assert {c.kwargs["kernel"] for c in attention} == {"triton"}
+
+
+def test_compiled_and_split_labels_are_not_chosen() -> None:
+    common = {"source": "neusight", "gpu": "a100-pcie-80gb", "mode": "train"}
+    rows = pd.DataFrame(
+        {**common, "compile": compiled, "plan": plan}
+        for compiled, plan in ((False, ""), (True, ""), (False, "dp=4"))
+    )
+    assert model_lines()[0].choose(rows).tolist() == [True, False, False]
+
+
+def test_mixtures_of_experts_have_a_line_beside_dense_models() -> None:
+    """By the plan; rows of other tables are in neither."""
+    plans = ["dp=8,ep=8", "ep=8", "dp=8,tp=2,sp", "dp=8,ep=8"]
+    rows = pd.DataFrame({"source": ["megatron-bridge"] * 3 + ["timm"], "plan": plans})
+    dense, experts = (x for x in model_lines() if x.name.startswith("Megatron-Core"))
+    assert dense.choose(rows).tolist() == [False, False, True, False]
+    assert experts.choose(rows).tolist() == [True, True, False, False]
+
+
+def test_examples_on_one_gpu_and_on_several_have_lines_of_their_own() -> None:
+    """Of the models that exchange gradients; timm's rows of the same name are timm's."""
+    rows = pd.DataFrame(
+        {"source": source, "case": case, "world_size": gpus}
+        for source, case, gpus in (
+            ("nvidia-dle", "resnet50v1.5", 1),
+            ("lambda-deeplearning-benchmark", "resnet50", 8),
+            ("timm", "resnet50", 1),
+            ("nvidia-dle", "dlrm-criteo", 1),
+        )
+    )
+    chosen = {x.name: x.choose(rows).tolist() for x in model_lines() if "ResNet" in x.name}
+    assert chosen == {
+        "ResNet-50 on one GPU": [True, False, False, False],
+        "ResNet-50 under DDP": [False, True, False, False],
+    }
+
+
+def test_forecasts_are_of_the_rows_asked_and_others_are_counted() -> None:
+    """A row asked for twice has one answer; one on no known GPU has none and is left out."""
+    common = {"case": "mlp-s", "batch": 2, "dtype": "fp32", "plan": "", "mode": "train"}
+    common |= {"seq": 0, "optimizer": "adamw", "loss": "default", "attn": "sdpa"}
+    gpus = ("v100-pcie-32gb", "x1", "v100-pcie-32gb")
+    rows = stated_rows(pd.DataFrame({"gpu": gpu, **common} for gpu in gpus))
+    known: dict[Any, Answer] = {}
+    with ThreadPoolExecutor(1) as pool:
+        found = add_forecasts(rows.assign(hf_config=None, backward_us=9.0), SHIPPED, known, pool)
+    assert found["gpu"].tolist() == ["v100-pcie-32gb"] * 2
+    assert found["step"].nunique() == found["backward"].nunique() == 1
+    assert (found["step"] > found["backward"]).all()
+    assert (found["backward"] > 0).all()
+    assert sum("unknown gpu 'x1'" in str(answer) for answer in known.values()) == 1
+
+
+def test_models_that_timm_alone_builds_have_a_line_of_some_of_them() -> None:
+    """Every row of a model that is drawn; none of those that transformers builds."""
+    cases = [f"m{i}" for i in range(200)] * 2 + ["resnet50"]
+    config = ['{"architecture": "m"}'] * 400 + ['{"architectures": ["ResNet"]}']
+    rows = pd.DataFrame({"source": "timm", "case": cases, "hf_config": config})
+    own, alone = (x.choose(rows) for x in model_lines() if x.name.startswith("timm"))
+    assert own.tolist() == [False] * 400 + [True]
+    assert alone.sum() == 2 * 96
+    assert (alone[:200] == alone[200:400]).all()
+    assert not alone[400]
+
+
+def test_mixed_precision_is_what_a_row_states_but_under_fsdp() -> None:
+    """Not stated is none; FSDP casts weights itself."""
+    stated = [("", True), ("dp=8", True), ("dp=8,zero=3", True), ("", False), ("", None)]
+    rows = pd.DataFrame(stated, columns=["plan", "amp"]).assign(case="gpt-s")
+    assert stated_rows(rows)["amp"].tolist() == [True, True, False, False, False]
+    assert stated_rows(rows.drop(columns="plan"))["amp"].tolist() == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+def line(**changed: object) -> ModelLine:
+    facts = {"name": "x", "known_best": "", "choose": len, "targets": {"mape_pct": 5.0}}
+    return ModelLine(**{**facts, **changed})  # type: ignore[arg-type]
+
+
+def test_nodes_are_judged_on_the_rows_that_have_them() -> None:
+    rows = pd.DataFrame({"time_us": [100.0, 100.0], "step": [110.0, 130.0], "nodes": [96, np.nan]})
+    (result,) = judge(line(), rows, 1.0)
+    assert result.scores["itercast"]["mape_pct"] == pytest.approx(20)
+    assert result.scores["itercast, same rows"]["mape_pct"] == pytest.approx(10)
+    assert result.scores["nodes summed"]["mape_pct"] == pytest.approx(4)
+
+
+def test_calibration_is_judged_on_other_models() -> None:
+    """Everything is twice as fast as forecast: the models left tell nothing but the noise."""
+    step = np.arange(1.0, 11.0)
+    rows = pd.DataFrame({"case": list("abcdefghij"), "time_us": step / 2, "step": step})
+    (result,) = judge(line(calibrated=True), rows.assign(nodes=np.nan), 1.0)
+    assert result.rows == 5
+    assert result.scores["itercast"]["mape_pct"] == pytest.approx(0, abs=1e-9)
+    assert result.scores["itercast"]["kendall_tau"] == pytest.approx(1)

@@ -1,0 +1,94 @@
+"""Trees of one GPU's own: who gets them, what they answer for, and that bundles keep them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from learners.bundle import load_trees, save_trees, tree_names
+from learners.models import regressors
+
+ONE, TWO, FEW = 1, 2, 3  # columns of x
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> regressors.Table:
+    """The log ratio is a step in the size, another step on each GPU."""
+    monkeypatch.setattr("learners.models.regressors.OWN_ROWS", 100)
+    monkeypatch.setattr("learners.models.regressors.OWN_TABLE", 200)
+    monkeypatch.setattr("learners.models.regressors.SHARED_ROUNDS", 5)
+    monkeypatch.setattr("learners.models.regressors.MANY_ROUNDS", 60)
+    rng = np.random.default_rng(0)
+    gpu = np.repeat([ONE, TWO, FEW], [200, 200, 40])
+    x = np.zeros((len(gpu), 4), dtype=np.float32)
+    x[:, 0] = rng.uniform(0, 1, len(gpu))
+    x[np.arange(len(gpu)), gpu] = 1
+    step = (x[:, 0] > 0.25 * gpu) * gpu
+    return regressors.Table(
+        x=x,
+        roofline_us=np.ones(len(gpu)),
+        time_us=np.exp(step.astype(float)),
+        group=np.arange(len(gpu)),
+        identity=(ONE, TWO, FEW),
+        gpus=(ONE, TWO, FEW),
+    )
+
+
+def trees_of(table: regressors.Table) -> regressors.Trees:
+    known, held = regressors.group_split(table.group, 0.2, seed=0)
+    options = regressors.default_options(table)
+    return regressors.fit_xgboost(table.take(known), table.take(held), options)
+
+
+def test_a_gpu_of_many_rows_has_trees_of_its_own(table: regressors.Table) -> None:
+    """40 rows bear none; with all answers close to the steps."""
+    trees = trees_of(table)
+    assert sorted(trees.own) == [ONE, TWO]
+    error = np.abs(trees.log_ratio(table.x) - table.log_ratio)
+    assert np.median(error[:400]) < 0.05
+
+
+def test_own_trees_answer_for_their_gpu_alone(table: regressors.Table) -> None:
+    """Many rows: its own; few rows: all common rounds, the shared ones first."""
+    trees = trees_of(table)
+    assert trees.common is not None
+    assert trees.common.num_boosted_rounds() > 5
+    found = trees.log_ratio(table.x)
+    own = trees.own[ONE].inplace_predict(table.x)
+    assert found[:200] == pytest.approx(own[:200])
+    assert found[400:] == pytest.approx(trees.common.inplace_predict(table.x[400:]))
+
+
+def test_a_small_table_has_one_set_of_trees(table: regressors.Table) -> None:
+    """Below OWN_TABLE rows no GPU has its own."""
+    assert not trees_of(table.take(np.arange(150))).own
+
+
+def test_no_common_rounds_where_each_gpu_has_its_own(table: regressors.Table) -> None:
+    """Also where all rows are learned again."""
+    rich = table.take(np.arange(400))
+    trees = trees_of(rich)
+    rounds = regressors.rounds_for_all([trees], identity=True)
+    again = regressors.refit(rich, regressors.default_options(rich), rounds)
+    assert trees.common is None
+    assert again.common is None
+    assert rounds.common == 0
+    assert sorted(again.own) == [ONE, TWO]
+
+
+def test_trees_are_saved_and_loaded(table: regressors.Table, tmp_path: Path) -> None:
+    """The same answers from files, with common trees and without; no file but the family's."""
+    for some in (table, table.take(np.arange(400))):
+        trees = trees_of(some)
+        save_trees(trees, tmp_path, "gemm")
+        names = tree_names("gemm", trees)
+        assert names == ["gemm"] * (trees.common is not None) + ["gemm.1", "gemm.2"]
+        loaded = load_trees(tmp_path, "gemm", names)
+        assert loaded is not None
+        assert loaded.log_ratio(some.x) == pytest.approx(trees.log_ratio(some.x))
+    assert load_trees(tmp_path, "gemm", []) is None
+    for hostile in ("../gemm", "gemm.x", "norm"):
+        with pytest.raises(KeyError):
+            load_trees(tmp_path, "gemm", [hostile])

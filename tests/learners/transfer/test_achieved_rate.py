@@ -1,0 +1,179 @@
+"""What large products reach on a GPU corrects forecasts of what was not measured on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from learners.bundle import SHIPPED, Bundle
+from learners.features.table import Encoder, columns
+from learners.transfer.achieved_rate import correction
+from learners.transfer.source_gpus import Asked, Lenders
+from microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from microbench.ops.matrix.gemm import FAMILY, LARGE, rate
+
+SHIPS = Bundle.load(SHIPPED)
+NEW = Gpu(
+    name="new",
+    peak_flops_per_s={"fp32": 2e13, "bf16": 2e14},
+    reached_flops_per_s={"fp32": 1e13},
+    hbm_bytes_per_s=1e12,
+)
+KNOWN_US = 2 * LARGE**3 / 1e13 * 1e6
+
+
+def products(gpu: str, dtype: str, *sizes: int) -> pd.DataFrame:
+    rows = [{"gpu": gpu, "op": "mm", "m": m, "n": LARGE, "k": LARGE, "batch": 1} for m in sizes]
+    return pd.DataFrame(rows).assign(layout="nn", dtype=dtype, family="gemm")
+
+
+def factors(rows: pd.DataFrame, lender_us: float = KNOWN_US) -> np.ndarray:
+    """With a learner that says 27,488 us of everything on a GPU never measured."""
+    known = replace(NEW, name="known")
+    asked = Asked(
+        gpu=rows["gpu"].to_numpy(),
+        dtype=rows["dtype"].to_numpy(),
+        op=rows["op"].to_numpy(),
+        stack=np.full(len(rows), ""),
+        wanted=np.full(len(rows), ""),
+        gpus={"new": NEW, "known": known},
+        rows=rows,
+        family=FAMILY,
+        launch={},
+    )
+    measured = {"known": {"fp32": {"mm": ("",)}}}
+    encoder = Encoder(["gpu"], {"gpu": ["known"]})
+    lenders = Lenders(encoder=encoder, measured=measured, gpus={"known": known})
+    return correction(
+        asked, lenders, lambda large: np.where(large["gpu"] == "known", lender_us, 27_488.0)
+    )
+
+
+def test_the_factor_is_a_power_of_known_over_forecast_time() -> None:
+    """2 * 8192**3 FLOP at 1e13 a second take 109,951 us: four times what the learner says.
+
+    A product of one row computes 6.7 us and moves 268 MB, 268 us, after a launch of 2 us; computing
+    has a share of 0.024 in that, of 0.985 in the large one.
+    """
+    large, thin = factors(products("new", "fp32", LARGE, 1))
+    compute_us, memory_us = 2 * LARGE**3 / 2e13 * 1e6, 4 * 3 * LARGE**2 / 1e12 * 1e6
+    share = compute_us / (compute_us + memory_us + 2)
+    assert share == pytest.approx(0.985, abs=1e-3)
+    assert large == pytest.approx(4, rel=1e-3)
+    assert thin == pytest.approx(4 ** (6.71 / (6.71 + 268.5 + 2) / share), rel=1e-3)
+
+
+def test_what_was_measured_or_is_not_stated_stays() -> None:
+    assert factors(products("known", "fp32", LARGE)) == 1
+    assert factors(products("new", "bf16", LARGE)) == 1
+
+
+def test_software_slower_than_what_was_published_is_so_everywhere() -> None:
+    """The GPU that lends takes 1.25 times what was published of it: so will the new one."""
+    published = factors(products("new", "fp32", LARGE))
+    slower = factors(products("new", "fp32", LARGE), lender_us=1.25 * KNOWN_US)
+    assert slower == pytest.approx(1.25 * published)
+
+
+NEVER_MEASURED = ("l4", "h100-pcie-80gb", "mi210", "h200-sxm-141gb", "rtx-3090")
+STATED = [(gpu, dtype) for gpu in NEVER_MEASURED for dtype in load_gpu(gpu).reached_flops_per_s]
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), STATED)
+def test_the_bundle_that_ships_forecasts_the_stated_rate(gpu: str, dtype: str) -> None:
+    facts = load_gpu(gpu)
+    row = products(gpu, dtype, LARGE)
+    us = float(SHIPS.price("gemm", row, {gpu: facts})["predicted_us"].iloc[0])
+    assert 2e6 * LARGE**3 / us == pytest.approx(facts.reached_flops_per_s[dtype], rel=0.2)
+    slower = replace(facts, reached_flops_per_s={dtype: facts.reached_flops_per_s[dtype] / 2})
+    twice = float(SHIPS.price("gemm", row, {gpu: slower})["predicted_us"].iloc[0])
+    assert twice == pytest.approx(2 * us, rel=0.01)
+
+
+def test_a_dtype_new_to_a_known_gpu_reaches_its_rate_too() -> None:
+    """The A40 of the bundle was measured in fp16 alone; fp16 itself is not corrected."""
+    a40, without = load_gpu("a40"), replace(load_gpu("a40"), reached_flops_per_s={})
+    for dtype, same in (("tf32", False), ("fp16", True), ("bf16", True)):
+        row = products("a40", dtype, LARGE)
+        found = [
+            float(SHIPS.price("gemm", row, {"a40": g})["predicted_us"].iloc[0])
+            for g in (a40, without)
+        ]
+        assert (found[0] == found[1]) is same
+    fp32 = float(SHIPS.price("gemm", products("a40", "fp32", LARGE))["predicted_us"].iloc[0])
+    assert 2e6 * LARGE**3 / fp32 == pytest.approx(23.0e12, rel=0.1)
+
+
+def test_what_slows_bf16_slows_fp8_as_much() -> None:
+    """An L4 of 72 W reaches 57 of 121 TFLOP/s in bf16; of fp8 nothing is published."""
+    l4, without = load_gpu("l4"), replace(load_gpu("l4"), reached_flops_per_s={})
+    slower = []
+    for dtype, op in (("bf16", "mm"), ("fp8", "scaled_mm")):
+        row = products("l4", dtype, LARGE).assign(op=op)
+        us = [
+            float(SHIPS.price("gemm", row, {"l4": g}).predicted_us.iloc[0]) for g in (l4, without)
+        ]
+        slower.append(us[0] / us[1])
+    assert slower[1] == pytest.approx(slower[0], rel=0.01)
+    assert slower[0] > 1.2
+
+
+def test_what_was_measured_in_half_is_not_corrected_in_fp8() -> None:
+    """Its own rows tell how fast an A40 is; what is published of bf16 says nothing more."""
+    a40, without = load_gpu("a40"), replace(load_gpu("a40"), reached_flops_per_s={})
+    row = products("a40", "fp8", LARGE).assign(op="scaled_mm")
+    us = [float(SHIPS.price("gemm", row, {"a40": g}).predicted_us.iloc[0]) for g in (a40, without)]
+    assert us[0] == us[1]
+
+
+def test_single_precision_of_a_gpu_measured_in_half_comes_from_others() -> None:
+    """Linear layers and batched products of an H100 are as fast as its square products, nearly."""
+    rows = products("h100-sxm-80gb", "fp32", 4096)
+    linear = rows.assign(op="addmm", n=1024, k=1024, layout="nt")
+    batched = rows.assign(op="bmm", m=512, n=512, k=64, batch=128, layout="nt")
+    asked = pd.concat([rows, linear, batched], ignore_index=True)
+    us = SHIPS.price("gemm", asked)["predicted_us"]
+    rate = 2e6 * asked["m"] * asked["n"] * asked["k"] * asked["batch"] / us
+    assert (rate / rate[0]).between(0.8, 1.1).all()
+
+
+def test_the_bundle_that_ships_knows_gpus_as_the_files_do() -> None:
+    """A fact corrected in a file alone would be priced by the old one."""
+    for name, gpu in SHIPS.gpus.items():
+        assert gpu == load_gpu(name)
+
+
+def test_stated_rates_are_below_the_peak_but_for_boost_clocks() -> None:
+    for name in gpu_names()[1:]:
+        gpu = load_gpu(name)
+        for dtype, reached in gpu.reached_flops_per_s.items():
+            assert 0.25 < reached / gpu.peak(dtype) < 1.1, (name, dtype)
+
+
+def test_odd_rows_leave_products_to_older_kernels() -> None:
+    """512 FLOP per SM and clock in TF32, twice that in half precision; rows as memory has them."""
+    a100, h100 = load_gpu("a100-sxm-80gb"), load_gpu("h100-sxm-80gb")
+    rows = products(a100.name, "bf16", *[64] * 6).assign(n=64, k=64)
+    sizes = [("nn", 63, 64, 64), ("nn", 64, 64, 63), ("nt", 64, 63, 64), ("tn", 63, 64, 64)]
+    sizes += [("nt", 64, 64, 63), ("tn", 64, 64, 63)]
+    rows[["layout", "m", "n", "k"]] = sizes
+    old = 1024 * 108 * 1.41e9  # half of an A100's peak
+    found = rate(columns(rows, FAMILY), a100)
+    np.testing.assert_allclose(found, [np.inf, old, old, old, old, np.inf])
+    in_tf32 = columns(rows.assign(dtype="tf32"), FAMILY)
+    assert rate(in_tf32, a100)[1] == old / 2
+    assert np.isinf(rate(columns(rows.assign(dtype="fp32"), FAMILY), a100)).all()
+    assert np.isinf(rate(in_tf32, replace(a100, vendor="amd"))).all()
+    assert rate(in_tf32, h100)[1] == 512 * 132 * 1.98e9
+    assert rate(in_tf32, replace(h100, sm_count=1))[1] == 494.7e12 / 4
+
+
+def test_the_bundle_that_ships_knows_what_an_odd_vocabulary_costs() -> None:
+    """Half the speed on an A100 (of 312 TFLOP/s at the peak), none lost on an RTX 3090."""
+    for gpu, low, high in (("a100-sxm-80gb", 1.8, 2.1), ("rtx-3090", 0.9, 1.1)):
+        both = pd.concat([products(gpu, "bf16", LARGE).assign(n=n) for n in (50257, 50264)])
+        odd, even = SHIPS.price("gemm", both, {gpu: load_gpu(gpu)})["predicted_us"]
+        assert low < odd / even < high

@@ -1,0 +1,195 @@
+"""One model of several GPUs: what is known stays exact, what is new is sane, a few rows help."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from learners.bundle import Bundle
+from learners.calibrate import calibrate
+from learners.features.table import learn_launch_us
+from learners.models.residuals import Residuals
+from learners.train import train
+from learners.transfer.calibration import (
+    KIND,
+    LONG,
+    NEAR,
+    NOISE,
+    SHIFT,
+    Calibration,
+    covariance,
+    points,
+)
+from microbench.hardware.spec import Gpu
+from microbench.ops.matrix import gemm
+from microbench.ops.step import host
+from microbench.store import write_card, write_part
+
+LAW = {"one": 1.5, "two": 2.0, "three": 2.5, "new": 4.0}
+
+
+def toy(name: str) -> Gpu:
+    speed = 1 + len(name) % 3
+    peaks = {"fp32": 1e13 * speed}
+    return Gpu(name=name, sm_count=8, peak_flops_per_s=peaks, hbm_bytes_per_s=1e12 * speed)
+
+
+def measured(name: str, count: int, skip: int = 0) -> pd.DataFrame:
+    """Rows of a GPU whose products take LAW times the roofline, with 2 % noise."""
+    rng, gpu, rows = np.random.default_rng(len(name) + skip), toy(name), []
+    for p in islice(gemm.sweep(), skip, skip + count):
+        compute = gemm.flops(p) / gpu.peak("fp32")
+        us = max(compute, gemm.bytes_moved(p) / gpu.hbm_bytes_per_s) * 1e6 + 2
+        us *= LAW[name] * rng.lognormal(0, 0.02)
+        facts = {"family": "gemm", "gpu": name, "stack": f"s-{name}", "timer": "device"}
+        rows.append({**asdict(p), **facts, "status": "ok", "time_us": us})
+    return pd.DataFrame(rows)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    root = tmp_path_factory.mktemp("many")
+    for name in ("one", "two", "three"):
+        path = write_part(root, "gemm", name, measured(name, 160), "0")
+        write_card(path.parent, {"hardware": toy(name).to_dict()})
+    with pytest.MonkeyPatch.context() as patch:  # a fifth of the work: these laws are simple
+        patch.setattr("learners.models.regressors.MANY_ROUNDS", 60)
+        patch.setattr("learners.models.ensemble.steps_for", lambda rows: 150)
+        train([root], root / "bundle")
+    return Bundle.load(root / "bundle")
+
+
+def median_ape(bundle: Bundle, rows: pd.DataFrame) -> float:
+    gpus = {"new": toy("new")}
+    guess = bundle.price("gemm", rows, gpus)["predicted_us"].to_numpy()
+    return float(np.median(np.abs(guess / rows["time_us"].to_numpy() - 1)) * 100)
+
+
+def test_known_gpus_are_told_apart_and_unknown_ones_flagged(bundle: Bundle) -> None:
+    for name in ("one", "two", "three"):
+        assert median_ape(bundle, measured(name, 60, 400)) < 6
+    priced = bundle.price("gemm", measured("new", 20, 400), {"new": toy("new")})
+    known = bundle.price("gemm", measured("two", 20, 400))
+    assert not priced["in_envelope"].any()
+    width = np.log(priced["predicted_us_p90"] / priced["predicted_us_p10"]).mean()
+    assert width > np.log(known["predicted_us_p90"] / known["predicted_us_p10"]).mean()
+
+
+def test_a_gpu_never_seen_is_priced_as_its_twin(bundle: Bundle) -> None:
+    """``three`` alone is near it, so that the forecasts are its own, not in the envelope though."""
+    rows = measured("three", 40, 400)
+    twin = rows.assign(gpu="twin").drop(columns="stack")
+    known = bundle.price("gemm", rows)
+    found = bundle.price("gemm", twin, {"twin": replace(toy("three"), name="twin")})
+    assert median_ape(bundle, rows) < 6
+    near = bundle.models["gemm"].residuals
+    tolerance = 1e-5 if near is None else 0.1
+    assert found["predicted_us"].to_numpy() == pytest.approx(known["predicted_us"], rel=tolerance)
+    assert not found["in_envelope"].any()
+
+
+def test_a_bundle_knows_which_ops_were_measured_in_a_dtype(bundle: Bundle) -> None:
+    assert bundle.models["gemm"].facts["ops"] == {"fp32": ["addmm", "bmm", "grouped_mm", "mm"]}
+
+
+def test_a_halved_rate_bounds_what_its_units_would_do(bundle: Bundle) -> None:
+    """A twin of ``three`` that may use a quarter of its rate: (t**3 + (flops / peak)**3)**(1/3)."""
+    rows = measured("three", 40, 400).assign(gpu="twin").drop(columns="stack")
+    full = replace(toy("three"), name="twin")
+    quarter = {"fp32": full.peak("fp32") / 4}
+    half = replace(full, peak_flops_per_s=quarter, full_rate_flops_per_s=full.peak_flops_per_s)
+    free = bundle.price("gemm", rows, {"twin": full})["predicted_us"].to_numpy()
+    bound = gemm.flops(rows) / half.peak("fp32") * 1e6
+    found = bundle.price("gemm", rows, {"twin": half})["predicted_us"].to_numpy()
+    assert found == pytest.approx((free**3 + bound.to_numpy() ** 3) ** (1 / 3), rel=1e-5)
+    assert (found > free * 1.01).any()
+    assert half.full_rate("fp32") == 4 * half.peak("fp32") == full.full_rate("fp32")
+
+
+def test_the_envelope_alone_is_what_pricing_finds(bundle: Bundle) -> None:
+    """Known and unknown GPUs and sizes in one question, the order of the rows kept."""
+    parts = [measured(name, 10, 400) for name in ("new", "two")]
+    parts.append(parts[1].assign(m=10**8))
+    rows = pd.concat(parts).sample(frac=1, random_state=0, ignore_index=True)
+    gpus = {"new": toy("new")}
+    priced = bundle.price("gemm", rows, gpus)["in_envelope"]
+    assert bundle.inside("gemm", rows, gpus) == priced.tolist()
+    assert priced.any()
+    assert not priced[(rows["gpu"] == "new") | (rows["m"] == 10**8)].any()
+
+
+def test_rows_of_several_gpus_are_priced_as_each_alone(bundle: Bundle) -> None:
+    rows = pd.concat([measured(name, 5, 400) for name in ("two", "one")])
+    rows = rows.sample(frac=1, random_state=0, ignore_index=True)
+    alone = pd.concat([bundle.price("gemm", part) for _, part in rows.groupby("gpu")])
+    pd.testing.assert_frame_equal(bundle.price("gemm", rows), alone.sort_index(), rtol=1e-5)
+
+
+def test_a_row_without_stack_is_priced_as_the_usual_one(bundle: Bundle) -> None:
+    rows = measured("two", 20, 400)
+    bare = bundle.price("gemm", rows.drop(columns=["stack", "timer"]))
+    pd.testing.assert_frame_equal(bare, bundle.price("gemm", rows))
+
+
+def test_eight_rows_pull_a_new_gpu_close(bundle: Bundle, tmp_path: Path) -> None:
+    test = measured("new", 80, 600)
+    before = median_ape(bundle, test)
+    pulled = calibrate(bundle, measured("new", 8, 400), {"new": toy("new")})
+    pulled.save(tmp_path / "b")
+    after = median_ape(Bundle.load(tmp_path / "b"), test)
+    assert before > 25
+    assert after < 8
+    elsewhere = measured("two", 60, 400)
+    assert median_ape(pulled, elsewhere) == pytest.approx(median_ape(bundle, elsewhere))
+
+
+def test_launches_are_learned_from_small_ops_only() -> None:
+    """20 us over the roofline; a GPU of large ops only, twice their roofline, takes the same."""
+    rows = []
+    for name, size, factor in (("one", 16, 1.0), ("two", 4096, 2.0)):
+        p = gemm.Gemm(m=size, n=size, k=size)
+        roof = gemm.flops(p) / toy(name).peak("fp32") * 1e6
+        roof = max(roof, gemm.bytes_moved(p) / toy(name).hbm_bytes_per_s * 1e6) + 2
+        facts = {"gpu": name, "timer": "with_launch", "time_us": factor * roof + 20}
+        rows += [{**asdict(p), **facts}] * 5
+    found = learn_launch_us(pd.DataFrame(rows), gemm.FAMILY, {n: toy(n) for n in ("one", "two")})
+    assert found == {"one": pytest.approx(20), "two": pytest.approx(20)}
+
+
+def test_what_host_events_take_is_no_launch() -> None:
+    """They are timed from the host, and 20 us is all theirs."""
+    facts = {"gpu": "one", "timer": "with_launch", "time_us": 20.0}
+    rows = pd.DataFrame([{**asdict(host.Host(op="backward")), **facts}] * 5)
+    assert learn_launch_us(rows, host.FAMILY, {"one": toy("one")}) == {}
+
+
+def test_calibration_by_hand() -> None:
+    """One point 0.3 too low: the same point asked again moves by 0.3 p / (p + noise^2)."""
+    point = (np.array(["a"], dtype=object), np.zeros((1, 2)))
+    shift, share = Calibration(kind=point[0], at=point[1], value=np.array([0.3])).correction(*point)
+    prior = SHIFT**2 + KIND**2 + NEAR**2 + LONG**2
+    assert shift[0] == pytest.approx(0.3 * prior / (prior + NOISE**2))
+    assert share[0] == pytest.approx(0.3)
+
+
+def test_rows_that_take_as_long_err_alike() -> None:
+    """Of other kinds and sizes: an octave longer shares more of the error than eight do."""
+    kinds = np.array(["a", "b", "c"], dtype=object)
+    at = points(np.array([[0.0], [99.0], [-99.0]]), np.array([1.0, 2.0, 256.0]))
+    found = covariance(kinds[:1], at[:1], kinds, at)[0]
+    expected = SHIFT**2 + LONG**2 * np.exp(-0.5 * np.array([1, 64]) / 9)
+    assert found[1:] == pytest.approx(expected)
+
+
+def test_residuals_by_hand() -> None:
+    """A neighbour of the same kind at distance 0 counts 1 / (1 + nugget); another kind nothing."""
+    known = np.array(["a", "b"], dtype=object)
+    at = np.zeros((2, 1), dtype=np.float32)
+    found = Residuals(kind=known, at=at, value=np.array([0.2, 9.0]), width=0.5, nugget=1.0)
+    asked = np.array(["a", "c"], dtype=object)
+    assert found.correction(asked, at).tolist() == pytest.approx([0.1, 0.0])

@@ -1,0 +1,155 @@
+"""Whole campaigns with real workers on a stand-in for CUDA (tests/standin)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from microbench import store
+from microbench.campaign.archive import unpack
+from microbench.ops import families
+from microbench.sweep.captured_points import points_path, write_measured_points, write_points
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Path:
+    """As --prepare leaves it, but for the captured models, which take a minute."""
+    folder = tmp_path / "prepared"
+    write_points(points_path(folder, "cuda", 0), {name: [] for name in families()})
+    store.write_atomic(folder / "commit.txt", b"0123abc")
+    return folder
+
+
+def start(
+    root: Path, prepared: Path, *more: object, points: int | None = None
+) -> subprocess.Popen[str]:
+    """A campaign on the stand-in with so many points of each family; no git on the way."""
+    command = [
+        sys.executable,
+        "-m",
+        "microbench.campaign",
+        "--out",
+        root,
+        "--prepared",
+        prepared,
+    ]
+    return subprocess.Popen(
+        [str(word) for word in (*command, *more)],
+        cwd=ROOT,
+        env={
+            "PATH": "/nowhere",
+            "HOME": os.environ.get("HOME", "/"),
+            "PYTHONPATH": f"{ROOT / 'tests/standin'}:{ROOT}",
+            "OMP_WAIT_POLICY": "passive",
+            "STANDIN_POINTS": str(points or ""),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def all_rows(root: Path) -> pd.DataFrame:
+    found = [store.read_rows([root], name) for name in (*families(), "iteration")]
+    return pd.concat(found, ignore_index=True)
+
+
+def finished(run: subprocess.Popen[str]) -> str:
+    """What it said."""
+    said = run.communicate(timeout=150)[0]
+    assert run.returncode == 0, said
+    return said
+
+
+def test_a_campaign_in_two_runs(tmp_path: Path, prepared: Path) -> None:
+    """The second goes on from the first one's archive; together they repeat nothing."""
+    one, two = tmp_path / "one.tar.gz", tmp_path / "two.tar.gz"
+    line = ("--part", "smoke", "--budget", "100s", "--archive", one)
+    said = finished(start(tmp_path / "a", prepared, *line, points=2))
+    unpack(one, tmp_path / "home")
+    before = all_rows(tmp_path / "home")
+    assert set(before["gpu"]) == {"standin"}
+    single = {n for n, f in families().items() if f.ranks == 1 and not f.on_demand}
+    assert set(before["family"]) == {*single, "iteration"}, said
+    assert re.search(rf"smoke: done, \d+ s of 80 s planned, {len(before)} rows", said)
+    assert "gemm: none" not in said and f"{len(before)} rows of standin" in said
+    card = next((tmp_path / "home").glob("gemm/standin/*/card.yaml")).read_text()
+    assert "commit: 0123abc" in card
+    assert len(list((tmp_path / "home/logs").iterdir())) == 4  # of three workers and the campaign
+
+    line = ("--part", "iterations,second", "--budget", "100s", "--archive", two, "--from", one)
+    said = finished(start(tmp_path / "b", prepared, *line, points=3))
+    unpack(two, tmp_path / "after")
+    rows = all_rows(tmp_path / "after")
+    assert set(before["key"]) < set(rows["key"])
+    assert rows["key"].is_unique
+    assert set(rows[rows["family"] == "norm"].groupby("cache").size()) == {3}
+    steps = rows[rows["family"] == "iteration"]
+    assert dict(steps[steps["repeat"] == 0]["status"].value_counts()) == {"ok": 2, "error": 1}
+    assert list(steps[steps["repeat"] == 1]["status"]) == ["ok"]
+    assert re.search(r"iteration: 1 retests, \d", said)
+    assert "1 x iteration error" in said  # the graph
+
+
+def test_a_campaign_that_is_ended_brings_home_what_it_had(tmp_path: Path, prepared: Path) -> None:
+    """SIGTERM in the middle of a stage; the next run goes on from the archive."""
+    box, root = tmp_path / "one.tar.gz", tmp_path / "a"
+    run = start(root, prepared, "--part", "ops", "--budget", "5m", "--archive", box)
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not any(
+        path.stat().st_size > 20_000 for path in (root / ".journal").glob("*-t0-r1.jsonl")
+    ):
+        time.sleep(0.1)
+    run.send_signal(signal.SIGTERM)
+    said = run.communicate(timeout=30)[0]
+    assert run.returncode == 1
+    assert "ops: stopped by Stopped" in said
+    unpack(box, tmp_path / "home")
+    before = all_rows(tmp_path / "home")
+    assert len(before) > 5, said
+    assert not list((tmp_path / "home/.journal").glob("*.jsonl"))  # all compacted
+    line = ("--part", "ops", "--budget", "100s", "--from", box)
+    said = finished(start(tmp_path / "b", prepared, *line, points=2))
+    rows = all_rows(tmp_path / "b")
+    assert set(before["key"]) < set(rows["key"]), said
+    assert set(rows["family"]) > {"host", "gemm", "norm"}
+    assert rows["key"].is_unique
+
+
+def test_the_same_points_on_another_gpu(tmp_path: Path, prepared: Path) -> None:
+    """Plan unseen measures the points of the file --prepare wrote, and iterations."""
+    point: dict[str, Any] = {"family": "gemm", "gpu": "toy", "status": "ok", "repeat": 0}
+    frame = pd.DataFrame(
+        [{**point, "op": "mm", "m": m, "n": 8, "k": 8, "cache": "warm"} for m in (8, 16, 24)]
+    )
+    store.write_part(tmp_path / "h", "gemm", "toy", frame, "one")
+    assert write_measured_points(tmp_path / "h", "toy", prepared / "points-unseen.json") == 3
+    finished(start(tmp_path / "a", prepared, "--plan", "unseen", "--budget", "100s"))
+    rows = all_rows(tmp_path / "a")
+    assert set(rows["family"]) == {"gemm", "iteration"}
+    ordinary = rows[rows["family"] == "gemm"]
+    ordinary = ordinary[ordinary["load"].isna()] if "load" in ordinary else ordinary
+    assert set(ordinary["m"]) == {8, 16, 24}
+    assert (tmp_path / "a.tar.gz").is_file()
+
+
+def test_a_wrong_line_says_what_is_wrong(tmp_path: Path, prepared: Path) -> None:
+    run = start(tmp_path / "a", prepared, "--part", "ops,sweep")
+    assert "part 'sweep': plan first has smoke, ops, iterations, second" in run.communicate()[0]
+    assert run.returncode == 2
+    store.write_atomic(tmp_path / "x.json", json.dumps({"gemm": [{"q": 1}]}).encode())
+    run = start(tmp_path / "a", prepared, "--points", tmp_path / "x.json")
+    assert "not a file of points" in run.communicate()[0]
+    assert run.returncode == 2

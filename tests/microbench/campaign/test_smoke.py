@@ -1,0 +1,57 @@
+"""The check of a GPU's first rows: times that cannot be, families without any."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from microbench.campaign.smoke import Senseless, check
+from microbench.hardware.spec import Gpu
+from microbench.ops.matrix.gemm import Gemm
+from microbench.ops.memory.elementwise import Elementwise
+from microbench.store import write_part
+
+TOY = Gpu(name="toy", sm_count=1, peak_flops_per_s={"fp32": 1e12}, hbm_bytes_per_s=1e11)
+# 2 * 1000^3 flops at 1e12 a second: 2000 us; 3 * 1000^2 * 4 bytes at 1e11 a second: 120 us
+FINE = {"gpu": "toy", "status": "ok", "reason": "", "cache": "warm"}
+PRODUCT = {**asdict(Gemm(op="mm", m=1000, n=1000, k=1000, dtype="fp32")), "family": "gemm", **FINE}
+# a sum of two tensors of 1e6 elements: 12e6 bytes at 1e11 a second, 120 us
+SUM = {**asdict(Elementwise(op="add", numel=10**6, tensors=2)), "family": "elementwise", **FINE}
+
+
+def wrong(root: Path, *rows: dict[str, Any]) -> list[str]:
+    """What is wrong with the rows, one part each."""
+    for number, row in enumerate(rows):
+        write_part(root, row["family"], "toy", pd.DataFrame([row]), str(number))
+    return check(root, TOY, ("gemm", "elementwise"))
+
+
+def test_times_at_the_roofline_are_fine(tmp_path: Path) -> None:
+    """A warm cache may serve the sum ten times as fast as memory does."""
+    rows = ({**SUM, "cache": "cold", "time_us": 130.0}, {**SUM, "cache": "warm", "time_us": 13.0})
+    assert wrong(tmp_path, {**PRODUCT, "time_us": 2100.0}, *rows) == []
+
+
+def test_times_below_six_tenths_of_it_are_told(tmp_path: Path) -> None:
+    """0.6 * 2000 = 1200 us for the product, 0.6 * 120 = 72 for the cold sum."""
+    bad = [{**PRODUCT, "time_us": 1100.0}, {**SUM, "cache": "cold", "time_us": 60.0}]
+    good = [{**PRODUCT, "time_us": 1300.0}] * 2
+    assert wrong(tmp_path, *bad, *good) == [
+        "gemm: 1 of 3 times, e.g. mm warm: 1.1e+03 us where 2e+03 are the least",
+        "elementwise: 1 of 1 times, e.g. add cold: 60 us where 120 are the least",
+    ]
+
+
+def test_a_family_without_rows_is_told(tmp_path: Path) -> None:
+    failed = {**SUM, "cache": "warm", "status": "error", "reason": "no"}
+    found = wrong(tmp_path, {**PRODUCT, "time_us": 2100.0}, failed)
+    assert found == ["elementwise: none of 1 rows is ok"]
+
+
+def test_a_run_of_nonsense_ends(tmp_path: Path) -> None:
+    with pytest.raises(Senseless, match=r"gemm: 1 of 1 times.*elementwise: none of 0 rows is ok"):
+        wrong(tmp_path, {**PRODUCT, "time_us": 0.0})

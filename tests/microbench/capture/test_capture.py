@@ -1,0 +1,212 @@
+"""What a capture writes down equals what a real step does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from microbench.capture.cache import dumps, loads
+from microbench.capture.log import capture_step
+from microbench.opcall import StepCapture
+from microbench.step import StepSettings
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(2, 8, 3, 2, 8).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.norm(x + y.transpose(1, 2).reshape(2, 8, 16))
+
+
+class Bags(nn.Module):
+    """Two tables, of which a step sends back only the rows it looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = nn.EmbeddingBag(50, 4, mode="sum", sparse=True)
+        self.words = nn.Embedding(30, 4, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bags(x) * self.words(x[:, 0].contiguous())
+
+
+class Spectrum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 5, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.weight)
+
+
+class Copies(nn.Module):
+    """Blocks that are copies of one, as encoders are built; buffers and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.blocks = nn.Sequential(*(copy.deepcopy(block) for _ in range(2)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+class Ctc(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        labels = torch.ones(2, 3, dtype=torch.long)
+        lengths = (torch.full((2,), n) for n in (6, 3))
+        return nn.functional.ctc_loss(x.log_softmax(-1), labels, *lengths, reduction="none")
+
+
+MODELS: dict[str, tuple[Any, Any]] = {
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4, 2)),
+        lambda: torch.randn(3, 8),
+    ),
+    "conv": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.GELU(), nn.Flatten()),
+        lambda: torch.randn(2, 3, 8, 8),
+    ),
+    "attention": (Block, lambda: torch.randn(2, 8, 16)),
+    "bags": (Bags, lambda: torch.zeros(3, 2, dtype=torch.long)),
+    "spectrum": (Spectrum, lambda: torch.randn(3, 8)),
+    "copies": (Copies, lambda: torch.randn(3, 8)),
+    "ctc": (lambda: nn.Sequential(nn.Linear(8, 5), Ctc()), lambda: torch.randn(6, 2, 8)),
+}
+
+
+def capture(name: str, fake: bool, **settings: str) -> StepCapture:
+    build, x = MODELS[name]
+    return capture_step(
+        lambda: Wrapped(build()),
+        lambda: {"x": x()},
+        lambda y, _: y.square().mean(),
+        StepSettings(**settings),
+        fake=fake,
+    )
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def sequence(found: StepCapture) -> list[Any]:
+    """Everything but storage numbers."""
+    return [
+        (c.op, c.phase, [(t.shape, t.dtype, t.stride) for t in (*c.tensors(), *c.outputs)])
+        for c in found.calls
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_fake_capture_equals_a_real_run(name: str) -> None:
+    optimizer = "sgd" if name == "bags" else "adamw"  # which takes no sparse gradients
+    steps = (capture(name, fake=fake, optimizer=optimizer) for fake in (True, False))
+    assert sequence(next(steps)) == sequence(next(steps))
+
+
+def test_sparse_gradients_touch_the_rows_looked_up() -> None:
+    calls = capture("bags", fake=True, optimizer="sgd").calls
+    added = [c for c in calls if c.op == "aten.index_add_.default" and c.phase == "optimizer"]
+    assert [c.args[0].shape for c in added] == [(50, 4), (30, 4)]
+    assert [c.args[3].shape for c in added] == [(6, 4), (3, 4)]  # 3 bags of 2, 3 words
+    (lookups,) = (c for c in calls if c.op == "aten.index_select.default")
+    assert lookups.outputs[0].shape == (6, 4)
+
+
+def test_sparse_tables_may_be_larger_than_memory() -> None:
+    found = capture_step(
+        lambda: nn.EmbeddingBag(2**40, 64, mode="sum", sparse=True),
+        lambda: {"input": torch.randint(0, 9, (3, 2))},
+        lambda y, inputs: y.sum(),
+        StepSettings(optimizer="sgd"),
+    )
+    (added,) = (c for c in found.calls if c.op == "aten.index_add_.default")
+    assert [t.shape for t in added.tensors()] == [(2**40, 64), (6,), (6, 64)]
+
+
+def test_complex_weights_are_pairs_of_real_numbers() -> None:
+    (weight,) = capture("spectrum", fake=True).parameters
+    assert (weight.shape, weight.dtype) == ((3, 5, 2), "fp32")
+
+
+def test_an_mlp_step_by_hand() -> None:
+    found = capture("mlp", fake=True, optimizer="none")
+    ops = [c.op.split(".")[1] for c in found.calls if c.phase == "forward"]
+    dropout = ["empty_like", "bernoulli_", "div_", "mul"]  # as it decomposes on a CPU
+    assert ops == ["addmm", "relu", *dropout, "addmm"]
+    products = [c for c in found.calls if c.op == "aten.mm.default"]
+    assert len(products) == 3  # two weight gradients, one input gradient
+    assert found.host["module_call"] == 6  # wrapper, sequential, four layers
+
+
+def test_gradients_are_ready_last_layer_first() -> None:
+    found = capture("mlp", fake=True)
+    ready = {p.name: p.ready_after for p in found.parameters}
+    assert ready["inner.3.weight"] < ready["inner.0.weight"]
+
+
+def test_attention_is_one_op_each_way() -> None:
+    ops = [c.op for c in capture("attention", fake=True).calls]
+    assert ops.count("itercast.sdpa") == 1
+    assert ops.count("itercast.sdpa_backward") == 1
+
+
+def test_stored_captures_come_back_equal() -> None:
+    found = capture("attention", fake=True)
+    assert loads(dumps(found)) == found
+    with pytest.raises(ValueError, match="not a captured step"):
+        loads(dumps(found)[:50])
+
+
+def test_settings_name_what_is_allowed() -> None:
+    with pytest.raises(ValueError, match="optimizer 'adam': allowed are adamw, sgd, none"):
+        StepSettings(optimizer="adam")
+
+
+class Twice(nn.Module):
+    """A hidden tensor that two functions read, and a GRU cell's split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.cells = nn.Linear(8, 8), nn.GRU(8, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        hidden: torch.Tensor = self.cells(y.exp() * y.tanh())[0]
+        return hidden
+
+
+def test_what_autograd_adds_in_place_is_captured_so() -> None:
+    step = capture_step(
+        Twice,
+        lambda: {"x": torch.randn(2, 3, 8)},
+        lambda y, _: y.square().mean(),
+        StepSettings(optimizer="none"),
+    )
+    backward = [c.op for c in step.calls if c.phase == "backward"]
+    assert "aten.add_.Tensor" in backward
+    assert "aten.add.Tensor" not in backward
+    ops = {c.op for c in step.calls}
+    assert not any("unsafe_split" in op for op in ops)  # a view, whatever its schema says
+
+
+def test_fused_attention_leaves_heads_beside_lengths() -> None:
+    attention = next(c for c in capture("attention", fake=True).calls if "sdpa" in c.op)
+    # 2 batches, 2 heads, 8 tokens, 8 wide: a token's heads lie side by side
+    assert attention.outputs[0].shape == (2, 2, 8, 8)
+    assert attention.outputs[0].stride == (128, 8, 16, 1)

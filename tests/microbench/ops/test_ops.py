@@ -1,0 +1,124 @@
+"""Every family keeps the contract: it builds, runs, counts and makes the same features twice."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from microbench.capture.log import OpLog
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall, TensorSpec
+from microbench.ops import families
+from microbench.ops.family import DRAWN, repeated
+from microbench.ops.matrix import attention, gemm
+from microbench.ops.memory import elementwise, norm, reduction
+from microbench.ops.step import optimizer
+from microbench.sweep.gpu_space import grid
+
+TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})
+
+
+SINGLE = sorted(n for n, f in families().items() if f.ranks == 1 and not f.on_demand)
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_first_points_build_and_run(name: str) -> None:
+    family = families()[name]
+    for point in islice(family.sweep(), 25):
+        if family.bytes_moved(point) < 5e7:
+            family.build(point, "cpu").run()
+
+
+def test_large_tensors_repeat_what_was_drawn() -> None:
+    x = repeated(torch.randn, (3, DRAWN), "cpu")
+    assert x.shape == (3, DRAWN) and x.is_contiguous()
+    assert torch.equal(x[0], x[2]) and len(x[0].unique()) > DRAWN // 2
+    assert len(repeated(torch.rand, (5, 7), "cpu").unique()) == 35
+
+
+@pytest.mark.parametrize("name", sorted(families()))
+def test_formulas_agree_on_one_point_and_on_columns(name: str) -> None:
+    family = families()[name]
+    points = list(islice(family.sweep(), 12))
+    columns = SimpleNamespace(
+        **{f.name: np.array([getattr(p, f.name) for p in points]) for f in fields(points[0])}
+    )
+    for formula in (family.flops, family.bytes_moved):
+        assert np.allclose(formula(columns), [formula(p) for p in points])
+    wide = family.features(columns, TOY)
+    for i, point in enumerate(points):
+        for key, value in family.features(point, TOY).items():
+            if isinstance(value, str):
+                assert wide[key][i] == value
+            else:
+                assert np.broadcast_to(wide[key], len(points))[i] == pytest.approx(value)
+
+
+def spec(*shape: int) -> TensorSpec:
+    return TensorSpec(shape=shape, dtype="fp32")
+
+
+def test_gemm_counts_by_hand() -> None:
+    """A 2x4 by 4x3 product."""
+    p = gemm.Gemm(m=2, n=3, k=4)
+    assert gemm.flops(p) == 48  # 2 * 2*3*4
+    assert gemm.bytes_moved(p) == 104  # (8 + 12 + 6) elements * 4 B
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn"])
+def test_a_product_by_expert_is_built_as_it_is_captured(layout: str) -> None:
+    """3 experts of 8 tokens each; weights' gradients are sums over tokens."""
+    p = gemm.Gemm(op="grouped_mm", m=8, n=16, k=32, batch=3, layout=layout)
+    log = OpLog()
+    with log:
+        gemm.build(p, "cpu").run()
+    (call,) = [c for c in log.calls if c.op == gemm.GROUPED]
+    assert gemm.from_grouped(call) == p
+    assert call.outputs[0].shape == ((3, 8, 16) if layout == "tn" else (24, 16))
+    assert gemm.flops(p) == 2 * 3 * 8 * 16 * 32
+
+
+def test_experts_of_a_gpu_s_sweep_have_aligned_rows() -> None:
+    found = [p for p in islice(grid("gemm", 0), 200) if p.op == "grouped_mm"]
+    assert found
+    assert all(n % 8 == 0 for p in found for n in (p.m, p.n, p.k))
+
+
+def test_gemm_reads_transposed_views() -> None:
+    b = TensorSpec(shape=(4, 3), dtype="fp32", stride=(1, 4))
+    call = OpCall(op="aten.addmm.default", args=(spec(3), spec(2, 4), b))
+    assert gemm.from_mm(call) == gemm.Gemm(op="addmm", m=2, n=3, k=4, layout="nt")
+
+
+def test_norm_and_reduction_shapes() -> None:
+    call = OpCall(op="aten.native_layer_norm.default", args=(spec(2, 5, 8), (8,), None, None, 1e-5))
+    assert norm.from_layer(call) == norm.Norm(op="layer", rows=10, cols=8)
+    call = OpCall(op="aten.sum.dim_IntList", args=(spec(4, 6, 3), (0, 1)))
+    assert reduction.from_sum(call) == reduction.Reduction(op="sum", outer=1, size=24, inner=3)
+
+
+def test_elementwise_broadcast_moves_fewer_bytes() -> None:
+    call = OpCall(op="aten.add.Tensor", args=(spec(8, 16), spec(16)), outputs=(spec(8, 16),))
+    p = elementwise.from_call(call)
+    assert p == elementwise.Elementwise(op="add", numel=128, inner=16, tensors=2, form="row")
+    assert elementwise.bytes_moved(p) == 128 * 2 * 4  # one read, one write
+
+
+def test_causal_attention_does_half_the_work() -> None:
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "q_len": 4, "kv_len": 4, "head_dim": 8}
+    full = attention.Attention(op="forward", causal=False, **sizes)
+    half = attention.Attention(op="forward", causal=True, **sizes)
+    assert attention.flops(full) == 2 * 2 * 2 * 4 * 4 * 8
+    assert attention.flops(half) == attention.flops(full) / 2
+
+
+def test_optimizer_call_counts_lists() -> None:
+    call = OpCall(op="aten._foreach_add_.List", args=((spec(3), spec(5)), (spec(3), spec(5))))
+    p = optimizer.from_call(call)
+    assert p == optimizer.OptimizerOp(op="_foreach_add_list", tensors=2, numel=8)
+    assert optimizer.bytes_moved(p) == 3 * 8 * 4

@@ -1,0 +1,111 @@
+"""Workers that hang, outlive their time or leave others behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from microbench.processes.ranks import start_ranks
+from microbench.processes.watch import last_words, never, watch
+
+SLEEPER = "import time; time.sleep(60)"
+
+
+def start(code: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+
+
+def lives(pid: int) -> bool:
+    """Whether the process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pid: int) -> bool:
+    """Whether it ends within a few seconds."""
+    end = time.monotonic() + 5
+    while lives(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not lives(pid)
+
+
+def test_a_process_that_shows_no_sign_of_life_is_killed() -> None:
+    process = start(SLEEPER)
+    assert watch(process, lambda: 0, lambda: 0.3, time.monotonic() + 30) == "stalled"
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_signs_of_life_keep_it_until_its_time_is_over() -> None:
+    process, begin = start(SLEEPER), time.monotonic()
+    assert watch(process, time.monotonic, lambda: 0.3, begin + 1.0) == "late"
+    assert time.monotonic() - begin > 1.0
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
+    """The worker ends well and leaves a sleeper in its group."""
+    code = (
+        "import subprocess, sys; from pathlib import Path;"
+        f"p = subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]);"
+        f"Path({str(tmp_path / 'pid')!r}).write_text(str(p.pid))"
+    )
+    process = start(code)
+    assert watch(process, lambda: 0, never, time.monotonic() + 30) == "ended"
+    assert process.returncode == 0
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    """The parent is killed, its worker is in a group of its own."""
+    (tmp_path / "sleeper.py").write_text(
+        "import os, sys, time; from pathlib import Path\n"
+        "Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
+    )
+    code = (
+        "import subprocess, sys, time\n"
+        "module = 'microbench.processes.leash'\n"
+        "subprocess.Popen([sys.executable, '-m', module, 'sleeper', sys.argv[1]],"
+        " start_new_session=True)\ntime.sleep(60)"
+    )
+    path = tmp_path / "pid"
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)],
+        env={**os.environ, "PYTHONPATH": f"{Path.cwd()}:{tmp_path}"},
+    )
+    end = time.monotonic() + 20
+    while not (path.is_file() and path.read_text()) and time.monotonic() < end:
+        time.sleep(0.05)
+    worker = int(path.read_text())
+    assert lives(worker)
+    parent.kill()
+    parent.wait()
+    assert gone(worker)
+
+
+def test_last_words_are_one_line(tmp_path: Path) -> None:
+    assert last_words(tmp_path / "none.log") == ""
+    (tmp_path / "one.log").write_text("x" * 1000 + "\nTraceback\n  RuntimeError: no\n")
+    assert last_words(tmp_path / "one.log").endswith("x Traceback RuntimeError: no")
+
+
+def test_a_worker_on_a_gpu_logs_to_a_file_and_lets_go_of_the_profiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "teller.py").write_text(
+        "import os; print(*(os.environ.get(n, '-') for n in ('TEARDOWN_CUPTI', 'OMP_NUM_THREADS')))"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{tmp_path}")
+    for name in ("TEARDOWN_CUPTI", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    for device, said in (("cuda", "1 1"), ("cpu", "- -")):
+        log = tmp_path / f"logs/{device}.log"
+        assert start_ranks("teller", {"device": device}, 1, log=log).wait() == 0
+        assert log.read_text().strip() == said

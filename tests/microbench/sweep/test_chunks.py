@@ -1,0 +1,351 @@
+"""Sweeps in chunks on a device of clockwork: rows, failures, sticky errors, budgets."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from clockwork import Clockwork, Killed, Toy, order, toy_family
+
+from microbench import store
+from microbench.ops import families
+from microbench.ops.family import Workload
+from microbench.ops.matrix.gemm import FAMILY as GEMM
+from microbench.sweep import gpu_chunk_worker
+from microbench.sweep import scheduler as sweep_module
+from microbench.sweep.gpu_chunks import Bench, Chunk
+from microbench.timing.clock import CallCost
+
+
+def work(
+    root: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    points: Sequence[Toy],
+    device: Clockwork | None = None,
+    run_id: str = "run",
+) -> list[dict[str, Any]]:
+    """One worker over the points; all rows the journal has then."""
+    device = device or Clockwork()
+    known = {"toy": toy_family(device, points), "gemm": fixed(GEMM)}
+    monkeypatch.setattr(gpu_chunk_worker, "families", lambda: known)
+    monkeypatch.setattr(sweep_module, "families", lambda: known)
+    asked = order(root, "toy", run_id=run_id)
+    sweep = sweep_module.Sweep(asked, sweep_module.finished_keys(root, ("toy",)))
+    journal = store.Journal(root, "run")
+    try:
+        gpu_chunk_worker.sweep_in_chunks(sweep, device, journal)
+    finally:
+        journal.close()
+        rows = store.read_journal(root / ".journal" / "run.jsonl")
+    return rows
+
+
+def fixed(family: Any) -> Any:
+    """The anchor's family, building nothing."""
+    return replace(family, build=lambda p, device: Workload(run=lambda: 7.0))
+
+
+def statuses(rows: list[dict[str, Any]]) -> dict[int, str]:
+    """Status by point."""
+    return {row["number"]: row["status"] for row in rows}
+
+
+def test_a_chunk_gives_cold_and_warm_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies between two events with nothing in between, 1.5 us, is in no time of a row."""
+    device = Clockwork(reading={"sm_clock_hz": 1e9, "throttle": "power_cap", "energy_j": 2.0})
+    rows = work(tmp_path, monkeypatch, [Toy(number=n) for n in range(1, 61)], device)
+    first = {row["cache"]: row for row in rows if row["number"] == 9}
+    assert first["warm"]["time_us"] == 9.0
+    assert first["cold"]["time_us"] == 109.0
+    assert first["warm"]["empty_us"] == 1.5
+    assert first["warm"]["gap_us"] == pytest.approx(0.5)  # (50 * 2 + 49 * 0.5 - 50 * 2) / 49
+    assert first["warm"]["tiny_launch_us"] == 5.0
+    assert 0.5 <= first["warm"]["launch_us"] < 5.0  # less what torch.ops.aten costs here
+    assert first["warm"]["drift_us"] == 7.0
+    assert first["warm"]["kernel_count"] == 2
+    assert first["warm"]["kernel_us"] == 5.0
+    assert first["warm"]["kernels"] == "toy_kernel"
+    assert first["warm"]["energy_j"] == 0.0
+    assert first["warm"]["throttle"] == "power_cap"
+    assert first["warm"]["sm_clock_hz_min"] == 1e9
+    assert {row["status"] for row in rows} == {"ok"}
+    assert {(row["starved"], row["synchronises"]) for row in rows} == {(False, False)}
+    assert len({row["key"] for row in rows}) == len(rows) == 2 * 60
+
+
+def test_heat_marks_rows_and_a_power_cap_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hot = Clockwork(reading={"throttle": "power_cap sw_thermal"})
+    assert statuses(work(tmp_path, monkeypatch, [Toy(number=1)], hot)) == {1: "throttled"}
+    cool = Clockwork(reading={"throttle": "power_cap"})
+    again = work(tmp_path, monkeypatch, [Toy(number=1), Toy(number=2)], cool)
+    assert [r["status"] for r in again if r["number"] == 1] == 2 * ["throttled"] + 2 * ["ok"]
+
+
+def test_points_that_fail_are_rows_and_disturb_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = [Toy(number=1), Toy(number=2, does="oom"), Toy(number=3, does="unsupported")]
+    device = Clockwork()
+    rows = work(tmp_path, monkeypatch, points, device)
+    assert statuses(rows) == {1: "ok", 2: "oom", 3: "unsupported"}
+    assert device.resets == 2  # beside the others and then alone
+    assert rows[-1]["number"] == 2 and "out of memory" in rows[-1]["reason"]
+    assert work(tmp_path, monkeypatch, points) == rows  # a second sweep has nothing to do
+
+
+@pytest.mark.parametrize("big", ["big", "huge"])
+def test_what_does_not_fit_beside_others_is_measured_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, big: str
+) -> None:
+    """A second big one is not even tried; a huge one is tried beside 80 others, in vain."""
+    device = Clockwork()
+    points = [Toy(number=n, does="ok" if n < 81 else big) for n in range(1, 83)]
+    rows = work(tmp_path, monkeypatch, points, device)
+    assert set(statuses(rows).values()) == {"ok"}
+    assert len(rows) == 2 * 82
+    assert (device.resets > 0) == (big == "huge")
+    assert device.held == 0
+
+
+@pytest.mark.parametrize("does", ["sticky", "late"])
+def test_after_a_sticky_error_only_the_culprit_is_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, does: str
+) -> None:
+    """The device is waited for after each point, so that one worker is enough to know which."""
+    points = [Toy(number=n, does=does if n == 4 else "ok") for n in range(1, 8)]
+    with pytest.raises(SystemExit) as ended:
+        work(tmp_path, monkeypatch, points)
+    assert ended.value.code == gpu_chunk_worker.EXIT_BROKEN
+    rows = work(tmp_path, monkeypatch, points)  # a new process has a new device
+    assert statuses(rows) == {n: "error" if n == 4 else "ok" for n in range(1, 8)}
+    assert len({row["key"] for row in rows}) == len(rows) == 2 * 6 + 1
+
+
+def test_a_point_that_kills_the_worker_without_a_word_is_found_out_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = [Toy(number=n, does="kill" if n == 2 else "ok") for n in range(1, 5)]
+    with pytest.raises(Killed):
+        work(tmp_path, monkeypatch, points)
+    rows = work(tmp_path, monkeypatch, points)
+    assert statuses(rows) == {1: "ok", 2: "error", 3: "ok", 4: "ok"}
+    assert [r["reason"] for r in rows if r["status"] == "error"] == ["the worker died on it"]
+
+
+def test_a_worker_of_a_later_run_tries_the_point_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parent may have been killed, too; a point that was alone when that happened is marked."""
+    points = [Toy(number=n, does="kill" if n == 2 else "ok") for n in range(1, 5)]
+    for run_id in ("one", "two"):
+        with pytest.raises(Killed):
+            work(tmp_path, monkeypatch, points, run_id=run_id)
+        assert not (tmp_path / ".journal" / "run.jsonl").read_bytes()
+    rows = work(tmp_path, monkeypatch, points, run_id="three")
+    assert statuses(rows) == {1: "ok", 2: "error", 3: "ok", 4: "ok"}
+
+
+def test_a_chunk_of_which_nobody_knows_the_culprit_is_halved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 points, 4, 2 and 1: the worker dies four times, after all points of a chunk are sampled."""
+    points = [Toy(number=n, does="poison" if n == 3 else "ok") for n in range(1, 9)]
+    for _ in range(4):
+        with pytest.raises(Killed):
+            work(tmp_path, monkeypatch, points)
+    rows = work(tmp_path, monkeypatch, points)
+    assert statuses(rows) == {n: "error" if n == 3 else "ok" for n in range(1, 9)}
+    assert len(rows) == 2 * 7 + 1
+
+
+def test_one_chunk_in_four_is_profiled_each_point_under_its_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_chunk_worker, "CHUNK_POINTS", 4)
+    device = Clockwork()
+    dtypes = ("fp32", "tf32")
+    points = [Toy(number=n, dtype=dtypes[n % 2]) for n in range(1, 17)]
+    rows = work(tmp_path, monkeypatch, points, device)
+    assert {row["number"] for row in rows if "kernel_us" in row} == {1, 2, 3, 4}
+    assert device.profiled == [("tf32", "tf32"), ("fp32", "fp32")] * 2
+
+
+def test_a_profiler_that_kills_the_worker_is_not_used_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = [Toy(number=n) for n in range(1, 5)]
+    with pytest.raises(Killed):
+        work(tmp_path, monkeypatch, points, Clockwork(profiler="kill"))
+    rows = work(tmp_path, monkeypatch, points, Clockwork(profiler="kill"))
+    assert statuses(rows) == dict.fromkeys(range(1, 5), "ok")
+
+
+def test_the_host_is_measured_by_a_worker_that_never_profiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does it measure what a worker of other families left."""
+    device = Clockwork(profiler="kill")
+    with pytest.raises(Killed):
+        work(tmp_path, monkeypatch, [Toy(number=1), Toy(number=2, does="kill")], device)
+    known = {n: toy_family(device, [Toy(number=n == "host")], n) for n in ("host", "toy")}
+    known["gemm"] = fixed(GEMM)
+    for module in (gpu_chunk_worker, sweep_module):
+        monkeypatch.setattr(module, "families", lambda: known)
+    sweep = sweep_module.Sweep(order(tmp_path, "host"), set())
+    journal = store.Journal(tmp_path, "host")
+    gpu_chunk_worker.sweep_in_chunks(sweep, device, journal)
+    rows = store.read_journal(tmp_path / ".journal" / "host.jsonl")
+    assert [(r["family"], r["status"]) for r in rows] == [("toy", "error"), ("host", "ok")]
+    assert rows[1]["timer"] == "with_launch"
+
+
+def test_rows_are_kept_when_the_profiler_breaks_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = [Toy(number=n) for n in range(1, 5)]
+    with pytest.raises(SystemExit) as ended:
+        work(tmp_path, monkeypatch, points, Clockwork(profiler="sticky"))
+    assert ended.value.code == gpu_chunk_worker.EXIT_BROKEN
+    assert len(work(tmp_path, monkeypatch, points)) == 2 * 4
+
+
+def test_samples_that_waited_for_the_host_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch takes 5 us: behind sleeps for 5 and 10 us samples starve, 50 us longer than 9."""
+    device = Clockwork()
+    rows = work(tmp_path, monkeypatch, [Toy(number=9, does="slow")], device)
+    assert device.sleeps_us == 2 * [5.0, 10.0, *10 * [20.0]]
+    assert [(r["time_us"], r["samples"], r["starved"]) for r in rows] == [
+        (109.0, 10, False),
+        (9.0, 10, False),
+    ]
+    rows = work(tmp_path, monkeypatch, [Toy(number=8, does="starved")])
+    assert [(r["samples"], r["starved"]) for r in rows[2:]] == 2 * [(20, True)]
+
+
+def test_nobody_sleeps_for_an_op_that_waits_for_the_device_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launched behind a sleep of 200 us it takes 200 us longer than the 5 + 1.5 + 9 us without."""
+    device = Clockwork()
+    points = [Toy(number=9, does="synchronises"), Toy(number=4)]
+    rows = work(tmp_path, monkeypatch, points, device)
+    of = {(r["number"], r["cache"]): r for r in rows}
+    assert (of[9, "warm"]["synchronises"], of[9, "warm"]["starved"]) == (True, False)
+    assert not of[4, "warm"]["synchronises"]
+    assert device.sleeps_us == [0.0] * 20 + [5.0] * 20
+    assert device.launched.count(9) == 3 + 2  # launches, probes
+    assert device.launched.count(4) == 3 + 1
+
+
+def test_a_long_run_is_launched_once_and_sampled_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """60 ms a run; 6 ms three times."""
+    device = Clockwork()
+    points = [Toy(number=60_000), Toy(number=6_000)]
+    rows = work(tmp_path, monkeypatch, points, device)
+    assert {r["number"]: r["samples"] for r in rows} == {60_000: 2, 6_000: 3}
+    assert sorted(device.launched) == 3 * [6_000] + [60_000]
+
+
+def test_a_chunk_without_time_measures_one_point_and_leaves_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Clockwork()
+    toys = toy_family(device, [])
+    monkeypatch.setattr(sweep_module, "families", lambda: {"toy": toys})
+    chosen = [(toys, Toy(number=n), 0) for n in range(3)]
+    bench = Bench(
+        device=device,
+        anchor=lambda: 7.0,
+        call_cost=CallCost(device.wait),
+        note=lambda number: None,
+    )
+    chunk = Chunk(bench, chosen, until_s=0.0)
+    rows = chunk.measure(sweep_module.Sweep(order(tmp_path, "toy"), set()))
+    assert statuses(rows) == {0: "ok"}
+    assert chunk.rest == chosen[1:]
+
+
+def test_garbage_is_not_collected_while_points_are_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Watched(Clockwork):
+        def launch(self, run: Any, behind_us: float = 0.0) -> Any:
+            collecting.append(gc.isenabled())
+            return super().launch(run, behind_us)
+
+    collecting: list[bool] = []
+    work(tmp_path, monkeypatch, [Toy(number=1)], Watched())
+    assert not any(collecting) and gc.isenabled()
+
+
+def test_families_get_the_same_share_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One family's points cost ten times as much: it gets a tenth of the points."""
+    device = Clockwork()
+    known = {
+        n: toy_family(device, [Toy(number=i) for i in range(500)], n) for n in ("cheap", "dear")
+    }
+    monkeypatch.setattr(sweep_module, "families", lambda: known)
+    sweep = sweep_module.Sweep(order(tmp_path, "cheap", "dear"), set())
+    for _ in range(4):
+        chosen = gpu_chunk_worker.choose_chunk(sweep, 0.0)
+        cost_s = {"cheap": 0.01, "dear": 0.1}
+        sweep.settle(
+            [{"family": f.name, "cost_s": cost_s[f.name], "cache": "warm"} for f, *_ in chosen]
+        )
+    assert sweep.points["cheap"] == pytest.approx(10 * sweep.points["dear"], rel=0.3)
+    sweep.order = order(tmp_path, "cheap", "dear", budget_s=0.5)
+    assert len(gpu_chunk_worker.choose_chunk(sweep, 0.0)) < 60  # 0.5 s at 0.01 s a point or more
+
+
+@pytest.mark.parametrize("begun_s_ago", [0.0, 100.0])
+def test_nothing_is_left_of_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begun_s_ago: float
+) -> None:
+    """None was given, or a minute that began before the worker was started."""
+    device = Clockwork()
+    known = {"toy": toy_family(device, [Toy(number=1)]), "gemm": fixed(GEMM)}
+    monkeypatch.setattr(gpu_chunk_worker, "families", lambda: known)
+    monkeypatch.setattr(sweep_module, "families", lambda: known)
+    asked = order(tmp_path, "toy", budget_s=60.0 if begun_s_ago else 0.0)
+    if begun_s_ago:
+        asked = replace(asked, begin_s=time.monotonic() - begun_s_ago)
+    sweep = sweep_module.Sweep(asked, set())
+    journal = store.Journal(tmp_path, "run")
+    gpu_chunk_worker.sweep_in_chunks(sweep, device, journal)
+    assert not store.read_journal(tmp_path / ".journal" / "run.jsonl")
+    assert "gemm" in families()
+
+
+def test_a_family_of_weight_three_gets_three_points_to_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU; on a GPU one of its weight there, 1, gets as many as a family of weight 1."""
+    device = Clockwork()
+    points = [Toy(number=i) for i in range(100)]
+    known = {n: toy_family(device, points, n) for n in ("plain", "rich")}
+    known["plain"] = replace(known["plain"], gpu_weight=1.0)
+    known["rich"] = replace(known["rich"], weight=3.0, gpu_weight=1.0)
+    monkeypatch.setattr(sweep_module, "families", lambda: known)
+    monkeypatch.setattr(sweep_module.Sweep, "_stream", lambda self, name: iter(points))
+    counts = {}
+    for where in ("cpu", "cuda"):
+        asked = replace(order(tmp_path, "plain", "rich"), device=where)
+        sweep = sweep_module.Sweep(asked, set())
+        for _ in range(40):
+            family, *_ = sweep.choose(0.0) or pytest.fail("ran dry")
+            sweep.settle([{"family": family.name, "cost_s": 0.1, "cache": "warm"}])
+        counts[where] = sweep.points["rich"]
+    assert counts == {"cpu": 30, "cuda": 20}

@@ -1,0 +1,151 @@
+"""A real sweep of a few seconds on this CPU: budget, resume, kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from clockwork import order
+
+from microbench import store
+from microbench.ops.step.collective import OPS
+from microbench.sweep import collect as collect_module
+from microbench.sweep.collect import collect, collect_for
+from microbench.sweep.orders import WorkerOrder, phases
+from microbench.timing.clock import summarise
+
+
+def test_summary_is_median_and_nearest_rank_percentiles() -> None:
+    timing = summarise([5.0, 1.0, 2.0, 4.0, 3.0, 6.0])
+    assert timing.time_us == 3.5
+    assert (timing.time_us_p20, timing.time_us_p80) == (2.0, 5.0)  # ranks 1 and 4 of 0..5
+
+
+def test_unknown_family_is_named() -> None:
+    with pytest.raises(ValueError, match="unknown family 'gem'; known: "):
+        collect(Path("unused"), "cpu", ["gem"], 1.0)
+
+
+def test_a_gpus_host_is_swept_first_and_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process that never profiles; a twentieth of the time is enough."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    first, rest = phases("cuda", ("gemm", "host", "norm", "collective"))
+    assert (first.families, rest.families) == (("host",), ("gemm", "norm"))
+    assert first.share == pytest.approx(0.05 / 0.9)
+    assert [p.families for p in phases("cuda", ("gemm",))] == [("gemm",)]
+
+
+def fake_workers(monkeypatch: pytest.MonkeyPatch, took_s: dict[str, float]) -> list[WorkerOrder]:
+    """Workers that take so long on a clock of their own; the orders they got."""
+    now, orders = [1000.0], []
+    monkeypatch.setattr(collect_module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    facts = {"hardware": {"name": "toy"}}
+    monkeypatch.setattr(collect_module, "card_facts", lambda root, device: facts)
+
+    def run(order: WorkerOrder, *_: object) -> None:
+        orders.append(order)
+        now[0] += took_s[order.families[0]]
+
+    monkeypatch.setattr(collect_module, "run_worker", run)
+    return orders
+
+
+def test_a_sweep_by_the_clock_hands_on_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 360 s the host has 0.05 / 0.9 = 20 s and takes 6: 354 are left for the others."""
+    points = tmp_path / "points.json"
+    points.write_text(json.dumps({"gemm": [], "host": [{"op": "launch"}], "norm": [{"rows": 1}]}))
+    orders = fake_workers(monkeypatch, {"host": 6.0, "norm": 354.0})
+    monkeypatch.setattr(collect_module, "check_points", lambda path: 2)
+    assert collect_for(tmp_path, "cuda", None, 360.0, wanted=points) == 0
+    host, rest = orders
+    assert (host.families, host.begin_s, host.budget_s) == (("host",), 1000.0, pytest.approx(20))
+    assert (rest.families, rest.begin_s, rest.budget_s) == (("norm",), 1006.0, pytest.approx(354))
+    assert rest.only
+
+
+def test_workers_that_bring_nothing_are_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where an import fails: not twenty starts of ten seconds each."""
+    starts = []
+
+    def start(order: WorkerOrder) -> subprocess.Popen[bytes]:
+        starts.append(order)
+        return subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+
+    monkeypatch.setattr(collect_module, "start_worker", start)
+    collect_module.run_worker(replace(order(tmp_path, "toy", budget_s=60.0), device="cuda"))
+    assert len(starts) == 3
+    assert "given up: workers of toy bring no rows" in caplog.text
+
+
+def test_a_worker_that_outlives_its_budget_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its points were not at fault: the next worker does not suspect them."""
+    suspects = tmp_path / ".journal/pending-toy.json"
+    suspects.parent.mkdir()
+    suspects.write_text("{}")
+    sleeper = "import time; time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", sleeper])
+    monkeypatch.setattr(collect_module, "start_worker", lambda order: process)
+    asked = replace(order(tmp_path, "toy", budget_s=0.5), device="cuda", begin_s=time.monotonic())
+    collect_module.run_worker(asked, None, late_s=0.3)
+    assert process.returncode == -signal.SIGKILL
+    assert not suspects.exists()
+
+
+def without_captures(root: Path, *names: str) -> None:
+    """No points of captured models: capturing takes half a minute."""
+    store.write_atomic(
+        root / ".journal" / "points-cpu-0.json", json.dumps({name: [] for name in names}).encode()
+    )
+
+
+def test_collectives_are_swept_by_two_ranks(tmp_path: Path) -> None:
+    without_captures(tmp_path, "collective")
+    assert collect(tmp_path, "cpu", ["collective"], 12.0) > 10
+    rows = store.read_rows([tmp_path], "collective")
+    assert set(rows["status"]) == {"ok"}
+    assert set(rows["world_size"]) == set(rows["ranks_per_node"]) == {2}
+    assert set(rows["op"]) <= set(OPS)
+    assert len(set(rows["op"])) >= 3
+    large = rows[rows["message_bytes"] > 2**24]["time_us"]
+    small = rows[rows["message_bytes"] < 2**14]["time_us"]
+    assert large.median() > 3 * small.median()
+
+
+def test_a_killed_sweep_resumes_and_repeats_nothing(tmp_path: Path) -> None:
+    without_captures(tmp_path, "gemm")
+    script = (
+        "from pathlib import Path; from microbench.sweep.collect import collect;"
+        f"collect(Path({str(tmp_path)!r}), 'cpu', ['gemm'], 30.0)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        journals = list((tmp_path / ".journal").glob("*.jsonl"))
+        if journals and journals[0].stat().st_size > 5000:
+            break
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    finished = {r["key"] for p in journals for r in store.read_journal(p)}
+    assert finished
+    collect(tmp_path, "cpu", ["gemm"], 4.0)
+    keys = list(store.read_rows([tmp_path], "gemm")["key"])
+    assert finished <= set(keys)
+    assert len(keys) == len(set(keys))
+    assert set(store.read_rows([tmp_path], "gemm")["cache"]) == {"warm", "cold"}
+    assert collect(tmp_path, "cpu", ["gemm"], 0.5) == 0  # the budget is spent: nothing to do

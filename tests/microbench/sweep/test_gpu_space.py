@@ -1,0 +1,390 @@
+"""Which points a sweep of a GPU measures: sizes, dtypes, weights, points measured elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from clockwork import order
+
+from microbench.capture.log import OpLog
+from microbench.hardware.spec import load_gpu
+from microbench.iterations.gpu_list import gpu_iterations
+from microbench.opcall import OpCall, TensorSpec
+from microbench.ops import families, find_family
+from microbench.ops.family import itemsize_bytes
+from microbench.ops.lookup.embedding_bag import EmbeddingBag
+from microbench.ops.matrix.attention import Attention
+from microbench.ops.matrix.gemm import Gemm
+from microbench.ops.memory import norm
+from microbench.ops.memory.elementwise import Elementwise
+from microbench.ops.memory.norm import Norm
+from microbench.ops.memory.random import DROPOUT, RandomOp
+from microbench.ops.memory.reduction import Reduction
+from microbench.ops.step.host import EVENTS, FSDP, OPTIMIZERS, SHARDED, WRAPPERS
+from microbench.ops.step.optimizer import FUSED, OptimizerOp
+from microbench.store import write_part
+from microbench.sweep.captured_points import (
+    points_of_rows,
+    read_points,
+    write_measured_points,
+    write_points,
+)
+from microbench.sweep.gpu_sizes import aligned, grown
+from microbench.sweep.gpu_space import ADAMW, SGD, fits, grid, limits_us, on_gpu, roofline_us
+from microbench.sweep.scheduler import Sweep, space
+
+H100 = load_gpu("h100-sxm-80gb")
+A100 = load_gpu("a100-sxm-80gb")
+TINY = ("host",)  # its points have no work on the GPU at all
+DENSE = sorted(n for n, f in families().items() if f.ranks == 1 and n not in TINY)
+SWEPT = 400
+
+
+@cache
+def swept(name: str) -> list[Any]:
+    return list(islice(on_gpu(name, grid(name, 0), H100, 0), SWEPT))
+
+
+def rooflines_us(name: str, points: list[Any]) -> np.ndarray[Any, Any]:
+    return np.array([roofline_us(families()[name], p, H100) for p in points])
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_few_points_are_small_and_the_others_spread_up_to_the_limit(name: str) -> None:
+    """At most 15 % below 3 us; of the others enough in each third of the log range."""
+    found_us = rooflines_us(name, swept(name))
+    low, high = limits_us(name, H100)
+    assert low == 3.0 and 400 <= high <= 10_000
+    assert np.mean(found_us < low) <= 0.15
+    large = np.log(found_us[found_us >= low] / low) / np.log(high / low)
+    thirds = np.histogram(large, bins=[0, 1 / 3, 2 / 3, 1.1])[0] / len(large)
+    assert thirds.min() > 0.15, thirds  # products of few flops a byte end at 4 % of memory
+    assert all(fits(families()[name], p, H100) for p in swept(name))
+
+
+def test_a_point_of_flops_is_roofline_over_peak_and_one_of_bytes_over_bandwidth() -> None:
+    """8192^3 in bf16: 2 * 5.5e11 flop at 989.4e12 a second; 3.35 MB at 3.35e12 B/s take 1 us."""
+    square = Gemm(m=8192, n=8192, k=8192, dtype="bf16")
+    assert roofline_us(families()["gemm"], square, H100) == pytest.approx(1111.3, rel=1e-3)
+    copied = Elementwise(op="clone", numel=418_750, inner=418_750)
+    assert roofline_us(families()["elementwise"], copied, H100) == pytest.approx(1.0)
+
+
+def test_rooflines_end_where_slow_kernels_take_20_ms_or_memory_does() -> None:
+    """5 % of the roofline: 20 ms are 1 ms; 4 % of 80 GiB take 1026 us; products half: 10 ms."""
+    assert limits_us("index", H100) == (3.0, 1000.0)
+    assert limits_us("elementwise", H100)[1] == pytest.approx(0.04 * 80 * 2**30 / 3.35e12 * 1e6)
+    assert limits_us("gemm", H100) == (3.0, 10_000.0)
+    assert not fits(families()["gemm"], Gemm(m=32768, n=32768, k=32768, dtype="fp16"), H100)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_dtypes_are_those_of_iterations(name: str) -> None:
+    asked = {i.dtype for i in gpu_iterations()}
+    assert asked == {"fp32", "tf32", "bf16"}
+    dtypes = Counter(p.dtype for p in swept(name))
+    for dtype in asked if name in ("gemm", "conv", "attention") else {"fp32", "bf16"}:
+        assert dtypes[dtype] > 0.05 * SWEPT
+    assert 0 < dtypes["fp16"] <= 0.05 * SWEPT
+    assert (0.02 * SWEPT < dtypes["fp8"] < 0.1 * SWEPT) == (name == "gemm")
+
+
+def test_fp8_products_are_what_captures_ask_for() -> None:
+    """``scaled_mm`` of a row-major and a column-major matrix, sides of whole 16 bytes."""
+    products = [p for p in swept("gemm") if p.dtype == "fp8"]
+    assert {(p.op, p.layout, p.batch) for p in products} == {("scaled_mm", "nt", 1)}
+    assert all(p.m % 16 == p.n % 16 == p.k % 16 == 0 for p in products)
+    p = Gemm(op="scaled_mm", m=32, n=48, k=64, layout="nt", dtype="fp8")
+    factors = (TensorSpec(shape=(32, 64), dtype="fp8"), TensorSpec(shape=(64, 48), dtype="fp8"))
+    assert find_family(OpCall(op="aten.mm.default", args=factors))[1] == p
+    result: Any = families()["gemm"].build(p, "cpu").run()
+    assert result.shape == (32, 48) and result.dtype == torch.bfloat16
+
+
+def test_products_by_expert_are_in_bf16_on_gpus_that_run_them_as_one() -> None:
+    """Elsewhere torch loops over experts and waits for the GPU: a point is refused, not timed."""
+    experts = [p for p in swept("gemm") if p.op == "grouped_mm"]
+    assert {p.dtype for p in experts} == {"bf16"}
+    assert all(side % 8 == 0 for p in experts for side in (p.m, p.n, p.k))
+    on_a100 = islice(on_gpu("gemm", grid("gemm", 0), A100, 0), SWEPT)
+    assert {p.op for p in on_a100} == {"mm", "addmm", "bmm"}  # nor has it fp8
+    with pytest.raises(NotImplementedError, match="bf16 alone"):
+        families()["gemm"].build(Gemm(op="grouped_mm", m=8, n=8, k=8, batch=2), "cuda")
+
+
+def test_bags_are_those_of_dlrms() -> None:
+    bags: list[EmbeddingBag] = swept("embedding_bag")
+    assert np.mean([p.dtype == "fp32" and p.mode == "sum" for p in bags]) >= 0.7
+    assert {p.op for p in bags} == {"forward", "backward"}
+    for p in bags:
+        assert 512 <= p.bags <= 8192 and 1 <= p.lookups / p.bags <= 128
+        assert 1000 <= p.rows <= 2e7 and 16 <= p.dim <= 256
+    kinds = {(p.skew > 0, p.repeats > 0) for p in bags}
+    assert kinds == {(False, False), (True, False), (True, True)}
+
+
+def test_updates_are_those_of_adamw_and_sgd() -> None:
+    """Over as many tensors as models have, no roots of zeros, no operation that none calls."""
+    updates: list[OptimizerOp] = swept("optimizer")
+    assert {p.op for p in updates} == {*ADAMW, SGD, *FUSED}
+    assert {p.zero_frac for p in updates} == {0.0}
+    assert np.mean([p.tensors >= 40 for p in updates]) > 0.7
+    root = OptimizerOp(op="_foreach_sqrt", tensors=50, numel=50_000_000, zero_frac=0.7)
+    (found,) = on_gpu("optimizer", iter([root]), H100, 0, captured=True)
+    assert found == replace(root, zero_frac=0.0, dtype=found.dtype)
+
+
+def test_adamw_squares_gradients_that_it_reads_once() -> None:
+    """addcmul(v, g, g): a GPU finds the second g in its cache, so both are the same tensors."""
+    build = families()["optimizer"].build
+    p = OptimizerOp(op="_foreach_addcmul_", tensors=2, numel=64)
+    for device, lists in (("meta", 2), ("cpu", 3)):
+        cells = [c.cell_contents for c in build(p, device).run.__closure__ or ()]
+        tensors = {id(t) for c in cells if isinstance(c, list) for t in c if torch.is_tensor(t)}
+        assert len(tensors) == 2 * lists
+
+
+def test_what_a_gpu_never_calls_is_left_out_or_exchanged() -> None:
+    """Allocations launch nothing; a mask drawn by a CPU's dropout is part of its kernel there."""
+    assert not [p for p in swept("elementwise") if p.op == "empty_like"]
+    drawn = RandomOp(op="bernoulli_", size=10_000_000)
+    (found,) = on_gpu("random", iter([drawn]), H100, 0, captured=True)
+    assert found.op in DROPOUT and found.size == drawn.size
+
+
+def test_captured_points_keep_their_size_unless_it_is_too_small_or_too_large() -> None:
+    """Rows of 768 in bf16: 2 * 2 B a number, so 10 us are 22,000 rows; small ones get more rows."""
+    plain = Norm(op="layer", rows=22_000, cols=768, dtype="bf16")
+    small, large = replace(plain, rows=16), replace(plain, rows=10**7)
+    found = list(on_gpu("norm", iter([plain, *[small] * 40, large]), H100, 0, captured=True))
+    assert found[0] == plain
+    assert found.count(small) <= 0.15 * len(found)
+    others_us = rooflines_us("norm", [p for p in found if p != small])
+    assert len(others_us) > 30 and others_us.min() > 2.7
+    assert found[-1].rows < large.rows
+
+
+def test_a_product_grows_on_all_sides_and_stays_as_aligned_as_it_was() -> None:
+    """64 times the flops are 4 times each side; one token, or 40 classes, stay."""
+    square = grown("gemm", Gemm(m=128, n=384, k=100), 64.0, 0.5)
+    assert (square.m, square.n, square.k) == (512, 1536, 400)
+    decoding = grown("gemm", Gemm(m=1, n=1024, k=1024), 16.0, 0.5)
+    assert (decoding.m, decoding.n, decoding.k) == (1, 4096, 4096)
+    assert [aligned(w, 50257) % 2 for w in (1000, 1001.5, 7.2)] == [1, 1, 1]
+    assert aligned(1000, 64) == 1024 and aligned(1000, 8) == 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "point", "grew"),
+    [
+        ("attention", Attention, {"batch"}),
+        ("norm", Norm, {"rows"}),
+        ("reduction", Reduction, {"outer"}),
+    ],
+)
+def test_other_points_grow_along_batches_first(name: str, point: Any, grew: set[str]) -> None:
+    sizes: dict[Any, dict[str, Any]] = {
+        Attention: {"batch": 2, "heads": 8, "kv_heads": 8, "q_len": 256, "kv_len": 256},
+        Norm: {"op": "layer", "rows": 64, "cols": 768},
+        Reduction: {"op": "_softmax", "outer": 64, "size": 1000},
+    }
+    more = {"op": "forward", "head_dim": 64, "causal": True} if point is Attention else {}
+    p = point(**sizes[point], **more)
+    found = grown(name, p, 4.0, 1.0)
+    changed = {k: v for k, v in asdict(found).items() if v != asdict(p)[k]}
+    assert changed.keys() == grew
+    assert changed == {k: 4 * asdict(p)[k] for k in grew}
+
+
+def test_fused_points_keep_whole_inputs_and_results() -> None:
+    """Larger and in other dtypes, too: what is built reads and writes what the row says."""
+    for p in swept("fused"):
+        one = p.numel * itemsize_bytes(p.dtype)
+        inputs, results = p.read_bytes / one, p.written_bytes / one
+        assert inputs in range(1, 5) and results in range(1, 3)
+        assert p.ops >= max(inputs, results)
+
+
+@pytest.mark.parametrize("name", sorted(set(DENSE) - {"fused"}))
+def test_points_of_any_size_build_and_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes are drawn for a limit of 0.2 us, so that a CPU builds them."""
+    monkeypatch.setattr("microbench.sweep.gpu_space.MAX_ROOFLINE_US", 0.2)
+    monkeypatch.setattr("microbench.sweep.gpu_space.MAX_BYTES_FRAC", 7e5 / H100.hbm_bytes)
+    for p in islice(on_gpu(name, grid(name, 1), H100, 1), 60):
+        if name != "recurrent" or p.dtype != "fp16":  # a CPU has none
+            families()[name].build(p, "cpu").run()
+
+
+def test_one_gpu_s_host_has_launches_and_events_first_and_no_wrappers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ops(gpus: int) -> list[str]:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        return [p.op for p in on_gpu("host", grid("host", 0), H100, 0)]
+
+    alone, among = ops(1), ops(2)
+    first = alone.index(OPTIMIZERS[0])
+    assert Counter(alone[:first]) == {"launch": 16, **dict.fromkeys(EVENTS, 8)}
+    assert set(alone[first:]) == set(OPTIMIZERS)
+    assert among[: len(alone)] == alone
+    assert set(among[len(alone) :]) == {*WRAPPERS, *SHARDED} > set(FSDP)
+
+
+def test_weights_on_a_gpu_follow_where_iterations_spend_time(tmp_path: Path) -> None:
+    names = tuple(n for n, f in families().items() if f.ranks == 1 and not f.on_demand)
+    asked = replace(order(tmp_path, *names), device="cuda", hardware=H100.to_dict())
+    expected = {"gemm": 4.0, "conv": 2.0, "attention": 2.0, "embedding_bag": 2.0}
+    expected |= dict.fromkeys(("optimizer", "norm", "elementwise"), 1.5)
+    expected |= {"reduction": 1.0, "host": 1.0, "embedding": 0.5, "index": 0.5}
+    assert Sweep(asked, set()).weight == {n: expected.get(n, 0.2) for n in names}
+
+
+def test_two_of_three_points_are_captured_and_small_ones_few_among_them(tmp_path: Path) -> None:
+    """400 captured norms of 64 KB (0.02 us) and the family's own, mixed for a GPU."""
+    path = tmp_path / "points.json"
+    called = [Norm(op="layer", rows=16 + n, cols=512) for n in range(400)]
+    write_points(path, {"norm": called})
+    found = list(islice(space("norm", path, H100, 0), 300))
+    assert np.mean(rooflines_us("norm", found) < 3) <= 0.15
+    assert sum(p.op == "layer" for p in found) > 200
+
+
+def test_a_batch_norm_on_a_gpu_is_what_a_module_calls() -> None:
+    """torch.batch_norm picks cuDNN there; forward and backward compute what the CPU's path does."""
+    build = families()["norm"].build
+    for op in ("batch", "batch_eval", "batch_backward", "batch_eval_backward"):
+        p = Norm(op=op, rows=4, cols=9, channels=3)
+        torch.manual_seed(0)
+        plain: Any = build(p, "cpu").run()
+        torch.manual_seed(0)
+        chosen = on_device(build, p)
+        called: Any = chosen.run()
+        assert (chosen.baseline is not None) == op.endswith("backward")
+        if op.endswith("backward"):
+            for one, other in zip(plain, called, strict=True):
+                torch.testing.assert_close(one, other)
+        else:  # the CPU's path uses the scale as the shift, too; a shift of 0 is subtracted here
+            shift: Any = (plain[0] - called)[:, :, 0, 0]
+            torch.testing.assert_close(shift, shift[:1].expand_as(shift))
+
+
+def on_device(build: Any, p: Any) -> Any:
+    """Built as for a GPU, on the CPU's tensors."""
+    made: list[Any] = []
+
+    def kept(*given: Any) -> Any:
+        made.extend(given)
+        return None
+
+    with pytest.MonkeyPatch.context() as patched:
+        real = norm._batch_of_models
+        patched.setattr(norm, "_batch_of_models", kept)
+        build(p, "meta")
+    assert made[0] == p and made[1].is_meta
+    shape = made[1].shape
+    x, grad = torch.randn(shape), torch.randn(shape)
+    return real(p, x, grad, torch.rand(p.channels))
+
+
+def test_a_batch_norm_s_backward_runs_no_forward() -> None:
+    for cols in (1, 9):  # one position: two axes, as BatchNorm1d has
+        p = Norm(op="batch_backward", rows=8, cols=cols, channels=3)
+        run, log = on_device(families()["norm"].build, p).run, OpLog()
+        with log:
+            run()
+        assert [c.op for c in log.calls] == ["aten.native_batch_norm_backward.default"]
+        assert len(log.calls[0].args[0].shape) == (2 if cols == 1 else 4)
+        assert find_family(log.calls[0])[1] == p
+
+
+def test_attention_on_a_gpu_wants_gradients_as_in_training() -> None:
+    """Which kernel torch takes may depend on it; one query is decoded without."""
+    sizes: dict[str, Any] = {"batch": 1, "heads": 2, "kv_heads": 2, "kv_len": 16, "head_dim": 16}
+    p = Attention(op="forward", q_len=16, causal=False, **sizes)
+    build = families()["attention"].build
+    results: list[Any] = [
+        build(p, "meta").run(),
+        build(replace(p, q_len=1), "meta").run(),
+        build(p, "cpu").run(),
+    ]
+    assert [r.requires_grad for r in results] == [True, False, False]
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> tuple[Path, list[Gemm], list[Norm]]:
+    """Rows of an H100: products warm and cold, norms; what failed, another GPU, a long load."""
+    kinds = [(op, dtype) for op in ("mm", "addmm") for dtype in ("bf16", "fp32")]
+    products = [
+        Gemm(op=op, m=64 * n, n=64, k=64, dtype=dtype) for op, dtype in kinds for n in range(1, 6)
+    ]
+    norms = swept("norm")[:9]
+    write_rows(tmp_path, "gemm", "one", [(p, "ok", H100.name, {}) for p in products * 2])
+    other = replace(products[0], m=17)
+    odd: list[tuple[Any, str, str, dict[str, Any]]] = [
+        (replace(other, n=18), "oom", H100.name, {}),
+        (replace(other, n=19), "ok", A100.name, {}),
+        (replace(other, n=20), "ok", H100.name, {"load": "sustained"}),
+    ]
+    write_rows(tmp_path, "gemm", "two", odd)
+    write_rows(tmp_path, "norm", "one", [(p, "ok", H100.name, {}) for p in norms])
+    return tmp_path, list(dict.fromkeys(products)), list(dict.fromkeys(norms))
+
+
+def write_rows(root: Path, family: str, part: str, rows: list[Any]) -> None:
+    """A part file whose empty cells turn whole numbers into floats."""
+    given = [
+        {**asdict(p), "status": status, "gpu": gpu, **more, "time_us": 1.0}
+        for p, status, gpu, more in rows
+    ]
+    gap = {"status": "error", "gpu": H100.name, "time_us": np.nan}
+    write_part(root, family, H100.name, pd.DataFrame([*given, gap]), part)
+
+
+def test_measured_points_are_listed_once_with_their_own_types(
+    measured: tuple[Path, list[Gemm], list[Norm]],
+) -> None:
+    root, products, norms = measured
+    found = points_of_rows(root, H100.name)
+    assert found.keys() == {"gemm", "norm"}
+    assert set(found["gemm"]) == set(products) and len(found["gemm"]) == len(products)
+    assert set(found["norm"]) == set(norms)
+    assert all(type(p.m) is int for p in found["gemm"])
+
+
+def test_another_gpu_measures_the_same_points_in_the_same_order(
+    measured: tuple[Path, list[Gemm], list[Norm]], tmp_path: Path
+) -> None:
+    root, products, norms = measured
+    path = tmp_path / "again.json"
+    assert write_measured_points(root, H100.name, path) == len(products) + len(norms)
+    asked = replace(
+        order(tmp_path, "gemm", "norm"),
+        device="cuda",
+        gpu="h200-sxm-141gb",
+        hardware=load_gpu("h200-sxm-141gb").to_dict(),
+        points=str(path),
+        only=True,
+    )
+    chosen = list(all_of(Sweep(asked, set())))
+    for name in ("gemm", "norm"):
+        assert [p for f, p in chosen if f == name] == read_points(path, name)
+    kinds = [(p.op, p.dtype) for f, p in chosen if f == "gemm"]
+    assert len(set(kinds[:4])) == 4  # of five each, which lay kind by kind in the file
+
+
+def all_of(sweep: Sweep) -> Iterator[tuple[str, Any]]:
+    while (found := sweep.choose(0.0)) is not None:
+        family, point, repeat = found
+        sweep.charge(family)
+        if not repeat:
+            yield family.name, point

@@ -1,0 +1,46 @@
+"""What runs right before a timed call, and what is taken off its time."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from microbench.ops.family import Workload
+from microbench.timing.clock import CallCost, Clock
+
+
+class Log(TorchDispatchMode):
+    """Names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def last_op(run: Any) -> str:
+    with Log() as log:
+        run()
+    return log.ops[-1]
+
+
+def test_the_wrapper_is_warm_when_a_call_goes_through_it() -> None:
+    """Cold, torch.ops.aten's wrapper costs more than a small op: no median takes that off."""
+    cost = CallCost(lambda: torch.ones(1))
+    assert last_op(cost.before[True]) == "aten.neg.default"
+    assert last_op(cost.before[False]) == "aten.ones.default"
+
+
+def test_a_small_op_keeps_a_time_of_its_own() -> None:
+    """Of ten tries most lie well above the least that can be reported."""
+    clock, x = Clock(cache_bytes=1e6), torch.ones(64)
+    tries = [
+        clock.time(Workload(run=lambda: torch.ops.aten.sqrt(x)), "warm").time_us for _ in range(10)
+    ]
+    assert statistics.median(tries) > 0.8
