@@ -13,7 +13,7 @@ def builder(module: str, name: str, **sizes: Any) -> Callable[[], Any]:
     """Builds class ``name`` of ``microbench.cases.<module>``, which needs torch, when called."""
 
     def build() -> Any:
-        return getattr(importlib.import_module(f"microbench.cases.{module}"), name)(**sizes)
+        return getattr(importlib.import_module(f"microbench.cases.models.{module}"), name)(**sizes)
 
     return build
 
