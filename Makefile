@@ -4,7 +4,7 @@ BUDGET ?= 5m
 OUT ?= datasets
 PYTHON ?= python3
 
-.PHONY: help setup demo collect campaign train evaluate others bench-public bench-speed bench-scale active predict ui report test lint endurance forecasts clean
+.PHONY: help setup demo collect campaign train evaluate others bench-public shipped shipped-cpu bench-speed bench-scale active predict ui report test test-slow docs lint endurance forecasts clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -41,6 +41,12 @@ others: setup ## after a demo: ten kinds of models that it does not measure, for
 bench-public: setup ## errors on other people's measurements beside baselines (PUBLIC=folder)
 	$(CLI) bench-public $(PUBLIC)
 
+shipped: setup ## rebuild the GPU bundle from public measurements, compare (PUBLIC=folder REPLACE=yes; an hour)
+	$(PY) -m eval.shipped $(PUBLIC) $(if $(REPLACE),--replace)
+
+shipped-cpu: setup ## rebuild the CPU bundle from datasets/, compare (REPLACE=yes; 4 minutes)
+	$(PY) -m eval.shipped --cpu $(if $(REPLACE),--replace)
+
 predict: setup ## forecast one case (CASE=gpt2-small GPU=cpu)
 	$(CLI) predict $(or $(CASE),gpt2-small) --gpu $(or $(GPU),cpu)
 
@@ -59,8 +65,19 @@ ui: setup ## the MLflow UI
 report: demo ## where the demo's report is
 	@echo reports/demo/report.html
 
-test: setup ## run the tests
-	OMP_WAIT_POLICY=passive $(PY) -m pytest
+PYTEST = OMP_WAIT_POLICY=passive $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
+
+test: setup ## run the tests but for the slow ones (4 minutes on 2 cores)
+	$(PYTEST) -m "not slow"
+
+test-slow: setup ## run the slow tests: campaigns with worker processes, an example that trains
+	$(PYTEST) -m slow
+
+docs: .venv/.docs ## build the documentation: reports/docs/index.html
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q -d reports/docs && echo reports/docs/index.html
+
+.venv/.docs: .venv/.installed
+	.venv/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]' && touch $@
 
 lint: setup ## ruff and mypy
 	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy

@@ -1,6 +1,6 @@
-"""The op calls of one step of any model: a named case, a configuration file, or a module.
+"""Captures one step of any model: a named case, a configuration file, or a module.
 
-Captures of cases are kept on disk, under a digest of what they depend on.
+Captures of cases are cached on disk, under a digest of the code and the settings they depend on.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from microbench.step import ALLOWED, StepSettings
 
 DTYPES = (*ALLOWED["dtype"], "fp8")
 CAPTURES = Path(".cache/captures")
+MICROBENCH = Path(__file__).parents[1] / "microbench"
 
 
 def capture_case(
@@ -36,9 +37,10 @@ def capture_case(
     amp: bool = False,
     shallow: bool = False,
 ) -> StepCapture:
-    """One step of a case, captured without running it, from the cache where it is there already.
+    """Capture one step of a case on fake tensors, or read it from the cache.
 
-    ``shallow``: of a list of equal layers two are captured; only plans' forecasts know the rest.
+    ``shallow``: two layers of every list of equal layers are captured, and how many were left out
+    stands in ``repeats``.
     """
     from microbench.capture.cache import cached
 
@@ -46,17 +48,17 @@ def capture_case(
     size = (int(batch or chosen.batch), int(seq or chosen.seq))
     if not size[0]:
         raise ValueError(f"{chosen.name}: a batch is required, and a seq for text")
-    key = repr((chosen.name, chosen.digest, *size, settings, shallow, _code_digest()))
+    key = repr((chosen.name, chosen.digest, *size, settings, shallow, code_digest(MICROBENCH)))
 
     def make() -> StepCapture:
         return _captured(chosen, settings, *size, shallow)
 
-    found = cached(hashlib.sha256(key.encode()).hexdigest()[:24], make, CAPTURES)
-    return with_fp8(found) if dtype == "fp8" else found
+    step = cached(hashlib.sha256(key.encode()).hexdigest()[:24], make, CAPTURES)
+    return with_fp8(step) if dtype == "fp8" else step
 
 
 def _settings(dtype: str, **options: Any) -> StepSettings:
-    """What is captured: of fp8 all in bf16, to be narrowed afterwards."""
+    """The settings of the captured step; fp8 is captured in bf16 and rewritten afterwards."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: allowed are {', '.join(DTYPES)}")
     return StepSettings(dtype="bf16" if dtype == "fp8" else dtype, **options)
@@ -66,15 +68,15 @@ def _captured(
     chosen: EvalCase, settings: StepSettings, batch: int, seq: int, shallow: bool
 ) -> StepCapture:
     from microbench.capture.log import capture_step
-    from microbench.capture.truncate import build_short
-    from microbench.cases.external.user_module import in_short, said_here
+    from microbench.capture.truncate import build_shortened
+    from microbench.cases.external.user_module import is_own_error, one_line_error
 
     repeats: dict[str, int] = {}
 
     def build() -> Any:
         if not shallow:
             return chosen.build()
-        model, cut = build_short(chosen.build)
+        model, cut = build_shortened(chosen.build)
         repeats.update(cut)
         return model
 
@@ -88,21 +90,25 @@ def _captured(
             tokens=batch * seq,
         )
     except Exception as exc:
-        if said_here(exc):
+        if is_own_error(exc):
             raise
-        if shallow:  # a model that counts its layers, or names them, cannot be cut short
+        if shallow:  # a model that indexes its layers cannot be shortened
             return _captured(chosen, settings, batch, seq, shallow=False)
-        raise ValueError(f"{chosen.name} fails without data: {in_short(exc)}") from exc
+        raise ValueError(f"{chosen.name} fails without data: {one_line_error(exc)}") from exc
     return replace(captured, repeats=repeats)
 
 
-def _code_digest() -> str:
-    """Digest of the code a capture depends on: a changed model must not come from the cache."""
-    folder = Path(__file__).parent.parent / "microbench"
-    files = sorted([*folder.glob("cases/**/*.py"), *folder.glob("capture/*.py")])
-    files += [folder / name for name in ("step.py", "opcall.py")]
+def code_files(folder: Path) -> list[Path]:
+    """The files of ``microbench`` that captures depend on: code and assumed numbers."""
+    rooms = [p for room in ("capture", "cases") for p in (folder / room).rglob("*")]
+    files = sorted(p for p in rooms if p.suffix in (".py", ".yaml"))
+    return [*files, *(folder / name for name in ("step.py", "opcall.py", "assumptions.py"))]
+
+
+def code_digest(folder: Path) -> str:
+    """Digest of these files and of torch's version, so that a changed model is captured anew."""
     versions = [_version(name) for name in ("torch", "transformers", "timm")]
-    code = b"".join(p.read_bytes() for p in files)
+    code = b"".join(p.read_bytes() for p in code_files(folder))
     return hashlib.sha256(code + repr(versions).encode()).hexdigest()
 
 
@@ -127,52 +133,65 @@ def capture(
     amp: bool = False,
     whole: bool = False,
 ) -> StepCapture:
-    """One step of a model as its op calls; nothing is run and no tensor is allocated.
+    """Capture one step of a model as op calls; nothing is run and no tensor is allocated.
 
     ``model`` is the name of a case, the Path of a Hugging Face configuration, a torch module, or a
     function that returns a module, (module, inputs) or (module, inputs, loss) and may take
     ``batch`` and ``seq``. ``inputs`` is a tensor, a tuple of positional arguments or a dict by
-    name; a transformers model can do without, given ``batch`` and ``seq``. ``loss`` is a function
-    of the output; "default" takes the output's ``loss``, or the output where it is a scalar; "none"
-    starts backward from the output. ``dtype`` None leaves a module as it is, else it is fp32.
-    fp8 is of the linear layers of blocks alone, the rest is in bf16 (``compose.parallel.fp8``).
-    ``amp``: weights stay in fp32, and the forward pass runs under CUDA's autocast to ``dtype``.
-    Published cases and configurations are captured by two of many equal layers unless ``whole``.
+    name; a transformers model needs none, given ``batch`` and ``seq``. ``loss`` is a function of
+    the output; "default" takes the output's ``loss``, or the output if it is a scalar; "none"
+    starts backward from the output. ``dtype`` None keeps the dtypes of a module and is fp32 for all
+    other models. fp8 applies to the linear layers of blocks, the rest is in bf16
+    (``compose.parallel.fp8``). ``amp``: weights stay in fp32, the forward pass runs under CUDA's
+    autocast to ``dtype``. Two of many equal layers of published cases and configurations are
+    captured, unless ``whole``.
     """
     options: dict[str, Any] = {"mode": mode, "optimizer": optimizer, "attn": attn, "amp": amp}
-    words = loss if isinstance(loss, str) else "default"
+    options["loss"] = start = loss if isinstance(loss, str) else "default"
     if isinstance(model, str | Path):
         if inputs is not None or not isinstance(loss, str):
             raise ValueError(f"{str(model)!r} brings its own inputs and loss")
-        options |= {"loss": words, "dtype": dtype or "fp32"}
-        if isinstance(model, str):
-            chosen = case(model)
-        else:
-            chosen = hf_case(model, mode=mode, loss=words, attn=attn)
-        return capture_case(
-            chosen, batch=batch, seq=seq, shallow=not (whole or chosen.measured), **options
-        )
+        hf = {"mode": mode, "loss": start, "attn": attn}
+        chosen = case(model) if isinstance(model, str) else hf_case(model, **hf)
+        options |= {"dtype": dtype or "fp32", "shallow": not (whole or chosen.measured)}
+        return capture_case(chosen, batch=batch, seq=seq, **options)
+    keep_dtype = dtype is None and hasattr(model, "parameters")
+    settings = _settings(dtype or "fp32", **options)
+    step = _capture_module(model, inputs, loss, settings, batch, seq, keep_dtype)
+    return with_fp8(step) if dtype == "fp8" else step
+
+
+def _capture_module(
+    model: Any,
+    inputs: Any,
+    loss: Callable[[Any], Any] | str,
+    settings: StepSettings,
+    batch: int | None,
+    seq: int | None,
+    keep_dtype: bool,
+) -> StepCapture:
+    """Capture a torch module, or what a function returns."""
     from microbench.cases.external.user_module import (  # needs torch
-        OwnModel,
+        UserModel,
         call_function,
-        capture_own,
+        capture_user_model,
     )
 
-    def make() -> OwnModel:
+    def make() -> UserModel:
         if not hasattr(model, "parameters"):
             return call_function(model, batch, seq)
-        return OwnModel(module=model, inputs=inputs, loss=None if isinstance(loss, str) else loss)
+        return UserModel(module=model, inputs=inputs, loss=None if isinstance(loss, str) else loss)
 
-    keep_dtype = dtype is None and hasattr(model, "parameters")
-    settings = _settings(dtype or "fp32", loss=words, **options)
-    found = capture_own(make, settings, batch=batch, seq=seq, keep_dtype=keep_dtype)
-    return with_fp8(found) if dtype == "fp8" else found
+    return capture_user_model(make, settings, batch=batch, seq=seq, keep_dtype=keep_dtype)
 
 
 def micro_size(
     model: Any, plan: ParallelPlan, batch: int | None, seq: int | None
 ) -> dict[str, Any]:
-    """``batch`` and ``seq`` of one micro-batch on one rank, from those of a replica or a case."""
+    """The batch and sequence length of one micro-batch on one rank.
+
+    ``batch`` is that of a data-parallel replica; None takes a case's own.
+    """
     if isinstance(model, str):
         batch, seq = batch or case(model).batch, seq or case(model).seq
     if batch is None:

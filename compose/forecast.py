@@ -1,4 +1,4 @@
-"""One iteration's forecast: the numbers a person asks for."""
+"""Forecasts one iteration: the numbers that ``predict`` reports."""
 
 from __future__ import annotations
 
@@ -23,8 +23,18 @@ from microbench.opcall import StepCapture
 class Forecast:
     """What ``predict --json`` reports of the slowest rank; iteration = compute + exposed + idle.
 
-    ``idle_by_us`` parts idle time into host gaps, bubble and waiting; ``fits`` is whether memory
-    does.
+    ``idle_by_us`` splits idle time into host gaps, pipeline bubble and waiting for other stages.
+    ``fits``: the peak memory is within the device's.
+
+    ``assumed_frac`` is the share of the iteration that rests on assumed numbers: (compute and
+    exposed communication priced by an assumption + host gaps, as far as the host's time is assumed)
+    / iteration. Each of the three counts by the share of assumed time in all that its lane runs,
+    hidden or not; bubble and waiting count by the share of the rest. By an assumption are priced:
+    host events without a model, ops priced as other ops or by a roofline, attention kernels slower
+    than those measured, collectives without a model, what scaling beyond the measured groups adds,
+    messages over a network whose rate is not stated, and offload copies. ``assumed_by_us`` is that
+    time by assumption. Not counted: assumptions that only shift modelled times, such as how warm
+    the cache is or how much messages and compute slow each other.
     """
 
     gpu: str
@@ -43,8 +53,10 @@ class Forecast:
     tokens_per_s: float
     mfu_frac: float
     unmodelled_frac: float
+    assumed_frac: float
     by_family_us: dict[str, float]
     idle_by_us: dict[str, float] = field(default_factory=dict)
+    assumed_by_us: dict[str, float] = field(default_factory=dict)
     memory_by_bytes: dict[str, int] = field(default_factory=dict)
     world_size: int = 1
     fits: bool = True
@@ -66,7 +78,8 @@ def forecast(
     ``capture`` is one micro-batch of one replica with a rank's part of the sequence: its samples
     are the replica's over ``plan.microbatches``, its length the whole over ``plan.cp``. Without a
     node eight GPUs share one. ``mfu_frac`` counts the flops of gemm, conv and attention against the
-    dense peak of their dtype. Assumed host costs are not ops and not part of ``unmodelled_frac``.
+    dense peak of their dtype. The host's time is not part of ``unmodelled_frac``;
+    where it is assumed, it is part of ``assumed_frac``.
     """
     book, where = price_book(pricer, gpu, threads), cluster(plan, gpu, node)
     model = price_model(capture, plan, book, where)
@@ -84,7 +97,7 @@ def timeline(
     optimizer: str,
     node: Node | None = None,
 ) -> tuple[Sequence[Task], Sequence[Span]]:
-    """When each task of ``forecast`` runs; of a pipeline the last micro-batch and the optimizer.
+    """Tasks and spans of ``forecast``; of a pipeline the last micro-batch and the optimizer.
 
     Every op is a task where the plan is one process or plain DDP and the capture is whole.
     """
@@ -97,7 +110,7 @@ def timeline(
 
 
 def rank_of(plan: ParallelPlan, model: PricedModel, book: PriceBook, where: Cluster) -> Rank:
-    """A rank with all of the model's layers, under the device's stated contention."""
+    """A rank with all layers of the model, each as often as it is there."""
     layers = tuple(x for x in model.layers for _ in range(x.layer.count))
     contention = default_contention(book.gpu)
     return Rank(
@@ -113,9 +126,10 @@ def report(
     book: PriceBook,
     bundle_name: str,
 ) -> Forecast:
-    """An outcome in the words of the command line."""
+    """A simulated iteration as the numbers that ``predict`` reports."""
     low_us, high_us = found.tally.bounds(found.iteration_us)
-    per_s = 1e6 / found.iteration_us if found.iteration_us else 0.0  # us to s, at the edge
+    per_us = 1 / found.iteration_us if found.iteration_us else 0.0
+    per_s = 1e6 * per_us
     replicas = plan.microbatches * plan.dp
     idle = {"host": found.host_gap_us, "bubble": found.bubble_us, "waiting": found.waiting_us}
     return Forecast(
@@ -135,8 +149,10 @@ def report(
         tokens_per_s=capture.tokens * plan.cp * replicas * per_s,
         mfu_frac=found.matmul_s * per_s,
         unmodelled_frac=found.tally.unmodelled_frac,
+        assumed_frac=min(1.0, sum(found.assumed_by_us.values()) * per_us),
         by_family_us=dict(sorted(found.tally.us.items(), key=lambda item: -item[1])),
         idle_by_us=idle,
+        assumed_by_us=found.assumed_by_us,
         memory_by_bytes=found.memory,
         world_size=plan.world_size,
         fits=found.memory_bytes <= book.gpu.hbm_bytes,

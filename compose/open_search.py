@@ -1,4 +1,4 @@
-"""A plan search, opened by the names of a model, a GPU and a node."""
+"""Opens a plan search from the names of a model, a GPU and a node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from compose.pricing.price_book import PriceBook
 from compose.search import Search
 from compose.target import find_bundle, find_gpu
 from microbench.cases.registry import case
-from microbench.hardware.node import load_node
+from microbench.hardware.node import Node, load_node
+from microbench.hardware.spec import Gpu
 
 
 def open_search(
@@ -26,20 +27,14 @@ def open_search(
     bundle: Path | None,
     amp: bool = False,
 ) -> tuple[Search, str]:
-    """A search over plans of a case or of a Hugging Face configuration, and the bundle's name.
+    """Returns a search over plans of a model, and the name of the bundle that prices them.
 
-    ``batch`` and ``seq`` are a case's own unless given; a configuration has none.
+    ``model`` is the name of a case or the path of a Hugging Face configuration. ``batch`` counts
+    samples of a step over all GPUs; without it and ``seq`` a case has its own batch on each GPU.
     """
-    if isinstance(model, str):
-        chosen = case(model)
-        batch, seq = batch or chosen.batch * gpus, seq or chosen.seq
-    if not batch:
-        raise ValueError("--hf-config needs --batch, and --seq for text")
-    folder, found = find_bundle(gpu, bundle)
-    device = find_gpu(gpu, found)
-    place = load_node(node) if node else None
-    if place is not None and place.gpu != device.name:
-        raise ValueError(f"node {place.name!r} holds {place.gpu}, not {device.name}")
+    batch, seq = _size(model, gpus, batch, seq)
+    folder, models = find_bundle(gpu, bundle)
+    device = find_gpu(gpu, models)
     threads = max(1, device.sm_count // gpus) if device.kind == "cpu" else 0
 
     def capture_at(samples: int, length: int) -> Any:
@@ -48,11 +43,31 @@ def open_search(
 
     search = Search(
         capture_at=capture_at,
-        book=PriceBook(found, device, threads),
-        node=place,
+        book=PriceBook(models, device, threads),
+        node=_node(node, device),
         batch=batch,
-        seq=seq or 0,
+        seq=seq,
         optimizer=optimizer,
         amp=amp,
     )
     return search, str(folder)
+
+
+def _size(model: str | Path, gpus: int, batch: int | None, seq: int | None) -> tuple[int, int]:
+    """Returns samples per step and tokens per sample, those of a case where none are stated."""
+    if isinstance(model, str):
+        chosen = case(model)
+        batch, seq = batch or chosen.batch * gpus, seq or chosen.seq
+    if not batch:
+        raise ValueError("--hf-config needs --batch, and --seq for text")
+    return batch, seq or 0
+
+
+def _node(name: str, gpu: Gpu) -> Node | None:
+    """Loads the node, if any; ValueError where it holds other GPUs."""
+    if not name:
+        return None
+    node = load_node(name)
+    if node.gpu != gpu.name:
+        raise ValueError(f"node {node.name!r} holds {node.gpu}, not {gpu.name}")
+    return node

@@ -1,8 +1,12 @@
-"""Legal plans for a number of GPUs, pruned, and the best of them by an objective.
+"""Searches the best parallel plans for a number of GPUs, by branch and bound.
 
-Left out unseen: tensor parallelism across nodes, plans whose parameters, gradients and optimizer
-state alone exceed the memory (a lower bound: layers are never spread more evenly than that), larger
-micro-batches than the smallest that does not fit, and recomputation where all fits without.
+Plans never tried:
+
+- tensor parallelism beyond one link domain (a host, or a rack of GPUs joined by NVLink);
+- plans whose parameters, gradients and optimizer state alone exceed the memory, spread evenly;
+- micro-batches of more than ``LARGEST_MICRO_BATCH`` samples;
+- context parallelism of sequences shorter than ``LONG_SEQUENCE``;
+- recomputation where the plan fits without, ZeRO stage 2, more than two stages per rank.
 """
 
 from __future__ import annotations
@@ -12,28 +16,29 @@ from dataclasses import dataclass, field, replace
 
 from compose.forecast import Forecast, rank_of, report
 from compose.graph.layers import split_layers
-from compose.graph.product_roles import casts_as_weights
+from compose.graph.product_roles import alias_weight_casts
 from compose.parallel.ep import expert_weights
 from compose.parallel.plan import ParallelPlan, micro_batch
-from compose.pricing.collectives import cluster
+from compose.pricing.collectives import cluster, gpus_per_domain
 from compose.pricing.layer_prices import price_model
 from compose.pricing.optimizer import STATE_COPIES
 from compose.pricing.price_book import PriceBook
 from compose.simulate.iteration import evaluate, quick_us
 from compose.simulate.rank import Rank
 from compose.simulate.stage_rank import chunks_of, least_us, memory
+from microbench.assumptions import assumed
 from microbench.hardware.node import Node
 from microbench.opcall import StepCapture
 
 OBJECTIVES = ("time", "cost", "memory")
-MISFIT = 1e18  # added to the score of a plan that does not fit: all that fit come first
-LARGEST_MICRO_BATCH = 8
-LONG = 8192  # tokens from which context parallelism is tried
+MISFIT_PENALTY = 1e18  # added to the score of plans that exceed the memory: they come last
+LARGEST_MICRO_BATCH: int = assumed(__file__, "largest_micro_batch")
+LONG_SEQUENCE: int = assumed(__file__, "long_sequence")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A plan with its time and memory."""
+    """A plan with its simulated time and its memory."""
 
     plan: ParallelPlan
     iteration_us: float
@@ -41,20 +46,21 @@ class Scored:
     fits: bool
 
     def score(self, objective: str) -> float:
-        """Smaller is better; a plan that does not fit comes after all that do."""
+        """The number to minimise; plans that exceed the memory come after all others."""
         values = {
             "time": self.iteration_us,
             "cost": self.iteration_us * self.plan.world_size,
             "memory": float(self.memory_bytes),
         }
-        return values[objective] + (0.0 if self.fits else MISFIT)
+        return values[objective] + (0.0 if self.fits else MISFIT_PENALTY)
 
 
 @dataclass
 class Search:
-    """Evaluates plans of one model on one kind of GPU; what plans share is done once.
+    """Evaluates plans of one model on one kind of GPU; captures and prices are shared by plans.
 
-    ``capture_at(batch, seq)`` captures one micro-batch; ``batch`` is samples per step over all.
+    ``capture_at(batch, seq)`` captures one micro-batch; ``batch`` counts the samples of a step over
+    all replicas.
     """
 
     capture_at: Callable[[int, int], StepCapture]
@@ -65,10 +71,10 @@ class Search:
     optimizer: str
     amp: bool = False
     captures: dict[tuple[int, int], StepCapture] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)  # plan to rule
+    refused: dict[str, str] = field(default_factory=dict)  # plan -> the rule it breaks
 
     def capture(self, plan: ParallelPlan) -> StepCapture:
-        """One micro-batch of a replica."""
+        """The captured step of one micro-batch of a replica."""
         if self.batch % plan.dp:
             raise ValueError(f"plan {str(plan)!r}: dp does not divide {self.batch} samples")
         key = micro_batch(plan, self.batch // plan.dp, self.seq)
@@ -77,12 +83,12 @@ class Search:
         return self.captures[key]
 
     def rank(self, plan: ParallelPlan) -> Rank:
-        """A rank of the plan, from layers priced once per cut and placement of tp, cp and ep."""
+        """A rank of the plan; plans with the same tp, cp and ep share its priced layers."""
         capture, where = self.capture(plan), cluster(plan, self.book.gpu, self.node)
         return rank_of(plan, price_model(capture, plan, self.book, where), self.book, where)
 
     def allowed(self, plan: ParallelPlan) -> Rank | None:
-        """A rank of the plan; None where a rule forbids it (``refused`` says which)."""
+        """A rank of the plan; None where a rule forbids the plan (``refused`` says which)."""
         try:
             rank = self.rank(plan)
             chunks_of(rank)
@@ -92,25 +98,25 @@ class Search:
         return rank
 
     def scored(self, rank: Rank, iteration_us: float) -> Scored:
-        """A plan with its memory and a time."""
+        """The rank's plan with this time, and its memory."""
         nbytes = sum(memory(rank, self.optimizer).values())
         fits = nbytes <= self.book.gpu.hbm_bytes
         return Scored(plan=rank.plan, iteration_us=iteration_us, memory_bytes=nbytes, fits=fits)
 
     def simulated(self, rank: Rank) -> Scored:
-        """A plan with its memory and its iteration."""
+        """The rank's plan with its simulated iteration time, and its memory."""
         return self.scored(rank, quick_us(rank, self.optimizer))
 
     def report(self, plan: ParallelPlan, bundle_name: str) -> Forecast:
-        """The plan's whole forecast."""
+        """The whole forecast of a plan."""
         rank = self.rank(plan)
-        found = evaluate(rank, self.optimizer)
-        return report(found, self.capture(plan), plan, rank.model, self.book, bundle_name)
+        outcome = evaluate(rank, self.optimizer)
+        return report(outcome, self.capture(plan), plan, rank.model, self.book, bundle_name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The best plans; ``considered`` were bounded, ``simulated`` of them simulated."""
+class SearchResult:
+    """The best plans; ``considered`` counts legal plans, ``simulated`` those of them simulated."""
 
     best: list[Scored]
     considered: int
@@ -119,23 +125,24 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounded:
-    """A plan that no rule forbids, and the least it can score."""
+    """A rank of a legal plan, and a lower bound of the plan's score."""
 
-    least: float
+    lower_bound: float
     rank: Rank
 
     @property
     def plan(self) -> ParallelPlan:
-        """The plan itself."""
+        """The plan of the rank."""
         return self.rank.plan
 
 
 def bounded_plans(
     search: Search, gpus: int, objective: str, on_plan: Callable[[int], None] = lambda n: None
 ) -> list[Bounded]:
-    """All legal plans on ``gpus`` GPUs (or fewer, where cost counts), by the least they can score.
+    """Returns all legal plans on ``gpus`` GPUs, by the lower bound of their score.
 
-    Deterministic, so that workers on many machines agree on the order.
+    For objective "cost" also plans on a half, a quarter... of the GPUs. The order is deterministic,
+    so that workers on many machines agree on it.
     """
     if objective not in OBJECTIVES:
         raise ValueError(f"objective {objective!r}: allowed are {', '.join(OBJECTIVES)}")
@@ -144,21 +151,21 @@ def bounded_plans(
     worlds = [gpus]
     while objective == "cost" and worlds[-1] % 2 == 0:
         worlds.append(worlds[-1] // 2)
-    found: list[Bounded] = []
+    plans: list[Bounded] = []
     for world in worlds:
-        for plan in _candidates(search, world):
-            on_plan(len(found))
-            found += _bounded(search, plan, objective)
-    return sorted(found, key=lambda b: b.least)
+        for plan in candidate_plans(search, world):
+            on_plan(len(plans))
+            plans += _bounded(search, plan, objective)
+    return sorted(plans, key=lambda b: b.lower_bound)
 
 
 def _bounded(search: Search, plan: ParallelPlan, objective: str) -> Iterator[Bounded]:
-    """A legal plan with its bound; where it does not fit, recomputed as well."""
+    """Yields a legal plan with its bound; where it exceeds the memory, with recomputation too."""
     rank = search.allowed(plan)
     if rank is None:
         return
     scored = search.scored(rank, least_us(rank))
-    yield Bounded(least=scored.score(objective), rank=rank)
+    yield Bounded(lower_bound=scored.score(objective), rank=rank)
     if not scored.fits and not plan.recompute:
         yield from _bounded(search, replace(plan, recompute="full"), objective)
 
@@ -169,35 +176,35 @@ def best_plans(
     objective: str,
     count: int = 10,
     on_plan: Callable[[int], None] = lambda n: None,
-) -> Found:
-    """The best plans: a branch-and-bound search.
+) -> SearchResult:
+    """Returns the ``count`` best plans, found by branch and bound.
 
-    Plans are taken by the least that they can score; once that is more than what the last of the
-    best scores, no other plan can be among them.
+    Plans are simulated in order of their lower bounds, until the next bound is no better than the
+    score of the last of the best.
     """
     waiting = bounded_plans(search, gpus, objective, on_plan)
     best: list[Scored] = []
     simulated = 0
     for bounded in waiting:
-        if len(best) == count and bounded.least >= best[-1].score(objective):
+        if len(best) == count and bounded.lower_bound >= best[-1].score(objective):
             break
         simulated += 1
         best.append(search.simulated(bounded.rank))
         best = sorted(best, key=lambda s: s.score(objective))[:count]
-    return Found(best=best, considered=len(waiting), simulated=simulated)
+    return SearchResult(best=best, considered=len(waiting), simulated=simulated)
 
 
-def _candidates(search: Search, world: int) -> Iterator[ParallelPlan]:
-    """Legal degrees for a number of GPUs, but for what needs the layers to see."""
-    per_node = search.node.gpus_per_node if search.node else 8
+def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:
+    """Yields the plans to try on ``world`` GPUs; rules about layers are checked later."""
+    domain = gpus_per_domain(search.book.gpu, search.node)
     first = search.capture_at(1, search.seq)
-    parts = split_layers(first)
-    size = sum(x.parameter_bytes * x.count for x in parts)
-    layers = sum(x.count for x in parts)
-    long = search.seq >= LONG
-    experts = {p.shape[0] for p in expert_weights(casts_as_weights(first)).values()}
+    folded = split_layers(first)
+    parameter_bytes = sum(x.parameter_bytes * x.count for x in folded)
+    layers = sum(x.count for x in folded)
+    long = search.seq >= LONG_SEQUENCE
+    experts = {p.shape[0] for p in expert_weights(alias_weight_casts(first)).values()}
     for tp in _divisors(world):
-        if tp > per_node:
+        if tp > domain:
             continue
         for pp in _divisors(world // tp):
             if pp > layers:
@@ -209,19 +216,21 @@ def _candidates(search: Search, world: int) -> Iterator[ParallelPlan]:
                 for ep in _divisors(dp) if experts else [1]:
                     if not any(n % ep for n in experts):
                         degrees = ParallelPlan(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, amp=search.amp)
-                        yield from _variants(search, degrees, size)
+                        yield from _variants(search, degrees, parameter_bytes)
 
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _variants(search: Search, degrees: ParallelPlan, size: int) -> Iterator[ParallelPlan]:
-    """Plans of these degrees: what is sharded and cut, schedules, micro-batches."""
+def _variants(
+    search: Search, degrees: ParallelPlan, parameter_bytes: int
+) -> Iterator[ParallelPlan]:
+    """Yields plans of these degrees with every ZeRO stage, sp, schedule and micro-batch."""
     replica, pp = search.batch // degrees.dp, degrees.pp
     sizes = [b for b in _divisors(replica) if b <= LARGEST_MICRO_BATCH]
     for zero in (0, 1, 3) if degrees.dp * degrees.cp > 1 else (0,):
-        if _least_bytes(search, zero, degrees, size) > search.book.gpu.hbm_bytes:
+        if _least_bytes(search, zero, degrees, parameter_bytes) > search.book.gpu.hbm_bytes:
             continue
         for sp in (False, True) if degrees.tp > 1 else (False,):
             for schedule, virtual in _schedules(pp):
@@ -245,10 +254,14 @@ def _schedules(pp: int) -> list[tuple[str, int]]:
     return [("1f1b", 1), ("interleaved", 2), ("zb", 1)] if pp > 1 else [("1f1b", 1)]
 
 
-def _least_bytes(search: Search, zero: int, degrees: ParallelPlan, size: int) -> float:
-    """Parameters, gradients and optimizer state if they were spread evenly, all in experts."""
-    own = size / (degrees.tp * degrees.pp * degrees.ep)
-    state, replicas = STATE_COPIES[search.optimizer] * own, degrees.dp * degrees.cp / degrees.ep
+def _least_bytes(search: Search, zero: int, degrees: ParallelPlan, parameter_bytes: int) -> float:
+    """Lower bound of a rank's parameters, gradients and optimizer state in bytes.
+
+    As if layers were spread evenly and ep cut all parameters.
+    """
+    per_rank = parameter_bytes / (degrees.tp * degrees.pp * degrees.ep)
+    state = STATE_COPIES[search.optimizer] * per_rank
+    replicas = degrees.dp * degrees.cp / degrees.ep
     if zero == 3:
-        return (2 * own + state) / replicas
-    return 2 * own + (state / replicas if zero else state)
+        return (2 * per_rank + state) / replicas
+    return 2 * per_rank + (state / replicas if zero else state)

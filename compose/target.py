@@ -1,4 +1,4 @@
-"""Bundle, device, plan and node behind the names a user gives; the forecast of a step on them."""
+"""Finds bundle, device, plan and node by the names a user gives, and forecasts a step on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOCAL = (Path("runs/demo/bundle"), Path("bundles/local"))
 
 
 def find_bundle(gpu: str, path: Path | None = None) -> tuple[Path, Bundle]:
-    """The bundle at ``path``; else a local one that knows this machine; else one that ships."""
+    """The bundle at ``path``; else a local one with this device's rows; else a shipped one."""
     if path is not None:
         return path, _load(path)
     name = cpu_name() if gpu == "cpu" else gpu
@@ -36,16 +36,16 @@ def find_bundle(gpu: str, path: Path | None = None) -> tuple[Path, Bundle]:
 
 
 def _load_local(folder: Path) -> Bundle | None:
-    """None, and a word about it, where an older version left it."""
+    """The bundle in a folder; None, with a warning, where it is of another format version."""
     try:
         return _load(folder)
     except ValueError as exc:
-        logger.warning("passed over: %s", exc)
+        logger.warning("local bundle ignored: %s", exc)
         return None
 
 
 def _load(folder: Path) -> Bundle:
-    """The bundle, read once as long as its facts stay the same file."""
+    """The bundle in a folder, read once until its ``bundle.json`` changes."""
     facts = folder / "bundle.json"
     return _load_at(folder, facts.stat().st_mtime_ns if facts.is_file() else 0)
 
@@ -56,14 +56,14 @@ def _load_at(folder: Path, changed_ns: int) -> Bundle:
 
 
 def find_gpu(name: str, bundle: Bundle) -> Gpu:
-    """The GPU by name or file; ``cpu`` is the machine at hand, or else the bundle's only CPU."""
+    """The GPU by name or file; ``cpu`` is this machine's CPU, or else one of the bundle."""
     if name in bundle.gpus:
         return bundle.gpus[name]
     if name != "cpu":
         return _shipped_gpu(name) if name in gpu_names() else load_gpu(name)
     cpus = {n: g for n, g in bundle.gpus.items() if g.kind == "cpu"}
     if not cpus:
-        raise ValueError(f"gpu 'cpu': the bundle knows no CPU; known: {sorted(bundle.gpus)}")
+        raise ValueError(f"gpu 'cpu': the bundle has no CPU; it has {sorted(bundle.gpus)}")
     return cpus.get(cpu_name(), next(iter(cpus.values())))
 
 
@@ -84,7 +84,7 @@ def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a step is forecast on."""
+    """Bundle, device, plan and node of a forecast; ``threads`` of a rank on a CPU, else 0."""
 
     bundle: Bundle
     bundle_name: str
@@ -95,7 +95,7 @@ class Target:
 
 
 def find_target(gpu: str = "cpu", plan: str = "", bundle: Path | None = None) -> Target:
-    """The bundle, device, plan and node behind their names."""
+    """The target by the names of its device, plan and bundle."""
     parsed = ParallelPlan.parse(plan)
     folder, found = find_bundle(gpu, bundle)
     device = find_gpu(gpu, found)
@@ -118,24 +118,19 @@ def forecast_step(step: StepCapture, target: Target) -> Forecast:
         target.plan,
         bundle_name=target.bundle_name,
         threads=target.threads,
-        optimizer=optimizer_of(step),
+        optimizer=step.optimizer,
         node=target.node,
     )
 
 
-def optimizer_of(step: StepCapture) -> str:
-    """The optimizer that a captured step ran."""
-    return next((name for name in ("adamw", "sgd") if f"{name}_step" in step.host), "none")
-
-
 def timeline_of(step: StepCapture, target: Target) -> tuple[Sequence[Task], Sequence[Span]]:
-    """What runs when on the slowest rank, lane by lane."""
+    """Tasks and spans of the slowest rank."""
     return timeline(
         step,
         target.bundle,
         target.gpu,
         target.plan,
         threads=target.threads,
-        optimizer=optimizer_of(step),
+        optimizer=step.optimizer,
         node=target.node,
     )

@@ -1,1 +1,1 @@
-"""Predicted against measured, MLflow, reports."""
+"""Forecasts compared with measurements: tables, plots, reports, MLflow runs."""

@@ -1,7 +1,7 @@
-"""Error against minutes of sweep, random and active: `python -m eval.active ROOT [--gpu NAME]`.
+"""Replay a sweep with points chosen at random or actively: `python -m eval.active ROOT --gpu NAME`.
 
-A replay: the points are rows measured already, only their order is chosen anew. Shapes held out
-judge trees fitted on what has been measured until then.
+The points come from rows that were measured already; only their order is chosen anew. After each
+pass, trees are fitted on the points taken so far and scored on held-out shapes.
 """
 
 from __future__ import annotations
@@ -17,26 +17,35 @@ import numpy as np
 import pandas as pd
 from rich.console import Console
 
-from learners.active import boosted, doubt, drawn, expected_cost_s, point_ids, swept_families
+from learners.active import (
+    boosted,
+    disagreement,
+    expected_cost_s,
+    point_ids,
+    sampling_keys,
+    swept_families,
+)
 from learners.family_model import prepare
-from learners.models.regressors import Array, Table, group_split
+from learners.models.training_table import Array, Table, group_split
 from learners.train import errors, hardware_of, usable_rows
 from microbench.ops import families
 from microbench.sweep.gpu_chunks import SAMPLES, SAMPLING_US
 
 HELD_SHARE = 0.2
 SHARES = (1 / 8, 1 / 4, 1 / 2)  # of the pool's minutes: passes end there,
-BUDGET_MIN = 10.0  # and here, the budget of issue 3's last row
-POINT_S = 0.02  # what a point costs beside its samples, where rows do not say what they took
+BUDGET_MIN = 10.0  # and here, the length of a usual sweep
+POINT_S = 0.02  # time to build and probe a point, where rows have no cost_s
 STRATEGIES = ("random", "active")
 SEEDS = 3
 
 
 @dataclass(slots=True, kw_only=True)
 class Pool:
-    """One family's rows: ``held`` judge, points of the others can be ``taken``.
+    """One family's measured rows, divided into held-out rows and points that can be taken.
 
-    ``ids`` is each row's point, ``cost_s`` what measuring that point took, by point ``cost_of``.
+    ``held`` are positions of held-out rows. ``ids`` is the point number of each row, ``cost_s`` the
+    seconds that measuring this point took; ``cost_of`` has the same by point number. ``left`` are
+    points not taken yet, ``spent_s`` the cost of those taken.
     """
 
     name: str
@@ -50,17 +59,17 @@ class Pool:
     spent_s: float = 0.0
 
     def take(self, point: int) -> float:
-        """Measure it; its cost in seconds."""
+        """Count a point as measured and return its cost in seconds."""
         self.taken.append(point)
         self.spent_s += self.cost_of[point]
         return self.cost_of[point]
 
     def known(self) -> Array:
-        """Rows of the points taken."""
+        """Positions of the rows of all points taken so far."""
         return np.flatnonzero(np.isin(self.ids, self.taken))
 
     def errors(self) -> dict[str, float]:
-        """Of trees fitted on the rows known, on those held out."""
+        """Errors on the held-out rows of trees fitted on the points taken so far."""
         known, table = self.known(), self.table
         trees = boosted(table.x[known], table.log_ratio[known])
         guess = table.roofline_us[self.held] * np.exp(trees.inplace_predict(table.x[self.held]))
@@ -69,7 +78,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """Errors after so many minutes, means over families, and how many points were measured."""
+    """Mean errors over families, and the number of points measured, after so many minutes."""
 
     minutes: float
     points: int
@@ -78,7 +87,10 @@ class Pass:
 
 
 def make_pools(root: Path, gpu: str, seed: int) -> list[Pool]:
-    """Rows measured once of all families that a sweep covers, a fifth of the shapes held out."""
+    """A pool for every swept family with rows of the GPU; a fifth of the shapes is held out.
+
+    Repeated measurements (``repeat`` > 0) are left out.
+    """
     pools = []
     for name, rows in usable_rows([root], swept_families(None)).items():
         once = rows["repeat"].fillna(0) == 0 if "repeat" in rows else True
@@ -107,7 +119,10 @@ def make_pools(root: Path, gpu: str, seed: int) -> list[Pool]:
 
 
 def row_cost_s(rows: pd.DataFrame) -> Array:
-    """What each row took; where none says, what a chunk on a GPU would queue, and POINT_S."""
+    """Seconds that measuring each row took: its ``cost_s``, or an estimate from its time.
+
+    The estimate is POINT_S plus the samples that a chunk of a GPU sweep would take.
+    """
     if "cost_s" in rows and rows["cost_s"].notna().all():
         return rows["cost_s"].to_numpy(dtype=float)
     us = rows["time_us"].to_numpy(dtype=float)
@@ -117,7 +132,10 @@ def row_cost_s(rows: pd.DataFrame) -> Array:
 def in_shares(
     pools: Sequence[Pool], queues: Sequence[Sequence[int]], shares: Sequence[float]
 ) -> Iterator[tuple[Pool, int]]:
-    """Points in the order of their queues, the pool next that is furthest behind its share."""
+    """Points of several queues, interleaved so that time is divided in proportion to ``shares``.
+
+    The next point is of the pool with the least time spent relative to its share.
+    """
     before = [pool.spent_s for pool in pools]
     left = {number: iter(queue) for number, queue in enumerate(queues)}
     while left:
@@ -130,26 +148,29 @@ def in_shares(
 
 
 def at_random(pools: Sequence[Pool]) -> Iterator[tuple[Pool, int]]:
-    """As a sweep goes: every family gets the same share of time."""
+    """All points in random order; every family gets the same share of time, as in a sweep."""
     return in_shares(pools, [pool.left for pool in pools], [1.0] * len(pools))
 
 
 def by_doubt(pools: Sequence[Pool], seed: int) -> Iterator[tuple[Pool, int]]:
-    """As ``learners.active`` ranks what is left."""
+    """All points as ``learners.active`` ranks them: where models disagree most, per second."""
     queues, shares = [], []
     for pool in pools:
         known, asked = pool.known(), np.flatnonzero(np.isin(pool.ids, pool.left))
-        found = doubt(pool.table, known, asked)
+        found = disagreement(pool.table, known, asked)
         cost_s = expected_cost_s(pool.table.x, pool.cost_s, known, asked)
         points = pd.Series(found.spread / cost_s).groupby(pool.ids[asked]).mean()
-        order = np.argsort(-drawn(points.to_numpy(), seed))
+        order = np.argsort(-sampling_keys(points.to_numpy(), seed))
         queues.append(points.index.to_numpy()[order].tolist())
         shares.append(found.error)
     return in_shares(pools, queues, shares)
 
 
 def replay(pools: Sequence[Pool], strategy: str, minutes: Sequence[float]) -> list[Pass]:
-    """The first pass is random; then each pass starts from models of the ones before."""
+    """Errors after each of ``minutes``; the first pass is random.
+
+    Each later pass of strategy "active" ranks the points left by models of those taken before.
+    """
     found, spent_s = [], 0.0
     for number, until in enumerate(minutes):
         active = strategy == "active" and number > 0
@@ -173,13 +194,13 @@ def replay(pools: Sequence[Pool], strategy: str, minutes: Sequence[float]) -> li
 
 
 def passes(pools: Sequence[Pool]) -> list[float]:
-    """Minutes after which errors are taken: shares of all there is, and ten where there is more."""
+    """Minutes after which errors are computed: SHARES of the whole pool, and BUDGET_MIN."""
     whole = sum(pool.cost_of[point] for pool in pools for point in pool.left) / 60
     return sorted({*(whole * share for share in SHARES), *([BUDGET_MIN] * (whole > BUDGET_MIN))})
 
 
 def averaged(runs: Sequence[Sequence[Pass]]) -> list[Pass]:
-    """Pass by pass the means over seeds."""
+    """The mean of several runs, pass by pass."""
     return [
         Pass(
             minutes=same[0].minutes,
@@ -192,7 +213,7 @@ def averaged(runs: Sequence[Sequence[Pass]]) -> list[Pass]:
 
 
 def compare(root: Path, gpu: str, seeds: int) -> dict[str, list[Pass]]:
-    """Both strategies on the same pools, means over seeds."""
+    """Mean errors of both strategies over ``seeds`` runs on the same pools."""
     runs: dict[str, list[list[Pass]]] = {strategy: [] for strategy in STRATEGIES}
     for seed in range(seeds):
         for strategy in STRATEGIES:
@@ -202,7 +223,10 @@ def compare(root: Path, gpu: str, seeds: int) -> dict[str, list[Pass]]:
 
 
 def minutes_for(passes: Sequence[Pass], median_ape_pct: float) -> float:
-    """Minutes until the error is that low, between passes by logarithms; NaN if it never is."""
+    """Minutes until the median error falls to ``median_ape_pct``; NaN if it never does.
+
+    Between passes the logarithm of minutes is interpolated linearly in the error.
+    """
     for before, after in pairwise(passes):
         if after.median_ape_pct <= median_ape_pct:
             x = [after.median_ape_pct, before.median_ape_pct]
@@ -212,7 +236,7 @@ def minutes_for(passes: Sequence[Pass], median_ape_pct: float) -> float:
 
 
 def markdown(gpu: str, found: Mapping[str, Sequence[Pass]], seeds: int) -> str:
-    """A row per pass; last, when active is as good as random in the end."""
+    """A Markdown table with a row per pass, and when active reaches random's last median error."""
     text = [
         f"Held-out shapes of {gpu}, means over families and {seeds} seeds, %",
         "",
@@ -228,13 +252,13 @@ def markdown(gpu: str, found: Mapping[str, Sequence[Pass]], seeds: int) -> str:
     needed = minutes_for(found["active"], last.median_ape_pct)
     text += [
         "",
-        f"random's median after {last.minutes:.2f} minutes: active has it after {needed:.2f}",
+        f"active reaches random's median of {last.minutes:.2f} minutes after {needed:.2f} minutes",
     ]
     return "\n".join(text) + "\n"
 
 
 def plot(gpu: str, found: Mapping[str, Sequence[Pass]]) -> Any:
-    """Median and p90 error against minutes, on log axes."""
+    """Plot median and 90th-percentile error against minutes of sweep, on log axes."""
     from matplotlib.figure import Figure  # lazy: a replay without a plot need not pay for it
 
     figure = Figure(figsize=(6.4, 4.4), layout="constrained")
@@ -253,12 +277,12 @@ def plot(gpu: str, found: Mapping[str, Sequence[Pass]]) -> Any:
 
 
 def main() -> None:
-    """Replay, print, write and log."""
+    """Run the command line: replay, print the table, write it with a plot, log to MLflow."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("root", type=Path, help="dataset root")
-    parser.add_argument("--gpu", required=True, help="whose rows")
-    parser.add_argument("--seeds", type=int, default=SEEDS)
-    parser.add_argument("--out", type=Path, default=Path("reports/active"))
+    parser.add_argument("--gpu", required=True, help="GPU whose rows are replayed")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="runs to average over")
+    parser.add_argument("--out", type=Path, default=Path("reports/active"), help="report folder")
     asked = parser.parse_args()
     from eval.tracking import log_active
 

@@ -1,4 +1,4 @@
-"""Forecasts beside measured iterations: which rows, the comparison, its table."""
+"""Compare forecasts with measured iterations: select rows, forecast each, make the table."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ console = Console()
 
 
 def measured_rows(root: Path, names: Sequence[str] | None) -> pd.DataFrame:
-    """Rows of measured iterations that state their model; ValueError where there are none."""
+    """Rows of measured iterations under a dataset root whose model can be built.
+
+    ``names`` restricts them to these cases. ValueError where there are none.
+    """
     rows = read_rows([root], "iteration")
     if len(rows):
         rows = rows[rows["status"] == "ok"]
@@ -55,7 +58,11 @@ def measured_rows(root: Path, names: Sequence[str] | None) -> pd.DataFrame:
 
 
 def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows that state their model; those of models we cannot build are counted on the console."""
+    """Rows of a known case or with a configuration; how many are left out is printed.
+
+    Missing settings get their defaults. ``amp`` is cleared under FSDP, which casts the weights it
+    gathers instead.
+    """
     known = rows["case"].isin(case_names())
     if "hf_config" in rows:
         known |= rows["hf_config"].notna()
@@ -71,10 +78,10 @@ def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare_all(rows: pd.DataFrame, folder: Path | None) -> list[CaseResult]:
-    """Every measured iteration beside its forecast from op models alone.
+    """Forecast every measured iteration; no model is trained on iterations.
 
-    ``folder`` None: the bundle that ``predict`` would take for each GPU. What cannot be forecast is
-    named on the console, with the reason, once per reason.
+    ``folder`` is the bundle; None takes the one that ``predict`` would take for each GPU. Rows that
+    cannot be forecast are counted by reason and printed.
     """
     asked = [c for c in (*ASKED, "hf_config") if c in rows]
     groups = list(rows.groupby(asked, dropna=False, sort=False))
@@ -97,7 +104,11 @@ def compare_all(rows: pd.DataFrame, folder: Path | None) -> list[CaseResult]:
 def _compare(
     asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None, varied: Sequence[str]
 ) -> CaseResult:
-    """One iteration; ``varied`` are the settings that tell its model from others of that name."""
+    """Compare one iteration, measured once or several times, with its forecast.
+
+    ``varied`` are settings that differ between rows of the same case; they become part of the
+    model's name.
+    """
     target = find_target(str(asked["gpu"]), str(asked["plan"]), folder)
     if target.gpu.kind == "cpu":
         target = replace(target, threads=int(rows["threads"].iloc[0]))
@@ -125,7 +136,11 @@ def _compare(
 
 
 def step_of(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
-    """The step a row states: its model and sizes, how it is launched, its layouts and kernels."""
+    """Capture the step that a measured row describes.
+
+    Its model, sizes and settings, the engine that launches it, its memory format and its attention
+    kernel.
+    """
     model = model_of(asked)
     size = micro_size(model, plan, int(asked["batch"]), int(asked["seq"]))
     options = {n: asked[n] for n in SETTINGS if n in asked}
@@ -135,7 +150,7 @@ def step_of(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
 
 
 def model_of(asked: Mapping[str, Any]) -> str | Path:
-    """A case by name, or the configuration of the row as a file."""
+    """The model of a measured row: the name of a case, or a file with the row's configuration."""
     config = asked.get("hf_config")
     if not isinstance(config, str):
         return str(asked["case"])
@@ -148,7 +163,7 @@ def model_of(asked: Mapping[str, Any]) -> str | Path:
 def _at_reference_us(
     rows: pd.DataFrame, bundle: Bundle, found: Forecast, step: StepCapture
 ) -> Iterator[float]:
-    """Measured times by repeat, at the speed the ops were learned at."""
+    """Measured times in us by repeat, scaled to the machine speed at which ops were learned."""
     calls = Counter(family.name for family, _ in map(find_family, step.calls) if family is not None)
     yield from iterations_at_reference_us(
         rows.sort_values("repeat") if "repeat" in rows else rows,
@@ -162,7 +177,7 @@ def _at_reference_us(
 def report_comparison(
     out: Path, results: Sequence[CaseResult], rows: pd.DataFrame, fit: dict[str, Any]
 ) -> None:
-    """Table on the console, report and plots under ``out``, all of it in MLflow."""
+    """Print the table, write report and plots to ``out``, and log all of it to MLflow."""
     if not results:
         raise ValueError("nothing could be forecast")
     from eval.report import write_report
@@ -182,11 +197,11 @@ def report_comparison(
 
 
 def results_table(results: Sequence[CaseResult]) -> Table:
-    """Predicted against measured, with the error and the noise floor."""
+    """A table of predicted and measured times with signed error and retest error."""
     table = Table(title="predicted against measured training iterations")
     for head in ("case", "plan", "predicted ms", "measured ms", "error %", "retest %"):
         table.add_column(head, justify="left" if head in ("case", "plan") else "right")
-    table.add_column("unmodelled %", justify="right")
+    table.add_column("no model %", justify="right")
     for r in results:
         table.add_row(
             r.case,

@@ -1,7 +1,7 @@
-"""How well models trained on one GPU's own rows forecast it: tables of what was measured, errors.
+"""Tables of ``itercast gpu-report``: errors of models trained on the rows of one GPU.
 
-Op families are scored on shapes left out of training, iterations as a whole (no model is trained on
-them), and a second GPU by models that never saw a row of it.
+Op families are scored on held-out shapes and iterations as a whole (no model is trained on them).
+A second GPU is forecast by models that were not trained on any row of it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from rich.table import Table
 
 from eval.results import CaseResult
 from learners.bundle import Bundle
-from learners.features.table import ordinary
+from learners.features.table import without_load
 from learners.train import errors, hardware_of, usable_rows
 from microbench.ops import families
 from microbench.store import read_hardware, read_rows
 
-# What is aimed at: the median error of a family, geometric mean errors of iterations.
+# Targets: the median error of a family, geometric mean errors of iterations.
 OPS_MEDIAN_PCT = 4.0
 ITERATIONS_GEOMEAN_PCT = {"DLRM": 3.0, "transformers": 2.0}
 KINDS: Mapping[str, Callable[[str], bool]] = {
@@ -37,20 +37,20 @@ COLUMNS = {
     "geomean": "geomean_ape_pct",
     "retest": "retest_ape_pct",
 }
-Scored = tuple[str, Mapping[str, float], str]  # what, its errors in %, the target in words
+Scored = tuple[str, Mapping[str, float], str]  # name, errors in %, target as text
 
 
 def measured_table(root: Path, gpu: str) -> Table:
-    """Rows of each family by status, and the most frequent reason of those that failed.
+    """A table of row counts by family and status, with the most frequent reason for a failure.
 
-    Products repeated for seconds (``load``) are not counted: no model is trained on them.
+    Products repeated for seconds (sustained load) are not counted: no model is trained on them.
     """
     table = Table(title=f"rows of {gpu}")
     for head in ("family", "rows", "ok", "failed", "most frequent reason"):
         table.add_column(head, justify="right" if head in ("rows", "ok", "failed") else "left")
     for name in (*families(), "iteration"):
         rows = read_rows([root], name)
-        rows = ordinary(rows[rows["gpu"] == gpu]) if len(rows) else rows
+        rows = without_load(rows[rows["gpu"] == gpu]) if len(rows) else rows
         if not len(rows):
             continue
         failed = rows[rows["status"] != "ok"]
@@ -60,7 +60,7 @@ def measured_table(root: Path, gpu: str) -> Table:
 
 
 def only_gpu(root: Path, gpu: str, folder: Path) -> Path:
-    """A dataset root of links to the rows of one GPU."""
+    """Make a dataset root in ``folder`` that links to the rows of one GPU only."""
     for found in sorted(root.glob(f"*/{gpu}")):
         link = folder / found.parent.name / gpu
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def only_gpu(root: Path, gpu: str, folder: Path) -> Path:
 
 
 def family_errors(report: Mapping[str, Any]) -> Iterator[Scored]:
-    """Errors of each family on shapes held out of its training, and its noise floor."""
+    """Errors of each family on held-out shapes, and the retest error of its rows."""
     for name, entry in report.items():
         scores = dict(entry["learners"]["xgboost"])
         if entry["retest_ape_pct"] is not None:
@@ -81,14 +81,14 @@ def family_errors(report: Mapping[str, Any]) -> Iterator[Scored]:
 
 
 def with_hardware(bundle: Bundle, root: Path) -> Bundle:
-    """The bundle, and what the cards under ``root`` say of GPUs that it was not trained on."""
+    """The bundle plus the hardware facts of the GPUs that have cards under ``root``."""
     return Bundle(
         models=bundle.models, gpus={**read_hardware([root]), **bundle.gpus}, anchors=bundle.anchors
     )
 
 
 def unseen_errors(root: Path, bundle: Bundle) -> Iterator[Scored]:
-    """Errors of each family of the bundle on the rows of a GPU that it was not trained on."""
+    """Errors of each family of the bundle on the rows under ``root``, of an unseen GPU."""
     for name, rows in usable_rows([root], None).items():
         if name in bundle.models:
             priced = bundle.price(name, rows, hardware_of([root], rows))
@@ -97,7 +97,7 @@ def unseen_errors(root: Path, bundle: Bundle) -> Iterator[Scored]:
 
 
 def iteration_errors(results: Sequence[CaseResult]) -> Iterator[Scored]:
-    """Errors of measured iterations by kind of model; nothing where none was measured."""
+    """Errors of iterations by kind of model: DLRM, transformers, convolution networks, others."""
     rest = [r for r in results if not any(is_kind(r.case) for is_kind in KINDS.values())]
     groups = {kind: [r for r in results if is_kind(r.case)] for kind, is_kind in KINDS.items()}
     for kind, group in {**groups, "other models": rest}.items():
@@ -111,7 +111,7 @@ def iteration_errors(results: Sequence[CaseResult]) -> Iterator[Scored]:
 
 
 def error_table(title: str, scored: Iterable[Scored]) -> Table:
-    """Absolute errors in %, the signed mean (bias), the noise floor and the target beside them."""
+    """A table of errors in %: absolute errors, bias (signed mean), retest error, and the target."""
     table = Table(title=f"{title}, errors in %")
     table.add_column("")
     for head in (*COLUMNS, "target"):

@@ -1,8 +1,8 @@
-"""Peak memory of a rank against torch's own trackers: `python -m eval.memory [CASE]...`.
+"""Compare forecast peak memory with torch's memory trackers: `python -m eval.memory [CASE]...`.
 
-MemTracker, and FSDPMemTracker for ZeRO, watch one real step on the CPU after two others; FSDP2 is
-rank 0 of two in a group that sends nothing. DDP allocates its buckets where no tracker looks: they
-count from the first gradient that is put in.
+MemTracker (FSDPMemTracker for ZeRO) records the third step on a CPU, after two warm-up steps. FSDP2
+runs as rank 0 of two in torch's fake process group, which sends nothing. The trackers do not see
+DDP allocate its buckets, only the first gradient that is copied into each.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PLANS = ("", "recompute=full", "dp=2", "dp=2,zero=2", "dp=2,zero=3")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Peak bytes of a step, tracked by torch and forecast."""
+    """Peak memory of one step in bytes, as tracked by torch and as forecast."""
 
     case: str
     plan: str
@@ -41,12 +41,12 @@ class Peak:
 
     @property
     def error_pct(self) -> float:
-        """Signed error of the forecast."""
+        """Signed error of the forecast in %."""
         return 100 * (self.forecast_bytes / self.tracked_bytes - 1)
 
 
 def compared(name: str, plan: str) -> Peak:
-    """One case under one plan."""
+    """Track and forecast the peak memory of one case under one plan."""
     chosen = case(name)
     return Peak(
         case=name,
@@ -57,7 +57,7 @@ def compared(name: str, plan: str) -> Peak:
 
 
 def forecast_bytes(chosen: EvalCase, plan: str) -> int:
-    """What a forecast says of the case as it comes; prices do not matter."""
+    """Forecast peak memory in bytes; computed with an empty bundle, as times do not matter."""
     captured = capture_step(
         chosen.build,
         lambda: chosen.inputs(chosen.batch, chosen.seq),
@@ -73,7 +73,7 @@ def forecast_bytes(chosen: EvalCase, plan: str) -> int:
 
 
 def tracked_bytes(chosen: EvalCase, plan: str) -> int:
-    """What torch's tracker sees at most in the third step of rank 0."""
+    """Peak memory in bytes that torch's tracker reports for the third step of rank 0."""
     import torch  # lazy: tables can be made without torch
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed._tools.mem_tracker import MemTracker
@@ -110,7 +110,10 @@ def tracked_bytes(chosen: EvalCase, plan: str) -> int:
 
 
 def _join(*, fake: bool) -> None:
-    """A group of one, or rank 0 of two where messages go nowhere (DDP does not run on that)."""
+    """Join a process group: gloo with one rank, or torch's fake group as rank 0 of two.
+
+    DDP does not run on the fake group.
+    """
     import torch.distributed as dist  # lazy, as above
     from torch._C._distributed_c10d import HashStore
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -124,7 +127,7 @@ def _join(*, fake: bool) -> None:
 
 
 def main(names: Sequence[str]) -> None:
-    """Prints the figures."""
+    """Print a table of tracked and forecast peak memory for the named cases."""
     table = Table("case", "plan", "torch's tracker MB", "forecast MB", "error %")
     for name in names or CASES:
         for plan in PLANS:

@@ -1,4 +1,4 @@
-"""Plots of a comparison."""
+"""Plots of forecasts against measured iterations."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from eval.results import CaseResult, grouped
 
-EDGE = 0.7  # of the axis
-NAMED = 12  # cases named in the scatter plot, where they are more than 20 % off
+EDGE = 0.7  # share of the axis beyond which a label is drawn towards the middle
+NAMED = 12  # at most so many cases are labelled in the scatter plot, if off by more than 20 %
 
 
 def _measured_us(r: CaseResult) -> float:
@@ -22,7 +22,7 @@ def _predicted_us(r: CaseResult) -> float:
 
 
 def scatter(results: Sequence[CaseResult]) -> Any:
-    """Predicted against measured on log axes, with the identity and a 20 % band."""
+    """Scatter plot of predicted against measured times on log axes, with a 20 % band."""
     from matplotlib.figure import Figure  # lazy: commands without plots need not pay for it
 
     figure = Figure(figsize=(6.4, 5.2), layout="constrained")
@@ -52,13 +52,13 @@ def scatter(results: Sequence[CaseResult]) -> Any:
 
 
 def lines(r: CaseResult, width: int) -> str:
-    """A case's label in two lines at most; long plans lose their end."""
+    """A case's label wrapped to ``width`` characters and at most two lines; the rest is cut."""
     parts = wrap(r.label.replace(",", ", "), width)
     return "\n".join([*parts[:1], " ".join(parts[1:3])[: width - 1] + " …"] if parts[2:] else parts)
 
 
 def named(results: Sequence[CaseResult]) -> list[tuple[CaseResult, tuple[float, float]]]:
-    """The worst cases with measured and predicted ms, where their names do not cover each other."""
+    """The worst cases with (measured, predicted) in ms, skipping those whose labels overlap."""
     found: list[tuple[CaseResult, tuple[float, float]]] = []
     for r in sorted(results, key=lambda r: -abs(r.error_pct))[:NAMED]:
         x, y = _measured_us(r) / 1e3, _predicted_us(r) / 1e3
@@ -69,7 +69,7 @@ def named(results: Sequence[CaseResult]) -> list[tuple[CaseResult, tuple[float, 
 
 
 def breakdown(results: Sequence[CaseResult]) -> Any:
-    """Where the predicted time goes, as shares of the measured time."""
+    """Bar chart of the predicted time by op family, as a share of the measured time."""
     from matplotlib import colormaps  # lazy, as above
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Progress bars of long work."""
+"""Progress bars on a terminal."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from rich.progress import Progress
 
 
 def progress_bar() -> Progress:
-    """On stderr, so that --json output stays clean."""
+    """A progress bar on stderr, so that --json output on stdout stays clean."""
     return Progress(console=Console(stderr=True))

@@ -1,6 +1,6 @@
-"""Plans of one model put in order: how well forecasts rank them, and what the best forecast costs.
+"""How well forecasts rank the parallel plans of a model, and how good the plan they choose is.
 
-Plans differ in ranks and samples, so they are ordered by time per sample of the whole step.
+Plans differ in ranks and samples per step, so they are compared by time per sample.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from scipy.stats import kendalltau
 
 from eval.results import CaseResult
 
-FEWEST = 3  # plans of a model that make a ranking
-CLOSE_PCT = 5.0  # a chosen plan this much slower than the best one is as good
+FEWEST = 3  # a model with fewer measured plans gets no ranking
+CLOSE_PCT = 5.0  # a chosen plan counts as good if it is at most this much slower than the best
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """Kendall's tau-b of forecasts against measurements over the plans of one model.
+    """Kendall's tau-b between forecast and measured time per sample over the plans of one model.
 
-    ``retest_tau`` is that of two rounds of measurements: the noise floor; None for too few plans.
+    ``retest_tau`` is the tau between two rounds of measurements (the noise floor); None where fewer
+    than three plans were measured twice.
     """
 
     model: str
@@ -32,18 +33,21 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """The plan with the best forecast among those of a model on as many ranks, once measured."""
+    """The plan with the best forecast for a model and number of ranks, and how it measured.
+
+    ``slower_pct``: how much slower it is than the plan that measured best.
+    """
 
     model: str
     ranks: int
     plans: int
     chosen: str
     best: str
-    slower_pct: float  # the chosen plan's measured time over the best measured one's
+    slower_pct: float
 
 
 def rankings(results: Sequence[CaseResult]) -> list[Ranking]:
-    """Of every model with at least three measured plans; one process is a plan."""
+    """Rankings of all models with at least three measured plans; one process counts as a plan."""
     found = []
     for model, mine in _by(results, lambda r: r.model).items():
         if len({r.plan for r in mine}) < FEWEST:
@@ -68,7 +72,7 @@ def _tau(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def choices(results: Sequence[CaseResult]) -> list[Choice]:
-    """Of every model and number of ranks with at least two measured plans."""
+    """Choices for every model and number of ranks with at least two measured plans."""
     found = []
     for mine in _by(results, lambda r: (r.model, r.ranks)).values():
         if len({r.plan for r in mine}) < 2:
@@ -90,7 +94,7 @@ def choices(results: Sequence[CaseResult]) -> list[Choice]:
 
 
 def ranking_metrics(results: Sequence[CaseResult]) -> dict[str, float]:
-    """Mean and least tau over models, and the share of choices within 5 % of the best plan."""
+    """Mean and smallest tau over models, and the share of choices within CLOSE_PCT of the best."""
     taus = [r.kendall_tau for r in rankings(results)]
     chosen = choices(results)
     close = [c.slower_pct <= CLOSE_PCT for c in chosen]
@@ -105,7 +109,7 @@ def ranking_metrics(results: Sequence[CaseResult]) -> dict[str, float]:
 
 
 def ranking_lines(results: Sequence[CaseResult]) -> list[str]:
-    """The same in words; nothing where there are too few plans."""
+    """The metrics of ``ranking_metrics`` as sentences; none where there are too few plans."""
     ranked, chosen, lines = rankings(results), choices(results), []
     if ranked:
         each = ", ".join(f"{r.model} {r.kendall_tau:.2f} ({r.plans})" for r in ranked)

@@ -1,4 +1,4 @@
-"""The report of a comparison: one HTML page and evaluation.json."""
+"""Write the report of a comparison: a self-contained HTML page, plots and evaluation.json."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ LEARNERS = ("xgboost", "nearest", "linear", "roofline")
 
 
 def png(figure: Any) -> bytes:
-    """A figure as PNG bytes."""
+    """Render a figure as PNG bytes."""
     buffer = io.BytesIO()
     figure.savefig(buffer, dpi=130)
     return buffer.getvalue()
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """An HTML table; cells are escaped."""
+    """An HTML table of a head and rows; cells are escaped."""
     top = "".join(f"<th>{escape(h)}</th>" for h in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
     return f"<table><tr>{top}</tr>{body}</table>"
 
 
 def case_rows(results: Sequence[CaseResult]) -> list[list[str]]:
-    """Cells of the table of cases."""
+    """Cells of the table of cases: a row per measured iteration."""
     return [
         [
             r.label,
@@ -59,7 +59,7 @@ def case_rows(results: Sequence[CaseResult]) -> list[list[str]]:
 
 
 def family_rows(fit: Mapping[str, Any]) -> list[list[str]]:
-    """Cells of the table of op models."""
+    """Cells of the table of op models: a row per family, median errors in % by learner."""
     rows = []
     for name, entry in fit.items():
         floor = entry["retest_ape_pct"]
@@ -73,11 +73,40 @@ def family_rows(fit: Mapping[str, Any]) -> list[list[str]]:
 def write_report(
     folder: Path, results: Sequence[CaseResult], fit: Mapping[str, Any], machine: Mapping[str, str]
 ) -> Path:
-    """report.html (self-contained), evaluation.json and the plots; returns the page."""
-    total = summary(results)
+    """Write report.html, evaluation.json and the plots to a folder; returns the page's path."""
+    facts = evaluation(results, machine)
     figures = {"scatter": plots.scatter(results), "breakdown": plots.breakdown(results)}
     images = {name: png(figure) for name, figure in figures.items()}
-    shown = "".join(
+    for name, data in images.items():
+        write_atomic(folder / f"{name}.png", data)
+    write_atomic(folder / "evaluation.json", json.dumps(facts, indent=1).encode())
+    write_atomic(folder / "report.html", html_page(results, fit, machine, images).encode())
+    return folder / "report.html"
+
+
+def evaluation(results: Sequence[CaseResult], machine: Mapping[str, str]) -> dict[str, Any]:
+    """The content of evaluation.json: cases, error summaries, how plans rank, the machine."""
+    return {
+        "cases": [{**asdict(r), "error_pct": r.error_pct} for r in results],
+        "summary": summary(results),
+        "groups": {name: summary(group) for name, group in grouped(results).items()},
+        "plans": {
+            **ranking_metrics(results),
+            "rankings": [asdict(r) for r in rankings(results)],
+            "choices": [asdict(c) for c in choices(results)],
+        },
+        "machine": dict(machine),
+    }
+
+
+def html_page(
+    results: Sequence[CaseResult],
+    fit: Mapping[str, Any],
+    machine: Mapping[str, str],
+    images: Mapping[str, bytes],
+) -> str:
+    """The report as HTML with its images inside; ``fit`` is empty where nothing was trained."""
+    pictures = "".join(
         f'<p><img alt="{name}" src="data:image/png;base64,{base64.b64encode(data).decode()}"></p>'
         for name, data in images.items()
     )
@@ -86,28 +115,14 @@ def write_report(
         for name, group in grouped(results).items()
     )
     lead += "".join(f"<p>{escape(line)}.</p>" for line in ranking_lines(results))
-    facts = ", ".join(f"{k} {v}" for k, v in machine.items())
+    machine_line = ", ".join(f"{k} {v}" for k, v in machine.items())
     head = ["case", "predicted ms", "80 % interval", "measured ms", "error %", "retest %"]
     fit_head = ["family", "rows", "retest %", "coverage %", *LEARNERS, "xgboost p90"]
-    fits = table(fit_head, family_rows(fit)) if fit else "<p>Not trained in this run.</p>"
-    page = (
+    fits = table(fit_head, family_rows(fit)) if fit else "<p>No model was trained in this run.</p>"
+    return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>itercast</title>"
         f"<style>{STYLE}</style><h1>Predicted against measured iterations</h1>"
-        f"{lead}<p>{escape(facts)}</p>{shown}"
-        f"<h2>Cases</h2>{table([*head, 'unmodelled %'], case_rows(results))}"
-        f"<h2>Op models</h2><p>Median error in % on shapes never trained on.</p>{fits}</html>"
+        f"{lead}<p>{escape(machine_line)}</p>{pictures}"
+        f"<h2>Cases</h2>{table([*head, 'no model %'], case_rows(results))}"
+        f"<h2>Op models</h2><p>Median error in % on held-out shapes.</p>{fits}</html>"
     )
-    cases = [{**asdict(r), "error_pct": r.error_pct} for r in results]
-    groups = {name: summary(group) for name, group in grouped(results).items()}
-    plans: dict[str, Any] = {
-        **ranking_metrics(results),
-        "rankings": [asdict(r) for r in rankings(results)],
-        "choices": [asdict(c) for c in choices(results)],
-    }
-    plain = {"cases": cases, "summary": total, "groups": groups, "plans": plans}
-    plain["machine"] = dict(machine)
-    for name, data in images.items():
-        write_atomic(folder / f"{name}.png", data)
-    write_atomic(folder / "evaluation.json", json.dumps(plain, indent=1).encode())
-    write_atomic(folder / "report.html", page.encode())
-    return folder / "report.html"

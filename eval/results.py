@@ -1,4 +1,4 @@
-"""Predicted against measured: one case, and all of them summed up."""
+"""Results of comparisons: one measured iteration, one line of the public benchmark, summaries."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from learners.train import errors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
-    """Times in us; ``measured_us`` at the machine's reference speed, ``raw_us`` as clocked.
+    """One measured iteration beside its forecast; times in us.
 
-    ``model`` is what plans that are compared have in common, ``samples`` those of all replicas in
-    a step, ``rounds_us`` the first and the last measurement; with one ``retest_ape_pct`` is None.
+    ``measured_us`` is scaled to the machine's reference speed, ``raw_us`` is as clocked. ``model``
+    names case and settings, without the plan. ``samples`` counts all replicas of a step.
+    ``rounds_us`` are the first and the last measurement; with one, ``retest_ape_pct`` is None.
     """
 
     case: str
@@ -35,22 +36,22 @@ class CaseResult:
 
     @property
     def label(self) -> str:
-        """The case and its plan."""
+        """The names of the case and its plan."""
         return f"{self.case} {self.plan}".strip()
 
     @property
     def retest_text(self) -> str:
-        """The noise floor in a table's cell."""
+        """The retest error as text for a table; a dash where it was measured once."""
         return "-" if self.retest_ape_pct is None else f"{self.retest_ape_pct:.1f}"
 
     @property
     def error_pct(self) -> float:
-        """Signed error of the forecast."""
+        """Signed error of the forecast in %."""
         return 100 * (self.predicted_us / self.measured_us - 1)
 
 
 def grouped(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
-    """Results in one process and under a parallel plan; only what there is."""
+    """Results by group: "one process" and "under a plan"; empty groups are left out."""
     groups = {
         "one process": [r for r in results if not r.plan],
         "under a plan": [r for r in results if r.plan],
@@ -59,13 +60,13 @@ def grouped(results: Sequence[CaseResult]) -> dict[str, list[CaseResult]]:
 
 
 def in_words(results: Sequence[CaseResult]) -> str:
-    """The summary as one line."""
+    """The summary of results as a sentence."""
     total = summary(results)
     floor = total.get("noise_floor_pct")
     noise = (
-        "everything was measured once"
+        "nothing was measured twice"
         if floor is None
-        else f"the measurement itself repeats within {floor:.1f} % (median)"
+        else f"repeated measurements differ by {floor:.1f} % (median)"
     )
     return (
         f"geometric mean error {total['geomean_ape_pct']:.1f} %, median "
@@ -75,7 +76,7 @@ def in_words(results: Sequence[CaseResult]) -> str:
 
 
 def summary(results: Sequence[CaseResult]) -> dict[str, float]:
-    """Absolute errors summed up, beside the median noise floor of what was measured twice.
+    """Error statistics of results, and the median retest error of those measured twice.
 
     ValueError where there are no results.
     """
@@ -92,7 +93,11 @@ def summary(results: Sequence[CaseResult]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineResult:
-    """Errors of one part of a line of the public benchmark, by learner."""
+    """Errors in % of one part (a GPU, an op) of a line of the public benchmark, by learner.
+
+    ``scores`` maps a learner to its error statistics; ``metric`` is the statistic that ``target``
+    and ``known_best`` refer to.
+    """
 
     line: str
     part: str

@@ -1,4 +1,7 @@
-"""How forecasts of many GPUs scale: `python -m eval.scale`, one process on one core."""
+"""Measure how long forecasts and plan searches for thousands of GPUs take: `python -m eval.scale`.
+
+All in one process on one core.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ MODEL = "gpt3-175b"
 
 
 def measure(begin_s: float) -> dict[str, float]:
-    """Figures of one fresh process; ``begin_s`` is ``time.time()`` before its imports."""
+    """Times and memory of a fresh process; ``begin_s`` is ``time.time()`` before its imports."""
     from compose.capture_model import capture
     from compose.open_search import open_search
     from compose.predict import predict
@@ -55,7 +58,7 @@ def measure(begin_s: float) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints the figures beside their targets."""
+    """Print a table of measured times beside their targets."""
     with tempfile.TemporaryDirectory() as folder:
         _, printed = timed_s(["-m", "eval.scale", str(time.time())], folder)
     found = json.loads(printed.splitlines()[-1])

@@ -1,6 +1,6 @@
-"""How fast the commands answer on this machine: `python -m eval.speed [BUNDLE]`.
+"""Measure how fast ``predict`` and ``price`` answer here: `python -m eval.speed [BUNDLE]`.
 
-The bundle is one of a CPU; without one, the one that ships.
+The bundle must be one trained on a CPU; the default is the CPU bundle that ships.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from microbench.ops import families
 
 ROWS = 100_000
-STRANGE = "l4"
+UNSEEN = "l4"
 
 
 def second_plan_s(bundle: Path) -> tuple[float, float]:
-    """Seconds of a forecast asked for again, and of a second plan, in a process that has both."""
+    """Seconds of a repeated forecast and of a forecast under a second plan, in a warm process."""
     from compose.capture_model import capture
     from compose.predict import predict
 
@@ -42,9 +42,9 @@ def second_plan_s(bundle: Path) -> tuple[float, float]:
 
 
 def timed_s(words: list[str], folder: str) -> tuple[float, str]:
-    """Wall-clock seconds of a whole Python process in ``folder``, and what it printed.
+    """Run Python with these arguments in ``folder``; its wall-clock seconds and its output.
 
-    RuntimeError with the last line of its complaint where it fails.
+    RuntimeError with the last line of its error output where it fails.
     """
     root = str(Path(__file__).parent.parent)
     environment = {**os.environ, "PYTHONPATH": root, "OMP_WAIT_POLICY": "passive"}
@@ -64,8 +64,8 @@ def timed_s(words: list[str], folder: str) -> tuple[float, str]:
 
 
 def sample_rows(count: int, gpu: str, bundle: Bundle) -> pd.DataFrame:
-    """Rows of all families that the bundle can price, from the first points of their sweeps."""
-    swept = [f for f in families().values() if f.name in bundle.models and f.name != "host"]
+    """Rows to price, of all families of the bundle: the first points of each family's sweep."""
+    swept = [f for f in families().values() if f.name in bundle.models and not f.on_host]
     share = -(-count // len(swept))
     parts = [
         pd.DataFrame([asdict(p) for p in islice(f.sweep(), share)]).assign(family=f.name)
@@ -76,14 +76,14 @@ def sample_rows(count: int, gpu: str, bundle: Bundle) -> pd.DataFrame:
 
 
 def price_rows_s(gpu: str, bundle: Path, folder: str) -> float:
-    """Seconds that pricing takes, the whole process."""
+    """Seconds that ``itercast price`` takes for ROWS rows, the whole process."""
     sample_rows(ROWS, gpu, Bundle.load(bundle)).to_parquet(Path(folder) / "rows.parquet")
     words = ["-m", "itercast", "price", "rows.parquet", "--out", "o.parquet"]
     return timed_s([*words, "--bundle", str(bundle.resolve())], folder)[0]
 
 
 def figures(bundle: Path) -> list[tuple[str, float, float]]:
-    """(what, target in s, measured in s); the machine's load is in every one of them."""
+    """(what, target in s, measured in s) for each figure; other load on the machine adds to all."""
     where = str(bundle.resolve())
     predict = ["-m", "itercast", "predict", "gpt2-small", "--gpu", "cpu", "--bundle", where]
     with tempfile.TemporaryDirectory() as folder:
@@ -92,8 +92,8 @@ def figures(bundle: Path) -> list[tuple[str, float, float]]:
         _, printed = timed_s(["-m", "eval.speed", where, "--second-plan"], folder)
         again_s, plan_s = (float(line) for line in printed.split())
         own = next(iter(Bundle.load(bundle).gpus))
-        price_s, strange_s = (
-            price_rows_s(gpu, which, folder) for gpu, which in ((own, bundle), (STRANGE, SHIPPED))
+        price_s, unseen_s = (
+            price_rows_s(gpu, which, folder) for gpu, which in ((own, bundle), (UNSEEN, SHIPPED))
         )
     return [
         ("predict gpt2-small, whole process, cold", 10.0, cold_s),
@@ -101,12 +101,12 @@ def figures(bundle: Path) -> list[tuple[str, float, float]]:
         ("the same plan again in one process", 0.05, again_s),
         ("a second plan (dp=2) in one process", 0.05, plan_s),
         (f"price {ROWS:,} rows, whole process", 8.0, price_s),
-        (f"the same on a GPU never measured ({STRANGE})", 8.0, strange_s),
+        (f"the same on an unseen GPU ({UNSEEN})", 8.0, unseen_s),
     ]
 
 
 def main(bundle: Path) -> None:
-    """Prints the figures beside their targets."""
+    """Print a table of measured times beside their targets."""
     table = Table("what", "target s", "measured s", title=f"speed, load {os.getloadavg()[0]:.1f}")
     for what, target_s, measured_s in figures(bundle):
         table.add_row(what, f"{target_s:g}", f"{measured_s:.3f}")
@@ -114,7 +114,7 @@ def main(bundle: Path) -> None:
 
 
 def run_or_say(run: Callable[[], None]) -> None:
-    """What went wrong in one line, and exit code 2."""
+    """Run a function; an error ends the process with one line on stderr and exit code 2."""
     try:
         run()
     except (RuntimeError, ValueError) as exc:

@@ -1,4 +1,4 @@
-"""MLflow: fits by family and learner, comparisons with artifacts; the only file that imports it."""
+"""Log fits, comparisons, benchmarks and plan searches to MLflow; only this file imports MLflow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT_URI = "sqlite:///mlflow.db"
 
 
 def tracking_uri() -> str:
-    """The store: MLFLOW_TRACKING_URI, else SQLite in this folder."""
+    """The URI of the MLflow store: MLFLOW_TRACKING_URI, or SQLite in the current folder."""
     return os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
 
 
@@ -29,7 +29,7 @@ def _mlflow() -> Any:
 
 
 def _experiment(mlflow: Any, name: str) -> str:
-    """Id of the experiment; artifacts of a SQLite store lie beside it in mlartifacts."""
+    """Find or create an experiment; returns its id. SQLite stores keep artifacts in mlartifacts."""
     known = mlflow.get_experiment_by_name(name)
     if known is not None:
         return str(known.experiment_id)
@@ -38,7 +38,7 @@ def _experiment(mlflow: Any, name: str) -> str:
 
 
 def log_fit(report: Mapping[str, Any], gpu: str, bundle: Path) -> None:
-    """Experiment ops/<gpu>: a parent run per fit, a nested run per family and learner."""
+    """Log a fit to experiment ops/<gpu>: a parent run, and a nested run per family and learner."""
     mlflow = _mlflow()
     experiment = _experiment(mlflow, f"ops/{gpu}")
     with mlflow.start_run(experiment_id=experiment, run_name=f"fit {bundle.name}"):
@@ -58,7 +58,7 @@ def log_fit(report: Mapping[str, Any], gpu: str, bundle: Path) -> None:
 
 
 def log_evaluation(results: Sequence[CaseResult], folder: Path) -> None:
-    """Experiment iterations: one run per comparison, with the report as artifacts."""
+    """Log a comparison to experiment iterations as one run, with the report as artifacts."""
     mlflow = _mlflow()
     experiment = _experiment(mlflow, "iterations")
     with mlflow.start_run(experiment_id=experiment, run_name=folder.name):
@@ -70,7 +70,7 @@ def log_evaluation(results: Sequence[CaseResult], folder: Path) -> None:
 
 
 def log_bench(results: Sequence[LineResult], folder: Path) -> None:
-    """Experiment ops/all: a parent run, a nested run per line, part and learner."""
+    """Log the public benchmark to experiment ops/all: a nested run per line, part and learner."""
     mlflow = _mlflow()
     experiment = _experiment(mlflow, "ops/all")
     with mlflow.start_run(experiment_id=experiment, run_name=folder.name):
@@ -85,7 +85,7 @@ def log_bench(results: Sequence[LineResult], folder: Path) -> None:
 
 
 def log_active(gpu: str, passes: Mapping[str, Sequence[Mapping[str, float]]], folder: Path) -> None:
-    """Experiment ops/<gpu>: a parent run, a nested run per strategy; steps are seconds of sweep."""
+    """Log a replay to experiment ops/<gpu>: a nested run per strategy; steps are sweep seconds."""
     mlflow = _mlflow()
     experiment = _experiment(mlflow, f"ops/{gpu}")
     with mlflow.start_run(experiment_id=experiment, run_name="active sweep"):
@@ -98,13 +98,13 @@ def log_active(gpu: str, passes: Mapping[str, Sequence[Mapping[str, float]]], fo
 
 
 def ui_command() -> list[str]:
-    """The MLflow UI on the project's store, with few workers so that it starts soon."""
+    """The command that starts the MLflow UI; one worker, so that it starts quickly."""
     store = ["--backend-store-uri", tracking_uri(), "--workers", "1"]
     return [sys.executable, "-m", "mlflow", "ui", *store]
 
 
 def log_plans(facts: Mapping[str, Any], plans: Sequence[Mapping[str, Any]]) -> None:
-    """Experiment plans: a parent run per search, a nested run per plan, the best first."""
+    """Log a plan search to experiment plans: a nested run per plan, the best first."""
     mlflow = _mlflow()
     experiment = _experiment(mlflow, "plans")
     name = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}"

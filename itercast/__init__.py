@@ -1,1 +1,1 @@
-"""The face: command line and public API."""
+"""The command line and the public API."""

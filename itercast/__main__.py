@@ -1,10 +1,11 @@
-"""The command line: itercast <command>; `itercast --help` lists them."""
+"""The command line ``itercast COMMAND``; ``itercast --help`` lists the commands."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,26 @@ app = typer.Typer(
     help="Forecast how long a training iteration takes.",
 )
 
+
+def print_version(wanted: bool) -> None:
+    """Print the version of the installed package and exit, if asked to."""
+    if wanted:
+        typer.echo(f"itercast {version('itercast')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=print_version, is_eager=True, help="print the version and exit"
+        ),
+    ] = False,
+) -> None:
+    """Forecast how long a training iteration takes."""
+
+
 app.command()(calibrate)
 app.command()(bench_public)
 app.command()(gpu_report)
@@ -39,21 +60,24 @@ app.command()(gpu_report)
 def collect(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     family: Families = None,
-    budget: Annotated[str, typer.Option(help="total time for this root: 90s, 10m, 1h")] = "5m",
+    budget: Annotated[
+        str, typer.Option(help="time to spend on this dataset root in all: 90s, 10m, 1h")
+    ] = "5m",
     out: Annotated[Path, typer.Option(help="dataset root")] = Path("datasets"),
-    seed: Annotated[int, typer.Option(help="seed of the points' order")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the order of points")] = 0,
     torchrun: Annotated[
         str,
         typer.Option(
-            help="torchrun's arguments for collectives over several nodes, the same on each, "
-            'e.g. "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"'
+            help="arguments of torchrun to sweep collectives over several nodes; the same on each "
+            'node, e.g. "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"'
         ),
     ] = "",
     points: Annotated[
-        Path | None, typer.Option(help="sweep the points of this file alone: see itercast points")
+        Path | None,
+        typer.Option(help="measure only the points of this file, written by itercast points"),
     ] = None,
 ) -> None:
-    """Sweep op families on this machine into a dataset; resumes where it stopped."""
+    """Measure op families on this machine into a dataset; resumes an interrupted sweep."""
     from itercast.commands.shared import sweep
 
     if device not in ("cpu", "cuda"):
@@ -73,10 +97,12 @@ def train(
     data: Annotated[list[Path] | None, typer.Option(help="dataset root; repeatable")] = None,
     family: Families = None,
     trials: Annotated[int, typer.Option(help="Optuna trials per family; 0: defaults")] = 0,
-    limit: Annotated[int | None, typer.Option(min=20, help="rows of a family at most")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=20, help="train on at most so many rows of a family")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train one model per op family beside its baselines and write a bundle."""
+    """Train one model per op family, compare it with baselines, and write a bundle."""
     from itercast.commands.shared import fit, report_table
 
     report = fit(data or [Path("datasets")], out, family, trials, limit)
@@ -92,9 +118,11 @@ def price(
     rows: Annotated[Path, typer.Argument(help="Parquet file in dataset form")],
     out: Annotated[Path, typer.Option(help="Parquet file to write")],
     bundle: Bundle = None,
-    hardware: Annotated[Path | None, typer.Option(help="YAML of a GPU of one's own")] = None,
+    hardware: Annotated[
+        Path | None, typer.Option(help="hardware file of a GPU that is not listed")
+    ] = None,
 ) -> None:
-    """Price every row of a dataset file."""
+    """Forecast the time of every row of a dataset file and write it with the forecasts."""
     from microbench.slow_imports import without_scikit_learn
 
     without_scikit_learn()
@@ -128,7 +156,7 @@ def evaluate(
     bundle: Bundle = None,
     out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/evaluate"),
 ) -> None:
-    """Measured iterations beside their forecasts; measures on this CPU where no rows are given."""
+    """Compare forecasts with measured iterations; measures this CPU unless --measured is given."""
     from eval.compare import compare_all, measured_rows, report_comparison
     from itercast.commands.shared import iterations
 
@@ -144,7 +172,7 @@ def evaluate(
 def demo(
     budget: Annotated[str, typer.Option(help="time for the sweep")] = "220s",
 ) -> None:
-    """Sweep, train, forecast and compare on this CPU; leaves reports/demo."""
+    """Sweep, train, forecast and compare on this CPU; writes reports/demo."""
     from itercast.commands.demo import run_demo
 
     run_demo(seconds(budget))
@@ -155,7 +183,7 @@ def demo(
 def list_names(
     what: Annotated[str, typer.Argument(help="gpus, cases, families or bundles")],
 ) -> None:
-    """List what there is, one name a line."""
+    """List names of one kind, one per line."""
     from itercast.commands.shared import listing
 
     for name in listing(what):

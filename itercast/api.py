@@ -1,4 +1,4 @@
-"""The library: ``predict`` forecasts one iteration of any model.
+"""The public API: ``capture`` a training step of any model, ``predict`` its iteration time.
 
 from itercast.api import capture, predict
 

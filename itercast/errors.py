@@ -1,4 +1,4 @@
-"""Bad input becomes one line and exit code 2."""
+"""Report bad input as one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
-    """ValueError and OSError of a command end it with one line on stderr and exit code 2."""
+    """Decorate a command so that ValueError and OSError end it with one line and exit code 2."""
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Command-line options that several commands share."""
 
 from __future__ import annotations
 
@@ -7,8 +7,14 @@ from typing import Annotated
 
 import typer
 
-Bundle = Annotated[Path | None, typer.Option(help="bundle folder; default: local, else shipped")]
-Json = Annotated[bool, typer.Option("--json", help="one JSON object on stdout")]
+Bundle = Annotated[
+    Path | None,
+    typer.Option(help="bundle folder; default: a local one that knows the GPU, else a shipped one"),
+]
+HfConfig = Annotated[
+    Path | None, typer.Option(help="Hugging Face config.json; needs --batch and --seq")
+]
+Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Families = Annotated[
-    list[str] | None, typer.Option("--family", help="only this family; repeatable")
+    list[str] | None, typer.Option("--family", help="only this op family; repeatable")
 ]

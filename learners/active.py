@@ -1,8 +1,8 @@
-"""Which points a second pass should measure: where models of the first are least sure, by cost.
+"""Chooses the points a second sweep should measure: where models disagree most, per second.
 
-A family gets time as its forecasts of shapes never learned are wrong. Within a family the bundle's
-interval cannot tell points apart, since it has one width: models that each learned half of the
-shapes can, as they differ most where few shapes speak for a point.
+Each family gets time in proportion to its error on unseen shapes. Within a family, models that each
+learned half of the shapes are compared: they differ most where few shapes were measured nearby (the
+bundle's own interval has one width per family).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import xgboost as xgb
 
 from learners.family_model import prepare
 from learners.features.table import columns
-from learners.models import regressors
-from learners.models.regressors import Array, Table
+from learners.models.training_table import Array, Table
+from learners.models.trees import DEFAULTS
 from learners.train import hardware_of, usable_rows
 from microbench.hardware.spec import Gpu
 from microbench.ops import families
@@ -28,69 +28,70 @@ from microbench.ops.family import Family
 from microbench.sweep.captured_points import points_file
 from microbench.sweep.scheduler import space
 
-MEMBERS = 4
-ROUNDS = 100
-CANDIDATES = 3000  # of a family
+MEMBERS = 4  # models that are compared
+ROUNDS = 100  # boosting rounds of each
+CANDIDATES = 3000  # points of a family that are ranked
 
 
 def boosted(x: Array, label: Array, seed: int = 0) -> xgb.Booster:
-    """Trees of a fixed number, quickly."""
-    options = {**regressors.DEFAULTS, "eta": 0.1, "objective": "reg:squarederror"}
+    """Fit ROUNDS boosted trees on one thread."""
+    options = {**DEFAULTS, "eta": 0.1, "objective": "reg:squarederror"}
     data = xgb.DMatrix(x, label=label)
     return xgb.train({**options, "nthread": 1, "seed": seed}, data, num_boost_round=ROUNDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Doubt:
-    """How unsure members are: the ``spread`` of their log forecasts at each row asked.
+class Disagreement:
+    """How unsure models are of some rows: the standard deviation of their log forecasts, by row.
 
-    ``error`` is the median log error of one on shapes it has not learned.
+    ``error`` is their median absolute log error on shapes that they did not learn.
     """
 
     spread: Array
     error: float
 
 
-def doubt(table: Table, known: Array, asked: Array) -> Doubt:
-    """Of members that each learned half of the shapes known."""
+def disagreement(table: Table, known: Array, candidates: Array) -> Disagreement:
+    """Compare models on the rows ``candidates``, each fitted to half of the shapes of ``known``."""
     names = np.unique(table.group[known])
-    guesses, missed = [], []
+    guesses, misses = [], []
     for member in range(MEMBERS):
         half = np.random.default_rng(member).permutation(names)[: max(1, len(names) // 2)]
-        own = np.isin(table.group[known], half)
-        trees = boosted(table.x[known[own]], table.log_ratio[known[own]], member)
-        others = known[~own] if not own.all() else known
-        missed.append(np.abs(trees.inplace_predict(table.x[others]) - table.log_ratio[others]))
-        guesses.append(trees.inplace_predict(table.x[asked]))
-    return Doubt(spread=np.std(guesses, axis=0), error=float(np.median(np.concatenate(missed))))
+        learned = np.isin(table.group[known], half)
+        trees = boosted(table.x[known[learned]], table.log_ratio[known[learned]], member)
+        others = known[~learned] if not learned.all() else known
+        misses.append(np.abs(trees.inplace_predict(table.x[others]) - table.log_ratio[others]))
+        guesses.append(trees.inplace_predict(table.x[candidates]))
+    error = float(np.median(np.concatenate(misses)))
+    return Disagreement(spread=np.std(guesses, axis=0), error=error)
 
 
 def point_ids(rows: pd.DataFrame, group: Array) -> Array:
-    """A number per point of a sweep: its shape, dtype and threads, warm and cold alike."""
-    told_apart = rows[[c for c in ("dtype", "threads") if c in rows]].assign(group=group)
-    return told_apart.groupby(list(told_apart), dropna=False).ngroup().to_numpy()
+    """A number per point of a sweep (shape, dtype, threads); warm and cold rows share it."""
+    varying = rows[[c for c in ("dtype", "threads") if c in rows]].assign(group=group)
+    return varying.groupby(list(varying), dropna=False).ngroup().to_numpy()
 
 
-def expected_cost_s(x: Array, cost_s: Array, known: Array, asked: Array) -> Array:
-    """What measuring will take, learned from what it took; ``cost_s`` is by row of its point."""
+def expected_cost_s(x: Array, cost_s: Array, known: Array, candidates: Array) -> Array:
+    """Predict the seconds that measuring candidates takes, from ``cost_s`` of the known rows."""
     trees = boosted(x[known], np.log(cost_s[known]))
-    return np.exp(trees.inplace_predict(x[asked]))
+    return np.exp(trees.inplace_predict(x[candidates]))
 
 
-def drawn(score: Array, seed: int) -> Array:
-    """Keys to sort by, largest first: draws without replacement, likely as the score is large.
+def sampling_keys(score: Array, seed: int) -> Array:
+    """Keys to sort by, largest first, to sample without replacement in proportion to the scores.
 
-    Plain sorting would take the same corner of the space again and again. log score + Gumbel noise:
-    arXiv:2106.12059.
+    key = log(score) + Gumbel noise (https://arxiv.org/abs/2106.12059). Sorting by the score itself
+    would take neighbouring points only.
     """
     noise = np.random.default_rng(seed).gumbel(size=len(score))
     return np.log(np.maximum(score, 1e-12)) + noise
 
 
 def swept_families(names: Sequence[str] | None) -> list[str]:
-    """Families that one process sweeps in sizes without end."""
+    """Families that one process sweeps over unlimited sizes."""
     found = families().values()
-    usual = [f.name for f in found if f.ranks == 1 and not f.on_demand and f.name != "host"]
+    usual = [f.name for f in found if f.ranks == 1 and not f.on_demand and not f.on_host]
     return [n for n in usual if names is None or n in names]
 
 
@@ -101,10 +102,10 @@ def next_pass(
     budget_s: float,
     seed: int,
 ) -> dict[str, list[Any]]:
-    """Points by family that are expected to take ``budget_s``, the most telling first.
+    """Points by family that should take ``budget_s`` seconds in all, the most useful first.
 
-    Half of the candidates are what models drawn with this seed call; they are captured once, under
-    the first root. ValueError where no family of these has rows of the GPU.
+    Half of the candidates are ops that random models of this seed call; they are captured once,
+    under the first root. ValueError where none of the families has rows of the GPU.
     """
     tables = {
         name: rows[rows["gpu"] == gpu].reset_index(drop=True)
@@ -121,32 +122,32 @@ def next_pass(
         captured = points_file(roots[0], device, seed)
         points = candidates(families()[name], rows, hardware[gpu], captured, seed)
         ranked[name] = rank(families()[name], rows, points, hardware, seed)
-    total = sum(found.error for found in ranked.values())
-    return {name: found.first(budget_s * found.error / total) for name, found in ranked.items()}
+    total = sum(r.error for r in ranked.values())
+    return {name: r.first(budget_s * r.error / total) for name, r in ranked.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranked:
-    """A family's candidates, the most telling first, and the seconds each is expected to take."""
+    """A family's candidates, the most useful first, with the expected seconds of each."""
 
     points: list[Any]
     cost_s: Array
     error: float
 
     def first(self, seconds: float) -> list[Any]:
-        """As many as fit."""
+        """The first points whose expected time fits into ``seconds``."""
         return self.points[: int((self.cost_s.cumsum() <= seconds).sum())]
 
 
 def candidates(
     family: Family, rows: pd.DataFrame, gpu: Gpu, captured: Path, seed: int
 ) -> list[Any]:
-    """Points of the family's space that no row is of."""
+    """Points of the family's sweep that no row has measured."""
     p = columns(rows, family)
     names = [f.name for f in fields(family.params)]
-    known = set(zip(*(getattr(p, n).tolist() for n in names), strict=True))
-    found = dict.fromkeys(islice(space(family.name, captured, gpu, seed), CANDIDATES))
-    return [one for one in found if tuple(asdict(one).values()) not in known]
+    measured = set(zip(*(getattr(p, n).tolist() for n in names), strict=True))
+    points = dict.fromkeys(islice(space(family.name, captured, gpu, seed), CANDIDATES))
+    return [point for point in points if tuple(asdict(point).values()) not in measured]
 
 
 def rank(
@@ -156,16 +157,16 @@ def rank(
     hardware: Mapping[str, Gpu],
     seed: int,
 ) -> Ranked:
-    """Candidates by how much the members disagree on them in a second of sweep."""
+    """Rank candidates by disagreement per expected second of sweep."""
     gpu = hardware[str(rows["gpu"].iloc[0])]
     threads = gpu.sm_count if gpu.kind == "cpu" else 0
-    asked = pd.DataFrame([asdict(p) for p in points])
-    asked = asked.assign(gpu=gpu.name, threads=threads, cache="warm", time_us=1.0)
-    table = prepare(pd.concat([rows, asked], ignore_index=True), family, hardware).table
-    old, new = np.split(np.arange(len(table.x)), [len(rows)])
-    ids = point_ids(rows, table.group[old])
+    new = pd.DataFrame([asdict(p) for p in points])
+    new = new.assign(gpu=gpu.name, threads=threads, cache="warm", time_us=1.0)
+    table = prepare(pd.concat([rows, new], ignore_index=True), family, hardware).table
+    known, queried = np.split(np.arange(len(table.x)), [len(rows)])
+    ids = point_ids(rows, table.group[known])
     cost_s = rows["cost_s"].groupby(ids).transform("sum").to_numpy()
-    expected_s = expected_cost_s(table.x, cost_s, old, new)
-    found = doubt(table, old, new)
-    order = np.argsort(-drawn(found.spread / expected_s, seed))
-    return Ranked(points=[points[i] for i in order], cost_s=expected_s[order], error=found.error)
+    expected_s = expected_cost_s(table.x, cost_s, known, queried)
+    unsure = disagreement(table, known, queried)
+    order = np.argsort(-sampling_keys(unsure.spread / expected_s, seed))
+    return Ranked(points=[points[i] for i in order], cost_s=expected_s[order], error=unsure.error)

@@ -1,6 +1,6 @@
-"""A bundle: per family a gzipped UBJSON model, plain arrays and a table, and a JSON of facts.
+"""A bundle: trained models of op families in a folder, as JSON, UBJSON, NumPy arrays and Parquet.
 
-Nothing in it is ever executed.
+Loading one executes nothing (no pickle).
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from learners.family_model import FamilyModel
 from learners.features.host_calls import HostCall
 from learners.features.machine_speed import Anchors
 from learners.features.table import Encoder, feature_table
-from learners.models.ensemble import Blend, Smooth
-from learners.models.gaussian_process import Process
+from learners.models.ensemble import Ensemble, Smooth
+from learners.models.gaussian_process import GaussianProcess
 from learners.models.mlp import Network
-from learners.models.regressors import Trees
 from learners.models.residuals import Residuals
+from learners.models.trees import Trees
 from learners.transfer.calibration import Calibration
-from learners.transfer.source_gpus import Lenders
+from learners.transfer.source_gpus import SourceGpus
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu, gpu_from_dict
 from microbench.ops import families
 
 SHIPPED = Path(__file__).parent / "shipped"
-SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # of another machine, for a first look
+SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # trained on one CPU, as an example
 SCHEMA_VERSION = 9
 XGBOOST_ERROR: type[Exception] = xgb.core.XGBoostError
+ROOFLINE_LOG_INTERVAL = assumed(__file__, "roofline_log_interval")
 DAMAGE = (
     KeyError,
     TypeError,
@@ -53,7 +55,7 @@ COLUMNS = ["predicted_us", "predicted_us_p10", "predicted_us_p90", "in_envelope"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """Models by family, the hardware of their rows, its anchors (``features.machine_speed``)."""
+    """Models by family, hardware by name, and anchor times (``features.machine_speed``)."""
 
     models: Mapping[str, FamilyModel]
     gpus: Mapping[str, Gpu]
@@ -62,9 +64,11 @@ class Bundle:
     def price(
         self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
     ) -> pd.DataFrame:
-        """predicted_us, its 10 and 90 % quantiles, and whether every input was seen in training.
+        """Forecast rows of one family: a table of COLUMNS, indexed as the rows.
 
-        ``gpus`` adds or replaces hardware by name. A family without a model is priced by roofline.
+        ``predicted_us``, its 10 and 90 % quantiles, and ``in_envelope``: whether every input was
+        seen in training. ``gpus`` adds or replaces hardware by name. A family without a model is
+        forecast by its roofline.
         """
         if family not in (known := families()):
             raise ValueError(f"unknown family {family!r}; known: {sorted(known)}")
@@ -75,60 +79,38 @@ class Bundle:
             found = self.models[family].predict(rows, known[family], hardware)
             values = (found.time_us, found.p10_us, found.p90_us, found.inside)
         else:
-            guess = feature_table(rows, known[family], hardware)[1]
-            values = (guess, guess / np.e, guess * np.e, np.zeros(len(rows), dtype=bool))
+            guess, factor = (
+                feature_table(rows, known[family], hardware)[1],
+                np.exp(ROOFLINE_LOG_INTERVAL),
+            )
+            values = (guess, guess / factor, guess * factor, np.zeros(len(rows), dtype=bool))
         return pd.DataFrame(dict(zip(COLUMNS, values, strict=True)), index=rows.index)
 
     def inside(
         self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
     ) -> Sequence[bool]:
-        """in_envelope as ``price`` finds it, of a family with a model; no model is run."""
+        """``in_envelope`` as ``price`` returns it, for a family with a model, which is not run."""
         hardware = {**self.gpus, **(gpus or {})}
         found = self.models[family].inside(rows, families()[family], hardware)
         return [bool(yes) for yes in found]
 
     def save(self, folder: Path) -> None:
-        """Write to a folder beside and rename, so that half a bundle is never visible."""
+        """Write to a temporary folder and rename it, so that a partial bundle is never visible."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir()
         for name, model in self.models.items():
-            if model.blend.trees is not None:
-                save_trees(model.blend.trees, fresh, name)
-            save_smooth(model.blend, fresh / f"{name}.npz")
+            if model.ensemble.trees is not None:
+                save_trees(model.ensemble.trees, fresh, name)
+            save_smooth(model.ensemble, fresh / f"{name}.npz")
             if model.residuals is not None:
                 save_residuals(model.residuals, fresh / f"{name}.near.parquet")
         facts = {
             "schema_version": SCHEMA_VERSION,
             "gpus": {n: g.to_dict() for n, g in self.gpus.items()},
             "anchors": [[*key, *both_us] for key, both_us in self.anchors.items()],
-            "families": {
-                name: {
-                    "features": m.encoder.names,
-                    "vocabulary": m.encoder.vocabulary,
-                    "offsets": m.offsets,
-                    "share": m.blend.share,
-                    "trees": tree_names(name, m.blend.trees),
-                    "strange_offsets": m.strange_offsets,
-                    "stacks": m.stacks,
-                    "measured": m.lenders.measured,
-                    "launch": m.launch,
-                    "host_calls": {
-                        gpu: {op: [*astuple(call)] for op, call in calls.items()}
-                        for gpu, calls in m.host_calls.items()
-                    },
-                    "residuals": m.residuals and [m.residuals.width, m.residuals.nugget],
-                    "calibrations": {
-                        gpu: [c.kind.tolist(), c.at.tolist(), c.value.tolist()]
-                        for gpu, c in m.calibrations.items()
-                    },
-                    "envelope": m.envelope,
-                    "sensitivity": m.sensitivity,
-                    "facts": m.facts,
-                }
-                for name, m in self.models.items()
-            },
+            "families": {name: family_facts(name, m) for name, m in self.models.items()},
         }
         (fresh / "bundle.json").write_text(json.dumps(facts, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
@@ -136,7 +118,7 @@ class Bundle:
 
     @classmethod
     def load(cls, folder: Path) -> Bundle:
-        """ValueError in one line for anything that is not a whole bundle of this version."""
+        """Read a bundle; ValueError, in one line, unless it is whole and of this version."""
         try:
             facts = json.loads((folder / "bundle.json").read_text())
             version = facts["schema_version"]
@@ -155,8 +137,35 @@ class Bundle:
         return cls(models=models, gpus=gpus, anchors=anchors)
 
 
+def family_facts(name: str, model: FamilyModel) -> dict[str, Any]:
+    """What bundle.json holds of one family."""
+    return {
+        "features": model.encoder.names,
+        "vocabulary": model.encoder.vocabulary,
+        "offsets": model.offsets,
+        "share": model.ensemble.share,
+        "trees": tree_names(name, model.ensemble.trees),
+        "unseen_offsets": model.unseen_offsets,
+        "stacks": model.stacks,
+        "measured": model.source_gpus.measured,
+        "launch": model.launch,
+        "host_calls": {
+            gpu: {op: [*astuple(call)] for op, call in calls.items()}
+            for gpu, calls in model.host_calls.items()
+        },
+        "residuals": model.residuals and [model.residuals.width, model.residuals.nugget],
+        "calibrations": {
+            gpu: [c.kind.tolist(), c.at.tolist(), c.value.tolist()]
+            for gpu, c in model.calibrations.items()
+        },
+        "envelope": model.envelope,
+        "sensitivity": model.sensitivity,
+        "facts": model.facts,
+    }
+
+
 def save_residuals(residuals: Residuals, path: Path) -> None:
-    """Parquet; log errors in thousandths."""
+    """Write residuals as Parquet; log errors as integer thousandths."""
     table = pd.DataFrame({"kind": pd.Categorical(residuals.kind)})
     for i, column in enumerate(residuals.at.T):
         table[f"at{i}"] = column
@@ -165,7 +174,7 @@ def save_residuals(residuals: Residuals, path: Path) -> None:
 
 
 def load_residuals(path: Path, width: float, nugget: float) -> Residuals:
-    """As saved."""
+    """Read residuals that ``save_residuals`` wrote."""
     table = pd.read_parquet(path)
     at = [c for c in table if str(c).startswith("at")]
     return Residuals(
@@ -177,26 +186,26 @@ def load_residuals(path: Path, width: float, nugget: float) -> Residuals:
     )
 
 
-def save_smooth(blend: Blend, path: Path) -> None:
-    """Networks and processes as plain arrays, loaded without pickle; no file where there are none.
+def save_smooth(ensemble: Ensemble, path: Path) -> None:
+    """Write the networks or the Gaussian process of an ensemble as .npz; nothing if it has none.
 
-    An array is called network.w0 or process.at.
+    Arrays are named network.w0, process.at and so on.
     """
-    if blend.smooth is None:
+    if ensemble.smooth is None:
         return
-    kind = type(blend.smooth).__name__.lower()
-    arrays = {f"{kind}.{name}": a for name, a in blend.smooth.to_arrays().items()}
+    kind = "network" if isinstance(ensemble.smooth, Network) else "process"
+    arrays = {f"{kind}.{name}": a for name, a in ensemble.smooth.to_arrays().items()}
     np.savez_compressed(path, **arrays)  # type: ignore[arg-type]
 
 
 def tree_names(name: str, trees: Trees | None) -> list[str]:
-    """NAME, and NAME.COLUMN for the GPU of that column."""
+    """File stems of a family's trees: NAME for the common ones, NAME.COLUMN for a GPU's own."""
     common = [name] if trees and trees.common else []
     return common + [f"{name}.{column}" for column in (trees.own if trees else {})]
 
 
 def save_trees(trees: Trees, folder: Path, name: str) -> None:
-    """A file each, gzipped UBJSON."""
+    """Write each booster as a file of gzipped UBJSON."""
     boosters = [trees.common] if trees.common else []
     boosters += trees.own.values()
     for stem, booster in zip(tree_names(name, trees), boosters, strict=True):
@@ -205,7 +214,7 @@ def save_trees(trees: Trees, folder: Path, name: str) -> None:
 
 
 def load_trees(folder: Path, name: str, stems: Sequence[str]) -> Trees | None:
-    """As saved; only files of the family are opened."""
+    """Read trees that ``save_trees`` wrote; KeyError for a stem that is not the family's."""
     found: dict[str, xgb.Booster] = {}
     for stem in stems:
         if stem != name and not stem.removeprefix(f"{name}.").isdecimal():
@@ -218,18 +227,18 @@ def load_trees(folder: Path, name: str, stems: Sequence[str]) -> Trees | None:
     return Trees(common=common, own=own) if stems else None
 
 
-def load_smooth(path: Path, trees: Trees | None, share: float) -> Blend:
-    """As saved; a family without the file has trees only, one that is a process alone has none."""
+def load_smooth(path: Path, trees: Trees | None, share: float) -> Ensemble:
+    """Read an ensemble; without a .npz file it is trees alone."""
     if trees is not None and not path.is_file():
-        return Blend(trees=trees)
+        return Ensemble(trees=trees)
     kind, arrays = "", dict[str, np.ndarray]()
     with np.load(path, allow_pickle=False) as file:
         for name in file:
             kind, array = name.split(".")
             arrays[array] = file[name]
     makers: dict[str, Callable[[dict[str, np.ndarray]], Smooth]]
-    makers = {"network": Network.from_arrays, "process": Process.from_arrays}
-    return Blend(trees=trees, share=share, smooth=makers[kind](arrays))
+    makers = {"network": Network.from_arrays, "process": GaussianProcess.from_arrays}
+    return Ensemble(trees=trees, share=share, smooth=makers[kind](arrays))
 
 
 def _pair(values: Any) -> tuple[float, float]:
@@ -249,18 +258,18 @@ def _host_call(values: Sequence[float]) -> HostCall:
 def load_model(
     folder: Path, name: str, facts: Mapping[str, Any], gpus: Mapping[str, Gpu]
 ) -> FamilyModel:
-    """One family of a bundle with the hardware of its rows; only known families are opened."""
+    """Read one family's model; ValueError for an unknown family."""
     if name not in families():
         raise ValueError(f"bundle {str(folder)!r}: unknown family {name!r}")
     trees, near = load_trees(folder, name, facts["trees"]), facts["residuals"]
     encoder = Encoder(list(facts["features"]), dict(facts["vocabulary"]))
     own = {n: gpus[n] for n in {**facts["stacks"], **facts["measured"]}}
     return FamilyModel(
-        blend=load_smooth(folder / f"{name}.npz", trees, float(facts["share"])),
+        ensemble=load_smooth(folder / f"{name}.npz", trees, float(facts["share"])),
         encoder=encoder,
-        lenders=Lenders(encoder=encoder, measured=facts["measured"], gpus=own),
+        source_gpus=SourceGpus(encoder=encoder, measured=facts["measured"], gpus=own),
         offsets=_pair(facts["offsets"]),
-        strange_offsets=_pair(facts["strange_offsets"]),
+        unseen_offsets=_pair(facts["unseen_offsets"]),
         envelope={k: _pair(v) for k, v in facts["envelope"].items()},
         sensitivity=_pair(facts["sensitivity"]),
         facts=facts["facts"],

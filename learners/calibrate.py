@@ -1,4 +1,4 @@
-"""Calibrate a bundle with a few measured rows of a GPU."""
+"""Calibrates a bundle with a few measured rows of a GPU."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import pandas as pd
 
 from learners.bundle import Bundle
 from learners.family_model import FamilyModel
-from learners.features.table import ordinary
+from learners.features.table import without_load
 from learners.models.residuals import coordinates
 from learners.transfer.calibration import Calibration, points
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops import families
 from microbench.ops.family import Family
 
-MOST_ROWS = 500  # of one family and GPU: with more, train on them
+MAX_ROWS = 500  # of one family and GPU; more are enough for training
 
 
 def calibrate(bundle: Bundle, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None) -> Bundle:
-    """The bundle with every family pulled towards the measured rows of it, GPU by GPU.
+    """Return the bundle with every family that has rows calibrated by them, GPU by GPU.
 
-    Earlier calibrations with the same family and GPU are replaced. ValueError where no row is of a
-    family the bundle has learned.
+    Earlier calibrations of the same family and GPU are replaced. ValueError where no row is of a
+    family of the bundle.
     """
     rows = rows[rows["status"] == "ok"] if "status" in rows else rows
-    rows = ordinary(rows[rows["time_us"] > 0])
+    rows = without_load(rows[rows["time_us"] > 0])
     named = {str(name): str(name) for name in rows["gpu"].unique()}
     hardware = {**bundle.gpus, **(gpus or {})}
     hardware |= {name: load_gpu(name) for name in named if name not in hardware}
@@ -41,7 +41,7 @@ def calibrate(bundle: Bundle, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None
         models[str(name)] = replace(model, calibrations={**model.calibrations, str(gpu): found})
         used += len(mine)
     if not used:
-        raise ValueError(f"no rows of a family of this bundle; it has {sorted(models)}")
+        raise ValueError(f"no row is of a family of this bundle, which has {sorted(models)}")
     kept = {name: hardware[name] for name in {*bundle.gpus, *named}}
     return replace(bundle, models=models, gpus=kept)
 
@@ -49,11 +49,12 @@ def calibrate(bundle: Bundle, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None
 def measure(
     model: FamilyModel, family: Family, rows: pd.DataFrame, gpus: Mapping[str, Gpu]
 ) -> Calibration:
-    """Log errors of the uncalibrated model at rows of one GPU."""
-    if len(rows) > MOST_ROWS:
+    """Calibration of one GPU: log errors of the uncalibrated model at its rows."""
+    if len(rows) > MAX_ROWS:
         gpu = rows["gpu"].iloc[0]
         raise ValueError(
-            f"{len(rows)} rows of {family.name} on {gpu}: at most {MOST_ROWS}; train on them"
+            f"{len(rows)} rows of {family.name} on {gpu}: at most {MAX_ROWS} calibrate; "
+            "train a bundle on more"
         )
     rows = model.as_measured(rows.reset_index(drop=True), family)
     found = replace(model, calibrations={}).predict(rows, family, gpus)
@@ -63,7 +64,7 @@ def measure(
 
 
 def read_few(paths: Sequence[Path]) -> pd.DataFrame:
-    """Rows of Parquet files in dataset form; ValueError names the file that is none."""
+    """Read rows in dataset form from Parquet files; ValueError names a file that is not."""
     parts = []
     for path in paths:
         try:

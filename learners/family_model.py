@@ -1,4 +1,4 @@
-"""One family's model: trees, what they leave over near measured points, and calibrations."""
+"""Fits and holds one op family's model: ensemble, transfer, residuals, calibrations, intervals."""
 
 from __future__ import annotations
 
@@ -13,43 +13,47 @@ from learners.features.host_calls import HostCall, host_call
 from learners.features.machine_speed import Sensitivity, Speed, at_reference_us
 from learners.features.op_aliases import as_measured
 from learners.features.table import (
-    IDENTITY,
-    PLACE,
+    CLUSTER_SEPARATOR,
+    ORIGIN,
     Encoder,
     Features,
-    at_least_us,
     feature_table,
-    identities,
+    halved_rate_bound_us,
     in_envelope,
     is_number,
     learn_launch_us,
+    origins,
     shape_groups,
     usual_stacks,
 )
-from learners.models import regressors, residuals
-from learners.models.ensemble import Blend, CrossFit, cross_fit, fit_quick, refit
-from learners.models.kernels import stated_curves
+from learners.models import residuals
+from learners.models.ensemble import CrossFit, Ensemble, cross_fit, fit_quick, refit
+from learners.models.kernels import stated_kernel
+from learners.models.training_table import Table
 from learners.transfer import achieved_rate
 from learners.transfer.calibration import Calibration, points
 from learners.transfer.source_gpus import (
-    SAME_UNITS,
-    Asked,
-    Lenders,
-    Whose,
-    chosen,
-    what_was_measured,
+    EQUAL_SPEED_DTYPE,
+    QueryRows,
+    RowGroup,
+    SourceGpus,
+    measured_in,
+    pick_stack,
 )
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family
 
-Offsets = tuple[float, float]
-JOIN = 3  # two bounds that are met at once cost a quarter more than either
-LEAST_GPUS = 3  # that errors on a GPU left out are learned from
+Offsets = tuple[float, float]  # 10 and 90 % quantiles of log(measured / forecast)
+BOUND_EXPONENT = assumed(__file__, "bound_exponent")
+SINGLE_GPU_WIDENING = assumed(__file__, "single_gpu_widening")
+MIN_GPUS = 3  # to learn errors on unseen GPUs by leaving GPUs out
+UNSEEN_TRAINING_ROWS, UNSEEN_TEST_ROWS = 20_000, 5_000  # at most, per fold of GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecasts:
-    """Time in us, its 10 and 90 % quantiles, and whether every input was seen in training."""
+    """Times in us, their 10 and 90 % quantiles, rooflines, and whether inputs were seen."""
 
     time_us: np.ndarray
     p10_us: np.ndarray
@@ -60,20 +64,21 @@ class Forecasts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyModel:
-    """One family's booster with what is needed to use it.
+    """The trained model of one op family.
 
-    ``offsets``: calibrated 10 % and 90 % quantiles of the log error, ``strange_offsets`` those on a
-    GPU left out. ``envelope``: smallest and largest value of each number among the training rows.
-    ``stacks``: the usual software by GPU. ``launch``: host launch in us by GPU, part of times taken
-    from the host. ``lenders``: who prices GPUs never seen. ``sensitivity``: see learners.speed.
-    ``host_calls``: what a call costs the host, by GPU and op.
+    ``offsets``: see Offsets; ``unseen_offsets`` those on GPUs that were left out of training.
+    ``envelope``: smallest and largest value of each numeric feature among the training rows.
+    ``stacks``: the usual software by GPU. ``launch``: host launch in us by GPU, contained in times
+    taken from the host. ``sensitivity``: see learners.features.machine_speed. ``facts``: digest and
+    number of training rows, errors, ops by dtype. ``host_calls``: host time of a call by GPU and
+    op. ``calibrations`` by GPU.
     """
 
-    blend: Blend
+    ensemble: Ensemble
     encoder: Encoder
-    lenders: Lenders
+    source_gpus: SourceGpus
     offsets: Offsets
-    strange_offsets: Offsets
+    unseen_offsets: Offsets
     envelope: Mapping[str, tuple[float, float]]
     sensitivity: Sensitivity
     facts: Mapping[str, Any]
@@ -84,25 +89,25 @@ class FamilyModel:
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
 
     def predict(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> Forecasts:
-        """Forecasts of rows in dataset form, in their order."""
-        asked, table, roofline = self._asked(rows, family, gpus)
-        rows, strange = asked.rows, self.lenders.strange(asked)
-        guess = self._blended_us(asked, table, roofline) * achieved_rate.correction(
-            asked,
-            self.lenders,
-            lambda large: self._blended_us(*self._asked(large, family, gpus)),
+        """Forecast rows in dataset form, in their order."""
+        query, table, roofline = self._query(rows, family, gpus)
+        guess = self._ensemble_us(query, table, roofline) * achieved_rate.correction(
+            query,
+            self.source_gpus,
+            lambda large: self._ensemble_us(*self._query(large, family, gpus)),
         )
+        unseen = self.source_gpus.unseen(query)
         low, high = (
-            np.where(strange, self.strange_offsets[i], self.offsets[i]).astype(float)
+            np.where(unseen, self.unseen_offsets[i], self.offsets[i]).astype(float)
             for i in range(2)
         )
         if self.residuals is not None or self.calibrations:
-            kind, at = residuals.coordinates(rows, family)
+            kind, at = residuals.coordinates(query.rows, family)
             if self.residuals is not None:
-                near = self.residuals.correction(residuals.told_apart(kind, table), at)
+                near = self.residuals.correction(residuals.kind_keys(kind, table), at)
                 guess = guess * np.exp(near)
             for gpu, calibration in self.calibrations.items():
-                mine = rows["gpu"].to_numpy(dtype=object) == gpu
+                mine = query.rows["gpu"].to_numpy(dtype=object) == gpu
                 where = points(at[mine], roofline[mine])
                 shift, share = calibration.correction(kind[mine], where)
                 guess[mine] *= np.exp(shift)
@@ -111,139 +116,151 @@ class FamilyModel:
             time_us=guess,
             p10_us=guess * np.exp(low),
             p90_us=guess * np.exp(high),
-            inside=self._inside(asked, table),
+            inside=self._inside(query, table),
             roofline_us=roofline,
         )
 
-    def _blended_us(self, asked: Asked, table: Features, roofline: np.ndarray) -> np.ndarray:
-        """Of trees and networks, not below the time at a halved rate."""
-        guess = self.lenders.predict(self.blend, self.encoder.encode(table), roofline, asked)
-        bound = at_least_us(asked.rows, asked.family, asked.gpus)
-        return np.asarray((guess**JOIN + bound**JOIN) ** (1 / JOIN))
+    def _ensemble_us(self, query: QueryRows, table: Features, roofline: np.ndarray) -> np.ndarray:
+        """Ensemble prediction in us, softly bounded below on GPUs with a limited tensor-core peak.
+
+        (guess^p + bound^p)^(1/p), p = BOUND_EXPONENT, bound = ``halved_rate_bound_us``.
+        """
+        x = self.encoder.encode(table)
+        guess = self.source_gpus.predict(self.ensemble, x, roofline, query)
+        bound = halved_rate_bound_us(query.rows, query.family, query.gpus)
+        return np.asarray((guess**BOUND_EXPONENT + bound**BOUND_EXPONENT) ** (1 / BOUND_EXPONENT))
 
     def inside(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
-        """Whether every input of a row was seen in training, as ``predict`` says it."""
-        asked, table, _ = self._asked(rows, family, gpus)
-        return self._inside(asked, table)
+        """Mask of rows whose inputs were seen in training, as ``predict`` returns it."""
+        query, table, _ = self._query(rows, family, gpus)
+        return self._inside(query, table)
 
-    def _inside(self, asked: Asked, table: Features) -> np.ndarray:
+    def _inside(self, query: QueryRows, table: Features) -> np.ndarray:
         inside = in_envelope(table, self.envelope, self.encoder)
-        return np.asarray(inside & ~self.lenders.unseen(asked))
+        return np.asarray(inside & ~self.source_gpus.unseen_gpu_or_op(query))
 
     def as_measured(self, rows: pd.DataFrame, family: Family) -> pd.DataFrame:
-        """The rows that stand for these: of ops that were measured in their dtype.
+        """The rows, with ops that were not measured in their dtype replaced by aliases that were.
 
-        On their own GPU if it was measured in that dtype, else on any.
+        On the row's own GPU if that was measured in the dtype, else on any.
         """
-        if not family.alike:
+        if not family.op_aliases:
             return rows
         ops = self.facts.get("ops", {})
         codes, names = pd.factorize(rows["gpu"].to_numpy(dtype=object))
         places = [np.flatnonzero(codes == code) for code in range(len(names))]
         parts = [rows if len(names) == 1 else rows.iloc[place] for place in places]
-        found = [
-            as_measured(self.lenders.own_ops(part, family, str(name)), family, ops)
+        replaced = [
+            as_measured(self.source_gpus.with_measured_ops(part, family, str(name)), family, ops)
             for part, name in zip(parts, names, strict=True)
         ]
-        if len(found) == 1:
-            return found[0]
-        return pd.concat(found).iloc[np.argsort(np.concatenate(places))]
+        if len(replaced) == 1:
+            return replaced[0]
+        return pd.concat(replaced).iloc[np.argsort(np.concatenate(places))]
 
     def stack_shares(
         self, gpu: Gpu, op: str, dtype: str, wanted: str, family: Family
     ) -> dict[str, float]:
-        """Which software's rows answer for an op on a GPU, and how much each counts."""
-        lenders, units = self.lenders, SAME_UNITS.get(dtype, dtype)
-        if lenders.has(gpu, op, dtype):
-            stacks = lenders.measured[gpu.name][units][op]
-            return {chosen(stacks, wanted) or stacks[0]: 1.0}
-        if not lenders.measured:
+        """Software whose rows forecast an op on a GPU, with weights that add up to 1."""
+        sources, equal = self.source_gpus, EQUAL_SPEED_DTYPE.get(dtype, dtype)
+        if sources.has_measured(gpu, op, dtype):
+            stacks = sources.measured[gpu.name][equal][op]
+            return {pick_stack(stacks, wanted) or stacks[0]: 1.0}
+        if not sources.measured:
             return {}
-        found: dict[str, float] = {}
-        who = Whose(gpu=gpu.name, dtype=units, op=op, wanted=wanted)
-        for (_, stack), share in lenders.shares(who, gpu, family).items():
-            found[stack] = found.get(stack, 0.0) + share
-        return found
+        shares: dict[str, float] = {}
+        group = RowGroup(gpu=gpu.name, dtype=equal, op=op, wanted=wanted)
+        for (_, stack), weight in sources.weights(group, gpu, family).items():
+            shares[stack] = shares.get(stack, 0.0) + weight
+        return shares
 
-    def answers(self, gpu: Gpu) -> bool:
-        """Whether rows of a device of this kind were learned: a CPU's tell nothing of a GPU."""
-        kinds = {known.kind for known in self.lenders.gpus.values()}
+    def covers_kind(self, gpu: Gpu) -> bool:
+        """Whether the rows are of devices of this kind: a CPU's times say nothing of a GPU's."""
+        kinds = {source.kind for source in self.source_gpus.gpus.values()}
         return not kinds or gpu.kind in kinds
 
-    def has(self, gpu: Gpu, op: str, dtype: str) -> bool:
-        """Whether an op was measured on that very GPU; of one device alone, on that."""
-        return self.lenders.has(gpu, op, dtype) if self.lenders.measured else self._seen(op, dtype)
+    def has_measured(self, gpu: Gpu, op: str, dtype: str) -> bool:
+        """Whether an op was measured on that very GPU; for a model of one device, on that."""
+        if self.source_gpus.measured:
+            return self.source_gpus.has_measured(gpu, op, dtype)
+        return self._in_vocabulary(op, dtype)
 
-    def tells(self, gpu: Gpu, op: str, dtype: str) -> bool:
-        """Whether the measured rows tell of an op (``op_aliases.op_names``) on this GPU."""
-        if self.lenders.measured:
-            return self.lenders.tells(gpu, op, dtype)
-        return self._seen(op, dtype)
+    def covers(self, gpu: Gpu, op: str, dtype: str) -> bool:
+        """Whether measured rows say how fast an op (``op_aliases.op_names``) is on this GPU."""
+        if self.source_gpus.measured:
+            return self.source_gpus.covers(gpu, op, dtype)
+        return self._in_vocabulary(op, dtype)
 
-    def _seen(self, *words: str) -> bool:
-        """Whether all these were learned: names of ops, dtypes."""
+    def _in_vocabulary(self, *words: str) -> bool:
+        """Whether training rows had all of these strings (ops, dtypes)."""
         return {w for seen in self.encoder.vocabulary.values() for w in seen}.issuperset(words)
 
     def host_call(self, gpu: str, op: str) -> HostCall | None:
-        """What a call of an op costs the host of a GPU; None where no row of any GPU tells."""
+        """Host time of a call of an op on a GPU; None where no GPU's rows have it."""
         return host_call(self.host_calls, gpu, op)
 
-    def _asked(
+    def _query(
         self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]
-    ) -> tuple[Asked, Features, np.ndarray]:
-        """What stands for the rows, features with whose row it is, and the roofline in us."""
+    ) -> tuple[QueryRows, Features, np.ndarray]:
+        """The rows with measured ops, their features and origins, and the roofline in us."""
         rows = self.as_measured(rows, family)
         table, roofline = feature_table(rows, family, gpus, self.launch)
-        table |= identities(rows, family, self.stacks)
-        asked = Asked.of(rows, table, gpus, family, self.launch)
-        if (asked.wanted != "").any():
-            usual = self.lenders.usual(asked, self.stacks)
-            table["stack"] = np.where(asked.stack == "", usual, asked.stack)
-        return asked, table, roofline
+        table |= origins(rows, family, self.stacks)
+        query = QueryRows.of(rows, table, gpus, family, self.launch)
+        if (query.wanted != "").any():
+            usual = self.source_gpus.stacks_of(query, self.stacks)
+            table["stack"] = np.where(query.stack == "", usual, query.stack)
+        return query, table, roofline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Rows as a learner sees them, and what made them so."""
+    """Measured rows as learners need them: training table, features, encoder, launch times.
 
-    table: regressors.Table
+    ``kind`` and ``at`` are the coordinates that residuals use.
+    """
+
+    table: Table
     features: Features
     encoder: Encoder
     stacks: Mapping[str, str]
     launch: Mapping[str, float]
-    asked: Asked
+    query: QueryRows
     kind: np.ndarray
     at: np.ndarray
 
-    def lenders(self, known: np.ndarray) -> Lenders:
-        """The GPUs that the rows ``known`` are of."""
-        gpus = {name: self.asked.gpus[name] for name in pd.unique(self.asked.rows["gpu"])}
-        one_cpu = not self.table.identity and {g.kind for g in gpus.values()} == {"cpu"}
-        alone = one_cpu or self.table.curves is not None
-        measured = {} if alone else what_was_measured(self.asked.take(known))
-        return Lenders(encoder=self.encoder, measured=measured, gpus=gpus)
+    def source_gpus(self, known: np.ndarray) -> SourceGpus:
+        """The source GPUs that the rows ``known`` make; none for one CPU or a stated kernel."""
+        gpus = {name: self.query.gpus[name] for name in pd.unique(self.query.rows["gpu"])}
+        one_cpu = not self.table.origin and {g.kind for g in gpus.values()} == {"cpu"}
+        alone = one_cpu or self.table.stated_kernel is not None
+        measured = {} if alone else measured_in(self.query.take(known))
+        return SourceGpus(encoder=self.encoder, measured=measured, gpus=gpus)
 
 
 def prepare(
     rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu], speed: Speed | None = None
 ) -> Prepared:
-    """Features, targets and groups of measured rows."""
+    """Compute features, targets and shape groups of measured rows.
+
+    With ``speed`` the times are corrected to the machine's reference speed.
+    """
     rows = rows.reset_index(drop=True)
     launch, stacks = learn_launch_us(rows, family, gpus), usual_stacks(rows)
     features, roofline = feature_table(rows, family, gpus, launch)
-    whose = identities(rows, family, stacks)
-    told_apart = [c for c in IDENTITY if len(pd.unique(whose[c])) > 1]
-    features |= {c: whose[c] for c in told_apart}
+    origin = origins(rows, family, stacks)
+    varying = [c for c in ORIGIN if len(pd.unique(origin[c])) > 1]
+    features |= {c: origin[c] for c in varying}
     encoder = Encoder.fit(features)
     time_us = rows["time_us"].to_numpy(dtype=float)
-    table = regressors.Table(
+    table = Table(
         x=encoder.encode(features),
         roofline_us=roofline,
         time_us=time_us if speed is None else at_reference_us(rows, speed),
         group=shape_groups(rows, family),
-        identity=encoder.places(told_apart) if "gpu" in told_apart else (),
-        gpus=encoder.places(["gpu"]) if "gpu" in told_apart else (),
-        curves=stated_curves(family, encoder.places),
+        origin=encoder.places(varying) if "gpu" in varying else (),
+        gpus=encoder.places(["gpu"]) if "gpu" in varying else (),
+        stated_kernel=stated_kernel(family, encoder.places),
     )
     kind, at = residuals.coordinates(rows, family)
     return Prepared(
@@ -252,32 +269,32 @@ def prepare(
         encoder=encoder,
         stacks=stacks,
         launch=launch,
-        asked=Asked.of(
-            rows.assign(stack=whose["stack"]), {**features, **whose}, gpus, family, launch
+        query=QueryRows.of(
+            rows.assign(stack=origin["stack"]), {**features, **origin}, gpus, family, launch
         ),
-        kind=residuals.told_apart(kind, {**features, **whose}),
+        kind=residuals.kind_keys(kind, {**features, **origin}),
         at=at,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """Trees and residuals of some of the rows, to be judged on the others."""
+    """An ensemble with residuals fitted to some of the rows, to be scored on the others."""
 
     prepared: Prepared
     crossed: CrossFit
-    blend: Blend
+    ensemble: Ensemble
     residuals: residuals.Residuals | None
-    lenders: Lenders
+    source_gpus: SourceGpus
 
-    def blend_us(self, rows: np.ndarray) -> np.ndarray:
-        """Forecasts of rows of the prepared table without the residuals, in us."""
-        table, asked = self.prepared.table.take(rows), self.prepared.asked.take(rows)
-        return self.lenders.predict(self.blend, table.x, table.roofline_us, asked)
+    def ensemble_us(self, rows: np.ndarray) -> np.ndarray:
+        """Forecast rows of the prepared table in us, without the residuals."""
+        table, query = self.prepared.table.take(rows), self.prepared.query.take(rows)
+        return self.source_gpus.predict(self.ensemble, table.x, table.roofline_us, query)
 
     def predict_us(self, rows: np.ndarray) -> np.ndarray:
-        """Forecasts of rows of the prepared table in us."""
-        guess = self.blend_us(rows)
+        """Forecast rows of the prepared table in us."""
+        guess = self.ensemble_us(rows)
         if self.residuals is not None:
             kind, at = self.prepared.kind[rows], self.prepared.at[rows]
             guess = guess * np.exp(self.residuals.correction(kind, at))
@@ -285,26 +302,26 @@ class Learned:
 
 
 def learn(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> Learned:
-    """Learn the rows ``known``; a GPU that none of them is of is priced as never seen."""
+    """Fit to the rows ``known``; GPUs that none of them is of count as unseen."""
     train = prepared.table.take(known)
     crossed = cross_fit(train, options)
     return Learned(
         prepared=prepared,
         crossed=crossed,
-        blend=refit(train, options, crossed),
-        residuals=left_over(prepared, known, crossed),
-        lenders=prepared.lenders(known),
+        ensemble=refit(train, options, crossed),
+        residuals=fit_residuals(prepared, known, crossed),
+        source_gpus=prepared.source_gpus(known),
     )
 
 
 def learn_quickly(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> FamilyModel:
-    """A model of the rows ``known`` that forecasts GPUs none of them is of; no intervals."""
+    """Fit to the rows ``known`` to forecast GPUs that none of them is of; without intervals."""
     return FamilyModel(
-        blend=fit_quick(prepared.table.take(known), options),
+        ensemble=fit_quick(prepared.table.take(known), options),
         encoder=prepared.encoder,
-        lenders=prepared.lenders(known),
+        source_gpus=prepared.source_gpus(known),
         offsets=(0.0, 0.0),
-        strange_offsets=(0.0, 0.0),
+        unseen_offsets=(0.0, 0.0),
         envelope={},
         sensitivity=(1.0, 0.0),
         facts={},
@@ -320,53 +337,59 @@ def fit_model(
     sensitivity: Sensitivity,
     facts: Mapping[str, Any],
 ) -> FamilyModel:
-    """A model of all rows given what cross-validation on them found."""
+    """Fit a model to all rows, with the rounds, weight and residuals of cross-validation."""
     features = prepared.features
     numbers = [name for name, values in features.items() if is_number(values)]
+    every_row = np.arange(len(prepared.kind))
     return FamilyModel(
-        blend=refit(prepared.table, options, crossed),
+        ensemble=refit(prepared.table, options, crossed),
         encoder=prepared.encoder,
-        lenders=prepared.lenders(np.arange(len(prepared.kind))),
+        source_gpus=prepared.source_gpus(every_row),
         offsets=crossed.offsets,
-        strange_offsets=strange_offsets(prepared, options, crossed.offsets),
+        unseen_offsets=unseen_offsets(prepared, options, crossed.offsets),
         envelope={c: (float(features[c].min()), float(features[c].max())) for c in numbers},
         sensitivity=sensitivity,
         facts=facts,
         stacks=prepared.stacks,
         launch=prepared.launch,
-        residuals=left_over(prepared, np.arange(len(prepared.kind)), crossed),
+        residuals=fit_residuals(prepared, every_row, crossed),
     )
 
 
-def left_over(
+def fit_residuals(
     prepared: Prepared, known: np.ndarray, crossed: CrossFit
 ) -> residuals.Residuals | None:
-    """What is left over near the rows ``known``; a process of all features leaves nothing there."""
-    if crossed.path is not None and not prepared.table.identity:
+    """Fit the correction near the rows ``known``; None where it does not help.
+
+    A Gaussian process over all features of one GPU needs none.
+    """
+    if crossed.process is not None and not prepared.table.origin:
         return None
     kind, at, group = prepared.kind[known], prepared.at[known], prepared.table.group[known]
     return residuals.choose(kind, at, crossed.residual, group)
 
 
-def strange_offsets(prepared: Prepared, options: dict[str, Any], known: Offsets) -> Offsets:
-    """10 and 90 % quantiles of the log error on GPUs left out in thirds.
+def unseen_offsets(prepared: Prepared, options: dict[str, Any], seen: Offsets) -> Offsets:
+    """10 and 90 % quantiles of the log error on GPUs left out, a third of them at a time.
 
-    Twice ``known`` where fewer than three were measured: see learners.train.widened. CPUs among
-    GPUs do not count.
+    At least as wide as ``seen``; SINGLE_GPU_WIDENING times that where fewer than MIN_GPUS were
+    measured. CPUs among GPUs do not count.
     """
-    gpu, hardware = prepared.asked.gpu, prepared.asked.gpus
-    kinds = {name: hardware[name.partition(PLACE)[0]].kind for name in sorted(np.unique(gpu))}
-    names = [name for name, kind in kinds.items() if kind != "cpu"] or list(kinds)
-    if len(names) < LEAST_GPUS:
-        return 2 * known[0], 2 * known[1]
+    gpu, hardware = prepared.query.gpu, prepared.query.gpus
+    names = sorted(np.unique(gpu))
+    kinds = {name: hardware[name.partition(CLUSTER_SEPARATOR)[0]].kind for name in names}
+    names = [name for name, kind in kinds.items() if kind != "cpu"] or names
+    if len(names) < MIN_GPUS:
+        return SINGLE_GPU_WIDENING * seen[0], SINGLE_GPU_WIDENING * seen[1]
     errors = []
     for fold in range(3):
         held = np.isin(gpu, names[fold::3])
-        some = np.random.default_rng(fold).permutation(np.flatnonzero(~held))[:20_000]
-        out = np.random.default_rng(fold).permutation(np.flatnonzero(held))[:5_000]
+        rng = np.random.default_rng
+        some = rng(fold).permutation(np.flatnonzero(~held))[:UNSEEN_TRAINING_ROWS]
+        out = rng(fold).permutation(np.flatnonzero(held))[:UNSEEN_TEST_ROWS]
         model = learn_quickly(prepared, some, options)
-        table, asked = prepared.table.take(out), prepared.asked.take(out)
-        guess = model.lenders.predict(model.blend, table.x, table.roofline_us, asked)
+        table, query = prepared.table.take(out), prepared.query.take(out)
+        guess = model.source_gpus.predict(model.ensemble, table.x, table.roofline_us, query)
         errors.append(np.log(table.time_us / guess))
     low, high = np.quantile(np.concatenate(errors), [0.1, 0.9])
-    return min(known[0], float(low)), max(known[1], float(high))
+    return min(seen[0], float(low)), max(seen[1], float(high))

@@ -1,4 +1,4 @@
-"""Train every family: four learners scored on shapes never trained on, XGBoost into the bundle."""
+"""Trains a bundle: per op family, scores learners on unseen shapes and fits the final model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from learners.bundle import Bundle
-from learners.family_model import LEAST_GPUS, FamilyModel, fit_model, learn, prepare
+from learners.family_model import MIN_GPUS, FamilyModel, fit_model, learn, prepare
 from learners.features.host_calls import learn_host_calls
 from learners.features.machine_speed import (
     Anchors,
@@ -22,24 +22,24 @@ from learners.features.machine_speed import (
     undisturbed,
 )
 from learners.features.schema import check_rows
-from learners.features.table import ordinary
-from learners.models import regressors
+from learners.features.table import without_load
+from learners.models import baselines, trees
+from learners.models.training_table import Table, group_split
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops import families
 from microbench.ops.family import Family
 from microbench.store import read_hardware, read_rows
 
-MIN_ROWS = 20
-# 10 and 90 % quantiles of norms' log error on GPUs left out, the widest of the op families of
-# learners/shipped (its strange_offsets, rounded): NeuSight's and Vidur's rows of eight GPUs.
-UNSEEN_GPU_OFFSETS = (-0.42, 0.46)
-TEST_SHARE = 0.15
-STUDIES = Path(".cache/optuna")
+MIN_ROWS = 20  # of a family that is trained
+UNSEEN_GPU_OFFSETS = assumed(__file__, "unseen_gpu_offsets")
+TEST_SHARE = 0.15  # of the shape groups, held out to score learners
+STUDIES = Path(".cache/optuna")  # journals of hyperparameter trials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyReport:
-    """Errors on unseen shapes by learner, the interval's coverage, and the noise floor."""
+    """Scores of one family: errors on held-out shapes, interval coverage, noise floor."""
 
     rows: int
     retest_ape_pct: float | None
@@ -49,17 +49,17 @@ class FamilyReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainReport:
-    """One FamilyReport per family trained."""
+    """Scores of a training run, by family."""
 
     families: Mapping[str, FamilyReport]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, MLflow and tables."""
+        """The report as plain values, for JSON, MLflow and tables."""
         return {name: asdict(report) for name, report in self.families.items()}
 
 
 def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, float]:
-    """Absolute percentage errors summed up; bias is the mean signed error."""
+    """Statistics of absolute percentage errors; ``bias_pct`` is the mean signed error."""
     signed = 100 * (predicted / measured - 1)
     ape = np.abs(signed)
     return {
@@ -79,39 +79,33 @@ def train_family(
     anchors: Anchors,
     trials: int,
     digest: str,
+    studies: Path = STUDIES,
 ) -> tuple[FamilyReport, FamilyModel]:
-    """Score on shapes held out, calibrate the interval out of fold, then refit on all rows."""
+    """Score learners on held-out shapes, then fit a model to all rows of the family.
+
+    Intervals come from out-of-fold errors; ``trials`` of hyperparameters are tried first.
+    """
     speed = learn_speed(rows, family, anchors)
     prepared = prepare(rows, family, gpus, speed)
     table = prepared.table
-    known, held = regressors.group_split(table.group, TEST_SHARE, seed=0, op=rows["op"].to_numpy())
+    known, held = group_split(table.group, TEST_SHARE, seed=0, op=rows["op"].to_numpy())
     train, test = table.take(known), table.take(held)
-    STUDIES.mkdir(parents=True, exist_ok=True)
-    options = regressors.tune(
-        train, trials, 0, str(STUDIES / f"{family.name}-{digest}.log"), family.name
-    )
-    part = learn(prepared, known, options)
-    guess = part.predict_us(held)
-    inside = np.log(test.time_us / guess)
-    low, high = part.crossed.offsets
-    baselines = {
-        "roofline": regressors.predict_roofline,
-        "linear": regressors.predict_linear,
-        "nearest": regressors.predict_nearest,
-    }
-    scores = {
-        name: errors(predict(train, test.x, test.roofline_us), test.time_us)
-        for name, predict in baselines.items()
-    }
+    studies.mkdir(parents=True, exist_ok=True)
+    journal = str(studies / f"{family.name}-{digest}.log")
+    options = trees.tune(train, trials, 0, journal, family.name)
+    learned = learn(prepared, known, options)
+    guess = learned.predict_us(held)
+    log_error = np.log(test.time_us / guess)
+    low, high = learned.crossed.offsets
     report = FamilyReport(
         rows=len(rows),
         retest_ape_pct=retest_ape_pct(rows, family, speed),
-        coverage_pct=float(np.mean((inside >= low) & (inside <= high)) * 100),
-        learners={"xgboost": errors(guess, test.time_us), **scores},
+        coverage_pct=float(np.mean((log_error >= low) & (log_error <= high)) * 100),
+        learners={"xgboost": errors(guess, test.time_us), **baseline_errors(train, test)},
     )
-    residual = np.log(table.time_us / part.blend_us(np.arange(len(rows))))
-    residual[known] = part.crossed.residual
-    crossed = replace(part.crossed, residual=residual)
+    residual = np.log(table.time_us / learned.ensemble_us(np.arange(len(rows))))
+    residual[known] = learned.crossed.residual
+    crossed = replace(learned.crossed, residual=residual)
     facts = {
         "digest": digest,
         "rows": len(rows),
@@ -122,13 +116,32 @@ def train_family(
     return report, replace(model, host_calls=learn_host_calls(rows, family, gpus))
 
 
+def baseline_errors(train: Table, test: Table) -> dict[str, dict[str, float]]:
+    """Errors of the simple learners on the held-out rows, by name."""
+    learners = {
+        "roofline": baselines.predict_roofline,
+        "linear": baselines.predict_linear,
+        "nearest": baselines.predict_nearest,
+    }
+    return {
+        name: errors(predict(train, test.x, test.roofline_us), test.time_us)
+        for name, predict in learners.items()
+    }
+
+
+def digest_of(rows: pd.DataFrame) -> str:
+    """Twelve hexadecimal digits of a hash of all values of the rows, in their order."""
+    hashes = pd.util.hash_pandas_object(rows.astype(str), index=False).to_numpy()
+    return hashlib.sha256(hashes.tobytes()).hexdigest()[:12]
+
+
 def ops_by_dtype(rows: pd.DataFrame) -> dict[str, list[str]]:
-    """The ops that were measured in each dtype."""
+    """The ops that were measured, by dtype."""
     return {str(dtype): sorted(ops.unique()) for dtype, ops in rows.groupby("dtype")["op"]}
 
 
 def hardware_of(roots: Sequence[Path], rows: pd.DataFrame) -> dict[str, Gpu]:
-    """Hardware of every GPU in the rows: from the cards, else from our files."""
+    """Hardware of every GPU in the rows: from the datasets' cards, else from the hardware files."""
     known = read_hardware(roots)
     return {str(n): known.get(str(n)) or load_gpu(str(n)) for n in rows["gpu"].unique()}
 
@@ -140,56 +153,57 @@ def train(
     trials: int = 0,
     limit: int | None = None,
     on_progress: Callable[[str], None] | None = None,
+    studies: Path = STUDIES,
 ) -> TrainReport:
     """Train the families that have rows and save the bundle; ValueError where there are none.
 
-    ``limit``: at most so many rows of a family, see ``thin``.
+    ``limit`` is the maximum number of rows of a family, see ``subsample_evenly``. ``studies`` holds
+    journals of hyperparameter trials; trials that are there already are not run again.
     """
-    tables = {name: thin(rows, limit) for name, rows in usable_rows(roots, names).items()}
+    usable = usable_rows(roots, names)
+    tables = {name: subsample_evenly(rows, limit) for name, rows in usable.items()}
     anchors = reference_anchors(tables)
     tables = {name: undisturbed(rows, anchors) for name, rows in tables.items()}
     reports, models, gpus = {}, {}, {}
     for name, rows in tables.items():
         if on_progress:
             on_progress(name)
-        found = hardware_of(roots, rows)
-        digest = hashlib.sha256(
-            pd.util.hash_pandas_object(rows.astype(str), index=False).to_numpy().tobytes()
-        ).hexdigest()[:12]
+        hardware = hardware_of(roots, rows)
         reports[name], models[name] = train_family(
-            rows, families()[name], found, anchors, trials, digest
+            rows, families()[name], hardware, anchors, trials, digest_of(rows), studies
         )
-        gpus.update(found)
-    Bundle(models=widened(models), gpus=gpus, anchors=anchors).save(out)
+        gpus.update(hardware)
+    Bundle(models=widen_unseen_offsets(models), gpus=gpus, anchors=anchors).save(out)
     return TrainReport(families=reports)
 
 
-def widened(models: Mapping[str, FamilyModel]) -> dict[str, FamilyModel]:
-    """Families known on one or two GPUs err on others as widely as any that is known on more.
+def widen_unseen_offsets(models: Mapping[str, FamilyModel]) -> dict[str, FamilyModel]:
+    """Widen ``unseen_offsets`` of families measured on fewer than MIN_GPUS GPUs.
 
-    At least as ``UNSEEN_GPU_OFFSETS``. Curves keep their own: they lend nothing.
+    To the widest of the families measured on more, and at least to UNSEEN_GPU_OFFSETS. Families
+    without source GPUs keep theirs.
     """
-    several = [m.strange_offsets for m in models.values() if _gpus(m) >= LEAST_GPUS]
-    low = min(offsets[0] for offsets in [*several, UNSEEN_GPU_OFFSETS])
-    high = max(offsets[1] for offsets in [*several, UNSEEN_GPU_OFFSETS])
+    wide = [UNSEEN_GPU_OFFSETS]
+    wide += [m.unseen_offsets for m in models.values() if _source_count(m) >= MIN_GPUS]
+    low, high = min(offsets[0] for offsets in wide), max(offsets[1] for offsets in wide)
 
-    def one(model: FamilyModel) -> FamilyModel:
-        if not 0 < _gpus(model) < LEAST_GPUS:
+    def widened(model: FamilyModel) -> FamilyModel:
+        if not 0 < _source_count(model) < MIN_GPUS:
             return model
-        own = model.strange_offsets
-        return replace(model, strange_offsets=(min(own[0], low), max(own[1], high)))
+        old = model.unseen_offsets
+        return replace(model, unseen_offsets=(min(old[0], low), max(old[1], high)))
 
-    return {name: one(model) for name, model in models.items()}
-
-
-def _gpus(model: FamilyModel) -> int:
-    """How many GPUs lend."""
-    known = model.lenders.gpus
-    return sum(known[name].kind != "cpu" for name in model.lenders.measured)
+    return {name: widened(model) for name, model in models.items()}
 
 
-def thin(rows: pd.DataFrame, limit: int | None) -> pd.DataFrame:
-    """At most ``limit`` rows, as even as can be over GPUs, software, ops and dtypes."""
+def _source_count(model: FamilyModel) -> int:
+    """Number of source GPUs, without CPUs."""
+    gpus = model.source_gpus.gpus
+    return sum(gpus[name].kind != "cpu" for name in model.source_gpus.measured)
+
+
+def subsample_evenly(rows: pd.DataFrame, limit: int | None) -> pd.DataFrame:
+    """Draw at most ``limit`` rows, as evenly as possible over GPUs, software, ops and dtypes."""
     if limit is None or len(rows) <= limit:
         return rows
     kinds = [c for c in ("gpu", "stack", "op", "dtype") if c in rows]
@@ -201,7 +215,10 @@ def thin(rows: pd.DataFrame, limit: int | None) -> pd.DataFrame:
 
 
 def usable_rows(roots: Sequence[Path], names: Sequence[str] | None) -> dict[str, pd.DataFrame]:
-    """Ordinary rows with status ok of families that have enough; ValueError where none has."""
+    """Rows to train on, by family: status ok, without sustained load, at least MIN_ROWS.
+
+    ValueError for an unknown family, and where no family has enough.
+    """
     unknown = sorted(set(names or []) - set(families()))
     if unknown:
         raise ValueError(f"unknown family {unknown[0]!r}; known: {sorted(families())}")
@@ -210,7 +227,7 @@ def usable_rows(roots: Sequence[Path], names: Sequence[str] | None) -> dict[str,
         rows = read_rows(roots, name)
         if len(rows):
             check_rows(rows, families()[name])
-            rows = ordinary(rows[rows["status"] == "ok"]).reset_index(drop=True)
+            rows = without_load(rows[rows["status"] == "ok"]).reset_index(drop=True)
         if len(rows) >= MIN_ROWS:
             tables[name] = rows
     if not tables:

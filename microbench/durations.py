@@ -1,10 +1,10 @@
-"""Durations as people write them."""
+"""Parse durations such as 90s, 10m or 1h."""
 
 from __future__ import annotations
 
 
 def seconds(text: str) -> float:
-    """A duration like 90s, 10m or 1h in seconds."""
+    """Seconds of a duration such as 90s, 10m or 1h; ValueError for other text, or over a week."""
     units = {"s": 1.0, "m": 60.0, "h": 3600.0}
     try:
         value = float(text[:-1]) * units[text[-1:]]

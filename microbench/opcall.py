@@ -1,4 +1,21 @@
-"""What a capture writes down: op calls, the tensors they touch, and the step they belong to."""
+"""A captured step: op calls, the tensors they touch, and the parameters they belong to.
+
+Ops have the names under which torch dispatches them below autograd: ``aten.mm.default``. A call on
+sparse tensors keeps its name, and its tensors say their ``layout``:
+
+    aten.mm.default, aten.mv.default       sparse @ dense, also from a backward (see ``csc`` below)
+    aten._sparse_addmm.default             torch.sparse.mm and torch.sparse.addmm: (dense to add,
+                                           sparse, dense); ``beta`` 0 where nothing is added
+    aten.sparse_sampled_addmm.default      (pattern, dense, dense); with ``beta`` 1 it is also the
+                                           gradient of the values of a CSR matrix in a product
+    aten.sparse_mask.default               dense or sparse values at the pattern of another; after
+                                           a dense ``mm`` the gradient of the values of a COO matrix
+    aten._coalesce.default, aten._to_sparse_csr.default, aten._to_sparse.default,
+    aten._to_dense.default, aten.mul.Tensor, aten.clone.default, ...
+
+The gradient of an embedding table with ``sparse=True`` is the exception: it holds whole rows, and
+its ops are written as those on the rows: ``index_select``, ``index_add_``, ``clone``.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +40,19 @@ ITEMSIZE_BYTES: Mapping[str, int] = {
 }
 
 
+INDEX_BYTES = 8  # of one index of a sparse tensor: int64
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor as an op saw it; ``storage`` names the memory behind it (-1: unknown).
+    """Shape, dtype and place in memory of a tensor that an op reads or writes.
 
-    ``zero_frac``: the share of elements known to be zero, where ``capture_zeros`` looks.
+    ``storage`` is a number for the memory behind it: tensors that share memory share it (-1:
+    unknown). ``zero_frac`` is the share of elements known to be zero; only the inputs of Adam's
+    square roots have it (``capture.zeros``). ``layout`` is empty for strided tensors, ``coo`` or
+    ``csr`` for sparse ones, and ``csc`` for the transpose of a CSR tensor, which is a view. ``nnz``
+    is the number of values a sparse tensor stores; it has no strides, and ``shape`` is that of the
+    whole matrix.
     """
 
     shape: tuple[int, ...]
@@ -35,16 +60,18 @@ class TensorSpec:
     stride: tuple[int, ...] = ()
     storage: int = -1
     zero_frac: float = 0.0
+    layout: str = ""
+    nnz: int = 0
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
+        """Number of elements in memory: of a sparse tensor its stored values."""
+        return self.nnz if self.layout else prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements (not of the storage)."""
-        return prod(self.shape) * ITEMSIZE_BYTES[self.dtype]
+        """Bytes of these elements, and of the indices of a sparse tensor."""
+        return stored_bytes(self.shape, self.dtype, self.layout, self.nnz)
 
     @property
     def contiguous(self) -> bool:
@@ -57,12 +84,26 @@ class TensorSpec:
         return True
 
 
+def stored_bytes(shape: tuple[int, ...], dtype: str, layout: str = "", nnz: int = 0) -> int:
+    """Bytes of the elements of a tensor; of a sparse one of its values and int64 indices.
+
+    Indices of COO: dims * nnz; of CSR: nnz + rows + 1 for each matrix; of CSC: nnz + columns + 1.
+    """
+    if not layout:
+        return prod(shape) * ITEMSIZE_BYTES[dtype]
+    indices = len(shape) * nnz
+    if layout != "coo":
+        indices = nnz + prod(shape[:-2]) * (shape[-2 if layout == "csr" else -1] + 1)
+    return nnz * ITEMSIZE_BYTES[dtype] + indices * INDEX_BYTES
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCall:
-    """One call of one op.
+    """One call of one op in a step.
 
-    ``args`` holds tensors (TensorSpec), scalars, strings, None and tuples of them, in schema order;
-    ``phase`` is zero_grad, forward, loss, backward or optimizer.
+    ``args`` holds tensors (TensorSpec), scalars, strings, None and tuples of them, in the order of
+    the op's schema. ``phase`` is zero_grad, forward, loss, backward or optimizer; ``module`` the
+    class of the innermost module that makes the call, in the forward pass.
     """
 
     op: str
@@ -73,7 +114,7 @@ class OpCall:
     module: str = ""
 
     def tensors(self) -> list[TensorSpec]:
-        """All input tensors, lists flattened, in order."""
+        """All input tensors in order, also those inside lists."""
         return list(_tensors((*self.args, *self.kwargs.values())))
 
 
@@ -87,31 +128,35 @@ def _tensors(values: Iterable[Any]) -> Iterator[TensorSpec]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """A parameter; its gradient is ready after backward call number ``ready_after`` of the step."""
+    """A parameter of the model and when its gradient is complete.
+
+    The gradient is ready after call number ``ready_after`` of the step (-1: it has none).
+    ``layout`` and ``nnz`` are those of ``TensorSpec``.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     storage: int
     ready_after: int
+    layout: str = ""
+    nnz: int = 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parameter, and of its gradient."""
-        n = ITEMSIZE_BYTES[self.dtype]
-        for size in self.shape:
-            n *= size
-        return n
+        """Bytes of the parameter, which are also those of its gradient."""
+        return stored_bytes(self.shape, self.dtype, self.layout, self.nnz)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCapture:
-    """One training (or inference) step: its op calls in launch order and what else the host did.
+    """All op calls of one training or inference step, in launch order, and its host events.
 
-    ``host`` counts events without a kernel: ``module_call``, ``view_op``, ``autograd_node``.
-    ``samples`` and ``tokens`` are per step; tokens is 0 where the model has none. ``repeats``: how
-    many layers under a name were left out because they are like those captured (``blocks``: 94).
-    ``engine`` is how the calls are launched: eager, graph or compile.
+    ``host`` counts what the host does without launching a kernel: ``module_call``, ``view_op``,
+    ``autograd_node`` and others. ``samples`` and ``tokens`` are per step; ``tokens`` is 0 where the
+    model has none. ``repeats``: how many layers of a list were left out of the capture because they
+    equal those captured, by the list's name (``blocks``: 94). ``engine`` is how the calls are
+    launched: eager, graph or compile; ``optimizer`` is adamw, sgd or none.
     """
 
     calls: tuple[OpCall, ...]
@@ -121,3 +166,4 @@ class StepCapture:
     tokens: int = 0
     repeats: Mapping[str, int] = field(default_factory=dict)
     engine: str = "eager"
+    optimizer: str = "none"

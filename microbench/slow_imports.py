@@ -1,4 +1,4 @@
-"""Packages that are slow to import and that nothing here uses."""
+"""Keep optional packages that are slow to import, and not needed, from being imported."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import sys
 
 
 def without_scikit_learn() -> None:
-    """Hide scikit-learn from imports: xgboost and transformers load it where they find it.
+    """Make scikit-learn look uninstalled, as xgboost and transformers import it where they find it.
 
-    That takes 1.5 s and nothing here uses it.
+    The import takes 1.5 s, and no code of this project needs it.
     """
     sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]

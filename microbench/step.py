@@ -1,4 +1,4 @@
-"""One training or inference step of a module, as a function to run, time or capture."""
+"""Builds one training or inference step of a module as a function to run, time or capture."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ALLOWED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSettings:
-    """What one iteration does; see the command line's options of the same names.
+    """What one step does: the command line has options of the same names.
 
     ``amp``: parameters are in fp32, and the forward pass runs under autocast to ``dtype``.
     """
@@ -40,26 +40,26 @@ class StepSettings:
 
     @property
     def stored(self) -> str:
-        """dtype of parameters, gradients and optimizer state."""
+        """The dtype of parameters, gradients and optimizer state."""
         return "fp32" if self.amp else self.dtype
 
 
 def make_optimizer(parameters: Any, name: str, capturable: bool = False) -> Any:
-    """A foreach optimizer with the learning rate of nobody's training; None for "none".
+    """A foreach AdamW or SGD with a small constant learning rate; None for "none".
 
-    ``capturable``: its step can be part of a CUDA graph.
+    ``capturable``: its step can be captured in a CUDA graph.
     """
     import torch  # lazy: settings must be checkable without torch
 
     if name == "none":
         return None
-    kind = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[name]
-    more = {"capturable": True} if capturable and name == "adamw" else {}
-    return kind(parameters, lr=1e-4, foreach=True, **more)
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=1e-4, foreach=True)
+    return torch.optim.AdamW(parameters, lr=1e-4, foreach=True, capturable=capturable)
 
 
 def first_float(output: Any) -> Any:
-    """The first floating-point tensor of a model's output."""
+    """The first floating-point tensor in the output of a model; ValueError if there is none."""
     import torch  # lazy, as above
 
     values = output.values() if isinstance(output, dict) else output
@@ -80,23 +80,16 @@ def make_step(
     capturable: bool = False,
     precision: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Callable[[], None]:
-    """The step as a function; ``on_phase`` hears zero_grad, forward, loss, backward, optimizer.
+    """One step of a model as a function without arguments.
 
-    ``capturable``: the step can be captured in a CUDA graph. The forward pass and the loss run
-    inside ``precision``.
+    It calls ``on_phase`` with zero_grad, forward, loss, backward and optimizer as they begin. The
+    forward pass and the loss run inside the context ``precision``. ``capturable``: the step can be
+    captured in a CUDA graph.
     """
     import torch  # lazy, as above
 
     if settings.mode == "infer":
-        model.eval()
-
-        def infer() -> None:
-            on_phase("forward")
-            with torch.no_grad(), precision():
-                model(**inputs)
-
-        return infer
-
+        return _inference_step(model, inputs, on_phase, precision)
     model.train()
     optimizer = make_optimizer(model.parameters(), settings.optimizer, capturable)
 
@@ -117,3 +110,22 @@ def make_step(
             optimizer.step()
 
     return train
+
+
+def _inference_step(
+    model: Any,
+    inputs: dict[str, Any],
+    on_phase: Callable[[str], None],
+    precision: Callable[[], AbstractContextManager[None]],
+) -> Callable[[], None]:
+    """One forward pass in eval mode without gradients, as a function."""
+    import torch  # lazy, as above
+
+    model.eval()
+
+    def infer() -> None:
+        on_phase("forward")
+        with torch.no_grad(), precision():
+            model(**inputs)
+
+    return infer

@@ -1,4 +1,4 @@
-"""Measured rows on disk: a journal that survives kill -9, whole part files, cards."""
+"""Datasets on disk: journals of measured rows, Parquet parts with cards, all safe to kill."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from microbench.hardware.spec import Gpu, gpu_from_dict
 
 log = logging.getLogger(__name__)
 SOURCE = "itercast"
-FOLDER = re.compile(r"[\w+-][\w.+-]*")  # a family, a GPU, a source: no way out of the root
+FOLDER = re.compile(
+    r"[\w+-][\w.+-]*"
+)  # of a family, a GPU or a source; never a path out of the root
 
 
 def point_key(row: Mapping[str, Any]) -> str:
-    """Names one measurement of one point: everything asked for, nothing measured."""
-    asked = {"family": row["family"], "gpu": row["gpu"], "threads": row["threads"]}
-    asked |= {"cache": row["cache"], "repeat": row["repeat"], "point": row["point"]}
-    return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    """Hash that identifies one measurement: family, GPU, threads, cache, repeat and parameters."""
+    key = {"family": row["family"], "gpu": row["gpu"], "threads": row["threads"]}
+    key |= {"cache": row["cache"], "repeat": row["repeat"], "point": row["point"]}
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write, fsync, rename: readers see the old file or the new one, never half of one."""
+    """Replace a file at once: readers see the old content or the new, never a part of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as file:
@@ -40,28 +42,28 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 class Journal:
-    """Append-only file of finished points; each line is on disk before the next point starts."""
+    """Append-only file of finished rows; they are on disk before the next point starts."""
 
     def __init__(self, root: Path, run_id: str) -> None:
         folder = root / ".journal"
         folder.mkdir(parents=True, exist_ok=True)
         self._file = (folder / f"{run_id}.jsonl").open("ab")
-        if self._file.tell():  # a worker killed in mid-line went before: end its torn line
+        if self._file.tell():  # an earlier worker may have been killed in mid-line: end that line
             self._file.write(b"\n")
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """All rows of one point in one write."""
+        """Append the rows of one point in one write, and wait until they are on disk."""
         self._file.write(b"".join(json.dumps(r).encode() + b"\n" for r in rows))
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """No more points."""
+        """Close the file."""
         self._file.close()
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Rows of a journal; a torn last line (the point that was being written) is dropped."""
+    """Rows of a journal, without lines that were cut off when a worker was killed."""
     rows = []
     for line in path.read_bytes().split(b"\n"):
         try:
@@ -72,10 +74,10 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
 
 
 def compact(root: Path, hardware: Mapping[str, Any]) -> int:
-    """Turn journals into part files and renew the cards; returns the number of rows moved.
+    """Turn journals into part files and update the cards; returns the number of rows moved.
 
-    A part carries its journal's name, so that a compaction killed half-way is simply repeated. A
-    journal whose rows make no table stays as it is: no sweep ends for it, and no row is lost.
+    A part has its journal's name, so that a compaction which was killed half-way can be repeated. A
+    journal whose rows form no table is kept and logged: no row is lost, and the sweep goes on.
     """
     moved = 0
     for path in sorted((root / ".journal").glob("*.jsonl")):
@@ -83,7 +85,7 @@ def compact(root: Path, hardware: Mapping[str, Any]) -> int:
         try:
             _write_parts(root, rows, path.stem, hardware)
         except (ValueError, TypeError) as exc:  # pyarrow's errors are of these kinds
-            log.error("journal %s stays as it is: %s", path, exc)
+            log.error("journal %s was kept: its rows form no table (%s)", path, exc)
             continue
         path.unlink()
         moved += len(rows)
@@ -93,7 +95,7 @@ def compact(root: Path, hardware: Mapping[str, Any]) -> int:
 def _write_parts(
     root: Path, rows: list[dict[str, Any]], name: str, hardware: Mapping[str, Any]
 ) -> None:
-    """A part by family and GPU, and its card."""
+    """Write one part per family and GPU, and update the cards."""
     if not rows:
         return
     for (family, gpu), group in pd.DataFrame(rows).groupby(["family", "gpu"]):
@@ -104,10 +106,10 @@ def _write_parts(
 def write_part(
     root: Path, family: str, gpu: str, rows: pd.DataFrame, name: str, source: str = SOURCE
 ) -> Path:
-    """One Parquet part, visible only when whole; columns without any value are left out."""
+    """Write one Parquet part at once; columns without any value are left out."""
     for folder in (family, gpu, source):
         if not FOLDER.fullmatch(folder):
-            raise ValueError(f"{folder!r} names no folder of rows: letters, digits and .+-_ do")
+            raise ValueError(f"{folder!r}: folder names have letters, digits and .+-_ only")
     path = root / family / gpu / source / f"part-{name}.parquet"
     data = rows.dropna(axis=1, how="all").to_parquet(None, index=False, compression="zstd")
     write_atomic(path, data)
@@ -115,7 +117,7 @@ def write_part(
 
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
-    """card.yaml: the facts given, rows by status, and a digest of every part."""
+    """Write card.yaml: the given facts, the number of rows by status, a SHA-256 of every part."""
     parts = sorted(folder.glob("part-*.parquet"))
     status = pd.concat([pd.read_parquet(p, columns=["status"]) for p in parts])["status"]
     card = {
@@ -127,7 +129,7 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def read_rows(roots: Sequence[Path], family: str) -> pd.DataFrame:
-    """All rows of a family under the roots, parts in name order; empty where there are none."""
+    """All rows of a family under the roots, parts in order of names; empty where there are none."""
     parts = [p for root in roots for p in sorted(Path(root).glob(f"{family}/*/*/part-*.parquet"))]
     if not parts:
         return pd.DataFrame()
@@ -135,7 +137,7 @@ def read_rows(roots: Sequence[Path], family: str) -> pd.DataFrame:
 
 
 def read_hardware(roots: Sequence[Path]) -> dict[str, Gpu]:
-    """Hardware of the machines that measured rows, as their cards state it."""
+    """Hardware of the GPUs with rows under the roots, by name, as their cards state it."""
     found: dict[str, Gpu] = {}
     for root in roots:
         for path in sorted(Path(root).glob("*/*/*/card.yaml")):

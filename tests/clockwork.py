@@ -70,7 +70,7 @@ class Clockwork:
     def settings(self, dtype: str) -> None:
         self.set = dtype
 
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         return self.held
 
     def tiny(self) -> None:

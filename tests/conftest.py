@@ -1,26 +1,117 @@
-"""What tests share: the same draws in every run, and a small GPT's step, captured once."""
+"""What tests share: a folder to write to, the same random numbers, and what is slow to make."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import random
+from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from plan_case import capture_at
 
+from microbench.hardware import machine
+from microbench.hardware.spec import Gpu
 from microbench.opcall import StepCapture
+from microbench.sweep import cards
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A temporary folder that all workers of this run share."""
+    folder = tmp_path_factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
+@pytest.fixture(autouse=True)
+def turn(request: pytest.FixtureRequest, shared_folder: Path) -> Iterator[None]:
+    """Runs tests marked ``alone`` while no other worker runs any: a lock of readers and writers.
+
+    A second lock, of the door to the first, lets no reader pass a writer that waits.
+    """
+    alone = request.node.get_closest_marker("alone") is not None
+    how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+    with (shared_folder / "lock").open("w") as lock, (shared_folder / "door").open("w") as door:
+        fcntl.flock(door, how)
+        fcntl.flock(lock, how)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def working_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working directory of all tests: captures, studies and logs are written here.
+
+    Processes that tests start find the packages by PYTHONPATH.
+    """
+    before, folder = Path.cwd(), tmp_path_factory.mktemp("work")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("HYPOTHESIS_STORAGE_DIRECTORY", str(folder / "hypothesis"))
+        os.chdir(folder)
+        yield folder
+        os.chdir(before)
 
 
 @pytest.fixture(autouse=True)
 def same_draws() -> None:
-    """Weights, tokens and dropped layers of a real run come out alike every time."""
+    """Seeds every random generator: weights, tokens and dropped layers are the same in each run."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def cpu_measured_once() -> Iterator[None]:
+    """Peaks of this CPU are measured once a session, not at the start of every sweep (3 s each)."""
+    found: list[Gpu] = []
+
+    def measured() -> Gpu:
+        if not found:
+            found.append(machine.measure_cpu())
+        return found[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cards, "measure_cpu", measured)
+        yield
+
+
 @pytest.fixture(scope="session")
 def gpt() -> StepCapture:
-    """Two layers, four heads, four sequences of 64 tokens."""
+    """A training step of a GPT: two layers, four heads, four sequences of 64 tokens."""
     return capture_at(4, 64)
+
+
+def _empty_store(folder: Path) -> bytes:
+    """An MLflow SQLite store without experiments."""
+    from mlflow.tracking import MlflowClient
+
+    path = folder / "empty.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path.read_bytes()
+
+
+@pytest.fixture(scope="session")
+def empty_mlflow_store(shared_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite file with MLflow's tables, made once for all workers (7 s); to be copied."""
+    path = shared_folder / "mlflow-empty.db"
+    with (shared_folder / "mlflow-empty.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.is_file():
+            path.write_bytes(_empty_store(tmp_path_factory.mktemp("mlflow")))
+    return path
+
+
+@pytest.fixture
+def mlflow_store(empty_mlflow_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs are logged to a new SQLite file in ``tmp_path``, artifacts beside it; its URI."""
+    (tmp_path / "mlflow.db").write_bytes(empty_mlflow_store.read_bytes())
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    monkeypatch.chdir(tmp_path)
+    return uri

@@ -78,7 +78,10 @@ def test_packages_import_one_way_only(package: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_rooms_import_one_way_only(package: str) -> None:
-    """In the order of ``ROOMS``; the start of the command line collects the commands."""
+    """In the order of ``ROOMS``; the start of the command line collects the commands.
+
+    The loader of assumptions imports nothing of the project: every room may use it.
+    """
     known, order = modules(), ROOMS[package]
     assert {room(m, p) for m, p in known.items() if m.split(".")[0] == package} <= set(order)
     for module, path in known.items():
@@ -86,7 +89,7 @@ def test_rooms_import_one_way_only(package: str) -> None:
             continue
         own = order.index(room(module, path))
         for other in modules_imported(path, known):
-            if other.startswith(f"{package}."):
+            if other.startswith(f"{package}.") and other != "microbench.assumptions":
                 assert order.index(room(other, known[other])) <= own, (module, other)
 
 

@@ -10,8 +10,8 @@ import pandas as pd
 from learners.family_model import FamilyModel
 from learners.features.host_calls import HostCalls
 from learners.features.table import Encoder
-from learners.models.ensemble import Blend
-from learners.transfer.source_gpus import SAME_UNITS, Lenders
+from learners.models.ensemble import Ensemble
+from learners.transfer.source_gpus import EQUAL_SPEED_DTYPE, SourceGpus
 from microbench.hardware.spec import Gpu
 
 GPU = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
@@ -27,13 +27,13 @@ def learned(
     """A model of a family whose rows are of these ops on one GPU, in one dtype, of one software."""
     vocabulary = {"op": list(ops), "dtype": [dtype]}
     encoder = Encoder(["op", "dtype"], vocabulary)
-    measured = {gpu.name: {SAME_UNITS.get(dtype, dtype): {op: [stack] for op in ops}}}
+    measured = {gpu.name: {EQUAL_SPEED_DTYPE.get(dtype, dtype): {op: [stack] for op in ops}}}
     return FamilyModel(
-        blend=Blend(trees=None),
+        ensemble=Ensemble(trees=None),
         encoder=encoder,
-        lenders=Lenders(encoder=encoder, measured=measured, gpus={gpu.name: gpu}),
+        source_gpus=SourceGpus(encoder=encoder, measured=measured, gpus={gpu.name: gpu}),
         offsets=(0.0, 0.0),
-        strange_offsets=(0.0, 0.0),
+        unseen_offsets=(0.0, 0.0),
         envelope={},
         sensitivity=(1.0, 0.0),
         facts={},

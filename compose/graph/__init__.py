@@ -1,1 +1,1 @@
-"""The captured step rewritten for a device: layers, memory formats, CUDA's own ops, cache reuse."""
+"""Rewrites a captured step for a device: memory format, CUDA's ops, engine; cuts it into layers."""

@@ -1,4 +1,4 @@
-"""How cold a call's memory is: reuse distances over a step, and what a cache makes of them."""
+"""Estimates from reuse distances how much of each call's memory is read from beyond the cache."""
 
 from __future__ import annotations
 
@@ -7,56 +7,68 @@ from collections.abc import Callable
 
 import numpy as np
 
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, StepCapture
 
-FITS = 2.0  # a freed block serves a tensor of at least half its size
+# A freed block is reused for a tensor of at least 1 / this of the block's size.
+MAX_BLOCK_OVER_TENSOR: float = assumed(__file__, "max_block_over_tensor")
+# Reuse distances, over the size of the last cache, up to and from which memory is warm and cold.
+WARM_UP_TO: float
+COLD_FROM: float
+WARM_UP_TO, COLD_FROM = assumed(__file__, "warm_and_cold_distance")
 MIB = 2.0**20
 
 
 def cold_share(gpu: Gpu) -> Callable[[float], float]:
-    """From bytes touched since the last access to the share of a cold access's extra time.
+    """Returns the share of a cold access's extra time as a function of the reuse distance in bytes.
 
-    Measured where the machine's card states it; else zero below half the last cache, one above one
-    and a half, linear between.
+    Interpolated in log(bytes) where the device states a measured curve; else it rises linearly
+    from 0 at ``WARM_UP_TO * l2_bytes`` to 1 at ``COLD_FROM * l2_bytes``.
     """
     if gpu.cold_share:
         pairs = sorted((float(mib) * MIB, share) for mib, share in gpu.cold_share.items())
         sizes, shares = np.log([s for s, _ in pairs]), [share for _, share in pairs]
         return lambda distance: float(np.interp(np.log(max(distance, 1.0)), sizes, shares))
-    return lambda distance: min(1.0, max(0.0, distance / gpu.l2_bytes - 0.5))
+
+    def share(distance: float) -> float:
+        rise = (distance / gpu.l2_bytes - WARM_UP_TO) / (COLD_FROM - WARM_UP_TO)
+        return min(1.0, max(0.0, rise))
+
+    return share
 
 
 class _Allocator:
-    """Blocks as a caching allocator hands them out: the best fit among the freed ones."""
+    """Freed memory blocks of a caching allocator, reused by best fit."""
 
     def __init__(self) -> None:
-        self.free: list[tuple[int, float]] = []
+        self.free: list[tuple[int, float]] = []  # (bytes, clock when last touched), by bytes
 
-    def take(self, nbytes: int) -> float:
-        """When the block was last touched; -inf for fresh memory."""
+    def allocate(self, nbytes: int) -> float:
+        """Takes a block; returns the clock when it was last touched, -inf for fresh memory."""
         index = bisect_left(self.free, (nbytes, -float("inf")))
-        if index < len(self.free) and self.free[index][0] <= FITS * nbytes:
+        if index < len(self.free) and self.free[index][0] <= MAX_BLOCK_OVER_TENSOR * nbytes:
             return self.free.pop(index)[1]
         return -float("inf")
 
-    def give(self, nbytes: int, touched: float) -> None:
-        """A block that nobody uses any more."""
+    def release(self, nbytes: int, touched: float) -> None:
+        """Gives a block back after its tensor's last use."""
         insort(self.free, (nbytes, touched))
 
 
 def cold_fractions(capture: StepCapture, gpu: Gpu) -> list[float]:
-    """Per call, the byte-weighted cold share of the memory it reads and writes.
+    """Returns, per call, the byte-weighted cold share of the memory it reads and writes.
 
-    Reuse distance: bytes touched by all calls since this memory was last touched, in the steady
-    state (the step before this one ran the same calls). A tensor made in the step lies in a block
-    that an earlier one left, and leaves it after its last use; what the step only finds stays.
+    The reuse distance of a tensor is the bytes that all calls touched since its memory was last
+    touched, in the steady state: two identical steps in a row, of which the second is reported. A
+    tensor made within the step takes a freed block and frees it after its last use; a tensor that
+    exists before the step (parameters, state, inputs) keeps its own memory.
     """
     share = cold_share(gpu)
     made, last_use = _lifetimes(capture.calls)
     allocator = _Allocator()
-    touched: dict[int, float] = {}
-    clock = 0.0
+    touched: dict[int, float] = {}  # storage -> clock of its last use
+    clock = 0.0  # bytes touched so far
     result: list[float] = []
     for lap in range(2):
         for number, call in enumerate(capture.calls):
@@ -64,7 +76,7 @@ def cold_fractions(capture: StepCapture, gpu: Gpu) -> list[float]:
             cold = 0.0
             for storage, nbytes in tensors.items():
                 if made.get(storage) == number:
-                    touched[storage] = allocator.take(nbytes)
+                    touched[storage] = allocator.allocate(nbytes)
                 cold += nbytes * share(clock - touched.get(storage, -float("inf")))
             if lap == 1:
                 total = sum(tensors.values())
@@ -73,12 +85,15 @@ def cold_fractions(capture: StepCapture, gpu: Gpu) -> list[float]:
             for storage, nbytes in tensors.items():
                 touched[storage] = clock
                 if storage in made and last_use[storage] == number:
-                    allocator.give(nbytes, clock)
+                    allocator.release(nbytes, clock)
     return result
 
 
 def _lifetimes(calls: tuple[OpCall, ...]) -> tuple[dict[int, int], dict[int, int]]:
-    """Of storages that a call makes: the number of that call, and of the last one using it."""
+    """Returns (storage -> index of the call that makes it, storage -> index of its last use).
+
+    The first holds only storages made within the step.
+    """
     made: dict[int, int] = {}
     last_use: dict[int, int] = {}
     for number, call in enumerate(calls):

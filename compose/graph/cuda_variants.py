@@ -1,9 +1,10 @@
-"""What a capture on a CPU shows and a GPU runs differently: calls exchanged before pricing.
+"""Replaces the calls of a step captured on a CPU by those that PyTorch runs on a GPU.
 
-Dropout is drawn, scaled and multiplied by three calls on a CPU and by one kernel on a GPU, which
-keeps a mask of one byte an element for backward. A softmax in fp32 reads fp16 as it is, and its
-backward writes fp16. Allocations launch nothing there. Source: Dropout.cpp, cuda/Dropout.cu and
-SoftMax.cpp (half_to_float) in aten/src/ATen/native.
+- Dropout: three calls on a CPU (draw, scale, multiply), one kernel on a GPU, which keeps a mask of
+  one byte per element for backward (aten/src/ATen/native/Dropout.cpp, cuda/Dropout.cu).
+- Softmax in fp32 of an fp16 tensor: the GPU kernel reads fp16 itself and its backward writes fp16,
+  so that the casts around it vanish (aten/src/ATen/native/SoftMax.cpp, ``half_to_float``).
+- Allocations launch no kernel.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from compose.graph.identity_cache import remembered
+from compose.graph.identity_cache import cached_by_identity
 from microbench.opcall import OpCall, StepCapture, TensorSpec
 from microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 
-DRAW = ("bernoulli_", "div_")
+DROPOUT_DRAW = ("bernoulli_", "div_")
 SOFTMAX = ("_softmax", "_log_softmax")
 SOFTMAX_BACKWARD = ("_softmax_backward_data", "_log_softmax_backward_data")
 
 
-@remembered
-def as_on_gpu(capture: StepCapture) -> StepCapture:
-    """The step as a GPU runs it; a gradient is ready after the last call that is left."""
+@cached_by_identity
+def with_cuda_variants(capture: StepCapture) -> StepCapture:
+    """Returns the step as a GPU runs it.
+
+    ``ready_after`` of a parameter moves to the last remaining call up to where it was.
+    """
     masks = {c.args[0].storage for c in capture.calls if _name(c) == "bernoulli_"}
     calls: list[OpCall] = []
-    moved: dict[int, int] = {}
+    moved: dict[int, int] = {}  # index of a call before -> after
     fused = _fused_casts(capture.calls)
     for i, call in enumerate(capture.calls):
         calls.extend(() if i in fused else _on_gpu(call, masks))
@@ -38,35 +42,36 @@ def as_on_gpu(capture: StepCapture) -> StepCapture:
 
 
 def _name(call: OpCall) -> str:
+    """The name of an aten op without namespace and overload; "" for other ops."""
     return call.op.split(".")[1] if call.op.startswith("aten.") else ""
 
 
 def _fused_casts(calls: Sequence[OpCall]) -> set[int]:
-    """Indices of casts that a softmax next to them does itself."""
-    found = set()
+    """Returns the indices of casts that the softmax kernel next to them does itself."""
+    fused = set()
     for i, (first, second) in enumerate(pairwise(calls)):
         if not {t.storage for t in first.outputs} & {t.storage for t in second.tensors()}:
             continue
-        if _name(second) in SOFTMAX and _casts(first) == ("fp16", "fp32"):
-            found.add(i)
-        elif _name(first) in SOFTMAX_BACKWARD and _casts(second) == ("fp32", "fp16"):
-            found.add(i + 1)
-    return found
+        if _name(second) in SOFTMAX and _cast_dtypes(first) == ("fp16", "fp32"):
+            fused.add(i)
+        elif _name(first) in SOFTMAX_BACKWARD and _cast_dtypes(second) == ("fp32", "fp16"):
+            fused.add(i + 1)
+    return fused
 
 
-def _casts(call: OpCall) -> tuple[str, str] | None:
-    """The dtypes a copy is from and to; None for any other call."""
+def _cast_dtypes(call: OpCall) -> tuple[str, str] | None:
+    """Returns (from, to) of a cast; None for any other call."""
     if _name(call) != "_to_copy":
         return None
     return call.args[0].dtype, call.outputs[0].dtype
 
 
 def _on_gpu(call: OpCall, masks: set[int]) -> Iterator[OpCall]:
-    """The calls that stand for one: itself, a dropout, or none."""
+    """Yields what replaces a call on a GPU: the call itself, a dropout kernel, or nothing."""
     name = _name(call)
     if SAME_AS.get(name, name) in ALLOCATIONS:
         return
-    if name in DRAW and call.args[0].storage in masks:
+    if name in DROPOUT_DRAW and call.args[0].storage in masks:
         return
     if name != "mul" or not any(t.storage in masks for t in call.tensors()):
         yield call

@@ -1,4 +1,20 @@
-"""Results remembered by the identity of what they were computed from: captures, bundles."""
+"""Keeps results of costly functions by the identity of their first argument, a capture or bundle.
+
+All caches of this package, by what they keep:
+
+- ``cached_by_identity`` (below): what is computed from a capture or a bundle, large values that
+  never change and cost too much to hash: rewritten steps and rank graphs, priced models of a
+  capture by cut and placement, price books of a bundle. The last 128 results of each function.
+- ``PriceBook`` (``pricing/price_book.py``): prices of ops, collectives and host calls by their
+  parameters, for one bundle, GPU and number of threads; shared by all plans.
+- ``PricedModel.once`` (``pricing/layer_prices.py``): chunks of layers and their simulated times, by
+  what of the plan they depend on; shared by all plans with the same rank graph.
+- ``Search.captures`` (``search.py``): captures by micro-batch and length, for one search.
+- ``functools.lru_cache`` and ``cache``: results of a few small hashable values: pipeline schedules
+  by degrees (``simulate/pipeline.py``), bundles by path and time of change (``target.py``).
+- ``functools.cached_property``: a value derived from one frozen object; lives as long as it.
+- Captures on disk (``microbench/capture/cache.py``), by a digest of the case and of the code.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +23,11 @@ from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
 R = TypeVar("R")
-KEPT = 128
+MAX_RESULTS = 128  # per function
 
 
-class _Same:
-    """Equal to itself only; holds the value, so that its identity stays its own."""
+class _ById:
+    """A key that equals only itself; it holds the value, so that its id is not given out again."""
 
     __slots__ = ("value",)
 
@@ -22,21 +38,21 @@ class _Same:
         return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.value is other.value
+        return isinstance(other, _ById) and self.value is other.value
 
 
-def remembered(function: Callable[..., R]) -> Callable[..., R]:
-    """``function(first, *hashable)``, computed once per object ``first`` and equal other arguments.
+def cached_by_identity(function: Callable[..., R]) -> Callable[..., R]:
+    """Computes ``function(first, *rest)`` once per object ``first`` and equal ``rest``.
 
-    For values that never change and are costly to hash; the last 128 results are kept.
+    ``first`` must never change; ``rest`` must be hashable.
     """
 
-    @lru_cache(maxsize=KEPT)
-    def known(first: _Same, rest: tuple[Any, ...]) -> R:
+    @lru_cache(maxsize=MAX_RESULTS)
+    def cached(first: _ById, rest: tuple[Any, ...]) -> R:
         return function(first.value, *rest)
 
     @wraps(function)
     def wrapped(first: Any, *rest: Any) -> R:
-        return known(_Same(first), rest)
+        return cached(_ById(first), rest)
 
     return wrapped

@@ -1,30 +1,28 @@
-"""How a step is launched: eagerly, as one CUDA graph, or compiled into fused kernels."""
+"""Rewrites a step for how it is launched: eagerly, as one CUDA graph, or compiled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from microbench.assumptions import assumed
 from microbench.iterations.engines import ENGINES
 from microbench.opcall import OpCall, StepCapture, TensorSpec
 from microbench.ops import find_family
 from microbench.ops.memory.fused import CALL
 
-FUSED_FAMILIES = ("elementwise", "norm", "reduction", "random")
 COMPILED_PHASES = ("forward", "loss", "backward")
 EAGER_EVENTS = ("accumulate_grad", "zero_grad", "backward", "adamw_step", "sgd_step")
 
-# By the number of lists. Source: ATen/native/cuda/MultiTensorApply.cuh, arguments of 4 KB; torch
-# built with CUDA 13 takes seven times as many.
-TENSORS_A_LAUNCH = (110, 64, 48, 36, 30)
+TENSORS_A_LAUNCH = assumed(__file__, "tensors_a_launch")  # by the number of lists
 
 
 def with_engine(capture: StepCapture, engine: str) -> StepCapture:
-    """The step as an engine launches it.
+    """The step's calls and host events as an engine launches them.
 
-    graph: all of the step is one launch and Python runs nothing else. compile: what torch.compile
-    leaves of forward and backward is products and fused kernels; modules, views and autograd nodes
-    cost the host nothing, gradients and the optimizer what they cost eagerly.
+    graph: the step is one launch, and Python runs nothing else. compile: forward and backward are
+    matrix products and fused kernels; modules, views and autograd nodes cost the host nothing,
+    gradients and the optimizer cost what they do eagerly.
     """
     if engine not in ENGINES:
         raise ValueError(f"engine {engine!r}: allowed are {', '.join(ENGINES)}")
@@ -37,26 +35,26 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
 
 
 def launches(capture: StepCapture) -> int:
-    """How often the host launches something."""
+    """Number of launches by the host: 1 for a CUDA graph, else one or more per call."""
     return 1 if capture.engine == "graph" else sum(map(_kernels, capture.calls))
 
 
 def _kernels(call: OpCall) -> int:
-    """Launches of a call; lists of tensors go in pieces, as many as a kernel's arguments hold."""
+    """Launches of a call: one, or for lists of tensors as many as a kernel's arguments need."""
     name = call.op.split(".")[1]
     if not name.startswith(("_foreach_", "_fused_")):
         return 1
     lists = [a for a in call.args if isinstance(a, tuple) and a and isinstance(a[0], TensorSpec)]
-    depth = len(lists) + (not name.endswith("_"))  # what is not in place has a list of results
+    depth = len(lists) + (not name.endswith("_"))  # a list of results where not in place
     return -(-len(lists[0]) // TENSORS_A_LAUNCH[min(depth, 5) - 1]) if lists else 1
 
 
 def fused(capture: StepCapture) -> StepCapture:
-    """Neighbouring pointwise ops, norms and reductions as one kernel each.
+    """The step with neighbouring ops of fusible families as one kernel each.
 
-    Ops in a row, on tensors of one largest size, are one kernel. It reads what it has not made
-    itself and writes what is used after it, the step's results among them; what inductor
-    recomputes instead of saving, and what it fuses across a product, is not considered.
+    Consecutive calls whose largest tensors have the same size are one kernel. It reads the tensors
+    that it does not make itself, and writes those used after it and the step's results. Ignores
+    that inductor recomputes some results instead of saving them, and fuses into products.
     """
     calls: list[OpCall] = []
     moved: dict[int, int] = {}
@@ -71,7 +69,7 @@ def fused(capture: StepCapture) -> StepCapture:
 
     for index, call in enumerate(capture.calls):
         if _is_fusible(call):
-            if run and not _alike(capture.calls[run[-1]], call):
+            if run and not _same_kernel(capture.calls[run[-1]], call):
                 flush()
             run.append(index)
             continue
@@ -89,28 +87,29 @@ def _is_fusible(call: OpCall) -> bool:
     if call.phase not in COMPILED_PHASES:
         return False
     family, _ = find_family(call)
-    return family is not None and family.name in FUSED_FAMILIES
+    return family is not None and family.fusible
 
 
 def _size(call: OpCall) -> int:
     return max((t.numel for t in (*call.tensors(), *call.outputs)), default=0)
 
 
-def _alike(before: OpCall, call: OpCall) -> bool:
+def _same_kernel(before: OpCall, call: OpCall) -> bool:
+    """Whether two consecutive calls go over as many elements in one phase."""
     return _size(before) == _size(call) and before.phase == call.phase
 
 
 def _last_uses(calls: Sequence[OpCall]) -> dict[int, int]:
     """Index of the last call that reads or writes a storage."""
-    found: dict[int, int] = {}
+    last: dict[int, int] = {}
     for index, call in enumerate(calls):
         for t in (*call.tensors(), *call.outputs):
-            found[t.storage] = index
-    return found
+            last[t.storage] = index
+    return last
 
 
 def _kernel(calls: Sequence[OpCall], last: int, last_use: dict[int, int]) -> OpCall:
-    """One call that reads and writes what a run of them does together."""
+    """One call that reads and writes what these consecutive calls do together."""
     made: dict[int, TensorSpec] = {}
     read: dict[int, TensorSpec] = {}
     for call in calls:

@@ -1,8 +1,9 @@
-"""A captured step cut into layers: what pipelines, sharding and folding act on.
+"""Cuts a captured step into layers, the units of pipelines, sharding and folding.
 
-A layer is the module behind the first number in a parameter's name (``blocks.3``), or what lies
-before and after those. Cuts are placed where the fewest bytes cross, so a transformer block starts
-after the residual sum. Layers in a row that are alike are one layer with a ``count``.
+A layer is the module behind the first number in a parameter's name (``blocks.3``); calls before and
+after those are the layers "first" and "last". Cuts are placed where the fewest bytes cross, so that
+a transformer block starts after the residual sum. Equal layers in a row are folded into one with a
+``count``.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from microbench.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, StepCapture
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Calls ``forward`` and ``backward`` (half-open ranges of the step) of ``count`` equal layers.
+    """``count`` equal layers in a row; ranges of calls and bytes are those of one of them.
 
-    ``parameters`` are one layer's, ``ready_after`` counted within ``backward``. ``saved_bytes`` are
-    made in forward and read in backward; ``output_bytes`` cross to the next layer, ``work_bytes``
-    is the largest total of what lives within the layer's backward or forward only.
+    ``forward`` and ``backward`` are half-open ranges of the step's calls; ``ready_after`` of the
+    parameters counts from the start of ``backward``. ``saved_bytes`` are made in forward and read
+    in backward, ``output_bytes`` cross to the next layer's forward, ``work_bytes`` is the peak of
+    temporaries that live within the layer's forward or backward only.
     """
 
     name: str
@@ -56,8 +58,8 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Life:
-    """Calls that first and last touch a storage, the last of them in forward, and its bytes."""
+class _Lifetime:
+    """Indices of the first call of a storage, its last one in forward and its last; its bytes."""
 
     first: int
     last_forward: int
@@ -66,9 +68,9 @@ class _Life:
 
 
 def split_layers(capture: StepCapture) -> list[Layer]:
-    """The step's layers in forward order, alike ones folded; at least one.
+    """Returns the step's layers in forward order, equal neighbours folded; at least one.
 
-    ``capture.repeats`` says how many more layers than captured stand behind a name's prefix.
+    ``capture.repeats`` counts, by prefix of their names, the layers that the capture left out.
     """
     calls = capture.calls
     edges = _phase_edges(calls)
@@ -78,11 +80,11 @@ def split_layers(capture: StepCapture) -> list[Layer]:
     forward_cuts = _forward_cuts(capture, starts, lives, edges)
     owners = _owners(capture, names, forward_cuts)
     backward_cuts = _backward_cuts(owners, lives, edges)
-    found = []
+    layers = []
     for i, name in enumerate(names):
         forward, backward = forward_cuts[i : i + 2], backward_cuts[i]
         parameters = tuple(
-            replace(p, ready_after=min(max(p.ready_after - backward[0], 0), _last(backward)))
+            replace(p, ready_after=min(max(p.ready_after - backward[0], 0), _last_index(backward)))
             if p.ready_after >= 0
             else p
             for p in owners[i]
@@ -96,25 +98,26 @@ def split_layers(capture: StepCapture) -> list[Layer]:
             output_bytes=0,
             work_bytes=0,
         )
-        found.append(_with_bytes(layer, lives, edges))
-    return _folded(found, capture)
+        layers.append(_with_bytes(layer, lives, edges))
+    return _folded(layers, capture)
 
 
-def _last(span: tuple[int, int]) -> int:
+def _last_index(span: tuple[int, int]) -> int:
+    """Index of a range's last call, counted from its start."""
     return max(0, span[1] - span[0] - 1)
 
 
 def _phase_edges(calls: Sequence[OpCall]) -> tuple[int, int, int]:
-    """First call of forward, of backward, and first after backward."""
+    """Returns the first call of forward, of backward, and after backward."""
     phases = [c.phase for c in calls]
     first = next((i for i, p in enumerate(phases) if p != "zero_grad"), len(phases))
-    ahead = next((i for i, p in enumerate(phases) if p in ("backward", "optimizer")), len(phases))
+    turn = next((i for i, p in enumerate(phases) if p in ("backward", "optimizer")), len(phases))
     end = next((i for i, p in enumerate(phases) if p == "optimizer"), len(phases))
-    return first, ahead, end
+    return first, turn, end
 
 
 def _forward_starts(capture: StepCapture, edges: tuple[int, int, int]) -> list[tuple[str, int]]:
-    """(layer, call that first uses one of its parameters), in order of use."""
+    """Returns (layer, first call that uses one of its parameters), in order of use."""
     keys = {p.storage: layer_key(p.name) for p in capture.parameters}
     uses = [
         (i, keys[t.storage])
@@ -135,8 +138,8 @@ def _forward_starts(capture: StepCapture, edges: tuple[int, int, int]) -> list[t
     return starts
 
 
-def _lives(capture: StepCapture, edges: tuple[int, int, int]) -> list[_Life]:
-    """Life of every storage made in forward or backward; parameters and inputs left out."""
+def _lives(capture: StepCapture, edges: tuple[int, int, int]) -> list[_Lifetime]:
+    """Returns the lifetimes of storages made in forward or backward; parameters are left out."""
     skip = {p.storage for p in capture.parameters} | {-1}
     first: dict[int, int] = {}
     forward: dict[int, int] = {}
@@ -153,11 +156,11 @@ def _lives(capture: StepCapture, edges: tuple[int, int, int]) -> list[_Life]:
                 last[t.storage] = i
                 if i < edges[1]:
                     forward[t.storage] = i
-    return [_Life(first[s], forward.get(s, -1), last[s], size[s]) for s in first]
+    return [_Lifetime(first[s], forward.get(s, -1), last[s], size[s]) for s in first]
 
 
 def _crossing(spans: Sequence[tuple[int, int, int]], length: int) -> list[int]:
-    """Bytes alive across the cut before each call, from (first, last, bytes)."""
+    """Returns the bytes alive across the cut before each call, from (first, last, bytes)."""
     change = [0] * (length + 2)
     for first, last, nbytes in spans:
         change[first + 1] += nbytes
@@ -168,10 +171,10 @@ def _crossing(spans: Sequence[tuple[int, int, int]], length: int) -> list[int]:
 def _forward_cuts(
     capture: StepCapture,
     starts: Sequence[tuple[str, int]],
-    lives: Sequence[_Life],
+    lives: Sequence[_Lifetime],
     edges: tuple[int, int, int],
 ) -> list[int]:
-    """Where each layer's forward begins, and where the last one ends."""
+    """Returns the first call of each layer's forward, and the end of the last layer's."""
     storages = {p.storage for p in capture.parameters}
     spans = [(v.first, v.last_forward, v.nbytes) for v in lives if v.last_forward >= 0]
     crossing = _crossing(spans, len(capture.calls))
@@ -189,7 +192,7 @@ def _forward_cuts(
 def _owners(
     capture: StepCapture, names: Sequence[str], cuts: Sequence[int]
 ) -> list[list[ParamSpec]]:
-    """Parameters by layer: by name, else by the layer that uses them first."""
+    """Returns each layer's parameters: by name, else by the layer that uses them first."""
     index = {name: i for i, name in enumerate(names)}
     used: dict[int, int] = {}
     for i in range(len(names)):
@@ -203,9 +206,9 @@ def _owners(
 
 
 def _backward_cuts(
-    owners: Sequence[Sequence[ParamSpec]], lives: Sequence[_Life], edges: tuple[int, int, int]
+    owners: Sequence[Sequence[ParamSpec]], lives: Sequence[_Lifetime], edges: tuple[int, int, int]
 ) -> list[tuple[int, int]]:
-    """Range of backward calls of each layer; the first layer's comes last."""
+    """Returns each layer's range of backward calls; layers run backward from the last one."""
     spans = [(v.first, min(v.last, edges[2]), v.nbytes) for v in lives if v.first >= edges[1]]
     crossing = _crossing(spans, edges[2] + 1)
     ranges = [(edges[2], edges[2])] * len(owners)
@@ -222,7 +225,8 @@ def _backward_cuts(
     return ranges
 
 
-def _with_bytes(layer: Layer, lives: Sequence[_Life], edges: tuple[int, int, int]) -> Layer:
+def _with_bytes(layer: Layer, lives: Sequence[_Lifetime], edges: tuple[int, int, int]) -> Layer:
+    """The layer with its bytes, from the lifetimes of what it makes."""
     saved = output = 0
     change: dict[int, int] = {}
     for v in lives:
@@ -241,6 +245,7 @@ def _with_bytes(layer: Layer, lives: Sequence[_Life], edges: tuple[int, int, int
 
 
 def _signature(layer: Layer, calls: Sequence[OpCall]) -> tuple[object, ...]:
+    """What two layers share that are equal: ops, shapes and dtypes of calls and parameters."""
     spans = (layer.forward, layer.backward)
     shapes = tuple(
         (c.op, tuple((t.shape, t.dtype) for t in (*c.tensors(), *c.outputs)))
@@ -250,15 +255,15 @@ def _signature(layer: Layer, calls: Sequence[OpCall]) -> tuple[object, ...]:
     return shapes, tuple((p.shape, p.dtype) for p in layer.parameters)
 
 
-def _folded(found: Sequence[Layer], capture: StepCapture) -> list[Layer]:
-    """Neighbours that are alike as one; layers left out of the capture counted."""
+def _folded(layers: Sequence[Layer], capture: StepCapture) -> list[Layer]:
+    """Folds equal neighbours, counts layers that the capture left out, drops empty ones."""
     folded: list[Layer] = []
     before: tuple[object, ...] = ()
-    grown: set[str] = set()
-    for layer in found:
+    counted: set[str] = set()  # prefixes whose left-out layers are counted
+    for layer in layers:
         prefix = layer.name.rpartition(".")[0]
-        more = 0 if prefix in grown else capture.repeats.get(prefix, 0)
-        grown.add(prefix)
+        more = 0 if prefix in counted else capture.repeats.get(prefix, 0)
+        counted.add(prefix)
         signature = _signature(layer, capture.calls)
         if folded and signature == before:
             folded[-1] = replace(folded[-1], count=folded[-1].count + 1 + more)

@@ -1,16 +1,19 @@
-"""How long the storages of a step live."""
+"""Lifetimes of the memory that a step allocates, and the optimizer's share of it."""
 
 from __future__ import annotations
 
 from itertools import accumulate
 
-from compose.graph.identity_cache import remembered
+from compose.graph.identity_cache import cached_by_identity
 from microbench.opcall import StepCapture
 
 
-@remembered
+@cached_by_identity
 def lifetimes(capture: StepCapture) -> list[tuple[int, int, int]]:
-    """(first call, last call, bytes) of every storage that is no parameter, gradient or state."""
+    """Returns (first call, last call, bytes) of every temporary storage and activation.
+
+    Left out: parameters, their gradients and the optimizer's state.
+    """
     parameters = {p.storage for p in capture.parameters}
     size: dict[int, int] = {}
     first: dict[int, int] = {}
@@ -35,7 +38,7 @@ def lifetimes(capture: StepCapture) -> list[tuple[int, int, int]]:
 
 
 def update_bytes(capture: StepCapture) -> int:
-    """Largest total of what the optimizer makes and drops again, its state apart."""
+    """Returns the peak bytes of the optimizer's temporaries; its state is not counted."""
     change: dict[int, int] = {}
     for first, last, nbytes in lifetimes(capture):
         if capture.calls[first].phase == "optimizer":

@@ -1,7 +1,7 @@
-"""Images in NHWC instead of NCHW: what ``channels_last`` changes of a captured step.
+"""Turns the images of a captured step from NCHW to NHWC, as ``channels_last`` does.
 
-A group norm's kernels read and write NCHW, so that images are turned before and after it: such a
-step gains nothing. Source: aten/src/ATen/native/group_norm.cpp.
+Steps with a group norm are left as they are: its kernels read and write NCHW, so that images are
+copied before and after it and nothing is gained. Source: aten/src/ATen/native/group_norm.cpp.
 """
 
 from __future__ import annotations
@@ -12,24 +12,32 @@ from typing import Any
 
 from microbench.opcall import OpCall, StepCapture, TensorSpec
 
-OPS = ("convolution", "convolution_backward", "native_batch_norm", "native_batch_norm_backward")
 GROUP_NORM = "aten.native_group_norm.default"
-IMAGES = tuple(f"aten.{op}.default" for op in OPS)
+NHWC_OPS = tuple(
+    f"aten.{name}.default"
+    for name in (
+        "convolution",
+        "convolution_backward",
+        "native_batch_norm",
+        "native_batch_norm_backward",
+    )
+)
 
 
 def with_memory_format(capture: StepCapture, stated: str) -> StepCapture:
-    """The step with what convolutions and batch norms read in NHWC where ``stated`` is nhwc."""
+    """Gives the inputs of convolutions and batch norms NHWC strides where ``stated`` is "nhwc"."""
     if stated != "nhwc" or any(c.op == GROUP_NORM for c in capture.calls):
         return capture
-    calls = tuple(_turned(c) if c.op in IMAGES else c for c in capture.calls)
+    calls = tuple(_call_in_nhwc(c) if c.op in NHWC_OPS else c for c in capture.calls)
     return replace(capture, calls=calls)
 
 
-def _turned(call: OpCall) -> OpCall:
-    return replace(call, args=tuple(_nhwc(v) for v in call.args))
+def _call_in_nhwc(call: OpCall) -> OpCall:
+    return replace(call, args=tuple(_in_nhwc(v) for v in call.args))
 
 
-def _nhwc(value: Any) -> Any:
+def _in_nhwc(value: Any) -> Any:
+    """A 4-dimensional tensor (N, C, H, W) with the strides of NHWC; anything else unchanged."""
     if not isinstance(value, TensorSpec) or len(value.shape) != 4:
         return value
     channels, width = value.shape[1], value.shape[3]

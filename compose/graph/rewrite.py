@@ -1,4 +1,4 @@
-"""Rebuilding a captured step with calls changed and collectives between them."""
+"""Rewrites captured steps: calls on other tensors, collectives between calls."""
 
 from __future__ import annotations
 
@@ -13,37 +13,44 @@ COLLECTIVE = "itercast.collective"
 
 
 def collective(
-    kind: str, axis: str, tensor: TensorSpec, phase: str, *, behind: bool = False, scale: float = 1
+    kind: str,
+    axis: str,
+    tensor: TensorSpec,
+    phase: str,
+    *,
+    overlaps_next: bool = False,
+    scale: float = 1,
 ) -> OpCall:
-    """A collective compute waits for; ``tensor`` is its whole buffer, times ``scale``.
+    """A collective over the ranks of one axis of the plan, which compute waits for.
 
-    With ``behind`` it runs while the next call computes, and only what is longer is waited for.
+    The message is ``tensor``, the whole buffer as nccl-tests counts it, times ``scale``. With
+    ``overlaps_next`` it runs beside the next call; compute waits only for what exceeds that call.
     """
-    facts = {"kind": kind, "axis": axis, "behind": behind, "scale": scale}
+    facts = {"kind": kind, "axis": axis, "overlaps_next": overlaps_next, "scale": scale}
     return OpCall(op=COLLECTIVE, args=(tensor,), kwargs=facts, phase=phase)
 
 
 def fresh_storages(capture: StepCapture) -> Iterator[int]:
-    """Names of memory that the step does not use."""
+    """Yields storage ids that the step does not use."""
     used = (t.storage for c in capture.calls for t in (*c.tensors(), *c.outputs))
     return count(1 + max(used, default=0))
 
 
-class Builder:
-    """A step under construction: calls copied from a capture, and others put between them."""
+class StepBuilder:
+    """Builds a new step from a capture: calls kept or replaced in order, others put between."""
 
     def __init__(self, capture: StepCapture) -> None:
         self.capture = capture
         self.calls: list[OpCall] = []
-        self.index: dict[int, int] = {}  # call of the capture -> call of the new step
+        self.index: dict[int, int] = {}  # index of a call in the capture -> in the new step
 
-    def keep(self, i: int, call: OpCall) -> None:
-        """``call`` stands for call i of the capture."""
+    def add(self, i: int, call: OpCall) -> None:
+        """Appends ``call``, which stands for call i of the capture."""
         self.index[i] = len(self.calls)
         self.calls.append(call)
 
-    def done(self, parameters: Sequence[ParamSpec]) -> StepCapture:
-        """The new step; gradients are ready where they were."""
+    def step(self, parameters: Sequence[ParamSpec]) -> StepCapture:
+        """Returns the new step; gradients become ready after the same calls as before."""
         moved = tuple(
             replace(p, ready_after=self.index.get(p.ready_after, p.ready_after)) for p in parameters
         )
@@ -51,7 +58,7 @@ class Builder:
 
 
 def with_shape(t: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
-    """The tensor in another shape, its dimensions in the same order in memory."""
+    """The tensor in another shape, with its dimensions in the same order in memory."""
     if t.contiguous:
         return replace(t, shape=shape, stride=())
     stride, step = list(t.stride), 1
@@ -61,14 +68,14 @@ def with_shape(t: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
     return replace(t, shape=shape, stride=tuple(stride))
 
 
-def cut(t: TensorSpec, dim: int, parts: int) -> TensorSpec:
-    """A rank's part of a tensor; the last ranks' smaller parts are rounded up."""
+def shard(t: TensorSpec, dim: int, parts: int) -> TensorSpec:
+    """One rank's shard of a tensor along ``dim``: ceil(n / parts) of its n elements there."""
     shape = tuple(-(-n // parts) if d == dim % len(t.shape) else n for d, n in enumerate(t.shape))
     return with_shape(t, shape)
 
 
 def map_tensors(value: Any, change: Mapping[TensorSpec, TensorSpec]) -> Any:
-    """Arguments with tensors exchanged."""
+    """Replaces the tensors of an argument, also within tuples, by ``change``."""
     if isinstance(value, TensorSpec):
         return change.get(value, value)
     if isinstance(value, tuple):
@@ -76,8 +83,8 @@ def map_tensors(value: Any, change: Mapping[TensorSpec, TensorSpec]) -> Any:
     return value
 
 
-def changed(call: OpCall, change: Mapping[TensorSpec, TensorSpec]) -> OpCall:
-    """The call on other tensors."""
+def with_tensors(call: OpCall, change: Mapping[TensorSpec, TensorSpec]) -> OpCall:
+    """The call with inputs and outputs replaced by ``change``; other tensors stay."""
     return replace(
         call, args=map_tensors(call.args, change), outputs=map_tensors(call.outputs, change)
     )

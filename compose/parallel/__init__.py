@@ -1,1 +1,1 @@
-"""Plans, and the rewrites that cut a step by tensor, context and expert parallelism."""
+"""Parallel plans, and the rewrites of a step for tensor, context and expert parallelism and fp8."""

@@ -1,9 +1,9 @@
 """Context parallelism by ring attention (arXiv:2310.01889), in zigzag order where causal.
 
-The step is captured at a rank's share of the sequence. Adds: in each attention cp - 1 more blocks
-of scores, with the keys and values of the next rank received behind the block before; in backward
-their gradients travel too. Causal masks leave half of each foreign block. Memory: the keys and
-values in flight.
+The step is captured at a rank's share of the sequence, 1 / cp of the tokens. Added to each call of
+attention: cp - 1 calls to the keys and values of other ranks, each received while the one before
+computes; in backward the gradients of keys and values are sent too. In zigzag order a causal mask
+leaves half of each of these blocks. Memory: the keys and values in flight.
 """
 
 from __future__ import annotations
@@ -11,42 +11,42 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from compose.graph.rewrite import Builder, collective, with_shape
+from compose.graph.rewrite import StepBuilder, collective, with_shape
 from compose.parallel.plan import ParallelPlan
 from microbench.opcall import OpCall, StepCapture, TensorSpec
 
 
 def context_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
-    """One rank's step; ValueError where there is no attention to share."""
+    """Returns one rank's step; ValueError where the step has no attention."""
     if plan.cp == 1:
         return capture
-    made = Builder(capture)
-    found = False
+    made = StepBuilder(capture)
+    has_attention = False
     for i, call in enumerate(capture.calls):
         if call.op not in ("itercast.sdpa", "itercast.sdpa_backward"):
-            made.keep(i, call)
+            made.add(i, call)
             continue
-        found = True
-        foreign = _foreign(call)
+        has_attention = True
+        remote = _remote_block(call)
         keys, values = call.args[-2], call.args[-1]
-        travels = 1 if call.op == "itercast.sdpa" else 2  # backward: gradients as well
-        sent = _together(keys, values)
+        scale = 1 if call.op == "itercast.sdpa" else 2  # backward: and their gradients
+        sent = _keys_and_values(keys, values)
         for _ in range(plan.cp - 1):
             made.calls.append(
-                collective("send_recv", "cp", sent, call.phase, behind=True, scale=travels)
+                collective("send_recv", "cp", sent, call.phase, overlaps_next=True, scale=scale)
             )
-            made.calls.append(foreign)
-        made.keep(i, call)
-    if not found:
-        raise ValueError(f"plan {str(plan)!r}: cp shares attention, the step has none")
-    return made.done(capture.parameters)
+            made.calls.append(remote)
+        made.add(i, call)
+    if not has_attention:
+        raise ValueError(f"plan {str(plan)!r}: cp splits attention, and the model has none")
+    return made.step(capture.parameters)
 
 
-def _foreign(call: OpCall) -> OpCall:
-    """Attention to another rank's keys: no mask, half of them where the whole is causal."""
+def _remote_block(call: OpCall) -> OpCall:
+    """Attention to another rank's keys and values: no mask; half of them where it is causal."""
     if not call.kwargs.get("is_causal"):
         return call
-    half = {id(t): _halved(t) for t in call.args[-2:]}
+    half = {id(t): _half_length(t) for t in call.args[-2:]}
     args: list[Any] = [half.get(id(t), t) for t in call.args]
     outputs = call.outputs if len(call.outputs) == 1 else (call.outputs[0], *args[-2:])
     return replace(
@@ -54,10 +54,11 @@ def _foreign(call: OpCall) -> OpCall:
     )
 
 
-def _halved(t: TensorSpec) -> TensorSpec:
-    """Half of the keys or values: (batch, heads, length, head_dim)."""
+def _half_length(t: TensorSpec) -> TensorSpec:
+    """Half the length of keys or values of shape (batch, heads, length, head_dim)."""
     return with_shape(t, (*t.shape[:2], max(1, t.shape[2] // 2), t.shape[3]))
 
 
-def _together(keys: TensorSpec, values: TensorSpec) -> TensorSpec:
+def _keys_and_values(keys: TensorSpec, values: TensorSpec) -> TensorSpec:
+    """One buffer with both."""
     return TensorSpec(shape=(keys.numel + values.numel,), dtype=keys.dtype)

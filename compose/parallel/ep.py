@@ -1,9 +1,10 @@
-"""Expert parallelism: experts spread over ep ranks of dp, tokens sent to them and back.
+"""Expert parallelism: spreads experts over ep of the dp ranks and sends tokens there and back.
 
-Adds: an all_to_all before and after the experts, forward and backward. Each rank holds 1/ep of the
-experts and sees the tokens of ep ranks. ``ep=8:1.3`` states the imbalance: the busiest rank's
-tokens over the mean, which it computes and sends; 1 is balanced, as captured. Memory: expert
-parameters, gradients and optimizer state by 1/ep.
+Added: an all_to_all before and after the experts, in forward and in backward. Each rank holds
+1 / ep of the experts and computes the tokens that ep ranks route to them. ``ep=8:1.3`` states the
+imbalance, tokens of the busiest rank over the mean: that rank computes and sends so many times the
+tokens; 1 is balanced routing, as captured. Memory: 1 / ep of the experts' parameters, gradients and
+optimizer state.
 """
 
 from __future__ import annotations
@@ -11,63 +12,67 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from compose.graph.product_roles import CAST, casts_as_weights
-from compose.graph.rewrite import Builder, changed, collective, with_shape
+from compose.graph.product_roles import DTYPE_CAST, alias_weight_casts
+from compose.graph.rewrite import StepBuilder, collective, with_shape, with_tensors
 from compose.parallel.plan import ParallelPlan
 from microbench.capture.truncate import layer_key
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from microbench.ops.matrix.gemm import GROUPED
 
-PRODUCTS = ("aten.bmm.default", GROUPED)
+EXPERT_PRODUCTS = ("aten.bmm.default", GROUPED)
 
 
 def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
-    """One rank's step; ValueError where ep does not divide the experts or there are none."""
+    """Returns one rank's step; ValueError where ep does not divide the experts or none exist."""
     if plan.ep == 1:
         return capture
-    capture = casts_as_weights(capture)
+    capture = alias_weight_casts(capture)
     weights = expert_weights(capture)
     if not weights:
-        raise ValueError(f"plan {str(plan)!r}: ep spreads experts, the model has none")
+        raise ValueError(f"plan {str(plan)!r}: ep spreads experts, and the model has none")
     for p in weights.values():
         if p.shape[0] % plan.ep:
             raise ValueError(f"plan {str(plan)!r}: ep does not divide {p.shape[0]} experts")
-    before, after = _ends(capture, weights)
-    made = Builder(capture)
+    before, after = _first_and_last_products(capture, weights)
+    made = StepBuilder(capture)
     for i, call in enumerate(capture.calls):
         if i in before:
-            _exchange(made, call.args[0], plan, call.phase)
-        made.keep(i, _local(call, plan, weights))
+            _add_all_to_all(made, call.args[0], plan, call.phase)
+        made.add(i, _local_call(call, plan, weights))
         if i in after:
-            _exchange(made, call.outputs[0], plan, call.phase)
-    return made.done([_part(p, plan) if p.storage in weights else p for p in capture.parameters])
+            _add_all_to_all(made, call.outputs[0], plan, call.phase)
+    return made.step(
+        [_local_experts(p, plan) if p.storage in weights else p for p in capture.parameters]
+    )
 
 
 def expert_weights(capture: StepCapture) -> dict[int, ParamSpec]:
-    """Stacked weights that products by expert take, by storage."""
-    met = {c.args[1].storage for c in capture.calls if c.op in PRODUCTS}
-    return {p.storage: p for p in capture.parameters if is_expert(p) and p.storage in met}
+    """Returns the stacked weights that batched or grouped products multiply, by storage."""
+    used = {c.args[1].storage for c in capture.calls if c.op in EXPERT_PRODUCTS}
+    return {p.storage: p for p in capture.parameters if is_expert(p) and p.storage in used}
 
 
 def is_expert(p: ParamSpec) -> bool:
-    """Weights of experts are stacked: (experts, in, out)."""
+    """Whether a parameter has the shape of stacked expert weights: (experts, in, out)."""
     return len(p.shape) == 3
 
 
-def _part(p: ParamSpec, plan: ParallelPlan) -> ParamSpec:
+def _local_experts(p: ParamSpec, plan: ParallelPlan) -> ParamSpec:
+    """1 / ep of a stack of expert weights."""
     return replace(p, shape=(p.shape[0] // plan.ep, *p.shape[1:]))
 
 
-def _local(call: OpCall, plan: ParallelPlan, weights: Mapping[int, ParamSpec]) -> OpCall:
-    """1/ep of the experts, each with ep times (times the imbalance) the tokens.
+def _local_call(call: OpCall, plan: ParallelPlan, weights: Mapping[int, ParamSpec]) -> OpCall:
+    """A product with 1 / ep of the experts, each with ep * imbalance times the tokens.
 
-    Of (A, B, C) tokens are rows of A and C where B is a weight; a weight's gradient sums over them.
+    In C = A @ B tokens are the rows of A and C where B is a weight; in a weight's gradient they are
+    the summed dimension: columns of A and rows of B.
     """
-    if call.op == CAST and call.args[0].storage in weights:
-        return changed(call, {t: _share(t, None, plan) for t in (call.args[0], *call.outputs)})
-    if call.op not in PRODUCTS or len(call.outputs) != 1:
+    if call.op == DTYPE_CAST and call.args[0].storage in weights:
+        return with_tensors(call, {t: _share(t, None, plan) for t in (call.args[0], *call.outputs)})
+    if call.op not in EXPERT_PRODUCTS or len(call.outputs) != 1:
         return call
-    dims: tuple[int | None, ...]
+    dims: tuple[int | None, ...]  # dimension of tokens in A, B, C
     if call.args[1].storage in weights:
         dims = (-2, None, -2)
     elif call.phase == "backward" and call.outputs[0].shape in {p.shape for p in weights.values()}:
@@ -78,11 +83,15 @@ def _local(call: OpCall, plan: ParallelPlan, weights: Mapping[int, ParamSpec]) -
     change = {t: _share(t, dim, plan) for t, dim in zip(tensors, dims, strict=True)}
     for ends in call.args[2:]:
         change[ends] = replace(ends, shape=(ends.shape[0] // plan.ep,))
-    return changed(call, change)
+    return with_tensors(call, change)
 
 
 def _share(t: TensorSpec, tokens: int | None, plan: ParallelPlan) -> TensorSpec:
-    """A rank's part of a stack by expert, or of a row of all experts' tokens, as many as before."""
+    """A rank's share of a tensor whose dimension ``tokens`` counts tokens (None: it has none).
+
+    (experts, ...): experts / ep, tokens * ep * imbalance. Without that first dimension a grouped
+    product's rows are the tokens of all experts: tokens * imbalance.
+    """
     shape, stacked = list(t.shape), len(t.shape) == 3
     if stacked:
         shape[0] //= plan.ep
@@ -91,22 +100,24 @@ def _share(t: TensorSpec, tokens: int | None, plan: ParallelPlan) -> TensorSpec:
     return with_shape(t, tuple(shape))
 
 
-def _ends(capture: StepCapture, weights: Mapping[int, ParamSpec]) -> tuple[set[int], set[int]]:
-    """First and last product with a layer's expert weights, in forward and in backward."""
+def _first_and_last_products(
+    capture: StepCapture, weights: Mapping[int, ParamSpec]
+) -> tuple[set[int], set[int]]:
+    """Returns the calls that begin and end each layer's experts, in forward and in backward."""
     first: set[int] = set()
     last: set[int] = set()
-    before: tuple[str, str] | None = None
+    layer: tuple[str, str] | None = None
     previous = -1
     for i, call in enumerate(capture.calls):
-        if call.op not in PRODUCTS or call.args[1].storage not in weights:
+        if call.op not in EXPERT_PRODUCTS or call.args[1].storage not in weights:
             continue
         key = (call.phase, layer_key(weights[call.args[1].storage].name))
-        if key != before:
+        if key != layer:
             first.add(i)
             last.add(previous)
-        before, previous = key, i
+        layer, previous = key, i
     return first, (last | {previous}) - {-1}
 
 
-def _exchange(made: Builder, t: TensorSpec, plan: ParallelPlan, phase: str) -> None:
+def _add_all_to_all(made: StepBuilder, t: TensorSpec, plan: ParallelPlan, phase: str) -> None:
     made.calls.append(collective("all_to_all", "ep", t, phase, scale=plan.imbalance))

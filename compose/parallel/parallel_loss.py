@@ -1,7 +1,7 @@
-"""Cross entropy over logits cut by vocabulary, as torch's loss_parallel and Megatron-LM write it.
+"""Cross entropy over logits that are cut by vocabulary: torch's loss_parallel, Megatron-LM.
 
-Adds: the maximum, the sum of exponentials and the label's logit are reduced over the ranks; the
-logits are passed over once for each of the steps that a fused softmax does in one.
+Added: all_reduces of the maximum, of the sum of exponentials and of the label's logit, one number
+per token each. A fused softmax passes over the logits once; here each of its steps is one pass.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from compose.graph.rewrite import changed, collective
+from compose.graph.rewrite import collective, with_tensors
 from microbench.opcall import OpCall, TensorSpec
 
 SOFTMAX = "aten._log_softmax.default"
@@ -19,43 +19,60 @@ LOSS = (SOFTMAX, LABELS, SOFTMAX_BACKWARD)
 
 
 def parallel_loss(
-    call: OpCall, cut: Mapping[TensorSpec, TensorSpec], fresh: Iterator[int]
+    call: OpCall, shards: Mapping[TensorSpec, TensorSpec], fresh: Iterator[int]
 ) -> list[OpCall]:
-    """What stands for one of ``LOSS`` on a rank: ``cut`` are its tensors' parts.
+    """Returns what a rank runs instead of one call of ``LOSS``.
 
-    ``fresh``: names of storages nobody has.
+    ``shards`` maps the call's tensors to the rank's shards; ``fresh`` yields unused storage ids.
     """
-    local = changed(call, cut)
-    (part, *_), phase = local.tensors(), call.phase
-    each = replace(part, shape=(*part.shape[:-1], 1), stride=())
-
-    def new(like: TensorSpec) -> TensorSpec:
-        return replace(like, storage=next(fresh))
-
-    def op(name: str, *args: TensorSpec, out: TensorSpec) -> OpCall:
-        return OpCall(op=f"aten.{name}", args=args, outputs=(out,), phase=phase)
-
-    def reduced(t: TensorSpec) -> OpCall:
-        return collective("all_reduce", "tp", t, phase)
-
+    local = with_tensors(call, shards)
     if call.op == LABELS:
-        return [reduced(new(each)), local]
+        logits = local.tensors()[0]
+        return [_all_reduce(_per_token(logits, fresh), call.phase), local]
     if call.op == SOFTMAX_BACKWARD:
-        (gradient, logs), out = local.tensors()[:2], local.outputs[0]
-        grown, total = new(part), new(part)
-        return [
-            op("exp.default", logs, out=grown),
-            op("add.Tensor", gradient, grown, out=total),
-            op("mul.Tensor", total, new(each), out=out),
-        ]
-    most, shifted, grown, total, log = new(each), new(part), new(part), new(each), new(each)
+        return _softmax_backward(local, fresh)
+    return _softmax(local, fresh)
+
+
+def _softmax(local: OpCall, fresh: Iterator[int]) -> list[OpCall]:
+    """y = (x - max(x)) - log(sum(exp(x - max(x)))), with max and sum over all ranks."""
+    x, phase = local.tensors()[0], local.phase
+    maximum, total, log = (_per_token(x, fresh) for _ in range(3))
+    shifted, exponentials = (replace(x, storage=next(fresh)) for _ in range(2))
+    largest = _op("amax.default", x, out=maximum, phase=phase)
+    summed = _op("sum.dim_IntList", exponentials, out=total, phase=phase)
     return [
-        replace(op("amax.default", part, out=most), args=(part, (-1,), True)),
-        reduced(most),
-        op("sub.Tensor", part, most, out=shifted),
-        op("exp.default", shifted, out=grown),
-        replace(op("sum.dim_IntList", grown, out=total), args=(grown, (-1,), True)),
-        reduced(total),
-        op("log.default", total, out=log),
-        op("sub.Tensor", shifted, log, out=local.outputs[0]),
+        replace(largest, args=(x, (-1,), True)),
+        _all_reduce(maximum, phase),
+        _op("sub.Tensor", x, maximum, out=shifted, phase=phase),
+        _op("exp.default", shifted, out=exponentials, phase=phase),
+        replace(summed, args=(exponentials, (-1,), True)),
+        _all_reduce(total, phase),
+        _op("log.default", total, out=log, phase=phase),
+        _op("sub.Tensor", shifted, log, out=local.outputs[0], phase=phase),
     ]
+
+
+def _softmax_backward(local: OpCall, fresh: Iterator[int]) -> list[OpCall]:
+    """dx = dy - exp(y) * sum(dy): three passes over a rank's logits, as many bytes in any order."""
+    (dy, y), phase = local.tensors()[:2], local.phase
+    exponentials, combined = (replace(dy, storage=next(fresh)) for _ in range(2))
+    return [
+        _op("exp.default", y, out=exponentials, phase=phase),
+        _op("add.Tensor", dy, exponentials, out=combined, phase=phase),
+        _op("mul.Tensor", combined, _per_token(dy, fresh), out=local.outputs[0], phase=phase),
+    ]
+
+
+def _per_token(logits: TensorSpec, fresh: Iterator[int]) -> TensorSpec:
+    """A new tensor of one number per token."""
+    shape = (*logits.shape[:-1], 1)
+    return replace(logits, shape=shape, stride=(), storage=next(fresh))
+
+
+def _op(name: str, *args: TensorSpec, out: TensorSpec, phase: str) -> OpCall:
+    return OpCall(op=f"aten.{name}", args=args, outputs=(out,), phase=phase)
+
+
+def _all_reduce(t: TensorSpec, phase: str) -> OpCall:
+    return collective("all_reduce", "tp", t, phase)

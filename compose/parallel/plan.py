@@ -1,6 +1,7 @@
-"""How one training step is split over ranks: the text that names a plan, and its rules.
+"""Parallel plans: how a training step is split over ranks, read from text such as ``dp=8,zero=3``.
 
-Rules that need the model (heads, layers, samples) stand with the rewrites that have them.
+Rules that need no model are checked here; those that do (heads, layers, samples) are checked by the
+rewrites that apply them.
 """
 
 from __future__ import annotations
@@ -19,41 +20,37 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 DEGREES = ("dp", "tp", "pp", "cp", "micro", "accumulate", "nodes")
 FLAGS = ("sp", "amp")
-TRANSFORMS = ("split", "reorder", "fuse", "overlap")
+TRANSFORMS = ("split", "reorder", "fuse", "overlap")  # CoCoNeT, arXiv:2105.05720
+DEFAULT_STAGES_PER_RANK = "2"  # of schedule=interleaved
+DEFAULT_CHUNKS = "8"  # of coconet=...,overlap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
-    """Degrees of parallelism and what goes with them; the defaults are one rank.
+    """Degrees of parallelism and options of one training step; the defaults are one rank."""
 
-    ``micro`` 0 is as many micro-batches as there are stages, ``nodes`` 0 as many nodes as the ranks
-    need. ``virtual`` counts the stages per rank of the interleaved schedule. ``cdp`` is version 1
-    or 2 of cyclic data parallelism; ``overlap`` the chunks of CoCoNeT's overlap; ``imbalance`` the
-    tokens of the busiest rank of experts over the mean.
-    """
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    imbalance: float = 1.0
-    sp: bool = False
-    amp: bool = False
-    zero: int = 0
-    micro: int = 0
+    dp: int = 1  # data parallel replicas
+    tp: int = 1  # tensor parallel ranks
+    pp: int = 1  # pipeline stages
+    cp: int = 1  # context parallel ranks
+    ep: int = 1  # expert parallel ranks, among the dp ranks
+    imbalance: float = 1.0  # tokens of the busiest rank of experts over the mean
+    sp: bool = False  # sequence parallelism: activations between tp's layers are cut by tokens
+    amp: bool = False  # autocast, weights in fp32
+    zero: int = 0  # ZeRO stage
+    micro: int = 0  # micro-batches per replica and step; 0: as many as stages
     schedule: str = "1f1b"
-    virtual: int = 1
-    accumulate: int = 1
-    cdp: int = 0
+    virtual: int = 1  # stages per rank of the interleaved schedule
+    accumulate: int = 1  # the same without a pipeline
+    cdp: int = 0  # version 1 or 2 of cyclic data parallelism
     recompute: str = ""
     offload: str = ""
-    compress: float = 1.0
-    gossip: str = ""
+    compress: float = 1.0  # bytes of gradients sent over bytes of gradients
+    gossip: str = ""  # replicas average with neighbours instead of all_reduce
     coconet: tuple[str, ...] = ()
-    overlap: int = 1
-    node: str = ""
-    nodes: int = 0
+    overlap: int = 1  # chunks of CoCoNeT's overlap
+    node: str = ""  # name or file of a node
+    nodes: int = 0  # 0: as many as the ranks need
 
     def __post_init__(self) -> None:
         for broken, rule in _rules(self):
@@ -67,7 +64,7 @@ class ParallelPlan:
 
     @property
     def plain(self) -> bool:
-        """Whether it is one process or plain DDP."""
+        """Whether the plan is one process, or DDP without any option."""
         return replace(self, micro=0, amp=False) == ParallelPlan(dp=self.dp) and (
             self.microbatches == 1
         )
@@ -81,7 +78,7 @@ class ParallelPlan:
 
     @classmethod
     def parse(cls, text: str) -> ParallelPlan:
-        """``dp=8,zero=3`` as a plan; ValueError names the part that is wrong and the rule."""
+        """Reads a plan such as ``dp=8,zero=3``; ValueError names the wrong part and the rule."""
         values: dict[str, Any] = {}
         for part in _parts(text):
             key, _, value = (s.strip() for s in part.partition("="))
@@ -96,42 +93,42 @@ class ParallelPlan:
         return cls(**values)
 
     def __str__(self) -> str:
-        """The text that ``parse`` reads: dp and what is not its default."""
-        found = [f"dp={self.dp}"]
+        """The text that ``parse`` reads: dp, and each option that is not the default."""
+        parts = [f"dp={self.dp}"]
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name in ("dp", "virtual", "overlap", "imbalance") or value == f.default:
                 continue
             if f.name == "ep" and self.imbalance != 1:
-                found.append(f"ep={self.ep}:{self.imbalance:g}")
+                parts.append(f"ep={self.ep}:{self.imbalance:g}")
             elif f.name in FLAGS:
-                found.append(f.name)
+                parts.append(f.name)
             elif f.name == "schedule" and value == "interleaved":
-                found.append(f"schedule=interleaved:{self.virtual}")
+                parts.append(f"schedule=interleaved:{self.virtual}")
             elif f.name == "coconet":
                 steps = [f"overlap:{self.overlap}" if s == "overlap" else s for s in value]
-                found.append(f"coconet={','.join(steps)}")
+                parts.append(f"coconet={','.join(steps)}")
             else:
-                found.append(f"{f.name}={value:g}" if f.name == "compress" else f"{f.name}={value}")
-        return ",".join(found)
+                parts.append(f"{f.name}={value:g}" if f.name == "compress" else f"{f.name}={value}")
+        return ",".join(parts)
 
 
 def _parts(text: str) -> Iterator[str]:
-    """Comma-separated parts; transforms after ``coconet=`` belong to it."""
-    held = ""
+    """Splits at commas; transforms after ``coconet=`` stay with it, joined by "+"."""
+    coconet = ""
     for part in filter(None, (p.strip() for p in text.split(","))):
-        if held and part.split(":")[0] in TRANSFORMS:
-            held += f"+{part}"
+        if coconet and part.split(":")[0] in TRANSFORMS:
+            coconet += f"+{part}"
             continue
-        if held:
-            yield held
-        held = ""
+        if coconet:
+            yield coconet
+        coconet = ""
         if part.startswith("coconet"):
-            held = part
+            coconet = part
         else:
             yield part
-    if held:
-        yield held
+    if coconet:
+        yield coconet
 
 
 def _degree(key: str, value: str) -> dict[str, Any]:
@@ -151,7 +148,10 @@ def _choice(key: str, value: str) -> dict[str, Any]:
     if name not in CHOICES[key]:
         raise ValueError(f"{key} is one of {', '.join(CHOICES[key])}, got {value!r}")
     if name == "interleaved":
-        return {key: name, "virtual": _integer(f"{key}={name}", count or "2", 2, 1000)}
+        return {
+            key: name,
+            "virtual": _integer(f"{key}={name}", count or DEFAULT_STAGES_PER_RANK, 2, 1000),
+        }
     if ":" in value:
         raise ValueError(f"only interleaved takes a number, got {key}={value!r}")
     return {key: name}
@@ -159,9 +159,9 @@ def _choice(key: str, value: str) -> dict[str, Any]:
 
 def _experts(key: str, value: str) -> dict[str, Any]:
     degree, _, imbalance = value.partition(":")
-    found: dict[str, Any] = _degree(key, degree)
+    values: dict[str, Any] = _degree(key, degree)
     try:
-        return found | {"imbalance": float(imbalance or 1)}
+        return values | {"imbalance": float(imbalance or 1)}
     except ValueError:
         raise ValueError(f"{key}=N:imbalance takes a number >= 1, got {value!r}") from None
 
@@ -174,15 +174,15 @@ def _compress(key: str, value: str) -> dict[str, Any]:
 
 
 def _coconet(key: str, value: str) -> dict[str, Any]:
-    found: dict[str, Any] = {key: ()}
+    values: dict[str, Any] = {key: ()}
     for step in value.split("+"):
         name, _, count = step.partition(":")
-        if name not in TRANSFORMS or name in found[key] or (count and name != "overlap"):
+        if name not in TRANSFORMS or name in values[key] or (count and name != "overlap"):
             raise ValueError(f"{key} takes split, reorder, fuse, overlap:N once each, got {step!r}")
-        found[key] += (name,)
+        values[key] = (*values[key], name)
         if name == "overlap":
-            found["overlap"] = _integer("overlap", count or "8", 2, 1024)
-    return found
+            values["overlap"] = _integer("overlap", count or DEFAULT_CHUNKS, 2, 1024)
+    return values
 
 
 def _flag(key: str, value: str) -> dict[str, Any]:
@@ -211,22 +211,36 @@ _READERS: dict[str, Callable[[str, str], dict[str, Any]]] = {
 
 
 def _rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
-    """(broken, the rule), cheapest first; a later rule may rely on those before it."""
+    """Yields (whether the plan breaks the rule, the rule); later rules rely on earlier ones."""
+    yield from _degree_rules(p)
+    yield from _schedule_rules(p)
+    yield from _gradient_rules(p)
+    yield p.nodes > 0 and not p.node, "nodes needs node=NAME"
+
+
+def _degree_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     for name in ("dp", "tp", "pp", "cp", "ep", "accumulate", "virtual", "overlap"):
         yield getattr(p, name) < 1, f"{name} is a positive integer"
     yield p.dp % p.ep != 0, f"ep divides dp: ep={p.ep}, dp={p.dp}"
     yield not 1 <= p.imbalance <= p.ep, f"imbalance is from 1 to ep, got {p.imbalance}"
     yield p.sp and p.tp == 1, "sp needs tp > 1"
+
+
+def _schedule_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield p.pp > 1 and p.accumulate > 1, "with pp > 1 give micro instead of accumulate"
-    yield p.micro > 1 and p.accumulate > 1, "micro and accumulate name the same thing: give one"
+    both = p.micro > 1 and p.accumulate > 1
+    yield both, "micro and accumulate both count micro-batches: give one"
     yield p.pp == 1 and p.schedule != "1f1b", f"schedule={p.schedule} needs pp > 1"
     interleaved = p.schedule == "interleaved"
     yield (
         interleaved and p.microbatches % p.pp != 0,
         f"interleaved needs micro divisible by pp: micro={p.microbatches}, pp={p.pp}",
     )
-    shared = p.dp * p.cp > 1
-    yield p.zero > 0 and not shared, f"zero={p.zero} needs dp > 1 or cp > 1"
+
+
+def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
+    """Rules of what replicas do with parameters and gradients."""
+    yield p.zero > 0 and p.dp * p.cp == 1, f"zero={p.zero} needs dp > 1 or cp > 1"
     yield not 0 < p.compress <= 1, f"compress is above 0 and up to 1, got {p.compress}"
     yield p.compress < 1 and p.dp == 1, "compress needs dp > 1"
     yield p.compress < 1 and p.zero > 0, "compress acts on all_reduce: zero=0"
@@ -240,11 +254,10 @@ def _rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield bool(p.coconet) and not plain, "coconet rewrites DDP: no zero, gossip or cdp"
     yield bool(p.coconet) and "split" not in p.coconet, "coconet starts with split"
     yield "fuse" in p.coconet and "reorder" not in p.coconet, "coconet: fuse needs reorder"
-    yield p.nodes > 0 and not p.node, "nodes needs node=NAME"
 
 
 def micro_batch(plan: ParallelPlan, batch: int, seq: int) -> tuple[int, int]:
-    """Samples of one micro-batch and a rank's tokens of each, from a replica's batch and length."""
+    """Returns (samples, tokens of each on one rank) of a micro-batch, from a replica's batch."""
     micro = plan.microbatches
     if batch % micro:
         raise ValueError(
@@ -256,9 +269,9 @@ def micro_batch(plan: ParallelPlan, batch: int, seq: int) -> tuple[int, int]:
 
 
 def ranks_per_node(plan: ParallelPlan, gpus_per_node: int) -> int:
-    """Ranks on each node; ValueError where the plan's nodes are too few for its ranks."""
+    """Returns the ranks on each node; ValueError where the plan's nodes cannot hold its ranks."""
     nodes = plan.nodes or ceil(plan.world_size / gpus_per_node)
     if plan.world_size > nodes * gpus_per_node:
-        room = f"{nodes} nodes of {gpus_per_node} GPUs"
-        raise ValueError(f"plan {str(plan)!r}: {plan.world_size} ranks do not fit {room}")
+        place = f"{nodes} nodes of {gpus_per_node} GPUs"
+        raise ValueError(f"plan {str(plan)!r}: {plan.world_size} ranks do not fit {place}")
     return ceil(plan.world_size / nodes)

@@ -1,8 +1,11 @@
-"""What a collective costs among the ranks of one axis of a plan: learned, and by hierarchy beyond.
+"""Prices collectives among the ranks of one axis of a plan.
 
-Inside the training envelope the family model answers. Beyond it the model's answer for the largest
-smaller group it knows is scaled by ``ring_us``, which knows the node's links and the network.
-Without a model ``ring_us`` stands in, counted as unmodelled and right within a factor of two.
+Inside its training envelope the family model prices them. Beyond it, the model's time for the
+largest smaller group inside the envelope is scaled by ring_us(group) / ring_us(smaller group).
+Without a model the time is ``ring_us``, counted as unmodelled.
+
+Times rest on assumptions (``PricedOp.assumed``) where there is no model, for the part that scaling
+adds, and wherever a message crosses a network whose rate no node file states.
 """
 
 from __future__ import annotations
@@ -14,20 +17,26 @@ from typing import Any
 import pandas as pd
 
 from compose.parallel.plan import ParallelPlan, ranks_per_node
-from compose.pricing.price_book import UNMODELLED, PriceBook, PricedOp
+from compose.pricing.assumed_time import AssumedShares
+from compose.pricing.price_book import UNCERTAINTY_FACTOR, UNMODELLED, PriceBook, PricedOp
+from microbench.assumptions import assumed
 from microbench.hardware.node import Node
 from microbench.hardware.spec import Gpu
-from microbench.ops.step.collective import CPU_COPIES, Collective, bus_factor
+from microbench.ops.step.collective import (
+    CPU_COPIES,
+    NETWORK_BYTES_PER_S,
+    STEP_LATENCY_US,
+    Collective,
+    bus_factor,
+)
 
-RANKS_PER_NODE = 8  # assumption where the plan names no node
-NETWORK_BYTES_PER_S = 25e9  # assumption, as above: one 200 Gb/s port per GPU
-EMPTY_BYTES = 64
-ALPHA_US = {"cpu": 30.0, "link": 5.0, "network": 10.0}  # assumption: one message's latency
+RANKS_PER_NODE: int = assumed(__file__, "ranks_per_node")  # where the plan names no node
+EMPTY_BYTES = 64  # a message of so few bytes takes its latency alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Ranks that communicate; ``per_node`` of them share a node."""
+    """Ranks of one collective; ``per_node`` of them share a node."""
 
     size: int
     per_node: int
@@ -35,7 +44,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The devices a plan runs on: their links, and who sits where."""
+    """The devices that a plan runs on: their links, and the groups of ranks by axis."""
 
     gpu: Gpu
     node: Node | None
@@ -43,13 +52,13 @@ class Cluster:
     groups: Mapping[str, Group]
 
     def link(self, ranks: int) -> str:
-        """What the slowest hop among so many GPUs of a node runs over."""
+        """The slowest kind of link among so many GPUs of a node."""
         return self.node.link_among(ranks) if self.node else self.gpu.usual_link
 
     def link_bytes_per_s(self, ranks: int) -> float:
-        """One direction of that hop."""
+        """Bytes/s of one direction of that link."""
         if self.gpu.kind == "cpu":
-            return self.gpu.hbm_bytes_per_s / CPU_COPIES
+            return float(self.gpu.hbm_bytes_per_s / CPU_COPIES)
         fast = self.node.link_bytes_per_s if self.node else self.gpu.link_bytes_per_s
         slow = self.gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
         return slow if self.link(ranks) == "pcie" else fast
@@ -57,12 +66,21 @@ class Cluster:
     @property
     def network_bytes_per_s(self) -> float:
         """A GPU's share of the network between nodes."""
-        return (self.node.network_bytes_per_s if self.node else 0.0) or NETWORK_BYTES_PER_S
+        return NETWORK_BYTES_PER_S if self.network_assumed else self._stated_network
+
+    @property
+    def network_assumed(self) -> bool:
+        """Whether no node file states the network's rate."""
+        return self._stated_network == 0
+
+    @property
+    def _stated_network(self) -> float:
+        return self.node.network_bytes_per_s if self.node else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One collective over an axis; ``message_bytes`` is the whole buffer (nccl-tests)."""
+    """One collective over an axis; ``message_bytes`` is the whole buffer, as in nccl-tests."""
 
     kind: str
     axis: str
@@ -71,19 +89,28 @@ class Message:
     phase: str = "backward"
 
 
+def gpus_per_domain(gpu: Gpu, node: Node | None = None) -> int:
+    """GPUs that reach each other without the network: those of a rack-scale link domain or a host.
+
+    Placement and plan search both take it from here: a "node" of a plan is such a domain.
+    """
+    if node is None:
+        return max(RANKS_PER_NODE, gpu.link_joins)
+    rack_scale = node.topology != "pcie" and node.gpus_per_domain
+    return node.gpus_per_domain if rack_scale else node.gpus_per_node
+
+
 def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     """Placement, innermost first: tp, cp, dp, pp.
 
     Axis ``shard`` is cp and dp together, over which parameters are sharded; ``ep`` the inner part
-    of dp and ``expert`` the replicas of its experts; ``near`` and ``far`` two ranks in one node and
-    in two; ``world`` all ranks. A CPU is one node of any number of ranks.
+    of dp and ``expert`` the replicas of its experts; ``intra_node`` two ranks of one node,
+    ``inter_node`` two of different nodes; ``world`` all ranks. A CPU is one node of any number of
+    ranks.
     """
     per_node = plan.world_size
     if gpu.kind != "cpu":
-        fitting = node.gpus_per_node if node else max(RANKS_PER_NODE, gpu.link_joins)
-        if node and node.topology != "pcie" and node.gpus_per_domain:
-            fitting = node.gpus_per_domain
-        per_node = ranks_per_node(plan, fitting)
+        per_node = ranks_per_node(plan, gpus_per_domain(gpu, node))
     inner = {"tp": 1, "cp": plan.tp, "shard": plan.tp, "dp": plan.tp * plan.cp}
     inner |= {"ep": inner["dp"], "pp": inner["dp"] * plan.dp, "world": 1}
     size = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "ep": plan.ep, "pp": plan.pp}
@@ -93,33 +120,35 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
         axis: Group(size=n, per_node=max(1, min(n, per_node // inner[axis])))
         for axis, n in size.items()
     }
-    groups |= {"near": Group(size=2, per_node=2), "far": Group(size=2, per_node=1)}
+    groups["intra_node"] = Group(size=2, per_node=2)
+    groups["inter_node"] = Group(size=2, per_node=1)
     return Cluster(gpu=gpu, node=node, gpus_per_node=per_node, groups=groups)
 
 
 def ring_us(message: Message, group: Group, where: Cluster) -> float:
-    """Latency of log2(n) messages, and bytes over the slowest link.
+    """Time of a collective by formula: steps * latency + bytes on the wire / rate.
 
-    Between nodes every rank of the group on a node has its own share of the network: the bus runs
-    at min(link, ranks on the node * share). all_reduce counts its latency twice.
+    steps = ceil(log2(ranks)), twice for all_reduce, 1 for send_recv. The rate is that of the
+    slowest link; between nodes each rank of the group on a node has its own share of the network:
+    rate = min(link, ranks on the node * share).
     """
     n, kind = group.size, message.kind
     if n == 1:
         return 0.0
     params = Collective(op=kind, message_bytes=message.message_bytes, world_size=n)
     wire_bytes = float(bus_factor(params)) * message.message_bytes
-    rate, alpha = where.link_bytes_per_s(group.per_node), ALPHA_US["link"]
+    rate, latency_us = where.link_bytes_per_s(group.per_node), STEP_LATENCY_US["link"]
     if where.gpu.kind == "cpu":
-        alpha = ALPHA_US["cpu"]
+        latency_us = STEP_LATENCY_US["cpu"]
     elif n > group.per_node:
         shared = group.per_node if kind not in ("send_recv", "all_to_all") else 1
-        rate, alpha = min(rate, shared * where.network_bytes_per_s), ALPHA_US["network"]
+        rate, latency_us = min(rate, shared * where.network_bytes_per_s), STEP_LATENCY_US["network"]
     steps = 1.0 if kind == "send_recv" else float((n - 1).bit_length())
-    return (2 if kind == "all_reduce" else 1) * steps * alpha + wire_bytes / rate * 1e6
+    return float((2 if kind == "all_reduce" else 1) * steps * latency_us + wire_bytes / rate * 1e6)
 
 
 def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster) -> list[PricedOp]:
-    """Each message alone on the machine; the book remembers them by group."""
+    """Time of each message alone on the machine; the book keeps them by group."""
     node = where.node.name if where.node else ""
     keys = [(m, where.groups[m.axis], node) for m in messages]
     fresh = [m for m, key in zip(messages, keys, strict=True) if key not in book.sent]
@@ -127,10 +156,12 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
         on_cpu = where.gpu.kind == "cpu"
         asked = list(dict.fromkeys([*fresh, *map(_empty, fresh if on_cpu else ())]))
         learned = "collective" in book.models
-        made = _learned(asked, book, where) if learned else (_stand_in(m, where) for m in asked)
+        made = (
+            _learned(asked, book, where) if learned else (_ring_fallback(m, where) for m in asked)
+        )
         found = dict(zip(asked, made, strict=True))
         for m, op in found.items():
-            if on_cpu and m.message_bytes > EMPTY_BYTES:  # as much as next to no bytes take
+            if on_cpu and m.message_bytes > EMPTY_BYTES:
                 latency_us = min(op.duration_us, found[_empty(m)].duration_us)
                 op = replace(op, latency_us=latency_us)
             book.sent[m, where.groups[m.axis], node] = op
@@ -138,17 +169,25 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
 
 
 def _empty(message: Message) -> Message:
-    """The same with next to no bytes."""
+    """The same message with so few bytes that it takes its latency alone."""
     return replace(message, message_bytes=min(EMPTY_BYTES, message.message_bytes))
 
 
-def _stand_in(message: Message, where: Cluster) -> PricedOp:
+def _ring_fallback(message: Message, where: Cluster) -> PricedOp:
     us = ring_us(message, where.groups[message.axis], where)
-    return _priced(message, UNMODELLED, (us, us / 2, us * 2), inside=False)
+    bounds = (us, us / UNCERTAINTY_FACTOR, us * UNCERTAINTY_FACTOR)
+    return _priced(message, UNMODELLED, bounds, (("collective.step_latency_us", 1.0),))
+
+
+def _assumed_shares(group: Group, scale: float, where: Cluster) -> AssumedShares:
+    """What of a modelled collective's time is assumed; ``scale``: its time over the model's."""
+    if group.size > group.per_node and where.network_assumed and where.gpu.kind != "cpu":
+        return (("collective.network_bytes_per_s", 1.0),)
+    return (("collective.step_latency_us", 1 - 1 / scale),) if scale > 1 else ()
 
 
 def _smaller(group: Group) -> Iterator[Group]:
-    """The group itself, then halves of it down to two ranks; nodes go first."""
+    """The group, then halves of it down to two ranks, first over fewer nodes."""
     while group.size >= 2:
         yield group
         half = group.size // 2
@@ -156,28 +195,33 @@ def _smaller(group: Group) -> Iterator[Group]:
 
 
 def _learned(messages: Sequence[Message], book: PriceBook, where: Cluster) -> Iterator[PricedOp]:
-    nearest = _nearest(messages, book, where)
-    answers: dict[Message, Any] = {}
+    nearest = _largest_known(messages, book, where)
+    modelled: dict[Message, Any] = {}
     if nearest:
         rows = _rows([(m, group) for m, (group, _) in nearest.items()], book, where)
-        answers = dict(
+        modelled = dict(
             zip(nearest, book.expected("collective", rows).to_dict("records"), strict=True)
         )
     for message in messages:
-        if message not in nearest:  # to itself
+        if message not in nearest:  # a group of one rank sends nothing
             yield _priced(message, "collective", (0.0, 0.0, 0.0), inside=True)
             continue
         (group, known), whole = nearest[message], where.groups[message.axis]
         scale = ring_us(message, whole, where) / ring_us(message, group, where)
         columns = ("predicted_us", "predicted_us_p10", "predicted_us_p90")
-        us, low_us, high_us = (float(answers[message][c]) * scale for c in columns)
-        yield _priced(message, "collective", (us, low_us, high_us), inside=known and group == whole)
+        us, low_us, high_us = (float(modelled[message][c]) * scale for c in columns)
+        shares = _assumed_shares(whole, scale, where)
+        inside = known and group == whole
+        yield _priced(message, "collective", (us, low_us, high_us), shares, inside=inside)
 
 
-def _nearest(
+def _largest_known(
     messages: Sequence[Message], book: PriceBook, where: Cluster
 ) -> dict[Message, tuple[Group, bool]]:
-    """The largest group that the model knows for each message, its own where there is none."""
+    """For each message the largest group inside the model's envelope, and whether there is one.
+
+    Its own group where there is none.
+    """
     tried = [(m, g) for m in messages for g in _smaller(where.groups[m.axis])]
     found: dict[Message, tuple[Group, bool]] = {}
     if tried:
@@ -207,7 +251,12 @@ def _rows(asked: Sequence[tuple[Message, Group]], book: PriceBook, where: Cluste
 
 
 def _priced(
-    message: Message, family: str, us: tuple[float, float, float], *, inside: bool
+    message: Message,
+    family: str,
+    us: tuple[float, float, float],
+    shares: AssumedShares = (),
+    *,
+    inside: bool = False,
 ) -> PricedOp:
     return PricedOp(
         op=message.kind,
@@ -218,4 +267,5 @@ def _priced(
         high_us=us[2],
         flops=0.0,
         in_envelope=inside,
+        assumed=shares,
     )

@@ -1,4 +1,4 @@
-"""What synchronising adds to a layer's ops: a pass over each parameter's gradient or weight."""
+"""Ops that synchronising gradients adds: passes over each parameter's gradient, and buffers."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from typing import Any
 from compose.graph.cache_reuse import cold_share
 from compose.graph.layers import Layer
 from compose.pricing.price_book import Priceable, priceable
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, ParamSpec, TensorSpec
 
 ADDED = "added"  # phase of ops that no module calls: C++ launches them
+COPY_BACK_DELAY: float = assumed(__file__, "copy_back_delay")
 
 
-def parameter_extras(layer: Layer, step_bytes: float, gpu: Gpu) -> list[list[Priceable]]:
-    """By parameter: onto an earlier micro-batch's gradient, into a bucket, out of it.
+def gradient_copies(layer: Layer, step_bytes: float, gpu: Gpu) -> list[list[Priceable]]:
+    """By parameter: adding to an earlier micro-batch's gradient, into a bucket, out of a bucket.
 
-    A gradient is fresh when it is added or copied into its bucket; the other tensor was last
-    touched a step ago (``step_bytes``: all that a step touches). The copy back comes when backward
-    is done, a third of a step later on average.
+    A gradient is warm in cache when it is added or copied into its bucket; the other tensor was
+    last touched a step ago (``step_bytes``: all bytes that a step touches). The copy back comes
+    after backward, ``COPY_BACK_DELAY`` of a step later on average.
     """
     share = cold_share(gpu)
-    long_ago, later = share(step_bytes), share(step_bytes / 3)
+    long_ago, later = share(step_bytes), share(step_bytes * COPY_BACK_DELAY)
     fresh = [(share(2.0 * p.nbytes) + long_ago) / 2 for p in layer.parameters]
     found = []
     for make, cold in (
@@ -35,7 +37,7 @@ def parameter_extras(layer: Layer, step_bytes: float, gpu: Gpu) -> list[list[Pri
 
 
 def buffer_copies(tensors: list[TensorSpec], gpu: Gpu) -> list[Priceable]:
-    """Buffers joined in one, and overwritten with what was received."""
+    """Running statistics joined in one buffer, and each overwritten with what was received."""
     share = cold_share(gpu)
     flat = tuple(TensorSpec(shape=(t.numel,), dtype=t.dtype) for t in tensors)
     whole = TensorSpec(shape=(sum(t.numel for t in tensors),), dtype=tensors[0].dtype)

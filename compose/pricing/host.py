@@ -1,39 +1,22 @@
-"""What the host costs: events without a kernel and kernel launches."""
+"""Host time of a step: Python and autograd events without a kernel, and kernel launches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from compose.graph.launch_modes import launches
-from compose.pricing.price_book import PriceBook, PricedOp, price_book
+from compose.pricing.assumed_time import AssumedShares, AssumedTime
+from compose.pricing.price_book import UNCERTAINTY_FACTOR, PriceBook, PricedOp, price_book
 from learners.family_model import FamilyModel
-from learners.transfer.source_gpus import apart
+from learners.transfer.source_gpus import gpu_distance
+from microbench.assumptions import assumed
 from microbench.opcall import StepCapture
 from microbench.ops.step.host import Host
 
-# Assumptions where family 'host' has no model, right within a factor of two.
-ASSUMED_US = {
-    "module_call": 3.0,
-    "view_op": 1.0,
-    "autograd_node": 2.0,
-    "accumulate_grad": 2.0,
-    "zero_grad": 1.0,
-    "backward": 20.0,
-    "adamw_step": 100.0,
-    "sgd_step": 50.0,
-    "launch": 5.0,
-    "fsdp_layer": 400.0,
-    "fsdp_layer_kept": 350.0,
-    "checkpoint_layer": 300.0,
-    "pipeline_micro": 100.0,
-    # Megatron's own functions on plain tensors; torch's DTensor is measured
-    "tp_product": 0.0,
-    "tp_product_bias": 0.0,
-    "tp_loss": 0.0,
-    "adamw_dtensor_step": 0.0,
-    "sgd_dtensor_step": 0.0,
-}
+# Where family "host" has no model; as uncertain as every assumed time (``UNCERTAINTY_FACTOR``).
+EVENT_US: Mapping[str, float] = assumed(__file__, "event_us")
 WRAPPERS = (
     "fsdp_layer",
     "fsdp_layer_kept",
@@ -45,8 +28,9 @@ WRAPPERS = (
     "adamw_dtensor_step",
     "sgd_dtensor_step",
 )
-# One event; its count is that of the parameters, of a checkpoint the tensors it saves.
-PER_STEP = (
+# Events that come once, over as many tensors as they are counted: parameters of an optimizer or of
+# a layer, tensors that a checkpoint saves.
+EVENTS_OVER_TENSORS = (
     "adamw_step",
     "sgd_step",
     "adamw_dtensor_step",
@@ -55,36 +39,36 @@ PER_STEP = (
     "fsdp_layer_kept",
     "checkpoint_layer",
 )
-PYTHON = "python"  # phase of what the host does without an op
+PYTHON = "python"  # phase of host work that no op stands for
 
 
 def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
-    """The host's time in a step as one op: counted events times the price of one.
+    """The host's time in a step as one op: counted events times the time of one.
 
-    The model counts on a CPU, where it was measured on the machine that is asked about, and
-    elsewhere, and for wrappers, only inside its envelope; ``in_envelope`` is false where a price
-    is assumed, or was measured on the host of another GPU.
+    Family "host" prices events where it has a model: on a CPU all but those of parallel wrappers,
+    elsewhere, and wrappers, inside its envelope only. Others take ``EVENT_US``, and their share is
+    in ``assumed``. ``in_envelope`` is false where any event is assumed or was measured on the host
+    of another GPU.
     """
-    unknown = sorted(set(counts) - set(ASSUMED_US))
+    unknown = sorted(set(counts) - set(EVENT_US))
     if unknown:
-        raise ValueError(f"unknown host events {unknown}; known: {sorted(ASSUMED_US)}")
-    events = [name for name in counts if counts[name]]
-    points = [Host(op=e, tensors=counts[e] if e in PER_STEP else 1) for e in events]
-    beside = _measured_beside(book)
-    learned = beside.points("host", points) if "host" in book.models else {}
+        raise ValueError(f"unknown host events {unknown}; known: {sorted(EVENT_US)}")
+    events = {name: n for name, n in counts.items() if n}
+    tensors = {event: n if event in EVENTS_OVER_TENSORS else 1 for event, n in events.items()}
+    points = [Host(op=event, tensors=n) for event, n in tensors.items()]
+    measured = _measured_book(book)
+    rows = measured.points("host", points) if "host" in book.models else {}
     us = low_us = high_us = 0.0
-    inside = beside is book
+    inside = measured is book
+    by_assumption = AssumedTime()
     for event, point in zip(events, points, strict=True):
-        row = learned[point][0] if learned else {}
-        here = book.gpu.kind == "cpu" and event not in WRAPPERS
-        if learned and (here or row["in_envelope"]):
-            one = (row["predicted_us"], row["predicted_us_p10"], row["predicted_us_p90"])
-            inside = inside and bool(row["in_envelope"])
-        else:
-            guess = ASSUMED_US[event]
-            one, inside = (guess, guess / 2, guess * 2), False
-        times = 1 if event in PER_STEP else counts[event]
-        us, low_us, high_us = us + times * one[0], low_us + times * one[1], high_us + times * one[2]
+        times = 1 if event in EVENTS_OVER_TENSORS else counts[event]
+        row = rows[point][0] if rows else None
+        one_us, one_low_us, one_high_us, shares = _event_us(event, row, book)
+        inside = inside and not shares and bool(row is not None and row["in_envelope"])
+        us, low_us = us + times * one_us, low_us + times * one_low_us
+        high_us += times * one_high_us
+        by_assumption.add(times * one_us, shares)
     return PricedOp(
         op="host",
         family="host",
@@ -94,38 +78,55 @@ def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
         high_us=high_us,
         flops=0.0,
         in_envelope=inside,
+        assumed=by_assumption.shares,
     )
 
 
-def _measured_beside(book: PriceBook) -> PriceBook:
-    """The book of a GPU whose host was measured: this one's own, else the nearest.
+def _event_us(
+    event: str, row: Mapping[str, Any] | None, book: PriceBook
+) -> tuple[float, float, float, AssumedShares]:
+    """Time of one event with its bounds, and the assumption it rests on; ``row``: the model's."""
+    on_this_cpu = book.gpu.kind == "cpu" and event not in WRAPPERS
+    if row is not None and (on_this_cpu or row["in_envelope"]):
+        return row["predicted_us"], row["predicted_us_p10"], row["predicted_us_p90"], ()
+    guess_us = EVENT_US[event]
+    low_us, high_us = guess_us / UNCERTAINTY_FACTOR, guess_us * UNCERTAINTY_FACTOR
+    return guess_us, low_us, high_us, ((f"host.event_us.{event}", 1.0),)
 
-    What Python costs is the host's, not the GPU's.
+
+def _measured_book(book: PriceBook) -> PriceBook:
+    """Prices of the GPU whose host was measured: this one, else the most similar that was.
+
+    Python runs on the host, so its time depends on the GPU only by the machine it sits in.
     """
     model = book.models.get("host")
     if not isinstance(model, FamilyModel) or book.gpu.kind == "cpu":
         return book
-    known = [model.lenders.gpus[name] for name in model.lenders.measured]
+    known = [model.source_gpus.gpus[name] for name in model.source_gpus.measured]
     known = [gpu for gpu in known if gpu.kind == book.gpu.kind]
-    if not known or book.gpu.name in model.lenders.measured:
+    if not known or book.gpu.name in model.source_gpus.measured:
         return book
-    nearest = min(known, key=lambda gpu: apart(book.gpu, gpu, "fp32"))
+    nearest = min(known, key=lambda gpu: gpu_distance(book.gpu, gpu, "fp32"))
     return price_book(book.pricer, nearest, book.threads, book.stack)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launches:
-    """What the host spends on the ops of a step, in us for each.
+    """Host time of each op of a step, in us.
 
-    ``python_us`` is an op's share of Python and autograd. A call itself takes what rows tell of the
-    op (``PricedOp.launch_us``), else ``usual_us``; one that C++ adds, and no Python, ``alone_us``.
-    With ``by_op`` false rows do not count: one graph launches all.
+    ``python_us``: an op's share of Python and autograd. The call itself takes what was measured of
+    this op (``PricedOp.launch_us``), else ``usual_us``; one that C++ adds without Python takes
+    ``alone_us``. With ``by_op`` false measured calls are ignored: one graph launches all.
+    ``python_assumed`` and ``launch_assumed``: the shares of ``python_us``, and of ``usual_us`` and
+    ``alone_us``, that rest on assumptions.
     """
 
     python_us: float
     usual_us: float
     alone_us: float
     by_op: bool = True
+    python_assumed: AssumedShares = ()
+    launch_assumed: AssumedShares = ()
 
     def us(self, op: PricedOp, *, added: bool = False) -> float:
         """Host time of one op; ``added``: no module calls it."""
@@ -134,34 +135,56 @@ class Launches:
             return self.alone_us if own_us is None else own_us
         return self.python_us + (self.usual_us if own_us is None else own_us)
 
+    def add_to(self, host: AssumedTime, op: PricedOp) -> None:
+        """Add the host time of one op of the captured step, by assumption."""
+        host.add(self.python_us, self.python_assumed)
+        if self.by_op and op.launch_us is not None:
+            host.add(op.launch_us)
+        else:
+            host.add(self.usual_us, self.launch_assumed)
+
     def kernels(self, op: PricedOp) -> int:
         """How many launches these are."""
         return op.kernels if self.by_op else 1
 
 
 def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBook) -> Launches:
-    """Of a step, these events spread over its calls; on a CPU a call itself is part of its op."""
+    """Host time per op of a step whose events are spread evenly over its calls.
+
+    On a CPU the call itself is part of the op.
+    """
     calls = max(1, len(capture.calls))
-    python_us = host_cost(events, book).duration_us / calls
+    python = host_cost(events, book)
+    python_us = python.duration_us / calls
     if book.gpu.kind == "cpu":
-        return Launches(python_us=python_us, usual_us=0.0, alone_us=0.0)
-    alone_us = host_cost({"launch": 1}, book).duration_us
+        return Launches(
+            python_us=python_us, usual_us=0.0, alone_us=0.0, python_assumed=python.assumed
+        )
+    launch = host_cost({"launch": 1}, book)
     return Launches(
         python_us=python_us,
-        usual_us=alone_us * launches(capture) / calls,
-        alone_us=alone_us,
+        usual_us=launch.duration_us * launches(capture) / calls,
+        alone_us=launch.duration_us,
         by_op=capture.engine != "graph",
+        python_assumed=python.assumed,
+        launch_assumed=launch.assumed,
     )
 
 
 def python_op(event: str, count: int, book: PriceBook, share: float = 1.0) -> PricedOp:
-    """A wrapper's host time as an op of a layer: it computes nothing and is launched that long."""
+    """Host time of a parallel wrapper as an op of a layer: it launches so long, computes nothing.
+
+    ``share`` of the event's time, where forward and backward have a part each.
+    """
     key = (event, count, share)
     if key not in book.python:
-        found = host_cost({event: count}, book)
-        us = (found.duration_us, found.low_us, found.high_us)
-        mid_us, low_us, high_us = (share * x for x in us)
+        cost = host_cost({event: count}, book)
         book.python[key] = replace(
-            found, op=event, phase=PYTHON, duration_us=mid_us, low_us=low_us, high_us=high_us
+            cost,
+            op=event,
+            phase=PYTHON,
+            duration_us=share * cost.duration_us,
+            low_us=share * cost.low_us,
+            high_us=share * cost.high_us,
         )
     return book.python[key]

@@ -1,33 +1,35 @@
-"""A rank's layers with prices: what every plan with the same cuts (tp, cp, ep) shares."""
+"""Prices a rank graph layer by layer: what all plans with the same tp, cp and ep degrees share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TypeVar, cast
 
-from compose.graph.identity_cache import remembered
+from compose.graph.identity_cache import cached_by_identity
 from compose.graph.layers import Layer
 from compose.parallel.plan import ParallelPlan
+from compose.pricing.assumed_time import AssumedShares, AssumedTime
 from compose.pricing.collectives import Cluster, price_messages
 from compose.pricing.gradient_buckets import default_contention
-from compose.pricing.gradient_copies import ADDED, parameter_extras
+from compose.pricing.gradient_copies import ADDED, gradient_copies
 from compose.pricing.host import PYTHON, Launches, host_cost, launch_costs, python_op
 from compose.pricing.price_book import Priceable, PriceBook, PricedOp
-from compose.pricing.rank_graph import Cut, Frame, frame
+from compose.pricing.rank_graph import Cut, RankGraph, rank_graph
 from compose.pricing.work import Step, Work, fold, side_by_side_us
 from microbench.opcall import OpCall, StepCapture
 
+R = TypeVar("R")
 ATTENTION = ("itercast.sdpa", "aten.bmm.default", "aten._softmax.default", "aten.baddbmm.default")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PricedLayer:
-    """A layer's ops with durations, and by parameter what synchronising it may add.
+    """A layer's ops with durations, and by parameter the copies that gradients may need.
 
-    ``saved_bytes`` is what forward leaves for backward, after recomputation. ``launches`` is what
-    the host spends on each op.
+    ``saved_bytes``: activations that forward keeps for backward, those that are recomputed left
+    out. ``launches``: host time of each op.
     """
 
     layer: Layer
@@ -39,16 +41,16 @@ class PricedLayer:
     launches: Launches
     on_cpu: bool
     saved_bytes: int
-    matmul_s: float  # its matrix products at peak, forward and backward, recomputation left out
-    weight_us: float  # backward's part that makes gradients of weights
+    matmul_s: float  # matrix products at peak, forward and backward without recomputation
+    weight_us: float  # part of backward that computes gradients of weights
 
     @property
     def numbered(self) -> bool:
-        """Whether it is one of a list of modules: what FSDP shards and recompute wraps."""
+        """Whether it is one of a list of modules: those FSDP shards and checkpoints wrap."""
         return self.layer.name not in ("first", "last")
 
     def fold(self, ops: Sequence[PricedOp]) -> Work:
-        """Ops in a row as one number."""
+        """Ops in launch order folded to their times on host and compute lane."""
         return fold([self._step(op) for op in ops], self.on_cpu)
 
     def _step(self, op: PricedOp) -> Step:
@@ -64,106 +66,138 @@ class PricedLayer:
 
     @cached_property
     def backward_work(self) -> Work:
-        """Backward of one micro-batch, nothing synchronised."""
+        """Backward of the first micro-batch, without gradient synchronisation."""
         return self.fold(self.backward)
 
     @cached_property
     def later_work(self) -> Work:
-        """Backward of any micro-batch but the first."""
+        """Backward of any later micro-batch: gradients are added to earlier ones."""
         return self.backward_work.then(self.fold(self.accumulate))
 
     @cached_property
     def into_work(self) -> Work:
-        """All gradients into their bucket."""
+        """Copies of all gradients into their bucket."""
         return self.fold(self.into_bucket)
 
     @cached_property
     def out_work(self) -> Work:
-        """All parameters or gradients out of theirs."""
+        """Copies of all parameters or gradients out of their bucket."""
         return self.fold(self.out_of_bucket)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PricedModel:
-    """All layers of one rank's share, and what the optimizer does to it."""
+    """All layers of one rank with prices, and the host time of its step.
+
+    ``host_us`` is of one micro-batch and the optimizer, ``host_assumed`` the shares of it that rest
+    on assumptions; ``optimizer_host_us`` is the optimizer's Python.
+    """
 
     layers: tuple[PricedLayer, ...]
-    frame: Frame
-    host_us: float  # all of the step, one micro-batch
-    optimizer_host_us: float  # Python of the optimizer, where there is no device to hide it
-    memo: dict[Any, Any] = field(default_factory=dict, compare=False)  # runs plans share
+    graph: RankGraph
+    host_us: float
+    host_assumed: AssumedShares
+    optimizer_host_us: float
+    results: dict[Hashable, object] = field(default_factory=dict, compare=False)  # see ``once``
+
+    def once(self, key: Hashable, compute: Callable[[], R]) -> R:
+        """The result of ``compute``, computed once per key for all plans that share this model.
+
+        A key must start with a name that only one kind of result has.
+        """
+        if key not in self.results:
+            self.results[key] = compute()
+        return cast(R, self.results[key])
 
     @property
     def optimizer_tensors(self) -> int:
         """Parameters that the captured optimizer updates."""
-        return sum(p.ready_after >= 0 for p in self.frame.capture.parameters)
+        return sum(p.ready_after >= 0 for p in self.graph.capture.parameters)
 
     @property
     def update_share(self) -> float:
-        """Bytes that the optimizer makes and drops again, by byte of gradients."""
-        trained = sum(p.nbytes for p in self.frame.capture.parameters if p.ready_after >= 0)
-        return self.frame.update_bytes / trained if trained else 0.0
+        """Temporary bytes of the optimizer's step over bytes of gradients."""
+        trained = sum(p.nbytes for p in self.graph.capture.parameters if p.ready_after >= 0)
+        return self.graph.update_bytes / trained if trained else 0.0
 
 
 def price_model(
     capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster
 ) -> PricedModel:
-    """The step of one micro-batch, cut and priced; ``capture`` has a rank's share of tokens.
+    """The step of one micro-batch with prices; ``capture`` has a rank's share of tokens.
 
-    Remembered by what of the plan and its placement changes these prices.
+    Kept by the parts of the plan and of its placement that change these prices.
     """
     groups = tuple(where.groups[axis] for axis in ("tp", "cp", "ep"))
-    own = (Cut.of(plan), plan.recompute, plan.overlap * ("overlap" in plan.coconet))
+    cut = (Cut.of(plan), plan.recompute, plan.overlap * ("overlap" in plan.coconet))
     node = where.node.name if where.node else ""
-    known = _models(capture)
-    key = (own, groups, node, book)
-    if key not in known:
-        known[key] = _price_frame(frame(capture, plan, book.gpu), plan, book, where)
-    return known[key]
+    models = _models(capture)
+    key = (cut, groups, node, book)
+    if key not in models:
+        models[key] = _price_graph(rank_graph(capture, plan, book.gpu), plan, book, where)
+    return models[key]
 
 
-@remembered
-def _models(capture: StepCapture) -> dict[object, PricedModel]:
+@cached_by_identity
+def _models(capture: StepCapture) -> dict[Hashable, PricedModel]:
     return {}
 
 
-def _price_frame(found: Frame, plan: ParallelPlan, book: PriceBook, where: Cluster) -> PricedModel:
-    extras = [parameter_extras(x, found.step_bytes, book.gpu) for x in found.layers]
-    ahead = [w for kinds in extras for one in kinds for w in one]
-    book.ask([*found.wanted.values(), *ahead])  # one question for all of them
-    ops = _price_calls(found, plan, book, where)
-    steps = {k: n for k, n in found.capture.host.items() if k.endswith("_step")}
-    others = {k: n for k, n in found.capture.host.items() if k not in steps}
-    costs = launch_costs(found.capture, others, book)
-    optimizer_us = host_cost(steps, book).duration_us if steps else 0.0
-    layers = tuple(
-        _price_layer(x, found, ops, added, plan, book, costs)
-        for x, added in zip(found.layers, extras, strict=True)
-    )
-    update = [op for op, c in zip(ops, found.capture.calls, strict=True) if c.phase == "optimizer"]
-    launched_us = sum(map(costs.us, update)) + sum(
-        x.count * sum(map(costs.us, [*ops[slice(*x.forward)], *ops[slice(*x.backward)]]))
-        for x in found.layers
-    )
-    parameters = found.capture.parameters
-    tensors = sum(x.count * len(x.parameters) for x in found.layers) / max(1, len(parameters))
+def _price_graph(
+    graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cluster
+) -> PricedModel:
+    copies = [gradient_copies(x, graph.step_bytes, book.gpu) for x in graph.layers]
+    more = [w for kinds in copies for one in kinds for w in one]
+    book.prefetch([*graph.wanted.values(), *more])  # one call of the pricer for all of them
+    ops = _price_calls(graph, plan, book, where)
+    steps = {name: n for name, n in graph.capture.host.items() if name.endswith("_step")}
+    others = {name: n for name, n in graph.capture.host.items() if name not in steps}
+    costs = launch_costs(graph.capture, others, book)
+    optimizer = host_cost(steps, book)
+    host = _host_time(graph, ops, costs, optimizer)
     return PricedModel(
-        layers=layers,
-        frame=found,
-        host_us=launched_us + optimizer_us * tensors,
-        optimizer_host_us=optimizer_us,
+        layers=tuple(
+            _price_layer(x, graph, ops, added, plan, book, costs)
+            for x, added in zip(graph.layers, copies, strict=True)
+        ),
+        graph=graph,
+        host_us=host.total_us,
+        host_assumed=host.shares,
+        optimizer_host_us=optimizer.duration_us,
     )
+
+
+def _host_time(
+    graph: RankGraph, ops: Sequence[PricedOp], costs: Launches, optimizer: PricedOp
+) -> AssumedTime:
+    """Host time of a micro-batch's ops, every layer as often as it is there, and the optimizer.
+
+    ``optimizer`` is the captured optimizer's Python, over the captured parameters.
+    """
+    host = AssumedTime()
+    for op, call in zip(ops, graph.capture.calls, strict=True):
+        if call.phase == "optimizer":
+            costs.add_to(host, op)
+    for layer in graph.layers:
+        one = AssumedTime()
+        for op in (*ops[slice(*layer.forward)], *ops[slice(*layer.backward)]):
+            costs.add_to(one, op)
+        host.add_all(one, layer.count)
+    tensors = sum(x.count * len(x.parameters) for x in graph.layers)
+    captured = max(1, len(graph.capture.parameters))
+    host.add(optimizer.duration_us * tensors / captured, optimizer.assumed)
+    return host
 
 
 def _price_calls(
-    found: Frame, plan: ParallelPlan, book: PriceBook, where: Cluster
+    graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cluster
 ) -> list[PricedOp]:
-    """Calls and collectives, what of these is hidden taken off."""
-    messages = price_messages(list(found.messages.values()), book, where)
-    ops = dict(zip(found.messages, messages, strict=True))
-    ops |= dict(zip(found.wanted, book.price(list(found.wanted.values())), strict=True))
-    calls = found.capture.calls
-    for i in found.messages:
+    """Calls and collectives with durations; of overlapped collectives the exposed time only."""
+    messages = price_messages(list(graph.messages.values()), book, where)
+    ops = dict(zip(graph.messages, messages, strict=True))
+    ops |= dict(zip(graph.wanted, book.price(list(graph.wanted.values())), strict=True))
+    calls = graph.capture.calls
+    for i in graph.messages:
         ops[i] = _exposed(i, calls[i], ops, plan, default_contention(book.gpu))
     return [ops[i] for i in range(len(calls))]
 
@@ -171,13 +205,14 @@ def _price_calls(
 def _exposed(
     i: int, call: OpCall, ops: dict[int, PricedOp], plan: ParallelPlan, contention: float
 ) -> PricedOp:
-    """A collective's time beside compute: behind the next op, or in chunks with the one before.
+    """A collective with the time it adds to compute: it overlaps the next op, or the one before.
 
-    In C chunks a product and its collective take T/C and then (C-1)/C T beside t (CoCoNeT).
+    The one before in C chunks (CoCoNeT): a product of time T and its collective of time t take
+    T/C, then (C-1)/C T and t side by side.
     """
     op = ops[i]
     us = op.duration_us
-    if call.kwargs["behind"] and i + 1 in ops:
+    if call.kwargs["overlaps_next"] and i + 1 in ops:
         next_us = ops[i + 1].duration_us
         us = side_by_side_us(next_us, us, contention) - next_us
     elif "overlap" in plan.coconet and call.kwargs["axis"] == "tp" and i:
@@ -189,9 +224,9 @@ def _exposed(
 
 def _price_layer(
     layer: Layer,
-    found: Frame,
+    graph: RankGraph,
     ops: Sequence[PricedOp],
-    extras: Sequence[Sequence[Priceable]],
+    copies: Sequence[Sequence[Priceable]],
     plan: ParallelPlan,
     book: PriceBook,
     costs: Launches,
@@ -199,16 +234,16 @@ def _price_layer(
     forward, backward = (ops[a:b] for a, b in (layer.forward, layer.backward))
     again, saved = list[PricedOp](), layer.saved_bytes
     if plan.recompute and layer.name not in ("first", "last"):
-        again, saved = _recomputed(layer, found.capture, ops, plan)
+        again, saved = _recomputed(layer, graph.capture, ops, plan)
     if again:
-        again = [python_op("checkpoint_layer", _saved(layer, found.capture), book), *again]
+        again = [python_op("checkpoint_layer", _saved(layer, graph.capture), book), *again]
         shift = len(again)
         moved = tuple(
             replace(p, ready_after=p.ready_after + shift) if p.ready_after >= 0 else p
             for p in layer.parameters
         )
         layer = replace(layer, parameters=moved)
-    accumulate, into, out = (book.price(one) for one in extras)
+    accumulate, into, out = (book.price(one) for one in copies)
     spans = (layer.forward, layer.backward)
     return PricedLayer(
         layer=layer,
@@ -220,18 +255,18 @@ def _price_layer(
         launches=costs,
         on_cpu=book.gpu.kind == "cpu",
         saved_bytes=saved,
-        matmul_s=sum(found.matmul_s[i] for a, b in spans for i in range(a, b)),
-        weight_us=_weight_us(layer, found.capture, ops),
+        matmul_s=sum(graph.matmul_s[i] for a, b in spans for i in range(a, b)),
+        weight_us=_weight_us(layer, graph.capture, ops),
     )
 
 
 def _recomputed(
     layer: Layer, capture: StepCapture, ops: Sequence[PricedOp], plan: ParallelPlan
 ) -> tuple[list[PricedOp], int]:
-    """What backward does again first, and the bytes that are still saved.
+    """Forward ops that backward runs again first, and the bytes that forward still saves.
 
-    full: the layer from its input up to the last result that its backward reads (torch.utils
-    .checkpoint stops there). selective: attention only (arXiv:2205.05198).
+    full: the layer from its input up to the last result that its backward reads, where
+    torch.utils.checkpoint stops. selective: attention only (arXiv:2205.05198).
     """
     a, b = layer.forward
     if plan.recompute == "full":
@@ -254,7 +289,7 @@ def _recomputed(
 
 
 def _saved(layer: Layer, capture: StepCapture) -> int:
-    """How many tensors autograd saves of a layer: what backward's calls read of forward's."""
+    """How many tensors autograd saves of a layer: those of forward that backward's calls read."""
     forward = capture.calls[slice(*layer.forward)]
     there = {t.storage for c in forward for t in (*c.tensors(), *c.outputs)}
     backward = capture.calls[slice(*layer.backward)]
@@ -262,7 +297,7 @@ def _saved(layer: Layer, capture: StepCapture) -> int:
 
 
 def _weight_us(layer: Layer, capture: StepCapture, ops: Sequence[PricedOp]) -> float:
-    """Time of backward's products whose result has a weight's shape: gradients nobody waits for."""
+    """Time of backward's products whose result has a weight's shape: only the optimizer waits."""
     shapes = {p.shape for p in layer.parameters if len(p.shape) > 1}
     a, b = layer.backward
     return sum(

@@ -1,4 +1,4 @@
-"""A step cut for a rank, before anything is priced: what all prices of it share."""
+"""The rank graph: the op calls of one rank of a plan, and their layers, before pricing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from compose.graph.cache_reuse import cold_fractions
-from compose.graph.cuda_variants import as_on_gpu
-from compose.graph.identity_cache import remembered
+from compose.graph.cuda_variants import with_cuda_variants
+from compose.graph.identity_cache import cached_by_identity
 from compose.graph.layers import Layer, split_layers
 from compose.graph.lifetimes import update_bytes
 from compose.graph.rewrite import COLLECTIVE
@@ -21,30 +21,31 @@ from compose.pricing.price_book import Priceable, priceable
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, StepCapture, TensorSpec
 
-MATMUL_FAMILIES = {"gemm", "conv", "attention"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """What of a plan changes the ops of a rank; the plan itself is there for messages only."""
+    """The parts of a plan that change a rank's op calls; equal where ``degrees`` are.
+
+    The plan itself is kept for error messages.
+    """
 
     plan: ParallelPlan = field(compare=False)
     degrees: tuple[object, ...]
 
     @classmethod
     def of(cls, plan: ParallelPlan) -> Cut:
-        """The plan's cut."""
+        """The cut of a plan."""
         return cls(plan=plan, degrees=(plan.tp, plan.sp, plan.cp, plan.ep, plan.imbalance))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Frame:
-    """A rank's ops of one micro-batch and their layers.
+class RankGraph:
+    """A rank's op calls of one micro-batch and their layers.
 
-    ``wanted`` by number of the call, ``messages`` likewise for its collectives; ``matmul_s`` are
-    seconds at peak. ``step_bytes`` is what all calls touch, ``buffers`` are running statistics by
-    dtype, ``update_bytes`` what lives within the optimizer only, ``tied_bytes`` weights of the
-    first layer that the last one uses too.
+    ``wanted`` are the ops to price and ``messages`` the collectives, by number of the call;
+    ``matmul_s``: seconds of each call's matrix products at peak. ``step_bytes``: bytes that all
+    calls touch; ``buffers``: running statistics by dtype; ``update_bytes``: temporary bytes of the
+    optimizer's step; ``tied_bytes``: weights of the first layer that the last one uses too.
     """
 
     capture: StepCapture
@@ -59,25 +60,25 @@ class Frame:
     tied_bytes: int
 
 
-def frame(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> Frame:
-    """The rewrites that change what a rank computes, in the order in which they nest."""
+def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph:
+    """Rewrite a captured micro-batch for a rank of the plan: expert, context, tensor parallel."""
     if plan.amp and gpu.kind == "cpu":
         raise ValueError(f"plan {str(plan)!r}: amp is a GPU's autocast; a CPU casts other ops")
-    return _frame(capture, Cut.of(plan), gpu)
+    return _rank_graph(capture, Cut.of(plan), gpu)
 
 
-@remembered
-def _frame(capture: StepCapture, cut: Cut, gpu: Gpu) -> Frame:
+@cached_by_identity
+def _rank_graph(capture: StepCapture, cut: Cut, gpu: Gpu) -> RankGraph:
     capture = context_parallel(expert_parallel(capture, cut.plan), cut.plan)
     capture = tensor_parallel(capture, cut.plan, summed=gpu.kind != "cpu")
     if "fp8" not in gpu.peak_flops_per_s and any(map(_in_fp8, capture.calls)):
         raise ValueError(f"gpu {gpu.name!r}: no units for dtype 'fp8'")
-    capture = capture if gpu.kind == "cpu" else as_on_gpu(capture)
+    capture = capture if gpu.kind == "cpu" else with_cuda_variants(capture)
     cold, calls = cold_fractions(capture, gpu), capture.calls
     layers = tuple(split_layers(capture))
     messages = {i: _message(c) for i, c in enumerate(calls) if c.op == COLLECTIVE}
     wanted = {i: priceable(c, cold[i]) for i, c in enumerate(calls) if i not in messages}
-    return Frame(
+    return RankGraph(
         capture=capture,
         layers=layers,
         wanted=wanted,
@@ -92,7 +93,7 @@ def _frame(capture: StepCapture, cut: Cut, gpu: Gpu) -> Frame:
 
 
 def _matmul_s(w: Priceable | None, gpu: Gpu) -> float:
-    if w is None or w.family is None or w.family.name not in MATMUL_FAMILIES:
+    if w is None or w.family is None or not w.family.matmul:
         return 0.0
     return float(w.family.flops(w.params)) / gpu.peak(w.params.dtype)
 

@@ -1,4 +1,4 @@
-"""Ops in a row folded to four numbers: exact on the host and compute lanes, cheap to repeat.
+"""Folds ops in a row to four numbers: exact on the host and compute lanes, cheap to repeat.
 
 The host launches ops one after the other and a kernel starts when it is launched and the compute
 lane is free. From (host, lane) times to (host, lane) times that is a max-plus linear map; maps
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A run of ops.
+    """Times of ops in a row.
 
-    ``host_us``: to launch all; ``lane_us``: all kernels one after the other; ``path_us``: from the
-    first launch to the end on a free lane; ``comm_us``: the part of ``lane_us`` that is collectives
-    compute waits for.
+    ``host_us``: launching all of them; ``lane_us``: all kernels one after the other; ``path_us``:
+    from the first launch to the end of the last kernel on a free lane; ``comm_us``: the part of
+    ``lane_us`` in which compute waits for collectives.
     """
 
     host_us: float = 0.0
@@ -26,7 +26,7 @@ class Work:
     comm_us: float = 0.0
 
     def then(self, other: Work) -> Work:
-        """This, and the other after it."""
+        """These ops followed by others."""
         return Work(
             self.host_us + other.host_us,
             self.lane_us + other.lane_us,
@@ -35,7 +35,7 @@ class Work:
         )
 
     def times(self, n: int) -> Work:
-        """This n times in a row."""
+        """These ops n times in a row."""
         if n == 0:
             return Work()
         more = n - 1
@@ -44,20 +44,24 @@ class Work:
 
     @property
     def alone_us(self) -> float:
-        """Time from the first launch until all is done, on free lanes."""
+        """Time from the first launch to the end of the last kernel, on free lanes."""
         return max(self.lane_us, self.path_us)
 
 
 def side_by_side_us(a_us: float, b_us: float, contention: float) -> float:
-    """Both at once on lanes that slow each other: each at 1/contention of its speed meanwhile."""
+    """Time of two tasks that start together and slow each other by ``contention`` meanwhile.
+
+    max(a, b) + (contention - 1) * min(a, b)
+    """
     return max(a_us, b_us) + (contention - 1) * min(a_us, b_us)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One op's time on the lane and the host's to launch it; ``comm``: compute waits for it.
+    """One op: its time on the compute lane and the host's to launch it.
 
-    ``kernels``: in how many equal parts it is launched, each of which may start on its own.
+    ``comm``: it is a collective that compute waits for. ``kernels``: it is launched in so many
+    equal parts, each of which starts as soon as it is launched.
     """
 
     us: float
@@ -67,7 +71,7 @@ class Step:
 
 
 def fold(steps: Sequence[Step], on_cpu: bool) -> Work:
-    """Ops in launch order; what they cost the host lengthens them on a CPU."""
+    """Fold ops in launch order; on a CPU their host time lengthens them."""
     if on_cpu:
         total = sum(s.us + s.launch_us for s in steps)
         return Work(0.0, total, total, sum(s.us for s in steps if s.comm))

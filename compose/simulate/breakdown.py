@@ -1,4 +1,4 @@
-"""Where a simulated rank program's time went: by family with bounds, and by lane."""
+"""Splits a simulated rank program's time: by family with bounds, by lane, by assumption."""
 
 from __future__ import annotations
 
@@ -6,47 +6,89 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
 
-from compose.pricing.price_book import UNMODELLED, PricedOp
+from compose.pricing.assumed_time import AssumedShares, AssumedTime
+from compose.pricing.host import PYTHON
+from compose.pricing.price_book import UNCERTAINTY_FACTOR, UNMODELLED, PricedOp
 from compose.simulate.rank import LATENCY, Run
 from compose.simulate.timeline import Span
 
 
 @dataclass
 class Tally:
-    """Time by family with its bounds; errors within a family add, between families squared."""
+    """Time by family with its bounds, and what of it rests on assumptions, by lane.
+
+    Errors within a family add up, those of families are independent.
+    """
 
     us: dict[str, float] = field(default_factory=dict)
     below: dict[str, float] = field(default_factory=dict)
     above: dict[str, float] = field(default_factory=dict)
+    compute: AssumedTime = field(default_factory=AssumedTime)
+    comm: AssumedTime = field(default_factory=AssumedTime)
+    host: AssumedTime = field(default_factory=AssumedTime)
 
     def add(self, ops: Iterable[PricedOp], times: float = 1.0) -> None:
-        """Ops that run ``times`` times."""
+        """Add ops of the compute lane that run ``times`` times; collectives among them block it."""
         for op in ops:
-            self.us[op.family] = self.us.get(op.family, 0.0) + times * op.duration_us
-            low, high = op.duration_us - op.low_us, op.high_us - op.duration_us
-            self.below[op.family] = self.below.get(op.family, 0.0) + times * low
-            self.above[op.family] = self.above.get(op.family, 0.0) + times * high
+            self._add_family(op, times)
+            lane = {"comm": self.comm, PYTHON: self.host}.get(op.phase, self.compute)
+            lane.add(times * op.duration_us, op.assumed)
 
-    def add_us(self, family: str, us: float) -> None:
-        """Time whose bounds are a factor of two."""
-        self.us[family] = self.us.get(family, 0.0) + us
-        self.below[family] = self.below.get(family, 0.0) + us / 2
-        self.above[family] = self.above.get(family, 0.0) + us
+    def add_sent(self, messages: Iterable[PricedOp], times: float = 1.0) -> None:
+        """Add messages beside compute that are sent ``times`` times."""
+        for op in messages:
+            self._add_family(op, times)
+            self.comm.add(times * op.duration_us, op.assumed)
+
+    def add_host(self, time_us: float, shares: AssumedShares, *, in_compute: bool) -> None:
+        """Add host time; ``in_compute``: of a CPU, where it lengthens ops, with wide bounds."""
+        self.host.add(time_us, shares)
+        if in_compute and time_us:
+            low_us, high_us = time_us / UNCERTAINTY_FACTOR, time_us * UNCERTAINTY_FACTOR
+            self._add_bounds("host", time_us, low_us, high_us, 1.0)
+
+    def _add_family(self, op: PricedOp, times: float) -> None:
+        self._add_bounds(op.family, op.duration_us, op.low_us, op.high_us, times)
+
+    def _add_bounds(self, family: str, us: float, low: float, high: float, times: float) -> None:
+        self.us[family] = self.us.get(family, 0.0) + times * us
+        self.below[family] = self.below.get(family, 0.0) + times * (us - low)
+        self.above[family] = self.above.get(family, 0.0) + times * (high - us)
 
     def bounds(self, iteration_us: float) -> tuple[float, float]:
-        """10 and 90 % bounds of the iteration."""
+        """Lower and upper bound of the iteration's 80 % interval."""
         below, above = (sqrt(sum(v * v for v in d.values())) for d in (self.below, self.above))
         return max(0.0, iteration_us - below), iteration_us + above
 
     @property
     def unmodelled_frac(self) -> float:
-        """Share of the time that no learned model priced."""
+        """Share of the time of all ops that no learned model priced."""
         total = sum(self.us.values())
         return self.us.get(UNMODELLED, 0.0) / total if total else 0.0
 
 
+def assumed_us(
+    tally: Tally, compute_us: float, exposed_comm_us: float, host_gap_us: float, *, on_cpu: bool
+) -> dict[str, float]:
+    """What of an iteration rests on each assumption, largest first.
+
+    Compute, exposed communication and host gaps each count by the share of assumed numbers in all
+    that runs on their lane, hidden or not; on a CPU the host's time is part of compute.
+    """
+    compute = AssumedTime()
+    compute.add_all(tally.compute)
+    if on_cpu:
+        compute.add_all(tally.host)
+    found: dict[str, float] = {}
+    lanes = ((compute, compute_us), (tally.comm, exposed_comm_us), (tally.host, host_gap_us))
+    for lane, time_us in lanes:
+        for name, share in lane.shares:
+            found[name] = found.get(name, 0.0) + share * time_us
+    return {name: us for name, us in sorted(found.items(), key=lambda kv: -kv[1]) if us > 0}
+
+
 def lane_spans(run: Run, *lanes: str) -> list[Span]:
-    """When the lanes' tasks ran."""
+    """Spans of the tasks on some lanes."""
     return [s for t, s in zip(run.tasks, run.spans, strict=True) if t.lanes[0] in lanes]
 
 
@@ -61,7 +103,7 @@ def covered_us(spans: Sequence[Span]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Time of a run: computing, waiting for messages, and messages whether hidden or not."""
+    """A run's time: all, computing, exposed messages, and messages whether hidden or not."""
 
     end_us: float
     compute_us: float
@@ -69,7 +111,7 @@ class Shares:
     comm_us: float
 
     def plus(self, other: Shares, times: int) -> Shares:
-        """This, and another run that many times."""
+        """This run followed by another one ``times`` times."""
         return Shares(
             self.end_us + times * other.end_us,
             self.compute_us + times * other.compute_us,
@@ -79,7 +121,7 @@ class Shares:
 
 
 def shares(run: Run) -> Shares:
-    """What a run's time went to; collectives within compute count as exposed."""
+    """Split a run's time; collectives that block compute count as exposed."""
     lane_us = covered_us(lane_spans(run, "compute"))
     sent = lane_spans(run, LATENCY, "comm", "h2d", "d2h")
     exposed_us = covered_us([*lane_spans(run, "compute"), *sent]) - lane_us + run.blocking_us

@@ -1,11 +1,11 @@
 """Cyclic data parallelism (arXiv:2403.08837): replicas staggered by two slots of a 2N-slot step.
 
 Adds: in each slot of backward a message of P/N bytes with summed gradients to the next replica, in
-each slot of forward one with updated weights, instead of a burst of all_reduce; passes that join
-gradients, add what came and copy weights out. Version 1 lets every gradient be a step old, version
-2 only those whose weights are not there yet; both send the same. Memory: over all replicas
-activations stay at (N+1)/2 of one replica's peak, where DDP peaks at N; a single replica's peak is
-what it was.
+each slot of forward one with updated weights, instead of all_reduces at the end; copies that join
+gradients, additions of those received, copies of weights out of the message. In version 1 every
+gradient is a step old, in version 2 only those whose weights have not arrived yet; both send the
+same. Memory: over all replicas activations stay at (N+1)/2 of one replica's peak, where DDP peaks
+at N; a single replica's peak is the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from compose.simulate.rank import RankTasks
 
 
 def slot_message(parameter_bytes: int, replicas: int, dtype: str) -> Message:
-    """What one replica sends to the next in a slot."""
+    """The message from one replica to the next in a slot."""
     size = max(1, parameter_bytes // replicas)
     return Message(kind="send_recv", axis="dp", message_bytes=size, dtype=dtype)
 
@@ -24,18 +24,18 @@ def slot_message(parameter_bytes: int, replicas: int, dtype: str) -> Message:
 def steady_us(
     compute_us: float, message_us: float, replicas: int, contention: float, latency_us: float = 0.0
 ) -> float:
-    """A steady step: 2N slots, each as long as its compute and its message side by side.
+    """Time of a step in steady state: 2N slots, in each compute and message side by side.
 
-    ``latency_us`` of the message slows nothing.
+    ``latency_us`` of the message does not slow compute.
     """
     slot_us = compute_us / (2 * replicas)
     both_us = side_by_side_us(slot_us, message_us - latency_us, contention)
     return 2 * replicas * max(both_us, message_us)
 
 
-def hand_on(program: RankTasks) -> None:
-    """Passes over each parameter: its gradient joined with others, added to, its weight taken."""
+def send_to_next_replica(program: RankTasks) -> None:
+    """Add the copies and additions of what replicas send to the next one, by layer."""
     for x in program.rank.layers:
         ops = [*x.into_bucket, *x.accumulate, *x.out_of_bucket]
         program.copies += ops
-        program.lanes.work(x.fold(ops), f"hand on {x.layer.name}")
+        program.lanes.work(x.fold(ops), f"send {x.layer.name}")

@@ -1,4 +1,4 @@
-"""How replicas stay equal: what each strategy of data parallelism adds, said once per strategy.
+"""What each strategy of data parallelism adds to a rank's step to keep replicas equal.
 
 - DDP: an all_reduce per bucket behind backward, products into and copies out of the buckets.
   Memory: a second copy of the gradients.
@@ -6,11 +6,11 @@
   after it, a copy for each, the optimizer on 1/n. Memory: optimizer state / n; from 2 on
   gradients / n; with 3 two whole layers at a time.
 - gossip: messages to neighbours and an average instead of the all_reduce (Bluefog).
-- compress: gradients on the wire times the ratio, fp32 in fp16 where that makes at least half of
-  it, and a pass to pack and unpack each.
+- compress: messages of the ratio times the gradients' bytes, fp32 gradients in fp16 where the ratio
+  is at most one half; a pass to pack and one to unpack each.
 - coconet (ASPLOS'22): split: all_reduce as reduce_scatter and all_gather. reorder: the optimizer on
   1/n between the two. fuse: its arithmetic as one pass. overlap:C: a message may start when 1/C of
-  what makes it is there.
+  the op that computes it is done.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from dataclasses import dataclass
 from compose.parallel.ep import is_expert
 from compose.parallel.plan import ParallelPlan
 from compose.pricing.collectives import Message
-from compose.pricing.gradient_buckets import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES
+from compose.pricing.gradient_buckets import fill_buckets
 from compose.pricing.layer_prices import PricedLayer
+from microbench.assumptions import assumed
 
-HALF = 0.5
+# Compression ratio at which fp32 gradients are sent in fp16, at most.
+FP16_RATIO: float = assumed(__file__, "fp16_ratio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """What is sent per bucket, when, and what a rank keeps; shares divide over the replicas."""
+    """Messages per bucket, when they are sent, and what a rank keeps a 1/replicas share of."""
 
     reduce: tuple[str, ...] = ()  # after a bucket is full
     after_update: tuple[str, ...] = ()  # once the optimizer is done
@@ -47,7 +49,7 @@ class Strategy:
 
 
 def strategy(plan: ParallelPlan) -> Strategy:
-    """The plan's strategy."""
+    """The strategy of a plan."""
     packing = int(plan.compress < 1)
     if plan.dp * plan.cp == 1:
         return Strategy()
@@ -83,8 +85,11 @@ def strategy(plan: ParallelPlan) -> Strategy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Filled:
-    """A bucket: full after op ``offset`` of the backward of layer ``instance`` (forward order)."""
+class LayerBucket:
+    """A bucket of a rank's gradients over ``axis``.
+
+    It is full after op ``offset`` of the backward of layer ``instance`` (in forward order).
+    """
 
     instance: int
     offset: int
@@ -94,58 +99,55 @@ class Filled:
     members: tuple[tuple[int, int], ...]  # (instance, parameter)
 
     def message(self, kind: str, plan: ParallelPlan) -> Message:
-        """What is sent of it."""
+        """One collective over the bucket."""
         wire = max(1, round(self.nbytes * plan.compress))
-        dtype = "fp16" if self.dtype == "fp32" and plan.compress <= HALF else self.dtype
+        dtype = "fp16" if self.dtype == "fp32" and plan.compress <= FP16_RATIO else self.dtype
         return Message(kind=kind, axis=self.axis, message_bytes=wire, dtype=dtype)
 
 
-def fill_buckets(
-    layers: Sequence[PricedLayer], plan: ParallelPlan, bucket_bytes: int = DEFAULT_BUCKET_BYTES
-) -> list[Filled]:
-    """Buckets of a rank's layers in the order they fill; as ``ddp.buckets``, experts apart."""
-    open_: dict[tuple[str, str], list[tuple[int, int, int, int]]] = {}
-    filled: dict[tuple[str, str], int] = {}
-    limit: dict[tuple[str, str], int] = {}
-    found: list[Filled] = []
-    for instance, at, offset, nbytes, key in _ready(layers, plan):
-        open_.setdefault(key, []).append((instance, at, offset, nbytes))
-        filled[key] = filled.get(key, 0) + nbytes
-        if filled[key] >= limit.get(key, FIRST_BUCKET_BYTES):
-            found.append(_closed(key, open_.pop(key)))
-            filled[key], limit[key] = 0, bucket_bytes
-    found += [_closed(key, members) for key, members in open_.items()]
+def layer_buckets(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[LayerBucket]:
+    """Buckets of a rank's layers in the order in which they fill; experts have their own."""
+    closed = fill_buckets(_ready_gradients(layers, plan))
+    found = [_layer_bucket(*key, members) for key, members in closed]
     return sorted(found, key=lambda b: (-b.instance, b.offset))
 
 
 def reductions(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Message]:
-    """What replicas of these layers send in backward, a message per bucket and kind."""
+    """Messages between replicas of these layers in backward: one per bucket and kind."""
     kinds = strategy(plan).reduce
-    return [b.message(k, plan) for b in fill_buckets(layers, plan) for k in kinds] if kinds else []
+    return [b.message(k, plan) for b in layer_buckets(layers, plan) for k in kinds] if kinds else []
 
 
-def _ready(
+@dataclass(frozen=True, slots=True)
+class _Gradient:
+    """A parameter's gradient, ready after op ``offset`` of the backward of its layer instance."""
+
+    instance: int
+    parameter: int
+    offset: int
+    nbytes: int
+
+
+def _ready_gradients(
     layers: Sequence[PricedLayer], plan: ParallelPlan
-) -> Iterator[tuple[int, int, int, int, tuple[str, str]]]:
-    """(layer, parameter, offset in backward, bytes, (dtype, axis)) as gradients become ready."""
+) -> Iterator[tuple[tuple[str, str], int, _Gradient]]:
+    """((dtype, axis), bytes, gradient) in the order in which backward computes them."""
     for instance in range(len(layers) - 1, -1, -1):
         parameters = layers[instance].layer.parameters
         order = sorted(range(len(parameters)), key=lambda i: parameters[i].ready_after)
         for at in order:
             p = parameters[at]
             if p.ready_after >= 0:
-                apart = plan.ep > 1 and is_expert(p)
-                key = (p.dtype, "expert" if apart else "shard")
-                yield instance, at, p.ready_after, p.nbytes, key
+                axis = "expert" if plan.ep > 1 and is_expert(p) else "shard"
+                yield (p.dtype, axis), p.nbytes, _Gradient(instance, at, p.ready_after, p.nbytes)
 
 
-def _closed(key: tuple[str, str], members: Sequence[tuple[int, int, int, int]]) -> Filled:
-    instance, _, offset, _ = members[-1]
-    return Filled(
-        instance=instance,
-        offset=offset,
-        nbytes=sum(m[3] for m in members),
-        dtype=key[0],
-        axis=key[1],
-        members=tuple((m[0], m[1]) for m in members),
+def _layer_bucket(dtype: str, axis: str, members: Sequence[_Gradient]) -> LayerBucket:
+    return LayerBucket(
+        instance=members[-1].instance,
+        offset=members[-1].offset,
+        nbytes=sum(g.nbytes for g in members),
+        dtype=dtype,
+        axis=axis,
+        members=tuple((g.instance, g.parameter) for g in members),
     )

@@ -1,4 +1,4 @@
-"""ZeRO as FSDP2 does it: parameters gathered before each layer, gradients scattered behind it.
+"""ZeRO as FSDP2 runs it: parameters are gathered before each layer, gradients scattered after it.
 
 - zero=3: gathered in forward and in backward, scattered after every micro-batch;
 - zero=2: gathered in forward and kept until the layer's backward is done (reshard_after_forward
@@ -19,18 +19,19 @@ from compose.pricing.host import python_op
 from compose.pricing.layer_prices import PricedLayer
 from compose.pricing.work import Work
 from compose.simulate.rank import RankTasks
+from microbench.assumptions import assumed
 
-FORWARD_SHARE = 0.4  # of the hooks' time, measured 2026-11-21 on two cores with torch 2.13
+FORWARD_SHARE: float = assumed(__file__, "forward_share")
 
 
 def sharded_forward(program: RankTasks, *, gather: bool) -> None:
-    """Forward of one micro-batch."""
+    """Add the forward of one micro-batch; ``gather``: parameters are sharded at its start."""
     layers = program.rank.layers
     root = sum(x.layer.parameter_bytes for x in layers if not x.numbered)
     sizes = {root} | {x.layer.parameter_bytes for x in layers if x.numbered}
     kinds = ("all_gather", "reduce_scatter")
-    asked = [_message(program, kind, n) for kind in kinds for n in sizes if n]
-    price_messages(asked, program.rank.book, program.rank.where)  # one question for all of them
+    messages = [_message(program, kind, n) for kind in kinds for n in sizes if n]
+    price_messages(messages, program.rank.book, program.rank.where)  # one call of the pricer
     if root and gather:
         program.lanes.wait([_send(program, "all_gather", root)])
     markers: list[tuple[int, ...]] = [program.lanes.done]
@@ -42,7 +43,7 @@ def sharded_forward(program: RankTasks, *, gather: bool) -> None:
 
 
 def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
-    """Backward of one micro-batch; ``later``: gradients add up to earlier ones."""
+    """Add the backward of one micro-batch; ``later``: gradients are added to earlier ones."""
     layers, how = list(reversed(program.rank.layers)), program.how
     markers: list[tuple[int, ...]] = [program.lanes.done]
     last: list[int] = []
@@ -57,7 +58,7 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
         markers.append(program.lanes.done)
         if scatter and x.numbered and x.layer.trained_bytes:
             last.append(_send(program, "reduce_scatter", x.layer.trained_bytes))
-            _block(program, last)
+            _wait_on_cpu(program, last)
     root = sum(x.layer.trained_bytes for x in layers if not x.numbered)
     if scatter and root:
         last.append(_send(program, "reduce_scatter", root))
@@ -65,7 +66,7 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
 
 
 def hooks(program: RankTasks, x: PricedLayer, share: float) -> Work:
-    """The share of a layer's hooks in Python that forward or backward runs."""
+    """Host time of a layer's FSDP hooks: the share that runs in forward or in backward."""
     event = "fsdp_layer" if program.how.regather else "fsdp_layer_kept"
     if not x.layer.parameters:
         return Work()
@@ -75,7 +76,7 @@ def hooks(program: RankTasks, x: PricedLayer, share: float) -> Work:
 
 
 def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> Work:
-    """Gathers a layer, one ahead of its compute; the copies out of what arrived."""
+    """Gather a layer, one layer ahead of its compute; returns the copies out of the message."""
     if not x.numbered or not x.layer.parameter_bytes:
         return Work()
     on_cpu = program.lanes.on_cpu
@@ -85,7 +86,7 @@ def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> Wor
     return x.out_work
 
 
-def _block(program: RankTasks, sent: Sequence[int]) -> None:
+def _wait_on_cpu(program: RankTasks, sent: Sequence[int]) -> None:
     if program.lanes.on_cpu:
         program.lanes.wait(sent[-1:])
 

@@ -1,16 +1,17 @@
-"""A plan's iteration: stages simulated, pipelined, synchronised; where its time and memory go."""
+"""Simulates an iteration under a plan: its time, its memory, and what each is spent on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from compose.pricing.collectives import Message, price_messages
 from compose.pricing.host import python_op
 from compose.pricing.layer_prices import PricedLayer
 from compose.pricing.price_book import PricedOp
-from compose.simulate.breakdown import Shares, Tally, shares
-from compose.simulate.cyclic import hand_on, slot_message, steady_us
+from compose.simulate.breakdown import Shares, Tally, assumed_us, shares
+from compose.simulate.cyclic import send_to_next_replica, slot_message, steady_us
 from compose.simulate.data_parallel import reductions
 from compose.simulate.pipeline import StageTimes, finish_us
 from compose.simulate.rank import Rank, Run
@@ -24,9 +25,9 @@ from compose.simulate.timeline import Span, Task
 class Outcome:
     """A plan's iteration on the slowest rank; iteration = compute + exposed_comm + idle.
 
-    ``idle_us`` by cause: ``host_us`` gaps, ``bubble_us`` of the schedule, ``waiting_us`` for slower
-    stages. ``matmul_s``: a rank's matrix products at peak. ``tasks`` show the last
-    micro-batch and the optimizer.
+    idle = host gaps + pipeline bubble + waiting for slower stages. ``matmul_s``: the rank's matrix
+    products at peak. ``assumed_by_us``: what of the iteration rests on each assumption (see
+    ``Forecast``). ``tasks`` show the last micro-batch and the optimizer.
     """
 
     iteration_us: float
@@ -38,13 +39,14 @@ class Outcome:
     waiting_us: float
     memory: dict[str, int]
     tally: Tally
+    assumed_by_us: dict[str, float]
     matmul_s: float
     tasks: tuple[Task, ...]
     spans: tuple[Span, ...]
 
     @property
     def idle_us(self) -> float:
-        """Neither computing nor waiting for a message."""
+        """Time in which the compute lane neither computes nor waits for a message."""
         return max(0.0, self.iteration_us - self.compute_us - self.exposed_comm_us)
 
     @property
@@ -54,46 +56,50 @@ class Outcome:
 
 
 def evaluate(rank: Rank, optimizer: str) -> Outcome:
-    """The iteration of ``rank``'s plan; its ``layers`` are those of the whole model."""
+    """Simulate the iteration of ``rank``'s plan; its ``layers`` are those of the whole model."""
     if rank.plan.pp > 1:
         return _pipelined(rank, optimizer)
-    return _alone(rank, optimizer)
+    return _without_pipeline(rank, optimizer)
 
 
-def _in_turn(rank: Rank, optimizer: str) -> tuple[Run | None, Run]:
-    """No pipeline: a micro-batch that is synchronised like the others, if so, and the last one.
+def _micro_batches(rank: Rank, optimizer: str) -> tuple[Run | None, Run]:
+    """Runs of the micro-batches without a pipeline: of each one before the last, and of the last.
 
-    Those before the last one are in its run where nothing of them is sent.
+    The first is None where those before send nothing: then they are part of the last one's run.
     """
     plan, micro = rank.plan, rank.plan.microbatches
     each = rank.strategy.every_micro or plan.offload == "activations"
     one, final = None, RankProgram(rank)
     if each and micro > 1:
-        one = _micro(rank)
+        one = _one_micro_batch(rank)
     else:
-        final.quiet(micro - 1)
+        final.unsynchronised(micro - 1)
     final.forward()
     final.backward(later=micro > 1, sync=True)
     if plan.cdp:
-        hand_on(final)
+        send_to_next_replica(final)
     final.update(optimizer)
     return one, final.run()
 
 
-def _alone(rank: Rank, optimizer: str) -> Outcome:
-    """No pipeline: micro-batches one after the other."""
+def _without_pipeline(rank: Rank, optimizer: str) -> Outcome:
+    """The iteration of one stage: micro-batches one after the other."""
     plan, micro = rank.plan, rank.plan.microbatches
-    one, run = _in_turn(rank, optimizer)
+    one, run = _micro_batches(rank, optimizer)
     found, tally = shares(run), Tally()
     if one is not None:
         found = found.plus(shares(one), micro - 1)
-        tally.add([*one.sent, *one.copies], micro - 1)
+        tally.add_sent(one.sent, micro - 1)
+        tally.add(one.copies, micro - 1)
     if plan.cdp:
-        found = _cyclic(rank, found)
+        message = _slot_message(rank)
+        found = _cyclic(rank, found, message)
+        tally.comm.add(2 * plan.dp * message.duration_us, message.assumed)
     _tally_layers(tally, rank.layers, micro)
-    tally.add([*run.sent, *run.copies, *run.updates])
-    if rank.book.gpu.kind == "cpu" and rank.model.host_us:
-        tally.add_us("host", rank.model.host_us * micro)
+    tally.add_sent(run.sent)
+    tally.add([*run.copies, *run.updates])
+    on_cpu = rank.book.gpu.kind == "cpu"
+    tally.add_host(rank.model.host_us * micro, rank.model.host_assumed, in_compute=on_cpu)
     idle_us = max(0.0, found.end_us - found.compute_us - found.exposed_us)
     return Outcome(
         iteration_us=found.end_us,
@@ -105,13 +111,14 @@ def _alone(rank: Rank, optimizer: str) -> Outcome:
         waiting_us=0.0,
         memory=memory(rank, optimizer),
         tally=tally,
+        assumed_by_us=assumed_us(tally, found.compute_us, found.exposed_us, idle_us, on_cpu=on_cpu),
         matmul_s=micro * sum(x.matmul_s for x in rank.layers),
         tasks=run.tasks,
         spans=run.spans,
     )
 
 
-def _micro(rank: Rank) -> Run:
+def _one_micro_batch(rank: Rank) -> Run:
     program = RankProgram(rank)
     program.forward()
     program.backward(later=True, sync=True)
@@ -127,12 +134,15 @@ def _tally_layers(tally: Tally, layers: Sequence[PricedLayer], micro: int) -> No
         tally.add(x.accumulate, n * (micro - 1))
 
 
-def _cyclic(rank: Rank, alone: Shares) -> Shares:
-    """The step with messages beside each slot's compute."""
+def _slot_message(rank: Rank) -> PricedOp:
+    """The message of a slot of cyclic data parallelism."""
     nbytes = sum(x.layer.trained_bytes for x in rank.layers)
     dtype = next((p.dtype for x in rank.layers for p in x.layer.parameters), "fp32")
-    message = slot_message(nbytes, rank.plan.dp, dtype)
-    (op,) = price_messages([message], rank.book, rank.where)
+    return price_messages([slot_message(nbytes, rank.plan.dp, dtype)], rank.book, rank.where)[0]
+
+
+def _cyclic(rank: Rank, alone: Shares, op: PricedOp) -> Shares:
+    """A step of cyclic data parallelism: each slot's message ``op`` overlaps its compute."""
     n = rank.plan.dp
     end_us = steady_us(alone.end_us, op.duration_us, n, rank.contention, op.latency_us)
     comm_us, copied_us = 2 * n * op.duration_us, 2 * n * (op.duration_us - op.latency_us)
@@ -143,22 +153,27 @@ def _cyclic(rank: Rank, alone: Shares) -> Shares:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pipeline:
-    """A plan's stages with their times; ``tails`` by rank: last backward to the end, and alone."""
+    """A plan's stages with their times.
+
+    ``tails`` by rank: the run from its last backward to the end of the iteration, and the time of
+    that backward without synchronisation and optimizer. ``sends``: the message after each chunk.
+    """
 
     rank: Rank
     optimizer: str
     chunks: Sequence[Chunk]
+    sends: Sequence[PricedOp]
     times: Sequence[StageTimes]
     stages: Sequence[Rank]
     tails: Sequence[tuple[Run, float]]
 
     def finish_us(self, times: Sequence[StageTimes]) -> tuple[float, ...]:
-        """When each rank's last backward is done."""
+        """When each rank's last backward ends."""
         plan = self.rank.plan
         return finish_us(plan.schedule, times, plan.pp, plan.microbatches)
 
     def totals_us(self) -> list[float]:
-        """When each rank is done."""
+        """When each rank's step ends."""
         ends = self.finish_us(self.times)
         return [e + tail.end_us - us for e, (tail, us) in zip(ends, self.tails, strict=True)]
 
@@ -167,54 +182,75 @@ class _Pipeline:
         pp = self.rank.plan.pp
         return [sum(t.forward_us + t.backward_us for t in self.times[r::pp]) for r in range(pp)]
 
+    def schedule_us(self, slowest: int) -> tuple[float, float]:
+        """Time that messages between stages add, and the bubble if all stages were the slowest."""
+        pp, micro = self.rank.plan.pp, self.rank.plan.microbatches
+        unsent = [replace(t, send_us=0.0) for t in self.times]
+        sends_us = max(0.0, max(self.finish_us(self.times)) - max(self.finish_us(unsent)))
+        equal = [unsent[c - c % pp + slowest] for c in range(len(unsent))]
+        bubble_us = max(0.0, max(self.finish_us(equal)) - micro * self.loads_us()[slowest])
+        return sends_us, bubble_us
+
 
 def _pipeline(rank: Rank, optimizer: str) -> _Pipeline:
-    chunks, stages = chunks_of(rank), stages_of(rank)
-    times, facts = [], _facts(rank)
-    for i, chunk in enumerate(chunks):
-        send = _send(rank, chunk, i, len(chunks))
-        key = ("stage", chunk.key, send.duration_us, facts)
-        if key not in rank.model.memo:
-            rank.model.memo[key] = _stage_times(rank, chunk, send.duration_us)
-        times.append(rank.model.memo[key])
-    tails = _tails(rank, stages, optimizer)
+    chunks, stages, facts = chunks_of(rank), stages_of(rank), _facts(rank)
+    sends = [_send(rank, chunk, i, len(chunks)) for i, chunk in enumerate(chunks)]
+    times = [
+        rank.model.once(
+            ("stage times", chunk.key, send.duration_us, facts),
+            partial(_stage_times, rank, chunk, send.duration_us),
+        )
+        for chunk, send in zip(chunks, sends, strict=True)
+    ]
     return _Pipeline(
-        rank=rank, optimizer=optimizer, chunks=chunks, times=times, stages=stages, tails=tails
+        rank=rank,
+        optimizer=optimizer,
+        chunks=chunks,
+        sends=sends,
+        times=times,
+        stages=stages,
+        tails=_tails(rank, stages, optimizer),
     )
 
 
 def _facts(rank: Rank) -> tuple[object, ...]:
-    """What of a plan changes a stage's run, beside its layers."""
+    """The parts of a plan that change a stage's run, apart from its layers."""
     plan, groups = rank.plan, rank.where.groups
-    facts = (plan.compress, plan.offload, plan.ep, rank.contention, rank.crowd, rank.where.node)
+    facts = (
+        plan.compress,
+        plan.offload,
+        plan.ep,
+        rank.contention,
+        rank.ranks_per_core,
+        rank.where.node,
+    )
     return (rank.strategy, groups["shard"], groups["expert"], *facts)
 
 
 def quick_us(rank: Rank, optimizer: str) -> float:
-    """The iteration ``evaluate`` finds, without its breakdown."""
+    """Time of the iteration as ``evaluate`` simulates it, without its breakdown."""
     if rank.plan.pp == 1:
-        one, run = _in_turn(rank, optimizer)
+        one, run = _micro_batches(rank, optimizer)
         if rank.plan.cdp:
-            return _cyclic(rank, shares(run)).end_us
+            return _cyclic(rank, shares(run), _slot_message(rank)).end_us
         return run.end_us + (one.end_us * (rank.plan.microbatches - 1) if one else 0.0)
     return max(_pipeline(rank, optimizer).totals_us())
 
 
 def _send(rank: Rank, chunk: Chunk, i: int, count: int) -> PricedOp:
-    """A message over the boundary after chunk i."""
+    """The message over the boundary after chunk ``i``."""
     per_node = rank.where.groups["pp"].per_node
     same = per_node > 1 and (i % rank.plan.pp + 1) % per_node != 0
     dtype = next((p.dtype for x, _ in chunk.runs for p in x.layer.parameters), "fp32")
     size = chunk.output_bytes if i + 1 < count else 0
-    message = Message(
-        kind="send_recv", axis="near" if same else "far", message_bytes=max(1, size), dtype=dtype
-    )
+    axis = "intra_node" if same else "inter_node"
+    message = Message(kind="send_recv", axis=axis, message_bytes=max(1, size), dtype=dtype)
     return price_messages([message], rank.book, rank.where)[0]
 
 
 def _stage_times(rank: Rank, chunk: Chunk, send_us: float) -> StageTimes:
-    own = replace(rank, layers=chunk.layers)
-    forward, backward = RankProgram(own), RankProgram(own)
+    stage = replace(rank, layers=chunk.layers)
+    forward, backward = RankProgram(stage), RankProgram(stage)
     half = python_op("pipeline_micro", 1, rank.book, 0.5)
     for program in (forward, backward):
         program.lanes.work(chunk.layers[0].fold([half]), "schedule")
@@ -230,47 +266,48 @@ def _stage_times(rank: Rank, chunk: Chunk, send_us: float) -> StageTimes:
 
 
 def _tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tuple[Run, float]]:
-    """Per stage the last backward with synchronisation and optimizer, and how long it is alone."""
-    memo, facts = rank.model.memo, _facts(rank)
-    ends = (0, len(stages) - 1)
-    ties = [rank.model.frame.tied_bytes if i in ends else 0 for i in range(len(stages))]
+    """By stage the run of ``_tail``; stages with the same layers share it."""
+    facts, last = _facts(rank), len(stages) - 1
+    ties = [rank.model.graph.tied_bytes if i in (0, last) else 0 for i in range(len(stages))]
     keys = [
-        ("tail", tuple(map(id, own.layers)), tied, optimizer, facts)
-        for own, tied in zip(stages, ties, strict=True)
+        ("tail", tuple(map(id, stage.layers)), tied, optimizer, facts)
+        for stage, tied in zip(stages, ties, strict=True)
     ]
-    fresh = {key: own for key, own in zip(keys, stages, strict=True) if key not in memo}
-    asked = [m for own in fresh.values() for m in reductions(own.layers, own.plan)]
-    price_messages(asked, rank.book, rank.where)  # one question for all of them
-    for own, tied, key in zip(stages, ties, keys, strict=True):
-        if key not in memo:
-            tail, alone = RankProgram(own), RankProgram(own)
-            tail.backward(later=True, sync=True)
-            if tied:
-                tail.reduce_tied(tied)
-            tail.update(optimizer)
-            alone.backward(later=True, sync=rank.strategy.every_micro)
-            memo[key] = (tail.run(), alone.run().end_us)
-    return [memo[key] for key in keys]
+    fresh = [x for x, key in zip(stages, keys, strict=True) if key not in rank.model.results]
+    messages = [m for stage in fresh for m in reductions(stage.layers, stage.plan)]
+    price_messages(messages, rank.book, rank.where)  # one call of the pricer for all of them
+    return [
+        rank.model.once(key, partial(_tail, stage, tied, optimizer))
+        for stage, tied, key in zip(stages, ties, keys, strict=True)
+    ]
+
+
+def _tail(stage: Rank, tied_bytes: int, optimizer: str) -> tuple[Run, float]:
+    """A stage's last backward with synchronisation and optimizer; the backward's time alone."""
+    tail, alone = RankProgram(stage), RankProgram(stage)
+    tail.backward(later=True, sync=True)
+    if tied_bytes:
+        tail.reduce_tied(tied_bytes)
+    tail.update(optimizer)
+    alone.backward(later=True, sync=stage.strategy.every_micro)
+    return tail.run(), alone.run().end_us
 
 
 def _pipelined(rank: Rank, optimizer: str) -> Outcome:
-    """The slowest rank's time: what its ops take, what it waits for, and why."""
+    """The iteration of a pipeline, broken down on its slowest rank."""
     found = _pipeline(rank, optimizer)
     micro, pp = rank.plan.microbatches, rank.plan.pp
     totals, loads = found.totals_us(), found.loads_us()
     iteration_us = max(totals)
     slowest = max(range(pp), key=lambda r: (loads[r], totals[r]))
-    own, (tail, back_us) = found.stages[slowest], found.tails[slowest]
+    stage, (tail, back_us) = found.stages[slowest], found.tails[slowest]
     end = shares(tail)
-    works = [w for x in own.layers for w in (x.forward_work, x.later_work)]
+    works = [w for x in stage.layers for w in (x.forward_work, x.later_work)]
     lane_us, comm_us = sum(w.lane_us for w in works), sum(w.comm_us for w in works)
-    last_us = sum(x.later_work.lane_us - x.later_work.comm_us for x in own.layers)
+    last_us = sum(x.later_work.lane_us - x.later_work.comm_us for x in stage.layers)
     update_us = max(0.0, end.compute_us - last_us)  # optimizer and copies
     compute_us = micro * (lane_us - comm_us) + update_us
-    unsent = [replace(t, send_us=0.0) for t in found.times]
-    sends_us = max(0.0, max(found.finish_us(found.times)) - max(found.finish_us(unsent)))
-    alike = [unsent[c - c % pp + slowest] for c in range(len(unsent))]
-    bubble_us = max(0.0, max(found.finish_us(alike)) - micro * loads[slowest])
+    sends_us, bubble_us = found.schedule_us(slowest)
     gaps_us = max(0.0, micro * (loads[slowest] - lane_us))
     gathers_us = gaps_us if rank.strategy.by_layer else 0.0
     exposed_us = micro * comm_us + sends_us + gathers_us
@@ -279,9 +316,10 @@ def _pipelined(rank: Rank, optimizer: str) -> Outcome:
     idle_us = max(0.0, iteration_us - compute_us - exposed_us)
     gaps_us = min(idle_us, gaps_us - gathers_us)
     bubble_us = min(bubble_us, idle_us - gaps_us)
-    tally = Tally()
-    _tally_layers(tally, own.layers, micro)
-    tally.add([*tail.sent, *tail.copies, *tail.updates])
+    tally = _stage_tally(found, slowest)
+    on_cpu = rank.book.gpu.kind == "cpu"
+    assumed_by_us = assumed_us(tally, compute_us, exposed_us, gaps_us, on_cpu=on_cpu)
+    scale = iteration_us / max(1e-9, compute_us + exposed_us + gaps_us)  # bubble and waiting alike
     return Outcome(
         iteration_us=iteration_us,
         compute_us=compute_us,
@@ -292,7 +330,29 @@ def _pipelined(rank: Rank, optimizer: str) -> Outcome:
         waiting_us=max(0.0, idle_us - bubble_us - gaps_us),
         memory=memory(rank, optimizer),
         tally=tally,
-        matmul_s=micro * sum(x.matmul_s for x in own.layers),
+        assumed_by_us={name: scale * us for name, us in assumed_by_us.items()},
+        matmul_s=micro * sum(x.matmul_s for x in stage.layers),
         tasks=tail.tasks,
         spans=tail.spans,
     )
+
+
+def _stage_tally(found: _Pipeline, stage: int) -> Tally:
+    """Time of one rank of the pipeline: its layers, its tail, its messages and its host.
+
+    The model's host time is spread evenly over the stages; by family it counts on no stage.
+    """
+    rank, micro, pp = found.rank, found.rank.plan.microbatches, found.rank.plan.pp
+    tally, (tail, _) = Tally(), found.tails[stage]
+    _tally_layers(tally, found.stages[stage].layers, micro)
+    tally.add_sent(tail.sent)
+    tally.add([*tail.copies, *tail.updates])
+    for chunk in range(stage, len(found.chunks), pp):
+        for boundary in (chunk - 1, chunk):
+            if 0 <= boundary < len(found.chunks) - 1:
+                message = found.sends[boundary]
+                tally.comm.add(micro * message.duration_us, message.assumed)
+        schedule = python_op("pipeline_micro", 1, rank.book)
+        tally.host.add(micro * schedule.duration_us, schedule.assumed)
+    tally.host.add(micro * rank.model.host_us / pp, rank.model.host_assumed)
+    return tally

@@ -1,4 +1,4 @@
-"""Peak memory of a rank under a plan, by what it is for."""
+"""Peak memory of a rank under a plan, by purpose."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from compose.simulate.data_parallel import strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Bytes of a rank's layers, summed once for all plans that give it the same.
+    """Bytes of a rank's layers; plans that give a rank the same layers share them.
 
-    ``numbered`` are parameters of layers that are sharded one by one, ``pair`` those of the two
-    largest; ``work`` is the most that lives within one layer's forward or backward.
+    ``numbered``: parameters of layers that FSDP shards one by one; ``pair``: of the two largest of
+    these; ``work``: the largest temporary memory within one layer's forward or backward.
     """
 
     layers: tuple[PricedLayer, ...]
@@ -28,7 +28,7 @@ class Sizes:
 
     @classmethod
     def of(cls, layers: Sequence[PricedLayer]) -> Sizes:
-        """Of these layers."""
+        """Sizes of these layers."""
         sizes = sorted(x.layer.parameter_bytes for x in layers if x.numbered)
         return cls(
             layers=tuple(layers),
@@ -41,7 +41,7 @@ class Sizes:
 
 
 def _work(x: PricedLayer) -> int:
-    """What lives within a layer only, with what it makes again."""
+    """Temporary bytes within a layer, with the activations that it recomputes."""
     again = x.layer.saved_bytes if x.saved_bytes < x.layer.saved_bytes else 0
     return x.layer.work_bytes + again
 
@@ -56,9 +56,10 @@ def rank_memory(
 ) -> dict[str, int]:
     """Bytes of parameters, gradients, optimizer, activations, buckets and temporary tensors.
 
-    ``update_share``: what the optimizer makes and drops, by byte of gradients. ``held``: bytes of
-    activations in flight in a pipeline; None: one micro-batch at a time, whose activations go as
-    its gradients come. Not counted: the allocator's rounding, workspaces, the CUDA context.
+    ``update_share``: temporary bytes of the optimizer's step over bytes of gradients. ``held``:
+    bytes of activations in flight in a pipeline; None: one micro-batch at a time, whose activations
+    are freed as its gradients are made. Not counted: the allocator's rounding, workspaces, the CUDA
+    context.
     """
     how, n = strategy(plan), plan.dp * plan.cp
     whole, trained = sizes.parameters + tied_bytes, sizes.trained + tied_bytes

@@ -1,7 +1,7 @@
-"""One process or plain DDP with a task for every op.
+"""Simulates one process or plain DDP with a task for every op.
 
-Forecasts come from layers folded to a few tasks (``compose.simulate.iteration``). This is
-what a trace shows of a step that was captured whole, and what the folding is checked against.
+``predict --trace`` shows it, and tests check forecasts against it; these come from layers folded to
+a few tasks (``compose.simulate.iteration``).
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from compose.graph.cuda_variants import as_on_gpu
+from compose.graph.cuda_variants import with_cuda_variants
 from compose.parallel.plan import ParallelPlan
 from compose.pricing.collectives import cluster, price_messages
 from compose.pricing.gradient_buckets import Sync, ddp_step, default_contention
 from compose.pricing.host import launch_costs
 from compose.pricing.price_book import PriceBook, PricedOp
-from compose.pricing.rank_graph import frame
+from compose.pricing.rank_graph import rank_graph
 from compose.simulate.rank import LATENCY, SHARED
 from compose.simulate.timeline import Span, Task, simulate_shared
 from microbench.opcall import StepCapture
@@ -24,15 +24,15 @@ from microbench.opcall import StepCapture
 def op_timeline(
     capture: StepCapture, book: PriceBook, plan: ParallelPlan
 ) -> tuple[list[Task], list[Span]]:
-    """The step of one data-parallel rank; all ranks are alike, so one stands for all."""
+    """Tasks and spans of the step of one data-parallel rank; all ranks do the same."""
     on_cpu = book.gpu.kind == "cpu"
-    capture = capture if on_cpu else as_on_gpu(capture)
+    capture = capture if on_cpu else with_cuda_variants(capture)
     costs = launch_costs(capture, capture.host, book)
     syncs: list[Sync] = []
     if plan.dp > 1:
         capture, syncs = ddp_step(capture)
-    own = frame(capture, ParallelPlan(), book.gpu).wanted
-    ops = book.price(list(own.values()))
+    graph = rank_graph(capture, ParallelPlan(), book.gpu)
+    ops = book.price(list(graph.wanted.values()))
     added = [c.module == "DDP" for c in capture.calls]
     waits_us = [costs.us(op, added=a) for op, a in zip(ops, added, strict=True)]
     ops = [replace(op, kernels=costs.kernels(op)) for op in ops]
@@ -50,7 +50,7 @@ def lanes(
 ) -> list[Task]:
     """The step as tasks on lanes.
 
-    On a CPU what an op costs the host lengthens it. On a GPU the host lane issues one op after the
+    On a CPU an op's host time lengthens it. On a GPU the host lane issues one op after the
     other and a kernel starts when it is issued and the compute lane is free; an op of several
     kernels is as many tasks. Collectives run on the comm lane in the order of ``syncs``.
     """

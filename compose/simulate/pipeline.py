@@ -1,4 +1,4 @@
-"""Pipeline schedules: what each rank does in which order, and when it is done.
+"""Pipeline schedules: the order of each rank's actions, and when each rank is done.
 
 Adds: a message per micro-batch and stage boundary, forward and backward, and the bubble. Memory:
 activations of the micro-batches in flight.
@@ -25,9 +25,10 @@ Action = tuple[str, int, int]  # F, B or W; micro-batch; chunk of the rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """One stage's time per micro-batch; ``weight_us`` is the part of backward zb may put off.
+    """One stage's times per micro-batch.
 
-    ``send_us``: a message to the next stage, or back from it.
+    ``weight_us``: weight gradients, the part of backward that zb may do later. ``send_us``: a
+    message to the next stage, or back from it.
     """
 
     forward_us: float
@@ -38,7 +39,7 @@ class StageTimes:
 
 @lru_cache(maxsize=512)
 def program(schedule: str, stages: int, rank: int, micro: int, virtual: int) -> tuple[Action, ...]:
-    """A rank's actions in order."""
+    """The actions of a rank in order."""
     if schedule == "gpipe":
         return tuple(("F", i, 0) for i in range(micro)) + tuple(("B", i, 0) for i in range(micro))
     if schedule == "interleaved":
@@ -78,7 +79,7 @@ def _interleaved(stages: int, rank: int, micro: int, virtual: int) -> tuple[Acti
 def in_flight(
     schedule: str, stages: int, rank: int, micro: int, virtual: int = 1
 ) -> tuple[int, ...]:
-    """Largest number of micro-batches held at once, by chunk, when their sum is largest."""
+    """Micro-batches whose activations a rank holds, by chunk, when their sum is largest."""
     if schedule == "gpipe":
         return (micro,)
     held, best = [0] * virtual, [0] * virtual
@@ -91,11 +92,12 @@ def in_flight(
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """All actions, sorted so that each level waits for earlier ones only; number 0 is the start.
+    """All actions sorted by levels, each of which waits for earlier ones only; 0 is the start.
 
-    Of each action: what it takes (index into forward, backward and weight times of all chunks),
-    what it sends, the action before it on its rank, the message it waits for, and the message
-    before its own on the link.
+    By action, as indices: its time among forward, backward and weight times of all chunks
+    (``takes``); its message's time (``sends``); the action before it on its rank (``before``); the
+    action whose message it waits for (``waits``); that with the message before its own on the link
+    (``behind``).
     """
 
     takes: np.ndarray
@@ -109,7 +111,7 @@ class _Order:
 
 @lru_cache(maxsize=256)
 def _order(schedule: str, stages: int, micro: int, virtual: int) -> _Order:
-    """A worklist over the ranks' programs; DeadlockError names the heads left over."""
+    """Sort the ranks' programs with a worklist; DeadlockError names what each rank is stuck at."""
     programs = [program(schedule, stages, r, micro, virtual) for r in range(stages)]
     count = stages * virtual
     level: dict[tuple[str, int, int], int] = {}
@@ -133,12 +135,12 @@ def _order(schedule: str, stages: int, micro: int, virtual: int) -> _Order:
     stuck = [r for r in range(stages) if position[r] < len(programs[r])]
     if stuck:
         heads = ", ".join(f"rank {r}: {programs[r][position[r]]}" for r in stuck)
-        raise DeadlockError(f"stages wait for each other; heads left over: {heads}")
+        raise DeadlockError(f"stages wait for each other; next actions: {heads}")
     return _sorted(rows, stages, count)
 
 
 def _source(kind: str, i: int, c: int, count: int) -> tuple[str, int, int] | None:
-    """The action on another chunk whose message an action waits for."""
+    """The action that an action waits for: of the chunk before (F) or after (B) it."""
     if kind == "F":
         return ("F", i, c - 1) if c else None
     if kind == "B":
@@ -162,12 +164,12 @@ def _sorted(
         sends = 3 * count  # nothing
         if (kind == "F" and c + 1 < count) or (kind == "B" and c):
             sends = c if kind == "F" else c - 1
-        own = source is not None and source[2] == c
+        same_chunk = source is not None and source[2] == c
         values = (
             "FBW".index(kind) * count + c,
             sends,
             rank_last[c % stages],
-            number[source] if source is not None and not own else 0,
+            number[source] if source is not None and not same_chunk else 0,
             link_last.get((kind, c), 0),
         )
         for column, value in zip(columns, values, strict=True):
@@ -182,7 +184,7 @@ def _sorted(
 def finish_us(
     schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
 ) -> tuple[float, ...]:
-    """When each rank is done; chunk c of the model runs on rank c % stages.
+    """When each rank's last action ends; chunk c of the model runs on rank c % stages.
 
     An exact longest path over the ranks' programs and one link per boundary and direction.
     """
@@ -206,7 +208,7 @@ def finish_us(
 def tasks(
     schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
 ) -> tuple[list[Task], dict[str, list[int]]]:
-    """The same as tasks and programs for ``timeline.simulate``: traces, and a check."""
+    """The schedule as tasks and programs of ``timeline.simulate``, which checks ``finish_us``."""
     virtual, found = len(chunks) // stages, list[Task]()
     index: dict[tuple[str, int, int], int] = {}
     programs: dict[str, list[int]] = {}

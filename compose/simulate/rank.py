@@ -1,7 +1,8 @@
-"""One rank: what it holds, and its tasks on lanes as its program is built.
+"""One rank of a plan: what it holds, and the tasks that its program puts on lanes.
 
 Lanes: host, compute, comm, and h2d and d2h for what is offloaded. Ops between two points where
-lanes meet are one task (``compose.pricing.work``), so a step has as many tasks as it has messages.
+lanes wait for each other are one task (``compose.pricing.work``): a step has about as many tasks as
+messages.
 """
 
 from __future__ import annotations
@@ -15,22 +16,23 @@ from compose.pricing.collectives import Cluster, Message, price_messages
 from compose.pricing.layer_prices import PricedLayer, PricedModel
 from compose.pricing.price_book import PriceBook, PricedOp
 from compose.pricing.work import Work
-from compose.simulate.data_parallel import Filled, Strategy, strategy
+from compose.simulate.data_parallel import LayerBucket, Strategy, strategy
 from compose.simulate.timeline import Span, Task, simulate_shared
 
 SHARED = frozenset({"compute", "comm"})
-LATENCY = "latency"  # of messages: nothing is slowed by it
+LATENCY = "latency"  # lane of messages' latency, which slows nothing
 
 
 @dataclass
 class Lanes:
-    """Tasks under construction; ``done`` is what compute has done so far.
+    """Tasks of one rank as they are added.
 
-    ``crowd`` ranks share each core of a CPU: compute takes that much longer.
+    ``done``: the tasks after which all compute so far is done; ``waits``: messages that the next
+    one waits for. ``ranks_per_core``: ranks that share a core of a CPU, by which compute is slower.
     """
 
     on_cpu: bool
-    crowd: float = 1.0
+    ranks_per_core: float = 1.0
     tasks: list[Task] = field(default_factory=list)
     done: tuple[int, ...] = ()
     waits: tuple[int, ...] = ()
@@ -42,13 +44,13 @@ class Lanes:
         return len(self.tasks) - 1
 
     def work(self, work: Work, name: str) -> None:
-        """A run of ops; it starts when compute is free and what is awaited is there."""
+        """Add ops in a row; they start when compute is free and awaited messages have arrived."""
         if work == Work():
             return
         after, self.waits = self.done + self.waits, ()
         self.comm_us += work.comm_us
-        own_us = self.crowd * (work.lane_us - work.comm_us)
-        compute = self._add("compute", work.comm_us + own_us, after, name)
+        busy_us = self.ranks_per_core * (work.lane_us - work.comm_us)
+        compute = self._add("compute", work.comm_us + busy_us, after, name)
         self.done = (compute,)
         if not self.on_cpu:
             path = self._add(f"path {len(self.tasks)}", work.path_us, self.host, f"launch {name}")
@@ -56,20 +58,21 @@ class Lanes:
             self.done = (compute, path)
 
     def send(self, op: PricedOp, lane: str = "comm", after: tuple[int, ...] | None = None) -> int:
-        """A message beside compute, once what compute has done so far (or ``after``) is done."""
+        """Add a message that starts once all compute so far (or ``after``) is done."""
         after = self.done if after is None else after
-        if op.latency_us:
-            after = (self._add(LATENCY, op.latency_us, after, op.op),)
-        return self._add(lane, op.duration_us - op.latency_us, after, op.op)
+        latency_us = min(op.latency_us, op.duration_us)  # a part of a message may be shorter
+        if latency_us:
+            after = (self._add(LATENCY, latency_us, after, op.op),)
+        return self._add(lane, op.duration_us - latency_us, after, op.op)
 
     def wait(self, tasks: Iterable[int]) -> None:
-        """What compute does next waits for these."""
+        """Let the next compute task wait for these."""
         self.waits += tuple(tasks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One rank of a stage: its layers in forward order, each instance, and what it needs."""
+    """One rank of a stage: its layers in forward order, each as often as it is there."""
 
     plan: ParallelPlan
     layers: tuple[PricedLayer, ...]
@@ -79,7 +82,7 @@ class Rank:
     contention: float
 
     @cached_property
-    def crowd(self) -> float:
+    def ranks_per_core(self) -> float:
         """How many ranks compute on each core of a CPU, on average; 1 on GPUs.
 
         In a pipeline 1, 2, ... stages are busy while it fills, and fewer again while it drains.
@@ -94,13 +97,13 @@ class Rank:
 
     @cached_property
     def strategy(self) -> Strategy:
-        """How its replicas stay equal."""
+        """The strategy that keeps its replicas equal."""
         return strategy(self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A simulated rank program: tasks, spans, and what ran in it besides compute."""
+    """A simulated rank program: its tasks and spans, and the ops that it added to the layers'."""
 
     tasks: tuple[Task, ...]
     spans: tuple[Span, ...]
@@ -111,23 +114,23 @@ class Run:
 
     @property
     def end_us(self) -> float:
-        """When all is done."""
+        """When the last task ends."""
         return max((s.end_us for s in self.spans), default=0.0)
 
 
 class RankTasks:
-    """The tasks of a rank's program under construction, and what was priced on the way."""
+    """The tasks of a rank's program as it is built, and the ops it adds to those of layers."""
 
     def __init__(self, rank: Rank) -> None:
         self.rank, self.how = rank, rank.strategy
-        self.lanes = Lanes(rank.book.gpu.kind == "cpu", rank.crowd)
+        self.lanes = Lanes(rank.book.gpu.kind == "cpu", rank.ranks_per_core)
         self.sent: list[PricedOp] = []
         self.copies: list[PricedOp] = []
         self.updates: list[PricedOp] = []
-        self.filled: list[Filled] = []
+        self.filled: list[LayerBucket] = []
 
     def run(self) -> Run:
-        """All of it simulated."""
+        """Simulate the program."""
         found = simulate_shared(self.lanes.tasks, SHARED, self.rank.contention)
         return Run(
             tasks=tuple(self.lanes.tasks),
@@ -139,7 +142,7 @@ class RankTasks:
         )
 
     def price(self, messages: Sequence[Message]) -> list[PricedOp]:
-        """Messages with durations, noted as sent."""
+        """Messages with durations; the run lists them as sent."""
         rank = self.rank
         found = price_messages(messages, rank.book, rank.where)
         self.sent += found

@@ -1,8 +1,8 @@
-"""One rank's micro-batches, synchronisation and optimizer, in the order in which it runs them."""
+"""Builds one rank's program: micro-batches, synchronisation and optimizer, in order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from compose.pricing.collectives import Message, price_messages
@@ -10,31 +10,34 @@ from compose.pricing.gradient_copies import buffer_copies
 from compose.pricing.host import host_cost
 from compose.pricing.layer_prices import PricedLayer
 from compose.pricing.optimizer import STATE_COPIES, fused_update, scaled_update
-from compose.pricing.price_book import PricedOp
+from compose.pricing.price_book import UNCERTAINTY_FACTOR, UNMODELLED, PricedOp
 from compose.pricing.work import Work
-from compose.simulate.data_parallel import Filled, fill_buckets
+from compose.simulate.data_parallel import LayerBucket, layer_buckets
 from compose.simulate.fsdp import hooks, sharded_backward, sharded_forward
 from compose.simulate.rank import Rank, RankTasks
+from microbench.assumptions import assumed
+
+OFFLOAD_FRAC: Mapping[str, float] = assumed(__file__, "offload_frac")  # of the peak rate
 
 
 class RankProgram(RankTasks):
-    """Builds what a rank does: ``forward``, ``backward``, ``update``, in any order."""
+    """Adds a rank's ``forward``, ``backward`` and ``update`` in the order they are called."""
 
-    def quiet(self, micro: int) -> None:
-        """Whole micro-batches, forward and backward, that synchronise nothing."""
+    def unsynchronised(self, micro: int) -> None:
+        """Add whole micro-batches, forward and backward, without synchronisation."""
         if micro < 1:
             return
         forward, first, later = Work(), Work(), Work()
         for x in self.rank.layers:
-            own = hooks(self, x, 1.0) if self.how.by_layer else Work()
-            forward = forward.then(own).then(x.forward_work)
+            python = hooks(self, x, 1.0) if self.how.by_layer else Work()
+            forward = forward.then(python).then(x.forward_work)
             first = x.backward_work.then(first)
             later = x.later_work.then(later)
         once = forward.then(first)
         self.lanes.work(once.then(forward.then(later).times(micro - 1)), f"{micro} micro-batches")
 
     def forward(self) -> None:
-        """Forward of one micro-batch that is synchronised."""
+        """Add the forward of one micro-batch that is synchronised."""
         gather = self.how.every_micro or self.rank.plan.pp == 1
         if self.how.broadcast and self.rank.plan.pp == 1:
             self._broadcast()
@@ -51,8 +54,8 @@ class RankProgram(RankTasks):
             self.lanes.work(total, "forward")
 
     def _broadcast(self) -> None:
-        """Running statistics from the first replica to all, a message per dtype."""
-        for dtype, tensors in self.rank.model.frame.buffers.items():
+        """Add the broadcast of running statistics from the first replica, a message per dtype."""
+        for dtype, tensors in self.rank.model.graph.buffers.items():
             size = sum(t.nbytes for t in tensors)
             message = Message(kind="broadcast", axis="shard", message_bytes=size, dtype=dtype)
             join, *copies = self.rank.book.price(buffer_copies(tensors, self.rank.book.gpu))
@@ -63,15 +66,15 @@ class RankProgram(RankTasks):
             self.lanes.work(x.fold(copies), "copy buffers")
 
     def backward(self, *, later: bool, sync: bool) -> None:
-        """Backward of one micro-batch; ``later``: not the step's first."""
+        """Add the backward of one micro-batch; ``later``: not the step's first."""
         layers = self.rank.layers
         if self.how.by_layer:
             sharded_backward(self, scatter=sync, later=later)
             return
-        self.filled = fill_buckets(layers, self.rank.plan) if sync and self.how.reduce else []
+        self.filled = layer_buckets(layers, self.rank.plan) if sync and self.how.reduce else []
         kinds = [b.message(k, self.rank.plan) for b in self.filled for k in self.how.reduce]
-        price_messages(kinds, self.rank.book, self.rank.where)  # one question for all of them
-        due: dict[int, list[Filled]] = {}
+        price_messages(kinds, self.rank.book, self.rank.where)  # one call of the pricer
+        due: dict[int, list[LayerBucket]] = {}
         for b in self.filled:
             due.setdefault(b.instance, []).append(b)
         reduced: list[list[int]] = []
@@ -94,13 +97,13 @@ class RankProgram(RankTasks):
     def _layer_backward(
         self,
         i: int,
-        due: Sequence[Filled],
+        due: Sequence[LayerBucket],
         waiting: Work,
         reduced: list[list[int]],
         *,
         later: bool,
     ) -> Work:
-        """One layer's backward, cut where buckets fill; what is left over goes into the next."""
+        """Add a layer's backward, cut where buckets fill; returns the work after the last cut."""
         x, start = self.rank.layers[i], 0
         for bucket in [*due, None]:
             stop = len(x.backward) if bucket is None else bucket.offset + 1
@@ -128,7 +131,7 @@ class RankProgram(RankTasks):
         return waiting
 
     def _with_copies(self, x: PricedLayer, start: int, stop: int, *, later: bool) -> list[PricedOp]:
-        """Ops of backward from ``start`` to ``stop``, and what each gradient needs once ready."""
+        """Ops of backward from ``start`` to ``stop``, each gradient's copies after it is ready."""
         ready: dict[int, list[PricedOp]] = {}
         for at, p in enumerate(x.layer.parameters):
             if start <= p.ready_after < stop:
@@ -141,7 +144,7 @@ class RankProgram(RankTasks):
             ops += [x.backward[i], *ready.get(i, [])]
         return ops
 
-    def _copy_out(self, bucket: Filled) -> None:
+    def _copy_out(self, bucket: LayerBucket) -> None:
         layers, work = self.rank.layers, Work()
         for i, at in bucket.members:
             ops = [layers[i].out_of_bucket[at]] * self.how.copies_out
@@ -150,36 +153,39 @@ class RankProgram(RankTasks):
         self.lanes.work(work, "out of bucket")
 
     def _copy(self, nbytes: float, lane: str) -> PricedOp:
-        """Over PCIe, at its rate; memory's where there is no PCIe."""
+        """A copy over PCIe at its peak rate, or within memory where there is no PCIe."""
         gpu = self.rank.book.gpu
-        us = nbytes / (gpu.pcie_bytes_per_s or gpu.hbm_bytes_per_s / 2) * 1e6
+        pcie_bytes_per_s = gpu.pcie_bytes_per_s * OFFLOAD_FRAC["pcie"]
+        rate = pcie_bytes_per_s or gpu.hbm_bytes_per_s * OFFLOAD_FRAC["memory"]
+        us = nbytes / rate * 1e6
         found = PricedOp(
             op=lane,
-            family="unmodelled",
+            family=UNMODELLED,
             phase="comm",
             duration_us=us,
-            low_us=us / 2,
-            high_us=us * 2,
+            low_us=us / UNCERTAINTY_FACTOR,
+            high_us=us * UNCERTAINTY_FACTOR,
             flops=0.0,
             in_envelope=False,
+            assumed=(("rank_program.offload_frac", 1.0),),
         )
         self.sent.append(found)
         return found
 
     def reduce_tied(self, nbytes: int) -> None:
-        """First and last stage add their gradients of a weight that both hold."""
-        message = Message(kind="all_reduce", axis="far", message_bytes=nbytes)
+        """Add the all_reduce of a tied weight's gradient between first and last stage."""
+        message = Message(kind="all_reduce", axis="inter_node", message_bytes=nbytes)
         self.lanes.wait([self.lanes.send(self.price([message])[0])])
 
     def update(self, optimizer: str) -> None:
-        """The optimizer, and what is sent after it; offloaded state comes and goes over PCIe."""
+        """Add the optimizer and the messages after it; offloaded state moves over PCIe."""
         rank = self.rank
         replicas = rank.plan.dp * rank.plan.cp if self.how.share_update else 1
         layers = [x.layer for x in rank.layers]
         nbytes = sum(x.trained_bytes for x in layers)
         numel = sum(x.trained_numel for x in layers) // replicas
         tensors = max(1, sum(len(x.trained) for x in layers))
-        wanted = scaled_update(rank.model.frame.optimizer, max(1, numel), tensors)
+        wanted = scaled_update(rank.model.graph.optimizer, max(1, numel), tensors)
         if self.how.fused_update:
             wanted = fused_update(wanted)
         ops = rank.book.price(wanted) if nbytes else []

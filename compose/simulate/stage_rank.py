@@ -1,8 +1,9 @@
-"""A plan's stages as ranks: their layers, their memory, and the least time they can take."""
+"""A plan's stages as ranks: their layers, their memory, and a lower bound of their time."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from compose.simulate.memory_plan import Sizes, rank_memory
 from compose.simulate.pipeline import in_flight
@@ -11,12 +12,9 @@ from compose.simulate.stages import Chunk, partition
 
 
 def chunks_of(rank: Rank) -> list[Chunk]:
-    """The model's chunks, the same for all plans with as many."""
-    memo, key = rank.model.memo, ("chunks", rank.plan.pp, rank.plan.virtual)
-    if key not in memo:
-        memo[key] = partition(rank.model.layers, rank.plan)
-    found: list[Chunk] = memo[key]
-    return found
+    """The model's chunks of layers; plans with as many chunks share them."""
+    key = ("chunks", rank.plan.pp, rank.plan.virtual)
+    return rank.model.once(key, partial(partition, rank.model.layers, rank.plan))
 
 
 def stages_of(rank: Rank) -> list[Rank]:
@@ -24,24 +22,28 @@ def stages_of(rank: Rank) -> list[Rank]:
     return [replace(rank, layers=sizes.layers) for sizes, _ in _held(rank)]
 
 
-def _held(rank: Rank) -> list[tuple[Sizes, list[int]]]:
-    """Of each rank of the pipeline its layers' sizes, and by chunk what forward leaves."""
-    memo, key = rank.model.memo, ("held", rank.plan.pp, rank.plan.virtual)
-    if key not in memo:
-        chunks, pp = chunks_of(rank), rank.plan.pp
-        memo[key] = [
-            (
-                Sizes.of(tuple(x for c in chunks[r::pp] for x in c.layers)),
-                [sum(x.saved_bytes * k for x, k in c.runs) for c in chunks[r::pp]],
-            )
-            for r in range(pp)
-        ]
-    found: list[tuple[Sizes, list[int]]] = memo[key]
-    return found
+Held = tuple[Sizes, list[int]]  # of a rank's layers, and by chunk the bytes saved for backward
+
+
+def _held(rank: Rank) -> list[Held]:
+    """By rank of the pipeline the sizes of its layers, and by chunk what forward saves."""
+    key = ("held", rank.plan.pp, rank.plan.virtual)
+    return rank.model.once(key, partial(_sizes_by_rank, rank))
+
+
+def _sizes_by_rank(rank: Rank) -> list[Held]:
+    chunks, pp = chunks_of(rank), rank.plan.pp
+    return [
+        (
+            Sizes.of(tuple(x for c in chunks[r::pp] for x in c.layers)),
+            [sum(x.saved_bytes * k for x, k in c.runs) for c in chunks[r::pp]],
+        )
+        for r in range(pp)
+    ]
 
 
 def memory(rank: Rank, optimizer: str) -> dict[str, int]:
-    """Of the fullest rank, by what it is for."""
+    """Peak memory of the fullest rank, by purpose."""
     plan = rank.plan
     update = rank.model.update_share
     if plan.pp == 1:
@@ -50,16 +52,16 @@ def memory(rank: Rank, optimizer: str) -> dict[str, int]:
     for r, (sizes, saved) in enumerate(_held(rank)):
         held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
         kept = sum(n * nbytes for n, nbytes in zip(held, saved, strict=True))
-        tied = rank.model.frame.tied_bytes if r == plan.pp - 1 else 0
+        tied = rank.model.graph.tied_bytes if r == plan.pp - 1 else 0
         found.append(rank_memory(sizes, plan, optimizer, update, kept, tied))
     return max(found, key=lambda m: sum(m.values()))
 
 
 def least_us(rank: Rank) -> float:
-    """A time the iteration cannot be shorter than: compute on the way of one micro-batch.
+    """A lower bound of the iteration: compute that any schedule must do one after the other.
 
-    The first micro-batch's forward on its way to a rank, all of that rank's work, and the last
-    one's backward on its way back; what may be put off to fill the bubble is left out.
+    The first micro-batch's forward on the stages before a rank, all of that rank's work, and the
+    last one's backward on its way back, without the weight gradients that may fill the bubble.
     """
     plan, layers = rank.plan, rank.model.layers
     if plan.pp == 1:
@@ -67,10 +69,8 @@ def least_us(rank: Rank) -> float:
             x.layer.count * (x.forward_work.lane_us + x.backward_work.lane_us) for x in layers
         )
         return plan.microbatches * whole_us
-    memo, key = rank.model.memo, ("loads", plan.pp, plan.virtual, plan.schedule)
-    if key not in memo:
-        memo[key] = _loads_us(rank)
-    loads, ways = memo[key]
+    key = ("loads", plan.pp, plan.virtual, plan.schedule)
+    loads, ways = rank.model.once(key, partial(_loads_us, rank))
     least, before = 0.0, 0.0
     for load_us, way_us in zip(loads, ways, strict=True):
         least = max(least, before + plan.microbatches * load_us)
@@ -79,7 +79,7 @@ def least_us(rank: Rank) -> float:
 
 
 def _loads_us(rank: Rank) -> tuple[list[float], list[float]]:
-    """Per rank: a micro-batch's compute on all its layers, and what is on the others' way."""
+    """By rank a micro-batch's compute on all its layers, and the part that others wait for."""
     chunks, pp = chunks_of(rank), rank.plan.pp
     each = []
     for c in chunks:

@@ -1,4 +1,4 @@
-"""A model's layers spread over pipeline stages, and what crosses between them."""
+"""Splits a model's layers over pipeline stages."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from compose.pricing.layer_prices import PricedLayer
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Layers in forward order with their counts; one stage, or one of its virtual stages."""
+    """Layers of one stage, or of one of its virtual stages, in forward order with their counts."""
 
     runs: tuple[tuple[PricedLayer, int], ...]
 
     @property
     def key(self) -> tuple[tuple[int, int], ...]:
-        """Equal for chunks that cost the same."""
+        """Identity of the layers: chunks with equal keys take the same time."""
         return tuple((id(layer), count) for layer, count in self.runs)
 
     @property
     def layers(self) -> tuple[PricedLayer, ...]:
-        """Every layer as often as it is there."""
+        """The layers, each as often as it is there."""
         return tuple(layer for layer, count in self.runs for _ in range(count))
 
     @property
     def output_bytes(self) -> int:
-        """What goes to the next chunk."""
+        """Bytes of activations sent to the next chunk."""
         return self.runs[-1][0].layer.output_bytes
 
 
 def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
     """pp * virtual chunks in model order; ValueError where there are more than layers.
 
-    Of a list of equal layers each chunk gets as many, one more in the first where it does not
-    divide, and what is before and after goes to the ends; where the list is too short these count
-    as layers. Other models are cut so that the largest chunk costs least.
+    Equal layers are spread evenly, the first chunks get one more where they do not divide; what is
+    before and after them joins the first and the last chunk, or counts as layers where there are
+    fewer equal layers than chunks. Other models are cut so that the slowest chunk is fastest.
     """
     chunks = plan.pp * plan.virtual
     found = [(x, x.layer.count) for x in layers]
@@ -47,8 +47,8 @@ def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
         return [Chunk(runs=tuple(found))]
     if chunks > total:
         raise ValueError(f"plan {str(plan)!r}: {chunks} stages, the model has {total} layers")
-    alike = {x.layer.name.rpartition(".")[0] for x, _ in found if x.numbered}
-    equal = len(alike) == 1 and len({len(x.forward) for x, _ in found if x.numbered}) <= 2
+    lists = {x.layer.name.rpartition(".")[0] for x, _ in found if x.numbered}
+    equal = len(lists) == 1 and len({len(x.forward) for x, _ in found if x.numbered}) <= 2
     if equal and numbered:
         ends = _count_cuts(found, chunks, numbered if chunks <= numbered else total)
     else:
@@ -57,7 +57,7 @@ def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
 
 
 def _count_cuts(found: Sequence[tuple[PricedLayer, int]], chunks: int, counted: int) -> list[int]:
-    """Ends of chunks that share ``counted`` layers, all or the numbered ones, in layers of all."""
+    """Ends of chunks that share ``counted`` layers (all, or the numbered ones) evenly."""
     total = sum(n for _, n in found)
     ahead = [n for _, n in takewhile(lambda run: not run[0].numbered, found)]
     sizes = [counted // chunks + (i < counted % chunks) for i in range(chunks)]
@@ -66,7 +66,7 @@ def _count_cuts(found: Sequence[tuple[PricedLayer, int]], chunks: int, counted: 
 
 
 def _cost_cuts(found: Sequence[tuple[PricedLayer, int]], chunks: int) -> list[int]:
-    """Ends of chunks whose largest cost is least, each of at least one layer."""
+    """Ends of non-empty chunks whose largest time is smallest, by bisection."""
     costs = [x.forward_work.alone_us + x.backward_work.alone_us for x, n in found for _ in range(n)]
     low, high = max(costs), sum(costs)
     for _ in range(40):
@@ -76,7 +76,7 @@ def _cost_cuts(found: Sequence[tuple[PricedLayer, int]], chunks: int) -> list[in
 
 
 def _pack(costs: Sequence[float], limit: float, chunks: int) -> list[int]:
-    """Ends of ``chunks`` greedy chunks under ``limit``; empty where that takes more."""
+    """Ends of ``chunks`` chunks filled up to ``limit``; empty where more chunks are needed."""
     ends: list[int] = []
     now = 0.0
     for i, cost in enumerate(costs):

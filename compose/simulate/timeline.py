@@ -1,4 +1,4 @@
-"""Exact longest path over lanes, and the same with lanes that slow each other."""
+"""Simulates tasks on lanes: an exact longest path, or with lanes that slow each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Task:
     name: str = ""
 
     def check(self, number: int) -> None:
-        """ValueError where it cannot run."""
+        """Raise ValueError where the task cannot run."""
         if not self.duration_us >= 0 or not self.lanes:  # NaN is no duration either
             raise ValueError(f"task {number} needs lanes and a duration >= 0, got {self}")
 
@@ -36,11 +36,11 @@ class Span:
 
 
 class DeadlockError(RuntimeError):
-    """Raised when lanes wait for each other: the message names the task each one is stuck at."""
+    """Raised when lanes wait for each other; the message names the next task of each lane."""
 
 
 class _Progress:
-    """Which tasks may start: heads of all their lanes whose inputs are done."""
+    """Tracks which tasks may start: those next on all their lanes whose inputs are done."""
 
     def __init__(self, tasks: Sequence[Task], programs: Mapping[str, Sequence[int]] | None) -> None:
         self.tasks = tasks
@@ -64,22 +64,22 @@ class _Progress:
         self.done = 0
         self.ready: list[int] = []
         for order in self.lanes.values():
-            self._found(order[0])
+            self._input_done(order[0])
 
-    def _found(self, i: int) -> None:
+    def _input_done(self, i: int) -> None:
         self.missing[i] -= 1
         if self.missing[i] == 0:
             self.ready.append(i)
 
     def finish(self, i: int) -> None:
-        """Free the task's lanes and tell those that wait for it."""
+        """Free the task's lanes; tasks whose last input it was become ready."""
         self.done += 1
         for lane in set(self.tasks[i].lanes):
             self.position[lane] += 1
             if self.position[lane] < len(self.lanes[lane]):
-                self._found(self.lanes[lane][self.position[lane]])
+                self._input_done(self.lanes[lane][self.position[lane]])
         for j in self.followers[i]:
-            self._found(j)
+            self._input_done(j)
 
     def check(self) -> None:
         """Raise DeadlockError unless every task is done."""
@@ -90,7 +90,7 @@ class _Progress:
             for lane, order in self.lanes.items()
             if (at := self.position[lane]) < len(order)
         ]
-        raise DeadlockError(f"lanes wait for each other; heads left over: {', '.join(heads)}")
+        raise DeadlockError(f"lanes wait for each other; next tasks: {', '.join(heads)}")
 
 
 def simulate(
@@ -117,7 +117,7 @@ def simulate(
 
 
 def _in_order(tasks: Sequence[Task]) -> list[Span]:
-    """``simulate`` of tasks that wait for earlier ones only: no worklist is needed."""
+    """``simulate`` for tasks that wait only for earlier ones: one pass in order."""
     free: dict[str, float] = {}
     spans: list[Span] = []
     for i, task in enumerate(tasks):
@@ -135,10 +135,10 @@ def _in_order(tasks: Sequence[Task]) -> list[Span]:
 
 
 def simulate_shared(tasks: Sequence[Task], shared: frozenset[str], contention: float) -> list[Span]:
-    """As ``simulate``, but tasks on different ``shared`` lanes slow each other while they overlap.
+    """``simulate`` where tasks on different ``shared`` lanes slow each other while they overlap.
 
     While two or more tasks on shared lanes run, each of them proceeds at 1/contention of its speed;
-    durations are those of a task alone. Contention 1 is ``simulate``; 2 is two equals on one core.
+    durations are those of a task alone. Contention 1 is ``simulate``, 2 is one core for both.
     """
     if contention < 1:
         raise ValueError(f"contention must be at least 1, got {contention}")

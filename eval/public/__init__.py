@@ -1,1 +1,1 @@
-"""The benchmark on other people's measurements."""
+"""The public benchmark: errors on published measurements, beside baselines."""

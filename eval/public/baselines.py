@@ -1,14 +1,18 @@
-"""Baselines of the public benchmark: what a reader would try first."""
+"""Simple baselines of the public benchmark: roofline, nearest rows, MLP, alpha-beta, interpolation.
+
+Each is fitted on the rows ``known`` of a table and forecasts the rows ``asked``, in us.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from learners.models import regressors
-from learners.models.regressors import Table
+from learners.models.baselines import predict_nearest, predict_roofline
+from learners.models.training_table import Table
 
 KNOWN_ROWS = 40_000
 CURVE = ["gpu", "op", "world_size", "ranks_per_node"]
@@ -21,34 +25,45 @@ def _some(known: Index) -> Index:
 
 
 def roofline(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> np.ndarray:
-    """The roofline times the median ratio of the known rows."""
-    return np.asarray(
-        regressors.predict_roofline(table.take(known), None, table.roofline_us[asked])
-    )
+    """Roofline time, scaled by the median ratio of measured to roofline time of the known rows."""
+    return np.asarray(predict_roofline(table.take(known), None, table.roofline_us[asked]))
 
 
 def nearest(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> np.ndarray:
-    """Three nearest rows in standardised features."""
+    """Mean ratio to the roofline of the three nearest known rows in standardised features."""
     train = table.take(_some(known))
-    return np.asarray(regressors.predict_nearest(train, table.x[asked], table.roofline_us[asked]))
+    return np.asarray(predict_nearest(train, table.x[asked], table.roofline_us[asked]))
 
 
 def mlp(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> np.ndarray:
-    """In NeuSight's manner: a small network predicts the utilisation, time is roofline over it.
+    """A small network that predicts utilisation; time = roofline / utilisation, as NeuSight does.
 
     Two hidden layers of 128, a sigmoid at the end, absolute percentage error as the loss; features
     include waves of tiles.
     """
     import torch  # lazy: only the benchmark trains a network
 
-    torch.manual_seed(0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     train = table.take(_some(known))
     mean, spread = train.x.mean(0), train.x.std(0) + 1e-6
-    x = torch.tensor(np.clip((train.x - mean) / spread, -5, 5), dtype=torch.float32)
-    least = float(np.quantile(train.log_ratio, 0.001))
-    ratio = torch.tensor(np.exp(train.log_ratio - least), dtype=torch.float32)
+    x = np.clip((train.x - mean) / spread, -5, 5)
+    lowest = float(np.quantile(train.log_ratio, 0.001))
+    net = _trained_network(x, np.exp(train.log_ratio - lowest))
+    z = torch.tensor(np.clip((table.x[asked] - mean) / spread, -5, 5), dtype=torch.float32)
+    with torch.no_grad():
+        utilisation = net(z)[:, 0].clamp_min(1e-3).double().numpy()
+    torch.set_num_threads(threads)
+    return np.asarray(table.roofline_us[asked] * np.exp(lowest) / utilisation)
+
+
+def _trained_network(features: np.ndarray, roofline_ratio: np.ndarray) -> Any:
+    """Train a network to predict utilisation = 1 / ratio of measured to roofline time."""
+    import torch  # lazy, as above
+
+    torch.manual_seed(0)
+    x = torch.tensor(features, dtype=torch.float32)
+    ratio = torch.tensor(roofline_ratio, dtype=torch.float32)
     width = 128
     net = torch.nn.Sequential(
         torch.nn.Linear(x.shape[1], width),
@@ -69,15 +84,11 @@ def mlp(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> np.ndar
         loss.backward()
         optimizer.step()
         schedule.step()
-    z = torch.tensor(np.clip((table.x[asked] - mean) / spread, -5, 5), dtype=torch.float32)
-    with torch.no_grad():
-        utilisation = net(z)[:, 0].clamp_min(1e-3).double().numpy()
-    torch.set_num_threads(threads)
-    return np.asarray(table.roofline_us[asked] * np.exp(least) / utilisation)
+    return net
 
 
 def alpha_beta(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> np.ndarray:
-    """alpha + beta * bytes per curve, least squares of the relative error."""
+    """time = alpha + beta * bytes for each curve, by least squares of the relative error."""
 
     def fitted(size: np.ndarray, time_us: np.ndarray, at: np.ndarray) -> np.ndarray:
         a = np.c_[1 / time_us, size / time_us]
@@ -89,7 +100,7 @@ def alpha_beta(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> 
 
 
 def interpolation(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> np.ndarray:
-    """Linear in the logarithms along a curve, its last slope beyond the ends."""
+    """Linear interpolation of log time over log bytes along each curve; extrapolated linearly."""
 
     def fitted(size: np.ndarray, time_us: np.ndarray, at: np.ndarray) -> np.ndarray:
         line = pd.Series(np.log(time_us)).groupby(np.log(size)).mean()
@@ -109,7 +120,10 @@ def _by_curve(
     asked: Index,
     fitted: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray],
 ) -> np.ndarray:
-    """Fit each curve of a collective; a curve never seen takes the op's nearest known one."""
+    """Fit each curve (GPU, collective, ranks) over message size and evaluate it at asked rows.
+
+    A curve without known rows takes the nearest known curve of the same collective.
+    """
     train, test = rows.iloc[known], rows.iloc[asked].reset_index(drop=True)
     curves = {key: part for key, part in train.groupby(CURVE)}
     out = np.full(len(test), np.nan)
@@ -128,7 +142,7 @@ def _by_curve(
 def _closest(
     curves: dict[tuple[object, ...], pd.DataFrame], key: tuple[object, ...]
 ) -> pd.DataFrame | None:
-    """The curve of the same op with the nearest count of ranks, on the same GPU if there is one."""
+    """The known curve of the same op with the nearest rank count, on the same GPU if possible."""
 
     def distance(other: tuple[object, ...]) -> float:
         ranks = abs(np.log2(float(other[2])) - np.log2(float(key[2])))  # type: ignore[arg-type]

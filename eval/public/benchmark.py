@@ -1,4 +1,4 @@
-"""The public benchmark: issue lines as splits of imported rows, ours beside baselines."""
+"""Run lines of the public benchmark about single ops: split imported rows, fit, score."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pandas as pd
 from eval.public.baselines import BASELINES
 from eval.results import LineResult
 from learners.family_model import Prepared, learn, learn_quickly, prepare
-from learners.models import regressors
+from learners.models.trees import default_options
 from learners.train import errors
 from learners.transfer.calibration import Calibration, points
 from microbench.hardware.spec import load_gpu
@@ -30,7 +30,7 @@ BASELINE_ROWS = 4000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Rows to learn from and rows to forecast; ``part`` names the system or the op."""
+    """Masks of the rows to learn from and of those to forecast; ``part`` names the GPU or op."""
 
     part: str
     known: Mask
@@ -39,10 +39,11 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line of the table: which rows, how they are split, what is to be reached.
+    """One line of the benchmark: which rows, how they are split, and the target.
 
-    ``targets`` is by part; ``metric`` is the error it is about. Splits with the same ``part`` are
-    folds of one figure. ``few``: so many measured rows of a GPU left out, that calibrate it.
+    ``targets`` are by part ("" for all), of the error statistic ``metric``. Splits with the same
+    ``part`` are folds whose errors are pooled. ``few``: numbers of measured rows of the held-out
+    GPU that calibrate the forecast, each scored apart.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Line:
 
 
 def run_line(line: Line, rows: Rows) -> Iterator[LineResult]:
-    """Fit and judge each split; parts are reported when all their folds are done."""
+    """Fit and score every split of a line; yields a result for each part."""
     rows = rows[line.choose(rows)].reset_index(drop=True)
     gpus = {str(g): load_gpu(str(g)) for g in rows["gpu"].unique()}
     family = families()[line.family]
@@ -95,21 +96,22 @@ def run_line(line: Line, rows: Rows) -> Iterator[LineResult]:
 def forecasts(
     line: Line, prepared: Prepared, rows: Rows, known: np.ndarray, held: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Times in us of the held rows by learner; baselines answer a sample, NaN elsewhere.
+    """Forecasts in us of the held rows, by learner; NaN where a learner gives none.
 
-    Of GPUs left out, and of dtypes on a GPU, nothing measured is known to "itercast"; to "stated
-    rate", what others' large products reach.
+    "itercast" knows nothing measured on a held-out GPU (or dtype of a GPU); "stated rate" also
+    knows the FLOP/s that large products are published to reach on it (``reached_flops_per_s``).
+    Baselines forecast a random sample of the rows only.
     """
     table = prepared.table
-    options = regressors.default_options(table.take(known))
-    gpu, asked = prepared.asked.gpu, prepared.asked.take(held)
+    options = default_options(table.take(known))
+    gpu, asked = prepared.query.gpu, prepared.query.take(held)
     new = not np.isin(gpu[held], np.unique(gpu[known])).any()
     out = {}
-    if not (new or prepared.lenders(known).strange(asked).all()):
+    if not (new or prepared.source_gpus(known).unseen(asked).all()):
         ours = learn(prepared, known, options).predict_us(held)
     else:
         model, family = learn_quickly(prepared, known, options), asked.family
-        unstated = {n: replace(g, reached_flops_per_s={}) for n, g in asked.gpus.items()}
+        unstated = {n: replace(g, achieved_flops_per_s={}) for n, g in asked.gpus.items()}
         ours = model.predict(rows.iloc[held], family, unstated).time_us
         if family.large is not None:
             out["stated rate"] = model.predict(rows.iloc[held], family, asked.gpus).time_us
@@ -126,7 +128,7 @@ def forecasts(
 
 
 def calibrated(prepared: Prepared, held: np.ndarray, guess: np.ndarray, few: int) -> np.ndarray:
-    """``guess`` of the held rows after measuring ``few`` of them at random; NaN for these."""
+    """Forecasts ``guess`` corrected by ``few`` randomly drawn measured rows; NaN for these rows."""
     chosen = np.random.default_rng(1).permutation(len(held))[:few]
     mine = held[chosen]
     error = np.log(prepared.table.time_us[mine] / guess[chosen])
@@ -139,9 +141,9 @@ def calibrated(prepared: Prepared, held: np.ndarray, guess: np.ndarray, few: int
 
 
 def read_public(root: Path) -> dict[str, Rows]:
-    """Rows of every family, imported from the folder's NeuSight, AIConfigurator, Vidur, nccl-tests.
+    """Rows by family, imported from NeuSight, AIConfigurator, Vidur and nccl-tests in a folder.
 
-    Nothing is written; ValueError where the folder lacks one of them.
+    Nothing is written. ValueError where one of the four is missing.
     """
     from microbench.importers import aiconfigurator, nccl_tests, neusight, vidur
 

@@ -1,4 +1,4 @@
-"""NeuSight's own measured nodes, summed: a floor for what is composed of measured ops."""
+"""Sum NeuSight's measured graph nodes to iterations: the error left when every op was measured."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ LAYER = r"(?:^|_)(?:layer|h|layers)_0|\.(?:layer|h|layers)\.0"  # as transformer
 
 
 def node_sums_us(root: Path) -> dict[str, dict[str, float]]:
-    """``step`` and ``backward`` in us by the origin of a label, where nodes lie beside it.
+    """Summed times ``step`` and ``backward`` in us, by label file, for labels with a node table.
 
-    The table holds the nodes of a model of one layer in ms; those of the layer count
+    The tables hold the nodes of a model with one layer, in ms; nodes of that layer count
     ``num_layer`` times. Accumulating gradients is part of the backward pass.
     """
     found = {}

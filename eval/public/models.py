@@ -1,4 +1,4 @@
-"""The public benchmark's whole models: published iterations beside forecasts from op models."""
+"""Run lines of the public benchmark about whole models: forecast published iterations, score."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from eval.public.table import WORKERS
 from eval.results import LineResult
 from learners.train import errors
 
-Answer = tuple[float, float] | str  # us of a step and of its backward, or why there are none
+Answer = tuple[float, float] | str  # us of a step and of its backward pass, or the error message
 CALIBRATED_ON = 32
 EXAMPLES = {
     "DLRM": ("dlrm-criteo",),
@@ -37,14 +37,15 @@ EXAMPLES = {
     "SSD300": ("ssd300",),
 }
 SYNCHRONISED = ("BERT", "ResNet-50", "SSD300")
-DRAWN = 96  # of timm's models that timm alone can build
+DRAWN = 96  # models drawn at random of those that only timm can build
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLine:
-    """Iterations of whole models: which rows; the ``part`` of the step; ``targets`` by metric.
+    """One line of the benchmark about whole iterations: which rows, and targets by metric.
 
-    None is no target: the metric is reported.
+    ``part`` is what is compared: "step" or "backward". A target of None: the metric is reported
+    without one. ``calibrated``: forecasts are scaled by the median ratio of CALIBRATED_ON models.
     """
 
     name: str
@@ -56,7 +57,7 @@ class ModelLine:
 
 
 def labels(gpu: str, *modes: str) -> Callable[[Rows], np.ndarray]:
-    """NeuSight's whole-model labels of one GPU, not compiled, no plan."""
+    """Selects NeuSight's measured models on one GPU: not compiled, without a plan."""
 
     def choose(rows: Rows) -> np.ndarray:
         mine = (rows["source"] == "neusight") & (rows["gpu"] == gpu) & rows["mode"].isin(modes)
@@ -66,25 +67,25 @@ def labels(gpu: str, *modes: str) -> Callable[[Rows], np.ndarray]:
 
 
 def of(*sources: str) -> Callable[[Rows], np.ndarray]:
-    """Rows of published tables."""
+    """Selects the rows of these published sources."""
     return lambda rows: np.asarray(rows["source"].isin(sources))
 
 
 def timm_in_transformers(rows: Rows) -> np.ndarray:
-    """timm's models of which transformers has the same network."""
+    """Selects timm's models that transformers can build as well."""
     stated = rows["hf_config"].str.contains('"architectures"', na=False)
     return np.asarray(of("timm")(rows) & stated)
 
 
 def timm_alone(rows: Rows) -> np.ndarray:
-    """Some of timm's other models, drawn at random; they are forecast where timm is installed."""
+    """Selects DRAWN of timm's other models at random; forecasting them needs timm installed."""
     others = rows["case"].where(of("timm")(rows) & ~timm_in_transformers(rows), "").astype(str)
     names = np.random.default_rng(0).permutation(sorted(set(others) - {""}))
     return np.asarray(others.isin(names[:DRAWN]))
 
 
 def examples(*cases: str, several: bool = False) -> Callable[[Rows], np.ndarray]:
-    """Runs of these models of DeepLearningExamples on one GPU, or on ``several`` of a node."""
+    """Selects runs of NVIDIA's DeepLearningExamples on one GPU, or on ``several`` of a node."""
     theirs = of("lambda-deeplearning-benchmark", "nvidia-dle")
     return lambda rows: np.asarray(
         theirs(rows) & rows["case"].isin(cases) & ((rows["world_size"] > 1) == several)
@@ -92,7 +93,7 @@ def examples(*cases: str, several: bool = False) -> Callable[[Rows], np.ndarray]
 
 
 def megatron(experts: bool) -> Callable[[Rows], np.ndarray]:
-    """Runs of Megatron-Core, those of mixtures of experts under ``ep`` or the others."""
+    """Selects runs of Megatron-Core: either those under expert parallelism, or all others."""
     all_of_it = of("nemo-launcher", "nemo-docs", "megatron-bridge")
     spread = re.compile(r"(^|,)ep=")
     return lambda rows: (
@@ -101,64 +102,81 @@ def megatron(experts: bool) -> Callable[[Rows], np.ndarray]:
 
 
 def model_lines() -> list[ModelLine]:
-    """The table's last lines, in the issue's order."""
+    """All lines about whole models, in the order of the table."""
+    return [*neusight_lines(), *cluster_lines(), *timm_lines()]
+
+
+def neusight_lines() -> list[ModelLine]:
+    """Lines about NeuSight's measured models, in fp32."""
     a100 = labels("a100-pcie-80gb", "train")
-    neusight, nodes = "NeuSight labels, ", "NeuSight 7.6; nodes summed 6.5"
-    known = "NeuSight 5.9-8.9; nodes summed 7.6"
-    v100 = labels("v100-pcie-32gb", "train", "infer")
+    nodes = "NeuSight 7.6; nodes summed 6.5"
     return [
         ModelLine(
-            name=f"{neusight}A100-80GB train",
+            name="NeuSight labels, A100-80GB train",
             known_best=nodes,
             choose=a100,
             targets={"mape_pct": 7.0},
         ),
         ModelLine(
-            name=f"{neusight}A100-80GB train",
+            name="NeuSight labels, A100-80GB train",
             known_best=nodes,
             choose=a100,
             targets={"mape_pct": 5.0},
             part="backward",
         ),
-        ModelLine(name=f"{neusight}V100", known_best=known, choose=v100, targets={"mape_pct": 5.0}),
         ModelLine(
-            name="MPT under FSDP on A100",
-            known_best="none published",
-            choose=of("llm-foundry"),
-            targets={"geomean_ape_pct": 8.0, "mape_pct": 12.0},
-        ),
-        *(
-            ModelLine(
-                name=name,
-                known_best="none published",
-                choose=choose,
-                targets={"geomean_ape_pct": None, "mape_pct": None},
-            )
-            for name, choose in (
-                ("Megatron-Core, dense models in fp8", megatron(False)),
-                ("Megatron-Core, mixtures of experts", megatron(True)),
-                *((f"{name} on one GPU", examples(*cases)) for name, cases in EXAMPLES.items()),
-                *(
-                    (f"{name} under DDP", examples(*EXAMPLES[name], several=True))
-                    for name in SYNCHRONISED
-                ),
-            )
-        ),
-        *(
-            ModelLine(
-                name=f"timm{what} on RTX 3090, calibrated on {CALIBRATED_ON}",
-                known_best="none published",
-                choose=choose,
-                targets={"kendall_tau": 0.85, "mape_pct": 15.0},
-                calibrated=True,
-            )
-            for what, choose in (("", timm_in_transformers), (" (by itself)", timm_alone))
+            name="NeuSight labels, V100",
+            known_best="NeuSight 5.9-8.9; nodes summed 7.6",
+            choose=labels("v100-pcie-32gb", "train", "infer"),
+            targets={"mape_pct": 5.0},
         ),
     ]
 
 
+def cluster_lines() -> list[ModelLine]:
+    """Lines about MPT under FSDP, Megatron-Core, and NVIDIA's DeepLearningExamples."""
+    choices = {
+        "Megatron-Core, dense models in fp8": megatron(False),
+        "Megatron-Core, mixtures of experts": megatron(True),
+    }
+    for name, cases in EXAMPLES.items():
+        choices[f"{name} on one GPU"] = examples(*cases)
+    for name in SYNCHRONISED:
+        choices[f"{name} under DDP"] = examples(*EXAMPLES[name], several=True)
+    mpt = ModelLine(
+        name="MPT under FSDP on A100",
+        known_best="none published",
+        choose=of("llm-foundry"),
+        targets={"geomean_ape_pct": 8.0, "mape_pct": 12.0},
+    )
+    others = [
+        ModelLine(
+            name=name,
+            known_best="none published",
+            choose=choose,
+            targets={"geomean_ape_pct": None, "mape_pct": None},
+        )
+        for name, choose in choices.items()
+    ]
+    return [mpt, *others]
+
+
+def timm_lines() -> list[ModelLine]:
+    """Lines about timm's benchmark on an RTX 3090, calibrated on some of its models."""
+    return [
+        ModelLine(
+            name=f"timm{which} on RTX 3090, calibrated on {CALIBRATED_ON}",
+            known_best="none published",
+            choose=choose,
+            targets={"kendall_tau": 0.85, "mape_pct": 15.0},
+            calibrated=True,
+        )
+        for which, choose in (("", timm_in_transformers), (" (by itself)", timm_alone))
+    ]
+
+
 def run_models(public: Path, only: str, bundle: Path) -> list[LineResult]:
-    """Results of the lines whose name holds ``only``; every configuration is forecast once."""
+    """Results of the lines whose name contains ``only``; each configuration is forecast once."""
     lines = [line for line in model_lines() if only in line.name]
     if not lines:
         return []
@@ -176,7 +194,7 @@ def run_models(public: Path, only: str, bundle: Path) -> list[LineResult]:
 
 
 def read_iterations(public: Path) -> Rows:
-    """Published iterations that state their model, from both importers that have some."""
+    """Published iterations whose model can be built, from NeuSight and the iteration tables."""
     from microbench.importers import neusight
     from microbench.importers.published import iterations
 
@@ -189,7 +207,11 @@ def read_iterations(public: Path) -> Rows:
 
 
 def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, Answer], pool: Executor) -> Rows:
-    """The rows that can be forecast with ``step`` and ``backward`` in us; others are counted."""
+    """Rows with their forecasts ``step`` and ``backward`` in us.
+
+    Rows that cannot be forecast are left out, counted by reason and printed. ``known`` keeps the
+    forecasts of earlier lines.
+    """
     names = [*(c for c in ASKED if c in rows), "hf_config", "backward_us"]
     asked = rows[names].to_dict("records")
     keys = [tuple(map(str, values.values())) for values in asked]
@@ -208,10 +230,10 @@ def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, Answer], pool: Exec
 
 
 def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
-    """The step, and without a plan what it takes longer than a forward pass in eval mode.
+    """Forecast a row's step and its backward pass in us; an error message where that fails.
 
-    Dropout is then part of the backward pass: it is small beside the products. A text says what
-    cannot be forecast.
+    backward = step - forward in eval mode, so dropout counts as backward; it is small beside the
+    products. It is 0 under a plan and where no backward time was published.
     """
     from compose.target import forecast_step
 
@@ -227,7 +249,10 @@ def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
 
 
 def judge(line: ModelLine, rows: Rows, seconds: float) -> Iterator[LineResult]:
-    """A result per target; the baseline is measured nodes summed, on the rows that have them."""
+    """Score a line; yields a result for each of its targets.
+
+    The baseline is the sum of measured nodes, on the rows that have them.
+    """
     if not len(rows):
         return
     measured = rows["time_us" if line.part == "step" else "backward_us"].to_numpy(dtype=float)
@@ -257,6 +282,6 @@ def judge(line: ModelLine, rows: Rows, seconds: float) -> Iterator[LineResult]:
 
 
 def _sample(cases: pd.Series) -> np.ndarray:
-    """Rows of CALIBRATED_ON models drawn at random; at most half of them."""
+    """Mask of the rows of CALIBRATED_ON models drawn at random, at most half of all models."""
     names = np.random.default_rng(0).permutation(np.unique(cases.astype(str)))
     return np.isin(cases.astype(str), names[: min(CALIBRATED_ON, len(names) // 2)])

@@ -1,4 +1,4 @@
-"""The lines of issue 4's table that are about single ops: rows, splits, targets."""
+"""Lines of the public benchmark about single ops: their rows, splits and targets."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def _codes(rows: Rows, names: list[str]) -> np.ndarray:
 
 
 def _share(codes: np.ndarray, folds: int, seed: int = 0) -> Iterator[Mask]:
-    """Masks of groups; every group is in one of them."""
+    """Masks that divide groups of rows into folds; every group is in exactly one."""
     names = np.random.default_rng(seed).permutation(np.unique(codes))
     for fold in range(folds):
         yield np.isin(codes, names[fold::folds])
 
 
 def is_half_gemm(rows: Rows) -> Mask:
-    """bf16 and fp16 products: AIConfigurator's and Vidur's."""
+    """Mask of products in bf16 and fp16 (AIConfigurator's and Vidur's)."""
     return rows["dtype"].isin(["bf16", "fp16"]).to_numpy()
 
 
@@ -33,7 +33,7 @@ def _aic(rows: Rows) -> Mask:
 
 
 def gemm_sites(rows: Rows) -> Iterator[Split]:
-    """A fifth of the (n, k) sites is left out, on every GPU and stack at once."""
+    """Splits that leave out a fifth of the weight shapes (n, k), on every GPU and stack at once."""
     held = next(_share(_codes(rows, ["n", "k"]), 5))
     for gpu in sorted(rows["gpu"][_aic(rows)].unique()):
         mine = (rows["gpu"] == gpu).to_numpy()
@@ -41,19 +41,19 @@ def gemm_sites(rows: Rows) -> Iterator[Split]:
 
 
 def gpu_left_out(rows: Rows, among: Mask) -> Iterator[Split]:
-    """Every GPU in turn; judged on the rows ``among``."""
+    """Splits that leave out one GPU each, scored on its rows in the mask ``among``."""
     for gpu in sorted(rows["gpu"][among].unique()):
         mine = (rows["gpu"] == gpu).to_numpy()
         yield Split(part=str(gpu), known=~mine, held=mine & among)
 
 
 def gemm_left_out(rows: Rows) -> Iterator[Split]:
-    """Every AIConfigurator GPU in turn; Vidur's rows of the same GPU go with it."""
+    """Splits that leave out one GPU each, Vidur's rows of it too; scored on AIConfigurator's."""
     return gpu_left_out(rows, _aic(rows))
 
 
 def fp8_left_out(rows: Rows) -> Iterator[Split]:
-    """fp8 on every GPU in turn, whose bf16 is known, as is fp8 on others."""
+    """Splits that leave out fp8 on one GPU each; its bf16 and fp8 on other GPUs are known."""
     fp8 = (rows["dtype"] == "fp8").to_numpy()
     for gpu in sorted(rows["gpu"][fp8].unique()):
         held = fp8 & (rows["gpu"] == gpu).to_numpy()
@@ -61,20 +61,20 @@ def fp8_left_out(rows: Rows) -> Iterator[Split]:
 
 
 def evenly(rows: Rows, most: int = 3_000) -> Mask:
-    """At most so many rows of every GPU, at random."""
+    """Mask of at most ``most`` rows of every GPU, drawn at random."""
     mixed = rows["gpu"].sample(frac=1, random_state=0)
     return np.asarray((mixed.groupby(mixed).cumcount() < most).sort_index())
 
 
 def nccl_cells(rows: Rows) -> Iterator[Split]:
-    """Ten folds of cells (system, kind, ranks, size); both dtypes and stacks of a cell go."""
+    """Folds of cells (GPU, collective, ranks, size) with all dtypes and stacks of each cell."""
     cells = _codes(rows, ["gpu", "op", "world_size", "message_bytes"])
     for held in _share(cells, FOLDS):
         yield Split(part="all", known=~held, held=held)
 
 
 def nccl_tail(rows: Rows) -> Iterator[Split]:
-    """Of one system at a time, all sizes above 16 MiB."""
+    """Splits that leave out all sizes above 16 MiB of one GPU each."""
     large = (rows["message_bytes"] > TAIL_BYTES).to_numpy()
     for gpu in sorted(rows["gpu"].unique()):
         held = large & (rows["gpu"] == gpu).to_numpy()
@@ -82,7 +82,7 @@ def nccl_tail(rows: Rows) -> Iterator[Split]:
 
 
 def nccl_ranks(rows: Rows) -> Iterator[Split]:
-    """Of one system at a time, every GPU count in turn."""
+    """Splits that leave out one GPU count of one GPU each."""
     for (gpu, _), part in rows.groupby(["gpu", "world_size"]):
         held = np.zeros(len(rows), dtype=bool)
         held[part.index] = True
@@ -90,12 +90,12 @@ def nccl_ranks(rows: Rows) -> Iterator[Split]:
 
 
 def each_left_out(rows: Rows) -> Iterator[Split]:
-    """Every GPU in turn."""
+    """Splits that leave out one GPU each."""
     return gpu_left_out(rows, np.ones(len(rows), dtype=bool))
 
 
 def shapes(names: list[str]) -> Callable[[Rows], Iterator[Split]]:
-    """Splits that leave out a tenth of the shapes, on every GPU at once."""
+    """Splits that leave out one of FOLDS parts of the shapes, on every GPU at once."""
 
     def splits(rows: Rows) -> Iterator[Split]:
         held = next(_share(_codes(rows, names), FOLDS))
@@ -105,13 +105,16 @@ def shapes(names: list[str]) -> Callable[[Rows], Iterator[Split]]:
 
 
 def a100_80(rows: Rows) -> Iterator[Split]:
-    """NeuSight's A100-80GB rows; P4 to A100-40GB are known."""
+    """A split that leaves out NeuSight's A100-80GB; P4 to A100-40GB are known."""
     held = (rows["gpu"] == "a100-pcie-80gb").to_numpy()
     yield Split(part="a100-pcie-80gb", known=~held, held=held)
 
 
 def clusters(rows: Rows) -> Iterator[Split]:
-    """One cluster of nccl-tests at a time: a machine and its network, however many runs of it."""
+    """Splits that leave out one cluster each: all runs on a kind of node with its network.
+
+    Scored on all_reduce and all_gather over the network above 1 MiB.
+    """
     multi = (rows["source"] == "nccl-tests") & (rows["message_bytes"] > 2**20)
     multi &= (rows["link"] == "network") & rows["op"].isin(["all_reduce", "all_gather"])
     cluster = _codes(rows, ["gpu", "node", "network_bytes_per_s"])
@@ -121,7 +124,7 @@ def clusters(rows: Rows) -> Iterator[Split]:
 
 
 def from_neusight(*ops: str) -> Callable[[Rows], Mask]:
-    """NeuSight's rows of these ops; of all where none is named."""
+    """Selects NeuSight's rows of these ops; of all ops where none is named."""
 
     def choose(rows: Rows) -> Mask:
         named = rows["op"].isin(ops) if ops else np.ones(len(rows), dtype=bool)
@@ -131,7 +134,7 @@ def from_neusight(*ops: str) -> Callable[[Rows], Mask]:
 
 
 def thinned(rows: Rows) -> Mask:
-    """All rows, but of Vidur's 900 sizes a curve every twentieth."""
+    """Mask of all rows, but only every twentieth of Vidur's 900 message sizes."""
     sizes = rows["message_bytes"].rank(method="dense").to_numpy()
     return np.asarray((rows["source"] != "vidur") | (sizes % 20 == 0))
 
@@ -142,7 +145,7 @@ CURVES = ("roofline", "alpha_beta", "interpolation", "nearest", "mlp")
 
 
 def nccl(name: str, known_best: str, targets: dict[str, float], splits: Splits) -> Line:
-    """A line about AIConfigurator's collectives."""
+    """Make a line about AIConfigurator's collectives."""
     return Line(
         name=f"NCCL, {name}",
         family="collective",
@@ -156,7 +159,7 @@ def nccl(name: str, known_best: str, targets: dict[str, float], splits: Splits) 
 
 
 def family_left_out(family: str) -> Line:
-    """A line about a family none of whose ops was measured on a GPU."""
+    """Make a line that leaves out one GPU each, about one op family."""
     return Line(
         name=f"{family}, GPU left out",
         family=family,
@@ -178,7 +181,7 @@ def fp32(
     known_best: str,
     metric: str = "median_ape_pct",
 ) -> Line:
-    """A line about NeuSight's fp32 ops."""
+    """Make a line about NeuSight's fp32 ops."""
     return Line(
         name=f"fp32 {name}",
         family=family,
@@ -192,10 +195,13 @@ def fp32(
 
 
 def lines() -> list[Line]:
-    """The table, in the issue's order."""
+    """All lines about single ops, in the order of the table."""
+    return [*gemm_lines(), *nccl_lines(), *fp32_lines(), network_line()]
+
+
+def gemm_lines() -> list[Line]:
+    """Lines about products in bf16 and fp8."""
     left_out = {"b200-sxm": 5.0, "a100-sxm-80gb": 15.0, "rtx-pro-6000": 9.0}
-    systems = {"h100-sxm-80gb": 5.0, "b200-sxm": 4.5, "gb200": 3.0, "a100-sxm-80gb": 20.0}
-    random = "same GPU, random shapes"
     return [
         Line(
             name="GEMM bf16, unseen (n,k) sites",
@@ -226,10 +232,24 @@ def lines() -> list[Line]:
             splits=fp8_left_out,
             baselines=("roofline", "nearest"),
         ),
+    ]
+
+
+def nccl_lines() -> list[Line]:
+    """Lines about NCCL collectives inside a node."""
+    systems = {"h100-sxm-80gb": 5.0, "b200-sxm": 4.5, "gb200": 3.0, "a100-sxm-80gb": 20.0}
+    return [
         nccl("cells left out", "4.2", {"": 3.5}, nccl_cells),
         nccl("sizes > 16 MiB left out", "2.6-24 (tail fit 4.5)", {"": 4.0}, nccl_tail),
         nccl("a GPU count left out", "6.5-55", NVLINK, nccl_ranks),
         nccl("system left out", "6.1 / 5.2 / 3.1 / 26.9", systems, each_left_out),
+    ]
+
+
+def fp32_lines() -> list[Line]:
+    """Lines about NeuSight's fp32 ops, and about families with a GPU left out."""
+    random = "same GPU, random shapes"
+    return [
         fp32(f"bmm, {random}", "gemm", ("bmm",), shapes(GEMM), 3.0, "3.8"),
         fp32(f"linear, {random}", "gemm", ("addmm",), shapes(GEMM), 3.0, "5.0"),
         fp32(f"elementwise, {random}", "elementwise", (), shapes(["numel", "inner"]), 1.2, "1.4"),
@@ -237,14 +257,18 @@ def lines() -> list[Line]:
         fp32("bmm, A100-80GB left out", "gemm", ("bmm",), a100_80, 7.0, "9", "mape_pct"),
         fp32("linear, A100-80GB left out", "gemm", ("addmm",), a100_80, 6.0, "8", "mape_pct"),
         *(family_left_out(name) for name in ("attention", "reduction", "norm")),
-        Line(
-            name="multi-node all_reduce, all_gather > 1 MiB, cluster left out",
-            family="collective",
-            metric="median_ape_pct",
-            targets={"": 20.0},
-            known_best="none published",
-            choose=thinned,
-            splits=clusters,
-            baselines=CURVES,
-        ),
     ]
+
+
+def network_line() -> Line:
+    """The line about collectives across nodes."""
+    return Line(
+        name="multi-node all_reduce, all_gather > 1 MiB, cluster left out",
+        family="collective",
+        metric="median_ape_pct",
+        targets={"": 20.0},
+        known_best="none published",
+        choose=thinned,
+        splits=clusters,
+        baselines=CURVES,
+    )

@@ -1,4 +1,4 @@
-"""The public benchmark as a table."""
+"""Run the public benchmark's op lines in parallel and print all results as a Markdown table."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from eval.public.op_lines import lines
 from eval.results import LineResult
 
 BASELINES = ("roofline", "alpha_beta", "interpolation", "nearest", "mlp", "nodes summed")
-CALIBRATED = ("4 rows", "8 rows", "16 rows")  # of the GPU left out, measured
+CALIBRATED = ("4 rows", "8 rows", "16 rows")  # itercast calibrated by rows of the held-out GPU
 LEARNERS = ("itercast", "stated rate", *CALIBRATED, *BASELINES)
 WORKERS = 2
 
 
 def run(public: Path, only: str = "") -> list[LineResult]:
-    """All lines whose name holds ``only``, two at a time."""
+    """Run all lines about single ops whose name contains ``only``, WORKERS at a time."""
     chosen = [i for i, line in enumerate(lines()) if only in line.name]
     if not chosen:
         return []
@@ -34,7 +34,7 @@ def _line(job: tuple[int, Rows]) -> list[LineResult]:
 
 
 def markdown(results: Sequence[LineResult]) -> str:
-    """A row per line and part: the target, ours, and the baselines, in per cent."""
+    """A Markdown table: a row per line and part with target and errors in % by learner."""
     head = "| line | part | error | known best | target | met | "
     text = [head + " | ".join(LEARNERS) + " | rows | s |"]
     text.append("|" + " --- |" * (len(LEARNERS) + 8))

@@ -1,1 +1,1 @@
-"""The commands of the command line, a file each."""
+"""Commands of the command line."""

@@ -1,4 +1,4 @@
-"""itercast bench-public: the table of errors on other people's measurements."""
+"""The command ``itercast bench-public``: errors on published measurements beside baselines."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from itercast.errors import one_line_errors
 
 @one_line_errors
 def bench_public(
-    public: Annotated[Path, typer.Argument(help="folder with NeuSight, aiconfigurator, vidur")],
+    public: Annotated[
+        Path,
+        typer.Argument(
+            help="folder with NeuSight, aiconfigurator, vidur, nccl-tests and iterations"
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/bench-public"),
-    line: Annotated[str, typer.Option(help="only lines whose name holds this text")] = "",
+    line: Annotated[str, typer.Option(help="only lines whose name contains this text")] = "",
     bundle: Annotated[
-        Path | None, typer.Option(help="bundle that forecasts whole models; default: shipped")
+        Path | None,
+        typer.Option(help="bundle that forecasts whole models; default: the one that ships"),
     ] = None,
 ) -> None:
-    """Reprint the table of errors on public measurements beside baselines; logs to MLflow."""
+    """Score forecasts on published measurements beside baselines; logs to MLflow."""
     from eval.public.models import model_lines, run_models
     from eval.public.op_lines import lines
     from eval.public.table import markdown, run
@@ -28,7 +34,7 @@ def bench_public(
 
     names = sorted({x.name for x in lines()} | {x.name for x in model_lines()})
     if not any(line in name for name in names):
-        raise ValueError(f"no line named {line!r}; there are {names}")
+        raise ValueError(f"line {line!r}: no line's name contains it; lines: {names}")
     results = [*run(public, line), *run_models(public, line, bundle or SHIPPED)]
     out.mkdir(parents=True, exist_ok=True)
     text = markdown(results)

@@ -1,4 +1,4 @@
-"""itercast calibrate: a few measured rows of a GPU pull a bundle's forecasts close."""
+"""The command ``itercast calibrate``: correct a bundle for a GPU by a few measured rows of it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Annotated
 import typer
 
 from itercast.errors import one_line_errors
+from itercast.options import Bundle
 
 
 @one_line_errors
 def calibrate(
     rows: Annotated[list[Path], typer.Argument(help="Parquet files in dataset form")],
     out: Annotated[Path, typer.Option(help="bundle folder to write")],
-    bundle: Annotated[
-        Path | None, typer.Option(help="bundle folder; default: local, else shipped")
+    bundle: Bundle = None,
+    hardware: Annotated[
+        Path | None, typer.Option(help="hardware file of a GPU that is not listed")
     ] = None,
-    hardware: Annotated[Path | None, typer.Option(help="YAML of a GPU of one's own")] = None,
 ) -> None:
-    """Pull a bundle's forecasts close to a few measured rows (4-16 a family) of a GPU."""
+    """Correct a bundle for one GPU by 4 to 16 measured rows of each op family."""
     from compose.target import find_bundle
     from learners.calibrate import calibrate as pull
     from learners.calibrate import read_few

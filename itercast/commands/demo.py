@@ -1,4 +1,4 @@
-"""The main job end to end on this CPU: sweep, train, measure, forecast, compare."""
+"""The command ``itercast demo``: sweep this CPU, train, measure, forecast and compare."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ TRIALS = 3
 
 
 def run_demo(budget_s: float) -> None:
-    """All stages; each reuses what an earlier run left and says so.
+    """Run all stages; each prints when it reuses the results of an earlier run.
 
-    Sweeps and rounds of iterations take turns: a shared machine drifts, and ops and iterations are
-    to see the same of it.
+    Sweeps and rounds of iterations alternate: the speed of a shared machine drifts, and ops and
+    iterations should be measured at the same mix of speeds.
     """
     data, bundle, fit_file = RUN / "datasets", RUN / "bundle", RUN / "fit.json"
     rows = measured = 0

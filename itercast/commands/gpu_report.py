@@ -1,4 +1,4 @@
-"""itercast gpu-report: how well models trained on one GPU's own rows forecast it."""
+"""The command ``itercast gpu-report``: errors of models trained on the rows of one GPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ if TYPE_CHECKING:
 
 @one_line_errors
 def gpu_report(
-    data: Annotated[Path, typer.Argument(help="dataset root, as a campaign leaves it")],
+    data: Annotated[Path, typer.Argument(help="dataset root, such as a campaign's")],
     gpu: Annotated[str, typer.Option(help="train on the rows of this GPU")] = "h100-sxm-80gb",
-    unseen: Annotated[str, typer.Option(help="forecast this one without having seen it")] = "",
+    unseen: Annotated[
+        str, typer.Option(help="also score on this GPU, whose rows are not trained on")
+    ] = "",
     trials: Annotated[int, typer.Option(help="Optuna trials per family; 0: defaults")] = 0,
 ) -> None:
-    """Train on one GPU's rows, print its errors, then those of a GPU left out."""
+    """Train on the rows of one GPU and print errors on it, and on a GPU left out."""
     from eval import gpu_report as tables
     from learners.bundle import Bundle
     from learners.train import train

@@ -1,15 +1,17 @@
-"""The command ``itercast import``: measurements of others become a dataset."""
+"""The command ``itercast import``: convert published measurements into a dataset."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from itercast.errors import one_line_errors
+from itercast.options import Json
 
 if TYPE_CHECKING:
     from microbench.hardware.spec import Gpu
@@ -24,16 +26,19 @@ def import_rows(
     path: Annotated[Path, typer.Argument(help="checkout, folder or file of that source")],
     out: Annotated[Path, typer.Option(help="dataset root")] = Path("imported"),
     gpu: Annotated[
-        str, typer.Option(help="nccl-tests, kineto: name or YAML file, where the log does not say")
+        str,
+        typer.Option(help="nccl-tests, kineto: GPU name or YAML file, if the log does not say"),
     ] = "",
-    nodes: Annotated[int, typer.Option(min=0, help="nccl-tests: where the log does not say")] = 0,
-    gpus_per_node: Annotated[int, typer.Option(min=0, help="nccl-tests: as --nodes")] = 0,
-    node: Annotated[
-        str, typer.Option(help="nccl-tests: name or YAML file of the kind of node")
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="one JSON object on stdout")] = False,
+    nodes: Annotated[
+        int, typer.Option(min=0, help="nccl-tests: number of nodes, if the log does not say")
+    ] = 0,
+    gpus_per_node: Annotated[
+        int, typer.Option(min=0, help="nccl-tests: GPUs per node, if the log does not say")
+    ] = 0,
+    node: Annotated[str, typer.Option(help="nccl-tests: node name or YAML file")] = "",
+    as_json: Json = False,
 ) -> None:
-    """Turn measurements of others into dataset rows; says what became of every row."""
+    """Convert published measurements into dataset rows; prints which rows were left out and why."""
     from microbench.importers.sources import read_source
     from microbench.importers.write import write
 
@@ -50,17 +55,22 @@ def import_rows(
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        for family, count in report["rows"].items():
-            typer.echo(f"{count:8d} rows of {family}")
-        for reason, count in report["dropped"].items():
-            typer.echo(f"{count:8d} left out: {reason}")
-        typer.echo(f"{sum(report['rows'].values())} rows in {out}")
+        print_report(report)
     if not report["rows"]:
         raise typer.Exit(1)
 
 
+def print_report(report: Mapping[str, Any]) -> None:
+    """Print how many rows of each family were imported, and how many were left out by reason."""
+    for family, count in report["rows"].items():
+        typer.echo(f"{count:8d} rows of {family}")
+    for reason, count in report["dropped"].items():
+        typer.echo(f"{count:8d} left out: {reason}")
+    typer.echo(f"{sum(report['rows'].values())} rows in {report['out']}")
+
+
 def given(gpu: str, nodes: int, gpus_per_node: int, node: str) -> tuple[Hints, Gpu | None]:
-    """What the options say about the machine, and the GPU they describe; ValueError if unknown."""
+    """Hints about the machine from the options, and the GPU they name; ValueError if unknown."""
     from microbench.hardware.node import load_node
     from microbench.hardware.spec import load_gpu
     from microbench.importers.base import Hints
@@ -69,7 +79,7 @@ def given(gpu: str, nodes: int, gpus_per_node: int, node: str) -> tuple[Hints, G
     named = gpu or (kind.gpu if kind else "")
     own = load_gpu(named) if named else None
     if own is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", own.name):
-        raise ValueError(f"gpu {own.name!r}: a name has small letters, digits, dashes and points")
+        raise ValueError(f"gpu {own.name!r}: allowed are lower-case letters, digits, - and .")
     hints = Hints(
         gpu=own.name if own else "",
         nodes=nodes,

@@ -1,12 +1,11 @@
-"""`itercast plan`: the best parallel plans of a case on a number of GPUs."""
+"""The command ``itercast plan``: search the best parallel plans of a model on a number of GPUs."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,19 +13,21 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.errors import one_line_errors
-from itercast.options import Bundle, Json
+from itercast.options import Bundle, HfConfig, Json
 from microbench.cases.external.huggingface import read_config
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from compose.forecast import Forecast
+    from compose.search import Search
 
 BAR = 24  # characters of a waterfall
 PARTS: tuple[tuple[str, str, str], ...] = (
     ("compute", "█", "green"),
     ("exposed comm", "▓", "red"),
     ("bubble", "▒", "yellow"),
+    ("host gaps", "░", "cyan"),
+    ("waiting", "·", "magenta"),
 )
-PARTS += (("host gaps", "░", "cyan"), ("waiting", "·", "magenta"))
 
 
 @one_line_errors
@@ -34,55 +35,48 @@ def plan(
     gpu: Annotated[str, typer.Option(help="GPU name or YAML file")],
     gpus: Annotated[int, typer.Option(min=1, help="how many GPUs")],
     case: Annotated[str, typer.Argument(help="a named case; `itercast list cases`")] = "",
-    hf_config: Annotated[
-        Path | None, typer.Option(help="Hugging Face config.json; needs --batch and --seq")
-    ] = None,
+    hf_config: HfConfig = None,
     objective: Annotated[str, typer.Option(help="time, cost or memory")] = "time",
     node: Annotated[str, typer.Option(help="node name or YAML file")] = "",
     batch: Annotated[
-        int | None, typer.Option(min=1, help="samples per step over all GPUs; default: case's each")
+        int | None,
+        typer.Option(min=1, help="samples per step over all GPUs; default: the case's per GPU"),
     ] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
-    amp: Annotated[bool, typer.Option("--amp", help="weights in fp32, autocast to dtype")] = False,
+    amp: Annotated[
+        bool, typer.Option("--amp", help="mixed precision: weights in fp32, autocast to dtype")
+    ] = False,
     bundle: Bundle = None,
-    study: Annotated[str, typer.Option(help="database URL of a search shared by workers")] = "",
+    study: Annotated[
+        str, typer.Option(help="database URL, to share one search among several processes")
+    ] = "",
     as_json: Json = False,
 ) -> None:
-    """Search parallel plans and print the best ten with where their time goes; logs to MLflow."""
+    """Search parallel plans, print the best ten and where their time goes; logs to MLflow."""
     from compose.open_search import open_search
-    from compose.search import best_plans
-    from compose.shared_search import shared_search
-    from eval.tracking import log_plans
 
     begin = time.perf_counter()
     if (not case) == (hf_config is None):
         raise ValueError("plan takes one of CASE and --hf-config")
     name = read_config(hf_config).name if hf_config else case
-    model = hf_config or case
+    step: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "amp": amp}
     search, bundle_name = open_search(
-        model, gpu, gpus, node=node, batch=batch, seq=seq, dtype=dtype, optimizer=optimizer,
-        amp=amp, bundle=bundle,
-    )  # fmt: skip
-    facts: dict[str, Any] = {
-        "case": name,
-        "gpu": search.book.gpu.name,
-        "gpus": gpus,
-        "objective": objective,
-    }
-    facts |= {"node": node, "batch": search.batch, "seq": search.seq, "dtype": dtype}
-    facts |= {"optimizer": optimizer, "amp": amp, "bundle": bundle_name}
-    if study:
-        found = shared_search(search, gpus, objective, study, facts)
-    else:
-        found = best_plans(search, gpus, objective)
-    reports = [search.report(s.plan, bundle_name) for s in found.best]
-    facts |= {"considered": found.considered, "simulated": found.simulated}
-    facts["seconds"] = time.perf_counter() - begin
-    if not reports:
-        rule = next(iter(search.refused.values()), "no degrees multiply to that many GPUs")
-        raise ValueError(f"no legal plan of {name} for {gpus} GPUs: {rule}")
+        hf_config or case, gpu, gpus, node=node, batch=batch, seq=seq, bundle=bundle, **step
+    )
+    size = {"node": node, "batch": search.batch, "seq": search.seq}
+    facts = {"case": name, "gpu": search.book.gpu.name, "gpus": gpus, "objective": objective}
+    facts |= {**size, **step, "bundle": bundle_name}
+    counts, reports = run_search(search, facts, study)
+    facts |= {**counts, "seconds": time.perf_counter() - begin}
+    print_plans(facts, reports, as_json)
+
+
+def print_plans(facts: dict[str, Any], reports: Sequence[Forecast], as_json: bool) -> None:
+    """Log the plans to MLflow and print them as a table or as one JSON object."""
+    from eval.tracking import log_plans
+
     plain = [asdict(r) for r in reports]
     log_plans(facts, plain)
     if as_json:
@@ -91,8 +85,31 @@ def plan(
         Console().print(plans_table(facts, reports))
 
 
+def run_search(
+    search: Search, facts: Mapping[str, Any], study: str
+) -> tuple[dict[str, int], list[Forecast]]:
+    """Run the search that ``facts`` describe; how many plans it considered, and the best ones.
+
+    ``study`` is the database URL of a search shared by workers, or empty. ValueError where no plan
+    is legal.
+    """
+    from compose.search import best_plans
+    from compose.shared_search import shared_search
+
+    gpus, objective = facts["gpus"], facts["objective"]
+    if study:
+        found = shared_search(search, gpus, objective, study, facts)
+    else:
+        found = best_plans(search, gpus, objective)
+    if not found.best:
+        rule = next(iter(search.refused.values()), "no degrees multiply to that many GPUs")
+        raise ValueError(f"no legal plan of {facts['case']} for {gpus} GPUs: {rule}")
+    reports = [search.report(s.plan, facts["bundle"]) for s in found.best]
+    return {"considered": found.considered, "simulated": found.simulated}, reports
+
+
 def plans_table(facts: dict[str, Any], reports: Sequence[Forecast]) -> Table:
-    """The plans, best first, each with a waterfall of the slowest rank."""
+    """A table of plans, the best first, each with a bar of where the slowest rank's time goes."""
     title = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}, best by {facts['objective']}"
     table = Table(title=title)
     for head in ("plan", "ms", "samples/s", "GB", "MFU %", "where the slowest rank's time goes"):
@@ -116,7 +133,7 @@ def plans_table(facts: dict[str, Any], reports: Sequence[Forecast]) -> Table:
 
 
 def waterfall(r: Forecast) -> str:
-    """A bar of the iteration's parts and compute's share of it."""
+    """A bar that shows the parts of an iteration in order, and the share of compute in %."""
     idle = r.idle_by_us
     parts_us = (
         r.compute_us,

@@ -1,4 +1,4 @@
-"""itercast points: what a second pass should measure."""
+"""The command ``itercast points``: choose the points that a second sweep should measure."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from microbench.durations import seconds
 
 @one_line_errors
 def points(
-    gpu: Annotated[str, typer.Option(help="whose rows are to become more")],
+    gpu: Annotated[str, typer.Option(help="GPU to measure; it needs rows of a first sweep")],
     out: Annotated[Path, typer.Option(help="file of points to write, for collect --points")],
     data: Annotated[list[Path] | None, typer.Option(help="dataset root; repeatable")] = None,
     family: Families = None,
-    budget: Annotated[str, typer.Option(help="of the second pass: 90s, 10m, 1h")] = "5m",
+    budget: Annotated[str, typer.Option(help="time of the second sweep: 90s, 10m, 1h")] = "5m",
     seed: Annotated[int, typer.Option(help="seed of candidates and draws")] = 1,
 ) -> None:
-    """Name the points a second pass should measure: where models of the first disagree, by cost."""
+    """Choose points for a second sweep: where models disagree most per second of measuring."""
     from learners.active import next_pass
     from microbench.hardware.machine import cpu_name
     from microbench.sweep.captured_points import write_points

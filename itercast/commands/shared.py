@@ -1,4 +1,4 @@
-"""What commands share: a sweep and a fit with progress bars, tables, listings."""
+"""Steps that several commands share: sweep and fit with progress bars, tables, listings."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rich.table import Table
 from eval.progress import progress_bar
 
 if TYPE_CHECKING:
+    from compose.explain import AssumedPart
     from compose.forecast import Forecast
 
 
@@ -27,9 +28,10 @@ def sweep(
     torchrun: str = "",
     wanted: Path | None = None,
 ) -> int:
-    """Collect with a progress bar; returns the number of new rows.
+    """Sweep op families with a progress bar; returns the number of new rows.
 
-    Family ``iteration`` is measured where it is named: two rounds, on a CPU whatever they take.
+    Family ``iteration``, if named, measures two rounds of whole iterations. On a CPU these ignore
+    the budget.
     """
     from microbench.sweep.collect import collect
     from microbench.sweep.orders import known_families
@@ -64,7 +66,10 @@ def iterations(
     names: Sequence[str] | None = None,
     budget_s: float = math.inf,
 ) -> int:
-    """Measure the usual iterations where they are missing; returns the number of new rows."""
+    """Measure the iterations that a dataset root lacks; returns the number of new rows.
+
+    On a GPU these are a campaign's, on a CPU the measured cases; ``names`` restricts the cases.
+    """
     from microbench.iterations.collect import collect_iterations, usual_iterations
     from microbench.iterations.gpu_list import gpu_iterations
 
@@ -91,7 +96,7 @@ def fit(
     trials: int,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """Train a bundle with a progress bar, log it to MLflow; the report as plain values."""
+    """Train a bundle with a progress bar, log it to MLflow; returns the report as plain values."""
     from eval.tracking import log_fit
     from learners.train import train
 
@@ -113,7 +118,7 @@ def fit(
 
 
 def machine_name(bundle: Path) -> str:
-    """The bundle's only GPU, or ``all`` where it serves several."""
+    """The name of the bundle's GPU, or ``all`` where it has several."""
     from learners.bundle import Bundle
 
     gpus = sorted(Bundle.load(bundle).gpus)
@@ -121,8 +126,8 @@ def machine_name(bundle: Path) -> str:
 
 
 def report_table(report: dict[str, Any]) -> Table:
-    """Median error by family and learner, beside the noise floor."""
-    table = Table(title="median APE on shapes never trained on, %")
+    """A table of median errors on held-out shapes by family and learner, with the retest error."""
+    table = Table(title="median absolute error on held-out shapes, %")
     learners = ["xgboost", "nearest", "linear", "roofline"]
     for head in ("family", "rows", "retest", "coverage", *learners):
         table.add_column(head, justify="left" if head == "family" else "right")
@@ -144,13 +149,13 @@ def report_table(report: dict[str, Any]) -> Table:
     if covered:
         share = sum(n * pct for n, pct in covered) / sum(n for n, _ in covered)
         table.caption = (
-            f"80 % intervals cover {share:.0f} % of these shapes, families by their rows"
+            f"80 % intervals cover {share:.0f} % of these shapes (mean weighted by rows)"
         )
     return table
 
 
 def forecast_table(case: str, found: Forecast) -> Table:
-    """A forecast for people."""
+    """A table of one forecast: times, rates, memory, the bundle, time by op family."""
     table = Table(title=f"{case} on {found.gpu}", show_header=False)
     ms = 1e-3
     table.add_row("iteration", f"{found.iteration_us * ms:.2f} ms")
@@ -159,14 +164,38 @@ def forecast_table(case: str, found: Forecast) -> Table:
     table.add_row("samples per second", f"{found.samples_per_s:.1f}")
     table.add_row("peak memory", f"{found.memory_bytes / 1e6:.0f} MB")
     table.add_row("not covered by a model", f"{100 * found.unmodelled_frac:.1f} % of the time")
+    table.add_row("rests on assumed numbers", f"{100 * found.assumed_frac:.1f} % of the iteration")
     table.add_row("bundle", found.bundle)
     for family, time_us in sorted(found.by_family_us.items(), key=lambda kv: -kv[1]):
         table.add_row(f"  {family}", f"{time_us * ms:.2f} ms")
     return table
 
 
+def assumptions_table(parts: Sequence[AssumedPart]) -> Table:
+    """The assumed numbers that a forecast rests on, by time; ``assumption_sources`` go below."""
+    table = Table(title="assumed numbers that this forecast rests on, by time")
+    table.add_column("assumption", no_wrap=True)
+    for head in ("ms", "% of iteration", "value"):
+        table.add_column(head, justify="right")
+    for part in parts:
+        share = f"{100 * part.iteration_frac:.1f}"
+        table.add_row(part.name, f"{part.time_us * 1e-3:.3f}", share, part.value)
+    return table
+
+
+def assumption_sources(parts: Sequence[AssumedPart]) -> list[str]:
+    """A line for each source of these numbers, with the names of those that come from it."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for part in parts:
+        names.setdefault((part.unit, part.source), []).append(part.name)
+    return [
+        f"{', '.join(who)}{f' ({unit})' if unit else ''}: {source}"
+        for (unit, source), who in names.items()
+    ]
+
+
 def listing(what: str) -> list[str]:
-    """Names of one kind of thing."""
+    """Names of all gpus, cases, families or bundles."""
     if what == "gpus":
         from microbench.hardware.spec import gpu_names
 

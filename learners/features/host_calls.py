@@ -1,4 +1,4 @@
-"""What one call of an op costs the host of a GPU, learned op by op from sweeps of that GPU.
+"""Host time of one call of an op on a GPU, learned op by op from sweeps of that GPU.
 
 Rows of a device sweep hold ``launch_us``, the host's time to call the op once while the device's
 queue is empty, and some of them ``kernel_count``, how many kernels the call launches.
@@ -15,8 +15,8 @@ import pandas as pd
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family
 
-LEAST_ROWS = 3  # of an op, before its median is believed
-LIST_SPAN = 4.0  # longest over shortest list of tensors from which on a line is fitted
+MIN_ROWS = 3  # of an op, to take their median
+LIST_SPAN = 4.0  # longest list of tensors over shortest, to fit a line
 
 HostCalls = Mapping[str, Mapping[str, "HostCall"]]  # by GPU and op
 
@@ -26,7 +26,7 @@ class HostCall:
     """Host time of one call: ``fixed_us + per_tensor_us * tensors``.
 
     ``per_tensor_us`` is 0 except for ops on lists of tensors. ``kernels`` is the median number of
-    kernels that a call launches, 1 where none was profiled; ``rows`` is how many points tell this.
+    kernels that a call launches, 1 where none was profiled; ``rows`` is how many points were used.
     """
 
     fixed_us: float
@@ -35,32 +35,31 @@ class HostCall:
     rows: int = 0
 
     def us(self, tensors: int) -> float:
-        """Host time of a call on a list of so many tensors."""
+        """Host time in us of a call on a list of ``tensors`` tensors."""
         return self.fixed_us + self.per_tensor_us * tensors
 
 
 def learn_host_calls(
     rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]
 ) -> dict[str, dict[str, HostCall]]:
-    """By GPU and op, from the rows of one family; empty where no row has a ``launch_us``.
+    """Learn host calls by GPU and op from one family's rows; empty if none has ``launch_us``.
 
-    A point's warm and cold row state the same launch: one of them counts. Calls of fused kernels
-    are left out: each is a compiled function of its own, with guards that a compiled step checks
-    once.
+    Cold rows repeat the launch of their warm row and are left out. So are fused kernels: each was
+    timed as a compiled function of its own, whose guards a compiled step checks only once.
     """
-    if "launch_us" not in rows or family.name == "fused":
+    if "launch_us" not in rows or family.compiled:
         return {}
     rows = rows[rows["launch_us"] > 0]
     if "cache" in rows:
         rows = rows[rows["cache"] != "cold"]
     found: dict[str, dict[str, HostCall]] = {}
     for (gpu, op), part in rows.groupby(["gpu", "op"]):
-        if len(part) >= LEAST_ROWS and gpus[str(gpu)].kind != "cpu":
-            found.setdefault(str(gpu), {})[str(op)] = _of_op(part)
+        if len(part) >= MIN_ROWS and gpus[str(gpu)].kind != "cpu":
+            found.setdefault(str(gpu), {})[str(op)] = _fit_op(part)
     return found
 
 
-def _of_op(rows: pd.DataFrame) -> HostCall:
+def _fit_op(rows: pd.DataFrame) -> HostCall:
     us = rows["launch_us"].to_numpy(dtype=float)
     kernels = 1.0
     if "kernel_count" in rows and rows["kernel_count"].notna().any():
@@ -74,7 +73,7 @@ def _of_op(rows: pd.DataFrame) -> HostCall:
 
 
 def _line(tensors: np.ndarray, us: np.ndarray) -> tuple[float, float]:
-    """Intercept and slope of least squares on relative errors, neither below zero."""
+    """Fit us = fixed + slope * tensors by least squares of relative errors, neither negative."""
     slope, fixed = np.polyfit(tensors, us, 1, w=1 / us)
     if slope <= 0:
         return float(np.median(us)), 0.0
@@ -84,12 +83,12 @@ def _line(tensors: np.ndarray, us: np.ndarray) -> tuple[float, float]:
 
 
 def host_call(calls: HostCalls, gpu: str, op: str) -> HostCall | None:
-    """What is known of an op on a GPU; None where no GPU tells.
+    """The host call of an op on a GPU; None where no GPU has it.
 
-    For a GPU that was not swept the median over those that were: the host's cost is the host's.
+    A GPU that was not swept takes the median over those that were: the cost is the host's.
     """
-    if (own := calls.get(gpu, {}).get(op)) is not None:
-        return own
+    if (measured := calls.get(gpu, {}).get(op)) is not None:
+        return measured
     others: Sequence[HostCall] = [known[op] for known in calls.values() if op in known]
     if not others:
         return None

@@ -1,9 +1,13 @@
-"""Correction for a shared machine that changes speed: times at the sweep's median speed.
+"""Corrects times for a shared machine whose speed changes: to the median speed of the sweep.
 
-Beside every measurement two anchors were timed: a matrix product on all threads, ``anchor_us``, and
-a row of views on one, ``serial_us``. Large ops follow the first, small ones the second (``shares``)
-and each family to its own degree: a product fully, a copy hardly. How much a family follows them
-(its sensitivity) is learned from the points that were measured twice.
+Beside every measurement two reference workloads (anchors) were timed: a matrix product on all
+threads, ``anchor_us``, and a series of views on one thread, ``serial_us``. With
+
+    slowdown_i = anchor_i / median of anchor_i,
+    share_1 = time / (time + HALF_PARALLEL_US), share_2 = 1 - share_1,
+
+a corrected time is time * prod_i slowdown_i ** -(share_i * sensitivity_i). The sensitivities of a
+family (1: as slow as the anchor, 0: not affected) are learned from points measured twice.
 """
 
 from __future__ import annotations
@@ -14,14 +18,15 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pandas as pd
 
+from microbench.assumptions import assumed
 from microbench.ops.family import Family
 
 ANCHORS = ("anchor_us", "serial_us")
-SPREAD_US = 100.0  # an op of this length runs half in parallel, as torch splits work
-PRIOR_SENSITIVITY = (0.5, 0.75)  # pooled over the families of three sweeps
-PRIOR_WEIGHT = 0.5  # in units of squared log anchor ratio: about ten pairs at half speed
-DISTURBED = 3.0  # times the median anchor: somebody else had the machine
-Sensitivity = tuple[float, float]
+HALF_PARALLEL_US = assumed(__file__, "half_parallel_us")
+PRIOR_WEIGHT = assumed(__file__, "prior_weight")
+MAX_SLOWDOWN = assumed(__file__, "max_slowdown")
+Sensitivity = tuple[float, float]  # to anchor_us, to serial_us
+PRIOR_SENSITIVITY: Sensitivity = tuple(assumed(__file__, "prior_sensitivity"))
 Anchors = Mapping[tuple[str, int], tuple[float, float]]
 
 
@@ -34,7 +39,7 @@ class Speed:
 
 
 def _both(rows: pd.DataFrame) -> np.ndarray:
-    """Both anchors by row; the first stands for the second where that was not timed."""
+    """Both anchors in us, shape (rows, 2); the first replaces the second where that is missing."""
     first = rows["anchor_us"].to_numpy(dtype=float)
     second = rows["serial_us"].to_numpy(dtype=float) if "serial_us" in rows else first
     return np.stack([first, np.where(np.isfinite(second), second, first)], axis=1)
@@ -58,19 +63,19 @@ def reference_anchors(
 
 
 def undisturbed(rows: pd.DataFrame, anchors: Anchors) -> pd.DataFrame:
-    """Rows measured while nobody else had most of a shared machine."""
-    calm = np.flatnonzero((log_slowness(rows, anchors) <= np.log(DISTURBED)).all(axis=1))
+    """Rows measured while both anchors took at most MAX_SLOWDOWN times their median."""
+    calm = np.flatnonzero((log_slowness(rows, anchors) <= np.log(MAX_SLOWDOWN)).all(axis=1))
     return rows.iloc[calm].reset_index(drop=True)
 
 
 def shares(time_us: np.ndarray) -> np.ndarray:
-    """How much of an op of that length follows each anchor; the two add up to 1."""
-    parallel = time_us / (time_us + SPREAD_US)
+    """Shares (..., 2) of an op that follow each anchor, parallel and serial; their sum is 1."""
+    parallel = time_us / (time_us + HALF_PARALLEL_US)
     return np.stack([parallel, 1 - parallel], axis=-1)
 
 
 def log_slowness(rows: pd.DataFrame, anchors: Anchors) -> np.ndarray:
-    """log(anchor / reference) per row and anchor; 0 where none was timed."""
+    """log(anchor / median anchor), shape (rows, 2); 0 where none was timed."""
     if "anchor_us" not in rows or not anchors:
         return np.zeros((len(rows), 2))
     keys = zip(rows["gpu"], rows["threads"].fillna(0).astype(int), strict=True)
@@ -88,7 +93,7 @@ class Pairs:
 
 
 def retest_pairs(rows: pd.DataFrame, family: Family, anchors: Anchors) -> Pairs:
-    """Second against first measurement, in the order of the first."""
+    """Pair the second measurement of each point with its first."""
     if "repeat" not in rows:
         return Pairs(time=np.zeros(0), slow=np.zeros((0, 2)))
     names = [f.name for f in fields(family.params) if f.name in rows]
@@ -106,7 +111,10 @@ def retest_pairs(rows: pd.DataFrame, family: Family, anchors: Anchors) -> Pairs:
 
 
 def learn_speed(rows: pd.DataFrame, family: Family, anchors: Anchors) -> Speed:
-    """Ridge regression of time ratios on anchor ratios towards the prior, within 0 and 1.2."""
+    """Learn sensitivities by ridge regression of log time ratios on log anchor ratios.
+
+    Shrunk towards PRIOR_SENSITIVITY and limited to [0, 1.2].
+    """
     pairs, prior = retest_pairs(rows, family, anchors), np.array(PRIOR_SENSITIVITY)
     square = pairs.slow.T @ pairs.slow + PRIOR_WEIGHT * np.eye(2)
     both = pairs.slow.T @ np.clip(pairs.time, -1, 1) + PRIOR_WEIGHT * prior
@@ -115,14 +123,14 @@ def learn_speed(rows: pd.DataFrame, family: Family, anchors: Anchors) -> Speed:
 
 
 def at_reference_us(rows: pd.DataFrame, speed: Speed) -> np.ndarray:
-    """Measured times in us as they would be at the reference speed."""
+    """Measured times in us, corrected to the reference speed."""
     time_us = rows["time_us"].to_numpy(dtype=float)
     slow = log_slowness(rows, speed.anchors) * shares(time_us)
     return np.asarray(time_us * np.exp(-slow @ np.array(speed.sensitivity)))
 
 
 def retest_ape_pct(rows: pd.DataFrame, family: Family, speed: Speed) -> float | None:
-    """Median difference between two measurements of one point far apart: the noise floor."""
+    """Noise floor: median difference in % of two measurements of one point, after correction."""
     pairs = retest_pairs(rows, family, speed.anchors)
     if len(pairs.time) < 2:
         return None
@@ -137,9 +145,10 @@ def iterations_at_reference_us(
     calls: Mapping[str, int],
     sensitivities: Mapping[str, Sensitivity],
 ) -> Iterator[float]:
-    """Measured iterations at reference speed; families weigh by their time in the forecast.
+    """Yield measured iteration times in us, corrected to the reference speed.
 
-    A family's ops count as of average length: its time over its ``calls``.
+    The sensitivity of an iteration is the mean of its families', weighted by their forecast time;
+    a family's ops all count as of average length, its time over its ``calls``.
     """
     total_us = sum(by_family_us.values())
     weights = np.zeros(2)

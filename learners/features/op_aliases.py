@@ -1,4 +1,4 @@
-"""Ops that were not measured in their dtype, as those of their family that were."""
+"""Replaces ops that were not measured in a dtype by equivalent ops that were."""
 
 from __future__ import annotations
 
@@ -7,38 +7,34 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from learners.features.table import among, broadcast, columns
+from learners.features.table import broadcast, columns, isin
 from microbench.ops.family import Family
-
-GROUPED = " in groups"
 
 
 def op_names(rows: pd.DataFrame, family: Family) -> np.ndarray:
-    """The op of each row; a grouped convolution is an op of its own, which other kernels run."""
+    """The op name of each row; grouped convolutions, which run other kernels, have their own."""
     p = columns(rows, family)
-    op = broadcast(getattr(p, "op", ""), len(rows))
-    if family.name != "conv":
-        return op
-    return np.where(p.groups.astype(float) > 1, op + GROUPED, op)
+    op = getattr(p, "op", "") if family.op_name is None else family.op_name(p)
+    return broadcast(op, len(rows))
 
 
 def as_measured(
     rows: pd.DataFrame, family: Family, ops: Mapping[str, Sequence[str]], missing: bool = True
 ) -> pd.DataFrame:
-    """Rows whose op was not measured in their dtype as one that is alike and was.
+    """Rows with each op that was not measured in its dtype replaced by an alias that was.
 
-    ``ops`` that were measured, by dtype; in a dtype without any the first of those alike, or, if
-    not ``missing``, the op itself.
+    ``ops`` are those measured, by dtype. In a dtype without any, rows become the first alias, or
+    stay as they are if not ``missing``. Aliases are ``Family.op_aliases``.
     """
-    if not (family.alike and ops):
+    if not (family.op_aliases and ops):
         return rows
     p = columns(rows, family)
     for dtype in pd.unique(p.dtype):
-        measured = ops.get(dtype, [next(iter(family.alike))] if missing else ())
-        known = [op for op in family.alike if op in measured]
-        other = (p.dtype == dtype) & among(p.op, family.alike) & ~among(p.op, known)
+        measured = ops.get(dtype, [next(iter(family.op_aliases))] if missing else ())
+        known = [op for op in family.op_aliases if op in measured]
+        other = (p.dtype == dtype) & isin(p.op, family.op_aliases) & ~isin(p.op, known)
         if known and other.any():
-            made = {"op": known[0], **family.alike[known[0]]}
+            made = {"op": known[0], **family.op_aliases[known[0]]}
             now = columns(rows, family)
             rows = rows.assign(**{c: np.where(other, v, getattr(now, c)) for c, v in made.items()})
     return rows

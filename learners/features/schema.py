@@ -1,4 +1,4 @@
-"""What rows of a dataset must look like before anything is learned from them."""
+"""Checks rows of a dataset before anything is learned from them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ STATUSES = ["ok", "oom", "unsupported", "error", "throttled"]
 
 
 def check_rows(rows: pd.DataFrame, family: Family) -> None:
-    """ValueError in one line that names the column, the value and what is allowed.
+    """Raise ValueError, in one line, for the first column with a value that is not allowed.
 
-    Status and GPU of every row; time and parameters of the rows that are ok. Sizes are whole
-    numbers of at least 0; an optional parameter may be missing.
+    Checks status and GPU of every row; time and parameters of rows with status ok. Sizes must be at
+    least 0; an optional parameter may be missing.
     """
     import pandera.pandas as pa  # lazy: a forecast checks no rows
 

@@ -1,4 +1,4 @@
-"""From measured rows to a numeric table: features, roofline, shape groups."""
+"""Turns measured rows into learners' inputs: features, roofline times, shape groups."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family
 
-LAUNCH_FLOOR_US = {"cpu": 1.0, "gpu": 2.0}
-SMALL_US = 5.0  # roofline of ops of which mostly the launch is measured
-FEW_SMALL = 5
-PLACE = " over "  # a GPU over a cluster
-ROOFLINE = "roofline"  # beside the features while they are made
+LAUNCH_FLOOR_US = assumed(__file__, "launch_floor_us")  # by kind of device
+SMALL_ROOFLINE_US = assumed(__file__, "small_roofline_us")
+LAUNCH_QUANTILE = assumed(__file__, "launch_quantile")
+MIN_BANDWIDTH_SHARE = assumed(__file__, "min_bandwidth_share")
+MIN_SMALL_ROWS = 5
+CLUSTER_SEPARATOR = " over "  # in "GPU over CLUSTER", see ``origins``
+ROOFLINE = "roofline"  # column beside the features while they are computed
 Features = dict[str, np.ndarray]  # a column per feature: numbers, or strings as objects
-IDENTITY = ("gpu", "stack", "place")  # whose row it is, not what the op is: hidden from new GPUs
+ORIGIN = ("gpu", "stack", "place")  # where a row was measured: GPU, software, cluster
 
 
 def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
-    """The family's parameters as arrays; a column that is missing takes the field's default."""
+    """The family's parameters as arrays by name; missing values take the field's default."""
     found: dict[str, Any] = {}
     for f in fields(family.params):
         if f.name in rows:
@@ -43,29 +46,31 @@ def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
 
 
 def broadcast(values: Any, count: int) -> np.ndarray:
-    """One value per row; text as objects, which numpy compares as Python does."""
+    """Repeat a value to one per row; text becomes objects, which numpy compares as Python does."""
     array = np.broadcast_to(np.asarray(values), count)
     return array.astype(object) if array.dtype.kind == "U" else array
 
 
-def by_value(
-    values: np.ndarray, answers: Mapping[Any, Any], other: Any, dtype: Any = object
+def map_values(
+    values: np.ndarray, table: Mapping[Any, Any], other: Any, dtype: Any = object
 ) -> np.ndarray:
-    """The answer to each row's value, ``other`` where there is none."""
+    """Look each row's value up in ``table``; ``other`` where it has none."""
     codes, distinct = pd.factorize(values)
-    found = [answers.get(value, other) for value in distinct]
-    return np.array([*found, other], dtype=dtype)[codes]  # a missing value has the code -1
+    mapped = [table.get(value, other) for value in distinct]
+    return np.array([*mapped, other], dtype=dtype)[codes]  # a missing value has the code -1
 
 
-def among(values: np.ndarray, seen: Iterable[str]) -> np.ndarray:
-    """Which of the strings are among those seen."""
-    return by_value(values, dict.fromkeys(seen, True), False, bool)
+def isin(values: np.ndarray, seen: Iterable[str]) -> np.ndarray:
+    """Mask of the strings that are in ``seen``; np.isin is slow on objects."""
+    return map_values(values, dict.fromkeys(seen, True), False, bool)
 
 
 def bounds_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> tuple[Any, Any]:
-    """flops / full rate and bytes / bandwidth, in us.
+    """Compute and memory bound of each row in us: FLOP / full rate, bytes / bandwidth.
 
-    On a CPU rates shrink with the share of cores used; bandwidth not below one half.
+    On a CPU both rates are times threads / cores, the bandwidth at least times
+    MIN_BANDWIDTH_SHARE. The full rate is that of the tensor cores without the limit that some
+    cards put on it (``Gpu.full_rate``), or less where the family's kernels are bound (``rate``).
     """
     share = np.clip(np.asarray(threads, dtype=float) / gpu.sm_count, 1 / gpu.sm_count, 1.0)
     share = share if gpu.kind == "cpu" else np.ones_like(share)
@@ -74,7 +79,7 @@ def bounds_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> tuple[Any, Any]
         rates = np.minimum(rates, family.rate(p, gpu))
     compute_s = np.asarray(family.flops(p), dtype=float) / (rates * share)
     memory_s = np.asarray(family.bytes_moved(p), dtype=float)
-    memory_s = memory_s / (gpu.hbm_bytes_per_s * np.maximum(share, 0.5))
+    memory_s = memory_s / (gpu.hbm_bytes_per_s * np.maximum(share, MIN_BANDWIDTH_SHARE))
     return compute_s * 1e6, memory_s * 1e6
 
 
@@ -84,8 +89,11 @@ def _rates(p: Any, rate: Callable[[str], float]) -> np.ndarray:
     return np.array([rate(str(name)) for name in names])[codes]
 
 
-def at_least_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
-    """The time at the peak, where a GPU's peak is a halved rate; else 0."""
+def halved_rate_bound_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
+    """FLOP / peak in us on GPUs whose peak is limited below their tensor cores' rate; else 0.
+
+    GeForce cards halve the rate of products that accumulate in fp32.
+    """
     found = np.zeros(len(rows))
     for name in rows["gpu"].unique():
         if gpus[name].full_rate_flops_per_s:
@@ -96,14 +104,14 @@ def at_least_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> 
 
 
 def roofline_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> Any:
-    """The larger bound plus a launch floor, or what the family says instead, in us."""
+    """Roofline in us: max(compute, memory bound) + launch floor, or the family's ``floor_us``."""
     if family.floor_us is not None:
         return np.asarray(family.floor_us(p, gpu), dtype=float)
     return np.maximum(*bounds_us(family, p, gpu, threads)) + LAUNCH_FLOOR_US[gpu.kind]
 
 
 def with_launch(rows: pd.DataFrame) -> np.ndarray:
-    """Which rows were timed from the host, launch included."""
+    """Mask of the rows that were timed from the host, so that times include the launch."""
     if "timer" not in rows:
         return np.zeros(len(rows), dtype=bool)
     return (rows["timer"] == "with_launch").to_numpy(dtype=bool)
@@ -112,60 +120,65 @@ def with_launch(rows: pd.DataFrame) -> np.ndarray:
 def learn_launch_us(
     rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]
 ) -> dict[str, float]:
-    """Host launch in us by GPU: what the smallest ops timed from the host took longer (1 %).
+    """Estimate host launch times in us by GPU, from rows that were timed from the host.
 
-    A GPU of whose rows too few are small takes the least of the others: of large ops the rest over
-    the roofline is no launch. Nor is what family ``host`` takes: there the call is the op.
+    launch = 1 % quantile of (time - roofline) over ops whose roofline is at most
+    SMALL_ROOFLINE_US. A GPU with fewer than MIN_SMALL_ROWS such ops takes the least launch of the
+    others: time over the roofline of large ops is no launch. None for family ``host``, where the
+    call itself is the op.
     """
-    if family.name == "host":
+    if family.on_host:
         return {}
     timed = rows[with_launch(rows)]
     found, without = {}, []
     for gpu, part in timed.groupby("gpu"):
         p = columns(part, family)
         roof = roofline_us(family, p, gpus[str(gpu)], np.zeros(len(part)))
-        small = roof <= SMALL_US
+        small = roof <= SMALL_ROOFLINE_US
         rest = part["time_us"].to_numpy(dtype=float)[small] - roof[small]
-        if small.sum() < FEW_SMALL:
+        if small.sum() < MIN_SMALL_ROWS:
             without.append(str(gpu))
         else:
-            found[str(gpu)] = max(0.0, float(np.quantile(rest, 0.01)))
+            found[str(gpu)] = max(0.0, float(np.quantile(rest, LAUNCH_QUANTILE)))
     return {**found, **dict.fromkeys(without, min(found.values(), default=0.0))}
 
 
 def launch_us(rows: pd.DataFrame, known: Mapping[str, float]) -> np.ndarray:
-    """Launch in us to add to each row's roofline; an unknown GPU takes the median one."""
+    """Launch in us to add to each row's roofline; a GPU without one takes the median of all."""
     timed = with_launch(rows)
     if not timed.any():
         return np.zeros(len(rows))
     typical = float(np.median(list(known.values()))) if known else 0.0
     gpu = rows["gpu"].to_numpy(dtype=object)
-    return np.where(timed, by_value(gpu, known, typical, float), 0.0)
+    return np.where(timed, map_values(gpu, known, typical, float), 0.0)
 
 
-def identities(rows: pd.DataFrame, family: Family, stacks: Mapping[str, str]) -> Features:
-    """GPU over its place, software and place of each row; ``stack`` is else its GPU's usual one."""
+def origins(rows: pd.DataFrame, family: Family, stacks: Mapping[str, str]) -> Features:
+    """Where each row was measured: GPU, software, and cluster if the family names one.
+
+    The GPU is then "GPU over CLUSTER". A row without ``stack`` takes the usual one of its GPU.
+    """
     gpu = rows["gpu"].to_numpy(dtype=object)
-    stack = by_value(gpu, stacks, "")
+    stack = map_values(gpu, stacks, "")
     if "stack" in rows:
         stack = rows["stack"].where(rows["stack"].notna(), stack).to_numpy(dtype=object)
     place = np.full(len(rows), "", dtype=object)
     if family.place is not None:
         place = broadcast(family.place(columns(rows, family)), len(rows))
-        gpu = gpu + np.where(place == "", "", PLACE + place)
+        gpu = gpu + np.where(place == "", "", CLUSTER_SEPARATOR + place)
     return {"gpu": gpu, "stack": stack, "place": place}
 
 
-def ordinary(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows measured one call at a time; not those of a GPU kept busy for seconds (``load``).
+def without_load(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows measured one call at a time, without those of a GPU kept busy for seconds (``load``).
 
-    Under load the clocks sink as far as the power limit asks for: another condition, told apart.
+    Under sustained load the power limit lowers clocks: those rows measure another condition.
     """
     return rows[rows["load"].isna()] if "load" in rows else rows
 
 
 def usual_stacks(rows: pd.DataFrame) -> dict[str, str]:
-    """The software most rows of each GPU were measured with."""
+    """The software stack with most rows, by GPU."""
     if "stack" not in rows:
         return {}
     known = rows.dropna(subset=["stack"]).groupby("gpu")["stack"]
@@ -178,7 +191,10 @@ def feature_table(
     gpus: Mapping[str, Gpu],
     launch: Mapping[str, float] | None = None,
 ) -> tuple[Features, np.ndarray]:
-    """Features (numbers and strings) and the roofline in us, in the order of the rows."""
+    """Features (numbers and strings) and roofline in us of rows of any GPUs, in their order.
+
+    ``launch`` by GPU in us is added to the roofline of rows timed from the host.
+    """
     codes, names = pd.factorize(rows["gpu"].to_numpy(dtype=object), use_na_sentinel=False)
     pieces, places = [], []
     for code, name in enumerate(names):
@@ -197,7 +213,7 @@ def feature_table(
 def _features_on(
     rows: pd.DataFrame, family: Family, gpu: Gpu, launch: Mapping[str, float]
 ) -> Features:
-    """Features of rows of one GPU, and under ``ROOFLINE`` their roofline."""
+    """Features of rows of one GPU; the column ``ROOFLINE`` holds their roofline in us."""
     p, count = columns(rows, family), len(rows)
     threads = broadcast(float(gpu.sm_count if gpu.kind == "cpu" else 0), count)
     if "threads" in rows:
@@ -209,7 +225,7 @@ def _features_on(
     flops = np.asarray(family.flops(p), dtype=float)
     moved = np.asarray(family.bytes_moved(p), dtype=float)
     roof = roofline_us(family, p, gpu, threads)
-    if gpu.kind != "cpu":  # on a CPU the call is the op
+    if gpu.kind != "cpu":  # on a CPU the call is part of the op
         roof = roof + launch_us(rows, launch)
     compute_us, memory_us = bounds_us(family, p, gpu, threads)
     common = {
@@ -227,10 +243,10 @@ def _features_on(
 
 
 def shape_groups(rows: pd.DataFrame, family: Family) -> np.ndarray:
-    """A number per shape: parameters without dtype, and no conditions of measurement.
+    """A number per shape group: rows with equal parameters other than dtype.
 
-    An event of the host that comes in one shape has none to leave out: its measurements count as
-    shapes.
+    Groups are held out as a whole. A host event of a single shape could not be held out: each of
+    its measurements (``trial``) is a group.
     """
     p = columns(rows, family)
     names = [f.name for f in fields(family.params) if f.name != "dtype"]
@@ -242,7 +258,7 @@ def shape_groups(rows: pd.DataFrame, family: Family) -> np.ndarray:
 
 
 class Encoder:
-    """Strings to one-hot columns with the vocabulary of the training rows."""
+    """Encodes features as float32 columns: strings one-hot, by the training rows' vocabulary."""
 
     def __init__(self, names: list[str], vocabulary: dict[str, list[str]]) -> None:
         self.names = names
@@ -250,50 +266,54 @@ class Encoder:
 
     @classmethod
     def fit(cls, table: Features) -> Encoder:
-        """Every string column becomes one column per value seen."""
+        """An encoder for these features, with one column per value of every string."""
         texts = [name for name, values in table.items() if not is_number(values)]
         return cls(list(table), {name: sorted(pd.unique(table[name])) for name in texts})
 
     def encode(self, table: Features) -> np.ndarray:
-        """float32, one row per row; unknown strings are all zeros."""
+        """Encode features as a float32 matrix (rows, columns); unknown strings become zeros."""
         parts = []
         for name in self.names:
             values, seen = table[name], self.vocabulary.get(name)
             if seen is None:
                 parts.append(values.astype(np.float32)[:, None])
             else:
-                which = by_value(values, {value: i for i, value in enumerate(seen)}, -1, int)
+                which = map_values(values, {value: i for i, value in enumerate(seen)}, -1, int)
                 parts.append((which[:, None] == np.arange(len(seen))).astype(np.float32))
         return np.hstack(parts)
 
-    def places(self, chosen: list[str]) -> tuple[int, ...]:
-        """Positions of the encoded columns of these features; ``name=value``: of one value's."""
-        found: list[int] = []
-        at = 0
+    def places(self, wanted: list[str]) -> tuple[int, ...]:
+        """Positions of the encoded columns of features ``name``, or of one value ``name=value``."""
+        positions: list[int] = []
+        start = 0
         for name in self.names:
             columns = [f"{name}={value}" for value in self.vocabulary.get(name, [""])]
-            found += (at + i for i, one in enumerate(columns) if name in chosen or one in chosen)
-            at += len(columns)
-        return tuple(found)
+            positions.extend(
+                start + i for i, c in enumerate(columns) if name in wanted or c in wanted
+            )
+            start += len(columns)
+        return tuple(positions)
 
 
 def in_envelope(
     table: Features, envelope: Mapping[str, tuple[float, float]], encoder: Encoder
 ) -> np.ndarray:
-    """True where every number lies within the training range and every string was seen.
+    """Mask of rows whose numbers lie within the training range and whose strings were seen.
 
-    A GPU's places are not asked for: what all clusters share forecasts one never seen.
+    An unseen cluster of a seen GPU counts as inside: clusters share most of what decides times.
     """
     inside = np.ones(len(table["gpu"]), dtype=bool)
     for name, (low, high) in envelope.items():
         inside &= (table[name] >= low - 1e-6) & (table[name] <= high + 1e-6)
     for name, seen in encoder.vocabulary.items():
         if name == "gpu":
-            known = {value.partition(PLACE)[0] for value in seen}
+            known = {value.partition(CLUSTER_SEPARATOR)[0] for value in seen}
             codes, distinct = pd.factorize(table[name])
-            inside &= np.array([str(v).partition(PLACE)[0] in known for v in distinct])[codes]
-        elif name not in IDENTITY:
-            inside &= among(table[name], seen)
+            inside &= np.array([str(v).partition(CLUSTER_SEPARATOR)[0] in known for v in distinct])[
+                codes
+            ]
+        elif name not in ORIGIN:
+            inside &= isin(table[name], seen)
     return inside
 
 

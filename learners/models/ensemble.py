@@ -1,4 +1,4 @@
-"""Trees and networks blended, or a process alone: how much of each, cross-validation tells."""
+"""Combines trees with networks or a Gaussian process; cross-validation chooses the weights."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ from typing import Any
 
 import numpy as np
 
-from learners.models import regressors
+from learners.models import trees as boosted
 from learners.models.gaussian_process import (
-    GRAIN,
-    POINTS,
+    MAX_POINTS,
+    MERGE_DISTANCE,
+    GaussianProcess,
     Kernel,
-    Process,
-    every_feature,
     fit_process,
+    initial_length_scales,
     learn_kernel,
 )
 from learners.models.mlp import Network, fit_network
-from learners.models.regressors import Array, Rounds, Table, Trees
+from learners.models.training_table import Array, Table
+from learners.models.trees import Rounds, Trees
 
 FOLDS = 5
-MANY_FOLDS = 3  # of rows of several GPUs: there are more of them
+SEVERAL_GPUS_FOLDS = 3  # tables of several GPUs have more rows
 LARGE_FOLDS = 2
-MEMBERS = 2
+MEMBERS = 2  # networks of an ensemble
 QUICK_ROUNDS = 150
-SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
-FINE_GRAIN = 0.02  # where shapes are few each counts
-Smooth = Network | Process
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)  # weights of the smooth model that cross-validation tries
+FINE_MERGE_DISTANCE = 0.02  # log2 units, for small tables, in which each shape counts
+Smooth = Network | GaussianProcess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blend:
-    """log ratio = share * smooth + (1 - share) * trees.
+class Ensemble:
+    """Weighted mean of two models: log ratio = share * smooth + (1 - share) * trees.
 
-    ``smooth`` is a Gaussian process where all rows are one GPU's and few, else networks. A process
-    whose covariance the family states stands alone, without trees: that says what a GPU never seen
-    has in common with the others.
+    ``smooth`` is a Gaussian process where all rows are one GPU's and few, otherwise networks. A
+    process whose covariance the family states stands alone (share 1, no trees): the covariance
+    says what an unseen GPU has in common with the others.
     """
 
     trees: Trees | None
@@ -45,7 +46,7 @@ class Blend:
     smooth: Smooth | None = None
 
     def predict(self, x: Array, roofline_us: Array) -> Array:
-        """Time in us."""
+        """Predict times in us from encoded features."""
         guess = np.zeros(len(x))
         if self.trees is not None and self.share < 1.0:
             guess = self.trees.log_ratio(x)
@@ -55,11 +56,16 @@ class Blend:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Along:
-    """What a Gaussian process runs along: columns, lengths, how near points are one; its kernel."""
+class ProcessSettings:
+    """How the Gaussian process of a family is fitted.
 
-    curve: Mapping[int, Sequence[float]]
-    grain: float
+    ``length_scales`` by column of x are where the fit starts, one per term of the kernel. Points
+    nearer than ``merge_distance`` (log2 units) become one. ``shares`` are the weights that
+    cross-validation tries. ``kernel`` is None until it is learned or stated.
+    """
+
+    length_scales: Mapping[int, Sequence[float]]
+    merge_distance: float
     shares: Sequence[float]
     kernel: Kernel | None = None
 
@@ -68,40 +74,45 @@ class Along:
         """Whether the family states the kernel."""
         return self.kernel is not None and self.kernel.along > 0
 
-    def learn(self, table: Table) -> Along:
-        """With the kernel of the table's rows, if none is stated."""
+    def learn(self, table: Table) -> ProcessSettings:
+        """These settings with a kernel learned from the table, unless one is stated."""
         if self.stated:
             return self
-        kernel = learn_kernel(table.x, table.log_ratio, self.curve, self.grain)
+        kernel = learn_kernel(table.x, table.log_ratio, self.length_scales, self.merge_distance)
         return replace(self, kernel=kernel)
 
 
-def along(table: Table) -> Along | None:
-    """None where networks stand in for the process, or trees stand alone."""
-    stated = table.curves
-    if stated and table.identity:
-        return Along(
-            curve={column: () for column in stated.columns},
-            grain=GRAIN,
+def process_settings(table: Table) -> ProcessSettings | None:
+    """Settings of the table's Gaussian process; None where networks are used, or trees alone."""
+    stated = table.stated_kernel
+    if stated and table.origin:
+        return ProcessSettings(
+            length_scales={column: () for column in stated.columns},
+            merge_distance=MERGE_DISTANCE,
             shares=(1.0,),
             kernel=stated.kernel,
         )
-    if table.identity or len(table.x) > POINTS:
+    if table.origin or len(table.x) > MAX_POINTS:
         return None
-    return Along(curve=every_feature(table.x), grain=FINE_GRAIN, shares=SHARES)
+    return ProcessSettings(
+        length_scales=initial_length_scales(table.x),
+        merge_distance=FINE_MERGE_DISTANCE,
+        shares=SHARES,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossFit:
-    """How many rounds suffice, the smooth share, each row's log error out of fold.
+    """What cross-validation found: boosting rounds, weight of the smooth model, residuals.
 
-    No rounds: no trees.
+    ``residual`` is log(measured / predicted) of each row out of fold. ``rounds`` is None where
+    there are no trees, ``process`` where there is no Gaussian process.
     """
 
     rounds: Rounds | None
     share: float
     residual: Array
-    path: Along | None
+    process: ProcessSettings | None
 
     @property
     def offsets(self) -> tuple[float, float]:
@@ -111,78 +122,82 @@ class CrossFit:
 
 
 def steps_for(rows: int) -> int:
-    """Optimizer steps of a network: as many as rows up to 1,500, then a step per 20 rows."""
+    """Optimizer steps of a network: one per row up to 1,500, then rows / 20; 400 to 6,000."""
     return int(np.clip(max(min(rows, 1500), rows // 20), 400, 6000))
 
 
-def fit_smooth(table: Table, members: int, path: Along | None) -> Smooth:
-    """A Gaussian process or networks."""
+def fit_smooth(table: Table, members: int, settings: ProcessSettings | None) -> Smooth:
+    """Fit a Gaussian process if there are settings for one, otherwise networks."""
     x, ratio = table.x, table.log_ratio
-    if path is not None:
-        return fit_process(x, ratio, path.curve, path.kernel, path.grain)
+    if settings is not None:
+        scales, merge_distance = settings.length_scales, settings.merge_distance
+        return fit_process(x, ratio, scales, settings.kernel, merge_distance)
     return fit_network(x, ratio, members, steps_for(len(x)))
 
 
 def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
-    """A booster and a network per fold of shapes, judged on the shapes left out.
+    """Fit trees and a smooth model per fold of shape groups; predict each fold by the others.
 
     A process whose covariance is stated needs no trees.
     """
     names = np.random.default_rng(1).permutation(np.unique(train.group))
-    folds = MANY_FOLDS if train.identity else FOLDS
-    folds = min(folds if len(train.x) < regressors.LARGE_ROWS else LARGE_FOLDS, len(names))
+    folds = SEVERAL_GPUS_FOLDS if train.origin else FOLDS
+    folds = min(folds if len(train.x) < boosted.LARGE_ROWS else LARGE_FOLDS, len(names))
     fitted: list[Trees] = []
-    trees, smooth = np.zeros(len(train.x)), np.zeros(len(train.x))
-    path = along(train)
-    path = path.learn(train) if path is not None else None
-    alone = path is not None and path.stated
+    by_trees, by_smooth = np.zeros(len(train.x)), np.zeros(len(train.x))
+    settings = process_settings(train)
+    settings = settings.learn(train) if settings is not None else None
+    alone = settings is not None and settings.stated
     for fold in range(folds):
         held = np.isin(train.group, names[fold::folds])
         out = train.take(np.flatnonzero(held))
         rest = train.take(np.flatnonzero(~held)) if not held.all() else out
         if not alone:
-            fitted.append(regressors.fit_xgboost(rest, out, options, fold))
-            trees[held] = fitted[-1].log_ratio(out.x)
-        if train.identity or path is not None:
-            smooth[held] = fit_smooth(rest, 1, path).predict(out.x)
-    shares = path.shares if path is not None else SHARES if train.identity else (0.0,)
-    guesses = [share * smooth + (1 - share) * trees for share in shares]
+            fitted.append(boosted.fit(rest, out, options, fold))
+            by_trees[held] = fitted[-1].log_ratio(out.x)
+        if train.origin or settings is not None:
+            by_smooth[held] = fit_smooth(rest, 1, settings).predict(out.x)
+    shares = settings.shares if settings is not None else SHARES if train.origin else (0.0,)
+    guesses = [share * by_smooth + (1 - share) * by_trees for share in shares]
     best = int(np.argmin([np.abs(train.log_ratio - guess).mean() for guess in guesses]))
     return CrossFit(
-        rounds=regressors.rounds_for_all(fitted, bool(train.identity)) if fitted else None,
+        rounds=boosted.rounds_for_all(fitted, bool(train.origin)) if fitted else None,
         share=shares[best],
-        path=path,
+        process=settings,
         residual=train.log_ratio - guesses[best],
     )
 
 
-def refit(table: Table, options: dict[str, Any], crossed: CrossFit) -> Blend:
-    """Trees and networks on all rows of the table, as cross-validation found best."""
-    path, rounds = _all_features(crossed.path, table), crossed.rounds
-    return Blend(
-        trees=regressors.refit(table, options, rounds) if rounds and crossed.share < 1.0 else None,
+def refit(table: Table, options: dict[str, Any], crossed: CrossFit) -> Ensemble:
+    """Fit on all rows of the table, with the rounds and weight that cross-validation found."""
+    settings, rounds = _with_new_columns(crossed.process, table), crossed.rounds
+    return Ensemble(
+        trees=boosted.refit(table, options, rounds) if rounds and crossed.share < 1.0 else None,
         share=crossed.share,
-        smooth=fit_smooth(table, MEMBERS, path) if crossed.share else None,
+        smooth=fit_smooth(table, MEMBERS, settings) if crossed.share else None,
     )
 
 
-def _all_features(path: Along | None, table: Table) -> Along | None:
-    """The path; learned anew where these rows vary in features that those it knows did not."""
-    if path is None or table.identity:
-        return path
-    curve = every_feature(table.x)
-    return path if curve.keys() <= path.curve.keys() else replace(path, curve=curve).learn(table)
+def _with_new_columns(settings: ProcessSettings | None, table: Table) -> ProcessSettings | None:
+    """The settings, learned again if columns vary in this table that did not in the first."""
+    if settings is None or table.origin:
+        return settings
+    scales = initial_length_scales(table.x)
+    if scales.keys() <= settings.length_scales.keys():
+        return settings
+    return replace(settings, length_scales=scales).learn(table)
 
 
-def fit_quick(table: Table, options: dict[str, Any]) -> Blend:
-    """Without cross-validation: what prices GPUs never seen, whose error none of it would tell.
+def fit_quick(table: Table, options: dict[str, Any]) -> Ensemble:
+    """Fit without cross-validation, to estimate errors on unseen GPUs.
 
-    A process, or trees alone: beside lent trees networks neither help nor harm.
+    A Gaussian process, or trees alone: on unseen GPUs networks neither help nor harm.
     """
-    path = along(table)
-    if path is not None:
-        return Blend(trees=None, share=1.0, smooth=fit_smooth(table, MEMBERS, path))
-    own = dict.fromkeys(regressors.own_columns(table), regressors.SHARED_ROUNDS + QUICK_ROUNDS)
+    settings = process_settings(table)
+    if settings is not None:
+        return Ensemble(trees=None, share=1.0, smooth=fit_smooth(table, MEMBERS, settings))
+    rounds = boosted.SHARED_ROUNDS + QUICK_ROUNDS
+    own = dict.fromkeys(boosted.own_columns(table), rounds)
     others = (table.x[:, list(table.gpus)] > 0).any(0).sum() > len(own)
-    common = regressors.SHARED_ROUNDS + QUICK_ROUNDS if others or not own else 0
-    return Blend(trees=regressors.refit(table, options, regressors.Rounds(common=common, own=own)))
+    common = rounds if others or not own else 0
+    return Ensemble(trees=boosted.refit(table, options, Rounds(common=common, own=own)))

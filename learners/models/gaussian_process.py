@@ -1,4 +1,7 @@
-"""A Gaussian process for families of few smooth curves: it carries on where trees stay level."""
+"""Gaussian-process regression of log(time / roofline), for families of few, smooth curves.
+
+Beyond the measured sizes it follows the trend, where trees stay constant.
+"""
 
 from __future__ import annotations
 
@@ -11,27 +14,31 @@ import numpy as np
 from scipy.linalg import solve
 
 from learners.models.interpolate import interpolated
+from microbench.assumptions import assumed
 
 Array = Any  # numpy arrays of float
-AMPLITUDES = (0.4, 0.3, 0.15)  # what all share, offsets of a curve, details
-NOISE = 0.05
-REACH = (1.5, 1.0, 0.5)  # lengths where the family states none, in spreads times root of features
-GRAIN = 0.5  # octaves
-TIE = 0.2  # how firmly lengths stay near those the family states
-STEPS = 60
+# Where the fit of hyperparameters starts: three terms (common trend, offsets of a curve, details).
+INITIAL_AMPLITUDES = (0.4, 0.3, 0.15)  # standard deviations of the log time
+INITIAL_NOISE = 0.05  # standard deviation of a measurement's log time
+INITIAL_LENGTHS = (1.5, 1.0, 0.5)  # in standard deviations of a column times sqrt(columns)
+LENGTH_PENALTY = 0.2  # weight of (log length - initial log length)^2 beside the likelihood
+STEPS = 60  # of Adam
 SAMPLE = 700  # points of one step
-POINTS = 3500  # at most so many are kept; predicting takes as long as there are points
-FREEDOM = 3.0  # of Student's t: single measurements go astray
+MERGE_DISTANCE = 0.5  # log2 units
+MAX_POINTS = 3500  # kept at most; predicting takes time in proportion
+STUDENT_T_FREEDOM = assumed(__file__, "student_t_freedom")
 CHUNK = 128  # rows at a time, so that their covariances stay in the cache
-FAINT = -14.0  # log covariance of points of other kinds that are as good as unrelated
+NEGLIGIBLE = -14.0  # log covariance below which points are left out of the sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernel:
-    """Squared exponentials, summed: ``inverse`` lengths (parts, inputs), ``amplitude`` (parts,).
+    """Covariance of two points: sum over terms of amplitude^2 * exp(-|(a - b) * inverse|^2 / 2).
 
-    The first ``along`` inputs, log2, grow alike along curves; none do where it is 0. Beyond
-    ``ends`` of the first of them nothing changes any more.
+    ``inverse`` holds inverse length scales (terms, inputs), ``amplitude`` (terms,); ``noise`` is
+    the standard deviation of a measurement. The first ``along`` inputs are log2 of sizes that
+    differ by constants within a curve (0: there are no curves). Below and above ``ends`` of the
+    first of them (not in log2) the log ratio is constant.
     """
 
     inverse: Array
@@ -40,8 +47,11 @@ class Kernel:
     along: int = 0
     ends: tuple[float, float] = (0.0, np.inf)
 
-    def levelled(self, z: Array) -> Array:
-        """Inputs (rows, inputs) as the covariance sees them: bent level beyond the ends."""
+    def saturated(self, z: Array) -> Array:
+        """Inputs (rows, inputs) with the sizes saturating smoothly beyond ``ends``.
+
+        size -> (size + low) / (1 + size / high), in log2; all ``along`` inputs shift by as much.
+        """
         out, (low, high) = z.astype(float), self.ends
         if self.along:
             first = np.exp2(out[:, 0])
@@ -50,7 +60,7 @@ class Kernel:
         return out
 
     def __call__(self, a: Array, b: Array) -> Array:
-        """Covariance of the levelled points ``a`` (rows) with ``b`` (columns)."""
+        """Covariance of the saturated points ``a`` (rows) with ``b`` (columns)."""
         total = np.zeros((len(a), len(b)), dtype=a.dtype)
         for inverse, amplitude in zip(self.inverse, self.amplitude, strict=True):
             exponent = left_factor(a * inverse) @ right_factor(b * inverse)
@@ -59,20 +69,20 @@ class Kernel:
 
 
 def left_factor(u: Array) -> Array:
-    """Times ``right_factor(v)`` -|u - v|^2 / 2 of every row of u with every row of v."""
+    """Left matrix of a product: left_factor(u) @ right_factor(v) = -|u_i - v_j|^2 / 2."""
     own = -0.5 * (u * u).sum(1, keepdims=True)
     return np.hstack([u, own, np.ones_like(own)])
 
 
 def right_factor(v: Array) -> Array:
-    """See ``left_factor``."""
+    """Right matrix of the product that ``left_factor`` describes."""
     own = -0.5 * (v * v).sum(1, keepdims=True)
     return np.hstack([v, np.ones_like(own), own]).T
 
 
 @dataclass(frozen=True, kw_only=True)
-class Process:
-    """Mean of a Gaussian process: ``centre`` + kernel(x, at) @ weight on the inputs ``columns``."""
+class GaussianProcess:
+    """Mean of a Gaussian process on the ``columns`` of x: centre + kernel(x, at) @ weight."""
 
     columns: Array
     kernel: Kernel
@@ -82,15 +92,16 @@ class Process:
 
     @cached_property
     def _flags(self) -> Array:
-        """Which columns are 0 or 1 at every point, and numbers that name their patterns."""
+        """Mask of the columns that are 0 or 1 at every point; random weights to hash them by."""
         flags = ((self.at == 0) | (self.at == 1)).all(0)
         return flags, np.random.default_rng(0).random(int(flags.sum()))
 
     @cached_property
     def _known(self) -> tuple[Array, list[tuple[Array, ...]]]:
-        """What is subtracted from inputs that are no flags; by part of the kernel the points.
+        """Factors of the training points that every prediction needs, in float32.
 
-        Of each part its inverse lengths, right factors of numbers and of flags, and weights.
+        The mean of the inputs that are no flags; then by term of the kernel its inverse lengths,
+        the right factors of numbers and of flags, and the weights.
         """
         flags, _ = self._flags
         shift, parts = self.at[:, ~flags].mean(0), []  # near 0 float32 is fine enough
@@ -102,12 +113,12 @@ class Process:
         return shift, parts
 
     def predict(self, x: Array) -> Array:
-        """Log ratio of each row of encoded features."""
-        z, along = self.kernel.levelled(x[:, self.columns]), self.kernel.along
-        return interpolated(z, along, self.of_kinds) if along else self.of_numbers(z)
+        """Predict the log ratio of each row of encoded features."""
+        z, along = self.kernel.saturated(x[:, self.columns]), self.kernel.along
+        return interpolated(z, along, self.predict_by_kind) if along else self.predict_rows(z)
 
-    def of_numbers(self, z: Array) -> Array:
-        """Log ratio of rows of inputs, most of which are numbers of their own."""
+    def predict_rows(self, z: Array) -> Array:
+        """Log ratio of rows of inputs that mostly differ from each other."""
         out = np.full(len(z), self.centre)
         (flags, names), (shift, parts) = self._flags, self._known
         key = z[:, flags] @ names
@@ -124,10 +135,10 @@ class Process:
                 out[rows] += np.exp(near, out=near) @ weight
         return out
 
-    def of_kinds(self, z: Array) -> Array:
-        """Log ratio of rows of inputs; those of a kind share all that does not grow along curves.
+    def predict_by_kind(self, z: Array) -> Array:
+        """Log ratio of rows of inputs that come in few kinds: equal but for the ``along`` inputs.
 
-        Points too far from a kind to count are left out.
+        Points whose covariance with a kind is negligible are left out of its sum.
         """
         out = np.full(len(z), self.centre)
         still = np.arange(z.shape[1]) >= self.kernel.along
@@ -141,7 +152,7 @@ class Process:
             u = left_factor(near[:, ~still]).astype(np.float32)
             v = right_factor(known[:, ~still]).astype(np.float32)
             for rows, apart in zip(members, p @ q, strict=True):
-                kept = np.flatnonzero(apart > FAINT)
+                kept = np.flatnonzero(apart > NEGLIGIBLE)
                 weight = amplitude**2 * self.weight[kept] * np.exp(apart[kept])
                 for start in range(0, len(rows) if len(kept) else 0, CHUNK):
                     some = rows[start : start + CHUNK]
@@ -149,7 +160,7 @@ class Process:
         return out
 
     def to_arrays(self) -> dict[str, Array]:
-        """Arrays by name, for a file."""
+        """The process as arrays by name, to be saved."""
         return {
             "columns": self.columns,
             "inverse": self.kernel.inverse,
@@ -163,8 +174,8 @@ class Process:
         }
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, Array]) -> Process:
-        """As written by to_arrays."""
+    def from_arrays(cls, arrays: Mapping[str, Array]) -> GaussianProcess:
+        """The process that ``to_arrays`` wrote."""
         low, high = arrays["ends"]
         kernel = Kernel(
             inverse=arrays["inverse"],
@@ -182,37 +193,43 @@ class Process:
         )
 
 
-def every_feature(x: Array) -> dict[int, tuple[float, ...]]:
-    """Columns that vary, each with lengths of a few times its spread."""
+def initial_length_scales(x: Array) -> dict[int, tuple[float, ...]]:
+    """Length scales to start from, one per term, of every column that varies."""
     spread = x.std(0)
     used = np.flatnonzero(spread > 1e-6)
-    return {int(i): tuple(float(r * spread[i] * len(used) ** 0.5) for r in REACH) for i in used}
+    root = len(used) ** 0.5
+    return {int(i): tuple(float(r * spread[i] * root) for r in INITIAL_LENGTHS) for i in used}
 
 
-def merged(z: Array, log_ratio: Array, grain: float = GRAIN) -> tuple[Array, Array, Array]:
-    """Points within a ``grain`` made one: where, the median there, how many (at most 4)."""
-    index = np.unique(np.round(z / grain), axis=0, return_inverse=True)[1].reshape(-1)
+def merge_points(
+    z: Array, log_ratio: Array, distance: float = MERGE_DISTANCE
+) -> tuple[Array, Array, Array]:
+    """Merge points of one grid cell: mean position, median value, how many (4 at most)."""
+    index = np.unique(np.round(z / distance), axis=0, return_inverse=True)[1].reshape(-1)
     order, count = np.argsort(index, kind="stable"), np.bincount(index)
     ends = np.cumsum(count)[:-1]
     at = np.stack([part.mean(0) for part in np.split(z[order].astype(float), ends)])
     value = np.array([np.median(part) for part in np.split(log_ratio[order], ends)])
-    kept = np.random.default_rng(0).permutation(len(at))[:POINTS]
+    kept = np.random.default_rng(0).permutation(len(at))[:MAX_POINTS]
     return at[kept], value[kept], np.minimum(count[kept], 4.0)
 
 
 def learn_kernel(
-    x: Array, log_ratio: Array, curve: Mapping[int, Sequence[float]], grain: float = GRAIN
+    x: Array,
+    log_ratio: Array,
+    length_scales: Mapping[int, Sequence[float]],
+    merge_distance: float = MERGE_DISTANCE,
 ) -> Kernel:
-    """Lengths and amplitudes of greatest marginal likelihood, near the lengths of ``curve``.
+    """Fit length scales and amplitudes by marginal likelihood, starting from ``length_scales``.
 
-    ``curve`` names columns of x and a starting length of each part.
+    These name columns of x and a length of each term; leaving them is penalised.
     """
     import torch  # lazy: pricing needs numpy only
 
-    z, value, count = merged(x[:, list(curve)], log_ratio, grain)
-    start = torch.tensor(np.log(np.array(list(curve.values())).T))
+    z, value, count = merge_points(x[:, list(length_scales)], log_ratio, merge_distance)
+    start = torch.tensor(np.log(np.array(list(length_scales.values())).T))
     lengths = start.clone().requires_grad_()
-    scales = torch.tensor(np.log([*AMPLITUDES, NOISE])).requires_grad_()
+    scales = torch.tensor(np.log([*INITIAL_AMPLITUDES, INITIAL_NOISE])).requires_grad_()
     points, target = torch.tensor(z), torch.tensor(value - np.median(value))
     spread = torch.tensor(1 / count)
     optimizer = torch.optim.Adam([lengths, scales], lr=0.1)
@@ -221,15 +238,15 @@ def learn_kernel(
     for _ in range(STEPS):
         some = torch.tensor(rng.permutation(len(z))[:SAMPLE])
         covariance = torch.diag(torch.exp(2 * scales[-1]) * spread[some])
-        for part in range(len(AMPLITUDES)):
-            u = points[some] * torch.exp(-lengths[part])
+        for term in range(len(INITIAL_AMPLITUDES)):
+            u = points[some] * torch.exp(-lengths[term])
             square = (u * u).sum(1)
             apart = (square[:, None] + square - 2 * u @ u.T).clamp_min(0)
-            covariance = covariance + torch.exp(2 * scales[part] - 0.5 * apart)
+            covariance = covariance + torch.exp(2 * scales[term] - 0.5 * apart)
         root = torch.linalg.cholesky(covariance)
         solved = torch.cholesky_solve(target[some][:, None], root)[:, 0]
         loss = 0.5 * target[some] @ solved + torch.log(torch.diagonal(root)).sum()
-        loss = loss + TIE * ((lengths - start) ** 2).sum()
+        loss = loss + LENGTH_PENALTY * ((lengths - start) ** 2).sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -243,23 +260,27 @@ def learn_kernel(
 def fit_process(
     x: Array,
     log_ratio: Array,
-    curve: Mapping[int, Sequence[float]],
+    length_scales: Mapping[int, Sequence[float]],
     kernel: Kernel | None = None,
-    grain: float = GRAIN,
-) -> Process:
-    """A process through the rows; points far off the others count less (Student's t)."""
-    kernel = kernel or learn_kernel(x, log_ratio, curve, grain)
-    at, value, count = merged(kernel.levelled(x[:, list(curve)]), log_ratio, grain)
+    merge_distance: float = MERGE_DISTANCE,
+) -> GaussianProcess:
+    """Fit a process to the rows, with Student's t noise: outliers count less.
+
+    Four steps of iterative reweighting; without ``kernel`` one is learned first.
+    """
+    kernel = kernel or learn_kernel(x, log_ratio, length_scales, merge_distance)
+    inputs = kernel.saturated(x[:, list(length_scales)])
+    at, value, count = merge_points(inputs, log_ratio, merge_distance)
     centre = float(np.median(value))
     covariance, variance = kernel(at, at), kernel.noise**2 / count
-    doubt = np.ones(len(at))
+    inflation, freedom = np.ones(len(at)), STUDENT_T_FREEDOM
     for _ in range(4):
-        noisy = covariance + np.diag(variance * doubt)
+        noisy = covariance + np.diag(variance * inflation)
         solved = solve(noisy, value - centre, assume_a="pos", check_finite=False)
-        left = solved * variance * doubt
-        doubt = (FREEDOM + left**2 / variance) / (FREEDOM + 1)
-    return Process(
-        columns=np.array(list(curve)),
+        residual = solved * variance * inflation
+        inflation = (freedom + residual**2 / variance) / (freedom + 1)
+    return GaussianProcess(
+        columns=np.array(list(length_scales)),
         kernel=kernel,
         at=at,
         weight=solved,

@@ -1,4 +1,4 @@
-"""Few points that stand for the many of a curve."""
+"""Cubic interpolation along curves, so that a costly function is evaluated at few points."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 
 Array = Any  # numpy arrays of float
-STEP = 0.25  # octaves between the points that stand for a curve
+STEP = 0.25  # log2 units between the interpolation nodes
 
 
 def interpolated(z: Array, along: int, smooth: Callable[[Array], Array]) -> Array:
-    """``smooth`` at the rows of z: cubic (Lagrange) between points ``STEP`` octaves apart.
+    """Interpolate ``smooth`` at the rows of z: cubic Lagrange between nodes ``STEP`` apart.
 
-    The first ``along`` columns of z differ by constants within a curve. ``smooth`` is asked for
-    four points around each row; the thousands of rows a curve may have share them.
+    Rows of one curve differ in the first ``along`` columns only, in all of them by the same amount.
+    ``smooth`` is evaluated at the four nodes around each row, once for all rows that share them.
     """
     still, lag = z[:, along:], np.round(z[:, 1:along] - z[:, :1], 3)
     mix = np.random.default_rng(0).random(still.shape[1] + lag.shape[1])

@@ -1,4 +1,4 @@
-"""The covariance a family states for its curves, on the columns a learner sees."""
+"""Builds the Gaussian-process kernel that a family states, over encoded feature columns."""
 
 from __future__ import annotations
 
@@ -8,35 +8,42 @@ from dataclasses import dataclass
 import numpy as np
 
 from learners.models.gaussian_process import Kernel
+from microbench.assumptions import assumed
 from microbench.ops.family import Family
 
-NOISE = 0.04  # standard deviation of a measurement's log time
+NOISE = assumed(__file__, "noise")  # standard deviation of a measurement's log time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Curves:
-    """The covariance over ``columns`` of x."""
+class StatedKernel:
+    """A kernel that a family states, and the ``columns`` of x that are its inputs."""
 
     columns: tuple[int, ...]
     kernel: Kernel
 
 
-def stated_curves(family: Family, places: Callable[[list[str]], tuple[int, ...]]) -> Curves | None:
-    """As the family says; ``places`` finds the columns of features. None where it says nothing."""
-    if not family.curve:
+def stated_kernel(
+    family: Family, places: Callable[[list[str]], tuple[int, ...]]
+) -> StatedKernel | None:
+    """Build the family's kernel; None where it states none.
+
+    ``places`` returns the columns of x of features by name.
+    """
+    if not family.kernel:
         return None
-    names = dict.fromkeys([*family.along, *(n for part in family.curve for n in part.reach)])
+    scaled = (name for term in family.kernel for name in term.length_scales)
+    names = dict.fromkeys([*family.along, *scaled])
     where = {name: places([name]) for name in names}
     columns = list(dict.fromkeys(column for found in where.values() for column in found))
-    square = np.zeros((len(family.curve), len(columns)))
-    for row, part in zip(square, family.curve, strict=True):
-        for name, reach in part.reach.items():
-            row[[columns.index(column) for column in where[name]]] += reach**-2
+    square = np.zeros((len(family.kernel), len(columns)))
+    for row, term in zip(square, family.kernel, strict=True):
+        for name, length in term.length_scales.items():
+            row[[columns.index(column) for column in where[name]]] += length**-2
     kernel = Kernel(
         inverse=np.sqrt(square),
-        amplitude=np.array([part.amplitude for part in family.curve]),
+        amplitude=np.array([term.amplitude for term in family.kernel]),
         noise=NOISE,
         along=len(family.along),
         ends=family.ends,
     )
-    return Curves(columns=tuple(columns), kernel=kernel)
+    return StatedKernel(columns=tuple(columns), kernel=kernel)

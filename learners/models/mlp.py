@@ -1,4 +1,4 @@
-"""Small neural networks beside the trees: smooth where trees step; run in numpy."""
+"""Small neural networks that predict log(time / roofline); trained by torch, run by numpy."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 
 Array = Any  # numpy arrays of float
-WIDTH = 128
-LIMIT = 4.0  # inputs are standardised and cut here, so that nothing runs away beyond the data
-CHUNK = 4096
+WIDTH = 128  # of the hidden layers
+INPUT_LIMIT = 4.0  # standardised inputs are clipped here, so that extrapolation stays bounded
+CHUNK = 4096  # rows of one numpy call
 BATCH = 256
-RATE = 3e-3
+LEARNING_RATE = 3e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """An ensemble of perceptrons with two hidden layers (SiLU), all on the same inputs.
+    """Several multilayer perceptrons (two hidden layers, SiLU) whose outputs are averaged.
 
     ``weights`` holds w0 (members, inputs, width), b0 (members, 1, width), w1, b1, w2, b2 likewise;
     ``mean`` and ``scale`` standardise the inputs, ``centre`` is added to the output.
@@ -30,11 +30,13 @@ class Network:
     weights: Mapping[str, Array]
 
     def predict(self, x: Array) -> Array:
-        """Mean log ratio over the members."""
+        """Predict the log ratio: mean over the members."""
         out = np.zeros(len(x))
         w, members = self.weights, len(self.weights["b0"])
         for start in range(0, len(x), CHUNK):
-            z = np.clip((x[start : start + CHUNK] - self.mean) * self.scale, -LIMIT, LIMIT)
+            z = np.clip(
+                (x[start : start + CHUNK] - self.mean) * self.scale, -INPUT_LIMIT, INPUT_LIMIT
+            )
             for i in range(members):
                 h = _silu(z @ w["w0"][i] + w["b0"][i])
                 h = _silu(h @ w["w1"][i] + w["b1"][i])
@@ -42,15 +44,15 @@ class Network:
         return out + self.centre
 
     def to_arrays(self) -> dict[str, Array]:
-        """Arrays by name, for a file."""
-        own = {"mean": self.mean, "scale": self.scale, "centre": np.array(self.centre)}
-        return {**own, **self.weights}
+        """The networks as arrays by name, to be saved."""
+        scaling = {"mean": self.mean, "scale": self.scale, "centre": np.array(self.centre)}
+        return {**scaling, **self.weights}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Array]) -> Network:
-        """As written by to_arrays."""
-        own = ("mean", "scale", "centre")
-        weights = {name: array for name, array in arrays.items() if name not in own}
+        """The networks that ``to_arrays`` wrote."""
+        scaling = ("mean", "scale", "centre")
+        weights = {name: array for name, array in arrays.items() if name not in scaling}
         centre = float(arrays["centre"])
         return cls(mean=arrays["mean"], scale=arrays["scale"], centre=centre, weights=weights)
 
@@ -60,7 +62,7 @@ def _silu(x: Array) -> Array:
 
 
 def fit_network(x: Array, log_ratio: Array, members: int, steps: int) -> Network:
-    """Absolute error of the log ratio, AdamW under a one-cycle schedule, on one thread."""
+    """Train by mean absolute error of the log ratio: AdamW, one-cycle rate, one thread."""
     import torch  # lazy: pricing needs numpy only
 
     before = torch.get_num_threads()
@@ -68,7 +70,9 @@ def fit_network(x: Array, log_ratio: Array, members: int, steps: int) -> Network
     spread = x.std(0)
     scale = np.where(spread > 1e-6, 1.0 / np.maximum(spread, 1e-6), 0.0).astype(np.float32)
     mean, centre = x.mean(0).astype(np.float32), float(np.median(log_ratio))
-    inputs = torch.tensor(np.clip((x - mean) * scale, -LIMIT, LIMIT), dtype=torch.float32)
+    inputs = torch.tensor(
+        np.clip((x - mean) * scale, -INPUT_LIMIT, INPUT_LIMIT), dtype=torch.float32
+    )
     target = torch.tensor(log_ratio - centre, dtype=torch.float32)
     weights = _train(inputs, target, members, steps)
     torch.set_num_threads(before)
@@ -76,7 +80,7 @@ def fit_network(x: Array, log_ratio: Array, members: int, steps: int) -> Network
 
 
 def _train(inputs: Any, target: Any, members: int, steps: int) -> dict[str, Array]:
-    """Weights of all members, trained at once, each on batches of its own."""
+    """Train all members at once, each on batches of its own; returns their weights."""
     import torch  # lazy, as above
 
     torch.manual_seed(0)
@@ -86,8 +90,8 @@ def _train(inputs: Any, target: Any, members: int, steps: int) -> dict[str, Arra
         bound = rows**-0.5
         for name, shape in ((f"w{i}", (members, rows, cols)), (f"b{i}", (members, 1, cols))):
             weights[name] = ((torch.rand(shape) * 2 - 1) * bound).requires_grad_()
-    optimizer = torch.optim.AdamW(weights.values(), lr=RATE, fused=True)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, steps, pct_start=0.1)
+    optimizer = torch.optim.AdamW(weights.values(), lr=LEARNING_RATE, fused=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, steps, pct_start=0.1)
     batch, act = min(BATCH, len(inputs)), torch.nn.functional.silu
     for _ in range(steps):
         index = torch.randint(0, len(inputs), (members, batch))

@@ -1,4 +1,4 @@
-"""What the trees leave over near measured points: a kernel average of their residuals."""
+"""Corrects forecasts near measured points by a kernel average of cross-validated residuals."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from learners.features.table import Features, columns
 from microbench.ops.family import Family
 
 NEIGHBOURS = 12
-WIDTHS = (0.25, 0.5, 1.0)  # octaves
-NUGGETS = (0.2, 1.0)  # weight of "no correction"
+WIDTHS = (0.25, 0.5, 1.0)  # log2 units, tried by ``choose``
+NUGGETS = (0.2, 1.0)  # weight of a correction of 0, tried by ``choose``
 
 
 def coordinates(rows: pd.DataFrame, family: Family) -> tuple[np.ndarray, np.ndarray]:
-    """Kind of each row (its parameters that are no sizes, as text), and log2 of its sizes."""
+    """The kind of each row (its parameters that are no sizes, as text) and log2(1 + sizes)."""
     p, sizes, kind = columns(rows, family), [], np.full(len(rows), "", dtype=object)
     for f in fields(family.params):
         values = np.asarray(getattr(p, f.name))
@@ -30,8 +30,8 @@ def coordinates(rows: pd.DataFrame, family: Family) -> tuple[np.ndarray, np.ndar
     return kind, np.stack(sizes, axis=1).astype(np.float32)
 
 
-def told_apart(kind: np.ndarray, table: Features) -> np.ndarray:
-    """Kinds told apart by GPU, software and the conditions of measurement."""
+def kind_keys(kind: np.ndarray, table: Features) -> np.ndarray:
+    """Kinds extended by GPU, software and the conditions of measurement (threads, cold cache)."""
     found = table["gpu"] + "|" + table["stack"]
     for name in ("threads", "cold"):
         codes, distinct = pd.factorize(table[name])
@@ -39,18 +39,19 @@ def told_apart(kind: np.ndarray, table: Features) -> np.ndarray:
     return np.asarray(found + "|" + kind)
 
 
-def places(kind: np.ndarray) -> dict[str, np.ndarray]:
-    """Where each kind is."""
+def rows_by_kind(kind: np.ndarray) -> dict[str, np.ndarray]:
+    """Row indices of each kind."""
     codes, names = pd.factorize(kind)
     order, ends = np.argsort(codes, kind="stable"), np.cumsum(np.bincount(codes))
-    return dict(zip(names, np.split(order, ends), strict=False))  # a last part is empty
+    return dict(zip(names, np.split(order, ends), strict=False))  # the last piece is empty
 
 
 @dataclass(frozen=True, kw_only=True)
 class Residuals:
-    """Log errors ``value`` of out-of-fold forecasts at training points, by kind.
+    """Log errors ``value`` of out-of-fold forecasts at training points ``at`` (log2 sizes).
 
-    The correction is sum(w value) / (sum(w) + nugget), w = exp(-(distance / width)^2 / 2).
+    correction = sum(w * value) / (sum(w) + nugget) over the nearest points of the same kind, with
+    w = exp(-(distance / width)^2 / 2).
     """
 
     kind: np.ndarray
@@ -60,37 +61,36 @@ class Residuals:
     nugget: float
 
     @cached_property
-    def _places(self) -> Mapping[str, np.ndarray]:
-        """Where the points of each kind are."""
-        return places(self.kind)
+    def _by_kind(self) -> Mapping[str, np.ndarray]:
+        return rows_by_kind(self.kind)
 
     def correction(self, kind: np.ndarray, at: np.ndarray, leave_out: Any = None) -> np.ndarray:
-        """What to add to log forecasts of points of these kinds at these coordinates.
+        """What to add to the log forecasts of points of these kinds at these coordinates.
 
-        ``leave_out`` holds two arrays of groups, of the asked and of the known points: points of
-        the same group are not used, for judging the correction itself.
+        ``leave_out`` holds shape groups of the queried and of the known points: points of the same
+        group are then not used, to score the correction itself.
         """
         from scipy.spatial import cKDTree  # lazy: 0.2 s, and many bundles have no residuals
 
         out = np.zeros(len(kind))
-        for name, asked in places(kind).items():
-            if name not in self._places:
+        for name, queried in rows_by_kind(kind).items():
+            if name not in self._by_kind:
                 continue
-            mine = self._places[name]
+            mine = self._by_kind[name]
             count = min(NEIGHBOURS, len(mine))
-            distance, index = cKDTree(self.at[mine]).query(at[asked], k=count)
-            near = mine[index.reshape(len(asked), count)]
+            distance, index = cKDTree(self.at[mine]).query(at[queried], k=count)
+            near = mine[index.reshape(len(queried), count)]
             weight = np.exp(-0.5 * (distance.reshape(near.shape) / self.width) ** 2)
             if leave_out is not None:
-                weight = weight * (leave_out[0][asked][:, None] != leave_out[1][near])
-            out[asked] = (weight * self.value[near]).sum(1) / (weight.sum(1) + self.nugget)
+                weight = weight * (leave_out[0][queried][:, None] != leave_out[1][near])
+            out[queried] = (weight * self.value[near]).sum(1) / (weight.sum(1) + self.nugget)
         return out
 
 
 def choose(
     kind: np.ndarray, at: np.ndarray, value: np.ndarray, group: np.ndarray
 ) -> Residuals | None:
-    """The width and nugget that shrink left-out residuals most; None where none shrinks them."""
+    """Residuals with the width and nugget that reduce left-out errors most; None if none does."""
     best, least = None, float(np.abs(value).mean()) * 0.99
     sample = np.random.default_rng(0).permutation(len(kind))[:20_000]
     for width in WIDTHS:

@@ -1,4 +1,7 @@
-"""GPUs whose products were not measured, but of which is known what large products reach."""
+"""Corrects forecasts of products on GPUs without rows by the rates that are published of them.
+
+Hardware files state the rate that large matrix products achieve (``achieved_flops_per_s``).
+"""
 
 from __future__ import annotations
 
@@ -10,72 +13,77 @@ import numpy as np
 import pandas as pd
 
 from learners.features.table import LAUNCH_FLOOR_US, bounds_us, columns
-from learners.transfer.source_gpus import SAME_UNITS, Asked, Lenders, Whose
+from learners.transfer.source_gpus import EQUAL_SPEED_DTYPE, QueryRows, RowGroup, SourceGpus
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family
 
-UNSTATED = {"fp8": "bf16"}
+SAME_SLOWDOWN = assumed(__file__, "same_slowdown")  # dtypes without a stated rate
 Price = Callable[[pd.DataFrame], np.ndarray]
 
 
-def correction(asked: Asked, lenders: Lenders, price: Price) -> np.ndarray:
-    """Factors that bring the large op of each GPU and dtype that was not measured to its rate.
+def correction(query: QueryRows, source_gpus: SourceGpus, price: Price) -> np.ndarray:
+    """Factors on forecasts in dtypes without rows on their GPU; 1 where there are rows.
 
-    Of other ops, a power of that factor: the share of computing in their bounds, over that of the
-    large op. Measured rows have 1; what is slow in bf16 for want of power is so in fp8, whose rates
-    are not stated, on GPUs never measured. ``price`` forecasts rows in us without this correction.
+    The family's large op is brought to the stated rate:
+    factor(large) = time at the stated rate / forecast (see ``_large_op_factor``). Another op gets
+    factor(large) ** share, where share = compute share of the op / compute share of the large op
+    (``_compute_share``), at most 1. ``price`` forecasts rows in us without this correction.
     """
-    found, family = np.ones(len(asked.gpu)), asked.family
-    unmeasured = lenders.unmeasured(asked)
+    factors, family = np.ones(len(query.gpu)), query.family
+    unmeasured = source_gpus.unseen_dtype(query)
     if family.large is None or not unmeasured.any():
-        return found
+        return factors
     where = np.flatnonzero(unmeasured)
-    rows = asked.rows.iloc[where]
-    whose = pd.MultiIndex.from_arrays([asked.gpu[where], columns(rows, family).dtype])
-    codes, distinct = pd.factorize(whose)
+    rows = query.rows.iloc[where]
+    keys = pd.MultiIndex.from_arrays([query.gpu[where], columns(rows, family).dtype])
+    codes, distinct = pd.factorize(keys)
     for code, (name, dtype) in enumerate(distinct):
-        gpu = asked.gpus[name]
-        stated = dtype if dtype in gpu.reached_flops_per_s else UNSTATED.get(dtype, "")
-        own = name in lenders.measured and stated != dtype
-        if stated in gpu.reached_flops_per_s and not own:
+        gpu = query.gpus[name]
+        stated = dtype if dtype in gpu.achieved_flops_per_s else SAME_SLOWDOWN.get(dtype, "")
+        has_rows = name in source_gpus.measured and stated != dtype
+        if stated in gpu.achieved_flops_per_s and not has_rows:
             mine = codes == code
-            large = _computing(_large(family, [gpu], dtype), family, gpu)
-            share = np.minimum(_computing(rows[mine], family, gpu) / large, 1.0)
-            found[where[mine]] = _factor(gpu, stated, asked, lenders, price) ** share
-    return found
+            large = _compute_share(_large_rows(family, [gpu], dtype), family, gpu)
+            share = np.minimum(_compute_share(rows[mine], family, gpu) / large, 1.0)
+            factors[where[mine]] = _large_op_factor(gpu, stated, query, source_gpus, price) ** share
+    return factors
 
 
-def _factor(gpu: Gpu, dtype: str, asked: Asked, lenders: Lenders, price: Price) -> float:
-    """Known over forecast time of the large op, beside that of the GPUs that lend.
+def _large_op_factor(
+    gpu: Gpu, dtype: str, query: QueryRows, source_gpus: SourceGpus, price: Price
+) -> float:
+    """Slowdown of the large op on ``gpu`` over that on its source GPUs.
 
-    Their software need not be as fast as what was published.
+    slowdown = time at the stated rate / forecast; of the source GPUs the weighted geometric mean.
+    Divided by it because their software need not be as fast as what was published.
     """
-    family, units = asked.family, SAME_UNITS.get(dtype, dtype)
-    shares = {
-        name: share
-        for (name, _), share in lenders.shares(
-            Whose(gpu=gpu.name, dtype=units), gpu, family
-        ).items()
-        if name != gpu.name and units in lenders.measured[name]
-        if dtype in asked.gpus[name].reached_flops_per_s
+    family, equal = query.family, EQUAL_SPEED_DTYPE.get(dtype, dtype)
+    group = RowGroup(gpu=gpu.name, dtype=equal)
+    weights = {
+        name: weight
+        for (name, _), weight in source_gpus.weights(group, gpu, family).items()
+        if name != gpu.name and equal in source_gpus.measured[name]
+        if dtype in query.gpus[name].achieved_flops_per_s
     }
-    gpus = [gpu, *(asked.gpus[name] for name in shares)]
-    large = _large(family, gpus, dtype)
+    gpus = [gpu, *(query.gpus[name] for name in weights)]
+    large = _large_rows(family, gpus, dtype)
     flops = np.asarray(family.flops(columns(large, family)), dtype=float)
-    known_us = 1e6 * flops / [g.reached_flops_per_s[dtype] for g in gpus]
-    slower = np.log(known_us / price(large))
-    usual = np.average(slower[1:], weights=list(shares.values())) if shares else 0.0
-    return float(np.exp(slower[0] - usual))
+    stated_us = 1e6 * flops / [g.achieved_flops_per_s[dtype] for g in gpus]
+    slowdown = np.log(stated_us / price(large))
+    usual = np.average(slowdown[1:], weights=list(weights.values())) if weights else 0.0
+    return float(np.exp(slowdown[0] - usual))
 
 
-def _large(family: Family, gpus: Sequence[Gpu], dtype: str) -> pd.DataFrame:
-    """The large op on each GPU."""
-    assert family.large is not None
+def _large_rows(family: Family, gpus: Sequence[Gpu], dtype: str) -> pd.DataFrame:
+    """The family's large op on each GPU, as rows; ValueError for a family without one."""
+    if family.large is None:
+        raise ValueError(f"family {family.name}: states no large op")
     facts = asdict(family.large(dtype))
     return pd.DataFrame([{"family": family.name, "gpu": gpu.name, **facts} for gpu in gpus])
 
 
-def _computing(rows: pd.DataFrame, family: Family, gpu: Gpu) -> Any:
-    """Share of computing in the sum of each row's bounds: computing, memory, launch."""
+def _compute_share(rows: pd.DataFrame, family: Family, gpu: Gpu) -> Any:
+    """compute / (compute + memory + launch floor) of each row's bounds in us."""
     compute_us, memory_us = bounds_us(family, columns(rows, family), gpu, 0)
     return compute_us / (compute_us + memory_us + LAUNCH_FLOOR_US[gpu.kind])

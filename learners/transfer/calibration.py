@@ -1,4 +1,4 @@
-"""A few measured rows of a GPU pull its forecasts close: a Gaussian process on their log errors."""
+"""Corrects forecasts of a GPU by a few measured rows: a Gaussian process over their log errors."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-SHIFT = 0.3  # standard deviations of the log error: common to all rows of the GPU,
-KIND = 0.1  # common to rows of one kind (op, dtype, ...),
-NEAR = 0.2  # common to rows of like sizes,
-REACH = 2.0  # within so many octaves,
-LONG = 0.15  # common to rows that take about as long,
-SPAN = 3.0  # within so many octaves,
-NOISE = 0.12  # and of a single measurement
+from microbench.assumptions import assumed
+
+# Standard deviations of the log error that rows of one GPU share: all rows, rows of one kind (op,
+# dtype...), rows of similar sizes, rows of similar duration; lengths are over log2.
+SHIFT = assumed(__file__, "shift")
+KIND = assumed(__file__, "kind")
+SIZES, SIZES_LENGTH = assumed(__file__, "sizes"), assumed(__file__, "sizes_length")
+DURATION, DURATION_LENGTH = assumed(__file__, "duration"), assumed(__file__, "duration_length")
+NOISE = assumed(__file__, "noise")  # of a single measurement
+MIN_INTERVAL_SHARE = assumed(__file__, "min_interval_share")
 
 
 def points(at: np.ndarray, roofline_us: np.ndarray) -> np.ndarray:
-    """Where rows are: their sizes (``residuals.coordinates``) and how long they take, in log2."""
+    """Coordinates of rows: log2 of their sizes (``residuals.coordinates``) and of the roofline."""
     return np.asarray(np.c_[at, np.log2(roofline_us)])
 
 
@@ -29,16 +32,19 @@ class Calibration:
     value: np.ndarray
 
     def correction(self, kind: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What to add to log forecasts, and by how much intervals shrink (1: not at all)."""
+        """What to add to the log forecasts, and the factor on the intervals' widths.
+
+        Posterior mean, and posterior over prior standard deviation.
+        """
         if not len(kind):
             return np.zeros(0), np.ones(0)
-        among = covariance(self.kind, self.at, self.kind, self.at)
-        inverse = np.linalg.inv(among + NOISE**2 * np.eye(len(self.value)))
+        measured = covariance(self.kind, self.at, self.kind, self.at)
+        inverse = np.linalg.inv(measured + NOISE**2 * np.eye(len(self.value)))
         cross = covariance(kind, at, self.kind, self.at)
         shift = cross @ inverse @ self.value
-        prior = SHIFT**2 + KIND**2 + NEAR**2 + LONG**2
-        left = prior - np.einsum("ij,jk,ik->i", cross, inverse, cross)
-        return shift, np.sqrt(np.clip(left / prior, 0.0, 1.0)).clip(0.3)
+        prior = SHIFT**2 + KIND**2 + SIZES**2 + DURATION**2
+        posterior = prior - np.einsum("ij,jk,ik->i", cross, inverse, cross)
+        return shift, np.sqrt(np.clip(posterior / prior, 0.0, 1.0)).clip(MIN_INTERVAL_SHARE)
 
 
 def covariance(
@@ -46,7 +52,7 @@ def covariance(
 ) -> np.ndarray:
     """Prior covariance of log errors between two sets of points."""
     same = kind[:, None] == other_kind[None, :]
-    apart = (at[:, None, :] - other_at[None, :, :]) ** 2
-    near = NEAR**2 * np.exp(-0.5 * apart[..., :-1].sum(-1) / REACH**2)
-    long = LONG**2 * np.exp(-0.5 * apart[..., -1] / SPAN**2)
-    return np.asarray(SHIFT**2 + KIND**2 * same + near + long, dtype=float)
+    squared = (at[:, None, :] - other_at[None, :, :]) ** 2
+    sizes = SIZES**2 * np.exp(-0.5 * squared[..., :-1].sum(-1) / SIZES_LENGTH**2)
+    duration = DURATION**2 * np.exp(-0.5 * squared[..., -1] / DURATION_LENGTH**2)
+    return np.asarray(SHIFT**2 + KIND**2 * same + sizes + duration, dtype=float)

@@ -1,6 +1,7 @@
-"""A GPU never seen is priced as if it were one that was, by several: the nearer, the more.
+"""Forecasts for GPUs without rows: a weighted mean of forecasts for similar measured GPUs.
 
-So is an op that other GPUs were measured with and this one was not.
+These are its source GPUs; the nearer in bandwidth, peak and architecture, the larger their weight.
+Dtypes and ops that a GPU was not measured with, but others were, are forecast likewise.
 """
 
 from __future__ import annotations
@@ -14,31 +15,42 @@ import numpy as np
 import pandas as pd
 
 from learners.features.op_aliases import as_measured, op_names
-from learners.features.table import Encoder, Features, among, feature_table, identities
-from learners.models.ensemble import Blend
+from learners.features.table import Encoder, Features, feature_table, isin, origins
+from learners.models.ensemble import Ensemble
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family
 
-MOST = 3  # each costs a forecast
-LEAST = 0.03  # of the nearest one's share
-OTHER_ARCHITECTURE = 1.0  # octaves that another one counts for,
-OTHER_STACK = 3.0  # and other software
-SAME_UNITS = {"bf16": "fp16"}  # of the same speed
+MAX_SOURCES = assumed(__file__, "max_sources")
+MIN_WEIGHT = assumed(__file__, "min_weight")
+WEIGHT_BASE = assumed(__file__, "weight_base")
+OTHER_ARCHITECTURE = assumed(__file__, "other_architecture_distance")
+OTHER_STACK = assumed(__file__, "other_stack_distance")
+EQUAL_SPEED_DTYPE = assumed(__file__, "equal_speed_dtypes")
+NEAR_GENERATIONS = assumed(__file__, "near_generations")
 Measured = Mapping[str, Mapping[str, Mapping[str, Sequence[str]]]]
-"""Stacks by GPU, dtype and op, the one of most rows first."""
+"""Software stacks by GPU, dtype and op, the one with most rows first."""
 
 # Major compute capability: kernels are written for one of these and often run on the next.
 # Source: https://developer.nvidia.com/cuda-gpus
-GENERATION = {"pascal": 6, "volta": 7, "turing": 7, "ampere": 8, "ada": 8, "hopper": 9}
-GENERATION |= {"blackwell": 10, "blackwell-ultra": 10}
+GENERATION = {
+    "pascal": 6,
+    "volta": 7,
+    "turing": 7,
+    "ampere": 8,
+    "ada": 8,
+    "hopper": 9,
+    "blackwell": 10,
+    "blackwell-ultra": 10,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whose:
-    """What rows have in common: GPU, dtype, op, and software.
+class RowGroup:
+    """GPU, dtype, op and software that some rows share; '' where one is not given.
 
-    ``stack`` is stated: what else was measured counts as farther away. ``wanted`` is preferred
-    where it was measured (learners.transfer.source_gpus.chosen). '' where there is none.
+    Source GPUs measured under another ``stack`` count as farther away. Their stack of ``wanted``
+    software is preferred where they have one (``pick_stack``).
     """
 
     gpu: str
@@ -49,10 +61,11 @@ class Whose:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """Whose each row is, by column (see Whose); facts by GPU.
+class QueryRows:
+    """Rows to forecast, with GPU, dtype, op and software of each (see RowGroup).
 
-    ``rows`` are the rows themselves, ``launch`` is by GPU in us, as learned.
+    ``gpus`` is hardware by name, ``launch`` the host launch in us by GPU
+    (``features.table.learn_launch_us``).
     """
 
     gpu: np.ndarray
@@ -73,11 +86,11 @@ class Asked:
         gpus: Mapping[str, Gpu],
         family: Family,
         launch: Mapping[str, float],
-    ) -> Asked:
-        """Rows in dataset form and their features."""
+    ) -> QueryRows:
+        """Query rows from rows in dataset form and their features."""
         nothing = np.full(len(rows), "", dtype=object)
         codes, dtypes = pd.factorize(table.get("dtype", nothing))
-        dtype = np.array([SAME_UNITS.get(name, name) for name in dtypes], dtype=object)[codes]
+        dtype = np.array([EQUAL_SPEED_DTYPE.get(d, d) for d in dtypes], dtype=object)[codes]
         stack, wanted = (
             rows[name].fillna("").to_numpy(dtype=object) if name in rows else nothing
             for name in ("stack", "stack_wanted")
@@ -94,8 +107,8 @@ class Asked:
             launch=launch,
         )
 
-    def take(self, index: Any) -> Asked:
-        """Some of the rows."""
+    def take(self, index: Any) -> QueryRows:
+        """Return the rows of these indices."""
         return replace(
             self,
             gpu=self.gpu[index],
@@ -106,220 +119,244 @@ class Asked:
             rows=self.rows.iloc[index],
         )
 
-    def groups(self) -> Iterator[tuple[np.ndarray, Whose]]:
-        """Where the rows of each GPU, dtype, op and software are."""
+    def groups(self) -> Iterator[tuple[np.ndarray, RowGroup]]:
+        """Yield row indices of each distinct GPU, dtype, op and software."""
         columns = (self.gpu, self.dtype, self.op, self.stack, self.wanted)
         joint = np.zeros(len(self.gpu), dtype=np.int64)
         for column in columns:
             codes, names = pd.factorize(column)
             joint = joint * len(names) + codes
-        _, first, group = np.unique(joint, return_index=True, return_inverse=True)
-        order = np.argsort(group, kind="stable")
-        ends = np.cumsum(np.bincount(group, minlength=len(first)))
-        for at, where in zip(first, np.split(order, ends), strict=False):  # a last part is empty
+        _, first, code = np.unique(joint, return_index=True, return_inverse=True)
+        order = np.argsort(code, kind="stable")
+        ends = np.cumsum(np.bincount(code, minlength=len(first)))
+        for at, where in zip(first, np.split(order, ends), strict=False):  # the last is empty
             gpu, dtype, op, stack, wanted = (column[at] for column in columns)
-            yield where, Whose(gpu=gpu, dtype=dtype, op=op, stack=stack, wanted=wanted)
+            yield where, RowGroup(gpu=gpu, dtype=dtype, op=op, stack=stack, wanted=wanted)
 
 
-def what_was_measured(asked: Asked) -> Measured:
-    """Of training rows."""
-    found: dict[str, dict[str, dict[str, list[str]]]] = {}
-    groups = sorted(asked.groups(), key=lambda group: (-len(group[0]), repr(group[1])))
-    for _, who in groups:
-        by_op = found.setdefault(who.gpu, {}).setdefault(who.dtype, {})
-        by_op.setdefault(who.op, []).append(who.stack)
-    return found
+def measured_in(query: QueryRows) -> Measured:
+    """Which GPU, dtype, op and software training rows were measured with."""
+    measured: dict[str, dict[str, dict[str, list[str]]]] = {}
+    groups = sorted(query.groups(), key=lambda pair: (-len(pair[0]), repr(pair[1])))
+    for _, group in groups:
+        by_op = measured.setdefault(group.gpu, {}).setdefault(group.dtype, {})
+        by_op.setdefault(group.op, []).append(group.stack)
+    return measured
 
 
-def apart(one: Gpu, other: Gpu, dtype: str) -> float:
-    """How far two GPUs are: octaves between their bandwidths and their peaks; architecture."""
+def gpu_distance(one: Gpu, other: Gpu, dtype: str) -> float:
+    """Distance of two GPUs: |log2 bandwidth ratio| + |log2 peak ratio|.
+
+    OTHER_ARCHITECTURE is added where the architecture differs.
+    """
     bandwidth = abs(np.log2(one.hbm_bytes_per_s / other.hbm_bytes_per_s))
     peak = abs(np.log2(one.full_rate(dtype) / other.full_rate(dtype)))
     return float(bandwidth + peak + OTHER_ARCHITECTURE * (one.architecture != other.architecture))
 
 
-def software(stack: str) -> str:
-    """A stack without its version: torch of ``torch-2.11.0+cu130``."""
+def software_name(stack: str) -> str:
+    """The software of a stack without its version: torch of ``torch-2.11.0+cu130``."""
     return re.split(r"[- ]", stack, maxsplit=1)[0]
 
 
-def version(stack: str) -> tuple[int, ...]:
-    """The numbers of a stack's version; () where it states none."""
-    found = re.match(r"[^- ]*-(\d+(?:\.\d+)*)", stack)
-    return tuple(map(int, found[1].split("."))) if found else ()
+def software_version(stack: str) -> tuple[int, ...]:
+    """The version of a stack as numbers; () where it states none."""
+    match = re.match(r"[^- ]*-(\d+(?:\.\d+)*)", stack)
+    return tuple(map(int, match[1].split("."))) if match else ()
 
 
-def chosen(stacks: Sequence[str], wanted: str) -> str:
-    """The stack that is wanted, else the newest of that software, else '' (none of these)."""
+def pick_stack(stacks: Sequence[str], wanted: str) -> str:
+    """The wanted stack if it is there, else the newest version of that software, else ''."""
     if wanted in stacks:
         return wanted
-    alike = [s for s in stacks if wanted and software(s) == software(wanted)]
-    return max(alike, key=version, default="")
+    versions = [s for s in stacks if wanted and software_name(s) == software_name(wanted)]
+    return max(versions, key=software_version, default="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lenders:
-    """GPUs that were measured, and their hardware.
+class SourceGpus:
+    """The measured GPUs of a family, and how they forecast what was not measured.
 
-    ``measured`` is empty where none lends: of one CPU, of curves.
+    ``measured`` is empty where nothing is transferred: models of one CPU, and Gaussian processes
+    whose stated kernel describes unseen GPUs itself. ``gpus`` is their hardware.
     """
 
     encoder: Encoder
     measured: Measured
     gpus: Mapping[str, Gpu] = field(default_factory=dict)
 
-    def _others(self, gpu: Gpu) -> Measured:
-        """What was measured on devices of its kind: a CPU's times tell nothing of a GPU's."""
-        alike = {
-            name: own
-            for name, own in self.measured.items()
+    def _of_same_kind(self, gpu: Gpu) -> Measured:
+        """The devices of this one's kind: a CPU's times say nothing about a GPU's."""
+        same_kind = {
+            name: by_dtype
+            for name, by_dtype in self.measured.items()
             if name not in self.gpus or self.gpus[name].kind == gpu.kind
         }
-        return alike or self.measured
+        return same_kind or self.measured
 
-    def strange(self, asked: Asked) -> np.ndarray:
-        """Rows of GPUs never measured, or not in a dtype or with an op that others were."""
+    def unseen(self, query: QueryRows) -> np.ndarray:
+        """Mask of rows that source GPUs forecast.
+
+        Rows of GPUs without rows, and of dtypes and ops that only other GPUs were measured with.
+        """
         if not self.measured:
             seen = self.encoder.vocabulary.get("gpu", [])
-            return ~among(asked.gpu, seen) & bool(seen)
-        dtypes = {dtype for own in self.measured.values() for dtype in own}
-        found = self.unseen(asked)
-        for rows, who in asked.groups():
-            own = self.measured.get(who.gpu)
-            found[rows] |= own is not None and who.dtype in dtypes and who.dtype not in own
-        return found
+            return ~isin(query.gpu, seen) & bool(seen)
+        dtypes = {dtype for by_dtype in self.measured.values() for dtype in by_dtype}
+        mask = self.unseen_gpu_or_op(query)
+        for rows, group in query.groups():
+            by_dtype = self.measured.get(group.gpu)
+            if by_dtype is not None:
+                mask[rows] |= group.dtype in dtypes and group.dtype not in by_dtype
+        return mask
 
-    def unseen(self, asked: Asked) -> np.ndarray:
-        """Rows of GPUs never measured, or not with an op that others were measured with.
+    def unseen_gpu_or_op(self, query: QueryRows) -> np.ndarray:
+        """Mask of rows outside the envelope of training: of GPUs without rows, and of unseen ops.
 
-        In one dtype, in which the GPU itself was measured with other ops.
+        An op is unseen where this GPU has rows of other ops in the dtype, and other GPUs have rows
+        of this one.
         """
-        found = np.zeros(len(asked.gpu), dtype=bool)
-        for rows, who in asked.groups() if self.measured else ():
-            own = self.measured.get(who.gpu)
-            if own is None:
-                found[rows] = True
-            elif who.op and who.op not in own.get(who.dtype, {who.op: ()}):
-                others = self._others(asked.gpus[who.gpu]).values()
-                found[rows] = any(who.op in other.get(who.dtype, {}) for other in others)
-        return found
+        mask = np.zeros(len(query.gpu), dtype=bool)
+        for rows, group in query.groups() if self.measured else ():
+            by_dtype = self.measured.get(group.gpu)
+            if by_dtype is None:
+                mask[rows] = True
+            elif group.op and group.op not in by_dtype.get(group.dtype, {group.op: ()}):
+                others = self._of_same_kind(query.gpus[group.gpu]).values()
+                mask[rows] = any(group.op in other.get(group.dtype, {}) for other in others)
+        return mask
 
-    def unmeasured(self, asked: Asked) -> np.ndarray:
-        """Rows of dtypes that nothing was measured in on their GPU."""
-        found = np.zeros(len(asked.gpu), dtype=bool)
-        for rows, who in asked.groups():
-            found[rows] = bool(self.measured) and who.dtype not in self.measured.get(who.gpu, {})
-        return found
+    def unseen_dtype(self, query: QueryRows) -> np.ndarray:
+        """Mask of rows in dtypes that their GPU has no rows of."""
+        mask = np.zeros(len(query.gpu), dtype=bool)
+        for rows, group in query.groups():
+            dtypes = self.measured.get(group.gpu, {})
+            mask[rows] = bool(self.measured) and group.dtype not in dtypes
+        return mask
 
-    def tells(self, gpu: Gpu, op: str, dtype: str) -> bool:
-        """Whether rows tell of an op on a GPU: its own, or others' that may stand for it.
+    def covers(self, gpu: Gpu, op: str, dtype: str) -> bool:
+        """Whether measured rows say how fast an op is on a GPU: its own, or its source GPUs'.
 
-        An op measured on two architectures or more shows what all have in common. What one alone
-        showed is lent to GPUs of that generation and of those next to it: for others, other ops
-        that were measured on them say more.
+        Ops measured on two architectures or more are covered everywhere. An op measured on one
+        architecture alone covers GPUs of that generation and the next to it: for others, rows of
+        other ops that were measured there say more.
         """
-        dtype = SAME_UNITS.get(dtype, dtype)
-        others = self._others(gpu)
-        owners = [n for n, own in others.items() if op in own.get(dtype, {})]
-        known = {self.gpus[n].architecture for n in owners if n in self.gpus}
+        dtype = EQUAL_SPEED_DTYPE.get(dtype, dtype)
+        others = self._of_same_kind(gpu)
+        with_op = [name for name, by_dtype in others.items() if op in by_dtype.get(dtype, {})]
+        architectures = {self.gpus[name].architecture for name in with_op if name in self.gpus}
         return (
-            gpu.name in owners or len(known) > 1 or any(_near(gpu.architecture, a) for a in known)
+            gpu.name in with_op
+            or len(architectures) > 1
+            or any(_near(gpu.architecture, other) for other in architectures)
         )
 
-    def has(self, gpu: Gpu, op: str, dtype: str) -> bool:
-        """Whether an op was measured on that very GPU."""
-        return op in self.measured.get(gpu.name, {}).get(SAME_UNITS.get(dtype, dtype), {})
+    def has_measured(self, gpu: Gpu, op: str, dtype: str) -> bool:
+        """Whether an op was measured in a dtype on that very GPU."""
+        dtype = EQUAL_SPEED_DTYPE.get(dtype, dtype)
+        return op in self.measured.get(gpu.name, {}).get(dtype, {})
 
-    def usual(self, asked: Asked, stacks: Mapping[str, str]) -> np.ndarray:
-        """The software that stands for each row's GPU: what is wanted, else what is usual there.
+    def stacks_of(self, query: QueryRows, usual: Mapping[str, str]) -> np.ndarray:
+        """The software to forecast each row with: that wanted, else the usual one of its GPU.
 
-        ``stacks`` is the usual one by GPU, of all its rows.
+        ``usual`` is by GPU, of all its rows. Without rows of the wanted software for this op and
+        dtype, the op's most measured stack is taken.
         """
-        found = np.full(len(asked.gpu), "", dtype=object)
-        for rows, who in asked.groups():
-            own, most = self.measured.get(who.gpu, {}), stacks.get(who.gpu, "")
-            ops = own.get(who.dtype, {})
-            if who.wanted and who.op in ops:
-                most = chosen(ops[who.op], who.wanted) or ops[who.op][0]
-            elif who.wanted:
-                every = [s for by_op in ([ops] if ops else own.values()) for s in _stacks(by_op)]
-                most = chosen(every, who.wanted) or most
-            found[rows] = most
-        return found
+        result = np.full(len(query.gpu), "", dtype=object)
+        for rows, group in query.groups():
+            by_dtype, stack = self.measured.get(group.gpu, {}), usual.get(group.gpu, "")
+            by_op = by_dtype.get(group.dtype, {})
+            if group.wanted and group.op in by_op:
+                stack = pick_stack(by_op[group.op], group.wanted) or by_op[group.op][0]
+            elif group.wanted:
+                tables = [by_op] if by_op else by_dtype.values()
+                stacks = [s for table in tables for s in _stacks(table)]
+                stack = pick_stack(stacks, group.wanted) or stack
+            result[rows] = stack
+        return result
 
-    def _able(self, who: Whose, gpu: Gpu, family: Family) -> dict[str, Sequence[str]]:
-        """Stacks of those who were measured with the op or one alike in the dtype.
+    def _candidates(self, group: RowGroup, gpu: Gpu, family: Family) -> dict[str, Sequence[str]]:
+        """Possible source GPUs, and their stacks.
 
-        Else in the dtype, else at all: other units, other kernels.
+        Those measured with the op or an alias in the dtype; if there are none, those measured in
+        the dtype; if there are none, all.
         """
-        others = self._others(gpu)
-        same = [who.op, *(family.alike if who.op in family.alike else ())]
-        in_dtype = {n: own[who.dtype] for n, own in others.items() if who.dtype in own}
-        with_op = {n: next((ops[o] for o in same if o in ops), None) for n, ops in in_dtype.items()}
+        others = self._of_same_kind(gpu)
+        aliases = [group.op, *(family.op_aliases if group.op in family.op_aliases else ())]
+        in_dtype = {n: own[group.dtype] for n, own in others.items() if group.dtype in own}
+        with_op = {
+            name: next((by_op[op] for op in aliases if op in by_op), None)
+            for name, by_op in in_dtype.items()
+        }
         if any(with_op.values()):
-            return {n: stacks for n, stacks in with_op.items() if stacks}
-        every = in_dtype or {n: next(iter(own.values())) for n, own in others.items()}
-        return {n: _stacks(by_op) for n, by_op in every.items()}
+            return {name: stacks for name, stacks in with_op.items() if stacks}
+        every = in_dtype or {name: next(iter(own.values())) for name, own in others.items()}
+        return {name: _stacks(by_op) for name, by_op in every.items()}
 
-    def shares(self, who: Whose, gpu: Gpu, family: Family) -> dict[tuple[str, str], float]:
-        """Of each lender, with the stack it lends: an octave further away is a quarter.
+    def weights(self, group: RowGroup, gpu: Gpu, family: Family) -> dict[tuple[str, str], float]:
+        """Weights of the source GPUs, by name and software stack; their sum is 1.
 
-        Who was not measured in the dtype, or with the op, lends only where nobody was. ``gpu`` is
-        the hardware of ``who``.
+        weight = WEIGHT_BASE ** -distance, with ``gpu_distance`` plus OTHER_STACK where the source
+        was not measured under the group's stack. ``gpu`` is the hardware of the group.
         """
-        found = {}
-        for name, stacks in self._able(who, gpu, family).items():
-            octaves = apart(gpu, self.gpus[name], who.dtype)
-            octaves += OTHER_STACK * (who.stack not in ("", *stacks))
-            lent = who.stack if who.stack in stacks else chosen(stacks, who.wanted) or stacks[0]
-            found[name, lent] = 4.0**-octaves
-        best = sorted(found, key=lambda lender: -found[lender])[:MOST]
-        best = [lender for lender in best if found[lender] >= LEAST * found[best[0]]]
-        total = sum(found[lender] for lender in best)
-        return {lender: found[lender] / total for lender in best}
+        weight = {}
+        for name, stacks in self._candidates(group, gpu, family).items():
+            distance = gpu_distance(gpu, self.gpus[name], group.dtype)
+            distance += OTHER_STACK * (group.stack not in ("", *stacks))
+            stack = group.stack if group.stack in stacks else pick_stack(stacks, group.wanted)
+            weight[name, stack or stacks[0]] = WEIGHT_BASE**-distance
+        best = sorted(weight, key=lambda source: -weight[source])[:MAX_SOURCES]
+        best = [source for source in best if weight[source] >= MIN_WEIGHT * weight[best[0]]]
+        total = sum(weight[source] for source in best)
+        return {source: weight[source] / total for source in best}
 
     def predict(
-        self, blend: Blend, x: np.ndarray, roofline_us: np.ndarray, asked: Asked
+        self, ensemble: Ensemble, x: np.ndarray, roofline_us: np.ndarray, query: QueryRows
     ) -> np.ndarray:
-        """Time in us; of strange rows the weighted geometric mean over their lenders."""
-        strange = self.strange(asked)
-        if not (self.measured and strange.any()):
-            return np.asarray(blend.predict(x, roofline_us))
-        where = np.flatnonzero(strange)
-        lent: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
-        for rows, who in asked.take(where).groups():
-            for lender, weight in self.shares(who, asked.gpus[who.gpu], asked.family).items():
-                lent.setdefault(lender, []).append((where[rows], np.full(len(rows), weight)))
-        index, share, parts = [np.flatnonzero(~strange)], [np.ones((~strange).sum())], [x[~strange]]
-        for lender, pieces in lent.items():
-            rows, weights = (np.concatenate(piece) for piece in zip(*pieces, strict=True))
+        """Predict times in us; of unseen rows the weighted geometric mean over source GPUs."""
+        unseen = self.unseen(query)
+        if not (self.measured and unseen.any()):
+            return np.asarray(ensemble.predict(x, roofline_us))
+        where = np.flatnonzero(unseen)
+        by_source: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
+        for rows, group in query.take(where).groups():
+            gpu = query.gpus[group.gpu]
+            for source, weight in self.weights(group, gpu, query.family).items():
+                piece = (where[rows], np.full(len(rows), weight))
+                by_source.setdefault(source, []).append(piece)
+        index, weights, inputs = [np.flatnonzero(~unseen)], [np.ones((~unseen).sum())], [x[~unseen]]
+        for source, pieces in by_source.items():
+            rows, piece_weights = (np.concatenate(part) for part in zip(*pieces, strict=True))
             index.append(rows)
-            share.append(weights)
-            parts.append(self._lent(x[rows], asked.take(rows), *lender))
+            weights.append(piece_weights)
+            inputs.append(self._features_on(x[rows], query.take(rows), *source))
         at = np.concatenate(index)
-        guess = np.log(blend.predict(np.concatenate(parts), roofline_us[at]))
-        return np.asarray(np.exp(np.bincount(at, np.concatenate(share) * guess, minlength=len(x))))
+        guess = np.log(ensemble.predict(np.concatenate(inputs), roofline_us[at]))
+        return np.asarray(np.exp(np.bincount(at, np.concatenate(weights) * guess, len(x))))
 
-    def own_ops(self, rows: pd.DataFrame, family: Family, gpu: str) -> pd.DataFrame:
-        """The rows, of ops that this GPU was measured with in their dtype where some are alike."""
-        own = self.measured.get(gpu, {})
-        if not family.alike or not own:
+    def with_measured_ops(self, rows: pd.DataFrame, family: Family, gpu: str) -> pd.DataFrame:
+        """The rows with ops replaced by aliases that ``gpu`` was measured with in their dtype."""
+        by_dtype = self.measured.get(gpu, {})
+        if not family.op_aliases or not by_dtype:
             return rows
         dtypes = pd.unique(rows["dtype"]) if "dtype" in rows else ()
-        ops = {d: list(own.get(SAME_UNITS.get(d, d), ())) for d in dtypes}
+        ops = {d: list(by_dtype.get(EQUAL_SPEED_DTYPE.get(d, d), ())) for d in dtypes}
         return as_measured(rows, family, {d: o for d, o in ops.items() if o}, missing=False)
 
-    def _lent(self, x: np.ndarray, asked: Asked, gpu: str, stack: str) -> np.ndarray:
-        """The features on the GPU that lends; of ops that go by tiles, as if this one were it."""
-        family = asked.family
-        rows = self.own_ops(asked.rows, family, gpu)
+    def _features_on(self, x: np.ndarray, query: QueryRows, gpu: str, stack: str) -> np.ndarray:
+        """Encode the rows as if they ran on the source GPU under its software.
+
+        Families whose kernels are tiled keep the features of the rows' own GPU, but the GPU's name.
+        """
+        family = query.family
+        rows = self.with_measured_ops(query.rows, family, gpu)
         if not family.tiled:
             rows = rows.assign(gpu=gpu, stack=stack)
-            table, _ = feature_table(rows, family, asked.gpus, asked.launch)
-            return self.encoder.encode({**table, **identities(rows, family, {})})
-        if rows is not asked.rows:
-            table, _ = feature_table(rows, family, asked.gpus, asked.launch)
-            x = self.encoder.encode({**table, **identities(rows, family, {})})
+            table, _ = feature_table(rows, family, query.gpus, query.launch)
+            return self.encoder.encode({**table, **origins(rows, family, {})})
+        if rows is not query.rows:
+            table, _ = feature_table(rows, family, query.gpus, query.launch)
+            x = self.encoder.encode({**table, **origins(rows, family, {})})
         x = x.copy()
         for name, value in (("gpu", gpu), ("stack", stack)):
             seen = np.array(self.encoder.vocabulary.get(name, []), dtype=object)
@@ -329,10 +366,10 @@ class Lenders:
 
 
 def _near(one: str, other: str) -> bool:
-    """Whether two architectures are of one generation or of two in a row."""
+    """Whether two architectures are at most NEAR_GENERATIONS apart."""
     if one not in GENERATION or other not in GENERATION:
         return one == other
-    return abs(GENERATION[one] - GENERATION[other]) <= 1
+    return bool(abs(GENERATION[one] - GENERATION[other]) <= NEAR_GENERATIONS)
 
 
 def _stacks(by_op: Mapping[str, Sequence[str]]) -> list[str]:

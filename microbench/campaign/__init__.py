@@ -1,1 +1,1 @@
-"""The GPU campaign: a lent half hour spent by a plan with a clock, brought home as one archive."""
+"""The GPU campaign: measures ops and iterations within a budget and writes one archive."""

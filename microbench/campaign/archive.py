@@ -1,7 +1,7 @@
-"""A root of rows as one file: ``python -m microbench.campaign.archive ARCHIVE ROOT`` unpacks it.
+"""Packs a root of rows into a tar archive and unpacks it.
 
-That line unpacks; a campaign packs. Only parts, cards, journals and logs go in and come out, as
-plain files at their places under the root; nothing in them is ever run.
+``python -m microbench.campaign.archive ARCHIVE ROOT`` unpacks an archive; a campaign writes it. It
+holds Parquet parts, cards, journals and logs as plain files, and no code.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ KINDS = re.compile(
     rf"|\.journal/{NAME}\.jsonl?"
     rf"|logs/{NAME}\.log"
 )
-LARGEST_BYTES = 16 * 2**20 - 2**16  # boxes give back files of 16 MiB
+LARGEST_BYTES = 16 * 2**20 - 2**16  # of one file; larger archives are split
 PIECE_BYTES = 15 * 2**20
-UNPACKED_BYTES = 4 * 2**30  # no campaign writes as much
+UNPACKED_BYTES = 4 * 2**30  # of all files; no campaign writes as much
 
 
 def pack(root: Path, archive: Path) -> list[Path]:
-    """Write the archive, whole or not at all; in numbered pieces where it is too large for one."""
-    box = io.BytesIO()
-    with tarfile.open(fileobj=box, mode="w:gz", compresslevel=6) as tar:
+    """Write the archive of a root; in numbered pieces where it is too large for one file."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=6) as tar:
         for path in sorted(root.rglob("*")):
             name = path.relative_to(root).as_posix()
             if path.is_file() and not path.is_symlink() and KINDS.fullmatch(name):
@@ -39,7 +39,7 @@ def pack(root: Path, archive: Path) -> list[Path]:
                 header = tarfile.TarInfo(name)
                 header.size = len(data)
                 tar.addfile(header, io.BytesIO(data))
-    data = box.getvalue()
+    data = packed.getvalue()
     pieces = [data]
     if len(data) > LARGEST_BYTES:
         pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
@@ -54,27 +54,30 @@ def pack(root: Path, archive: Path) -> list[Path]:
 
 
 def unpack(archive: Path, root: Path) -> int:
-    """Files that were missing under the root and are there now; ValueError for an odd archive.
+    """Unpack files that are missing under the root; returns their number.
 
-    What is there already stays; cards of folders that got new parts are written anew.
+    Existing files stay as they are; folders with new parts get new cards. ValueError for an archive
+    with other content.
     """
-    found: dict[str, bytes] = {}
+    packed: dict[str, bytes] = {}
     for name, data in _members(archive):
         if not KINDS.fullmatch(name):
-            raise ValueError(f"archive {str(archive)!r}: {name!r} is no part of a root of rows")
-        found[name] = data
-    missing = [name for name in found if not (root / name).exists()]
+            raise ValueError(
+                f"archive {str(archive)!r}: {name!r} does not belong to a root of rows"
+            )
+        packed[name] = data
+    missing = [name for name in packed if not (root / name).exists()]
     for name in missing:
-        store.write_atomic(root / name, found[name])
+        store.write_atomic(root / name, packed[name])
     for folder in {(root / name).parent for name in missing if name.endswith(".parquet")}:
-        card = folder / "card.yaml"  # missing where a campaign was killed right before it
+        card = folder / "card.yaml"  # missing if the campaign was killed right before writing it
         facts = yaml.safe_load(card.read_text()) if card.is_file() else {}
         store.write_card(folder, {k: v for k, v in facts.items() if k not in ("rows", "sha256")})
     return len(missing)
 
 
 def _members(archive: Path) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the plain files in an archive."""
+    """Names and contents of the files in an archive."""
     total = 0
     try:
         with tarfile.open(fileobj=io.BytesIO(_whole(archive)), mode="r:gz") as tar:
@@ -82,16 +85,15 @@ def _members(archive: Path) -> Iterator[tuple[str, bytes]]:
                 total += member.size
                 file = tar.extractfile(member) if member.isreg() else None
                 if file is None or total > UNPACKED_BYTES:
-                    raise ValueError(
-                        f"archive {str(archive)!r}: {member.name!r} is no plain file, or too large"
-                    )
+                    wrong = f"{member.name!r} is not a plain file, or too large"
+                    raise ValueError(f"archive {str(archive)!r}: {wrong}")
                 yield member.name, file.read()
     except (tarfile.TarError, EOFError, OSError) as exc:
         raise ValueError(f"archive {str(archive)!r} cannot be read: {exc}") from exc
 
 
 def _whole(archive: Path) -> bytes:
-    """Its bytes, of all pieces where it is in several; any of them names it."""
+    """The bytes of an archive; ``archive`` may be any of its pieces."""
     archive = archive.with_name(re.sub(r"\.\d{3}$", "", archive.name))
     if archive.is_file():
         return archive.read_bytes()

@@ -1,12 +1,12 @@
-"""All that is measured on a GPU box in a given time, brought home as one file.
+"""Measures ops and training iterations on a GPU machine within a budget; writes one archive.
 
     python3 -m microbench.campaign --part smoke,ops --budget 580s
     python3 -m microbench.campaign --part iterations,second --budget 540s
     python3 -m microbench.campaign --plan unseen --budget 440s
 
-Each line goes on from what ``--out`` holds, or from ``--from ARCHIVE``. Before, at home and without
-a GPU: ``--prepare``. However a run ends, what it measured is in the archive; it needs neither git
-nor make.
+Each run continues from the rows under --out, or from an archive (--from). Capture models and choose
+points before, without a GPU, with --prepare. However a run ends, the archive has all rows measured
+so far. Needs neither git nor make.
 """
 
 from __future__ import annotations
@@ -31,76 +31,75 @@ from microbench.campaign.summary import summary
 from microbench.durations import seconds
 from microbench.sweep.captured_points import check_points
 from microbench.sweep.cards import card_facts
-from microbench.sweep.collect import LATE_S
+from microbench.sweep.collect import GRACE_S
 
 log = logging.getLogger("itercast.campaign")
-PREPARED = Path("runs/campaign")  # what --prepare leaves, and a run on the box finds
+PREPARED = Path("runs/campaign")  # written by --prepare, read by runs
 OUT = Path("runs/gpu")
-FINISH_S = 20.0  # of a run: late workers, compaction, the archive
-FINISH_FRAC = 0.3  # of a short run
-LAST_LATE_S = 10.0  # after its time the last stage's worker is ended
-SAVE_EVERY_S = 120.0  # the archive is written anew while a stage runs
-CUT_FRAC = 0.9  # of the plan's time: a stage with less is said to be cut
+FINISH_S = 20.0  # at the end of a run: late workers, compaction, the archive
+FINISH_FRAC = 0.3  # of the budget, instead of FINISH_S in a short run
+LAST_GRACE_S = 10.0  # of the last stage's worker after its budget, before it is killed
+SAVE_EVERY_S = 120.0  # between two archives while a stage runs
+CUT_FRAC = 0.9  # of its planned time; a stage with less is reported as cut
 
 
 class Stopped(BaseException):
-    """Raised when the run is asked to end; its archive is still written."""
+    """Raised by SIGINT and SIGTERM; the archive is written nevertheless."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Campaign:
-    """One run: what it measures, when it must be over, where its archive goes."""
+    """One run: its stages' rows and notes, the time when stages must end, its archive."""
 
     run: Run
     archive: Path
-    end_s: float  # by time.monotonic(), of the last stage
+    end_s: float  # of the last stage, by time.monotonic()
     began_s: float = field(default_factory=time.monotonic)
     saved_s: float = field(default_factory=time.monotonic)
 
     def measure(self, stages: Sequence[Stage]) -> None:
-        """The stages one after the other; each has its share of the time that is left."""
+        """Measure the stages one after the other; each gets its share of the time left."""
         whole_s = self.end_s - time.monotonic()
         for at, stage in enumerate(stages):
             planned_s = whole_s * stage.seconds / sum(s.seconds for s in stages)
             left = stages[at:]
             left_s = self.end_s - time.monotonic()
-            given_s = left_s * stage.seconds / sum(s.seconds for s in left)
-            self._stage(stage, planned_s, given_s, LATE_S if len(left) > 1 else LAST_LATE_S)
+            budget_s = left_s * stage.seconds / sum(s.seconds for s in left)
+            self._stage(stage, planned_s, budget_s, GRACE_S if len(left) > 1 else LAST_GRACE_S)
 
-    def _stage(self, stage: Stage, planned_s: float, given_s: float, late_s: float) -> None:
-        """One stage, and a line on it whatever becomes of it."""
+    def _stage(self, stage: Stage, planned_s: float, budget_s: float, grace_s: float) -> None:
+        """Measure one stage, and note how it ended."""
         plan = f"{planned_s:.0f} s planned"
-        if given_s < stage.least_s:
-            self.run.tell(f"{stage.name}: skipped, {max(given_s, 0):.0f} s left of {plan}")
+        if budget_s < stage.least_s:
+            self.run.note(f"{stage.name}: skipped, {max(budget_s, 0):.0f} s are left of {plan}")
             return
-        log.info("%s: %.0f s", stage.name, given_s)
+        log.info("%s: %.0f s", stage.name, budget_s)
         begin_s, rows = time.monotonic(), 0
-        ended = "cut" if given_s < CUT_FRAC * planned_s else "done"
+        ended = "cut" if budget_s < CUT_FRAC * planned_s else "done"
         try:
-            rows = stage.measure(self.run, given_s, late_s)
+            rows = stage.measure(self.run, budget_s, grace_s)
         except BaseException as exc:
             ended = f"stopped by {type(exc).__name__}"
             raise
         finally:
             took = f"{time.monotonic() - begin_s:.0f} s of {plan}"
-            self.run.tell(f"{stage.name}: {ended}, {took}, {rows} rows")
+            self.run.note(f"{stage.name}: {ended}, {took}, {rows} rows")
         self.save()
 
     def progress(self) -> None:
-        """Called a few times a second: an archive now and then, should this process be killed."""
+        """Called a few times a second; saves now and then, in case this process is killed."""
         if time.monotonic() - self.saved_s > SAVE_EVERY_S:
             self._try(self.save)
 
     def save(self) -> None:
-        """The archive as of now; journals of workers at work are in it."""
+        """Write the archive, journals of running workers included."""
         self.saved_s = time.monotonic()
         for path in pack(self.run.root, self.archive):
             log.info("archive: %s, %.1f MiB", path, path.stat().st_size / 2**20)
 
     def finish(self) -> None:
-        """Whole parts, the archive, the summary; each of them also where another fails."""
-        for one in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(one, signal.SIG_IGN)
+        """Compact journals, write the archive, log the summary; each even if another fails."""
+        ignore_signals()
         for step in (self._compact, self.save, self._summary, self.save):
             self._try(step)
 
@@ -108,32 +107,37 @@ class Campaign:
         try:
             step()
         except Exception:
-            log.exception("the run goes on")
+            log.exception("the run continues")
 
     def _compact(self) -> None:
         store.compact(self.run.root, card_facts(self.run.root, "cuda"))
 
     def _summary(self) -> None:
         gpu = card_facts(self.run.root, "cuda")["hardware"]["name"]
-        for line in (*summary(self.run.root, gpu), *self.run.told):
+        for line in (*summary(self.run.root, gpu), *self.run.notes):
             log.info("%s", line)
-        log.info("whole run: %.0f s", time.monotonic() - self.began_s)
+        log.info("the run took %.0f s", time.monotonic() - self.began_s)
 
 
 def stop_on_signals() -> None:
-    """SIGINT and SIGTERM end the run once; later ones do not disturb its end."""
+    """Make the first SIGINT or SIGTERM raise ``Stopped``; later ones are ignored."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        for one in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(one, signal.SIG_IGN)
+        ignore_signals()
         raise Stopped(signal.Signals(number).name)
 
-    for one in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(one, stop)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+
+
+def ignore_signals() -> None:
+    """Ignore SIGINT and SIGTERM."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def log_to(root: Path) -> None:
-    """Lines to the terminal and to a file that travels with the rows."""
+    """Log also to a file under the root, which is part of the archive."""
     (root / "logs").mkdir(parents=True, exist_ok=True)
     path = root / "logs" / f"campaign-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
     file = logging.FileHandler(path)
@@ -142,51 +146,64 @@ def log_to(root: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--plan", choices=tuple(PLANS), default="first")
-    parser.add_argument("--part", default="", help="stages, by commas; all without it")
-    parser.add_argument("--budget", type=seconds, help="of this run, its end included: 90s, 9m")
-    parser.add_argument("--out", type=Path, default=OUT, help=f"root of rows ({OUT})")
     parser.add_argument(
-        "--archive", type=Path, help="default: $OUT/campaign.tar.gz, or beside --out"
+        "--plan",
+        choices=tuple(PLANS),
+        default="first",
+        help="first: ops and iterations (default); unseen: points of another GPU, iterations",
     )
-    parser.add_argument("--from", type=Path, dest="start", help="an earlier run's archive")
-    parser.add_argument("--points", type=Path, help="of itercast points: a second pass, or unseen")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--prepare", action="store_true", help="at home; needs no GPU")
-    parser.add_argument("--prepared", type=Path, default=PREPARED, help=f"folder ({PREPARED})")
+    parser.add_argument(
+        "--part", default="", help="stages of the plan, separated by commas; default: all"
+    )
+    parser.add_argument("--budget", type=seconds, help="wall time of this run, e.g. 90s, 9m")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the rows ({OUT})")
+    parser.add_argument(
+        "--archive", type=Path, help="default: $OUT/campaign.tar.gz, or <--out>.tar.gz"
+    )
+    parser.add_argument("--from", type=Path, dest="start", help="archive of an earlier run")
+    parser.add_argument(
+        "--points", type=Path, help="file of points (itercast points) for stage second or points"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of random points and models")
+    parser.add_argument(
+        "--prepare", action="store_true", help="capture models, choose points; needs no GPU"
+    )
+    parser.add_argument(
+        "--prepared", type=Path, default=PREPARED, help=f"folder of --prepare ({PREPARED})"
+    )
     return parser.parse_args()
 
 
-def archive_path(asked: argparse.Namespace) -> Path:
-    """Where the archive goes: a box that gives files back names their folder in $OUT."""
-    if asked.archive:
-        return Path(asked.archive)
+def archive_path(args: argparse.Namespace) -> Path:
+    """Path of the archive: as given, else in the folder $OUT, else beside the rows."""
+    if args.archive:
+        return Path(args.archive)
     if os.environ.get("OUT"):
         return Path(os.environ["OUT"]) / "campaign.tar.gz"
-    return Path(f"{asked.out}.tar.gz")
+    return Path(f"{args.out}.tar.gz")
 
 
-def campaign(asked: argparse.Namespace) -> int:
-    """Run the plan; 0 where all its stages could end."""
+def campaign(args: argparse.Namespace) -> int:
+    """Run a campaign; returns the exit status, 0 where no stage failed."""
     began_s = time.monotonic()
-    stages = chosen_stages(asked.plan, [p for p in asked.part.split(",") if p])
-    points = asked.points
-    if asked.plan == "unseen" and points is None:
-        points = asked.prepared / UNSEEN
+    stages = chosen_stages(args.plan, [p for p in args.part.split(",") if p])
+    points = args.points
+    if args.plan == "unseen" and points is None:
+        points = args.prepared / UNSEEN
     if points is not None:
-        log.info("%d points of %s", check_points(points), points)
-    if asked.start:
-        log.info("%d files of %s", unpack(asked.start, asked.out), asked.start)
-    use_prepared(asked.prepared, asked.out, asked.seed)
-    log_to(asked.out)
-    budget_s = asked.budget or sum(stage.seconds for stage in stages)
+        log.info("%d points in %s", check_points(points), points)
+    if args.start:
+        log.info("%d files from %s", unpack(args.start, args.out), args.start)
+    use_prepared(args.prepared, args.out, args.seed)
+    log_to(args.out)
+    budget_s = args.budget or sum(stage.seconds for stage in stages)
     this = Campaign(
-        run=Run(root=asked.out, seed=asked.seed, points=points),
-        archive=archive_path(asked),
+        run=Run(root=args.out, seed=args.seed, points=points),
+        archive=archive_path(args),
         end_s=began_s + budget_s - min(FINISH_S, FINISH_FRAC * budget_s),
         began_s=began_s,
     )
@@ -194,7 +211,7 @@ def campaign(asked: argparse.Namespace) -> int:
     stop_on_signals()
     try:
         this.measure(stages)
-    except (Stopped, smoke.Senseless) as exc:
+    except (Stopped, smoke.ImplausibleRows) as exc:
         log.error("the run ends early: %s", exc)
         return 1
     except Exception:
@@ -206,14 +223,14 @@ def campaign(asked: argparse.Namespace) -> int:
 
 
 def main() -> None:
-    """Run a campaign, or prepare for one."""
-    asked = arguments()
+    """Run a campaign, or prepare one."""
+    args = arguments()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     try:
-        if asked.prepare:
-            prepare(asked.prepared, asked.seed, asked.start)
+        if args.prepare:
+            prepare(args.prepared, args.seed, args.start)
             return
-        raise SystemExit(campaign(asked))
+        raise SystemExit(campaign(args))
     except (ValueError, FileNotFoundError) as exc:
         log.error("%s", exc)
         raise SystemExit(2) from exc

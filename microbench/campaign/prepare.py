@@ -1,4 +1,4 @@
-"""What a campaign can do before it is on a GPU: capturing models, choosing points to repeat."""
+"""Prepares a campaign without a GPU: captures models, chooses points to repeat."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ COMMIT_FILE = "commit.txt"
 
 
 def prepare(folder: Path, seed: int, archive: Path | None) -> None:
-    """What a run would else do on the box: models' points, the commit, the points of an archive."""
+    """Write the points of captured models, the commit, and the points measured in an archive."""
     store.write_atomic(folder / COMMIT_FILE, commit().encode())
     path = points_file(folder, "cuda", seed)
-    log.info("points of captured models: %s, %d points", path, check_points(path))
+    log.info("%d points of captured models: %s", check_points(path), path)
     if archive is None:
         return
     with tempfile.TemporaryDirectory() as unpacked:
         unpack(archive, Path(unpacked))
         gpus = sorted(store.read_hardware([Path(unpacked)]))
         if len(gpus) != 1:
-            raise ValueError(f"archive {str(archive)!r}: rows of one GPU are needed, got {gpus}")
+            raise ValueError(f"archive {str(archive)!r}: expected rows of one GPU, got {gpus}")
         count = write_measured_points(Path(unpacked), gpus[0], folder / UNSEEN)
-    log.info("points of %s: %s, %d points", gpus[0], folder / UNSEEN, count)
+    log.info("%d points measured on %s: %s", count, gpus[0], folder / UNSEEN)
 
 
 def use_prepared(folder: Path, root: Path, seed: int) -> None:
-    """Bring what was prepared to where a sweep looks for it."""
+    """Copy what was prepared to where a sweep looks for it, and set the commit."""
     captured, wanted = points_path(folder, "cuda", seed), points_path(root, "cuda", seed)
     if captured.is_file() and not wanted.exists():
         wanted.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Whether the first rows of a GPU make sense, before half an hour is spent on more of them."""
+"""Checks that the first rows of a GPU are plausible, before half an hour is spent on more."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from microbench.hardware.spec import Gpu
 from microbench.ops import families
 from microbench.ops.family import Family
 
-FASTEST_FRAC = 0.6  # of the roofline's time: below it nothing was computed, or the clock is wrong
-BAD_FRAC = 0.5  # of families or of times that do not make sense: more of them are not worth having
+MIN_ROOFLINE_FRAC = 0.6  # of the roofline's time; shorter times are implausible
+MAX_BAD_FRAC = 0.5  # of families without rows, or of implausible times
 
 
-class Senseless(Exception):
-    """Raised where most of what was measured is wrong: the campaign must not go on."""
+class ImplausibleRows(Exception):
+    """Raised where more than half of the rows are wrong; ends the campaign."""
 
 
 def check(root: Path, gpu: Gpu, expected: tuple[str, ...]) -> list[str]:
-    """What is wrong with the rows, a line each; Senseless where that is most of it.
+    """Describe what is wrong with the rows, one line each; ImplausibleRows if more than half is.
 
-    Every family expected has a row that is ok, times are positive, and none is far below what the
-    GPU's peaks allow: arithmetic for all rows, memory for those with a cold cache.
+    Every expected family has an ok row; times are positive, and at least 0.6 of the time at the
+    GPU's peaks: of arithmetic for all rows, of memory also for rows with a cold cache.
     """
     wrong, empty, checked, impossible = [], 0, 0, 0
     for name in expected:
@@ -37,9 +37,9 @@ def check(root: Path, gpu: Gpu, expected: tuple[str, ...]) -> list[str]:
             wrong.append(f"{name}: none of {len(rows)} rows is ok")
             continue
         try:
-            least_us = FASTEST_FRAC * bound_us(families()[name], good, gpu)
+            least_us = MIN_ROOFLINE_FRAC * bound_us(families()[name], good, gpu)
         except (AttributeError, KeyError, TypeError, ValueError) as exc:
-            wrong.append(f"{name}: no bound of its rows ({type(exc).__name__}: {exc})")
+            wrong.append(f"{name}: no roofline for its rows ({type(exc).__name__}: {exc})")
             continue
         time_us = good["time_us"].to_numpy(float)
         bad = ~(time_us > 0) | (time_us < least_us)
@@ -47,17 +47,18 @@ def check(root: Path, gpu: Gpu, expected: tuple[str, ...]) -> list[str]:
         if bad.any():
             at = int(np.argmax(bad))
             op, cache, us = good["op"].iloc[at], good["cache"].iloc[at], time_us[at]
-            bound = f"{us:.3g} us where {least_us[at] / FASTEST_FRAC:.3g} are the least"
-            wrong.append(f"{name}: {bad.sum()} of {len(good)} times, e.g. {op} {cache}: {bound}")
-    if empty > BAD_FRAC * len(expected) or impossible > BAD_FRAC * max(checked, 1):
-        raise Senseless("; ".join(wrong))
+            bound = f"{us:.3g} us, roofline {least_us[at] / MIN_ROOFLINE_FRAC:.3g} us"
+            count = f"{bad.sum()} of {len(good)} times are implausible"
+            wrong.append(f"{name}: {count}, e.g. {op} {cache}: {bound}")
+    if empty > MAX_BAD_FRAC * len(expected) or impossible > MAX_BAD_FRAC * max(checked, 1):
+        raise ImplausibleRows("; ".join(wrong))
     return wrong
 
 
 def bound_us(family: Family, rows: pd.DataFrame, gpu: Gpu) -> np.ndarray:
-    """Least time of each row at the GPU's peaks; 0 where the family has another bound."""
+    """Time of each row at the GPU's peaks (roofline); 0 for families with another bound."""
     bound = np.zeros(len(rows))
-    if family.floor_us is not None or family.name == "host":
+    if family.floor_us is not None or family.on_host:
         return bound
     columns = SimpleNamespace(**{n: rows[n].to_numpy() for n in rows.columns})
     ordinary = rows["load"].isna().to_numpy() if "load" in rows else np.full(len(rows), True)

@@ -1,4 +1,4 @@
-"""What a campaign measures: its plans, their stages and seconds."""
+"""The plans of a campaign: their stages, what each measures and for how long."""
 
 from __future__ import annotations
 
@@ -20,95 +20,103 @@ from microbench.sweep.orders import known_families
 
 log = logging.getLogger("itercast.campaign")
 RETEST_EVERY = 10  # iterations
-SMOKE_ITERATION = 0.3  # of the smoke stage
-RETEST = 0.3  # of the second pass
+SMOKE_ITERATION_FRAC = 0.3  # of the smoke stage
+RETEST_FRAC = 0.3  # of stage second, for iterations
 
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """Where a stage's rows go; ``points`` are those of a file, ``told`` lines for the summary."""
+    """What stages share: the root of rows, a file of points, ``notes`` for the summary."""
 
     root: Path
     seed: int
     points: Path | None
-    told: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     on_progress: Callable[[], None] = lambda: None
 
-    def tell(self, line: str) -> None:
-        """For the log now and for the summary at the end."""
+    def note(self, line: str) -> None:
+        """Log a line, and repeat it in the summary at the end."""
         log.info("%s", line)
-        self.told.append(line)
+        self.notes.append(line)
 
     def progress(self, *_: object) -> None:
-        """What sweeps call a few times a second."""
+        """Called by sweeps a few times a second."""
         self.on_progress()
 
     def sweep(
-        self, names: Sequence[str] | None, given_s: float, late_s: float, wanted: Path | None = None
+        self,
+        names: Sequence[str] | None,
+        budget_s: float,
+        grace_s: float,
+        wanted: Path | None = None,
     ) -> int:
-        """A sweep on the GPU by the clock."""
+        """Sweep families on the GPU for ``budget_s`` of wall time; returns the new rows' number."""
         return collect_for(
-            self.root, "cuda", names, given_s, self.seed, self.progress, wanted, late_s
+            self.root, "cuda", names, budget_s, self.seed, self.progress, wanted, grace_s
         )
 
 
-def smoked(run: Run, given_s: float, late_s: float) -> int:
-    """A few points of every family and one iteration, summed up; what makes no sense is told."""
+def smoke_test(run: Run, budget_s: float, grace_s: float) -> int:
+    """Measure a few points of every family and one iteration; note implausible rows."""
     begin_s = time.monotonic()
-    rows = run.sweep(None, (1 - SMOKE_ITERATION) * given_s, late_s)
-    left_s = given_s - (time.monotonic() - begin_s)
-    rows += _iterations(run, slice(1), 0, left_s, late_s)
+    rows = run.sweep(None, (1 - SMOKE_ITERATION_FRAC) * budget_s, grace_s)
+    left_s = budget_s - (time.monotonic() - begin_s)
+    rows += _iterations(run, slice(1), 0, left_s, grace_s)
     gpu = gpu_from_dict(card_facts(run.root, "cuda")["hardware"], str(run.root))
     for line in summary(run.root, gpu.name):
         log.info("%s", line)
-    alone = tuple(n for n in known_families(None) if families()[n].ranks == 1)
-    for line in smoke.check(run.root, gpu, alone):
-        run.tell(f"smoke: {line}")
+    single = tuple(n for n in known_families(None) if families()[n].ranks == 1)
+    for line in smoke.check(run.root, gpu, single):
+        run.note(f"smoke: {line}")
     return rows
 
 
-def ops(run: Run, given_s: float, late_s: float) -> int:
-    """Points of all families."""
-    return run.sweep(None, given_s, late_s)
+def ops(run: Run, budget_s: float, grace_s: float) -> int:
+    """Sweep points of all families."""
+    return run.sweep(None, budget_s, grace_s)
 
 
-def iterations(run: Run, given_s: float, late_s: float) -> int:
-    """Whole training iterations, as far as the time goes."""
-    return _iterations(run, slice(None), 0, given_s, late_s)
+def iterations(run: Run, budget_s: float, grace_s: float) -> int:
+    """Measure training iterations, as many as fit the budget."""
+    return _iterations(run, slice(None), 0, budget_s, grace_s)
 
 
-def some_iterations(run: Run, given_s: float, late_s: float) -> int:
-    """Those at the head of the list, which have every kind."""
-    return _iterations(run, slice(len(FIRST)), 0, given_s, late_s)
+def some_iterations(run: Run, budget_s: float, grace_s: float) -> int:
+    """Measure the first iterations of the list, which have every kind."""
+    return _iterations(run, slice(len(FIRST)), 0, budget_s, grace_s)
 
 
-def second(run: Run, given_s: float, late_s: float) -> int:
-    """A tenth of the iterations again; then points where models disagree, else random ones."""
+def second(run: Run, budget_s: float, grace_s: float) -> int:
+    """Measure a tenth of the iterations again; then the points of the file, or further points."""
     begin_s = time.monotonic()
     gpu = card_facts(run.root, "cuda")["hardware"]["name"]
-    known = measured_iterations(run.root, gpu)
-    again = [one for one in gpu_iterations() if one in known][::RETEST_EVERY]
-    rows = collect_iterations(run.root, "cuda", again, 1, run.progress, RETEST * given_s, late_s)
-    names = tuple(n for n in known_families(None) if n != "host")  # few points, all known
-    return rows + run.sweep(names, given_s - (time.monotonic() - begin_s), late_s, run.points)
+    measured = measured_iterations(run.root, gpu)
+    again = [i for i in gpu_iterations() if i in measured][::RETEST_EVERY]
+    rows = collect_iterations(
+        run.root, "cuda", again, 1, run.progress, RETEST_FRAC * budget_s, grace_s
+    )
+    names = tuple(
+        n for n in known_families(None) if not families()[n].on_host
+    )  # has few points, all measured by now
+    return rows + run.sweep(names, budget_s - (time.monotonic() - begin_s), grace_s, run.points)
 
 
-def points(run: Run, given_s: float, late_s: float) -> int:
-    """The points of a file and no others."""
-    return run.sweep(None, given_s, late_s, run.points)
+def points(run: Run, budget_s: float, grace_s: float) -> int:
+    """Sweep the points of the file only."""
+    return run.sweep(None, budget_s, grace_s, run.points)
 
 
-def _iterations(run: Run, which: slice, repeat: int, given_s: float, late_s: float) -> int:
+def _iterations(run: Run, which: slice, repeat: int, budget_s: float, grace_s: float) -> int:
     wanted = gpu_iterations()[which]
-    return collect_iterations(run.root, "cuda", wanted, repeat, run.progress, given_s, late_s)
+    return collect_iterations(run.root, "cuda", wanted, repeat, run.progress, budget_s, grace_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A part of a plan; ``seconds`` are those of a run that has the plan's whole time.
+    """A part of a plan; ``seconds`` is its time in a run with the plan's whole budget.
 
-    With less than ``least_s`` it is not begun: a worker would do little but start. ``measure``
-    takes the seconds it is given, and how long after them its worker is ended.
+    With less than ``least_s`` it is skipped, as a worker takes most of that to start. ``measure``
+    takes the budget in seconds, and the seconds after it until a worker is killed.
     """
 
     name: str
@@ -119,12 +127,12 @@ class Stage:
 
 PLANS: dict[str, tuple[Stage, ...]] = {
     "first": (
-        Stage(name="smoke", seconds=60, measure=smoked, least_s=30),
+        Stage(name="smoke", seconds=60, measure=smoke_test, least_s=30),
         Stage(name="ops", seconds=540, measure=ops),
         Stage(name="iterations", seconds=300, measure=iterations),
         Stage(name="second", seconds=240, measure=second),
     ),
-    # a GPU to be forecast from others: their points, and iterations to compare with
+    # For a GPU that is forecast from others: points measured there, and iterations to compare.
     "unseen": (
         Stage(name="points", seconds=180, measure=points),
         Stage(name="iterations", seconds=240, measure=some_iterations),
@@ -133,9 +141,9 @@ PLANS: dict[str, tuple[Stage, ...]] = {
 
 
 def chosen_stages(plan: str, parts: Sequence[str]) -> tuple[Stage, ...]:
-    """The parts asked for, in the plan's order; ValueError for an unknown one."""
+    """The named stages in the plan's order, all without names; ValueError for unknown names."""
     known = {stage.name: stage for stage in PLANS[plan]}
     for name in parts:
         if name not in known:
-            raise ValueError(f"part {name!r}: plan {plan} has {', '.join(known)}")
+            raise ValueError(f"part {name!r}: stages of plan {plan} are {', '.join(known)}")
     return tuple(s for s in PLANS[plan] if not parts or s.name in parts)

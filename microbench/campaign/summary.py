@@ -1,4 +1,4 @@
-"""What a campaign brought, in lines for the end of its log."""
+"""Summary of the rows of a campaign, for the end of its log."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from microbench.iterations.measure import Iteration
 from microbench.ops import families
 from microbench.timing.kernels import timing_disagreement
 
-REASONS = 12  # of errors, the most frequent
+REASONS = 12  # the most frequent reasons of failures
 LETTERS = 90  # of a reason
 
 
 def summary(root: Path, gpu: str) -> list[str]:
-    """Rows by family and status, errors by reason, agreement with kernels, retests, clocks."""
+    """Lines on rows by family and status, failures, kernel times, retests and clocks."""
     found = {n: store.read_rows([root], n) for n in (*families(), "iteration")}
     found = {n: rows[rows["gpu"] == gpu] for n, rows in found.items() if len(rows)}
     found = {n: rows for n, rows in found.items() if len(rows)}
     if not found:
         return [f"no rows of {gpu}"]
-    every = pd.concat(found.values(), ignore_index=True)
+    rows = pd.concat(found.values(), ignore_index=True)
     return [
-        f"{len(every)} rows of {gpu}",
-        *_by_status(every),
-        *_errors(every),
-        _agreement(every),
+        f"{len(rows)} rows of {gpu}",
+        *_by_status(rows),
+        *_failures(rows),
+        _kernel_times(rows),
         *_retests(found),
-        *_conditions(every),
+        *_conditions(rows),
     ]
 
 
@@ -43,7 +43,7 @@ def _by_status(every: pd.DataFrame) -> Iterator[str]:
         yield f"  {name}: {counts}{cost}"
 
 
-def _errors(every: pd.DataFrame) -> Iterator[str]:
+def _failures(every: pd.DataFrame) -> Iterator[str]:
     failed = every[~every["status"].isin(("ok", "throttled"))]
     reasons = failed["reason"].astype(str).str[:LETTERS]
     what = failed["family"] + " " + failed["status"] + ": " + reasons
@@ -51,32 +51,32 @@ def _errors(every: pd.DataFrame) -> Iterator[str]:
         yield f"  {number} x {line}"
 
 
-def _agreement(every: pd.DataFrame) -> str:
+def _kernel_times(every: pd.DataFrame) -> str:
     checked, disagreeing = timing_disagreement(every)
     if not checked:
-        return "times beside kernels' own: no row to compare"
+        return "times by events and by profiler: no row has both"
     share = 100 * disagreeing / checked
-    return f"times beside kernels' own: {disagreeing} of {checked} disagree ({share:.1f} %)"
+    return f"times by events and by profiler: {disagreeing} of {checked} disagree ({share:.1f} %)"
 
 
 def _retests(found: dict[str, pd.DataFrame]) -> Iterator[str]:
-    """Median distance between the first and the second measurement of the same point."""
+    """Lines on the difference between two measurements of a point: |log ratio| in percent."""
     for name, rows in found.items():
         params = Iteration if name == "iteration" else families()[name].params
-        asked = [f.name for f in fields(params) if f.name in rows]
-        asked += [n for n in ("cache", "ranks_per_node") if n in rows and n not in asked]
+        keys = [f.name for f in fields(params) if f.name in rows]
+        keys += [n for n in ("cache", "ranks_per_node") if n in rows and n not in keys]
         good = rows[rows["status"] == "ok"]
         if good.empty:
             continue
         first, second = (
-            good[good["repeat"] == n].groupby(asked, dropna=False)["time_us"].median()
+            good[good["repeat"] == n].groupby(keys, dropna=False)["time_us"].median()
             for n in (0, 1)
         )
-        both = pd.concat([first, second], axis=1, keys=["first", "second"]).dropna()
-        if len(both):
-            apart = 100 * np.abs(np.log((both["second"] / both["first"]).to_numpy(float)))
+        pairs = pd.concat([first, second], axis=1, keys=["first", "second"]).dropna()
+        if len(pairs):
+            apart = 100 * np.abs(np.log((pairs["second"] / pairs["first"]).to_numpy(float)))
             middle, high = np.quantile(apart, [0.5, 0.9])
-            yield f"  {name}: {len(both)} retests, {middle:.1f} % apart, p90 {high:.1f} %"
+            yield f"  {name}: {len(pairs)} retests, median {middle:.1f} % apart, p90 {high:.1f} %"
 
 
 def _conditions(every: pd.DataFrame) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Attention in another form than a model calls it: written out, or FlexAttention as one op."""
+"""Other forms of attention: eager ops for SDPA, and SDPA for FlexAttention."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ def eager_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """scaled_dot_product_attention as models write it out: two products, mask, softmax, dropout.
+    """Compute scaled_dot_product_attention by separate ops, as models do in eager mode.
 
-    Under autocast softmax is in fp32, as CUDA has it.
+    They are a product, a mask, softmax, dropout and a product. Softmax runs in fp32 under autocast,
+    as on CUDA.
     """
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
@@ -43,7 +44,7 @@ def eager_attention(
 
 @contextmanager
 def attention_as(attn: str) -> Iterator[None]:
-    """Inside, models that call torch's attention get the form asked for: sdpa or eager."""
+    """Replace scaled_dot_product_attention inside the context if ``attn`` is "eager"."""
     functional, whole = torch.nn.functional, torch.nn.functional.scaled_dot_product_attention
     functional.scaled_dot_product_attention = eager_attention if attn == "eager" else whole
     try:
@@ -54,9 +55,9 @@ def attention_as(attn: str) -> Iterator[None]:
 
 @contextmanager
 def flex_as_sdpa() -> Iterator[None]:
-    """Inside, flex_attention is scaled_dot_product_attention, which a capture keeps whole.
+    """Replace flex_attention by scaled_dot_product_attention inside the context.
 
-    Convention: a mask hides half, as a causal one does; what is done to scores costs nothing.
+    Convention: every mask costs what a causal one does, and changes to scores cost nothing.
     """
     flex: Any = sys.modules.get("torch.nn.attention.flex_attention")
     if flex is None:

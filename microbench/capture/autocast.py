@@ -1,4 +1,4 @@
-"""Automatic mixed precision as on CUDA, while a step is captured on the CPU."""
+"""Autocast with CUDA's lists of ops while a step is captured on the CPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-# what runs in fp32, and what takes fp32 as its dtype where none is given: ATen/autocast_mode.h
+# Ops that run in fp32; below, ops that take fp32 as their dtype if none is given. Source:
+# https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h
 IN_FP32 = """
     acos asin cosh erfinv exp expm1 log log10 log1p log2 reciprocal rsqrt sinh tan pow __pow__
     __rpow__ __rdiv__ __rtruediv__ softplus layer_norm native_layer_norm rms_norm group_norm norm
@@ -25,17 +26,20 @@ ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
 
 def _named(names: str) -> frozenset[Any]:
-    """The functions of these names, wherever torch has them."""
+    """The functions of these names in torch, Tensor, nn.functional and linalg."""
     homes = [(home, name) for home in HOMES for name in names.split() if hasattr(home, name)]
     return frozenset(getattr(home, name) for home, name in homes)
 
 
 class _OnCuda(TorchFunctionMode):
-    """Ops that CUDA's autocast runs in fp32 and the CPU's does not; attention, logged before it."""
+    """Casts the inputs of ops that autocast treats differently on CUDA than on the CPU.
+
+    Attention takes the low-precision dtype here, because it is logged before autocast sees it.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype, self.wide, self.told = dtype, _named(IN_FP32), _named(TO_FP32)
+        self.dtype, self.in_fp32, self.to_fp32 = dtype, _named(IN_FP32), _named(TO_FP32)
 
     def __torch_function__(
         self,
@@ -45,18 +49,18 @@ class _OnCuda(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func in self.wide:
-            args = tuple(map(_wide, args))
-            kwargs = {name: _wide(value) for name, value in kwargs.items()}
+        if func in self.in_fp32:
+            args = tuple(map(_to_fp32, args))
+            kwargs = {name: _to_fp32(value) for name, value in kwargs.items()}
         elif func is ATTENTION:
-            args = tuple(map(self._narrow, args))
-            kwargs = {name: self._narrow(value) for name, value in kwargs.items()}
-        elif func in self.told and _is_half(args[0] if args else kwargs.get("input")):
+            args = tuple(map(self._to_dtype, args))
+            kwargs = {name: self._to_dtype(value) for name, value in kwargs.items()}
+        elif func in self.to_fp32 and _is_half(args[0] if args else kwargs.get("input")):
             stated = any(isinstance(a, torch.dtype) for a in (*args, kwargs.get("dtype")))
             kwargs |= {} if stated else {"dtype": torch.float32}
         return func(*args, **kwargs)
 
-    def _narrow(self, value: Any) -> Any:
+    def _to_dtype(self, value: Any) -> Any:
         wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
         return value.to(self.dtype) if wide else value
 
@@ -65,15 +69,15 @@ def _is_half(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype in HALF
 
 
-def _wide(value: Any) -> Any:
+def _to_fp32(value: Any) -> Any:
     return value.float() if _is_half(value) else value
 
 
 @contextmanager
 def autocast_as_on_cuda(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, products and convolutions take ``dtype``, norms and losses fp32.
+    """Autocast to ``dtype`` inside the context as CUDA does: products in it, norms in fp32.
 
-    A weight is cast once, and again after the context was left.
+    A weight is cast once per context.
     """
     with torch.autocast("cpu", dtype=dtype), _OnCuda(dtype):
         yield

@@ -1,4 +1,4 @@
-"""Captured steps on disk: gzip JSON, readable without torch, never executed."""
+"""Captured steps stored on disk as gzip JSON, which is read without torch and never executed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ TENSOR = "t"
 
 def _pack(value: Any) -> Any:
     if isinstance(value, TensorSpec):
-        return {TENSOR: [value.shape, value.dtype, value.stride, value.storage, value.zero_frac]}
+        place = (value.stride, value.storage, value.zero_frac, value.layout, value.nnz)
+        return {TENSOR: [value.shape, value.dtype, *place]}
     if isinstance(value, tuple | list):
         return [_pack(v) for v in value]
     return value
@@ -29,9 +30,16 @@ def _pack_all(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unpack(value: Any) -> Any:
     if isinstance(value, dict):
-        shape, dtype, stride, storage, zeros = value[TENSOR]
-        layout = {"shape": tuple(shape), "dtype": dtype, "stride": tuple(stride)}
-        return TensorSpec(**layout, storage=storage, zero_frac=zeros)
+        shape, dtype, stride, storage, zeros, layout, nnz = value[TENSOR]
+        return TensorSpec(
+            shape=tuple(shape),
+            dtype=dtype,
+            stride=tuple(stride),
+            storage=storage,
+            zero_frac=zeros,
+            layout=layout,
+            nnz=nnz,
+        )
     return tuple(_unpack(v) for v in value) if isinstance(value, list) else value
 
 
@@ -41,7 +49,10 @@ def dumps(capture: StepCapture) -> bytes:
         [c.op, _pack(c.args), _pack_all(c.kwargs), _pack(c.outputs), c.phase, c.module]
         for c in capture.calls
     ]
-    parameters = [[p.name, p.shape, p.dtype, p.storage, p.ready_after] for p in capture.parameters]
+    parameters = [
+        [p.name, p.shape, p.dtype, p.storage, p.ready_after, p.layout, p.nnz]
+        for p in capture.parameters
+    ]
     plain = {
         "calls": calls,
         "parameters": parameters,
@@ -49,12 +60,13 @@ def dumps(capture: StepCapture) -> bytes:
         "samples": capture.samples,
         "tokens": capture.tokens,
         "repeats": dict(capture.repeats),
+        "optimizer": capture.optimizer,
     }
     return gzip.compress(json.dumps(plain).encode(), 3)
 
 
 def loads(data: bytes) -> StepCapture:
-    """The capture behind ``dumps``; ValueError for anything else."""
+    """The capture that ``dumps`` wrote; ValueError for anything else."""
     try:
         plain = json.loads(gzip.decompress(data))
         calls = tuple(
@@ -69,8 +81,16 @@ def loads(data: bytes) -> StepCapture:
             for op, args, kwargs, outputs, phase, module in plain["calls"]
         )
         parameters = tuple(
-            ParamSpec(name=n, shape=tuple(s), dtype=d, storage=i, ready_after=r)
-            for n, s, d, i, r in plain["parameters"]
+            ParamSpec(
+                name=name,
+                shape=tuple(shape),
+                dtype=dtype,
+                storage=storage,
+                ready_after=ready,
+                layout=layout,
+                nnz=nnz,
+            )
+            for name, shape, dtype, storage, ready, layout, nnz in plain["parameters"]
         )
         return StepCapture(
             calls=calls,
@@ -79,13 +99,14 @@ def loads(data: bytes) -> StepCapture:
             samples=plain["samples"],
             tokens=plain["tokens"],
             repeats=plain["repeats"],
+            optimizer=plain["optimizer"],
         )
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as exc:
         raise ValueError(f"not a captured step: {exc}") from exc
 
 
 def cached(key: str, make: Callable[[], StepCapture], folder: Path) -> StepCapture:
-    """The capture stored under ``key``, made and stored where it is missing or unreadable."""
+    """Read the capture stored under ``key``; make and store it if it is missing or unreadable."""
     path = folder / f"{key}.json.gz"
     try:
         return loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""What is known of tensors without data, and what follows for comparisons of them."""
+"""Knowledge about the values of fake tensors (masks, counts, indices) and what follows from it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from typing import Any
 
 import torch
 
-KNOWN_LIMIT = 2**17  # elements of a tensor whose values are followed one by one
+KNOWN_LIMIT = 2**17  # elements of the largest tensor whose values are computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """What is known of a tensor's elements.
+    """What is known about the values of one fake tensor; all None: nothing.
 
-    ``mean``: the value expected of each (masks and counts). ``top``: they are uniform over
-    0..top (indices, running counts; tokens up to infinity). ``values``: a real tensor of the shape.
+    ``mean`` is the expected value of an element (masks, counts). ``top``: elements are uniform over
+    0..top (indices, running counts; infinity for tokens). ``values`` is a real tensor of the same
+    shape with the values themselves.
     """
 
     mean: float | None = None
@@ -24,18 +25,22 @@ class Fact:
     values: Any = None
 
 
-def worth_following(tensor: Any) -> bool:
-    """Whether these are integers or a mask, and few enough."""
-    return not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= KNOWN_LIMIT
+def is_small_integer(tensor: Any) -> bool:
+    """Whether a tensor holds integers or a mask, and is small enough to compute its values."""
+    integers = not (tensor.is_floating_point() or tensor.is_complex())
+    return integers and tensor.layout == torch.strided and tensor.numel() <= KNOWN_LIMIT
 
 
-def flat(values: Any) -> list[Any]:
-    """Values with their lists taken apart, one level deep."""
-    return [one for v in values for one in (v if isinstance(v, list | tuple) else [v])]
+def flatten_lists(values: Any) -> list[Any]:
+    """The values with lists among them replaced by their elements, one level deep."""
+    return [v for item in values for v in (item if isinstance(item, list | tuple) else [item])]
 
 
-def finite(name: str, args: Any) -> float | None:
-    """The share of finite numbers of which a look for infinite ones, or none, is true."""
+def share_passing_finite_check(name: str, args: Any) -> float | None:
+    """Share of true elements of a check for NaN or infinity, all numbers being finite.
+
+    None for any other op. ``x == x`` is such a check, and ``x == inf``.
+    """
     if name in ("isnan", "isinf"):
         return 0.0
     if name not in ("eq", "ne"):
@@ -46,37 +51,34 @@ def finite(name: str, args: Any) -> float | None:
 
 
 def is_mask(value: Any) -> bool:
-    """Whether this chooses elements, of indexed tensors."""
+    """Whether a value selects elements when it is used as an index."""
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
 
 
 def is_number(value: Any, number: int) -> bool:
-    """Whether this is that number, and no tensor."""
+    """Whether a value is this number, and not a tensor."""
     return isinstance(value, int | float) and value == number
 
 
 def index_axis(name: str, args: Any, kwargs: Any) -> int | None:
-    """The axis that an index runs over; None where max and min reduce everything."""
+    """The axis of which topk, sort, argmax, max or min return indices; None for all elements."""
     place = {"topk": 2, "sort": 1}.get(name, 1)
     default = {"topk": -1, "sort": -1}.get(name)
-    found = kwargs.get("dim", args[place] if len(args) > place else default)
-    return found if isinstance(found, int) else None
+    axis = kwargs.get("dim", args[place] if len(args) > place else default)
+    return axis if isinstance(axis, int) else None
 
 
-def compared(
+def fact_of_comparison(
     name: str, known: Fact | None, other: Any, second: Fact | None, args: Any
 ) -> Fact | None:
-    """The fact of a comparison or of masks combined; None where nothing follows."""
+    """The fact about a comparison's result, or that of masks combined; None if nothing follows.
+
+    ``known`` is the fact about the first operand, ``second`` that about ``other``.
+    """
     if known is None:
         return None
     if known.top:
-        share = min(1.0, float(other) / known.top) if isinstance(other, int | float) else None
-        shares = {"eq": 1 / known.top, "ne": 1 - 1 / known.top}
-        if share is not None:
-            shares |= {"le": share, "lt": share, "gt": 1 - share, "ge": 1 - share}
-        if name == "cumsum" or name not in shares:
-            return None
-        return Fact(mean=shares[name])
+        return _compared_uniform(name, known.top, other)
     if known.mean is None:
         return None
     if name == "cumsum":
@@ -90,3 +92,12 @@ def compared(
     if name in ("mul", "bitwise_and", "logical_and") and second is not None and second.mean:
         return Fact(mean=known.mean * second.mean)
     return None
+
+
+def _compared_uniform(name: str, top: float, other: Any) -> Fact | None:
+    """Share of elements uniform over 0..top that equal, exceed or stay below a number."""
+    shares = {"eq": 1 / top, "ne": 1 - 1 / top}
+    if isinstance(other, int | float):
+        below = min(1.0, float(other) / top)
+        shares |= {"le": below, "lt": below, "gt": 1 - below, "ge": 1 - below}
+    return Fact(mean=shares[name]) if name in shares else None

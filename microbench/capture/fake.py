@@ -1,4 +1,4 @@
-"""Modules and tensors without their data: what a capture runs in place of the real ones."""
+"""Fake copies of modules and tensors: the same shapes, strides and dtypes without data."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from microbench.capture.sparse import check_layouts, fake_sparse, is_sparse
 
-def without_data(module: Any, dtype: torch.dtype | None = None) -> Any:
-    """The same module with fake tensors on the CPU, strides and ties kept.
 
-    Floating-point tensors take ``dtype`` if one is given; ValueError for what cannot be copied.
+def fake_module(module: Any, dtype: torch.dtype | None = None) -> Any:
+    """A copy of a module with fake tensors on the CPU; strides and tied weights are kept.
+
+    Floating-point tensors take ``dtype`` if one is given. ValueError for a module that cannot be
+    copied, or has a tensor in an unknown layout.
     """
     memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    check_layouts((f"{type(module).__name__}.{name}", tensor) for name, tensor in tensors)
+    for _, tensor in tensors:
         if not isinstance(tensor, FakeTensor):
-            memo[id(tensor)] = fake(tensor, dtype)
+            memo[id(tensor)] = fake_tensor(tensor, dtype)
     if not memo:
         return copy.copy(module)
     with _disable_current_modes():
@@ -33,25 +38,30 @@ def without_data(module: Any, dtype: torch.dtype | None = None) -> Any:
             raise ValueError(f"cannot copy the structure of the module: {exc}") from exc
 
 
-def made_to_be_read(make: Callable[[], Any]) -> Any:
-    """What ``make`` returns; with data where it reads numbers off tensors (timm's drop paths).
+def build_fake_else_real(build: Callable[[], Any]) -> Any:
+    """Call ``build`` under the current fake mode; without it if it reads values of tensors.
 
-    Weights have no initial values even then.
+    An example is timm's rate of dropped layers, a number read off ``torch.linspace``. Weights have
+    no initial values even then.
     """
     try:
-        return make()
+        return build()
     except (DataDependentOutputException, DynamicOutputShapeException):
         with _disable_current_modes():
-            return make()
+            return build()
 
 
-def fake(tensor: Any, dtype: torch.dtype | None) -> Any:
-    """A tensor or parameter of the same form under the current fake mode."""
-    new = torch.empty_strided(
-        tensor.size(),
-        tensor.stride(),
-        dtype=dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
-        requires_grad=tensor.requires_grad,
-    )
+def fake_tensor(tensor: Any, dtype: torch.dtype | None) -> Any:
+    """A tensor or parameter of the same shape and layout under the current fake mode.
+
+    Floating-point tensors take ``dtype`` if one is given.
+    """
+    dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if is_sparse(tensor):
+        new = fake_sparse(tensor, dtype).requires_grad_(tensor.requires_grad)
+    else:
+        new = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=dtype, requires_grad=tensor.requires_grad
+        )
     parameter = isinstance(tensor, torch.nn.Parameter)
     return torch.nn.Parameter(new, tensor.requires_grad) if parameter else new

@@ -1,4 +1,4 @@
-"""Habits in which fake tensors differ from real ones, and what must run as it was written."""
+"""Patches under which models run on fake tensors as on real ones, eagerly and uncompiled."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
 from microbench.capture.attention import flex_as_sdpa
-from microbench.capture.fake import fake
+from microbench.capture.fake import fake_tensor
 
 WARNS = "warn_if_padding_and_no_attention_mask"
 
 
 def _apply(module: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-    """Module.to and its like in place, as with real tensors; torch swaps fake ones and fails."""
+    """Replace ``Module._apply`` (to, half, ...): convert in place, where torch's fails on fakes."""
     for owner in module.modules() if recurse else [module]:
         for parameter in owner.parameters(recurse=False):
             with torch.no_grad():
@@ -40,7 +40,7 @@ def _on_cpu(tensor: Any) -> Any:
 
 
 def _format(tensor: Any, spec: str) -> str:
-    """A tensor without axes formats as its number, where that is known."""
+    """Format a tensor without axes as its number if that is known, any other as its repr."""
     try:
         return format(tensor.item() if tensor.dim() == 0 else repr(tensor), spec)
     except DataDependentOutputException:
@@ -48,37 +48,41 @@ def _format(tensor: Any, spec: str) -> str:
 
 
 def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
-    """Another one of its form; torch would copy storage that is not there."""
+    """A new fake tensor of the same form; torch would copy the missing storage and fail."""
     if id(tensor) not in memo:
-        memo[id(tensor)] = fake(tensor, None)
+        memo[id(tensor)] = fake_tensor(tensor, None)
     return memo[id(tensor)]
 
 
 @contextmanager
-def habits_of_real_tensors() -> Iterator[None]:
-    """Inside, modules convert in place and are copied, and ``f"{tensor}"`` is a number, as usual.
+def behave_like_real_tensors() -> Iterator[None]:
+    """Let fake tensors be converted in place, copied and formatted inside the context.
 
-    Nothing is initialised: there is no data, and truncated distributions look at theirs. Torch does
-    not log its errors at length beside raising them.
+    Functions of ``torch.nn.init`` do nothing: there is no data, and truncated distributions would
+    read theirs. Torch raises its errors without logging them at length.
     """
     init = {n: f for n, f in vars(torch.nn.init).items() if n.endswith("_") and n[:2] != "__"}
     idle = dict.fromkeys(init, lambda tensor, *args, **kwargs: tensor)
-    torch_says = logging.getLogger("torch._subclasses.fake_tensor")
+    torch_log = logging.getLogger("torch._subclasses.fake_tensor")
     with (
         patch.dict(vars(torch.nn.init), idle),
         patch.object(torch.nn.Module, "_apply", _apply),
         patch.object(FakeTensor, "__format__", _format),
         patch.object(FakeTensor, "__deepcopy__", _deepcopy),
-        patch.object(torch_says, "disabled", True),
+        patch.object(torch_log, "disabled", True),
     ):
         yield
 
 
 @contextmanager
-def runs_as_written() -> Iterator[None]:
-    """Inside, nothing is compiled, flex_attention is one op and encoder layers are many."""
+def run_uncompiled() -> Iterator[None]:
+    """Run models eagerly inside the context, op by op.
+
+    Nothing is compiled, flex_attention is one op, and nn.TransformerEncoder takes no fast path in
+    inference.
+    """
     fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # inference of nn.TransformerEncoder
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
         with _compiled_runs_eagerly(), _transformers_runs_eagerly(), flex_as_sdpa():
             yield
@@ -88,8 +92,8 @@ def runs_as_written() -> Iterator[None]:
 
 @contextmanager
 def _compiled_runs_eagerly() -> Iterator[None]:
-    """Inside, what torch.compile wrapped runs as it was written."""
-    if "torch._dynamo" not in sys.modules:  # nothing was wrapped; to import it takes a second
+    """Run functions wrapped by torch.compile without compiling them."""
+    if "torch._dynamo" not in sys.modules:  # nothing was wrapped; importing it takes a second
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -98,10 +102,10 @@ def _compiled_runs_eagerly() -> Iterator[None]:
 
 @contextmanager
 def _transformers_runs_eagerly() -> Iterator[None]:
-    """Inside, transformers does not take a fake tensor as a sign that a graph is being compiled.
+    """Keep transformers from treating a fake tensor as a sign that a graph is being compiled.
 
-    It would build causal masks that eager steps leave to the attention kernel. Nor does it look
-    among the tokens for padding, to warn of it, or for the places of pictures, to count them.
+    It would build causal masks that eager steps leave to the attention kernel. Its looks at token
+    values are left out too: for padding, to warn of it, and for places of images, to count them.
     """
     module: Any = sys.modules.get("transformers.utils.import_utils")
     models: Any = sys.modules.get("transformers.modeling_utils")
@@ -110,6 +114,6 @@ def _transformers_runs_eagerly() -> Iterator[None]:
         if hasattr(module, "is_fake_tensor"):
             stack.enter_context(patch.object(module, "is_fake_tensor", lambda value: False))
         if hasattr(models, "PreTrainedModel"):
-            silent = patch.object(models.PreTrainedModel, WARNS, lambda *given: None, create=True)
+            silent = patch.object(models.PreTrainedModel, WARNS, lambda *args: None, create=True)
             stack.enter_context(silent)
         yield

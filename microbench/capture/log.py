@@ -1,9 +1,9 @@
-"""The op calls of one step of a module, without running it: shapes, dtypes, strides, phases."""
+"""Capture of a training step as a list of op calls, on fake tensors: nothing is computed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,18 +15,26 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from microbench.capture.attention import eager_attention
 from microbench.capture.autocast import autocast_as_on_cuda
-from microbench.capture.fake_patches import habits_of_real_tensors, runs_as_written
-from microbench.capture.meta_answers import is_sparse, without_sparse
+from microbench.capture.fake_patches import behave_like_real_tensors, run_uncompiled
 from microbench.capture.routing import Routing
+from microbench.capture.sparse import (
+    FakeSparseOps,
+    as_row_ops,
+    check_layouts,
+    is_sparse,
+    layout_name,
+    values_of,
+)
 from microbench.capture.watch import (
-    count_bookkeeping,
+    ModuleTracker,
+    count_host_events,
     default_dtype,
-    module_hooks,
+    record_ready_gradients,
     storage_dtype,
-    watch_parameters,
 )
 from microbench.capture.zeros import mark_zeros
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
@@ -44,7 +52,7 @@ DTYPES = {
     torch.uint8: "uint8",
     torch.bool: "bool",
 }
-# What autograd does in place on plain tensors and out of place under a dispatch mode:
+# Ops that autograd runs in place on plain tensors, and out of place under a dispatch mode:
 # https://github.com/pytorch/pytorch/blob/main/torch/csrc/autograd/input_buffer.cpp and
 # areAnyTensorSubclassLike in FunctionsManual.cpp
 IN_PLACE = {
@@ -53,12 +61,15 @@ IN_PLACE = {
     "aten.index_put.default": "aten.index_put_.default",
     "aten.scatter.src": "aten.scatter_.src",
 }
-# Views whose schema does not say so: they only make tensors' heads.
+# Ops that launch no kernel although their schema does not say that they return views.
 UNDECLARED_VIEWS = {"aten::unsafe_split", "aten::unsafe_split_with_sizes", "aten::unsafe_chunk"}
 UNDECLARED_VIEWS |= {"aten::_indices", "aten::_values", "aten::_coalesced_"}
 UNDECLARED_VIEWS |= {"aten::_sparse_coo_tensor_with_dims_and_tensors"}
+UNDECLARED_VIEWS |= {"aten::sparse_compressed_tensor", "aten::_sparse_compressed_tensor_unsafe"}
 UNDECLARED_VIEWS |= {"aten::transpose_", "aten::t_", "aten::squeeze_", "aten::unsqueeze_"}
+# Ops that are not logged: they cost the host next to nothing.
 SILENT = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_local_scalar_dense"}
+SILENT |= {"aten::_nnz", "aten::is_coalesced", "aten::sparse_dim", "aten::dense_dim"}
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
 TF32_OPS = {
     *(f"aten.{op}.default" for op in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")),
@@ -68,10 +79,10 @@ TF32_OPS = {
 
 
 class OpLog(TorchDispatchMode):
-    """Writes down every aten call that reaches the dispatcher below autograd.
+    """Logs every aten call that reaches the dispatcher below autograd.
 
-    ``routing`` answers ops whose shape depends on data. With ``tf32`` the fp32 operands of matrix
-    products, convolutions and attention are written down as tf32.
+    ``routing`` runs the ops where tensors are fake. With ``tf32`` the fp32 operands of matrix
+    products, convolutions and attention are logged as tf32.
     """
 
     def __init__(self, routing: Routing | None = None, tf32: bool = False) -> None:
@@ -84,48 +95,61 @@ class OpLog(TorchDispatchMode):
         self.paused = 0
         self.names = DTYPES
         self._storages: dict[int, int] = {}
-        self._kept: list[Any] = []  # storages stay alive, so that their addresses stay theirs
+        self._kept: list[Any] = []  # alive, so that no address is used twice
 
     def reset(self) -> None:
-        """Forget what was logged, not the storages."""
+        """Forget the calls and host events, and keep the numbers of storages."""
         self.calls = []
         self.host = dict.fromkeys(self.host, 0)
 
     def storage(self, tensor: Any) -> int:
-        """A small number that names the memory behind a tensor."""
-        key = tensor.untyped_storage()._cdata
+        """The number of the memory behind a tensor, of a sparse one that behind its values."""
+        memory = values_of(tensor).untyped_storage()
+        key = memory._cdata
         if key not in self._storages:
-            self._kept.append(tensor.untyped_storage())
+            self._kept.append(memory)
             self._storages[key] = len(self._storages)
         return self._storages[key]
 
     def describe(self, value: Any) -> Any:
-        """Tensors as TensorSpec, lists as tuples, dtypes and devices as text."""
+        """A value as a capture holds it: tensors as TensorSpec, dtypes and devices as text."""
         if isinstance(value, torch.Tensor):
-            shape, stride, dtype = tuple(value.shape), tuple(value.stride()), value.dtype
-            if value.is_complex():  # pairs of real numbers
-                shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
-                dtype = dtype.to_real()
-            return TensorSpec(
-                shape=shape,
-                dtype=self.names[dtype],
-                stride=stride,
-                storage=self.storage(value),
-            )
+            return self._sparse_spec(value) if is_sparse(value) else self._spec(value)
         if isinstance(value, list | tuple):
             return tuple(self.describe(v) for v in value)
         if value is None or isinstance(value, bool | int | float | str):
             return value
         return str(value)
 
+    def _spec(self, tensor: Any) -> TensorSpec:
+        shape, stride, dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+        if tensor.is_complex():  # pairs of real numbers
+            shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
+            dtype = dtype.to_real()
+        return TensorSpec(
+            shape=shape, dtype=self.names[dtype], stride=stride, storage=self.storage(tensor)
+        )
+
+    def _sparse_spec(self, tensor: Any) -> TensorSpec:
+        """A sparse tensor; ``nnz`` of one that stores whole rows counts their elements."""
+        return TensorSpec(
+            shape=tuple(tensor.shape),
+            dtype=self.names[tensor.dtype],
+            storage=self.storage(tensor),
+            layout=layout_name(tensor),
+            nnz=values_of(tensor).numel(),
+        )
+
     def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
         """Log one call."""
         self.names = TF32_DTYPES if self.tf32 and op in TF32_OPS else DTYPES
         outputs = output if isinstance(output, list | tuple) else (output,)
-        if any(map(is_sparse, (*args, *outputs))):
-            op, args, outputs = without_sparse(op, args, outputs)
+        sparse = any(map(is_sparse, (*args, *outputs)))
+        if sparse:
+            op, args, outputs = as_row_ops(op, args, outputs)
         described = self.describe(tuple(args))
-        if self.phase == "backward" and op in IN_PLACE and described[0].shape == output.shape:
+        in_place = self.phase == "backward" and op in IN_PLACE and not sparse
+        if in_place and described[0].shape == output.shape:
             op, outputs = IN_PLACE[op], (args[0],)
         self.calls.append(
             OpCall(
@@ -157,9 +181,9 @@ class OpLog(TorchDispatchMode):
 
 
 class _LoggedAttention(torch.autograd.Function):
-    """Scaled dot-product attention as one op forward and one op backward.
+    """Scaled dot-product attention logged as one op forward and one op backward.
 
-    The output lies in memory as (batch, length, heads, dim), as fused kernels leave it.
+    The output is stored as (batch, length, heads, dim), like that of fused kernels.
     """
 
     @staticmethod
@@ -177,7 +201,7 @@ class _LoggedAttention(torch.autograd.Function):
         if q.dim() == 4:
             output = output.transpose(1, 2).contiguous().transpose(1, 2)
         log.paused -= 1
-        log.add("itercast.sdpa", (q, k, v), _attention_facts(mask, options), output)
+        log.add("itercast.sdpa", (q, k, v), _attention_options(mask, options), output)
         return output
 
     @staticmethod
@@ -192,15 +216,15 @@ class _LoggedAttention(torch.autograd.Function):
                 leaves = [t.detach().requires_grad_() for t in (q, k, v)]
                 call: Any = torch.nn.functional.scaled_dot_product_attention
                 output = call(*leaves, ctx.mask, **ctx.options)
-                found = torch.autograd.grad(output, leaves, grad)
-            grads = [torch.empty_like(t).copy_(g) for t, g in zip(leaves, found, strict=True)]
+                computed = torch.autograd.grad(output, leaves, grad)
+            grads = [torch.empty_like(t).copy_(g) for t, g in zip(leaves, computed, strict=True)]
         log.paused -= 1
-        facts = _attention_facts(ctx.mask, ctx.options)
-        log.add("itercast.sdpa_backward", (grad, q, k, v), facts, grads)
+        options = _attention_options(ctx.mask, ctx.options)
+        log.add("itercast.sdpa_backward", (grad, q, k, v), options, grads)
         return None, None, None, *grads
 
 
-def _attention_facts(mask: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _attention_options(mask: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {
         "is_causal": bool(options.get("is_causal", False)),
         "dropout_p": float(options.get("dropout_p", 0.0)),
@@ -209,8 +233,8 @@ def _attention_facts(mask: Any, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-class KeepAttention(TorchFunctionMode):
-    """Keeps scaled_dot_product_attention whole (on CPU it would decompose), or writes it out."""
+class WholeAttention(TorchFunctionMode):
+    """Logs scaled_dot_product_attention as one op, which a CPU would decompose, or as ``eager``."""
 
     def __init__(self, log: OpLog, eager: bool) -> None:
         super().__init__()
@@ -223,9 +247,9 @@ class KeepAttention(TorchFunctionMode):
         if self.eager:
             return eager_attention(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        q, k, v = (given.pop(n) for n in names[:3])
-        return _LoggedAttention.apply(self.log, given.pop("attn_mask", None), given, q, k, v)
+        options = {**dict(zip(names, args, strict=False)), **kwargs}
+        q, k, v = (options.pop(n) for n in names[:3])
+        return _LoggedAttention.apply(self.log, options.pop("attn_mask", None), options, q, k, v)
 
 
 def capture_step(
@@ -238,57 +262,80 @@ def capture_step(
     samples: int = 1,
     tokens: int = 0,
 ) -> StepCapture:
-    """The second step's calls (the first allocates optimizer state); ``fake=False`` runs it.
+    """Capture the op calls of one step of the model that ``build`` makes.
 
-    Where shapes depend on data, routing is taken as balanced (``capture_routing``); ValueError
-    names the op where that says nothing.
+    The second step, as the first one allocates the optimizer's state; ``fake=False`` runs it for
+    real. ValueError for ops whose shapes depend on data, except in routing (``capture.routing``).
     """
     log = OpLog(Routing() if fake else None, settings.dtype == "tf32")
     with ExitStack() as stack:
         if fake:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(habits_of_real_tensors())
-        with default_dtype(storage_dtype(settings.stored)):
-            model, inputs = build(), make_inputs()
+            stack.enter_context(behave_like_real_tensors())
+        model, inputs = _build(build, make_inputs, settings, fake)
         if log.routing is not None:
-            log.routing.given(inputs)
-        stack.enter_context(runs_as_written())
-        mixed = partial(autocast_as_on_cuda, storage_dtype(settings.dtype))
-        step = make_step(
-            model,
-            inputs,
-            loss_fn,
-            settings,
-            lambda name: setattr(log, "phase", name),
-            precision=mixed if settings.amp else nullcontext,
-        )
-        ready = watch_parameters(model, log)
-        stack.enter_context(module_hooks(log))
-        stack.enter_context(KeepAttention(log, eager=settings.attn == "eager"))
-        stack.enter_context(log)
-        try:
+            log.routing.note_inputs(inputs)
+        set_phase = partial(setattr, log, "phase")
+        amp = partial(autocast_as_on_cuda, storage_dtype(settings.dtype))
+        precision = amp if settings.amp else nullcontext
+        step = make_step(model, inputs, loss_fn, settings, set_phase, precision=precision)
+        ready = record_ready_gradients(model, log)
+        with _logging(log, eager=settings.attn == "eager"):
             step()
             log.reset()
             step()
+    count_host_events(log, settings, sum(p.requires_grad for p in model.parameters()))
+    return StepCapture(
+        calls=mark_zeros(log.calls),
+        parameters=_parameters(model, log, ready),
+        host=log.host,
+        samples=samples,
+        tokens=tokens,
+        optimizer=settings.optimizer if settings.mode == "train" else "none",
+    )
+
+
+def _build(
+    build: Callable[[], torch.nn.Module],
+    make_inputs: Callable[[], dict[str, Any]],
+    settings: StepSettings,
+    fake: bool,
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """The model and its inputs in the dtype of the settings, all in layouts that are known."""
+    made_fake = FakeSparseOps() if fake else nullcontext()
+    with default_dtype(storage_dtype(settings.stored)), made_fake:
+        model, inputs = build(), make_inputs()
+    check_layouts((f"parameter {name}", p) for name, p in model.named_parameters())
+    check_layouts((f"buffer {name}", b) for name, b in model.named_buffers())
+    check_layouts((f"input {name}", t) for name, x in inputs.items() for t in tree_leaves(x))
+    return model, inputs
+
+
+@contextmanager
+def _logging(log: OpLog, eager: bool) -> Iterator[None]:
+    """Log ops, modules and attention inside the context; name the op that depends on data."""
+    with run_uncompiled(), ModuleTracker(log), WholeAttention(log, eager), log:
+        try:
+            yield
         except (DynamicOutputShapeException, DataDependentOutputException) as exc:
             raise ValueError(f"the step depends on data in {exc.func}: cannot capture it") from exc
-    count_bookkeeping(log, settings, sum(p.requires_grad for p in model.parameters()))
+
+
+def _parameters(
+    model: torch.nn.Module, log: OpLog, ready: Mapping[str, int]
+) -> tuple[ParamSpec, ...]:
+    """The model's parameters, with the call after which each one's gradient is complete."""
     log.names = DTYPES
-    specs = {name: log.describe(p) for name, p in model.named_parameters()}
-    parameters = tuple(
+    specs = {name: log.describe(p.detach()) for name, p in model.named_parameters()}
+    return tuple(
         ParamSpec(
             name=name,
             shape=spec.shape,
             dtype=spec.dtype,
             storage=spec.storage,
             ready_after=ready.get(name, -1),
+            layout=spec.layout,
+            nnz=spec.nnz,
         )
         for name, spec in specs.items()
-    )
-    return StepCapture(
-        calls=mark_zeros(log.calls),
-        parameters=parameters,
-        host=log.host,
-        samples=samples,
-        tokens=tokens,
     )

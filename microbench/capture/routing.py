@@ -1,12 +1,12 @@
-"""Balanced routing: what data-dependent ops answer in a capture, where no tensor holds data.
+"""Ops whose results depend on data, run on fake tensors by a convention: balanced routing.
 
-Convention: an index chosen by argmax, topk or sort is uniform over its range, so ``index == e`` is
-true for an equal share of the elements; every expert takes its share of the tokens, rounded up.
-Batches are full: integers that are given equal none that is named (padding). A mask of ones is all
-true, a layer dropped at random by less than half is not dropped, and numbers are finite.
-Facts about masks, counts and indices are followed through the ops that routers use, and the values
-of small integers and masks that are given for real; an op whose shape depends on data of which
-nothing is known stays an error.
+Convention: an index chosen by argmax, topk or sort is uniform over its range, so that
+``index == e`` is true for an equal share of the elements and every expert takes its share of the
+tokens, rounded up. Batches are full: no element of an integer input equals a named number
+(padding). A mask of ones is all true, a layer that is dropped at random with a rate below one half
+is kept, and all numbers are finite. What is known of masks, counts and indices is followed through
+the ops that routers use; the values of small integer tensors and masks are computed. An op whose
+shape depends on data of which nothing is known raises torch's error.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 from microbench.capture.facts import (
     KNOWN_LIMIT,
     Fact,
-    compared,
-    finite,
-    flat,
+    fact_of_comparison,
+    flatten_lists,
     index_axis,
     is_mask,
     is_number,
-    worth_following,
+    is_small_integer,
+    share_passing_finite_check,
 )
-from microbench.capture.meta_answers import answered
+from microbench.capture.meta_answers import corrected_result
+from microbench.capture.sparse import makes_or_takes_sparse, run_with_sparse
 
 ONES = ("ones", "ones_like", "new_ones")
 INDEX_OUTPUT = {"argmax": 0, "argmin": 0, "topk": 1, "sort": 1, "max": 1, "min": 1}
+# Ops that move elements or copy them: what is known of the input holds for the output.
 KEEP = {
     *("alias", "detach", "clone", "_to_copy", "view", "_unsafe_view", "reshape", "permute", "t"),
     *("transpose", "unsqueeze", "squeeze", "expand", "select", "slice", "unbind", "split", "index"),
@@ -43,54 +45,64 @@ KEEP = {
 
 
 class Routing:
-    """Runs ops under fake tensors and follows facts; answers those whose shape depends on data."""
+    """Runs ops on fake tensors and keeps what is known about the values of integers and masks."""
 
     def __init__(self) -> None:
         self.facts: Any = WeakIdKeyDictionary()
 
-    def given(self, inputs: Any) -> None:
-        """Takes note of a model's inputs: of integers without values no number is known."""
+    def note_inputs(self, inputs: Any) -> None:
+        """Note that integer inputs without values are tokens, of which no number is known."""
         for tensor in tree_leaves(inputs):
             if isinstance(tensor, FakeTensor) and tensor.dtype in (torch.int32, torch.int64):
                 self.facts[tensor] = Fact(top=inf)
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The op's result, a value or a shape by convention where it depends on data."""
+        """The op's result; a value or a shape that depends on data follows the convention."""
         name = func._schema.name.removeprefix("aten::")
-        known = self._of(args[0]) if args else None
+        if makes_or_takes_sparse(name, args):
+            return run_with_sparse(func, args, kwargs)
+        known = self._fact(args[0]) if args else None
         if name in ("item", "_local_scalar_dense") and known is not None:
-            answer = self._scalar(args[0], known)
-            if answer is not None:
-                return answer
+            number = self._scalar(args[0], known)
+            if number is not None:
+                return number
         if torch.Tag.dynamic_output_shape in func.tags and self._known_by_value(args):
-            return self._by_value(func, args, kwargs)
+            return self._compute_values(func, args, kwargs)
         if name == "nonzero" and known is not None:
             return self._nonzero(args[0])
         if name == "bincount" and known is not None and known.top and known.top < inf:
             return self._bincount(args, kwargs, known.top)
-        if (answer := answered(name, args)) is not None:
-            return answer
-        if name == "index" and any(is_mask(i) for i in args[1]):
-            args = (args[0], self._positions(args[1]))
+        if (result := corrected_result(name, args)) is not None:
+            return result
         if name == "masked_select" and (count := self._count(args[1])) is not None:
             share = max(args[0].numel(), args[1].numel()) // args[1].numel()
             return args[0].new_empty((count * share,))
+        if name == "index" and any(is_mask(i) for i in args[1]):
+            args = (args[0], self._positions(args[1]))
         output = func(*args, **kwargs)
+        self._note_output(func, args, kwargs, output, known)
+        return output
+
+    def _note_output(
+        self, func: Any, args: Any, kwargs: Any, output: Any, known: Fact | None
+    ) -> None:
+        """Keep what follows from an op for its output; ``known`` is about its first argument."""
+        name = func._schema.name.removeprefix("aten::")
         if name in ONES:
             self.facts[output] = Fact(mean=1.0)
         elif name == "rand":
             self.facts[output] = Fact(top=1.0)
-        elif (share := finite(name, args)) is not None:
+        elif (share := share_passing_finite_check(name, args)) is not None:
             self.facts[output] = Fact(mean=share)
         elif name == "arange" or self._known_by_value(args):
-            self._follow_values(func, args, kwargs, output)
+            self._note_values(func, args, kwargs, output)
         elif known is not None and func._schema.is_mutable:
-            self.facts[args[0]] = Fact()  # overwritten by what is not known
+            self.facts[args[0]] = Fact()  # overwritten by unknown values
         elif known is not None or name in INDEX_OUTPUT or name in ("scatter", "scatter_", "eq"):
-            self._follow(name, args, kwargs, output, known)
-        return output
+            self._note_derived(name, args, kwargs, output, known)
 
     def _scalar(self, tensor: Any, fact: Fact) -> Any:
+        """The number in a tensor without axes; None if nothing says what it is."""
         if fact.values is not None:
             with _disable_current_modes():
                 return fact.values.item()
@@ -101,7 +113,8 @@ class Routing:
         return fact.mean if tensor.is_floating_point() else round(fact.mean)
 
     def _count(self, mask: Any) -> int | None:
-        fact = self._of(mask)
+        """How many elements of a mask are true: its mean times its size, rounded up."""
+        fact = self._fact(mask)
         if fact is None or (fact.mean is None and fact.values is None):
             return None
         if fact.values is not None:
@@ -112,7 +125,7 @@ class Routing:
         return count
 
     def _nonzero(self, mask: Any) -> Any:
-        """Positions of the expected number of elements; the first ones where their count is."""
+        """As many positions as elements are expected to be true; the first ones of a vector."""
         count = self._count(mask)
         if count is None:
             return torch.ops.aten.nonzero.default(mask)
@@ -123,13 +136,14 @@ class Routing:
         return output
 
     def _bincount(self, args: Any, kwargs: Any, top: float) -> Any:
+        """Equal counts of all numbers below ``top``."""
         least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
         output = args[0].new_empty((max(int(top), least),), dtype=torch.int64)
         self._spread(output, args[0].numel(), int(top))
         return output
 
     def _spread(self, output: Any, total: int, over: int) -> None:
-        """Counts that differ by at most one and add up to ``total``."""
+        """Note counts in ``output`` that differ by at most one and add up to ``total``."""
         with _disable_current_modes():
             values = torch.zeros(output.shape, dtype=torch.int64)
             values[:over] = total // over
@@ -137,19 +151,22 @@ class Routing:
         self.facts[output] = Fact(values=values)
 
     def _positions(self, indices: Any) -> list[Any]:
-        """Boolean masks among indices as positions, one index tensor per axis of the mask."""
-        found: list[Any] = []
+        """Indices with each mask replaced by positions, one index tensor per axis of the mask."""
+        positions: list[Any] = []
         for index in indices:
             if not is_mask(index):
-                found.append(index)
+                positions.append(index)
                 continue
             count = self._count(index)
-            if count is None:  # the op itself says what it cannot do
+            if count is None:  # the op itself raises the error
                 return list(indices)
-            found += [index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim())]
-        return found
+            positions += [index.new_empty((count,), dtype=torch.int64) for _ in range(index.dim())]
+        return positions
 
-    def _follow(self, name: str, args: Any, kwargs: Any, output: Any, known: Fact | None) -> None:
+    def _note_derived(
+        self, name: str, args: Any, kwargs: Any, output: Any, known: Fact | None
+    ) -> None:
+        """Keep what follows from indices, copies, sums and comparisons."""
         first = args[0]
         if name in INDEX_OUTPUT and first.dim():
             axis = index_axis(name, args, kwargs)
@@ -160,10 +177,10 @@ class Routing:
             axis, index = args[1], args[2]
             self.facts[output] = Fact(mean=index.shape[axis] / first.shape[axis])
         elif known is not None and name in KEEP:
-            for one in output if isinstance(output, list | tuple) else (output,):
-                self.facts[one] = known
+            for tensor in output if isinstance(output, list | tuple) else (output,):
+                self.facts[tensor] = known
         elif known is not None and name == "sum":
-            self._follow_sum(first, output, known)
+            self._note_sum(first, output, known)
         elif known is not None and known.mean is not None and name == "any":
             each = known.mean * first.numel() / max(1, output.numel())
             self.facts[output] = Fact(mean=min(1.0, each))
@@ -171,55 +188,12 @@ class Routing:
             self.facts[output] = Fact(mean=float(known.mean >= 1))
         else:
             other = args[1] if len(args) > 1 else None
-            fact = compared(name, known, other, self._of(other), args)
+            fact = fact_of_comparison(name, known, other, self._fact(other), args)
             if fact is not None:
                 self.facts[output] = fact
 
-    def _of(self, value: Any) -> Fact | None:
-        """What is known of a tensor; of a real one its values, where they are worth following."""
-        if not isinstance(value, torch.Tensor):
-            return None
-        found: Fact | None = self.facts.get(value)
-        if found is None and not isinstance(value, FakeTensor) and worth_following(value):
-            return Fact(values=value)
-        return found
-
-    def _known_by_value(self, args: Any) -> bool:
-        """Whether there are tensors among the arguments and the values of all are known."""
-        found = [self._of(a) for a in flat(args) if isinstance(a, torch.Tensor)]
-        return bool(found) and all(f is not None and f.values is not None for f in found)
-
-    def _follow_values(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
-        """Does with the values what was done with the fake tensors; integers and masks only."""
-        found = [t for t in flat([output]) if isinstance(t, torch.Tensor)]
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        if random or not all(map(worth_following, found)):
-            for tensor in found:
-                self.facts.pop(tensor, None)
-            return
-        with _disable_current_modes():
-            result = func(*self._real(args), **kwargs)
-        for fake, values in zip(flat([output]), flat([result]), strict=True):
-            if isinstance(fake, torch.Tensor):
-                self.facts[fake] = Fact(values=values)
-
-    def _by_value(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The outputs of an op whose shapes the values of its arguments say."""
-        with _disable_current_modes():
-            result = func(*self._real(args), **kwargs)
-        found = [torch.empty(t.shape, dtype=t.dtype) for t in flat([result])]
-        for fake, values in zip(found, flat([result]), strict=True):
-            self.facts[fake] = Fact(values=values)
-        return tuple(found) if isinstance(result, tuple) else found[0]
-
-    def _real(self, value: Any) -> Any:
-        """Arguments with the values of their tensors."""
-        if isinstance(value, list | tuple):
-            return [self._real(v) for v in value]
-        fact = self._of(value)
-        return value if fact is None else fact.values
-
-    def _follow_sum(self, first: Any, output: Any, known: Fact) -> None:
+    def _note_sum(self, first: Any, output: Any, known: Fact) -> None:
+        """Keep a sum's expected value; a vector of sums as equal counts."""
         if known.mean is None:
             return
         total = known.mean * first.numel()
@@ -227,3 +201,48 @@ class Routing:
             self._spread(output, round(total), output.numel())
         else:
             self.facts[output] = Fact(mean=total / max(1, prod(output.shape)))
+
+    def _fact(self, value: Any) -> Fact | None:
+        """What is known of a tensor; of a real one that is small, its values."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        fact: Fact | None = self.facts.get(value)
+        if fact is None and not isinstance(value, FakeTensor) and is_small_integer(value):
+            return Fact(values=value)
+        return fact
+
+    def _known_by_value(self, args: Any) -> bool:
+        """Whether there are tensors among the arguments, all with known values."""
+        facts = [self._fact(a) for a in flatten_lists(args) if isinstance(a, torch.Tensor)]
+        return bool(facts) and all(f is not None and f.values is not None for f in facts)
+
+    def _note_values(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Keep the values of an op's outputs, computed by the same op; integers and masks only."""
+        outputs = [t for t in flatten_lists([output]) if isinstance(t, torch.Tensor)]
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        if random or not all(map(is_small_integer, outputs)):
+            for tensor in outputs:
+                self.facts.pop(tensor, None)
+            return
+        with _disable_current_modes():
+            result = func(*self._with_values(args), **kwargs)
+        for tensor, values in zip(flatten_lists([output]), flatten_lists([result]), strict=True):
+            if isinstance(tensor, torch.Tensor):
+                self.facts[tensor] = Fact(values=values)
+
+    def _compute_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The fake outputs of an op whose shapes follow from the known values of its arguments."""
+        with _disable_current_modes():
+            result = func(*self._with_values(args), **kwargs)
+        values = flatten_lists([result])
+        outputs = [torch.empty(t.shape, dtype=t.dtype) for t in values]
+        for tensor, known in zip(outputs, values, strict=True):
+            self.facts[tensor] = Fact(values=known)
+        return tuple(outputs) if isinstance(result, tuple) else outputs[0]
+
+    def _with_values(self, value: Any) -> Any:
+        """Arguments with their tensors replaced by known values."""
+        if isinstance(value, list | tuple):
+            return [self._with_values(v) for v in value]
+        fact = self._fact(value)
+        return value if fact is None else fact.values

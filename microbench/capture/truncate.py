@@ -1,4 +1,4 @@
-"""A deep model captured by a few of its layers: lists of equal modules cut short."""
+"""Shortens lists of equal layers, so that a deep model is captured by two of each list."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ FILLS = ("normal_", "uniform_", "zero_", "fill_", "kaiming_uniform_", "trunc_nor
 
 
 def layer_key(name: str) -> str:
-    """``blocks.3`` of ``blocks.3.mlp.up.weight``; empty where no number is."""
-    found = NUMBERED.match(name)
-    return found.group(1) if found else ""
+    """The layer in a parameter's name: ``blocks.3`` of ``blocks.3.mlp.up.weight``; "" if none."""
+    match = NUMBERED.match(name)
+    return match.group(1) if match else ""
 
 
-def cut_short(model: Any) -> dict[str, int]:
-    """Shortens every outermost list of equal modules to two; how many were cut, by its name.
+def shorten_lists(model: Any) -> dict[str, int]:
+    """Cut every outermost list of equal modules to two; the number removed by the list's name.
 
-    Modules are equal where class and parameter shapes are. Lists whose owner reads them otherwise
-    than by a loop break: capture such models whole.
+    Modules are equal if their classes and parameter shapes are. A model that indexes such a list,
+    or knows its length, breaks: capture it whole.
     """
     import torch  # lazy: readers of captures need no torch
 
@@ -37,12 +37,12 @@ def cut_short(model: Any) -> dict[str, int]:
     return cut
 
 
-def build_short(build: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    """A model built without the values of its weights and cut short, and what was cut."""
+def build_shortened(build: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
+    """Build a model without values of its weights and shorten its lists; also what was removed."""
     from torch.overrides import TorchFunctionMode  # lazy, as above
 
     class NoValues(TorchFunctionMode):
-        """Leaves out what fills tensors: a captured step has no values, and it takes seconds."""
+        """Skips functions that fill tensors, which take seconds; a capture needs no values."""
 
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -53,7 +53,7 @@ def build_short(build: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
 
     with NoValues():
         model = build()
-    return model, cut_short(model)
+    return model, shorten_lists(model)
 
 
 def _shape(module: Any) -> tuple[object, ...]:

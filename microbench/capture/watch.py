@@ -1,4 +1,4 @@
-"""What happens around the ops of a step: dtypes, host events, modules, gradients made ready."""
+"""Dtypes, module calls, host events and gradients of a step while its ops are captured."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from microbench.step import StepSettings
 
 
 def storage_dtype(name: str) -> torch.dtype:
-    """What parameters are stored in; tf32 is fp32 with TF32 products."""
+    """The torch dtype that parameters are stored in; tf32 is stored as fp32."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """New floating-point tensors are of this dtype inside."""
+    """Make ``dtype`` torch's default for new floating-point tensors inside the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -27,8 +27,11 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def count_bookkeeping(log: Any, settings: StepSettings, parameters: int) -> None:
-    """Host events of autograd and the optimizer; a step without backward records no node."""
+def count_host_events(log: Any, settings: StepSettings, parameters: int) -> None:
+    """Add the host events of autograd and the optimizer to the log.
+
+    ``parameters`` is the number of those that are trained. Inference records no autograd nodes.
+    """
     if settings.mode != "train":
         log.host["autograd_node"] = 0
         return
@@ -37,7 +40,11 @@ def count_bookkeeping(log: Any, settings: StepSettings, parameters: int) -> None
         log.host[f"{settings.optimizer}_step"] = parameters
 
 
-def watch_parameters(model: torch.nn.Module, log: Any) -> dict[str, int]:
+def record_ready_gradients(model: torch.nn.Module, log: Any) -> dict[str, int]:
+    """The number of the last op call before each parameter's gradient is complete, by name.
+
+    The dict is filled while the backward pass runs.
+    """
     ready: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -47,8 +54,8 @@ def watch_parameters(model: torch.nn.Module, log: Any) -> dict[str, int]:
     return ready
 
 
-class module_hooks:
-    """Counts module calls and names the innermost module while it runs."""
+class ModuleTracker:
+    """Counts module calls in a log and tells it the class of the innermost running module."""
 
     def __init__(self, log: Any) -> None:
         self.log = log

@@ -1,8 +1,8 @@
-"""Which elements of a step's tensors are zero: gradients of tables, and what Adam keeps of them.
+"""Shares of zeros in the gradients of embedding tables and in Adam's second moments of them.
 
-Square roots of zeros take some CPUs ten times as long as others. Indices are taken as drawn
-uniformly, and every step as seeing the same batch: rows of a table that one batch leaves out stay
-zero. In a long run over new batches fewer stay so.
+Some CPUs take ten times as long for square roots of zeros as for others. Convention: indices are
+uniform, and every step sees the same batch, so that rows a batch does not look up stay zero. In a
+long run over new batches fewer do.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Any
 
 from microbench.opcall import OpCall, TensorSpec
 
-# where the indices stand among the arguments of an op that makes a table's gradient
+# Ops that make the gradient of a table: the position of the indices among their arguments.
 TABLE_GRADIENTS = {
     "aten.embedding_dense_backward.default": 1,
     "aten._embedding_bag_backward.default": 1,
     "aten._embedding_bag_dense_backward.default": 1,
 }
-KEEPS = ("_foreach_mul_", "_foreach_sqrt")  # what they write has zeros where it had them
+KEEPS_ZEROS = ("_foreach_mul_", "_foreach_sqrt")  # outputs are zero where inputs were
 
 
 def mark_zeros(calls: Sequence[OpCall]) -> tuple[OpCall, ...]:
-    """The calls with ``zero_frac`` set on the tensors of every ``_foreach_sqrt``."""
+    """The calls with ``zero_frac`` set on the inputs of every ``_foreach_sqrt``."""
     zeros: dict[int, float] = {}
     return tuple(_marked(call, zeros) for call in calls)
 
 
 def untouched_frac(rows: int, lookups: int) -> float:
-    """Expected share of a table's rows that no lookup draws: (1 - 1/rows)^lookups."""
+    """Expected share of a table's rows without a lookup: (1 - 1/rows)^lookups."""
     return float((1 - 1 / rows) ** lookups)
 
 
 def _marked(call: OpCall, zeros: dict[int, float]) -> OpCall:
-    """Notes zeros of what the call writes, by storage; sets them where they are asked for."""
+    """The call with ``zero_frac`` set; ``zeros`` (by storage) is updated for its outputs."""
     name = call.op.split(".")[1]
     if call.op in TABLE_GRADIENTS:
         lookups, table = call.args[TABLE_GRADIENTS[call.op]].numel, call.outputs[0]
@@ -47,7 +47,7 @@ def _marked(call: OpCall, zeros: dict[int, float]) -> OpCall:
     elif call.op == "aten.add_.Tensor" and isinstance(call.args[1], TensorSpec):
         summed, other = call.args[:2]  # tied weights: zero where both parts are
         zeros[summed.storage] = zeros.get(summed.storage, 0.0) * zeros.get(other.storage, 0.0)
-    elif name not in KEEPS:
+    elif name not in KEEPS_ZEROS:
         for output in call.outputs:
             zeros.pop(output.storage, None)
     return call

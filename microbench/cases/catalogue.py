@@ -1,4 +1,4 @@
-"""Sizes: cases that two cores measure, and published architectures that are only forecast."""
+"""Cases small enough to be measured on two CPU cores, and published architectures."""
 
 from __future__ import annotations
 

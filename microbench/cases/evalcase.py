@@ -1,4 +1,4 @@
-"""What a case is: a model with its inputs and its loss."""
+"""A case: a model with its inputs and its loss, to be forecast or measured."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalCase:
-    """A model with its inputs and loss; ``measured`` cases are small enough for two cores.
+    """A model with its inputs and loss.
 
-    ``inputs(batch, seq)`` gives the keyword arguments of the model's forward; ``loss(output,
-    inputs)`` a scalar. ``seq`` is 0 where there is none. ``digest`` names what ``build`` depends
-    on beside the code in this folder, such as a configuration file.
+    ``inputs(batch, seq)`` returns the keyword arguments of the model's forward, ``loss(output,
+    inputs)`` a scalar. ``seq`` is 0 for models without a sequence. ``measured`` cases are small
+    enough for two CPU cores. ``digest`` identifies files that ``build`` reads, such as a
+    configuration.
     """
 
     name: str

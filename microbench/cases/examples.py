@@ -1,4 +1,4 @@
-"""Models of NVIDIA's DeepLearningExamples, in the sizes their published steps have.
+"""Models of NVIDIA's DeepLearningExamples in the sizes of its published step times.
 
 Source of the sizes: https://github.com/NVIDIA/DeepLearningExamples.
 """
@@ -10,19 +10,19 @@ from typing import Any
 from microbench.cases.evalcase import EvalCase
 from microbench.cases.kinds import builder, clicks, token_loss
 
-# Categories seen 15 times or more in the Criteo Terabyte logs, by feature: the small DLRM of
-# PyTorch/Recommendation/DLRM.
+# Rows of the tables of the small DLRM in PyTorch/Recommendation/DLRM: categories seen at least 15
+# times in the Criteo Terabyte logs, by feature.
 CRITEO = (
     *(7912889, 33823, 17139, 7339, 20046, 4, 7105, 1382, 63, 5554114, 582469, 245828, 11),
     *(2209, 10667, 104, 4, 968, 15, 8165896, 2675940, 7156453, 302516, 12022, 97, 35),
 )
-WORDS = 267_735  # of WikiText-103, seen three times or more
+WORDS = 267_735  # vocabulary of WikiText-103: words seen at least three times
 
 
 def _transformer_xl(name: str, batch: int, seq: int, layers: int, **sizes: Any) -> EvalCase:
-    """Transformer-XL over WikiText-103, with a memory as long as a segment.
+    """Transformer-XL on WikiText-103, with a memory as long as a segment.
 
-    A softmax over all words and dropout as train.py has them unless asked otherwise.
+    The softmax is over all words; dropout is that of train.py unless ``sizes`` say otherwise.
     """
 
     def inputs(batch: int, seq: int) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def _transformer_xl(name: str, batch: int, seq: int, layers: int, **sizes: Any) 
         name=name,
         build=builder("transformer_xl", "TransformerXL", layers=layers, vocab=WORDS, **sizes),
         inputs=inputs,
-        loss=lambda output, given: token_loss(output[0], given),
+        loss=lambda output, inputs: token_loss(output[0], inputs),
         batch=batch,
         seq=seq,
         measured=False,
@@ -43,7 +43,7 @@ def _transformer_xl(name: str, batch: int, seq: int, layers: int, **sizes: Any) 
 
 
 def _ssd(name: str, batch: int, image: int, places: int, classes: int) -> EvalCase:
-    """SSD over COCO; an object in one of a hundred places."""
+    """SSD on COCO; one place in a hundred holds an object."""
 
     def inputs(batch: int, seq: int) -> dict[str, Any]:
         import torch  # lazy, as above
@@ -52,10 +52,10 @@ def _ssd(name: str, batch: int, image: int, places: int, classes: int) -> EvalCa
         images = torch.randn(batch, 3, image, image)
         return {"images": images, "boxes": torch.randn(batch, 4, places), "labels": labels}
 
-    def loss(output: Any, given: dict[str, Any]) -> Any:
+    def loss(output: Any, inputs: dict[str, Any]) -> Any:
         from microbench.cases.models.detection import detection_loss  # lazy, as above
 
-        return detection_loss(output, given["boxes"], given["labels"])
+        return detection_loss(output, inputs["boxes"], inputs["labels"])
 
     build = builder("detection", "Ssd", classes=classes)
     return EvalCase(name=name, build=build, inputs=inputs, loss=loss, batch=batch, measured=False)

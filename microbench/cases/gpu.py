@@ -1,4 +1,4 @@
-"""Cases for a GPU that no paper names: Llama sizes, a switch MoE, U-Nets, random DLRMs."""
+"""More cases to measure on GPUs: Llama sizes, a switch MoE, U-Nets, random DLRMs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from microbench.cases.kinds import clicks, language, segmentation
 
 
 def _llama(name: str, width: int, layers: int, heads: int, hidden: int, batch: int) -> EvalCase:
-    """Untied Llama style with the vocabulary of Llama 2."""
+    """A Llama model with an untied head and the vocabulary of Llama 2."""
     return language(
         name,
         "Transformer",
@@ -29,10 +29,10 @@ def _llama(name: str, width: int, layers: int, heads: int, hidden: int, batch: i
 
 
 def random_dlrm(number: int) -> EvalCase:
-    """One of twenty random configurations, half of them heavy (20 look-ups a bag or more).
+    """A random DLRM; every second one has at least 20 lookups per bag.
 
     Perceptrons, 36 to 66 tables and batches of 512 to 4096 as in arXiv:2404.12674; tables of 1,000
-    to a million rows, so that dense gradients fit beside them.
+    to a million rows, so that their dense gradients fit into memory.
     """
     rng = np.random.default_rng([2404, number])
     tables = int(rng.integers(36, 67))

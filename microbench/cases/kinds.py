@@ -1,4 +1,7 @@
-"""Kinds of cases: sizes in, a model with inputs and loss out; importable without torch."""
+"""Functions that make a case of one kind from its sizes: its model, inputs and loss.
+
+They import torch only when a model, inputs or a loss are made.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from microbench.cases.evalcase import EvalCase
 
 
 def builder(module: str, name: str, **sizes: Any) -> Callable[[], Any]:
-    """Builds class ``name`` of ``microbench.cases.<module>``, which needs torch, when called."""
+    """A function that builds class ``name`` of ``microbench.cases.models.<module>``."""
 
     def build() -> Any:
         return getattr(importlib.import_module(f"microbench.cases.models.{module}"), name)(**sizes)
@@ -19,7 +22,7 @@ def builder(module: str, name: str, **sizes: Any) -> Callable[[], Any]:
 
 
 def token_inputs(vocab: int) -> Callable[[int, int], dict[str, Any]]:
-    """Random tokens."""
+    """A function (batch, seq) -> inputs that draws random tokens."""
 
     def inputs(batch: int, seq: int) -> dict[str, Any]:
         import torch  # lazy: names need no torch
@@ -29,19 +32,19 @@ def token_inputs(vocab: int) -> Callable[[int, int], dict[str, Any]]:
     return inputs
 
 
-def token_loss(logits: Any, given: dict[str, Any]) -> Any:
-    """Cross entropy with the inputs as labels."""
+def token_loss(logits: Any, inputs: dict[str, Any]) -> Any:
+    """Cross-entropy with the input tokens as labels."""
     import torch  # lazy, as above
 
-    labels = given["tokens"].reshape(-1)
+    labels = inputs["tokens"].reshape(-1)
     return torch.nn.functional.cross_entropy(logits.reshape(len(labels), -1), labels)
 
 
-def label_loss(logits: Any, given: dict[str, Any]) -> Any:
-    """Cross entropy of classes."""
+def label_loss(logits: Any, inputs: dict[str, Any]) -> Any:
+    """Cross-entropy of class labels."""
     import torch  # lazy, as above
 
-    return torch.nn.functional.cross_entropy(logits, given["labels"])
+    return torch.nn.functional.cross_entropy(logits, inputs["labels"])
 
 
 def language(
@@ -55,7 +58,7 @@ def language(
     measured: bool = True,
     **sizes: Any,
 ) -> EvalCase:
-    """A model over tokens; labels are the inputs."""
+    """A language model whose labels are its input tokens."""
     return EvalCase(
         name=name,
         build=builder(module, model, vocab=vocab, **sizes),
@@ -68,24 +71,24 @@ def language(
 
 
 def perceptron(name: str, widths: tuple[int, ...], batch: int) -> EvalCase:
-    """Linear layers with ReLU and a squared error."""
+    """A multilayer perceptron with a squared-error loss."""
 
     def inputs(batch: int, seq: int) -> dict[str, Any]:
         import torch  # lazy, as above
 
         return {"x": torch.randn(batch, widths[0])}
 
-    def loss(y: Any, given: dict[str, Any]) -> Any:
+    def loss(y: Any, inputs: dict[str, Any]) -> Any:
         return y.square().mean()
 
     build = builder("small", "Perceptron", widths=widths)
     return EvalCase(name=name, build=build, inputs=inputs, loss=loss, batch=batch)
 
 
-def pictures(
+def image_case(
     name: str, batch: int, image: int, labels: tuple[int, ...], classes: int, **case: Any
 ) -> EvalCase:
-    """A classifier of square pictures with ``labels`` of that shape a picture."""
+    """A case with square images; ``labels`` is the shape of the labels of one image."""
 
     def inputs(batch: int, seq: int) -> dict[str, Any]:
         import torch  # lazy, as above
@@ -109,17 +112,17 @@ def images(
     measured: bool = True,
     **sizes: Any,
 ) -> EvalCase:
-    """A classifier of square pictures."""
+    """An image classifier."""
     build = builder(module, model, classes=classes, **sizes)
-    return pictures(name, batch, image, (), classes, build=build, measured=measured)
+    return image_case(name, batch, image, (), classes, build=build, measured=measured)
 
 
 def segmentation(
     name: str, model: str, batch: int, image: int, *, classes: int, **sizes: Any
 ) -> EvalCase:
-    """A classifier of every pixel of square pictures; only forecast on a CPU."""
+    """A segmentation model, which classifies every pixel; not among the measured CPU cases."""
     build = builder("unet", model, classes=classes, **sizes)
-    return pictures(name, batch, image, (image, image), classes, build=build, measured=False)
+    return image_case(name, batch, image, (image, image), classes, build=build, measured=False)
 
 
 def signals(
@@ -133,7 +136,7 @@ def signals(
     classes: int,
     **sizes: Any,
 ) -> EvalCase:
-    """A classifier of every frame of a signal of ``channels``; only measured where it is named."""
+    """A model that classifies every frame of a signal; measured only if it is named."""
 
     def inputs(batch: int, seq: int) -> dict[str, Any]:
         import torch  # lazy, as above
@@ -153,18 +156,18 @@ def signals(
 
 
 def denoiser(name: str, batch: int, image: int, **sizes: Any) -> EvalCase:
-    """The noise in square pictures; only measured where it is named."""
+    """A diffusion model that predicts the noise in images; measured only if it is named."""
 
     def inputs(batch: int, seq: int) -> dict[str, Any]:
         import torch  # lazy, as above
 
-        pictures, noise = (torch.randn(batch, 3, image, image) for _ in range(2))
-        return {"images": pictures, "times": torch.rand(batch), "noise": noise}
+        images, noise = (torch.randn(batch, 3, image, image) for _ in range(2))
+        return {"images": images, "times": torch.rand(batch), "noise": noise}
 
-    def loss(found: Any, given: dict[str, Any]) -> Any:
+    def loss(predicted: Any, inputs: dict[str, Any]) -> Any:
         import torch  # lazy, as above
 
-        return torch.nn.functional.mse_loss(found, given["noise"])
+        return torch.nn.functional.mse_loss(predicted, inputs["noise"])
 
     build = builder("denoiser", "Denoiser", **sizes)
     return EvalCase(name=name, build=build, inputs=inputs, loss=loss, batch=batch, measured=False)
@@ -181,7 +184,7 @@ def clicks(
     measured: bool = True,
     **sizes: Any,
 ) -> EvalCase:
-    """A recommendation model; ``rows`` of each table, ``bag`` look-ups per sample and table."""
+    """A recommendation model with ``rows`` per table and ``bag`` lookups per sample and table."""
 
     def indices(lookups: int) -> Any:
         import torch  # lazy, as above
@@ -200,10 +203,10 @@ def clicks(
             "clicked": torch.randint(0, 2, (batch,)).to(torch.get_default_dtype()),
         }
 
-    def loss(logits: Any, given: dict[str, Any]) -> Any:
+    def loss(logits: Any, inputs: dict[str, Any]) -> Any:
         import torch  # lazy, as above
 
-        return torch.nn.functional.binary_cross_entropy_with_logits(logits, given["clicked"])
+        return torch.nn.functional.binary_cross_entropy_with_logits(logits, inputs["clicked"])
 
     build = builder("dlrm", "Dlrm", features=features, tables=tables, rows=rows, **sizes)
     return EvalCase(
@@ -222,7 +225,7 @@ def graphs(
     measured: bool = True,
     **sizes: Any,
 ) -> EvalCase:
-    """A classifier of random graphs with ``degree`` edges into each of ``nodes`` nodes."""
+    """A classifier of random graphs of ``nodes`` nodes with ``degree`` edges each on average."""
 
     def inputs(batch: int, seq: int) -> dict[str, Any]:
         import torch  # lazy, as above

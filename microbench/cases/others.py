@@ -1,4 +1,4 @@
-"""Kinds of models that a demo does not measure: what forecasts of your own may be like."""
+"""Architectures outside the measured cases, to test forecasts of models of other kinds."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import partial
 from microbench.cases.evalcase import EvalCase
 from microbench.cases.kinds import denoiser, graphs, images, language, signals
 
-_picture = partial(images, classes=100, measured=False)
+_classifier = partial(images, classes=100, measured=False)
 
 OTHERS: tuple[EvalCase, ...] = (
-    _picture(
+    _classifier(
         "efficientnet-s",
         "EfficientNet",
         8,
@@ -19,10 +19,12 @@ OTHERS: tuple[EvalCase, ...] = (
         widths=(16, 24, 40, 80),
         depth=2,
     ),
-    _picture("convnext-s", "ConvNext", 8, 128, module="convnets", widths=(48, 96, 192), depth=2),
-    _picture("densenet-s", "DenseNet", 8, 64, module="convnets", width=32, growth=16, depth=6),
-    _picture("swin-s", "Swin", 4, 112, module="attentions", width=64, layers=4, heads=4, window=7),
-    _picture(
+    _classifier("convnext-s", "ConvNext", 8, 128, module="convnets", widths=(48, 96, 192), depth=2),
+    _classifier("densenet-s", "DenseNet", 8, 64, module="convnets", width=32, growth=16, depth=6),
+    _classifier(
+        "swin-s", "Swin", 4, 112, module="attentions", width=64, layers=4, heads=4, window=7
+    ),
+    _classifier(
         "mixer-s", "Mixer", 16, 64, module="attentions", width=128, layers=4, size=64, patch=8
     ),
     denoiser("denoiser-s", 4, 32, width=32, heads=4),

@@ -1,4 +1,4 @@
-"""The cases we forecast and measure, by name; importable without torch."""
+"""All cases by name; importable without torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ ALL = (*MEASURED, *PUBLISHED, *EXAMPLES, *GPU, *OTHERS)
 
 
 def case_names() -> list[str]:
-    """Names of all cases."""
+    """The names of all cases, as ``itercast list cases`` prints them."""
     return [c.name for c in ALL]
 
 
 def case(name: str) -> EvalCase:
-    """The case of that name."""
-    for one in ALL:
-        if one.name == name:
-            return one
+    """The case of this name; ValueError lists the known ones."""
+    for candidate in ALL:
+        if candidate.name == name:
+            return candidate
     raise ValueError(f"unknown case {name!r}; known: {', '.join(case_names())}")

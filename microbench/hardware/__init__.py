@@ -1,1 +1,1 @@
-"""Hardware facts: one YAML file per GPU or node, every number with a source."""
+"""Facts about GPUs and nodes: one YAML file each, every number with its source."""

@@ -1,4 +1,4 @@
-"""The machine at hand: its CPU as a Gpu value with measured peaks, and its name."""
+"""This machine's CPU as a ``Gpu`` with measured peaks, and its name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu, slug
 
 MIB = 2.0**20
+LAST_CACHE_BYTES = assumed(__file__, "last_cache_bytes")
+FP64_PEAK_FRAC = assumed(__file__, "fp64_peak_frac")
 TOUCHED_MIB = (0.125, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 
@@ -28,12 +31,12 @@ def cpu_name() -> str:
 
 
 def last_cache_bytes() -> float:
-    """Size of the largest CPU cache in bytes; 8 MB where the system does not tell."""
+    """Size of the largest CPU cache in bytes; an assumed size where the system states none."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
         sizes.append(float(text.rstrip("KMG")) * {"K": 2**10, "M": 2**20, "G": 2**30}[text[-1]])
-    return max(sizes, default=8e6)
+    return max(sizes, default=LAST_CACHE_BYTES)
 
 
 def _best_s(run: Any, repetitions: int) -> float:
@@ -46,10 +49,11 @@ def _best_s(run: Any, repetitions: int) -> float:
 
 
 def measure_cold_share() -> dict[str, float]:
-    """How fast memory gets cold on this CPU: share of the extra time, by MiB touched since.
+    """Measure how soon cached data gets cold on this CPU; takes half a second.
 
-    Small sums, timed after so many bytes were read and written; from 0 (nothing) to 1 (far more
-    than the last cache). Half a second.
+    By MiB read and written since a small sum ran, the share of the extra time of a cold sum that
+    the same sum takes when it runs again: 0 as when nothing was touched, 1 as after far more than
+    the last cache holds.
     """
     import torch  # lazy, as below
 
@@ -77,7 +81,7 @@ def measure_cold_share() -> dict[str, float]:
 
 
 def measure_cpu() -> Gpu:
-    """This CPU: peaks measured by a 1024^3 product and a 64 MB sum (about two seconds)."""
+    """Measure this CPU: its peak by a 1024^3 product, its bandwidth by a 64 MB sum; takes 2 s."""
     import torch  # lazy: names and cache sizes must be readable without torch
 
     a, x = torch.randn(1024, 1024), torch.randn(16 * 2**20)
@@ -89,7 +93,7 @@ def measure_cpu() -> Gpu:
         vendor="cpu",
         architecture=platform.machine(),
         sm_count=os.cpu_count() or 1,
-        peak_flops_per_s={"fp32": peak, "fp64": peak / 2},
+        peak_flops_per_s={"fp32": peak, "fp64": FP64_PEAK_FRAC * peak},
         hbm_bytes_per_s=bandwidth,
         hbm_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
         l2_bytes=last_cache_bytes(),

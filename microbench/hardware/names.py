@@ -1,4 +1,4 @@
-"""What others call a GPU, and what we call it."""
+"""Names of GPUs: as drivers and published tables write them, and as hardware files are named."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from microbench.hardware.spec import gpu_names
 
-# As nvidia-smi and torch name devices, and as published tables do; compared without punctuation.
+# As nvidia-smi, torch and published tables name devices; compared without punctuation and case.
 NAMES = {
     "Tesla P4": "p4",
     "Tesla P100-PCIE-16GB": "p100-pcie-16gb",
@@ -59,7 +59,7 @@ KNOWN = {_plain(name): ours for name, ours in NAMES.items()}
 
 
 def gpu_named(text: str) -> str | None:
-    """Our name for a device, given ours or anyone's; None where it is not among ours."""
+    """The name of a device's hardware file, given any of its names; None without a file."""
     if text in gpu_names():
         return text
     return KNOWN.get(_plain(text))

@@ -1,4 +1,4 @@
-"""A node: GPUs of one kind in one host, the links between them, and the network beyond."""
+"""Node: GPUs of one kind in one host, the links among them and the network to other hosts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ TOPOLOGIES = ("nvswitch", "mesh", "hypercube", "pairwise", "pcie")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One host; rates are one direction and per GPU.
+    """One host with its GPUs; rates are per GPU and in one direction.
 
-    ``link_bytes_per_s`` is the fast link among GPUs (0: PCIe only), ``network_bytes_per_s`` a
-    GPU's share of the NICs (0: not stated). ``gpus_per_domain`` counts the GPUs that reach each
-    other by the fast link, over several hosts in a rack-scale machine; 0 means those of one host,
-    or two where bridges join pairs.
+    - ``link_bytes_per_s``: the fast link among GPUs; 0 where there is PCIe only.
+    - ``network_bytes_per_s``: a GPU's share of the network cards; 0 where it is not stated.
+    - ``gpus_per_domain``: GPUs connected by the fast link, over several hosts in a rack-scale
+      machine; 0 means all GPUs of the host, or two where bridges join pairs.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Node:
 
     @property
     def domain(self) -> int:
-        """GPUs in one fast-link domain; 1 where there is none."""
+        """Number of GPUs that the fast link connects; 1 where there is no such link."""
         if self.gpus_per_domain:
             return self.gpus_per_domain
         return {"pcie": 1, "pairwise": min(2, self.gpus_per_node)}.get(
@@ -52,19 +52,19 @@ class Node:
         )
 
     def link_among(self, ranks: int) -> str:
-        """What the slowest hop among so many GPUs of it runs over."""
+        """Kind of the slowest link in a ring over this many GPUs of the node."""
         if ranks > self.domain:
             return "pcie"
         return "pairwise" if self.topology == "pairwise" else "nvlink"
 
 
 def node_from_dict(values: Mapping[str, Any], where: str) -> Node:
-    """A Node from plain values; ``where`` names the file in messages."""
+    """A Node from plain values; ``where`` names their file in error messages."""
     return Node(**check_types(values, fields(Node), where))
 
 
 def load_node(name_or_path: str) -> Node:
-    """The node of that name in microbench/hardware/nodes, or in a YAML file of the same form."""
+    """Load a node by its name in microbench/hardware/nodes, or from a YAML file of that form."""
     path = Path(name_or_path)
     if path.suffix not in {".yaml", ".yml"}:
         path = HERE / f"{name_or_path}.yaml"

@@ -1,4 +1,4 @@
-"""A GPU, or the CPU at hand, as the numbers a cost model needs."""
+"""Gpu: the peaks, sizes and rates of one device, read from YAML files or from plain values."""
 
 from __future__ import annotations
 
@@ -11,37 +11,43 @@ from typing import Any
 
 import yaml
 
+from microbench.assumptions import FILE, assumed
+
 HERE = Path(__file__).parent
-BRIDGE = 2  # GPUs
+BRIDGE = 2  # GPUs that an NVLink bridge joins
+UNSTATED = assumed(__file__, "unstated")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """Vendor or measured peaks of one device; ``sm_count`` counts SMs, compute units or cores.
+    """One device: its peaks, memory, caches and links.
 
-    ``peak_flops_per_s`` is dense and by dtype. Where the vendor halves the rate of products
-    accumulated in fp32, ``full_rate_flops_per_s`` is what the same units do otherwise: kernels
-    reach a share of that, up to the peak. ``reached_flops_per_s`` is what products of large square
-    matrices are known to reach, by dtype. ``l2_bytes`` is the last cache before memory;
-    ``link_bytes_per_s`` is one direction of the fast link to its neighbours (0: none), which joins
-    ``link_joins`` GPUs (2: a bridge) or those of a node (0).
-    ``cold_share`` says, by MiB touched since an access, how much of a cold access's extra time the
-    next one takes; empty where it was not measured. While a message and compute overlap both go on
-    at 1/``contention`` of their speed (0: not measured).
+    - ``sm_count``: SMs, compute units or CPU cores.
+    - ``peak_flops_per_s``: dense peak of matrix products by dtype, accumulated in fp32.
+    - ``full_rate_flops_per_s``: rate of the same units without fp32 accumulation, where the vendor
+      halves the rate for it (GeForce); kernels achieve a share of this rate, up to the peak.
+    - ``achieved_flops_per_s``: measured rate of products of large square matrices, by dtype.
+    - ``l2_bytes``: the last cache before memory.
+    - ``link_bytes_per_s``: one direction of the fast link to other GPUs, 0 where there is none.
+    - ``link_joins``: GPUs that the fast link joins; 2 for a bridge, 0 for all GPUs of a node.
+    - ``cold_share``: by MiB touched since the last access to some data, the share (0 to 1) of the
+      extra time of a cold access that the next access takes; empty where it was not measured.
+    - ``contention``: while a message and compute overlap, both run at 1/contention of their speed;
+      0 where it was not measured.
     """
 
     name: str
     kind: str = "gpu"
     vendor: str = "nvidia"
     architecture: str = ""
-    sm_count: int = 1
-    clock_hz: float = 1e9
+    sm_count: int = UNSTATED["sm_count"]
+    clock_hz: float = UNSTATED["clock_hz"]
     peak_flops_per_s: Mapping[str, float] = field(default_factory=dict)
     full_rate_flops_per_s: Mapping[str, float] = field(default_factory=dict)
-    reached_flops_per_s: Mapping[str, float] = field(default_factory=dict)
-    hbm_bytes_per_s: float = 1e11
-    hbm_bytes: float = 16e9
-    l2_bytes: float = 4e6
+    achieved_flops_per_s: Mapping[str, float] = field(default_factory=dict)
+    hbm_bytes_per_s: float = UNSTATED["hbm_bytes_per_s"]
+    hbm_bytes: float = UNSTATED["hbm_bytes"]
+    l2_bytes: float = UNSTATED["l2_bytes"]
     power_w: float = 0.0
     link_bytes_per_s: float = 0.0
     link_joins: int = 0
@@ -59,34 +65,34 @@ class Gpu:
             raise ValueError(f"{self.name}: hbm_bytes_per_s and sm_count must be positive")
 
     def peak(self, dtype: str) -> float:
-        """Dense peak FLOP/s for a dtype; where none is stated, that of the nearest wider one."""
+        """Dense peak in FLOP/s of a dtype; of fp32 where it is not stated, else the lowest peak."""
         for name in (dtype, "fp32"):
             if name in self.peak_flops_per_s:
                 return self.peak_flops_per_s[name]
         return min(self.peak_flops_per_s.values())
 
     def full_rate(self, dtype: str) -> float:
-        """The rate that kernels reach a share of: the peak, or what is halved to it."""
+        """The rate that kernels achieve a share of: the full rate if stated, else the peak."""
         return self.full_rate_flops_per_s.get(dtype) or self.peak(dtype)
 
     @property
     def usual_link(self) -> str:
-        """What GPUs of a host talk over where nothing says; bridges are sold apart."""
+        """The link among GPUs of a host without a node file; optional bridges do not count."""
         if self.kind == "cpu":
             return "host"
         return "nvlink" if self.link_bytes_per_s and self.link_joins != BRIDGE else "pcie"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as written to cards and bundles."""
+        """The fields as plain values, as written to dataset cards and bundles."""
         return {k: dict(v) if isinstance(v, Mapping) else v for k, v in asdict(self).items()}
 
 
 def check_types(
     values: Mapping[str, Any], known: Iterable[Field[Any]], where: str
 ) -> dict[str, Any]:
-    """``values`` with numbers as floats or ints; ValueError names a key that is wrong or missing.
+    """``values`` with numbers as floats or ints; ValueError names a wrong or missing key.
 
-    YAML reads 3e9 without a sign or point as text, so numbers may come as strings.
+    Numbers may be strings: YAML 1.1 reads 3e9, without sign or point, as text.
     """
     kinds = {f.name: (str(f.type), f) for f in known}
     unknown = sorted(str(k) for k in values if k not in kinds)
@@ -126,12 +132,12 @@ def _number(key: str, value: Any, where: str) -> float:
 
 
 def gpu_from_dict(values: Mapping[str, Any], where: str) -> Gpu:
-    """A Gpu from plain values; ``where`` names the file in messages."""
+    """A Gpu from plain values; ``where`` names their file in error messages."""
     return Gpu(**check_types(values, fields(Gpu), where))
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file of facts."""
+    """The mapping in a YAML file of a GPU or node; ValueError where the file holds none."""
     try:
         values = yaml.safe_load(path.read_text())
     except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as exc:
@@ -143,7 +149,7 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def load_gpu(name_or_path: str) -> Gpu:
-    """The GPU of that name in microbench/hardware, or in a YAML file of the same form."""
+    """Load a GPU by its name in microbench/hardware, or from a YAML file of the same form."""
     path = Path(name_or_path)
     if path.suffix not in {".yaml", ".yml"}:
         path = HERE / f"{name_or_path}.yaml"
@@ -154,10 +160,10 @@ def load_gpu(name_or_path: str) -> Gpu:
 
 def gpu_names() -> list[str]:
     """Names of the GPUs that ship with the project, and ``cpu``."""
-    return ["cpu", *sorted(p.stem for p in HERE.glob("*.yaml"))]
+    return ["cpu", *sorted(p.stem for p in HERE.glob("*.yaml") if p.name != FILE)]
 
 
 def slug(model_name: str) -> str:
-    """A file-safe machine name: lower case, words joined by dashes."""
+    """A machine name safe for file names: lower case, words joined by dashes."""
     cleaned = re.sub(r"\((r|tm)\)|processor|cpu", " ", model_name.lower())
     return re.sub(r"[^a-z0-9.]+", "-", cleaned).strip("-") or "cpu"

@@ -1,1 +1,1 @@
-"""Measurements of others, read from their files into dataset rows; one file per source."""
+"""Importers of published measurements into dataset rows; one file per source."""

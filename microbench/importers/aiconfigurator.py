@@ -1,4 +1,4 @@
-"""AIConfigurator: matrix products, prefill attention and NCCL collectives of serving stacks."""
+"""Imports AIConfigurator: matrix products, prefill attention and NCCL collectives."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pandas.api.types import is_numeric_dtype
 
 from microbench.importers.base import (
     About,
-    Gathering,
     Imported,
+    RowCollector,
     Unreadable,
     positive,
     read_bytes,
@@ -26,10 +26,10 @@ ABOUT = About(
     where="AIConfigurator, NVIDIA, https://github.com/ai-dynamo/aiconfigurator",
     licence="Apache-2.0",
     conventions=(
-        "Upstream times are ms and message sizes elements; here us and bytes. gemm is a linear "
-        "layer without bias (fp8: scaled_mm, quantisation of inputs not included as far as "
-        "known). Attention is causal prefill without earlier keys; rows with a sliding window are "
-        "left out. Collectives are within one node, sizes as nccl-tests counts them."
+        "Upstream times are in ms and message sizes in elements, here in us and bytes. gemm is a "
+        "linear layer without bias (fp8: scaled_mm, presumably without quantisation of inputs). "
+        "Attention is causal prefill without earlier keys; rows with a sliding window are left "
+        "out. Collectives are within one node, sizes as in nccl-tests."
     ),
 )
 SYSTEMS = {
@@ -52,42 +52,42 @@ COLLECTIVES |= {"reduce_scatter": "reduce_scatter", "broadcast": "broadcast"}
 
 
 def read(path: Path) -> Imported:
-    """Rows of a checkout, of its systems folder, or of a data folder like it."""
+    """Read a checkout, its systems folder, or a data folder of the same layout."""
     places = ("systems/data", "src/aiconfigurator/systems/data", "data", ".")
     for base in (path / place for place in places):
         if base.is_dir() and any((base / system).is_dir() for system in SYSTEMS):
             break
     else:
         raise refuse(path, "an AIConfigurator checkout", "systems/data/<system>/**/*_perf.parquet")
-    gather = Gathering(ABOUT, base)
+    collector = RowCollector(ABOUT, base)
     for table in sorted(base.rglob("*_perf.*")):
         system = table.relative_to(base).parts[0]
         kind = table.name.split("_perf.")[0]
         if system not in SYSTEMS:
-            gather.drop(f"file of a system not among ours: {system[:40]!r}")
+            collector.drop(f"file of an unknown system: {system[:40]!r}")
         elif kind not in TABLES:
-            gather.drop(f"file not imported: table {kind[:40]!r}")
-        elif (frame := _frame(gather, table, TABLES[kind][0])) is not None:
-            TABLES[kind][1](gather, table, system, frame)
-    return gather.done()
+            collector.drop(f"file not imported: table {kind[:40]!r}")
+        elif (frame := _frame(collector, table, TABLES[kind][0])) is not None:
+            TABLES[kind][1](collector, table, system, frame)
+    return collector.done()
 
 
-def _frame(gather: Gathering, path: Path, needed: tuple[str, ...]) -> pd.DataFrame | None:
-    """A Parquet or CSV table with a ``line`` column; None (counted) if unreadable."""
+def _frame(collector: RowCollector, path: Path, needed: tuple[str, ...]) -> pd.DataFrame | None:
+    """A Parquet or CSV table with a column ``line``; None (and counted) if unreadable."""
     needed = ("framework", "version", *needed, "latency")
     if path.suffix != ".parquet":
-        return gather.csv(path, needed)
+        return collector.csv(path, needed)
     try:
         frame = _parquet(read_bytes(path), needed)
     except Unreadable as exc:
-        gather.unreadable(str(exc))
+        collector.unreadable(str(exc))
         return None
-    gather.readable += 1
+    collector.readable += 1
     return frame.assign(line=np.arange(len(frame)))
 
 
 def _parquet(data: bytes, needed: tuple[str, ...]) -> pd.DataFrame:
-    """The columns we read, numbers as numbers and anything else as text."""
+    """The needed columns of a Parquet file: numbers as numbers, others as text."""
     import pyarrow as pa  # lazy: the other importers do without
     import pyarrow.parquet as pq
 
@@ -110,7 +110,7 @@ def _parquet(data: bytes, needed: tuple[str, ...]) -> pd.DataFrame:
     return frame.assign(**{name: frame[name].map(str) for name in texts})
 
 
-def _common(gather: Gathering, path: Path, system: str, f: pd.DataFrame, dtype: str) -> Any:
+def _common(collector: RowCollector, path: Path, system: str, f: pd.DataFrame, dtype: str) -> Any:
     return {
         "gpu": SYSTEMS[system][0],
         "stack": f["framework"].astype(str).str.lower() + "-" + f["version"].astype(str),
@@ -118,24 +118,24 @@ def _common(gather: Gathering, path: Path, system: str, f: pd.DataFrame, dtype: 
         "dtype": f[dtype],
         "time_us": positive(f["latency"]) * 1e3,
         "kernel": f["kernel_source"].astype(str) if "kernel_source" in f else "",
-        "run_id": gather.run_id(path),
-        "origin": f"{gather.name(path)}:" + f["line"].astype(str),
+        "run_id": collector.run_id(path),
+        "origin": f"{collector.name(path)}:" + f["line"].astype(str),
     }
 
 
-def _gemm(gather: Gathering, path: Path, system: str, f: pd.DataFrame) -> None:
-    f = gather.mapped(f, "gemm_dtype", DTYPES)
+def _gemm(collector: RowCollector, path: Path, system: str, f: pd.DataFrame) -> None:
+    f = collector.mapped(f, "gemm_dtype", DTYPES)
     rows = {
-        **_common(gather, path, system, f, "gemm_dtype"),
+        **_common(collector, path, system, f, "gemm_dtype"),
         "op": np.where(f["gemm_dtype"] == "fp8", "scaled_mm", "mm"),
         **{name: f[name] for name in ("m", "n", "k")},
         **{"batch": 1, "layout": "nt"},
     }
-    gather.add("gemm", pd.DataFrame(rows, index=f.index), ("m", "n", "k"))
+    collector.add("gemm", pd.DataFrame(rows, index=f.index), ("m", "n", "k"))
 
 
-def _attention(gather: Gathering, path: Path, system: str, f: pd.DataFrame) -> None:
-    f = gather.mapped(f, "attn_dtype", DTYPES)
+def _attention(collector: RowCollector, path: Path, system: str, f: pd.DataFrame) -> None:
+    f = collector.mapped(f, "attn_dtype", DTYPES)
     window = f["window_size"] if "window_size" in f else pd.Series(0, index=f.index)
     reasons = {
         "attention with a sliding window: no such parameter in the family": positive(window) > 0,
@@ -143,11 +143,11 @@ def _attention(gather: Gathering, path: Path, system: str, f: pd.DataFrame) -> N
     }
     keep = np.ones(len(f), dtype=bool)
     for reason, hit in reasons.items():
-        gather.drop(reason, int((keep & hit).sum()))
+        collector.drop(reason, int((keep & hit).sum()))
         keep &= ~hit
     f = f[keep]
     rows = {
-        **_common(gather, path, system, f, "attn_dtype"),
+        **_common(collector, path, system, f, "attn_dtype"),
         "op": "forward",
         "batch": f["batch_size"],
         "heads": f["num_heads"],
@@ -156,14 +156,14 @@ def _attention(gather: Gathering, path: Path, system: str, f: pd.DataFrame) -> N
         **{"causal": True, "masked": False, "dropout": False},
     }
     sizes = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim")
-    gather.add("attention", pd.DataFrame(rows, index=f.index), sizes)
+    collector.add("attention", pd.DataFrame(rows, index=f.index), sizes)
 
 
-def _nccl(gather: Gathering, path: Path, system: str, f: pd.DataFrame) -> None:
-    f = gather.mapped(gather.mapped(f, "nccl_dtype", DTYPES), "op_name", COLLECTIVES)
+def _nccl(collector: RowCollector, path: Path, system: str, f: pd.DataFrame) -> None:
+    f = collector.mapped(collector.mapped(f, "nccl_dtype", DTYPES), "op_name", COLLECTIVES)
     node = SYSTEMS[system][1]
     rows = {
-        **_common(gather, path, system, f, "nccl_dtype"),
+        **_common(collector, path, system, f, "nccl_dtype"),
         "op": f["op_name"],
         "stack": "nccl-" + f["version"].astype(str),
         "node": node,
@@ -173,10 +173,10 @@ def _nccl(gather: Gathering, path: Path, system: str, f: pd.DataFrame) -> None:
         "message_bytes": positive(f["message_size"]) * f["nccl_dtype"].map(ITEMSIZE_BYTES),
     }
     sizes = ("world_size", "ranks_per_node", "message_bytes")
-    gather.add("collective", pd.DataFrame(rows, index=f.index), sizes)
+    collector.add("collective", pd.DataFrame(rows, index=f.index), sizes)
 
 
-Reader = Callable[[Gathering, Path, str, pd.DataFrame], None]
+Reader = Callable[[RowCollector, Path, str, pd.DataFrame], None]
 HEADS = ("batch_size", "isl", "num_heads", "num_key_value_heads", "head_dim", "attn_dtype", "step")
 TABLES: dict[str, tuple[tuple[str, ...], Reader]] = {
     "gemm": (("gemm_dtype", "m", "n", "k"), _gemm),

@@ -1,4 +1,4 @@
-"""What every importer shares: reading files that may be anything, checking rows, counting drops."""
+"""Shared by all importers: reading untrusted files, checking rows, counting rows left out."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MAX_SIZE = 2**53  # of one number: beyond it a float is no longer exact
 MAX_PRODUCT = 2.0**62  # of all sizes of a row: formulas multiply them as integers
 MAX_TIME_US = 1e12  # eleven days
 MAX_REASONS = 200
-HUGE = 1e30  # no measurement or size comes near; products of a few stay finite
+HUGE = 1e30  # larger numbers are invalid; products of a few such numbers stay finite
 FIRST = ("family", "op", "gpu", "stack", "timer", "dtype", "status", "reason", "time_us")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hints:
-    """What a user states where files do not: our GPU name, how many nodes, of what kind."""
+    """What a user states where files do not: the GPU's name, number and kind of nodes."""
 
     gpu: str = ""
     nodes: int = 0
@@ -41,7 +41,7 @@ class Hints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class About:
-    """What a source is: whose, under which licence, which units and conventions it converts."""
+    """A source: its origin and licence, and the units and conventions of its rows."""
 
     source: str
     where: str
@@ -51,27 +51,27 @@ class About:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """Rows in dataset form by family, and what became of the others by reason."""
+    """Dataset rows by family, and the number of rows left out by reason."""
 
     about: About
     rows: Mapping[str, pd.DataFrame]
     dropped: Mapping[str, int]
-    commit: str = ""  # of the checkout, where it is one
+    commit: str = ""  # of the git checkout, if it is one
 
 
 class Unreadable(ValueError):
-    """A file that cannot be read; the caller counts it and goes on to the next."""
+    """Raised where a file cannot be read; the caller counts it and reads the next."""
 
 
 def refuse(root: Path, what: str, looked_for: str) -> ValueError:
-    """The error for a path that is not what the importer expects."""
+    """A ValueError for a path that is not what the importer expects."""
     return ValueError(f"{str(root)!r} is not {what}; looked for {looked_for}")
 
 
 def read_bytes(path: Path) -> bytes:
-    """Content of a plain or gzip-compressed file; Unreadable says why not."""
+    """Bytes of a file, decompressed if it is gzip; raises Unreadable with a reason."""
     try:
-        if not path.is_file():  # opening a pipe would wait for ever
+        if not path.is_file():  # opening a pipe would block
             raise Unreadable("not a regular file")
         with path.open("rb") as file:
             packed = file.read(2) == b"\x1f\x8b"
@@ -91,7 +91,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Content of a text file; Unreadable for anything that is not UTF-8 text."""
+    """Text of a UTF-8 file, with or without gzip; raises Unreadable for other content."""
     try:
         text = read_bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as exc:
@@ -102,12 +102,12 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> Any:
-    """Content of a JSON file; Unreadable where it is none, or nested beyond reason."""
+    """Content of a JSON file; raises Unreadable where it is none, or nested too deep."""
     return parsed_json(read_text(path))
 
 
 def parsed_json(text: str) -> Any:
-    """JSON as values; Unreadable where the text is none."""
+    """Values of a JSON text; raises Unreadable where it is none."""
     try:
         return json.loads(text)
     except RecursionError as exc:
@@ -117,7 +117,7 @@ def parsed_json(text: str) -> Any:
 
 
 def read_yaml(path: Path) -> Any:
-    """Content of a YAML file; Unreadable where it is none. Tags may fail in any of these ways."""
+    """Content of a YAML file; raises Unreadable where it is none, or has tags that fail."""
     try:
         return yaml.safe_load(read_text(path))
     except Unreadable:
@@ -128,8 +128,8 @@ def read_yaml(path: Path) -> Any:
         raise Unreadable("YAML nested too deep") from exc
 
 
-class Gathering:
-    """Collects the rows of one import and counts what it leaves out."""
+class RowCollector:
+    """Collects the rows of one import, and counts rows and files left out by reason."""
 
     def __init__(self, about: About, root: Path) -> None:
         self.about = about
@@ -139,25 +139,25 @@ class Gathering:
         self.readable = 0
 
     def drop(self, reason: str, count: int = 1) -> None:
-        """Count rows (or files, where the reason says so) that are left out."""
+        """Count rows that are left out; or files, where the reason says so."""
         if count:
             reason = text_of(reason)
             known = reason in self.dropped or len(self.dropped) < MAX_REASONS
             self.dropped[reason if known else "other reasons"] += count
 
     def name(self, path: Path) -> str:
-        """A file's path below the imported folder; its own name if that is all there is."""
+        """A file's path relative to the imported folder, or the name of the imported file."""
         return text_of(path.name if path == self.root else path.relative_to(self.root).as_posix())
 
     def run_id(self, path: Path, data: str = "") -> str:
-        """Names the file rows come from; with ``data`` also which version of it."""
+        """The column run_id: source and file; with ``data`` also a digest of the content."""
         digest = "@" + hashlib.sha256(data.encode()).hexdigest()[:8] if data else ""
         return f"{self.about.source}:{self.name(path)}{digest}"
 
     def csv(self, path: Path, needed: Sequence[str]) -> pd.DataFrame | None:
-        """A CSV file as text columns and its ``line`` numbers; None (counted) if unreadable.
+        """A CSV file as text columns, with a column ``line``; None (and counted) if unreadable.
 
-        A last line without an end is left out: the file may be cut in the middle of a number.
+        A last line without a line end is left out: the file may be cut off within a number.
         """
         try:
             text = read_text(path)
@@ -181,18 +181,18 @@ class Gathering:
         return frame.assign(line=np.array([line for _, line in good], dtype=np.int64))
 
     def unreadable(self, reason: str) -> None:
-        """Count a file that gave nothing."""
+        """Count a file that could not be read."""
         self.drop(f"file unreadable: {reason}")
 
     def mapped(self, frame: pd.DataFrame, column: str, names: dict[str, str]) -> pd.DataFrame:
-        """Rows whose ``column`` is in ``names``, translated; the others are counted."""
+        """Rows whose ``column`` is in ``names``, translated by it; other rows are counted."""
         found = frame[column].map(names)
         for value, count in frame[column][found.isna()].map(str).value_counts().items():
-            self.drop(f"{column} not among ours: {str(value)[:40]!r}", int(count))
+            self.drop(f"unknown {column}: {str(value)[:40]!r}", int(count))
         return frame.assign(**{column: found})[found.notna()]
 
     def add(self, family: str, frame: pd.DataFrame, sizes: Sequence[str] = ()) -> None:
-        """Take rows with a positive time and whole, positive ``sizes``; the others are counted."""
+        """Add rows with positive times and positive, whole ``sizes``; other rows are counted."""
         time_us = positive(frame["time_us"])
         good = (time_us > 0) & (time_us < MAX_TIME_US)
         self.drop(f"time is not a positive number below {MAX_TIME_US:g} us", int((~good).sum()))
@@ -214,7 +214,7 @@ class Gathering:
             self.frames.setdefault(family, []).append(kept)
 
     def done(self) -> Imported:
-        """What was gathered; ValueError if no file could be read."""
+        """The collected rows; ValueError if no file could be read."""
         if not self.readable:
             found = self.dropped.most_common(3)
             counts = "; ".join(f"{reason} ({count})" for reason, count in found)
@@ -224,7 +224,7 @@ class Gathering:
 
 
 def positive(values: Any) -> Any:
-    """Numbers as floats; 0 where a value is none, negative, or beyond HUGE."""
+    """Values as floats; 0 where a value is not a number, is negative, or is above HUGE."""
     if isinstance(values, pd.Series):
         values = pd.to_numeric(values, errors="coerce").to_numpy(dtype=float, na_value=np.nan)
     numbers = np.asarray(values, dtype=float)
@@ -232,12 +232,12 @@ def positive(values: Any) -> Any:
 
 
 def integers(values: Any) -> Any:
-    """Whole numbers for a column that another one has checked; 0 where it fails."""
+    """Values as integers; 0 where a value is not a positive number."""
     return np.minimum(positive(values), MAX_SIZE).astype(np.int64)
 
 
 def number(value: Any) -> float:
-    """One value as a positive finite float, else 0."""
+    """A value as a float; 0 where it is not a positive, finite number."""
     try:
         found = 0.0 if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -246,13 +246,13 @@ def number(value: Any) -> float:
 
 
 def whole(value: Any) -> int:
-    """One value as a positive whole number, else 0."""
+    """A value as an integer; 0 where it is not a positive, whole number."""
     found = number(value)
     return int(found) if found == int(found) and found <= MAX_SIZE else 0
 
 
 def text_of(value: Any) -> str:
-    """Text or a number as one printable line; nothing for anything else."""
+    """Text or a number as one printable line; empty for other values."""
     if not isinstance(value, str | int | float):
         return ""
     return "".join(c if c.isprintable() else " " for c in str(value)[:1000]).strip()

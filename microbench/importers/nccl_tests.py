@@ -1,4 +1,4 @@
-"""nccl-tests outputs of several nodes, text or JSON, with a sources.yaml beside them or hints."""
+"""Imports outputs of nccl-tests, text or JSON; hardware from sources.yaml, the log, or hints."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from microbench.hardware.node import Node, load_node
 from microbench.hardware.spec import gpu_names, load_gpu
 from microbench.importers.base import (
     About,
-    Gathering,
     Hints,
     Imported,
+    RowCollector,
     Unreadable,
     number,
     read_text,
@@ -35,8 +35,8 @@ ABOUT = About(
     conventions=(
         "Times in us and sizes in bytes as nccl-tests prints them: the size is the whole gathered "
         "output of all_gather, the whole input of reduce_scatter. Out-of-place and in-place times "
-        "are rows of their own (column in_place). Hardware from sources.yaml, the log's rank "
-        "lines, or hints of the user, in this order; network rates are per GPU and one direction."
+        "are separate rows (column in_place). Hardware is taken from sources.yaml, the log's rank "
+        "lines, or the user, in this order; network rates are per GPU and in one direction."
     ),
 )
 OPS = {"sendrecv": "send_recv", "alltoall": "all_to_all"}
@@ -61,20 +61,20 @@ FALLBACK |= {"b300": "b300-sxm"}
 
 
 def read(path: Path, hints: Hints = Hints()) -> Imported:  # noqa: B008  # frozen
-    """Collective rows of one output file, or of a folder of them."""
+    """Read the collectives in one output file, or in a folder of them."""
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     logs = [p for p in files if re.search(r"\.(txt|log|out|json)(\.gz)?$", p.name)]
     if path.is_dir() and not logs:
         raise refuse(path, "a folder of nccl-tests outputs", "*.txt, *.log, *.out and *.json")
-    gather = Gathering(ABOUT, path)
-    stated = _stated(gather, path if path.is_dir() else path.parent)
+    collector = RowCollector(ABOUT, path)
+    stated = _stated(collector, path if path.is_dir() else path.parent)
     for log in logs or files:
-        _file(gather, log, stated.get(log.name.removesuffix(".gz"), {}), hints)
-    return gather.done()
+        _file(collector, log, stated.get(log.name.removesuffix(".gz"), {}), hints)
+    return collector.done()
 
 
-def _stated(gather: Gathering, folder: Path) -> dict[str, dict[str, Any]]:
-    """sources.yaml by file name; empty where there is none or it cannot be read."""
+def _stated(collector: RowCollector, folder: Path) -> dict[str, dict[str, Any]]:
+    """Entries of sources.yaml by file name; empty without a readable one."""
     path = folder / "sources.yaml"
     if not path.exists():
         return {}
@@ -83,13 +83,13 @@ def _stated(gather: Gathering, folder: Path) -> dict[str, dict[str, Any]]:
         if not isinstance(entries, list):
             raise Unreadable("not a list")
     except Unreadable as exc:
-        gather.drop(f"sources.yaml unreadable: {exc}")
+        collector.drop(f"sources.yaml unreadable: {exc}")
         return {}
     return {text_of(e.get("file")): e for e in entries if isinstance(e, dict)}
 
 
-def _file(gather: Gathering, path: Path, stated: Mapping[str, Any], hints: Hints) -> None:
-    """All runs of one file."""
+def _file(collector: RowCollector, path: Path, stated: Mapping[str, Any], hints: Hints) -> None:
+    """Collect the rows of all runs in one file."""
     try:
         text = read_text(path)
         is_json = text.lstrip()[:1] == "{"
@@ -97,49 +97,49 @@ def _file(gather: Gathering, path: Path, stated: Mapping[str, Any], hints: Hints
         if not any(log.rows or log.empty or log.host_times for log in logs):
             raise Unreadable("no table of nccl-tests in it")
     except Unreadable as exc:
-        return gather.unreadable(str(exc))
-    gather.readable += 1
-    run_id = gather.run_id(path, text)
+        return collector.unreadable(str(exc))
+    collector.readable += 1
+    run_id = collector.run_id(path, text)
     for log in logs:
-        _log(gather, path, log, stated, hints, run_id)
+        _log(collector, path, log, stated, hints, run_id)
     return None
 
 
 def _log(
-    gather: Gathering,
+    collector: RowCollector,
     path: Path,
     log: Log,
     stated: Mapping[str, Any],
     hints: Hints,
     run_id: str,
 ) -> None:
-    """One run: its rows, or the reason why it has none."""
-    gather.drop("message of 0 bytes", log.empty)
-    gather.drop("time of the host, not of the GPU", log.host_times)
-    gather.drop("line of an unknown layout", log.unknown)
+    """Collect the rows of one run, or count why it has none."""
+    collector.drop("message of 0 bytes", log.empty)
+    collector.drop("time of the host, not of the GPU", log.host_times)
+    collector.drop("line of an unknown layout", log.unknown)
     if not log.rows:
         return None
     facts = machine(log, stated, hints)
-    said = log.collective or text_of(stated.get("collective")) or _named(path.name)
-    if not said or not all(facts.values()):
+    op = log.collective or text_of(stated.get("collective")) or _named(path.name)
+    if not op or not all(facts.values()):
         lacking = next((name for name, value in facts.items() if not value), "collective")
         reason = f"{lacking} is not stated: pass it, or write a sources.yaml"
-        return gather.drop(reason, len(log.rows))
-    if said not in OPS:
-        return gather.drop(f"collective not among ours: {said[:40]!r}", len(log.rows))
+        return collector.drop(reason, len(log.rows))
+    if op not in OPS:
+        return collector.drop(f"unknown collective: {op[:40]!r}", len(log.rows))
     rows = _rows(log, stated, hints, facts)
-    places = [f"{gather.name(path)}:{row[0]}" for row in log.rows]
-    rows = rows.assign(op=OPS[said], run_id=run_id, origin=places)
-    return gather.add("collective", rows, ("world_size", "ranks_per_node", "message_bytes"))
+    places = [f"{collector.name(path)}:{row[0]}" for row in log.rows]
+    rows = rows.assign(op=OPS[op], run_id=run_id, origin=places)
+    return collector.add("collective", rows, ("world_size", "ranks_per_node", "message_bytes"))
 
 
 def _named(file_name: str) -> str:
-    """The collective a file name mentions."""
+    """The collective in a file name; empty without one."""
     return next((op for op in OPS if op in file_name), "")
 
 
 def machine(log: Log, stated: Mapping[str, Any], hints: Hints) -> dict[str, Any]:
-    """gpu, nodes and gpus_per_node of a run; empty where nobody says."""
+    """gpu, nodes and gpus_per_node of a run; empty or 0 where they are not stated."""
     variant, short = text_of(stated.get("gpu_variant")), text_of(stated.get("gpu"))
     part = re.match(r"[A-Z]+\d+-SXM\d?-\d+GB", variant)
     gpu = gpu_named(part[0]) if part else FALLBACK.get(short) or gpu_named(short)
@@ -155,7 +155,7 @@ def machine(log: Log, stated: Mapping[str, Any], hints: Hints) -> dict[str, Any]
 def _rows(
     log: Log, stated: Mapping[str, Any], hints: Hints, facts: Mapping[str, Any]
 ) -> pd.DataFrame:
-    """All rows of a run; a row whose data came out wrong is an error row."""
+    """All rows of a run; a row with wrong data has status error."""
     _, sizes, dtypes, in_place, times, wrong = zip(*log.rows, strict=True)
     variant = text_of(stated.get("gpu_variant"))
     named = next((name for pattern, name in NODES if re.search(pattern, variant)), "")
@@ -187,7 +187,7 @@ def _rows(
 
 
 def _link(facts: Mapping[str, Any], node: Node | None, network: bool) -> str:
-    """What the ring's slowest hop runs over; a rack-scale machine is one NVLink domain."""
+    """Kind of the slowest link in the ring; a rack-scale machine is one NVLink domain."""
     if facts["nodes"] > 1 and network:
         return "network"
     if node is not None:

@@ -1,4 +1,4 @@
-"""Output of nccl-tests, text or JSON, as plain values: rows of times and what the header says.
+"""Parses outputs of nccl-tests, text or JSON: rows of times, and facts in the header.
 
 Sources: writeBenchmarkLineBody, writeDeviceReport and jsonRankInfo in src/util.cu of
 https://github.com/NVIDIA/nccl-tests.
@@ -19,14 +19,15 @@ MAX_LINE = 4000
 DTYPES = {"float": "fp32", "half": "fp16", "double": "fp64", "bfloat16": "bf16", "int8": "int8"}
 DTYPES |= {"uint8": "uint8", "int32": "int32", "int64": "int64", "char": "int8", "int": "int32"}
 DTYPES |= {"fp8_e4m3": "fp8", "fp8_e5m2": "fp8", "f8e4m3": "fp8", "f8e5m2": "fp8"}
-# Where a table has no head: words after the dtype -> where the times stand. redop, [root], then
-# per direction time, algbw, busbw and [wrong]; some tables have one direction, old ones no root.
+# For tables without a head: number of words after the dtype -> positions of the times. The words
+# are redop, [root], then per direction time, algbw, busbw, [wrong]; some tables have one direction,
+# old ones no root.
 LAYOUTS: dict[int, tuple[int, ...]] = {4: (1,), 5: (1,), 6: (2,), 9: (1, 5), 10: (2, 6)}
 
 
 @dataclass(slots=True, kw_only=True)
 class Log:
-    """One run: its rows as (line, message_bytes, dtype, in_place, time_us, wrong)."""
+    """One run of nccl-tests; rows are (line, message_bytes, dtype, in_place, time_us, wrong)."""
 
     collective: str = ""
     nccl: str = ""
@@ -41,7 +42,7 @@ class Log:
 
 
 def parse_text(text: str) -> list[Log]:
-    """Runs of a log as nccl-tests prints them, with or without a launcher's prefix on lines."""
+    """Parse the runs in a text output; lines may have a prefix by mpirun or torchrun."""
     logs = [Log()]
     for at, line in enumerate(text.splitlines(), start=1):
         if len(line) > MAX_LINE:
@@ -76,14 +77,14 @@ def _header(log: Log, line: str) -> None:
 
 
 def version(code: int) -> str:
-    """NCCL's version from its code: 22907 is 2.29.7, before 2.9 it was 2708 for 2.7.8."""
+    """NCCL's version from its number: 22907 is 2.29.7; before version 2.9, 2708 was 2.7.8."""
     wide = code >= 10000
     major, rest = divmod(code, 10000 if wide else 1000)
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
 def _row(log: Log, at: int, words: Sequence[str], kind: int) -> None:
-    """Times of one line, from where the table's head says they stand."""
+    """Add the times of one line, at the positions that the table's head states."""
     tail = words[kind + 1 :]
     size = whole(words[0])
     starts = [i for i, word in enumerate(log.head) if word in ("time", "cputime")]
@@ -104,9 +105,9 @@ def _row(log: Log, at: int, words: Sequence[str], kind: int) -> None:
 
 
 def parse_json(text: str) -> Log:
-    """A report as nccl-tests writes it with -J; Unreadable if it is none.
+    """Parse a JSON report (nccl-tests -J); raises Unreadable for other text.
 
-    Infinite rates are written as bare inf, which is not JSON.
+    nccl-tests writes infinite rates as inf, which is not JSON.
     """
     report = parsed_json(re.sub(r":-?inf\b", ":null", text))
     results = report.get("results") if isinstance(report, Mapping) else None

@@ -1,4 +1,4 @@
-"""NeuSight (ASPLOS'25): single-op timings of five GPUs and whole-model labels, all fp32."""
+"""Imports NeuSight (ASPLOS'25): fp32 times of single ops and of whole models on five GPUs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pandas as pd
 from microbench.hardware.names import gpu_named
 from microbench.importers.base import (
     About,
-    Gathering,
     Imported,
+    RowCollector,
     Unreadable,
     integers,
     number,
@@ -30,10 +30,10 @@ ABOUT = About(
     where="NeuSight (ASPLOS'25), https://github.com/sitar-lab/NeuSight",
     licence="MIT",
     conventions=(
-        "Times are means of the 5 fastest of 25 runs, upstream in ms, host launch included (timer "
-        "with_launch); fp32 without TF32. linear is addmm with a transposed weight; bmm is plain; "
-        "the rest works on (B, H). conv is taken as square and with bias (nn.Conv2d's default). "
-        "Labels: eager attention, no loss and no optimizer, backward from the output; batch is "
+        "Times are means of the 5 fastest of 25 runs, upstream in ms, with host launch (timer "
+        "with_launch); fp32 without TF32. linear is addmm with a transposed weight; the other ops "
+        "work on (B, H). conv is taken as square and with bias (nn.Conv2d's default). Whole "
+        "models: eager attention, no loss and no optimizer, backward from the output; batch is "
         "per replica."
     ),
 )
@@ -45,29 +45,29 @@ SUFFIX = re.compile(r"(?P<axis>dp|tp|pp)(?P<degree>\d{1,6})(_(?P<micro>\d{1,6}))
 
 
 def read(path: Path) -> Imported:
-    """Op rows and iteration rows of a NeuSight checkout, or of its scripts/asplos folder."""
+    """Read op times and iteration times of a NeuSight checkout, or of its scripts/asplos."""
     for base in (path, path / "scripts/asplos", path / "NeuSight/scripts/asplos"):
         if (base / "data/dataset").is_dir() or (base / "label").is_dir():
             break
     else:
         looked_for = "scripts/asplos/data/dataset and scripts/asplos/label"
         raise refuse(path, "a NeuSight checkout", looked_for)
-    gather = Gathering(ABOUT, base)
+    collector = RowCollector(ABOUT, base)
     for part in ("train", "test"):
         folder = base / "data/dataset" / part
         tables = {p for p in folder.rglob("*") if p.name.endswith((".csv", ".csv.gz"))}
         for table in sorted(tables):
-            _table(gather, table, part)
+            _table(collector, table, part)
     for label in sorted((base / "label").rglob("*")):
         if label.name.endswith((".json", ".json.gz")):
-            _label(gather, label, base)
+            _label(collector, label, base)
         elif label.is_file():
-            gather.drop("file not imported: per-node times of a traced layer")
-    return gather.done()
+            collector.drop("file not imported: per-node times of a traced layer")
+    return collector.done()
 
 
 def _gemm(f: pd.DataFrame) -> dict[str, Any]:
-    """(B,M,N) x (B,N,K) in BLAS names: N is summed."""
+    """Columns of (B,M,N) x (B,N,K), summed over N, in BLAS names."""
     linear = f["OPName"] == "linear"
     batch, m = positive(f["B"]), positive(f["M"])
     return {
@@ -81,10 +81,10 @@ def _gemm(f: pd.DataFrame) -> dict[str, Any]:
 
 
 def _elementwise(f: pd.DataFrame) -> dict[str, Any]:
-    """Two tensors, a tensor and a scalar (name ends in u), or one tensor.
+    """Columns of an elementwise op: two tensors, one and a scalar (name ends in u), or one.
 
-    Ops by the names a captured call gets. powu's exponent is not stated; it costs more than mulu
-    where bandwidth is plenty, as a general power does and a square does not.
+    Ops get the names of captured calls. powu is taken as a general power, not a square: it takes
+    longer than mulu where bandwidth is no limit.
     """
     numel = positive(f["B"]) * positive(f["H"])
     two = f["OPName"].isin(["add", "mul", "div", "pow"])
@@ -106,7 +106,7 @@ def _norm(f: pd.DataFrame) -> dict[str, Any]:
 
 
 def _conv(f: pd.DataFrame) -> dict[str, Any]:
-    """Square input and kernel; a padding of 0 is legal."""
+    """Columns of a convolution with square input and kernel; padding may be 0."""
     flags = {"bias": True, "transposed": False, "need_input_grad": True, "need_weight_grad": True}
     return {
         "op": "forward",
@@ -138,19 +138,19 @@ FORMS: dict[str, Form] = {
 }
 
 
-def _table(gather: Gathering, path: Path, part: str) -> None:
-    """One CSV of op timings."""
-    frame = gather.csv(path, COLUMNS)
+def _table(collector: RowCollector, path: Path, part: str) -> None:
+    """Collect the rows of one CSV of op times."""
+    frame = collector.csv(path, COLUMNS)
     if frame is None:
         return
-    frame = gather.mapped(frame, "OPName", {op: op for op in FORMS})
+    frame = collector.mapped(frame, "OPName", {op: op for op in FORMS})
     devices = {str(d): gpu_named(str(d)) or "" for d in frame["Device"].unique()}
-    frame = gather.mapped(frame, "Device", {d: gpu for d, gpu in devices.items() if gpu})
+    frame = collector.mapped(frame, "Device", {d: gpu for d, gpu in devices.items() if gpu})
     for op, mine in frame.groupby("OPName"):
         family, describe, needed, sizes = FORMS[str(op)]
         missing = [name for name in needed if name not in mine]
         if missing:
-            gather.drop(f"rows of a table without column {missing[0]!r}", len(mine))
+            collector.drop(f"rows of a table without column {missing[0]!r}", len(mine))
             continue
         common = {
             "gpu": mine["Device"],
@@ -161,11 +161,11 @@ def _table(gather: Gathering, path: Path, part: str) -> None:
             "samples": SAMPLES,
             "kernel": mine.get("Kernel Name", ""),
             "split": part,
-            "run_id": gather.run_id(path),
-            "origin": f"{gather.name(path)}:" + mine["line"].astype(str),
+            "run_id": collector.run_id(path),
+            "origin": f"{collector.name(path)}:" + mine["line"].astype(str),
         }
         rows = pd.DataFrame({**common, **describe(mine)}, index=mine.index)
-        gather.add(family, rows, sizes)
+        collector.add(family, rows, sizes)
 
 
 def _stack(f: pd.DataFrame) -> Any:
@@ -173,30 +173,30 @@ def _stack(f: pd.DataFrame) -> Any:
     return "torch-" + torch + "+" + f["CUDA Version"] + " cudnn-" + f["CUDNN Version"]
 
 
-def _label(gather: Gathering, path: Path, base: Path) -> None:
-    """One label file: a whole iteration of a model."""
+def _label(collector: RowCollector, path: Path, base: Path) -> None:
+    """Collect the row of one label file: an iteration of a whole model."""
     try:
         found = read_json(path)
     except Unreadable as exc:
-        return gather.unreadable(str(exc))
-    gather.readable += 1
+        return collector.unreadable(str(exc))
+    collector.readable += 1
     gpu = gpu_named(path.parent.name)
     named = LABEL.fullmatch(path.name.removesuffix(".gz").removesuffix(".json"))
     if not isinstance(found, dict) or named is None:
-        return gather.drop("label without a known form")
+        return collector.drop("label without a known form")
     if gpu is None:
-        return gather.drop(f"Device not among ours: {path.parent.name[:40]!r}")
+        return collector.drop(f"unknown Device: {path.parent.name[:40]!r}")
     options = _suffix(named["suffix"] or "")
     if options is None:
-        return gather.drop(f"label with unknown suffix {named['suffix'][:20]!r}")
+        return collector.drop(f"label with unknown suffix {named['suffix'][:20]!r}")
     dp = options.pop("dp")
     if int(named["batch"]) % dp:
-        return gather.drop("global batch is not a multiple of dp")
+        return collector.drop("global batch is not a multiple of dp")
     config = base / "data/DLmodel_configs" / f"{named['model']}.json"
     try:
         model = read_json(config)
     except Unreadable:
-        return gather.drop(f"label of a model without a configuration: {named['model'][:40]!r}")
+        return collector.drop(f"label of a model without a configuration: {named['model'][:40]!r}")
     row = {
         "op": "train_step" if named["mode"] == "train" else "infer_step",
         "gpu": gpu,
@@ -215,14 +215,14 @@ def _label(gather: Gathering, path: Path, base: Path) -> None:
         "ranks_per_node": options["world_size"],
         **options,
         "engine": "compile" if options["compile"] else "eager",
-        "run_id": gather.run_id(path),
-        "origin": gather.name(path),
+        "run_id": collector.run_id(path),
+        "origin": collector.name(path),
     }
-    return gather.add("iteration", pd.DataFrame([row]), ("batch", "seq", "world_size"))
+    return collector.add("iteration", pd.DataFrame([row]), ("batch", "seq", "world_size"))
 
 
 def _suffix(text: str) -> dict[str, Any] | None:
-    """Options of a label's suffix: fusion, dp4, tp4, pp4_1 (one micro-batch); None if unknown."""
+    """Settings in a label's suffix: fusion, dp4, tp4, pp4_1 (one micro-batch); None if unknown."""
     if text in ("", "fusion"):
         return {"dp": 1, "plan": "", "world_size": 1, "compile": text == "fusion"}
     found = SUFFIX.fullmatch(text)

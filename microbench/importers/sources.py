@@ -1,4 +1,4 @@
-"""The sources we read, by the name the command line knows them by."""
+"""The importers by the name of their source on the command line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOURCES = tuple(sorted([*PLAIN, *HINTED]))
 
 
 def read_source(source: str, path: Path, hints: Hints) -> Imported:
-    """The rows of a source; ValueError for an unknown source, a missing path or a wrong folder."""
+    """Import a source; ValueError for an unknown source, a missing path or a wrong folder."""
     if source not in SOURCES:
         raise ValueError(f"unknown source {source!r}; known: {list(SOURCES)}")
     if not path.exists():
@@ -36,7 +36,7 @@ def read_source(source: str, path: Path, hints: Hints) -> Imported:
 
 
 def commit_of(checkout: Path) -> str:
-    """The commit of a git checkout; empty where it is none, or its reference is packed."""
+    """The commit of a git checkout; empty for other folders and for packed references."""
     try:
         head = read_text(checkout / ".git/HEAD").strip()
         if named := re.fullmatch(r"ref: (refs/heads/[\w-][\w./-]*)", head):

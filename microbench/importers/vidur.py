@@ -1,4 +1,4 @@
-"""Vidur (MLSys'24): NCCL collectives on three kinds of node, and ops of transformer blocks."""
+"""Imports Vidur (MLSys'24): NCCL collectives on three kinds of node, ops of transformer blocks."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from microbench.importers.base import About, Gathering, Imported, integers, positive, refuse
+from microbench.importers.base import About, Imported, RowCollector, integers, positive, refuse
 
 ABOUT = About(
     source="vidur",
     where="Vidur (MLSys'24), Microsoft, https://github.com/microsoft/vidur",
     licence="MIT",
     conventions=(
-        "Medians of kernel times in ms with 1 us resolution, here us; fp16; rank 0. Rows with "
-        "more workers than devices per node cross nodes. Projections are mm with a transposed "
-        "weight and per-rank widths; norms are RMS norms where the MLP is gated, else layer "
-        "norms."
+        "Medians of kernel times on rank 0, upstream in ms with 1 us resolution, here in us; fp16. "
+        "Rows with more workers than devices per node cross nodes. Projections are mm with a "
+        "transposed weight and per-rank widths; norms are RMS norms where the MLP is gated, else "
+        "layer norms."
     ),
 )
 NODES = {
@@ -36,56 +36,56 @@ NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 def read(path: Path) -> Imported:
-    """Rows of a checkout, or of its data/profiling folder."""
+    """Read a checkout, or its data/profiling folder."""
     for base in (path, path / "data/profiling", path / "vidur/data/profiling"):
         if (base / "network").is_dir() or (base / "compute").is_dir():
             break
     else:
         raise refuse(path, "a Vidur checkout", "data/profiling/network and data/profiling/compute")
-    gather = Gathering(ABOUT, base)
+    collector = RowCollector(ABOUT, base)
     for kind, known in (("network", NODES), ("compute", GPUS)):
         for table in sorted(p for p in (base / kind).rglob("*") if ".csv" in p.suffixes):
             place = table.relative_to(base / kind).parts[0]
             if place not in known:
-                gather.drop(f"file of a machine not among ours: {place[:40]!r}")
+                collector.drop(f"file of an unknown machine: {place[:40]!r}")
             elif kind == "network":
-                _network(gather, table, place)
+                _network(collector, table, place)
             elif table.name.startswith("mlp.csv"):
-                _compute(gather, table, place)
+                _compute(collector, table, place)
             else:
-                gather.drop(f"file not imported: {table.name[:40]!r}")
-    return gather.done()
+                collector.drop(f"file not imported: {table.name[:40]!r}")
+    return collector.done()
 
 
-def _common(gather: Gathering, path: Path, gpu: str, f: pd.DataFrame) -> dict[str, Any]:
+def _common(collector: RowCollector, path: Path, gpu: str, f: pd.DataFrame) -> dict[str, Any]:
     return {
         "gpu": gpu,
         "stack": "vidur",
         "timer": "device",
         "dtype": "fp16",
-        "run_id": gather.run_id(path),
-        "origin": f"{gather.name(path)}:" + f["line"].astype(str),
+        "run_id": collector.run_id(path),
+        "origin": f"{collector.name(path)}:" + f["line"].astype(str),
     }
 
 
-def _network(gather: Gathering, path: Path, place: str) -> None:
-    """One table of all_reduce or send_recv."""
+def _network(collector: RowCollector, path: Path, place: str) -> None:
+    """Collect one table of all_reduce or send_recv."""
     op = path.name.split(".csv")[0]
     median = f"time_stats.{op}.median"
-    frame = gather.csv(path, ("size", "num_workers", "devices_per_node", "rank", median))
+    frame = collector.csv(path, ("size", "num_workers", "devices_per_node", "rank", median))
     if frame is None:
         return
     if op not in ("all_reduce", "send_recv"):
-        return gather.drop(f"collective not among ours: {op[:40]!r}", len(frame))
+        return collector.drop(f"unknown collective: {op[:40]!r}", len(frame))
     first = pd.to_numeric(frame["rank"], errors="coerce") == 0
-    gather.drop("row of a rank other than 0", int((~first).sum()))
+    collector.drop("row of a rank other than 0", int((~first).sum()))
     frame = frame[first]
     gpu, node, link = NODES[place]
     workers, local = positive(frame["num_workers"]), positive(frame["devices_per_node"])
     # A bridge joins two GPUs; with more ranks in a node some hop goes over PCIe.
     within = np.where((link == "pairwise") & (workers > 2), "pcie", link)
     rows = {
-        **_common(gather, path, gpu, frame),
+        **_common(collector, path, gpu, frame),
         "op": op,
         "time_us": positive(frame[median]) * 1e3,
         "node": node,
@@ -95,13 +95,13 @@ def _network(gather: Gathering, path: Path, place: str) -> None:
         "message_bytes": frame["size"],
     }
     sizes = ("world_size", "ranks_per_node", "message_bytes")
-    gather.add("collective", pd.DataFrame(rows, index=frame.index), sizes)
+    collector.add("collective", pd.DataFrame(rows, index=frame.index), sizes)
     return None
 
 
-def _compute(gather: Gathering, path: Path, place: str) -> None:
-    """One table of a model's block: a column of times per op, the model's widths beside them."""
-    frame = gather.csv(path, SHAPE)
+def _compute(collector: RowCollector, path: Path, place: str) -> None:
+    """Collect one table of transformer blocks: sizes of the model, and a column of times per op."""
+    frame = collector.csv(path, SHAPE)
     if frame is None:
         return
     gated = frame["use_gated_mlp"].str.lower() == "true"
@@ -112,22 +112,22 @@ def _compute(gather: Gathering, path: Path, place: str) -> None:
             continue
         op = named[1]
         family, described, known = describe(op, width, gated.to_numpy())
-        gather.drop(f"op not among ours: {op[:40]!r}", int((~known).sum()))
+        collector.drop(f"unknown op: {op[:40]!r}", int((~known).sum()))
         rows = {
-            **_common(gather, path, GPUS[place], frame),
+            **_common(collector, path, GPUS[place], frame),
             "time_us": positive(frame[column]) * 1e3,
             "module": op,
             **described,
         }
         sizes = [k for k in described if k in ("m", "n", "k", "rows", "cols", "numel")]
-        gather.add(family, pd.DataFrame(rows, index=frame.index)[known], sizes)
+        collector.add(family, pd.DataFrame(rows, index=frame.index)[known], sizes)
 
 
 def describe(op: str, w: dict[str, Any], gated: Any) -> tuple[str, dict[str, Any], Any]:
-    """Family and parameters of a block's op, and which rows have them.
+    """Family and parameters of an op of a block, and a mask of the rows that have them.
 
-    Not described: emb and attn_rope (several kernels each), and the gated activation, which
-    multiplies two halves in one kernel.
+    Left out: emb and attn_rope (several kernels each), and the gated activation, which multiplies
+    two halves in one kernel.
     """
     tokens, embd, tp = w["num_tokens"], w["n_embd"], w["num_tensor_parallel_workers"]
     tp = np.where(tp > 0, tp, np.inf)  # a missing degree makes widths 0, which are dropped

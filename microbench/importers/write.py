@@ -1,4 +1,4 @@
-"""Imported rows on disk, in dataset form with cards."""
+"""Writes imported rows as a dataset with cards."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from microbench.importers.base import Imported
 
 
 def write(imported: Imported, out: Path, own: Gpu | None = None) -> int:
-    """One part per file read, so that importing a file again replaces its rows; number of rows.
+    """Write one part per imported file; returns the number of rows.
 
-    ``own`` is a GPU that the user describes.
+    Importing a file again replaces its rows. ``own``: a GPU from a hardware file of the user.
     """
     written = 0
     for family, rows in imported.rows.items():
@@ -32,9 +32,9 @@ def write(imported: Imported, out: Path, own: Gpu | None = None) -> int:
 
 
 def card(imported: Imported, gpu: str, rows: pd.DataFrame, own: Gpu | None) -> dict[str, Any]:
-    """Where the rows come from, how they were measured, and what was left out."""
+    """Card of imported rows: their origin, how they were measured, what was left out."""
     facts: dict[str, Any] = {
-        "what": f"measurements of others, imported from {imported.about.source}",
+        "what": f"published measurements, imported from {imported.about.source}",
         "when": datetime.date.today().isoformat(),
         "where": imported.about.where,
         "commit": imported.commit,

@@ -1,1 +1,1 @@
-"""Whole training iterations, measured: in one process, under plans, on a GPU."""
+"""Measures whole training iterations: in one process, under parallel plans, on a GPU."""

@@ -1,4 +1,4 @@
-"""A round of measured iterations: one process for those without a plan, torchrun for the others."""
+"""Measures a list of iterations: in one process without a plan, under torchrun with one."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from pathlib import Path
 from microbench import store
 from microbench.cases.registry import EvalCase, case, case_names
 from microbench.iterations.measure import Iteration
-from microbench.iterations.worker import IterationOrder, iteration_key, row_facts
+from microbench.iterations.worker import IterationOrder, iteration_key, iteration_row
 from microbench.processes.ranks import start_ranks
-from microbench.processes.watch import last_words, never, watch
+from microbench.processes.watch import log_tail, never, watch
 from microbench.sweep.cards import card_facts
 from microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
 from microbench.sweep.scheduler import finished_keys
 
 log = logging.getLogger(__name__)
 DDP_CASES = ("mlp-m", "mlp-l", "gpt-m", "gpt-l", "vit-m", "vit-l", "dlrm-m", "dlrm-l")
-STALLED_S = {"eager": 60.0, "graph": 60.0, "compile": 240.0}  # without a row, on a GPU
-LATE_S = 15.0  # a worker may outlive its budget by
+STALLED_S = {"eager": 60.0, "graph": 60.0, "compile": 240.0}  # without a row: the GPU hangs
+GRACE_S = 15.0  # of a worker after its budget, before it is killed
 Progress = Callable[[int], None]
 
 
 def iteration_of(chosen: EvalCase, plan: str = "") -> Iteration:
-    """The case as it comes, under a plan."""
+    """An iteration of a case with its default batch and settings, under a plan."""
     return Iteration(case=chosen.name, batch=chosen.batch, seq=chosen.seq, plan=plan)
 
 
 def usual_iterations(names: Sequence[str] | None = None) -> list[Iteration]:
-    """Measured cases in one process, and some of them as two under DDP.
+    """The iterations that are measured by default: cases in one process, some also under dp=2.
 
-    ``microbench.iterations.plan_list`` measures other plans.
+    ``microbench.iterations.plan_list`` has other plans.
     """
     chosen = [case(n) for n in names or case_names()]
     chosen = [c for c in chosen if c.measured or names]
-    both = [c for c in chosen if c.name in DDP_CASES]
-    return [*(iteration_of(c) for c in chosen), *(iteration_of(c, "dp=2") for c in both)]
+    replicated = [c for c in chosen if c.name in DDP_CASES]
+    return [*(iteration_of(c) for c in chosen), *(iteration_of(c, "dp=2") for c in replicated)]
 
 
 def measured_iterations(root: Path, gpu: str) -> set[Iteration]:
-    """Those with a row of the first round that is ok."""
+    """Iterations that have a row with status ok under a root, of repeat 0."""
     rows = store.read_rows([root], "iteration")
     if rows.empty:
         return set()
     rows = rows[(rows["gpu"] == gpu) & (rows["status"] == "ok") & (rows["repeat"] == 0)]
     names = [f.name for f in fields(Iteration)]
-    return {Iteration(**{n: one[n] for n in names}) for one in rows.to_dict("records")}
+    return {Iteration(**{n: row[n] for n in names}) for row in rows.to_dict("records")}
 
 
 def collect_iterations(
@@ -60,13 +60,13 @@ def collect_iterations(
     repeat: int,
     progress: Progress | None = None,
     budget_s: float = math.inf,
-    late_s: float = LATE_S,
+    grace_s: float = GRACE_S,
 ) -> int:
-    """Measure what has no row of this repeat under ``root`` yet; returns the number of new rows.
+    """Measure the iterations without a row of this repeat; returns the number of new rows.
 
-    On a CPU the ranks of a plan share its cores. On a GPU the budget is of the clock, starts of
-    workers included; no iteration is begun that would not end within it, one that ends its process
-    is a row, and a worker that is still there ``late_s`` after it is ended.
+    On a CPU the ranks of a plan share its cores. On a GPU the budget is wall time, starts of
+    workers included: no iteration is begun that would exceed it, an iteration that ends its process
+    gets an error row, and a worker is killed ``grace_s`` after the budget.
     """
     end_s = time.monotonic() + budget_s
     facts = {**card_facts(root, device), "what": "training iterations measured by itercast collect"}
@@ -86,20 +86,20 @@ def collect_iterations(
             repeat=repeat,
             iterations=(),
         )
-        mine = [w for w in wanted if w.ranks == ranks and iteration_key(order, w) not in done]
-        while mine and (left_s := end_s - (begin_s := time.monotonic())) > 0:
-            part = replace(order, iterations=tuple(mine), run_id=_run_id(order))
+        left = [w for w in wanted if w.ranks == ranks and iteration_key(order, w) not in done]
+        while left and (left_s := end_s - (begin_s := time.monotonic())) > 0:
+            part = replace(order, iterations=tuple(left), run_id=_run_id(order))
             part = replace(part, budget_s=left_s, begin_s=begin_s)
-            ended, code, rows = _run(part, moved, progress, late_s)
+            ended, code, rows = _run(part, moved, progress, grace_s)
             moved += store.compact(root, facts)
-            mine = mine[rows:]
+            left = left[rows:]
             if code == 0 or ended == "late":
                 break
             if device == "cpu":
                 stuck = part.iterations[min(rows, len(part.iterations) - 1)]
                 raise RuntimeError(f"measuring {stuck.case} {stuck.plan} failed; see above")
-            if mine and code != EXIT_BROKEN:  # it ended without a word, or hung
-                _mark(part, mine.pop(0), code)
+            if left and code != EXIT_BROKEN:  # the process crashed or hung
+                _write_failure(part, left.pop(0), code)
                 moved += store.compact(root, facts)
     return moved
 
@@ -109,19 +109,18 @@ def _run_id(order: IterationOrder) -> str:
     return f"{now}-{os.getpid()}-i{order.repeat}-r{order.ranks}"
 
 
-def _mark(order: IterationOrder, culprit: Iteration, code: int) -> None:
-    """A row for the iteration that ended the process."""
+def _write_failure(order: IterationOrder, culprit: Iteration, code: int) -> None:
+    """Write an error row for the iteration that ended its process."""
     failed = {"status": "error", "reason": f"its process ended with code {code}"}
     journal = store.Journal(Path(order.root), f"{order.run_id}-mark")
-    row = {"op": "train_step", **asdict(culprit), **row_facts(order, culprit), **failed}
-    journal.append([row])
+    journal.append([iteration_row(order, culprit, failed)])
     journal.close()
 
 
 def _run(
-    order: IterationOrder, before: int, progress: Progress | None, late_s: float
+    order: IterationOrder, before: int, progress: Progress | None, grace_s: float
 ) -> tuple[str, int, int]:
-    """One group of processes: how it ended, its exit code, how many iterations it finished."""
+    """Run one process or group of ranks: how it ended, its exit code, iterations finished."""
     on_gpu = order.device == "cuda"
     printed = Path(order.root) / "logs" / f"{order.run_id}.log" if on_gpu else None
     process = start_ranks("microbench.iterations.worker", asdict(order), order.ranks, log=printed)
@@ -136,9 +135,9 @@ def _run(
     def stalled_s() -> float:
         return STALLED_S[order.iterations[min(rows(), len(order.iterations) - 1)].engine]
 
-    until_s = order.begin_s + order.budget_s + late_s
+    until_s = order.begin_s + order.budget_s + grace_s
     ended = watch(process, rows, stalled_s if on_gpu else never, until_s if on_gpu else math.inf)
     code = int(process.returncode)
     if printed and code not in (0, EXIT_BROKEN):
-        log.warning("iterations: %s, code %d: %s", ended, code, last_words(printed))
+        log.warning("iterations: %s, code %d: %s", ended, code, log_tail(printed))
     return ended, code, rows()

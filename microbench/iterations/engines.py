@@ -1,4 +1,4 @@
-"""How a step is run on a device: where tensors go, TF32, CUDA graphs."""
+"""How a step is run on a device: default device and dtype, TF32, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ ENGINES = ("eager", "graph", "compile")
 
 
 @contextmanager
-def placed(device: str, dtype: str) -> Iterator[None]:
-    """Inside, tensors are made on the device and in what the dtype is stored in.
+def on_device(device: str, dtype: str) -> Iterator[None]:
+    """A context in which tensors are created on the device, in the storage type of the dtype.
 
-    From here on products use TF32 on a GPU for dtype tf32 and for no other.
+    Also turns TF32 products on for dtype tf32, and off for others; this outlasts the context.
     """
     import torch  # lazy: iterations are listed without torch
 
@@ -24,10 +24,10 @@ def placed(device: str, dtype: str) -> Iterator[None]:
         yield
 
 
-def graphed(step: Callable[[], None], device: str, warmup: int) -> Callable[[], None]:
-    """The step captured once in a CUDA graph; what is returned replays it.
+def captured_in_graph(step: Callable[[], None], device: str, warmup: int) -> Callable[[], None]:
+    """Capture a step in one CUDA graph; returns a function that replays the graph.
 
-    Warm-up runs on a side stream, as torch asks for:
+    Warm-up steps run on a side stream, as PyTorch requires:
     https://docs.pytorch.org/docs/stable/notes/cuda.html#whole-network-capture
     """
     import torch  # lazy, as above
@@ -45,7 +45,7 @@ def graphed(step: Callable[[], None], device: str, warmup: int) -> Callable[[], 
         step()
 
     def replay(kept: Callable[[], None] = step) -> None:
-        """A graph does not own what it reads and writes: ``kept`` holds parameters and inputs."""
+        """Replay; ``kept`` keeps the parameters and inputs alive, which the graph does not own."""
         graph.replay()
 
     return replay

@@ -1,12 +1,12 @@
-"""Which training iterations are measured on one GPU: small and large, host-bound and not."""
+"""The training iterations that are measured on one GPU: small and large, host-bound and not."""
 
 from __future__ import annotations
 
 from microbench.cases.registry import case
 from microbench.iterations.measure import Iteration
 
-# case, batch, dtype, engine of AdamW steps, every kind of model among them, in this order; a name
-# of DLRM stands for one of its SGD steps in fp32
+# Case, batch, dtype and engine, measured in this order; every kind of model is among the first.
+# Optimizer: AdamW, but SGD for DLRM, whose batch 0 stands for the case's own.
 FIRST: tuple[tuple[str, int, str, str], ...] = (
     ("bert-base", 1, "bf16", "eager"),
     ("gpt2-small", 16, "bf16", "eager"),
@@ -34,7 +34,7 @@ FIRST: tuple[tuple[str, int, str, str], ...] = (
     ("bert-base", 8, "fp32", "eager"),
     ("llama-3b", 1, "bf16", "eager"),
 )
-# the others, one of each case and one DLRM in turn
+# Batch and dtype of further eager steps; they and further DLRMs are measured in turn.
 EAGER: dict[str, tuple[tuple[int, str], ...]] = {
     "bert-base": ((32, "bf16"),),
     "gpt2-small": ((1, "bf16"), (4, "fp32"), (8, "tf32")),
@@ -64,7 +64,7 @@ COMPILED: tuple[tuple[str, int, str, str], ...] = (
 
 
 def gpu_iterations() -> list[Iteration]:
-    """All of them: the first 25 have every kind; compiled ones, of a minute each, come last."""
+    """The whole list: ``FIRST``, further eager steps, graphs, and at last compiled steps."""
     first = [_iteration(*one) for one in FIRST]
     eager = [
         _iteration(name, *sizes[number], "eager")

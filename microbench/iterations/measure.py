@@ -1,4 +1,4 @@
-"""Measured iterations of a case: warm-up, repetitions, times by phase, the machine's speed."""
+"""Measures training iterations: warm-up, repeated steps, times by phase, speed of the machine."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from microbench.cases.registry import EvalCase
-from microbench.iterations.engines import ENGINES, graphed, placed
+from microbench.iterations.engines import ENGINES, captured_in_graph, on_device
 from microbench.iterations.measured_plan import MeasuredPlan, PlanStep
 from microbench.iterations.plan_steps import make_plan_step
-from microbench.processes.ranks import agree, slowest
+from microbench.processes.ranks import max_over_ranks, rank0_value
 from microbench.step import StepSettings, make_step
-from microbench.sweep.gpu_chunks import failure_status
+from microbench.sweep.rows import failure
 from microbench.timing.clock import summarise
 from microbench.timing.gpu_watch import GpuWatch
 
 WARMUP = 3
 REPETITIONS = 20
 MIN_TIME_S = 0.4
-GPU_TIME_S = (1.0, 6.0)  # of repetitions: until clocks have settled, and at most
-LEAST_REPETITIONS = 8  # on a GPU, however long: a p20 and a p80 need some
+GPU_TIME_S = (1.0, 6.0)  # of all repetitions: at least, until clocks have settled, and at most
+MIN_REPETITIONS = 8  # on a GPU, however long: for p20 and p80
 PHASES = ("zero_grad", "forward", "loss", "backward", "optimizer")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """What is measured: one step of a case under a plan; ``batch`` is per replica.
+    """One training step to measure: a case, its settings and its plan; ``batch`` is per replica.
 
-    ``engine``: eager, graph (all of the step in one CUDA graph) or compile (torch.compile).
+    ``engine``: eager, graph (the whole step in one CUDA graph) or compile (torch.compile).
     """
 
     case: str
@@ -51,11 +51,11 @@ class Iteration:
 
     @property
     def ranks(self) -> int:
-        """Processes it takes; ValueError for a plan that cannot be run here yet."""
+        """Number of processes; ValueError for a plan that cannot be measured."""
         return MeasuredPlan.parse(self.plan).ranks
 
     def settings(self) -> StepSettings:
-        """The step's settings."""
+        """The settings of the step."""
         return StepSettings(
             mode=self.mode,
             optimizer=self.optimizer,
@@ -65,79 +65,78 @@ class Iteration:
         )
 
 
-def measure(
+def measure_iteration(
     case: EvalCase,
-    asked: Iteration,
+    iteration: Iteration,
     device: str,
     *,
     repetitions: int = REPETITIONS,
     anchor: Callable[[], dict[str, float]] | None = None,
     watch: GpuWatch | None = None,
 ) -> dict[str, Any]:
-    """One row of family ``iteration``: at least ``repetitions`` steps and 0.4 s, 1 s on a GPU.
+    """Measured columns of an iteration: at least ``repetitions`` steps and 0.4 s, 1 s on a GPU.
 
-    Under a plan every rank calls this: a barrier stands before each step, and the slowest rank
-    counts. ``anchor`` is timed after each step; the row has geometric means of its times. ``watch``
-    looks at the GPU during steps of which the time does not count.
-    ``<phase>_us`` are medians by phase; on a GPU they are the host's times, not the device's.
-    A step that fails on a GPU is a row; on a CPU only one that needs too much memory is.
+    Under a plan every rank calls this; a barrier precedes each step, and times are of the slowest
+    rank. ``anchor`` is timed after each step, for columns with the geometric means of its times.
+    ``watch`` reads the GPU's clocks and power during further, untimed steps.
+    ``<phase>_us`` are medians by phase; on a GPU they are host times.
+    A failure on a GPU is returned as status and reason; on a CPU only lack of memory is.
     """
     from microbench.capture.attention import attention_as  # needs torch
 
-    row: dict[str, Any] = {"op": "train_step", **asdict(asked), "reason": ""}
     try:
-        with attention_as(asked.attn):
-            timed = _prepare(case, asked, device, anchor, watch)
-            return {**row, "status": "ok", **timed.repeat(repetitions)}
-    except Exception as exc:  # on a GPU whatever it is becomes a row
-        status = failure_status(exc)
-        if device == "cpu" and status != "oom":
+        with attention_as(iteration.attn):
+            timer = _prepare(case, iteration, device, anchor, watch)
+            return {"status": "ok", **timer.repeat(repetitions)}
+    except Exception as exc:  # any failure on a GPU becomes a row
+        failed = failure(exc)
+        if device == "cpu" and failed["status"] != "oom":
             raise
-        return {**row, "status": status, "reason": " ".join(str(exc).split())[:200]}
+        return failed
     finally:
         gc.enable()
 
 
 def _prepare(
     case: EvalCase,
-    asked: Iteration,
+    iteration: Iteration,
     device: str,
     anchor: Callable[[], dict[str, float]] | None,
     watch: GpuWatch | None,
-) -> _Timed:
-    """The step, warmed up."""
+) -> _StepTimer:
+    """Build the step and the timer that repeats it."""
     marks: list[tuple[str, int]] = []
 
     def on_phase(phase: str) -> None:
         marks.append((phase, time.perf_counter_ns()))
 
-    if asked.plan:
-        size = (asked.batch, asked.seq)
-        step = make_plan_step(case, asked.plan, *size, asked.settings(), device, on_phase)
+    if iteration.plan:
+        sizes = (iteration.batch, iteration.seq)
+        step = make_plan_step(case, iteration.plan, *sizes, iteration.settings(), device, on_phase)
     else:
-        step = PlanStep(run=_one_process(case, asked, device, on_phase))
-    return _Timed(step, marks, device, asked.ranks > 1, anchor, watch)
+        step = PlanStep(run=_one_process(case, iteration, device, on_phase))
+    return _StepTimer(step, marks, device, iteration.ranks > 1, anchor, watch)
 
 
 def _one_process(
-    case: EvalCase, asked: Iteration, device: str, on_phase: Callable[[str], None]
+    case: EvalCase, iteration: Iteration, device: str, on_phase: Callable[[str], None]
 ) -> Callable[[], None]:
-    """The step of one process under its engine."""
+    """The step of one process, run by the iteration's engine."""
     import torch  # lazy: cases are listed without torch
 
-    with placed(device, asked.dtype):
+    with on_device(device, iteration.dtype):
         model: Any = case.build()
-        inputs = case.inputs(asked.batch, asked.seq)
+        inputs = case.inputs(iteration.batch, iteration.seq)
     loss = case.loss
-    if asked.engine == "compile":
+    if iteration.engine == "compile":
         model, loss = torch.compile(model), torch.compile(loss)
-    graph = asked.engine == "graph"
-    step = make_step(model, inputs, loss, asked.settings(), on_phase, capturable=graph)
-    return graphed(step, device, WARMUP) if graph else step
+    graph = iteration.engine == "graph"
+    step = make_step(model, inputs, loss, iteration.settings(), on_phase, capturable=graph)
+    return captured_in_graph(step, device, WARMUP) if graph else step
 
 
-class _Timed:
-    """Repeats a step and keeps its times."""
+class _StepTimer:
+    """Repeats a step and keeps the times of its phases."""
 
     def __init__(
         self,
@@ -154,7 +153,7 @@ class _Timed:
         self.anchors: list[dict[str, float]] = []
 
     def repeat(self, repetitions: int) -> dict[str, Any]:
-        """Columns of the row."""
+        """Warm up, repeat the step and return the measured columns."""
         for _ in range(WARMUP):
             self.once()
         gc.collect()
@@ -164,7 +163,7 @@ class _Timed:
         self.anchors.clear()
         times, conditions = self._times(count)
         self.step.finish()
-        timing = summarise(slowest(times) if self.together else times)
+        timing = summarise(max_over_ranks(times) if self.together else times)
         return {
             **conditions,
             **asdict(timing),
@@ -174,7 +173,7 @@ class _Timed:
         }
 
     def _times(self, count: int) -> tuple[list[float], dict[str, Any]]:
-        """Times of so many steps, and what was seen of the GPU meanwhile."""
+        """Times of ``count`` steps, and columns with the GPU's clocks and power meanwhile."""
         if self.watch is None:
             return [self.once() for _ in range(count)], {}
         self.watch.begin()
@@ -183,31 +182,31 @@ class _Timed:
             if not self.together and self.watch.due():
                 self._watched()
             times.append(self.once())
-        if self.together:  # ranks must all make the same steps
-            self.watch.look()
+        if self.together:  # all ranks must run the same number of steps
+            self.watch.read()
         return times, self.watch.facts()
 
     def _watched(self) -> None:
-        """A step that is not timed: a reading takes a millisecond or more of it."""
+        """Read the GPU during a step that is not timed; a reading takes a millisecond or more."""
         import torch  # lazy, as above
 
         self.step.run()
         if self.watch is not None:
-            self.watch.look()
+            self.watch.read()
         if self.device == "cuda":
             torch.cuda.synchronize()
 
     def _count(self, repetitions: int, first_us: float) -> int:
-        """How often the step is timed, alike on all ranks."""
+        """How often the step is timed, the same on all ranks."""
         on_gpu = self.device == "cuda"
         least_s, most_s = GPU_TIME_S if on_gpu else (MIN_TIME_S, math.inf)
         count = max(repetitions, math.ceil(least_s * 1e6 / first_us))
         if on_gpu:
-            count = min(count, max(LEAST_REPETITIONS, math.ceil(most_s * 1e6 / first_us)))
-        return agree(count) if self.together else count
+            count = min(count, max(MIN_REPETITIONS, math.ceil(most_s * 1e6 / first_us)))
+        return rank0_value(count) if self.together else count
 
     def _memory(self) -> dict[str, int]:
-        """What the step took at most, on a GPU."""
+        """Peak memory of the step, on a GPU."""
         import torch  # lazy, as above
 
         if self.device != "cuda":
@@ -215,7 +214,7 @@ class _Timed:
         return {"peak_memory_bytes": int(torch.cuda.max_memory_allocated())}
 
     def once(self) -> float:
-        """One step in us; notes phases and the anchor."""
+        """Run one step; returns its time in us, keeps the times of its phases and the anchor."""
         import torch  # lazy, as above
 
         self.marks.clear()
@@ -227,19 +226,19 @@ class _Timed:
             torch.cuda.synchronize()
         end = time.perf_counter_ns()
         ends = [at for _, at in self.marks[1:]] + [end]
-        for (phase, at), until in zip(self.marks, ends, strict=False):  # a graph tells no phases
+        for (phase, at), until in zip(self.marks, ends, strict=False):  # a graph has no phases
             self.phases.setdefault(phase, []).append((until - at) / 1e3)
         if self.anchor is not None:
             if self.together and self.step.barrier:
-                torch.distributed.barrier()  # ranks time their anchors at once, as in a sweep
+                torch.distributed.barrier()  # ranks time their anchors together, as in a sweep
             self.anchors.append(self.anchor())
         return (end - start) / 1e3
 
     def anchor_us(self) -> dict[str, float]:
-        """Geometric means of the anchor's times; of several ranks the slowest."""
+        """Geometric means of the anchor's times, on the slowest rank."""
         if not self.anchors:
             return {}
-        logs = [[math.log(one[name]) for one in self.anchors] for name in self.anchors[0]]
+        logs = [[math.log(times[name]) for times in self.anchors] for name in self.anchors[0]]
         means = [math.exp(sum(values) / len(values)) for values in logs]
-        means = slowest(means) if self.together else means
+        means = max_over_ranks(means) if self.together else means
         return dict(zip(self.anchors[0], means, strict=True))

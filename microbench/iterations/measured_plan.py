@@ -1,4 +1,4 @@
-"""Plans that can be run here, not only forecast, and a step under one of them."""
+"""Plans that can be measured, not only forecast, and a step under such a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OnPhase = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPlan:
-    """The part of a plan's language that can be run here; ValueError for what cannot."""
+    """A parallel plan that can be measured; ValueError for other plans."""
 
     dp: int = 1
     tp: int = 1
@@ -25,9 +25,9 @@ class MeasuredPlan:
     compress: float = 1.0
 
     def __post_init__(self) -> None:
-        alone = sum(n > 1 for n in (self.dp, self.tp, self.pp)) <= 1
+        axes = sum(n > 1 for n in (self.dp, self.tp, self.pp))
         for broken, rule in (
-            (not alone, "one of dp, tp and pp"),
+            (axes > 1, "one of dp, tp and pp"),
             (self.recompute not in ("", "full"), "recompute=full"),
             (self.schedule not in ("1f1b", "gpipe"), "schedule 1f1b or gpipe"),
             (self.compress not in (0.5, 1.0), "compress=0.5"),
@@ -38,7 +38,7 @@ class MeasuredPlan:
 
     @classmethod
     def parse(cls, text: str) -> MeasuredPlan:
-        """A plan from its text."""
+        """Parse a plan such as ``dp=2,zero=1``; ValueError for unknown keys."""
         kinds: dict[str, Any] = {f.name: type(f.default) for f in fields(cls)}
         values: dict[str, Any] = {}
         for part in filter(None, text.split(",")):
@@ -50,18 +50,21 @@ class MeasuredPlan:
 
     @property
     def ranks(self) -> int:
-        """Processes it takes."""
+        """Number of processes."""
         return self.dp * self.tp * self.pp
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches per step."""
+        """Micro-batches per step and replica."""
         return max(self.micro or self.pp, self.accumulate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanStep:
-    """A step to repeat; ``barrier``: ranks start each together; ``finish``: when all are done."""
+    """A step to repeat.
+
+    ``barrier``: ranks wait for each other before every step; ``finish``: called after the last one.
+    """
 
     run: Callable[[], None]
     barrier: bool = True

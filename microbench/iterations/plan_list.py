@@ -1,6 +1,6 @@
-"""Measures plans: `python -m microbench.iterations.plan_list ROOT --repeat 0 --ranks 2`.
+"""Measures parallel plans on the CPU: `python -m microbench.iterations.plan_list ROOT --ranks 2`.
 
-Where a plan has more ranks than the machine has cores they share them (oversubscribed).
+Where a plan has more ranks than the CPU has cores, ranks share cores.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ BY_CASE = {
 
 
 def wanted(ranks: int) -> list[Iteration]:
-    """Plans of so many ranks, case by case."""
-    found = [iteration_of(case(name), plan) for name, plans in BY_CASE.items() for plan in plans]
-    return [one for one in found if one.ranks == ranks]
+    """Iterations under the listed plans with this number of ranks."""
+    listed = [iteration_of(case(name), plan) for name, plans in BY_CASE.items() for plan in plans]
+    return [iteration for iteration in listed if iteration.ranks == ranks]
 
 
 def main(
     root: Path,
-    repeat: Annotated[int, typer.Option(help="the round")] = 0,
-    ranks: Annotated[int, typer.Option(help="1, 2 or 4")] = 2,
-    case_name: Annotated[str, typer.Option("--case", help="one case only")] = "",
+    repeat: Annotated[
+        int, typer.Option(help="0 for the first measurement, 1 for a second one")
+    ] = 0,
+    ranks: Annotated[int, typer.Option(help="processes of the plans: 1, 2 or 4")] = 2,
+    case_name: Annotated[str, typer.Option("--case", help="measure this case only")] = "",
 ) -> None:
-    """One round of plans of so many ranks; what is there already is left out."""
-    chosen = [one for one in wanted(ranks) if case_name in ("", one.case)]
+    """Measure the plans with this number of ranks, except those that have rows already."""
+    chosen = [iteration for iteration in wanted(ranks) if case_name in ("", iteration.case)]
     rows = collect_iterations(root, "cpu", chosen, repeat)
     logging.getLogger(__name__).info("%d rows", rows)
 

@@ -1,7 +1,7 @@
-"""Models cut into stages: pipelines (torch.distributed.pipelining) and cyclic data parallelism.
+"""Steps of models cut into stages: pipelines and cyclic data parallelism.
 
-Each stage has as many blocks, one more in the first where they do not divide; the first also
-enters, the last leaves.
+Blocks are divided evenly, the first stages have one more where they do not divide. The first stage
+also has the embedding, the last one the final norm and head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from microbench.step import StepSettings, make_optimizer
 
 
 class Stage(nn.Module):
-    """A run of a case's blocks, with what is before the first and behind the last."""
+    """Consecutive blocks of a model, with its embedding or its head in the first or last stage."""
 
     def __init__(self, model: Any, first: int, stop: int) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Stage(nn.Module):
         self.first, self.stop = first, stop
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The case's input or the stage before's output, to the next stage's input or logits."""
+        """From the model's input, or the output of the stage before, to this stage's output."""
         if self.enters:
             x = self.own.enter(x)
         x = self.own.through(x, self.own.blocks[self.first : self.stop])
@@ -39,7 +39,7 @@ class Stage(nn.Module):
 
 
 def edges(blocks: int, stages: int) -> list[int]:
-    """First block of each stage, and the number of blocks; ValueError for too few blocks."""
+    """First block of each stage, then the number of blocks; ValueError for too few blocks."""
     if blocks < stages:
         raise ValueError(f"{stages} stages, the model has {blocks} blocks")
     found = [0]
@@ -49,7 +49,7 @@ def edges(blocks: int, stages: int) -> list[int]:
 
 
 def own_parameters(model: Any, first: int, stop: int) -> list[nn.Parameter]:
-    """Parameters of a stage; a tied table belongs to both ends."""
+    """Parameters of a stage; a tied embedding belongs to the first stage and to the last."""
     numbered = {id(p) for p in model.blocks.parameters()}
     found = list(model.blocks[first:stop].parameters())
     behind = [*model.norm.parameters(), *model.head.parameters()]
@@ -67,26 +67,26 @@ def _tied(model: Any) -> bool:
     return hasattr(model, "tokens") and model.head.weight is model.tokens.weight
 
 
-def _first_input(given: dict[str, Any]) -> torch.Tensor:
-    """What the model computes with; labels come after it."""
-    found: torch.Tensor = next(iter(given.values()))
-    return found
+def _first_input(batch: dict[str, Any]) -> torch.Tensor:
+    """The model's input; labels come after it."""
+    first: torch.Tensor = next(iter(batch.values()))
+    return first
 
 
 def make_pipeline_step(
     model: Any,
-    given: dict[str, Any],
+    batch: dict[str, Any],
     loss_of: Callable[[Any, dict[str, Any]], Any],
     plan: MeasuredPlan,
     settings: StepSettings,
     on_phase: OnPhase,
 ) -> Callable[[], None]:
-    """This rank's stage: a schedule of micro-batches, the tied table's gradients, the optimizer."""
+    """A step of this rank's stage: schedule of micro-batches, tied gradients, optimizer."""
     rank, micro = dist.get_rank(), plan.microbatches
     spans = list(pairwise(edges(len(model.blocks), plan.pp)))
     parameters = own_parameters(model, *spans[rank])
-    name, labels = list(given.items())[-1]
-    inputs = _first_input(given)
+    name, labels = list(batch.items())[-1]
+    inputs = _first_input(batch)
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = loss_of(output, {name: target})
@@ -121,16 +121,17 @@ def make_pipeline_step(
 
 def make_cyclic_step(
     model: Any,
-    given: dict[str, Any],
+    batch: dict[str, Any],
     loss_of: Callable[[Any, dict[str, Any]], Any],
     settings: StepSettings,
     on_phase: OnPhase,
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Cyclic data parallelism, version 1 (arXiv:2403.08837): this replica's step, and its end.
+    """A step of this replica, and a function to call after the last step.
 
-    Replica r adds a stage's gradients to the sum it got from r - 1 and sends it on as soon as it
-    has them; the last one updates the stage and its weights go round to the others, who take them
-    one step later. Nobody waits for all: the chain of sums keeps replicas two stages apart.
+    Cyclic data parallelism, version 1 (arXiv:2403.08837): replica r adds a stage's gradients to the
+    sum received from replica r - 1 and sends the sum to the next one. The last replica updates the
+    stage and sends its weights round the ring; the others use them one step later. No replica waits
+    for all others: the chain of sums keeps neighbours two stages apart.
     """
     rank, n = dist.get_rank(), dist.get_world_size()
     spans = list(pairwise(edges(len(model.blocks), n)))
@@ -149,7 +150,7 @@ def make_cyclic_step(
         for parameter in model.parameters():
             parameter.grad = None
         on_phase("forward")
-        x, cuts = _first_input(given), list[tuple[torch.Tensor, torch.Tensor]]()
+        x, cuts = _first_input(batch), list[tuple[torch.Tensor, torch.Tensor]]()
         for s, stage in enumerate(stages):
             links.take_weights(s)
             before = x.detach().requires_grad_(s > 0)
@@ -160,7 +161,7 @@ def make_cyclic_step(
         for s in reversed(range(n)):
             before, after = cuts[s]
             if gradient is None:
-                loss_of(after, given).backward()
+                loss_of(after, batch).backward()
             else:
                 after.backward(gradient)
             gradient = before.grad
@@ -174,7 +175,7 @@ def make_cyclic_step(
 
 
 class _Links:
-    """Messages of one replica: sums of gradients to the next, new weights round the ring."""
+    """Messages of one replica: gradient sums to the next replica, new weights round the ring."""
 
     def __init__(self, owned: list[list[nn.Parameter]], rank: int, n: int) -> None:
         self.owned, self.rank, self.n = owned, rank, n
@@ -185,7 +186,7 @@ class _Links:
         self.sent: dict[tuple[str, int], list[tuple[Any, torch.Tensor]]] = {}
 
     def _send(self, kind: str, s: int, flat: torch.Tensor, to: int) -> None:
-        """Two messages of a kind may be under way: a replica takes weights two steps late."""
+        """Send without waiting; up to two messages of a kind and stage are in flight."""
         under_way = self.sent.setdefault((kind, s), [])
         while len(under_way) > 1:
             under_way.pop(0)[0].wait()
@@ -193,7 +194,7 @@ class _Links:
         under_way.append((work, flat))  # the tensor must live until it is sent
 
     def pass_gradients(self, s: int) -> None:
-        """This stage's gradients, added to what came from the replica before."""
+        """Add the received sum to a stage's gradients; send it on, or average on the last rank."""
         flat = torch.cat([p.grad.reshape(-1) for p in self.owned[s] if p.grad is not None])
         if self.rank:
             dist.recv(self.sums[s], self.rank - 1, tag=2 * s)
@@ -209,12 +210,12 @@ class _Links:
             at += p.numel()
 
     def pass_weights(self, s: int) -> None:
-        """New weights of a stage, from the last replica on round the ring."""
+        """Send a stage's new weights from the last replica to the first."""
         flat = torch.cat([p.detach().reshape(-1) for p in self.owned[s]])
         self._send("weights", s, flat, (self.rank + 1) % self.n)
 
     def drain(self) -> None:
-        """Take what is still under way, so that the next measurement does not."""
+        """Receive and send all messages in flight, so that none reaches the next measurement."""
         for s in self.arriving:
             while self.arriving[s]:
                 self.take_weights(s, due=1)
@@ -223,7 +224,7 @@ class _Links:
                 work.wait()
 
     def take_weights(self, s: int, due: int = 2) -> None:
-        """Weights that the last replica made two steps ago; sent on unless it is the next."""
+        """Receive a stage's weights of two steps ago; send them on unless the last rank is next."""
         if self.rank == self.n - 1 or self.arriving.get(s, 0) < due:
             return
         self.arriving[s] -= 1

@@ -1,10 +1,11 @@
-"""Steps under parallel plans as torch runs them, on as many processes as the plan has ranks.
+"""Steps under parallel plans, run by torch with one process per rank.
 
-dp: DDP; with zero FSDP2 over the numbered layers and the root (3: parameters resharded after
-forward; 2: kept until after backward; 1: kept and gradients not scattered until the last
-micro-batch). tp: DTensor, pairs of products by column and row, vocabulary parallel embedding, head
-and loss. pp and cdp: ``plan_stages``. recompute=full: a checkpoint per numbered layer.
-compress=0.5: gradients on the wire in fp16.
+- dp: DDP; with zero, FSDP2 over the numbered layers and the root. zero=3: parameters are resharded
+  after forward; zero=2: after backward; zero=1: kept, gradients are reduced after the last
+  micro-batch.
+- tp: DTensor; products split by columns, then rows; vocabulary-parallel embedding, head and loss.
+- pp and cdp: see ``plan_stages``.
+- recompute=full: a checkpoint per numbered layer. compress=0.5: gradients are sent in fp16.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from microbench.capture.truncate import layer_key
 from microbench.cases.registry import EvalCase
-from microbench.iterations.engines import placed
+from microbench.iterations.engines import on_device
 from microbench.iterations.measured_plan import MeasuredPlan, OnPhase, PlanStep
 from microbench.step import StepSettings, make_optimizer
 
@@ -29,16 +30,16 @@ def make_plan_step(
     device: str,
     on_phase: OnPhase,
 ) -> PlanStep:
-    """This rank's step; ``batch`` is a replica's over all its micro-batches."""
+    """The step of this rank; ``batch`` is that of a replica, over all its micro-batches."""
     plan = MeasuredPlan.parse(text)
     if batch % plan.microbatches:
         raise ValueError(f"plan {text!r}: {batch} samples do not divide by {plan.microbatches}")
 
     def inputs(samples: int) -> dict[str, Any]:
-        with placed(device, settings.dtype):
+        with on_device(device, settings.dtype):
             return chosen.inputs(samples, seq)
 
-    with placed(device, settings.dtype):
+    with on_device(device, settings.dtype):
         model = chosen.build()
     model.train()
     if plan.recompute:
@@ -51,11 +52,11 @@ def make_plan_step(
 
         if not hasattr(model, "through"):
             raise ValueError(f"plan {text!r}: {chosen.name} has no stages")
-        given = inputs(batch)
+        whole = inputs(batch)
         if plan.pp > 1:
-            run = make_pipeline_step(model, given, chosen.loss, plan, settings, on_phase)
+            run = make_pipeline_step(model, whole, chosen.loss, plan, settings, on_phase)
             return PlanStep(run=run)
-        run, finish = make_cyclic_step(model, given, chosen.loss, settings, on_phase)
+        run, finish = make_cyclic_step(model, whole, chosen.loss, settings, on_phase)
         return PlanStep(run=run, barrier=False, finish=finish)
     micro_batches = [inputs(batch // plan.microbatches) for _ in range(plan.microbatches)]
     model, micro = parallel(model, plan, device)
@@ -64,13 +65,13 @@ def make_plan_step(
 
 
 def numbered_layers(model: Any) -> list[Any]:
-    """Modules of a list, outermost, in order."""
+    """Numbered layers: members of the outermost module lists, in order."""
     keys = dict.fromkeys(layer_key(name) for name, _ in model.named_parameters())
     return [model.get_submodule(key) for key in keys if key]
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Each numbered layer forgets what it computed and does it again in backward."""
+    """Checkpoint each numbered layer: its forward pass runs again in backward."""
     from torch.utils.checkpoint import checkpoint  # lazy: plans are parsed without torch
 
     for layer in numbered_layers(model):
@@ -85,7 +86,7 @@ def _checkpointed(checkpoint: Any, forward: Callable[..., Any]) -> Callable[...,
 
 
 def parallel(model: Any, plan: MeasuredPlan, device: str) -> tuple[Any, Callable[[bool], Any]]:
-    """The model made parallel, and a context per micro-batch that is told if it is the last."""
+    """The parallel model, and a function from "is the last micro-batch" to a context for it."""
     if plan.tp > 1:
         from torch.distributed.tensor.parallel import loss_parallel  # lazy, as above
 
@@ -126,7 +127,7 @@ def _sharded(model: Any, plan: MeasuredPlan, device: str) -> tuple[Any, Callable
 
 
 def _tensor_parallel(model: Any, tp: int, device: str) -> Any:
-    """Megatron's cuts of the cases: attention and MLP of each block, embedding and head."""
+    """Split attention and MLP of each block, embedding and head as Megatron-LM does."""
     from torch.distributed.device_mesh import init_device_mesh  # lazy, as above
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -161,7 +162,7 @@ def _tensor_parallel(model: Any, tp: int, device: str) -> Any:
 
 
 def _optimizer(model: Any, settings: StepSettings) -> Any:
-    """One group for each kind of tensor: foreach cannot mix them."""
+    """An optimizer with a group for DTensors and one for other tensors: foreach cannot mix them."""
     from torch.distributed.tensor import DTensor  # lazy, as above
 
     parameters = list(model.parameters())
@@ -172,7 +173,7 @@ def _optimizer(model: Any, settings: StepSettings) -> Any:
 def _accumulated(
     chosen: EvalCase,
     model: Any,
-    given: list[dict[str, Any]],
+    batches: list[dict[str, Any]],
     settings: StepSettings,
     micro: Callable[[bool], Any],
     on_phase: OnPhase,
@@ -183,8 +184,8 @@ def _accumulated(
         on_phase("zero_grad")
         for parameter in model.parameters():
             parameter.grad = None
-        for i, inputs in enumerate(given):
-            with micro(i + 1 == len(given)):
+        for i, inputs in enumerate(batches):
+            with micro(i + 1 == len(batches)):
                 on_phase("forward")
                 output = model(**inputs)
                 on_phase("loss")

@@ -1,4 +1,4 @@
-"""One process, or one rank of several, that measures iterations and journals the rows."""
+"""A worker process, or one rank of several, that measures iterations and journals their rows."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ import json
 import math
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from microbench import store
 from microbench.cases.registry import EvalCase, case
-from microbench.iterations.measure import Iteration, measure
-from microbench.processes.ranks import join, slowest
+from microbench.iterations.measure import Iteration, measure_iteration
+from microbench.processes.ranks import join_process_group, max_over_ranks
 from microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
-from microbench.sweep.orders import stack
+from microbench.sweep.rows import make_row
 from microbench.timing.clock import Anchor, keep_freed_memory
 from microbench.timing.gpu_watch import GpuWatch
 from microbench.timing.nvml import Nvml, is_throttled
 
-DISTURBED = 2.0  # times the least anchor: somebody else had the machine
+RETRY_ABOVE = 2.0  # times the shortest anchor: other processes used the CPU, measure again
 TRIES = 3
-# Seconds to begin an iteration with: building it, 15 to 25 steps; torch.compile takes a minute
+# Seconds that an iteration takes: building it, 15 to 25 steps; torch.compile takes a minute
 NEEDED_S = {"eager": 4.0, "graph": 5.0, "compile": 60.0}
-GLANCES = 20  # at the anchor before the first case, a tenth of a second apart
+ANCHOR_SAMPLES = 20  # before the first case, a tenth of a second apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IterationOrder:
-    """What one worker, or each rank of a group, measures once."""
+    """What one worker, or each rank of a group, measures."""
 
     root: str
     run_id: str
@@ -40,36 +41,37 @@ class IterationOrder:
     ranks: int
     repeat: int
     iterations: tuple[Iteration, ...]
-    budget_s: float = math.inf  # an iteration that would not end within it is not begun
+    budget_s: float = math.inf  # no iteration is begun that would exceed it
     begin_s: float = 0.0  # time.monotonic() when the budget begins; 0: when the worker is ready
 
 
-def iteration_key(order: IterationOrder, asked: Iteration) -> str:
-    """Key of an iteration's row; eager is what rows without an engine are."""
+def iteration_key(order: IterationOrder, iteration: Iteration) -> str:
+    """Key of an iteration's row; without engine "eager", the default of rows without engine."""
     row = {"family": "iteration", "gpu": order.gpu, "threads": order.threads, "cache": "warm"}
-    point = {k: v for k, v in asdict(asked).items() if (k, v) != ("engine", "eager")}
+    point = {k: v for k, v in asdict(iteration).items() if (k, v) != ("engine", "eager")}
     return store.point_key({**row, "repeat": order.repeat, "point": point})
 
 
-def row_facts(order: IterationOrder, asked: Iteration) -> dict[str, Any]:
-    """What a row says beside what was measured."""
-    return {
-        "family": "iteration",
-        "gpu": order.gpu,
-        "stack": stack(),
-        "timer": "with_launch",
-        "threads": order.threads,
-        "repeat": order.repeat,
-        "run_id": order.run_id,
-        "key": iteration_key(order, asked),
-    }
+def iteration_row(
+    order: IterationOrder, iteration: Iteration, measured: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The dataset row of an iteration; ``measured`` has its status, times and more."""
+    return make_row(
+        order,
+        family="iteration",
+        params=asdict(iteration),
+        repeat=order.repeat,
+        key=iteration_key(order, iteration),
+        timer="with_launch",
+        measured={"op": "train_step", **measured},
+    )
 
 
 def run(order: IterationOrder) -> None:
-    """Measure one after the other; rank 0 writes.
+    """Measure the iterations one after the other; rank 0 journals the rows.
 
-    SystemExit where a GPU answers no more, or may not: after a graph that could not be captured
-    the random generator stays in capture mode, and every later dropout fails.
+    SystemExit where the process cannot use its GPU any more: after a sticky error, or after a CUDA
+    graph that failed, as the random generator may stay in capture mode and every dropout fail.
     """
     import torch  # lazy: the parent must not pay for it
 
@@ -79,54 +81,58 @@ def run(order: IterationOrder) -> None:
     if order.device == "cpu":
         keep_freed_memory()
     if order.ranks > 1:
-        rank, _ = join(order.device)
-    calm = Calm(order.ranks > 1) if order.device == "cpu" else None
+        rank, _ = join_process_group(order.device)
+    cpu = RetryWhenDisturbed(order.ranks > 1) if order.device == "cpu" else None
     journal = store.Journal(Path(order.root), order.run_id) if rank == 0 else None
     gpu = SingleGpu() if order.device == "cuda" else None
     end_s = (order.begin_s or time.monotonic()) + order.budget_s
-    for asked in order.iterations:
-        if gpu and time.monotonic() + NEEDED_S[asked.engine] > end_s:
+    for iteration in order.iterations:
+        if gpu and time.monotonic() + NEEDED_S[iteration.engine] > end_s:
             break
-        one, begin_s = case(asked.case), time.monotonic()
-        if calm:
-            measured = calm.measure(one, asked)
+        chosen, begin_s = case(iteration.case), time.monotonic()
+        if cpu:
+            measured = cpu.measure(chosen, iteration)
         else:
-            measured = measure(one, asked, order.device, watch=gpu.watch if gpu else None)
+            watch = gpu.watch if gpu else None
+            measured = measure_iteration(chosen, iteration, order.device, watch=watch)
         if gpu:
-            measured = gpu.after(measured)
+            measured = gpu.after(iteration, measured)
         if journal is not None:
             cost = {"cost_s": time.monotonic() - begin_s} if gpu else {}
-            journal.append([{**row_facts(order, asked), **measured, **cost}])
+            journal.append([iteration_row(order, iteration, measured | cost)])
         if gpu and gpu.broken:
             raise SystemExit(EXIT_BROKEN)
     if order.ranks > 1:
         torch.distributed.destroy_process_group()
 
 
-class Calm:
-    """A CPU shared with others: what was measured while they had most of it is measured again."""
+class RetryWhenDisturbed:
+    """Measures on a shared CPU; an iteration that other processes disturbed is measured again.
+
+    They are noticed by an anchor, a fixed small job that takes longer beside them.
+    """
 
     def __init__(self, together: bool) -> None:
         self.anchor = Anchor().times_us
-        glances = []
-        for _ in range(GLANCES):
-            glances.append(self.anchor()["anchor_us"])
+        anchors_us = []
+        for _ in range(ANCHOR_SAMPLES):
+            anchors_us.append(self.anchor()["anchor_us"])
             time.sleep(0.1)
-        least_us = min(glances)
-        self.least_us = slowest([least_us])[0] if together else least_us
+        least_us = min(anchors_us)
+        self.least_us = max_over_ranks([least_us])[0] if together else least_us
 
-    def measure(self, one: EvalCase, asked: Iteration) -> dict[str, Any]:
-        """The row with the least anchor of up to three; ranks find the same anchors."""
+    def measure(self, chosen: EvalCase, iteration: Iteration) -> dict[str, Any]:
+        """The least disturbed of up to three measurements; all ranks decide by the same anchors."""
         rows: list[dict[str, Any]] = []
         while len(rows) < TRIES:
-            rows.append(measure(one, asked, "cpu", anchor=self.anchor))
-            if rows[-1]["status"] != "ok" or rows[-1]["anchor_us"] <= DISTURBED * self.least_us:
+            rows.append(measure_iteration(chosen, iteration, "cpu", anchor=self.anchor))
+            if rows[-1]["status"] != "ok" or rows[-1]["anchor_us"] <= RETRY_ABOVE * self.least_us:
                 return rows[-1]
         return min(rows, key=lambda row: row["anchor_us"])
 
 
 class SingleGpu:
-    """The GPU between iterations: whether it was throttled, its memory given back."""
+    """The GPU between two iterations: throttling is noted, memory is freed."""
 
     def __init__(self) -> None:
         import torch  # lazy, as above
@@ -136,14 +142,17 @@ class SingleGpu:
         self.watch = GpuWatch(Nvml(uuid))
         self.broken = False
 
-    def after(self, measured: dict[str, Any]) -> dict[str, Any]:
-        """The row, throttled or not; ``broken`` where the next iteration needs another process."""
+    def after(self, iteration: Iteration, measured: dict[str, Any]) -> dict[str, Any]:
+        """Clean up; returns the columns with status throttled where the GPU was.
+
+        Sets ``broken`` where the next iteration needs another process.
+        """
         if measured["status"] == "ok" and is_throttled(measured):
             measured = {**measured, "status": "throttled"}
         failed = measured["status"] not in ("ok", "throttled")
-        self.broken = failed and measured["engine"] != "eager"
+        self.broken = failed and iteration.engine != "eager"
         try:
-            if measured["engine"] == "compile":
+            if iteration.engine == "compile":
                 self.torch._dynamo.reset()
             gc.collect()
             self.torch.cuda.synchronize()
@@ -156,5 +165,5 @@ class SingleGpu:
 
 if __name__ == "__main__":
     fields: dict[str, Any] = json.loads(sys.argv[1])
-    asked = tuple(Iteration(**one) for one in fields["iterations"])
-    run(IterationOrder(**{**fields, "iterations": asked}))
+    listed = tuple(Iteration(**values) for values in fields["iterations"])
+    run(IterationOrder(**{**fields, "iterations": listed}))

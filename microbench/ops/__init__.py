@@ -1,4 +1,4 @@
-"""Op families, one file each, in four rooms; ``families()`` finds them."""
+"""Finds the op families, one file each in the folders here, and the one for a captured call."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ _found: dict[int, tuple[OpCall, Family | None, Any]] = {}  # by identity: calls 
 
 @cache
 def families() -> dict[str, Family]:
-    """Every family by name: each module below this package that defines ``FAMILY``."""
-    modules = [
-        importlib.import_module(i.name) for i in pkgutil.walk_packages(__path__, f"{__name__}.")
-    ]
+    """All families by name: of every module below this package that defines ``FAMILY``.
+
+    Modules whose name starts with an underscore hold no family and may need torch.
+    """
+    names = [i.name for i in pkgutil.walk_packages(__path__, f"{__name__}.")]
+    modules = [importlib.import_module(n) for n in names if "._" not in n]
     found: list[Family] = [m.FAMILY for m in modules if hasattr(m, "FAMILY")]
     return {family.name: family for family in sorted(found, key=lambda family: family.name)}
 
 
 @cache
 def _answering() -> dict[str, list[Family]]:
-    """The families that answer for each op."""
+    """The families that describe calls of each op, by the op's name."""
     found: dict[str, list[Family]] = {}
     for family in families().values():
         for op in family.answers:
@@ -34,8 +36,18 @@ def _answering() -> dict[str, list[Family]]:
     return found
 
 
+@cache
+def _by_params() -> dict[type[Any], Family]:
+    return {family.params: family for family in families().values()}
+
+
+def family_of(params: Any) -> Family | None:
+    """The family whose parameters these are; None for other values."""
+    return _by_params().get(type(params))
+
+
 def find_family(call: OpCall) -> tuple[Family | None, Any]:
-    """The family that answers for a call, and its parameters; (None, None) where there is none."""
+    """The family that describes a call, and the call's parameters; (None, None) where none does."""
     known = _found.get(id(call))
     if known is None or known[0] is not call:
         if len(_found) >= MAX_FOUND:
@@ -45,7 +57,10 @@ def find_family(call: OpCall) -> tuple[Family | None, Any]:
 
 
 def _find(call: OpCall) -> tuple[Family | None, Any]:
+    layouts = {t.layout for t in call.tensors() if t.layout} or {""}
     for family in _answering().get(call.op, ()):
+        if not layouts.issubset(family.layouts):
+            continue
         params = family.answers[call.op](call)
         if params is not None:
             return family, params

@@ -1,11 +1,11 @@
-"""What an op family is: facts and formulas about one kind of op, bundled as a value."""
+"""The types of an op family: all that is known about one kind of op, as one value."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -13,16 +13,17 @@ from microbench.hardware.spec import Gpu
 from microbench.opcall import ITEMSIZE_BYTES, OpCall
 
 DRAWN = 2**16
+TRAINING_DTYPES: Mapping[str, float] = {"fp32": 0.48, "bf16": 0.49, "fp16": 0.03}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Something to time: ``run`` only launches; everything it needs is allocated already.
+    """A function to time: ``run`` only launches, everything it needs is allocated already.
 
-    ``calls`` is how many calls of the op one run makes; times are per call. Where ``baseline`` is
-    given, its time is taken off: the op is what ``run`` does more. ``through_aten``: ``run`` calls
-    ``torch.ops.aten``, whose Python wrapper no real step runs, and its cost on the host is taken
-    off; false where ``run`` calls torch's own binding.
+    ``calls`` is how many calls of the op one run makes; times are per call. The time of
+    ``baseline``, where given, is subtracted. ``through_aten``: ``run`` calls ``torch.ops.aten``,
+    whose Python wrapper no real step runs: its cost on the host is subtracted; false where ``run``
+    calls torch's own binding.
     """
 
     run: Callable[[], object]
@@ -32,43 +33,128 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What curves of measurements have in common: so much of the log time, between likes.
+class KernelTerm:
+    """One term of a Gaussian process's covariance: ``amplitude**2 * exp(-distance**2 / 2)``.
 
-    ``amplitude`` is a standard deviation of the log time. ``reach`` says which features make two
-    measurements alike, and how far apart they may be (octaves for logarithms; below 0.5 text must
-    be equal, of ``name=value`` whether it is that value); those not named do not matter.
+    ``amplitude`` is a standard deviation of the log time. ``length_scales`` by feature: octaves
+    for logarithms; below 0.5 for text, which then must be equal (``name=value``: be this value).
+    Features not named do not count.
     """
 
     amplitude: float
-    reach: Mapping[str, float]
+    length_scales: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """An op that is priced in place of another, ``times`` times."""
+
+    family: str
+    params: Any
+    times: float = 1.0
+
+
+class Measured(Protocol):
+    """What a fallback can ask: the device that is forecast and the ops that models have rows of."""
+
+    @property
+    def gpu(self) -> Gpu:
+        """The device that is forecast."""
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether the op's images lie in memory as NHWC."""
+
+    def has_model(self, family: str) -> bool:
+        """Whether the family has a model learned from rows."""
+
+    def seen(self, family: str, op: str, dtype: str) -> bool:
+        """Whether rows of this GPU, or of others close enough, show this op in this dtype."""
+
+    def measured_here(self, family: str, op: str, dtype: str) -> bool:
+        """Whether this very GPU has rows of this op in this dtype."""
+
+    def software_shares(self, family: str, op: str, dtype: str) -> Mapping[str, float]:
+        """The software (torch, vllm...) whose rows answer for this op here, and their weights."""
+
+
+def _unchanged(p: Any, *_: Any) -> Any:
+    return p
+
+
+def _retyped(p: Any, dtype: str, gpu: Gpu) -> Any:
+    return replace(p, dtype=dtype)
+
+
+def _nothing(p: Any) -> float:
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSweep:
+    """How a family is swept on a GPU, beyond what its sweep for all devices says.
+
+    ``points(rng)`` are its own points for GPUs; None: those of ``Family.sweep``. Points in fp32
+    are spread over ``dtypes`` by these shares, by ``retype(point, dtype, gpu)``, None where this
+    GPU calls no such op. Before that ``variant(point, rng)`` is the call that a GPU makes in its
+    place, None where it launches nothing. ``resize(point, factor, lean)`` has ``factor`` times the
+    work; ``lean`` (0..1) is the share of that (in logarithms) that its first axis takes.
+    ``allocated_bytes`` are operands that are not all read: tables, classes of a loss.
+    ``slow_frac`` is the share of the roofline that its slow kernels achieve: it bounds sizes.
+    ``compute_bound``: the memory's bandwidth does not bound sizes. ``weight`` is its share of the
+    sweep's time beside other families', larger where iterations spend more.
+    """
+
+    points: Callable[[np.random.Generator], Iterator[Any]] | None = None
+    dtypes: Mapping[str, float] = field(default_factory=lambda: TRAINING_DTYPES)
+    variant: Callable[[Any, np.random.Generator], Any] = _unchanged
+    retype: Callable[[Any, str, Gpu], Any] = _retyped
+    resize: Callable[[Any, float, float], Any] = _unchanged
+    allocated_bytes: Callable[[Any], float] = _nothing
+    slow_frac: float = 0.05
+    compute_bound: bool = False
+    weight: float = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One op family.
+    """All that is known about one kind of op: parameters, formulas, how to build and sweep it.
 
     ``flops``, ``bytes_moved`` and ``features`` take either one parameter object or *columns*: any
     object with the same attribute names whose values are numpy arrays. They therefore use numpy
     functions only (``np.maximum``, ``np.ceil``; no ``if p.m > 1``). ``features`` values may be
     numbers or strings; strings are one-hot encoded by the learner.
+
+    Calls:
     ``answers`` maps an op name as captured ("aten.mm.default") to a function that turns the call
-    into parameters, or returns None for a call the family cannot describe.
-    ``rate`` is FLOP/s that an op's kernels cannot pass, whatever the dtype's peak.
-    ``floor_us`` replaces max(flops / peak, bytes / memory bandwidth) where that is not the bound;
+    into parameters, or returns None for a call the family cannot describe. ``layouts`` of tensors
+    that it describes: "" strided, "coo", "csr", "csc"; calls with others never reach it.
+
+    Bounds and features:
+    ``rate`` is the FLOP/s that an op's kernels cannot pass, whatever the dtype's peak.
+    ``floor_us`` replaces max(flops / peak, bytes / memory bandwidth) where that is not the bound.
+    ``op_name`` is the op under which a row is counted as measured; None: parameter ``op``.
+    ``op_aliases`` names ops that run the same kernels, with the parameters to change along with
+    the op: one that was not measured in a dtype is priced as the first of them that was.
+    ``tiled``: kernels go by tiles per SM, so that an unseen GPU keeps its own features where it
+    is priced by rows of another GPU. ``large(dtype)`` is the op that achieves
+    ``achieved_flops_per_s`` of a GPU's file. ``place`` names the cluster a row was measured in,
+    nothing where the GPU says it.
+    ``kernel`` is the covariance of log times where they are smooth ``along`` some features (log2
+    of sizes); outside ``ends`` of the first of these features, not in log2, the ratio to the
+    roofline stays as it is at the end.
+
+    Roles:
+    ``fallback(params, measured)`` are the ops that it is priced as on a device where no model has
+    seen it, empty where its own model answers. ``matmul``: its flops count as matrix products in
+    MFU. ``fusible``: torch.compile fuses it with its neighbours. ``compiled``: torch.compile
+    writes its kernels, so that each call costs the host something else. ``on_host``: its points
+    are events of the host, which run no kernel.
+
+    Sweeps:
     a family with ``ranks`` > 1 is built and timed in that many processes at once. One that is
-    ``on_demand`` is swept only where it is named: its points take seconds to build.
-    ``curve`` says what measurements tell about each other where times run smoothly ``along`` some
-    features (log2 of sizes, apart by a constant), and a learner may carry on beyond the measured.
-    Far below and above ``ends`` of the first of these features, not in log2, nothing changes.
-    ``alike`` names ops whose kernels are alike, and what else makes an op that one: what was not
-    measured in a dtype is priced as the first of them that was. ``tiled``: kernels go by tiles per
-    SM, so that a GPU never seen is described by its own features even where it is priced as
-    another. ``large`` is the op of a dtype that reaches a GPU's ``reached_flops_per_s``.
-    ``place`` names the cluster a row was measured in, nothing where the GPU says it all.
-    ``weight`` is its share of a CPU's sweep beside the other families': those of many kinds of ops
-    need more points; ``gpu_weight`` its share of the time of a GPU's, larger where iterations
-    spend more.
+    ``on_demand`` is swept only where it is named: its points take seconds to build. ``weight`` is
+    its share of a CPU's sweep beside other families': many kinds of ops need more points.
     """
 
     name: str
@@ -79,23 +165,30 @@ class Family:
     bytes_moved: Callable[[Any], Any]
     features: Callable[[Any, Gpu], dict[str, Any]]
     answers: Mapping[str, Callable[[OpCall], Any]]
+    layouts: tuple[str, ...] = ("",)
     floor_us: Callable[[Any, Gpu], Any] | None = None
     rate: Callable[[Any, Gpu], Any] | None = None
-    ranks: int = 1
-    on_demand: bool = False
-    curve: Sequence[Part] = ()
+    op_name: Callable[[Any], Any] | None = None
+    kernel: Sequence[KernelTerm] = ()
     along: tuple[str, ...] = ()
     ends: tuple[float, float] = (0.0, np.inf)
-    alike: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    op_aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     tiled: bool = False
     large: Callable[[str], Any] | None = None
     place: Callable[[Any], Any] | None = None
+    fallback: Callable[[Any, Measured], Sequence[Part]] | None = None
+    matmul: bool = False
+    fusible: bool = False
+    compiled: bool = False
+    on_host: bool = False
+    ranks: int = 1
+    on_demand: bool = False
     weight: float = 1.0
-    gpu_weight: float = 0.2
+    gpu_sweep: GpuSweep = field(default_factory=GpuSweep)
 
 
 def autograd_call(leaves: int, device: str) -> Callable[[], object]:
-    """A backward that does next to nothing: what ``torch.autograd.grad`` itself costs."""
+    """A backward without work, whose time is the overhead of ``torch.autograd.grad`` itself."""
     import torch  # lazy: formulas must import where torch is absent
 
     inputs = [torch.ones(1, device=device, requires_grad=True) for _ in range(leaves)]
@@ -119,7 +212,7 @@ def is_any(op: Any, names: Collection[str]) -> Any:
 
 
 def torch_dtype(name: str) -> Any:
-    """The torch dtype behind our name; tf32 is stored as fp32."""
+    """The torch dtype of a dtype name; tf32 is stored as fp32."""
     import torch  # lazy: formulas must import where torch is absent
 
     return {
@@ -136,7 +229,7 @@ def torch_dtype(name: str) -> Any:
 
 
 def repeated(draw: Callable[..., Any], shape: tuple[int, ...], device: str) -> Any:
-    """Random numbers of a torch function, 65,536 of them over and over.
+    """A tensor of 65,536 random numbers repeated, drawn by a torch function.
 
     Drawing all of a large tensor takes longer than timing an op on it.
     """

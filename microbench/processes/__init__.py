@@ -1,1 +1,1 @@
-"""Worker processes: started, timed together, watched, ended."""
+"""Worker processes: start them, time several ranks at once, watch and end them."""

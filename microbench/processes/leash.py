@@ -1,7 +1,7 @@
-"""Runs a module in a process that ends with its parent: ``leash MODULE ARGUMENTS``.
+"""Runs a module in a process that is killed when its parent ends: ``leash MODULE ARGUMENTS``.
 
-Workers run in process groups of their own, so that a parent can end all of a group. Without this
-they would go on, and hold the GPU, after a parent that was killed.
+Workers are in process groups of their own, so that a parent can kill a whole group. After a parent
+that was itself killed they would otherwise run on and occupy the GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends; only Linux can."""
+    """Make the kernel kill this process when its parent ends; Linux only."""
     try:
         prctl = ctypes.CDLL(None).prctl
     except (OSError, AttributeError, TypeError):

@@ -1,4 +1,4 @@
-"""Several processes of one program: started by torchrun, timed together."""
+"""Starts processes of one program, under torchrun where there are several, and times them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 
 from microbench.timing.clock import MIN_US, Timing, other_ops, summarise
 
-CALLS = 4  # of a collective between two barriers
-BETWEEN = 4  # rounds of other ops before each, about half a millisecond each
+CALLS = 4  # of a collective, between two barriers
+ROUNDS = 4  # of other ops before each call, half a millisecond per round
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
-# torch's profiler then detaches CUPTI after a session: launches stay as cheap as they were
+# TEARDOWN_CUPTI: torch's profiler detaches CUPTI after a session, which would slow launches
 ON_A_GPU = {"TEARDOWN_CUPTI": "1", "PYTHONUNBUFFERED": "1"}
 
 
@@ -29,19 +29,19 @@ def start_ranks(
     torchrun: str = "",
     log: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """``python -m module ORDER``, or that under torchrun where there are several ``ranks``.
+    """Start ``python -m module ORDER``, under torchrun where there are several ``ranks``.
 
-    ``torchrun`` are its arguments for several nodes; without them all ranks are on this one. The
-    process leads a group of its own and ends with this one; what it prints is added to ``log``.
+    ``torchrun``: its arguments for several nodes; without them all ranks are on this node. The
+    process leads a process group and is killed when this process ends; ``log`` gets its output.
     """
     launcher = [sys.executable, "-m", "microbench.processes.leash"]
-    together = ranks > 1 or bool(torchrun)
-    if together:
+    several = ranks > 1 or bool(torchrun)
+    if several:
         where = shlex.split(torchrun) or ["--standalone"]
         launcher += ["torch.distributed.run", *where, f"--nproc-per-node={ranks}"]
         launcher += ["-m", "microbench.processes.leash"]
-    environment = os.environ | (QUIET if together else {})
-    if together or order.get("device") == "cuda":
+    environment = os.environ | (QUIET if several else {})
+    if several or order.get("device") == "cuda":
         environment = {"OMP_NUM_THREADS": "1", **environment}
     if order.get("device") == "cuda":
         environment = {**environment, **ON_A_GPU}
@@ -57,8 +57,8 @@ def start_ranks(
         )
 
 
-def join(device: str) -> tuple[int, int]:
-    """Enter the process group torchrun describes; (rank, world size)."""
+def join_process_group(device: str) -> tuple[int, int]:
+    """Join the process group that torchrun describes; returns (rank, world size)."""
     import torch  # lazy: orders are made without torch
     import torch.distributed as dist
 
@@ -68,79 +68,80 @@ def join(device: str) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def agree(value: int) -> int:
-    """Rank 0's value on every rank."""
+def rank0_value(value: int) -> int:
+    """The value of rank 0, on every rank."""
     import torch  # lazy, as above
     import torch.distributed as dist
 
-    box = torch.tensor([value], device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.broadcast(box, src=0)
-    return int(box.item())
+    tensor = torch.tensor([value], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.broadcast(tensor, src=0)
+    return int(tensor.item())
 
 
-def slowest(samples: list[float]) -> list[float]:
-    """Sample by sample the largest of all ranks."""
+def max_over_ranks(samples: list[float]) -> list[float]:
+    """The maximum over all ranks, sample by sample."""
     import torch  # lazy, as above
     import torch.distributed as dist
 
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    box = torch.tensor(samples, dtype=torch.float64, device=device)
-    dist.all_reduce(box, op=dist.ReduceOp.MAX)
-    return [float(x) for x in box.tolist()]
+    tensor = torch.tensor(samples, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return [float(x) for x in tensor.tolist()]
 
 
-def time_together(run: Callable[[], object], device: str) -> Timing:
-    """A collective's time on the slowest rank: on GPUs as nccl-tests, on CPUs as in a step."""
-    return _times_in_a_row(run) if device == "cuda" else _times_in_a_step(run)
+def time_collective(run: Callable[[], object], device: str) -> Timing:
+    """Time of a collective on the slowest rank: on GPUs as in nccl-tests, on CPUs as in a step."""
+    return _back_to_back(run) if device == "cuda" else _between_other_ops(run)
 
 
-def _times_in_a_row(run: Callable[[], object], target_s: float = 0.03) -> Timing:
-    """Mean device time of a few calls in a row, 5 to 40 times, a barrier before each."""
+def _back_to_back(run: Callable[[], object], target_s: float = 0.03) -> Timing:
+    """Mean device time of five calls back to back; 5 to 40 samples, a barrier before each."""
     import torch.distributed as dist  # lazy, as above
 
     def once() -> float:
         dist.barrier()
-        return _in_a_row_us(run)
+        return _device_us(run)
 
     once()
-    first_us = slowest([once()])[0]
+    first_us = max_over_ranks([once()])[0]
     repetitions = min(40, max(5, int(target_s * 1e6 / max(first_us, 1.0))))
-    return summarise(slowest([once() for _ in range(repetitions)]))
+    return summarise(max_over_ranks([once() for _ in range(repetitions)]))
 
 
-def _times_in_a_step(run: Callable[[], object], target_s: float = 0.15) -> Timing:
-    """What a call adds to other ops of a few milliseconds, 4 to 8 times, a barrier before each.
+def _between_other_ops(run: Callable[[], object], target_s: float = 0.15) -> Timing:
+    """Time that a call adds to other ops of a few milliseconds; 4 to 8 samples.
 
-    After a barrier all ranks and their threads are awake, and a call takes a third of what it does
-    in a step: there ranks arrive at different times and threads sleep.
+    Right after a barrier, when all ranks and threads are awake, a call takes a third of its time in
+    a step, where ranks arrive at different times and threads sleep.
     """
     import torch.distributed as dist  # lazy, as above
 
     other = other_ops()
 
     def nothing() -> None:
-        """The baseline."""
+        """The baseline: no collective."""
 
     def once(last: Callable[[], object]) -> float:
         dist.barrier()
         start = time.perf_counter_ns()
         for _ in range(CALLS):
-            for _ in range(BETWEEN):
+            for _ in range(ROUNDS):
                 other()
             last()
         return (time.perf_counter_ns() - start) / 1e3
 
     once(run)
-    first_us = slowest([once(run)])[0]
+    first_us = max_over_ranks([once(run)])[0]
     repetitions = min(8, max(4, int(target_s * 1e6 / max(first_us, 1.0))))
-    both = [(once(run), once(nothing)) for _ in range(repetitions)]
-    with_us, without_us = slowest([t for t, _ in both]), slowest([t for _, t in both])
+    pairs = [(once(run), once(nothing)) for _ in range(repetitions)]
+    with_us = max_over_ranks([t for t, _ in pairs])
+    without_us = max_over_ranks([t for _, t in pairs])
     alone_us = summarise(without_us).time_us
     return summarise([max(MIN_US, t - alone_us) / CALLS for t in with_us])
 
 
-def _in_a_row_us(run: Callable[[], object], calls: int = 5) -> float:
-    """Device time of a call between CUDA events around several; the host waits for the end."""
+def _device_us(run: Callable[[], object], calls: int = 5) -> float:
+    """Device time per call, between CUDA events around several calls."""
     import torch  # lazy, as above
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

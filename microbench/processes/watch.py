@@ -1,4 +1,4 @@
-"""Watching a worker process: one that hangs or outlives its time is ended, with all it started."""
+"""Watches a worker process and kills it, with all it started, when it hangs or is late."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ from collections.abc import Callable
 from pathlib import Path
 
 POLL_S = 0.2
-LOG_BYTES = 400  # of a log, told where its process failed
+LOG_BYTES = 400  # at the end of a log, logged when its process failed
 
 
 def watch(
     process: subprocess.Popen[bytes],
-    signs: Callable[[], object],
+    progress: Callable[[], object],
     stalled_s: Callable[[], float],
     until_s: float,
 ) -> str:
-    """Wait for the end: "ended" by itself, or killed as "stalled" or "late".
+    """Wait for a process; returns "ended", or "stalled" or "late" where it had to be killed.
 
-    ``signs`` is called five times a second; while what it returns does not change for ``stalled_s``
-    the process is taken to hang. ``until_s`` is when it must have ended, by time.monotonic().
+    ``progress`` is called five times a second; the process stalls when the value does not change
+    for ``stalled_s()`` seconds. It is late after ``until_s``, by time.monotonic().
     """
-    seen, changed_s = signs(), time.monotonic()
+    latest, changed_s = progress(), time.monotonic()
     try:
         while process.poll() is None:
             time.sleep(POLL_S)
-            now_s, found = time.monotonic(), signs()
-            if found != seen:
-                seen, changed_s = found, now_s
+            now_s, value = time.monotonic(), progress()
+            if value != latest:
+                latest, changed_s = value, now_s
             if now_s > until_s:
                 return "late"
             if now_s - changed_s > stalled_s():
                 return "stalled"
-        signs()
+        progress()
         return "ended"
     finally:
         end_group(process)
 
 
 def never() -> float:
-    """For ``stalled_s``: however long it takes."""
+    """For ``stalled_s``: the process never counts as stalled."""
     return math.inf
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill the process and all of its group, if there is one of its number."""
+    """Kill the process group that this process leads, or the process where there is no group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
@@ -56,7 +56,7 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def last_words(log: Path) -> str:
-    """The end of a log as one line."""
+def log_tail(log: Path) -> str:
+    """The last 400 bytes of a log as one line."""
     text = log.read_bytes()[-LOG_BYTES:].decode(errors="replace") if log.is_file() else ""
     return " ".join(text.split())

@@ -1,1 +1,1 @@
-"""Sweeps of single ops: which points, in which order, measured by which worker."""
+"""Sweeps of single ops: their points, the order of measuring, and the workers that measure."""

@@ -1,6 +1,6 @@
-"""Points that real models call: op calls captured from random models of many kinds.
+"""Points for a sweep, captured as the op calls of random models of many kinds.
 
-Sizes are drawn anew for every model and are not those of the cases we validate on.
+Sizes are drawn at random for each model, so they are not those of the cases used for validation.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ from microbench.store import read_rows, write_atomic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """A model, its inputs and its loss, as ``capture_step`` takes them."""
+class RandomModel:
+    """Builders of a model, its inputs and its loss, as ``capture_step`` takes them."""
 
     build: Callable[[], Any]
     inputs: Callable[[], dict[str, Any]]
     loss: Callable[[Any, dict[str, Any]], Any]
 
 
-def from_case(case: Any) -> Draw:
-    """An evaluation case's builder with other sizes."""
-    return Draw(build=case.build, inputs=lambda: case.inputs(case.batch, case.seq), loss=case.loss)
+def from_case(case: Any) -> RandomModel:
+    """The builders of a case."""
+    return RandomModel(
+        build=case.build, inputs=lambda: case.inputs(case.batch, case.seq), loss=case.loss
+    )
 
 
-def transformer(rng: np.random.Generator, largest: int) -> Draw:
-    """GPT, BERT or Llama style, some with experts; one block, since blocks repeat."""
+def transformer(rng: np.random.Generator, largest: int) -> RandomModel:
+    """One block in the style of GPT, BERT or Llama, some with experts; further blocks are equal."""
     heads = int(rng.choice([2, 4, 6, 8, 12, 16] if largest < 2048 else [8, 12, 16, 20, 25, 32, 40]))
     per_head = min(int(rng.choice([16, 32, 48, 64, 80, 96, 128])), max(16, largest // heads))
     style = str(rng.choice(["gpt", "bert", "llama"]))
-    heads -= heads % 2 if style == "llama" else 0  # two share a key
+    heads -= heads % 2 if style == "llama" else 0  # two heads share a key
     sizes: dict[str, Any] = {
         "style": style,
         "width": heads * per_head,
@@ -51,28 +53,28 @@ def transformer(rng: np.random.Generator, largest: int) -> Draw:
         sizes |= {"experts": int(rng.choice([4, 6, 8, 12])), "top": int(rng.choice([1, 2]))}
     batch, seq = log_uniform(rng, 2, 16), log_uniform(rng, 24, largest // 2)
     vocab = log_uniform(rng, 256, 24 * largest)
-    return from_case(language("zoo", "Transformer", batch, seq, vocab=vocab, **sizes))
+    return from_case(language("random", "Transformer", batch, seq, vocab=vocab, **sizes))
 
 
-def perceptron(rng: np.random.Generator, largest: int) -> Draw:
-    """Three layers."""
+def perceptron(rng: np.random.Generator, largest: int) -> RandomModel:
+    """A perceptron of three layers."""
     widths = tuple(8 * log_uniform(rng, 4, largest // 2) for _ in range(4))
-    return from_case(kinds.perceptron("zoo", widths, log_uniform(rng, 16, largest)))
+    return from_case(kinds.perceptron("random", widths, log_uniform(rng, 16, largest)))
 
 
-def vit(rng: np.random.Generator, largest: int) -> Draw:
-    """One block over patches."""
+def vit(rng: np.random.Generator, largest: int) -> RandomModel:
+    """A vision transformer with one block."""
     heads, patch = int(rng.choice([2, 3, 4, 6, 8])), int(rng.choice([4, 6, 8, 16]))
     heads *= 1 if largest < 2048 else 3
     width = heads * int(rng.choice([32, 48, 64]))
     size = patch * log_uniform(rng, 4, 12 if largest < 2048 else 24)
     sizes: dict[str, Any] = {"width": width, "layers": 1, "heads": heads, "patch": patch}
     batch, classes = log_uniform(rng, 2, largest // 32), log_uniform(rng, 10, 1000)
-    return from_case(images("zoo", "Vit", batch, size, size=size, classes=classes, **sizes))
+    return from_case(images("random", "Vit", batch, size, size=size, classes=classes, **sizes))
 
 
-def resnet(rng: np.random.Generator, largest: int) -> Draw:
-    """Four stages of one or two blocks."""
+def resnet(rng: np.random.Generator, largest: int) -> RandomModel:
+    """A ResNet of four stages with one or two blocks each."""
     sizes: dict[str, Any] = {
         "width": 8 * log_uniform(rng, 1, min(largest // 64, 16)),
         "stages": tuple(int(n) for n in rng.integers(1, 3, 4)),
@@ -80,11 +82,11 @@ def resnet(rng: np.random.Generator, largest: int) -> Draw:
     }
     batch = log_uniform(rng, 2, largest // 32)
     image = 32 * log_uniform(rng, 1, 4 if largest < 2048 else 8)
-    return from_case(images("zoo", "ResNet", batch, image, classes=100, **sizes))
+    return from_case(images("random", "ResNet", batch, image, classes=100, **sizes))
 
 
-def convnet(rng: np.random.Generator, largest: int) -> Draw:
-    """Depthwise or dense convolutions: two stages as of EfficientNet, ConvNeXt or DenseNet."""
+def convnet(rng: np.random.Generator, largest: int) -> RandomModel:
+    """An EfficientNet, ConvNeXt or DenseNet of two stages."""
     name = str(rng.choice(["EfficientNet", "ConvNext", "DenseNet"]))
     width = 8 * log_uniform(rng, 2, min(largest // 32, 48))
     sizes: dict[str, Any] = {"widths": (width, 2 * width, 3 * width), "depth": 1}
@@ -92,28 +94,28 @@ def convnet(rng: np.random.Generator, largest: int) -> Draw:
         sizes = {"width": width, "growth": 8 * int(rng.integers(1, 5)), "depth": 3}
     batch = log_uniform(rng, 2, largest // 32)
     image = 32 * log_uniform(rng, 1, 4 if largest < 2048 else 8)
-    return from_case(images("zoo", name, batch, image, classes=100, module="convnets", **sizes))
+    return from_case(images("random", name, batch, image, classes=100, module="convnets", **sizes))
 
 
-def recurrent(rng: np.random.Generator, largest: int) -> Draw:
-    """Gated recurrent units, or LSTMs, of one or two layers."""
+def recurrent(rng: np.random.Generator, largest: int) -> RandomModel:
+    """A GRU or LSTM language model of one or two layers."""
     sizes: dict[str, Any] = {"width": 8 * log_uniform(rng, 4, largest // 8)}
     sizes |= {"layers": int(rng.integers(1, 3)), "kind": str(rng.choice(["gru", "lstm"]))}
     batch, seq = log_uniform(rng, 4, 64), log_uniform(rng, 8, 40)
     vocab = log_uniform(rng, 256, 8 * largest)
     more: dict[str, Any] = {"vocab": vocab, "module": "recurrent", **sizes}
-    return from_case(language("zoo", "RecurrentLM", batch, seq, **more))
+    return from_case(language("random", "RecurrentLM", batch, seq, **more))
 
 
-def recommender(rng: np.random.Generator, largest: int) -> Draw:
-    """Tables of one size, for a GPU of sizes of their own; two perceptrons."""
+def recommender(rng: np.random.Generator, largest: int) -> RandomModel:
+    """A DLRM; on a GPU each embedding table has its own size."""
     wide = 8 * log_uniform(rng, 8, largest // 8)
     tables = log_uniform(rng, 3, 24 if largest < 2048 else 64)
     rows: int | tuple[int, ...] = log_uniform(rng, 500, 64 * largest)
     if largest >= 2048:
         rows = tuple(log_uniform(rng, 1000, 2_000_000) for _ in range(tables))
     case = clicks(
-        "zoo",
+        "random",
         log_uniform(rng, 64, 4 * largest),
         features=log_uniform(rng, 8, 64),
         bottom=(wide, wide // 2),
@@ -126,10 +128,10 @@ def recommender(rng: np.random.Generator, largest: int) -> Draw:
     return from_case(case)
 
 
-def graph(rng: np.random.Generator, largest: int) -> Draw:
-    """Two layers of messages along random edges, by attention or not."""
+def graph(rng: np.random.Generator, largest: int) -> RandomModel:
+    """A graph network of two layers on random edges, with or without attention."""
     case = graphs(
-        "zoo",
+        "random",
         log_uniform(rng, 4, largest // 16),
         nodes=log_uniform(rng, 20, 200),
         degree=log_uniform(rng, 3, 16),
@@ -142,7 +144,7 @@ def graph(rng: np.random.Generator, largest: int) -> Draw:
     return from_case(case)
 
 
-KINDS: tuple[Callable[[np.random.Generator, int], Draw], ...] = (
+MODELS: tuple[Callable[[np.random.Generator, int], RandomModel], ...] = (
     transformer,
     perceptron,
     vit,
@@ -154,22 +156,22 @@ KINDS: tuple[Callable[[np.random.Generator, int], Draw], ...] = (
     graph,
 )
 LARGEST = {"cpu": 512, "cuda": 8192}  # width of the widest model
-MODELS = 40
+MODEL_COUNT = 40
 CAPTURED_PER_SWEPT = 2
 
 
 def captured_points(device: str, models: int, seed: int) -> dict[str, list[Any]]:
-    """Distinct parameters by family, as ``models`` random models call them."""
+    """Distinct points by family that ``models`` random models call."""
     from microbench.capture.log import capture_step
     from microbench.step import StepSettings
 
     rng = np.random.default_rng(seed)
     found: dict[str, dict[Any, None]] = {name: {} for name in families()}
     for number in range(models):
-        draw = KINDS[number % len(KINDS)](rng, LARGEST[device])
+        model = MODELS[number % len(MODELS)](rng, LARGEST[device])
         optimizer = "adamw" if number % 3 else "sgd"
         settings = StepSettings(optimizer=optimizer)
-        capture = capture_step(draw.build, draw.inputs, draw.loss, settings)
+        capture = capture_step(model.build, model.inputs, model.loss, settings)
         for call in capture.calls:
             family, params = find_family(call)
             if family is not None:
@@ -178,31 +180,31 @@ def captured_points(device: str, models: int, seed: int) -> dict[str, list[Any]]
 
 
 def points_path(root: Path, device: str, seed: int) -> Path:
-    """Where the captured points of a sweep are."""
+    """Path of the captured points of a sweep."""
     return root / ".journal" / f"points-{device}-{seed}.json"
 
 
 def points_file(root: Path, device: str, seed: int) -> Path:
-    """The captured points of this seed, written where they are missing."""
+    """Path of the captured points of this seed; captures and writes them if they are missing."""
     path = points_path(root, device, seed)
     if not path.is_file():
-        write_points(path, captured_points(device, MODELS, seed))
+        write_points(path, captured_points(device, MODEL_COUNT, seed))
     return path
 
 
 def write_points(path: Path, points: Mapping[str, Sequence[Any]]) -> None:
-    """Points by family, as ``read_points`` reads them."""
+    """Write points by family as JSON, as ``read_points`` reads them."""
     plain = {name: [asdict(p) for p in some] for name, some in points.items()}
     write_atomic(path, json.dumps(plain).encode())
 
 
 def read_points(path: Path, name: str) -> list[Any]:
-    """The points of one family, in their order."""
+    """The points of one family in a file, in its order."""
     return [families()[name].params(**p) for p in json.loads(path.read_text()).get(name, ())]
 
 
 def check_points(path: Path) -> int:
-    """How many points the file names; ValueError in one line where it is no file of points."""
+    """Number of points in a file; ValueError where it is not a file of points."""
     try:
         return sum(len(read_points(path, name)) for name in json.loads(path.read_text()))
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
@@ -211,10 +213,10 @@ def check_points(path: Path) -> int:
 
 
 def points_of_rows(root: Path, gpu: str) -> dict[str, list[Any]]:
-    """The distinct points under ``root`` that were measured well on a GPU alone, by family.
+    """Distinct points by family that a GPU has ok rows of under ``root``, without collectives.
 
-    Kinds take turns, so that the first points of any number are spread evenly. Products repeated
-    for seconds (``load``) are no points of a sweep.
+    Kinds take turns, so that the beginning of the list is spread evenly. Sustained products
+    (column ``load``) are not points of a sweep.
     """
     found: dict[str, list[Any]] = {}
     for name, family in families().items():
@@ -231,38 +233,38 @@ def points_of_rows(root: Path, gpu: str) -> dict[str, list[Any]]:
 
 
 def _point_of_row(family: Family, row: Mapping[Any, Any]) -> Any:
-    """The parameters of a row; a column its part file has not, or as NaN, is left at its default.
+    """The parameters in a row; missing columns and NaN leave a parameter at its default.
 
-    Numbers and flags that stood beside empty cells come back as floats.
+    In columns with empty cells pandas has read integers and booleans as floats.
     """
     kinds: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool, "str": str}
-    given = {f.name: (kinds[str(f.type)], row.get(f.name)) for f in fields(family.params)}
-    known = {name: kind(value) for name, (kind, value) in given.items() if not _empty(value)}
-    return family.params(**known)
+    columns = {f.name: (kinds[str(f.type)], row.get(f.name)) for f in fields(family.params)}
+    params = {name: kind(value) for name, (kind, value) in columns.items() if not _empty(value)}
+    return family.params(**params)
 
 
 def _empty(value: Any) -> bool:
-    return value is None or value != value  # NaN alone is not itself
+    return value is None or value != value  # only NaN differs from itself
 
 
 def write_measured_points(root: Path, gpu: str, path: Path) -> int:
-    """Write what was measured under ``root`` as points for another GPU to repeat; their number."""
+    """Write the points measured under ``root``, for another GPU to repeat; returns their number."""
     points = points_of_rows(root, gpu)
     write_points(path, points)
     return sum(map(len, points.values()))
 
 
-def mixed(
+def alternate(
     path: Path,
     name: str,
     grid: Iterator[Any],
     seed: int,
     as_called: Callable[[Iterator[Any]], Iterator[Any]] = iter,
 ) -> Iterator[Any]:
-    """Two captured points, one of the family's own sweep, and so on; then the sweep alone.
+    """Two captured points, then one of the family's sweep, and so on; at last only the sweep.
 
-    While the captured ones are not written yet, the sweep alone. ``as_called`` makes of captured
-    points what the device to be measured calls.
+    Until the captured points are written: only the sweep. ``as_called`` turns captured points into
+    those that the measured device calls.
     """
     while not path.is_file() and (point := next(grid, None)) is not None:
         yield point
@@ -276,9 +278,9 @@ def mixed(
 
 
 def by_turns(points: Sequence[Any], seed: int) -> list[Any]:
-    """Points at random, but every kind (op, form, dtype) soon, and common ones more often.
+    """Points in random order in which all kinds (op, form, dtype) come early.
 
-    A kind of n points comes sqrt(n) times as often as a kind of one.
+    A kind with n points comes sqrt(n) times as often as a kind with one.
     """
     shuffled = [points[i] for i in np.random.default_rng(seed).permutation(len(points))]
     kinds = [tuple(v for v in asdict(p).values() if isinstance(v, str)) for p in shuffled]

@@ -1,4 +1,4 @@
-"""What the card of a sweep's rows says: machine, software versions, day."""
+"""Facts for the cards of a sweep: machine, software versions, date, commit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from microbench import store
 from microbench.hardware.machine import measure_cpu
 from microbench.timing.nvml import driver_version
 
-COMMIT = "ITERCAST_COMMIT"  # environment: the commit, for machines without git
+COMMIT = "ITERCAST_COMMIT"  # environment variable with the commit, where git is missing
 
 
 def card_facts(root: Path, device: str) -> dict[str, Any]:
-    """What every card of this sweep says: machine, versions, day."""
+    """Facts for every card of this sweep: machine, versions, date."""
     import torch  # lazy: cards can be read without torch
 
     gpu = measure_cpu() if device == "cpu" else cuda_gpu()
@@ -33,7 +33,7 @@ def card_facts(root: Path, device: str) -> dict[str, Any]:
 
 
 def cuda_versions() -> dict[str, str]:
-    """CUDA, cuDNN, NCCL, the GPU's identity and the commit, as far as they can be told."""
+    """Versions of CUDA, cuDNN, NCCL and driver, the GPU's UUID and the commit, where known."""
     import torch  # lazy, as above
 
     found = {
@@ -48,7 +48,7 @@ def cuda_versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of these sources; where git is missing what the environment says."""
+    """The commit of these sources, from git or else from the environment."""
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
@@ -58,7 +58,7 @@ def commit() -> str:
 
 
 def cuda_gpu() -> Any:
-    """The first CUDA device as a Gpu: from our hardware file, else from what torch tells."""
+    """The first CUDA device as a ``Gpu``: from its hardware file, else from torch's properties."""
     import torch  # lazy: CPU sweeps must run where torch has no CUDA
 
     from microbench.hardware.cuda import gpu_of

@@ -1,8 +1,7 @@
-"""How much a message and compute slow each other on two ranks of this machine.
+"""Measures contention: how much an all_reduce and compute slow each other on this CPU.
 
-A product beside an all_reduce on each of two ranks of a CPU, against either alone. Both proceed at
-1/contention of their speed while they overlap: 1 where they do not hinder each other, 2 where they
-share one core.
+On two ranks, a matrix product runs beside an all_reduce, and each alone. While they overlap both
+run at 1/contention of their speed: 1 if they do not slow each other, 2 if they share one core.
 """
 
 from __future__ import annotations
@@ -16,22 +15,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from microbench.processes.ranks import join, slowest, start_ranks
+from microbench.assumptions import assumed
+from microbench.processes.ranks import join_process_group, max_over_ranks, start_ranks
 
 RANKS = 2
 SIZES_MIB = (1, 4, 16)  # of gradient buckets
 REPETITIONS = 7
-LEAST_SHARE = 0.1  # both must take a while for their overlap to tell
+MOST: float = assumed(__file__, "most")
 
 
 def factor(compute_us: float, message_us: float, both_us: float) -> float:
-    """From both = longer + (contention - 1) * shorter (``compose.pricing.work``); from 1 to 3."""
+    """Contention from the times alone and together, clipped to 1..``MOST``.
+
+    together = longer + (contention - 1) * shorter, as in ``compose.pricing.work``.
+    """
     longer, shorter = max(compute_us, message_us), min(compute_us, message_us)
-    return min(3.0, max(1.0, 1 + (both_us - longer) / shorter))
+    return min(MOST, max(1.0, 1 + (both_us - longer) / shorter))
 
 
 def measure_contention() -> float:
-    """Median over bucket sizes, measured on two ranks of one thread each; about five seconds."""
+    """Median contention over bucket sizes, on two ranks of one thread each; takes five seconds."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "contention.json"
         code = start_ranks("microbench.sweep.contention", {"path": str(path)}, RANKS).wait()
@@ -41,12 +44,12 @@ def measure_contention() -> float:
 
 
 def _on_rank() -> float:
-    """This rank's part of the measurement; all ranks find the same."""
+    """Measure on this rank; the result is the same on all ranks."""
     import torch  # lazy: the parent does not need it
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    join("cpu")
+    join_process_group("cpu")
     a = torch.randn(256, 256)
 
     def typical_us(run: Callable[[], object]) -> float:
@@ -56,9 +59,9 @@ def _on_rank() -> float:
             start = time.perf_counter_ns()
             run()
             times.append((time.perf_counter_ns() - start) / 1e3)
-        return statistics.median(slowest(times))
+        return statistics.median(max_over_ranks(times))
 
-    found = []
+    factors = []
     for mib in SIZES_MIB:
         bucket = torch.zeros(mib * 2**18)
 
@@ -79,9 +82,9 @@ def _on_rank() -> float:
             compute()
             work.wait()
 
-        found.append(factor(typical_us(compute), message_us, typical_us(both)))
+        factors.append(factor(typical_us(compute), message_us, typical_us(both)))
     dist.destroy_process_group()
-    return statistics.median(found)
+    return statistics.median(factors)
 
 
 if __name__ == "__main__":

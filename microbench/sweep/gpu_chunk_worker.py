@@ -1,8 +1,8 @@
-"""A sweep in chunks that survives what its points do to the device.
+"""A GPU worker of a sweep that measures points in chunks and survives crashes.
 
-The points in flight stand in a file, with a note of the one under way. A worker that dies leaves it
-to the next one, which marks that point and measures the others. Where nobody knows which point it
-was, the chunk is measured in halves.
+The points of the current chunk are in a file, with a note of the one under way. When a worker dies
+the next one reads the file, writes an error row for that point and measures the others. Where the
+point is not known the chunk is measured in halves.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from microbench.timing.kernels import timing_disagreement
 
 log = logging.getLogger(__name__)
 EXIT_BROKEN = 75  # sysexits.h: temporary failure; the parent starts another worker
-CHUNK_S = 20.0  # after which a chunk begins no further point
-PROFILE_EVERY = 4  # chunks: a session takes a second, and launches are slower under one
+CHUNK_S = 20.0  # of a chunk; after it no further point is begun
+PROFILE_EVERY = 4  # chunks; a profiler session takes a second and slows launches
 ANCHOR = Gemm(m=2048, n=2048, k=2048, dtype="bf16")
-NOTE_BYTES = 8  # at the head of the file, blanks where no point is under way
+NOTE_BYTES = 8  # at the head of the file; blank where no point is under way
 
 
 class Pending:
-    """The points in flight and the groups of points after them, on disk.
+    """The file of the points of the current chunk, and of groups of points to measure after it.
 
-    Its file changes whenever a point is begun, which is how a parent sees that a worker lives.
+    The file is written whenever a point is begun: the parent sees from that that its worker lives.
     """
 
     def __init__(self, root: Path, gpu: str, run_id: str = "") -> None:
@@ -51,31 +51,31 @@ class Pending:
         self._file: int | None = None
 
     def write(self, now: Sequence[Chosen], after: Sequence[Sequence[Chosen]]) -> None:
-        """Before anything is done with the points ``now``."""
+        """Write the points of a chunk and the groups after it, before the chunk is begun."""
         plain = {"run": self.run_id, "now": _plain(now), "after": [_plain(g) for g in after]}
         self.close()
         store.write_atomic(self.path, b" " * NOTE_BYTES + json.dumps(plain).encode())
         self._file = os.open(self.path, os.O_WRONLY)
 
     def note(self, number: int | None) -> None:
-        """The point of ``now`` that is under way: kept if this process dies, lost with power."""
+        """Write the number of the point under way; survives the death of this process."""
         if self._file is not None:
             text = "" if number is None else str(number)
             os.pwrite(self._file, text.ljust(NOTE_BYTES).encode(), 0)
 
     def close(self) -> None:
-        """No more notes."""
+        """Close the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
-    def read(self) -> Left:
-        """What an earlier worker left."""
+    def read(self) -> Unfinished:
+        """The points that an earlier worker had not finished."""
         if not self.path.is_file():
-            return Left()
+            return Unfinished()
         text = self.path.read_text()
         found, noted = json.loads(text[NOTE_BYTES:]), text[:NOTE_BYTES].strip()
-        return Left(
+        return Unfinished(
             now=_chosen(found["now"]),
             after=[_chosen(group) for group in found["after"]],
             noted=int(noted) if noted else None,
@@ -84,10 +84,10 @@ class Pending:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Left:
-    """Points an earlier worker was at, the one it had noted, and groups that came after.
+class Unfinished:
+    """What an earlier worker left: its chunk, the number of the point noted, groups after it.
 
-    ``same_run``: it was started by the same parent, which went on when it had died.
+    ``same_run``: the same parent started it, and goes on after its death.
     """
 
     now: list[Chosen] = field(default_factory=list)
@@ -96,10 +96,10 @@ class Left:
     same_run: bool = False
 
     def culprit(self) -> Chosen | None:
-        """The point that worker died on.
+        """The point that the earlier worker died on, where that is certain.
 
-        One that was alone, or that was noted: but a worker of another run may have been ended
-        together with its parent, so that a point is tried again, alone.
+        Of the same run: the point noted, or the only one. A worker of another run may have been
+        killed together with its parent: its point is tried again alone, and only then certain.
         """
         if self.noted == PROFILING or not self.now:
             return None
@@ -108,13 +108,13 @@ class Left:
 
     @property
     def suspect(self) -> Chosen | None:
-        """The point that was under way."""
+        """The point that was under way, if one was noted."""
         return None if self.noted is None or self.noted == PROFILING else self.now[self.noted]
 
     def groups(self) -> list[list[Chosen]]:
-        """What to measure: a suspect alone and the others, or halves where the worker just died."""
+        """Groups to measure: the suspect alone and the others, or halves of the chunk."""
         whole = self.suspect is None and (self.noted == PROFILING or not self.same_run)
-        return [*([self.now] if whole else _apart(self.now, self.suspect)), *self.after]
+        return [*([self.now] if whole else _split(self.now, self.suspect)), *self.after]
 
 
 def _plain(chosen: Sequence[Chosen]) -> list[dict[str, Any]]:
@@ -128,8 +128,8 @@ def _chosen(plain: Sequence[dict[str, Any]]) -> list[Chosen]:
     ]
 
 
-def _apart(chosen: Sequence[Chosen], suspect: Chosen | None) -> list[list[Chosen]]:
-    """Groups to measure instead of one that broke: the suspect alone and the others, or halves."""
+def _split(chosen: Sequence[Chosen], suspect: Chosen | None) -> list[list[Chosen]]:
+    """Split a chunk that broke: the suspect alone and the others; halves without a suspect."""
     if suspect is not None:
         return [[suspect], [c for c in chosen if c is not suspect]]
     half = (len(chosen) + 1) // 2
@@ -137,15 +137,16 @@ def _apart(chosen: Sequence[Chosen], suspect: Chosen | None) -> list[list[Chosen
 
 
 class ChunkWorker:
-    """Measures groups of points until the budget is spent; SystemExit where the device broke."""
+    """Measures chunks until the budget is spent; SystemExit after a sticky error."""
 
     def __init__(self, sweep: Sweep, device: Device, journal: store.Journal) -> None:
         order = sweep.order
         self.sweep, self.device, self.journal = sweep, device, journal
         self.begin_s = order.begin_s or time.monotonic()
         self.pending = Pending(Path(order.root), order.gpu, order.run_id)
-        self.profiles = order.families != ("host",)  # host times: in a process that never profiled
-        self.groups = self._left_over()
+        # a profiler would slow later host times
+        self.profiles = not all(families()[n].on_host for n in order.families)
+        self.groups = self._unfinished_groups()
         self.bench = Bench(
             device=device,
             anchor=families()["gemm"].build(ANCHOR, device.name).run,
@@ -155,26 +156,30 @@ class ChunkWorker:
         self.chunks = self.checked = self.disagreeing = 0
 
     def run(self) -> None:
-        """Sustained products first, as they take little; then chunk by chunk."""
+        """Measure sustained products, then chunk after chunk."""
         budget_s = self.sweep.order.budget_s
         try:
             measure_sustained(self.sweep, self.device, self.journal)
         except Broken as exc:
             raise SystemExit(EXIT_BROKEN) from exc
         while (now_s := time.monotonic() - self.begin_s) < budget_s:
-            left = self.groups.popleft() if self.groups else choose_chunk(self.sweep, now_s)
-            if not left:
+            chosen = self.groups.popleft() if self.groups else choose_chunk(self.sweep, now_s)
+            if not chosen:
                 break
-            self._measure(left, time.monotonic() + min(CHUNK_S, budget_s - now_s))
+            self._measure(chosen, time.monotonic() + min(CHUNK_S, budget_s - now_s))
             gc.collect()
-        shares = (self.disagreeing, self.checked)
-        log.info("%d chunks; %d of %d kernels disagree with events", self.chunks, *shares)
+        log.info(
+            "%d chunks; of %d kernels timed by events and profiler %d disagree",
+            self.chunks,
+            self.checked,
+            self.disagreeing,
+        )
 
     def _measure(self, chosen: list[Chosen], until_s: float) -> None:
-        """One chunk, its rows and what it leaves."""
+        """Measure one chunk, journal its rows and keep what it did not finish."""
         self.pending.write(chosen, self.groups)
         chunk = Chunk(self.bench, chosen, until_s)
-        alone = len(chosen) == 1  # a session costs more than all the rest of such a chunk
+        alone = len(chosen) == 1  # a profiler session would cost more than the point
         profiled = self.profiles and not alone and self.chunks % PROFILE_EVERY == 0
         try:
             rows = chunk.measure(self.sweep, profiled)
@@ -186,56 +191,63 @@ class ChunkWorker:
         self.pending.write([], self.groups)
         self.sweep.settle(rows)
         self.chunks += not alone
-        self._tell(rows, time.monotonic() - chunk.begin_s)
+        self._log_chunk(rows, time.monotonic() - chunk.begin_s)
         if chunk.lost:
             raise SystemExit(EXIT_BROKEN)
 
     def _give_up(self, chosen: list[Chosen], broken: Broken) -> NoReturn:
-        """Mark the culprit and leave the others to the next worker."""
+        """Write an error row for the culprit and leave the other points to the next worker."""
         culprit = broken.culprit or (chosen[0] if len(chosen) == 1 else None)
         if culprit is not None:
             self.journal.append([failed_row(self.sweep, culprit, str(broken))])
-        groups = [g for g in _apart(chosen, culprit) if g and g != [culprit]]
+        groups = [g for g in _split(chosen, culprit) if g and g != [culprit]]
         self.pending.write([], [*groups, *self.groups])
         raise SystemExit(EXIT_BROKEN) from broken
 
-    def _tell(self, rows: list[dict[str, Any]], wall_s: float) -> None:
-        """One line on a chunk: whether profiler and events agree on kernels' times."""
+    def _log_chunk(self, rows: list[dict[str, Any]], wall_s: float) -> None:
+        """Log one line on a chunk: rows, seconds, whether events and profiler agree."""
         checked, disagreeing = timing_disagreement(pd.DataFrame(rows))
         self.checked, self.disagreeing = self.checked + checked, self.disagreeing + disagreeing
         launch_us = rows[0].get("tiny_launch_us", math.nan) if rows else math.nan
-        said = (len(rows), wall_s, disagreeing, checked, launch_us)
-        log.info("%d rows in %.1f s; %d of %d kernels disagree; a launch %.1f us", *said)
+        log.info(
+            "%d rows in %.1f s; of %d kernels timed by events and profiler %d disagree; "
+            "a launch takes %.1f us",
+            len(rows),
+            wall_s,
+            checked,
+            disagreeing,
+            launch_us,
+        )
 
-    def _left_over(self) -> deque[list[Chosen]]:
-        """Groups of an earlier worker, less the point it died on; that one becomes a row.
+    def _unfinished_groups(self) -> deque[list[Chosen]]:
+        """Unfinished groups of an earlier worker, without the point it died on, which gets a row.
 
-        Points of families this worker does not measure are dropped: the next sweep names them anew.
+        Points of families that this worker does not measure are dropped; a later sweep has them.
         """
-        sweep, left = self.sweep, self.pending.read()
-        culprit = left.culprit()
-        if left.same_run and left.noted == PROFILING:
+        sweep, unfinished = self.sweep, self.pending.read()
+        culprit = unfinished.culprit()
+        if unfinished.same_run and unfinished.noted == PROFILING:
             self.profiles = False
-        if culprit is not None and not self._known(culprit):
-            self.journal.append([failed_row(sweep, culprit, "the worker died on it")])
+        if culprit is not None and not self._is_done(culprit):
+            self.journal.append([failed_row(sweep, culprit, "its worker process died")])
             sweep.done.add(sweep.row_keys(*culprit)["warm"])
         groups = [
-            [c for c in group if c[0].name in sweep.order.families and not self._known(c)]
-            for group in left.groups()
+            [c for c in group if c[0].name in sweep.order.families and not self._is_done(c)]
+            for group in unfinished.groups()
         ]
         sweep.done |= {sweep.row_keys(*c)["warm"] for group in groups for c in group}
         groups = [group for group in groups if group]
         self.pending.write([], groups)
         return deque(groups)
 
-    def _known(self, chosen: Chosen) -> bool:
+    def _is_done(self, chosen: Chosen) -> bool:
         return self.sweep.row_keys(*chosen)["warm"] in self.sweep.done
 
 
 def sweep_in_chunks(sweep: Sweep, device: Device, journal: store.Journal) -> None:
-    """Measure until the budget is spent; SystemExit where the device broke.
+    """Measure in chunks until the budget is spent; SystemExit after a sticky error.
 
-    Python's garbage collection runs between chunks only, never in the middle of a launch.
+    Python's garbage collector runs between chunks only, so that it delays no launch.
     """
     worker = ChunkWorker(sweep, device, journal)
     gc.collect()
@@ -248,7 +260,7 @@ def sweep_in_chunks(sweep: Sweep, device: Device, journal: store.Journal) -> Non
 
 
 def choose_chunk(sweep: Sweep, now_s: float) -> list[Chosen]:
-    """Points that fit what is left of the budget, each charged what its family's usually cost."""
+    """Choose a chunk that fits the time left, by what points of each family usually cost."""
     chosen: list[Chosen] = []
     left_s = min(sweep.order.budget_s - now_s, CHUNK_S)
     while len(chosen) < CHUNK_POINTS and (left_s > 0 or not chosen):
@@ -261,6 +273,5 @@ def choose_chunk(sweep: Sweep, now_s: float) -> list[Chosen]:
 
 
 def failed_row(sweep: Sweep, chosen: Chosen, reason: str) -> dict[str, Any]:
-    """The row of a point that took the worker with it."""
-    facts = {"cache": "warm", "key": sweep.row_keys(*chosen)["warm"], "cost_s": 0.0}
-    return {**sweep.row_facts(*chosen), **facts, "status": "error", "reason": reason}
+    """The row of a point that ended its worker."""
+    return sweep.row(chosen, "warm", {"status": "error", "reason": reason, "cost_s": 0.0})

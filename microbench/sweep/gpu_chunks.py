@@ -1,8 +1,9 @@
-"""Points measured in chunks on a device that runs behind the host.
+"""Measures a chunk of points on a GPU, which runs asynchronously to the host.
 
-All points of a chunk are built, then each is run once, launched three times for what that costs the
-host, and sampled; then all are profiled together. Between its steps the host waits for the device:
-an error shows at the point that made it, and a note on disk says which one is under way.
+All points of a chunk are built. Then each is run once untimed, launched three times to time the
+host, and sampled for its device time; at last all are profiled in one session. After each step of a
+point the host waits for the device, so that an error is raised at the point that caused it; a file
+notes which point is under way.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from microbench.ops.family import Workload
+from microbench.sweep.rows import failure, one_line
 from microbench.sweep.scheduler import Chosen, Sweep
 from microbench.timing.clock import CallCost, summarise
 from microbench.timing.device import Device, Launched, Run
@@ -25,31 +27,22 @@ from microbench.timing.nvml import combined, is_throttled
 from microbench.timing.references import reference_times, unstarved
 
 CHUNK_POINTS = 96
-CHUNK_ARENA_FRAC = 0.4  # what a chunk's operands take at most; results need room, too
-SAMPLING_US = 6000.0  # of a point and cache: what repetitions add up to at most
+CHUNK_ARENA_FRAC = 0.4  # of the arena, for operands of a chunk; results need memory, too
+SAMPLING_US = 6000.0  # for all samples of a point and cache state
 SAMPLES = (3, 10)
-LONG_RUN_US = 50_000.0  # above: launched once, sampled twice
+LONG_RUN_US = 50_000.0  # longer points are launched once and sampled twice
 LONG_SAMPLES = 2
 LAUNCHES = 3
-BLOCKED_US = (200.0, 5000.0)  # sleeps of the device to find out whether the host waits for it
+BLOCKED_US = (200.0, 5000.0)  # device sleeps that show whether the host waits for the device
 MIN_DEVICE_US = 0.5  # resolution of CUDA events: cudaEventElapsedTime
-GLANCE_EVERY = 8  # points: clocks and power are read while these are sampled
-PROFILING = -1  # noted in place of a point
-OOM = ("out of memory", "can't allocate", "alloc_failed")
-UNSUPPORTED = (
-    "not implemented",
-    "not supported",
-    "only supported",
-    "status_not_supported",  # cuBLAS and cuDNN
-    "unable to find an engine",
-    "no available kernel",  # of attention
-)
+CONDITIONS_EVERY = 8  # points, between two readings of clocks and power
+PROFILING = -1  # noted instead of a point's number
 
 
 class Broken(Exception):
-    """The device answers no more (a sticky error): this process must end.
+    """Raised on a sticky CUDA error, after which the process cannot use the device.
 
-    ``culprit`` is the point that was run, where it is known.
+    ``culprit`` is the point that was running, where it is known.
     """
 
     def __init__(self, reason: str, culprit: Chosen | None = None) -> None:
@@ -59,10 +52,10 @@ class Broken(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What all chunks of a worker are measured with.
+    """What all chunks of a worker share.
 
-    ``anchor`` is a fixed run, timed in every chunk to show drift. ``note`` writes down the number
-    of the point under way, PROFILING, or None.
+    ``anchor`` is a fixed product, timed in every chunk to show drift of the GPU's speed. ``note``
+    writes the number of the point under way to disk, or PROFILING, or None for no point.
     """
 
     device: Device
@@ -73,35 +66,36 @@ class Bench:
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """A point of a chunk on its way to rows; ``failed`` is a status and a reason.
+    """What has been measured of one point of a chunk.
 
-    ``device_us``: the least time of a run launched on an idle device, the host's share included.
-    ``synchronises``: the host waits for the device inside a run.
+    ``failed``: columns status and reason, if it failed. ``device_us``: shortest time of a run on an
+    idle device, launch included. ``synchronises``: the op makes the host wait for the device.
     """
 
     chosen: Chosen
     number: int
     workload: Workload | None = None
-    failed: tuple[str, str] | None = None
+    failed: dict[str, Any] | None = None
     launches_us: list[float] = field(default_factory=list)
     baselines_us: list[float] = field(default_factory=list)
     device_us: float = math.inf
     synchronises: bool = False
-    busy_s: float = 0.0  # of the host, waiting for the device included
+    busy_s: float = 0.0  # time of the host on this point, waiting for the device included
     times_us: dict[str, list[float]] = field(default_factory=dict)  # samples by cache
-    starved: dict[str, bool] = field(default_factory=dict)  # all of them
+    starved: dict[str, bool] = field(default_factory=dict)  # by cache: all samples starved
     facts: dict[str, Any] = field(default_factory=dict)
 
 
 class Chunk:
-    """The points of one chunk.
+    """Measures the points of one chunk.
 
-    After ``measure``: ``later`` are points that did not fit beside others, ``rest`` those for which
-    memory or time was spent; ``lost`` says whether the device broke when all was measured.
+    After ``measure``: ``later`` are points that did not fit into memory beside others, ``rest``
+    points that memory or time did not suffice for; ``lost``: the profiler broke the device, after
+    all points were measured.
     """
 
     def __init__(self, bench: Bench, chosen: Sequence[Chosen], until_s: float = math.inf) -> None:
-        """No point is begun after ``until_s``, by time.monotonic(), but for the first."""
+        """After ``until_s``, by time.monotonic(), no point but the first is begun."""
         self.bench, self.device = bench, bench.device
         self.begin_s, self.until_s = time.monotonic(), until_s
         self.points = [Measured(chosen=c, number=n) for n, c in enumerate(chosen)]
@@ -111,11 +105,11 @@ class Chunk:
         self.lost = False
 
     def measure(self, sweep: Sweep, profiled: bool = False) -> list[dict[str, Any]]:
-        """Rows of all points but ``later`` and ``rest``; Broken where the device gave up."""
+        """Rows of all points but ``later`` and ``rest``; Broken after a sticky error."""
         before = self.device.conditions()
         self._build()
         self._each(self._first_run)
-        for _ in range(LAUNCHES):  # in turns, as ops of a step are
+        for _ in range(LAUNCHES):  # one point after another, so that code is as cold as in a step
             self._each(self._launch)
         self._each(self._probe)
         self._each(self._sample, self.until_s)
@@ -128,7 +122,7 @@ class Chunk:
         return self._rows(sweep, shared, time.monotonic() - self.begin_s)
 
     def _each(self, step: Callable[[Measured], None], until_s: float = math.inf) -> None:
-        """A step for all points that have not failed; those it did not come to are left."""
+        """Do a step for all points that have not failed; after ``until_s`` the rest is left."""
         for at, point in enumerate(self.points):
             if at and time.monotonic() > until_s:
                 self._leave(at)
@@ -138,35 +132,35 @@ class Chunk:
         self.bench.note(None)
 
     def _leave(self, first: int) -> None:
-        """The points from this one on are left for another chunk."""
+        """Leave the points from this one on to another chunk."""
         self.rest = [p.chosen for p in self.points[first:] if p.failed is None] + self.rest
         self.points[first:] = [p for p in self.points[first:] if p.failed is not None]
 
     def _try(self, point: Measured, action: Callable[[], None]) -> None:
-        """Do it and wait; a point that fails is set aside with its reason."""
+        """Do a step of a point and wait for the device; a failure is kept with its reason."""
         begin = time.monotonic()
         self.bench.note(point.number)
         try:
             self.device.settings(_dtype(point))
             action()
             self.device.wait()
-        except Exception as exc:  # whatever it is becomes a row
+        except Exception as exc:  # any failure becomes a row
             if self.device.broken():
-                raise Broken(_text(exc), point.chosen) from exc
-            point.failed = (failure_status(exc), _text(exc))
+                raise Broken(one_line(exc), point.chosen) from exc
+            point.failed = failure(exc)
         if point.failed is not None:
             point.workload = None
-        if point.failed is not None and point.failed[0] == "oom":
-            self.device.reset()  # only here: the traceback held on to what was allocated
+        if point.failed is not None and point.failed["status"] == "oom":
+            self.device.reset()  # only now: the traceback kept the tensors alive
             if len(self.points) > 1:
                 self.later.append(point.chosen)
         point.busy_s += time.monotonic() - begin
 
     def _build(self) -> None:
-        """Half of the time is for building; points beyond that, or beyond the arena, are left."""
+        """Build points until half of the time, or the memory for operands, is used up."""
         until_s = (self.begin_s + self.until_s) / 2
         for at, point in enumerate(self.points):
-            full = self.device.held_bytes() > CHUNK_ARENA_FRAC * self.device.arena_bytes
+            full = self.device.allocated_bytes() > CHUNK_ARENA_FRAC * self.device.arena_bytes
             if at and (full or time.monotonic() > until_s):
                 self._leave(at)
                 break
@@ -177,11 +171,11 @@ class Chunk:
         point.workload = family.build(params, self.device.name)
 
     def _first_run(self, point: Measured) -> None:
-        """Loads kernels and takes memory; not timed."""
+        """Run once untimed: loads kernels and allocates memory."""
         _workload(point).run()
 
     def _launch(self, point: Measured) -> None:
-        """The host's time to launch, the device idle; ``torch.ops.aten``'s wrapper is warm."""
+        """Time the host's launch on an idle device, after a call that warms ``torch.ops.aten``."""
         if _is_host(point) or (point.launches_us and point.device_us > LONG_RUN_US):
             return
         workload = _workload(point)
@@ -194,10 +188,10 @@ class Chunk:
             point.baselines_us.append(self.device.launch(workload.baseline).host_us)
 
     def _probe(self, point: Measured) -> None:
-        """Find out whether the host waits for the device inside a run.
+        """Find out whether the op makes the host wait for the device.
 
-        It may where launching takes about as long as the device does. It does where launching takes
-        longer behind a sleep of the device, twice in a row.
+        Only where launching takes at least half as long as the device: then launch behind a sleep
+        of the device. The host waits if launching takes longer than half of the sleep, twice.
         """
         if _is_host(point) or min(point.launches_us) < 0.5 * point.device_us:
             return
@@ -213,7 +207,7 @@ class Chunk:
         point.synchronises = blocked() and blocked()
 
     def _sample(self, point: Measured) -> None:
-        """Samples cold and warm; of a host's event its time."""
+        """Sample device times, cold and warm; of a host call its host time."""
         if _is_host(point):
             point.facts = host_timing(_workload(point), self.device.wait)
             return
@@ -223,7 +217,7 @@ class Chunk:
             repetitions = LONG_SAMPLES
         for cache in ("cold", "warm"):
             queued = self._queue(point, cache == "cold", repetitions)
-            if not point.number % GLANCE_EVERY:
+            if not point.number % CONDITIONS_EVERY:
                 self.readings.append(self.device.conditions())
             self.device.wait()
             kept = unstarved(queued)
@@ -231,10 +225,10 @@ class Chunk:
             point.starved[cache] = kept[0].starved and not point.synchronises
 
     def _queue(self, point: Measured, cold: bool, repetitions: int) -> list[Launched]:
-        """Queue that many samples, and up to as many again for those that starved.
+        """Queue samples until so many have not starved, twice as many at most.
 
-        After each of these the device sleeps twice as long. It need not where the host waits for it
-        anyway.
+        After each that starved (the device waited for the host) the sleep before samples doubles.
+        Ops that synchronise get no sleep and no further samples: the host waits anyway.
         """
         host_us = 0.0 if point.synchronises else statistics.median(point.launches_us)
         queued: list[Launched] = []
@@ -252,11 +246,11 @@ class Chunk:
             return reference_times(self.device, self.bench.anchor)
         except Exception as exc:
             if self.device.broken():
-                raise Broken(_text(exc)) from exc
+                raise Broken(one_line(exc)) from exc
             raise
 
     def _profile(self) -> None:
-        """Kernels of all points that were sampled, each under the settings of its dtype."""
+        """Profile the kernels of all sampled points, each under the settings of its dtype."""
         sampled = [p for p in self.points if p.times_us and p.failed is None]
 
         def run(point: Measured) -> None:
@@ -272,53 +266,42 @@ class Chunk:
             point.facts = kernel_facts(kernels)
 
     def _rows(self, sweep: Sweep, shared: dict[str, Any], wall_s: float) -> list[dict[str, Any]]:
-        """The chunk's time is shared out as its steps kept the host busy with each point."""
+        """Rows of all points; the chunk's time is divided among them as they kept the host busy."""
         status = "throttled" if is_throttled(shared) else "ok"
         waiting = {id(chosen) for chosen in self.later}
         points = [p for p in self.points if id(p.chosen) not in waiting]
         busy_s = sum(p.busy_s + 1e-4 for p in self.points)
         rows: list[dict[str, Any]] = []
         for point in points:
-            found = self._of_point(sweep, point, {**shared, "status": status})
+            found = self._point_rows(sweep, point, {**shared, "status": status})
             cost_s = wall_s * (point.busy_s + 1e-4) / busy_s
             rows += [{**row, "cost_s": cost_s / len(found)} for row in found]
         return rows
 
-    def _of_point(
-        self, sweep: Sweep, point: Measured, common: dict[str, Any]
+    def _point_rows(
+        self, sweep: Sweep, point: Measured, shared: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        facts = sweep.row_facts(*point.chosen)
-        keys = sweep.row_keys(*point.chosen)
+        """Rows of one point: one of a failure or a host call, else a cold and a warm one."""
         if point.failed is not None:
-            failed = dict(zip(("status", "reason"), point.failed, strict=True))
-            return [{**facts, "cache": "warm", "key": keys["warm"], **failed}]
+            return [sweep.row(point.chosen, "warm", point.failed)]
         if _is_host(point):
-            timed = {"timer": "with_launch", "cache": "warm", "key": keys["warm"]}
-            return [{**facts, **common, **timed, **point.facts}]
+            columns = {**shared, "timer": "with_launch", **point.facts}
+            return [sweep.row(point.chosen, "warm", columns)]
         workload, cost = _workload(point), self.bench.call_cost
-        facts |= {**common, **point.facts, "synchronises": point.synchronises}
-        facts["launch_us"] = launch_us(workload, point.launches_us, point.baselines_us, cost)
+        launched_us = launch_us(workload, point.launches_us, point.baselines_us, cost)
+        columns = {
+            **shared,
+            **point.facts,
+            "synchronises": point.synchronises,
+            "launch_us": launched_us,
+        }
         rows = []
         for cache, times_us in point.times_us.items():
-            runs_us = [max(us - common["empty_us"], MIN_DEVICE_US) for us in times_us]
+            runs_us = [max(us - shared["empty_us"], MIN_DEVICE_US) for us in times_us]
             timing = asdict(summarise([us / workload.calls for us in runs_us]))
             timing["starved"] = point.starved[cache]
-            rows.append({**facts, "cache": cache, "key": keys[cache], **timing})
+            rows.append(sweep.row(point.chosen, cache, columns | timing))
         return rows
-
-
-def failure_status(exc: Exception) -> str:
-    """oom, unsupported or error."""
-    text = str(exc).lower()
-    if isinstance(exc, MemoryError) or any(said in text for said in OOM):
-        return "oom"
-    if isinstance(exc, NotImplementedError) or any(said in text for said in UNSUPPORTED):
-        return "unsupported"
-    return "error"
-
-
-def _text(exc: Exception) -> str:
-    return " ".join(str(exc).split())[:200]
 
 
 def _dtype(point: Measured) -> str:
@@ -326,7 +309,7 @@ def _dtype(point: Measured) -> str:
 
 
 def _is_host(point: Measured) -> bool:
-    return point.chosen[0].name == "host"
+    return point.chosen[0].on_host
 
 
 def _workload(point: Measured) -> Workload:

@@ -1,4 +1,4 @@
-"""What one worker process of a sweep is told to do, and how a sweep is divided among workers."""
+"""Orders to the worker processes of a sweep, and the phases into which a sweep is divided."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from microbench import store
 from microbench.ops import families
 
-HOST_SHARE = 0.05  # of a GPU's sweep
+HOST_SHARE = 0.05  # of a GPU's sweep, for host times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOrder:
-    """What one worker process does: families to sweep on so many threads, for so long."""
+    """What a worker process, or each rank of a group, measures: families, threads, seconds."""
 
     root: str
     run_id: str
@@ -30,7 +30,7 @@ class WorkerOrder:
     hardware: dict[str, Any]
     points: str
     torchrun: str = ""  # its arguments, where ranks are on several nodes
-    only: bool = False  # measure the points of the file and no others, in their order
+    only: bool = False  # only the points of the file, in their order
     begin_s: float = 0.0  # time.monotonic() when the budget begins; 0: when the worker is ready
 
     @property
@@ -39,16 +39,9 @@ class WorkerOrder:
         return self.ranks > 1 or bool(self.torchrun)
 
 
-def stack() -> str:
-    """Software and versions, as one string."""
-    import torch  # lazy: cards can be read without torch
-
-    return f"torch-{torch.__version__}"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A part of a sweep: one process, or the ranks of one group."""
+    """A part of a sweep, with a ``share`` of its time, for one process or group of ranks."""
 
     families: tuple[str, ...]
     threads: int
@@ -57,7 +50,7 @@ class Phase:
 
 
 def spent_s(root: Path, gpu: str, phase: Phase) -> float:
-    """Seconds earlier sweeps of this root spent measuring in this phase."""
+    """Seconds of measuring that the rows under a root cost in this phase."""
     total = 0.0
     for name in phase.families:
         rows = store.read_rows([root], name)
@@ -70,11 +63,12 @@ def spent_s(root: Path, gpu: str, phase: Phase) -> float:
 
 
 def phases(device: str, swept: Sequence[str], nodes: bool = False) -> list[Phase]:
-    """On a CPU: all cores on one op, then a rank per core on the same op at once, then collectives.
+    """The phases of a sweep; shares of phases without families go to the others.
 
-    On GPUs: one of them, first the host alone in a process that never profiles, then all other
-    families but collectives; then a rank on each of two, four, ... and all; several ``nodes`` do
-    collectives only, on all. Shares of phases without a family go to the others.
+    On a CPU: ops on all cores; then the same op on every core at once, one rank each; then
+    collectives of two ranks. On a GPU: host calls, in a process without a profiler; then all other
+    ops; then collectives over two, four, ... and all GPUs. With several ``nodes``: collectives
+    over all GPUs only.
     """
     together = tuple(n for n in swept if families()[n].ranks > 1)
     single = tuple(n for n in swept if n not in together)
@@ -91,8 +85,8 @@ def phases(device: str, swept: Sequence[str], nodes: bool = False) -> list[Phase
         gpus = torch.cuda.device_count()
         groups = sorted({2**n for n in range(1, gpus.bit_length())} | {gpus} - {1})
         groups = [gpus] if nodes else groups
-        host = tuple(n for n in single if n == "host")
-        rest = tuple(n for n in single if n != "host")
+        host = tuple(n for n in single if families()[n].on_host)
+        rest = tuple(n for n in single if n not in host)
         found = [
             Phase(families=host, threads=0, share=HOST_SHARE * (not nodes)),
             Phase(families=rest, threads=0, share=(0.9 - HOST_SHARE) * (not nodes)),
@@ -107,7 +101,7 @@ def phases(device: str, swept: Sequence[str], nodes: bool = False) -> list[Phase
 
 
 def known_families(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The families named, all but those on demand where none is; ValueError for an unknown name."""
+    """The named families; without names all but those on demand. ValueError for unknown names."""
     known = families()
     for name in names or ():
         if name not in known:

@@ -1,8 +1,8 @@
-"""What a GPU keeps up: one large product repeated for two seconds, dtype by dtype.
+"""Measures sustained rates of a GPU: one large product repeated for two seconds, by dtype.
 
-Between the short samples of a sweep a GPU rests and keeps its highest clock. In training it runs at
-its power limit, where clocks are lower. These rows, ``load`` "sustained", tell how much slower a
-product is there; those of a sweep have no ``load``.
+Between the short samples of a sweep a GPU idles and keeps its highest clock. In training it runs at
+its power limit, at lower clocks. Rows with ``load`` "sustained" show how much slower a product is
+then; other rows of a sweep have no ``load``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 from microbench import store
 from microbench.ops import families
 from microbench.ops.matrix.gemm import LARGE, Gemm
-from microbench.sweep.gpu_chunks import Broken, failure_status
+from microbench.sweep.gpu_chunks import Broken
+from microbench.sweep.rows import failure
 from microbench.sweep.scheduler import Sweep
 from microbench.timing.clock import summarise
 from microbench.timing.device import Device, Run
@@ -24,18 +25,18 @@ from microbench.timing.nvml import combined, is_throttled
 
 DTYPES = ("bf16", "tf32", "fp32", "fp16", "fp8")
 SUSTAINED_US = 2e6
-SETTLE_US = 0.5e6  # until the power limit has lowered the clocks; what is timed before is dropped
-BATCH_US = 1e5  # of products queued between two waits
-COST_S = 2.5  # of a dtype, its operands included
-BUDGET_SHARE = 0.1  # of a worker's time, which all dtypes together stay within
-MAX_TRIES = 2  # of a dtype that ends the worker without a row
+SETTLE_US = 0.5e6  # until the power limit has lowered the clocks; earlier times are dropped
+BATCH_US = 1e5  # of products, queued between two waits of the host
+COST_S = 2.5  # of one dtype, allocation included
+BUDGET_FRAC = 0.1  # of a worker's budget, for all dtypes
+MAX_TRIES = 2  # of a dtype whose worker dies
 
 
 def measure_sustained(sweep: Sweep, device: Device, journal: store.Journal) -> None:
-    """Journal a row for each dtype the GPU knows that has none; Broken where the device gave up."""
-    end_s = time.monotonic() + BUDGET_SHARE * sweep.order.budget_s
+    """Journal a row for each dtype of the GPU that has none; Broken after a sticky error."""
+    end_s = time.monotonic() + BUDGET_FRAC * sweep.order.budget_s
     tries = Tries(Path(sweep.order.root), sweep.order.gpu)
-    known = sweep.order.hardware["peak_flops_per_s"]
+    peaks = sweep.order.hardware["peak_flops_per_s"]
     for dtype in DTYPES if "gemm" in sweep.order.families else ():
         point = Gemm(
             op="scaled_mm" if dtype == "fp8" else "mm",
@@ -46,35 +47,34 @@ def measure_sustained(sweep: Sweep, device: Device, journal: store.Journal) -> N
             dtype=dtype,
         )
         key = sustained_key(sweep, point)
-        if dtype not in known or key in sweep.done:
+        if dtype not in peaks or key in sweep.done:
             continue
         begin = time.monotonic()
         if begin + COST_S > end_s:
             return
         if tries.count(dtype) > MAX_TRIES:
-            found = {"status": "error", "reason": "the worker died on it"}
+            measured: dict[str, Any] = {"status": "error", "reason": "its worker process died"}
         else:
-            found = _measured(device, point)
-        facts = sweep.row_facts(families()["gemm"], point, 0)
-        facts |= {"key": key, "cache": "warm", "load": "sustained"}
-        journal.append([{**facts, **found, "cost_s": time.monotonic() - begin}])
+            measured = _measured(device, point)
+        measured |= {"key": key, "load": "sustained", "cost_s": time.monotonic() - begin}
+        journal.append([sweep.row((families()["gemm"], point, 0), "warm", measured)])
         sweep.done.add(key)
 
 
 def sustained_key(sweep: Sweep, point: Gemm) -> str:
-    """Key of the point's row: that of a cache of its own."""
+    """Key of a sustained row: differs from the sweep's keys of the same point."""
     row = {"family": "gemm", "gpu": sweep.order.gpu, "threads": sweep.order.threads, "repeat": 0}
     return store.point_key({**row, "cache": "sustained", "point": asdict(point)})
 
 
 class Tries:
-    """How often each dtype was begun under a root, on disk."""
+    """Counts on disk how often each dtype was begun under a root."""
 
     def __init__(self, root: Path, gpu: str) -> None:
         self.path = root / ".journal" / f"sustained-{gpu}.json"
 
     def count(self, dtype: str) -> int:
-        """Begin it once more; how often that makes."""
+        """Count another try; returns the number of tries."""
         begun = json.loads(self.path.read_text()) if self.path.is_file() else {}
         begun[dtype] = begun.get(dtype, 0) + 1
         store.write_atomic(self.path, json.dumps(begun).encode())
@@ -82,20 +82,20 @@ class Tries:
 
 
 def _measured(device: Device, point: Gemm) -> dict[str, Any]:
-    """Columns of the row; Broken where the device gave up."""
+    """Measured columns of a row; Broken after a sticky error."""
     try:
         device.settings(point.dtype)
         return sustained_times(device, families()["gemm"].build(point, device.name).run)
-    except Exception as exc:  # whatever it is becomes a row
+    except Exception as exc:  # any failure becomes a row
         if device.broken():
             raise Broken(str(exc)) from exc
-        return {"status": failure_status(exc), "reason": str(exc)[:200]}
+        return failure(exc)
 
 
 def sustained_times(device: Device, run: Run) -> dict[str, Any]:
-    """Times of one run, and clocks and power while it is repeated, the first half second left out.
+    """Times, clocks and power of a run repeated for two seconds, without the first half second.
 
-    The host queues a tenth of a second of runs at a time, reads the driver, and waits.
+    The host queues runs for a tenth of a second, reads clocks and power, and waits for the device.
     """
     run()
     first = device.launch(run)

@@ -1,7 +1,7 @@
-"""A sweep worker: takes points family by family, times them, journals every row.
+"""A worker process of a sweep: chooses points, times them and journals every row.
 
-Where there are several ranks, all take the points rank 0 chooses and time them at once, as ranks
-of one job would; the slowest counts and rank 0 writes.
+Several ranks time the points that rank 0 chooses at the same time, as the ranks of a training job
+do; the time of the slowest rank counts, and rank 0 writes the rows.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from typing import Any
 
 from microbench import store
 from microbench.ops.family import Family, Workload
-from microbench.processes.ranks import agree, join, slowest, time_together
+from microbench.processes.ranks import (
+    join_process_group,
+    max_over_ranks,
+    rank0_value,
+    time_collective,
+)
 from microbench.sweep.gpu_chunk_worker import sweep_in_chunks
-from microbench.sweep.gpu_chunks import failure_status
 from microbench.sweep.orders import WorkerOrder
-from microbench.sweep.scheduler import Sweep, finished_keys
+from microbench.sweep.rows import failure
+from microbench.sweep.scheduler import Chosen, Sweep, finished_keys
 from microbench.timing.clock import Anchor, Clock, geometric_means, keep_freed_memory
 from microbench.timing.cuda_device import CudaDevice
 
@@ -29,34 +34,32 @@ TIMES = ("time_us", "time_us_p20", "time_us_p80", "anchor_us", "serial_us", "cos
 
 
 def build_together(order: WorkerOrder, family: Family, point: Any) -> Workload:
-    """The point's workload, once every rank has built it."""
-    failure: Exception | None = None
+    """Build a point's workload; RuntimeError where another rank could not build it."""
+    raised: Exception | None = None
     try:
         workload = family.build(point, order.device)
-    except Exception as exc:  # whatever it is becomes a row
-        failure = exc
-    if order.together and slowest([float(failure is not None)])[0] and failure is None:
-        failure = RuntimeError("another rank could not build it")
-    if failure is not None:
-        raise failure
+    except Exception as exc:  # any failure becomes a row
+        raised = exc
+    if order.together and max_over_ranks([float(raised is not None)])[0] and raised is None:
+        raised = RuntimeError("another rank could not build it")
+    if raised is not None:
+        raise raised
     return workload
 
 
-def measure(
-    sweep: Sweep, clock: Clock, anchor: Anchor | None, family: Family, point: Any, repeat: int
+def measure_point(
+    sweep: Sweep, clock: Clock, anchor: Anchor | None, chosen: Chosen
 ) -> list[dict[str, Any]]:
-    """The warm and the cold row of one point, of a collective one row; a failure is a row too."""
-    order = sweep.order
+    """The warm and the cold row of a point; one row of a collective, or of a failure."""
+    family, point, _ = chosen
     begin = time.monotonic()
-    common = sweep.row_facts(family, point, repeat)
-    keys = sweep.row_keys(family, point, repeat)
     rows: list[dict[str, Any]] = []
     try:
-        workload = build_together(order, family, point)
+        workload = build_together(sweep.order, family, point)
         before = anchor.times_us() if anchor else None
-        for cache, key in keys.items():
+        for cache in sweep.row_keys(*chosen):
             if family.ranks > 1:
-                timing = time_together(workload.run, order.device)
+                timing = time_collective(workload.run, sweep.order.device)
             else:
                 timing = clock.time(workload, cache)
             measured = {**asdict(timing), "status": "ok"}
@@ -64,24 +67,23 @@ def measure(
                 after = anchor.times_us()
                 measured |= geometric_means(before, after)
                 before = after
-            rows.append({**common, "cache": cache, "key": key, **measured})
-    except Exception as exc:  # the one place where anything may go wrong: keep it as a row
-        failed = {"status": failure_status(exc), "reason": str(exc)[:200]}
-        rows = [{**common, "cache": "warm", "key": keys["warm"], **failed}]
+            rows.append(sweep.row(chosen, cache, measured))
+    except Exception as exc:  # any failure becomes a row
+        rows = [sweep.row(chosen, "warm", failure(exc))]
     cost_s = (time.monotonic() - begin) / len(rows)
     return [{**row, "cost_s": cost_s} for row in rows]
 
 
 def agreed_s(order: WorkerOrder, now_s: float) -> float:
-    """The latest clock of all ranks, so that all decide alike."""
-    return slowest([now_s])[0] if order.together else now_s
+    """The latest time of all ranks, so that all ranks stop at the same point."""
+    return max_over_ranks([now_s])[0] if order.together else now_s
 
 
 def slowest_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Times of the slowest rank; a point that failed on any rank failed."""
+    """Replace times by those of the slowest rank; a point that failed on one rank has failed."""
     times = [[float(row.get(name, math.inf)) for name in TIMES] for row in rows]
     times += [[math.inf] * len(TIMES)] * (2 - len(rows))  # a failure is one row, a success two
-    together = slowest([t for row in times for t in row])
+    together = max_over_ranks([t for row in times for t in row])
     found = []
     for number, row in enumerate(rows):
         values = together[number * len(TIMES) :][: len(TIMES)]
@@ -94,7 +96,7 @@ def slowest_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def run(order: WorkerOrder) -> None:
-    """Measure until the budget is spent; every tenth point again, far apart in time."""
+    """Measure points until the budget is spent; every tenth point again, much later."""
     import torch  # lazy: the parent must not pay for it
 
     torch.set_num_threads(max(1, order.threads))
@@ -104,8 +106,8 @@ def run(order: WorkerOrder) -> None:
     root = Path(order.root)
     rank = 0
     if order.together:
-        rank, _ = join(order.device)
-        order = replace(order, budget_s=agree(round(1e3 * order.budget_s)) / 1e3)
+        rank, _ = join_process_group(order.device)
+        order = replace(order, budget_s=rank0_value(round(1e3 * order.budget_s)) / 1e3)
     sweep = Sweep(order, finished_keys(root, order.families))
     journal = store.Journal(root, order.run_id) if rank == 0 else None
     if order.device == "cuda" and journal is not None and not order.together:
@@ -118,7 +120,7 @@ def run(order: WorkerOrder) -> None:
         chosen = sweep.choose(now)
         if chosen is None:
             break
-        rows = measure(sweep, clock, anchor, *chosen)
+        rows = measure_point(sweep, clock, anchor, chosen)
         if order.together:
             rows = slowest_rows(rows)
         if journal is not None:

@@ -1,1 +1,1 @@
-"""Clocks: CPU timing, CUDA events, the profiler, NVML."""
+"""Timing of ops: on CPUs, by CUDA events and the profiler; clocks and power by NVML."""

@@ -1,4 +1,4 @@
-"""How long a workload takes: warm and cold, with the machine's speed at that moment."""
+"""Times a workload on the CPU, with warm and cold caches, and the CPU's speed at that moment."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from microbench.ops.step.small_ops import small_ops
 WARM_TIME_S = 0.008
 WARM_SAMPLES = (5, 9)
 COLD_SAMPLES = 3
-MIN_US = 0.5  # of a run: no op is cheaper
+MIN_US = 0.5  # lower bound of a measured time: no op is faster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Median, 20th and 80th percentile of the samples, in microseconds."""
+    """Median, 20th and 80th percentile of samples, in microseconds."""
 
     time_us: float
     time_us_p20: float
@@ -29,7 +29,7 @@ class Timing:
 
 
 def summarise(samples_us: list[float]) -> Timing:
-    """Median and p20/p80 of raw samples (nearest rank)."""
+    """Median and percentiles (nearest rank) of samples."""
     ordered = sorted(samples_us)
     last = len(ordered) - 1
     return Timing(
@@ -41,9 +41,10 @@ def summarise(samples_us: list[float]) -> Timing:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory, as a caching allocator does: no page faults in steady state.
+    """Make glibc keep freed memory, as a caching allocator does, which avoids page faults.
 
-    M_MMAP_MAX=0 and a large M_TRIM_THRESHOLD (man 3 mallopt); does nothing on other C libraries.
+    Sets M_MMAP_MAX to 0 and M_TRIM_THRESHOLD to its largest value (man 3 mallopt); does nothing
+    with other C libraries.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")
@@ -60,9 +61,9 @@ def _elapsed_us(run: Callable[[], object]) -> float:
 
 
 def _sample_us(workload: Workload, before: Callable[[], object]) -> float:
-    """One call right after ``before``, less one of the baseline's after another.
+    """Time of one call right after ``before``, minus that of the baseline after another ``before``.
 
-    Taken in turns, since what is timed first after a flush or a large op finds colder caches.
+    Each follows a ``before`` of its own: the first call after it finds colder caches than the next.
     """
     before()
     time_us = _elapsed_us(workload.run)
@@ -73,10 +74,10 @@ def _sample_us(workload: Workload, before: Callable[[], object]) -> float:
 
 
 def time_warm_cpu(workload: Workload, disturb: Callable[[], object]) -> Timing:
-    """Operands in cache, code not: before each sample ``disturb`` runs other ops, as a step would.
+    """Time with operands in cache; before each sample ``disturb`` runs other ops, as in a step.
 
-    In a tight loop of one op its code and branch history stay hot and small ops look twice too
-    cheap.
+    In a tight loop of one op its code and branch history stay in caches, and small ops take half as
+    long as in a step.
     """
     workload.run()
     first_us = max(_elapsed_us(workload.run), 0.1)
@@ -88,7 +89,7 @@ def time_warm_cpu(workload: Workload, disturb: Callable[[], object]) -> Timing:
 def time_cold_cpu(
     workload: Workload, flush: Callable[[], object], disturb: Callable[[], object]
 ) -> Timing:
-    """One call after each flush of the operands; ``disturb`` brings common code back."""
+    """Time after a flush of the operands; ``disturb`` then brings common code into caches."""
 
     def before() -> None:
         flush()
@@ -98,24 +99,24 @@ def time_cold_cpu(
 
 
 def other_ops() -> Callable[[], object]:
-    """Small ops of many kinds, about 0.5 ms: what a step runs between two ops of a kind.
+    """Small ops of many kinds that take 0.5 ms, like the ops of a step between two of one kind.
 
-    Ops inserted into real steps took about as long as after these, twice as long as in a loop.
+    Ops inserted into real steps took about as long as after these, and twice as long as in a loop.
     """
-    run = small_ops("cpu")
+    ops = small_ops("cpu")
 
     def disturb() -> None:
-        for one in run:
-            one()
+        for op in ops:
+            op()
 
     return disturb
 
 
 class CallCost:
-    """What Python costs around a timed call: nothing at all, and ``torch.ops.aten``'s wrapper.
+    """Measures what Python adds to a timed call: an empty call, and ``torch.ops.aten``'s wrapper.
 
-    Cold, that wrapper takes longer than a small op; ``warmed`` calls one right before. Running
-    medians of one sample per point, since a shared machine changes speed.
+    With cold caches the wrapper takes longer than a small op, so ``warmed`` calls one right before.
+    Medians over the latest samples, one per point, since a shared machine changes its speed.
     """
 
     def __init__(self, disturb: Callable[[], object]) -> None:
@@ -138,7 +139,7 @@ class CallCost:
             self.sample()
 
     def sample(self) -> None:
-        """One sample more; the oldest is forgotten."""
+        """Take one more sample and drop the oldest."""
         times = []
         for before, run in self._runs:
             before()
@@ -146,14 +147,14 @@ class CallCost:
         self._samples.append(times)
 
     def us(self, through_aten: bool) -> float:
-        """What to take off a timed call."""
+        """Time to subtract from a timed call."""
         columns = zip(*self._samples, strict=True)
-        nothing, bound, wrapped = (float(statistics.median(c)) for c in columns)
-        return nothing + (max(0.0, wrapped - bound) if through_aten else 0.0)
+        empty, bound, wrapped = (float(statistics.median(c)) for c in columns)
+        return empty + (max(0.0, wrapped - bound) if through_aten else 0.0)
 
 
 class Clock:
-    """Times workloads on the CPU, warm and cold."""
+    """Times workloads on the CPU with warm and cold caches."""
 
     def __init__(self, cache_bytes: float) -> None:
         import torch  # lazy: summaries must work where torch is absent
@@ -162,7 +163,7 @@ class Clock:
         self._call_cost = CallCost(other_ops())
 
     def time(self, workload: Workload, cache: str) -> Timing:
-        """``cache`` is warm (operands where the last call left them) or cold (flushed)."""
+        """Time a workload; ``cache``: "warm" (operands in cache) or "cold" (caches flushed)."""
         before = self._call_cost.before[workload.through_aten]
         if cache == "cold":
             timing = time_cold_cpu(workload, self._flush, before)
@@ -179,10 +180,10 @@ class Clock:
 
 
 class Anchor:
-    """Two fixed small jobs whose times tell how fast a shared CPU is right now.
+    """Two fixed small jobs whose times show how fast a shared CPU is at the moment.
 
-    ``anchor_us`` is a matrix product on all threads, ``serial_us`` a row of views on the calling
-    one: cores of a shared machine slow down one by one, and small ops run on one of them.
+    ``anchor_us``: a matrix product on all threads. ``serial_us``: views on the calling thread, as
+    cores of a shared machine slow down one by one and small ops run on a single one.
     """
 
     def __init__(self) -> None:
@@ -197,7 +198,7 @@ class Anchor:
         self._jobs = {"anchor_us": lambda: torch.mm(a, a), "serial_us": views}
 
     def times_us(self) -> dict[str, float]:
-        """Medians of five after three more, hot whatever ran before; takes about 1 ms."""
+        """Medians of five runs after three untimed ones, whatever ran before; takes about 1 ms."""
         found = {}
         for name, job in self._jobs.items():
             for _ in range(3):
@@ -207,5 +208,5 @@ class Anchor:
 
 
 def geometric_means(first: dict[str, float], second: dict[str, float]) -> dict[str, float]:
-    """Of the values under each name."""
+    """Geometric mean of the two values under each name."""
     return {name: (first[name] * second[name]) ** 0.5 for name in first}

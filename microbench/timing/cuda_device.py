@@ -1,9 +1,9 @@
-"""A CUDA GPU for sweeps in chunks: memory, events, an L2 flush, a host kept ahead, a profiler.
+"""A CUDA GPU for sweeps in chunks: memory, events, an L2 flush, sleeps, a profiler.
 
-What the timed window leaves out. CUDA events are created before it. Memory, cuBLAS workspaces and
-kernels' code are there from a point's first run on. The device sleeps until the host has queued all
-of a sample, so that launches do not count; where the host was too slow all the same, the sample
-says so. cuDNN picks its kernels by heuristics (``cudnn.benchmark`` off), as models run by default.
+Not in the timed window: creating CUDA events (done before it); allocating memory and cuBLAS
+workspaces and loading kernels (done by a point's first run); launches, as the device sleeps until
+the host has queued a whole sample. Where the host was too slow nevertheless, the sample is marked
+as starved. cuDNN chooses kernels by heuristics (``cudnn.benchmark`` off), PyTorch's default.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from microbench.timing.kernels import kernels_by_run, profile
 from microbench.timing.nvml import Nvml
 
 log = logging.getLogger(__name__)
-MEMORY_FRAC = 0.9  # of the GPU's memory torch may take; CUDA modules, CUPTI and NCCL use the rest
-ARENA_FRAC = 0.85  # of the memory that is free
+MEMORY_FRAC = 0.9  # of the GPU's memory, for torch; CUDA modules, CUPTI and NCCL need the rest
+ARENA_FRAC = 0.85  # of the free memory, taken at the start
 FLUSH_PER_L2 = 2.0
-SLEEP_CYCLES = 2_000_000  # about a millisecond, to learn how fast the clock of sleep is
-LEAD = 1.5  # times what queueing usually takes: SM clocks, which sleep counts in, vary by a third
-LEAD_US = 15.0  # and the cost of a flush and two events
+SLEEP_CYCLES = 2_000_000  # about a millisecond, to measure cycles per microsecond
+LEAD = 1.5  # sleep per usual queueing time: it counts SM cycles, whose rate varies by a third
+LEAD_US = 15.0  # of sleep besides, for queueing a flush and two events
 MAX_SLEEP_US = 5000.0
 WARM_UP_S = 0.5
 MAX_FAILED_PROFILES = 2  # in a row
 
 
 class CudaDevice:
-    """One GPU as ``device.Device``; ``l2_bytes`` sets the size of the flush.
+    """A CUDA GPU as a ``Device``; the flush writes twice ``l2_bytes``.
 
-    torch's allocator serves every point from one large block taken first, so that no point waits
-    for cudaMalloc.
+    One large block, the arena, is allocated and freed first: torch's caching allocator then serves
+    all points from it, and none waits for cudaMalloc.
     """
 
     name = "cuda"
@@ -57,11 +57,11 @@ class CudaDevice:
         self._flush_us = self.elapsed_us(self._second(self._flush_buffer.zero_))
 
     def _take(self, size: int) -> None:
-        """One block of so many bytes, handed back to torch's allocator, which keeps it."""
+        """Allocate and free a block: torch's caching allocator keeps it."""
         self.torch.empty(size, dtype=self.torch.uint8, device="cuda")
 
     def _calibrate(self) -> float:
-        """Cycles of sleep in a microsecond, on a GPU that has been busy for a while."""
+        """Sleep cycles per microsecond, measured after half a second of work."""
         torch = self.torch
         x = torch.randn(2048, 2048, device="cuda")
         end = time.monotonic() + WARM_UP_S
@@ -71,27 +71,27 @@ class CudaDevice:
         return SLEEP_CYCLES / self.elapsed_us(self._second(lambda: torch.cuda._sleep(SLEEP_CYCLES)))
 
     def _second(self, run: Run) -> Launched:
-        """The second of two runs, waited for: the first may load code."""
+        """Launch twice and wait; returns the second launch, as the first may load kernels."""
         run()
         launched = self.launch(run)
         self.wait()
         return launched
 
     def settings(self, dtype: str) -> None:
-        """TF32 for products of dtype tf32 only."""
+        """Turn TF32 on for dtype tf32, and off for all others."""
         self.torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
         self.torch.backends.cudnn.allow_tf32 = dtype == "tf32"
 
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """Bytes of live tensors."""
         return int(self.torch.cuda.memory_allocated())
 
     def tiny(self) -> None:
-        """Negate one number."""
+        """Launch a kernel that negates one number."""
         self._one.neg_()
 
     def _events(self) -> tuple[Any, Any]:
-        """Two events that exist: CUDA creates an event when it is first recorded."""
+        """Two events, recorded once, as CUDA creates an event at its first record."""
         begin, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         end.record()
@@ -111,15 +111,15 @@ class CudaDevice:
         return Launched(events=events, host_us=host_us, starved=bool(begin.query()))
 
     def launch(self, run: Run, behind_us: float = 0.0) -> Launched:
-        """Queue a run between two events, behind a sleep where one is asked for."""
+        """Queue a run between two events, behind a sleep of ``behind_us``."""
         events = self._events()
         self._sleep(behind_us)
         return self._between(events, run)
 
     def sample(self, run: Run, cold: bool, host_us: float) -> Launched:
-        """Queue a run behind a flush or another run, and all behind a sleep.
+        """Queue a run behind a flush (cold) or another run (warm), and both behind a sleep.
 
-        The sleep lasts until the host has queued everything, so that no kernel waits for it.
+        The sleep lasts until the host has queued everything, so that no kernel waits for the host.
         """
         events = self._events()
         lead_us = LEAD * host_us * (1 if cold else 2) + LEAD_US
@@ -131,16 +131,16 @@ class CudaDevice:
         return self._between(events, run)
 
     def elapsed_us(self, launched: Launched) -> float:
-        """Time between the two events."""
+        """Time between the two events of a launch."""
         begin, end = launched.events
         return float(begin.elapsed_time(end)) * 1e3  # ms to us
 
     def wait(self) -> None:
-        """Until the GPU has caught up."""
+        """Wait until all queued work is done."""
         self.torch.cuda.synchronize()
 
     def broken(self) -> bool:
-        """Whether even waiting fails: errors of kernels stick to the process."""
+        """Whether a sticky error has occurred: then even waiting fails."""
         try:
             self.torch.cuda.synchronize()
         except RuntimeError:
@@ -148,33 +148,35 @@ class CudaDevice:
         return False
 
     def kernels(self, runs: Sequence[Run]) -> list[list[tuple[str, float]]]:
-        """Kernels by run; none where the profiler fails, none ever after two failures in a row."""
-        nothing: list[list[tuple[str, float]]] = [[] for _ in runs]
+        """Kernels by run; empty where profiling fails, and always after two failures in a row."""
+        no_kernels: list[list[tuple[str, float]]] = [[] for _ in runs]
         if self._failed_profiles == MAX_FAILED_PROFILES or not runs:
-            return nothing
+            return no_kernels
         try:
             found = kernels_by_run(profile(runs, self.wait, self.tiny), len(runs))
             if not any(found):
-                raise RuntimeError("the profiler saw no kernel: may this user use CUPTI?")
-        except Exception as exc:  # names of kernels are an extra: no sweep ends for them
+                raise RuntimeError(
+                    "the profiler recorded no kernel; has this user access to CUPTI?"
+                )
+        except Exception as exc:  # kernel names are optional: the sweep goes on without
             self._failed_profiles += 1
-            log.warning("no kernels in this chunk's rows: %s", exc)
-            return nothing
+            log.warning("rows of this chunk have no kernel names: %s", exc)
+            return no_kernels
         self._failed_profiles = 0
         return found
 
     def conditions(self) -> dict[str, Any]:
-        """NVML's readings, and the energy so far."""
+        """Clocks, power and temperature by NVML, and the energy since the driver was loaded."""
         found, energy_j = self.nvml.read(), self.nvml.energy_j()
         return found if energy_j is None else {**found, "energy_j": energy_j}
 
     def reset(self) -> None:
-        """After a failed allocation: unused segments go back to the driver.
+        """Return unused memory to the driver after a failed allocation, and renew the arena.
 
-        The arena is taken anew only where most of it was given back: while tensors live in it, it
-        stays, and to take most of what is free besides would leave nothing for CUDA itself.
+        The arena is renewed only where most of it was returned. While tensors live in it torch
+        keeps it, and allocating most of the free memory besides would leave none for CUDA itself.
         """
-        gc.collect()  # during a chunk collection is off
+        gc.collect()  # the garbage collector is off during a chunk
         self.torch.cuda.empty_cache()
         reserved_bytes = self.torch.cuda.memory_reserved()
         if reserved_bytes >= self.arena_bytes / 2:
@@ -182,5 +184,5 @@ class CudaDevice:
         free_bytes, _ = self.torch.cuda.mem_get_info()
         try:
             self._take(min(int(ARENA_FRAC * free_bytes), self.arena_bytes - reserved_bytes))
-        except RuntimeError as exc:  # points can do without: each waits for cudaMalloc once
-            log.warning("the arena was not taken again: %s", exc)
+        except RuntimeError as exc:  # points then wait for cudaMalloc once each
+            log.warning("memory for the arena was not available: %s", exc)

@@ -1,4 +1,4 @@
-"""What a sweep in chunks asks of a device that queues work and runs behind the host."""
+"""Device: what a sweep in chunks needs of a device that runs asynchronously to the host."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Run = Callable[[], object]
 class Launched:
     """A run that was queued between two events.
 
-    ``host_us`` is how long the call that queued it took. ``starved``: the device was past the first
-    event when the host had queued the second, so that it may have waited for the host in between.
+    ``host_us``: host time of the call that queued it. ``starved``: the device had passed the first
+    event before the host queued the second one, so it may have waited for the host in between.
     """
 
     events: Any
@@ -23,43 +23,43 @@ class Launched:
 
 
 class Device(Protocol):
-    """A device that queues work. ``CudaDevice`` is one; tests have a clockwork one."""
+    """A device with a queue: ``CudaDevice``, or a simulated one in tests."""
 
     name: str
     arena_bytes: int
 
     def settings(self, dtype: str) -> None:
-        """Switch on what ops of this dtype need: TF32 or not."""
+        """Set TF32 on or off as ops of this dtype need it."""
 
-    def held_bytes(self) -> int:
-        """Bytes of everything that is allocated."""
+    def allocated_bytes(self) -> int:
+        """Bytes of all live tensors."""
 
     def tiny(self) -> object:
-        """Launch one kernel that is as short as kernels get."""
+        """Launch one of the shortest possible kernels."""
 
     def launch(self, run: Run, behind_us: float = 0.0) -> Launched:
-        """Queue a run, behind a sleep of the device where ``behind_us`` is given."""
+        """Queue a run between two events, behind a device sleep of ``behind_us``."""
 
     def sample(self, run: Run, cold: bool, host_us: float) -> Launched:
-        """Queue a run after a flush (cold) or after itself (warm), all of it behind a sleep.
+        """Queue a run after a cache flush (cold) or after itself (warm), both behind a sleep.
 
-        ``host_us`` is what queueing the run takes; the sleep lasts longer than that.
+        The sleep is longer than ``host_us``, the host time that queueing the run takes.
         """
 
     def elapsed_us(self, launched: Launched) -> float:
-        """Time between the two events, once the device has caught up."""
+        """Time between the two events, once the work is done."""
 
     def wait(self) -> None:
-        """Wait until the device has caught up."""
+        """Wait until all queued work is done."""
 
     def broken(self) -> bool:
-        """Whether the device answers no more."""
+        """Whether a sticky error has made the device unusable for this process."""
 
     def kernels(self, runs: Sequence[Run]) -> list[list[tuple[str, float]]]:
-        """Names and durations in us of the kernels each run launches, under a profiler."""
+        """Names and durations in us of the kernels that each run launches, by a profiler."""
 
     def conditions(self) -> dict[str, Any]:
-        """Clocks, power and temperature as they are now."""
+        """Current clocks, power and temperature, as columns of a row."""
 
     def reset(self) -> None:
-        """After an allocation failed: give back to the driver what is free."""
+        """Return unused memory to the driver, after a failed allocation."""

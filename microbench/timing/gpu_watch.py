@@ -1,4 +1,4 @@
-"""A GPU's clocks and power while it runs steps, for the row of an iteration."""
+"""Records a GPU's clocks and power while it runs training steps."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from typing import Any
 
 from microbench.timing.nvml import Nvml
 
-LOOK_EVERY_S = 0.1
-LEAST_ENERGY_S = 0.3  # the driver renews its energy counter every few tens of milliseconds
+READ_EVERY_S = 0.1
+MIN_ENERGY_S = 0.3  # the driver updates its energy counter every few tens of milliseconds
 
 
 class GpuWatch:
-    """Readings between ``begin`` and ``facts``; one is due every ``LOOK_EVERY_S``."""
+    """Collects readings between ``begin`` and ``facts``; one is due every ``READ_EVERY_S``."""
 
     def __init__(self, nvml: Nvml) -> None:
         self.nvml = nvml
         self.begin()
 
     def begin(self) -> None:
-        """Forget earlier readings: steps are timed from now on."""
+        """Drop earlier readings and restart the energy counter."""
         self.readings: list[dict[str, Any]] = []
         self._begin_s, self._begin_j = time.monotonic(), self.nvml.energy_j()
-        self._looked_s = 0.0
+        self._read_s = 0.0
 
     def due(self) -> bool:
-        """Whether it is time to look again."""
-        return time.monotonic() - self._looked_s >= LOOK_EVERY_S
+        """Whether it is time for the next reading."""
+        return time.monotonic() - self._read_s >= READ_EVERY_S
 
-    def look(self) -> None:
-        """One reading; to be called while the GPU is at work."""
+    def read(self) -> None:
+        """Take one reading; call it while the GPU is busy."""
         self.readings.append(self.nvml.read())
-        self._looked_s = time.monotonic()
+        self._read_s = time.monotonic()
 
     def facts(self) -> dict[str, Any]:
-        """Columns of a row; to be called right after the last step.
+        """Columns of a row; call it right after the last step.
 
-        Medians of clocks and the least clock of the SMs, all throttle reasons seen, the mean power:
-        energy over time where enough of it passed, else the mean of the readings.
+        Medians of clocks and temperature, the lowest SM clock, all throttle reasons, and the mean
+        power: energy / time where the time suffices, else the mean of the readings.
         """
         found: dict[str, Any] = {}
         clocks_hz = self._all("sm_clock_hz")
@@ -50,7 +50,9 @@ class GpuWatch:
         if (power_w := self._power_w()) is not None:
             found["power_w"] = power_w
         if reasons := self._all("throttle"):
-            found["throttle"] = " ".join(sorted({word for one in reasons for word in one.split()}))
+            found["throttle"] = " ".join(
+                sorted({word for text in reasons for word in text.split()})
+            )
         return found
 
     def _all(self, name: str) -> list[Any]:
@@ -58,7 +60,7 @@ class GpuWatch:
 
     def _power_w(self) -> float | None:
         passed_s, end_j = time.monotonic() - self._begin_s, self.nvml.energy_j()
-        if end_j is not None and self._begin_j is not None and passed_s >= LEAST_ENERGY_S:
+        if end_j is not None and self._begin_j is not None and passed_s >= MIN_ENERGY_S:
             return (end_j - self._begin_j) / passed_s
         values = self._all("power_w")
         return statistics.fmean(values) if values else None

@@ -1,4 +1,4 @@
-"""How long the host takes to launch an op on a GPU, and for what it does without a kernel."""
+"""Host times on a GPU machine: of launching an op, and of calls without a kernel."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from microbench.timing.clock import CallCost, summarise
 from microbench.timing.device import Run
 
 HOST_SAMPLES = 10
-MIN_HOST_US = 0.5  # of a run: no call from Python is cheaper
+MIN_HOST_US = 0.5  # lower bound: no call from Python is faster
 
 
 def launch_us(
     workload: Workload, launches_us: Sequence[float], baselines_us: Sequence[float], cost: CallCost
 ) -> float:
-    """Host time to launch one call of the op, in us: the least, as all that disturbs adds to it.
+    """Host time in us to launch one call of an op: the shortest, as disturbances only add.
 
-    ``launches_us`` are host times of whole runs, the device idle before each. Taken off is what no
-    training step pays: the baseline, or the cost of timing and of ``torch.ops.aten``'s wrapper.
+    ``launches_us`` are host times of whole runs on an idle device. Subtracted is what a training
+    step does not have: the baseline, or the cost of timing and of ``torch.ops.aten``'s wrapper.
     """
     less_us = min(baselines_us) if baselines_us else cost.us(workload.through_aten)
     return max(min(launches_us) - less_us, MIN_HOST_US) / workload.calls
 
 
 def host_timing(workload: Workload, wait: Callable[[], None]) -> dict[str, Any]:
-    """Host time of one call less the baseline's, as columns; the device is idle before each run."""
+    """Host time of a call minus the baseline's, as columns; the device is idle before each run."""
 
     def once(run: Run) -> float:
         wait()

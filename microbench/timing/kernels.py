@@ -1,4 +1,4 @@
-"""Which kernels each of several runs launched: one profiler session, read from its trace."""
+"""Kernels that each of several runs launches, from the trace of one profiler session."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ import pandas as pd
 MARK = "itercast run "
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
-NAME_LENGTH = 120  # of a kernel; template arguments go on for thousands of letters
-NAMES = 8  # of kernels written down
-LOST = 64  # launches ahead of a session's runs: CUPTI may lose the first kernels, pytorch #192021
+NAME_LENGTH = 120  # of a kernel; template arguments can have thousands of letters
+NAMES = 8  # of kernels in a row of the dataset
+# Before the runs, as CUPTI may lose the first kernels of a session:
+# https://github.com/pytorch/pytorch/issues/192021
+LEADING_LAUNCHES = 64
 DETACH_S = 0.2  # for CUPTI to detach after a session
-EVENTS_US = 2.0  # events' distance from a kernel's ends may vary by this much
+EVENTS_US = 2.0  # most that events may time more than the kernel between them takes
 RESOLUTION_US = 0.5  # of CUDA events: cudaEventElapsedTime
-NOISE_FRAC = 0.03  # of a kernel's time from one run to the next: clocks move while it is sampled
+NOISE_FRAC = 0.03  # of a kernel's time between runs, as clocks change
 
 
 def profile(
@@ -31,21 +33,21 @@ def profile(
     wait: Callable[[], None],
     first: Callable[[], object],
 ) -> dict[str, Any]:
-    """A torch.profiler trace in which every run stands under ``MARK`` and its number.
+    """Profile runs; returns a Chrome trace in which run n is inside an annotation ``MARK`` n.
 
-    Each runs once more right before, unmarked: its kernels then find caches as in a warm sample.
-    ``first`` launches a kernel that may be lost.
+    Each run is preceded by the same run without annotation, so that caches are warm. ``first``
+    launches a tiny kernel, at the beginning, where the profiler may lose kernels.
 
-    After a session CUPTI stays attached and slows down all later launches, unless TEARDOWN_CUPTI is
-    "1" when the session ends (kineto, CuptiActivityApi.cpp). Then a thread detaches it during the
-    next CUDA calls: ``wait`` makes some until that is done.
+    After a session CUPTI stays attached and slows all later launches, unless TEARDOWN_CUPTI is "1"
+    (CuptiActivityApi.cpp of https://github.com/pytorch/kineto). A thread then detaches it during
+    the next CUDA calls; calls of ``wait`` let it do so.
     """
     from torch import profiler  # lazy: traces are read where torch is absent
 
     os.environ["TEARDOWN_CUPTI"] = "1"
     kinds = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.CUDA]
     with profiler.profile(activities=kinds) as session:
-        for _ in range(LOST):
+        for _ in range(LEADING_LAUNCHES):
             first()
         for number, run in enumerate(runs):
             run()
@@ -64,10 +66,10 @@ def profile(
 
 
 def kernels_by_run(trace: Mapping[str, Any], runs: int) -> list[list[tuple[str, float]]]:
-    """(name, duration in us) of the kernels, copies and fills each run launched, in launch order.
+    """(name, duration in us) of the kernels, copies and fills of each run, in launch order.
 
-    A kernel belongs to the run during which the host launched it, on whatever thread. A run of
-    which a kernel was launched and not seen has none: CUPTI lost records.
+    A kernel belongs to the run during which the host launched it, on any thread. Where the trace
+    lacks a kernel that a run launched (CUPTI lost records), the run's list is empty.
     """
     events = [e for e in trace.get("traceEvents", ()) if e.get("ph") == "X"]
     marks = sorted(
@@ -104,7 +106,7 @@ def kernels_by_run(trace: Mapping[str, Any], runs: int) -> list[list[tuple[str, 
 
 
 def _launches(event: Mapping[str, Any]) -> bool:
-    """Whether this is a call of the runtime that launches a kernel."""
+    """Whether an event is a call of the CUDA runtime that launches a kernel."""
     return event.get("cat") == "cuda_runtime" and "LaunchKernel" in event["name"]
 
 
@@ -113,7 +115,7 @@ def _correlation(event: Mapping[str, Any]) -> Any:
 
 
 def kernel_facts(kernels: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    """Columns of a row: distinct names in order, the number of kernels, their summed time."""
+    """Columns of a row: distinct kernel names in launch order, number of kernels, sum of times."""
     if not kernels:
         return {}
     names = list(dict.fromkeys(name[:NAME_LENGTH] for name, _ in kernels))
@@ -125,10 +127,11 @@ def kernel_facts(kernels: Sequence[tuple[str, float]]) -> dict[str, Any]:
 
 
 def timing_disagreement(rows: pd.DataFrame) -> tuple[int, int]:
-    """How many rows could be checked against the profiler, and how many of them disagree.
+    """Compare times by events with kernel times by the profiler: (rows compared, disagreeing).
 
-    Checked are warm rows of ops that are one kernel. The events' time, their own overhead taken
-    off, should be the kernel's and up to 2 us more; 0.5 us and 3 % either way are noise.
+    Compared are warm rows of ops with one kernel. A row disagrees where the time by events, without
+    their own overhead, is not within kernel time - slack .. kernel time + 2 us + slack, with
+    slack = 0.5 us + 3 % of the kernel time.
     """
     needed = {"cache", "time_us", "kernel_us", "kernel_count"}
     if not needed <= set(rows.columns):

@@ -1,4 +1,4 @@
-"""What the driver says of an NVIDIA GPU: clocks, throttle reasons, power, temperature, energy."""
+"""Reads an NVIDIA GPU's clocks, throttle reasons, power, temperature and energy by NVML."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ REASONS = {
     0x200: "board_limit",
     0x400: "reliability",
 }
-# A GPU at its power limit runs as it does in every long training; one too hot does not.
+# Not power_cap: GPUs run at their power limit in every long training.
 THROTTLED = frozenset({"hw_slowdown", "sw_thermal", "hw_thermal", "hw_power_brake"})
 
 
 def reasons(bits: int) -> tuple[str, ...]:
-    """Names of the throttle reasons in NVML's bit mask."""
+    """Names of the throttle reasons in a bit mask of NVML."""
     return tuple(name for bit, name in REASONS.items() if bits & bit)
 
 
 class Nvml:
-    """Readings of one GPU; what the driver does not tell is left out, all of it without NVML."""
+    """Readings of one GPU, without those that the driver does not support; none without NVML."""
 
     def __init__(self, uuid: str) -> None:
-        """``uuid`` as torch states it, without the leading ``GPU-``."""
+        """``uuid``: as torch states it, without ``GPU-`` in front."""
         self._handle: Any = None
         try:
             import pynvml  # lazy: machines without NVIDIA lack the library it loads
@@ -40,47 +40,47 @@ class Nvml:
             self._nvml: Any = pynvml
             pynvml.nvmlInit()
             self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-        except Exception:  # NVML is an extra: no reading is worth a sweep
+        except Exception:  # readings are optional: the sweep goes on without
             self._handle = None
 
-    def _ask(self, name: str, *args: Any) -> Any:
-        """A reading, or None."""
+    def _query(self, name: str, *args: Any) -> Any:
+        """Call an NVML function; None where it is missing or fails."""
         if self._handle is None:
             return None
-        ask: Callable[..., Any] | None = getattr(self._nvml, name, None)
+        function: Callable[..., Any] | None = getattr(self._nvml, name, None)
         try:
-            return ask(self._handle, *args) if ask else None
+            return function(self._handle, *args) if function else None
         except self._nvml.NVMLError:
             return None
 
     def energy_j(self) -> float | None:
-        """Joules since the driver was loaded."""
-        millijoules = self._ask("nvmlDeviceGetTotalEnergyConsumption")
+        """Energy in joules used since the driver was loaded; None where it is not supported."""
+        millijoules = self._query("nvmlDeviceGetTotalEnergyConsumption")
         return None if millijoules is None else millijoules / 1e3
 
     def read(self) -> dict[str, Any]:
-        """Columns of a row: the GPU as it is now."""
-        bits = self._ask("nvmlDeviceGetCurrentClocksEventReasons")
+        """Columns of a row: current clocks, power, temperature and throttle reasons."""
+        bits = self._query("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:
-            bits = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons")
+            bits = self._query("nvmlDeviceGetCurrentClocksThrottleReasons")
         found = {
-            "sm_clock_hz": _times(self._ask("nvmlDeviceGetClockInfo", 1), 1e6),  # MHz
-            "memory_clock_hz": _times(self._ask("nvmlDeviceGetClockInfo", 2), 1e6),
-            "power_w": _times(self._ask("nvmlDeviceGetPowerUsage"), 1e-3),  # milliwatts
-            "temperature_c": self._ask("nvmlDeviceGetTemperature", 0),
+            "sm_clock_hz": _times(self._query("nvmlDeviceGetClockInfo", 1), 1e6),  # MHz
+            "memory_clock_hz": _times(self._query("nvmlDeviceGetClockInfo", 2), 1e6),
+            "power_w": _times(self._query("nvmlDeviceGetPowerUsage"), 1e-3),  # milliwatts
+            "temperature_c": self._query("nvmlDeviceGetTemperature", 0),
             "throttle": None if bits is None else " ".join(reasons(bits)),
         }
         return {name: value for name, value in found.items() if value is not None}
 
 
 def driver_version() -> str:
-    """Of the NVIDIA driver; empty without one."""
+    """Version of the NVIDIA driver; empty without a driver."""
     try:
         import pynvml  # lazy, as above
 
         pynvml.nvmlInit()
         return str(pynvml.nvmlSystemGetDriverVersion())
-    except Exception:  # as above: an extra
+    except Exception:  # optional, as above
         return ""
 
 
@@ -89,12 +89,12 @@ def _times(value: Any, factor: float) -> float | None:
 
 
 def is_throttled(reading: dict[str, Any]) -> bool:
-    """Whether a reading says that the GPU was slowed down by heat or by its power supply."""
+    """Whether a reading has a throttle reason of heat or power supply."""
     return bool(THROTTLED & set(str(reading.get("throttle", "")).split()))
 
 
 def combined(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several readings as one: medians, the least SM clock, every throttle reason that was seen."""
+    """Combine readings: medians, the lowest SM clock, all throttle reasons."""
     names = dict.fromkeys(name for reading in readings for name in reading)
     found: dict[str, Any] = {}
     for name in names:

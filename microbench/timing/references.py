@@ -1,4 +1,4 @@
-"""What is timed once in every chunk: events, the gap between kernels, and a product for drift."""
+"""Reference times of every chunk: event overhead, gap between kernels, a product for drift."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ IN_A_ROW = 50  # kernels
 def reference_times(device: Device, anchor: Run) -> dict[str, float]:
     """Columns that all rows of a chunk share, in us.
 
-    ``empty_us``: between two events with nothing in between; every device time has it taken off.
-    ``drift_us``: the anchor, the same run in every chunk: shows whether the GPU changes speed.
-    ``tiny_launch_us``: host time to launch a tiny kernel: shows whether the host changes speed, or
-    whether a profiler that has ended still slows launches down.
-    ``gap_us``: what a kernel in a row of 50 takes more than it does alone; device times of kernels
-    that run back to back add up with this once for each boundary. Negative where the start of a
-    kernel overlaps with the end of the one before.
+    - ``empty_us``: time between two adjacent events; it is subtracted from all device times.
+    - ``drift_us``: time of the anchor, the same product in every chunk; shows the GPU's speed.
+    - ``tiny_launch_us``: host time to launch a tiny kernel; shows the host's speed, and whether an
+      ended profiler session still slows launches.
+    - ``gap_us``: time between two kernels of a sequence,
+      (time of 50 tiny kernels - 50 * time of one) / 49. Kernels that run back to back take the sum
+      of their times plus one gap per boundary. Negative where kernels overlap.
     """
     launches = []
     for _ in range(SAMPLES):
@@ -32,7 +32,7 @@ def reference_times(device: Device, anchor: Run) -> dict[str, float]:
         for _ in range(IN_A_ROW):
             device.tiny()
 
-    empty_us = _median_us(device, _nothing, 0.0)
+    empty_us = _median_us(device, _empty, 0.0)
     one_us = _median_us(device, device.tiny, tiny_launch_us) - empty_us
     row_us = _median_us(device, in_a_row, IN_A_ROW * tiny_launch_us) - empty_us
     return {
@@ -44,16 +44,16 @@ def reference_times(device: Device, anchor: Run) -> dict[str, float]:
 
 
 def _median_us(device: Device, run: Run, host_us: float) -> float:
-    """Median of warm samples, of those for which the host was fast enough if there are any."""
+    """Median of warm samples, without those that starved if others are left."""
     queued = [device.sample(run, False, host_us) for _ in range(SAMPLES)]
     device.wait()
     return statistics.median(device.elapsed_us(sample) for sample in unstarved(queued))
 
 
 def unstarved(queued: Sequence[Launched]) -> list[Launched]:
-    """The samples during which the device did not wait for the host; all where it always did."""
+    """Samples during which the device did not wait for the host; all samples if it always did."""
     return [sample for sample in queued if not sample.starved] or list(queued)
 
 
-def _nothing() -> None:
-    """What is timed to know what events cost."""
+def _empty() -> None:
+    """An empty run, to time the events alone."""

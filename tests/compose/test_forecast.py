@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -67,11 +68,13 @@ def test_host_events_add_to_ops_on_a_cpu() -> None:
     assert found.unmodelled_frac == 0
 
 
-def test_an_op_nobody_answers_for_is_counted() -> None:
+def test_an_op_without_a_family_is_priced_by_its_bytes_and_counted() -> None:
+    """16 bytes at 1e9 bytes/s are 0.016 us, and 2 us of overhead; right within a factor of two."""
     call = OpCall(op="aten.unheard_of.default", args=(tensor(0, 4),))
-    found = PriceBook(Fixed(), CPU, 2).price([priceable(call)])
-    assert found[0].family == "unmodelled"
-    assert found[0].duration_us > 0
+    (found,) = PriceBook(Fixed(), replace(CPU, hbm_bytes_per_s=1e9), 2).price([priceable(call)])
+    assert found.family == "unmodelled"
+    assert found.duration_us == pytest.approx(2.016)
+    assert (found.low_us, found.high_us) == pytest.approx((1.008, 4.032))
 
 
 def test_the_device_waits_for_a_slow_host() -> None:

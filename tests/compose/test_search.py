@@ -1,17 +1,22 @@
-"""Plan search: what it finds is what trying everything finds."""
+"""Plan search finds the plans that simulating every candidate finds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from plan_case import GPU, capture_at, experts_at, search_of
 
+from compose.capture_model import capture_case
 from compose.parallel.plan import ParallelPlan
-from compose.search import Search, _candidates, best_plans
+from compose.pricing.collectives import Group
+from compose.search import Search, best_plans, candidate_plans
 from compose.simulate.iteration import evaluate, quick_us
 from compose.simulate.stage_rank import least_us, memory
-from microbench.hardware.spec import Gpu
+from microbench.cases.registry import case
+from microbench.hardware.node import load_node
+from microbench.hardware.spec import Gpu, load_gpu
 from microbench.opcall import StepCapture
 
 
@@ -21,47 +26,76 @@ def search() -> Search:
 
 
 @pytest.mark.parametrize("capture", [capture_at, experts_at])
-def test_no_better_plan_is_left_out(capture: Callable[[int, int], StepCapture]) -> None:
+def test_no_better_plan_is_pruned(capture: Callable[[int, int], StepCapture]) -> None:
     search = search_of(capture_at=capture)
-    found = best_plans(search, 4, "time", count=5)
-    ranks = [r for p in _candidates(search, 4) if (r := search.allowed(p)) is not None]
+    result = best_plans(search, 4, "time", count=5)
+    ranks = [r for p in candidate_plans(search, 4) if (r := search.allowed(p)) is not None]
     times = sorted(quick_us(r, "adamw") for r in ranks)
-    assert [s.iteration_us for s in found.best] == pytest.approx(times[:5])
-    assert found.simulated < found.considered == len(ranks)
+    assert [s.iteration_us for s in result.best] == pytest.approx(times[:5])
+    assert result.simulated < result.considered == len(ranks)
     assert all(least_us(r) <= quick_us(r, "adamw") for r in ranks)
 
 
-def test_experts_are_spread_over_what_divides_them_and_dp(search: Search) -> None:
-    """Four experts, 3 GPUs: over none of them; a model without experts: never."""
+def test_ep_divides_dp_and_the_experts(search: Search) -> None:
+    """Four experts: ep of 1, 2 or 4 on four GPUs, 1 on three; without experts ep is 1."""
     mixture = search_of(capture_at=experts_at)
-    assert {(p.dp, p.ep) for p in _candidates(mixture, 4) if p.tp * p.pp == 1} == {
+    assert {(p.dp, p.ep) for p in candidate_plans(mixture, 4) if p.tp * p.pp == 1} == {
         *((4, 1), (4, 2), (4, 4))
     }
-    assert {p.ep for p in _candidates(mixture, 3)} <= {1}
-    assert {p.ep for p in _candidates(search, 4)} == {1}
+    assert {p.ep for p in candidate_plans(mixture, 3)} <= {1}
+    assert {p.ep for p in candidate_plans(search, 4)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "node", "largest"),
+    [
+        ("gb200", "", 16),  # 72 GPUs joined by NVLink
+        ("gb200", "gb200-nvl72", 16),
+        ("b200-sxm", "", 8),
+        ("b200-sxm", "dgx-b200", 8),
+    ],
+)
+def test_tensor_parallelism_is_tried_within_one_link_domain(
+    gpu: str, node: str, largest: int
+) -> None:
+    """Of 16 GPUs a rack of GB200 joins all, an HGX board of B200 eight."""
+    search = replace(search_of(load_gpu(gpu)), node=load_node(node) if node else None, batch=16)
+    assert max(p.tp for p in candidate_plans(search, 16)) == largest
+
+
+def bert_at(batch: int, seq: int) -> StepCapture:
+    """One step of BERT-large: 16 heads."""
+    return capture_case(case("bert-large"), batch=batch, seq=seq, shallow=True)
+
+
+def test_a_plan_across_hosts_of_one_rack_is_simulated() -> None:
+    """tp=16 is legal, fits, and sends its messages over NVLink."""
+    search = search_of(load_gpu("gb200"), bert_at)
+    plans = [p for p in candidate_plans(search, 16) if p.tp == 16]
+    rank = search.allowed(plans[0])
+    assert rank is not None and search.simulated(rank).fits
+    assert rank.where.groups["tp"] == Group(size=16, per_node=16)
 
 
 def test_a_gpu_too_small_for_all_experts_holds_some_of_them() -> None:
-    """Their bytes shrink with ep: no bound may forbid what fits."""
-    ranks = {
-        str(p): r
-        for p in _candidates(search_of(capture_at=experts_at), 4)
-        if (r := search_of(capture_at=experts_at).allowed(p)) is not None and p.pp * p.tp == 1
-    }
-    spread = min(sum(memory(r, "adamw").values()) for r in ranks.values() if r.plan.ep > 1)
+    """A rank's bytes shrink with ep, so that the lower bound of memory keeps plans with ep."""
+    search = search_of(capture_at=experts_at)
+    plans = [p for p in candidate_plans(search, 4) if p.pp * p.tp == 1 and p.ep > 1]
+    ranks = [r for p in plans if (r := search.allowed(p)) is not None]
+    spread = min(sum(memory(r, "adamw").values()) for r in ranks)
     tight = Gpu(**{**GPU.to_dict(), "hbm_bytes": spread * 1.01})
     best = best_plans(search_of(tight, experts_at), 4, "memory", count=3).best
     assert best[0].fits and best[0].memory_bytes <= spread
 
 
 @pytest.mark.parametrize("text", ["dp=2,zero=3,accumulate=2", "accumulate=2", "dp=2,cdp=1", "pp=2"])
-def test_a_quick_time_is_the_whole_forecasts(search: Search, text: str) -> None:
-    """Every micro-batch synchronised, the last one only, cyclic, and in a pipeline."""
+def test_the_time_of_a_search_is_that_of_the_whole_forecast(search: Search, text: str) -> None:
+    """Synchronising every micro-batch, the last one only, cyclic, and in a pipeline."""
     rank = search.rank(ParallelPlan.parse(text))
     assert quick_us(rank, "adamw") == pytest.approx(evaluate(rank, "adamw").iteration_us)
 
 
-def test_every_plan_uses_the_gpus_it_was_given(search: Search) -> None:
+def test_best_plans_use_all_gpus_but_for_cost(search: Search) -> None:
     assert {s.plan.world_size for s in best_plans(search, 4, "time").best} == {4}
     cheap = best_plans(search, 4, "cost").best[0]
     assert cheap.plan.world_size in (1, 2, 4)
@@ -69,12 +103,12 @@ def test_every_plan_uses_the_gpus_it_was_given(search: Search) -> None:
     assert [s.memory_bytes for s in small] == sorted(s.memory_bytes for s in small)
 
 
-def test_plans_that_do_not_fit_come_last(search: Search) -> None:
-    ranks = [r for p in _candidates(search, 4) if (r := search.allowed(p)) is not None]
+def test_plans_that_exceed_the_memory_come_last(search: Search) -> None:
+    ranks = [r for p in candidate_plans(search, 4) if (r := search.allowed(p)) is not None]
     sizes = sorted(sum(memory(r, "adamw").values()) for r in ranks)
     tight = Gpu(**{**GPU.to_dict(), "hbm_bytes": float(sizes[len(sizes) // 2])})
-    found = best_plans(search_of(tight), 4, "time", count=1000).best
-    fits = [s.fits for s in found]
+    best = best_plans(search_of(tight), 4, "time", count=1000).best
+    fits = [s.fits for s in best]
     assert True in fits and fits == sorted(fits, reverse=True)
 
 

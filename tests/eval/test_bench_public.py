@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from public_data import PUBLIC, needs_public
 
 from eval.public.baselines import alpha_beta, interpolation
 from eval.public.benchmark import calibrated, run_line
 from eval.public.op_lines import clusters, gemm_sites, lines, nccl_cells, nccl_tail
 from eval.public.table import markdown
 from eval.results import LineResult
-from learners.models.regressors import Table
+from learners.models.training_table import Table
 from microbench.hardware.spec import load_gpu
 
-PUBLIC = Path(os.environ.get("ITERCAST_PUBLIC", "../shared/public-data"))
 SIZES = [2.0**i for i in range(10, 28)]
 
 
@@ -153,7 +151,7 @@ def test_what_large_products_reach_is_told_to_one_column_only() -> None:
     assert told == pytest.approx({"b200-sxm": 5.5, "h100-sxm-80gb": -5.2}, abs=1.5)
 
 
-@pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public measurements are not here")
+@needs_public("NeuSight")
 def test_layernorm_of_the_public_data_beats_its_baselines() -> None:
     from microbench.importers import neusight
 
@@ -166,7 +164,7 @@ def test_layernorm_of_the_public_data_beats_its_baselines() -> None:
     assert ours < 4
 
 
-@pytest.mark.skipif(not PUBLIC.is_dir(), reason="the public measurements are not here")
+@needs_public("aiconfigurator")
 def test_collectives_of_a_system_left_out() -> None:
     """GB200 is as fast as B200; nothing measured is like A100: there others do as well."""
     from microbench.importers import aiconfigurator

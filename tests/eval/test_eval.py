@@ -52,7 +52,7 @@ def test_a_case_measured_once_has_no_noise_floor() -> None:
     assert summary([once, *RESULTS[1:]])["noise_floor_pct"] == 2.0
     assert "noise_floor_pct" not in summary([once])
     assert once.retest_text == "-"
-    assert in_words([once]).endswith("everything was measured once")
+    assert in_words([once]).endswith("nothing was measured twice")
 
 
 def test_names_in_the_plot_do_not_cover_each_other() -> None:
@@ -95,11 +95,13 @@ def test_the_report_is_a_page_and_json(tmp_path: Path) -> None:
     assert "&lt;toy&gt;" in text and "data:image/png" in text and "-20.0" in text
 
 
-def test_runs_stand_side_by_side_in_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_stand_side_by_side_in_mlflow(
+    mlflow_store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without an address: in mlflow.db in the working directory."""
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
     log_fit(FIT, "toy", Path("bundle"))
     write_report(tmp_path / "demo", RESULTS, FIT, {})
     log_evaluation(RESULTS, tmp_path / "demo")

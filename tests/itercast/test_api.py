@@ -11,7 +11,6 @@ from torch import nn
 
 from compose.capture_model import capture, micro_size
 from compose.parallel.plan import ParallelPlan
-from compose.target import optimizer_of
 from microbench.opcall import StepCapture
 
 
@@ -34,7 +33,7 @@ def test_a_module_with_a_tensor_and_a_loss() -> None:
     ]
     assert (step.samples, step.tokens) == (5, 0)
     assert [p.name for p in step.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
-    assert optimizer_of(step) == "adamw"
+    assert step.optimizer == "adamw"
 
 
 def test_the_module_is_left_as_it_was() -> None:
@@ -78,7 +77,7 @@ def test_a_function_is_given_its_size_and_builds_without_memory() -> None:
 
     step = capture(make, batch=3, optimizer="none")
     assert products(step, "forward") == [(3, 100_000)]
-    assert optimizer_of(step) == "none"
+    assert step.optimizer == "none"
 
 
 class Deep(nn.Module):

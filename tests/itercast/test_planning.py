@@ -23,11 +23,8 @@ def bundle(tmp_path: Path) -> str:
     return str(tmp_path / "bundle")
 
 
-def test_mixed_precision_is_part_of_every_plan(
-    bundle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mixed_precision_is_part_of_every_plan(bundle: str, mlflow_store: str) -> None:
     """Weights in fp32 take more memory than bf16 ones under the same plan."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "2", "--bundle", bundle, "--json"]
     found = {}
     for more in ([], ["--amp"]):
@@ -41,12 +38,9 @@ def test_mixed_precision_is_part_of_every_plan(
     assert run.invoke(app, [*words, "--amp", "--dtype", "fp32"]).exit_code == 2
 
 
-def test_the_best_plans_are_printed_and_logged(
-    bundle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_plans_are_printed_and_logged(bundle: str, mlflow_store: str) -> None:
     from mlflow.tracking import MlflowClient
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "2", "--bundle", bundle, "--json"]
     result = run.invoke(app, words)
     assert result.exit_code == 0, result.output
@@ -54,7 +48,7 @@ def test_the_best_plans_are_printed_and_logged(
     times = [p["iteration_us"] for p in found["plans"]]
     assert 1 < len(times) <= 10 and times == sorted(times)
     assert {p["world_size"] for p in found["plans"]} == {2}
-    client = MlflowClient()
+    client = MlflowClient(mlflow_store)
     experiment = client.get_experiment_by_name("plans")
     assert experiment is not None
     runs = client.search_runs([experiment.experiment_id])
@@ -62,11 +56,8 @@ def test_the_best_plans_are_printed_and_logged(
     assert logged == {p["plan"] for p in found["plans"]}
 
 
-def test_a_configuration_is_planned(
-    bundle: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_configuration_is_planned(bundle: str, mlflow_store: str, tmp_path: Path) -> None:
     """Eight samples over two GPUs; one of a case and a configuration, the latter with sizes."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'mlflow.db'}")
     config = {"architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_head": 2, "n_layer": 2}
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps({**config, "vocab_size": 100, "n_positions": 32}))

@@ -23,7 +23,8 @@ ROOT = Path(__file__).parent.parent.parent
 KEYS = {
     *("case", "gpu", "plan", "bundle", "iteration_us", "iteration_us_p10", "iteration_us_p90"),
     *("host_us", "compute_us", "comm_us", "exposed_comm_us", "idle_us", "memory_bytes"),
-    *("samples_per_s", "tokens_per_s", "mfu_frac", "unmodelled_frac", "by_family_us"),
+    *("samples_per_s", "tokens_per_s", "mfu_frac", "unmodelled_frac", "assumed_frac"),
+    *("by_family_us", "assumed_by_us"),
 }
 
 
@@ -89,6 +90,19 @@ def test_a_trace_has_every_op_and_strict_names_what_has_no_model(
     assert "aten.mm.default" not in refused
 
 
+def test_assumptions_are_explained_by_time_with_their_sources(folder: Path, bundle: Path) -> None:
+    """The bundle knows products only: the host and all other ops are assumed."""
+    words = ("mlp-s", "--bundle", str(bundle), "--json", "--explain-assumptions")
+    found = predict(folder, *words)
+    parts = found["assumptions"]
+    times_us = [part["time_us"] for part in parts]
+    assert times_us == sorted(times_us, reverse=True)
+    assert sum(times_us) == pytest.approx(found["assumed_frac"] * found["iteration_us"])
+    names = {part["name"] for part in parts}
+    assert {"host.event_us.module_call", "price_book.roofline_overhead_us"} <= names
+    assert all(part["source"] and part["value"] for part in parts)
+
+
 def test_a_function_of_the_users_own(folder: Path, bundle: Path) -> None:
     (folder / "mine.py").write_text(
         "import torch\n"
@@ -119,11 +133,11 @@ def test_a_first_look_at_a_cpu_takes_the_bundle_that_ships(
     assert found.gpu.kind == "cpu" and found.gpu.name in found.bundle.gpus
 
 
-def test_a_local_bundle_of_an_older_version_is_passed_over(
+def test_a_local_bundle_of_an_older_version_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bundles/local").mkdir(parents=True)
     (tmp_path / "bundles/local/bundle.json").write_text('{"schema_version": 1}')
     assert find_target("h100-sxm-80gb").bundle_name.endswith("shipped")
-    assert "passed over: bundle 'bundles/local': schema version 1" in caplog.text
+    assert "local bundle ignored: bundle 'bundles/local': schema version 1" in caplog.text

@@ -1,16 +1,44 @@
-"""Tables for people."""
+"""The table printed after training: errors by family and learner, coverage of the intervals."""
 
 from __future__ import annotations
+
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
 
 from itercast.commands.shared import report_table
 
 
-def entry(rows: int, coverage_pct: float) -> dict[str, object]:
-    return {"rows": rows, "coverage_pct": coverage_pct, "learners": {}}
+def printed(report: dict[str, Any]) -> str:
+    """The table as a wide terminal shows it."""
+    text = StringIO()
+    Console(width=200, file=text, force_terminal=True, color_system=None).print(
+        report_table(report)
+    )
+    return text.getvalue()
 
 
-def test_coverage_is_summed_up_over_families() -> None:
-    """70 % of 300 rows and 90 % of 100: 75 % of 400."""
-    table = report_table({"gemm": entry(300, 70.0), "norm": entry(100, 90.0)})
-    assert str(table.caption).startswith("80 % intervals cover 75 % of these shapes")
-    assert report_table({}).caption is None
+def entry(rows: int, coverage_pct: float, **medians: float) -> dict[str, Any]:
+    """A family's report."""
+    learners = {name: {"median_ape_pct": value} for name, value in medians.items()}
+    return {"rows": rows, "coverage_pct": coverage_pct, "learners": learners}
+
+
+def test_a_line_has_the_median_error_of_each_learner() -> None:
+    """XGBoost, nearest, linear, roofline; a dash for what was not measured or trained."""
+    line = next(
+        line
+        for line in printed({"gemm": entry(300, 70.4, xgboost=2.04, nearest=9.96)}).splitlines()
+        if "gemm" in line
+    )
+    cells = [cell.strip() for cell in line.split("│")[1:-1]]
+    assert cells == ["gemm", "300", "-", "70", "2.0", "10.0", "-", "-"]
+
+
+def test_coverage_of_all_families_is_weighted_by_their_rows() -> None:
+    """(300 * 70 % + 100 * 90 %) / 400 = 75 %; a family without intervals does not count."""
+    families = {"gemm": entry(300, 70.0), "norm": entry(100, 90.0)}
+    families["host"] = {"rows": 1000, "coverage_pct": None, "learners": {}}
+    assert "80 % intervals cover 75 %" in printed(families)
+    assert "intervals" not in printed({})

@@ -1,4 +1,4 @@
-"""What a second pass should measure, and the file of points that says so."""
+"""Choosing the points of a second sweep, and the file that lists them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from learners.active import doubt, drawn, next_pass, point_ids
-from learners.models.regressors import Table
+from learners.active import disagreement, next_pass, point_ids, sampling_keys
+from learners.models.training_table import Table
 from microbench.hardware.spec import load_gpu
 from microbench.store import read_rows, write_atomic, write_part
 from microbench.sweep import scheduler as sweep_module
@@ -43,7 +43,7 @@ def first_pass(tmp_path: Path) -> Path:
 
 
 def test_draws_are_as_likely_as_scores_are_large() -> None:
-    first = [int(np.argmax(drawn(np.array([3.0, 1.0, 0.0]), seed))) for seed in range(400)]
+    first = [int(np.argmax(sampling_keys(np.array([3.0, 1.0, 0.0]), seed))) for seed in range(400)]
     assert first.count(0) == pytest.approx(300, abs=40)  # 3 / (3 + 1)
     assert 2 not in first
 
@@ -55,7 +55,7 @@ def test_models_disagree_where_few_points_speak() -> None:
     time_us = np.where(x[:, 0] < 0.52, 1.0, np.exp(8 * x[:, 0]))
     group, one = np.arange(len(x)), np.ones(len(x))
     table = Table(x=x, roofline_us=one, time_us=time_us, group=group)
-    found = doubt(table, np.arange(88), np.arange(88, 176))
+    found = disagreement(table, np.arange(88), np.arange(88, 176))
     assert found.spread[80:].mean() > 5 * found.spread[:70].mean()
     assert 0 <= found.error < 0.1  # of the median shape, and most are flat
 

@@ -13,7 +13,7 @@ import pytest
 
 from learners.bundle import Bundle
 from learners.features.table import shape_groups
-from learners.models.regressors import group_split
+from learners.models.training_table import group_split
 from learners.score_file import price_file
 from learners.train import errors, train
 from microbench.hardware.spec import Gpu, load_gpu
@@ -100,7 +100,7 @@ def test_price_keeps_rows_and_adds_columns(bundle: Path, data: Path, tmp_path: P
     assert (after["predicted_us_p10"] < after["predicted_us_p90"]).all()
 
 
-def test_a_gpu_with_a_hardware_file_is_priced_unasked(bundle: Path, tmp_path: Path) -> None:
+def test_an_unseen_gpu_with_a_hardware_file_is_priced(bundle: Path, tmp_path: Path) -> None:
     """The bundle was not trained on it; a machine of no file is refused by name."""
     rows = pd.DataFrame([asdict(gemm.Gemm(m=64, n=64, k=64))]).assign(gpu="l4", family="gemm")
     rows.to_parquet(tmp_path / "rows.parquet")

@@ -14,7 +14,7 @@ from microbench.capture.log import capture_step
 from microbench.cases.others import OTHERS
 from microbench.cases.registry import case, case_names
 from microbench.iterations.collect import collect_iterations, iteration_of
-from microbench.iterations.measure import PHASES, Iteration, measure
+from microbench.iterations.measure import PHASES, Iteration, measure_iteration
 from microbench.step import StepSettings
 from microbench.store import read_rows
 
@@ -101,10 +101,11 @@ def test_names_need_no_torch() -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.alone
 def test_measured_rows_state_phases_and_the_anchor() -> None:
     times = iter([{"anchor_us": 4.0, "serial_us": 1.0}, {"anchor_us": 9.0, "serial_us": 1.0}] * 500)
     asked = iteration_of(case("mlp-s"))
-    row = measure(case("mlp-s"), asked, "cpu", repetitions=6, anchor=lambda: next(times))
+    row = measure_iteration(case("mlp-s"), asked, "cpu", repetitions=6, anchor=lambda: next(times))
     assert row["samples"] >= 6
     assert row["anchor_us"] == pytest.approx(6, rel=0.2)  # sqrt(4 * 9)
     assert row["serial_us"] == 1.0
@@ -112,6 +113,7 @@ def test_measured_rows_state_phases_and_the_anchor() -> None:
     assert 0.4 * row["time_us_p20"] < phases < 2 * row["time_us_p80"]  # medians of few steps
 
 
+@pytest.mark.alone
 def test_two_ranks_are_measured_once_each_round(tmp_path: Path) -> None:
     wanted = [iteration_of(case("mlp-s")), iteration_of(case("mlp-s"), "dp=2")]
     assert collect_iterations(tmp_path, "cpu", wanted, 0) == 2

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from microbench.hardware.names import NAMES, gpu_named
 from microbench.hardware.node import Node, load_node, node_names
@@ -40,6 +42,10 @@ PROMISED = [
     "mi100",
     "mi210",
     "mi250",
+]
+FACTS = [
+    *(HERE / f"{name}.yaml" for name in gpu_names() if name != "cpu"),
+    *HERE.glob("nodes/*.yaml"),
 ]
 SHIPPED = [name for name in gpu_names() if name != "cpu"]
 CORES_PER_SM = {"pascal": 128, "volta": 64, "turing": 64, "cdna": 128, "cdna2": 128}
@@ -91,11 +97,31 @@ def test_numbers_that_tables_often_get_wrong() -> None:
     assert load_gpu("mi250").sm_count == 104  # one of two dies
 
 
-@pytest.mark.parametrize("path", [*HERE.glob("*.yaml"), *HERE.glob("nodes/*.yaml")], ids=str)
-def test_every_number_names_its_source(path: Path) -> None:
-    for line in path.read_text().splitlines():
-        if re.match(r"\s*\w+: [\d.]", line):
-            assert re.search(r"\d  # \S.{5}", line), line
+NUMBER = re.compile(r"[-+]?\d*\.?\d+(e[-+]?\d+)?")
+
+
+def numbers(node: yaml.Node) -> Iterator[yaml.ScalarNode]:
+    """Every number below a node of a YAML file; 3e9 counts, which YAML 1.1 reads as text."""
+    if isinstance(node, yaml.MappingNode):
+        for _, value in node.value:
+            yield from numbers(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from numbers(value)
+    elif isinstance(node, yaml.ScalarNode) and node.style is None and NUMBER.fullmatch(node.value):
+        yield node
+
+
+@pytest.mark.parametrize("path", FACTS, ids=lambda path: path.stem)
+def test_every_number_names_its_source_on_its_line(path: Path) -> None:
+    """One of at least six letters: a document, a link, or "assumed:" and as what."""
+    text = path.read_text()
+    found = list(numbers(yaml.compose(text)))
+    assert len(found) >= 4
+    for number in found:
+        line = text.splitlines()[number.start_mark.line]
+        _, _, source = line[number.end_mark.column :].partition("# ")
+        assert re.search(r"[A-Za-z].{5}", source), line
 
 
 @pytest.mark.parametrize("name", node_names())

@@ -98,6 +98,7 @@ def stand_in_for_cuda(torch: Any) -> None:
         ),
         "Stream": lambda device=None: SimpleNamespace(wait_stream=lambda other: None),
         "stream": lambda stream: nullcontext(),
+        "is_current_stream_capturing": lambda: False,
     }
     for name in ("memory_allocated", "memory_reserved", "max_memory_allocated"):
         found[name] = lambda device=None: 0

@@ -1,1 +1,1 @@
-"""Models that are not ours: Hugging Face and timm configurations, a user's own module."""
+"""Models from outside this project: Hugging Face and timm configurations, users' modules."""

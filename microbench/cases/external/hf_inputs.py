@@ -1,9 +1,9 @@
-"""What a transformers model is fed: full batches of tokens, pictures or sound, and their labels.
+"""Inputs of transformers models: full batches of tokens, images or audio, with labels.
 
-Pictures have the configuration's size; where they stand beside tokens, there is one a sample, and
-``seq`` counts its place among the tokens. Sound is ``seq`` samples of a wave or frames of a
-spectrogram, unless the model's sounds are of one length. A decoder beside an encoder gets ``seq``
-tokens too.
+Images have the size in the configuration. A model of tokens and images gets one image per sample,
+whose place among the tokens counts in ``seq``. Audio is ``seq`` samples of a waveform or frames of
+a spectrogram, unless the model takes one length only. The decoder of an encoder-decoder gets
+``seq`` tokens too.
 """
 
 from __future__ import annotations
@@ -13,91 +13,96 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from microbench.assumptions import assumed
+
 PER_SAMPLE = (
     *("ForSequenceClassification", "ForImageClassification", "ForVideoClassification"),
     *("ForAudioClassification", "ForNextSentencePrediction"),
 )
 PER_PIXEL = ("ForSemanticSegmentation",)
-LAYOUT = (
+# Arguments that say how an image was cut into patches.
+PATCH_LAYOUT = (
     *("image_grid", "image_position", "aspect_ratio", "pixel_position"),
     *("pixel_attention_mask", "high_res_pixel"),
 )
-WAVE_PER_LETTER, FRAMES_PER_LETTER = 1280, 8  # of 16 kHz, and of 100 frames a second: 12.5 letters
+SAMPLES_PER_LABEL = assumed(__file__, "samples_per_label")
+FRAMES_PER_LABEL = assumed(__file__, "frames_per_label")
+IMAGE_SIZE = assumed(__file__, "image_size")
 log = logging.getLogger(__name__)
 
 
 def make_inputs(model: Any, config: Any, batch: int, seq: int, labels: bool) -> dict[str, Any]:
-    """Inputs as the forward of a transformers model (or class) names them.
+    """Inputs by the argument names of the forward of a transformers model or class.
 
-    With ``labels`` also what its own loss needs, where that is one of tokens, classes or pairs.
+    With ``labels``, also those that its own loss needs: tokens, classes or matching pairs.
     """
     name, kind = model.main_input_name, _class_name(model)
     makers: dict[str, Callable[[], Any]] = {
         "input_ids": lambda: _tokens(config, kind, batch, seq),
-        "pixel_values": lambda: _pictures(config, batch),
-        "pixel_values_videos": lambda: _pictures(config, batch),
+        "pixel_values": lambda: _images(config, batch),
+        "pixel_values_videos": lambda: _images(config, batch),
         "input_values": lambda: _waves(config, kind, batch, seq),
         "input_features": lambda: _spectrograms(config, kind, batch, seq),
     }
     if not isinstance(name, str) or name not in makers:
         raise ValueError(f"{kind} takes {name!r}; supported: {sorted(makers)}")
     accepted = inspect.signature(model.forward).parameters
-    given = {name: makers[name]()}
+    inputs = {name: makers[name]()}
     beside = {"input_ids": "pixel_values", "pixel_values": "input_ids"}.get(name, "")
-    if beside in accepted and not _laid_out(accepted, config, kind):
-        given[beside] = makers[beside]()
+    if beside in accepted and not _needs_patch_layout(accepted, config, kind):
+        inputs[beside] = makers[beside]()
     pixtral = getattr(getattr(config, "vision_config", None), "model_type", "") == "pixtral"
-    if pixtral and "pixel_values" in given:
-        given["image_sizes"] = _with_values(batch * [list(given["pixel_values"].shape[-2:])])
+    if pixtral and "pixel_values" in inputs:
+        inputs["image_sizes"] = _with_values(batch * [list(inputs["pixel_values"].shape[-2:])])
     if "decoder_input_ids" in accepted and getattr(config, "is_encoder_decoder", False):
-        given["decoder_input_ids"] = _tokens(config, kind, batch, seq)
-    return {**given, **(_labels(given, accepted, kind, batch, seq) if labels else {})}
+        inputs["decoder_input_ids"] = _tokens(config, kind, batch, seq)
+    return {**inputs, **(_labels(inputs, accepted, kind, batch, seq) if labels else {})}
 
 
-def _laid_out(accepted: Any, config: Any, kind: str) -> bool:
-    """Whether pictures come in pieces, with a layout that no configuration states."""
-    found = [name for name in accepted if name.startswith(LAYOUT)]
-    found += ["image_sizes"] if hasattr(config, "image_grid_pinpoints") else []
-    if found:
-        log.warning("%s: captured without pictures, whose %s is not known", kind, found[0])
-    return bool(found)
+def _needs_patch_layout(accepted: Any, config: Any, kind: str) -> bool:
+    """Whether images come as patches whose layout the configuration does not state."""
+    unknown = [name for name in accepted if name.startswith(PATCH_LAYOUT)]
+    unknown += ["image_sizes"] if hasattr(config, "image_grid_pinpoints") else []
+    if unknown:
+        log.warning("%s: captured without images, whose %s is not known", kind, unknown[0])
+    return bool(unknown)
 
 
 def _labels(
-    given: dict[str, Any], accepted: Any, kind: str, batch: int, seq: int
+    inputs: dict[str, Any], accepted: Any, kind: str, batch: int, seq: int
 ) -> dict[str, Any]:
-    """The tokens, class 0 for every sample or pixel, letters of sound, or which pairs belong."""
+    """Labels: the input tokens, class 0 per sample or pixel, or a transcript of audio."""
     import torch  # lazy: names need no torch
 
     classes = torch.zeros(batch, dtype=torch.int64)
     if "start_positions" in accepted:
         return {"start_positions": classes, "end_positions": classes}
-    if "return_loss" in accepted and len(given) > 1:
+    if "return_loss" in accepted and len(inputs) > 1:
         return {"return_loss": True}
-    found: dict[str, Any] = {}
+    labels: dict[str, Any] = {}
     if "next_sentence_label" in accepted:
-        found["next_sentence_label"] = classes
+        labels["next_sentence_label"] = classes
     if "labels" not in accepted:
-        return found
+        return labels
     if kind.endswith(PER_SAMPLE):
-        found["labels"] = classes
+        labels["labels"] = classes
     elif kind.endswith(PER_PIXEL):
-        height, width = given["pixel_values"].shape[-2:]
-        found["labels"] = torch.zeros(batch, height, width, dtype=torch.int64)
+        height, width = inputs["pixel_values"].shape[-2:]
+        labels["labels"] = torch.zeros(batch, height, width, dtype=torch.int64)
     elif kind.endswith("ForCTC"):
-        wave = "input_values" in given
-        each = WAVE_PER_LETTER if wave else FRAMES_PER_LETTER
-        found["labels"] = _with_values(batch * [max(1, seq // each) * [1]])
+        wave = "input_values" in inputs
+        each = SAMPLES_PER_LABEL if wave else FRAMES_PER_LABEL
+        labels["labels"] = _with_values(batch * [max(1, seq // each) * [1]])
         if not wave and "attention_mask" in accepted:  # some count their frames by it
-            found["attention_mask"] = _with_values(batch * [seq * [1]])
+            labels["attention_mask"] = _with_values(batch * [seq * [1]])
     else:
-        tokens = given.get("decoder_input_ids", given.get("input_ids"))
-        found |= {} if tokens is None else {"labels": tokens}
-    return found
+        tokens = inputs.get("decoder_input_ids", inputs.get("input_ids"))
+        labels |= {} if tokens is None else {"labels": tokens}
+    return labels
 
 
 def _with_values(rows: list[Any]) -> Any:
-    """Integers that stay known in a capture: models look how large and how many they are."""
+    """A real tensor of integers, whose values a model may read while it is captured."""
     import torch  # lazy, as above
     from torch.utils._python_dispatch import _disable_current_modes
 
@@ -110,6 +115,7 @@ def _class_name(model: Any) -> str:
 
 
 def _tokens(config: Any, kind: str, batch: int, seq: int) -> Any:
+    """Random tokens (batch, seq); ValueError beyond the model's positions."""
     import torch  # lazy, as above
 
     _check_length(seq, kind)
@@ -125,12 +131,12 @@ def _check_length(seq: int, kind: str) -> None:
         raise ValueError(f"{kind}: a sequence length is required")
 
 
-def _pictures(config: Any, batch: int) -> Any:
-    """(batch, channels, height, width), or of a video (batch, frames, channels, height, width)."""
+def _images(config: Any, batch: int) -> Any:
+    """Images (batch, channels, height, width), or videos (batch, frames, channels, ...)."""
     import torch  # lazy, as above
 
     vision = getattr(config, "vision_config", config)
-    size = _first(vision, "image_size", "crop_size") or 224
+    size = _first(vision, "image_size", "crop_size") or IMAGE_SIZE
     height, width = size if isinstance(size, list | tuple) else (size, size)
     frames = _first(vision, "num_frames", "frames_per_clip")
     count = (batch, frames) if frames else (batch,)
@@ -138,7 +144,7 @@ def _pictures(config: Any, batch: int) -> Any:
 
 
 def _waves(config: Any, kind: str, batch: int, seq: int) -> Any:
-    """(batch, samples), of codecs (batch, channels, samples); a spectrogram for those that ask."""
+    """Waveforms (batch, samples), of codecs (batch, channels, samples), or a spectrogram."""
     import torch  # lazy, as above
 
     if getattr(config, "num_mel_bins", None) and getattr(config, "max_length", None):
@@ -149,7 +155,7 @@ def _waves(config: Any, kind: str, batch: int, seq: int) -> Any:
 
 
 def _spectrograms(config: Any, kind: str, batch: int, seq: int) -> Any:
-    """(batch, frames, features), of Whisper and its kin (batch, features, all frames they take)."""
+    """Spectrograms (batch, frames, features); of models like Whisper (batch, features, frames)."""
     import torch  # lazy, as above
 
     sound = _first(config, "encoder_config", "audio_config") or config
@@ -164,5 +170,5 @@ def _spectrograms(config: Any, kind: str, batch: int, seq: int) -> Any:
 
 
 def _first(config: Any, *names: str) -> Any:
-    """The first of these settings that a configuration states, or None."""
-    return next((found for name in names if (found := getattr(config, name, None))), None)
+    """The first of these settings that a configuration has, or None."""
+    return next((value for name in names if (value := getattr(config, name, None))), None)

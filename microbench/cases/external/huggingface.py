@@ -1,6 +1,6 @@
-"""A case from a Hugging Face configuration file: random weights, offline, no code of the folder.
+"""Cases from Hugging Face configuration files: random weights, offline.
 
-Configurations of timm's models, which name no class of transformers, are built by timm.
+No code from the configuration's folder is run. Configurations of timm models are built by timm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from microbench.cases.evalcase import EvalCase
 from microbench.cases.external.hf_inputs import make_inputs
 
-# What a configuration file must not decide: which code runs, what is stored, what is returned.
+# Settings of a configuration file that are ignored: code to run, dtypes, caches, attention.
 DROPPED = (
     *("auto_map", "dtype", "torch_dtype", "quantization_config", "_name_or_path", "use_cache"),
     *("attn_implementation", "_attn_implementation"),
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HfConfig:
-    """A configuration file as read; ``build`` needs transformers or timm, the rest does not.
+    """The content of a configuration file; reading it needs neither transformers nor timm.
 
-    ``of_timm``: it names one ``architecture`` of timm's, as its models on the hub do.
+    ``of_timm``: ``architecture`` names a model of timm, not a class of transformers.
     """
 
     path: Path
@@ -39,12 +39,12 @@ class HfConfig:
 
     @property
     def name(self) -> str:
-        """The file's name, or its folder's where it is called config.json."""
+        """The name of the file, or of its folder if the file is called config.json."""
         return self.path.parent.resolve().name if self.path.stem == "config" else self.path.stem
 
 
 def read_config(path: Path) -> HfConfig:
-    """The configuration at ``path``; ValueError in one line for anything else."""
+    """Read the configuration at ``path``; ValueError in one line if there is none."""
     path = path / "config.json" if path.is_dir() else path
     try:
         data = path.read_bytes()
@@ -70,10 +70,10 @@ def _kept(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def hf_case(path: Path, *, mode: str, loss: str, attn: str) -> EvalCase:
-    """The case of ``architectures[0]``; its batch and seq are the caller's to choose.
+    """The case of the class ``architectures[0]``; the caller chooses batch and seq.
 
-    Batches are full: no padding, no attention mask, no key-value cache; ``hf_inputs`` says what is
-    in them. The loss is the model's own.
+    Batches are full (``hf_inputs``): no padding, attention mask or key-value cache. The loss is the
+    one that the model returns.
     """
     read = read_config(path)
     if read.of_timm:
@@ -106,33 +106,35 @@ def _timm_case(read: HfConfig) -> EvalCase:
     )
 
 
-def own_loss(output: Any, given: dict[str, Any]) -> Any:
-    """The loss that a transformers model returns beside its logits."""
-    found = getattr(output, "loss", None)
-    if found is None:
+def own_loss(output: Any, inputs: dict[str, Any]) -> Any:
+    """The loss that a transformers model returns with its logits."""
+    value = getattr(output, "loss", None)
+    if value is None:
         raise ValueError("the model has no loss of its own: --loss none starts from its output")
-    return found
+    return value
 
 
 def _model_class(read: HfConfig) -> Any:
+    """The class that the configuration names; ValueError if transformers does not have it."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         import transformers  # lazy: an optional extra
     except ModuleNotFoundError as exc:
         raise ValueError("hf-config needs transformers: pip install 'itercast[hf]'") from exc
     transformers.logging.set_verbosity_error()
-    found = getattr(transformers, read.architecture, None)
-    if getattr(found, "config_class", None) is None or not hasattr(found, "forward"):
+    model_class = getattr(transformers, read.architecture, None)
+    if getattr(model_class, "config_class", None) is None or not hasattr(model_class, "forward"):
         known = f"transformers {transformers.__version__}"
         raise ValueError(f"hf-config {str(read.path)!r}: {known} has no model {read.architecture}")
-    return found
+    return model_class
 
 
 def _config(read: HfConfig) -> Any:
+    """The configuration as an object of transformers; ValueError for values it refuses."""
     kind = _model_class(read).config_class
     values, text = read.values, read.values.get("text_config")
     if isinstance(text, dict) and "text_config" not in getattr(kind, "sub_configs", {}):
-        values = _kept(text)  # the language model alone of one that also sees
+        values = _kept(text)  # the language model of one for text and images
     try:
         return kind.from_dict(dict(values))
     except Exception as exc:  # transformers checks values in many ways
@@ -141,10 +143,10 @@ def _config(read: HfConfig) -> Any:
 
 
 def build(read: HfConfig, attn: str) -> Any:
-    """The model with random weights in torch's default dtype.
+    """Build the model with random weights in torch's default dtype.
 
-    ``attn`` sdpa is transformers' own choice: parts that have no such form, such as the backbones
-    of detectors, are eager, with a warning where that is all of the model.
+    With ``attn`` sdpa transformers chooses: parts without SDPA, such as backbones of detectors, run
+    eager attention. A warning is logged if the whole model does.
     """
     kind, config = _model_class(read), _config(read)
     config.use_cache = False
@@ -156,16 +158,16 @@ def build(read: HfConfig, attn: str) -> Any:
 
 
 def _built(kind: Any, config: Any) -> Any:
-    """The model; one that reads numbers off tensors while it is made, on no device, then faked."""
+    """Construct the model; on the meta device if its constructor reads values of tensors."""
     import torch  # lazy: names need no torch
     from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.utils._python_dispatch import _disable_current_modes
 
-    from microbench.capture.fake import without_data  # lazy, as torch
+    from microbench.capture.fake import fake_module  # lazy, as torch
 
     try:
         return kind(config)
     except DataDependentOutputException:
         with _disable_current_modes(), torch.device("meta"):
             model = kind(config)
-        return without_data(model)
+        return fake_module(model)

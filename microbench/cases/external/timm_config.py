@@ -1,4 +1,4 @@
-"""A case from a configuration of timm, as its models have on the hub: random weights, offline."""
+"""Cases from timm configurations, as on the Hugging Face Hub: random weights, offline."""
 
 from __future__ import annotations
 
@@ -7,50 +7,52 @@ from typing import Any
 import torch
 from torch import nn
 
-from microbench.capture.fake import made_to_be_read, without_data
+from microbench.assumptions import assumed
+from microbench.capture.fake import build_fake_else_real, fake_module
 
-CLASSES = 1000
+CLASSES = 1000  # of ImageNet
+IMAGE_SHAPE = assumed(__file__, "image_shape")
 LOADS = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path")
 
 
 class Classifier(nn.Module):
-    """A model of timm; ``labels`` in a forward is there for the loss alone."""
+    """Wraps a timm model; its forward takes ``labels`` only because the loss needs them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, pixels: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        """(batch, channels, height, width) to (batch, classes); a distilled model's first head."""
+        """(batch, channels, height, width) to (batch, classes); the first head of several."""
         output = self.model(pixels)
         logits: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return logits
 
 
 def build(values: dict[str, Any]) -> Classifier:
-    """The model that ``architecture`` names; ValueError for one that timm does not have."""
-    return Classifier(without_data(made_to_be_read(lambda: _create(values))))
+    """Build the timm model named by ``architecture``; ValueError if timm does not have it."""
+    return Classifier(fake_module(build_fake_else_real(lambda: _create(values))))
 
 
 def make_inputs(values: dict[str, Any], batch: int) -> dict[str, Any]:
-    """Pictures of the size that the configuration states, else of the model's usual one; labels."""
+    """Images of the size in the configuration, else of the model's default, and labels."""
     labels = torch.randint(0, _classes(values), (batch,))
-    return {"pixels": torch.randn(batch, *_picture(values)), "labels": labels}
+    return {"pixels": torch.randn(batch, *_image_size(values)), "labels": labels}
 
 
-def loss(logits: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-    """Cross-entropy over the classes; ValueError for a model that has none."""
+def loss(logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
+    """Cross-entropy over the classes; ValueError for a model without classes."""
     if logits.dim() != 2:
         raise ValueError("the model has no classes: --loss none starts from its output")
-    return nn.functional.cross_entropy(logits, given["labels"])
+    return nn.functional.cross_entropy(logits, inputs["labels"])
 
 
 def _create(values: dict[str, Any]) -> nn.Module:
-    """With ``img_size`` where the model is one of those that are made for a size."""
+    """Create the model, with ``img_size`` if its constructor takes one."""
     name, arguments = values["architecture"], dict(values.get("model_args") or {})
     if loads := [n for n in LOADS if n in arguments]:
         raise ValueError(f"hf-config: model_args {loads[0]!r}: weights are never loaded")
-    channels, height, width = _picture(values)
+    channels, height, width = _image_size(values)
     arguments |= {"num_classes": _classes(values)}
     if channels != 3:
         arguments["in_chans"] = channels
@@ -65,6 +67,7 @@ def _create(values: dict[str, Any]) -> nn.Module:
 
 
 def _timm(name: str) -> Any:
+    """The package timm; ValueError if it is missing or has no model of this name."""
     try:
         import timm  # lazy: an optional extra
     except ModuleNotFoundError as exc:
@@ -74,24 +77,25 @@ def _timm(name: str) -> Any:
     return timm
 
 
-def _picture(values: dict[str, Any]) -> tuple[int, int, int]:
-    """Channels, height and width."""
-    name, own = values["architecture"], values.get("pretrained_cfg")
-    size = own.get("input_size") if isinstance(own, dict) else None
+def _image_size(values: dict[str, Any]) -> tuple[int, int, int]:
+    """Channels, height and width of an image."""
+    name, stated = values["architecture"], values.get("pretrained_cfg")
+    size = stated.get("input_size") if isinstance(stated, dict) else None
     if size is None:
-        usual = _timm(name).models.get_pretrained_cfg(name)
-        size = usual.input_size if usual else (3, 224, 224)
-    if not (isinstance(size, list | tuple) and len(size) == 3 and all(map(_counts, size))):
+        default = _timm(name).models.get_pretrained_cfg(name)
+        size = default.input_size if default else IMAGE_SHAPE
+    if not (isinstance(size, list | tuple) and len(size) == 3 and all(map(_is_count, size))):
         raise ValueError(f"hf-config: input_size {size!r}: expected channels, height and width")
     return size[0], size[1], size[2]
 
 
 def _classes(values: dict[str, Any]) -> int:
-    found = values.get("num_classes", CLASSES)
-    if not _counts(found):
-        raise ValueError(f"hf-config: num_classes {found!r}: expected a whole number from 1 on")
-    return int(found)
+    """The number of classes in the configuration, else that of ImageNet."""
+    classes = values.get("num_classes", CLASSES)
+    if not _is_count(classes):
+        raise ValueError(f"hf-config: num_classes {classes!r}: expected a whole number, at least 1")
+    return int(classes)
 
 
-def _counts(value: Any) -> bool:
+def _is_count(value: Any) -> bool:
     return isinstance(value, int) and value > 0

@@ -1,4 +1,4 @@
-"""A module of the user's own as something to capture: a copy without data, inputs, a loss."""
+"""Capture of a user's own module: a fake copy of it, its inputs, its loss, and its errors."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from microbench.capture.facts import worth_following
-from microbench.capture.fake import fake, made_to_be_read, without_data
+from microbench.capture.facts import is_small_integer
+from microbench.capture.fake import build_fake_else_real, fake_module, fake_tensor
 from microbench.capture.log import capture_step
+from microbench.capture.sparse import check_layouts
 from microbench.cases.external.hf_inputs import make_inputs
 from microbench.opcall import StepCapture
 from microbench.step import StepSettings
 
+OUR_CODE = Path(__file__).parents[2]  # the package microbench
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnModel:
-    """A module, its inputs (a tensor, positional arguments, or a dict by name) and its loss.
+class UserModel:
+    """A user's module with its inputs and its loss.
 
-    ``loss(output)`` gives a scalar; None takes the output's ``loss`` attribute or the output itself
-    where it is a scalar. ``inputs`` None: those of a transformers model, or none at all.
+    ``inputs`` is a tensor, a tuple of positional arguments or a dict by name; None: those of a
+    transformers model, or no inputs at all. ``loss(output)`` returns a scalar; None takes the
+    ``loss`` attribute of the output, or the output itself if it is a scalar.
     """
 
     module: Any
@@ -38,142 +42,149 @@ class OwnModel:
 
 
 def load_function(name: str) -> Callable[..., Any]:
-    """The function behind ``module:function``, looked for in the working directory too."""
+    """Import ``module:function``; modules in the working directory are found too."""
     module, colon, function = name.partition(":")
     if not (module and colon and function):
         raise ValueError(f"model {name!r}: expected module:function")
     here = str(Path.cwd())
     sys.path[:0] = [] if here in sys.path else [here]
     try:
-        found = getattr(importlib.import_module(module), function)
+        loaded = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as exc:
         raise ValueError(f"model {name!r}: {exc}") from exc
-    if not callable(found):
+    if not callable(loaded):
         raise ValueError(f"model {name!r}: {function} is not a function")
-    return found  # type: ignore[no-any-return]
+    return loaded  # type: ignore[no-any-return]
 
 
-def call_function(function: Callable[..., Any], batch: int | None, seq: int | None) -> OwnModel:
-    """What the function returns: a module, (module, inputs) or (module, inputs, loss).
+def call_function(function: Callable[..., Any], batch: int | None, seq: int | None) -> UserModel:
+    """Call a user's function that returns a module, (module, inputs) or (module, inputs, loss).
 
-    It is given ``batch`` and ``seq`` where it has parameters of those names and they are known.
+    It gets ``batch`` and ``seq`` if it has parameters of these names and they are not None.
     """
-    known = {"batch": batch, "seq": seq}
+    sizes = {"batch": batch, "seq": seq}
     accepted = inspect.signature(function).parameters
-    found = function(**{k: v for k, v in known.items() if k in accepted and v is not None})
-    parts = found if isinstance(found, tuple) else (found,)
+    result = function(**{k: v for k, v in sizes.items() if k in accepted and v is not None})
+    parts = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], torch.nn.Module):
         kinds = ", ".join(type(p).__name__ for p in parts)
         raise ValueError(f"expected a module, (module, inputs) or (module, inputs, loss): {kinds}")
-    return OwnModel(**dict(zip(("module", "inputs", "loss"), parts, strict=False)))
+    return UserModel(**dict(zip(("module", "inputs", "loss"), parts, strict=False)))
 
 
-def capture_own(
-    make: Callable[[], OwnModel],
+def capture_user_model(
+    make: Callable[[], UserModel],
     settings: StepSettings,
     *,
     batch: int | None = None,
     seq: int | None = None,
     keep_dtype: bool = False,
 ) -> StepCapture:
-    """One step of the model that ``make`` returns; where it holds data, none of it is copied.
+    """Capture one step of the model that ``make`` returns, on fake copies of its tensors.
 
-    Samples: ``batch``, else the first axis of the first input. Tokens: samples times ``seq``, else
-    the elements of a first input of integers. Floating-point tensors take the settings' dtype
-    unless ``keep_dtype``.
+    Samples per step are ``batch``, else the first axis of the first input; tokens are samples times
+    ``seq``, else the number of elements of a first input of integers. Floating-point tensors take
+    the settings' dtype unless ``keep_dtype``.
     """
     made: dict[str, Any] = {}
 
     def build() -> Any:
         dtype = None if keep_dtype else torch.get_default_dtype()
-        made["own"] = _faked(made_to_be_read(make), dtype)
-        return made["own"].module
+        made["model"] = _fake_model(build_fake_else_real(make), dtype)
+        return made["model"].module
 
     def inputs() -> dict[str, Any]:
-        made["inputs"] = _named_inputs(made["own"], settings, batch, seq)
+        made["inputs"] = _named_inputs(made["model"], settings, batch, seq)
         return dict(made["inputs"])
 
-    def loss(output: Any, given: dict[str, Any]) -> Any:
-        return _loss(output, made["own"].loss)
+    def loss(output: Any, inputs: dict[str, Any]) -> Any:
+        return _loss(output, made["model"].loss)
 
     try:
         step = capture_step(build, inputs, loss, settings)
-    except Exception as exc:  # the module is the user's: anything may happen in it
-        if said_here(exc):
+    except Exception as exc:  # whatever the user's code raises
+        if is_own_error(exc):
             raise
-        raise ValueError(f"the model fails without data: {in_short(exc)}") from exc
-    first = next((t for t in tree_leaves(made["inputs"]) if isinstance(t, torch.Tensor)), None)
-    shape = first.shape if first is not None else ()
-    samples = batch or (shape[0] if shape else 1)
-    length = seq or 0
-    if first is not None and len(shape) > 1 and not first.is_floating_point():
-        length = seq or first.numel() // max(1, shape[0])
-    return replace(step, samples=samples, tokens=samples * length)
+        raise ValueError(f"the model fails without data: {one_line_error(exc)}") from exc
+    samples, length = _sizes(made["inputs"])
+    samples = batch or samples
+    return replace(step, samples=samples, tokens=samples * (seq or length))
 
 
-def said_here(exc: Exception) -> bool:
-    """Whether this is a line of ours about what the user gave, and not an error of a model's."""
+def _sizes(inputs: Any) -> tuple[int, int]:
+    """Samples, and tokens per sample, in the first input tensor; no tokens unless it is integer."""
+    first = next((t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)), None)
+    if first is None or not first.shape:
+        return 1, 0
+    tokens = len(first.shape) > 1 and not first.is_floating_point()
+    return first.shape[0], first.numel() // max(1, first.shape[0]) if tokens else 0
+
+
+def is_own_error(exc: Exception) -> bool:
+    """Whether an error is our own message about the user's input, not one raised by a model."""
     last = traceback.extract_tb(exc.__traceback__)[-1]
-    return isinstance(exc, ValueError) and last.filename.startswith(str(Path(__file__).parent))
+    return isinstance(exc, ValueError) and last.filename.startswith(str(OUR_CODE))
 
 
-def in_short(exc: Exception) -> str:
-    """The error in one line, and where in the user's code it came from."""
+def one_line_error(exc: Exception) -> str:
+    """An error's class and first line, with the file and line of the user's code it came from."""
     frames = traceback.extract_tb(exc.__traceback__)
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    theirs = [f for f in frames if not f.filename.startswith(ours)]
-    where = f" ({Path(theirs[-1].filename).name}:{theirs[-1].lineno})" if theirs else ""
+    ours = (str(Path(torch.__file__).parent), str(OUR_CODE))
+    users = [f for f in frames if not f.filename.startswith(ours)]
+    where = f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
     first = next(iter(str(exc).strip().splitlines()), "")
     return f"{type(exc).__name__}: {first}{where}"
 
 
-def _faked(own: OwnModel, dtype: torch.dtype | None) -> OwnModel:
-    """The same model and inputs without data, but for what is small and may steer the model."""
+def _fake_model(model: UserModel, dtype: torch.dtype | None) -> UserModel:
+    """The model with fake tensors; small integer inputs keep their values, models may read them."""
 
-    def given(value: Any) -> Any:
+    def fake_input(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor):
             return value
-        if not worth_following(value):
-            return fake(value, dtype)
+        if not is_small_integer(value):
+            return fake_tensor(value, dtype)
         with _disable_current_modes():
             return value.cpu().clone()
 
-    inputs = tree_map(given, own.inputs)
-    written = getattr(own.module, "_orig_mod", own.module)  # inside what torch.compile returns
-    return replace(own, module=without_data(written, dtype), inputs=inputs)
+    named = model.inputs if isinstance(model.inputs, Mapping) else {"": model.inputs}
+    check_layouts((f"input {name}".strip(), t) for name, x in named.items() for t in tree_leaves(x))
+    inputs = tree_map(fake_input, model.inputs)
+    module = getattr(model.module, "_orig_mod", model.module)  # inside what torch.compile returns
+    return replace(model, module=fake_module(module, dtype), inputs=inputs)
 
 
 def _named_inputs(
-    own: OwnModel, settings: StepSettings, batch: int | None, seq: int | None
+    model: UserModel, settings: StepSettings, batch: int | None, seq: int | None
 ) -> dict[str, Any]:
-    """The inputs by the names of the module's forward, or by number where it has none."""
-    signature = inspect.signature(own.module.forward)
-    if isinstance(own.inputs, Mapping):
-        return dict(own.inputs)
-    if own.inputs is None:
-        config = getattr(own.module, "config", None)
-        if config is not None and hasattr(own.module, "main_input_name"):
+    """The inputs by the argument names of the module's forward, or numbered if it has none."""
+    signature = inspect.signature(model.module.forward)
+    if isinstance(model.inputs, Mapping):
+        return dict(model.inputs)
+    if model.inputs is None:
+        config = getattr(model.module, "config", None)
+        if config is not None and hasattr(model.module, "main_input_name"):
             if batch is None or seq is None:
                 raise ValueError("a transformers model without inputs needs batch and seq")
-            labels = settings.mode == "train" and settings.loss == "default" and own.loss is None
-            return make_inputs(own.module, config, batch, seq, labels)
-    values = own.inputs if isinstance(own.inputs, list | tuple) else (own.inputs,)
+            labels = settings.mode == "train" and settings.loss == "default" and model.loss is None
+            return make_inputs(model.module, config, batch, seq, labels)
+    values = model.inputs if isinstance(model.inputs, list | tuple) else (model.inputs,)
     try:
-        bound = signature.bind(*(() if own.inputs is None else values))
+        bound = signature.bind(*(() if model.inputs is None else values))
     except TypeError as exc:
-        raise ValueError(f"inputs of {type(own.module).__name__}: {exc}") from exc
+        raise ValueError(f"inputs of {type(model.module).__name__}: {exc}") from exc
     kinds = {signature.parameters[name].kind for name in bound.arguments}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}:
-        forward = own.module.forward
-        own.module.forward = lambda **named: forward(*named.values())
+        forward = model.module.forward
+        model.module.forward = lambda **named: forward(*named.values())
         return {f"input{i}": value for i, value in enumerate(values)}
     return dict(bound.arguments)
 
 
 def _loss(output: Any, loss: Callable[[Any], Any] | None) -> Any:
-    """A scalar: the user's loss, the output's own, or the output itself."""
-    found = loss(output) if loss is not None else getattr(output, "loss", None)
-    found = output if found is None else found
-    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+    """The scalar loss: the user's function of the output, its ``loss``, or the output itself."""
+    value = loss(output) if loss is not None else getattr(output, "loss", None)
+    value = output if value is None else value
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise ValueError("no scalar loss: give loss(output), or loss 'none' to start at the output")
-    return found
+    return value

@@ -1,4 +1,4 @@
-"""Networks of attention and its kin that are no plain transformers."""
+"""Swin, MLP-Mixer and Conformer, in small sizes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch.nn import functional as F
 
 
 def network(width: int, hidden: int) -> nn.Sequential:
-    """GELU between two linear layers."""
+    """A feed-forward network: two linear layers with GELU between them."""
     return nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
 
 class WindowAttention(nn.Module):
-    """Attention inside windows, shifted by ``shift``, with a bias by distance, and a network."""
+    """Swin block: attention inside shifted windows with a relative position bias, then an MLP."""
 
     distance: torch.Tensor
 
@@ -46,12 +46,12 @@ class WindowAttention(nn.Module):
         q, k, v = self.qkv(x).view(len(x), size, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         bias = self.bias[self.distance].view(size, size, self.heads).permute(2, 0, 1)
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5 + bias
-        found: torch.Tensor = (scores.softmax(dim=-1) @ v).transpose(1, 2).reshape(x.shape)
-        return found
+        result: torch.Tensor = (scores.softmax(dim=-1) @ v).transpose(1, 2).reshape(x.shape)
+        return result
 
 
 class Swin(nn.Module):
-    """Patches of 4x4 and window attention, every other one shifted (arXiv:2103.14030)."""
+    """Swin transformer without downsampling; every second layer is shifted (arXiv:2103.14030)."""
 
     def __init__(self, width: int, layers: int, heads: int, window: int, classes: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Swin(nn.Module):
 
 
 class MixerLayer(nn.Module):
-    """A network over places, and one over channels (arXiv:2105.01601)."""
+    """Mixer layer: an MLP over patches, then an MLP over channels (arXiv:2105.01601)."""
 
     def __init__(self, places: int, width: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class MixerLayer(nn.Module):
 
 
 class Mixer(nn.Module):
-    """Patches, mixed by networks alone."""
+    """MLP-Mixer: a classifier of patches without attention (arXiv:2105.01601)."""
 
     def __init__(self, width: int, layers: int, size: int, patch: int, classes: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Mixer(nn.Module):
 
 
 class ConformerLayer(nn.Module):
-    """Half a network, attention, a depthwise convolution in time (arXiv:2005.08100)."""
+    """Conformer layer: feed-forward, attention, depthwise convolution (arXiv:2005.08100)."""
 
     def __init__(self, width: int, heads: int, kernel: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class ConformerLayer(nn.Module):
 
 
 class Conformer(nn.Module):
-    """Frames of sound to a class for each."""
+    """Conformer that classifies every frame of a signal."""
 
     def __init__(self, width: int, layers: int, heads: int, kernel: int, classes: int) -> None:
         super().__init__()

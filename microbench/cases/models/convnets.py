@@ -1,4 +1,4 @@
-"""Convolutional networks of other kinds than ResNets: depthwise, dense, dilated in time."""
+"""EfficientNet, ConvNeXt, DenseNet and WaveNet, in small sizes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from microbench.cases.models.vision import convolution
 
 
 class Excitation(nn.Module):
-    """x times a gate per channel, made of the channels' means (arXiv:1709.01507)."""
+    """Squeeze-and-excitation: scales channels by a gate made of their means (arXiv:1709.01507)."""
 
     def __init__(self, channels: int, reduced: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Excitation(nn.Module):
 
 
 class Inverted(nn.Module):
-    """Inverted residual: four times the channels, a depthwise convolution, a gate, and back."""
+    """Inverted residual block: 1x1 to four times the channels, depthwise 3x3, gate, 1x1 back."""
 
     def __init__(self, inside: int, outside: int, stride: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Inverted(nn.Module):
 
 
 class EfficientNet(nn.Module):
-    """Inverted residuals in stages that halve the image (arXiv:1905.11946)."""
+    """EfficientNet: stages of inverted residuals that halve the image (arXiv:1905.11946)."""
 
     def __init__(self, widths: tuple[int, ...], depth: int, classes: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class EfficientNet(nn.Module):
 
 
 class NextBlock(nn.Module):
-    """A 7x7 depthwise convolution, then in NHWC a norm and a network, scaled by channel."""
+    """ConvNeXt block: a 7x7 depthwise convolution, then layer norm and an MLP in NHWC."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class NextBlock(nn.Module):
 
 
 class ConvNext(nn.Module):
-    """Patches of 4x4, stages of blocks, halvings between them (arXiv:2201.03545)."""
+    """ConvNeXt: 4x4 patches, then stages of blocks that halve the image (arXiv:2201.03545)."""
 
     def __init__(self, widths: tuple[int, ...], depth: int, classes: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class ConvNext(nn.Module):
 
 
 class DenseBlock(nn.Module):
-    """Layers that see all layers before them: their outputs are joined (arXiv:1608.06993)."""
+    """Dense block: each layer reads the concatenated outputs of all before (arXiv:1608.06993)."""
 
     def __init__(self, inside: int, growth: int, depth: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class DenseBlock(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Two dense blocks with a halving between them."""
+    """DenseNet: two dense blocks with a pooling layer between them."""
 
     def __init__(self, width: int, growth: int, depth: int, classes: int) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class DenseNet(nn.Module):
 
 
 class Dilated(nn.Module):
-    """A gated convolution in time that looks ``dilation`` steps back, added to its input."""
+    """WaveNet layer: a gated causal convolution with this dilation, added to its input."""
 
     def __init__(self, width: int, dilation: int) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class Dilated(nn.Module):
 
 
 class WaveNet(nn.Module):
-    """Dilations of 1, 2, 4, ... over a wave, and the class of each sample (arXiv:1609.03499)."""
+    """WaveNet: layers with dilations 1, 2, 4, ... classify every sample (arXiv:1609.03499)."""
 
     def __init__(self, width: int, layers: int, classes: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The network of a diffusion model: a U-Net that knows the time, with attention in the middle."""
+"""The network of a diffusion model: a U-Net conditioned on time, with attention in the middle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class TimedBlock(nn.Module):
-    """Two 3x3 convolutions after group norms, the time added between them, and a shortcut."""
+    """Residual block of two convolutions after group norms, with the time embedding added."""
 
     def __init__(self, inside: int, outside: int, time: int) -> None:
         super().__init__()
@@ -25,8 +25,8 @@ class TimedBlock(nn.Module):
         return z
 
 
-class Looking(nn.Module):
-    """Attention between the pixels of an image, added to it."""
+class PixelAttention(nn.Module):
+    """Self-attention between the pixels of an image, with a residual connection."""
 
     def __init__(self, channels: int, heads: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Looking(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """Noise from noisy pictures and times (arXiv:2006.11239), with one halving."""
+    """Predicts the noise in images at given times (arXiv:2006.11239); one downsampling level."""
 
     rates: torch.Tensor
 
@@ -55,7 +55,7 @@ class Denoiser(nn.Module):
         self.time = nn.Sequential(nn.Linear(width, time), nn.SiLU(), nn.Linear(time, time))
         self.down1, self.down2 = TimedBlock(width, width, time), TimedBlock(width, wide, time)
         self.halve = nn.Conv2d(wide, wide, 3, stride=2, padding=1)
-        self.middle, self.attention = TimedBlock(wide, wide, time), Looking(wide, heads)
+        self.middle, self.attention = TimedBlock(wide, wide, time), PixelAttention(wide, heads)
         self.up1, self.up2 = TimedBlock(2 * wide, wide, time), TimedBlock(3 * width, width, time)
         self.norm, self.leave = nn.GroupNorm(8, width), nn.Conv2d(width, 3, 3, padding=1)
         self.register_buffer("rates", 1e4 ** (-torch.arange(width // 2) / (width // 2)))
@@ -63,7 +63,7 @@ class Denoiser(nn.Module):
     def forward(
         self, images: torch.Tensor, times: torch.Tensor, noise: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """(batch, 3, h, w) and (batch,) to (batch, 3, h, w); ``noise`` is there for the loss."""
+        """(batch, 3, h, w) and (batch,) to (batch, 3, h, w); ``noise`` is for the loss."""
         angles = times[:, None] * self.rates
         time = self.time(torch.cat((angles.sin(), angles.cos()), dim=-1))
         x = self.down1(self.enter(images), time)
@@ -72,5 +72,5 @@ class Denoiser(nn.Module):
         z = F.interpolate(z, scale_factor=2)
         z = self.up1(torch.cat((z, y), dim=1), time)
         z = self.up2(torch.cat((z, x), dim=1), time)
-        found: torch.Tensor = self.leave(F.silu(self.norm(z)))
-        return found
+        result: torch.Tensor = self.leave(F.silu(self.norm(z)))
+        return result

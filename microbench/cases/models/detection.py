@@ -1,4 +1,4 @@
-"""SSD (arXiv:1512.02325) over a ResNet-50: boxes and classes from maps of six sizes."""
+"""SSD object detector (arXiv:1512.02325) on a ResNet-50."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch.nn import functional as F
 
 from microbench.cases.models.vision import Residual, convolution
 
-BOXES = (4, 6, 6, 6, 4, 4)  # at each pixel of a map
+BOXES = (4, 6, 6, 6, 4, 4)  # boxes per pixel of each feature map
 INNER, OUTER = (256, 256, 128, 128, 128), (1024, 512, 512, 256, 256, 256)
-HALVED = 3  # of the added maps; the others lose their border
+HALVED = 3  # added maps with stride 2; the others have no padding
 
 
 class Ssd(nn.Module):
-    """ResNet-50 up to its third stage, which keeps the size of its images, and five maps more.
+    """SSD: boxes and classes from six feature maps.
 
-    ``boxes`` and ``labels`` in a forward are there for the loss alone.
+    The first map is that of ResNet-50's third stage, which does not downsample here. ``forward``
+    takes ``boxes`` and ``labels`` only because the loss needs them.
     """
 
     def __init__(self, classes: int) -> None:
@@ -68,9 +69,10 @@ class Ssd(nn.Module):
 def detection_loss(
     found: tuple[torch.Tensor, torch.Tensor], boxes: torch.Tensor, labels: torch.Tensor
 ) -> torch.Tensor:
-    """Distances of boxes with an object, and their classes with the three worst others for each.
+    """Loss of SSD: box distances of objects, and cross-entropy of objects and of hard negatives.
 
-    ``boxes`` (batch, 4, places) are offsets, ``labels`` (batch, places) 0 without an object.
+    Three negatives count per object, those with the largest loss. ``boxes`` (batch, 4, places) are
+    offsets; ``labels`` (batch, places) are 0 where there is no object.
     """
     where, kinds = found
     objects = labels > 0

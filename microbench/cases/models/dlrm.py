@@ -1,20 +1,20 @@
-"""Recommendation: dense features and embedding tables, pairwise products, a click."""
+"""DLRM: a recommendation model of dense features and embedding tables."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from microbench.cases.small import Perceptron
+from microbench.cases.models.small import Perceptron
 
 
 class Dlrm(nn.Module):
-    """DLRM (arXiv:1906.00091); gradients of ``sparse`` tables hold the rows looked up alone.
+    """DLRM (arXiv:1906.00091): pairwise products of dense features and embeddings predict a click.
 
-    ``bottom`` and ``top`` are widths of the two perceptrons without the ones that follow from the
-    rest: the bottom ends in ``width``, the top starts at the interactions and ends in one logit.
-    ``rows`` is one number for all tables or one for each. What the top reads is padded with zeros
-    to a ``multiple`` of numbers a sample.
+    ``bottom`` and ``top`` are the hidden widths of the two perceptrons: the bottom one ends in
+    ``width``, the top one starts at the products and ends in one logit. ``rows`` is one number for
+    all tables or one for each. Gradients of ``sparse`` tables hold only the rows looked up. The
+    input of the top perceptron is padded with zeros to a ``multiple`` of features.
     """
 
     lower: torch.Tensor
@@ -54,7 +54,7 @@ class Dlrm(nn.Module):
     ) -> torch.Tensor:
         """(batch, features), (tables, batch * bag), (batch,) to (batch,) logits.
 
-        ``clicked`` is there for the loss alone.
+        ``clicked`` is for the loss only.
         """
         x = torch.relu(self.bottom(dense))
         bags = [t(i, offsets) for t, i in zip(self.tables, indices.unbind(), strict=True)]

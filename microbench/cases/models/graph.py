@@ -1,4 +1,4 @@
-"""Graph networks: messages along edges, summed at their ends, as they are or by attention."""
+"""Graph networks over edge lists: messages along edges are summed at their target nodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class GraphLayer(nn.Module):
-    """x + relu(own(x) + sum over edges into a node of message(x at the edge's source))."""
+    """Graph convolution: norm(x + relu(own(x) + sum of message(x[source]) over incoming edges))."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class GraphLayer(nn.Module):
 
 
 class GraphAttention(nn.Module):
-    """x + messages weighed by a softmax over the edges into a node (arXiv:1710.10903)."""
+    """Graph attention: messages weighted by a softmax over incoming edges (arXiv:1710.10903)."""
 
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class GraphAttention(nn.Module):
 
 
 class GraphNet(nn.Module):
-    """Layers over an edge list, then the mean over each graph and a linear head."""
+    """Graph network that classifies whole graphs: layers, mean over nodes, linear head."""
 
     def __init__(
         self, features: int, width: int, layers: int, classes: int, attention: bool = False
@@ -70,7 +70,7 @@ class GraphNet(nn.Module):
         """(nodes, features) to (graphs, classes).
 
         ``source`` and ``target`` are (edges,) node numbers, ``weight`` is (edges, 1), ``graph``
-        (nodes,) graph numbers; of ``labels`` only the number is used.
+        (nodes,) graph numbers; only the length of ``labels`` is used.
         """
         x = torch.relu(self.enter(nodes))
         for layer in self.layers:

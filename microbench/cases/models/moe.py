@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 
 class Experts(nn.Module):
-    """``top`` experts per token on average; each expert takes its ``tokens * top / experts`` best.
+    """Mixture of experts by expert choice: each takes its ``tokens * top / experts`` best tokens.
 
-    Balanced by construction (expert choice, arXiv:2202.09368), so that no shape depends on data.
+    Balanced by construction, so that no shape depends on data (arXiv:2202.09368).
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class Experts(nn.Module):
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, seq, width) to the same; tokens that no expert took become zero."""
+        """(batch, seq, width) to the same; tokens that no expert takes become zero."""
         flat = x.reshape(-1, x.shape[-1])
         capacity = max(1, len(flat) * self.top // self.experts)
         scores = F.softmax(self.router(flat), dim=-1).t()

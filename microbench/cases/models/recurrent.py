@@ -1,4 +1,4 @@
-"""A recurrent language model."""
+"""A language model of GRU or LSTM layers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import nn
 
 
 class RecurrentLM(nn.Module):
-    """Tokens, layers of GRUs or LSTMs, logits over the tokens.
+    """Recurrent language model: embedding, GRU or LSTM layers, linear head.
 
-    A CPU runs an LSTM layer as one oneDNN call, and a GRU as products and elementwise calls.
+    On a CPU an LSTM layer is one oneDNN call, a GRU layer many products and elementwise calls.
     """
 
     def __init__(self, width: int, layers: int, vocab: int, kind: str = "gru") -> None:

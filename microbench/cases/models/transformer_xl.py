@@ -1,4 +1,4 @@
-"""Transformer-XL: attention to a memory of the segment before, by content and by distance."""
+"""Transformer-XL: a language model that also attends to the states of the previous segment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 class Layer(nn.Module):
-    """Attention by content and by distance, then ReLU; norms after both."""
+    """Post-norm transformer layer with relative attention and a ReLU feed-forward network."""
 
     def __init__(self, width: int, heads: int, hidden: int, dropout: float, dropped: float) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Layer(nn.Module):
     ) -> torch.Tensor:
         """(seq, batch, width) to the same; memory (past, batch, width).
 
-        ``distances`` (past + seq, 1, width); ``hidden`` (seq, past + seq) is what lies ahead.
+        ``distances`` (past + seq, 1, width); ``hidden`` (seq, past + seq) masks later tokens.
         """
         seq, batch, width = x.shape
         q, k, v = self.qkv(torch.cat((memory, x))).chunk(3, dim=-1)
@@ -51,16 +51,16 @@ class Layer(nn.Module):
 
 
 def by_distance(scores: torch.Tensor) -> torch.Tensor:
-    """Scores (batch, heads, seq, distances) with distances turned into places (appendix B)."""
+    """Shift scores from distances to positions of keys (arXiv:1901.02860, appendix B)."""
     batch, heads, seq, places = scores.shape
     padded = torch.cat((scores.new_zeros(batch, heads, seq, 1), scores), dim=3)
     return padded.view(batch, heads, places + 1, seq)[:, :, 1:].reshape(scores.shape)
 
 
 class TransformerXL(nn.Module):
-    """Transformer-XL (arXiv:1901.02860) with a tied softmax over all words; states seq first.
+    """Transformer-XL (arXiv:1901.02860) with a tied softmax over all words.
 
-    ``dropped`` is the dropout of attention.
+    Tensors are (seq, batch, ...). ``dropped`` is the dropout rate of attention weights.
     """
 
     frequencies: torch.Tensor

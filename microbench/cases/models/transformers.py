@@ -1,4 +1,4 @@
-"""Transformers in four styles: GPT, BERT, Llama, ViT."""
+"""Transformers in the styles of GPT, BERT, Llama and ViT."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from microbench.cases.models.moe import Experts
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, as models in the wild write it out."""
+    """Root-mean-square norm written in separate ops, as in Hugging Face models."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -24,13 +24,13 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Rotary positions, as Llama has them: (batch, heads, seq, head_dim) turned by ``angles``."""
+    """Rotate (batch, heads, seq, head_dim) by rotary position ``angles``, as in Llama."""
     first, second = x.chunk(2, dim=-1)
     return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
 
 
 class Attention(nn.Module):
-    """Self-attention; Llama style has no biases and, by default, half as many key-value heads."""
+    """Self-attention; Llama style has no biases and by default half as many key-value heads."""
 
     def __init__(self, style: str, width: int, heads: int, kv_heads: int = 0) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """GELU four times as wide, or SwiGLU."""
+    """Feed-forward network: GELU with four times the width, or SwiGLU in Llama style."""
 
     def __init__(self, style: str, width: int, hidden: int = 0) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP or experts; BERT norms after, the others before."""
+    """Transformer block: attention, then an MLP or experts; post-norm in BERT style."""
 
     def __init__(
         self,
@@ -111,9 +111,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens to logits; the head is tied to the embedding unless ``tied`` is false.
+    """Language model; its head is tied to the embedding unless ``tied`` is false.
 
-    Learned positions up to ``positions``; 0: rotary ones. Other options are those of ``Block``.
+    Positions are learned, up to ``positions``; 0: rotary. Other options are those of ``Block``.
     """
 
     def __init__(
@@ -144,14 +144,14 @@ class Transformer(nn.Module):
             nn.init.normal_(self.positions.weight, std=0.02)
 
     def enter(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(batch, seq) integers to the blocks' input."""
+        """Embed tokens: (batch, seq) integers to the blocks' input."""
         x: torch.Tensor = self.tokens(tokens)
         if self.positions is not None:
             x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         return x
 
     def through(self, x: torch.Tensor, blocks: Iterable[nn.Module]) -> torch.Tensor:
-        """Some of the blocks; all of them know the positions."""
+        """Run some of the blocks, with rotary positions in Llama style."""
         angles = None
         if self.positions is None:
             place = torch.arange(x.shape[1], device=x.device)
@@ -162,7 +162,7 @@ class Transformer(nn.Module):
         return x
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """The blocks' output to (batch, seq, vocab)."""
+        """Apply the norm and head: the blocks' output to (batch, seq, vocab)."""
         logits: torch.Tensor = self.head(self.norm(x))
         return logits
 
@@ -172,7 +172,7 @@ class Transformer(nn.Module):
 
 
 class MaskedLM(nn.Module):
-    """BERT as published: embedding norm, post-norm blocks, a transform before the tied head."""
+    """BERT with its masked-language-model head (arXiv:1810.04805)."""
 
     def __init__(self, width: int, layers: int, heads: int, vocab: int, positions: int) -> None:
         super().__init__()

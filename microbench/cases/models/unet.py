@@ -1,4 +1,4 @@
-"""U-Net (arXiv:1505.04597) with padded convolutions and batch norm, as implementations have it."""
+"""U-Net (arXiv:1505.04597) with padded convolutions and batch norm, as is common today."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Double(nn.Module):
 
 
 class UNet(nn.Module):
-    """``depth`` halvings with twice the channels each, and as many doublings that see both sides.
+    """U-Net with ``depth`` levels: each halves the image and doubles the channels.
 
-    ``labels`` in a forward is there for the loss alone.
+    ``forward`` takes ``labels`` only because the loss needs them.
     """
 
     def __init__(self, width: int, depth: int, classes: int) -> None:

@@ -1,4 +1,4 @@
-"""Vision models: ViT and ResNet; ``labels`` in a forward is there for the loss alone."""
+"""ViT and ResNet; their ``forward`` takes ``labels`` only because the loss needs them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from microbench.cases.models.transformers import Block
 
 
 class Vit(nn.Module):
-    """Patches by a convolution, a class token, pre-norm blocks, a linear head."""
+    """Vision transformer with a class token and a linear head (arXiv:2010.11929)."""
 
     def __init__(
         self, width: int, layers: int, heads: int, size: int, patch: int, classes: int
@@ -26,18 +26,18 @@ class Vit(nn.Module):
         nn.init.normal_(self.positions, std=0.02)
 
     def enter(self, images: torch.Tensor) -> torch.Tensor:
-        """(batch, 3, size, size) to the blocks' input."""
+        """Embed patches: (batch, 3, size, size) to the blocks' input."""
         x = self.patches(images).flatten(2).transpose(1, 2)
         return torch.cat((self.class_token.expand(len(x), -1, -1), x), dim=1) + self.positions
 
     def through(self, x: torch.Tensor, blocks: Iterable[nn.Module]) -> torch.Tensor:
-        """Some of the blocks."""
+        """Run some of the blocks."""
         for block in blocks:
             x = block(x)
         return x
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """The blocks' output to (batch, classes)."""
+        """Apply the norm and head: the blocks' output to (batch, classes)."""
         logits: torch.Tensor = self.head(self.norm(x)[:, 0])
         return logits
 
@@ -47,13 +47,13 @@ class Vit(nn.Module):
 
 
 def convolution(inside: int, outside: int, kernel: int, stride: int = 1) -> nn.Sequential:
-    """Convolution without bias, then batch norm."""
+    """A convolution without bias, followed by batch norm."""
     conv = nn.Conv2d(inside, outside, kernel, stride, padding=kernel // 2, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(outside))
 
 
 class Residual(nn.Module):
-    """relu(x + f(x)): two 3x3 convolutions, or 1x1, 3x3, 1x1 with four times the channels."""
+    """Residual block, relu(x + f(x)): f is two 3x3 convolutions, or a 1x1, 3x3, 1x1 bottleneck."""
 
     def __init__(self, inside: int, width: int, stride: int, bottleneck: bool) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stem, max pool, stages that halve the image and double the width, mean, linear head."""
+    """ResNet (arXiv:1512.03385): each stage halves the image and doubles the width."""
 
     def __init__(
         self, width: int, stages: tuple[int, ...], bottleneck: bool, classes: int = 1000

@@ -1,4 +1,4 @@
-"""Published training iterations: tables of step times with their plans, and timm's benchmarks."""
+"""Imports published step times: tables with plans of many models, and timm's benchmarks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import pandas as pd
 
+from microbench.assumptions import assumed
 from microbench.hardware.names import gpu_named
-from microbench.importers.base import About, Gathering, Imported, number, positive, refuse, whole
+from microbench.importers.base import About, Imported, RowCollector, number, positive, refuse, whole
 from microbench.importers.published.models import model_of
 from microbench.importers.published.plans import plan_of
 from microbench.importers.published.timm_models import timm_config
@@ -21,12 +22,12 @@ ABOUT = About(
     licence="Apache-2.0 and facts, by origin",
     conventions=(
         "time_us is one optimizer step, accumulation included; batch is samples per data-parallel "
-        "replica and step (the published global batch over dp); world_size counts GPUs. doubts "
-        "says what is inferred, by whoever published the table or by us. hf_config is JSON to "
-        "build the model from, by timm where it states one architecture; engine is compile where "
-        "kernels are fused, by torch or by hand. Megatron-Core with tp is taken with sequence "
-        "parallelism. Rows whose builder is timm name a model of timm 0.6. timm: fp16 autocast, "
-        "SGD, random images, 40 timed steps, synchronised each step."
+        "replica and step (the published global batch / dp); world_size counts GPUs. doubts "
+        "lists what the publisher or the importer assumed. The model is built from hf_config: by "
+        "timm 0.6 where builder is timm, else by transformers. engine is compile where kernels "
+        "are fused, by torch or by hand. Megatron-Core with tp is taken with sequence "
+        "parallelism. timm: fp16 autocast, SGD, random images, 40 timed steps, synchronised after "
+        "each."
     ),
 )
 TABLE = ("model", "n_gpus", "precision", "global_batch", "step_time_s", "gpu", "gpu_detail")
@@ -44,53 +45,54 @@ COPIED: tuple[str, ...] = (
 )
 COPIED += ("fsdp_mixed_precision", "attention_kernel", "data_input")
 COPIED += ("activation_recompute", "step_time_basis", "row_id", "source_path", "source_commit")
-FUSED = re.compile("torch.compile|TE ")  # Transformer Engine's kernels are fused by hand
+FUSED = re.compile("torch.compile|TE ")  # TE: fused kernels of Transformer Engine
+A100_FORM = assumed(__file__, "a100_form")
 COUNTS = ("num_params", "layers", "d_model", "heads", "ffn", "vocab")
 DTYPES = (
-    (r"^pure bf16|^bf16$|^BF16$", "bf16", False),  # Megatron-LM has weights in bf16, too
+    (r"^pure bf16|^bf16$|^BF16$", "bf16", False),  # Megatron-LM keeps weights in bf16, too
     (r"bf16|bfloat16", "bf16", True),
     (r"^float32", "fp32", False),
     (r"^TF32", "tf32", False),
     (r"^FP32$", "fp32", False),
-    (r"MXFP8|FP8", "fp8", False),  # of linear layers; weights in bf16, as Megatron-LM has them
+    (r"MXFP8|FP8", "fp8", False),  # of linear layers; weights in bf16, as in Megatron-LM
     (r"NVFP4", "fp4", True),
-    (r"apex O2", "fp16", False),  # weights in fp16; the optimizer keeps a copy in fp32
+    (r"apex O2", "fp16", False),  # weights in fp16; the optimizer has a copy in fp32
     (r"FP16|fp16", "fp16", True),
 )
 
 
 def read(path: Path) -> Imported:
-    """Iteration rows of a folder of CSV tables, or of one of them."""
+    """Read a folder of CSV tables of iterations, or one table."""
     files = sorted(p for p in path.rglob("*") if ".csv" in p.suffixes) if path.is_dir() else [path]
     if not files:
         raise refuse(path, "a folder of iteration tables", "*.csv and timm/*.csv")
-    gather = Gathering(ABOUT, path)
+    collector = RowCollector(ABOUT, path)
     for file in files:
         if file.name.startswith("benchmark-"):
-            _timm(gather, file)
-        elif (frame := gather.csv(file, TABLE)) is not None:
-            _table(gather, file, frame)
-    return gather.done()
+            _timm(collector, file)
+        elif (frame := collector.csv(file, TABLE)) is not None:
+            _table(collector, file, frame)
+    return collector.done()
 
 
-def _table(gather: Gathering, path: Path, frame: pd.DataFrame) -> None:
-    """A table with a column per fact, empty where nobody stated it."""
+def _table(collector: RowCollector, path: Path, frame: pd.DataFrame) -> None:
+    """Collect the rows of a table with a column per fact, empty where it was not stated."""
     rows = []
     for line in frame.to_dict("records"):
         given = {str(k): str(v) for k, v in line.items()}
         try:
             row = _row(given)
         except ValueError as exc:
-            gather.drop(str(exc))
+            collector.drop(str(exc))
             continue
-        rows.append({**row, "origin": f"{gather.name(path)}:{given['line']}"})
+        rows.append({**row, "origin": f"{collector.name(path)}:{given['line']}"})
     if rows:
-        rows_frame = pd.DataFrame(rows).assign(run_id=gather.run_id(path))
-        gather.add("iteration", rows_frame, ("batch", "world_size", "ranks_per_node"))
+        rows_frame = pd.DataFrame(rows).assign(run_id=collector.run_id(path))
+        collector.add("iteration", rows_frame, ("batch", "world_size", "ranks_per_node"))
 
 
 def _row(given: Mapping[str, str]) -> dict[str, Any]:
-    """One row; ValueError says what it states too little of."""
+    """One row of the dataset; ValueError says what the table does not state."""
     if not given["model"]:
         raise ValueError("model is not stated")
     gpu, gpu_doubt = gpu_of(given["gpu"], given["gpu_detail"])
@@ -135,18 +137,18 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
 
 
 def optimizer_of(stated: str, usual: str) -> tuple[str, str]:
-    """Our name of an optimizer, and a doubt; the model's usual one where none is stated."""
+    """Name of an optimizer, and a doubt; the usual one of such models where none is stated."""
     if not stated:
         return usual, f"optimizer not stated, {usual} assumed"
     if "Muon" not in stated:
         for pattern, name in (("adam", "adamw"), ("sgd", "sgd")):
             if pattern in stated.lower():
                 return name, ""
-    raise ValueError(f"optimizer not among ours: {stated[:40]!r}")
+    raise ValueError(f"unknown optimizer: {stated[:40]!r}")
 
 
 def gpu_of(gpu: str, detail: str) -> tuple[str, str]:
-    """Our name and a doubt; ValueError where the GPU is not stated or not among ours."""
+    """Name of a GPU, and a doubt; ValueError where it is not stated or unknown."""
     plain = {"a100_80gb": "a100-sxm-80gb", "a100_40gb": "a100-sxm-40gb"}
     found = plain.get(gpu) or gpu_named(gpu)
     if found:
@@ -155,7 +157,7 @@ def gpu_of(gpu: str, detail: str) -> tuple[str, str]:
     memory = size[1] if size else ""
     dgx = re.search(r"DGX|SXM", detail) is not None
     if gpu == "A100" and memory in ("40", "80"):
-        return f"a100-sxm-{memory}gb", "" if dgx else "SXM assumed"
+        return f"a100-{A100_FORM}-{memory}gb", "" if dgx else f"{A100_FORM.upper()} assumed"
     if gpu == "V100" and dgx and memory in ("16", "32"):
         return f"v100-sxm-{memory}gb", ""
     if gpu == "H100" and dgx:
@@ -164,23 +166,23 @@ def gpu_of(gpu: str, detail: str) -> tuple[str, str]:
         raise ValueError("gpu is not stated")
     if gpu in ("A100", "V100", "H100"):
         raise ValueError(f"gpu variant is not stated: {gpu!r}")
-    raise ValueError(f"gpu not among ours: {gpu[:40]!r}")
+    raise ValueError(f"unknown gpu: {gpu[:40]!r}")
 
 
 def dtype_of(precision: str) -> tuple[str, bool]:
-    """dtype of the matrix products, and whether weights are kept wider (amp)."""
+    """dtype of matrix products, and whether weights are kept in fp32 (amp)."""
     for pattern, dtype, amp in DTYPES:
         if re.search(pattern, precision):
             return dtype, amp
-    raise ValueError("precision is not stated" if not precision else "precision not among ours")
+    raise ValueError("precision is not stated" if not precision else "unknown precision")
 
 
-def _timm(gather: Gathering, path: Path) -> None:
-    """One benchmark file of timm; layout, torch and GPU stand in its name."""
+def _timm(collector: RowCollector, path: Path) -> None:
+    """Collect one benchmark file of timm; its name states memory format, torch and GPU."""
     named = TIMM_NAME.fullmatch(path.name)
     if named is None or named[5] not in TIMM_GPUS:
-        return gather.drop("file of timm whose name states no layout, torch and known gpu")
-    frame = gather.csv(path, TIMM)
+        return collector.drop("file of timm whose name states no layout, torch and known gpu")
+    frame = collector.csv(path, TIMM)
     if frame is None:
         return None
     rows = {
@@ -201,8 +203,8 @@ def _timm(gather: Gathering, path: Path) -> None:
         "num_params": (positive(frame["param_count"]) * 1e6) if "param_count" in frame else None,
         **{"memory_format": named[1], "optimizer": "sgd", "compile": False, "source": "timm"},
         **{"world_size": 1, "ranks_per_node": 1},
-        "run_id": gather.run_id(path),
-        "origin": f"{gather.name(path)}:" + frame["line"].astype(str),
+        "run_id": collector.run_id(path),
+        "origin": f"{collector.name(path)}:" + frame["line"].astype(str),
     }
     sizes = ("batch", "image_size", "world_size")
-    return gather.add("iteration", pd.DataFrame(rows, index=frame.index), sizes)
+    return collector.add("iteration", pd.DataFrame(rows, index=frame.index), sizes)

@@ -1,4 +1,4 @@
-"""Models that published tables name, as Hugging Face configurations to build them from."""
+"""Models named in published tables, as configurations to build them from."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from microbench.assumptions import assumed
 from microbench.importers.base import whole
 from microbench.importers.published.models_experts import EXPERTS
 from microbench.importers.published.timm_models import by_timm
@@ -21,33 +22,38 @@ LLAMA = {
     ("3", "70"): (80, 8192, 64, 8, 28672, 128256),
     ("3.1", "405"): (126, 16384, 128, 8, 53248, 128256),
 }
-# layers, width, heads, hidden, vocabulary. Sources: arXiv:2005.14165, table 2.1; conf/training/gpt3
-# of https://github.com/NVIDIA/NeMo-Framework-Launcher; 50257 padded to a multiple of 128.
+# layers, width, heads, hidden. Sources: arXiv:2005.14165, table 2.1; conf/training/gpt3
+# of https://github.com/NVIDIA/NeMo-Framework-Launcher; the vocabulary is assumed.
 GPT3 = {
-    "5": (24, 4096, 32, 16384, 50304),
-    "20": (44, 6144, 48, 24576, 50304),
-    "175": (96, 12288, 96, 49152, 50304),
+    "5": (24, 4096, 32, 16384),
+    "20": (44, 6144, 48, 24576),
+    "175": (96, 12288, 96, 49152),
 }
 BERT = {"base": (12, 768, 12, 3072), "large": (24, 1024, 16, 4096)}
 # Sources: arXiv:1810.04805; PyTorch/LanguageModeling/BERT, and lddl/dask/bert/binning.py in it, of
 # https://github.com/NVIDIA/DeepLearningExamples: pre-training packs batches by length.
-BERT_VOCABULARY = 30528  # 30522 padded to a multiple of 8
-# ResNeXt and its SE form, as ConvNets of the same repository name them.
+GPT3_VOCABULARY = assumed(__file__, "gpt3_vocabulary")
+BERT_VOCABULARY = assumed(__file__, "bert_vocabulary")
+BERT_SIZE = assumed(__file__, "bert_size")
+# ResNeXt and its SE form, as ConvNets of the same repository names them.
 BY_TIMM = {"resnext101-32x4d": "resnext101_32x4d", "se-resnext101-32x4d": "seresnext101_32x4d"}
-# Models of the same repository that are cases of ours: case, optimizer, doubt.
-TXL = "softmax over all words assumed, train.py's default, as step times tell; LAMB taken as AdamW"
-CASES = {
-    "DLRM small": ("dlrm-criteo", "sgd", ""),
-    "SSD": ("ssd300", "sgd", ""),
-    "transformerxlbase": ("transformer-xl-base", "adamw", TXL),
-    "transformerxllarge": ("transformer-xl-large", "adamw", TXL),
+# Models of the same repository with a case of their own, and their optimizers.
+CASES = {"DLRM small": "dlrm-criteo", "SSD": "ssd300"} | assumed(__file__, "transformer_xl_cases")
+OPTIMIZERS = assumed(__file__, "optimizers")
+DOUBTS = {
+    name: "full softmax inferred from these step times, so not blind; LAMB taken as AdamW"
+    for name in assumed(__file__, "transformer_xl_cases")
 }
+ONE_GPU_ONLY = assumed(__file__, "one_gpu_only")
 STATED = ("layers", "d_model", "heads", "ffn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A configuration as JSON, or a case; and what such models use where a row does not say."""
+    """A model: a configuration as JSON, or the name of a case; ``doubt``: what was assumed.
+
+    ``optimizer`` and ``attn`` are those of such models where a table does not state them.
+    """
 
     hf_config: str | None = None
     case: str = ""
@@ -58,7 +64,7 @@ class Model:
 
 
 def model_of(given: Mapping[str, str]) -> Model:
-    """The model of a row; ValueError where it states too little, or another model than it names."""
+    """The model of a table's row; ValueError where facts are missing or contradict its name."""
     name = given["model"]
     if "LoRA" in given.get("model_note", ""):
         raise ValueError("only a part of the weights is trained (LoRA)")
@@ -81,31 +87,29 @@ def model_of(given: Mapping[str, str]) -> Model:
             raise ValueError("lengths vary: batches are binned by length, the longest is stated")
         if "fine" not in section:
             raise ValueError("model's task is not stated: pre-training or fine-tuning")
-        doubt = "taken as BERT-large, the default of the recipe"
-        return _bert("large", given, doubt)
+        doubt = f"taken as BERT-{BERT_SIZE}, the default of the recipe"
+        return _bert(BERT_SIZE, given, doubt)
     if name in ("resnet50", "resnet50v1.5"):
         sizes = {"depths": [3, 4, 6, 3], "hidden_sizes": [256, 512, 1024, 2048]}
         config = {"model_type": "resnet", "embedding_size": 64, "layer_type": "bottleneck"}
         config |= {"architectures": ["ResNetForImageClassification"], **sizes, "num_labels": 1000}
         return Model(hf_config=_text(config), optimizer="sgd")
-    _several(given)
+    _check_one_gpu(given)
     if name in CASES:
-        case, optimizer, doubt = CASES[name]
-        return Model(case=case, builder="case", optimizer=optimizer, doubt=doubt)
+        optimizer, doubt = OPTIMIZERS.get(name, "adamw"), DOUBTS.get(name, "")
+        return Model(case=CASES[name], builder="case", optimizer=optimizer, doubt=doubt)
     if name in BY_TIMM:
         return Model(hf_config=by_timm(BY_TIMM[name], 224), builder="timm", optimizer="sgd")
-    raise ValueError(f"no configuration known for the model named: {name[:40]!r}")
+    raise ValueError(f"no configuration for the model {name[:40]!r}")
 
 
-def _several(given: Mapping[str, str]) -> None:
-    """ValueError where runs on several GPUs are not what their plan says."""
+def _check_one_gpu(given: Mapping[str, str]) -> None:
+    """ValueError for runs on several GPUs that were not data parallel, as was inferred."""
     if (whole(given.get("n_gpus")) or 1) == 1:
         return
-    if given["model"].startswith("transformerxl"):  # train.py's default: no DDP; with 2.2 GB of
-        # gradients 8 GPUs over PCIe take as long a step as one
-        raise ValueError("gradients are not exchanged, as step times tell")
-    if given["model"] == "SSD" and given.get("set") == "v0":  # N GPUs: N times the step of one
-        raise ValueError("throughput is of one process, as step times tell")
+    for model, set_name, reason in ONE_GPU_ONLY:
+        if given["model"] == model and set_name in ("", given.get("set")):
+            raise ValueError(reason)
 
 
 def _text(config: Mapping[str, object]) -> str:
@@ -113,10 +117,10 @@ def _text(config: Mapping[str, object]) -> str:
 
 
 def _stated(given: Mapping[str, str], known: tuple[int, ...]) -> None:
-    """ValueError where a row's own sizes are not those of the model it names."""
+    """ValueError where the sizes in a row differ from those of the model it names."""
     for column, size in zip(STATED, known, strict=True):
         if given.get(column) and whole(given[column]) != size:
-            raise ValueError(f"{column} is not that of the model named")
+            raise ValueError(f"{column} differs from that of the named model")
 
 
 def _length(given: Mapping[str, str]) -> int:
@@ -127,7 +131,7 @@ def _length(given: Mapping[str, str]) -> int:
 
 def _llama(version: str, size: str, given: Mapping[str, str]) -> Model:
     if (version, size) not in LLAMA:
-        raise ValueError(f"no configuration known for the model named: {given['model'][:40]!r}")
+        raise ValueError(f"no configuration for the model {given['model'][:40]!r}")
     layers, width, heads, kv_heads, hidden, vocabulary = LLAMA[version, size]
     _stated(given, (layers, width, heads, hidden))
     config = {
@@ -142,14 +146,15 @@ def _llama(version: str, size: str, given: Mapping[str, str]) -> Model:
 
 def _gpt3(size: str, given: Mapping[str, str]) -> Model:
     if size not in GPT3:
-        raise ValueError(f"no configuration known for the model named: {given['model'][:40]!r}")
-    layers, width, heads, hidden, vocabulary = GPT3[size]
-    sizes = {"layers": layers, "d_model": width, "heads": heads, "ffn": hidden, "vocab": vocabulary}
+        raise ValueError(f"no configuration for the model {given['model'][:40]!r}")
+    layers, width, heads, hidden = GPT3[size]
+    sizes = {"layers": layers, "d_model": width, "heads": heads, "ffn": hidden}
+    sizes |= {"vocab": GPT3_VOCABULARY}
     return _gpt({**given, **{k: str(v) for k, v in sizes.items()}})
 
 
 def _gpt(given: Mapping[str, str]) -> Model:
-    """GPT-2's form: biases, layer norms, learned positions; MPT's parameter counts fit it."""
+    """A GPT-2 with these sizes (biases, layer norms, learned positions), as MPT has no own form."""
     sizes = {name: whole(given.get(name)) for name in (*STATED, "vocab")}
     for column, size in sizes.items():
         if not size:

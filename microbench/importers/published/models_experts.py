@@ -1,4 +1,4 @@
-"""Mixtures of experts that published tables name, and what is left out of them here.
+"""Configurations of mixtures of experts that published tables name, and what they leave out.
 
 Source: the config.json of each model at https://huggingface.co (Qwen, openai, deepseek-ai).
 """

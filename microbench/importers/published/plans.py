@@ -1,4 +1,4 @@
-"""Published parallel plans as the text that names a plan here (``compose.parallel.plan``)."""
+"""Parses published parallel plans into plan text as in ``compose.parallel.plan``."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from microbench.assumptions import assumed
 from microbench.importers.base import whole
 
 RECOMPUTE = {"true": "full", "full": "full", "false": "", "none": "", "": ""}
 RECOMPUTE |= {"selective layer": "selective", "selective op": "selective"}
+SEQUENCE_PARALLEL = assumed(__file__, "megatron_sequence_parallel")
 NODES = {"DGX H100": "dgx-h100", "DGX-B200": "dgx-b200", "DGX-GB200": "gb200-nvl72"}
 
 
 def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
-    """The plan and its dp, from a table's columns; ValueError where they do not fit together.
+    """Plan text and dp of a table's row; ValueError where its columns contradict each other.
 
-    dp is what is left of the GPUs; the micro-batches of a step are ``micro`` under pipelines,
-    ``accumulate`` without. Megatron-Core cuts by tp with sequence parallelism, as its recipes do.
+    dp = GPUs / (tp * pp * cp). The micro-batches of a step are ``micro`` under pipelines, else
+    ``accumulate``. With Megatron-Core, tp is assumed to include sequence parallelism.
     """
     degrees = {axis: _degree(axis, given.get(axis, "")) for axis in ("tp", "pp", "cp", "ep", "vp")}
     gpus, stages, virtual = whole(given.get("n_gpus")), degrees["pp"], degrees.pop("vp")
@@ -31,7 +33,7 @@ def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
     if virtual > 1 and (stages == 1 or micro % stages):
         raise ValueError("plan is ambiguous: interleaved stages do not fit")
     parts: dict[str, Any] = {k: v for k, v in {"dp": dp, **degrees}.items() if v > 1}
-    if degrees["tp"] > 1 and "Megatron" in given.get("framework", ""):
+    if SEQUENCE_PARALLEL and degrees["tp"] > 1 and "Megatron" in given.get("framework", ""):
         parts["sp"] = ""
     if stages > 1 and micro:
         parts["micro"] = micro
@@ -60,7 +62,7 @@ def _degree(axis: str, text: str) -> int:
 
 
 def _micro(given: Mapping[str, str], dp: int) -> int:
-    """Micro-batches as stated, else global batch over dp and micro-batch; 0 where unknown."""
+    """Micro-batches as stated, else global batch / (dp * micro-batch); 0 where unknown."""
     if stated := given.get("grad_accum_steps", ""):
         return _degree("grad_accum_steps", stated)
     each = whole(given.get("micro_batch_per_gpu")) * dp
@@ -69,7 +71,7 @@ def _micro(given: Mapping[str, str], dp: int) -> int:
 
 
 def _zero(given: Mapping[str, str]) -> int:
-    """Stage of sharding: 3 for FSDP, 1 for a distributed optimizer, 0 where none is stated."""
+    """ZeRO stage: 3 for FSDP, 1 for a distributed optimizer, 0 where no sharding is stated."""
     sharding = given.get("sharding", "")
     if sharding in ("FULL_SHARD", "FSDP2"):
         return 3

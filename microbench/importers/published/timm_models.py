@@ -1,4 +1,4 @@
-"""timm's models as configurations: of the same network in transformers, else as on the hub.
+"""Configurations of timm's models: for transformers where it has the same network, else for timm.
 
 Sources: timm 0.6, models/{resnet,vision_transformer,efficientnet,beit,resnetv2}.py; tables 1 of
 arXiv:1512.03385, 2010.11929, 2012.12877 (tiny and small) and 2106.08254; arXiv:1905.11946 and the
@@ -45,25 +45,25 @@ Values = dict[str, Any]
 
 
 def timm_config(name: str, image_size: int) -> str:
-    """The configuration as JSON; of a network that transformers has not, one that needs timm."""
+    """The configuration as JSON, for transformers or, where it lacks the network, for timm."""
     for pattern, values in NETWORKS.items():
         if found := re.fullmatch(pattern, name):
             try:
                 own = values(*(part for part in found.groups() if part))
-            except KeyError:  # a size that transformers has not
+            except KeyError:  # a size that transformers lacks
                 break
             return json.dumps({**own, "image_size": image_size, "num_labels": CLASSES})
     return by_timm(name, image_size)
 
 
 def by_timm(name: str, image_size: int) -> str:
-    """The configuration as JSON of a model that timm builds."""
+    """The configuration as JSON of a model to be built by timm."""
     picture = {"input_size": [3, image_size, image_size]}
     return json.dumps({"architecture": name, "num_classes": CLASSES, "pretrained_cfg": picture})
 
 
 def _resnet(layers: str) -> Values:
-    """tv_, ssl_, swsl_ and gluon's v1b are other weights of the same network."""
+    """A ResNet; tv_, ssl_, swsl_ and gluon's v1b are the same network with other weights."""
     kind, depths = RESNETS[layers]
     wide = 4 if kind == "bottleneck" else 1
     sizes = {"depths": list(depths), "hidden_sizes": [64 * wide * 2**i for i in range(4)]}
@@ -71,7 +71,7 @@ def _resnet(layers: str) -> Values:
 
 
 def _vit(size: str, patch: str) -> Values:
-    """deit is a vit trained otherwise."""
+    """A ViT; deit is the same network, trained differently."""
     return {**_model("ViT", "vit"), **_transformer(size, patch)}
 
 
@@ -81,14 +81,14 @@ def _beit(size: str, patch: str) -> Values:
 
 
 def _efficientnet(number: str) -> Values:
-    """tf_ pads as TensorFlow does; _ap and _ns are other weights."""
+    """An EfficientNet; tf_ pads as TensorFlow does, _ap and _ns have other weights."""
     width, depth = EFFICIENTNETS[number]
     wide = {"width_coefficient": width, "hidden_dim": 8 * round(1280 * width / 8)}
     return {**_model("EfficientNet", "efficientnet"), **wide, "depth_coefficient": depth}
 
 
 def _mobilenet(width: str) -> Values:
-    """Of a width below one the last layer keeps its channels."""
+    """A MobileNetV2; with a width below 1 the last layer keeps its channels."""
     own = {"depth_multiplier": MOBILENETS[width], "finegrained_output": True}
     return {**_model("MobileNetV2", "mobilenet_v2"), **own}
 

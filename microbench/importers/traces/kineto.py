@@ -1,4 +1,4 @@
-"""torch.profiler traces: GPU kernels summed per op that launched them, and profiler steps."""
+"""Imports torch.profiler traces: kernel time of each op, and times of profiler steps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pandas as pd
 from microbench.hardware.names import gpu_named
 from microbench.importers.base import (
     About,
-    Gathering,
     Hints,
     Imported,
+    RowCollector,
     Unreadable,
     read_text,
     refuse,
@@ -30,10 +30,10 @@ ABOUT = About(
     where="traces of torch.profiler",
     licence="as the trace's owner says",
     conventions=(
-        "A row is one kind of call (op and shapes): the median over its calls of the summed "
-        "durations of the GPU kernels below it, in us, launch not included. A call belongs to the "
-        "outermost op that a family describes. ProfilerStep spans of the host are rows of family "
-        "iteration."
+        "A row is an op with its shapes: for each call the durations of its GPU kernels are "
+        "summed, in us, launch not included; the row has the median over calls. Kernels belong "
+        "to the outermost op around them that a family describes. ProfilerStep annotations of "
+        "the host are rows of family iteration."
     ),
 )
 UNKNOWN = "op not described by a family"
@@ -41,48 +41,50 @@ STEP = re.compile(r"ProfilerStep#\d+")
 
 
 def read(path: Path, hints: Hints = Hints()) -> Imported:  # noqa: B008  # frozen
-    """Rows of a trace, or of a folder of traces (*.json, *.json.gz)."""
+    """Read a trace, or a folder of traces (*.json, *.json.gz)."""
     files = [path]
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.name.endswith((".json", ".json.gz")))
         if not files:
             raise refuse(path, "a folder of torch.profiler traces", "*.json and *.json.gz")
-    gather = Gathering(ABOUT, path)
+    collector = RowCollector(ABOUT, path)
     for file in files:
-        _file(gather, file, hints)
-    return gather.done()
+        _file(collector, file, hints)
+    return collector.done()
 
 
-def _file(gather: Gathering, path: Path, hints: Hints) -> None:
+def _file(collector: RowCollector, path: Path, hints: Hints) -> None:
     try:
         text = read_text(path)
         trace = parse(text)
     except Unreadable as exc:
-        return gather.unreadable(str(exc))
-    gather.readable += 1
+        return collector.unreadable(str(exc))
+    collector.readable += 1
     gpu = gpu_named(trace.device) or hints.gpu
     if not gpu:
-        said = f"not among ours: {trace.device[:60]!r}" if trace.device else "not stated"
-        return gather.drop(f"trace whose GPU is {said}: pass it")
+        device = (
+            f"of an unknown GPU {trace.device[:60]!r}" if trace.device else "without a GPU's name"
+        )
+        return collector.drop(f"trace {device}: pass the GPU")
     common = {
         "gpu": gpu,
         "stack": f"torch cuda-{trace.cuda}" if trace.cuda else "torch",
-        "run_id": gather.run_id(path, text),
-        "origin": gather.name(path),
+        "run_id": collector.run_id(path, text),
+        "origin": collector.name(path),
     }
-    gather.drop("event of a wrong form", trace.odd)
-    for family, rows in _op_rows(gather, trace).items():
-        gather.add(family, pd.DataFrame(rows).assign(**common))
+    collector.drop("malformed event", trace.malformed)
+    for family, rows in _op_rows(collector, trace).items():
+        collector.add(family, pd.DataFrame(rows).assign(**common))
     if steps := [op.duration_us for op in trace.ops if STEP.fullmatch(op.name)]:
         row = _step_row(trace, steps, path)
-        gather.add("iteration", pd.DataFrame([row]).assign(**common))
+        collector.add("iteration", pd.DataFrame([row]).assign(**common))
     return None
 
 
-def _op_rows(gather: Gathering, trace: Trace) -> dict[str, list[dict[str, Any]]]:
-    """One row per family and parameters: the median of its calls."""
+def _op_rows(collector: RowCollector, trace: Trace) -> dict[str, list[dict[str, Any]]]:
+    """Rows by family, one per parameters: the median over calls."""
     per_call, orphans = join(trace, answered)
-    gather.drop("kernel without an op", orphans)
+    collector.drop("kernel without an op", orphans)
     times: dict[Any, list[float]] = defaultdict(list)
     unknown: Counter[str] = Counter()
     for at, time_us in per_call.items():
@@ -95,7 +97,7 @@ def _op_rows(gather: Gathering, trace: Trace) -> dict[str, list[dict[str, Any]]]
         else:
             times[found].append(time_us)
     for reason, count in unknown.items():
-        gather.drop(reason, count)
+        collector.drop(reason, count)
     rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for (family, point), samples in times.items():
         rows[family].append({"timer": "device", **_spread(samples), **asdict(point)})
@@ -109,7 +111,7 @@ def _spread(samples: list[float]) -> dict[str, Any]:
 
 
 def _step_row(trace: Trace, steps: list[float], path: Path) -> dict[str, Any]:
-    """The profiled iteration; what was trained, and with what batch, a trace does not say."""
+    """The row of the profiled iteration; a trace states neither the model nor the batch."""
     train = any("Backward" in op.name for op in trace.ops)
     ranks = whole(trace.distributed.get("world_size")) or 1
     return {

@@ -1,4 +1,4 @@
-"""An op of a trace as a family's parameters, from the shapes, types and values it logged."""
+"""Parameters of ops in a trace, from the shapes, types and values that it logs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OVERLOADS: tuple[str, ...] = (
 )
 OVERLOADS += ("memory_format", "Tensor_Scalar", "start", "start_step", "ScalarSelf")
 RENAMED = {"cudnn_batch_norm": "native_batch_norm", "miopen_batch_norm": "native_batch_norm"}
-# Where the query, a bias, the dropout and the causal flag stand among the arguments (-1: nowhere).
+# Positions of query, bias, dropout and causal flag among the arguments (-1: not an argument).
 # Source: aten/src/ATen/native/native_functions.yaml of PyTorch.
 ATTENTION = {
     "_flash_attention_forward": (0, -1, 7, 8),
@@ -37,7 +37,7 @@ ATTENTION = {
 
 @cache
 def _answers(name: str) -> tuple[tuple[str, str], ...]:
-    """(family, captured op name) of every overload of an op that a family answers for."""
+    """(family, captured name) of the overloads of an op that families describe."""
     plain = RENAMED.get(name.removeprefix("aten::"), name.removeprefix("aten::"))
     wanted = [f"aten.{plain}.{overload}" for overload in OVERLOADS]
     known = {op: f.name for f in families().values() for op in f.answers}
@@ -52,7 +52,7 @@ def answered(name: str) -> bool:
 
 
 def describe(name: str, args: Mapping[str, Any]) -> tuple[str, Any] | None:
-    """Family and parameters of a call; None where no family knows it, or shapes are missing."""
+    """Family and parameters of a call; None where no family describes it or shapes are missing."""
     if not answered(name):
         return None
     try:
@@ -70,7 +70,7 @@ def describe(name: str, args: Mapping[str, Any]) -> tuple[str, Any] | None:
 
 
 def _arguments(args: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Tensors where a type and a shape are logged, else the value as logged."""
+    """Arguments: tensors where type and shape are logged, else logged values."""
     dims, types = args["Input Dims"], args.get("Input type", args.get("Input Types"))
     strides, values = args.get("Input Strides", []), args.get("Concrete Inputs", [])
     found: list[Any] = []
@@ -91,7 +91,7 @@ def _tensor(shape: list[Any], dtype: str, stride: list[Any]) -> TensorSpec:
 
 
 def _value(text: Any) -> Any:
-    """A concrete input: numbers, booleans and lists of them; None for anything else."""
+    """A logged value: numbers, booleans or lists of them; None for others."""
     if not isinstance(text, str) or len(text) > 1000:
         return None
     try:
@@ -102,18 +102,18 @@ def _value(text: Any) -> Any:
 
 
 def _output(values: tuple[Any, ...]) -> tuple[TensorSpec, ...]:
-    """A trace logs no outputs; for an op made from sizes alone they are the first list."""
+    """The output, which traces do not log, of an op that only takes sizes; empty for others."""
     if values and isinstance(values[0], tuple) and all(isinstance(n, int) for n in values[0]):
         return (TensorSpec(shape=values[0], dtype="fp32"),)
     return ()
 
 
 def _attention(name: str, values: tuple[Any, ...]) -> tuple[str, Any] | None:
-    """Fused attention logs (batch, length, heads, dim); the family takes heads before length."""
+    """Fused attention; the log has (batch, length, heads, dim), the family heads before length."""
     query, bias, dropout, causal = ATTENTION[name]
     tensors = [_heads_first(t) for t in values[: query + 3]]
     facts = {
-        "is_causal": values[causal] in (True, 1, 2),  # a flag, or a kind of mask: 0 is none
+        "is_causal": values[causal] in (True, 1, 2),  # a flag, or a kind of mask (0: none)
         "dropout_p": float(values[dropout] or 0.0),
         "masked": bias >= 0 and isinstance(values[bias], TensorSpec),
     }

@@ -1,4 +1,4 @@
-"""A Chrome trace as plain values: ops nested in time, kernels, and who launched which."""
+"""Parses a Chrome trace: nested ops, kernels, and which op launched which kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAUNCHES = ("cuda_runtime", "cuda_driver", "Runtime")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An op on the host or a launch; ``external`` joins them, -1 where there is none."""
+    """An op or a launch on the host; ``external`` is the id that joins them, or -1."""
 
     name: str
     thread: str
@@ -28,7 +28,7 @@ class Span:
 
 @dataclass(slots=True)
 class Trace:
-    """A trace's events by kind; kernels as (duration, external id, correlation)."""
+    """Events of a trace by kind; kernels as (duration, external id, correlation)."""
 
     device: str = ""
     cuda: str = ""
@@ -36,11 +36,11 @@ class Trace:
     ops: list[Span] = field(default_factory=list)
     launches: dict[int, Span] = field(default_factory=dict)
     kernels: list[tuple[float, int, int]] = field(default_factory=list)
-    odd: int = 0
+    malformed: int = 0
 
 
 def parse(text: str) -> Trace:
-    """The events of a trace; Unreadable if the text is none."""
+    """Parse the text of a trace; raises Unreadable where it is none."""
     found = parsed_json(text)
     events = found.get("traceEvents") if isinstance(found, Mapping) else None
     if not isinstance(events, list):
@@ -59,9 +59,9 @@ def parse(text: str) -> Trace:
 
 
 def _event(trace: Trace, event: Any) -> None:
-    """Sort one event in; those of a wrong form are counted."""
+    """Add one event to its kind; malformed events are counted."""
     if not isinstance(event, Mapping):
-        trace.odd += 1
+        trace.malformed += 1
         return
     kind = event.get("cat")
     if event.get("ph") != "X" or not isinstance(kind, str):
@@ -72,7 +72,7 @@ def _event(trace: Trace, event: Any) -> None:
     start, duration = event.get("ts"), event.get("dur", 0)
     numbers = all(isinstance(v, int | float) and abs(v) < 1e18 for v in (start, duration))
     if not isinstance(args, Mapping) or not numbers or duration < 0:
-        trace.odd += 1
+        trace.malformed += 1
         return
     external, correlation = _identity(args, "External id"), _identity(args, "correlation")
     if kind in KERNELS:
@@ -93,11 +93,11 @@ def _identity(args: Mapping[str, Any], key: str) -> int:
 
 
 def join(trace: Trace, owns: Callable[[str], bool]) -> tuple[dict[int, float], int]:
-    """Kernel time by index of the op it belongs to, and the number of kernels without one.
+    """Kernel time by index of the op, and the number of kernels without an op.
 
-    A kernel names its op by external id, or through the launch it correlates with; a launch
-    without external id belongs to the innermost op around it. Of the ops around, the outermost
-    that ``owns`` its kernels gets the time; where none does, the innermost.
+    A kernel belongs to the op with its external id, or with that of the launch with its
+    correlation id, or to the innermost op around that launch. Of the ops around, the outermost one
+    for which ``owns`` is true gets the time; the innermost where there is none.
     """
     owner = _owners(trace, owns)
     by_external = {op.external: at for at, op in enumerate(trace.ops) if op.external >= 0}
@@ -117,7 +117,7 @@ def join(trace: Trace, owns: Callable[[str], bool]) -> tuple[dict[int, float], i
 
 
 def _nested(spans: list[tuple[int, Span]]) -> list[tuple[int, int]]:
-    """(span, the one around it or -1) per thread, in order of start."""
+    """(index of a span, index of the span around it or -1), by thread and start."""
     found = []
     open_spans: list[tuple[int, float, str]] = []
     order = sorted(spans, key=lambda s: (s[1].thread, s[1].start_us, -s[1].duration_us))
@@ -132,7 +132,7 @@ def _nested(spans: list[tuple[int, Span]]) -> list[tuple[int, int]]:
 
 
 def _owners(trace: Trace, owns: Callable[[str], bool]) -> list[int]:
-    """For every op the one that takes its kernels."""
+    """For every op, the index of the op that gets the time of its kernels."""
     owner = list(range(len(trace.ops)))
     for at, outer in _nested(list(enumerate(trace.ops))):
         if outer >= 0 and owns(trace.ops[owner[outer]].name):
@@ -141,15 +141,15 @@ def _owners(trace: Trace, owns: Callable[[str], bool]) -> list[int]:
 
 
 def _innermost(trace: Trace) -> dict[int, int]:
-    """The op around each launch that has no external id, by correlation."""
+    """By correlation id, the innermost op around each launch without external id."""
     count = len(trace.ops)
-    loose = [(c, s) for c, s in trace.launches.items() if s.external < 0]
-    if not loose:
+    without = [(c, s) for c, s in trace.launches.items() if s.external < 0]
+    if not without:
         return {}
-    spans = [*enumerate(trace.ops), *((count + i, s) for i, (_, s) in enumerate(loose))]
+    spans = [*enumerate(trace.ops), *((count + i, s) for i, (_, s) in enumerate(without))]
     parents = dict(_nested(spans))
     found = {}
-    for i, (correlation, _) in enumerate(loose):
+    for i, (correlation, _) in enumerate(without):
         at = parents[count + i]
         while at >= count:
             at = parents[at]

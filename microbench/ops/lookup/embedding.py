@@ -1,4 +1,4 @@
-"""Embedding lookup and its dense gradient: rows of a table by index."""
+"""Embedding look-up and its dense gradient: rows of a table by index."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import numpy as np
 
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
-from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+from microbench.ops.family import (
+    Family,
+    GpuSweep,
+    Workload,
+    itemsize_bytes,
+    log_uniform,
+    torch_dtype,
+)
+from microbench.ops.sizes import resize_along
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +33,7 @@ class Embedding:
 
 
 def sweep() -> Iterator[Embedding]:
-    """Endless: tables up to 32M elements."""
+    """Yields points without end: tables up to 32M elements."""
     rng = np.random.default_rng(7)
     while True:
         p = Embedding(
@@ -39,7 +47,7 @@ def sweep() -> Iterator[Embedding]:
 
 
 def build(p: Embedding, device: str) -> Workload:
-    """Valid random indices."""
+    """A random table and random valid indices."""
     import torch  # lazy: formulas must import where torch is absent
 
     aten = torch.ops.aten
@@ -63,7 +71,7 @@ def bytes_moved(p: Any) -> Any:
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
-    """Sizes, and lookups per row."""
+    """Sizes, and look-ups per row."""
     return {
         "op": p.op,
         "dtype": p.dtype,
@@ -88,6 +96,11 @@ def from_backward(call: OpCall) -> Embedding:
     return Embedding(op="backward", rows=rows, dim=dim, lookups=index.numel, dtype=grad.dtype)
 
 
+def allocated_bytes(p: Embedding) -> float:
+    """The whole table, of which the rows looked up are read."""
+    return 1.0 * p.rows * p.dim * float(itemsize_bytes(p.dtype))
+
+
 FAMILY = Family(
     name="embedding",
     params=Embedding,
@@ -100,5 +113,9 @@ FAMILY = Family(
         "aten.embedding.default": from_forward,
         "aten.embedding_dense_backward.default": from_backward,
     },
-    gpu_weight=0.5,
+    gpu_sweep=GpuSweep(
+        resize=resize_along({"lookups": 2**20, "dim": 8192, "rows": 2**18}),
+        allocated_bytes=allocated_bytes,
+        weight=0.5,
+    ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
@@ -11,17 +11,29 @@ import numpy as np
 
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
-from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+from microbench.ops.family import (
+    Family,
+    GpuSweep,
+    Workload,
+    itemsize_bytes,
+    log_uniform,
+    torch_dtype,
+)
+from microbench.ops.sizes import aligned
 
 MODES = ("sum", "mean", "max")  # as numbered by aten
 MAX_ELEMENTS = 2**24
 RANK_BINS = 48
 RECENT = 1024
+GPU_DTYPES = {"fp32": 0.88, "bf16": 0.1, "fp16": 0.02}
+GPU_BAGS = (512, 8192)
+GPU_POOLING = 128  # look-ups of a bag at most
+GPU_ROWS = 20_000_000  # of a table at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingBag:
-    """``lookups`` rows of a (rows, dim) table into ``bags`` sums.
+    """One call that sums ``lookups`` rows of a (rows, dim) table into ``bags``, or its backward.
 
     ``skew`` is the Zipf exponent of the indices, 0 for uniform; ``repeats`` the share of lookups
     that repeat one of the 1,024 before, as in a trace. A captured call knows neither.
@@ -39,7 +51,10 @@ class EmbeddingBag:
 
 
 def sweep() -> Iterator[EmbeddingBag]:
-    """Endless: tables and gathered rows up to 16M elements, 1 to 100 lookups a bag."""
+    """Yields points without end.
+
+    Tables and gathered rows up to 16M elements, 1 to 100 lookups a bag.
+    """
     rng = np.random.default_rng(11)
     while True:
         bags = log_uniform(rng, 1, 32768)
@@ -59,7 +74,7 @@ def sweep() -> Iterator[EmbeddingBag]:
 
 
 def zipf_indices(p: EmbeddingBag, device: str) -> Any:
-    """Row numbers with P(rank r) ~ r**-skew; popular rows lie scattered over the table.
+    """Random row numbers with P(rank r) ~ r**-skew; popular rows are scattered over the table.
 
     Drawn on the device by the inverse of the continuous distribution on [1/2, rows + 1/2].
     """
@@ -85,7 +100,7 @@ def _scatter(rows: int) -> int:
 
 
 def build(p: EmbeddingBag, device: str) -> Workload:
-    """Bags of equal length; the backward gets what its forward returned."""
+    """Tensors for bags of equal length; the backward gets what its forward returned."""
     import torch  # lazy: formulas must import where torch is absent
 
     aten, mode = torch.ops.aten, MODES.index(p.mode)
@@ -194,6 +209,46 @@ def _bag(
     )
 
 
+def gpu_points(rng: np.random.Generator) -> Iterator[EmbeddingBag]:
+    """Yields points without end: tables of DLRMs; indices uniform, Zipf, or as in a trace.
+
+    As in a trace: Zipf, and a share of the look-ups repeats rows looked up shortly before.
+    """
+    while True:
+        bags, pooling = log_uniform(rng, *GPU_BAGS), log_uniform(rng, 1, GPU_POOLING)
+        kind = str(rng.choice(["uniform", "zipf", "trace"]))
+        yield EmbeddingBag(
+            op=str(rng.choice(["forward", "backward"])),
+            rows=log_uniform(rng, 1000, GPU_ROWS),
+            dim=int(rng.choice([16, 32, 48, 64, 96, 128, 192, 256])),
+            bags=bags,
+            lookups=bags * pooling,
+            skew=0.0 if kind == "uniform" else round(float(rng.uniform(0.6, 1.3)), 2),
+            repeats=round(float(rng.uniform(0.2, 0.8)), 2) if kind == "trace" else 0.0,
+            mode=str(rng.choice(MODES, p=[0.92, 0.06, 0.02])),
+        )
+
+
+def resize(p: EmbeddingBag, factor: float, lean: float) -> EmbeddingBag:
+    """Bags, then look-ups a bag, then the width; rows of the table with a dense gradient of it."""
+    pooling = max(1, round(p.lookups / p.bags))
+    least, most = min(GPU_BAGS[0], p.bags), max(GPU_BAGS[1], p.bags)
+    bags = min(most, max(least, round(p.bags * factor**lean)))
+    left = factor * p.bags / bags
+    wanted = min(max(GPU_POOLING, pooling), max(1, round(pooling * left)))
+    left *= pooling / wanted
+    dim = min(256, max(min(16, p.dim), aligned(p.dim * left, p.dim)))
+    rows = p.rows
+    if p.op == "backward":
+        rows = min(GPU_ROWS, max(min(1000, p.rows), round(p.rows * factor)))
+    return replace(p, bags=bags, lookups=bags * wanted, dim=dim, rows=rows)
+
+
+def allocated_bytes(p: EmbeddingBag) -> float:
+    """The whole table, of which the rows looked up are read."""
+    return 1.0 * p.rows * p.dim * float(itemsize_bytes(p.dtype))
+
+
 FAMILY = Family(
     name="embedding_bag",
     params=EmbeddingBag,
@@ -208,5 +263,11 @@ FAMILY = Family(
         "aten._embedding_bag_backward.default": from_backward,
         "aten._embedding_bag_dense_backward.default": from_backward,
     },
-    gpu_weight=2.0,
+    gpu_sweep=GpuSweep(
+        points=gpu_points,
+        dtypes=GPU_DTYPES,
+        resize=resize,
+        allocated_bytes=allocated_bytes,
+        weight=2.0,
+    ),
 )

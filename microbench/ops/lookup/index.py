@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import (
     Family,
+    GpuSweep,
     Workload,
     is_any,
     itemsize_bytes,
@@ -17,6 +19,7 @@ from microbench.ops.family import (
     torch_dtype,
 )
 from microbench.ops.lookup.index_calls import ANSWERS, IndexOp
+from microbench.ops.sizes import MAX_NUMEL, aligned, spread
 
 ELEMENTWISE_INDEX = ("gather", "scatter", "scatter_", "scatter_add", "scatter_add_")
 SLICE_INDEX = ("index_select", "index", "index_add", "index_add_")
@@ -48,6 +51,9 @@ SLOW = {"sort": 2**19, "topk": 2**21, "unfold_backward": 2**21, **dict.fromkeys(
 SLOW |= dict.fromkeys(("scatter", "scatter_", "scatter_add", "scatter_add_", "gather"), 2**22)
 SLOW |= dict.fromkeys(("index_put", "index_put_", "index_add", "index_add_", "flip"), 2**22)
 MAX_ELEMENTS = 2**23
+LENGTHENED: tuple[str, ...] = ("cat", "split_with_sizes_copy", "slice_backward", "slice_scatter")
+LENGTHENED += ("narrow_copy", "constant_pad_nd", "flip", "roll")
+WIDENED = ("stack", "select_backward", "select_scatter")
 
 
 def _draw(rng: np.random.Generator) -> IndexOp:
@@ -85,7 +91,10 @@ def _draw(rng: np.random.Generator) -> IndexOp:
 
 
 def sweep() -> Iterator[IndexOp]:
-    """Endless: a few elements to 8M on the larger side, fewer where a CPU is slow."""
+    """Yields points without end.
+
+    A few elements to 8M on the larger side, fewer where a CPU is slow.
+    """
     rng = np.random.default_rng(13)
     while True:
         p = _draw(rng)
@@ -94,7 +103,7 @@ def sweep() -> Iterator[IndexOp]:
 
 
 def build(p: IndexOp, device: str) -> Workload:
-    """Valid random indices; added values are so small that sums never overflow."""
+    """Random tensors and valid indices; values to add are so small that sums never overflow."""
     if p.op in INDEXED:
         return Workload(run=_indexed(p, device))
     return Workload(run=_copying(p, device))
@@ -111,7 +120,7 @@ def _random(p: IndexOp, device: str, *shape: int) -> Any:
 def _shape(p: IndexOp, length: int) -> list[int]:
     """A tensor with ``length`` slots on the indexed axis; no outer or inner axis of one element.
 
-    Kernels tell a leading axis from the second of (1, n, m): index_add takes 3 times as long there.
+    Kernels treat a leading axis and the second of (1, n, m) unlike: index_add takes 3x there.
     """
     triangle = p.op in ("tril", "triu")  # of the last two axes
     outer = [p.outer] if p.outer > 1 or triangle else []
@@ -198,12 +207,12 @@ def _part(p: IndexOp, part: Any, device: str) -> Callable[[], object]:
 
 
 def moved(p: Any) -> Any:
-    """Elements picked or placed; an unfolded window holds k."""
+    """Number of elements picked or placed; an unfolded window holds k."""
     return 1.0 * p.outer * p.size * p.inner * np.where(is_any(p.op, ("unfold_backward",)), p.k, 1)
 
 
 def whole(p: Any) -> Any:
-    """Elements on the side of the indexed axis."""
+    """Number of elements of the tensor with the indexed axis."""
     return 1.0 * p.outer * p.source * p.inner
 
 
@@ -259,6 +268,26 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
     }
 
 
+def resize(p: IndexOp, factor: float, lean: float) -> IndexOp:
+    """Grows the leading axes where there are any; else indices, the joined or cut axis, or rows."""
+    if p.outer > 1:
+        return spread(p, factor, 1.0, {"outer": MAX_NUMEL})
+    if p.op in INDEXED:
+        runs = 16384 if p.inner > 1 else 1
+        return spread(p, factor, 0.5 + lean / 2, {"size": 2**23, "inner": runs})
+    if p.op in LENGTHENED:
+        size = max(p.tensors, aligned(p.size * factor, p.size))
+        more = p.source - p.size
+        more = more if p.op == "constant_pad_nd" else round(more * size / p.size)
+        return replace(p, size=size, source=size + more)
+    return spread(p, factor, 1.0, {"inner" if p.op in WIDENED else "outer": MAX_NUMEL})
+
+
+def allocated_bytes(p: IndexOp) -> float:
+    """The larger side of the indexed axis, of which some slots are read."""
+    return 1.0 * p.outer * max(p.size, p.source) * p.inner * float(itemsize_bytes(p.dtype))
+
+
 FAMILY = Family(
     name="index",
     params=IndexOp,
@@ -269,5 +298,9 @@ FAMILY = Family(
     features=features,
     answers=ANSWERS,
     weight=1.5,
-    gpu_weight=0.5,
+    gpu_sweep=GpuSweep(
+        resize=resize,
+        allocated_bytes=allocated_bytes,
+        weight=0.5,
+    ),
 )

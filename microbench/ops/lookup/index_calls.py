@@ -12,7 +12,7 @@ from microbench.opcall import OpCall, TensorSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexOp:
-    """Picks or places ``size`` of ``source`` slots: outer x size x inner elements are moved.
+    """One call that picks or places ``size`` of ``source`` slots, outer x size x inner elements.
 
     ``source`` is the length of the indexed axis on the other side (the table of a gather, the
     target of a scatter, the padded row, the result of a slice's backward); ``tensors`` are joined
@@ -66,7 +66,7 @@ def _name(call: OpCall) -> str:
 
 
 def _made(call: OpCall, dtype: str, **sizes: int) -> IndexOp | None:
-    """None where there is nothing to move."""
+    """The call's parameters; None where there is nothing to move."""
     if min(sizes.values()) < 1:
         return None
     return IndexOp(op=_name(call), dtype=dtype, **sizes)
@@ -88,7 +88,7 @@ def from_index_on_axis(call: OpCall) -> IndexOp | None:
 def from_index(call: OpCall) -> IndexOp | None:
     """index(x, (None, i, j)), index_put(x, (i, j), values, accumulate).
 
-    A boolean index has a size that depends on data: not described.
+    None for a boolean index, whose size depends on data.
     """
     x, indices = call.args[:2]
     places = [d for d, i in enumerate(indices) if i is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -13,20 +13,23 @@ from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
 from microbench.ops.family import (
     Family,
+    GpuSweep,
     Workload,
     autograd_call,
     itemsize_bytes,
     log_uniform,
     torch_dtype,
 )
+from microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, aligned, tile_edge_or_any
 
 MAX_FLOPS = 8e9
 MAX_SCORES = 2**24  # where dropout or a mask makes the scores a tensor in memory
+MAX_LENGTH = 32768  # of a sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """Query (batch, heads, q_len, head_dim), key and value (batch, kv_heads, kv_len, head_dim).
+    """One call on query (batch, heads, q_len, head_dim) and key and value of kv_heads and kv_len.
 
     ``masked``: a bool mask (batch, 1, q_len, kv_len) is given; ``dropout``: dropout_p > 0.
     """
@@ -45,7 +48,10 @@ class Attention:
 
 
 def sweep() -> Iterator[Attention]:
-    """Endless: self-attention of 8 to 4096 tokens, cross-attention, and decoding of one token."""
+    """Yields points without end.
+
+    Self-attention of 8 to 4096 tokens, cross-attention, and decoding of one token.
+    """
     rng = np.random.default_rng(4)
     while True:
         heads = int(rng.choice([1, 2, 3, 4, 6, 8, 12, 16, 32]))
@@ -78,7 +84,7 @@ def sweep() -> Iterator[Attention]:
 
 
 def build(p: Attention, device: str) -> Workload:
-    """The backward keeps its graph, so that one forward serves all repetitions.
+    """Random query, key and value; the backward keeps its graph for all repetitions.
 
     On a GPU torch chooses the kernel by whether gradients are wanted, too: as in training, they
     are, but for one query (sdp_utils.cpp in aten/src/ATen/native/transformers/cuda).
@@ -177,6 +183,57 @@ def from_call(call: OpCall) -> Attention | None:
     )
 
 
+def gpu_points(rng: np.random.Generator) -> Iterator[Attention]:
+    """Yields points without end.
+
+    Training, mostly causal; grouped queries, masks, dropout, cross, decoding.
+    """
+    while True:
+        heads = int(rng.choice([4, 6, 8, 12, 16, 20, 25, 32, 40, 64]))
+        groups = int(rng.choice([1, 1, 1, 4, 8]))
+        q_len = kv_len = tile_edge_or_any(rng, 64, 16384)
+        op = str(rng.choice(["forward", "backward"]))
+        lengths = str(rng.choice(["self", "cross", "decode"], p=[0.85, 0.08, 0.07]))
+        if lengths == "cross":
+            kv_len = tile_edge_or_any(rng, 64, 4096)
+        if lengths == "decode":
+            op, q_len = "forward", 1
+        kind = str(rng.choice(["full", "causal", "masked"], p=[0.35, 0.55, 0.1]))
+        yield Attention(
+            op=op,
+            batch=log_uniform(rng, 1, 128),
+            heads=heads,
+            kv_heads=heads // groups if heads % groups == 0 else heads,
+            q_len=q_len,
+            kv_len=kv_len,
+            head_dim=int(rng.choice([32, 64, 64, 80, 96, 128, 128, 256])),
+            causal=kind == "causal" and lengths == "self",
+            masked=kind == "masked",
+            dropout=bool(rng.random() < 0.15),
+        )
+
+
+def resize(p: Attention, factor: float, lean: float) -> Attention:
+    """Grows the number of sequences, then their lengths; a single query stays one."""
+    batch = min(max(MAX_BATCH, p.batch), max(1, round(p.batch * factor**lean)))
+    left = factor * p.batch / batch
+    if p.q_len == 1:
+        return replace(p, batch=batch, kv_len=aligned(p.kv_len * left, p.kv_len))
+    most = max(MAX_LENGTH, p.q_len, p.kv_len)
+    q_len, kv_len = (min(most, aligned(n * left**0.5, n)) for n in (p.q_len, p.kv_len))
+    return replace(p, batch=batch, q_len=q_len, kv_len=kv_len)
+
+
+def allocated_bytes(p: Attention) -> float:
+    """Three tensors of scores where no fused kernel takes the call.
+
+    That is for grouped queries outside fp16 and bf16 or with a mask.
+    """
+    if p.kv_heads == p.heads or not (p.masked or p.dtype not in ("fp16", "bf16")):
+        return 0.0
+    return 3.0 * p.batch * p.heads * p.q_len * p.kv_len * float(itemsize_bytes(p.dtype))
+
+
 FAMILY = Family(
     name="attention",
     params=Attention,
@@ -185,6 +242,15 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
+    matmul=True,
     answers={"itercast.sdpa": from_call, "itercast.sdpa_backward": from_call},
-    gpu_weight=2.0,
+    gpu_sweep=GpuSweep(
+        points=gpu_points,
+        dtypes=MATMUL_DTYPES,
+        resize=resize,
+        allocated_bytes=allocated_bytes,
+        slow_frac=0.2,
+        compute_bound=True,
+        weight=2.0,
+    ),
 )

@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, TensorSpec
-from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+from microbench.opcall import OpCall
+from microbench.ops.family import (
+    Family,
+    GpuSweep,
+    Measured,
+    Part,
+    Workload,
+    itemsize_bytes,
+    log_uniform,
+    torch_dtype,
+)
+from microbench.ops.matrix.gemm import TENSOR_CORES, Gemm
+from microbench.ops.memory.elementwise import memory_copy
+from microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, MAX_PIXELS_A_SIDE, MAX_SIDE, aligned
 
 MAX_FLOPS = 3e9
 MAX_GROUPED_FLOPS = 2e8  # grouped kernels reach a fraction of the peak
 MAX_BYTES = 2e8
+GROUPED = " in groups"
+HALF = ("fp16", "bf16")
+TERMS_OF_PASS = assumed(__file__, "terms_of_pass")
+CUDNN_DEPTHWISE_TAPS = assumed(__file__, "cudnn_depthwise_taps")
+NHWC_GROUPS = assumed(__file__, "nhwc_groups")
+NHWC_TERMS_OF_PASS = assumed(__file__, "nhwc_terms_of_pass")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conv:
-    """Input (batch, in_channels, h, w); a 1-d call has h = kernel_h = 1 and padding_h = 0.
+    """One call on (batch, in_channels, h, w); in one dimension h = kernel_h = 1, padding_h = 0.
 
     ``need_input_grad`` and ``need_weight_grad`` say what a backward computes.
     """
@@ -45,7 +64,7 @@ class Conv:
 
 
 def sweep() -> Iterator[Conv]:
-    """Endless: layers of at most 3 GFLOP, grouped ones 0.2."""
+    """Yields points without end: layers of at most 3 GFLOP, grouped ones 0.2."""
     for p in layers(np.random.default_rng(5)):
         limit = MAX_FLOPS if p.groups == 1 else MAX_GROUPED_FLOPS
         if flops(p) <= limit and bytes_moved(p) <= MAX_BYTES:
@@ -53,7 +72,10 @@ def sweep() -> Iterator[Conv]:
 
 
 def layers(rng: np.random.Generator) -> Iterator[Conv]:
-    """Endless: layers of ResNets, U-Nets, ViT patches, MobileNets, audio and small CNNs."""
+    """Yields points without end.
+
+    Layers of ResNets, U-Nets, ViT patches, MobileNets, audio and small CNNs.
+    """
     kinds = (_resnet, _resnet, _unet, _patch, _depthwise, _audio, _small)
     while True:
         layer = kinds[int(rng.integers(len(kinds)))](rng)
@@ -70,7 +92,7 @@ def layers(rng: np.random.Generator) -> Iterator[Conv]:
 
 
 def _channels(rng: np.random.Generator, low: int, high: int) -> int:
-    """Multiples of 8 more often than not."""
+    """Draws a number of channels, mostly a multiple of 8."""
     n = log_uniform(rng, low, high)
     return max(8, 8 * round(n / 8)) if rng.random() < 0.7 else n
 
@@ -173,7 +195,7 @@ def out_sizes(p: Any) -> tuple[Any, Any]:
 
 
 def _passes(p: Any) -> Any:
-    """Convolutions of the forward's size: one forward, one per gradient backward."""
+    """Number of convolutions of the forward's size: 1, or backward one per gradient."""
     grads = np.where(p.need_input_grad, 1.0, 0.0) + np.where(p.need_weight_grad, 1.0, 0.0)
     return np.where(np.equal(p.op, "forward"), 1.0, grads)
 
@@ -200,7 +222,7 @@ def bytes_moved(p: Any) -> Any:
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
-    """Sizes as of the equivalent matrix product per group, its tile fill and waves."""
+    """Sizes of the equivalent matrix product per group, its tile fill and waves."""
     out_h, out_w = out_sizes(p)
     m, n = 1.0 * p.batch * out_h * out_w, p.out_channels / p.groups
     taps = 1.0 * p.kernel_h * p.kernel_w
@@ -239,8 +261,8 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 def from_call(call: OpCall) -> Conv | None:
     """convolution(x, weight, bias, ...), convolution_backward(grad, x, weight, sizes, ..., mask).
 
-    A 3-d call is one on slices whose channels are those of all slices under the kernel. None for
-    strides or dilations that differ between the sides of an image.
+    A 3-d call is described as one on slices; their channels are those of all slices under the
+    kernel. None where strides or dilations differ between the sides of an image.
     """
     backward = "backward" in call.op
     x, weight, bias, stride, padding, dilation, transposed, _, groups = (
@@ -261,7 +283,7 @@ def from_call(call: OpCall) -> Conv | None:
         op="backward" if backward else "forward",
         batch=x.shape[0] * slices,
         in_channels=x.shape[1] * (1 if transposed else spanned),
-        out_channels=_out_channels(weight, transposed, groups) * (spanned if transposed else 1),
+        out_channels=weight.shape[1] * groups * spanned if transposed else weight.shape[0],
         h=h,
         w=x.shape[-1],
         kernel_h=kernel_h,
@@ -279,8 +301,74 @@ def from_call(call: OpCall) -> Conv | None:
     )
 
 
-def _out_channels(weight: TensorSpec, transposed: bool, groups: int) -> int:
-    return weight.shape[1] * groups if transposed else weight.shape[0]
+def resize(p: Conv, factor: float, lean: float) -> Conv:
+    """Grows the number of images, then their sides, which stay as large as the kernel."""
+    batch = min(max(MAX_BATCH, p.batch), max(1, round(p.batch * factor ** (0.5 + lean / 2))))
+    left = factor * p.batch / batch
+    flat = p.h == p.kernel_h == 1
+    limit = MAX_SIDE // 2 if flat else MAX_PIXELS_A_SIDE
+
+    def side(old: int, kernel: int, padding: int) -> int:
+        least = max(1, p.dilation * (kernel - 1) + 1 - 2 * padding, padding + 1)
+        wanted = aligned(old * left ** (1.0 if flat else 0.5), old)
+        return max(least, min(max(limit, old), wanted))
+
+    h = 1 if flat else side(p.h, p.kernel_h, p.padding_h)
+    return replace(p, batch=batch, h=h, w=side(p.w, p.kernel_w, p.padding_w))
+
+
+def op_name(p: Any) -> Any:
+    """The op's name; grouped convolutions are ops of their own, since other kernels run them."""
+    return np.where(np.asarray(p.groups, dtype=float) > 1, p.op + GROUPED, p.op)
+
+
+def fallback(p: Conv, measured: Measured) -> list[Part]:
+    """Forwards, one per gradient, where models saw them; else a matrix product or memory passes.
+
+    The product has the multiplications and bytes of implicit GEMM: taps that read the same pixel
+    read it from memory once (arXiv:1410.0759, section 3). In NCHW on tensor cores its tensors are
+    transposed to NHWC and back (cuDNN developer guide, "tensor core operations").
+    """
+    forward = replace(p, op="forward")
+    if measured.gpu.kind == "cpu" or measured.seen("conv", str(op_name(p)), p.dtype):
+        return []
+    passes = p.need_input_grad + p.need_weight_grad if p.op == "backward" else 1
+    if measured.seen("conv", str(op_name(forward)), p.dtype):
+        return [Part(family="conv", params=forward, times=passes)]
+    out_h, out_w = (int(np.maximum(s, 1)) for s in out_sizes(p))
+    x, y = p.batch * p.in_channels * p.h * p.w, p.batch * p.out_channels * out_h * out_w
+    moved = (x + y) * int(itemsize_bytes(p.dtype))
+    pixels, terms = p.batch * out_h * out_w, p.in_channels // p.groups * p.kernel_h * p.kernel_w
+    if p.groups > 1:
+        return [replace(memory_copy(moved), times=_grouped_passes(p, terms, measured))]
+    taps = max(1, pixels * terms // x)  # that read the same pixel
+    m, n = max(1, pixels // taps), p.out_channels * taps
+    product = Gemm(op="mm", m=m, n=n, k=terms, layout="nt", dtype=p.dtype)
+    parts = [Part(family="gemm", params=product, times=passes)]
+    if p.dtype in TENSOR_CORES and not measured.channels_last:
+        parts.append(memory_copy(2 * passes * moved))
+    return parts
+
+
+def _grouped_passes(p: Conv, terms: int, measured: Measured) -> float:
+    """Number of passes of a grouped convolution over its tensors; ``terms`` are summed per output.
+
+    passes = 1 + sqrt(terms / 9) for each of forward, input gradient and weight gradient, but
+    - weights of a depthwise one: a pass for every tap, by torch's own kernel, unless cuDNN takes it
+      (torch 2.1, Convolution.cpp and DepthwiseConv2d.cu);
+    - both gradients of few or wide groups in NHWC: max(passes, terms / 5), as cuDNN is slow there.
+    """
+    once: float = 1 + (terms / TERMS_OF_PASS) ** 0.5
+    width = p.in_channels // p.groups
+    if p.op != "backward":
+        return once
+    for_weight, for_input = once, once
+    if p.groups == p.in_channels:
+        by_cudnn = p.dtype in HALF and p.stride == 1 and terms <= CUDNN_DEPTHWISE_TAPS
+        for_weight = once if by_cudnn or measured.channels_last else terms
+    elif measured.channels_last and (p.groups < NHWC_GROUPS or width > NHWC_GROUPS):
+        for_weight = for_input = max(once, terms / NHWC_TERMS_OF_PASS)
+    return p.need_input_grad * for_input + p.need_weight_grad * for_weight
 
 
 FAMILY = Family(
@@ -295,6 +383,16 @@ FAMILY = Family(
         "aten.convolution.default": from_call,
         "aten.convolution_backward.default": from_call,
     },
+    matmul=True,
+    op_name=op_name,
+    fallback=fallback,
     weight=2.0,
-    gpu_weight=2.0,
+    gpu_sweep=GpuSweep(
+        points=layers,
+        dtypes=MATMUL_DTYPES,
+        resize=resize,
+        slow_frac=0.1,
+        compute_bound=True,
+        weight=2.0,
+    ),
 )

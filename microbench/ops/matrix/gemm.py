@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
 from microbench.ops.family import (
     Family,
+    GpuSweep,
+    Measured,
+    Part,
     Workload,
     is_any,
     itemsize_bytes,
@@ -19,22 +23,32 @@ from microbench.ops.family import (
     repeated,
     torch_dtype,
 )
+from microbench.ops.memory.elementwise import memory_copy
+from microbench.ops.sizes import MAX_SIDE, aligned, tile_edge_or_any
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64))
 LARGE = 8192
 TENSOR_CORES = ("tf32", "fp16", "bf16")
-OLD_FLOPS = 512  # of an SM of Volta or Turing in a clock, in TF32's width
+OLD_FLOPS_PER_CLOCK = assumed(__file__, "old_flops_per_clock")  # of an SM
+OLD_PEAK_FRAC = assumed(__file__, "old_peak_frac")
 BATCHED = ("bmm", "grouped_mm")
 GROUPED = "aten._grouped_mm.default"
+# Elsewhere torch runs one expert after the other. Source: torch 2.11, cuda/GroupedBlas.cpp.
+GROUPED_ON = ("hopper", "blackwell", "blackwell-ultra")
+FP8_CAST_COLUMNS = assumed(__file__, "fp8_cast_columns")
+FP8_CAST_LEAST_COLUMNS = assumed(__file__, "fp8_cast_least_columns")
+SERVING = ("sglang", "trtllm", "vllm")  # software that AIConfigurator measures
+GPU_DTYPES = {"bf16": 0.45, "fp32": 0.23, "tf32": 0.23, "fp16": 0.03, "fp8": 0.06}
+WHOLE_ROWS = {"grouped_mm": 8, "scaled_mm": 16}  # elements that 16 bytes hold: kernels want those
+THIN = 64  # a side of a product up to this stays: one token a sequence, few classes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemm:
     """One call, in BLAS names; ``layout`` says which operands are transposed views (n or t).
 
-    scaled_mm: fp8 matrices, each scaled as a whole, to bf16, without their casts. grouped_mm is a
-    product by expert, ``batch`` of them, tokens in a row: of m tokens each, or over k tokens each
-    in layout tn.
+    scaled_mm: fp8 matrices with a scale each, result in bf16, casts not included. grouped_mm: one
+    product for each of ``batch`` experts, of m tokens each, or in layout tn sums over k tokens.
     """
 
     op: str = "mm"
@@ -47,7 +61,10 @@ class Gemm:
 
 
 def sweep() -> Iterator[Gemm]:
-    """Endless: skinny, square and batched products, sizes from 1 to 8192, every layout."""
+    """Yields points without end.
+
+    Skinny, square and batched products, sizes from 1 to 8192, every layout.
+    """
     rng = np.random.default_rng(1)
     layouts = ["nn", "nt", "tn"]
     while True:
@@ -64,7 +81,7 @@ def sweep() -> Iterator[Gemm]:
 
 
 def build(p: Gemm, device: str) -> Workload:
-    """Operands of random numbers, transposed views where the layout says so.
+    """Random operands, transposed views where the layout says so.
 
     Outside bf16 torch runs grouped_mm one expert after the other, and waits for the GPU to learn
     how many tokens each has (_grouped_mm_fallback in ATen/native/GroupedMMUtils.h): not one op.
@@ -99,7 +116,7 @@ def build(p: Gemm, device: str) -> Workload:
 
 
 def _grouped(p: Gemm, device: str) -> Workload:
-    """Experts of equal shares, tokens sorted by expert as Hugging Face's models have them."""
+    """A grouped_mm of equal shares; tokens are sorted by expert as in Hugging Face's models."""
     import torch  # lazy, as above
 
     def operand(*shape: int) -> Any:
@@ -159,19 +176,18 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 
 
 def rate(p: Any, gpu: Gpu) -> Any:
-    """FLOP/s at most where a row of an operand or of the result is an odd number of elements long.
+    """Upper bound in FLOP/s where a row of an operand or of the result has an odd length.
 
-    Then NVIDIA's libraries take kernels of the generation before Ampere: what one of its SMs does
-    in a clock, a quarter of the peak at least. Found on published steps of Transformer-XL, whose
-    vocabulary is odd: half the speed on an A100, a quarter on an H100, as fast as others on V100,
-    Turing, RTX 3090 and A6000.
+    Tensor cores read 16-byte rows; for others NVIDIA's libraries take kernels of the generation
+    before Ampere:
+        rate = max(old_peak_frac * peak, old_flops_per_clock * SMs * clock), twice that in 16 bit.
     """
     transposed = [is_any(p.layout, those) for those in (("tn", "tt"), ("nt", "tt"))]
     rows = (np.where(transposed[0], p.m, p.k), np.where(transposed[1], p.k, p.n), p.n)
     odd = np.any([np.asarray(row) % 2 for row in rows], axis=0) & is_any(p.dtype, TENSOR_CORES)
     half = ~np.asarray(is_any(p.dtype, ("tf32",)))
-    old = (1 + half) * OLD_FLOPS * gpu.sm_count * gpu.clock_hz
-    old = np.maximum(old, np.where(half, gpu.peak("fp16"), gpu.peak("tf32")) / 4)
+    old = (1 + half) * OLD_FLOPS_PER_CLOCK * gpu.sm_count * gpu.clock_hz
+    old = np.maximum(old, np.where(half, gpu.peak("fp16"), gpu.peak("tf32")) * OLD_PEAK_FRAC)
     return np.where(odd & (gpu.vendor == "nvidia") & (gpu.kind == "gpu"), old, np.inf)
 
 
@@ -182,7 +198,7 @@ def _layout(a: TensorSpec, b: TensorSpec) -> str:
 def from_mm(call: OpCall) -> Gemm | None:
     """mm(A, B), addmm(bias, A, B), bmm(A, B), baddbmm(C, A, B) as logged.
 
-    fp8 kernels know one layout: what does not lie so was transposed when it was cast.
+    fp8 kernels have one layout, nt: other operands are transposed when they are cast.
     """
     op = call.op.split(".")[1]
     a, b = (call.args[1], call.args[2]) if op in ("addmm", "baddbmm") else call.args[:2]
@@ -208,6 +224,91 @@ def from_grouped(call: OpCall) -> Gemm | None:
     return Gemm(op=kind, m=m, n=b.shape[-1], k=k, batch=experts, layout=layout, dtype=a.dtype)
 
 
+def gpu_points(rng: np.random.Generator) -> Iterator[Gemm]:
+    """Yields points without end.
+
+    Up to 16384 on a side, skinny ones, batches of attention's and of experts'.
+    """
+    while True:
+        op = str(rng.choice(["mm", "addmm", "bmm", "grouped_mm"], p=[0.47, 0.28, 0.2, 0.05]))
+        m, n, k = (tile_edge_or_any(rng, 16, 16384) for _ in range(3))
+        batch = 1
+        if op == "grouped_mm":
+            batch = int(rng.choice([2, 4, 8, 16, 32, 64, 128]))
+            m, n, k = (8 * round(tile_edge_or_any(rng, 64, 8192) / 8) for _ in range(3))
+        if op == "bmm":
+            batch = log_uniform(rng, 2, 1024)
+            m, n, k = (tile_edge_or_any(rng, 16, 2048) for _ in range(3))
+        if rng.random() < 0.15 and op != "grouped_mm":  # whose rows must be aligned
+            m = log_uniform(rng, 1, 64)  # decoding
+        yield Gemm(op=op, m=m, n=n, k=k, batch=batch, layout=str(rng.choice(["nn", "nt", "tn"])))
+
+
+def retype(p: Gemm, dtype: str, gpu: Gpu) -> Gemm | None:
+    """The point in a dtype: fp8 as ``scaled_mm`` with sides of whole 16 bytes.
+
+    A product by expert is in bf16; None on GPUs without one kernel for all experts."""
+    if dtype == "fp8":
+        m, n, k = (16 * max(1, round(s / 16)) for s in (p.m, p.n, p.k))
+        return Gemm(op="scaled_mm", m=m, n=n, k=k, layout="nt", dtype="fp8")
+    if p.op == "grouped_mm":
+        return replace(p, dtype="bf16") if gpu.architecture in GROUPED_ON else None
+    return replace(p, dtype=dtype)
+
+
+def resize(p: Gemm, factor: float, lean: float) -> Gemm:
+    """Grows all sides by the same factor; of a batch of products their number first."""
+    if p.op == "bmm":
+        batch = min(max(4096, p.batch), max(1, round(p.batch * factor**lean)))
+        factor *= p.batch / batch
+        p = replace(p, batch=batch)
+    sides = {side: getattr(p, side) for side in "mnk"}
+    wide = [side for side, n in sides.items() if n > THIN] or list(sides)
+    step = factor ** (1 / len(wide))
+    changed: dict[str, Any] = {s: min(MAX_SIDE, aligned(sides[s] * step, sides[s])) for s in wide}
+    if p.op in WHOLE_ROWS:
+        unit = WHOLE_ROWS[p.op]
+        changed = {s: unit * max(1, round(n / unit)) for s, n in changed.items()}
+    return replace(p, **changed)
+
+
+def fallback(p: Gemm, measured: Measured) -> list[Part]:
+    """Parts of products by expert on GPUs without a kernel for them, and of fp8 products."""
+    if p.op == "grouped_mm":
+        return _one_by_one(p, measured)
+    if p.op == "scaled_mm" and measured.gpu.kind != "cpu" and p.n >= FP8_CAST_LEAST_COLUMNS:
+        return _without_cast(p, measured)
+    return []
+
+
+def _one_by_one(p: Gemm, measured: Measured) -> list[Part]:
+    """A product for each expert where no kernel takes all of them.
+
+    That depends on the GPU: what other GPUs measured is not transferred.
+    """
+    one_kernel = p.dtype == "bf16" and measured.gpu.architecture in GROUPED_ON
+    if one_kernel or measured.measured_here("gemm", p.op, p.dtype):
+        return []
+    return [Part(family="gemm", params=replace(p, op="mm", batch=1), times=p.batch)]
+
+
+def _without_cast(p: Gemm, measured: Measured) -> list[Part]:
+    """An fp8 product without the cast of its first factor, experts' as one of all tokens.
+
+    Serving software is measured with that cast, which training steps do once for several products:
+        time = T(m, n, k) - T(m, fp8_cast_columns, k) + time to read the first factor.
+    """
+    shares = measured.software_shares("gemm", p.op, p.dtype)
+    casts = sum(share for name, share in shares.items() if name in SERVING)
+    whole = replace(p, m=p.m * p.batch, batch=1)
+    parts = [Part(family="gemm", params=whole)] if casts or p.batch > 1 else []
+    if casts:
+        few = replace(whole, n=FP8_CAST_COLUMNS)
+        parts.append(Part(family="gemm", params=few, times=-casts))
+        parts.append(replace(memory_copy(whole.m * whole.k), times=casts))
+    return parts
+
+
 FAMILY = Family(
     name="gemm",
     params=Gemm,
@@ -217,13 +318,24 @@ FAMILY = Family(
     bytes_moved=bytes_moved,
     features=features,
     rate=rate,
-    alike={"mm": {}, "addmm": {"layout": "nt"}, "bmm": {}, "grouped_mm": {}},  # weights transposed
+    # addmm as a linear layer calls it: weights transposed
+    op_aliases={"mm": {}, "addmm": {"layout": "nt"}, "bmm": {}, "grouped_mm": {}},
     tiled=True,
+    matmul=True,
+    fallback=fallback,
     large=lambda dtype: Gemm(m=LARGE, n=LARGE, k=LARGE, dtype=dtype),
     answers={
         **{f"aten.{op}.default": from_mm for op in ("mm", "addmm", "bmm", "baddbmm")},
         GROUPED: from_grouped,
     },
     weight=2.0,
-    gpu_weight=4.0,
+    gpu_sweep=GpuSweep(
+        points=gpu_points,
+        dtypes=GPU_DTYPES,
+        retype=retype,
+        resize=resize,
+        slow_frac=0.5,
+        compute_bound=True,
+        weight=4.0,
+    ),
 )

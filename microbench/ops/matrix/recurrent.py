@@ -6,7 +6,7 @@ Recurrent networks of other kinds are written out step by step on a CPU, in ops 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,12 +15,18 @@ from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
 from microbench.ops.family import (
     Family,
+    GpuSweep,
+    Measured,
+    Part,
     Workload,
     autograd_call,
     itemsize_bytes,
     log_uniform,
     torch_dtype,
 )
+from microbench.ops.matrix.gemm import Gemm
+from microbench.ops.memory.elementwise import memory_copy
+from microbench.ops.sizes import MAX_BATCH, resize_along
 
 GATES = 4  # input, forget, cell, output
 MODE = 2  # an LSTM's number among recurrent networks, in torch and cuDNN
@@ -31,9 +37,9 @@ MAX_BYTES = 1e8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrent:
-    """``steps`` x ``batch`` vectors of ``inputs`` to as many of ``hidden``, or its backward.
+    """One call from ``steps`` x ``batch`` vectors of ``inputs`` to as many of ``hidden``.
 
-    The backward makes the gradients of the inputs, of both states, and of all weights.
+    Its backward makes the gradients of the inputs, of both states, and of all weights.
     """
 
     op: str
@@ -50,7 +56,7 @@ def _width(rng: np.random.Generator) -> int:
 
 
 def sweep() -> Iterator[Recurrent]:
-    """Endless: widths of 8 to 1024, up to 256 steps and 128 sequences."""
+    """Yields points without end: widths of 8 to 1024, up to 256 steps and 128 sequences."""
     rng = np.random.default_rng(17)
     while True:
         hidden = _width(rng)
@@ -66,7 +72,7 @@ def sweep() -> Iterator[Recurrent]:
 
 
 def build(p: Recurrent, device: str) -> Workload:
-    """On a CPU oneDNN's layer, as torch calls it; on a GPU cuDNN's, through autograd backwards."""
+    """oneDNN's layer on a CPU, cuDNN's on a GPU, its backward through autograd."""
     import torch  # lazy: formulas must import where torch is absent
 
     def tensor(*shape: int) -> Any:
@@ -148,7 +154,7 @@ def bytes_moved(p: Any) -> Any:
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
-    """Sizes; a step's work, which waits for the step before; how much of the cache weights fill."""
+    """Sizes, the work of one step, and the share of the cache that weights fill."""
     weights = 1.0 * GATES * p.hidden * p.hidden * itemsize_bytes(p.dtype)
     return {
         "op": p.op,
@@ -180,6 +186,29 @@ def from_call(call: OpCall) -> Recurrent | None:
     )
 
 
+def fallback(p: Recurrent, measured: Measured) -> list[Part]:
+    """A product of all inputs, one of the state at each step, and a pass over the gates at each.
+
+    Backward as many again, and one product for each of the two weights' gradients.
+    """
+    if measured.seen("recurrent", p.op, p.dtype):
+        return []
+    cells, wide = p.steps * p.batch, GATES * p.hidden
+    gates = memory_copy(2 * p.batch * wide * int(itemsize_bytes(p.dtype)))
+
+    def product(m: int, n: int, k: int, times: int = 1) -> Part:
+        params = Gemm(op="mm", m=m, n=n, k=k, layout="nt", dtype=p.dtype)
+        return Part(family="gemm", params=params, times=times)
+
+    parts = [replace(gates, times=p.steps)]
+    if p.op == "lstm":
+        parts += [product(cells, wide, p.inputs), product(p.batch, wide, p.hidden, p.steps)]
+        return parts
+    parts += [product(cells, p.inputs, wide), product(p.batch, p.hidden, wide, p.steps)]
+    parts += [product(wide, p.inputs, cells), product(wide, p.hidden, cells)]
+    return parts
+
+
 FAMILY = Family(
     name="recurrent",
     params=Recurrent,
@@ -188,9 +217,15 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
+    fallback=fallback,
     answers={
         "aten.mkldnn_rnn_layer.default": from_call,
         "aten.mkldnn_rnn_layer_backward.default": from_call,
     },
     weight=0.5,
+    gpu_sweep=GpuSweep(
+        resize=resize_along({"batch": MAX_BATCH, "steps": 512}),
+        slow_frac=0.02,
+        compute_bound=True,
+    ),
 )

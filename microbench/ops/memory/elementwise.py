@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, replace
+from math import isqrt, prod
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
 from microbench.ops.family import (
     Family,
+    GpuSweep,
+    Part,
     Workload,
     is_any,
     itemsize_bytes,
@@ -21,6 +23,7 @@ from microbench.ops.family import (
     torch_dtype,
 )
 from microbench.ops.memory import elementwise_names as known
+from microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
 
 FORMS = {"same": 0.5, "scalar": 0.14, "row": 0.12, "col": 0.08, "strided": 0.08, "transposed": 0.08}
 KINDS = [(op, 1) for op in known.UNARY] + [(op, 2) for op in known.BINARY]
@@ -80,14 +83,17 @@ def _draw(rng: np.random.Generator) -> Elementwise:
 
 
 def sweep() -> Iterator[Elementwise]:
-    """Endless: every op and form, 16 to 16M elements; what models call most, most."""
+    """Yields points without end.
+
+    Every op and form, 16 to 16M elements; ops that models call often come often.
+    """
     rng = np.random.default_rng(2)
     while True:
         yield _draw(rng)
 
 
 def build(p: Elementwise, device: str) -> Workload:
-    """Normal random operands, positive where a function needs it; in-place ones do not drift."""
+    """Random operands, positive where a function needs it; in-place ops keep their magnitude."""
     import torch  # lazy: formulas must import where torch is absent
 
     dtype, rows = torch_dtype(p.dtype), p.numel // p.inner
@@ -276,6 +282,33 @@ def _last(t: TensorSpec) -> int:
     return next((n for n in reversed(t.shape) if n > 1), 1)
 
 
+def resize(p: Elementwise, factor: float, lean: float) -> Elementwise:
+    """Grows the number of rows, then their length; strided rows stay a rectangle."""
+    if p.form in ("same", "scalar"):
+        numel = min(MAX_NUMEL, aligned(p.numel * factor, p.numel))
+        return replace(p, numel=numel, inner=numel)
+    old = max(1, p.numel // p.inner)
+    rows = max(2, round(old * factor ** (0.5 + lean / 2)))
+    if p.form == "strided":
+        half = max(2, isqrt(rows))
+        rows = half * max(2, rows // half)
+    left = factor * old / rows
+    inner = min(max(MAX_SIDE, p.inner), max(2, aligned(p.inner * left, p.inner)))
+    return replace(p, numel=min(MAX_NUMEL // inner, rows) * inner, inner=inner)
+
+
+def gpu_variant(p: Elementwise, rng: np.random.Generator) -> Elementwise | None:
+    """The point, or None for an allocation, which launches no kernel."""
+    return None if p.op in known.ALLOCATIONS else p
+
+
+def memory_copy(nbytes: float) -> Part:
+    """A pass over memory that reads and writes ``nbytes`` in all, as a product with a scalar."""
+    numel = max(1, round(nbytes / 8))
+    point = Elementwise(op="mul", numel=numel, inner=numel, tensors=1, form="scalar")
+    return Part(family="elementwise", params=point)
+
+
 FAMILY = Family(
     name="elementwise",
     params=Elementwise,
@@ -285,6 +318,12 @@ FAMILY = Family(
     bytes_moved=bytes_moved,
     features=features,
     answers=dict.fromkeys(known.names(), from_call),
+    fusible=True,
     weight=3.0,
-    gpu_weight=1.5,
+    gpu_sweep=GpuSweep(
+        variant=gpu_variant,
+        resize=resize,
+        slow_frac=0.2,
+        weight=1.5,
+    ),
 )

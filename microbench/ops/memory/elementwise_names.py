@@ -52,7 +52,7 @@ FILLS: tuple[str, ...] = ("zeros_like", "ones_like", "fill_", "zero_")
 WRITE_ONLY = (*FILLS, "copy_")
 ALLOCATIONS = ("empty_like",)
 
-# What is bound by memory, or computed by the same instructions, costs what its namesake costs.
+# Ops by the swept op that costs the same: bound by memory or with the same instructions.
 _GROUPS: dict[str, str] = {
     "eq": "ne lt gt ge le isnan isinf isfinite signbit eq_ ne_ lt_ gt_ ge_ le_",
     "add_": "sub_",
@@ -115,7 +115,7 @@ def names() -> Iterator[str]:
 
 
 def canonical(op: str, overload: str, exponent: object) -> str:
-    """The swept op that stands for a captured one.
+    """The name of the swept op that costs the same as a captured one.
 
     Powers other than these are computed by logarithm and exponential:
     https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cpu/PowKernel.cpp

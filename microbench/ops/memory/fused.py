@@ -1,10 +1,10 @@
-"""What torch.compile makes of neighbouring pointwise ops and reductions: one kernel."""
+"""Fused kernels that torch.compile makes of neighbouring pointwise ops and reductions."""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, cast
 
@@ -12,7 +12,14 @@ import numpy as np
 
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
-from microbench.ops.family import Family, Workload, itemsize_bytes, log_uniform, torch_dtype
+from microbench.ops.family import (
+    Family,
+    GpuSweep,
+    Workload,
+    itemsize_bytes,
+    log_uniform,
+    torch_dtype,
+)
 
 CALL = "itercast.fused"
 MAX_ELEMENTS = 2**23
@@ -22,7 +29,7 @@ MAX_ELEMENTS = 2**23
 class Fused:
     """One kernel of ``ops`` ops over ``numel`` elements, and the bytes it reads and writes.
 
-    Whether it reduces is not told: a captured run of ops that does reads its inputs once or twice.
+    Ignores whether it reduces, in which case it may read its inputs twice.
     """
 
     op: str = "fused"
@@ -34,7 +41,7 @@ class Fused:
 
 
 def sweep() -> Iterator[Fused]:
-    """Endless: chains of 1 to 12 ops on 1 to 4 inputs with 1 or 2 results."""
+    """Yields points without end: chains of 1 to 12 ops on 1 to 4 inputs with 1 or 2 results."""
     rng = np.random.default_rng(15)
     while True:
         rows, width = log_uniform(rng, 1, 8192), 32 * log_uniform(rng, 1, 128)
@@ -123,6 +130,20 @@ def from_call(call: OpCall) -> Fused | None:
     )
 
 
+def retype(p: Fused, dtype: str, gpu: Gpu) -> Fused:
+    """The point in a dtype, its bytes scaled with the size of an element."""
+    factor = itemsize_bytes(dtype) / itemsize_bytes("fp32")
+    read, written = round(p.read_bytes * factor), round(p.written_bytes * factor)
+    return replace(p, read_bytes=read, written_bytes=written, dtype=dtype)
+
+
+def resize(p: Fused, factor: float, lean: float) -> Fused:
+    """Grows the number of elements; bytes per element stay."""
+    numel = max(1, round(p.numel * factor))
+    inputs, results = p.read_bytes // p.numel, p.written_bytes // p.numel
+    return replace(p, numel=numel, read_bytes=inputs * numel, written_bytes=results * numel)
+
+
 FAMILY = Family(
     name="fused",
     params=Fused,
@@ -133,4 +154,9 @@ FAMILY = Family(
     features=features,
     answers={CALL: from_call},
     on_demand=True,
+    gpu_sweep=GpuSweep(
+        retype=retype,
+        resize=resize,
+    ),
+    compiled=True,
 )

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import numpy as np
 
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
 from microbench.ops.family import (
     Family,
+    GpuSweep,
+    Measured,
+    Part,
     Workload,
     autograd_call,
     is_any,
@@ -20,6 +24,8 @@ from microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
+from microbench.ops.memory.elementwise import memory_copy
+from microbench.ops.sizes import MAX_BATCH, MAX_PIXELS_A_SIDE, MAX_ROWS, MAX_SIDE, spread
 
 FLOPS_PER_ELEMENT = {
     "layer": 8.0,  # mean 1, variance 3, normalise 2, scale and shift 2
@@ -34,11 +40,12 @@ FLOPS_PER_ELEMENT = {
     "group_backward": 12.0,
 }
 MAX_ELEMENTS = 2**23
+PASSES: Mapping[str, int] = assumed(__file__, "passes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """layer, rms: rows x cols, cols normalised.
+    """One call on rows x cols (layer, rms: cols normalised) or rows x channels x cols.
 
     batch, group: ``rows`` samples, ``channels``, ``cols`` positions each; batch_eval uses running
     statistics. All have a scale; all but rms a shift.
@@ -53,7 +60,10 @@ class Norm:
 
 
 def sweep() -> Iterator[Norm]:
-    """Endless: token rows by model width, images by channels, up to 8M elements."""
+    """Yields points without end.
+
+    Token rows by model width, images by channels, up to 8M elements.
+    """
     rng = np.random.default_rng(3)
     ops = list(FLOPS_PER_ELEMENT)
     while True:
@@ -74,7 +84,7 @@ def sweep() -> Iterator[Norm]:
 
 
 def build(p: Norm, device: str) -> Workload:
-    """Statistics for the backward come from a real forward."""
+    """Random tensors; a backward gets the statistics of a real forward."""
     import torch  # lazy: formulas must import where torch is absent
 
     dtype = torch_dtype(p.dtype)
@@ -100,7 +110,7 @@ def _layer(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
 
 
 def _rms(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
-    """The backward goes through autograd: a CPU has no fused kernel and decomposes it."""
+    """The RMS norm; its backward goes through autograd, as a CPU decomposes it."""
     import torch  # lazy: formulas must import where torch is absent
 
     fused = torch.ops.aten._fused_rms_norm
@@ -130,7 +140,7 @@ def _batch(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
 
 
 def _batch_of_models(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
-    """As ``nn.BatchNorm`` calls it: torch chooses between cuDNN and its own kernels.
+    """The call of ``nn.BatchNorm``, where torch chooses between cuDNN and its own kernels.
 
     The choice goes by dtype, number of samples, mode and axes (_select_batch_norm_backend in
     ATen/native/Normalization.cpp); two axes, where there is one position, are never cuDNN's.
@@ -265,6 +275,29 @@ BATCH = (
     "_native_batch_norm_legit.no_stats",
     "_native_batch_norm_legit_no_training.default",
 )
+
+
+def resize(p: Norm, factor: float, lean: float) -> Norm:
+    """Grows rows of tokens, then their width; or samples, then positions."""
+    lean = 0.5 + lean / 2
+    if p.op.startswith(("layer", "rms")):
+        return spread(p, factor, lean, {"rows": MAX_ROWS, "cols": 16384})
+    if p.cols == 1:
+        found = spread(p, factor, 1.0, {"rows": MAX_SIDE})
+    else:
+        found = spread(p, factor, lean, {"rows": MAX_BATCH, "cols": MAX_PIXELS_A_SIDE**2})
+    return replace(found, rows=max(2, found.rows)) if found.cols == 1 else found
+
+
+def fallback(p: Norm, measured: Measured) -> list[Part]:
+    """A copy of as many bytes as the op's passes over the tensor read and write."""
+    unknown = measured.gpu.kind == "cpu" or p.op not in PASSES
+    if unknown or measured.seen("norm", p.op, p.dtype):
+        return []
+    elements = p.rows * p.cols * p.channels
+    return [memory_copy(PASSES[p.op] * elements * int(itemsize_bytes(p.dtype)))]
+
+
 FAMILY = Family(
     name="norm",
     params=Norm,
@@ -279,6 +312,12 @@ FAMILY = Family(
         "aten.native_group_norm.default": from_group,
         "aten.native_group_norm_backward.default": from_group,
     },
+    fusible=True,
+    fallback=fallback,
     weight=1.5,
-    gpu_weight=1.5,
+    gpu_sweep=GpuSweep(
+        resize=resize,
+        slow_frac=0.2,
+        weight=1.5,
+    ),
 )

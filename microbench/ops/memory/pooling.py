@@ -12,12 +12,14 @@ from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
 from microbench.ops.family import (
     Family,
+    GpuSweep,
     Workload,
     is_any,
     itemsize_bytes,
     log_uniform,
     torch_dtype,
 )
+from microbench.ops.sizes import MAX_BATCH, resize_along
 
 WINDOWED = ("max_pool2d_with_indices", "avg_pool2d")
 ADAPTIVE = ("_adaptive_avg_pool2d", "adaptive_max_pool2d")
@@ -82,7 +84,7 @@ def _draw(rng: np.random.Generator) -> Pooling:
 
 
 def sweep() -> Iterator[Pooling]:
-    """Endless: images from 2x2 to 256x256 and rows, up to 8M elements a side."""
+    """Yields points without end: images from 2x2 to 256x256 and rows, up to 8M elements a side."""
     rng = np.random.default_rng(12)
     while True:
         p = _draw(rng)
@@ -94,7 +96,7 @@ def sweep() -> Iterator[Pooling]:
 
 
 def build(p: Pooling, device: str) -> Workload:
-    """Random images; a backward gets what its forward returned."""
+    """Random images; a backward gets the results of its forward."""
     import torch  # lazy: formulas must import where torch is absent
 
     layout = torch.channels_last if p.channels_last else torch.contiguous_format
@@ -274,4 +276,7 @@ FAMILY = Family(
         **{f"aten.{n}{end}.default": from_call for n in NAMES for end in ("", "_backward")},
         **{f"aten.{n}{end}.default": from_volume for n in IN_2D for end in ("", "_backward")},
     },
+    gpu_sweep=GpuSweep(
+        resize=resize_along({"batch": MAX_BATCH, "channels": 2048}),
+    ),
 )

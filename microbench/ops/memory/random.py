@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,14 @@ from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
 from microbench.ops.family import (
     Family,
+    GpuSweep,
     Workload,
     is_any,
     itemsize_bytes,
     log_uniform,
     torch_dtype,
 )
+from microbench.ops.sizes import MAX_NUMEL, spread
 
 DROPOUT = ("native_dropout", "native_dropout_backward")
 IN_PLACE = ("bernoulli_", "normal_", "uniform_", "exponential_", "random_")
@@ -48,7 +50,7 @@ class RandomOp:
 
 
 def sweep() -> Iterator[RandomOp]:
-    """Endless: 16 to 4M numbers, dropout masks up to 8M; rows of categories."""
+    """Yields points without end: 16 to 4M numbers, dropout masks up to 8M; rows of categories."""
     rng = np.random.default_rng(14)
     while True:
         op = str(rng.choice(COMMON if rng.random() < 0.5 else OPS))
@@ -68,7 +70,7 @@ def sweep() -> Iterator[RandomOp]:
 
 
 def build(p: RandomOp, device: str) -> Workload:
-    """Operands as a model would have them; draws overwrite, so values never drift."""
+    """Operands as in a model; draws overwrite them, so that values never drift."""
     import torch  # lazy: formulas must import where torch is absent
 
     aten, dtype = torch.ops.aten, torch_dtype(p.dtype)
@@ -174,6 +176,18 @@ OVERLOADS = (
     (("rand", "randn", "randint", "randperm"), ("generator",)),
     (("normal",), ("float_float", "Tensor_float", "float_Tensor", "Tensor_Tensor")),
 )
+
+
+def resize(p: RandomOp, factor: float, lean: float) -> RandomOp:
+    """Grows the count of numbers, of multinomial its rows."""
+    return spread(p, factor, 1.0, {"rows" if p.op == "multinomial" else "size": MAX_NUMEL})
+
+
+def gpu_variant(p: RandomOp, rng: np.random.Generator) -> RandomOp:
+    """A dropout kernel in place of ``bernoulli_``, with which a CPU's dropout draws its mask."""
+    return replace(p, op=str(rng.choice(DROPOUT))) if p.op == "bernoulli_" else p
+
+
 FAMILY = Family(
     name="random",
     params=RandomOp,
@@ -186,4 +200,9 @@ FAMILY = Family(
         **{f"aten.{op}.{o}": from_call for ops, ends in OVERLOADS for op in ops for o in ends},
         "aten.multinomial.default": from_multinomial,
     },
+    gpu_sweep=GpuSweep(
+        variant=gpu_variant,
+        resize=resize,
+    ),
+    fusible=True,
 )

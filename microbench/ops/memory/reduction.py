@@ -13,6 +13,9 @@ from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
 from microbench.ops.family import (
     Family,
+    GpuSweep,
+    Measured,
+    Part,
     Workload,
     is_any,
     itemsize_bytes,
@@ -20,6 +23,8 @@ from microbench.ops.family import (
     repeated,
     torch_dtype,
 )
+from microbench.ops.memory.elementwise import Elementwise
+from microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, spread
 
 SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 SUMS = ("sum", "mean", "amax", "amin", "linalg_vector_norm", "logsumexp", "prod")
@@ -50,7 +55,10 @@ class Reduction:
 
 
 def sweep() -> Iterator[Reduction]:
-    """Endless: rows, columns and whole tensors up to 8M elements; ops of training more often."""
+    """Yields points without end.
+
+    Rows, columns and whole tensors up to 8M elements; ops of training more often.
+    """
     rng = np.random.default_rng(6)
     while True:
         op = str(rng.choice(COMMON if rng.random() < 0.6 else OPS))
@@ -74,7 +82,7 @@ def sweep() -> Iterator[Reduction]:
 
 
 def build(p: Reduction, device: str) -> Workload:
-    """Probabilities where a backward needs them, valid targets for the losses."""
+    """Random tensors: probabilities where a backward needs them, valid targets for losses."""
     import torch  # lazy: formulas must import where torch is absent
 
     dtype = torch_dtype(p.dtype)
@@ -258,6 +266,37 @@ OVERLOADS = (
     (MOMENTS, ("correction",)),
 )
 SUM_NAMES = tuple(f"{op}.{end}" for ops, ends in OVERLOADS for op in ops for end in ends)
+
+
+def resize(p: Reduction, factor: float, lean: float) -> Reduction:
+    """Grows rows, then their length, or a whole tensor; losses that read one class a row stay."""
+    if p.op in ("nll_loss_forward", "nll_loss2d_forward"):
+        return p
+    if p.outer == 1 and not p.op.startswith("nll"):
+        return spread(p, factor, 1.0, {"size": MAX_NUMEL})
+    if p.size == 1:
+        return spread(p, factor, 1.0, {"outer": MAX_NUMEL})
+    return spread(p, factor, 0.5 + lean / 2, {"outer": MAX_ROWS, "size": MAX_SIDE})
+
+
+def allocated_bytes(p: Reduction) -> float:
+    """All classes of a loss, of which it reads one a row."""
+    return 1.0 * p.outer * p.size * p.inner * float(itemsize_bytes(p.dtype))
+
+
+def fallback(p: Reduction, measured: Measured) -> list[Part]:
+    """A softmax backward as the family's model prices it from forwards, and a product before it.
+
+    The product is that of gradient and output. Source: torch 2.1, SoftMax.cu.
+    """
+    gpu = measured.gpu.kind != "cpu"
+    if not gpu or p.op != "_softmax_backward_data" or measured.seen("reduction", p.op, p.dtype):
+        return []
+    numel = p.outer * p.size * p.inner
+    product = Elementwise(op="mul", numel=numel, inner=numel, tensors=2, dtype=p.dtype)
+    return [Part(family="reduction", params=p), Part(family="elementwise", params=product)]
+
+
 FAMILY = Family(
     name="reduction",
     params=Reduction,
@@ -272,5 +311,12 @@ FAMILY = Family(
         **{f"aten.{op}.default": from_paired for op in PAIRED},
         **{f"aten.{name}": from_sum for name in SUM_NAMES},
     },
-    gpu_weight=1.0,
+    gpu_sweep=GpuSweep(
+        resize=resize,
+        allocated_bytes=allocated_bytes,
+        slow_frac=0.1,
+        weight=1.0,
+    ),
+    fusible=True,
+    fallback=fallback,
 )

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import (
     Family,
-    Part,
+    KernelTerm,
     Workload,
     itemsize_bytes,
     log_uniform,
@@ -23,74 +24,16 @@ from microbench.ops.family import (
 )
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
-HALVES = ("all_gather", "reduce_scatter")  # of an all_reduce: the same steps, as long
-CPU_COPIES = 8  # a byte through the loopback moves about eight times through memory
+HALVES = ("all_gather", "reduce_scatter")  # each half of an all_reduce's steps
+CPU_COPIES = assumed(__file__, "cpu_copies")
 ALONG = ("log_bus_us", "log_message", "log_share")
-# Bytes that need less than the first take as long as none; beyond the second, twice as many take
-# twice as long.
-ENDS_US = (0.02, 100.0)
-# What crosses a network says nothing of what does not, nor do Vidur's rows of others: they are
-# rank 0's kernel alone, its wait for the others included.
-APART = {"link=network": 0.15, "stack=vidur": 0.15}
-ALIKE = {"op": 4.0, "dtype": 7.0, "gpu": 7.0, "stack": 7.0, "place": 0.5}  # nothing exactly
-
-
-def _part(amplitude: float, **reach: float) -> Part:
-    return Part(amplitude=amplitude, reach={**APART, **reach})
-
-
-# Parts chosen by hand, their settings then moved a little, by gradient descent, to what rows within
-# nodes forecast best of cells, tails, GPU counts and systems left out: figures of bench-public for
-# them are somewhat too good.
-CURVE = (
-    _part(0.13, log_message=6.4, link=0.51),
-    _part(0.2, log_bus_us=4.2, pattern=0.3),
-    _part(0.15, log_message=2.3, log_local=1.2, log_nodes=1.5),
-    _part(0.26, log_message=7.6, log_bus_rate=0.26),
-    _part(0.14, log_bus_us=2.2, log_bus_rate=1.0, log_local=1.8, log_nodes=1.5, pattern=0.3),
-    _part(0.095, log_bus_us=2.5, log_bus_rate=0.3, pattern=0.3),
-    _part(0.092, log_message=0.98, log_bus_rate=0.28, log_local=1.6, log_nodes=1.5, pattern=0.3),
-    _part(0.046, log_message=6.8, gpu=0.3, stack=1.0),
-    _part(0.029, log_message=1.4, log_local=1.5, log_nodes=1.5, op=0.3, gpu=0.3, stack=1.0),
-    _part(0.33, log_message=6.4, place=0.3),
-    _part(0.18, log_message=5.0, log_local=1.5, log_nodes=1.5, pattern=0.3, place=0.3),
-    _part(
-        0.34,
-        log_bus_us=7.2,
-        log_message=14.0,
-        log_bus_rate=6.6,
-        log_local=1.3,
-        log_nodes=2.0,
-        pattern=1.4,
-        link=0.67,
-        **ALIKE,
-    ),
-    _part(
-        0.13,
-        log_bus_us=30.0,
-        log_message=30.0,
-        log_bus_rate=1.3,
-        log_local=1.0,
-        log_nodes=1.0,
-        pattern=0.97,
-        link=0.95,
-        **ALIKE,
-    ),
-    _part(
-        0.098,
-        log_bus_us=0.68,
-        log_message=0.63,
-        log_bus_rate=0.36,
-        log_local=0.5,
-        log_nodes=0.5,
-        pattern=0.49,
-        link=1.0,
-        **ALIKE,
-    ),
-    _part(0.16, log_share=1.1, log_bus_rate=0.27, pattern=0.3),
-    _part(0.095, log_share=3.1, log_bus_rate=1.1, log_local=2.0, log_nodes=1.5, op=0.3),
-)
-NETWORK_BYTES_PER_S = 25e9  # one 200 Gb/s port per GPU, where no node file says otherwise
+KERNEL = [KernelTerm(**term) for term in assumed(__file__, "covariance")]
+# Beyond these ends the ratio to the roofline is that at the end.
+ENDS_US = tuple(assumed(__file__, "smooth_us"))
+NETWORK_BYTES_PER_S = assumed(__file__, "network_bytes_per_s")
+LATENCY_US = assumed(__file__, "latency_us")
+LATENCY_PER_STEP = assumed(__file__, "latency_per_step")
+STEP_LATENCY_US = assumed(__file__, "step_latency_us")  # of ring_us, in compose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +55,9 @@ class Collective:
 
 
 def sweep() -> Iterator[Collective]:
-    """Endless: 64 B to 64 MiB; all_reduce more often, since gradients go by it, some in fp16.
+    """Yields points without end.
+
+    64 B to 64 MiB; all_reduce more often, since gradients go by it, some in fp16.
 
     A CPU adds fp16 numbers one by one: of half the bytes it is no faster.
     """
@@ -125,7 +70,7 @@ def sweep() -> Iterator[Collective]:
 
 
 def build(p: Collective, device: str) -> Workload:
-    """Needs a process group of ``p.world_size`` ranks; a second call waits for the first."""
+    """Buffers for a process group of ``p.world_size`` ranks, which must exist."""
     import torch  # lazy: formulas must import where torch is absent
     import torch.distributed as dist
 
@@ -156,7 +101,7 @@ def _runs(op: str, whole: Any, part: Any) -> Callable[[], object]:
 
 
 def _ring(send: Any, receive: Any) -> None:
-    """Every rank sends to the next and receives from the one before."""
+    """Sends to the next rank and receives from the one before."""
     import torch.distributed as dist  # lazy, as above
 
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -193,7 +138,7 @@ def across_nodes(p: Any) -> Any:
 
 
 def link(p: Any, gpu: Gpu) -> Any:
-    """The slowest link each crosses, the usual one where it does not say."""
+    """The slowest link it crosses, the GPU's usual one where none is stated."""
     usual = np.where(across_nodes(p), "network", gpu.usual_link)
     return np.where(np.equal(p.link, ""), usual, p.link)
 
@@ -230,19 +175,19 @@ def network_us(p: Any) -> Any:
 
 
 def floor_us(p: Any, gpu: Gpu) -> Any:
-    """The slower of the links inside a node and the network, and latencies of the steps.
+    """Time over the slower of link and network, plus latency_us * (1 + latency_per_step * log2(n)).
 
-    Ring steps are paid in part only: NCCL takes trees for small messages.
+    On a CPU: bytes through memory, plus latency_us * log2(n).
     """
     steps = np.log2(np.maximum(p.world_size, 2))
     if gpu.kind == "cpu":
-        return bytes_moved(p) / (gpu.hbm_bytes_per_s / CPU_COPIES) * 1e6 + 20.0 * steps
-    latency_us = np.where(across_nodes(p), 12.0, 5.0)
-    return np.maximum(link_us(p, gpu), network_us(p)) + latency_us * (1 + 0.3 * steps)
+        return bytes_moved(p) / (gpu.hbm_bytes_per_s / CPU_COPIES) * 1e6 + LATENCY_US["cpu"] * steps
+    latency_us = np.where(across_nodes(p), LATENCY_US["network"], LATENCY_US["link"])
+    return np.maximum(link_us(p, gpu), network_us(p)) + latency_us * (1 + LATENCY_PER_STEP * steps)
 
 
 def place(p: Any) -> Any:
-    """The cluster of what crosses a network, which says more than the GPU does; else nothing."""
+    """The cluster's name, or its network rate, where a network is crossed; else empty."""
     rate = np.asarray(p.network_bytes_per_s, dtype=float).round().astype(str).astype(object)
     named = np.not_equal(p.node, "")
     name = np.where(named, np.asarray(p.node, dtype=object), rate)
@@ -252,7 +197,7 @@ def place(p: Any) -> Any:
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
     """Sizes of the whole, of a rank's share and of what crosses the links; ranks and nodes.
 
-    The message is also measured by the time its bytes need, which sets the protocol NCCL takes.
+    ``log_bus_us`` is the time that the bytes need, by which NCCL chooses its protocol.
     """
     local = np.maximum(1, np.minimum(p.ranks_per_node, p.world_size))
     bus_us = np.asarray(np.maximum(link_us(p, gpu), network_us(p)), dtype=float)
@@ -284,7 +229,7 @@ FAMILY = Family(
     answers={},
     floor_us=floor_us,
     ranks=2,
-    curve=CURVE,
+    kernel=KERNEL,
     along=ALONG,
     ends=ENDS_US,
     place=place,

@@ -1,4 +1,4 @@
-"""What the host does without a kernel: module calls, views, autograd, the optimizer's Python."""
+"""Host events without a kernel: module calls, views, autograd, the optimizer's Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from microbench.hardware.spec import Gpu
-from microbench.ops.family import Family, Workload, autograd_call, log_uniform
+from microbench.ops.family import Family, GpuSweep, Workload, autograd_call, log_uniform
 from microbench.ops.step.small_ops import small_ops
 
 CALLS = 6  # even and few, so that they run nearly as cold as in a step
@@ -30,7 +30,7 @@ class Host:
     it is part of the op.
     Events of parallel wrappers (``wrappers``) are those of a forward and a backward.
 
-    ``trial`` tells repetitions of the same measurement apart.
+    ``trial`` numbers repetitions of the same measurement.
     """
 
     op: str
@@ -40,7 +40,7 @@ class Host:
 
 
 def sweep() -> Iterator[Host]:
-    """Each event eight times, as single ones differ by half; first what every model needs."""
+    """Each event eight times, since single times differ by half; events of every model first."""
     rng = np.random.default_rng(11)
     for trial in range(8):
         for op in EVENTS:
@@ -55,7 +55,7 @@ def sweep() -> Iterator[Host]:
 
 
 def on_one_gpu(rng: np.random.Generator) -> Iterator[Host]:
-    """Launches twice and each event once a round, for eight rounds; then optimizers."""
+    """Eight rounds of two launches and each event once, then optimizer steps."""
     for trial in range(8):
         yield Host(op="launch", trial=2 * trial)
         yield Host(op="launch", trial=2 * trial + 1)
@@ -68,7 +68,7 @@ def on_one_gpu(rng: np.random.Generator) -> Iterator[Host]:
 
 
 def wrapped(trial: int) -> Iterator[Host]:
-    """Events of parallel wrappers, each once."""
+    """Each event of parallel wrappers once."""
     for op in WRAPPERS:
         yield Host(op=op, trial=trial)
     for op in SHARDED:
@@ -83,7 +83,7 @@ def build(p: Host, device: str) -> Workload:
     if p.op == "launch":
         return _launches(device)
     if p.op in (*SHARDED, *WRAPPERS):
-        from microbench.ops.step.wrappers import wrapper_workload  # needs torch
+        from microbench.ops.step._wrappers import wrapper_workload  # needs torch
 
         return wrapper_workload(p.op, p.tensors, device)
     if p.op == "backward":
@@ -129,9 +129,9 @@ def _views(device: str) -> Callable[[], object]:
 
 
 def _nodes(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Recording nodes and walking them in the backward; the same sums without any.
+    """Sums with autograd nodes and their backward; as baseline the same sums without nodes.
 
-    A sum hands its gradient on: no op runs in the backward, as that would be priced by itself.
+    A sum passes its gradient through: no op runs in the backward.
     """
     import torch  # lazy, as above
 
@@ -168,12 +168,12 @@ def _leaf_backward(count: int, device: str) -> Callable[[], object]:
 
 
 def _leaves(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Gradients handed to their parameters; a backward with one."""
+    """A backward that accumulates several leaves' gradients; as baseline one of one leaf."""
     return _leaf_backward(CALLS + 1, device), _leaf_backward(1, device)
 
 
 def _zero_grads(device: str) -> Callable[[], object]:
-    """``parameters()`` of a module walked, each gradient dropped."""
+    """Sets every gradient of a module to None, as ``zero_grad`` does."""
     import torch  # lazy, as above
 
     module = torch.nn.ModuleList(torch.nn.Linear(1, 1, device=device) for _ in range(CALLS // 2))
@@ -218,18 +218,28 @@ def _optimizer(p: Host, device: str) -> Workload:
 
 
 def flops(p: Any) -> Any:
-    """None."""
+    """0: no arithmetic."""
     return np.zeros_like(p.trial, dtype=float)
 
 
 def bytes_moved(p: Any) -> Any:
-    """None worth counting."""
+    """0: no bytes worth counting."""
     return np.zeros_like(p.trial, dtype=float)
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
     """The kind and, for an optimizer step, the number of parameters."""
     return {"op": p.op, "dtype": p.dtype, "log_tensors": np.log2(p.tensors)}
+
+
+def gpu_points(rng: np.random.Generator) -> Iterator[Host]:
+    """Launches and events, then optimizer steps; parallel wrappers where several GPUs are."""
+    import torch  # lazy: sizes are drawn where torch is absent
+
+    yield from on_one_gpu(rng)
+    if torch.cuda.device_count() > 1:
+        for trial in range(8):
+            yield from wrapped(trial)
 
 
 FAMILY = Family(
@@ -242,5 +252,10 @@ FAMILY = Family(
     bytes_moved=bytes_moved,
     features=features,
     answers={},
-    gpu_weight=1.0,
+    gpu_sweep=GpuSweep(
+        points=gpu_points,
+        dtypes={"fp32": 1.0},
+        weight=1.0,
+    ),
+    on_host=True,
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
 from microbench.ops.family import (
     Family,
+    GpuSweep,
     Workload,
     itemsize_bytes,
     log_uniform,
@@ -39,13 +40,19 @@ OPERANDS = {
 }
 FLOPS = {"_fused_adamw_": 16, "_fused_adam_": 16, "_fused_adam_amsgrad": 17}
 FLOPS |= {"_fused_sgd_": 4, "_fused_sgd_momentum": 6}
+# Calls of a foreach step on a GPU. Source: torch/optim/adam.py, _multi_tensor_adam; sgd.py.
+ADAMW: tuple[str, ...] = ("_foreach_mul_", "_foreach_mul_", "_foreach_lerp_", "_foreach_addcmul_")
+ADAMW += ("_foreach_sqrt", "_foreach_div_", "_foreach_add_", "_foreach_addcdiv_")
+SGD = "_foreach_add_list"
+COUNTERS = ("_foreach_add_", "_foreach_div_")  # also over lists of step counters
+STEP_COUNTERS = 4  # elements a tensor up to which a list holds counters, not parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerOp:
     """One foreach or fused call over ``tensors`` tensors of ``numel`` elements together.
 
-    ``zero_frac`` of what a square root is taken of is zero (rows of tables that no batch touched).
+    ``zero_frac``: share of zeros under a square root (rows of tables that no batch touched).
     """
 
     op: str
@@ -56,7 +63,7 @@ class OptimizerOp:
 
 
 def sweep() -> Iterator[OptimizerOp]:
-    """Endless: 1 to 200 tensors, up to 16M elements together, 4M where fused.
+    """Yields points without end: 1 to 200 tensors, up to 16M elements together, 4M where fused.
 
     Square roots come three times as often as others, two in three with zeros.
     """
@@ -71,7 +78,7 @@ def sweep() -> Iterator[OptimizerOp]:
 
 
 def build(p: OptimizerOp, device: str) -> Workload:
-    """Half of the tensors small, as biases are; values that neither vanish nor overflow."""
+    """Lists of tensors, half of them small as biases are; values stay in range."""
     import torch  # lazy: formulas must import where torch is absent
 
     def tensors() -> list[Any]:
@@ -108,7 +115,7 @@ def build(p: OptimizerOp, device: str) -> Workload:
 
 
 def _fused(op: str, tensors: Callable[[], list[Any]]) -> Callable[[], object]:
-    """A fused step; the rates are so small that a thousand steps leave the values as they were."""
+    """A fused step with rates so small that a thousand steps hardly change the values."""
     import torch  # lazy: formulas must import where torch is absent
 
     params, grads = tensors(), tensors()
@@ -133,7 +140,7 @@ def _fused(op: str, tensors: Callable[[], list[Any]]) -> Callable[[], object]:
 
 
 def _of_op(p: Any, table: Mapping[str, int], default: int) -> Any:
-    """The table's value for every op."""
+    """The table's value for each op, or the default."""
     return sum(np.equal(p.op, op) * (n - default) for op, n in table.items()) + default
 
 
@@ -182,6 +189,48 @@ def from_call(call: OpCall) -> OptimizerOp | None:
 
 NAMES = (*ONE, *(n for n in TWO if not n.endswith("list")))
 OVERLOADS = ("default", "Scalar", "ScalarList", "List", "Tensor")
+
+
+def gpu_points(rng: np.random.Generator) -> Iterator[OptimizerOp]:
+    """Yields points without end: foreach calls of AdamW and SGD over a model or a piece, fused.
+
+    A ResNet has 160 tensors, BERT and GPT-2 150 to 580, a DLRM 50 to 80.
+    """
+    while True:
+        ops = [(0.7, str(rng.choice(ADAMW))), (0.15, SGD), (0.15, str(rng.choice(FUSED)))]
+        op = ops[int(rng.choice(len(ops), p=[share for share, _ in ops]))][1]
+        tensors = log_uniform(rng, 40, 640) if rng.random() < 0.8 else log_uniform(rng, 1, 40)
+        each = 1 if op in COUNTERS and rng.random() < 0.1 else log_uniform(rng, 10_000, 4_000_000)
+        yield OptimizerOp(op=op, tensors=tensors, numel=tensors * each)
+
+
+def gpu_variant(p: OptimizerOp, rng: np.random.Generator) -> OptimizerOp:
+    """The point without zeros, since square roots of zeros are no faster on a GPU."""
+    return replace(p, zero_frac=0.0)
+
+
+def resize(p: OptimizerOp, factor: float, lean: float) -> OptimizerOp:
+    """Grows the tensors, not their number; lists of step counters stay."""
+    if p.numel <= STEP_COUNTERS * p.tensors:
+        return p
+    return replace(p, numel=max(p.tensors, round(p.numel * factor)))
+
+
+def of_rank(p: OptimizerOp, numel: int, tensors: int, largest: int) -> OptimizerOp:
+    """The call over a rank's ``numel`` elements, or over one counter for each of its tensors.
+
+    ``largest`` is the number of elements of the step's largest call.
+    """
+    counters = p.numel <= STEP_COUNTERS * p.tensors and p.numel < largest
+    return replace(p, numel=max(tensors, tensors if counters else numel), tensors=tensors)
+
+
+def as_fused(calls: Sequence[OptimizerOp]) -> OptimizerOp:
+    """The fused step in place of these foreach calls: Adam if more than three, else SGD."""
+    most = max(calls, key=lambda p: p.numel)
+    return replace(most, op="_fused_adamw_" if len(calls) > 3 else "_fused_sgd_")
+
+
 FAMILY = Family(
     name="optimizer",
     params=OptimizerOp,
@@ -195,5 +244,11 @@ FAMILY = Family(
         **{f"aten.{n}.{o}": from_call for n in FUSED[:3] for o in ("default", "tensor_lr")},
     },
     weight=1.5,
-    gpu_weight=1.5,
+    gpu_sweep=GpuSweep(
+        points=gpu_points,
+        variant=gpu_variant,
+        resize=resize,
+        slow_frac=0.2,
+        weight=1.5,
+    ),
 )

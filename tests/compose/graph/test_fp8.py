@@ -1,4 +1,4 @@
-"""fp8 of linear layers: which products, what they cost, who is refused."""
+"""Linear layers in fp8: which products, what their casts cost, which models are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from compose.parallel.fp8 import CAST, with_fp8
+from compose.parallel.fp8 import FP8_CAST, with_fp8
 from itercast.api import capture, predict
 from microbench.opcall import OpCall, StepCapture
 from microbench.ops.matrix.gemm import FAMILY
@@ -28,8 +28,8 @@ class Net(nn.Module):
         return self.head(x)
 
 
-class Turned(nn.Module):
-    """GPT-2's form: a weight of inputs by outputs."""
+class Transposed(nn.Module):
+    """A linear layer as GPT-2 writes it: its weight is (inputs, outputs)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,18 +40,18 @@ class Turned(nn.Module):
 
 
 class OneBlock(nn.Module):
-    """Of one such layer."""
+    """One block of one such layer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(Turned())
+        self.blocks = nn.Sequential(Transposed())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks(x)
 
 
 class Bare(nn.Module):
-    """No block has a number."""
+    """A linear layer outside of numbered blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,35 +66,35 @@ def step(dtype: str, net: type[nn.Module] = Net, **options: bool) -> StepCapture
     return capture(make, dtype=dtype, **options)
 
 
-def products(found: StepCapture) -> list[OpCall]:
-    return [c for c in found.calls if c.op in FAMILY.answers]
+def products(step: StepCapture) -> list[OpCall]:
+    return [c for c in step.calls if c.op in FAMILY.answers]
 
 
 @pytest.mark.parametrize("amp", [False, True])
-def test_three_products_of_each_linear_layer_but_not_the_head_s(amp: bool) -> None:
-    """Four layers: forward, gradient of the weight, and of the input but for the first."""
-    found = products(step("fp8", amp=amp))
-    narrow = [c for c in found if c.args[-1].dtype == "fp8"]
-    assert len(narrow) == 4 * 3 - 1
-    assert {c.outputs[0].dtype for c in narrow} == {"bf16"}
-    assert len(found) - len(narrow) == 3
-    asked = [FAMILY.answers[c.op](c) for c in narrow]
-    assert {(p.op, p.layout, p.dtype) for p in asked if p} == {("scaled_mm", "nt", "fp8")}
+def test_products_of_linear_layers_in_blocks_are_in_fp8_the_head_is_not(amp: bool) -> None:
+    """Four layers: forward, weight gradient, and input gradient but for the first layer's."""
+    calls = products(step("fp8", amp=amp))
+    in_fp8 = [c for c in calls if c.args[-1].dtype == "fp8"]
+    assert len(in_fp8) == 4 * 3 - 1
+    assert {c.outputs[0].dtype for c in in_fp8} == {"bf16"}
+    assert len(calls) - len(in_fp8) == 3
+    params = [FAMILY.answers[c.op](c) for c in in_fp8]
+    assert {(p.op, p.layout, p.dtype) for p in params if p} == {("scaled_mm", "nt", "fp8")}
 
 
-def test_the_gradient_of_a_weight_that_lies_turned_is_in_fp8_too() -> None:
-    """There the activation comes first and the gradient second."""
+def test_the_gradient_of_a_transposed_weight_is_in_fp8_too() -> None:
+    """Its factors come in the other order: the activation first, the gradient second."""
     assert [c.args[-1].dtype for c in products(step("fp8", OneBlock))] == ["fp8"] * 2
 
 
-def test_what_meets_a_weight_is_cast_once() -> None:
-    """Four inputs forward, four gradients backward; all else is as in bf16."""
-    wide, found = step("bf16"), step("fp8")
-    casts = [c for c in found.calls if c.op == CAST]
+def test_each_activation_and_gradient_is_cast_once() -> None:
+    """Four inputs forward, four gradients backward; all other calls are as in bf16."""
+    wide, narrow = step("bf16"), step("fp8")
+    casts = [c for c in narrow.calls if c.op == FP8_CAST]
     assert [c.phase for c in casts] == ["forward"] * 4 + ["backward"] * 4
-    assert [c.op for c in found.calls if c.op != CAST] == [c.op for c in wide.calls]
-    assert [p.name for p in found.parameters] == [p.name for p in wide.parameters]
-    ready = [found.calls[p.ready_after].op for p in found.parameters]
+    assert [c.op for c in narrow.calls if c.op != FP8_CAST] == [c.op for c in wide.calls]
+    assert [p.name for p in narrow.parameters] == [p.name for p in wide.parameters]
+    ready = [narrow.calls[p.ready_after].op for p in narrow.parameters]
     assert ready == [wide.calls[p.ready_after].op for p in wide.parameters]
 
 
@@ -103,8 +103,8 @@ def test_a_model_without_blocks_is_refused() -> None:
         with_fp8(step("bf16", Bare))
 
 
-def test_llama_gains_on_an_h100_and_an_a100_has_no_such_units() -> None:
-    """Its products halve at most; casts are copies, the rest stays."""
+def test_fp8_saves_gemm_time_on_an_h100_and_is_refused_on_an_a100() -> None:
+    """Products take at least 0.4 of bf16's time; casts are copies; other families stay."""
     size = {"batch": 4, "seq": 2048, "gpu": "h100-sxm-80gb"}
     wide, found = (predict("llama-300m", dtype=dtype, **size) for dtype in ("bf16", "fp8"))
     assert 0.4 < found.by_family_us["gemm"] / wide.by_family_us["gemm"] < 1
@@ -115,7 +115,7 @@ def test_llama_gains_on_an_h100_and_an_a100_has_no_such_units() -> None:
         predict("llama-300m", dtype="fp8", **{**size, "gpu": "a100-sxm-80gb"})
 
 
-def test_a_dtype_nobody_knows_is_named_with_those_allowed() -> None:
+def test_an_unknown_dtype_is_named_with_those_allowed() -> None:
     with pytest.raises(ValueError, match="dtype 'fp4': allowed are fp32, tf32, bf16, fp16, fp8"):
         step("fp4")
 

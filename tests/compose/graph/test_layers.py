@@ -1,4 +1,4 @@
-"""Layers of captured steps: cuts, folding, and what folding keeps."""
+"""Layers of captured steps: where they are cut, and what folding equal ones keeps."""
 
 from __future__ import annotations
 

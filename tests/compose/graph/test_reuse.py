@@ -1,4 +1,4 @@
-"""How cold memory is: distances and blocks counted by hand."""
+"""Cold shares of memory: reuse distances and freed blocks counted by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def call(inputs: list[TensorSpec], output: TensorSpec) -> OpCall:
     )
 
 
-def test_what_stays_is_cold_when_more_than_the_cache_was_touched_since() -> None:
+def test_memory_is_cold_when_more_than_the_cache_was_touched_since_its_last_use() -> None:
     # tensors 0 to 3 of 400 B are there before the step; each call reads one and writes another
     calls = (
         call([tensor(0), tensor(1)], tensor(1)),
@@ -37,8 +37,8 @@ def test_what_stays_is_cold_when_more_than_the_cache_was_touched_since() -> None
     assert cold_fractions(step, replace(CHIP, l2_bytes=800)) == [0.5, 0.5]
 
 
-def test_a_new_tensor_lies_where_the_last_one_died() -> None:
-    # 1 is made from 0 and dies in the call that makes 2; 2 is used by nobody and dies at once
+def test_a_new_tensor_takes_a_freed_block() -> None:
+    # 1 is made from 0 and freed by the call that makes 2; 2 is never used and freed at once
     step = StepCapture(calls=(call([tensor(0)], tensor(1)), call([tensor(1)], tensor(2))))
     small = replace(CHIP, l2_bytes=400)  # cold share = distance / 400 - 0.5, within 0 and 1
     # lap two, call 0: tensor 0 was last touched 800 B ago (cold 1), block of 1 or 2 right now (0)
@@ -57,8 +57,8 @@ def test_a_measured_curve_is_followed_between_its_points() -> None:
     assert share(64 * mib) == 1.0
 
 
-def test_this_machine_gets_colder_with_what_is_touched() -> None:
-    """Neighbours on the same cores may hide it for a moment: one of five measurements shows it."""
+def test_the_measured_cold_share_of_this_machine_rises() -> None:
+    """Other load on the cores may hide it: one of five measurements shows it."""
     for _ in range(5):
         shares = list(measure_cold_share().values())
         assert shares == sorted(shares)

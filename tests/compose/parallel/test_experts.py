@@ -1,4 +1,4 @@
-"""Experts in one product: spread over ranks, in fp8, and where no kernel takes them all."""
+"""Experts in one grouped product: over ranks, in fp8, and on GPUs without such a kernel."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from torch import nn
 from unseen_ops import GPU, MODELS, Fixed, learned
 
 from compose.capture_model import capture, capture_case
-from compose.graph.product_roles import CAST as TO
-from compose.graph.product_roles import casts_as_weights
+from compose.graph.product_roles import DTYPE_CAST, alias_weight_casts
 from compose.graph.rewrite import COLLECTIVE
 from compose.parallel.ep import expert_parallel, expert_weights
-from compose.parallel.fp8 import CAST
+from compose.parallel.fp8 import FP8_CAST
 from compose.parallel.plan import ParallelPlan
-from compose.pricing.fallbacks import stand_ins
+from compose.pricing.fallbacks import fallback_parts
 from compose.pricing.price_book import PriceBook, priceable
 from microbench.cases.registry import case
 from microbench.opcall import OpCall, StepCapture
@@ -26,7 +25,7 @@ TOKENS, WIDTH, HIDDEN, EXPERTS = 64, 16, 32, 4
 
 
 class Experts(nn.Module):
-    """Tokens of equal shares, sorted by expert."""
+    """Two layers of experts; tokens are sorted by expert, as many for each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,8 +64,8 @@ def grouped(found: StepCapture) -> list[Gemm]:
     return [p for p in asked if p is not None]
 
 
-def test_a_rank_has_its_experts_and_as_many_tokens() -> None:
-    """Half the experts, twice the tokens each; gradients of weights sum over these."""
+def test_a_rank_has_half_the_experts_and_twice_the_tokens_of_each() -> None:
+    """Tokens are rows, and the summed dimension in a weight's gradient."""
     whole, share = (grouped(expert_parallel(step(), ParallelPlan(dp=2, ep=n))) for n in (1, 2))
     assert {p.batch for p in whole} == {4}
     assert {p.batch for p in share} == {2}
@@ -79,7 +78,7 @@ def test_products_of_experts_are_in_tf32_where_asked() -> None:
     assert {c.args[0].dtype for c in step("tf32").calls if c.op == GROUPED} == {"tf32"}
 
 
-def test_all_tokens_are_sent_there_and_back_each_way() -> None:
+def test_tokens_are_sent_to_the_experts_and_back_in_forward_and_backward() -> None:
     made = expert_parallel(step(), ParallelPlan(dp=2, ep=2))
     messages = [c for c in made.calls if c.op == COLLECTIVE]
     assert [c.phase for c in messages] == ["forward"] * 4 + ["backward"] * 4
@@ -88,27 +87,27 @@ def test_all_tokens_are_sent_there_and_back_each_way() -> None:
     assert {p.k if p.layout == "tn" else p.m for p in grouped(skewed)} == {48}  # 1.5 * 32
 
 
-def test_autocast_s_copies_of_experts_are_experts() -> None:
-    """A rank casts its own."""
+def test_a_rank_casts_its_own_experts_only() -> None:
+    """Under autocast with ep=4 it casts a quarter of them."""
     kept = capture_case(case("moe-s"), dtype="bf16", amp=True)
     made = expert_parallel(kept, ParallelPlan(dp=4, ep=4))
     assert sum(c.op == COLLECTIVE for c in made.calls) == 8
-    own = expert_weights(casts_as_weights(kept))
+    own = expert_weights(alias_weight_casts(kept))
     cast = [
-        sum(c.args[0].numel for c in m.calls if c.op == TO and c.args[0].storage in own)
+        sum(c.args[0].numel for c in m.calls if c.op == DTYPE_CAST and c.args[0].storage in own)
         for m in (kept, made)
     ]
     assert cast[0] == 4 * cast[1] > 0
 
 
 def test_experts_are_in_fp8_but_not_routers() -> None:
-    """What a grouped product takes is cast once; its gradient's factors are these."""
+    """Inputs of a grouped product are cast once and used again for its gradients."""
     found = step("fp8")
     assert {c.args[0].dtype for c in found.calls if c.op == GROUPED} == {"fp8"}
     assert {(p.op, p.layout, p.batch) for p in grouped(found)} == {("scaled_mm", "nt", EXPERTS)}
     routed = [c for c in found.calls if c.op == "aten.mm.default"]
     assert {t.dtype for c in routed for t in c.args} == {"bf16"}
-    casts = [c for c in found.calls if c.op == CAST]
+    casts = [c for c in found.calls if c.op == FP8_CAST]
     assert [c.phase for c in casts] == ["forward"] * 4 + ["backward"] * 4
 
 
@@ -121,14 +120,14 @@ def test_without_a_kernel_for_all_experts_they_run_one_by_one(
 ) -> None:
     p = Gemm(op="grouped_mm", m=16, n=32, k=64, batch=8, dtype=dtype)
     gpu = replace(GPU, architecture=architecture)
-    found = stand_ins(p, MODELS, False, gpu)
+    found = fallback_parts(p, MODELS, False, gpu)
     assert [(part.params, part.times) for part in found] == [
         (replace(p, op="mm", batch=1), times) for _ in range(bool(times))
     ]
     measured = {**MODELS, "gemm": learned("mm", "grouped_mm", dtype=dtype)}
-    assert stand_ins(p, measured, False, gpu) == []
+    assert fallback_parts(p, measured, False, gpu) == []
     other = replace(gpu, name="other")  # how others run it tells nothing
-    assert bool(stand_ins(p, measured, False, other)) is bool(times)
+    assert bool(fallback_parts(p, measured, False, other)) is bool(times)
 
 
 def test_a_cpu_takes_experts_one_by_one() -> None:
@@ -138,16 +137,16 @@ def test_a_cpu_takes_experts_one_by_one() -> None:
     pricer.models = {"gemm": learned("mm", gpu=cpu)}
     book = PriceBook(pricer, cpu, threads=1)
     assert book.price([priceable(call)])[0].duration_us == 10 * EXPERTS
-    assert book.known["gemm"].keys() == {Gemm(m=16, n=32, k=16, layout="nn", dtype="bf16")}
+    assert book.prices["gemm"].keys() == {Gemm(m=16, n=32, k=16, layout="nn", dtype="bf16")}
 
 
 def test_a_product_by_expert_in_fp8_is_one_of_all_tokens() -> None:
     """Beside what its cast takes: that of few columns, and reading all tokens."""
     p = Gemm(op="scaled_mm", m=16, n=512, k=64, batch=8, layout="nt", dtype="fp8")
     serving = {**MODELS, "gemm": learned("scaled_mm", dtype="fp8", stack="vllm-0.24.0")}
-    whole, cast, read = stand_ins(p, serving, False, GPU)
+    whole, cast, read = fallback_parts(p, serving, False, GPU)
     assert whole.params == replace(p, m=128, batch=1)
     assert (cast.params.n, cast.params.m, cast.times) == (32, 128, -1)
     assert read.params.numel == 128 * 64 // 8
     own = {**MODELS, "gemm": learned("scaled_mm", dtype="fp8")}
-    assert stand_ins(p, own, False, GPU) == [replace(whole, times=1)]
+    assert fallback_parts(p, own, False, GPU) == [replace(whole, times=1)]

@@ -1,4 +1,4 @@
-"""Plans from text, and the rule each bad one breaks."""
+"""Plans are read from text; a bad one is refused with the rule it breaks."""
 
 from __future__ import annotations
 

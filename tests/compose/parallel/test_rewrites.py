@@ -1,4 +1,4 @@
-"""What each rewrite adds to a rank's step: ops, collectives, bytes."""
+"""Ops, collectives and bytes that tp, cp and ep add to one rank's step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from compose.capture_model import capture, capture_case
 from compose.graph.layers import split_layers
-from compose.graph.product_roles import CAST, roles
+from compose.graph.product_roles import DTYPE_CAST, weight_roles
 from compose.graph.rewrite import COLLECTIVE
 from compose.parallel.cp import context_parallel
 from compose.parallel.ep import expert_parallel
@@ -42,7 +42,7 @@ def test_one_rank_is_no_plan(gpt: StepCapture) -> None:
 
 def test_pairs_of_products_are_found_by_following_data(gpt: StepCapture) -> None:
     names = {p.storage: p.name for p in gpt.parameters}
-    found = {names[s]: role for s, role in roles(gpt).items()}
+    found = {names[s]: role for s, role in weight_roles(gpt).items()}
     assert found.pop("tokens.weight") == "vocabulary"
     columns = {n.split(".", 2)[2] for n, role in found.items() if role == "column"}
     rows = {n.split(".", 2)[2] for n, role in found.items() if role == "row"}
@@ -68,11 +68,11 @@ class NormedHeads(nn.Module):
         return x + self.layers["down"](self.layers["up"](x).relu())
 
 
-def test_a_norm_of_each_head_does_not_part_a_pair() -> None:
-    """It stays on its rank; a norm of the whole width does part what is before and after it."""
+def test_a_norm_of_each_head_may_stand_between_a_pair() -> None:
+    """It works on one rank's heads; a norm of the whole width ends a pair."""
     step = capture(lambda: (NormedHeads(), torch.randn(2, 8, 64), lambda y: y.square().mean()))
     names = {p.storage: p.name.split(".")[1] for p in step.parameters}
-    found = {names[s]: role for s, role in roles(step).items()}
+    found = {names[s]: role for s, role in weight_roles(step).items()}
     assert found == {**dict.fromkeys([*"qkv", "up"], "column"), "o": "row", "down": "row"}
     made = tensor_parallel(step, ParallelPlan(tp=2))
     shapes = {c.args[0].shape for c in made.calls if c.op == "itercast.sdpa"}
@@ -97,24 +97,24 @@ def test_tensor_parallel_halves_products_and_adds_four_all_reduces_a_block(
     assert block.parameter_bytes == 4 * (matrices // 2 + cut // 2 + whole)
 
 
-def test_tensor_parallel_sees_weights_through_their_casts(gpt: StepCapture) -> None:
-    """Under autocast products take casts of weights: cut alike, a rank casts its part alone."""
+def test_tensor_parallel_cuts_the_casts_of_weights(gpt: StepCapture) -> None:
+    """Under autocast products read casts of weights; a rank casts its shard only."""
     mixed = capture_case(case("gpt-s"), batch=4, seq=32, dtype="bf16", amp=True)
     made = tensor_parallel(mixed, ParallelPlan(tp=2, amp=True))
     assert product_flops(made) == product_flops(mixed) / 2
     matrices = {p.storage for p in mixed.parameters if len(p.shape) == 2}
-    both = [[c.args[0] for c in x.calls if c.op == CAST] for x in (mixed, made)]
+    both = [[c.args[0] for c in x.calls if c.op == DTYPE_CAST] for x in (mixed, made)]
     whole, part = (sum(t.numel for t in casts if t.storage in matrices) for casts in both)
     assert part == whole / 2 > 0
 
 
-def test_products_of_one_input_may_reduce_their_gradients_each(gpt: StepCapture) -> None:
-    """torch's ColwiseParallel: q and kv of two blocks send one more each."""
+def test_layers_of_one_input_may_reduce_its_gradient_each(gpt: StepCapture) -> None:
+    """torch's ColwiseParallel: one more all_reduce for q and kv in each of two blocks."""
     made = tensor_parallel(gpt, ParallelPlan(tp=2), summed=False)
     assert sent(made)[("backward", "all_reduce")] == 5 + 2
 
 
-def test_a_cut_loss_reduces_a_number_a_token_three_times(gpt: StepCapture) -> None:
+def test_a_loss_cut_by_vocabulary_reduces_three_numbers_per_token(gpt: StepCapture) -> None:
     """Maximum, sum of exponentials and the label's logit; each pass is over half the logits."""
     made = tensor_parallel(gpt, ParallelPlan(tp=2))
     small = [c for c in made.calls if c.op == COLLECTIVE and c.phase == "loss"]
@@ -140,8 +140,8 @@ def test_heads_must_divide(gpt: StepCapture) -> None:
         tensor_parallel(gpt, ParallelPlan(tp=3))
 
 
-def test_ring_attention_does_half_of_each_foreign_block() -> None:
-    """Causal: cp ranks with a share of the tokens do what one does with all."""
+def test_ring_attention_computes_half_of_each_remote_block() -> None:
+    """Causal: four ranks with a quarter of the tokens compute what one does with all."""
     whole = capture_case(case("gpt-s"), batch=1, seq=64)
     share = context_parallel(capture_case(case("gpt-s"), batch=1, seq=16), ParallelPlan(cp=4))
     scores = []
@@ -158,7 +158,7 @@ def test_ring_attention_does_half_of_each_foreign_block() -> None:
     assert sent(share)[("forward", "send_recv")] == 2 * 3  # layers * (cp - 1)
 
 
-def test_experts_are_spread_and_tokens_sent_both_ways() -> None:
+def test_expert_parallel_keeps_flops_and_spreads_parameters() -> None:
     capture = capture_case(case("moe-s"))
     made = expert_parallel(capture, ParallelPlan(dp=4, ep=4))
     assert product_flops(made) == product_flops(capture)  # 1/4 of the experts, 4 times the tokens
@@ -174,7 +174,7 @@ def test_experts_are_spread_and_tokens_sent_both_ways() -> None:
         expert_parallel(capture_case(case("gpt-s")), ParallelPlan(dp=4, ep=4))
 
 
-def test_what_runs_behind_compute_is_paid_for_where_they_contend() -> None:
+def test_overlapped_collectives_cost_what_contention_adds() -> None:
     assert side_by_side_us(10, 4, 1.0) == 10
     assert side_by_side_us(10, 4, 2.0) == 14
     assert side_by_side_us(4, 10, 1.5) == 12

@@ -1,4 +1,4 @@
-"""What stands in on a GPU for ops that no model has seen."""
+"""Which ops are priced in place of those that no model has seen."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 from unseen_ops import GPU, MODELS, learned
 
-from compose.pricing.fallbacks import copy, stand_ins
+from compose.pricing.fallbacks import fallback_parts
 from microbench.hardware.spec import Gpu
 from microbench.ops.matrix.conv import Conv
 from microbench.ops.matrix.gemm import Gemm
 from microbench.ops.matrix.recurrent import Recurrent
+from microbench.ops.memory.elementwise import memory_copy
 from microbench.ops.memory.norm import Norm
 
 
@@ -26,42 +27,44 @@ def test_a_half_precision_convolution_is_a_product_and_two_turned_tensors() -> N
 
     x and y are read and written in 2 bytes an element.
     """
-    product, turned = stand_ins(convolution(), MODELS, False, GPU)
+    product, turned = fallback_parts(convolution(), MODELS, False, GPU)
     assert (product.params.m, product.params.n, product.params.k) == (14, 288, 144)
-    assert turned == copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
-    (alone,) = stand_ins(convolution(), MODELS, True, GPU)
+    assert turned == memory_copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
+    (alone,) = fallback_parts(convolution(), MODELS, True, GPU)
     assert alone == product
-    _, wider = stand_ins(convolution(dtype="tf32"), MODELS, False, GPU)
-    assert wider == copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 4)
+    _, wider = fallback_parts(convolution(dtype="tf32"), MODELS, False, GPU)
+    assert wider == memory_copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 4)
 
 
 def test_each_half_of_a_half_precision_backward_turns_its_tensors() -> None:
-    product, turned = stand_ins(convolution(op="backward"), MODELS, False, GPU)
+    product, turned = fallback_parts(convolution(op="backward"), MODELS, False, GPU)
     assert product.times == 2
-    assert turned == copy(2 * 2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
-    product, turned = stand_ins(
+    assert turned == memory_copy(2 * 2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
+    product, turned = fallback_parts(
         convolution(op="backward", need_input_grad=False), MODELS, False, GPU
     )
     assert product.times == 1
-    assert turned == copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
+    assert turned == memory_copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
 
 
 def test_a_strided_pointwise_convolution_is_no_wider_than_its_channels() -> None:
     """A quarter of the pixels is read: 2*4*4 rows, 32 channels, 16 taps."""
     facts = {"kernel_h": 1, "kernel_w": 1, "padding_h": 0, "padding_w": 0, "stride": 2}
-    product = stand_ins(convolution(**facts), MODELS, True, GPU)[0].params
+    product = fallback_parts(convolution(**facts), MODELS, True, GPU)[0].params
     assert (product.m, product.n, product.k) == (32, 32, 16)
 
 
 def test_a_grouped_convolution_passes_over_its_tensors_more_often() -> None:
     """4 channels of 9 taps in a group: 1 + sqrt(36 / 9) passes; nobody measured groups in fp32."""
-    (found,) = stand_ins(convolution(groups=4), MODELS, True, GPU)
-    assert replace(found, times=1) == copy((2 * 64 * 16 + 2 * 64 * 32) * 2)
+    (found,) = fallback_parts(convolution(groups=4), MODELS, True, GPU)
+    assert replace(found, times=1) == memory_copy((2 * 64 * 16 + 2 * 64 * 32) * 2)
     assert found.times == 3
-    (found,) = stand_ins(convolution(groups=4, dtype="fp32", op="backward"), MODELS, False, GPU)
+    (found,) = fallback_parts(
+        convolution(groups=4, dtype="fp32", op="backward"), MODELS, False, GPU
+    )
     assert found.times == 6
     seen = {**MODELS, "conv": learned("forward", "forward in groups")}
-    assert stand_ins(convolution(groups=4, dtype="fp32"), seen, True, GPU) == []
+    assert fallback_parts(convolution(groups=4, dtype="fp32"), seen, True, GPU) == []
 
 
 def test_weights_of_a_depthwise_convolution_are_summed_tap_by_tap() -> None:
@@ -69,7 +72,7 @@ def test_weights_of_a_depthwise_convolution_are_summed_tap_by_tap() -> None:
     wide = {"in_channels": 32, "groups": 32, "kernel_h": 7, "kernel_w": 7, "op": "backward"}
 
     def times(channels_last: bool = False, **changed: Any) -> float:
-        (found,) = stand_ins(convolution(**{**wide, **changed}), MODELS, channels_last, GPU)
+        (found,) = fallback_parts(convolution(**{**wide, **changed}), MODELS, channels_last, GPU)
         return found.times
 
     once = 1 + 7 / 3
@@ -90,7 +93,7 @@ def test_few_or_wide_groups_are_summed_slowly_in_nhwc() -> None:
     def passes(channels_last: bool, channels: int, groups: int) -> float:
         facts = {"in_channels": channels, "out_channels": channels, "groups": groups}
         params = convolution(op="backward", **facts)
-        return stand_ins(params, MODELS, channels_last, GPU)[0].times
+        return fallback_parts(params, MODELS, channels_last, GPU)[0].times
 
     assert passes(False, 256, 4) == 2 * (1 + 8)
     assert passes(True, 256, 4) == passes(True, 2048, 32) == 2 * 576 / 5
@@ -99,18 +102,18 @@ def test_few_or_wide_groups_are_summed_slowly_in_nhwc() -> None:
 
 def test_a_backward_in_a_known_dtype_is_two_forwards() -> None:
     known = convolution(dtype="fp32")
-    assert stand_ins(known, MODELS, False, GPU) == []
-    (found,) = stand_ins(convolution(dtype="fp32", op="backward"), MODELS, False, GPU)
+    assert fallback_parts(known, MODELS, False, GPU) == []
+    (found,) = fallback_parts(convolution(dtype="fp32", op="backward"), MODELS, False, GPU)
     assert (found.params, found.times) == (known, 2)
 
 
 def test_a_batch_norm_passes_three_times_and_a_layer_norm_is_known() -> None:
     norm = Norm(op="batch", rows=2, cols=64, channels=16)
-    assert stand_ins(norm, MODELS, False, GPU) == [copy(3 * 2 * 64 * 16 * 4)]
-    assert stand_ins(norm, MODELS, True, GPU) == stand_ins(norm, MODELS, False, GPU)
-    assert stand_ins(Norm(op="layer", rows=2, cols=64), MODELS, False, GPU) == []
+    assert fallback_parts(norm, MODELS, False, GPU) == [memory_copy(3 * 2 * 64 * 16 * 4)]
+    assert fallback_parts(norm, MODELS, True, GPU) == fallback_parts(norm, MODELS, False, GPU)
+    assert fallback_parts(Norm(op="layer", rows=2, cols=64), MODELS, False, GPU) == []
     back = Norm(op="layer_backward", rows=2, cols=64)
-    assert stand_ins(back, MODELS, False, GPU) == [copy(5 * 2 * 64 * 4)]
+    assert fallback_parts(back, MODELS, False, GPU) == [memory_copy(5 * 2 * 64 * 4)]
 
 
 def fp8(stack: str, gpu: Gpu = GPU) -> dict[str, Any]:
@@ -121,29 +124,29 @@ def fp8(stack: str, gpu: Gpu = GPU) -> dict[str, Any]:
 def test_a_product_in_fp8_loses_the_cast_it_was_measured_with() -> None:
     """What it takes beyond one of 32 columns, and the time to read a byte an element."""
     product = Gemm(op="scaled_mm", m=4096, n=1024, k=512, layout="nt", dtype="fp8")
-    whole, cast, read = stand_ins(product, fp8("vllm-0.24.0"), False, GPU)
+    whole, cast, read = fallback_parts(product, fp8("vllm-0.24.0"), False, GPU)
     assert (whole.params, whole.times, cast.times) == (product, 1, -1)
     assert (cast.params.n, cast.params.m, cast.params.k) == (32, 4096, 512)
-    assert read == copy(4096 * 512)
-    assert stand_ins(replace(product, n=64), fp8("vllm-0.24.0"), False, GPU) == []
+    assert read == memory_copy(4096 * 512)
+    assert fallback_parts(replace(product, n=64), fp8("vllm-0.24.0"), False, GPU) == []
 
 
 def test_products_in_fp8_of_our_own_sweeps_were_measured_without_a_cast() -> None:
     """Nothing is taken off where torch's rows answer; half where each of two lenders answers."""
     product = Gemm(op="scaled_mm", m=4096, n=1024, k=512, layout="nt", dtype="fp8")
-    assert stand_ins(product, fp8("torch-2.11.0+cu130"), False, GPU) == []
-    both = fp8("torch-2.11.0+cu130")["gemm"].lenders
+    assert fallback_parts(product, fp8("torch-2.11.0+cu130"), False, GPU) == []
+    both = fp8("torch-2.11.0+cu130")["gemm"].source_gpus
     other = replace(GPU, name="twin")
     measured = {**both.measured, "twin": {"fp8": {"scaled_mm": ["vllm-0.24.0"]}}}
-    lenders = replace(both, measured=measured, gpus={**both.gpus, "twin": other})
-    gemm = replace(MODELS["gemm"], lenders=lenders)
-    parts = stand_ins(product, {**MODELS, "gemm": gemm}, False, replace(GPU, name="new"))
+    source_gpus = replace(both, measured=measured, gpus={**both.gpus, "twin": other})
+    gemm = replace(MODELS["gemm"], source_gpus=source_gpus)
+    parts = fallback_parts(product, {**MODELS, "gemm": gemm}, False, replace(GPU, name="new"))
     assert [part.times for part in parts] == [1, -0.5, 0.5]
-    assert len(stand_ins(product, {**MODELS, "gemm": gemm}, False, other, "torch")) == 3
+    assert len(fallback_parts(product, {**MODELS, "gemm": gemm}, False, other, "torch")) == 3
     two = {"twin": {"fp8": {"scaled_mm": ["vllm-0.24.0", "torch-2.11.0"]}}}
-    gemm = replace(gemm, lenders=replace(lenders, measured=two))
-    assert stand_ins(product, {**MODELS, "gemm": gemm}, False, other, "torch") == []
-    assert len(stand_ins(product, {**MODELS, "gemm": gemm}, False, other, "vllm")) == 3
+    gemm = replace(gemm, source_gpus=replace(source_gpus, measured=two))
+    assert fallback_parts(product, {**MODELS, "gemm": gemm}, False, other, "torch") == []
+    assert len(fallback_parts(product, {**MODELS, "gemm": gemm}, False, other, "vllm")) == 3
 
 
 def test_rows_of_one_gpu_switch_no_stand_in_of_far_ones_off() -> None:
@@ -157,14 +160,14 @@ def test_rows_of_one_gpu_switch_no_stand_in_of_far_ones_off() -> None:
     norm = Norm(op="batch", rows=2, cols=64, channels=16, dtype="bf16")
 
     def stands_in(architecture: str, models: Any = models, dtype: str = "bf16") -> bool:
-        return bool(stand_ins(replace(norm, dtype=dtype), models, False, on(architecture)))
+        return bool(fallback_parts(replace(norm, dtype=dtype), models, False, on(architecture)))
 
     answers = ("pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell-ultra", "cdna2")
     assert [stands_in(a) for a in answers] == [1, 1, 1, 0, 0, 0, 0, 1]
     assert stands_in("hopper", dtype="fp32")
-    measured = {**hopper.lenders.measured, "volta": hopper.lenders.measured["hopper"]}
+    measured = {**hopper.source_gpus.measured, "volta": hopper.source_gpus.measured["hopper"]}
     gpus = {name: on(name) for name in measured}
-    several = replace(hopper, lenders=replace(hopper.lenders, measured=measured, gpus=gpus))
+    several = replace(hopper, source_gpus=replace(hopper.source_gpus, measured=measured, gpus=gpus))
     assert not stands_in("pascal", {**MODELS, "norm": several})  # what both showed holds for all
 
 
@@ -172,26 +175,29 @@ def test_convolutions_measured_on_one_gpu_leave_the_forwards_of_another() -> Non
     """A Volta's backward is two of its own forwards though a Hopper's was measured."""
     hopper, volta = (replace(GPU, name=name, architecture=name) for name in ("hopper", "volta"))
     model = learned("forward", gpu=volta)
-    measured = {**model.lenders.measured, "hopper": {"fp32": {"forward": ["a"], "backward": ["a"]}}}
+    measured = {
+        **model.source_gpus.measured,
+        "hopper": {"fp32": {"forward": ["a"], "backward": ["a"]}},
+    }
     gpus = {"hopper": hopper, "volta": volta}
-    conv = replace(model, lenders=replace(model.lenders, measured=measured, gpus=gpus))
+    conv = replace(model, source_gpus=replace(model.source_gpus, measured=measured, gpus=gpus))
     back = convolution(dtype="fp32", op="backward")
-    (found,) = stand_ins(back, {**MODELS, "conv": conv}, False, volta)
+    (found,) = fallback_parts(back, {**MODELS, "conv": conv}, False, volta)
     assert (found.params.op, found.times) == ("forward", 2)
-    assert stand_ins(back, {**MODELS, "conv": conv}, False, hopper) == []
+    assert fallback_parts(back, {**MODELS, "conv": conv}, False, hopper) == []
 
 
 def test_an_lstm_layer_never_seen_is_products_one_step_after_the_other() -> None:
     layer = Recurrent(op="lstm", steps=5, batch=3, inputs=6, hidden=8)
-    gates, inputs, state = stand_ins(layer, MODELS, False, GPU)
-    assert gates == replace(copy(2 * 3 * 32 * 4), times=5)
+    gates, inputs, state = fallback_parts(layer, MODELS, False, GPU)
+    assert gates == replace(memory_copy(2 * 3 * 32 * 4), times=5)
     assert [(p.params.m, p.params.n, p.params.k, p.times) for p in (inputs, state)] == [
         (15, 32, 6, 1),
         (3, 32, 8, 5),
     ]
-    _, *back = stand_ins(replace(layer, op="lstm_backward"), MODELS, False, GPU)
+    _, *back = fallback_parts(replace(layer, op="lstm_backward"), MODELS, False, GPU)
     flops = sum(2 * p.params.m * p.params.n * p.params.k * p.times for p in back)
     assert flops == 2 * sum(
         2 * p.params.m * p.params.n * p.params.k * p.times for p in (inputs, state)
     )
-    assert stand_ins(layer, {**MODELS, "recurrent": learned("lstm")}, False, GPU) == []
+    assert fallback_parts(layer, {**MODELS, "recurrent": learned("lstm")}, False, GPU) == []

@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 from unseen_ops import GPU, MODELS, Fixed, learned
 
-from compose.graph.cuda_variants import as_on_gpu
+from compose.graph.cuda_variants import with_cuda_variants
 from compose.graph.memory_format import with_memory_format
-from compose.pricing.fallbacks import stand_ins
+from compose.pricing.fallbacks import fallback_parts
 from compose.pricing.optimizer import scaled_update
 from compose.pricing.price_book import PriceBook, priceable
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
@@ -38,7 +38,7 @@ def test_dropout_is_one_kernel_with_a_mask_of_bytes() -> None:
         call("mul.Tensor", tensor(3), tensor(1), out=4, phase="backward"),
     )
     weight = ParamSpec(name="w", shape=(1,), dtype="fp32", storage=9, ready_after=5)
-    found = as_on_gpu(StepCapture(calls=calls, parameters=(weight,)))
+    found = with_cuda_variants(StepCapture(calls=calls, parameters=(weight,)))
     names = [c.op.split(".")[1] for c in found.calls]
     assert names == ["native_dropout", "mul", "native_dropout_backward"]
     assert [t.dtype for t in found.calls[0].outputs] == ["fp32", "bool"]
@@ -95,19 +95,19 @@ def test_a_softmax_casts_its_own_input_and_gradient() -> None:
         call("_softmax_backward_data.default", tensor(4), tensor(2), out=5, phase="backward"),
         replace(call("_to_copy.default", tensor(5), out=6), outputs=(tensor(6, "fp16"),)),
     )
-    found = as_on_gpu(StepCapture(calls=calls))
+    found = with_cuda_variants(StepCapture(calls=calls))
     names = [c.op.split(".")[1] for c in found.calls]
     assert names == ["_softmax", "_to_copy", "exp", "_softmax_backward_data"]
 
 
 def test_softmax_backward_multiplies_gradient_and_output_first() -> None:
     back = Reduction(op="_softmax_backward_data", outer=6, size=8)
-    itself, product = stand_ins(back, MODELS, False, GPU)
+    itself, product = fallback_parts(back, MODELS, False, GPU)
     assert itself.params is back
     assert product.params == Elementwise(op="mul", numel=48, inner=48, tensors=2)
     seen = {**MODELS, "reduction": learned("_softmax", "_softmax_backward_data")}
-    assert stand_ins(back, seen, False, GPU) == []
-    assert stand_ins(Reduction(op="_softmax", outer=6, size=8), MODELS, False, GPU) == []
+    assert fallback_parts(back, seen, False, GPU) == []
+    assert fallback_parts(Reduction(op="_softmax", outer=6, size=8), MODELS, False, GPU) == []
 
 
 def test_an_op_without_a_model_costs_a_copy_of_its_bytes_and_stays_unmodelled() -> None:

@@ -1,4 +1,4 @@
-"""What was not measured in a dtype is priced as what is alike and was."""
+"""Ops not measured in a dtype are priced as an alias that was."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def test_linear_layers_of_the_bundle_that_ships_take_as_long_as_plain_products()
     """AIConfigurator measured plain ones, and in fp8 scaled ones: an H100 knew no others."""
     facts = {"family": "gemm", "gpu": "h100-sxm-80gb", "dtype": "bf16", "layout": "nt", "batch": 1}
     rows = pd.DataFrame(
-        [{**facts, "op": op, "m": 4096, "n": 1024, "k": 1024} for op in FAMILY.alike]
+        [{**facts, "op": op, "m": 4096, "n": 1024, "k": 1024} for op in FAMILY.op_aliases]
     )
     us = Bundle.load(SHIPPED).price("gemm", rows)["predicted_us"]
     assert us.tolist() == pytest.approx([us[0]] * len(us))
 
 
-def test_a_calibration_tells_of_all_that_is_alike() -> None:
+def test_a_calibration_corrects_all_op_aliases() -> None:
     """Linear layers in bf16 stand as plain products: measured twice as slow, both are."""
     shipped = Bundle.load(SHIPPED)
     facts = {"family": "gemm", "gpu": "h100-sxm-80gb", "dtype": "bf16", "layout": "nt", "batch": 1}

@@ -8,41 +8,42 @@ import numpy as np
 import pytest
 
 from learners.bundle import load_trees, save_trees, tree_names
-from learners.models import regressors
+from learners.models.training_table import Table, group_split
+from learners.models.trees import Trees, default_options, fit, refit, rounds_for_all
 
 ONE, TWO, FEW = 1, 2, 3  # columns of x
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> regressors.Table:
+def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     """The log ratio is a step in the size, another step on each GPU."""
-    monkeypatch.setattr("learners.models.regressors.OWN_ROWS", 100)
-    monkeypatch.setattr("learners.models.regressors.OWN_TABLE", 200)
-    monkeypatch.setattr("learners.models.regressors.SHARED_ROUNDS", 5)
-    monkeypatch.setattr("learners.models.regressors.MANY_ROUNDS", 60)
+    monkeypatch.setattr("learners.models.trees.OWN_ROWS", 100)
+    monkeypatch.setattr("learners.models.trees.OWN_TABLE", 200)
+    monkeypatch.setattr("learners.models.trees.SHARED_ROUNDS", 5)
+    monkeypatch.setattr("learners.models.trees.SEVERAL_GPUS_ROUNDS", 60)
     rng = np.random.default_rng(0)
     gpu = np.repeat([ONE, TWO, FEW], [200, 200, 40])
     x = np.zeros((len(gpu), 4), dtype=np.float32)
     x[:, 0] = rng.uniform(0, 1, len(gpu))
     x[np.arange(len(gpu)), gpu] = 1
     step = (x[:, 0] > 0.25 * gpu) * gpu
-    return regressors.Table(
+    return Table(
         x=x,
         roofline_us=np.ones(len(gpu)),
         time_us=np.exp(step.astype(float)),
         group=np.arange(len(gpu)),
-        identity=(ONE, TWO, FEW),
+        origin=(ONE, TWO, FEW),
         gpus=(ONE, TWO, FEW),
     )
 
 
-def trees_of(table: regressors.Table) -> regressors.Trees:
-    known, held = regressors.group_split(table.group, 0.2, seed=0)
-    options = regressors.default_options(table)
-    return regressors.fit_xgboost(table.take(known), table.take(held), options)
+def trees_of(table: Table) -> Trees:
+    known, held = group_split(table.group, 0.2, seed=0)
+    options = default_options(table)
+    return fit(table.take(known), table.take(held), options)
 
 
-def test_a_gpu_of_many_rows_has_trees_of_its_own(table: regressors.Table) -> None:
+def test_a_gpu_of_many_rows_has_trees_of_its_own(table: Table) -> None:
     """40 rows bear none; with all answers close to the steps."""
     trees = trees_of(table)
     assert sorted(trees.own) == [ONE, TWO]
@@ -50,7 +51,7 @@ def test_a_gpu_of_many_rows_has_trees_of_its_own(table: regressors.Table) -> Non
     assert np.median(error[:400]) < 0.05
 
 
-def test_own_trees_answer_for_their_gpu_alone(table: regressors.Table) -> None:
+def test_own_trees_answer_for_their_gpu_alone(table: Table) -> None:
     """Many rows: its own; few rows: all common rounds, the shared ones first."""
     trees = trees_of(table)
     assert trees.common is not None
@@ -61,24 +62,24 @@ def test_own_trees_answer_for_their_gpu_alone(table: regressors.Table) -> None:
     assert found[400:] == pytest.approx(trees.common.inplace_predict(table.x[400:]))
 
 
-def test_a_small_table_has_one_set_of_trees(table: regressors.Table) -> None:
+def test_a_small_table_has_one_set_of_trees(table: Table) -> None:
     """Below OWN_TABLE rows no GPU has its own."""
     assert not trees_of(table.take(np.arange(150))).own
 
 
-def test_no_common_rounds_where_each_gpu_has_its_own(table: regressors.Table) -> None:
+def test_no_common_rounds_where_each_gpu_has_its_own(table: Table) -> None:
     """Also where all rows are learned again."""
     rich = table.take(np.arange(400))
     trees = trees_of(rich)
-    rounds = regressors.rounds_for_all([trees], identity=True)
-    again = regressors.refit(rich, regressors.default_options(rich), rounds)
+    rounds = rounds_for_all([trees], several_gpus=True)
+    again = refit(rich, default_options(rich), rounds)
     assert trees.common is None
     assert again.common is None
     assert rounds.common == 0
     assert sorted(again.own) == [ONE, TWO]
 
 
-def test_trees_are_saved_and_loaded(table: regressors.Table, tmp_path: Path) -> None:
+def test_trees_are_saved_and_loaded(table: Table, tmp_path: Path) -> None:
     """The same answers from files, with common trees and without; no file but the family's."""
     for some in (table, table.take(np.arange(400))):
         trees = trees_of(some)

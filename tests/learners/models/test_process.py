@@ -1,4 +1,4 @@
-"""A Gaussian process along curves: what it carries on, what it shrugs off, what it keeps."""
+"""A Gaussian process along stated_kernel: what it carries on, what it shrugs off, what it keeps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pandas as pd
 import pytest
 
 from learners.family_model import prepare
-from learners.features.table import Encoder, identities
+from learners.features.table import Encoder, origins
 from learners.models.ensemble import cross_fit, refit
-from learners.models.gaussian_process import Process, fit_process, merged
+from learners.models.gaussian_process import GaussianProcess, fit_process, merge_points
 from learners.models.interpolate import interpolated
-from learners.models.regressors import Table, default_options
+from learners.models.training_table import Table
+from learners.models.trees import default_options
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops import families
 
@@ -47,7 +48,7 @@ def test_a_single_stray_measurement_counts_little() -> None:
 def test_points_close_together_are_one() -> None:
     """10.0 and 10.1 octaves are one point at 10.05 with the median of both, 11 another."""
     z = np.array([[10.0], [10.1], [11.0]])
-    at, value, count = merged(z, np.array([1.0, 2.0, 5.0]))
+    at, value, count = merge_points(z, np.array([1.0, 2.0, 5.0]))
     found = sorted(zip(at[:, 0].tolist(), value.tolist(), count.tolist(), strict=True))
     assert found == [pytest.approx((10.05, 1.5, 2.0)), pytest.approx((11.0, 5.0, 1.0))]
 
@@ -55,7 +56,7 @@ def test_points_close_together_are_one() -> None:
 def test_a_process_is_the_same_after_a_round_trip() -> None:
     x, y = points(np.arange(10.0, 30), 0.0, 0)
     first = fit_process(x, y, CURVE)
-    second = Process.from_arrays(first.to_arrays())
+    second = GaussianProcess.from_arrays(first.to_arrays())
     assert second.predict(x) == pytest.approx(first.predict(x), abs=1e-4)
 
 
@@ -68,7 +69,7 @@ def test_what_crosses_a_network_is_known_by_its_cluster() -> None:
             {**common, "world_size": 16, "ranks_per_node": 8, "network_bytes_per_s": 5e10},
         ]
     )
-    found = identities(rows, families()["collective"], {})["gpu"].tolist()
+    found = origins(rows, families()["collective"], {})["gpu"].tolist()
     one = "h100-sxm-80gb"
     assert found == [one, f"{one} over aws-p5", f"{one} over 50000000000.0"]
 
@@ -85,8 +86,8 @@ def test_a_kind_held_out_while_learning_counts_in_the_end() -> None:
         group=np.arange(60).astype(str),
     )
     crossed = cross_fit(table.take(np.arange(54)), default_options(table))
-    blend = refit(table, default_options(table), replace(crossed, share=1.0))
-    found = blend.predict(table.x[54:], np.ones(6))
+    ensemble = refit(table, default_options(table), replace(crossed, share=1.0))
+    found = ensemble.predict(table.x[54:], np.ones(6))
     assert found == pytest.approx(table.time_us[54:], rel=0.1)
 
 
@@ -102,13 +103,13 @@ def curve(gpu: str, op: str, latency_us: float, busbw_bytes_per_s: float) -> pd.
 def left_out_pct(rows: pd.DataFrame, known: np.ndarray, gpus: dict[str, Gpu]) -> np.ndarray:
     """Absolute errors of the rows that are not known, in per cent."""
     table = prepare(rows, families()["collective"], gpus).table
-    assert table.curves is not None
-    columns = {column: () for column in table.curves.columns}
+    assert table.stated_kernel is not None
+    columns = {column: () for column in table.stated_kernel.columns}
     found = fit_process(
         table.x[known],
         table.log_ratio[known],
         columns,
-        table.curves.kernel,
+        table.stated_kernel.kernel,
     )
     guess = table.roofline_us[~known] * np.exp(found.predict(table.x[~known]))
     return np.asarray(100 * np.abs(guess / table.time_us[~known] - 1))
@@ -154,13 +155,13 @@ def test_points_of_other_kinds_are_left_out_of_the_sum_only_where_they_tell_noth
         [curve("h100-sxm-80gb", op, 6.0, 250e9) for op in ("all_gather", "all_reduce")]
     ).reset_index(drop=True)
     prepared = prepare(rows, families()["collective"], {"h100-sxm-80gb": load_gpu("h100-sxm-80gb")})
-    x, stated = prepared.table.x, prepared.table.curves
+    x, stated = prepared.table.x, prepared.table.stated_kernel
     assert stated is not None
     columns: dict[int, tuple[float, ...]] = {column: () for column in stated.columns}
     found = fit_process(x, prepared.table.log_ratio, columns, stated.kernel)
-    z = found.kernel.levelled(x[:, found.columns])
+    z = found.kernel.saturated(x[:, found.columns])
     whole = found.centre + found.kernel(z, found.at) @ found.weight
-    assert found.of_kinds(z) == pytest.approx(whole, abs=1e-3)
+    assert found.predict_by_kind(z) == pytest.approx(whole, abs=1e-3)
 
 
 def test_far_beyond_the_sizes_measured_a_curve_is_level() -> None:
@@ -168,10 +169,10 @@ def test_far_beyond_the_sizes_measured_a_curve_is_level() -> None:
     rows = curve("h100-sxm-80gb", "all_gather", 6.0, 350e9)
     gpus = {"h100-sxm-80gb": load_gpu("h100-sxm-80gb")}
     table = prepare(rows, families()["collective"], gpus).table
-    assert table.curves is not None
-    columns: dict[int, tuple[float, ...]] = {column: () for column in table.curves.columns}
+    assert table.stated_kernel is not None
+    columns: dict[int, tuple[float, ...]] = {column: () for column in table.stated_kernel.columns}
     known = (rows["message_bytes"] <= 2**26).to_numpy()
-    found = fit_process(table.x[known], table.log_ratio[known], columns, table.curves.kernel)
+    found = fit_process(table.x[known], table.log_ratio[known], columns, table.stated_kernel.kernel)
     guess = table.roofline_us * np.exp(found.predict(table.x))
     assert guess[-1] / guess[-2] == pytest.approx(2, rel=0.02)
     assert left_out_pct(rows, known, gpus).max() < 4
@@ -187,9 +188,9 @@ def test_networks_and_vidurs_kernels_tell_nothing_of_others() -> None:
         families()["collective"],
         {"a100-sxm-80gb": load_gpu("a100-sxm-80gb")},
     )
-    stated = prepared.table.curves
+    stated = prepared.table.stated_kernel
     assert stated is not None
-    z = stated.kernel.levelled(prepared.table.x[:, list(stated.columns)])
+    z = stated.kernel.saturated(prepared.table.x[:, list(stated.columns)])
     which = np.repeat(np.arange(3), len(rows))
     apart = which[:, None] != which
     assert stated.kernel(z, z)[apart].max() < 1e-6 < stated.kernel(z, z)[~apart].max()

@@ -11,7 +11,7 @@ import pytest
 from learners.bundle import SHIPPED, Bundle
 from learners.features.table import Encoder, columns
 from learners.transfer.achieved_rate import correction
-from learners.transfer.source_gpus import Asked, Lenders
+from learners.transfer.source_gpus import QueryRows, SourceGpus
 from microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from microbench.ops.matrix.gemm import FAMILY, LARGE, rate
 
@@ -19,7 +19,7 @@ SHIPS = Bundle.load(SHIPPED)
 NEW = Gpu(
     name="new",
     peak_flops_per_s={"fp32": 2e13, "bf16": 2e14},
-    reached_flops_per_s={"fp32": 1e13},
+    achieved_flops_per_s={"fp32": 1e13},
     hbm_bytes_per_s=1e12,
 )
 KNOWN_US = 2 * LARGE**3 / 1e13 * 1e6
@@ -30,10 +30,10 @@ def products(gpu: str, dtype: str, *sizes: int) -> pd.DataFrame:
     return pd.DataFrame(rows).assign(layout="nn", dtype=dtype, family="gemm")
 
 
-def factors(rows: pd.DataFrame, lender_us: float = KNOWN_US) -> np.ndarray:
+def factors(rows: pd.DataFrame, source_us: float = KNOWN_US) -> np.ndarray:
     """With a learner that says 27,488 us of everything on a GPU never measured."""
     known = replace(NEW, name="known")
-    asked = Asked(
+    query = QueryRows(
         gpu=rows["gpu"].to_numpy(),
         dtype=rows["dtype"].to_numpy(),
         op=rows["op"].to_numpy(),
@@ -46,9 +46,9 @@ def factors(rows: pd.DataFrame, lender_us: float = KNOWN_US) -> np.ndarray:
     )
     measured = {"known": {"fp32": {"mm": ("",)}}}
     encoder = Encoder(["gpu"], {"gpu": ["known"]})
-    lenders = Lenders(encoder=encoder, measured=measured, gpus={"known": known})
+    source_gpus = SourceGpus(encoder=encoder, measured=measured, gpus={"known": known})
     return correction(
-        asked, lenders, lambda large: np.where(large["gpu"] == "known", lender_us, 27_488.0)
+        query, source_gpus, lambda large: np.where(large["gpu"] == "known", source_us, 27_488.0)
     )
 
 
@@ -72,14 +72,14 @@ def test_what_was_measured_or_is_not_stated_stays() -> None:
 
 
 def test_software_slower_than_what_was_published_is_so_everywhere() -> None:
-    """The GPU that lends takes 1.25 times what was published of it: so will the new one."""
+    """The source GPU takes 1.25 times what was published of it: so will the new one."""
     published = factors(products("new", "fp32", LARGE))
-    slower = factors(products("new", "fp32", LARGE), lender_us=1.25 * KNOWN_US)
+    slower = factors(products("new", "fp32", LARGE), source_us=1.25 * KNOWN_US)
     assert slower == pytest.approx(1.25 * published)
 
 
 NEVER_MEASURED = ("l4", "h100-pcie-80gb", "mi210", "h200-sxm-141gb", "rtx-3090")
-STATED = [(gpu, dtype) for gpu in NEVER_MEASURED for dtype in load_gpu(gpu).reached_flops_per_s]
+STATED = [(gpu, dtype) for gpu in NEVER_MEASURED for dtype in load_gpu(gpu).achieved_flops_per_s]
 
 
 @pytest.mark.parametrize(("gpu", "dtype"), STATED)
@@ -87,15 +87,15 @@ def test_the_bundle_that_ships_forecasts_the_stated_rate(gpu: str, dtype: str) -
     facts = load_gpu(gpu)
     row = products(gpu, dtype, LARGE)
     us = float(SHIPS.price("gemm", row, {gpu: facts})["predicted_us"].iloc[0])
-    assert 2e6 * LARGE**3 / us == pytest.approx(facts.reached_flops_per_s[dtype], rel=0.2)
-    slower = replace(facts, reached_flops_per_s={dtype: facts.reached_flops_per_s[dtype] / 2})
+    assert 2e6 * LARGE**3 / us == pytest.approx(facts.achieved_flops_per_s[dtype], rel=0.2)
+    slower = replace(facts, achieved_flops_per_s={dtype: facts.achieved_flops_per_s[dtype] / 2})
     twice = float(SHIPS.price("gemm", row, {gpu: slower})["predicted_us"].iloc[0])
     assert twice == pytest.approx(2 * us, rel=0.01)
 
 
 def test_a_dtype_new_to_a_known_gpu_reaches_its_rate_too() -> None:
     """The A40 of the bundle was measured in fp16 alone; fp16 itself is not corrected."""
-    a40, without = load_gpu("a40"), replace(load_gpu("a40"), reached_flops_per_s={})
+    a40, without = load_gpu("a40"), replace(load_gpu("a40"), achieved_flops_per_s={})
     for dtype, same in (("tf32", False), ("fp16", True), ("bf16", True)):
         row = products("a40", dtype, LARGE)
         found = [
@@ -109,7 +109,7 @@ def test_a_dtype_new_to_a_known_gpu_reaches_its_rate_too() -> None:
 
 def test_what_slows_bf16_slows_fp8_as_much() -> None:
     """An L4 of 72 W reaches 57 of 121 TFLOP/s in bf16; of fp8 nothing is published."""
-    l4, without = load_gpu("l4"), replace(load_gpu("l4"), reached_flops_per_s={})
+    l4, without = load_gpu("l4"), replace(load_gpu("l4"), achieved_flops_per_s={})
     slower = []
     for dtype, op in (("bf16", "mm"), ("fp8", "scaled_mm")):
         row = products("l4", dtype, LARGE).assign(op=op)
@@ -123,7 +123,7 @@ def test_what_slows_bf16_slows_fp8_as_much() -> None:
 
 def test_what_was_measured_in_half_is_not_corrected_in_fp8() -> None:
     """Its own rows tell how fast an A40 is; what is published of bf16 says nothing more."""
-    a40, without = load_gpu("a40"), replace(load_gpu("a40"), reached_flops_per_s={})
+    a40, without = load_gpu("a40"), replace(load_gpu("a40"), achieved_flops_per_s={})
     row = products("a40", "fp8", LARGE).assign(op="scaled_mm")
     us = [float(SHIPS.price("gemm", row, {"a40": g}).predicted_us.iloc[0]) for g in (a40, without)]
     assert us[0] == us[1]
@@ -134,9 +134,9 @@ def test_single_precision_of_a_gpu_measured_in_half_comes_from_others() -> None:
     rows = products("h100-sxm-80gb", "fp32", 4096)
     linear = rows.assign(op="addmm", n=1024, k=1024, layout="nt")
     batched = rows.assign(op="bmm", m=512, n=512, k=64, batch=128, layout="nt")
-    asked = pd.concat([rows, linear, batched], ignore_index=True)
-    us = SHIPS.price("gemm", asked)["predicted_us"]
-    rate = 2e6 * asked["m"] * asked["n"] * asked["k"] * asked["batch"] / us
+    query = pd.concat([rows, linear, batched], ignore_index=True)
+    us = SHIPS.price("gemm", query)["predicted_us"]
+    rate = 2e6 * query["m"] * query["n"] * query["k"] * query["batch"] / us
     assert (rate / rate[0]).between(0.8, 1.1).all()
 
 
@@ -149,7 +149,7 @@ def test_the_bundle_that_ships_knows_gpus_as_the_files_do() -> None:
 def test_stated_rates_are_below_the_peak_but_for_boost_clocks() -> None:
     for name in gpu_names()[1:]:
         gpu = load_gpu(name)
-        for dtype, reached in gpu.reached_flops_per_s.items():
+        for dtype, reached in gpu.achieved_flops_per_s.items():
             assert 0.25 < reached / gpu.peak(dtype) < 1.1, (name, dtype)
 
 

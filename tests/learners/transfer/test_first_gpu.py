@@ -95,8 +95,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bundle(root: Path) -> Bundle:
     with pytest.MonkeyPatch.context() as patch:  # a fraction of the work: these laws are simple
-        patch.setattr("learners.models.regressors.MANY_ROUNDS", 30)
-        patch.setattr("learners.models.regressors.SHARED_ROUNDS", 60)
+        patch.setattr("learners.models.trees.SEVERAL_GPUS_ROUNDS", 30)
+        patch.setattr("learners.models.trees.SHARED_ROUNDS", 60)
         patch.setattr("learners.models.ensemble.steps_for", lambda rows: 150)
         train([root], root / "bundle")
     return Bundle.load(root / "bundle")
@@ -136,25 +136,25 @@ def test_each_gpu_is_forecast_as_it_was_measured(bundle: Bundle) -> None:
     assert us / own_us == pytest.approx(SERVED / OWN, rel=0.15)
 
 
-def test_an_op_that_one_gpu_alone_was_measured_with_is_lent_and_marked(bundle: Bundle) -> None:
+def test_an_op_measured_on_one_gpu_alone_is_transferred_and_marked(bundle: Bundle) -> None:
     """A V100's own rows, of layer norms at twice the H100's time, say nothing of batch norms."""
     for gpu in (A100, V100):
         assert times_over_roofline(bundle, gpu, BATCH, "norm") == pytest.approx(OWN, rel=0.1)
         assert not row(bundle, gpu, BATCH, "norm")["in_envelope"]
     assert row(bundle, H100, BATCH, "norm")["in_envelope"]
     model = bundle.models["norm"]
-    found = [model.tells(gpu, "batch", "fp32") for gpu in (H100, A100, V100, P4)]
-    assert found == [True, True, False, False]  # the others' stand-ins stay
+    found = [model.covers(gpu, "batch", "fp32") for gpu in (H100, A100, V100, P4)]
+    assert found == [True, True, False, False]  # the others keep their fallback
 
 
-def test_a_family_of_one_gpu_lends_its_efficiency_under_a_wide_interval(bundle: Bundle) -> None:
+def test_a_family_of_one_gpu_is_transferred_with_a_wide_interval(bundle: Bundle) -> None:
     """At least as wide as errors of families known on several GPUs, one of them left out."""
     assert times_over_roofline(bundle, H100, BAG, "embedding_bag") == pytest.approx(OWN, rel=0.1)
     assert times_over_roofline(bundle, A100, BAG, "embedding_bag") == pytest.approx(OWN, rel=0.1)
     own, other = (row(bundle, gpu, BAG, "embedding_bag") for gpu in (H100, A100))
     assert own["in_envelope"] and not other["in_envelope"]
     low, high = (np.log(other[c] / other["predicted_us"]) for c in COLUMNS[1:3])
-    known = bundle.models["norm"].strange_offsets
+    known = bundle.models["norm"].unseen_offsets
     assert low <= min(known[0], UNSEEN_GPU_OFFSETS[0]) + 1e-9
     assert high >= max(known[1], UNSEEN_GPU_OFFSETS[1]) - 1e-9
     assert np.log(own["predicted_us_p90"] / own["predicted_us_p10"]) < 0.3

@@ -16,11 +16,11 @@ from learners.features.table import learn_launch_us
 from learners.models.residuals import Residuals
 from learners.train import train
 from learners.transfer.calibration import (
+    DURATION,
     KIND,
-    LONG,
-    NEAR,
     NOISE,
     SHIFT,
+    SIZES,
     Calibration,
     covariance,
     points,
@@ -58,7 +58,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
         path = write_part(root, "gemm", name, measured(name, 160), "0")
         write_card(path.parent, {"hardware": toy(name).to_dict()})
     with pytest.MonkeyPatch.context() as patch:  # a fifth of the work: these laws are simple
-        patch.setattr("learners.models.regressors.MANY_ROUNDS", 60)
+        patch.setattr("learners.models.trees.SEVERAL_GPUS_ROUNDS", 60)
         patch.setattr("learners.models.ensemble.steps_for", lambda rows: 150)
         train([root], root / "bundle")
     return Bundle.load(root / "bundle")
@@ -70,7 +70,7 @@ def median_ape(bundle: Bundle, rows: pd.DataFrame) -> float:
     return float(np.median(np.abs(guess / rows["time_us"].to_numpy() - 1)) * 100)
 
 
-def test_known_gpus_are_told_apart_and_unknown_ones_flagged(bundle: Bundle) -> None:
+def test_seen_gpus_are_forecast_apart_and_unseen_ones_flagged(bundle: Bundle) -> None:
     for name in ("one", "two", "three"):
         assert median_ape(bundle, measured(name, 60, 400)) < 6
     priced = bundle.price("gemm", measured("new", 20, 400), {"new": toy("new")})
@@ -169,20 +169,20 @@ def test_what_host_events_take_is_no_launch() -> None:
 
 
 def test_calibration_by_hand() -> None:
-    """One point 0.3 too low: the same point asked again moves by 0.3 p / (p + noise^2)."""
+    """One point 0.3 too low: a forecast of the same point moves by 0.3 p / (p + noise^2)."""
     point = (np.array(["a"], dtype=object), np.zeros((1, 2)))
     shift, share = Calibration(kind=point[0], at=point[1], value=np.array([0.3])).correction(*point)
-    prior = SHIFT**2 + KIND**2 + NEAR**2 + LONG**2
+    prior = SHIFT**2 + KIND**2 + SIZES**2 + DURATION**2
     assert shift[0] == pytest.approx(0.3 * prior / (prior + NOISE**2))
     assert share[0] == pytest.approx(0.3)
 
 
-def test_rows_that_take_as_long_err_alike() -> None:
+def test_errors_of_rows_of_similar_duration_are_correlated() -> None:
     """Of other kinds and sizes: an octave longer shares more of the error than eight do."""
     kinds = np.array(["a", "b", "c"], dtype=object)
     at = points(np.array([[0.0], [99.0], [-99.0]]), np.array([1.0, 2.0, 256.0]))
     found = covariance(kinds[:1], at[:1], kinds, at)[0]
-    expected = SHIFT**2 + LONG**2 * np.exp(-0.5 * np.array([1, 64]) / 9)
+    expected = SHIFT**2 + DURATION**2 * np.exp(-0.5 * np.array([1, 64]) / 9)
     assert found[1:] == pytest.approx(expected)
 
 

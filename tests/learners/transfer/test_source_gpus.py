@@ -1,4 +1,4 @@
-"""Known GPUs price those never seen: the nearer lend more."""
+"""Unseen GPUs are forecast by source GPUs, weighted by distance."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from learners.features.table import Encoder, feature_table, identities
-from learners.transfer.source_gpus import Asked, Lenders, Whose, what_was_measured
+from learners.features.table import Encoder, feature_table, origins
+from learners.transfer.source_gpus import QueryRows, RowGroup, SourceGpus, measured_in
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family
 from microbench.ops.matrix import gemm
@@ -25,9 +25,9 @@ def gpu(name: str, bandwidth: float = 1e12, peak: float = 1e13, architecture: st
     )
 
 
-def asked(
+def query(
     *rows: tuple[str, str, str], ops: Sequence[str] = (), gpus: Mapping[str, Gpu] | None = None
-) -> Asked:
+) -> QueryRows:
     """Rows of a GPU, in a dtype, under a stack; products, or these ops."""
     columns = (np.array(values, dtype=object) for values in zip(*rows, strict=True))
     whose = dict(zip(("gpu", "dtype", "stack"), columns, strict=True))
@@ -36,23 +36,23 @@ def asked(
         "wanted": np.full(len(rows), "", dtype=object),
     }
     frame = pd.DataFrame(whose)
-    return Asked(**whose, gpus=gpus or GPUS, rows=frame, family=gemm.FAMILY, launch={})
+    return QueryRows(**whose, gpus=gpus or GPUS, rows=frame, family=gemm.FAMILY, launch={})
 
 
-def lenders(
+def source_gpus(
     *rows: tuple[str, str, str], ops: Sequence[str] = (), gpus: Mapping[str, Gpu] | None = None
-) -> Lenders:
-    """GPUs that were measured so."""
-    measured = what_was_measured(asked(*rows, ops=ops))
-    return Lenders(encoder=Encoder([], {}), measured=measured, gpus=gpus or GPUS)
+) -> SourceGpus:
+    """Source GPUs with these training rows."""
+    measured = measured_in(query(*rows, ops=ops))
+    return SourceGpus(encoder=Encoder([], {}), measured=measured, gpus=gpus or GPUS)
 
 
 def shares(
-    found: Lenders, dtype: str, stack: str, op: str = "mm", wanted: str = ""
+    found: SourceGpus, dtype: str, stack: str, op: str = "mm", wanted: str = ""
 ) -> dict[tuple[str, str], float]:
-    """Who lends to the new GPU."""
-    who = Whose(gpu="new", dtype=dtype, op=op, stack=stack, wanted=wanted)
-    return found.shares(who, found.gpus["new"], gemm.FAMILY)
+    """Weights of the source GPUs of the GPU called new."""
+    who = RowGroup(gpu="new", dtype=dtype, op=op, stack=stack, wanted=wanted)
+    return found.weights(who, found.gpus["new"], gemm.FAMILY)
 
 
 GPUS = {"new": gpu("new"), "twin": gpu("twin"), "slow": gpu("slow", bandwidth=5e11)}
@@ -62,15 +62,15 @@ GPUS |= {name: gpu(name) for name in ("one", "two")}
 def test_an_octave_of_bandwidth_or_peak_is_a_quarter_as_another_architecture_is() -> None:
     rows = (("twin", "fp32", "a"), ("slow", "fp32", "a"))
     near = {("twin", "a"): pytest.approx(0.8), ("slow", "a"): pytest.approx(0.2)}
-    assert shares(lenders(*rows), "fp32", "a") == near
+    assert shares(source_gpus(*rows), "fp32", "a") == near
     doubled = GPUS | {"slow": gpu("slow", peak=2e13)}
-    assert shares(lenders(*rows, gpus=doubled), "fp32", "a") == near
+    assert shares(source_gpus(*rows, gpus=doubled), "fp32", "a") == near
     other = GPUS | {"slow": gpu("slow", architecture="other")}
-    assert shares(lenders(*rows, gpus=other), "fp32", "a") == near
+    assert shares(source_gpus(*rows, gpus=other), "fp32", "a") == near
 
 
 def test_other_software_counts_for_three_octaves() -> None:
-    found = lenders(("twin", "fp32", "b"), ("slow", "fp32", "a"))  # 3 octaves off, and 1
+    found = source_gpus(("twin", "fp32", "b"), ("slow", "fp32", "a"))  # 3 octaves off, and 1
     assert shares(found, "fp32", "a") == {
         ("twin", "b"): pytest.approx(1 / 17),
         ("slow", "a"): pytest.approx(16 / 17),
@@ -80,7 +80,7 @@ def test_other_software_counts_for_three_octaves() -> None:
 
 def test_wanted_software_is_lent_where_it_is_and_makes_nobody_farther() -> None:
     rows = [("twin", "fp32", stack) for stack in ("vllm-1", "vllm-1", "torch-2.9", "torch-2.11")]
-    found = lenders(*rows, ("slow", "fp32", "vllm-1"))
+    found = source_gpus(*rows, ("slow", "fp32", "vllm-1"))
     assert shares(found, "fp32", "", wanted="torch") == {
         ("twin", "torch-2.11"): pytest.approx(0.8),  # the newest
         ("slow", "vllm-1"): pytest.approx(0.2),
@@ -90,65 +90,65 @@ def test_wanted_software_is_lent_where_it_is_and_makes_nobody_farther() -> None:
 
 def test_other_dtypes_are_lent_only_where_nobody_has_the_right_one() -> None:
     """Not even a GPU's own: its half precision ran on other units."""
-    found = lenders(("twin", "fp16", "a"), ("slow", "fp32", "b"), ("new", "fp16", "a"))
+    found = source_gpus(("twin", "fp16", "a"), ("slow", "fp32", "b"), ("new", "fp16", "a"))
     assert shares(found, "fp32", "a") == {("slow", "b"): 1.0}
     assert shares(found, "fp8", "a").keys() == {("new", "a"), ("twin", "a")}
 
 
-def test_other_ops_are_lent_only_where_nobody_has_the_right_one_or_one_alike() -> None:
+def test_gpus_with_other_ops_are_sources_only_where_none_has_the_op_or_an_alias() -> None:
     """A linear layer is as good as a plain product; one in fp8 is neither."""
     rows = (("twin", "fp32", "a"), ("slow", "fp32", "b"))
-    found = lenders(*rows, ops=("scaled_mm", "addmm"))
+    found = source_gpus(*rows, ops=("scaled_mm", "addmm"))
     assert shares(found, "fp32", "", op="mm") == {("slow", "b"): 1.0}
     assert shares(found, "fp32", "", op="scaled_mm") == {("twin", "a"): 1.0}
     assert shares(found, "fp32", "", op="unheard of").keys() == {("twin", "a"), ("slow", "b")}
 
 
-def test_a_cpu_lends_nothing_to_a_gpu() -> None:
+def test_a_cpu_is_no_source_of_a_gpu() -> None:
     gpus = GPUS | {"twin": replace(gpu("twin"), kind="cpu")}
-    found = lenders(("twin", "fp32", "a"), ("slow", "fp32", "b"), gpus=gpus)
+    found = source_gpus(("twin", "fp32", "a"), ("slow", "fp32", "b"), gpus=gpus)
     assert shares(found, "fp32", "") == {("slow", "b"): 1.0}
 
 
-def test_far_lenders_are_not_asked() -> None:
+def test_far_gpus_are_no_sources() -> None:
     """Three octaves are 1/64 of a twin; of four twins three are enough."""
     gpus = GPUS | {"far": gpu("far", bandwidth=8e12)}
-    found = lenders(("twin", "fp32", "a"), ("far", "fp32", "a"), gpus=gpus)
+    found = source_gpus(("twin", "fp32", "a"), ("far", "fp32", "a"), gpus=gpus)
     assert shares(found, "fp32", "a") == {("twin", "a"): 1.0}
     twins = {name: gpu(name) for name in (f"twin{i}" for i in range(4))}
-    found = lenders(*((name, "fp32", "a") for name in twins), gpus=GPUS | twins)
+    found = source_gpus(*((name, "fp32", "a") for name in twins), gpus=GPUS | twins)
     assert list(shares(found, "fp32", "a").values()) == pytest.approx([1 / 3] * 3)
 
 
-def test_strange_is_a_gpu_or_its_dtype_that_only_others_were_measured_in() -> None:
-    found = lenders(("one", "fp32", "a"), ("two", "fp16", "a"))
+def test_unseen_rows_are_of_a_new_gpu_or_of_a_dtype_that_only_others_have() -> None:
+    found = source_gpus(("one", "fp32", "a"), ("two", "fp16", "a"))
     rows = (("one", "fp32"), ("one", "fp16"), ("one", "fp8"), ("new", "fp32"))
-    assert found.strange(asked(*((*row, "a") for row in rows))).tolist() == [0, 1, 0, 1]
+    assert found.unseen(query(*((*row, "a") for row in rows))).tolist() == [0, 1, 0, 1]
 
 
-def test_an_op_that_only_others_were_measured_with_is_strange_and_unseen() -> None:
+def test_an_op_that_only_others_were_measured_with_is_unseen_and_outside_the_envelope() -> None:
     """One that nobody was measured with is priced as what the GPU itself was."""
-    found = lenders(("one", "fp32", "a"), ("two", "fp32", "a"), ops=("mm", "scaled_mm"))
-    rows = asked(*[("one", "fp32", "a")] * 3, ops=("mm", "scaled_mm", "bmm"))
-    assert found.strange(rows).tolist() == found.unseen(rows).tolist() == [0, 1, 0]
+    found = source_gpus(("one", "fp32", "a"), ("two", "fp32", "a"), ops=("mm", "scaled_mm"))
+    rows = query(*[("one", "fp32", "a")] * 3, ops=("mm", "scaled_mm", "bmm"))
+    assert found.unseen(rows).tolist() == found.unseen_gpu_or_op(rows).tolist() == [0, 1, 0]
 
 
 def test_the_usual_stack_of_a_gpu_is_lent_first() -> None:
     rows = [("twin", "fp32", "b"), ("twin", "fp32", "a"), ("twin", "fp32", "b")]
-    assert what_was_measured(asked(*rows)) == {"twin": {"fp32": {"mm": ["b", "a"]}}}
-    assert list(shares(lenders(*rows), "fp32", "")) == [("twin", "b")]
-    assert list(shares(lenders(*rows), "fp32", "a")) == [("twin", "a")]
+    assert measured_in(query(*rows)) == {"twin": {"fp32": {"mm": ["b", "a"]}}}
+    assert list(shares(source_gpus(*rows), "fp32", "")) == [("twin", "b")]
+    assert list(shares(source_gpus(*rows), "fp32", "a")) == [("twin", "a")]
 
 
 def test_wanted_software_is_resolved_by_op_and_dtype() -> None:
     """Torch where it was measured, in its newest version; else what was, in that dtype."""
     rows = [("one", "fp32", "torch-2.9"), ("one", "fp32", "torch-2.11"), ("one", "fp8", "vllm-1")]
-    found = lenders(*rows, *[("one", "fp32", "vllm-1")] * 3)
+    found = source_gpus(*rows, *[("one", "fp32", "vllm-1")] * 3)
     want = [("one", "fp32", ""), ("one", "fp8", ""), ("one", "int8", "")]
-    wanted = replace(asked(*want), wanted=np.array(["torch"] * 3, dtype=object))
-    usual = found.usual(wanted, {"one": "vllm-1"}).tolist()
+    wanted = replace(query(*want), wanted=np.array(["torch"] * 3, dtype=object))
+    usual = found.stacks_of(wanted, {"one": "vllm-1"}).tolist()
     assert usual == ["torch-2.11", "vllm-1", "torch-2.11"]
-    assert found.usual(asked(*want), {"one": "vllm-1"}).tolist() == ["vllm-1"] * 3
+    assert found.stacks_of(query(*want), {"one": "vllm-1"}).tolist() == ["vllm-1"] * 3
 
 
 class Echo:
@@ -159,7 +159,7 @@ class Echo:
 
 
 @pytest.mark.parametrize("family", [gemm.FAMILY, norm.FAMILY])
-def test_what_does_not_go_by_tiles_is_described_on_the_gpu_that_lends(family: Family) -> None:
+def test_families_without_tiled_kernels_get_features_of_the_source_gpu(family: Family) -> None:
     """32 MiB read and written fill a cache of 64 MiB, and four times one of 16 MiB."""
     gpus = {
         "new": replace(gpu("new"), l2_bytes=2**26),
@@ -172,15 +172,15 @@ def test_what_does_not_go_by_tiles_is_described_on_the_gpu_that_lends(family: Fa
     )
     rows = pd.DataFrame([{**asdict(p), "gpu": "new"}])
     features, roofline_us = feature_table(rows, family, gpus)
-    features |= identities(rows, family, {})
-    found = Asked.of(rows, features, gpus, family, {})
-    told = Lenders(
+    features |= origins(rows, family, {})
+    found = QueryRows.of(rows, features, gpus, family, {})
+    sources = SourceGpus(
         encoder=Encoder(["log_cache_fill", "gpu"], {"gpu": ["twin"]}),
         measured={"twin": {"fp32": {"layer": ["a"], "mm": ["a"]}}},
         gpus=gpus,
     )
-    x = told.encoder.encode(features)
+    x = sources.encoder.encode(features)
     learner: Any = Echo()
-    ratio = told.predict(learner, x, roofline_us, found) / roofline_us
+    ratio = sources.predict(learner, x, roofline_us, found) / roofline_us
     own_fill = float(features["log_cache_fill"][0])
     assert np.log(ratio[0]) == pytest.approx(own_fill if family.tiled else own_fill + 2, rel=1e-5)

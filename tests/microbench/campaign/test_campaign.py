@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,8 @@ from microbench.campaign.stages import PLANS, Run, Stage, chosen_stages
 from microbench.cases.registry import case
 from microbench.iterations import collect as rounds
 from microbench.iterations.gpu_list import DLRM, FIRST, gpu_iterations
-from microbench.iterations.measure import Iteration, measure
-from microbench.iterations.worker import IterationOrder, iteration_key, row_facts
+from microbench.iterations.measure import Iteration, measure_iteration
+from microbench.iterations.worker import IterationOrder, iteration_key, iteration_row
 from microbench.store import Journal, read_rows, write_atomic
 from microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
 
@@ -85,8 +84,8 @@ class Toys:
         )
 
     def stage(self, name: str, seconds: float, takes_s: float) -> Stage:
-        def measure(run: Run, given_s: float, late_s: float) -> int:
-            self.given.append((name, round(given_s)))
+        def measure(run: Run, budget_s: float, grace_s: float) -> int:
+            self.given.append((name, round(budget_s)))
             self.now_s += takes_s
             return 7
 
@@ -105,10 +104,10 @@ def test_each_stage_has_its_share_of_the_time_left(
     stages = [toys.stage("smoke", 60, 10), toys.stage("ops", 540, 437), toys.stage("last", 300, 0)]
     toys.campaign.measure(stages)
     assert toys.given == [("smoke", 30), ("ops", 283)]
-    assert toys.campaign.run.told == [
+    assert toys.campaign.run.notes == [
         "smoke: done, 10 s of 30 s planned, 7 rows",
         "ops: done, 437 s of 270 s planned, 7 rows",
-        "last: skipped, 3 s left of 150 s planned",
+        "last: skipped, 3 s are left of 150 s planned",
     ]
 
 
@@ -118,18 +117,18 @@ def test_a_stage_with_less_time_than_planned_is_said_to_be_cut(
     """Two halves of 100 s; the first takes 70."""
     toys = Toys(monkeypatch, tmp_path, 100.0)
     toys.campaign.measure([toys.stage("ops", 1, 70), toys.stage("last", 1, 30)])
-    assert toys.campaign.run.told[1] == "last: cut, 30 s of 50 s planned, 7 rows"
+    assert toys.campaign.run.notes[1] == "last: cut, 30 s of 50 s planned, 7 rows"
 
 
-def test_a_stage_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_stage_that_fails_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     toys = Toys(monkeypatch, tmp_path, 60.0)
 
-    def measure(run: Run, given_s: float, late_s: float) -> int:
+    def measure(run: Run, budget_s: float, grace_s: float) -> int:
         raise RuntimeError("no")
 
     with pytest.raises(RuntimeError):
         toys.campaign.measure([Stage(name="ops", seconds=1, measure=measure)])
-    assert toys.campaign.run.told == ["ops: stopped by RuntimeError, 0 s of 60 s planned, 0 rows"]
+    assert toys.campaign.run.notes == ["ops: stopped by RuntimeError, 0 s of 60 s planned, 0 rows"]
 
 
 def test_an_archive_is_written_while_a_stage_runs(
@@ -168,8 +167,7 @@ def fake_process(
         made = IterationOrder(**{**order, "iterations": asked})
         journal = Journal(Path(order["root"]), order["run_id"])
         for one in asked[:count]:
-            row = {**asdict(one), **row_facts(made, one), "status": "ok", "time_us": 1.0}
-            journal.append([row])
+            journal.append([iteration_row(made, one, {"status": "ok", "time_us": 1.0})])
         journal.close()
         hang = "import time; time.sleep(60)"  # instead of a negative code
         what = hang if code < 0 else f"import os; os._exit({code})"
@@ -203,7 +201,7 @@ def test_an_iteration_that_hangs_is_a_row_and_one_cut_by_the_clock_is_not(
     given = fake_process(monkeypatch, [(1, -1), (0, -1)])
     monkeypatch.setattr(rounds, "STALLED_S", {"eager": 1.0, "graph": 60.0})
     began_s = time.monotonic()
-    rounds.collect_iterations(tmp_path, "cuda", wanted, 0, budget_s=3.0, late_s=0.2)
+    rounds.collect_iterations(tmp_path, "cuda", wanted, 0, budget_s=3.0, grace_s=0.2)
     assert time.monotonic() - began_s < 10
     assert [len(g) for g in given] == [3, 1]
     rows = read_rows([tmp_path], "iteration").set_index("batch")
@@ -232,7 +230,7 @@ def test_an_iteration_in_bf16_is_stored_in_bf16(monkeypatch: pytest.MonkeyPatch)
 
     from dataclasses import replace
 
-    row = measure(
+    row = measure_iteration(
         replace(chosen, build=build),
         Iteration(case="mlp-s", batch=2, dtype="bf16"),
         "cpu",
@@ -241,7 +239,7 @@ def test_an_iteration_in_bf16_is_stored_in_bf16(monkeypatch: pytest.MonkeyPatch)
     assert (row["status"], seen) == ("ok", [torch.bfloat16])
     assert torch.get_default_dtype() == torch.float32
     with pytest.raises(NotImplementedError, match="graph"):
-        measure(chosen, Iteration(case="mlp-s", batch=2, engine="graph"), "cpu")
+        measure_iteration(chosen, Iteration(case="mlp-s", batch=2, engine="graph"), "cpu")
     with pytest.raises(ValueError, match="engine 'x': allowed are eager, graph, compile"):
         Iteration(case="mlp-s", batch=2, engine="x")
 

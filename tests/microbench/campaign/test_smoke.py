@@ -1,4 +1,4 @@
-"""The check of a GPU's first rows: times that cannot be, families without any."""
+"""The check of a GPU's first rows: implausible times, families without rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from microbench.campaign.smoke import Senseless, check
+from microbench.campaign.smoke import ImplausibleRows, check
 from microbench.hardware.spec import Gpu
 from microbench.ops.matrix.gemm import Gemm
 from microbench.ops.memory.elementwise import Elementwise
@@ -36,22 +36,23 @@ def test_times_at_the_roofline_are_fine(tmp_path: Path) -> None:
     assert wrong(tmp_path, {**PRODUCT, "time_us": 2100.0}, *rows) == []
 
 
-def test_times_below_six_tenths_of_it_are_told(tmp_path: Path) -> None:
+def test_times_below_six_tenths_of_it_are_listed(tmp_path: Path) -> None:
     """0.6 * 2000 = 1200 us for the product, 0.6 * 120 = 72 for the cold sum."""
     bad = [{**PRODUCT, "time_us": 1100.0}, {**SUM, "cache": "cold", "time_us": 60.0}]
     good = [{**PRODUCT, "time_us": 1300.0}] * 2
     assert wrong(tmp_path, *bad, *good) == [
-        "gemm: 1 of 3 times, e.g. mm warm: 1.1e+03 us where 2e+03 are the least",
-        "elementwise: 1 of 1 times, e.g. add cold: 60 us where 120 are the least",
+        "gemm: 1 of 3 times are implausible, e.g. mm warm: 1.1e+03 us, roofline 2e+03 us",
+        "elementwise: 1 of 1 times are implausible, e.g. add cold: 60 us, roofline 120 us",
     ]
 
 
-def test_a_family_without_rows_is_told(tmp_path: Path) -> None:
+def test_a_family_without_rows_is_listed(tmp_path: Path) -> None:
     failed = {**SUM, "cache": "warm", "status": "error", "reason": "no"}
     found = wrong(tmp_path, {**PRODUCT, "time_us": 2100.0}, failed)
     assert found == ["elementwise: none of 1 rows is ok"]
 
 
-def test_a_run_of_nonsense_ends(tmp_path: Path) -> None:
-    with pytest.raises(Senseless, match=r"gemm: 1 of 1 times.*elementwise: none of 0 rows is ok"):
+def test_mostly_implausible_rows_end_the_run(tmp_path: Path) -> None:
+    expected = r"gemm: 1 of 1 times.*elementwise: none of 0 rows is ok"
+    with pytest.raises(ImplausibleRows, match=expected):
         wrong(tmp_path, {**PRODUCT, "time_us": 0.0})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gzip
+import json
 from typing import Any
 
 import pytest
@@ -210,3 +212,11 @@ def test_fused_attention_leaves_heads_beside_lengths() -> None:
     # 2 batches, 2 heads, 8 tokens, 8 wide: a token's heads lie side by side
     assert attention.outputs[0].shape == (2, 2, 8, 8)
     assert attention.outputs[0].stride == (128, 8, 16, 1)
+
+
+def test_stored_captures_of_another_form_are_not_read() -> None:
+    """Tensors are stored by position: one of fewer fields is an error, not another tensor."""
+    stored = json.loads(gzip.decompress(dumps(capture("mlp", fake=True))))
+    stored["parameters"][0].pop()
+    with pytest.raises(ValueError, match="not a captured step"):
+        loads(gzip.compress(json.dumps(stored).encode()))

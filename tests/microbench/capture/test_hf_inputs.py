@@ -85,7 +85,7 @@ def test_pictures_in_pieces_are_left_out_with_a_warning(
 ) -> None:
     kind = model("Pieces", "input_ids", "pixel_values", layout)
     assert list(make_inputs(kind, settings(**stated), 2, 8, labels=False)) == ["input_ids"]
-    assert f"Pieces: captured without pictures, whose {layout} is not known" in caplog.text
+    assert f"Pieces: captured without images, whose {layout} is not known" in caplog.text
 
 
 def test_what_a_model_takes_otherwise_is_named() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from public_data import PUBLIC, needs_public
 
 pytest.importorskip("transformers")
 
@@ -18,9 +18,8 @@ from microbench.opcall import StepCapture
 from microbench.ops.matrix.gemm import GROUPED, from_grouped
 from microbench.step import StepSettings
 
-ROOT = Path(__file__).parents[3]
-PUBLIC = Path(os.environ.get("ITERCAST_PUBLIC", ROOT.parent / "shared" / "public-data"))
-CONFIGS = sorted((PUBLIC / "NeuSight/scripts/asplos/data/DLmodel_configs").glob("*.json"))
+FOLDER = "NeuSight/scripts/asplos/data/DLmodel_configs"
+CONFIGS = sorted((PUBLIC / FOLDER).glob("*.json"))
 
 TINY: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": {"n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64},
@@ -213,13 +212,14 @@ def test_mixtral_experts_take_an_even_share_in_one_product(tmp_path: Path) -> No
     assert sorted(sizes[2:]) == sorted(gradients)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+@needs_public(FOLDER)
+@pytest.mark.parametrize("path", CONFIGS or [PUBLIC], ids=lambda p: p.stem)
 def test_every_published_configuration_reads(path: Path) -> None:
     case = hf_case(path, mode="infer", loss="none", attn="eager")
     assert case.name == path.stem
 
 
-@pytest.mark.skipif(not CONFIGS, reason="public data is not here")
+@needs_public(FOLDER)
 def test_a_published_configuration_has_its_published_size() -> None:
     path = next(p for p in CONFIGS if p.stem == "bert")
     found = capture(path, batch=1, seq=8, mode="infer")

@@ -43,7 +43,7 @@ class Sized(Small):
 
 
 class Encoder(Small):
-    """Of pictures, without a head."""
+    """An image encoder without a head."""
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
         features: torch.Tensor = self.stem(pixels)
@@ -87,7 +87,7 @@ def test_pictures_have_the_stated_size_or_the_usual_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("timm")
-def test_models_made_for_a_size_are_made_for_that_of_the_pictures(tmp_path: Path) -> None:
+def test_models_built_for_an_image_size_get_that_of_the_configuration(tmp_path: Path) -> None:
     found = step(tmp_path, architecture="sized", pretrained_cfg={"input_size": [3, 16, 16]})
     assert {p.name: p.shape for p in found.parameters}["model.positions"] == (14, 14)
     assert len(shapes(found, "_log_softmax")) == 1  # of the first head

@@ -106,7 +106,7 @@ def test_labels_of_neusight_are_iterations_that_can_be_built(tmp_path: Path) -> 
     assert ParallelPlan.parse("pp=4,micro=1").world_size == rows.loc["pp=4,micro=1", "world_size"]
     assert json.loads(rows.loc[""]["hf_config"]) == {"architectures": ["GPT2LMHeadModel"]}
     assert found.dropped == {
-        "Device not among ours: 'Sharp_Calculator'": 1,
+        "unknown Device: 'Sharp_Calculator'": 1,
         "global batch is not a multiple of dp": 1,
         "label of a model without a configuration: 'other'": 1,
     }
@@ -176,7 +176,7 @@ def test_blocks_of_vidur(tmp_path: Path) -> None:
         ("mlp_up_proj", 10, 256, 64),  # gated: two halves
     ]
     holds(only(found, "elementwise"), op="gelu", numel=1280, tensors=1, time_us=300.0)
-    assert found.dropped == {"op not among ours: 'emb'": 2, "op not among ours: 'mlp_act'": 1}
+    assert found.dropped == {"unknown op: 'emb'": 2, "unknown op: 'mlp_act'": 1}
 
 
 def test_import_writes_a_dataset_and_again_the_same(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_mixtures_of_experts_have_as_many_parameters_as_published(
     [
         ({"gpu": ""}, "gpu is not stated"),
         ({"gpu": "A100", "gpu_detail": "somewhere"}, "gpu variant is not stated: 'A100'"),
-        ({"gpu": "Abacus"}, "gpu not among ours: 'Abacus'"),
+        ({"gpu": "Abacus"}, "unknown gpu: 'Abacus'"),
         ({"precision": ""}, "precision is not stated"),
         ({"global_batch": "127"}, "global batch is not a multiple of dp"),
         ({"tp": "1 (2)"}, "plan is ambiguous: tp '1 (2)'"),
@@ -110,7 +110,7 @@ def test_mixtures_of_experts_have_as_many_parameters_as_published(
         ({"pp": "4", "vp": "3", "grad_accum_steps": "2"}, "plan is ambiguous: interleaved stages"),
         (
             {"model": "DLRM large", "model_note": ""},
-            "no configuration known for the model named: 'DLRM large'",
+            "no configuration for the model 'DLRM large'",
         ),
         (
             {"model": "BERT", "model_note": "", "section": "Pre-training"},
@@ -119,8 +119,8 @@ def test_mixtures_of_experts_have_as_many_parameters_as_published(
         ({"model": "BERT", "model_note": ""}, "model's task is not stated"),
         ({"heads": ""}, "model's heads is not stated"),
         ({"model_note": "LoRA: frozen"}, "only a part of the weights is trained (LoRA)"),
-        ({"optimizer": "Muon"}, "optimizer not among ours: 'Muon'"),
-        ({"model": "LLAMA3_8B", "d_model": "5120"}, "layers is not that of the model named"),
+        ({"optimizer": "Muon"}, "unknown optimizer: 'Muon'"),
+        ({"model": "LLAMA3_8B", "d_model": "5120"}, "layers differs from that of the named model"),
         ({"step_time_s": "nan"}, "time is not a positive number below 1e+12 us"),
     ],
 )
@@ -174,7 +174,7 @@ def test_plans_are_texts_that_parse(given: dict[str, str], text: str) -> None:
 
 
 def test_timm_states_its_conditions_in_the_file_name(tmp_path: Path) -> None:
-    """fp16 autocast and SGD on one RTX 3090; 57.0 ms; a strange name gives nothing."""
+    """fp16 autocast and SGD on one RTX 3090; 57.0 ms; a file with an unknown GPU is counted."""
     head = "model,train_samples_per_sec,train_step_time,train_batch_size,train_img_size,param_count"
     text = f"{head}\ntinynet_e,8879.06,57.0,512,106,2.04\n"
     (tmp_path / "benchmark-train-amp-nhwc-pt112-cu113-rtx3090.csv").write_text(text)

@@ -100,7 +100,7 @@ def test_a_gpu_that_is_not_ours_needs_a_flag(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"deviceProperties": [{"name": "Abacus"}], "traceEvents": events}))
     found = read_source("kineto", path, Hints())
-    assert found.dropped == {"trace whose GPU is not among ours: 'Abacus': pass it": 1}
+    assert found.dropped == {"trace of an unknown GPU 'Abacus': pass the GPU": 1}
     assert set(read_source("kineto", path, Hints(gpu="t4")).rows["gemm"]["gpu"]) == {"t4"}
 
 

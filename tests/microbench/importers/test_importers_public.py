@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import fields
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
+from public_data import PUBLIC, needs_public
 
 from compose.parallel.plan import ParallelPlan
 from learners.features.table import feature_table, is_number
@@ -21,10 +20,8 @@ from microbench.importers.sources import SOURCES, read_source
 from microbench.ops import families
 from microbench.ops.step.collective import OPS
 
-ROOT = Path(__file__).parents[3]
-PUBLIC = Path(os.environ.get("ITERCAST_PUBLIC", ROOT / "../shared/public-data"))
 FOLDERS = {"neusight": "NeuSight"}
-pytestmark = pytest.mark.skipif(not PUBLIC.is_dir(), reason=f"no public data at {PUBLIC}")
+pytestmark = needs_public()
 
 
 @pytest.fixture(scope="module")

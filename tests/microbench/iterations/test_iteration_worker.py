@@ -12,8 +12,8 @@ import torch
 
 from microbench.cases.registry import case
 from microbench.iterations import worker
-from microbench.iterations.measure import Iteration, measure
-from microbench.iterations.worker import Calm, IterationOrder
+from microbench.iterations.measure import Iteration, measure_iteration
+from microbench.iterations.worker import IterationOrder, RetryWhenDisturbed
 from microbench.store import read_journal
 from microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
 from microbench.timing import gpu_watch
@@ -23,9 +23,9 @@ from microbench.timing.gpu_watch import GpuWatch
 def measured(monkeypatch: pytest.MonkeyPatch, *anchors_us: float) -> float:
     """The anchor of the row that is kept where the least one ever seen is 100 us."""
     rows: Any = iter([{"status": "ok", "anchor_us": us} for us in anchors_us])
-    monkeypatch.setattr(worker, "GLANCES", 1)
-    monkeypatch.setattr(worker, "measure", lambda *_, **__: next(rows))
-    calm = Calm(together=False)
+    monkeypatch.setattr(worker, "ANCHOR_SAMPLES", 1)
+    monkeypatch.setattr(worker, "measure_iteration", lambda *_, **__: next(rows))
+    calm = RetryWhenDisturbed(together=False)
     calm.least_us = 100.0
     return float(calm.measure(case("mlp-s"), Iteration(case="mlp-s", batch=1))["anchor_us"])
 
@@ -64,7 +64,7 @@ def test_a_gpu_is_seen_as_it_is_during_steps(monkeypatch: pytest.MonkeyPatch) ->
     watch.begin()
     assert watch.due()
     for _ in readings:
-        watch.look()
+        watch.read()
     assert not watch.due()
     now[0] += 2.0
     assert watch.due()
@@ -86,7 +86,7 @@ def test_steps_that_are_watched_are_not_timed() -> None:
 
     driver: Any = Slow()
     asked = Iteration(case="mlp-s", batch=2)
-    row = measure(case("mlp-s"), asked, "cpu", repetitions=3, watch=GpuWatch(driver))
+    row = measure_iteration(case("mlp-s"), asked, "cpu", repetitions=3, watch=GpuWatch(driver))
     assert row["sm_clock_hz"] == row["sm_clock_hz_min"] == 1e9
     assert row["time_us_p80"] < 50_000
 
@@ -105,7 +105,7 @@ def test_a_failed_engine_ends_the_worker_after_its_row(
     properties = SimpleNamespace(uuid="none")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     found = {"op": "train_step", "engine": engine, "status": status, "reason": ""}
-    monkeypatch.setattr(worker, "measure", lambda *_, **__: dict(found))
+    monkeypatch.setattr(worker, "measure_iteration", lambda *_, **__: dict(found))
     asked = tuple(Iteration(case="mlp-s", batch=n, engine=engine) for n in (1, 2))
     order = IterationOrder(
         root=str(tmp_path),

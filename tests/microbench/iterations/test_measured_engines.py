@@ -17,8 +17,8 @@ from torch.nn import functional
 
 from microbench.capture.attention import attention_as, eager_attention
 from microbench.cases.registry import case
-from microbench.iterations.engines import graphed
-from microbench.iterations.measure import Iteration, measure
+from microbench.iterations.engines import captured_in_graph
+from microbench.iterations.measure import Iteration, measure_iteration
 from microbench.ops.memory.fused import Fused, build
 
 
@@ -42,7 +42,7 @@ def test_an_iteration_is_measured_with_the_attention_asked_for(attn: str) -> Non
         return chosen.loss(logits, given)
 
     asked = Iteration(case="gpt-s", batch=1, seq=8, attn=attn)
-    row = measure(replace(chosen, loss=loss), asked, "cpu", repetitions=1)
+    row = measure_iteration(replace(chosen, loss=loss), asked, "cpu", repetitions=1)
     assert row["status"] == "ok"
     assert seen == {attn == "eager"}
 
@@ -70,7 +70,7 @@ def test_a_graph_keeps_what_its_step_reads(monkeypatch: pytest.MonkeyPatch) -> N
         return step, weakref.ref(model)
 
     step, model = make_step()
-    replay = graphed(step, "cuda", warmup=1)
+    replay = captured_in_graph(step, "cuda", warmup=1)
     del step
     gc.collect()
     replay()
@@ -88,7 +88,7 @@ def test_model_and_loss_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "compile", note)
     asked = Iteration(case="mlp-s", batch=2, engine="compile")
-    assert measure(chosen, asked, "cpu", repetitions=1)["status"] == "ok"
+    assert measure_iteration(chosen, asked, "cpu", repetitions=1)["status"] == "ok"
     assert len(compiled) == 2
     assert isinstance(compiled[0], torch.nn.Module) and compiled[1] is chosen.loss
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from microbench.processes.ranks import start_ranks
-from microbench.processes.watch import last_words, never, watch
+from microbench.processes.watch import log_tail, never, watch
 
 SLEEPER = "import time; time.sleep(60)"
 
@@ -91,9 +91,9 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
 
 
 def test_last_words_are_one_line(tmp_path: Path) -> None:
-    assert last_words(tmp_path / "none.log") == ""
+    assert log_tail(tmp_path / "none.log") == ""
     (tmp_path / "one.log").write_text("x" * 1000 + "\nTraceback\n  RuntimeError: no\n")
-    assert last_words(tmp_path / "one.log").endswith("x Traceback RuntimeError: no")
+    assert log_tail(tmp_path / "one.log").endswith("x Traceback RuntimeError: no")
 
 
 def test_a_worker_on_a_gpu_logs_to_a_file_and_lets_go_of_the_profiler(

@@ -13,7 +13,7 @@ from torch import nn
 from microbench.cases.models.convnets import DenseBlock, NextBlock
 from microbench.cases.models.graph import GraphAttention
 from microbench.ops.memory.elementwise import Elementwise
-from microbench.sweep.captured_points import KINDS, LARGEST, by_turns, mixed
+from microbench.sweep.captured_points import LARGEST, MODELS, alternate, by_turns
 
 
 def points(op: str, count: int) -> list[Elementwise]:
@@ -30,13 +30,13 @@ def test_rare_kinds_come_soon_and_common_ones_more_often() -> None:
 def test_two_captured_points_then_one_swept(tmp_path: Path) -> None:
     captured = tmp_path / "points.json"
     captured.write_text(json.dumps({"elementwise": [asdict(p) for p in points("add", 5)]}))
-    found = list(islice(mixed(captured, "elementwise", iter(points("mul", 3)), 0), 8))
+    found = list(islice(alternate(captured, "elementwise", iter(points("mul", 3)), 0), 8))
     assert [p.op for p in found] == ["add", "add", "mul", "add", "add", "mul", "add", "mul"]
 
 
 def test_models_of_the_zoo_have_depthwise_convolutions_lstms_and_graph_attention() -> None:
     rng = np.random.default_rng(0)
-    drawn = [kind(rng, LARGEST["cpu"]).build() for kind in KINDS for _ in range(8)]
+    drawn = [kind(rng, LARGEST["cpu"]).build() for kind in MODELS for _ in range(8)]
     layers = [layer for model in drawn for layer in model.modules()]
     assert any(isinstance(m, nn.Conv2d) and m.groups == m.in_channels > 1 for m in layers)
     assert {nn.LSTM, nn.GRU, GraphAttention, DenseBlock, NextBlock} <= {type(m) for m in layers}

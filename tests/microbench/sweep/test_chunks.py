@@ -14,7 +14,7 @@ from clockwork import Clockwork, Killed, Toy, order, toy_family
 
 from microbench import store
 from microbench.ops import families
-from microbench.ops.family import Workload
+from microbench.ops.family import GpuSweep, Workload
 from microbench.ops.matrix.gemm import FAMILY as GEMM
 from microbench.sweep import gpu_chunk_worker
 from microbench.sweep import scheduler as sweep_module
@@ -136,7 +136,7 @@ def test_a_point_that_kills_the_worker_without_a_word_is_found_out_at_once(
         work(tmp_path, monkeypatch, points)
     rows = work(tmp_path, monkeypatch, points)
     assert statuses(rows) == {1: "ok", 2: "error", 3: "ok", 4: "ok"}
-    assert [r["reason"] for r in rows if r["status"] == "error"] == ["the worker died on it"]
+    assert [r["reason"] for r in rows if r["status"] == "error"] == ["its worker process died"]
 
 
 def test_a_worker_of_a_later_run_tries_the_point_again(
@@ -336,8 +336,8 @@ def test_a_family_of_weight_three_gets_three_points_to_one(
     device = Clockwork()
     points = [Toy(number=i) for i in range(100)]
     known = {n: toy_family(device, points, n) for n in ("plain", "rich")}
-    known["plain"] = replace(known["plain"], gpu_weight=1.0)
-    known["rich"] = replace(known["rich"], weight=3.0, gpu_weight=1.0)
+    known["plain"] = replace(known["plain"], gpu_sweep=GpuSweep(weight=1.0))
+    known["rich"] = replace(known["rich"], weight=3.0, gpu_sweep=GpuSweep(weight=1.0))
     monkeypatch.setattr(sweep_module, "families", lambda: known)
     monkeypatch.setattr(sweep_module.Sweep, "_stream", lambda self, name: iter(points))
     counts = {}

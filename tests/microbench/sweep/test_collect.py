@@ -101,7 +101,7 @@ def test_a_worker_that_outlives_its_budget_is_ended(
     process = subprocess.Popen([sys.executable, "-c", sleeper])
     monkeypatch.setattr(collect_module, "start_worker", lambda order: process)
     asked = replace(order(tmp_path, "toy", budget_s=0.5), device="cuda", begin_s=time.monotonic())
-    collect_module.run_worker(asked, None, late_s=0.3)
+    collect_module.run_worker(asked, None, grace_s=0.3)
     assert process.returncode == -signal.SIGKILL
     assert not suspects.exists()
 
@@ -113,6 +113,7 @@ def without_captures(root: Path, *names: str) -> None:
     )
 
 
+@pytest.mark.alone
 def test_collectives_are_swept_by_two_ranks(tmp_path: Path) -> None:
     without_captures(tmp_path, "collective")
     assert collect(tmp_path, "cpu", ["collective"], 12.0) > 10
@@ -126,6 +127,7 @@ def test_collectives_are_swept_by_two_ranks(tmp_path: Path) -> None:
     assert large.median() > 3 * small.median()
 
 
+@pytest.mark.alone
 def test_a_killed_sweep_resumes_and_repeats_nothing(tmp_path: Path) -> None:
     without_captures(tmp_path, "gemm")
     script = (

@@ -20,7 +20,7 @@ from microbench.ops import families
 from microbench.store import compact, read_rows, write_part
 from microbench.sweep import collect as collect_module
 from microbench.sweep import gpu_chunk_worker, worker
-from microbench.sweep.gpu_chunks import failure_status
+from microbench.sweep.rows import failure_status
 from microbench.timing.cuda_device import CudaDevice
 from microbench.timing.kernels import MARK
 from microbench.timing.nvml import Nvml, combined, is_throttled, reasons

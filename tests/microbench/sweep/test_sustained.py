@@ -52,8 +52,8 @@ def sweep_products(
 ) -> list[dict[str, Any]]:
     """One worker of family gemm that has time for sustained products only; the journal then."""
     known = {"gemm": replace(GEMM, build=lambda p, where: Workload(run=run))}
-    for module in ("chunk_worker", "sustained", "sweep"):
-        monkeypatch.setattr(f"microbench.{module}.families", lambda: known)
+    for module in ("gpu_chunk_worker", "sustained", "scheduler"):
+        monkeypatch.setattr(f"microbench.sweep.{module}.families", lambda: known)
     monkeypatch.setattr(gpu_chunk_worker, "choose_chunk", lambda sweep, now_s: [])
     peaks = {"fp32": 1e12, "fp8": 2e12}
     asked = order(root, "gemm", budget_s=budget_s)
@@ -104,8 +104,8 @@ def test_a_product_that_fails_is_a_row_and_one_that_kills_twice_too(
             sweep_products(tmp_path / "b", monkeypatch, Clockwork(), kill)
     rows = sweep_products(tmp_path / "b", monkeypatch, Clockwork(), kill)
     assert [(r["dtype"], r["reason"]) for r in rows] == [
-        ("fp32", "the worker died on it"),
-        ("fp8", "the worker died on it"),
+        ("fp32", "its worker process died"),
+        ("fp8", "its worker process died"),
     ]
 
 

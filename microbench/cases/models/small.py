@@ -1,4 +1,4 @@
-"""Small models: a perceptron."""
+"""A multilayer perceptron."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Perceptron(nn.Module):
-    """Linear layers with ReLU between them."""
+    """Multilayer perceptron: linear layers with ReLU between them."""
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What torch's parallel wrappers cost the host, measured in a group of one rank.
+"""Host cost of torch's parallel wrappers, measured in a group of one rank.
 
 Each workload is forward and backward of a small model, wrapped, less the same model bare, or an
 optimizer's step on sharded parameters less that on plain ones. With one rank messages are copies;
@@ -40,9 +40,10 @@ Make = Callable[[int, str], Pair]
 
 
 def wrapper_workload(op: str, tensors: int, device: str) -> Workload:
-    """One of ``WRAPPERS``; ``tensors``: parameters of a sharded layer, saved by a checkpointed one.
+    """The workload of one of ``WRAPPERS``.
 
-    For an optimizer those it updates.
+    ``tensors``: parameters of a sharded layer, tensors that a checkpointed layer saves, or
+    parameters that an optimizer updates.
     """
     if not dist.is_initialized():
         _alone(device)
@@ -53,7 +54,7 @@ def wrapper_workload(op: str, tensors: int, device: str) -> Workload:
 
 
 def _alone(device: str) -> None:
-    """A group of this process; NCCL must not look for a network, of which there may be none."""
+    """Makes a process group of this process; NCCL must not look for a network."""
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_IB_DISABLE", "1")
     backend = "nccl" if device == "cuda" else "gloo"
@@ -84,7 +85,7 @@ def _step(model: nn.Module, device: str) -> Callable[[], None]:
 
 @lru_cache(maxsize=1)
 def _mesh(device: str) -> Any:
-    """This rank alone, whether or not others measure beside it."""
+    """A mesh of this rank alone, whether or not others measure beside it."""
     shape = (dist.get_world_size(), 1)
     return init_device_mesh(device, shape, mesh_dim_names=("beside", "alone"))["alone"]
 

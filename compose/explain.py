@@ -1,0 +1,64 @@
+"""Explains which assumed numbers a forecast rests on: their value, source and time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from compose.forecast import Forecast
+from microbench.assumptions import Assumption, all_assumptions
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("microbench", "learners", "compose")
+FALLBACK_HOLDS = "where no model has seen the op in this dtype on such a GPU"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssumedPart:
+    """The part of an iteration that rests on one assumption, and where its value comes from."""
+
+    name: str
+    time_us: float
+    iteration_frac: float
+    value: str
+    unit: str
+    source: str
+    holds: str
+
+
+def assumed_parts(found: Forecast) -> list[AssumedPart]:
+    """The assumptions of a forecast, by time; their times add up to ``assumed_frac``."""
+    return [_part(name, us, found.iteration_us) for name, us in found.assumed_by_us.items()]
+
+
+def _part(name: str, time_us: float, iteration_us: float) -> AssumedPart:
+    module, _, rest = name.partition(".")
+    entry, _, key = rest.partition(".")
+    stated = _stated().get((module, entry))
+    if stated is None:  # several numbers of a family's file
+        source = (
+            "ops that no model has seen, priced as others by their family's file in microbench/ops"
+        )
+        value, unit, holds = "", "", FALLBACK_HOLDS
+    else:
+        table = stated.value if isinstance(stated.value, Mapping) else {}
+        value = str(table.get(key, stated.value))
+        unit, source, holds = stated.unit, stated.source, stated.holds
+    return AssumedPart(
+        name=name,
+        time_us=time_us,
+        iteration_frac=time_us / iteration_us,
+        value=value,
+        unit=unit,
+        source=source,
+        holds=holds,
+    )
+
+
+@cache
+def _stated() -> Mapping[tuple[str, str], Assumption]:
+    """All assumptions by module and name."""
+    stated = [one for package in PACKAGES for one in all_assumptions(ROOT / package)]
+    return {(one.module, one.name): one for one in stated}

@@ -1,0 +1,139 @@
+"""Rebuilds the shipped bundles: `python -m eval.shipped PUBLIC` and `python -m eval.shipped --cpu`.
+
+The GPU bundle is trained on measurements that others published (learners/shipped/CARD.md names
+them), read from clones under PUBLIC; the CPU bundle on datasets/. Families are trained one by one
+into OUT/families, so that a run that was stopped goes on where it was; the whole bundle is then
+compared with the shipped one, and takes its place only with --replace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from eval.speed import run_or_say
+from learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
+from learners.train import train, widen_unseen_offsets
+from microbench.hardware.spec import Gpu
+from microbench.importers.base import Hints
+from microbench.importers.sources import read_source
+from microbench.importers.write import write
+
+log = logging.getLogger(__name__)
+SOURCES: Mapping[str, str] = {  # by the folder of its clone under PUBLIC
+    "NeuSight": "neusight",
+    "aiconfigurator": "aiconfigurator",
+    "vidur": "vidur",
+    "nccl-tests": "nccl-tests",
+}
+MAX_ROWS: Mapping[str, int] = {  # of a family, drawn evenly (learners.train.subsample_evenly)
+    "gemm": 400_000,
+    "elementwise": 8_000,
+    "norm": 8_000,
+    "collective": 8_000,
+    "attention": 400_000,
+    "conv": 400_000,
+    "reduction": 400_000,
+}
+CPU_TRIALS = 3  # of Optuna per family
+SHOWN = ("median_ape_pct", "mape_pct", "geomean_ape_pct")
+
+
+def import_public(public: Path, out: Path) -> None:
+    """Write the rows of all sources under ``public`` to a dataset; ValueError if one is missing."""
+    for folder, source in SOURCES.items():
+        imported = read_source(source, public / folder, Hints())
+        count = write(imported, out)
+        log.info("%s: %d rows", folder, count)
+
+
+def train_apart(data: Path, out: Path, names: Sequence[str]) -> Bundle:
+    """Train each family into a bundle of its own under ``out``, then join them.
+
+    Families that are there already are not trained again.
+    """
+    for name in names:
+        folder = out / name
+        if not (folder / "bundle.json").is_file():
+            log.info("training %s", name)
+            train([data], folder, [name], limit=MAX_ROWS[name], studies=out / "studies")
+    return joined([Bundle.load(out / name) for name in names])
+
+
+def joined(bundles: Sequence[Bundle]) -> Bundle:
+    """One bundle of the families of all; intervals on unseen GPUs are widened over all of them."""
+    gpus: dict[str, Gpu] = {name: gpu for bundle in bundles for name, gpu in bundle.gpus.items()}
+    models = {name: model for bundle in bundles for name, model in bundle.models.items()}
+    anchors = {key: us for bundle in bundles for key, us in bundle.anchors.items()}
+    return Bundle(models=widen_unseen_offsets(models), gpus=gpus, anchors=anchors)
+
+
+def comparison(old: Bundle, new: Bundle) -> Table:
+    """Table by family: whether both were trained on equal rows, and their held-out errors."""
+    table = Table("family", "rows", "digest", *SHOWN, title="shipped > rebuilt")
+    for name in dict.fromkeys([*old.models, *new.models]):
+        facts = [b.models[name].facts if name in b.models else None for b in (old, new)]
+        before, after = facts
+        if before is None or after is None:
+            table.add_row(name, "only rebuilt" if before is None else "not rebuilt")
+            continue
+        same = before["digest"] == after["digest"]
+        errors = [f"{before['errors'][e]:.4f} > {after['errors'][e]:.4f}" for e in SHOWN]
+        table.add_row(name, f"{after['rows']:,}", "equal" if same else "differs", *errors)
+    return table
+
+
+def replace_bundle(new: Path, shipped: Path) -> None:
+    """Put a whole bundle in the place of the shipped one, whose CARD.md is kept."""
+    fresh = shipped.with_name(f".{shipped.name}.new")
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(new, fresh)
+    shutil.copy2(shipped / "CARD.md", fresh / "CARD.md")
+    shutil.rmtree(shipped)
+    os.replace(fresh, shipped)
+
+
+def rebuild(public: Path | None, out: Path, names: Sequence[str], replace: bool) -> None:
+    """Rebuild the GPU bundle from ``public``, or the CPU bundle where that is None; compare."""
+    shipped = SHIPPED_CPU if public is None else SHIPPED
+    if public is None:
+        train([Path("datasets")], out / "bundle", None, CPU_TRIALS, studies=out / "studies")
+    else:
+        import_public(public, out / "imported")
+        train_apart(out / "imported", out / "families", names).save(out / "bundle")
+    Console(width=140).print(comparison(Bundle.load(shipped), Bundle.load(out / "bundle")))
+    if replace:
+        if public is not None and set(names) != set(MAX_ROWS):
+            raise ValueError(f"not replaced: only {', '.join(names)} of {', '.join(MAX_ROWS)}")
+        replace_bundle(out / "bundle", shipped)
+
+
+def main() -> None:
+    """Read the command line."""
+    about = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m eval.shipped", description=about)
+    parser.add_argument("public", nargs="?", type=Path, help=f"folder of {', '.join(SOURCES)}")
+    parser.add_argument("--cpu", action="store_true", help="the CPU bundle, from datasets/")
+    parser.add_argument("--out", type=Path, help="folder to work in (runs/shipped, -cpu)")
+    parser.add_argument(
+        "--family", action="append", choices=MAX_ROWS, help="only this family; repeatable"
+    )
+    parser.add_argument("--replace", action="store_true", help="then replace the shipped bundle")
+    asked = parser.parse_args()
+    if (asked.public is None) != asked.cpu:
+        parser.error("give either the folder of public data or --cpu")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    out = asked.out or Path("runs/shipped-cpu" if asked.cpu else "runs/shipped")
+    names = asked.family or list(MAX_ROWS)
+    run_or_say(lambda: rebuild(asked.public, out, names, asked.replace))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The rows one family's learners are fitted on, as arrays, and how they are split by shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from learners.models.kernels import StatedKernel
+
+Array = Any  # numpy arrays of float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Encoded features, roofline in us, measured time in us and shape group of the same rows.
+
+    ``origin`` holds the columns of x that say where a row was measured (GPU, software, cluster);
+    empty where all rows are one GPU's. ``gpus`` are those of them that are one-hot for the GPU.
+    ``stated_kernel`` is the covariance that the family states, if it does.
+    """
+
+    x: Array
+    roofline_us: Array
+    time_us: Array
+    group: Array
+    origin: tuple[int, ...] = ()
+    gpus: tuple[int, ...] = ()
+    stated_kernel: StatedKernel | None = None
+
+    def take(self, index: Array) -> Table:
+        """Return the rows of these indices as a table."""
+        return Table(
+            x=self.x[index],
+            roofline_us=self.roofline_us[index],
+            time_us=self.time_us[index],
+            group=self.group[index],
+            origin=self.origin,
+            gpus=self.gpus,
+            stated_kernel=self.stated_kernel,
+        )
+
+    @property
+    def x_without_origin(self) -> Array:
+        """The features with the columns ``origin`` set to 0."""
+        x = self.x.copy()
+        x[:, list(self.origin)] = 0
+        return x
+
+    @property
+    def log_ratio(self) -> Array:
+        """The target of all learners: log(measured time / roofline)."""
+        return np.log(self.time_us) - np.log(self.roofline_us)
+
+
+def group_split(
+    group: Array, share: float, seed: int, op: Array | None = None
+) -> tuple[Array, Array]:
+    """Split row indices into training and held-out rows; no shape group is in both.
+
+    ``share`` of the groups is held out. With ``op`` given, one group of every op stays in training:
+    an op that was never measured would be no test of unseen shapes.
+    """
+    names = np.random.default_rng(seed).permutation(np.unique(group))
+    kept = [] if op is None else group[np.unique(op.astype(str), return_index=True)[1]]
+    free = names[~np.isin(names, kept)]
+    count = max(1, int(share * len(names)))
+    held = np.isin(group, (free if len(free) else names)[:count])
+    return np.flatnonzero(~held), np.flatnonzero(held)

@@ -1,0 +1,215 @@
+"""Gradient-boosted trees (XGBoost) that predict log(time / roofline), common and per GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xgboost as xgb
+
+from learners.models.training_table import Array, Table, group_split
+
+DEFAULTS: dict[str, Any] = {
+    "max_depth": 7,
+    "eta": 0.05,
+    "min_child_weight": 2.0,
+    "subsample": 0.8,
+    "colsample_bytree": 0.8,
+    "lambda": 1.0,
+}
+LARGE_ROWS = 50_000  # tables of this many rows get the options of LARGE
+LARGE: dict[str, Any] = {"max_depth": 9, "eta": 0.08, "colsample_bytree": 0.4}
+SEVERAL_GPUS: dict[str, Any] = {"eta": 0.1}  # fewer, larger steps: networks smooth the remainder
+ROUNDS = 800  # boosting rounds of a table of one device, at most
+SEVERAL_GPUS_ROUNDS = 300  # after the shared rounds; more would price under 20,000 rows a second
+SHARED_ROUNDS = 150  # first rounds of a table of several GPUs, which do not see the GPU
+THREADED_ROWS = 4_096  # batches of this many rows are predicted with all threads
+OWN_ROWS = 1_000  # a GPU with this many rows gets trees of its own ...
+OWN_TABLE = 10_000  # ... in tables of this many rows
+OWN_ROUNDS = 600
+OWN: dict[str, Any] = {"max_depth": 7, "colsample_bytree": 0.8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trees:
+    """Boosted trees of one family: ``own`` by GPU (its column of x), ``common`` for all others.
+
+    ``common`` starts with SHARED_ROUNDS that do not see the GPU if the table has several; it is
+    None where every GPU has its own.
+    """
+
+    common: xgb.Booster | None
+    own: Mapping[int, xgb.Booster] = field(default_factory=dict)
+
+    def log_ratio(self, x: Array) -> Array:
+        """Predict log(time / roofline); ValueError for a GPU for which there are no trees."""
+        out, rest = np.zeros(len(x)), np.ones(len(x), dtype=bool)
+        for column, booster in self.own.items():
+            mine = x[:, column] > 0
+            if mine.any():
+                out[mine] = _predict(booster, x[mine])
+            rest &= ~mine
+        if rest.any():
+            if self.common is None:
+                raise ValueError(
+                    f"{int(rest.sum())} rows of a GPU without trees of its own, and no common trees"
+                )
+            out[rest] = _predict(self.common, x[rest])
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rounds:
+    """Numbers of boosting rounds: of the common trees (0: none), and by GPU column of its own."""
+
+    common: int
+    own: Mapping[int, int] = field(default_factory=dict)
+
+
+def fit(rest: Table, held: Table, options: dict[str, Any], seed: int = 0) -> Trees:
+    """Fit by squared error of the log ratio; stop early by mean absolute error of ``held``."""
+
+    def early_stopped(
+        rest: Table, held: Table, changes: dict[str, Any], rounds: int, first: xgb.Booster | None
+    ) -> xgb.Booster:
+        return xgb.train(
+            {**_parameters({**options, **changes}, seed), "eval_metric": "mae"},
+            _data(rest),
+            num_boost_round=rounds,
+            evals=[(_data(held), "held")],
+            callbacks=[xgb.callback.EarlyStopping(rounds=40, save_best=True)],
+            verbose_eval=False,
+            xgb_model=first,
+        )
+
+    own = {}
+    for column in own_columns(rest):
+        out = _of_gpu(held, column)
+        if len(out.x):
+            own[column] = early_stopped(_of_gpu(rest, column), out, OWN, OWN_ROUNDS, None)
+    if own and not _without_own(rest, own).any():
+        return Trees(common=None, own=own)
+    shared, rounds = _shared(rest, options, seed), SEVERAL_GPUS_ROUNDS if rest.origin else ROUNDS
+    return Trees(common=early_stopped(rest, held, {}, rounds, shared), own=own)
+
+
+def refit(table: Table, options: dict[str, Any], rounds: Rounds) -> Trees:
+    """Fit on all rows of the table with known numbers of rounds."""
+    parameters = _parameters(options, 0)
+    own = {
+        column: xgb.train({**parameters, **OWN}, _data(_of_gpu(table, column)), count)
+        for column, count in rounds.own.items()
+    }
+    if not rounds.common:
+        return Trees(common=None, own=own)
+    first = _shared(table, options, 0)
+    more = rounds.common if first is None else rounds.common - SHARED_ROUNDS
+    common = xgb.train(parameters, _data(table), num_boost_round=more, xgb_model=first)
+    return Trees(common=common, own=own)
+
+
+def rounds_for_all(folds: Sequence[Trees], several_gpus: bool) -> Rounds:
+    """Rounds for a fit on all rows: 1.1 times the mean over the folds, up to the maximum."""
+
+    def enough(boosters: Sequence[xgb.Booster], most: int) -> int:
+        return min(most, round(1.1 * float(np.mean([b.num_boosted_rounds() for b in boosters]))))
+
+    columns = {column for trees in folds for column in trees.own}
+    own = {
+        column: enough([trees.own[column] for trees in folds if column in trees.own], OWN_ROUNDS)
+        for column in sorted(columns)
+    }
+    most = SHARED_ROUNDS + SEVERAL_GPUS_ROUNDS if several_gpus else ROUNDS
+    common = [trees.common for trees in folds if trees.common is not None]
+    return Rounds(common=enough(common, most) if common else 0, own=own)
+
+
+def own_columns(table: Table) -> list[int]:
+    """Columns of the GPUs that get trees of their own; none in small tables."""
+    if len(table.x) < OWN_TABLE:
+        return []
+    return [column for column in table.gpus if (table.x[:, column] > 0).sum() >= OWN_ROWS]
+
+
+def predict_us(trees: Trees, x: Array, roofline_us: Array) -> Array:
+    """Predict times in us: roofline * exp(log ratio)."""
+    return roofline_us * np.exp(trees.log_ratio(x))
+
+
+def default_options(table: Table) -> dict[str, Any]:
+    """XGBoost options without tuning; large tables get deeper trees on fewer columns each."""
+    large = LARGE if len(table.x) >= LARGE_ROWS else {}
+    return {**DEFAULTS, **large, **(SEVERAL_GPUS if table.origin else {})}
+
+
+def tune(train: Table, trials: int, seed: int, journal: str, name: str) -> dict[str, Any]:
+    """Best XGBoost options of a resumable Optuna study; the defaults where ``trials`` is 0."""
+    if trials == 0:
+        return default_options(train)
+    import optuna  # lazy: most fits take the defaults
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    rest, held = group_split(train.group, 0.25, seed + 1)
+    out = train.take(held)
+
+    def objective(trial: Any) -> float:
+        trees = fit(train.take(rest), out, suggested_options(trial), seed)
+        guess = predict_us(trees, out.x, out.roofline_us)
+        return float(np.mean(np.abs(np.log(guess / out.time_us))))
+
+    study = optuna.create_study(
+        study_name=name,
+        storage=JournalStorage(JournalFileBackend(journal)),
+        load_if_exists=True,
+        sampler=optuna.samplers.TPESampler(seed=seed),
+    )
+    finished = [t for t in study.trials if t.state == optuna.trial.TrialState.COMPLETE]
+    study.optimize(objective, n_trials=max(0, trials - len(finished)))
+    return dict(study.best_params)
+
+
+def suggested_options(trial: Any) -> dict[str, Any]:
+    """The search space of ``tune``: XGBoost options drawn by one Optuna trial."""
+    return {
+        "max_depth": trial.suggest_int("max_depth", 3, 10),
+        "eta": trial.suggest_float("eta", 0.02, 0.2, log=True),
+        "min_child_weight": trial.suggest_float("min_child_weight", 0.5, 20, log=True),
+        "subsample": trial.suggest_float("subsample", 0.5, 1.0),
+        "colsample_bytree": trial.suggest_float("colsample_bytree", 0.4, 1.0),
+        "lambda": trial.suggest_float("lambda", 0.1, 20, log=True),
+    }
+
+
+def _parameters(options: dict[str, Any], seed: int) -> dict[str, Any]:
+    return {**options, "objective": "reg:squarederror", "nthread": 1, "seed": seed}
+
+
+def _shared(table: Table, options: dict[str, Any], seed: int) -> xgb.Booster | None:
+    """Fit SHARED_ROUNDS on features without origin; None where all rows are one GPU's."""
+    if not table.origin:
+        return None
+    data = xgb.DMatrix(table.x_without_origin, label=table.log_ratio)
+    return xgb.train(_parameters(options, seed), data, num_boost_round=SHARED_ROUNDS)
+
+
+def _predict(booster: xgb.Booster, x: Array) -> Array:
+    """Predict with all threads if the batch is large: a few rows are faster on one."""
+    booster.set_param({"nthread": 0 if len(x) >= THREADED_ROWS else 1})
+    return booster.inplace_predict(x)
+
+
+def _of_gpu(table: Table, column: int) -> Table:
+    return table.take(np.flatnonzero(table.x[:, column] > 0))
+
+
+def _without_own(table: Table, own: Iterable[int]) -> Array:
+    """Mask of the rows of GPUs without trees of their own."""
+    return ~(table.x[:, list(own)] > 0).any(1)
+
+
+def _data(table: Table) -> xgb.DMatrix:
+    return xgb.DMatrix(table.x, label=table.log_ratio)

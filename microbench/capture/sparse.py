@@ -1,0 +1,307 @@
+"""Sparse tensors in a capture: known layouts, fake copies, and the results of ops on them.
+
+A fake sparse tensor keeps the number of values that the real one stores (nnz); its indices and
+values are fake tensors of these lengths. Ops whose nnz depends on data follow a convention: the
+entries of one tensor are all at different positions, those of two tensors that are added are at
+different positions unless both share their indices, and elementwise ops keep the pattern of their
+first sparse operand. A conversion of a dense tensor, or a product of two sparse ones, cannot be
+captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    in_kernel_invocation_manager,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+SPARSE = (torch.sparse_coo, *COMPRESSED)
+NAMES = {torch.sparse_coo: "coo", torch.sparse_csr: "csr", torch.sparse_csc: "csc"}
+ACCEPTED = (torch.strided, torch.sparse_coo, torch.sparse_csr)  # of parameters and inputs
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether this is a tensor in one of torch's sparse layouts."""
+    return isinstance(value, torch.Tensor) and value.layout in SPARSE
+
+
+def is_row_sparse(value: Any) -> bool:
+    """Whether this is a COO tensor of whole rows, as gradients of sparse embedding tables are."""
+    return is_sparse(value) and value.layout == torch.sparse_coo and value.dense_dim() > 0
+
+
+def check_layouts(tensors: Iterable[tuple[str, Any]]) -> None:
+    """Raise ValueError for the first named tensor in a layout that a capture cannot start from."""
+    for name, tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.layout not in ACCEPTED:
+            raise unknown_layout(name, tensor.layout)
+
+
+def unknown_layout(name: str, layout: torch.layout) -> ValueError:
+    """The error for a tensor in a layout that captures do not describe, in one line."""
+    text = str(layout).removeprefix("torch.")
+    return ValueError(f"{name} has layout {text}: captures describe sparse_coo and sparse_csr only")
+
+
+def layout_name(tensor: Any) -> str:
+    """The layout as ``TensorSpec`` names it; ValueError for block layouts."""
+    if tensor.layout not in NAMES:
+        raise unknown_layout("a tensor of the step", tensor.layout)
+    return NAMES[tensor.layout]
+
+
+def values_of(tensor: Any) -> Any:
+    """The stored values of a sparse tensor, any other tensor as it is."""
+    return parts_of(tensor)[-1] if is_sparse(tensor) else tensor
+
+
+def parts_of(tensor: Any) -> tuple[Any, ...]:
+    """The index tensors and the values of a sparse tensor.
+
+    COO: indices, values. CSR and CSC: pointers, indices, values.
+    """
+    with nullcontext() if isinstance(tensor, FakeTensor) else _disable_current_modes():
+        if tensor.layout == torch.sparse_coo:
+            return tensor._indices(), tensor._values()
+        if tensor.layout == torch.sparse_csr:
+            return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+        if tensor.layout == torch.sparse_csc:
+            return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    raise unknown_layout("a tensor of the step", tensor.layout)
+
+
+def _nnz(tensor: Any) -> int:
+    nnz: int = parts_of(tensor)[-1].shape[0]
+    return nnz
+
+
+def _is_coalesced(tensor: Any) -> bool:
+    with nullcontext() if isinstance(tensor, FakeTensor) else _disable_current_modes():
+        return bool(tensor.is_coalesced())
+
+
+def fake_sparse(tensor: Any, dtype: torch.dtype) -> Any:
+    """A sparse tensor of the same form and nnz under the current fake mode."""
+    return _like(tensor, dtype)
+
+
+def as_row_ops(op: str, args: Any, outputs: Any) -> tuple[str, Any, Any]:
+    """Ops on the gradient of a sparse embedding table as ops on the rows that it holds.
+
+    The gradient of a bag is spread over its lookups (``index_select``), and added to the table
+    (``index_add_``). All other ops stay as they are.
+    """
+    if op == "aten._embedding_bag_backward.default" and is_row_sparse(outputs[0]):
+        op, args = "aten.index_select.default", (args[0], 0, args[1])
+    elif op == "aten.add_.Tensor" and is_row_sparse(args[1]) and not is_sparse(args[0]):
+        indices, values = parts_of(args[1])
+        op, args = "aten.index_add_.default", (args[0], 0, indices[0], values)
+    elif op != "aten.clone.default" or not is_row_sparse(args[0]):
+        return op, args, outputs
+    return op, tuple(map(values_of, args)), tuple(map(values_of, outputs))
+
+
+class FakeSparseOps(TorchDispatchMode):
+    """Gives sparse fake tensors their nnz while a model and its inputs are made."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run_with_sparse(func, args, kwargs or {})
+
+
+def makes_or_takes_sparse(name: str, args: Any) -> bool:
+    """Whether an op (named without ``aten::``) reads a sparse tensor or makes one of dense ones."""
+    if name in MAKERS:
+        return True
+    for value in args:
+        if isinstance(value, list | tuple):
+            if any(map(is_sparse, value)):
+                return True
+        elif is_sparse(value):
+            return True
+    return False
+
+
+def run_with_sparse(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an op on fake tensors; the nnz of sparse results by the module's convention."""
+    name = func._schema.name.removeprefix("aten::")
+    if not makes_or_takes_sparse(name, args):
+        return func(*args, **kwargs)
+    if name in RULES:
+        result = RULES[name](*args, **kwargs)
+        if result is NotImplemented:
+            raise DynamicOutputShapeException(func)
+        if result is not None:
+            return result
+    first = next((a for a in args if is_sparse(a)), None)
+    if func._schema.is_mutable and name.startswith("_foreach_"):
+        return None  # in place, on lists
+    if func._schema.is_mutable and first is args[0] and name != "_coalesced_":
+        return first  # torch would empty it
+    output = func(*args, **kwargs)
+    if name in EMPTY or not is_sparse(output) or output._nnz():
+        return output
+    if first is None or (output.shape, output.layout) != (first.shape, first.layout):
+        raise DynamicOutputShapeException(func)
+    return _like(first, output.dtype)
+
+
+def _coo(indices: Any, values: Any, size: Any, coalesced: bool) -> Any:
+    return torch.sparse_coo_tensor(
+        indices, values, size, check_invariants=False, is_coalesced=coalesced
+    )
+
+
+def _compressed(parts: Sequence[Any], size: Any, layout: torch.layout) -> Any:
+    """A fake CSR or CSC tensor of pointers, indices and values; torch cannot make it of fakes."""
+    mode: Any = torch._guards.detect_fake_mode(parts)
+    pointers, indices, values = (
+        t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in parts
+    )
+    with in_kernel_invocation_manager(mode):  # parts stay in place, as those of a view do
+        made = torch.sparse_compressed_tensor(
+            pointers,
+            indices,
+            values,
+            size=tuple(size),
+            layout=layout,
+            device="meta",
+            check_invariants=False,
+        )
+    with _disable_current_modes():
+        return FakeTensor(mode, made, torch.device("cpu"))
+
+
+def _like(tensor: Any, dtype: torch.dtype | None = None) -> Any:
+    """New values at the pattern of a sparse tensor."""
+    *indices, values = parts_of(tensor)
+    values = torch.empty(values.shape, dtype=dtype or tensor.dtype)
+    if tensor.layout == torch.sparse_coo:
+        return _coo(indices[0], values, tensor.shape, _is_coalesced(tensor))
+    return _compressed((*indices, values), tensor.shape, tensor.layout)
+
+
+def _transposed(tensor: Any, *dims: int) -> Any:
+    """The transpose of a sparse matrix: of CSR a CSC one with the same parts, and back."""
+    if not is_sparse(tensor) or tensor.dim() != 2 or is_row_sparse(tensor):
+        return None
+    if dims and dims[0] % 2 == dims[1] % 2:
+        return tensor
+    size, (*indices, values) = tuple(reversed(tensor.shape)), parts_of(tensor)
+    if tensor.layout == torch.sparse_coo:
+        return _coo(indices[0].flip(0), values, size, coalesced=False)
+    csr = tensor.layout == torch.sparse_csr
+    layout = torch.sparse_csc if csr else torch.sparse_csr
+    return _compressed((*indices, values), size, layout)
+
+
+def _product(a: Any, b: Any) -> Any:
+    """mm or mv with one sparse operand; the nnz of a product of two depends on data."""
+    if is_sparse(a) and is_sparse(b):
+        return NotImplemented
+    return torch.empty((a.shape[0], *b.shape[1:]), dtype=a.dtype)
+
+
+def _sum_of_product(c: Any, a: Any, b: Any, **options: Any) -> Any:
+    return NotImplemented if is_sparse(c) else _product(a, b)
+
+
+def _sum(a: Any, b: Any, **options: Any) -> Any:
+    """a + b: dense if one of them is, else with the entries of both."""
+    if not isinstance(b, torch.Tensor):
+        return None
+    if not (is_sparse(a) and is_sparse(b)):
+        return torch.empty(a.shape, dtype=a.dtype)
+    if a.layout != torch.sparse_coo or b.layout != torch.sparse_coo:
+        return _like(a) if _nnz(a) == _nnz(b) else NotImplemented
+    (first, values), (second, others) = parts_of(a), parts_of(b)
+    coalesced = _is_coalesced(a) and _is_coalesced(b)
+    if coalesced and first.untyped_storage()._cdata == second.untyped_storage()._cdata:
+        return _like(a)
+    indices, values = torch.cat((first, second), 1), torch.cat((values, others))
+    return _coo(indices, values, a.shape, coalesced)
+
+
+def _sum_in_place(tensor: Any, other: Any, **options: Any) -> Any:
+    """Torch would add zeros of the dense shape."""
+    return tensor if is_sparse(other) and not is_sparse(tensor) else None
+
+
+def _coalesced(tensor: Any) -> Any:
+    indices, values = parts_of(tensor)
+    return _coo(indices, torch.empty_like(values), tensor.shape, coalesced=True)
+
+
+def _to_csr(tensor: Any, dense_dim: int | None = None) -> Any:
+    if not is_sparse(tensor) or tensor.dim() != 2 or is_row_sparse(tensor):
+        return NotImplemented
+    if tensor.layout == torch.sparse_csr:
+        return _like(tensor)
+    pointers = torch.empty(tensor.shape[0] + 1, dtype=torch.int64)
+    indices = torch.empty(_nnz(tensor), dtype=torch.int64)
+    values = torch.empty(_nnz(tensor), dtype=tensor.dtype)
+    return _compressed((pointers, indices, values), tensor.shape, torch.sparse_csr)
+
+
+def _to_sparse(tensor: Any, *rest: Any, layout: Any = torch.sparse_coo, **options: Any) -> Any:
+    if not is_sparse(tensor) or layout not in (None, torch.sparse_coo, torch.sparse_csr):
+        return NotImplemented
+    if layout == torch.sparse_csr:
+        return _to_csr(tensor)
+    indices = torch.empty((tensor.dim(), _nnz(tensor)), dtype=torch.int64)
+    values = torch.empty(_nnz(tensor), dtype=tensor.dtype)
+    return _coo(indices, values, tensor.shape, coalesced=True)
+
+
+def _from_parts(pointers: Any, indices: Any, values: Any, *size: Any, **options: Any) -> Any:
+    if not size:
+        return NotImplemented  # the number of columns is that of the largest index
+    layout = options["layout"]
+    if layout not in NAMES:
+        raise unknown_layout("a tensor of the step", layout)
+    return _compressed((pointers, indices, values), size[0], layout)
+
+
+def _bag_gradient(grad: Any, index: Any, *facts: Any) -> Any:
+    """The gradient of a sparse embedding table: one row per lookup; torch returns None for it."""
+    _offsets, _bag_of, _sizes, _largest, rows, _by_frequency, _mode, sparse, *_ = facts
+    if not sparse:
+        return None
+    values = grad.new_empty((index.numel(), grad.shape[-1]))
+    return _coo(index.view(1, -1), values, (rows, grad.shape[-1]), coalesced=False)
+
+
+MAKERS = frozenset(
+    {
+        *("_to_sparse", "_to_sparse_csr", "_to_sparse_csc", "_to_sparse_bsr", "_to_sparse_bsc"),
+        *("sparse_compressed_tensor", "_sparse_compressed_tensor_unsafe"),
+        "_embedding_bag_backward",
+    }
+)
+EMPTY = ("zeros_like", "empty_like")  # these store no value of a COO tensor
+RULES: Mapping[str, Callable[..., Any]] = {
+    "mm": _product,
+    "mv": _product,
+    "addmm": _sum_of_product,
+    "_sparse_addmm": _sum_of_product,
+    "sparse_sampled_addmm": lambda pattern, a, b, **options: _like(pattern),
+    "sparse_mask": lambda tensor, mask: _like(mask, tensor.dtype),
+    "t": _transposed,
+    "transpose": _transposed,
+    "add": _sum,
+    "add_": _sum_in_place,
+    "clone": lambda tensor, **options: _like(tensor),
+    "_coalesce": _coalesced,
+    "_to_sparse": _to_sparse,
+    "_to_sparse_csr": _to_csr,
+    "sparse_compressed_tensor": _from_parts,
+    "_sparse_compressed_tensor_unsafe": _from_parts,
+    "_embedding_bag_backward": _bag_gradient,
+}

@@ -1,0 +1,285 @@
+"""Products with a sparse matrix: SpMM (sparse @ dense) and SDDMM (dense @ dense at a pattern).
+
+Graph networks sum over neighbours by SpMM; SDDMM makes the gradients of the edges' weights. CSR and
+COO, and the transpose of CSR (csc) that a backward multiplies by. Indices are int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from microbench.hardware.spec import Gpu
+from microbench.opcall import INDEX_BYTES, OpCall, TensorSpec
+from microbench.ops.family import (
+    Family,
+    GpuSweep,
+    Measured,
+    Part,
+    Workload,
+    itemsize_bytes,
+    log_uniform,
+    torch_dtype,
+)
+from microbench.ops.lookup.embedding_bag import EmbeddingBag, zipf_indices
+from microbench.ops.lookup.index_calls import IndexOp
+from microbench.ops.memory.elementwise import memory_copy
+from microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
+
+LAYOUTS = {"csr": 0.45, "csc": 0.25, "coo": 0.3}  # share of swept products
+MAX_NNZ = 2**21
+MAX_TERMS = 2**25  # nnz * width
+MAX_DENSE = 2**24  # elements of the larger dense matrix
+MAX_WIDTH = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sparse:
+    """One product with a (rows, cols) matrix of ``nnz`` stored values, and ``width`` columns.
+
+    spmm: sparse @ (cols, width). sddmm: (rows, width) @ (width, cols) where the matrix has values.
+    ``skew`` is the exponent of a power law of the rows' lengths, 0 for equal ones on average; a
+    captured call does not know it and has 0.
+    """
+
+    op: str = "spmm"
+    rows: int
+    cols: int
+    nnz: int
+    width: int
+    layout: str = "csr"
+    skew: float = 0.0
+    dtype: str = "fp32"
+
+
+def sweep() -> Iterator[Sparse]:
+    """Yields points without end.
+
+    Graphs of up to 2 million edges, 1 to 256 a row, mostly square; some skewed.
+    """
+    rng = np.random.default_rng(18)
+    while True:
+        op = str(rng.choice(["spmm", "sddmm"], p=[0.75, 0.25]))
+        rows = log_uniform(rng, 16, MAX_SIDE)
+        cols = rows if rng.random() < 0.7 else log_uniform(rng, 16, MAX_SIDE)
+        width = log_uniform(rng, 1, 512)
+        if rng.random() < 0.7:
+            width = max(8, 8 * round(width / 8))
+        layout = str(rng.choice(list(LAYOUTS), p=list(LAYOUTS.values())))
+        p = Sparse(
+            op=op,
+            rows=rows,
+            cols=cols,
+            nnz=rows * log_uniform(rng, 1, min(256, cols // 2)),
+            width=width,
+            layout="csr" if op == "sddmm" else layout,
+            skew=0.0 if rng.random() < 0.5 else round(float(rng.uniform(0.5, 1.2)), 2),
+        )
+        small = p.nnz <= MAX_NNZ and max(p.rows, p.cols) * p.width <= MAX_DENSE
+        if small and p.nnz * p.width <= MAX_TERMS:
+            yield p
+
+
+def build(p: Sparse, device: str) -> Workload:
+    """A random sparse matrix and random dense ones."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    dtype = torch_dtype(p.dtype)
+    matrix = _matrix(p, device)
+
+    def dense(*shape: int) -> Any:
+        return torch.randn(shape, device=device).to(dtype)
+
+    if p.op == "sddmm":
+        a, b = dense(p.rows, p.width), dense(p.width, p.cols)
+        return Workload(
+            run=lambda: torch.sparse.sampled_addmm(matrix, a, b, beta=0.0), through_aten=False
+        )
+    b = dense(p.cols, p.width)
+    call = torch.mm if p.layout == "csc" else torch.sparse.mm
+    return Workload(run=lambda: call(matrix, b), through_aten=False)
+
+
+def _matrix(p: Sparse, device: str) -> Any:
+    """The sparse matrix; a csc one is a transposed CSR one, as a backward has it."""
+    import torch  # lazy, as above
+
+    shape = (p.cols, p.rows) if p.layout == "csc" else (p.rows, p.cols)
+    place = _places(p, device)
+    row, col = place // p.cols, place % p.cols
+    if p.layout == "csc":
+        order = torch.argsort(col, stable=True)
+        row, col = col[order], row[order]
+    values = torch.rand(p.nnz, device=device).to(torch_dtype(p.dtype))
+    if p.layout == "coo":
+        index = torch.stack((row, col))
+        return torch.sparse_coo_tensor(
+            index, values, shape, is_coalesced=True, check_invariants=False
+        )
+    starts = torch.zeros(shape[0] + 1, dtype=torch.int64, device=device)
+    starts[1:] = torch.bincount(row, minlength=shape[0]).cumsum(0)
+    matrix = torch.sparse_csr_tensor(starts, col, values, shape, check_invariants=False)
+    return matrix.t() if p.layout == "csc" else matrix
+
+
+def _places(p: Sparse, device: str) -> Any:
+    """Sorted places row * cols + col of the values, all different.
+
+    Rows are drawn like look-ups in a table; values that a full row cannot hold go anywhere.
+    """
+    import torch  # lazy, as above
+
+    lookups = EmbeddingBag(op="forward", rows=p.rows, dim=1, bags=1, lookups=p.nnz, skew=p.skew)
+    col = torch.randint(0, p.cols, (p.nnz,), device=device)
+    places = torch.unique(zipf_indices(lookups, device) * p.cols + col)
+    while len(places) < p.nnz:
+        more = torch.randint(0, p.rows * p.cols, (p.nnz,), device=device)
+        places = torch.unique(torch.cat((places, more)))
+    kept = torch.randperm(len(places), device=device)[: p.nnz]
+    return places[kept].sort().values
+
+
+def flops(p: Any) -> Any:
+    """2 * nnz * width: a multiply and an add per stored value and dense column."""
+    return 2.0 * p.nnz * p.width
+
+
+def index_bytes(p: Any) -> Any:
+    """COO: two indices a value; CSR and CSC: one, and a pointer for each row or column."""
+    pointers = np.where(np.equal(p.layout, "csc"), p.cols, p.rows) + 1.0
+    coo = np.equal(p.layout, "coo")
+    return INDEX_BYTES * np.where(coo, 2.0 * p.nnz, p.nnz + pointers)
+
+
+def bytes_moved(p: Any) -> Any:
+    """Lower bound: values, indices and dense rows in use once each, the result once.
+
+    spmm: min(cols, nnz) rows read, ``rows`` written; sddmm: min(rows, nnz) + min(cols, nnz) read,
+    values read and written. What addmm adds is not counted.
+    """
+    sddmm = np.equal(p.op, "sddmm")
+    of_rows = np.where(sddmm, np.minimum(p.rows, p.nnz), p.rows)
+    dense = 1.0 * (of_rows + np.minimum(p.cols, p.nnz)) * p.width
+    values = np.where(sddmm, 2.0, 1.0) * p.nnz
+    return (dense + values) * itemsize_bytes(p.dtype) + index_bytes(p)
+
+
+def longest_row(p: Any) -> Any:
+    """Expected stored values of the longest row: nnz / sum of r**-skew over ranks r, up to cols."""
+    rows, power = np.asarray(p.rows, dtype=float), 1.0 - np.asarray(p.skew, dtype=float)
+    flat = np.abs(power) < 1e-6
+    power = np.where(flat, 1.0, power)
+    ranks = np.where(flat, np.log(2 * rows + 1), ((rows + 0.5) ** power - 0.5**power) / power)
+    longest = np.maximum(1.0 * p.nnz / p.rows, p.nnz / np.maximum(1.0, ranks))
+    return np.minimum(longest, p.cols)
+
+
+def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+    """Sizes, values per row and in the longest row, and how much of the cache B fills."""
+    gathered = 1.0 * p.cols * p.width * itemsize_bytes(p.dtype)
+    return {
+        "op": p.op,
+        "layout": p.layout,
+        "dtype": p.dtype,
+        "skew": p.skew,
+        "log_rows": np.log2(p.rows),
+        "log_cols": np.log2(p.cols),
+        "log_nnz": np.log2(p.nnz),
+        "log_width": np.log2(p.width),
+        "log_nnz_per_row": np.log2(p.nnz / p.rows),
+        "log_longest_row": np.log2(longest_row(p)),
+        "log_dense_per_cache": np.log2(gathered / gpu.l2_bytes),
+        "log_rows_per_core": np.log2(p.rows / gpu.sm_count),
+        "log_terms_per_core": np.log2(1.0 * p.nnz * p.width / gpu.sm_count),
+        "width_mod_8": p.width % 8,
+    }
+
+
+def from_mm(call: OpCall) -> Sparse | None:
+    """mm(A, B), mv(A, x), addmm(C, A, B), _sparse_addmm(C, A, B) with one sparse factor.
+
+    A sparse second factor is A.T @ sparse.T: the same kernel on the transposed matrix.
+    """
+    a, b = call.args[1:3] if "addmm" in call.op else call.args[:2]
+    if a.layout and not b.layout:
+        return _made("spmm", a, b.shape[1] if len(b.shape) > 1 else 1)
+    if b.layout and not a.layout and len(a.shape) > 1:
+        layout = {"csr": "csc", "csc": "csr"}.get(b.layout, b.layout)
+        return _made("spmm", replace(b, shape=b.shape[::-1], layout=layout), a.shape[0])
+    return None
+
+
+def from_sampled(call: OpCall) -> Sparse | None:
+    """sparse_sampled_addmm(pattern, A, B)."""
+    return _made("sddmm", call.args[0], call.args[1].shape[-1])
+
+
+def _made(op: str, matrix: TensorSpec, width: int) -> Sparse | None:
+    """The parameters; None for batches of matrices and where nothing is stored."""
+    if len(matrix.shape) != 2 or min(*matrix.shape, matrix.nnz, width) < 1:
+        return None
+    rows, cols = matrix.shape
+    return Sparse(
+        op=op,
+        rows=rows,
+        cols=cols,
+        nnz=matrix.nnz,
+        width=width,
+        layout=matrix.layout,
+        dtype=matrix.dtype,
+    )
+
+
+def fallback(p: Sparse, measured: Measured) -> list[Part]:
+    """A gather of a dense row per stored value, and a copy of the lower bound's bytes."""
+    if measured.seen("sparse", p.op, p.dtype):
+        return []
+    if measured.has_model("index"):
+        gather = IndexOp(
+            op="index_select", outer=1, size=p.nnz, inner=p.width, source=p.cols, dtype=p.dtype
+        )
+        rows = Part(family="index", params=gather)
+    else:
+        rows = memory_copy(p.nnz * p.width * itemsize_bytes(p.dtype))
+    return [rows, memory_copy(float(bytes_moved(p)))]
+
+
+def retype(p: Sparse, dtype: str, gpu: Gpu) -> Sparse:
+    """The point in a dtype; SDDMM and COO stay in fp32, since CUDA has no half kernels for them.
+
+    Source: torch 2.11, SparseBlasImpl.cpp and SparseBlasLegacy.cpp in ATen/native/sparse/cuda.
+    """
+    return p if p.op == "sddmm" or p.layout == "coo" else replace(p, dtype=dtype)
+
+
+def resize(p: Sparse, factor: float, lean: float) -> Sparse:
+    """Grows rows, columns and values, as many a row as before; then the dense width."""
+    step = factor ** (0.5 + lean / 2)
+    step = min(step, max(1.0, MAX_NUMEL / 16 / max(p.rows, p.cols, p.nnz)))
+    rows, cols = (max(2, round(side * step)) for side in (p.rows, p.cols))
+    nnz = max(1, min(round(p.nnz * step), rows * cols // 2))
+    width = min(max(MAX_WIDTH, p.width), aligned(p.width * factor * p.nnz / nnz, p.width))
+    return replace(p, rows=rows, cols=cols, nnz=nnz, width=width)
+
+
+MATRIX_OPS = ("mm.default", "addmm.default", "_sparse_addmm.default", "mv.default")
+FAMILY = Family(
+    name="sparse",
+    params=Sparse,
+    sweep=sweep,
+    build=build,
+    flops=flops,
+    bytes_moved=bytes_moved,
+    features=features,
+    answers={
+        **{f"aten.{op}": from_mm for op in MATRIX_OPS},
+        "aten.sparse_sampled_addmm.default": from_sampled,
+    },
+    layouts=("csr", "csc", "coo"),
+    fallback=fallback,
+    weight=0.5,
+    gpu_sweep=GpuSweep(retype=retype, resize=resize),
+)

@@ -1,0 +1,66 @@
+"""Sizes of points for a GPU: drawn at tile edges, and made larger or smaller axis by axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import gcd
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from microbench.ops.family import log_uniform
+
+Point = TypeVar("Point")
+MAX_ALIGNMENT = 128
+MAX_SIDE = 2**18  # of a matrix: tokens of a batch, a vocabulary
+MAX_BATCH = 1024
+MAX_ROWS = 2**21
+MAX_NUMEL = 2**31 - 1
+MAX_PIXELS_A_SIDE = 512
+# As ``gpu_iterations`` trains, and a little fp16 to compare with published rows.
+MATMUL_DTYPES = {"bf16": 0.47, "fp32": 0.25, "tf32": 0.25, "fp16": 0.03}
+TILE_EDGES: tuple[int, ...] = (
+    *(64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1600, 2048, 2560, 3072),
+    *(4096, 5120, 6144, 8192, 10240, 12288, 16384),
+)
+
+
+def tile_edge_or_any(rng: np.random.Generator, low: int, high: int) -> int:
+    """Draws a size: half the time at or near a tile edge, else any, mostly multiples of 8."""
+    if rng.random() < 0.5:
+        edges = [e for e in TILE_EDGES if low <= e <= high]
+        return int(rng.choice(edges)) + int(rng.choice([-8, -1, 0, 0, 0, 1, 8]))
+    n = log_uniform(rng, low, high)
+    return max(8, 8 * round(n / 8)) if rng.random() < 0.8 else n
+
+
+def aligned(wanted: float, old: int) -> int:
+    """A whole number near ``wanted`` that the same power of two divides as ``old``, up to 128.
+
+    Kernels for rows of 8, 16 or 128 elements differ; odd stays odd.
+    """
+    unit = gcd(old, MAX_ALIGNMENT)
+    while unit > 1 and wanted < 4 * unit:
+        unit //= 2
+    if unit == 1 and old % 2:
+        return max(1, 2 * round((wanted - 1) / 2) + 1)
+    return max(1, unit * round(wanted / unit))
+
+
+def spread(p: Point, factor: float, lean: float, limits: Mapping[str, int]) -> Point:
+    """The point with ``factor`` times the elements, factor**lean along the first axis.
+
+    The other axes of ``limits`` take the rest, in their order; none passes its limit."""
+    left, changes = factor, {}
+    for number, (name, limit) in enumerate(limits.items()):
+        old = getattr(p, name)
+        share = lean if number + 1 < len(limits) else 1.0
+        changes[name] = min(max(limit, old), aligned(old * left**share, old))
+        left *= old / changes[name]
+    return cast(Point, replace(cast(Any, p), **changes))
+
+
+def resize_along(limits: Mapping[str, int]) -> Callable[[Any, float, float], Any]:
+    """A family's ``resize`` that spreads the factor over these axes, up to their limits."""
+    return lambda p, factor, lean: spread(p, factor, lean, limits)

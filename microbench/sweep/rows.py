@@ -1,0 +1,92 @@
+"""Rows of a dataset: the columns that every measurement has, and those of one that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+OUT_OF_MEMORY = ("out of memory", "can't allocate", "alloc_failed")
+UNSUPPORTED = (
+    "not implemented",
+    "not supported",
+    "only supported",
+    "status_not_supported",  # cuBLAS and cuDNN
+    "could not create a primitive",  # oneDNN
+    "unable to find an engine",
+    "no available kernel",  # of attention
+)
+REASON_LETTERS = 200
+
+
+class Order(Protocol):
+    """Where and how a worker measures: its GPU or CPU, its threads, the run it belongs to."""
+
+    @property
+    def gpu(self) -> str:
+        """Name of the device, as its hardware file or the CPU is called."""
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of torch; 0 on a GPU."""
+
+    @property
+    def run_id(self) -> str:
+        """Name of the worker's journal."""
+
+
+def software() -> str:
+    """The measuring software and its version, as in the column ``stack``."""
+    import torch  # lazy: rows are read where torch is absent
+
+    return f"torch-{torch.__version__}"
+
+
+def make_row(
+    order: Order,
+    *,
+    family: str,
+    params: Mapping[str, Any],
+    repeat: int,
+    key: str,
+    timer: str,
+    measured: Mapping[str, Any],
+) -> dict[str, Any]:
+    """One row: the parameters of a point, how it was measured, and what was measured.
+
+    ``timer``: "device" for GPU time, "with_launch" for host time until the work is done.
+    ``measured`` has ``status``, times and further columns; its values win.
+    """
+    return {
+        "op": family,
+        **params,
+        "family": family,
+        "gpu": order.gpu,
+        "stack": software(),
+        "timer": timer,
+        "threads": order.threads,
+        "repeat": repeat,
+        "run_id": order.run_id,
+        "key": key,
+        "reason": "",
+        **measured,
+    }
+
+
+def failure(exc: Exception) -> dict[str, Any]:
+    """Columns ``status`` and ``reason`` of a measurement that raised this exception."""
+    return {"status": failure_status(exc), "reason": one_line(exc)}
+
+
+def failure_status(exc: Exception) -> str:
+    """The status of a failed measurement: oom (out of memory), unsupported or error."""
+    text = str(exc).lower()
+    if isinstance(exc, MemoryError) or any(words in text for words in OUT_OF_MEMORY):
+        return "oom"
+    if isinstance(exc, NotImplementedError) or any(words in text for words in UNSUPPORTED):
+        return "unsupported"
+    return "error"
+
+
+def one_line(exc: Exception) -> str:
+    """The beginning of an exception's text, on one line."""
+    return " ".join(str(exc).split())[:REASON_LETTERS]

@@ -1,0 +1,189 @@
+"""Time that rests on assumed numbers, counted by hand: ``assumed_frac`` and what explains it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from compose.explain import assumed_parts
+from compose.forecast import Forecast, forecast
+from compose.graph.attention_kernels import ATTENTION_SLOWDOWN
+from compose.parallel.plan import ParallelPlan
+from compose.pricing.collectives import Message, cluster, price_messages, ring_us
+from compose.pricing.price_book import Priceable, PriceBook, priceable
+from microbench.hardware.node import Node
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall, StepCapture, TensorSpec
+from microbench.ops.matrix.gemm import FAMILY as GEMM
+from microbench.ops.matrix.gemm import Gemm
+
+GPU = Gpu(
+    name="toy-gpu",
+    peak_flops_per_s={"fp32": 1e12},
+    l2_bytes=1e12,
+    hbm_bytes_per_s=1e9,
+    link_bytes_per_s=1e11,
+    pcie_bytes_per_s=1e10,
+)
+CPU = Gpu(
+    name="toy",
+    kind="cpu",
+    sm_count=2,
+    peak_flops_per_s={"fp32": 1e12},
+    l2_bytes=1e12,
+    hbm_bytes_per_s=1e9,
+)
+
+
+class Products:
+    """Knows products alone: 10 us each, collectives of up to four ranks where asked for."""
+
+    models: Mapping[str, Any] = {"gemm": None}
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        us = pd.Series(10.0, index=rows.index)
+        columns = {"predicted_us": us, "predicted_us_p10": us, "predicted_us_p90": us}
+        return pd.DataFrame({**columns, "in_envelope": True})
+
+    def inside(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> list[bool]:
+        return [bool(n <= 4) for n in rows["world_size"]]
+
+
+class ProductsAndHost(Products):
+    """Knows the host as well: 10 us an event."""
+
+    models: Mapping[str, Any] = {"gemm": None, "host": None}
+
+
+class ProductsAndMessages(Products):
+    models: Mapping[str, Any] = {"gemm": None, "collective": None}
+
+
+def product() -> OpCall:
+    a, b, c = (TensorSpec(shape=(10, 10), dtype="fp32", storage=i) for i in range(3))
+    return OpCall(op="aten.mm.default", args=(a, b), outputs=(c,))
+
+
+def unknown() -> OpCall:
+    """Reads 16 bytes; no family answers for it."""
+    tensor = TensorSpec(shape=(4,), dtype="fp32", storage=9)
+    return OpCall(op="aten.unheard_of.default", args=(tensor,))
+
+
+def of(step: StepCapture, gpu: Gpu, pricer: Products) -> Forecast:
+    settings: dict[str, Any] = {"bundle_name": "b", "threads": 2, "optimizer": "none"}
+    return forecast(step, pricer, gpu, ParallelPlan(), **settings)
+
+
+def test_the_host_of_a_gpu_counts_where_compute_waits_for_it() -> None:
+    #  host    |-5-|-5-|
+    #  compute     |==10==|==10==|      the first launch is a gap, the second one hidden
+    found = of(StepCapture(calls=(product(), product())), GPU, Products())
+    assert found.iteration_us == pytest.approx(5 + 20)
+    assert found.assumed_by_us == {"host.event_us.launch": pytest.approx(5)}
+    assert found.assumed_frac == pytest.approx(5 / 25)
+    assert found.unmodelled_frac == 0
+
+
+def test_a_gap_is_shared_by_what_the_host_does() -> None:
+    """Two module calls of 3 us over two ops: each op costs the host 3 us of Python and 5 us."""
+    step = StepCapture(calls=(product(), product()), host={"module_call": 2})
+    found = of(step, GPU, Products())
+    assert found.iteration_us == pytest.approx(8 + 20)
+    assert found.assumed_by_us == {
+        "host.event_us.launch": pytest.approx(5),
+        "host.event_us.module_call": pytest.approx(3),
+    }
+    assert of(step, GPU, ProductsAndHost()).assumed_frac == 0
+
+
+def test_an_op_without_a_model_is_assumed_and_a_product_beside_it_is_not() -> None:
+    """16 bytes at 1e9 bytes/s are 0.016 us, and 2 us of overhead."""
+    found = of(StepCapture(calls=(product(), unknown())), CPU, ProductsAndHost())
+    assert found.iteration_us == pytest.approx(10 + 2.016)
+    assert found.assumed_by_us == {"price_book.roofline_overhead_us": pytest.approx(2.016)}
+    assert found.assumed_frac == pytest.approx(2.016 / 12.016)
+
+
+def test_on_a_cpu_the_host_is_part_of_compute() -> None:
+    """Two module calls of 3 us and a view of 1 us beside a product of 10."""
+    events = {"module_call": 2, "view_op": 1}
+    found = of(StepCapture(calls=(product(),), host=events), CPU, Products())
+    assert found.assumed_frac == pytest.approx(7 / 17)
+    assert list(found.assumed_by_us) == ["host.event_us.module_call", "host.event_us.view_op"]
+
+
+def test_a_fully_modelled_step_rests_on_nothing_assumed() -> None:
+    step = StepCapture(calls=(product(), product()), host={"module_call": 2})
+    found = of(step, CPU, ProductsAndHost())
+    assert (found.assumed_frac, found.assumed_by_us) == (0, {})
+    assert assumed_parts(found) == []
+
+
+def test_every_part_is_explained_with_value_and_source() -> None:
+    step = StepCapture(calls=(product(), unknown()), host={"module_call": 2})
+    found = of(step, CPU, Products())
+    module, roofline = assumed_parts(found)
+    assert (module.name, module.value) == ("host.event_us.module_call", "3.0")
+    assert (roofline.name, roofline.value) == ("price_book.roofline_overhead_us", "2.0")
+    assert module.time_us + roofline.time_us == pytest.approx(6 + 2.016)
+    assert module.iteration_frac + roofline.iteration_frac == pytest.approx(found.assumed_frac)
+    assert all(part.source and part.unit and part.holds for part in (module, roofline))
+
+
+def test_a_slower_attention_kernel_is_assumed_whole() -> None:
+    op = priceable(product())
+    (slow,) = PriceBook(Products(), GPU, 0).price([replace(op, slowdown=1.9)])
+    assert slow.duration_us == pytest.approx(19)
+    assert slow.assumed == (("attention_kernels.slowdown", 1.0),)
+    assert ATTENTION_SLOWDOWN["triton"] == 1.9
+
+
+def test_experts_priced_one_by_one_are_a_fallback() -> None:
+    """Without a kernel for all experts: four products of 10 us."""
+    from unseen_ops import learned
+
+    pricer = Products()
+    pricer.models = {"gemm": learned("mm")}
+    experts = Gemm(op="grouped_mm", batch=4, m=8, n=8, k=8)
+    wanted = Priceable(
+        op="x", phase="forward", family=GEMM, params=experts, bytes_moved=0.0, cold=0.0
+    )
+    (op,) = PriceBook(pricer, GPU, 0).price([wanted])
+    assert op.duration_us == pytest.approx(40)
+    assert op.assumed == (("fallbacks.gemm", 1.0),)
+
+
+def sent(ranks: int, pricer: Products, node: Node | None = None) -> tuple[Any, float]:
+    """An all_reduce of 100 MB over so many ranks, and ``ring_us`` of it over that of four."""
+    where = cluster(ParallelPlan(dp=ranks), GPU, node)
+    message = Message(kind="all_reduce", axis="dp", message_bytes=10**8)
+    (op,) = price_messages([message], PriceBook(pricer, GPU, 0), where)
+    group = where.groups["dp"]
+    four = replace(group, size=4, per_node=4)
+    return op, ring_us(message, group, where) / ring_us(message, four, where)
+
+
+def test_of_a_collective_what_no_row_says_is_assumed() -> None:
+    """All without a model; beyond the measured group what scaling adds; an unknown network, all."""
+    assert sent(4, Products())[0].assumed == (("collective.step_latency_us", 1.0),)
+    assert sent(4, ProductsAndMessages())[0].assumed == ()
+    scaled, ratio = sent(8, ProductsAndMessages())
+    assert scaled.duration_us == pytest.approx(10 * ratio)
+    assert scaled.assumed == (("collective.step_latency_us", pytest.approx(1 - 1 / ratio)),)
+    unstated, _ = sent(16, ProductsAndMessages())
+    assert unstated.assumed == (("collective.network_bytes_per_s", 1.0),)
+    node = Node(
+        name="n",
+        gpu=GPU.name,
+        gpus_per_node=8,
+        topology="nvswitch",
+        link_bytes_per_s=1e11,
+        network_bytes_per_s=5e10,
+    )
+    stated, ratio = sent(16, ProductsAndMessages(), node)
+    assert stated.assumed == (("collective.step_latency_us", pytest.approx(1 - 1 / ratio)),)

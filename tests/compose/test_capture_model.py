@@ -1,0 +1,32 @@
+"""Cached captures depend on the code that made them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from compose.capture_model import MICROBENCH, code_digest, code_files
+
+
+def test_the_digest_covers_every_file_that_captures_depend_on(tmp_path: Path) -> None:
+    """Changing any file of a copy of the code changes the digest, and undoing it restores it."""
+    copy = tmp_path / "microbench"
+    for path in code_files(MICROBENCH):
+        (copy / path.relative_to(MICROBENCH)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy / path.relative_to(MICROBENCH))
+    before = code_digest(copy)
+    assert before == code_digest(MICROBENCH)
+    for path in code_files(copy):
+        text = path.read_bytes()
+        path.write_bytes(text + b"\n# changed\n")
+        assert code_digest(copy) != before, path
+        path.write_bytes(text)
+    assert code_digest(copy) == before
+
+
+def test_the_digest_finds_the_rooms_of_the_capture() -> None:
+    """A moved folder would leave the digest without files, and old captures in use."""
+    names = {path.relative_to(MICROBENCH).as_posix() for path in code_files(MICROBENCH)}
+    assert len(names) > 20
+    assert {p.relative_to(MICROBENCH).as_posix() for p in MICROBENCH.glob("capture/*.py")} < names
+    assert {"step.py", "opcall.py", "cases/models/transformers.py", "capture/log.py"} < names

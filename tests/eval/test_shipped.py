@@ -1,0 +1,60 @@
+"""Rebuilding the shipped bundles: families trained apart are joined, compared and put in place."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from eval.shipped import MAX_ROWS, comparison, joined, rebuild, replace_bundle
+from learners.bundle import SHIPPED, Bundle
+
+WHOLE = Bundle.load(SHIPPED)
+
+
+def one_family(name: str) -> Bundle:
+    """The shipped bundle with one family alone."""
+    return replace(WHOLE, models={name: WHOLE.models[name]})
+
+
+def test_families_trained_apart_make_the_whole_bundle() -> None:
+    again = joined([one_family(name) for name in MAX_ROWS])
+    assert list(again.models) == list(MAX_ROWS) and again.gpus == WHOLE.gpus
+    for name, model in WHOLE.models.items():
+        assert again.models[name].unseen_offsets == model.unseen_offsets
+
+
+def test_the_limits_are_those_the_bundle_was_trained_with() -> None:
+    """A family has as many rows as its limit, or fewer where there are no more."""
+    for name, model in WHOLE.models.items():
+        assert model.facts["rows"] <= MAX_ROWS[name]
+
+
+def test_a_comparison_names_digests_and_errors() -> None:
+    norm = WHOLE.models["norm"]
+    worse = {**norm.facts, "digest": "0", "errors": {**norm.facts["errors"], "mape_pct": 99.0}}
+    new = {"norm": replace(norm, facts=worse), "reduction": WHOLE.models["reduction"]}
+    printed = io.StringIO()
+    Console(width=160, file=printed).print(comparison(WHOLE, replace(WHOLE, models=new)))
+    lines = {x.split()[1]: x for x in printed.getvalue().splitlines() if "│" in x}
+    assert "differs" in lines["norm"] and "> 99.0000" in lines["norm"]
+    assert "equal" in lines["reduction"] and "not rebuilt" in lines["gemm"]
+
+
+def test_a_replaced_bundle_keeps_its_card(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    one_family("reduction").save(old)
+    (old / "CARD.md").write_text("who measured it\n")
+    one_family("norm").save(new)
+    replace_bundle(new, old)
+    assert list(Bundle.load(old).models) == ["norm"]
+    assert (old / "CARD.md").read_text() == "who measured it\n"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "old"]
+
+
+def test_a_missing_source_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"NeuSight': no such file or folder"):
+        rebuild(tmp_path, tmp_path / "out", list(MAX_ROWS), replace=False)

@@ -1,0 +1,231 @@
+"""Products with sparse matrices: counted by hand, built, captured and priced."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+from unseen_ops import GPU, MODELS, learned
+
+from compose.pricing.fallbacks import fallback_parts
+from compose.pricing.price_book import UNMODELLED, PriceBook, PricedOp, priceable
+from microbench.capture.log import OpLog
+from microbench.opcall import OpCall, TensorSpec
+from microbench.ops import families, find_family
+from microbench.ops.lookup.index_calls import IndexOp
+from microbench.ops.matrix.sparse import (
+    FAMILY,
+    Sparse,
+    _matrix,
+    bytes_moved,
+    flops,
+    longest_row,
+    resize,
+)
+from microbench.ops.memory.elementwise import memory_copy
+
+NODES, EDGES = 40, 160
+
+
+def graph(layout: str) -> torch.Tensor:
+    """A random graph's adjacency matrix; edges drawn twice are one."""
+    torch.manual_seed(0)
+    index = torch.randint(0, NODES, (2, EDGES))
+    matrix = torch.sparse_coo_tensor(index, torch.rand(EDGES), (NODES, NODES)).coalesce()
+    return matrix.to_sparse_csr() if layout == "csr" else matrix
+
+
+class Gcn(nn.Module):
+    """Two layers of a graph convolutional network: A relu(A x W) W."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 8, bias=False), nn.Linear(8, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(torch.sparse.mm(matrix, self.first(x)))
+        return torch.sparse.mm(matrix, self.second(hidden))
+
+
+def captured(matrix: torch.Tensor) -> list[OpCall]:
+    """All calls of a forward and a backward."""
+    log, x = OpLog(), torch.randn(NODES, 16)
+    with log:
+        Gcn()(x, matrix).sum().backward()
+    return log.calls
+
+
+def products(matrix: torch.Tensor) -> list[Any]:
+    """What family ``sparse`` makes of the captured calls."""
+    found = map(find_family, captured(matrix))
+    return [params for family, params in found if family is FAMILY]
+
+
+def test_flops_and_bytes_of_a_product_are_counted_by_hand() -> None:
+    """5 values in 3 x 4, times 4 x 2 in fp32."""
+    p = Sparse(rows=3, cols=4, nnz=5, width=2)
+    assert flops(p) == 2 * 5 * 2
+    values, indices, read, written = 5 * 4, 8 * (5 + 3 + 1), 4 * 2 * 4, 3 * 2 * 4
+    assert bytes_moved(p) == values + indices + read + written
+    coo = Sparse(rows=3, cols=4, nnz=5, width=2, layout="coo")
+    assert bytes_moved(coo) == values + 8 * 2 * 5 + read + written
+    transposed = Sparse(rows=3, cols=4, nnz=5, width=2, layout="csc")
+    assert bytes_moved(transposed) == values + 8 * (5 + 4 + 1) + read + written
+
+
+def test_a_sampled_product_reads_both_matrices_and_writes_values() -> None:
+    """5 values in 3 x 4 of (3, 2) @ (2, 4); values are read and written."""
+    p = Sparse(op="sddmm", rows=3, cols=4, nnz=5, width=2)
+    assert flops(p) == 2 * 5 * 2
+    assert bytes_moved(p) == 2 * 5 * 4 + 8 * (5 + 3 + 1) + (3 + 4) * 2 * 4
+
+
+def test_rows_that_are_not_stored_are_not_read() -> None:
+    """Two values touch two rows at most of 100."""
+    p = Sparse(rows=100, cols=100, nnz=2, width=8)
+    assert bytes_moved(p) == 2 * 4 + 8 * (2 + 100 + 1) + (2 + 100) * 8 * 4
+
+
+def test_the_longest_row_follows_the_power_law() -> None:
+    """Equal rows hold nnz / rows; with exponent 1 the first of 8 holds about 1 / H of nnz."""
+    assert longest_row(Sparse(rows=8, cols=99, nnz=80, width=1)) == pytest.approx(10)
+    skewed = longest_row(Sparse(rows=8, cols=99, nnz=80, width=1, skew=1.0))
+    harmonic = sum(1 / r for r in range(1, 9))
+    assert skewed == pytest.approx(80 / harmonic, rel=0.05)
+    assert longest_row(Sparse(rows=8, cols=20, nnz=80, width=1, skew=1.0)) == 20  # a full row
+
+
+@pytest.mark.parametrize("layout", ["csr", "csc", "coo"])
+@pytest.mark.parametrize("skew", [0.0, 1.0])
+def test_a_built_product_is_captured_as_what_it_was_built_from(layout: str, skew: float) -> None:
+    p = Sparse(rows=30, cols=20, nnz=90, width=8, layout=layout, skew=skew)
+    log = OpLog()
+    run = FAMILY.build(p, "cpu").run
+    with log:
+        result: Any = run()
+    assert result.shape == (30, 8)
+    (found,) = [params for f, params in map(find_family, log.calls) if f is FAMILY]
+    assert found == Sparse(rows=30, cols=20, nnz=90, width=8, layout=layout)  # skew is not known
+
+
+def test_built_values_have_places_of_their_own() -> None:
+    """Half of all places, of which a skewed draw names many twice."""
+    p = Sparse(rows=10, cols=12, nnz=60, width=1, layout="coo", skew=1.2)
+    index = _matrix(p, "cpu").indices()
+    assert index.unique(dim=1).shape == (2, 60)
+
+
+def test_a_built_sampled_product_keeps_the_pattern() -> None:
+    p = Sparse(op="sddmm", rows=30, cols=20, nnz=90, width=8)
+    log = OpLog()
+    run = FAMILY.build(p, "cpu").run
+    with log:
+        result: Any = run()
+    assert result.layout == torch.sparse_csr and result.values().numel() == 90
+    assert [find_family(c)[1] for c in log.calls] == [p]
+
+
+def test_a_dense_matrix_times_a_sparse_one_is_the_transposed_product() -> None:
+    """(5, 3) @ csr (3, 4) costs what csc (4, 3) @ (3, 5) does."""
+    dense = TensorSpec(shape=(5, 3), dtype="fp32")
+    matrix = TensorSpec(shape=(3, 4), dtype="fp32", layout="csr", nnz=6)
+    call = OpCall(op="aten.mm.default", args=(dense, matrix))
+    assert find_family(call)[1] == Sparse(rows=4, cols=3, nnz=6, width=5, layout="csc")
+
+
+def test_dense_families_never_see_sparse_calls() -> None:
+    """A dense product is gemm's, one with a sparse factor is not, nor is a sum of two graphs."""
+    dense = TensorSpec(shape=(4, 4), dtype="fp32")
+    matrix = TensorSpec(shape=(4, 4), dtype="fp32", layout="csr", nnz=6)
+    families_of = [
+        find_family(OpCall(op=f"aten.{op}", args=args))[0]
+        for op, args in (
+            ("mm.default", (dense, dense)),
+            ("addmm.default", (dense, matrix, dense)),
+            ("add.Tensor", (matrix, matrix)),
+        )
+    ]
+    assert families_of == [families()["gemm"], FAMILY, None]
+
+
+@pytest.mark.parametrize("layout", ["csr", "coo"])
+def test_a_graph_network_multiplies_by_its_matrix_forward_and_backward(layout: str) -> None:
+    """Widths 8 and 4, then back; the backward of CSR multiplies by its transpose."""
+    matrix = graph(layout)
+    nnz = len(matrix.values())
+    back = "csc" if layout == "csr" else "coo"
+    assert products(matrix) == [
+        Sparse(rows=NODES, cols=NODES, nnz=nnz, width=width, layout=kind)
+        for width, kind in ((8, layout), (4, layout), (4, back), (8, back))
+    ]
+
+
+def test_weights_of_edges_get_their_gradients_from_sampled_products() -> None:
+    """One for each layer: 4 wide, then 8."""
+    found = products(graph("csr").requires_grad_())
+    assert [p.width for p in found if p.op == "sddmm"] == [4, 8]
+
+
+class Recorded:
+    """Everything takes 10 us in families with a model; notes which rows were priced."""
+
+    def __init__(self, **models: Any) -> None:
+        self.models = {**MODELS, **models}
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        us = pd.Series(10.0, index=rows.index)
+        columns = {"predicted_us": us, "predicted_us_p10": us, "predicted_us_p90": us}
+        return pd.DataFrame({**columns, "in_envelope": True})
+
+    def inside(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> list[bool]:
+        return [True] * len(rows)
+
+
+def priced(**models: Any) -> list[PricedOp]:
+    """The sparse products of a captured step, priced with these models besides the usual ones."""
+    calls = [c for c in captured(graph("csr")) if find_family(c)[0] is FAMILY]
+    book = PriceBook(Recorded(**models), GPU, 0)
+    return book.price([priceable(c, cold=0.0) for c in calls])
+
+
+def test_a_graph_network_is_priced_by_the_family_s_model() -> None:
+    ops = priced(sparse=learned("spmm"))
+    assert [(op.family, op.duration_us) for op in ops] == [("sparse", 10.0)] * 4
+
+
+def test_without_a_model_the_fallback_prices_a_gather_and_a_copy() -> None:
+    """Two parts of 10 us each, counted as unmodelled as any family without a model is."""
+    ops = priced(index=learned("index_select"))
+    assert [(op.family, op.duration_us) for op in ops] == [(UNMODELLED, 20.0)] * 4
+
+
+def test_the_fallback_gathers_a_row_for_each_value() -> None:
+    """From an ``index_select`` where the family has a model, else as bytes."""
+    p = Sparse(rows=30, cols=20, nnz=90, width=8)
+    rest = memory_copy(bytes_moved(p))
+    assert fallback_parts(p, MODELS, False, GPU) == [memory_copy(90 * 8 * 4), rest]
+    gather, copied = fallback_parts(p, {**MODELS, "index": learned("index_select")}, False, GPU)
+    assert gather.params == IndexOp(op="index_select", outer=1, size=90, inner=8, source=20)
+    assert copied == rest
+    assert fallback_parts(p, {**MODELS, "sparse": learned("spmm")}, False, GPU) == []
+
+
+def test_sweeps_have_even_and_skewed_rows_in_all_layouts() -> None:
+    points = list(islice(FAMILY.sweep(), 300))
+    assert {(p.op, p.layout) for p in points} == {
+        ("spmm", "csr"),
+        ("spmm", "csc"),
+        ("spmm", "coo"),
+        ("sddmm", "csr"),
+    }
+    assert 0.3 < sum(p.skew > 0 for p in points) / len(points) < 0.7
+
+
+def test_a_larger_point_has_rows_of_the_same_length() -> None:
+    p = Sparse(rows=100, cols=200, nnz=500, width=8)
+    larger = resize(p, 16.0, 1.0)
+    assert (larger.rows, larger.cols, larger.nnz, larger.width) == (1600, 3200, 8000, 8)

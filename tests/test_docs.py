@@ -1,0 +1,228 @@
+"""Documentation names only modules, files, commands and options that exist; its examples run."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import islice
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import click
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from compose.parallel.plan import ParallelPlan
+from itercast.__main__ import app
+from learners.bundle import SCHEMA_VERSION
+from microbench.assumptions import all_assumptions
+from microbench.campaign.stages import PLANS
+from microbench.hardware.node import Node
+from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall, TensorSpec
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PACKAGES = ("microbench", "learners", "compose", "eval", "itercast")
+FOLDERS = (*PACKAGES, "tests", "docs", "examples", "datasets")
+COMMANDS = typer.main.get_command(app)
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+EXAMPLE = re.compile(r'^```python title="([^"]+)"\n(.*?)^```', re.M | re.S)
+
+
+def spans(page: Path) -> Iterator[str]:
+    """Text between backticks, and the lines of code blocks."""
+    text = EXAMPLE.sub("", page.read_text())
+    for block in re.findall(r"^```.*?\n(.*?)^```|((?:^    \S.*\n)+)", text, re.M | re.S):
+        yield from (line.strip() for part in block for line in part.splitlines())
+    yield from re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+
+
+def examples() -> dict[str, str]:
+    """Files shown in full in extending.md."""
+    return dict(EXAMPLE.findall((ROOT / "docs/extending.md").read_text()))
+
+
+def resolves(name: str) -> bool:
+    """Whether a dotted name is a module of ours, or a name that one defines."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        path = ROOT.joinpath(*parts[:cut])
+        module = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path
+        if module.is_dir():
+            module = module / "__init__.py"
+        if module.is_file():
+            return cut == len(parts) or (
+                cut == len(parts) - 1 and parts[-1] in defined(ast.parse(module.read_text()))
+            )
+    return False
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """Names at the top of a module: classes, functions, values."""
+    found: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign):
+            found |= {t.id for t in node.targets if isinstance(t, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found.add(node.target.id)
+    return found
+
+
+def wrong_command(text: str) -> str:
+    """What is wrong with a command line; empty where it is right, or none of ours."""
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError:
+        return ""
+    if words[:1] == ["make"] and len(words) > 1:
+        return "" if words[1] in TARGETS else f"no target {words[1]}"
+    if len(words) > 2 and words[0] in ("python", "python3") and words[1] == "-m":
+        words = words[2:]
+        if words[0] in ("pytest", "venv"):
+            return ""
+        return "" if resolves(words[0]) else f"no module {words[0]}"
+    if words[:1] != ["itercast"] or len(words) < 2:
+        return ""
+    known: dict[str, click.Command] = COMMANDS.commands  # type: ignore[attr-defined]
+    command: Any = COMMANDS if words[1].startswith("-") else known.get(words[1])
+    if words[1].isupper() or words[1] == "<command>":
+        return ""
+    if command is None:
+        return f"no command {words[1]}"
+    allowed = {"--help", *(name for p in command.params for name in p.opts)}
+    options = [w for w in words[1:] if w.startswith("--")]
+    return next((f"no option {w}" for w in options if w not in allowed), "")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_on_a_page_exist(page: Path) -> None:
+    """Paths of the repository, dotted names of modules and what they define, commands."""
+    shown = examples()
+    for text in spans(page):
+        if re.fullmatch(r"[\w./-]+/[\w./-]*", text) and text.split("/")[0] in FOLDERS:
+            assert text in shown or (ROOT / text).exists(), (page.name, text)
+        if re.fullmatch(r"\w+(\.\w+)+", text) and text.split(".")[0] in PACKAGES:
+            assert resolves(text), (page.name, text)
+        assert not wrong_command(text), (page.name, text, wrong_command(text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_are_in_the_file_that_is_stated(page: Path) -> None:
+    """Written as `name` in `folder/file.py`."""
+    for name, path in re.findall(r"`(\w+)`\s+in\s+`([\w/]+\.py)`", page.read_text()):
+        assert name in defined(ast.parse((ROOT / path).read_text())), (page.name, name, path)
+
+
+def test_wrong_names_are_found() -> None:
+    assert resolves("compose.parallel.plan.ParallelPlan")
+    assert not resolves("compose.parallel.plan.Nothing") and not resolves("compose.nothing.plan")
+    assert wrong_command("itercast predict gpt-s --gpu cpu") == ""
+    assert wrong_command("itercast predict --gqu cpu") == "no option --gqu"
+    assert wrong_command("itercast pred") == "no command pred"
+    assert wrong_command("make love") == "no target love"
+    assert wrong_command("python -m eval.nothing") == "no module eval.nothing"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    pages = set[str]()
+    for entry in config["nav"]:
+        for value in entry.values():
+            several = value if isinstance(value, list) else [entry]
+            pages |= {page for one in several for page in one.values()}
+    assert pages == {p.relative_to(ROOT / "docs").as_posix() for p in ROOT.glob("docs/**/*.md")}
+
+
+def test_every_field_of_a_format_is_described() -> None:
+    text = (ROOT / "docs/formats.md").read_text()
+    parts_of_others = {"virtual", "overlap", "imbalance"}
+    names = {f.name for kind in (Gpu, Node, ParallelPlan) for f in fields(kind)} - {"name"}
+    missing = [n for n in sorted(names - parts_of_others) if f"`{n}`" not in text]
+    assert not missing
+    assert f"`schema_version` ({SCHEMA_VERSION})" in text
+
+
+def test_the_campaigns_stages_are_stated() -> None:
+    text = (ROOT / "docs/gpu-campaign.md").read_text()
+    for plan, stages in PLANS.items():
+        times = ", ".join(f"{stage.name} {stage.seconds:g}" for stage in stages)
+        assert f"| `{plan}` | {times} |" in text
+
+
+def test_sources_that_numbers_were_fitted_on_are_stated() -> None:
+    """Errors on these sources are not blind."""
+    text = " ".join((ROOT / "docs/accuracy.md").read_text().split())
+    for one in all_assumptions(ROOT):
+        for source in one.fitted_on:
+            assert source.removeprefix("datasets of ") in text, (one.module, one.name, source)
+
+
+def load(name: str, folder: Path) -> ModuleType:
+    """A file shown in extending.md as a module."""
+    path = folder / Path(name).name
+    path.write_text(examples()[name])
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_op_shown_is_a_family(tmp_path: Path) -> None:
+    """2 rows of 8 numbers: 2.5 * 2 * 8 * 3 flops; 16 reals in, 2 * 5 complex numbers out."""
+    fft = load("microbench/ops/memory/fft.py", tmp_path)
+    call = OpCall(
+        op="aten._fft_r2c.default",
+        args=(TensorSpec(shape=(2, 8), dtype="fp32"), (1,), 0, True),
+    )
+    (answer,) = fft.FAMILY.answers.values()
+    p = answer(call)
+    assert (fft.flops(p), fft.bytes_moved(p)) == (120, 4 * 16 + 8 * 10)
+    for point in islice(fft.sweep(), 5):
+        fft.build(point, "cpu").run()
+        gpu = Gpu(name="toy", peak_flops_per_s={"fp32": 1e12})
+        assert fft.features(point, gpu)["power_of_two"] in (0.0, 1.0)
+
+
+def test_the_importer_shown_counts_what_it_leaves_out(tmp_path: Path) -> None:
+    mylab = load("microbench/importers/mylab.py", tmp_path)
+    (tmp_path / "h100.csv").write_text("M,N,K,ms\n128,128,128,0.02\n5,x,2,0.1\n")
+    found = mylab.read(tmp_path)
+    assert found.rows["gemm"]["time_us"].tolist() == [20.0]
+    assert found.dropped == {"n is not a positive whole number": 1}
+
+
+def test_versions_agree() -> None:
+    """The changelog's newest version is the package's; ``--version`` prints the installed one."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert newest is not None and newest[1] == version
+    shown = CliRunner().invoke(app, ["--version"])
+    assert shown.exit_code == 0 and re.fullmatch(r"itercast \d+\.\d+\.\d+\n", shown.output)
+
+
+def test_the_site_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
+    """Where the extra ``docs`` is installed; a diagram in mermaid would load its library."""
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    for page in tmp_path.rglob("*.html"):
+        text = page.read_text()
+        loaded = re.findall(
+            r'<(?:script|img|iframe|link)\b[^>]*(?:src|href)="(https?:[^"]*)"', text
+        )
+        assert not loaded and 'class="mermaid"' not in text, (page, loaded)
