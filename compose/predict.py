@@ -1,4 +1,4 @@
-"""``predict``: the forecast of one iteration of any model on a GPU under a plan."""
+"""``predict``: forecasts one iteration of any model on a GPU under a plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def predict(
 ) -> Forecast:
     """Forecast one iteration on ``gpu`` under ``plan``, run by an engine: eager, graph or compile.
 
-    ``model`` is anything ``capture`` takes, with its options, or what it returned: ``batch`` and
+    ``model`` is anything ``capture`` takes, with its options, or a captured step. ``batch`` and
     ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it.
     """
     if isinstance(model, StepCapture):
@@ -36,8 +36,8 @@ def predict(
         if ParallelPlan.parse(plan).amp:
             raise ValueError(f"plan {plan!r}: a step is captured with amp=True, or without")
         return forecast_step(with_engine(model, engine), find_target(gpu, plan, bundle))
-    asked, split = (options.pop("batch", None), options.pop("seq", None)), ParallelPlan.parse(plan)
-    size = micro_size(model, split, *asked)
+    parsed = ParallelPlan.parse(plan)
+    size = micro_size(model, parsed, options.pop("batch", None), options.pop("seq", None))
     target = find_target(gpu, plan, bundle)
-    step = capture(model, inputs, loss, **size, **{"amp": split.amp, **options})
+    step = capture(model, inputs, loss, **size, **{"amp": parsed.amp, **options})
     return forecast_step(with_engine(step, engine), target)

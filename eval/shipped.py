@@ -76,8 +76,8 @@ def joined(bundles: Sequence[Bundle]) -> Bundle:
 
 
 def comparison(old: Bundle, new: Bundle) -> Table:
-    """Table by family: whether both were trained on equal rows, and their held-out errors."""
-    table = Table("family", "rows", "digest", *SHOWN, title="shipped > rebuilt")
+    """Table by family: equal rows or not, held-out errors, interval on unseen GPUs (log)."""
+    table = Table("family", "rows", "digest", *SHOWN, "unseen GPUs", title="shipped > rebuilt")
     for name in dict.fromkeys([*old.models, *new.models]):
         facts = [b.models[name].facts if name in b.models else None for b in (old, new)]
         before, after = facts
@@ -86,6 +86,8 @@ def comparison(old: Bundle, new: Bundle) -> Table:
             continue
         same = before["digest"] == after["digest"]
         errors = [f"{before['errors'][e]:.4f} > {after['errors'][e]:.4f}" for e in SHOWN]
+        low_high = [b.models[name].unseen_offsets for b in (old, new)]  # log(measured / forecast)
+        errors.append(" > ".join(f"{low:+.2f} {high:+.2f}" for low, high in low_high))
         table.add_row(name, f"{after['rows']:,}", "equal" if same else "differs", *errors)
     return table
 

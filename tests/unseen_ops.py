@@ -1,4 +1,4 @@
-"""A toy GPU and models of a few ops, for tests of what stands in for the others."""
+"""A toy GPU and models of a few ops, for tests of the fallbacks of all others."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,13 +135,14 @@ class Launches:
             return self.alone_us if own_us is None else own_us
         return self.python_us + (self.usual_us if own_us is None else own_us)
 
-    def add_to(self, host: AssumedTime, op: PricedOp) -> None:
-        """Add the host time of one op of the captured step, by assumption."""
-        host.add(self.python_us, self.python_assumed)
-        if self.by_op and op.launch_us is not None:
-            host.add(op.launch_us)
-        else:
-            host.add(self.usual_us, self.launch_assumed)
+    def total(self, ops: Sequence[PricedOp]) -> AssumedTime:
+        """Host time of ops of the captured step, by assumption."""
+        measured_us = [op.launch_us for op in ops if self.by_op and op.launch_us is not None]
+        total = AssumedTime()
+        total.add(self.python_us * len(ops), self.python_assumed)
+        total.add(self.usual_us * (len(ops) - len(measured_us)), self.launch_assumed)
+        total.add(sum(measured_us))
+        return total
 
     def kernels(self, op: PricedOp) -> int:
         """How many launches these are."""

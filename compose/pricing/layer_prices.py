@@ -174,15 +174,12 @@ def _host_time(
 
     ``optimizer`` is the captured optimizer's Python, over the captured parameters.
     """
-    host = AssumedTime()
-    for op, call in zip(ops, graph.capture.calls, strict=True):
-        if call.phase == "optimizer":
-            costs.add_to(host, op)
+    calls = graph.capture.calls
+    update = [op for op, c in zip(ops, calls, strict=True) if c.phase == "optimizer"]
+    host = costs.total(update)
     for layer in graph.layers:
-        one = AssumedTime()
-        for op in (*ops[slice(*layer.forward)], *ops[slice(*layer.backward)]):
-            costs.add_to(one, op)
-        host.add_all(one, layer.count)
+        layer_ops = [*ops[slice(*layer.forward)], *ops[slice(*layer.backward)]]
+        host.add_all(costs.total(layer_ops), layer.count)
     tensors = sum(x.count * len(x.parameters) for x in graph.layers)
     captured = max(1, len(graph.capture.parameters))
     host.add(optimizer.duration_us * tensors / captured, optimizer.assumed)

@@ -95,10 +95,14 @@ def _peak(
         return trained // share, sum(saved), sizes.work
     best, left, made = (0, 0, 0), sum(saved), 0
     for x in reversed(sizes.layers):
-        own = x.layer.trained_bytes
-        made += own
+        gradients = x.layer.trained_bytes
+        made += gradients
         now = (made // share, left, _work(x))
         left -= x.saved_bytes
-        scattered = (made // share, left, 2 * own if share > 1 else 0)  # whole, and joined to send
+        scattered = (
+            made // share,
+            left,
+            2 * gradients if share > 1 else 0,
+        )  # and their copy to send
         best = max(best, now, scattered, key=sum)
     return best

@@ -30,7 +30,9 @@ ACCEPTED = (torch.strided, torch.sparse_coo, torch.sparse_csr)  # of parameters 
 
 def is_sparse(value: Any) -> bool:
     """Whether this is a tensor in one of torch's sparse layouts."""
-    return isinstance(value, torch.Tensor) and value.layout in SPARSE
+    if not isinstance(value, torch.Tensor) or value.layout is torch.strided:
+        return False  # decided first, for speed: nearly all tensors are
+    return value.layout in SPARSE
 
 
 def is_row_sparse(value: Any) -> bool:
@@ -120,13 +122,10 @@ def makes_or_takes_sparse(name: str, args: Any) -> bool:
     """Whether an op (named without ``aten::``) reads a sparse tensor or makes one of dense ones."""
     if name in MAKERS:
         return True
-    for value in args:
-        if isinstance(value, list | tuple):
-            if any(map(is_sparse, value)):
-                return True
-        elif is_sparse(value):
-            return True
-    return False
+    return any(
+        any(map(is_sparse, value)) if isinstance(value, list) else is_sparse(value)
+        for value in args
+    )
 
 
 def run_with_sparse(func: Any, args: Any, kwargs: Any) -> Any:

@@ -153,15 +153,17 @@ def test_what_large_products_reach_is_told_to_one_column_only() -> None:
 
 @needs_public("NeuSight")
 def test_layernorm_of_the_public_data_beats_its_baselines() -> None:
+    """On 600 of the V100's 1,478 rows: the least median error of all learners, below 2 %."""
     from microbench.importers import neusight
 
     line = next(x for x in lines() if "layernorm" in x.name)
     rows = neusight.read(PUBLIC / "NeuSight").rows["norm"].assign(source="NeuSight")
-    small = rows[rows["gpu"] == "v100-pcie-32gb"].reset_index(drop=True)
+    small = rows[rows["gpu"] == "v100-pcie-32gb"].sample(600, random_state=0)
+    small = small.reset_index(drop=True)
     result = next(iter(run_line(line, small)))
     ours = result.scores["itercast"]["median_ape_pct"]
     assert ours == min(s["median_ape_pct"] for s in result.scores.values())
-    assert ours < 4
+    assert ours < 2
 
 
 @needs_public("aiconfigurator")

@@ -66,8 +66,11 @@ def test_a_point_is_its_shape_dtype_and_threads() -> None:
     assert len(set(ids)) == 3 and ids[0] == ids[1]
 
 
-def test_a_pass_fills_its_budget_with_new_points(first_pass: Path) -> None:
+def test_a_pass_fills_its_budget_with_new_points(
+    first_pass: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """0.9 s at 30 ms a point are thirty."""
+    monkeypatch.setattr("learners.active.CANDIDATES", 400)
     found = next_pass([first_pass], H100.name, None, 0.9, seed=1)
     assert set(found) == {"norm"}
     assert len(found["norm"]) == len(set(found["norm"])) == pytest.approx(30, abs=1)
@@ -107,7 +110,7 @@ def test_a_second_pass_on_this_cpu(tmp_path: Path) -> None:
     wanted = tmp_path / "wanted.json"
     points = [replace(p, rows=3 + 2 * n, cols=64, dtype="fp32") for n, p in enumerate(norms(2))]
     write_points(wanted, {"norm": points})
-    assert collect(tmp_path / "out", "cpu", ["norm"], 4.0, wanted=wanted) > 0
+    assert collect(tmp_path / "out", "cpu", ["norm"], 2.0, wanted=wanted) > 0
     rows = read_rows([tmp_path / "out"], "norm")
     assert set(rows["rows"]) <= {3, 5} and set(rows["cols"]) == {64}
 

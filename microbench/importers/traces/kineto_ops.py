@@ -40,8 +40,8 @@ def _answers(name: str) -> tuple[tuple[str, str], ...]:
     """(family, captured name) of the overloads of an op that families describe."""
     plain = RENAMED.get(name.removeprefix("aten::"), name.removeprefix("aten::"))
     wanted = [f"aten.{plain}.{overload}" for overload in OVERLOADS]
-    known = {op: f.name for f in families().values() for op in f.answers}
-    return tuple((known[op], op) for op in wanted if op in known)
+    every = families().values()
+    return tuple((f.name, op) for op in wanted for f in every if op in f.answers)
 
 
 def answered(name: str) -> bool:

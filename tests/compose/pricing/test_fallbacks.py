@@ -132,7 +132,7 @@ def test_a_product_in_fp8_loses_the_cast_it_was_measured_with() -> None:
 
 
 def test_products_in_fp8_of_our_own_sweeps_were_measured_without_a_cast() -> None:
-    """Nothing is taken off where torch's rows answer; half where each of two lenders answers."""
+    """Nothing is taken off where torch's rows answer; half where two GPUs do."""
     product = Gemm(op="scaled_mm", m=4096, n=1024, k=512, layout="nt", dtype="fp8")
     assert fallback_parts(product, fp8("torch-2.11.0+cu130"), False, GPU) == []
     both = fp8("torch-2.11.0+cu130")["gemm"].source_gpus
@@ -149,7 +149,7 @@ def test_products_in_fp8_of_our_own_sweeps_were_measured_without_a_cast() -> Non
     assert len(fallback_parts(product, {**MODELS, "gemm": gemm}, False, other, "vllm")) == 3
 
 
-def test_rows_of_one_gpu_switch_no_stand_in_of_far_ones_off() -> None:
+def test_rows_of_one_gpu_leave_fallbacks_of_other_generations() -> None:
     """A Hopper's batch norms in bf16 answer for Ampere and Blackwell, not for Volta or in fp32."""
 
     def on(architecture: str) -> Gpu:
@@ -159,16 +159,16 @@ def test_rows_of_one_gpu_switch_no_stand_in_of_far_ones_off() -> None:
     models = {**MODELS, "norm": hopper}
     norm = Norm(op="batch", rows=2, cols=64, channels=16, dtype="bf16")
 
-    def stands_in(architecture: str, models: Any = models, dtype: str = "bf16") -> bool:
+    def falls_back(architecture: str, models: Any = models, dtype: str = "bf16") -> bool:
         return bool(fallback_parts(replace(norm, dtype=dtype), models, False, on(architecture)))
 
     answers = ("pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell-ultra", "cdna2")
-    assert [stands_in(a) for a in answers] == [1, 1, 1, 0, 0, 0, 0, 1]
-    assert stands_in("hopper", dtype="fp32")
+    assert [falls_back(a) for a in answers] == [1, 1, 1, 0, 0, 0, 0, 1]
+    assert falls_back("hopper", dtype="fp32")
     measured = {**hopper.source_gpus.measured, "volta": hopper.source_gpus.measured["hopper"]}
     gpus = {name: on(name) for name in measured}
     several = replace(hopper, source_gpus=replace(hopper.source_gpus, measured=measured, gpus=gpus))
-    assert not stands_in("pascal", {**MODELS, "norm": several})  # what both showed holds for all
+    assert not falls_back("pascal", {**MODELS, "norm": several})  # what both showed holds for all
 
 
 def test_convolutions_measured_on_one_gpu_leave_the_forwards_of_another() -> None:

@@ -81,7 +81,7 @@ def test_buckets_close_with_the_gradient_that_fills_them() -> None:
     assert [b.names for b in buckets(parameters)] == [("e", "d"), ("c", "b", "a")]
     assert [b.message_bytes for b in buckets(parameters)] == [2.5 * MIB, 40.5 * MIB]
     assert [b.ready_after for b in buckets(parameters)] == [3, 9]
-    # a limit of one's own holds for the first bucket too
+    # any other limit than the default holds for the first bucket too
     assert [b.names for b in buckets(parameters, 21 * MIB)] == [("e", "d", "c", "b"), ("a",)]
 
 
@@ -228,15 +228,15 @@ class Links(Fixed):
         return super().price(family, rows, gpus)
 
 
-def test_a_model_of_collectives_is_told_the_link() -> None:
+def test_a_model_of_collectives_gets_the_link() -> None:
     """Sixteen ranks of two nodes cross the network, as their numbers say."""
-    gpu, told = load_gpu("a100-pcie-80gb"), []
+    gpu, links_of = load_gpu("a100-pcie-80gb"), list[str]()
     for n in (4, 16):
         links = Links()
         where = cluster(ParallelPlan(dp=n), gpu)
         price_messages([reduce_of(10**6)], PriceBook(links, gpu, 0), where)
-        told += links.links
-    assert told == ["pcie", ""]
+        links_of += links.links
+    assert links_of == ["pcie", ""]
 
 
 class UpToFour(Fixed):
@@ -269,7 +269,7 @@ class AtNetworkRate(Fixed):
         return super().price(family, rows).assign(predicted_us=rate, in_envelope=True)
 
 
-def test_a_model_is_told_the_network_only_of_what_crosses_it() -> None:
+def test_a_model_gets_the_network_only_for_messages_that_cross_it() -> None:
     """The node states 12.5e9 bytes/s a GPU; two of sixteen ranks sit in one node."""
     node = replace(load_node("dgx-a100"), network_bytes_per_s=12.5e9)
     where = cluster(ParallelPlan(tp=4, dp=16), GPU, node)

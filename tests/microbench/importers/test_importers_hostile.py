@@ -141,7 +141,7 @@ def test_names_of_files_and_gpus_cannot_leave_the_folder(tmp_path: Path) -> None
     assert pd.read_parquet(parts[0])["origin"].map(str.isprintable).all()
     own = put(tmp_path / "gpu.yaml", "name: ../../x\npeak_flops_per_s: {fp32: 1e12}\n")
     result = CliRunner().invoke(app, ["import", "kineto", str(base), "--gpu", str(own)])
-    assert (result.exit_code, "small letters" in result.output) == (2, True)
+    assert (result.exit_code, "lower-case letters" in result.output) == (2, True)
 
 
 def test_pipes_folders_and_links_to_nowhere_are_not_opened(tmp_path: Path) -> None:

@@ -195,6 +195,7 @@ def test_the_host_is_measured_by_a_worker_that_never_profiles(
     with pytest.raises(Killed):
         work(tmp_path, monkeypatch, [Toy(number=1), Toy(number=2, does="kill")], device)
     known = {n: toy_family(device, [Toy(number=n == "host")], n) for n in ("host", "toy")}
+    known["host"] = replace(known["host"], on_host=True)
     known["gemm"] = fixed(GEMM)
     for module in (gpu_chunk_worker, sweep_module):
         monkeypatch.setattr(module, "families", lambda: known)

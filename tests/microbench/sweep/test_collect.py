@@ -87,7 +87,7 @@ def test_workers_that_bring_nothing_are_given_up(
     monkeypatch.setattr(collect_module, "start_worker", start)
     collect_module.run_worker(replace(order(tmp_path, "toy", budget_s=60.0), device="cuda"))
     assert len(starts) == 3
-    assert "given up: workers of toy bring no rows" in caplog.text
+    assert "the sweep of toy ends: its workers return no rows" in caplog.text
 
 
 def test_a_worker_that_outlives_its_budget_is_ended(
