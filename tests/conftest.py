@@ -19,6 +19,7 @@ from microbench.opcall import StepCapture
 from microbench.sweep import cards
 
 ROOT = Path(__file__).parents[1]
+THREADS = torch.get_num_threads()
 
 
 @pytest.fixture(scope="session")
@@ -59,11 +60,15 @@ def working_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(autouse=True)
-def same_draws() -> None:
-    """Seeds every random generator: weights, tokens and dropped layers are the same in each run."""
+def same_start() -> None:
+    """Seeds and threads of every test, whatever ran before: workers run in-process set both.
+
+    On one thread torch picks other convolution kernels, which leave gradients in another layout.
+    """
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(scope="session", autouse=True)

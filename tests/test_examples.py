@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -24,15 +22,13 @@ def test_every_example_is_run() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PRINTS))
-def test_an_example_runs(name: str, tmp_path: Path) -> None:
-    """In a folder of its own, so that no local bundle is found."""
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_WAIT_POLICY": "passive"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py")],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert PRINTS[name] in done.stdout
+def test_an_example_runs(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As ``python examples/NAME.py``, in a folder of its own so that no local bundle is found."""
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert PRINTS[name] in capsys.readouterr().out

@@ -99,7 +99,7 @@ def forecasts(
     """Forecasts in us of the held rows, by learner; NaN where a learner gives none.
 
     "itercast" knows nothing measured on a held-out GPU (or dtype of a GPU); "stated rate" also
-    knows the FLOP/s that large products are published to reach on it (``reached_flops_per_s``).
+    knows the FLOP/s that large products are published to reach on it (``achieved_flops_per_s``).
     Baselines forecast a random sample of the rows only.
     """
     table = prepared.table

@@ -43,12 +43,24 @@ SYSTEMS = {
     "l40s": ("l40s", "l40s-pcie"),
     "rtx_pro_6000_server": ("rtx-pro-6000", "rtx-pro-6000-pcie"),
 }
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "fp8": "fp8", "int8": "int8"}
-DTYPES |= {"float": "fp32", "float32": "fp32"}
+DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "fp8": "fp8",
+    "int8": "int8",
+    "float": "fp32",
+    "float32": "fp32",
+}
 OPTIONAL = ("kernel_source", "window_size")
 MAX_ROWS = 10_000_000
-COLLECTIVES = {"all_gather": "all_gather", "all_reduce": "all_reduce", "alltoall": "all_to_all"}
-COLLECTIVES |= {"reduce_scatter": "reduce_scatter", "broadcast": "broadcast"}
+COLLECTIVES = {
+    "all_gather": "all_gather",
+    "all_reduce": "all_reduce",
+    "alltoall": "all_to_all",
+    "reduce_scatter": "reduce_scatter",
+    "broadcast": "broadcast",
+}
 
 
 def read(path: Path) -> Imported:
@@ -129,7 +141,8 @@ def _gemm(collector: RowCollector, path: Path, system: str, f: pd.DataFrame) -> 
         **_common(collector, path, system, f, "gemm_dtype"),
         "op": np.where(f["gemm_dtype"] == "fp8", "scaled_mm", "mm"),
         **{name: f[name] for name in ("m", "n", "k")},
-        **{"batch": 1, "layout": "nt"},
+        "batch": 1,
+        "layout": "nt",
     }
     collector.add("gemm", pd.DataFrame(rows, index=f.index), ("m", "n", "k"))
 
@@ -152,8 +165,12 @@ def _attention(collector: RowCollector, path: Path, system: str, f: pd.DataFrame
         "batch": f["batch_size"],
         "heads": f["num_heads"],
         "kv_heads": f["num_key_value_heads"],
-        **{"q_len": f["isl"], "kv_len": f["isl"], "head_dim": f["head_dim"]},
-        **{"causal": True, "masked": False, "dropout": False},
+        "q_len": f["isl"],
+        "kv_len": f["isl"],
+        "head_dim": f["head_dim"],
+        "causal": True,
+        "masked": False,
+        "dropout": False,
     }
     sizes = ("batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim")
     collector.add("attention", pd.DataFrame(rows, index=f.index), sizes)

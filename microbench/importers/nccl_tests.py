@@ -39,9 +39,16 @@ ABOUT = About(
         "lines, or the user, in this order; network rates are per GPU and in one direction."
     ),
 )
-OPS = {"sendrecv": "send_recv", "alltoall": "all_to_all"}
-OPS |= {op: op for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")}
-OPS |= {op: op for op in ("send_recv", "all_to_all")}
+OPS = {
+    "sendrecv": "send_recv",
+    "alltoall": "all_to_all",
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "broadcast": "broadcast",
+    "send_recv": "send_recv",
+    "all_to_all": "all_to_all",
+}
 NODES = (
     (r"p4de\.", "aws-p4de"),
     (r"p4d\.", "aws-p4d"),
@@ -56,8 +63,12 @@ NODES = (
     (r"GB200", "gb200-nvl72"),
     (r"GB300", "gb300-nvl72"),
 )
-FALLBACK = {"h100": "h100-sxm-80gb", "h200": "h200-sxm-141gb", "b200": "b200-sxm"}
-FALLBACK |= {"b300": "b300-sxm"}
+FALLBACK = {
+    "h100": "h100-sxm-80gb",
+    "h200": "h200-sxm-141gb",
+    "b200": "b200-sxm",
+    "b300": "b300-sxm",
+}
 
 
 def read(path: Path, hints: Hints = Hints()) -> Imported:  # noqa: B008  # frozen

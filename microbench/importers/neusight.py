@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,17 +113,27 @@ def _conv(f: pd.DataFrame) -> dict[str, Any]:
         "batch": f["B"],
         "in_channels": f["Input_Channel"],
         "out_channels": f["Output_Channel"],
-        **{"h": f["Input_Size"], "w": f["Input_Size"]},
-        **{"kernel_h": f["Kernel_Szie"], "kernel_w": f["Kernel_Szie"]},  # upstream's spelling
+        "h": f["Input_Size"],
+        "w": f["Input_Size"],
+        "kernel_h": f["Kernel_Szie"],
+        "kernel_w": f["Kernel_Szie"],  # upstream's spelling
         "stride": f["Stride"],
-        **{"padding_h": integers(f["Padding"]), "padding_w": integers(f["Padding"])},
-        **{"dilation": 1, "groups": 1, **flags},
+        "padding_h": integers(f["Padding"]),
+        "padding_w": integers(f["Padding"]),
+        "dilation": 1,
+        "groups": 1,
+        **flags,
     }
 
 
 Form = tuple[str, Callable[[pd.DataFrame], dict[str, Any]], tuple[str, ...], tuple[str, ...]]
-CANONICAL = {"addu": "add", "mulu": "mul", "divu": "mul", "powu": "pow_general"}
-CANONICAL |= {"pow": "pow_general"}
+CANONICAL = {
+    "addu": "add",
+    "mulu": "mul",
+    "divu": "mul",
+    "powu": "pow_general",
+    "pow": "pow_general",
+}
 POINTWISE = ("add", "addu", "div", "divu", "gelu", "mul", "mulu", "pow", "powu", "relu", "tanh")
 CONV = ("B", "Input_Channel", "Output_Channel", "Kernel_Szie", "Input_Size", "Stride", "Padding")
 CONV_SIZES = ("batch", "in_channels", "out_channels", "h", "w", "kernel_h", "kernel_w", "stride")
@@ -198,20 +208,10 @@ def _label(collector: RowCollector, path: Path, base: Path) -> None:
     except Unreadable:
         return collector.drop(f"label of a model without a configuration: {named['model'][:40]!r}")
     row = {
-        "op": "train_step" if named["mode"] == "train" else "infer_step",
+        **_label_columns(named, found),
         "gpu": gpu,
-        "stack": "torch-2.1.0",
-        "timer": "with_launch",
-        "dtype": "fp32",
-        "time_us": number(found.get("e2e_latency")) * 1e3,
-        **{"case": named["model"], "source": "neusight"},
-        **{"builder": "hf", "hf_config": json.dumps(model, sort_keys=True)},
-        "mode": "train" if named["mode"] == "train" else "infer",
+        "hf_config": json.dumps(model, sort_keys=True),
         "batch": int(named["batch"]) // dp,
-        "seq": int(named["seq"]),
-        "forward_us": number(found.get("fw_latency")) * 1e3,
-        "backward_us": number(found.get("bwall_latency")) * 1e3,
-        **{"loss": "none", "optimizer": "none", "attn": "eager", "amp": False},
         "ranks_per_node": options["world_size"],
         **options,
         "engine": "compile" if options["compile"] else "eager",
@@ -219,6 +219,28 @@ def _label(collector: RowCollector, path: Path, base: Path) -> None:
         "origin": collector.name(path),
     }
     return collector.add("iteration", pd.DataFrame([row]), ("batch", "seq", "world_size"))
+
+
+def _label_columns(named: re.Match[str], found: Mapping[str, Any]) -> dict[str, Any]:
+    """Columns from the name and the times of a label."""
+    return {
+        "op": "train_step" if named["mode"] == "train" else "infer_step",
+        "stack": "torch-2.1.0",
+        "timer": "with_launch",
+        "dtype": "fp32",
+        "time_us": number(found.get("e2e_latency")) * 1e3,
+        "case": named["model"],
+        "source": "neusight",
+        "builder": "hf",
+        "mode": "train" if named["mode"] == "train" else "infer",
+        "seq": int(named["seq"]),
+        "forward_us": number(found.get("fw_latency")) * 1e3,
+        "backward_us": number(found.get("bwall_latency")) * 1e3,
+        "loss": "none",
+        "optimizer": "none",
+        "attn": "eager",
+        "amp": False,
+    }
 
 
 def _suffix(text: str) -> dict[str, Any] | None:

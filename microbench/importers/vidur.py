@@ -30,8 +30,15 @@ NODES = {
     "a40_pairwise_nvlink": ("a40", "a40-pairwise", "pairwise"),
 }
 GPUS = {"a100": "a100-sxm-80gb", "h100": "h100-sxm-80gb", "a40": "a40"}
-SHAPE: tuple[str, ...] = ("n_head", "n_kv_head", "n_embd", "n_expanded_embd", "num_tokens")
-SHAPE += ("use_gated_mlp", "num_tensor_parallel_workers")
+SHAPE: tuple[str, ...] = (
+    "n_head",
+    "n_kv_head",
+    "n_embd",
+    "n_expanded_embd",
+    "num_tokens",
+    "use_gated_mlp",
+    "num_tensor_parallel_workers",
+)
 NORMS = ("input_layernorm", "post_attention_layernorm")
 
 

@@ -70,22 +70,11 @@ def collect_iterations(
     """
     end_s = time.monotonic() + budget_s
     facts = {**card_facts(root, device), "what": "training iterations measured by itercast collect"}
-    gpu = facts["hardware"]["name"]
     store.compact(root, facts)
     done = finished_keys(root, ("iteration",))
-    cores = os.cpu_count() or 1
     moved = 0
     for ranks in sorted({w.ranks for w in wanted}):
-        order = IterationOrder(
-            root=str(root),
-            run_id="",
-            device=device,
-            gpu=gpu,
-            threads=max(1, cores // ranks) if device == "cpu" else 0,
-            ranks=ranks,
-            repeat=repeat,
-            iterations=(),
-        )
+        order = _order(root, device, facts["hardware"]["name"], ranks, repeat)
         left = [w for w in wanted if w.ranks == ranks and iteration_key(order, w) not in done]
         while left and (left_s := end_s - (begin_s := time.monotonic())) > 0:
             part = replace(order, iterations=tuple(left), run_id=_run_id(order))
@@ -102,6 +91,21 @@ def collect_iterations(
                 _write_failure(part, left.pop(0), code)
                 moved += store.compact(root, facts)
     return moved
+
+
+def _order(root: Path, device: str, gpu: str, ranks: int, repeat: int) -> IterationOrder:
+    """The order to workers with this number of ranks, without iterations and budget."""
+    cores = os.cpu_count() or 1
+    return IterationOrder(
+        root=str(root),
+        run_id="",
+        device=device,
+        gpu=gpu,
+        threads=max(1, cores // ranks) if device == "cpu" else 0,
+        ranks=ranks,
+        repeat=repeat,
+        iterations=(),
+    )
 
 
 def _run_id(order: IterationOrder) -> str:

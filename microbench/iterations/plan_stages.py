@@ -119,6 +119,17 @@ def make_pipeline_step(
     return step
 
 
+def _parameters_by_stage(model: Any, spans: list[tuple[int, int]]) -> list[list[nn.Parameter]]:
+    """Parameters of each stage; a tied embedding belongs to the first stage only."""
+    seen: set[int] = set()
+    owned = []
+    for span in spans:
+        mine = [p for p in own_parameters(model, *span) if id(p) not in seen]
+        seen |= {id(p) for p in mine}
+        owned.append(mine)
+    return owned
+
+
 def make_cyclic_step(
     model: Any,
     batch: dict[str, Any],
@@ -136,12 +147,7 @@ def make_cyclic_step(
     rank, n = dist.get_rank(), dist.get_world_size()
     spans = list(pairwise(edges(len(model.blocks), n)))
     stages = [Stage(model, *span) for span in spans]
-    seen: set[int] = set()
-    owned = []
-    for span in spans:
-        mine = [p for p in own_parameters(model, *span) if id(p) not in seen]
-        seen |= {id(p) for p in mine}
-        owned.append(mine)
+    owned = _parameters_by_stage(model, spans)
     links = _Links(owned, rank, n)
     last = rank == n - 1
     optimizers = [make_optimizer(ps, settings.optimizer) for ps in owned] if last else []

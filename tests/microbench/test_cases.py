@@ -113,7 +113,6 @@ def test_measured_rows_state_phases_and_the_anchor() -> None:
     assert 0.4 * row["time_us_p20"] < phases < 2 * row["time_us_p80"]  # medians of few steps
 
 
-@pytest.mark.alone
 def test_two_ranks_are_measured_once_each_round(tmp_path: Path) -> None:
     wanted = [iteration_of(case("mlp-s")), iteration_of(case("mlp-s"), "dp=2")]
     assert collect_iterations(tmp_path, "cpu", wanted, 0) == 2

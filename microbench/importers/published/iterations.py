@@ -12,7 +12,7 @@ import pandas as pd
 from microbench.assumptions import assumed
 from microbench.hardware.names import gpu_named
 from microbench.importers.base import About, Imported, RowCollector, number, positive, refuse, whole
-from microbench.importers.published.models import model_of
+from microbench.importers.published.models import Model, model_of
 from microbench.importers.published.plans import plan_of
 from microbench.importers.published.timm_models import timm_config
 
@@ -42,9 +42,15 @@ COPIED: tuple[str, ...] = (
     "parallel_plan",
     "sharding",
     "precision",
+    "fsdp_mixed_precision",
+    "attention_kernel",
+    "data_input",
+    "activation_recompute",
+    "step_time_basis",
+    "row_id",
+    "source_path",
+    "source_commit",
 )
-COPIED += ("fsdp_mixed_precision", "attention_kernel", "data_input")
-COPIED += ("activation_recompute", "step_time_basis", "row_id", "source_path", "source_commit")
 FUSED = re.compile("torch.compile|TE ")  # TE: fused kernels of Transformer Engine
 A100_FORM = assumed(__file__, "a100_form")
 COUNTS = ("num_params", "layers", "d_model", "heads", "ffn", "vocab")
@@ -109,30 +115,54 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
     plan_doubt = "sequence parallelism assumed" if "sp" in plan.split(",") else ""
     doubts = [given.get("doubts"), gpu_doubt, plan_doubt, precision_doubt, model.doubt]
     doubts.append(optimizer_doubt)
-    gpus, compiled = whole(given["n_gpus"]), given.get("compile", "")
-    graphs, kernel = "CUDA graphs" in compiled, given.get("attention_kernel", "")
     return {
-        **{"op": "train_step", "gpu": gpu, "timer": "with_launch"},
+        "op": "train_step",
+        "gpu": gpu,
+        "timer": "with_launch",
         "stack": "torch-" + given["torch"] if given.get("torch") else given.get("framework", ""),
-        **{"dtype": dtype, "amp": amp, "time_us": number(given["step_time_s"]) * 1e6},
-        **{"case": model.case or given["model"], "builder": model.builder},
+        "dtype": dtype,
+        "amp": amp,
+        "time_us": number(given["step_time_s"]) * 1e6,
+        "case": model.case or given["model"],
+        "builder": model.builder,
         "hf_config": model.hf_config,
-        **{"mode": "train", "plan": plan, "batch": batch // dp, "loss": "default"},
-        **{"optimizer": optimizer, "optimizer_stated": given.get("optimizer", "")},
-        "attn": "eager" if kernel == "hand-written" else "sdpa" if kernel else model.attn,
+        "mode": "train",
+        "plan": plan,
+        "batch": batch // dp,
+        "loss": "default",
+        "optimizer": optimizer,
+        "optimizer_stated": given.get("optimizer", ""),
+        **_kernels(given, model),
+        **_stated(given),
+        "doubts": "; ".join(d for d in doubts if d),
+    }
+
+
+def _kernels(given: Mapping[str, str], model: Model) -> dict[str, Any]:
+    """Columns on how kernels are chosen and launched: attention, compilation, CUDA graphs."""
+    compiled, attention = given.get("compile", ""), given.get("attention_kernel", "")
+    graphs = "CUDA graphs" in compiled
+    return {
+        "attn": "eager" if attention == "hand-written" else "sdpa" if attention else model.attn,
         "compile": compiled.startswith("torch.compile"),
         "engine": "compile" if FUSED.match(compiled) else "graph" if graphs else "eager",
         "cuda_graphs": graphs,
+        "memory_format": "nhwc" if "memory_format nhwc" in given.get("model_note", "") else "",
+    }
+
+
+def _stated(given: Mapping[str, str]) -> dict[str, Any]:
+    """Columns copied from the table: sizes, numbers of GPUs, what it says of them."""
+    gpus = whole(given["n_gpus"])
+    return {
         "seq": whole(given.get("seq_len_tokens")) or None,
         "image_size": whole(given.get("image_size")) or None,
-        "memory_format": "nhwc" if "memory_format nhwc" in given.get("model_note", "") else "",
         "micro_batch": whole(given.get("micro_batch_per_gpu")) or None,
         "world_size": gpus,
         "ranks_per_node": min(gpus, whole(given.get("gpus_per_node")) or gpus),
         **{name: whole(given.get(name)) or None for name in COUNTS},
         **{name: given.get(name, "") for name in COPIED},
         "gpu_stated": f"{given['gpu']}; {given['gpu_detail']}",
-        "doubts": "; ".join(d for d in doubts if d),
     }
 
 
@@ -185,15 +215,32 @@ def _timm(collector: RowCollector, path: Path) -> None:
     frame = collector.csv(path, TIMM)
     if frame is None:
         return None
-    rows = {
-        "op": "train_step",
+    rows = _timm_columns(frame) | {
         "gpu": TIMM_GPUS[named[5]],
         "stack": f"torch-{named[2]}.{named[3]}+cu{named[4]}",
+        "memory_format": named[1],
+        "run_id": collector.run_id(path),
+        "origin": f"{collector.name(path)}:" + frame["line"].astype(str),
+    }
+    sizes = ("batch", "image_size", "world_size")
+    return collector.add("iteration", pd.DataFrame(rows, index=frame.index), sizes)
+
+
+def _timm_columns(frame: pd.DataFrame) -> dict[str, Any]:
+    """Columns of timm's benchmark: its conditions are the same in all files."""
+    return {
+        "op": "train_step",
         "timer": "with_launch",
-        **{"dtype": "fp16", "amp": True},
+        "dtype": "fp16",
+        "amp": True,
         "time_us": positive(frame["train_step_time"]) * 1e3,
-        **{"samples": 40, "case": frame["model"], "builder": "timm"},
-        **{"mode": "train", "plan": "", "loss": "default", "attn": "eager"},
+        "samples": 40,
+        "case": frame["model"],
+        "builder": "timm",
+        "mode": "train",
+        "plan": "",
+        "loss": "default",
+        "attn": "eager",
         "hf_config": [
             timm_config(str(name), whole(str(size)))
             for name, size in zip(frame["model"], frame["train_img_size"], strict=True)
@@ -201,10 +248,9 @@ def _timm(collector: RowCollector, path: Path) -> None:
         "batch": frame["train_batch_size"],
         "image_size": frame["train_img_size"],
         "num_params": (positive(frame["param_count"]) * 1e6) if "param_count" in frame else None,
-        **{"memory_format": named[1], "optimizer": "sgd", "compile": False, "source": "timm"},
-        **{"world_size": 1, "ranks_per_node": 1},
-        "run_id": collector.run_id(path),
-        "origin": f"{collector.name(path)}:" + frame["line"].astype(str),
+        "optimizer": "sgd",
+        "compile": False,
+        "source": "timm",
+        "world_size": 1,
+        "ranks_per_node": 1,
     }
-    sizes = ("batch", "image_size", "world_size")
-    return collector.add("iteration", pd.DataFrame(rows, index=frame.index), sizes)

@@ -135,11 +135,18 @@ def _llama(version: str, size: str, given: Mapping[str, str]) -> Model:
     layers, width, heads, kv_heads, hidden, vocabulary = LLAMA[version, size]
     _stated(given, (layers, width, heads, hidden))
     config = {
-        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
-        **{"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": hidden},
-        **{"num_attention_heads": heads, "num_key_value_heads": kv_heads},
-        **{"vocab_size": vocabulary, "max_position_embeddings": _length(given)},
-        **{"rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": _length(given),
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
     }
     return Model(hf_config=_text(config))
 
@@ -161,11 +168,19 @@ def _gpt(given: Mapping[str, str]) -> Model:
             raise ValueError(f"model's {column} is not stated")
     untied = "untied" in given["model"]
     config = {
-        **{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-        **{"n_layer": sizes["layers"], "n_embd": sizes["d_model"], "n_head": sizes["heads"]},
-        **{"n_inner": sizes["ffn"], "vocab_size": sizes["vocab"], "n_positions": _length(given)},
-        **{"activation_function": "gelu", "tie_word_embeddings": not untied},
-        **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": sizes["layers"],
+        "n_embd": sizes["d_model"],
+        "n_head": sizes["heads"],
+        "n_inner": sizes["ffn"],
+        "vocab_size": sizes["vocab"],
+        "n_positions": _length(given),
+        "activation_function": "gelu",
+        "tie_word_embeddings": not untied,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
     }
     return Model(hf_config=_text(config), doubt="qkv biases added" if untied else "")
 
@@ -174,9 +189,14 @@ def _bert(size: str, given: Mapping[str, str], doubt: str = "") -> Model:
     layers, width, heads, hidden = BERT[size]
     _stated(given, BERT[size])
     config = {
-        **{"architectures": ["BertForQuestionAnswering"], "model_type": "bert"},
-        **{"num_hidden_layers": layers, "hidden_size": width, "intermediate_size": hidden},
-        **{"num_attention_heads": heads, "vocab_size": BERT_VOCABULARY, "hidden_act": "gelu"},
+        "architectures": ["BertForQuestionAnswering"],
+        "model_type": "bert",
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_attention_heads": heads,
+        "vocab_size": BERT_VOCABULARY,
+        "hidden_act": "gelu",
         "max_position_embeddings": max(512, _length(given)),
     }
     return Model(hf_config=_text(config), attn="eager", doubt=doubt)

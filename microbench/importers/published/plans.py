@@ -9,8 +9,15 @@ from typing import Any
 from microbench.assumptions import assumed
 from microbench.importers.base import whole
 
-RECOMPUTE = {"true": "full", "full": "full", "false": "", "none": "", "": ""}
-RECOMPUTE |= {"selective layer": "selective", "selective op": "selective"}
+RECOMPUTE = {
+    "true": "full",
+    "full": "full",
+    "false": "",
+    "none": "",
+    "": "",
+    "selective layer": "selective",
+    "selective op": "selective",
+}
 SEQUENCE_PARALLEL = assumed(__file__, "megatron_sequence_parallel")
 NODES = {"DGX H100": "dgx-h100", "DGX-B200": "dgx-b200", "DGX-GB200": "gb200-nvl72"}
 

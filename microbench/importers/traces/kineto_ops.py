@@ -10,9 +10,19 @@ from typing import Any
 from microbench.opcall import OpCall, TensorSpec
 from microbench.ops import families
 
-DTYPES = {"float": "fp32", "double": "fp64", "c10::BFloat16": "bf16", "c10::Half": "fp16"}
-DTYPES |= {"long int": "int64", "long": "int64", "int": "int32", "short": "int16", "bool": "bool"}
-DTYPES |= {"signed char": "int8", "unsigned char": "uint8"}
+DTYPES = {
+    "float": "fp32",
+    "double": "fp64",
+    "c10::BFloat16": "bf16",
+    "c10::Half": "fp16",
+    "long int": "int64",
+    "long": "int64",
+    "int": "int32",
+    "short": "int16",
+    "bool": "bool",
+    "signed char": "int8",
+    "unsigned char": "uint8",
+}
 OVERLOADS: tuple[str, ...] = (
     "default",
     "Tensor",
@@ -22,8 +32,12 @@ OVERLOADS: tuple[str, ...] = (
     "correction",
     "self",
     "float",
+    "memory_format",
+    "Tensor_Scalar",
+    "start",
+    "start_step",
+    "ScalarSelf",
 )
-OVERLOADS += ("memory_format", "Tensor_Scalar", "start", "start_step", "ScalarSelf")
 RENAMED = {"cudnn_batch_norm": "native_batch_norm", "miopen_batch_norm": "native_batch_norm"}
 # Positions of query, bias, dropout and causal flag among the arguments (-1: not an argument).
 # Source: aten/src/ATen/native/native_functions.yaml of PyTorch.

@@ -76,6 +76,7 @@ def test_a_gpu_is_seen_as_it_is_during_steps(monkeypatch: pytest.MonkeyPatch) ->
     }
 
 
+@pytest.mark.alone
 def test_steps_that_are_watched_are_not_timed() -> None:
     """A reading takes 50 ms here; no step's time has it."""
 

@@ -87,7 +87,6 @@ def test_stages_share_blocks_and_parameters() -> None:
     assert numbered_layers(model) == list(model.blocks)
 
 
-@pytest.mark.alone
 def test_every_kind_of_plan_runs_on_two_processes(tmp_path: Path) -> None:
     plans = ["dp=2,zero=3", "dp=2,zero=1,accumulate=2", "dp=2,compress=0.5", "tp=2"]
     plans += ["pp=2,micro=2", "dp=2,cdp=1"]

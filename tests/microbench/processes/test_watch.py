@@ -90,7 +90,7 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     assert gone(worker)
 
 
-def test_last_words_are_one_line(tmp_path: Path) -> None:
+def test_the_end_of_a_log_is_one_line(tmp_path: Path) -> None:
     assert log_tail(tmp_path / "none.log") == ""
     (tmp_path / "one.log").write_text("x" * 1000 + "\nTraceback\n  RuntimeError: no\n")
     assert log_tail(tmp_path / "one.log").endswith("x Traceback RuntimeError: no")

@@ -113,10 +113,9 @@ def without_captures(root: Path, *names: str) -> None:
     )
 
 
-@pytest.mark.alone
 def test_collectives_are_swept_by_two_ranks(tmp_path: Path) -> None:
     without_captures(tmp_path, "collective")
-    assert collect(tmp_path, "cpu", ["collective"], 12.0) > 10
+    assert collect(tmp_path, "cpu", ["collective"], 8.0) > 10
     rows = store.read_rows([tmp_path], "collective")
     assert set(rows["status"]) == {"ok"}
     assert set(rows["world_size"]) == set(rows["ranks_per_node"]) == {2}
@@ -127,7 +126,6 @@ def test_collectives_are_swept_by_two_ranks(tmp_path: Path) -> None:
     assert large.median() > 3 * small.median()
 
 
-@pytest.mark.alone
 def test_a_killed_sweep_resumes_and_repeats_nothing(tmp_path: Path) -> None:
     without_captures(tmp_path, "gemm")
     script = (
