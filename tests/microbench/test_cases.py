@@ -15,6 +15,7 @@ from microbench.cases.others import OTHERS
 from microbench.cases.registry import case, case_names
 from microbench.iterations.collect import collect_iterations, iteration_of
 from microbench.iterations.measure import PHASES, Iteration, measure_iteration
+from microbench.opcall import TensorSpec
 from microbench.step import StepSettings
 from microbench.store import read_rows
 
@@ -44,6 +45,15 @@ PUBLISHED_PARAMETERS = {
 }
 
 
+def described(t: TensorSpec) -> tuple[Any, ...]:
+    """Shape, dtype and strides; how far apart elements lie along a dimension of one is left out.
+
+    Kernels choose it freely: a convolution's gradient has other numbers there with one thread.
+    """
+    strides = tuple(step for size, step in zip(t.shape, t.stride, strict=False) if size > 1)
+    return t.shape, t.dtype, strides
+
+
 def sequence(name: str, fake: bool) -> list[Any]:
     """Everything a step's calls say but storage numbers."""
     chosen = case(name)
@@ -55,8 +65,7 @@ def sequence(name: str, fake: bool) -> list[Any]:
         fake=fake,
     )
     return [
-        (c.op, c.phase, [(t.shape, t.dtype, t.stride) for t in (*c.tensors(), *c.outputs)])
-        for c in found.calls
+        (c.op, c.phase, [described(t) for t in (*c.tensors(), *c.outputs)]) for c in found.calls
     ]
 
 
