@@ -82,7 +82,7 @@ def collect_iterations(
             ended, code, rows = _run(part, moved, progress, grace_s)
             moved += store.compact(root, facts)
             left = left[rows:]
-            if code == 0 or ended == "late":
+            if code == 0 or ended == "late" or not left:  # gloo may abort when ranks end
                 break
             if device == "cpu":
                 stuck = part.iterations[min(rows, len(part.iterations) - 1)]

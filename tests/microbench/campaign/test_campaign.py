@@ -177,6 +177,18 @@ def fake_process(
     return given
 
 
+def test_a_worker_on_a_cpu_that_aborts_has_failed_unless_all_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gloo sometimes aborts a rank that ends; one that aborts before its row is an error."""
+    wanted = [Iteration(case="mlp-s", batch=1)]
+    fake_process(monkeypatch, [(1, 6)])
+    assert rounds.collect_iterations(tmp_path / "all", "cpu", wanted, 0) == 1
+    fake_process(monkeypatch, [(0, 6)])
+    with pytest.raises(RuntimeError, match="measuring mlp-s  failed"):
+        rounds.collect_iterations(tmp_path / "none", "cpu", wanted, 0)
+
+
 def test_an_iteration_that_ends_its_process_is_a_row_and_the_rest_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
