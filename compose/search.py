@@ -132,7 +132,7 @@ class Bounded:
 
     @property
     def plan(self) -> ParallelPlan:
-        """The plan of the rank."""
+        """The parallel plan that this lower bound is of."""
         return self.rank.plan
 
 

@@ -58,8 +58,9 @@ def measured_rows(root: Path, names: Sequence[str] | None) -> pd.DataFrame:
 
 
 def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows of a known case or with a configuration; how many are left out is printed.
+    """Rows whose model can be built: a known case, or one with a configuration.
 
+    How many others are left out is printed.
     Missing settings get their defaults. ``amp`` is cleared under FSDP, which casts the weights it
     gathers instead.
     """

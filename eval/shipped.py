@@ -118,7 +118,7 @@ def rebuild(public: Path | None, out: Path, names: Sequence[str], replace: bool)
 
 
 def main() -> None:
-    """Read the command line."""
+    """Rebuild the bundle that the command line names and compare it with the one that ships."""
     about = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m eval.shipped", description=about)
     parser.add_argument("public", nargs="?", type=Path, help=f"folder of {', '.join(SOURCES)}")

@@ -315,7 +315,7 @@ def learn(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> Lea
 
 
 def learn_quickly(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> FamilyModel:
-    """Fit to the rows ``known`` to forecast GPUs that none of them is of; without intervals."""
+    """Fit to the rows ``known``, to forecast GPUs absent from them; skips the intervals."""
     return FamilyModel(
         ensemble=fit_quick(prepared.table.take(known), options),
         encoder=prepared.encoder,

@@ -71,7 +71,7 @@ class Step:
 
 
 def fold(steps: Sequence[Step], on_cpu: bool) -> Work:
-    """Fold ops in launch order; on a CPU their host time lengthens them."""
+    """Sum ops, in launch order, into one piece of work; on a CPU host time adds to each op's."""
     if on_cpu:
         total = sum(s.us + s.launch_us for s in steps)
         return Work(0.0, total, total, sum(s.us for s in steps if s.comm))

@@ -193,7 +193,7 @@ class Routing:
                 self.facts[output] = fact
 
     def _note_sum(self, first: Any, output: Any, known: Fact) -> None:
-        """Keep a sum's expected value; a vector of sums as equal counts."""
+        """Note what a sum over routed tokens gives on average; sums per expert are equal counts."""
         if known.mean is None:
             return
         total = known.mean * first.numel()

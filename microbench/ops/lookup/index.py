@@ -118,9 +118,9 @@ def _random(p: IndexOp, device: str, *shape: int) -> Any:
 
 
 def _shape(p: IndexOp, length: int) -> list[int]:
-    """A tensor with ``length`` slots on the indexed axis; no outer or inner axis of one element.
+    """Shape of the indexed tensor, [outer, length, inner], without axes of one element.
 
-    Kernels treat a leading axis and the second of (1, n, m) unlike: index_add takes 3x there.
+    Kernels are slower on such axes: index_add takes three times as long on (1, n, m) as on (n, m).
     """
     triangle = p.op in ("tril", "triu")  # of the last two axes
     outer = [p.outer] if p.outer > 1 or triangle else []

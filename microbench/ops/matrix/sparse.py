@@ -213,7 +213,7 @@ def from_mm(call: OpCall) -> Sparse | None:
 
 
 def from_sampled(call: OpCall) -> Sparse | None:
-    """sparse_sampled_addmm(pattern, A, B)."""
+    """Parameters of a captured ``sparse_sampled_addmm(pattern, A, B)``."""
     return _made("sddmm", call.args[0], call.args[1].shape[-1])
 
 
