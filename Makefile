@@ -70,7 +70,7 @@ PYTEST = OMP_WAIT_POLICY=passive $(PY) -m pytest -n logical --maxprocesses 4 --d
 test: setup ## run the tests but for the slow ones (4 minutes on 2 cores)
 	$(PYTEST) -m "not slow"
 
-test-slow: setup ## run the slow tests: campaigns with worker processes, an example that trains
+test-slow: setup ## run the slow tests: whole GPU campaigns on a stand-in for CUDA (1 minute)
 	$(PYTEST) -m slow
 
 docs: .venv/.docs ## build the documentation: reports/docs/index.html
