@@ -61,6 +61,8 @@ def measured_table(root: Path, gpu: str) -> Table:
 
 def only_gpu(root: Path, gpu: str, folder: Path) -> Path:
     """Make a dataset root in ``folder`` that links to the rows of one GPU only."""
+    if not root.is_dir():
+        raise ValueError(f"data {str(root)!r}: no such folder")
     for found in sorted(root.glob(f"*/{gpu}")):
         link = folder / found.parent.name / gpu
         link.parent.mkdir(parents=True, exist_ok=True)

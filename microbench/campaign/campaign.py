@@ -148,7 +148,9 @@ def log_to(root: Path) -> None:
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python3 -m microbench.campaign",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--plan",
@@ -159,7 +161,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--part", default="", help="stages of the plan, separated by commas; default: all"
     )
-    parser.add_argument("--budget", type=seconds, help="wall time of this run, e.g. 90s, 9m")
+    parser.add_argument("--budget", type=_duration, help="wall time of this run, e.g. 90s, 9m")
     parser.add_argument("--out", type=Path, default=OUT, help=f"folder of the rows ({OUT})")
     parser.add_argument(
         "--archive", type=Path, help="default: $OUT/campaign.tar.gz, or <--out>.tar.gz"
@@ -220,6 +222,14 @@ def campaign(args: argparse.Namespace) -> int:
     finally:
         this.finish()
     return 0
+
+
+def _duration(text: str) -> float:
+    """Seconds of ``90s`` or ``9m``; argparse shows the message of this error alone."""
+    try:
+        return seconds(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
 
 
 def main() -> None:

@@ -107,3 +107,9 @@ def test_a_gpu_without_rows_is_one_line(root: Path) -> None:
     done = CliRunner().invoke(app, ["gpu-report", str(root), "--gpu", "h9"])
     assert done.exit_code == 2
     assert "gpu 'h9': no rows under" in done.output
+
+
+def test_a_folder_that_is_not_there_is_one_line() -> None:
+    done = CliRunner().invoke(app, ["gpu-report", "nowhere"])
+    assert done.exit_code == 2
+    assert "data 'nowhere': no such folder" in done.output
