@@ -6,6 +6,7 @@ COO, and the transpose of CSR (csc) that a backward multiplies by. Indices are i
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -121,6 +122,7 @@ def _matrix(p: Sparse, device: str) -> Any:
         )
     starts = torch.zeros(shape[0] + 1, dtype=torch.int64, device=device)
     starts[1:] = torch.bincount(row, minlength=shape[0]).cumsum(0)
+    warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
     matrix = torch.sparse_csr_tensor(starts, col, values, shape, check_invariants=False)
     return matrix.t() if p.layout == "csc" else matrix
 
