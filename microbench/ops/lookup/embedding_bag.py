@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import Any
 
 import numpy as np
@@ -19,11 +18,25 @@ from microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
+from microbench.ops.lookup.reuse import (
+    LEAST,
+    MOST,
+    draw_indices,
+    histogram,
+    histogram_text,
+    hit_frac,
+    parse_histogram,
+    reuse_of,
+    scatter_factor,
+)
 from microbench.ops.sizes import aligned
 
 MODES = ("sum", "mean", "max")  # as numbered by aten
 MAX_ELEMENTS = 2**24
-RANK_BINS = 48
+KINDS = ("uniform", "zipf", "trace", "histogram")
+MAX_SIGMA = 2.0  # of the logarithm of how often rows are looked up
+DRAWN_ROWS = 4096
+SHOWN_BINS = (0, 2, 5, 9, 13)  # of the histogram, as features
 RECENT = 1024
 GPU_DTYPES = {"fp32": 0.88, "bf16": 0.1, "fp16": 0.02}
 GPU_BAGS = (512, 8192)
@@ -35,8 +48,11 @@ GPU_ROWS = 20_000_000  # of a table at most
 class EmbeddingBag:
     """One call that sums ``lookups`` rows of a (rows, dim) table into ``bags``, or its backward.
 
-    ``skew`` is the Zipf exponent of the indices, 0 for uniform; ``repeats`` the share of lookups
-    that repeat one of the 1,024 before, as in a trace. A captured call knows neither.
+    The index stream: ``unique`` distinct rows, looked up as often as the histogram ``reuse`` says
+    (see ``microbench.ops.lookup.reuse``). Where ``reuse`` is empty, rows are drawn with the Zipf
+    exponent ``skew``, 0 for uniform; a share ``repeats`` of them repeats one of the 1,024 before.
+    ``spread``: standard deviation of the bags' lengths over their mean. ``weighted``: rows are
+    multiplied by a weight per lookup.
     """
 
     op: str
@@ -46,6 +62,10 @@ class EmbeddingBag:
     lookups: int
     skew: float = 0.0
     repeats: float = 0.0
+    unique: int = 0
+    reuse: str = ""
+    spread: float = 0.0
+    weighted: bool = False
     mode: str = "sum"
     dtype: str = "fp32"
 
@@ -65,12 +85,66 @@ def sweep() -> Iterator[EmbeddingBag]:
             dim=4 * log_uniform(rng, 1, 128),
             bags=bags,
             lookups=bags * pooling,
-            skew=0.0 if rng.random() < 0.5 else round(float(rng.uniform(0.6, 1.3)), 2),
             mode=str(rng.choice(MODES, p=[0.6, 0.3, 0.1])),
         )
         gathered = p.lookups * p.dim * (1 if p.op == "forward" else 4)  # one thread adds gradients
         if p.lookups <= 2**19 and max(p.rows * p.dim, gathered) <= MAX_ELEMENTS:
-            yield p
+            yield with_random_stream(rng, p)
+
+
+def with_random_stream(rng: np.random.Generator, p: EmbeddingBag) -> EmbeddingBag:
+    """The point with an index stream of a random kind: uniform, Zipf, as a trace, by histogram.
+
+    As a trace: Zipf, and a share of the lookups repeats rows looked up shortly before. By
+    histogram: rows are looked up log-normally often.
+    """
+    kind = str(rng.choice(KINDS))
+    spread = round(float(rng.uniform(0.2, 1.5)), 2) if rng.random() < 0.5 else 0.0
+    weighted = p.mode == "sum" and bool(rng.random() < 0.2)
+    p = replace(p, spread=spread if p.lookups > p.bags else 0.0, weighted=weighted)
+    if kind == "histogram":
+        return _with_random_histogram(rng, p)
+    return replace(
+        p,
+        skew=0.0 if kind == "uniform" else round(float(rng.uniform(0.6, 1.3)), 2),
+        repeats=round(float(rng.uniform(0.2, 0.8)), 2) if kind == "trace" else 0.0,
+    )
+
+
+def _with_random_histogram(rng: np.random.Generator, p: EmbeddingBag) -> EmbeddingBag:
+    """Rows looked up exp(N(log m, s**2)) times, for random m and s."""
+    middle = np.exp(rng.uniform(0, np.log(max(1.0, p.lookups / 4))))
+    times = rng.lognormal(np.log(middle), rng.uniform(0, MAX_SIGMA), DRAWN_ROWS)
+    times = np.clip(np.round(times), 1, p.lookups)
+    unique = min(p.rows, max(1, round(p.lookups / float(times.mean()))))
+    shares = parse_histogram(histogram_text(histogram(times)))
+    unique = min(unique, int(p.lookups / float(shares @ LEAST)))  # all bins have room for lookups
+    return replace(p, unique=unique, reuse=histogram_text(shares)) if unique else p
+
+
+def draw_stream(p: EmbeddingBag, device: str) -> tuple[Any, Any]:
+    """Random row numbers (lookups,) and the starts (bags,) of bags, int64 on the device.
+
+    Row numbers follow the point's reuse histogram where it has one, else its skew and repeats.
+    """
+    import torch  # lazy: formulas must import where torch is absent
+
+    rng = np.random.default_rng(int(torch.randint(2**31, ()).item()))
+    starts = torch.from_numpy(_starts(rng, p)).to(device)
+    if not p.reuse:
+        return zipf_indices(p, device), starts
+    index = draw_indices(rng, p.rows, p.lookups, p.unique, parse_histogram(p.reuse))
+    return torch.from_numpy(index).to(device), starts
+
+
+def _starts(rng: np.random.Generator, p: EmbeddingBag) -> np.ndarray:
+    """Starts of bags whose lengths have the mean lookups / bags and the relative ``spread``."""
+    if not p.spread:
+        return np.arange(p.bags) * p.lookups // p.bags
+    variance = np.log1p(p.spread**2)
+    ends = np.cumsum(rng.lognormal(-variance / 2, np.sqrt(variance), p.bags))
+    whole = np.floor(ends / ends[-1] * p.lookups + 0.5).astype(np.int64)
+    return np.concatenate([[0], whole[:-1]])
 
 
 def zipf_indices(p: EmbeddingBag, device: str) -> Any:
@@ -91,33 +165,32 @@ def zipf_indices(p: EmbeddingBag, device: str) -> Any:
         back = torch.randint(1, RECENT + 1, rank.shape, device=device)
         at = (torch.arange(p.lookups, device=device) - back).clamp(min=0)
         rank = torch.where(torch.rand(rank.shape, device=device) < p.repeats, rank[at], rank)
-    return rank * _scatter(p.rows) % p.rows
-
-
-def _scatter(rows: int) -> int:
-    """A factor without a common divisor with ``rows``: products modulo rows are a permutation."""
-    return next(f for f in range(int(0.618 * rows) + 1, 2 * rows + 1) if gcd(f, rows) == 1)
+    return rank * scatter_factor(p.rows) % p.rows
 
 
 def build(p: EmbeddingBag, device: str) -> Workload:
-    """Tensors for bags of equal length; the backward gets what its forward returned."""
+    """Tensors of the point's index stream; the backward gets what its forward returned."""
     import torch  # lazy: formulas must import where torch is absent
 
     aten, mode = torch.ops.aten, MODES.index(p.mode)
-    index = zipf_indices(p, device)
-    starts = torch.arange(p.bags, device=device) * p.lookups // p.bags
+    index, starts = draw_stream(p, device)
     table = torch.randn(p.rows, p.dim, device=device).to(torch_dtype(p.dtype))
+    weight = torch.rand(p.lookups, device=device).to(table.dtype) if p.weighted else None
+    given = (table, index, starts, False, mode, False, weight)
     if p.op == "forward":
-        return Workload(run=lambda: aten._embedding_bag(table, index, starts, False, mode))
-    _, bag_of, sizes, extremes = aten._embedding_bag(table, index, starts, False, mode)
+        return Workload(run=lambda: aten._embedding_bag(*given))
+    _, bag_of, sizes, extremes = aten._embedding_bag(*given)
     grad = torch.randn(p.bags, p.dim, device=device).to(torch_dtype(p.dtype))
-    rest = (index, starts, bag_of, sizes, extremes, p.rows, False, mode, False, None)
+    rest = (index, starts, bag_of, sizes, extremes, p.rows, False, mode, False, weight)
     return Workload(run=lambda: aten._embedding_bag_backward(grad, *rest))
 
 
 def flops(p: Any) -> Any:
-    """An addition (or comparison) per element of every row looked up, both ways."""
-    return 1.0 * p.lookups * p.dim
+    """An addition (or comparison) per element of every row looked up, both ways.
+
+    Where lookups have weights, a multiplication besides.
+    """
+    return (1.0 + np.asarray(p.weighted)) * p.lookups * p.dim
 
 
 def bytes_moved(p: Any) -> Any:
@@ -127,38 +200,31 @@ def bytes_moved(p: Any) -> Any:
     """
     backward = np.equal(p.op, "backward")
     rows = p.bags + np.where(backward, 2.0 * p.lookups + p.rows, 1.0 * p.lookups)
-    return rows * p.dim * itemsize_bytes(p.dtype) + 8.0 * (p.lookups + p.bags)
+    itemsize = itemsize_bytes(p.dtype)
+    weights = np.asarray(p.weighted) * 1.0 * p.lookups * itemsize
+    return rows * p.dim * itemsize + 8.0 * (p.lookups + p.bags) + weights
 
 
 def unique_rows(p: Any) -> Any:
-    """Expected number of distinct rows: the sum over ranks r of 1 - (1 - p_r)**lookups.
-
-    Lookups that repeat earlier ones do not count.
-
-    p_r = r**-skew / H. Ranks are summed in bins of equal width in log r, so that the cost does not
-    grow with the table; for skew 0 it is rows * (1 - (1 - 1/rows)**lookups) exactly.
-    """
-    fresh = np.maximum(1.0, p.lookups * (1.0 - np.asarray(p.repeats, dtype=float)))
-    rows, lookups, skew = (np.asarray(v, dtype=float)[..., None] for v in (p.rows, fresh, p.skew))
-    steps = np.arange(RANK_BINS + 1) / RANK_BINS
-    edges = 0.5 * (2 * rows + 1) ** steps  # from 1/2 to rows + 1/2
-    width = edges[..., 1:] - edges[..., :-1]
-    middle = np.sqrt(edges[..., 1:] * edges[..., :-1])
-    weight = middle**-skew
-    chance = np.minimum(weight / (width * weight).sum(axis=-1, keepdims=True), 1 - 1e-12)
-    seen = -np.expm1(lookups * np.log1p(-chance))
-    return np.minimum((width * seen).sum(axis=-1), np.minimum(rows, lookups)[..., 0])
+    """Distinct rows that a call looks up: as stated, else as expected of its skew and repeats."""
+    return reuse_of(p)[0]
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
-    """Sizes, pooling, how much of the table is touched and how much of it fits the cache."""
+    """Sizes, pooling, how often rows are reused, and the lookups that hit the last cache.
+
+    ``rows_to_4`` is the share of touched rows that are looked up at most 4 times.
+    """
     row_bytes = 1.0 * p.dim * itemsize_bytes(p.dtype)
-    unique = unique_rows(p)
+    line_bytes = 64 * np.ceil(row_bytes / 64)
+    unique, shares = reuse_of(p)
+    cumulated = np.cumsum(shares, axis=-1)
     return {
         "op": p.op,
         "mode": p.mode,
         "dtype": p.dtype,
-        "skew": p.skew,
+        "weighted": np.asarray(p.weighted, dtype=float),
+        "spread": p.spread,
         "log_rows": np.log2(p.rows),
         "log_dim": np.log2(p.dim),
         "log_bags": np.log2(p.bags),
@@ -166,6 +232,8 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
         "log_pooling": np.log2(p.lookups / p.bags),
         "unique_frac": unique / p.rows,
         "log_reuse": np.log2(p.lookups / unique),
+        **{f"rows_to_{int(MOST[i])}": cumulated[..., i] for i in SHOWN_BINS},
+        "hit_frac": hit_frac(p.lookups, unique, shares, gpu.l2_bytes / line_bytes),
         "log_table_per_cache": np.log2(p.rows * row_bytes / gpu.l2_bytes),
         "log_touched_per_cache": np.log2(unique * row_bytes / gpu.l2_bytes),
         "lines_64": np.ceil(row_bytes / 64),
@@ -179,19 +247,22 @@ def from_forward(call: OpCall) -> EmbeddingBag | None:
     table, index, starts = call.args[:3]
     mode = _argument(call, 4, "mode", 0)
     bags = starts.numel - int(_argument(call, 7, "include_last_offset", False))
-    return _bag("forward", table.shape, bags, index.numel, mode, table.dtype)
+    weighted = _argument(call, 6, "per_sample_weights", None) is not None
+    return _bag(call, table.shape, bags, index.numel, mode, weighted)
 
 
 def from_backward(call: OpCall) -> EmbeddingBag | None:
-    """_embedding_bag_backward(grad, index, offsets, bag_of, sizes, max, rows, _, mode, sparse).
+    """_embedding_bag_backward(grad, index, offsets, bag_of, sizes, max, rows, _, mode, sparse, w).
 
     The dense one has no ``offsets`` and no ``sparse``. A sparse gradient is not described.
     """
-    shift = 1 if call.op.endswith("bag_backward.default") else 0
-    if shift and _argument(call, 9, "sparse", False):
+    dense = call.op.endswith("dense_backward.default")
+    if not dense and _argument(call, 9, "sparse", False):
         return None
+    shift = 0 if dense else 1
     grad, index, rows, mode = (call.args[i] for i in (0, 1, 5 + shift, 7 + shift))
-    return _bag("backward", (rows, grad.shape[-1]), grad.shape[0], index.numel, mode, grad.dtype)
+    weighted = _argument(call, 8 if dense else 10, "per_sample_weights", None) is not None
+    return _bag(call, (rows, grad.shape[-1]), grad.shape[0], index.numel, mode, weighted)
 
 
 def _argument(call: OpCall, at: int, name: str, default: Any) -> Any:
@@ -199,34 +270,37 @@ def _argument(call: OpCall, at: int, name: str, default: Any) -> Any:
 
 
 def _bag(
-    op: str, table: tuple[int, ...], bags: int, lookups: int, mode: int, dtype: str
+    call: OpCall, table: tuple[int, ...], bags: int, lookups: int, mode: int, weighted: bool
 ) -> EmbeddingBag | None:
+    """A call's point; ``call.kwargs["stream"]`` are facts of its index stream, if known."""
     if min(*table, bags, lookups) < 1:
         return None
-    rows, dim = table
     return EmbeddingBag(
-        op=op, rows=rows, dim=dim, bags=bags, lookups=lookups, mode=MODES[mode], dtype=dtype
+        op="backward" if "backward" in call.op else "forward",
+        rows=table[0],
+        dim=table[1],
+        bags=bags,
+        lookups=lookups,
+        mode=MODES[mode],
+        dtype=call.args[0].dtype,
+        weighted=weighted,
+        **call.kwargs.get("stream", {}),
     )
 
 
 def gpu_points(rng: np.random.Generator) -> Iterator[EmbeddingBag]:
-    """Yields points without end: tables of DLRMs; indices uniform, Zipf, or as in a trace.
-
-    As in a trace: Zipf, and a share of the look-ups repeats rows looked up shortly before.
-    """
+    """Yields points without end: tables of DLRMs with index streams of all kinds."""
     while True:
         bags, pooling = log_uniform(rng, *GPU_BAGS), log_uniform(rng, 1, GPU_POOLING)
-        kind = str(rng.choice(["uniform", "zipf", "trace"]))
-        yield EmbeddingBag(
+        p = EmbeddingBag(
             op=str(rng.choice(["forward", "backward"])),
             rows=log_uniform(rng, 1000, GPU_ROWS),
             dim=int(rng.choice([16, 32, 48, 64, 96, 128, 192, 256])),
             bags=bags,
             lookups=bags * pooling,
-            skew=0.0 if kind == "uniform" else round(float(rng.uniform(0.6, 1.3)), 2),
-            repeats=round(float(rng.uniform(0.2, 0.8)), 2) if kind == "trace" else 0.0,
             mode=str(rng.choice(MODES, p=[0.92, 0.06, 0.02])),
         )
+        yield with_random_stream(rng, p)
 
 
 def resize(p: EmbeddingBag, factor: float, lean: float) -> EmbeddingBag:
@@ -241,7 +315,9 @@ def resize(p: EmbeddingBag, factor: float, lean: float) -> EmbeddingBag:
     rows = p.rows
     if p.op == "backward":
         rows = min(GPU_ROWS, max(min(1000, p.rows), round(p.rows * factor)))
-    return replace(p, bags=bags, lookups=bags * wanted, dim=dim, rows=rows)
+    lookups = bags * wanted
+    unique = min(rows, lookups, round(p.unique * lookups / p.lookups))
+    return replace(p, bags=bags, lookups=lookups, dim=dim, rows=rows, unique=unique)
 
 
 def allocated_bytes(p: EmbeddingBag) -> float:

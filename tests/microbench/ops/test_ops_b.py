@@ -24,6 +24,7 @@ from microbench.ops.step import optimizer
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})
 MODULES = (embedding_bag, pooling, index, random, optimizer, elementwise)
 FAMILIES = {m.FAMILY.name: m.FAMILY for m in MODULES}
+STREAM = {"skew": 0.0, "repeats": 0.0, "unique": 0, "reuse": "", "spread": 0.0}
 ENOUGH = 6000  # points in which every op of a sweep shows up
 
 
@@ -95,7 +96,7 @@ def test_a_point_runs_the_call_it_describes(name: str, points: dict[str, list[An
     first = [p for p in points[name][:40] if family.bytes_moved(p) < 2e7]
     for p in (*first, *kinds.values()):
         calls = logged(family.build(p, "cpu").run)
-        unseen = {"embedding_bag": {"skew": 0.0}, "optimizer": {"zero_frac": 0.0}}  # values do
+        unseen = {"embedding_bag": STREAM, "optimizer": {"zero_frac": 0.0}}  # values do
         known = replace(p, **unseen.get(name, {}))
         assert described(calls, name) == [known]
 
