@@ -13,6 +13,7 @@ from compose.parallel.plan import ParallelPlan
 from compose.simulate.timeline import Span, Task
 from learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from microbench.hardware.machine import cpu_name
+from microbench.hardware.names import gpu_named
 from microbench.hardware.node import Node, load_node
 from microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from microbench.opcall import StepCapture
@@ -96,7 +97,7 @@ class Target:
 
 def find_target(gpu: str = "cpu", plan: str = "", bundle: Path | None = None) -> Target:
     """The target by the names of its device, plan and bundle."""
-    parsed = ParallelPlan.parse(plan)
+    parsed, gpu = ParallelPlan.parse(plan), gpu_named(gpu) or gpu
     folder, found = find_bundle(gpu, bundle)
     device = find_gpu(gpu, found)
     return Target(

@@ -30,11 +30,15 @@ NAMES = {
     "NVIDIA A100-SXM4-80GB": "a100-sxm-80gb",
     "A100-SXM-80GB": "a100-sxm-80gb",
     "NVIDIA H100 80GB HBM3": "h100-sxm-80gb",
+    "NVIDIA H100-SXM5-80GB": "h100-sxm-80gb",
     "NVIDIA H100 PCIe": "h100-pcie-80gb",
     "NVIDIA H100 NVL": "h100-nvl",
     "NVIDIA H200": "h200-sxm-141gb",
+    "NVIDIA H200-SXM5-141GB": "h200-sxm-141gb",
+    "NVIDIA H200 NVL": "h200-nvl",
     "NVIDIA GH200 120GB": "gh200",
     "NVIDIA B200": "b200-sxm",
+    "NVIDIA B300": "b300-sxm",
     "NVIDIA B300 SXM6 AC": "b300-sxm",
     "NVIDIA GB200": "gb200",
     "NVIDIA GB300": "gb300",
@@ -56,10 +60,9 @@ def _plain(text: str) -> str:
 
 
 KNOWN = {_plain(name): ours for name, ours in NAMES.items()}
+KNOWN |= {_plain(name): name for name in gpu_names()}
 
 
 def gpu_named(text: str) -> str | None:
     """The name of a device's hardware file, given any of its names; None without a file."""
-    if text in gpu_names():
-        return text
     return KNOWN.get(_plain(text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from microbench.hardware.spec import check_types, read_facts
 
 HERE = Path(__file__).parent / "nodes"
+RACKS = {"dgx-gb200": "gb200-nvl72", "dgx-gb300": "gb300-nvl72"}  # racks of 18 DGX hosts
 TOPOLOGIES = ("nvswitch", "mesh", "hypercube", "pairwise", "pcie")
 
 
@@ -17,7 +19,7 @@ TOPOLOGIES = ("nvswitch", "mesh", "hypercube", "pairwise", "pcie")
 class Node:
     """One host with its GPUs; rates are per GPU and in one direction.
 
-    - ``link_bytes_per_s``: the fast link among GPUs; 0 where there is PCIe only.
+    - ``link_bytes_per_s``: all fast links of a GPU together; 0 where there is PCIe only.
     - ``network_bytes_per_s``: a GPU's share of the network cards; 0 where it is not stated.
     - ``gpus_per_domain``: GPUs connected by the fast link, over several hosts in a rack-scale
       machine; 0 means all GPUs of the host, or two where bridges join pairs.
@@ -51,6 +53,16 @@ class Node:
             self.topology, self.gpus_per_node
         )
 
+    def link_rate(self, ranks: int) -> float:
+        """Bytes/s at which each of this many GPUs of the node sends to the others by fast link.
+
+        In a mesh a GPU has as many links to each of the others: (ranks - 1) / (GPUs - 1) of them.
+        """
+        if self.topology != "mesh" or self.domain < 2:
+            return self.link_bytes_per_s
+        others = max(2, min(ranks, self.domain)) - 1
+        return self.link_bytes_per_s * others / (self.domain - 1)
+
     def link_among(self, ranks: int) -> str:
         """Kind of the slowest link in a ring over this many GPUs of the node."""
         if ranks > self.domain:
@@ -67,12 +79,20 @@ def load_node(name_or_path: str) -> Node:
     """Load a node by its name in microbench/hardware/nodes, or from a YAML file of that form."""
     path = Path(name_or_path)
     if path.suffix not in {".yaml", ".yml"}:
-        path = HERE / f"{name_or_path}.yaml"
-        if not path.is_file():
+        named = node_named(name_or_path)
+        if named is None:
             raise ValueError(f"unknown node {name_or_path!r}; known: {node_names()}")
+        path = HERE / f"{named}.yaml"
     return node_from_dict({"name": path.stem, **read_facts(path)}, str(path))
 
 
 def node_names() -> list[str]:
     """Names of the nodes that ship with the project."""
     return sorted(p.stem for p in HERE.glob("*.yaml"))
+
+
+def node_named(text: str) -> str | None:
+    """The name of a node's file, in any case and with spaces for hyphens; None without a file."""
+    plain = re.sub(r"[\s_-]+", "-", text.strip().lower())
+    plain = RACKS.get(plain, plain)
+    return plain if plain in node_names() else None

@@ -14,7 +14,9 @@ import pytest
 from compose.parallel.plan import ParallelPlan
 from eval.compare import stated_rows, step_of
 from eval.public.measured_nodes import node_sums_us
-from eval.public.models import Answer, ModelLine, add_forecasts, judge, model_lines
+from eval.public.model_lines import ModelLine, model_lines
+from eval.public.model_rows import READERS, read_iterations
+from eval.public.models import Answer, add_forecasts, judge
 from learners.bundle import SHIPPED
 
 
@@ -95,6 +97,7 @@ def test_forecasts_are_of_the_rows_asked_and_others_are_counted() -> None:
     assert found["step"].nunique() == found["backward"].nunique() == 1
     assert (found["step"] > found["backward"]).all()
     assert (found["backward"] > 0).all()
+    assert (found["memory"] > 0).all()
     assert sum("unknown gpu 'x1'" in str(answer) for answer in known.values()) == 1
 
 
@@ -122,6 +125,32 @@ def test_mixed_precision_is_what_a_row_states_but_under_fsdp() -> None:
         False,
         False,
     ]
+
+
+def test_every_line_reads_a_folder_that_has_a_reader() -> None:
+    assert {x.folder for x in model_lines()} == set(READERS)
+
+
+def test_a_missing_folder_leaves_its_lines_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert read_iterations(tmp_path, "iterations-h100") is None
+    assert "its lines are left out" in capsys.readouterr().out
+
+
+def test_runs_on_h100_have_lines_by_source_and_number_of_gpus() -> None:
+    """Each row is in the line of all and in one of three others."""
+    runs = [("llm-foundry", 8), ("lambda-deeplearning-benchmark", 1)]
+    runs += [("lambda-deeplearning-benchmark", 8)]
+    rows = pd.DataFrame(runs, columns=["source", "world_size"])
+    chosen = [x.choose(rows).tolist() for x in model_lines() if x.folder == "iterations-h100"]
+    assert chosen == [[True, True, True], *np.eye(3, dtype=bool).tolist()]
+
+
+def test_peak_memory_is_judged_where_it_was_measured() -> None:
+    rows = pd.DataFrame({"memory_bytes": [2e9, np.nan, 4e9], "memory": [3e9, 1e9, 6e9]})
+    (result,) = judge(line(part="memory"), rows.assign(time_us=1.0, nodes=np.nan), 1.0)
+    assert (result.rows, result.scores["itercast"]["bias_pct"]) == (2, pytest.approx(50))
 
 
 def line(**changed: object) -> ModelLine:

@@ -116,6 +116,25 @@ def test_the_report_says_what_fell_short() -> None:
     assert "| kendall_tau | 6 | 0.85 | yes | 0.90 |" in markdown([tau])
 
 
+def test_the_report_has_the_signed_bias_beside_every_mean() -> None:
+    """A bias of -4.5 % misses a target of 4, whatever its sign."""
+    ours = {"mape_pct": 5.0, "bias_pct": -4.5, "median_ape_pct": 4.0, "p90_ape_pct": 9.0}
+    row = LineResult(
+        line="x",
+        part="p",
+        metric="bias_pct",
+        target=4.0,
+        known_best="",
+        rows=3,
+        seconds=1.0,
+        scores={"itercast": {**ours, "worst_ape_pct": 12.0}},
+    )
+    text = markdown([row])
+    assert "| mean | bias | median | p90 | worst | rows | s |" in text
+    assert "| bias |  | 4 | no | -4.5 |" in text
+    assert "| 5.0 | -4.5 | 4.0 | 9.0 | 12.0 | 3 | 1 |" in text
+
+
 def products() -> pd.DataFrame:
     """Half of the peak and 5 us, in bf16 and fp8; a B200 loses half of its speed in fp8."""
     rng, rows = np.random.default_rng(0), []

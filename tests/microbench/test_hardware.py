@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from microbench.hardware.names import NAMES, gpu_named
-from microbench.hardware.node import Node, load_node, node_names
+from microbench.hardware.node import Node, load_node, node_named, node_names
 from microbench.hardware.spec import HERE, gpu_names, load_gpu
 
 PROMISED = [
@@ -228,12 +228,35 @@ def test_unknown_names_list_the_known() -> None:
         ("AMD_Instinct_MI250", "mi250"),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "rtx-pro-6000"),
         ("h100-nvl", "h100-nvl"),
+        ("H200 NVL", "h200-nvl"),
+        ("NVIDIA H100-SXM5-80GB", "h100-sxm-80gb"),
+        ("B300", "b300-sxm"),
+        ("GB300", "gb300"),
+        ("RTX_4090", "rtx-4090"),
+        ("H100", None),  # in three forms
         ("Quadro RTX 5000", None),
         ("", None),
     ],
 )
 def test_device_names_of_others_are_ours(theirs: str, ours: str | None) -> None:
     assert gpu_named(theirs) == ours
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("DGX-H100", "dgx-h100"),
+        ("DGX B300", "dgx-b300"),
+        ("dgx_a100", "dgx-a100"),
+        ("DGX-GB200", "gb200-nvl72"),
+        ("DGX-GB300", "gb300-nvl72"),
+        ("GB300-NVL72", "gb300-nvl72"),
+        ("DGX-2", None),
+        ("", None),
+    ],
+)
+def test_nodes_are_found_in_any_spelling(theirs: str, ours: str | None) -> None:
+    assert node_named(theirs) == ours
 
 
 def test_every_foreign_name_leads_to_a_file() -> None:

@@ -13,7 +13,7 @@ from microbench.assumptions import assumed
 from microbench.hardware.names import gpu_named
 from microbench.importers.base import About, Imported, RowCollector, number, positive, refuse, whole
 from microbench.importers.published.models import Model, model_of
-from microbench.importers.published.plans import plan_of
+from microbench.importers.published.plans import network_doubt, plan_of
 from microbench.importers.published.timm_models import timm_config
 
 ABOUT = About(
@@ -52,6 +52,12 @@ COPIED: tuple[str, ...] = (
     "source_commit",
 )
 FUSED = re.compile("torch.compile|TE ")  # TE: fused kernels of Transformer Engine
+# As llm-foundry names GPUs; the peaks that it takes for them are of SXM modules.
+BY_MEMORY = {
+    "a100_80gb": "a100-sxm-80gb",
+    "a100_40gb": "a100-sxm-40gb",
+    "h100_80gb": "h100-sxm-80gb",
+}
 A100_FORM = assumed(__file__, "a100_form")
 COUNTS = ("num_params", "layers", "d_model", "heads", "ffn", "vocab")
 DTYPES = (
@@ -60,6 +66,7 @@ DTYPES = (
     (r"^float32", "fp32", False),
     (r"^TF32", "tf32", False),
     (r"^FP32$", "fp32", False),
+    (r"^amp_fp8$", "fp8", True),  # Composer: linear layers by Transformer Engine
     (r"MXFP8|FP8", "fp8", False),  # of linear layers; weights in bf16, as in Megatron-LM
     (r"NVFP4", "fp4", True),
     (r"apex O2", "fp16", False),  # weights in fp16; the optimizer has a copy in fp32
@@ -114,7 +121,7 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
     precision_doubt = given["precision"] if "probable" in given["precision"] else ""
     plan_doubt = "sequence parallelism assumed" if "sp" in plan.split(",") else ""
     doubts = [given.get("doubts"), gpu_doubt, plan_doubt, precision_doubt, model.doubt]
-    doubts.append(optimizer_doubt)
+    doubts += [optimizer_doubt, network_doubt(given)]
     return {
         "op": "train_step",
         "gpu": gpu,
@@ -179,8 +186,7 @@ def optimizer_of(stated: str, usual: str) -> tuple[str, str]:
 
 def gpu_of(gpu: str, detail: str) -> tuple[str, str]:
     """Name of a GPU, and a doubt; ValueError where it is not stated or unknown."""
-    plain = {"a100_80gb": "a100-sxm-80gb", "a100_40gb": "a100-sxm-40gb"}
-    found = plain.get(gpu) or gpu_named(gpu)
+    found = BY_MEMORY.get(gpu) or gpu_named(gpu)
     if found:
         return found, ""
     size = re.search(r"(\d+) ?G", detail.partition("(")[2] or detail)

@@ -45,6 +45,8 @@ DOUBTS = {
     for name in assumed(__file__, "transformer_xl_cases")
 }
 ONE_GPU_ONLY = assumed(__file__, "one_gpu_only")
+ADAPTERS = re.compile(r"\blora\b|low-rank adapt", re.IGNORECASE)
+SAID_IN = ("model", "model_note", "section", "set", "row_id", "framework", "doubts")
 STATED = ("layers", "d_model", "heads", "ffn")
 
 
@@ -66,7 +68,7 @@ class Model:
 def model_of(given: Mapping[str, str]) -> Model:
     """The model of a table's row; ValueError where facts are missing or contradict its name."""
     name = given["model"]
-    if "LoRA" in given.get("model_note", ""):
+    if any(ADAPTERS.search(given.get(column, "")) for column in SAID_IN):
         raise ValueError("only a part of the weights is trained (LoRA)")
     if found := re.match(r"llama-?(\d(?:\.\d)?)[-_](\d+)b$", name, re.IGNORECASE):
         return _llama(found[1], found[2], given)

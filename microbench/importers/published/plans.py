@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from microbench.assumptions import assumed
+from microbench.hardware.node import node_named
 from microbench.importers.base import whole
 
 RECOMPUTE = {
@@ -19,7 +20,8 @@ RECOMPUTE = {
     "selective op": "selective",
 }
 SEQUENCE_PARALLEL = assumed(__file__, "megatron_sequence_parallel")
-NODES = {"DGX H100": "dgx-h100", "DGX-B200": "dgx-b200", "DGX-GB200": "gb200-nvl72"}
+DGX = re.compile(r"DGX[ -](?:DGX )?(\w+)")
+UNSHARDED = ("", "NO_SHARD", "DDP", "none")
 
 
 def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
@@ -54,8 +56,7 @@ def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
         parts["recompute"] = recompute
     if given.get("activation_cpu_offload", "") == "true":
         parts["offload"] = "activations"
-    detail = given.get("gpu_detail", "")
-    if node := next((ours for name, ours in NODES.items() if name in detail and gpus > 1), ""):
+    if gpus > 1 and (node := _node(given.get("gpu_detail", ""))):
         parts["node"] = node
     return ",".join(f"{k}={v}".rstrip("=") for k, v in parts.items()), dp
 
@@ -78,8 +79,11 @@ def _micro(given: Mapping[str, str], dp: int) -> int:
 
 
 def _zero(given: Mapping[str, str]) -> int:
-    """ZeRO stage: 3 for FSDP, 1 for a distributed optimizer, 0 where no sharding is stated."""
-    sharding = given.get("sharding", "")
+    """ZeRO stage: 3 for full sharding, 1 for a distributed optimizer, 0 where none is stated.
+
+    ValueError for other words: FSDP alone names no stage, HSDP shards within groups of ranks.
+    """
+    sharding = given.get("sharding", "").strip()
     if sharding in ("FULL_SHARD", "FSDP2"):
         return 3
     if sharding == "SHARD_GRAD_OP":
@@ -88,4 +92,22 @@ def _zero(given: Mapping[str, str]) -> int:
         if found[2].strip():
             raise ValueError("plan is ambiguous: sharding")
         return 3 if int(found[1]) > 1 else 0
-    return 1 if "distributed optimizer" in sharding else 0
+    if "distributed optimizer" in sharding:
+        return 1
+    if sharding in UNSHARDED:
+        return 0
+    raise ValueError(f"sharding is not known: {sharding[:40]!r}")
+
+
+def _node(detail: str) -> str:
+    """The node that a GPU's description names; empty where it names none we know."""
+    found = DGX.search(detail)
+    return (node_named(f"dgx-{found[1]}") if found else None) or ""
+
+
+def network_doubt(given: Mapping[str, str]) -> str:
+    """Says which network forecasts take where a row spans hosts whose network is not known."""
+    gpus, each = whole(given.get("n_gpus")), whole(given.get("gpus_per_node"))
+    if gpus <= (each or gpus) or _node(given.get("gpu_detail", "")):
+        return ""
+    return "network not known, the default of forecasts assumed"

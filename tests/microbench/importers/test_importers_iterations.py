@@ -118,6 +118,9 @@ def test_mixtures_of_experts_have_as_many_parameters_as_published(
         ),
         ({"model": "BERT", "model_note": ""}, "model's task is not stated"),
         ({"heads": ""}, "model's heads is not stated"),
+        ({"section": "LoRA Performance"}, "only a part of the weights is trained (LoRA)"),
+        ({"sharding": "FSDP"}, "sharding is not known: 'FSDP'"),
+        ({"sharding": "HYBRID_SHARD"}, "sharding is not known: 'HYBRID_SHARD'"),
         ({"model_note": "LoRA: frozen"}, "only a part of the weights is trained (LoRA)"),
         ({"optimizer": "Muon"}, "unknown optimizer: 'Muon'"),
         ({"model": "LLAMA3_8B", "d_model": "5120"}, "layers differs from that of the named model"),
@@ -154,6 +157,11 @@ def test_what_a_row_does_not_say_is_counted(
             },
             "dp=2,tp=4,sp,node=dgx-h100",
         ),
+        ({"n_gpus": "8", "gpu_detail": "DGX-B300"}, "dp=8,node=dgx-b300"),
+        ({"n_gpus": "8", "gpu_detail": "DGX-GB300 (power)"}, "dp=8,node=gb300-nvl72"),
+        ({"n_gpus": "8", "gpu_detail": "DGX-9"}, "dp=8"),
+        ({"n_gpus": "8", "sharding": "NO_SHARD"}, "dp=8"),
+        ({"n_gpus": "8", "sharding": "SHARD_GRAD_OP"}, "dp=8,zero=2"),
         (
             {"n_gpus": "8", "micro_batch_per_gpu": "2", "global_batch": "64"},
             "dp=8,accumulate=4",
@@ -171,6 +179,21 @@ def test_what_a_row_does_not_say_is_counted(
 def test_plans_are_texts_that_parse(given: dict[str, str], text: str) -> None:
     assert plan_of(given)[0] == text
     assert ParallelPlan.parse(text).world_size == int(given["n_gpus"])
+
+
+def test_a_row_that_spans_hosts_says_which_network_is_assumed(tmp_path: Path) -> None:
+    rows = [MPT, MPT | {"gpu_detail": "DGX A100"}, MPT | {"n_gpus": "8"}]
+    found = imported(tmp_path, *rows).rows["iteration"]["doubts"]
+    said = "network not known, the default of forecasts assumed"
+    assert [said in doubts for doubts in found] == [True, False, False]
+
+
+def test_fp8_of_composer_is_of_its_linear_layers(tmp_path: Path) -> None:
+    """Weights are in fp32, and the GPU's form is that of the peak it is compared with."""
+    row = MPT | {"gpu": "h100_80gb", "precision": "amp_fp8"}
+    (found,) = imported(tmp_path, row).rows["iteration"].to_dict("records")
+    stated = {"gpu": "h100-sxm-80gb", "dtype": "fp8", "amp": True}
+    assert {name: found[name] for name in stated} == stated
 
 
 def test_timm_states_its_conditions_in_the_file_name(tmp_path: Path) -> None:
@@ -239,7 +262,8 @@ def test_a_doubt_is_kept_with_its_row(tmp_path: Path) -> None:
     """What was assumed stands beside what the publisher doubted."""
     row = MPT | {"gpu": "A100", "gpu_detail": "80 GB", "optimizer": "", "doubts": "one run"}
     (found,) = imported(tmp_path, row).rows["iteration"]["doubts"]
-    assert found == "one run; SXM assumed; optimizer not stated, adamw assumed"
+    network = "network not known, the default of forecasts assumed"
+    assert found == f"one run; SXM assumed; optimizer not stated, adamw assumed; {network}"
     assert isinstance(imported(tmp_path, MPT).rows["iteration"], pd.DataFrame)
 
 

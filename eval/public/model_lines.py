@@ -1,0 +1,189 @@
+"""Lines of the public benchmark about whole iterations: their rows, what is compared, targets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from eval.public.benchmark import Rows
+
+EXAMPLES = {
+    "DLRM": ("dlrm-criteo",),
+    "Transformer-XL base": ("transformer-xl-base",),
+    "Transformer-XL large": ("transformer-xl-large",),
+    "BERT": ("BERT", "bert_base_squad", "bert_large_squad"),
+    "ResNet-50": ("resnet50", "resnet50v1.5"),
+    "SSD300": ("ssd300",),
+}
+SYNCHRONISED = ("BERT", "ResNet-50", "SSD300")
+CALIBRATED_ON = 32
+DRAWN = 96  # models drawn at random of those that only timm can build
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLine:
+    """One line of the benchmark about whole iterations: which rows, and targets by metric.
+
+    ``folder`` holds the published rows that ``choose`` selects from. ``part`` is what is compared:
+    "step", "backward" or "memory". A target of None: the metric is reported without one.
+    ``calibrated``: forecasts are scaled by the median ratio of CALIBRATED_ON models.
+    """
+
+    name: str
+    known_best: str
+    choose: Callable[[Rows], np.ndarray]
+    targets: Mapping[str, float | None]
+    folder: str = "iterations"
+    part: str = "step"
+    calibrated: bool = False
+
+
+def labels(gpu: str, *modes: str) -> Callable[[Rows], np.ndarray]:
+    """Selects NeuSight's measured models on one GPU: not compiled, without a plan."""
+
+    def choose(rows: Rows) -> np.ndarray:
+        mine = (rows["source"] == "neusight") & (rows["gpu"] == gpu) & rows["mode"].isin(modes)
+        return np.asarray(mine & ~rows["compile"].astype(bool) & (rows["plan"] == ""))
+
+    return choose
+
+
+def of(*sources: str) -> Callable[[Rows], np.ndarray]:
+    """Selects the rows of these published sources."""
+    return lambda rows: np.asarray(rows["source"].isin(sources))
+
+
+def timm_in_transformers(rows: Rows) -> np.ndarray:
+    """Selects timm's models that transformers can build as well."""
+    stated = rows["hf_config"].str.contains('"architectures"', na=False)
+    return np.asarray(of("timm")(rows) & stated)
+
+
+def timm_alone(rows: Rows) -> np.ndarray:
+    """Selects DRAWN of timm's other models at random; forecasting them needs timm installed."""
+    others = rows["case"].where(of("timm")(rows) & ~timm_in_transformers(rows), "").astype(str)
+    names = np.random.default_rng(0).permutation(sorted(set(others) - {""}))
+    return np.asarray(others.isin(names[:DRAWN]))
+
+
+def examples(*cases: str, several: bool = False) -> Callable[[Rows], np.ndarray]:
+    """Selects runs of NVIDIA's DeepLearningExamples on one GPU, or on ``several`` of a node."""
+    theirs = of("lambda-deeplearning-benchmark", "nvidia-dle")
+    return lambda rows: np.asarray(
+        theirs(rows) & rows["case"].isin(cases) & ((rows["world_size"] > 1) == several)
+    )
+
+
+def megatron(experts: bool) -> Callable[[Rows], np.ndarray]:
+    """Selects runs of Megatron-Core: either those under expert parallelism, or all others."""
+    all_of_it = of("nemo-launcher", "nemo-docs", "megatron-bridge")
+    spread = re.compile(r"(^|,)ep=")
+    return lambda rows: (
+        all_of_it(rows) & np.array([bool(spread.search(p)) == experts for p in rows["plan"]])
+    )
+
+
+def model_lines() -> list[ModelLine]:
+    """All lines about whole models, in the order of the table."""
+    return [*neusight_lines(), *cluster_lines(), *timm_lines(), *h100_lines()]
+
+
+def neusight_lines() -> list[ModelLine]:
+    """Lines about NeuSight's measured models, in fp32."""
+    a100 = labels("a100-pcie-80gb", "train")
+    nodes = "NeuSight 7.6; nodes summed 6.5"
+    return [
+        ModelLine(
+            name="NeuSight labels, A100-80GB train",
+            known_best=nodes,
+            choose=a100,
+            folder="NeuSight",
+            targets={"mape_pct": 7.0},
+        ),
+        ModelLine(
+            name="NeuSight labels, A100-80GB train",
+            known_best=nodes,
+            choose=a100,
+            folder="NeuSight",
+            targets={"mape_pct": 5.0},
+            part="backward",
+        ),
+        ModelLine(
+            name="NeuSight labels, V100",
+            known_best="NeuSight 5.9-8.9; nodes summed 7.6",
+            choose=labels("v100-pcie-32gb", "train", "infer"),
+            folder="NeuSight",
+            targets={"mape_pct": 5.0},
+        ),
+    ]
+
+
+def cluster_lines() -> list[ModelLine]:
+    """Lines about MPT under FSDP, Megatron-Core, and NVIDIA's DeepLearningExamples."""
+    choices = {
+        "Megatron-Core, dense models in fp8": megatron(False),
+        "Megatron-Core, mixtures of experts": megatron(True),
+    }
+    for name, cases in EXAMPLES.items():
+        choices[f"{name} on one GPU"] = examples(*cases)
+    for name in SYNCHRONISED:
+        choices[f"{name} under DDP"] = examples(*EXAMPLES[name], several=True)
+    mpt = ModelLine(
+        name="MPT under FSDP on A100",
+        known_best="none published",
+        choose=of("llm-foundry"),
+        targets={"geomean_ape_pct": 8.0, "mape_pct": 12.0},
+    )
+    others = [
+        ModelLine(
+            name=name,
+            known_best="none published",
+            choose=choose,
+            targets={"geomean_ape_pct": None, "mape_pct": None},
+        )
+        for name, choose in choices.items()
+    ]
+    return [mpt, *others]
+
+
+def timm_lines() -> list[ModelLine]:
+    """Lines about timm's benchmark on an RTX 3090, calibrated on some of its models."""
+    return [
+        ModelLine(
+            name=f"timm{which} on RTX 3090, calibrated on {CALIBRATED_ON}",
+            known_best="none published",
+            choose=choose,
+            targets={"kendall_tau": 0.85, "mape_pct": 15.0},
+            calibrated=True,
+        )
+        for which, choose in (("", timm_in_transformers), (" (by itself)", timm_alone))
+    ]
+
+
+def h100_lines() -> list[ModelLine]:
+    """Lines about the published iterations on H100: MPT under FSDP, and Lambda's networks."""
+    mpt, networks = of("llm-foundry"), of("lambda-deeplearning-benchmark")
+    choices: dict[str, Callable[[Rows], np.ndarray]] = {
+        "H100 iterations": lambda rows: np.ones(len(rows), dtype=bool),
+        "H100 iterations: MPT under FSDP": mpt,
+        "H100 iterations: networks on one GPU": lambda rows: networks(rows) & alone(rows),
+        "H100 iterations: networks under DDP": lambda rows: networks(rows) & ~alone(rows),
+    }
+    return [
+        ModelLine(
+            name=name,
+            known_best="none published",
+            choose=choose,
+            folder="iterations-h100",
+            targets={"mape_pct": 10.0, "bias_pct": 4.0},
+        )
+        for name, choose in choices.items()
+    ]
+
+
+def alone(rows: Rows) -> np.ndarray:
+    """Selects the runs on one GPU."""
+    return np.asarray(rows["world_size"] == 1)

@@ -1,0 +1,33 @@
+"""Published iterations by the folder they are in, as rows whose model can be built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from eval.compare import console, stated_rows
+from eval.public.benchmark import Rows
+from microbench.importers import neusight
+from microbench.importers.base import Imported
+from microbench.importers.published import iterations
+
+READERS: Mapping[str, Callable[[Path], Imported]] = {
+    "NeuSight": neusight.read,
+    "iterations": iterations.read,
+    "iterations-h100": iterations.read,
+}
+
+
+def read_iterations(public: Path, folder: str) -> Rows | None:
+    """Published iterations of a folder; None, and a line that says so, where it is missing.
+
+    How many rows the importer left out is printed by reason.
+    """
+    if not (public / folder).is_dir():
+        console.print(f"no folder {str(public / folder)!r}: its lines are left out")
+        return None
+    found = READERS[folder](public / folder)
+    for reason, count in sorted(found.dropped.items(), key=lambda item: -item[1]):
+        console.print(f"{folder}: {count} rows not imported: {reason}")
+    rows = found.rows["iteration"]
+    return stated_rows(rows[rows["status"] == "ok"].reset_index(drop=True))
