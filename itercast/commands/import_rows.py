@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 @one_line_errors
 def import_rows(
     source: Annotated[
-        str, typer.Argument(help="neusight, aiconfigurator, vidur, nccl-tests, kineto, iterations")
+        str,
+        typer.Argument(help="name of the source, such as neusight or vidur; a wrong one lists all"),
     ],
     path: Annotated[Path, typer.Argument(help="checkout, folder or file of that source")],
     out: Annotated[Path, typer.Option(help="dataset root")] = Path("imported"),

@@ -34,6 +34,8 @@ NAMES = {
     "NVIDIA H100 PCIe": "h100-pcie-80gb",
     "NVIDIA H100 NVL": "h100-nvl",
     "NVIDIA H200": "h200-sxm-141gb",
+    "NVIDIA H800": "h800-sxm-80gb",
+    "NVIDIA H20": "h20",
     "NVIDIA H200-SXM5-141GB": "h200-sxm-141gb",
     "NVIDIA H200 NVL": "h200-nvl",
     "NVIDIA GH200 120GB": "gh200",
@@ -51,6 +53,7 @@ NAMES = {
     "AMD Instinct MI100": "mi100",
     "AMD Instinct MI210": "mi210",
     "AMD Instinct MI250": "mi250",
+    "AMD Instinct MI300X": "mi300x",
 }
 
 

@@ -8,17 +8,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from pandas.api.types import is_numeric_dtype
 
-from microbench.importers.base import (
-    About,
-    Imported,
-    RowCollector,
-    Unreadable,
-    positive,
-    read_bytes,
-    refuse,
-)
+from microbench.importers.base import About, Imported, RowCollector, positive, refuse
+from microbench.importers.parquet import read_parquet
 from microbench.opcall import ITEMSIZE_BYTES
 
 ABOUT = About(
@@ -53,7 +45,6 @@ DTYPES = {
     "float32": "fp32",
 }
 OPTIONAL = ("kernel_source", "window_size")
-MAX_ROWS = 10_000_000
 COLLECTIVES = {
     "all_gather": "all_gather",
     "all_reduce": "all_reduce",
@@ -89,37 +80,7 @@ def _frame(collector: RowCollector, path: Path, needed: tuple[str, ...]) -> pd.D
     needed = ("framework", "version", *needed, "latency")
     if path.suffix != ".parquet":
         return collector.csv(path, needed)
-    try:
-        frame = _parquet(read_bytes(path), needed)
-    except Unreadable as exc:
-        collector.unreadable(str(exc))
-        return None
-    collector.readable += 1
-    return frame.assign(line=np.arange(len(frame)))
-
-
-def _parquet(data: bytes, needed: tuple[str, ...]) -> pd.DataFrame:
-    """The needed columns of a Parquet file: numbers as numbers, others as text."""
-    import pyarrow as pa  # lazy: the other importers do without
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(pa.BufferReader(data))
-        names = file.schema_arrow.names
-        missing = [name for name in needed if names.count(name) != 1]
-        if missing:
-            raise Unreadable(f"no column {missing[0]!r}")
-        if file.metadata.num_rows > MAX_ROWS:
-            raise Unreadable(f"more than {MAX_ROWS} rows")
-        wanted = [name for name in (*needed, *OPTIONAL) if names.count(name) == 1]
-        frame: pd.DataFrame = file.read(columns=wanted).to_pandas(ignore_metadata=True)
-    except Unreadable:
-        raise
-    except (pa.ArrowException, OSError, ValueError, TypeError, MemoryError) as exc:
-        raise Unreadable("not a Parquet table") from exc
-    numeric = [is_numeric_dtype(frame[name]) for name in wanted]
-    texts = [name for name, number in zip(wanted, numeric, strict=True) if not number]
-    return frame.assign(**{name: frame[name].map(str) for name in texts})
+    return read_parquet(collector, path, needed, OPTIONAL)
 
 
 def _common(collector: RowCollector, path: Path, system: str, f: pd.DataFrame, dtype: str) -> Any:

@@ -154,15 +154,18 @@ class RowCollector:
         digest = "@" + hashlib.sha256(data.encode()).hexdigest()[:8] if data else ""
         return f"{self.about.source}:{self.name(path)}{digest}"
 
-    def csv(self, path: Path, needed: Sequence[str]) -> pd.DataFrame | None:
+    def csv(
+        self, path: Path, needed: Sequence[str], names: Sequence[str] = ()
+    ) -> pd.DataFrame | None:
         """A CSV file as text columns, with a column ``line``; None (and counted) if unreadable.
 
-        A last line without a line end is left out: the file may be cut off within a number.
+        ``names`` are those of the columns where the file has no header. A last line without a line
+        end is left out: the file may be cut off within a number.
         """
         try:
             text = read_text(path)
             reader = csv.reader(io.StringIO(text))
-            header = next(reader, [])
+            header = list(names) or next(reader, [])
             missing = [name for name in needed if name not in header]
             if missing:
                 raise Unreadable(f"no column {missing[0]!r}")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from microbench.importers import aiconfigurator, nccl_tests, neusight, vidur
 from microbench.importers.base import Hints, Imported, Unreadable, read_text
+from microbench.importers.mapped import reader
+from microbench.importers.mapped.source import load, mapped_sources
 from microbench.importers.published import iterations
 from microbench.importers.traces import kineto
 
@@ -22,7 +24,8 @@ HINTED: Mapping[str, Callable[[Path, Hints], Imported]] = {
     "nccl-tests": nccl_tests.read,
     "kineto": kineto.read,
 }
-SOURCES = tuple(sorted([*PLAIN, *HINTED]))
+MAPPED = mapped_sources()
+SOURCES = tuple(sorted([*PLAIN, *HINTED, *MAPPED]))
 
 
 def read_source(source: str, path: Path, hints: Hints) -> Imported:
@@ -31,7 +34,12 @@ def read_source(source: str, path: Path, hints: Hints) -> Imported:
         raise ValueError(f"unknown source {source!r}; known: {list(SOURCES)}")
     if not path.exists():
         raise ValueError(f"{str(path)!r}: no such file or folder")
-    found = HINTED[source](path, hints) if source in HINTED else PLAIN[source](path)
+    if source in MAPPED:
+        found = reader.read(load(MAPPED[source]), path)
+    elif source in HINTED:
+        found = HINTED[source](path, hints)
+    else:
+        found = PLAIN[source](path)
     return replace(found, commit=commit_of(path))
 
 

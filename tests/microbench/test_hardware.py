@@ -42,13 +42,16 @@ PROMISED = [
     "mi100",
     "mi210",
     "mi250",
+    "h800-sxm-80gb",
+    "h20",
+    "mi300x",
 ]
 FACTS = [
     *(HERE / f"{name}.yaml" for name in gpu_names() if name != "cpu"),
     *HERE.glob("nodes/*.yaml"),
 ]
 SHIPPED = [name for name in gpu_names() if name != "cpu"]
-CORES_PER_SM = {"pascal": 128, "volta": 64, "turing": 64, "cdna": 128, "cdna2": 128}
+CORES_PER_SM = {"pascal": 128, "volta": 64, "turing": 64, "cdna": 128, "cdna2": 128, "cdna3": 128}
 CORES_PER_SM_OF = dict.fromkeys([n for n in SHIPPED if n.startswith(("a100", "a30", "p100"))], 64)
 GOOD = "sm_count: 2\nclock_hz: 1e9\npeak_flops_per_s: {fp32: 1e12}\nhbm_bytes_per_s: 1e11\n"
 GOOD_NODE = "gpu: t4\ngpus_per_node: 4\ntopology: pcie\n"

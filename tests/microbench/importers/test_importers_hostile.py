@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from microbench.importers.base import MAX_REASONS, Hints, Imported
+from microbench.importers.mapped.source import load, mapped_sources
 from microbench.importers.sources import SOURCES, read_source
 
 OPS = "OPName,Latency,Device,Torch Version,CUDNN Version,CUDA Version"
@@ -29,6 +30,9 @@ PLACES = {
     "nccl-tests": "run.txt",
     "kineto": "trace.json",
     "iterations": "table.csv",
+}
+PLACES |= {
+    name: load(path).tables[0].files[0].replace("*", "x") for name, path in mapped_sources().items()
 }
 JUNK: dict[str, bytes] = {
     "nothing": b"",

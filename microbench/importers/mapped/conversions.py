@@ -1,0 +1,165 @@
+"""Conversions that a mapping may name: a closed list, so that a mapping holds no code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from microbench.hardware.names import gpu_named
+from microbench.importers.base import text_of
+
+NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+HOLE = re.compile(r"\{([^{}]+)\}")
+UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}  # in us
+
+
+def _product(*values: Any) -> Any:
+    return np.prod(np.broadcast_arrays(*values), axis=0)
+
+
+def _sum(*values: Any) -> Any:
+    return np.sum(np.broadcast_arrays(*values), axis=0)
+
+
+# Of arrays of numbers, NaN where a cell holds none.
+ARITHMETIC: Mapping[str, Callable[..., Any]] = {
+    **{unit: lambda x, us=us: x * us for unit, us in UNITS.items()},
+    "product": _product,
+    "sum": _sum,
+    "quotient": lambda a, b: a / b,
+    "ceil_quotient": lambda a, b: np.ceil(a / b),
+    "difference": lambda a, b: a - b,
+    "giga_per_s": lambda count, rate: count / (rate * 1e3),  # time in us
+    "tera_per_s": lambda count, rate: count / (rate * 1e6),  # time in us
+}
+OPERANDS: dict[str, int] = {
+    "quotient": 2,
+    "ceil_quotient": 2,
+    "difference": 2,
+    "giga_per_s": 2,
+    "tera_per_s": 2,
+}
+OPERANDS |= dict.fromkeys(UNITS, 1)
+OF_TEXT = ("gpu", "text", "first", "number", "of")
+
+
+def operands(expression: Any) -> tuple[str, list[Any]]:
+    """The name of a conversion and its operands; ValueError for another form or name."""
+    if not isinstance(expression, Mapping):
+        raise ValueError(f"conversion {expression!r}: neither a column, a number nor a mapping")
+    if set(expression) == {"of", "values"}:
+        return "of", [expression["of"], expression["values"]]
+    if len(expression) != 1:
+        raise ValueError(f"conversion {dict(expression)!r} needs one name; known: {known()}")
+    ((name, given),) = expression.items()
+    given = list(given) if isinstance(given, list | tuple) else [given]
+    if name not in ARITHMETIC and name not in OF_TEXT:
+        raise ValueError(f"unknown conversion {name!r}; known: {known()}")
+    if len(given) != OPERANDS.get(name, len(given)):
+        raise ValueError(f"conversion {name!r} takes {OPERANDS[name]} operands, got {len(given)}")
+    return name, given
+
+
+def known() -> list[str]:
+    """Names of all conversions."""
+    return sorted([*ARITHMETIC, *OF_TEXT, "of + values"])
+
+
+def columns_of(expression: Any) -> Iterator[str]:
+    """Columns that an expression reads; ValueError where it is none."""
+    if isinstance(expression, str):
+        yield expression
+    elif not isinstance(expression, bool | int | float):
+        name, given = operands(expression)
+        if name == "text":
+            yield from HOLE.findall(str(given[0]))
+            return
+        for operand in given[:1] if name in ("of", "number") else given:
+            yield from columns_of(operand)
+
+
+class Cells:
+    """Rows of a table, and for each the reason why it cannot be taken; empty where it can."""
+
+    def __init__(self, frame: pd.DataFrame) -> None:
+        self.frame = frame
+        self.why = pd.Series("", index=frame.index, dtype=object)
+
+    def refuse(self, hit: Any, reason: Any) -> None:
+        """Note a reason, or one for each row, where ``hit`` and no other reason was noted."""
+        fresh = np.asarray(hit, dtype=bool) & (self.why == "").to_numpy()
+        self.why = self.why.mask(fresh, reason)
+
+    def value(self, expression: Any) -> Any:
+        """Values of an expression: a number, a column's name or a conversion of such."""
+        if isinstance(expression, bool | int | float):
+            return expression
+        if isinstance(expression, str):
+            return self.frame[expression]
+        name, given = operands(expression)
+        if name in ARITHMETIC:
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+                found = ARITHMETIC[name](*(self.numbers(operand) for operand in given))
+            return pd.Series(np.broadcast_to(found, len(self.frame)), index=self.frame.index)
+        return getattr(self, f"_{name}")(*given)
+
+    def numbers(self, expression: Any) -> Any:
+        """Values of an expression as floats, NaN where a cell holds no number."""
+        found = self.value(expression)
+        if isinstance(found, pd.Series):
+            return pd.to_numeric(found, errors="coerce").to_numpy(dtype=float, na_value=np.nan)
+        return float(found)
+
+    def texts(self, expression: Any) -> pd.Series:
+        """Values of an expression as text, empty where a cell is."""
+        found = self.value(expression)
+        if not isinstance(found, pd.Series):
+            found = pd.Series([found] * len(self.frame), index=self.frame.index, dtype=object)
+        return found.map(plain).astype(object)
+
+    def _of(self, expression: Any, names: Mapping[str, Any]) -> pd.Series:
+        """Values translated by a table; a row whose value is not in it is refused."""
+        given = self.texts(expression)
+        named = expression if isinstance(expression, str) else "value"
+        unknown = ~given.isin(list(names))
+        self.refuse(unknown, f"unknown {named}: " + given.map(lambda text: repr(text[:40])))
+        return given.map(names)
+
+    def _gpu(self, expression: Any) -> pd.Series:
+        """Names of GPUs' hardware files by any of their names."""
+        given = self.texts(expression)
+        found = given.map(lambda text: gpu_named(text) or "")
+        self.refuse(found == "", "unknown gpu: " + given.map(lambda text: repr(text[:40])))
+        return found
+
+    def _text(self, pattern: str) -> pd.Series:
+        """A text with columns' values in place of their names in braces."""
+        found = pd.Series("", index=self.frame.index, dtype=object)
+        for at, part in enumerate(HOLE.split(pattern)):
+            found = found + (self.texts(part) if at % 2 else part)
+        return found.map(text_of)
+
+    def _first(self, *expressions: Any) -> pd.Series:
+        """The first value that is not empty."""
+        found = self.texts(expressions[0])
+        for expression in expressions[1:]:
+            found = found.where(found != "", self.texts(expression))
+        return found
+
+    def _number(self, expression: Any, at: int = 0) -> pd.Series:
+        """The number at a position among those in a text: 8192 of "(128, 8192)" at 1."""
+        digits = self.texts(expression).map(lambda text: NUMBER.findall(text[:1000])[at : at + 1])
+        return digits.map(lambda found: float(found[0]) if found else np.nan).astype(float)
+
+
+def plain(value: Any) -> str:
+    """A cell as text: whole numbers without a point, nothing for missing ones."""
+    if value is None or value is pd.NA or (isinstance(value, float) and np.isnan(value)):
+        return ""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return str(int(value))
+    return str(value).strip()

@@ -1,0 +1,146 @@
+"""Imports published tables by their mapping: a YAML file that says what their columns mean."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from microbench.importers.base import MAX_SIZE, Imported, RowCollector, positive, refuse
+from microbench.importers.mapped.conversions import Cells
+from microbench.importers.mapped.source import CLOSED, Rule, Skip, Source, Table
+from microbench.importers.mapped.tables import read_table
+from microbench.ops import families
+
+TABLES = (".csv", ".csv.gz", ".parquet")
+ITERATION_SIZES = ("batch", "world_size")
+
+
+def read(source: Source, path: Path) -> Imported:
+    """Read a folder, or one file, of a source that a mapping describes."""
+    patterns = [pattern for table in source.tables for pattern in table.files]
+    files = sorted(p for p in path.rglob("*") if not p.is_dir()) if path.is_dir() else [path]
+    by_file = [(file, _tables(source, file)) for file in files]
+    if not any(found for _, found in by_file):
+        raise refuse(path, f"a folder of {source.about.source}", ", ".join(patterns))
+    collector = RowCollector(source.about, path)
+    for file, tables in by_file:
+        if not tables and file.name.endswith(TABLES):
+            collector.drop(f"file not imported: {collector.name(file)[-60:]!r}")
+        for table in tables:
+            if table.leave_out:
+                collector.drop(f"file not imported: {table.leave_out}")
+            elif (frame := read_table(collector, file, table)) is not None:
+                _collect(collector, file, frame, table)
+    return collector.done()
+
+
+def _tables(source: Source, file: Path) -> list[Table]:
+    """The first table that a file belongs to; of sheets all with that file's sections."""
+    found = [t for t in source.tables if any(file.match(pattern) for pattern in t.files)]
+    return found if found and found[0].section else found[:1]
+
+
+def _collect(collector: RowCollector, path: Path, frame: pd.DataFrame, table: Table) -> None:
+    """Add the rows that each rule makes of the table, and count lines that no rule is for."""
+    taken = np.zeros(len(frame), dtype=bool)
+    for rule in table.rules:
+        mine = _where(frame, rule)
+        taken |= mine
+        if mine.any():
+            _add(collector, path, frame[mine], rule)
+    names = list(dict.fromkeys(name for rule in table.rules for name in rule.where))
+    left = Cells(frame[~taken])
+    if len(left.frame):
+        facts = [name + "=" + left.texts(name).map(lambda t: t[:40]) for name in names]
+        for reason, count in pd.concat(facts, axis=1).agg(", ".join, axis=1).value_counts().items():
+            collector.drop(f"no rule for {reason}", int(count))
+
+
+def _where(frame: pd.DataFrame, rule: Rule) -> Any:
+    """Whether each line is one of those that a rule is for."""
+    cells, mine = Cells(frame), np.ones(len(frame), dtype=bool)
+    for name, allowed in rule.where.items():
+        mine &= cells.texts(name).isin(allowed).to_numpy()
+    return mine
+
+
+def _add(collector: RowCollector, path: Path, frame: pd.DataFrame, rule: Rule) -> None:
+    """Collect the rows of a rule; lines that it skips or cannot translate are counted."""
+    cells = Cells(frame)
+    for skip in rule.skip:
+        cells.refuse(_hit(cells, skip), skip.reason)
+    columns = {name: cells.value(expression) for name, expression in rule.columns.items()}
+    columns = {name: _kept(name, values) for name, values in columns.items()}
+    rows = pd.DataFrame({**_defaults(rule), **rule.constants, **columns}, index=frame.index)
+    sizes = _sizes(cells, rule, rows)
+    rows["run_id"] = collector.run_id(path)
+    rows["origin"] = f"{collector.name(path)}:" + frame["line"].astype(str)
+    for reason, count in cells.why[cells.why != ""].value_counts().items():
+        collector.drop(str(reason), int(count))
+    rows = rows[cells.why == ""]
+    if rule.fastest:
+        rows = _fastest(collector, rows, rule)
+    if len(rows):
+        collector.add(rule.family, rows, sizes)
+
+
+def _kept(name: str, values: Any) -> Any:
+    """Values of a column; text of the file as one printable line."""
+    if name in CLOSED or not isinstance(values, pd.Series) or values.dtype != object:
+        return values
+    return values.map(lambda v: "".join(c for c in v if c.isprintable()) if type(v) is str else v)
+
+
+def _hit(cells: Cells, skip: Skip) -> Any:
+    """Whether each line is to be left out."""
+    if skip.test in ("is", "is_not"):
+        return cells.texts(skip.column).isin(skip.value) == (skip.test == "is")
+    if skip.test == "differs":
+        return cells.texts(skip.column) != cells.texts(skip.value)
+    numbers = cells.numbers(skip.column)
+    return numbers > skip.value if skip.test == "above" else numbers < skip.value
+
+
+def _defaults(rule: Rule) -> dict[str, Any]:
+    """Parameters that a rule does not state, where the family has a default."""
+    if rule.family == "iteration":
+        return {}
+    params = fields(families()[rule.family].params)
+    return {f.name: f.default for f in params if f.default is not MISSING}
+
+
+def _sizes(cells: Cells, rule: Rule, rows: pd.DataFrame) -> list[str]:
+    """Names of the sizes, which are positive whole numbers; those that may be 0 are checked here.
+
+    A parameter may be 0 where that is its default, such as padding.
+    """
+    if rule.family == "iteration":
+        return [name for name in ITERATION_SIZES if name in rows]
+    sizes = []
+    for f in fields(families()[rule.family].params):
+        if f.type == "int" and f.default == 0:
+            numbers = pd.to_numeric(rows[f.name], errors="coerce").to_numpy(dtype=float)
+            good = (numbers >= 0) & (numbers <= MAX_SIZE) & (np.floor(numbers) == numbers)
+            cells.refuse(~good, f"{f.name} is not a whole number")
+            rows[f.name] = np.where(good, numbers, 0).astype(np.int64)
+        elif f.type == "int":
+            sizes.append(f.name)
+        elif f.type == "float":
+            rows[f.name] = pd.to_numeric(rows[f.name], errors="coerce").to_numpy(dtype=float)
+            cells.refuse(~np.isfinite(rows[f.name].to_numpy()), f"{f.name} is not a number")
+    return sizes
+
+
+def _fastest(collector: RowCollector, rows: pd.DataFrame, rule: Rule) -> pd.DataFrame:
+    """Of rows with equal parameters the fastest; the others are counted."""
+    params = [f.name for f in fields(families()[rule.family].params)]
+    time_us = pd.Series(positive(rows["time_us"]), index=rows.index)
+    ordered = rows.assign(time_us=time_us)[time_us > 0].sort_values("time_us", kind="stable")
+    best = ordered.drop_duplicates([*params, "gpu", "stack"]).index
+    kept = rows[rows.index.isin(best) | (time_us <= 0)]
+    collector.drop("a slower one of several tunings of the same op", len(rows) - len(kept))
+    return kept

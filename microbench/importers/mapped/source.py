@@ -1,0 +1,240 @@
+"""A mapping: the YAML file that says what the columns of a published table mean."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from microbench.importers.base import About
+from microbench.importers.mapped.conversions import columns_of
+from microbench.opcall import ITEMSIZE_BYTES
+from microbench.ops import families
+
+HERE = Path(__file__).parent
+ROW_COLUMNS = ("op", "gpu", "stack", "timer", "dtype", "time_us")  # that every row states
+MORE_COLUMNS: tuple[str, ...] = ("time_us_p20", "time_us_p80", "samples", "cache", "kernel")
+MORE_COLUMNS += ("module", "doubts", "load", "settings")
+JSON = "json."  # before the keys of unpacked objects
+TIMERS = ("device", "with_launch")
+CLOSED = ("op", "gpu", "dtype")  # whose text must not come from a file unchecked
+TESTS = ("is", "is_not", "above", "below", "differs")
+READERS = ("csv", "parquet", "sections")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """Rows to leave out: those whose ``column`` passes one test, and why they are left out."""
+
+    column: str
+    test: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """Dataset rows of one family, made of the lines of a table whose columns equal ``where``.
+
+    ``fastest``: of lines with equal parameters only the fastest is taken.
+    """
+
+    family: str
+    where: Mapping[str, tuple[str, ...]]
+    skip: tuple[Skip, ...]
+    constants: Mapping[str, Any]
+    columns: Mapping[str, Any]
+    fastest: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Files of one form, how they are read, and the rules for their lines.
+
+    ``path``: a pattern whose named groups are columns. ``header``: the names of columns where the
+    file has none. ``section``: the title of the part of a sheet. ``unpack``: a column of JSON
+    objects whose keys become columns ``json.KEY``; ``named``: a column of names and one of values,
+    which become such columns too. ``leave_out``: why the files are not imported.
+    """
+
+    files: tuple[str, ...]
+    reader: str = "csv"
+    path: str = ""
+    header: tuple[str, ...] = ()
+    section: str = ""
+    optional: tuple[str, ...] = ()
+    unpack: str = ""
+    named: tuple[str, ...] = ()
+    leave_out: str = ""
+    rules: tuple[Rule, ...] = ()
+
+    def read(self) -> list[str]:
+        """Columns that the rules read, those of the path and of JSON objects among them."""
+        found: dict[str, None] = {}
+        for rule in self.rules:
+            found |= dict.fromkeys([*rule.where, *(s.column for s in rule.skip)])
+            found |= dict.fromkeys(s.value for s in rule.skip if s.test == "differs")
+            for expression in rule.columns.values():
+                found |= dict.fromkeys(columns_of(expression))
+        return list(found)
+
+    def needed(self) -> list[str]:
+        """Columns that the files must have."""
+        read = dict.fromkeys([self.unpack, *self.named, *self.read()])
+        made = {"", *self.optional, *re.compile(self.path).groupindex}
+        return [name for name in read if name not in made and not name.startswith(JSON)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A published source: where it comes from and the tables it has."""
+
+    about: About
+    tables: tuple[Table, ...]
+
+
+def mapped_sources() -> dict[str, Path]:
+    """The mappings by name."""
+    return {path.stem: path for path in sorted(HERE.glob("*.yaml"))}
+
+
+def load(path: Path) -> Source:
+    """Read a mapping; ValueError says what is wrong with it."""
+    try:
+        given = yaml.safe_load(path.read_text())
+        _keys(given, ("where", "licence", "conventions", "tables"), ("values", "constants"))
+        about = About(
+            source=path.stem,
+            **{key: " ".join(str(given[key]).split()) for key in ("where", "licence")},
+            conventions=" ".join(str(given["conventions"]).split()),
+        )
+        tables = tuple(_table(table, given) for table in given["tables"])
+    except (ValueError, TypeError, re.error, yaml.YAMLError) as exc:
+        raise ValueError(f"mapping {path.name}: {exc}") from exc
+    return Source(about=about, tables=tables)
+
+
+def _keys(given: Any, needed: tuple[str, ...], optional: tuple[str, ...]) -> None:
+    if not isinstance(given, dict):
+        raise ValueError(f"{given!r} is not a mapping of {[*needed, *optional]}")
+    if missing := [key for key in needed if key not in given]:
+        raise ValueError(f"no {missing[0]!r} in {list(given)}")
+    if unknown := [key for key in given if key not in (*needed, *optional)]:
+        raise ValueError(f"unknown key {unknown[0]!r}; known: {[*needed, *optional]}")
+
+
+def _table(given: Any, source: Mapping[str, Any]) -> Table:
+    names = [f.name for f in fields(Table)]
+    _keys(given, ("files",), (*names, "constants", "columns", "skip"))
+    texts = {key: str(given.get(key, "")) for key in ("path", "section", "unpack", "leave_out")}
+    lists = {key: _list(given.get(key, [])) for key in ("files", "header", "optional", "named")}
+    if (reader := given.get("reader", "csv")) not in READERS:
+        raise ValueError(f"unknown reader {reader!r}; known: {READERS}")
+    common = {**source, **given, "constants": _merged(source, given, "constants")}
+    rules = tuple(_rule(rule, common) for rule in given.get("rules", ()))
+    if bool(rules) == ("leave_out" in given):
+        raise ValueError(f"{given['files']} need either rules or leave_out")
+    re.compile(texts["path"])
+    facts: dict[str, Any] = {**texts, **lists}
+    return Table(reader=reader, rules=rules, **facts)
+
+
+def _rule(given: Any, table: Mapping[str, Any]) -> Rule:
+    known = ("where", "skip", "constants", "columns", "fastest")
+    _keys(given, ("family",), known)
+    rule = Rule(
+        family=given["family"],
+        where={str(k): _list(v) for k, v in given.get("where", {}).items()},
+        skip=tuple(_skip(s) for s in [*given.get("skip", ()), *table.get("skip", ())]),
+        constants=_merged(table, given, "constants"),
+        columns={
+            name: _named(expression, table.get("values", {}))
+            for name, expression in _merged(table, given, "columns").items()
+            if name not in given.get("constants", {})
+        },
+        fastest=bool(given.get("fastest", False)),
+    )
+    constants = {k: v for k, v in rule.constants.items() if k not in rule.columns}
+    _check(rule.columns, constants, rule.family)
+    return replace(rule, constants=constants)
+
+
+def _merged(outer: Mapping[str, Any], inner: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {**outer.get(key, {}), **inner.get(key, {})}
+
+
+def _list(value: Any) -> tuple[str, ...]:
+    return tuple(str(v) for v in (value if isinstance(value, list) else [value]))
+
+
+def _skip(given: Any) -> Skip:
+    _keys(given, ("column", "reason"), TESTS)
+    tests = [test for test in TESTS if test in given]
+    if len(tests) != 1:
+        raise ValueError(f"skip of {given['column']!r} needs one test of {TESTS}")
+    (test,) = tests
+    value: Any = given[test]
+    if test in ("is", "is_not"):
+        value = _list(value)
+    return Skip(column=given["column"], test=test, value=value, reason=str(given["reason"]))
+
+
+def _named(expression: Any, tables: Mapping[str, Any]) -> Any:
+    """The expression with the names of tables of values replaced by the tables."""
+    if not isinstance(expression, dict):
+        return expression
+    if set(expression) == {"of", "values"}:
+        values = expression["values"]
+        if isinstance(values, str):
+            if values not in tables:
+                raise ValueError(f"unknown table of values {values!r}; known: {list(tables)}")
+            values = tables[values]
+        translated = {str(k): v for k, v in values.items()}
+        return {"of": _named(expression["of"], tables), "values": translated}
+    return {
+        key: [_named(e, tables) for e in given]
+        if isinstance(given, list)
+        else _named(given, tables)
+        for key, given in expression.items()
+    }
+
+
+def _check(columns: Mapping[str, Any], constants: Mapping[str, Any], family: str) -> None:
+    """ValueError where a row would lack something, or have something that no reader knows."""
+    stated = {*columns, *constants}
+    if family != "iteration":
+        params = fields(families()[family].params) if family in families() else ()
+        if not params:
+            raise ValueError(f"unknown family {family!r}; known: {['iteration', *families()]}")
+        own = {f.name: f.default is MISSING for f in params}
+        unknown = stated - own.keys() - {*ROW_COLUMNS, *MORE_COLUMNS}
+        if unknown:
+            raise ValueError(f"{family} has no {sorted(unknown)}; it has {list(own)}")
+        needed = [*ROW_COLUMNS, *(name for name, required in own.items() if required)]
+    else:
+        needed = [*ROW_COLUMNS, "case", "mode", "batch", "plan", "world_size"]
+    if missing := [name for name in needed if name not in stated]:
+        raise ValueError(f"rows of {family} lack {missing}")
+    for name, expression in columns.items():
+        list(columns_of(expression))
+        text = not isinstance(expression, dict) or not {"of", "gpu"} & expression.keys()
+        if name in CLOSED and text:
+            raise ValueError(f"{name} must be a constant, a table of values or a gpu")
+    for dtype in _values(columns, constants, "dtype"):
+        if dtype not in ITEMSIZE_BYTES and dtype != "":
+            raise ValueError(f"unknown dtype {dtype!r}; known: {list(ITEMSIZE_BYTES)}")
+    for timer in _values(columns, constants, "timer"):
+        if timer not in TIMERS:
+            raise ValueError(f"unknown timer {timer!r}; known: {TIMERS}")
+
+
+def _values(columns: Mapping[str, Any], constants: Mapping[str, Any], name: str) -> Iterator[Any]:
+    """All values that a column can have, where it is a constant or a table of values."""
+    if name in constants:
+        yield constants[name]
+    elif isinstance(columns[name], dict):
+        yield from columns[name].get("values", {}).values()

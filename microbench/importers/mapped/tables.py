@@ -1,0 +1,99 @@
+"""Reads the files that a mapping names: CSV with or without a header, Parquet, sheets."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from microbench.importers.base import RowCollector, Unreadable, read_text
+from microbench.importers.mapped.source import JSON, Table
+from microbench.importers.parquet import read_parquet
+
+MAX_KEYS = 200  # of the objects in a column of JSON
+
+
+def read_table(collector: RowCollector, path: Path, table: Table) -> pd.DataFrame | None:
+    """The lines of a file as columns of text or numbers; None (and counted) if unreadable."""
+    named = re.search(table.path, path.absolute().as_posix())
+    if named is None:
+        collector.drop("file in an unknown folder or of an unknown name")
+        return None
+    needed = table.needed()
+    if table.reader == "parquet":
+        frame = read_parquet(collector, path, needed, table.optional)
+    elif table.reader == "sections":
+        frame = read_section(collector, path, table.section, needed)
+    else:
+        frame = collector.csv(path, needed, table.header)
+    if frame is None:
+        return None
+    frame = frame.assign(**{k: v or "" for k, v in named.groupdict().items()})
+    frame = frame.assign(**{name: "" for name in table.optional if name not in frame})
+    return unpacked(frame, table)
+
+
+def unpacked(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
+    """The frame with columns ``json.KEY`` of the column of JSON objects and of the named values."""
+    if not table.unpack:
+        return frame
+    objects = [_object(text) for text in frame[table.unpack]]
+    if table.named:
+        name, value = (frame[column] for column in table.named)
+        objects = [{**o, n: v} for o, n, v in zip(objects, name, value, strict=True)]
+    keys = sorted({str(key) for found in objects for key in found})[:MAX_KEYS]
+    columns = {JSON + key: [o.get(key) for o in objects] for key in keys}
+    wanted = {name for name in table.read() if name.startswith(JSON)}
+    missing = {column: [None] * len(frame) for column in wanted - columns.keys()}
+    made = pd.DataFrame({**columns, **missing}, index=frame.index, dtype=object)
+    return pd.concat([frame, made], axis=1)
+
+
+def _object(text: Any) -> dict[str, Any]:
+    """A JSON object of plain values; nothing where the text is none."""
+    try:
+        found = json.loads(str(text))
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {str(k): v for k, v in found.items() if isinstance(v, str | int | float | bool)}
+
+
+def read_section(
+    collector: RowCollector, path: Path, title: str, needed: Sequence[str]
+) -> pd.DataFrame | None:
+    """One part of a workbook's sheet saved as CSV: from the row that begins with a title on.
+
+    The header is that row, or the next where only the title stands in it; the part ends where
+    another row's first cell is not empty. Rows without any text are skipped.
+    """
+    try:
+        rows = list(csv.reader(io.StringIO(read_text(path))))
+        starts = [at for at, row in enumerate(rows) if row and row[0].strip() == title]
+        if not starts:
+            raise Unreadable(f"no section {title!r}")
+        at = starts[0] if any(map(str.strip, rows[starts[0]][1:])) else starts[0] + 1
+        header = [cell.strip() for cell in rows[at]] if at < len(rows) else []
+        if missing := [name for name in needed if name not in header]:
+            raise Unreadable(f"no column {missing[0]!r} in section {title!r}")
+    except (csv.Error, Unreadable) as exc:
+        collector.unreadable(str(exc) if isinstance(exc, Unreadable) else "not a CSV table")
+        return None
+    collector.readable += 1
+    found: dict[str, list[Any]] = {name: [] for name in (*header, "line") if name}
+    for line, row in enumerate(rows[at + 1 :], start=at + 2):
+        if row and row[0].strip():
+            break
+        if any(map(str.strip, row)):
+            cells = dict(zip(header, [*row, *[""] * len(header)], strict=False))
+            for name in found:
+                found[name].append(line if name == "line" else cells[name].strip())
+    return pd.DataFrame(found, dtype=object).assign(line=np.array(found["line"], dtype=np.int64))

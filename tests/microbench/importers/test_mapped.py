@@ -1,0 +1,205 @@
+"""The mechanism of mappings: conversions by hand, what is left out and why, wrong mappings."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from microbench.importers.base import Imported
+from microbench.importers.mapped import reader
+from microbench.importers.mapped.conversions import ARITHMETIC, Cells, known
+from microbench.importers.mapped.source import load, mapped_sources
+
+TINY = """
+where: https://example.org
+licence: MIT
+conventions: made up
+values:
+  dtypes: {half: fp16, float: fp32}
+tables:
+- files: ["products_*.csv", "products_*.csv.gz"]
+  path: 'products_(?P<card>[^.]+)\\.csv'
+  skip:
+  - {column: note, is: throttled, reason: the GPU was throttled}
+  rules:
+  - family: gemm
+    where: {what: mm}
+    constants: {op: mm, stack: mine-1, timer: device}
+    columns:
+      gpu: {gpu: card}
+      dtype: {of: type, values: dtypes}
+      m: M
+      n: N
+      k: K
+      time_us: {ms: t}
+- files: ["specs.csv"]
+  leave_out: no times in it
+"""
+HEADER = "what,type,M,N,K,t,note\n"
+GOOD = "mm,half,2,3,4,0.5,\n"
+
+
+def tiny(folder: Path, text: str = TINY, **files: str | bytes) -> Imported:
+    """Files imported by a mapping; ``__`` in a name is a point."""
+    mapping = folder / "tiny.yaml"
+    mapping.write_text(text)
+    data = folder / "data"
+    data.mkdir()
+    for name, content in files.items():
+        raw = content.encode() if isinstance(content, str) else content
+        (data / name.replace("__", ".")).write_bytes(raw)
+    return reader.read(load(mapping), data)
+
+
+def test_columns_become_parameters_and_us(tmp_path: Path) -> None:
+    """0.5 ms are 500 us; the GPU stands in the file's name; defaults are the family's."""
+    found = tiny(tmp_path, products_T4__csv=HEADER + GOOD)
+    (row,) = found.rows["gemm"].to_dict("records")
+    assert (row["m"], row["n"], row["k"], row["time_us"]) == (2, 3, 4, 500.0)
+    assert (row["gpu"], row["dtype"], row["batch"], row["layout"]) == ("t4", "fp16", 1, "nn")
+    assert (row["run_id"], row["origin"]) == ("tiny:products_T4.csv", "products_T4.csv:2")
+    assert not found.dropped
+
+
+def test_gzip_is_read_as_plain_text_is(tmp_path: Path) -> None:
+    found = tiny(tmp_path, products_T4__csv__gz=gzip.compress((HEADER + GOOD).encode()))
+    assert len(found.rows["gemm"]) == 1
+
+
+def test_every_line_left_out_has_a_reason(tmp_path: Path) -> None:
+    """A value that no table of values knows is never taken as it is."""
+    lines = [GOOD, GOOD.replace("half", "quarter"), GOOD.replace("mm,", "fft,")]
+    lines += [GOOD.replace("\n", "throttled\n"), GOOD.replace("2,", "two,"), "mm,half\n"]
+    lines += [GOOD.replace("0.5", "inf"), GOOD.replace("0.5", "")]
+    found = tiny(
+        tmp_path,
+        products_T4__csv=HEADER + "".join(lines),
+        products_Z9__csv=HEADER + GOOD,
+        other__csv="a,b\n",
+        specs__csv="a,b\n",
+        products_P4__csv="what,type\nmm,half\n",
+        products_A40__csv__gz=gzip.compress(HEADER.encode() * 99)[:30],
+    )
+    assert len(found.rows["gemm"]) == 1
+    assert found.dropped == {
+        "unknown type: 'quarter'": 1,
+        "no rule for what=fft": 1,
+        "the GPU was throttled": 1,
+        "m is not a positive whole number": 1,
+        "row with a wrong number of columns": 1,
+        "time is not a positive number below 1e+12 us": 2,
+        "unknown gpu: 'Z9'": 1,
+        "file not imported: 'other.csv'": 1,
+        "file not imported: no times in it": 1,
+        "file unreadable: no column 'note'": 1,
+        "file unreadable: truncated gzip": 1,
+    }
+
+
+def test_a_folder_without_such_files_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is not a folder of tiny; looked for products_\*\.csv"):
+        tiny(tmp_path, readme__txt="hello")
+
+
+def test_parquet_has_numbers_and_text(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"what": ["mm"], "type": ["half"], "M": [2], "N": [3], "K": [4.0]})
+    frame = frame.assign(t=[0.5], note=[""])
+    frame.to_parquet(tmp_path / "products_T4.parquet", compression="zstd")
+    text = TINY.replace(
+        '["products_*.csv", "products_*.csv.gz"]', '["*.parquet"]\n  reader: parquet'
+    )
+    content = (tmp_path / "products_T4.parquet").read_bytes()
+    text = text.replace("[^.]+)\\.csv", "[^.]+)\\.parquet")
+    found = tiny(tmp_path, text, products_T4__parquet=content, products_P4__parquet=b"PAR1" * 9)
+    assert list(found.rows["gemm"]["k"]) == [4]
+    assert found.dropped == {"file unreadable: not a Parquet table": 1}
+
+
+CELLS = pd.DataFrame(
+    {"a": ["6", "x"], "b": ["4", "2"], "t": ["(128, 8192)", "0.19ms"], "e": ["", "1"]}
+)
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ({"ns": "a"}, [0.006, np.nan]),
+        ({"us": "a"}, [6.0, np.nan]),
+        ({"ms": "a"}, [6e3, np.nan]),
+        ({"s": "a"}, [6e6, np.nan]),
+        ({"product": [2, "a", "b"]}, [48.0, np.nan]),
+        ({"sum": ["a", "b"]}, [10.0, np.nan]),
+        ({"difference": ["a", "b"]}, [2.0, np.nan]),
+        ({"quotient": ["a", "b"]}, [1.5, np.nan]),
+        ({"ceil_quotient": ["a", "b"]}, [2.0, np.nan]),
+        ({"giga_per_s": [{"product": ["a", 1e9]}, "b"]}, [1.5e6, np.nan]),  # 6e9 at 4e9/s: 1.5 s
+        ({"tera_per_s": [{"product": ["a", 1e12]}, "b"]}, [1.5e6, np.nan]),
+        ({"number": "t"}, [128.0, 0.19]),
+        ({"number": ["t", 1]}, [8192.0, np.nan]),
+        ({"first": ["e", "b"]}, ["4", "1"]),
+        ({"text": "v{b}-{e}"}, ["v4-", "v2-1"]),
+        ({"of": "b", "values": {"4": True, "2": 7}}, [True, 7]),
+    ],
+)
+def test_conversions_by_hand(expression: object, expected: list[object]) -> None:
+    found = list(Cells(CELLS).value(expression))
+    if isinstance(expected[0], float):
+        np.testing.assert_allclose(np.array(found, dtype=float), np.array(expected, dtype=float))
+    else:
+        assert found == expected
+
+
+def test_every_conversion_is_tested() -> None:
+    """Those above, and ``gpu``, which the first test takes."""
+    marks = test_conversions_by_hand.pytestmark  # type: ignore[attr-defined]
+    tested = {name for expression, _ in marks[0].args[1] for name in expression}
+    assert {*ARITHMETIC} <= tested
+    assert {*known()} - tested == {"gpu", "of + values"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("family: gemm", "family: gem", "unknown family 'gem'"),
+        ("m: M", "q: M", "gemm has no ['q']"),
+        ("      k: K\n", "", "rows of gemm lack ['k']"),
+        ("{ms: t}", "{minutes: t}", "unknown conversion 'minutes'"),
+        ("{ms: t}", "{ms: [t, t]}", "takes 1 operands, got 2"),
+        ("{ms: t}", "[t]", "neither a column, a number nor a mapping"),
+        ("values: dtypes}", "values: types}", "unknown table of values 'types'"),
+        ("half: fp16", "half: fp17", "unknown dtype 'fp17'"),
+        ("{of: type, values: dtypes}", "type", "dtype must be a constant, a table of values"),
+        ("gpu: {gpu: card}", "gpu: card", "gpu must be a constant, a table of values"),
+        ("timer: device", "timer: sundial", "unknown timer 'sundial'"),
+        ("licence: MIT", "license: MIT", "no 'licence'"),
+        ("is: throttled", "was: throttled", "unknown key 'was'"),
+        ("where: {what: mm}", "when: {what: mm}", "unknown key 'when'"),
+        ("  leave_out: no times in it\n", "", "need either rules or leave_out"),
+        ('files: ["specs.csv"]', 'reader: xls\n  files: ["specs.csv"]', "unknown reader 'xls'"),
+        ("path: 'products_(", "path: 'products_((", "missing )"),
+        ("tables:", "tables: [", "mapping tiny.yaml"),
+        ("values:\n", "values: !!python/name:os.system\n", "mapping tiny.yaml"),
+    ],
+)
+def test_a_wrong_mapping_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    """Also tags that would run code."""
+    assert old in TINY
+    path = tmp_path / "tiny.yaml"
+    path.write_text(TINY.replace(old, new, 1))
+    with pytest.raises(ValueError) as caught:
+        load(path)
+    assert message in str(caught.value) and "mapping tiny.yaml: " in str(caught.value)
+
+
+@pytest.mark.parametrize("name", mapped_sources())
+def test_mappings_that_ship_are_right(name: str) -> None:
+    """They load, and say origin, licence and units."""
+    source = load(mapped_sources()[name])
+    assert source.about.source == name and "https://" in source.about.where
+    assert len(source.about.conventions) > 60
+    assert "eval" not in yaml.safe_dump(yaml.safe_load(mapped_sources()[name].read_text()))
