@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 FILE = "assumptions.yaml"
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, eight times as fast
 KEYS = ("value", "unit", "source", "fitted_on", "holds")
 
 
@@ -49,7 +50,7 @@ def assumptions_in(folder: Path) -> Mapping[tuple[str, str], Assumption]:
     """All assumptions of a folder by module and name; ValueError names what is missing."""
     path = folder / FILE
     found = {}
-    for module, entries in (yaml.safe_load(path.read_text()) or {}).items():
+    for module, entries in (yaml.load(path.read_text(), _Loader) or {}).items():
         for name, entry in entries.items():
             unknown, missing = set(entry) - set(KEYS), set(KEYS) - {"fitted_on"} - set(entry)
             if unknown or missing:

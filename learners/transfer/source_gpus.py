@@ -7,8 +7,9 @@ Dtypes and ops that a GPU was not measured with, but others were, are forecast l
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ class RowGroup:
     wanted: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: ``groups`` is kept once found
 class QueryRows:
     """Rows to forecast, with GPU, dtype, op and software of each (see RowGroup).
 
@@ -119,25 +120,27 @@ class QueryRows:
             rows=self.rows.iloc[index],
         )
 
-    def groups(self) -> Iterator[tuple[np.ndarray, RowGroup]]:
-        """Yield row indices of each distinct GPU, dtype, op and software."""
-        columns = (self.gpu, self.dtype, self.op, self.stack, self.wanted)
+    @cached_property
+    def groups(self) -> list[tuple[np.ndarray, RowGroup]]:
+        """Row indices of each distinct GPU, dtype, op and software."""
+        columns = {f.name: getattr(self, f.name) for f in fields(RowGroup)}
         joint = np.zeros(len(self.gpu), dtype=np.int64)
-        for column in columns:
-            codes, names = pd.factorize(column)
-            joint = joint * len(names) + codes
-        _, first, code = np.unique(joint, return_index=True, return_inverse=True)
-        order = np.argsort(code, kind="stable")
-        ends = np.cumsum(np.bincount(code, minlength=len(first)))
-        for at, where in zip(first, np.split(order, ends), strict=False):  # the last is empty
-            gpu, dtype, op, stack, wanted = (column[at] for column in columns)
-            yield where, RowGroup(gpu=gpu, dtype=dtype, op=op, stack=stack, wanted=wanted)
+        for column in columns.values():
+            codes, values = pd.factorize(column)
+            joint = joint * len(values) + codes
+        code, distinct = pd.factorize(joint, sort=True)
+        ends = np.cumsum(np.bincount(code, minlength=len(distinct)))
+        pieces = np.split(np.argsort(code, kind="stable"), ends)[: len(distinct)]
+        return [
+            (where, RowGroup(**{name: column[where[0]] for name, column in columns.items()}))
+            for where in pieces
+        ]
 
 
 def measured_in(query: QueryRows) -> Measured:
     """Which GPU, dtype, op and software training rows were measured with."""
     measured: dict[str, dict[str, dict[str, list[str]]]] = {}
-    groups = sorted(query.groups(), key=lambda pair: (-len(pair[0]), repr(pair[1])))
+    groups = sorted(query.groups, key=lambda pair: (-len(pair[0]), repr(pair[1])))
     for _, group in groups:
         by_op = measured.setdefault(group.gpu, {}).setdefault(group.dtype, {})
         by_op.setdefault(group.op, []).append(group.stack)
@@ -204,7 +207,7 @@ class SourceGpus:
             return ~isin(query.gpu, seen) & bool(seen)
         dtypes = {dtype for by_dtype in self.measured.values() for dtype in by_dtype}
         mask = self.unseen_gpu_or_op(query)
-        for rows, group in query.groups():
+        for rows, group in query.groups:
             by_dtype = self.measured.get(group.gpu)
             if by_dtype is not None:
                 mask[rows] |= group.dtype in dtypes and group.dtype not in by_dtype
@@ -217,7 +220,7 @@ class SourceGpus:
         of this one.
         """
         mask = np.zeros(len(query.gpu), dtype=bool)
-        for rows, group in query.groups() if self.measured else ():
+        for rows, group in query.groups if self.measured else ():
             by_dtype = self.measured.get(group.gpu)
             if by_dtype is None:
                 mask[rows] = True
@@ -229,7 +232,7 @@ class SourceGpus:
     def unseen_dtype(self, query: QueryRows) -> np.ndarray:
         """Mask of rows in dtypes that their GPU has no rows of."""
         mask = np.zeros(len(query.gpu), dtype=bool)
-        for rows, group in query.groups():
+        for rows, group in query.groups:
             dtypes = self.measured.get(group.gpu, {})
             mask[rows] = bool(self.measured) and group.dtype not in dtypes
         return mask
@@ -263,7 +266,7 @@ class SourceGpus:
         dtype, the op's most measured stack is taken.
         """
         result = np.full(len(query.gpu), "", dtype=object)
-        for rows, group in query.groups():
+        for rows, group in query.groups:
             by_dtype, stack = self.measured.get(group.gpu, {}), usual.get(group.gpu, "")
             by_op = by_dtype.get(group.dtype, {})
             if group.wanted and group.op in by_op:
@@ -318,8 +321,9 @@ class SourceGpus:
         if not (self.measured and unseen.any()):
             return np.asarray(ensemble.predict(x, roofline_us))
         where = np.flatnonzero(unseen)
+        asked = query if unseen.all() else query.take(where)
         by_source: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
-        for rows, group in query.take(where).groups():
+        for rows, group in asked.groups:
             gpu = query.gpus[group.gpu]
             for source, weight in self.weights(group, gpu, query.family).items():
                 piece = (where[rows], np.full(len(rows), weight))
