@@ -44,7 +44,7 @@ OPERANDS: dict[str, int] = {
     "tera_per_s": 2,
 }
 OPERANDS |= dict.fromkeys(UNITS, 1)
-OF_TEXT = ("gpu", "text", "first", "number", "of")
+OF_TEXT = ("gpu", "text", "lower", "first", "number", "of")
 
 
 def operands(expression: Any) -> tuple[str, list[Any]]:
@@ -142,6 +142,10 @@ class Cells:
         for at, part in enumerate(HOLE.split(pattern)):
             found = found + (self.texts(part) if at % 2 else part)
         return found.map(text_of)
+
+    def _lower(self, expression: Any) -> pd.Series:
+        """Text in lower case."""
+        return self.texts(expression).str.lower()
 
     def _first(self, *expressions: Any) -> pd.Series:
         """The first value that is not empty."""

@@ -46,42 +46,36 @@ def _tables(source: Source, file: Path) -> list[Table]:
 
 def _collect(collector: RowCollector, path: Path, frame: pd.DataFrame, table: Table) -> None:
     """Add the rows that each rule makes of the table, and count lines that no rule is for."""
-    taken = np.zeros(len(frame), dtype=bool)
-    for rule in table.rules:
-        mine = _where(frame, rule)
-        taken |= mine
-        if mine.any():
-            _add(collector, path, frame[mine], rule)
-    names = list(dict.fromkeys(name for rule in table.rules for name in rule.where))
-    left = Cells(frame[~taken])
-    if len(left.frame):
-        facts = [name + "=" + left.texts(name).map(lambda t: t[:40]) for name in names]
-        for reason, count in pd.concat(facts, axis=1).agg(", ".join, axis=1).value_counts().items():
-            collector.drop(f"no rule for {reason}", int(count))
-
-
-def _where(frame: pd.DataFrame, rule: Rule) -> Any:
-    """Whether each line is one of those that a rule is for."""
-    cells, mine = Cells(frame), np.ones(len(frame), dtype=bool)
-    for name, allowed in rule.where.items():
-        mine &= cells.texts(name).isin(allowed).to_numpy()
-    return mine
+    frame = _unskipped(collector, Cells(frame), table.skip)
+    cells, names = Cells(frame), list(dict.fromkeys(n for rule in table.rules for n in rule.where))
+    mine = np.ones((len(table.rules), len(frame)), dtype=bool)
+    for name in names:
+        found = cells.texts(name)
+        for at, rule in enumerate(table.rules):
+            if name in rule.where:
+                mine[at] &= found.isin(rule.where[name]).to_numpy()
+        facts = [
+            f"{n}=" + cells.texts(n).map(lambda text: text[:40]) for n in {names[0]: 0, name: 0}
+        ]
+        reason = facts[0] if len(facts) == 1 else facts[0] + ", " + facts[1]
+        cells.refuse(~mine.any(axis=0), "no rule for " + reason)
+    _counted(collector, cells, frame)
+    for at, rule in enumerate(table.rules):
+        if mine[at].any():
+            _add(collector, path, frame[mine[at]], rule)
 
 
 def _add(collector: RowCollector, path: Path, frame: pd.DataFrame, rule: Rule) -> None:
     """Collect the rows of a rule; lines that it skips or cannot translate are counted."""
+    frame = _unskipped(collector, Cells(frame), rule.skip)
     cells = Cells(frame)
-    for skip in rule.skip:
-        cells.refuse(_hit(cells, skip), skip.reason)
     columns = {name: cells.value(expression) for name, expression in rule.columns.items()}
     columns = {name: _kept(name, values) for name, values in columns.items()}
     rows = pd.DataFrame({**_defaults(rule), **rule.constants, **columns}, index=frame.index)
     sizes = _sizes(cells, rule, rows)
     rows["run_id"] = collector.run_id(path)
     rows["origin"] = f"{collector.name(path)}:" + frame["line"].astype(str)
-    for reason, count in cells.why[cells.why != ""].value_counts().items():
-        collector.drop(str(reason), int(count))
-    rows = rows[cells.why == ""]
+    rows = _counted(collector, cells, rows)
     if rule.fastest:
         rows = _fastest(collector, rows, rule)
     if len(rows):
@@ -93,6 +87,20 @@ def _kept(name: str, values: Any) -> Any:
     if name in CLOSED or not isinstance(values, pd.Series) or values.dtype != object:
         return values
     return values.map(lambda v: "".join(c for c in v if c.isprintable()) if type(v) is str else v)
+
+
+def _unskipped(collector: RowCollector, cells: Cells, skips: tuple[Skip, ...]) -> pd.DataFrame:
+    """Lines that are not to be left out; the others are counted."""
+    for skip in skips:
+        cells.refuse(_hit(cells, skip), skip.reason)
+    return _counted(collector, cells, cells.frame)
+
+
+def _counted(collector: RowCollector, cells: Cells, rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows that nothing speaks against; the others are counted by reason."""
+    for reason, count in cells.why[cells.why != ""].value_counts().items():
+        collector.drop(str(reason), int(count))
+    return rows[(cells.why == "").to_numpy()]
 
 
 def _hit(cells: Cells, skip: Skip) -> Any:

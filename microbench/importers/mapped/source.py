@@ -28,9 +28,9 @@ READERS = ("csv", "parquet", "sections")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
-    """Rows to leave out: those whose ``column`` passes one test, and why they are left out."""
+    """Rows to leave out: those whose ``column`` (or conversion) passes a test, and the reason."""
 
-    column: str
+    column: Any
     test: str
     value: Any
     reason: str
@@ -58,7 +58,8 @@ class Table:
     ``path``: a pattern whose named groups are columns. ``header``: the names of columns where the
     file has none. ``section``: the title of the part of a sheet. ``unpack``: a column of JSON
     objects whose keys become columns ``json.KEY``; ``named``: a column of names and one of values,
-    which become such columns too. ``leave_out``: why the files are not imported.
+    which become such columns too. ``skip``: lines that no rule sees. ``leave_out``: why the files
+    are not imported.
     """
 
     files: tuple[str, ...]
@@ -70,14 +71,16 @@ class Table:
     unpack: str = ""
     named: tuple[str, ...] = ()
     leave_out: str = ""
+    skip: tuple[Skip, ...] = ()
     rules: tuple[Rule, ...] = ()
 
     def read(self) -> list[str]:
         """Columns that the rules read, those of the path and of JSON objects among them."""
-        found: dict[str, None] = {}
+        skips = [*self.skip, *(skip for rule in self.rules for skip in rule.skip)]
+        found = dict.fromkeys(name for skip in skips for name in columns_of(skip.column))
+        found |= dict.fromkeys(skip.value for skip in skips if skip.test == "differs")
         for rule in self.rules:
-            found |= dict.fromkeys([*rule.where, *(s.column for s in rule.skip)])
-            found |= dict.fromkeys(s.value for s in rule.skip if s.test == "differs")
+            found |= dict.fromkeys(rule.where)
             for expression in rule.columns.values():
                 found |= dict.fromkeys(columns_of(expression))
         return list(found)
@@ -129,7 +132,7 @@ def _keys(given: Any, needed: tuple[str, ...], optional: tuple[str, ...]) -> Non
 
 def _table(given: Any, source: Mapping[str, Any]) -> Table:
     names = [f.name for f in fields(Table)]
-    _keys(given, ("files",), (*names, "constants", "columns", "skip"))
+    _keys(given, ("files",), (*names, "constants", "columns"))
     texts = {key: str(given.get(key, "")) for key in ("path", "section", "unpack", "leave_out")}
     lists = {key: _list(given.get(key, [])) for key in ("files", "header", "optional", "named")}
     if (reader := given.get("reader", "csv")) not in READERS:
@@ -140,7 +143,8 @@ def _table(given: Any, source: Mapping[str, Any]) -> Table:
         raise ValueError(f"{given['files']} need either rules or leave_out")
     re.compile(texts["path"])
     facts: dict[str, Any] = {**texts, **lists}
-    return Table(reader=reader, rules=rules, **facts)
+    skip = tuple(map(_skip, given.get("skip", ())))
+    return Table(reader=reader, rules=rules, skip=skip, **facts)
 
 
 def _rule(given: Any, table: Mapping[str, Any]) -> Rule:
@@ -149,7 +153,7 @@ def _rule(given: Any, table: Mapping[str, Any]) -> Rule:
     rule = Rule(
         family=given["family"],
         where={str(k): _list(v) for k, v in given.get("where", {}).items()},
-        skip=tuple(_skip(s) for s in [*given.get("skip", ()), *table.get("skip", ())]),
+        skip=tuple(map(_skip, given.get("skip", ()))),
         constants=_merged(table, given, "constants"),
         columns={
             name: _named(expression, table.get("values", {}))

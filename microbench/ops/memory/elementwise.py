@@ -31,6 +31,7 @@ KINDS += [(op, 3) for op in known.TERNARY]
 COMMON_KINDS = [kind for kind in KINDS if kind[0] in known.COMMON]
 POSITIVE = ("log", "sqrt", "rsqrt", "logit", "pow", "pow_general", "reciprocal", "div")
 INTEGERS = ("add", "mul", "eq", "clone", "copy_", "zeros_like", "where")
+FP8_CAST = "fp8_cast"  # of libraries: scale and cast in one kernel
 CHEAP = ("add", "mul", "add_", "mul_", "copy_", "clone", "relu", "zeros_like", "ones_like", "fill_")
 
 
@@ -186,13 +187,16 @@ def flops(p: Any) -> Any:
 def bytes_moved(p: Any) -> Any:
     """Full-size operands read once, the result written once; a mask counts as an operand.
 
-    Fills and copies do not read what they overwrite; an allocation moves nothing.
+    Fills and copies do not read what they overwrite; an allocation moves nothing. A cast to fp8
+    writes a byte for each element.
     """
     small = np.where(np.isin(p.form, ["row", "col"]), 1, 0) + np.where(
         is_any(p.op, known.WRITE_ONLY), 1, 0
     )
     operands = np.where(is_any(p.op, known.ALLOCATIONS), 0, p.tensors + 1 - small)
-    return 1.0 * p.numel * operands * itemsize_bytes(p.dtype)
+    item = itemsize_bytes(p.dtype)
+    narrowed = np.where(is_any(p.op, (FP8_CAST,)), item - 1, 0)
+    return 1.0 * p.numel * (operands * item - narrowed)
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:

@@ -143,6 +143,7 @@ CELLS = pd.DataFrame(
         ({"number": ["t", 1]}, [8192.0, np.nan]),
         ({"first": ["e", "b"]}, ["4", "1"]),
         ({"text": "v{b}-{e}"}, ["v4-", "v2-1"]),
+        ({"lower": {"text": "V{b}"}}, ["v4", "v2"]),
         ({"of": "b", "values": {"4": True, "2": 7}}, [True, 7]),
     ],
 )

@@ -1,0 +1,180 @@
+"""A mixture of experts' products as one op: every token goes through some of many networks.
+
+Serving software and libraries run them in one or two kernels. A captured step has the products of
+``gemm`` (``grouped_mm``) and the ops around them instead, so no call is described by this family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from microbench.hardware.spec import Gpu
+from microbench.ops.family import (
+    Family,
+    GpuSweep,
+    Workload,
+    is_any,
+    itemsize_bytes,
+    log_uniform,
+    repeated,
+    torch_dtype,
+)
+from microbench.ops.sizes import MAX_ROWS, resize_along
+
+# Products with matrices of hidden x inner numbers, by op.
+MATRICES = {"layer": 3, "gate_up": 2, "down": 1, "down_full": 3}
+DOWN = ("down", "down_full")
+TILES = ((16, 64), (64, 128), (128, 128))
+MAX_FLOPS = 2e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """``tokens`` vectors of ``hidden`` numbers, each sent to ``topk`` of ``experts`` networks.
+
+    ``op`` is layer (gate and up, activation, down, weighted sum), or one of its products: gate_up
+    (hidden to 2 x inner), down (inner to hidden) or down_full (down with both gradients). A rank
+    holds ``local`` of the experts, with ``inner`` of their width. ``skew`` is the exponent of a
+    power law of tokens over experts; 0: each gets as many.
+    """
+
+    op: str
+    tokens: int
+    hidden: int
+    inner: int
+    experts: int
+    topk: int
+    local: int
+    skew: float = 0.0
+    dtype: str = "fp32"
+
+
+def sweep() -> Iterator[Experts]:
+    """Yields points without end: 4 to 128 experts, all of them on one rank."""
+    rng = np.random.default_rng(19)
+    while True:
+        experts = 2 ** int(rng.integers(2, 8))
+        p = Experts(
+            op=str(rng.choice(list(MATRICES))),
+            tokens=log_uniform(rng, 8, 4096),
+            hidden=64 * log_uniform(rng, 1, 64),
+            inner=64 * log_uniform(rng, 1, 64),
+            experts=experts,
+            topk=int(rng.choice([1, 2, 4, 8])) if experts >= 8 else 2,
+            local=experts,
+        )
+        if flops(p) <= MAX_FLOPS and bytes_moved(p) <= 2e8:
+            yield p
+
+
+def build(p: Experts, device: str) -> Workload:
+    """Tokens in the order of their experts, equal shares; all experts on this device."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    if p.skew or p.local != p.experts:
+        raise NotImplementedError("experts are timed with equal shares and all on one device")
+    if device == "cuda" and p.dtype != "bf16":
+        raise NotImplementedError("experts are timed in bf16 alone: others wait for the host")
+
+    def operand(*shape: int) -> Any:
+        return repeated(torch.randn, shape, device).to(torch_dtype(p.dtype))
+
+    pairs = p.tokens * p.topk
+    ends = torch.linspace(0, pairs, p.experts + 1, device=device)[1:].to(torch.int32)
+    source = torch.arange(pairs, device=device) % p.tokens
+    x, wide = operand(p.tokens, p.hidden), operand(pairs, p.inner)
+    up, down = operand(p.experts, p.hidden, 2 * p.inner), operand(p.experts, p.inner, p.hidden)
+
+    def layer() -> Any:
+        gate, other = torch._grouped_mm(x[source], up, ends).chunk(2, dim=-1)
+        y = torch._grouped_mm(torch.nn.functional.silu(gate) * other, down, ends)
+        return torch.zeros_like(x).index_add_(0, source, y)
+
+    def full() -> Any:
+        y = torch._grouped_mm(wide.requires_grad_(), down.requires_grad_(), ends)
+        return torch.autograd.grad(y, (wide, down), torch.ones_like(y))
+
+    runs = {
+        "layer": layer,
+        "gate_up": lambda: torch._grouped_mm(x[source], up, ends),
+        "down": lambda: torch._grouped_mm(wide, down, ends),
+        "down_full": full,
+    }
+    return Workload(run=runs[p.op], through_aten=False)
+
+
+def _matrices(p: Any) -> Any:
+    return sum(np.asarray(is_any(p.op, (op,))) * count for op, count in MATRICES.items())
+
+
+def pairs(p: Any) -> Any:
+    """Tokens of all local experts together, where experts get as many."""
+    return 1.0 * p.tokens * p.topk * p.local / p.experts
+
+
+def used(p: Any) -> Any:
+    """Local experts that get a token, as expected: local * (1 - (1 - topk/experts)^tokens)."""
+    return p.local * (1.0 - (1.0 - np.minimum(1.0, p.topk / p.experts)) ** (1.0 * p.tokens))
+
+
+def flops(p: Any) -> Any:
+    """2 * hidden * inner for each matrix of a token's expert."""
+    return 2.0 * pairs(p) * p.hidden * p.inner * _matrices(p)
+
+
+def bytes_moved(p: Any) -> Any:
+    """Weights of the experts that are used, and tokens in and out, once by product and gradient."""
+    weights = used(p) * p.hidden * p.inner * _matrices(p)
+    out = np.where(np.asarray(is_any(p.op, ("gate_up",))), 2.0 * p.inner, 1.0 * p.hidden)
+    into = np.where(np.asarray(is_any(p.op, DOWN)), 1.0 * p.inner, 1.0 * p.hidden)
+    times = np.where(np.asarray(is_any(p.op, ("down_full",))), 3.0, 1.0)
+    tokens = times * pairs(p) * (into + out)
+    return (weights + tokens) * itemsize_bytes(p.dtype)
+
+
+def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+    """Sizes, tokens of an expert, and waves of tiles as kernels cut the first product."""
+    each = np.maximum(1.0, pairs(p) / np.maximum(used(p), 1e-9))
+    found = {
+        "op": p.op,
+        "dtype": p.dtype,
+        "log_tokens": np.log2(p.tokens),
+        "log_pairs": np.log2(np.maximum(pairs(p), 2**-10)),
+        "log_hidden": np.log2(p.hidden),
+        "log_inner": np.log2(p.inner),
+        "log_experts": np.log2(p.experts),
+        "log_local": np.log2(p.local),
+        "log_used": np.log2(np.maximum(used(p), 2**-10)),
+        "log_each": np.log2(each),
+        "topk": p.topk,
+        "skew": p.skew,
+    }
+    for rows, cols in TILES:
+        tiles = used(p) * np.ceil(each / rows) * np.ceil(2.0 * p.inner / cols)
+        found[f"log_waves_{rows}x{cols}"] = np.log2(np.maximum(tiles, 2**-10) / gpu.sm_count)
+    return found
+
+
+FAMILY = Family(
+    name="experts",
+    params=Experts,
+    sweep=sweep,
+    build=build,
+    flops=flops,
+    bytes_moved=bytes_moved,
+    features=features,
+    answers={},
+    tiled=True,
+    matmul=True,
+    on_demand=True,
+    gpu_sweep=GpuSweep(
+        dtypes={"bf16": 1.0},
+        resize=resize_along({"tokens": MAX_ROWS}),
+        slow_frac=0.1,
+        compute_bound=True,
+    ),
+)
