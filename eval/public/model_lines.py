@@ -88,7 +88,14 @@ def megatron(experts: bool) -> Callable[[Rows], np.ndarray]:
 
 def model_lines() -> list[ModelLine]:
     """All lines about whole models, in the order of the table."""
-    return [*neusight_lines(), *cluster_lines(), *timm_lines(), *h100_lines()]
+    return [
+        *neusight_lines(),
+        *cluster_lines(),
+        *timm_lines(),
+        *h100_lines(),
+        vtrain_line(),
+        *golden_lines(),
+    ]
 
 
 def neusight_lines() -> list[ModelLine]:
@@ -187,3 +194,41 @@ def h100_lines() -> list[ModelLine]:
 def alone(rows: Rows) -> np.ndarray:
     """Selects the runs on one GPU."""
     return np.asarray(rows["world_size"] == 1)
+
+
+def vtrain_line() -> ModelLine:
+    """The line about vTrain's iterations of GPT on 2 and 4 A100 under tp, dp and pp."""
+    return ModelLine(
+        name="vTrain, GPT on 2 and 4 A100",
+        known_best="vTrain 8.37 on 8 A100",
+        choose=lambda rows: np.ones(len(rows), dtype=bool),
+        folder="vtrain",
+        targets={"mape_pct": 8.0, "bias_pct": 3.0},
+    )
+
+
+def golden_lines() -> list[ModelLine]:
+    """Lines about Megatron-LM's golden values: wide models, launch-bound ones, peak memory."""
+    choices = {
+        "models >= 1024 wide": (lambda rows: np.asarray(rows["d_model"] >= 1024), 12.0),
+        "launch-bound models": (lambda rows: np.asarray(rows["d_model"] < 1024), 25.0),
+    }
+    steps = [
+        ModelLine(
+            name=f"Megatron golden values, {which}",
+            known_best="none published",
+            choose=choose,
+            folder="megatron-lm",
+            targets={"median_ape_pct": target},
+        )
+        for which, (choose, target) in choices.items()
+    ]
+    memory = ModelLine(
+        name="Megatron golden values, peak memory",
+        known_best="none published",
+        choose=lambda rows: np.asarray(rows["memory_bytes"].notna()),
+        folder="megatron-lm",
+        targets={"mape_pct": 8.0},
+        part="memory",
+    )
+    return [*steps, memory]

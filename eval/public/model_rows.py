@@ -9,12 +9,14 @@ from eval.compare import console, stated_rows
 from eval.public.benchmark import Rows
 from microbench.importers import neusight
 from microbench.importers.base import Imported
-from microbench.importers.published import iterations
+from microbench.importers.published import iterations, megatron, vtrain
 
 READERS: Mapping[str, Callable[[Path], Imported]] = {
     "NeuSight": neusight.read,
     "iterations": iterations.read,
     "iterations-h100": iterations.read,
+    "vtrain": vtrain.read,
+    "megatron-lm": megatron.read,
 }
 
 

@@ -11,14 +11,17 @@ from microbench.importers import aiconfigurator, nccl_tests, neusight, vidur
 from microbench.importers.base import Hints, Imported, Unreadable, read_text
 from microbench.importers.mapped import reader
 from microbench.importers.mapped.source import load, mapped_sources
-from microbench.importers.published import iterations
-from microbench.importers.traces import kineto
+from microbench.importers.published import iterations, megatron, vtrain
+from microbench.importers.traces import kineto, op_tables
 
 PLAIN: Mapping[str, Callable[[Path], Imported]] = {
     "neusight": neusight.read,
     "aiconfigurator": aiconfigurator.read,
     "vidur": vidur.read,
     "iterations": iterations.read,
+    "kineto-traces": op_tables.read,
+    "megatron-lm": megatron.read,
+    "vtrain": vtrain.read,
 }
 HINTED: Mapping[str, Callable[[Path, Hints], Imported]] = {
     "nccl-tests": nccl_tests.read,

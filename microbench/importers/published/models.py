@@ -48,6 +48,8 @@ ONE_GPU_ONLY = assumed(__file__, "one_gpu_only")
 ADAPTERS = re.compile(r"\blora\b|low-rank adapt", re.IGNORECASE)
 SAID_IN = ("model", "model_note", "section", "set", "row_id", "framework", "doubts")
 STATED = ("layers", "d_model", "heads", "ffn")
+GPT2_SIZES = {"n_layer": "layers", "n_embd": "d_model", "n_head": "heads"}
+GPT2_SIZES |= {"n_inner": "ffn", "vocab_size": "vocab"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,22 +171,23 @@ def _gpt(given: Mapping[str, str]) -> Model:
         if not size:
             raise ValueError(f"model's {column} is not stated")
     untied = "untied" in given["model"]
+    shape = {name: sizes[column] for name, column in GPT2_SIZES.items()}
+    config = gpt2_config(**shape, n_positions=_length(given), tie_word_embeddings=not untied)
+    return Model(hf_config=config, doubt="qkv biases added" if untied else "")
+
+
+def gpt2_config(*, dropout: float = 0.0, **sizes: int) -> str:
+    """Configuration of a GPT-2 as JSON from the sizes of GPT2Config, with one dropout."""
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "n_layer": sizes["layers"],
-        "n_embd": sizes["d_model"],
-        "n_head": sizes["heads"],
-        "n_inner": sizes["ffn"],
-        "vocab_size": sizes["vocab"],
-        "n_positions": _length(given),
         "activation_function": "gelu",
-        "tie_word_embeddings": not untied,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "attn_pdrop": dropout,
+        **sizes,
     }
-    return Model(hf_config=_text(config), doubt="qkv biases added" if untied else "")
+    return _text(config)
 
 
 def _bert(size: str, given: Mapping[str, str], doubt: str = "") -> Model:

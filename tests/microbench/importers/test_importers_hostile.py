@@ -30,6 +30,8 @@ PLACES = {
     "nccl-tests": "run.txt",
     "kineto": "trace.json",
     "iterations": "table.csv",
+    "vtrain": "data/ground_truth_single.csv",
+    "megatron-lm": "golden_runs.csv.gz",
 }
 PLACES |= {
     name: load(path).tables[0].files[0].replace("*", "x") for name, path in mapped_sources().items()
