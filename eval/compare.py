@@ -35,7 +35,8 @@ from microbench.ops import find_family
 from microbench.store import read_rows, write_atomic
 
 CONFIGS = Path(".cache/configs")
-OPTIONAL = {"plan": "", "seq": 0, "attn": "sdpa", "loss": "default", "mode": "train"}
+OPTIONAL: dict[str, Any] = {"plan": "", "seq": 0, "attn": "sdpa"}
+OPTIONAL |= {"loss": "default", "mode": "train"}
 OPTIONAL |= {"engine": "eager", "memory_format": "", "attention_kernel": "", "amp": False}
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
 ASKED += ["amp", "engine", "memory_format", "attention_kernel"]
@@ -69,13 +70,11 @@ def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
         known |= rows["hf_config"].notna()
     if (~known).any():
         console.print(f"{(~known).sum()} rows left out: no case and no configuration of that name")
-    rows = rows[known].assign(
-        **{c: rows[c].where(rows[c].notna(), d) for c, d in OPTIONAL.items() if c in rows}
-    )
-    if "amp" in rows:  # FSDP casts the weights it gathers
-        sharded = rows["plan"].str.contains("zero=") if "plan" in rows else False
-        rows = rows.assign(amp=rows["amp"].astype(bool) & ~np.asarray(sharded, dtype=bool))
-    return rows
+    rows = rows[known].copy()
+    for c, default in OPTIONAL.items():
+        rows[c] = rows[c].where(rows[c].notna(), default) if c in rows else default
+    sharded = rows["plan"].str.contains("zero=").astype(bool)  # FSDP casts the weights it gathers
+    return rows.assign(amp=rows["amp"].astype(bool) & ~sharded)
 
 
 def compare_all(rows: pd.DataFrame, folder: Path | None) -> list[CaseResult]:

@@ -59,7 +59,7 @@ class Cluster:
         """Bytes/s of one direction of that link."""
         if self.gpu.kind == "cpu":
             return float(self.gpu.hbm_bytes_per_s / CPU_COPIES)
-        fast = self.node.link_bytes_per_s if self.node else self.gpu.link_bytes_per_s
+        fast = self.node.link_rate(ranks) if self.node else self.gpu.link_bytes_per_s
         slow = self.gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
         return slow if self.link(ranks) == "pcie" else fast
 
@@ -149,7 +149,7 @@ def ring_us(message: Message, group: Group, where: Cluster) -> float:
 
 def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster) -> list[PricedOp]:
     """Time of each message alone on the machine; the book keeps them by group."""
-    node = where.node.name if where.node else ""
+    node = where.node  # itself: files of one name may state other rates
     keys = [(m, where.groups[m.axis], node) for m in messages]
     fresh = [m for m, key in zip(messages, keys, strict=True) if key not in book.sent]
     if fresh:

@@ -72,17 +72,27 @@ class PricedLayer:
     @cached_property
     def later_work(self) -> Work:
         """Backward of any later micro-batch: gradients are added to earlier ones."""
-        return self.backward_work.then(self.fold(self.accumulate))
+        return self.backward_work.then(self.fold(self.trained_only(self.accumulate)))
 
     @cached_property
     def into_work(self) -> Work:
         """Copies of all gradients into their bucket."""
-        return self.fold(self.into_bucket)
+        return self.fold(self.trained_only(self.into_bucket))
 
     @cached_property
     def out_work(self) -> Work:
-        """Copies of all parameters or gradients out of their bucket."""
+        """Copies of all parameters out of their bucket."""
         return self.fold(self.out_of_bucket)
+
+    @cached_property
+    def trained_out_work(self) -> Work:
+        """Copies of the parameters with a gradient out of their bucket."""
+        return self.fold(self.trained_only(self.out_of_bucket))
+
+    def trained_only(self, copies: Sequence[PricedOp]) -> tuple[PricedOp, ...]:
+        """Of copies by parameter those of parameters with a gradient."""
+        pairs = zip(copies, self.layer.parameters, strict=True)
+        return tuple(op for op, p in pairs if p.ready_after >= 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,9 +140,8 @@ def price_model(
     """
     groups = tuple(where.groups[axis] for axis in ("tp", "cp", "ep"))
     cut = (Cut.of(plan), plan.recompute, plan.overlap * ("overlap" in plan.coconet))
-    node = where.node.name if where.node else ""
     models = _models(capture)
-    key = (cut, groups, node, book)
+    key = (cut, groups, where.node, book)
     if key not in models:
         models[key] = _price_graph(rank_graph(capture, plan, book.gpu), plan, book, where)
     return models[key]

@@ -19,7 +19,7 @@ from compose.pricing.collectives import Message
 from compose.pricing.gradient_buckets import buffers
 from compose.pricing.price_book import Priceable, priceable
 from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, StepCapture, TensorSpec
+from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class RankGraph:
     ``wanted`` are the ops to price and ``messages`` the collectives, by number of the call;
     ``matmul_s``: seconds of each call's matrix products at peak. ``step_bytes``: bytes that all
     calls touch; ``buffers``: running statistics by dtype; ``update_bytes``: temporary bytes of the
-    optimizer's step; ``tied_bytes``: weights of the first layer that the last one uses too.
+    optimizer's step; ``tied``: weights of the first layer that the last one uses too.
     """
 
     capture: StepCapture
@@ -57,7 +57,7 @@ class RankGraph:
     step_bytes: float
     buffers: dict[str, list[TensorSpec]]
     update_bytes: int
-    tied_bytes: int
+    tied: tuple[ParamSpec, ...]
 
 
 def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph:
@@ -88,7 +88,7 @@ def _rank_graph(capture: StepCapture, cut: Cut, gpu: Gpu) -> RankGraph:
         step_bytes=sum(w.bytes_moved for w in wanted.values()),
         buffers=buffers(calls),
         update_bytes=update_bytes(capture),
-        tied_bytes=_tied_bytes(capture, layers),
+        tied=_tied(capture, layers),
     )
 
 
@@ -109,12 +109,12 @@ def _message(call: OpCall) -> Message:
     )
 
 
-def _tied_bytes(capture: StepCapture, layers: Sequence[Layer]) -> int:
+def _tied(capture: StepCapture, layers: Sequence[Layer]) -> tuple[ParamSpec, ...]:
     if len(layers) < 2:
-        return 0
+        return ()
     a, b = layers[-1].forward
     used = {t.storage for call in capture.calls[a:b] for t in call.tensors()}
-    return sum(p.nbytes for p in layers[0].parameters if p.storage in used)
+    return tuple(p for p in layers[0].parameters if p.storage in used)
 
 
 def _in_fp8(call: OpCall) -> bool:

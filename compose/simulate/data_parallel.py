@@ -3,8 +3,9 @@
 - DDP: an all_reduce per bucket behind backward, products into and copies out of the buckets.
   Memory: a second copy of the gradients.
 - zero=1, 2, 3: FSDP2, see ``fsdp``. An all_gather before each layer, a reduce_scatter
-  after it, a copy for each, the optimizer on 1/n. Memory: optimizer state / n; from 2 on
-  gradients / n; with 3 two whole layers at a time.
+  after it, a copy for each, the optimizer on 1/n. Frozen parameters are sharded and gathered from
+  zero=2 on. Memory: optimizer state / n; from 2 on gradients / n; with 3 two whole layers at a
+  time.
 - gossip: messages to neighbours and an average instead of the all_reduce (Bluefog).
 - compress: messages of the ratio times the gradients' bytes, fp32 gradients in fp16 where the ratio
   is at most one half; a pass to pack and one to unpack each.
@@ -40,6 +41,7 @@ class Strategy:
     every_micro: bool = False
     by_layer: bool = False  # gather parameters before, scatter gradients after each layer
     regather: bool = False  # in backward too
+    frozen_whole: bool = False  # only parameters with a gradient are sharded
     share_update: bool = False
     share_gradients: bool = False
     fused_update: bool = False
@@ -59,6 +61,7 @@ def strategy(plan: ParallelPlan) -> Strategy:
         return Strategy(
             by_layer=True,
             regather=plan.zero == 3,
+            frozen_whole=plan.zero == 1,
             every_micro=plan.zero > 1,
             share_update=True,
             share_gradients=plan.zero > 1,

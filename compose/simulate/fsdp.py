@@ -3,7 +3,8 @@
 - zero=3: gathered in forward and in backward, scattered after every micro-batch;
 - zero=2: gathered in forward and kept until the layer's backward is done (reshard_after_forward
   off);
-- zero=1: gathered in the first micro-batch, scattered in the last, gradients whole in between.
+- zero=1: gathered in the first micro-batch, scattered in the last, gradients whole in between;
+  frozen parameters are whole on every rank.
 
 Numbered layers are sharded one by one, the rest of the model as one, the root, which is gathered
 before forward and kept. On a GPU a gather runs one layer ahead and a scatter behind, on the comm
@@ -18,6 +19,7 @@ from compose.pricing.collectives import Message, price_messages
 from compose.pricing.host import python_op
 from compose.pricing.layer_prices import PricedLayer
 from compose.pricing.work import Work
+from compose.simulate.data_parallel import Strategy
 from compose.simulate.rank import RankTasks
 from microbench.assumptions import assumed
 
@@ -27,8 +29,8 @@ FORWARD_SHARE: float = assumed(__file__, "forward_share")
 def sharded_forward(program: RankTasks, *, gather: bool) -> None:
     """Add the forward of one micro-batch; ``gather``: parameters are sharded at its start."""
     layers = program.rank.layers
-    root = sum(x.layer.parameter_bytes for x in layers if not x.numbered)
-    sizes = {root} | {x.layer.parameter_bytes for x in layers if x.numbered}
+    root = sum(sharded_bytes(x, program.how) for x in layers if not x.numbered)
+    sizes = {root} | {sharded_bytes(x, program.how) for x in layers if x.numbered}
     kinds = ("all_gather", "reduce_scatter")
     messages = [_message(program, kind, n) for kind in kinds for n in sizes if n]
     price_messages(messages, program.rank.book, program.rank.where)  # one call of the pricer
@@ -52,7 +54,7 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
         work = work.then(hooks(program, x, 1 - FORWARD_SHARE))
         work = work.then(x.later_work if later and not how.every_micro else x.backward_work)
         if scatter and x.numbered:
-            program.copies += x.into_bucket
+            program.copies += x.trained_only(x.into_bucket)
             work = work.then(x.into_work)
         program.lanes.work(work, x.layer.name)
         markers.append(program.lanes.done)
@@ -65,23 +67,36 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
     program.lanes.wait(last)
 
 
-def hooks(program: RankTasks, x: PricedLayer, share: float) -> Work:
-    """Host time of a layer's FSDP hooks: the share that runs in forward or in backward."""
+def sharded_bytes(x: PricedLayer, how: Strategy) -> int:
+    """Bytes of a layer's parameters that replicas share out and gather."""
+    return x.layer.trained_bytes if how.frozen_whole else x.layer.parameter_bytes
+
+
+def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> Work:
+    """Host time of a layer's FSDP hooks, called ``times`` times.
+
+    ``share`` of them runs in forward or in backward.
+    """
     event = "fsdp_layer" if program.how.regather else "fsdp_layer_kept"
-    if not x.layer.parameters:
+    count = len(x.layer.trained if program.how.frozen_whole else x.layer.parameters)
+    if not count:
         return Work()
-    found = python_op(event, len(x.layer.parameters), program.rank.book, share)
-    program.copies.append(found)
+    found = python_op(event, count, program.rank.book, share)
+    program.copies += [found] * times
     return x.fold([found])
 
 
 def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> Work:
     """Gather a layer, one layer ahead of its compute; returns the copies out of the message."""
-    if not x.numbered or not x.layer.parameter_bytes:
+    nbytes = sharded_bytes(x, program.how)
+    if not x.numbered or not nbytes:
         return Work()
     on_cpu = program.lanes.on_cpu
-    sent = _send(program, "all_gather", x.layer.parameter_bytes, None if on_cpu else after)
+    sent = _send(program, "all_gather", nbytes, None if on_cpu else after)
     program.lanes.wait([sent])
+    if program.how.frozen_whole:
+        program.copies += x.trained_only(x.out_of_bucket)
+        return x.trained_out_work
     program.copies += x.out_of_bucket
     return x.out_work
 
@@ -97,5 +112,5 @@ def _send(program: RankTasks, kind: str, nbytes: int, after: tuple[int, ...] | N
 
 def _message(program: RankTasks, kind: str, nbytes: int) -> Message:
     layers = program.rank.layers
-    dtype = next((p.dtype for x in layers for p in x.layer.parameters), "fp32")
+    dtype = next((p.dtype for x in layers for p in x.layer.trained), "fp32")
     return Message(kind=kind, axis="shard", message_bytes=nbytes, dtype=dtype)

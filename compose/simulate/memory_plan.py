@@ -52,7 +52,6 @@ def rank_memory(
     optimizer: str,
     update_share: float = 0.0,
     held: float | None = None,
-    tied_bytes: int = 0,
 ) -> dict[str, int]:
     """Bytes of parameters, gradients, optimizer, activations, buckets and temporary tensors.
 
@@ -62,9 +61,10 @@ def rank_memory(
     context.
     """
     how, n = strategy(plan), plan.dp * plan.cp
-    whole, trained = sizes.parameters + tied_bytes, sizes.trained + tied_bytes
-    parameters = whole // n if how.by_layer else whole
-    gathered = whole if how.by_layer else 0
+    whole, trained = sizes.parameters, sizes.trained
+    sharded = (trained if how.frozen_whole else whole) if how.by_layer else 0
+    parameters = whole - sharded + sharded // n
+    gathered = sharded
     if how.regather:  # two layers at a time, and the root
         gathered += sizes.pair - sizes.numbered
     state = STATE_COPIES[optimizer] * trained // (n if how.share_update else 1)

@@ -27,14 +27,20 @@ Action = tuple[str, int, int]  # F, B or W; micro-batch; chunk of the rank
 class StageTimes:
     """One stage's times per micro-batch.
 
-    ``weight_us``: weight gradients, the part of backward that zb may do later. ``send_us``: a
-    message to the next stage, or back from it.
+    ``accumulate_us``: the part of backward that adds gradients to those of earlier micro-batches,
+    which the first one leaves out. ``weight_us``: weight gradients, the part of backward that zb
+    may do later. ``send_us``: a message to the next stage, or back from it.
     """
 
     forward_us: float
     backward_us: float
+    accumulate_us: float = 0.0
     weight_us: float = 0.0
     send_us: float = 0.0
+
+    def busy_us(self, micro: int) -> float:
+        """Time of forward and backward of all micro-batches."""
+        return micro * (self.forward_us + self.backward_us) - self.accumulate_us
 
 
 @lru_cache(maxsize=512)
@@ -94,10 +100,10 @@ def in_flight(
 class _Order:
     """All actions sorted by levels, each of which waits for earlier ones only; 0 is the start.
 
-    By action, as indices: its time among forward, backward and weight times of all chunks
-    (``takes``); its message's time (``sends``); the action before it on its rank (``before``); the
-    action whose message it waits for (``waits``); that with the message before its own on the link
-    (``behind``).
+    By action, as indices: its time among forward, backward, weight and first backward times of all
+    chunks (``takes``); its message's time (``sends``); the action before it on its rank
+    (``before``); the action whose message it waits for (``waits``); that with the message before
+    its own on the link (``behind``).
     """
 
     takes: np.ndarray
@@ -158,7 +164,7 @@ def _sorted(
     columns: list[list[int]] = [[0] for _ in range(5)]
     rank_last, link_last = [0] * stages, dict[tuple[str, int], int]()
     edges = [1]
-    for n, (depth, (kind, _, c), source) in enumerate(ordered, start=1):
+    for n, (depth, (kind, i, c), source) in enumerate(ordered, start=1):
         if n > 1 and depth != ordered[n - 2][0]:
             edges.append(n)
         sends = 3 * count  # nothing
@@ -166,7 +172,7 @@ def _sorted(
             sends = c if kind == "F" else c - 1
         same_chunk = source is not None and source[2] == c
         values = (
-            "FBW".index(kind) * count + c,
+            (3 if kind == "B" and i == 0 else "FBW".index(kind)) * count + c,
             sends,
             rank_last[c % stages],
             number[source] if source is not None and not same_chunk else 0,
@@ -191,8 +197,9 @@ def finish_us(
     order = _order(schedule, stages, micro, len(chunks) // stages)
     late = [c.weight_us if schedule == "zb" else 0.0 for c in chunks]
     takes = [c.forward_us for c in chunks]
-    takes += [c.backward_us - w for c, w in zip(chunks, late, strict=True)]
-    took = np.array(takes + late)[order.takes]
+    backward = [c.backward_us - w for c, w in zip(chunks, late, strict=True)]
+    first = [us - c.accumulate_us for c, us in zip(chunks, backward, strict=True)]
+    took = np.array(takes + backward + late + first)[order.takes]
     sent = np.zeros(3 * len(chunks) + 1)
     sent[: len(chunks)] = [c.send_us for c in chunks]
     sending = sent[order.sends]
@@ -258,6 +265,7 @@ def _backward(
     last, lane = c + 1 == len(chunks), f"rank {c % stages}"
     after = [index[("F", i, c)] if last else index[("back", i, c + 1)]]
     us = chunks[c].backward_us - (chunks[c].weight_us if split else 0.0)
+    us -= chunks[c].accumulate_us if i == 0 else 0.0
     index[("B", i, c)] = _add(found, lane, us, after, f"B{i} of {c}")
     if split:
         done = [index[("B", i, c)]]

@@ -29,17 +29,20 @@ class RankProgram(RankTasks):
             return
         forward, first, later = Work(), Work(), Work()
         for x in self.rank.layers:
-            python = hooks(self, x, 1.0) if self.how.by_layer else Work()
+            python = hooks(self, x, 1.0, micro) if self.how.by_layer else Work()
             forward = forward.then(python).then(x.forward_work)
             first = x.backward_work.then(first)
             later = x.later_work.then(later)
         once = forward.then(first)
         self.lanes.work(once.then(forward.then(later).times(micro - 1)), f"{micro} micro-batches")
 
-    def forward(self) -> None:
-        """Add the forward of one micro-batch that is synchronised."""
-        gather = self.how.every_micro or self.rank.plan.pp == 1
-        if self.how.broadcast and self.rank.plan.pp == 1:
+    def forward(self, *, last: bool = True) -> None:
+        """Add the forward of one micro-batch; ``last``: of a step without a pipeline.
+
+        What replicas send once a step before forward, they send before that one.
+        """
+        gather = self.how.every_micro or last
+        if self.how.broadcast and last:
             self._broadcast()
         if self.how.by_layer:
             sharded_forward(self, gather=gather)
@@ -174,7 +177,10 @@ class RankProgram(RankTasks):
 
     def reduce_tied(self, nbytes: int) -> None:
         """Add the all_reduce of a tied weight's gradient between first and last stage."""
-        message = Message(kind="all_reduce", axis="inter_node", message_bytes=nbytes)
+        pipeline = self.rank.where.groups["pp"]
+        axis = "inter_node" if pipeline.per_node < pipeline.size else "intra_node"
+        dtype = self.rank.model.graph.tied[0].dtype
+        message = Message(kind="all_reduce", axis=axis, message_bytes=nbytes, dtype=dtype)
         self.lanes.wait([self.lanes.send(self.price([message])[0])])
 
     def update(self, optimizer: str) -> None:

@@ -1,20 +1,37 @@
-"""A plan's stages as ranks: their layers, their memory, and a lower bound of their time."""
+"""A plan's stages as ranks: layers, memory, runs, messages, and a lower bound of their time."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
+from compose.pricing.collectives import Message, price_messages
+from compose.pricing.host import python_op
+from compose.pricing.price_book import PricedOp
+from compose.simulate.data_parallel import reductions
 from compose.simulate.memory_plan import Sizes, rank_memory
-from compose.simulate.pipeline import in_flight
-from compose.simulate.rank import Rank
-from compose.simulate.stages import Chunk, partition
+from compose.simulate.pipeline import StageTimes, in_flight
+from compose.simulate.rank import Rank, Run
+from compose.simulate.rank_program import RankProgram
+from compose.simulate.stages import Chunk, partition, with_tied
+from microbench.assumptions import assumed
+
+SCHEDULE_SHARE: float = assumed(__file__, "schedule_share")
 
 
 def chunks_of(rank: Rank) -> list[Chunk]:
-    """The model's chunks of layers; plans with as many chunks share them."""
+    """The model's chunks of layers; plans with as many chunks share them.
+
+    The last one has copies of weights that it ties to those of the first.
+    """
     key = ("chunks", rank.plan.pp, rank.plan.virtual)
-    return rank.model.once(key, partial(partition, rank.model.layers, rank.plan))
+    return rank.model.once(key, partial(_chunks, rank))
+
+
+def _chunks(rank: Rank) -> list[Chunk]:
+    chunks = partition(rank.model.layers, rank.plan)
+    return [*chunks[:-1], with_tied(chunks[-1], rank.model)]
 
 
 def stages_of(rank: Rank) -> list[Rank]:
@@ -52,8 +69,7 @@ def memory(rank: Rank, optimizer: str) -> dict[str, int]:
     for r, (sizes, saved) in enumerate(_held(rank)):
         held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
         kept = sum(n * nbytes for n, nbytes in zip(held, saved, strict=True))
-        tied = rank.model.graph.tied_bytes if r == plan.pp - 1 else 0
-        found.append(rank_memory(sizes, plan, optimizer, update, kept, tied))
+        found.append(rank_memory(sizes, plan, optimizer, update, kept))
     return max(found, key=lambda m: sum(m.values()))
 
 
@@ -88,3 +104,112 @@ def _loads_us(rank: Rank) -> tuple[list[float], list[float]]:
         each.append((us, us - off))
     loads = [sum(us for us, _ in each[r::pp]) for r in range(pp)]
     return loads, [each[r][1] for r in range(pp)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRuns:
+    """Forward and backward of one chunk of layers, of any micro-batch but the first and the last.
+
+    ``accumulate_us``: what the first one's backward leaves out.
+    """
+
+    forward: Run
+    backward: Run
+    accumulate_us: float
+    weight_us: float
+
+    def times(self, sends: Sequence[PricedOp]) -> StageTimes:
+        """Its times, with the messages to the next chunk."""
+        return StageTimes(
+            forward_us=self.forward.end_us,
+            backward_us=self.backward.end_us,
+            accumulate_us=self.accumulate_us,
+            weight_us=self.weight_us,
+            send_us=sum(op.duration_us for op in sends),
+        )
+
+
+def stage_facts(rank: Rank) -> tuple[object, ...]:
+    """The parts of a plan that change a stage's run, apart from its layers."""
+    plan, groups = rank.plan, rank.where.groups
+    facts = (
+        plan.compress,
+        plan.offload,
+        plan.ep,
+        plan.microbatches > 1,
+        rank.contention,
+        rank.ranks_per_core,
+        rank.where.node,
+    )
+    return (rank.strategy, groups["shard"], groups["expert"], *facts)
+
+
+def stage_messages(rank: Rank) -> list[Sequence[PricedOp]]:
+    """The messages over the boundary after each chunk of a pipeline but the last, one way."""
+    return [_messages(rank, chunk, i) for i, chunk in enumerate(chunks_of(rank)[:-1])]
+
+
+def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
+    """The messages over the boundary after chunk ``i``.
+
+    Each of tp ranks that hold the same activation sends a share of it, and those that receive it
+    gather the shares (arXiv:2104.04473, section 4.1); with sp each holds a share anyway.
+    """
+    plan, size = rank.plan, max(1, chunk.output_bytes)
+    per_node = rank.where.groups["pp"].per_node
+    same = per_node > 1 and (i % plan.pp + 1) % per_node != 0
+    dtype = next((p.dtype for x, _ in chunk.runs for p in x.layer.parameters), "fp32")
+    axis, whole = "intra_node" if same else "inter_node", plan.tp == 1 or plan.sp
+    share = size if whole else max(1, size // plan.tp)
+    messages = [Message(kind="send_recv", axis=axis, message_bytes=share, dtype=dtype)]
+    if not whole:
+        messages.append(Message(kind="all_gather", axis="tp", message_bytes=size, dtype=dtype))
+    return price_messages(messages, rank.book, rank.where)
+
+
+def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
+    stage, each = replace(rank, layers=chunk.layers), rank.strategy.every_micro
+    forward, *backward = (RankProgram(stage) for _ in range(3))
+    half = python_op("pipeline_micro", 1, rank.book, SCHEDULE_SHARE)
+    for program in (forward, *backward):
+        program.lanes.work(chunk.layers[0].fold([half]), "schedule")
+    forward.forward(last=False)
+    later, first = backward
+    later.backward(later=True, sync=each)
+    first.backward(later=False, sync=each)
+    run = later.run()
+    return StageRuns(
+        forward=forward.run(),
+        backward=run,
+        accumulate_us=max(0.0, run.end_us - first.run().end_us),
+        weight_us=sum(x.weight_us * n for x, n in chunk.runs),
+    )
+
+
+def stage_tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tuple[Run, Run]]:
+    """By stage the runs of ``_tail``; stages with the same layers share them."""
+    facts, last = stage_facts(rank), len(stages) - 1
+    size = sum(p.nbytes for p in rank.model.graph.tied if p.ready_after >= 0)
+    ties = [size if i in (0, last) else 0 for i in range(len(stages))]
+    keys = [
+        ("tail", tuple(map(id, stage.layers)), tied, optimizer, facts)
+        for stage, tied in zip(stages, ties, strict=True)
+    ]
+    fresh = [x for x, key in zip(stages, keys, strict=True) if key not in rank.model.results]
+    messages = [m for stage in fresh for m in reductions(stage.layers, stage.plan)]
+    price_messages(messages, rank.book, rank.where)  # one call of the pricer for all of them
+    return [
+        rank.model.once(key, partial(_tail, stage, tied, optimizer))
+        for stage, tied, key in zip(stages, ties, keys, strict=True)
+    ]
+
+
+def _tail(stage: Rank, tied_bytes: int, optimizer: str) -> tuple[Run, Run]:
+    """A stage's last backward with synchronisation and optimizer; that backward alone."""
+    tail, alone, later = RankProgram(stage), RankProgram(stage), stage.plan.microbatches > 1
+    tail.backward(later=later, sync=True)
+    if tied_bytes:
+        tail.reduce_tied(tied_bytes)
+    tail.update(optimizer)
+    alone.backward(later=later, sync=stage.strategy.every_micro)
+    return tail.run(), alone.run()

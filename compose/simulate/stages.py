@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 
 from compose.parallel.plan import ParallelPlan
-from compose.pricing.layer_prices import PricedLayer
+from compose.pricing.layer_prices import PricedLayer, PricedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,32 @@ def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
     else:
         ends = _cost_cuts(found, chunks)
     return [Chunk(runs=_between(found, a, b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def with_tied(chunk: Chunk, model: PricedModel) -> Chunk:
+    """The last chunk with its own copies of the weights that its last layer ties to the first's.
+
+    Their gradients are ready at the end of its backward.
+    """
+    tied = model.graph.tied
+    if not tied:
+        return chunk
+    first, (last, count) = model.layers[0], chunk.runs[-1]
+    at = [first.layer.parameters.index(p) for p in tied]
+    ready = max(0, len(last.backward) - 1)
+    copies = tuple(replace(p, ready_after=ready) if p.ready_after >= 0 else p for p in tied)
+    own = replace(
+        last,
+        layer=replace(last.layer, parameters=(*last.layer.parameters, *copies)),
+        accumulate=(*last.accumulate, *(first.accumulate[i] for i in at)),
+        into_bucket=(*last.into_bucket, *(first.into_bucket[i] for i in at)),
+        out_of_bucket=(*last.out_of_bucket, *(first.out_of_bucket[i] for i in at)),
+    )
+    return Chunk(
+        runs=(*chunk.runs[:-1], (last, count - 1), (own, 1))
+        if count > 1
+        else (*chunk.runs[:-1], (own, 1))
+    )
 
 
 def _count_cuts(found: Sequence[tuple[PricedLayer, int]], chunks: int, counted: int) -> list[int]:

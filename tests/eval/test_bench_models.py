@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from compose.parallel.plan import ParallelPlan
-from eval.compare import stated_rows, step_of
+from eval.compare import compare_all, stated_rows, step_of
 from eval.public.measured_nodes import node_sums_us
 from eval.public.model_lines import ModelLine, model_lines
 from eval.public.model_rows import READERS, read_iterations
@@ -125,6 +125,15 @@ def test_mixed_precision_is_what_a_row_states_but_under_fsdp() -> None:
         False,
         False,
     ]
+
+
+def test_rows_of_images_alone_need_no_length() -> None:
+    """A table without texts has no column seq, and one without plans has no column plan."""
+    row = {"gpu": "v100-pcie-32gb", "case": "mlp-s", "batch": 2, "dtype": "fp32"}
+    row |= {"optimizer": "sgd", "time_us": 900.0, "stack": "torch-2.1"}
+    (found,) = compare_all(stated_rows(pd.DataFrame([row])), None)
+    assert (found.case, found.plan, found.samples) == ("mlp-s", "", 2)
+    assert found.predicted_us > 0
 
 
 def test_every_line_reads_a_folder_that_has_a_reader() -> None:
