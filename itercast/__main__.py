@@ -19,6 +19,7 @@ from itercast.commands.import_rows import import_rows
 from itercast.commands.plan import plan
 from itercast.commands.points import points
 from itercast.commands.predict import predict
+from itercast.commands.shard import shard
 from itercast.errors import one_line_errors
 from itercast.options import Bundle, Families, Json
 from microbench.durations import seconds
@@ -53,6 +54,7 @@ def options(
 app.command()(calibrate)
 app.command()(bench_public)
 app.command()(gpu_report)
+app.command()(shard)
 
 
 @app.command()

@@ -26,7 +26,7 @@ ROOMS = {
         "importers",
     ),
     "learners": ("features", "models", "transfer", ""),
-    "compose": ("graph", "parallel", "pricing", "simulate", ""),
+    "compose": ("graph", "parallel", "pricing", "simulate", "", "sharding"),
     "eval": ("", "public"),
     "itercast": ("", "commands"),
 }

@@ -272,7 +272,7 @@ def _argument(call: OpCall, at: int, name: str, default: Any) -> Any:
 def _bag(
     call: OpCall, table: tuple[int, ...], bags: int, lookups: int, mode: int, weighted: bool
 ) -> EmbeddingBag | None:
-    """A call's point; ``call.kwargs["stream"]`` are facts of its index stream, if known."""
+    """A call's point; what is known of its index stream stands in ``call.kwargs["stream"]``."""
     if min(*table, bags, lookups) < 1:
         return None
     return EmbeddingBag(
@@ -280,11 +280,10 @@ def _bag(
         rows=table[0],
         dim=table[1],
         bags=bags,
-        lookups=lookups,
         mode=MODES[mode],
         dtype=call.args[0].dtype,
         weighted=weighted,
-        **call.kwargs.get("stream", {}),
+        **{"lookups": lookups, **call.kwargs.get("stream", {})},
     )
 
 

@@ -8,9 +8,20 @@ import numpy as np
 import pytest
 
 from microbench.hardware.spec import load_gpu
-from microbench.ops.step.collective import Collective, features, link_rate, network_us, sweep
+from microbench.ops.step.alpha_beta import (
+    LINK_SHARE,
+    PROTOCOL_SHARE,
+    START_US,
+    STEP_US,
+    floor_us,
+    link_rate,
+    network_us,
+    ring_network_us,
+)
+from microbench.ops.step.collective import OPS, Collective, features, sweep
 
 MIB = 2**20
+H100 = load_gpu("h100-sxm-80gb")
 
 
 def across(op: str, world_size: int = 16) -> Collective:
@@ -62,3 +73,85 @@ def test_a_sweep_sums_fp16_gradients_too() -> None:
     found = {(p.op, p.dtype) for p in islice(sweep(), 200)}
     assert {op for op, dtype in found if dtype == "fp16"} == {"all_reduce"}
     assert ("all_reduce", "fp32") in found
+
+
+def test_a_large_gather_inside_a_node_is_latency_plus_bytes_over_nvlink() -> None:
+    """Eight ranks: 8.4 us, seven steps of 3.4 us, 7/8 of 1 GiB at 0.8 * 450e9 bytes/s."""
+    gather = Collective(op="all_gather", message_bytes=2**30, world_size=8, ranks_per_node=8)
+    bytes_us = 7 / 8 * 2**30 / (0.8 * 450e9) * 1e6
+    assert float(floor_us(gather, H100)) == pytest.approx(8.4 + 7 * 3.4 + bytes_us)
+
+
+def test_a_small_message_takes_the_protocol_of_least_latency() -> None:
+    """A ring of 8 B among two ranks with ll: 6.6 us and 2 steps of 0.6 us for an all_reduce."""
+    small = Collective(op="all_reduce", message_bytes=8, world_size=2)
+    assert float(floor_us(small, H100)) == pytest.approx(6.6 + 2 * 0.6, rel=1e-4)
+
+
+def test_across_nodes_a_gather_rings_and_an_all_reduce_takes_a_tree() -> None:
+    """64 MiB over two nodes of eight: 96 % of a NIC of 25e9 bytes/s a GPU.
+
+    The gather's 14 steps inside nodes and one between are simple; the tree, seven steps inside and
+    one between, both ways, carries 0.92 of 0.92 by ll128.
+    """
+    gather, reduces = across("all_gather"), across("all_reduce")
+    ring_us = 15 / 16 * 64 * MIB / (8 * 25e9 * 0.96) * 1e6
+    assert float(floor_us(gather, H100)) == pytest.approx(8.4 + 14 * 3.4 + 14 + ring_us)
+    tree_us = 64 * MIB / (8 * 25e9 * 0.96 * 0.846) * 1e6
+    latency_us = 14 + 2 * (7 * 1.25 + 8.5)
+    assert float(floor_us(reduces, H100)) == pytest.approx(latency_us + tree_us)
+
+
+def test_send_recv_has_one_network_card() -> None:
+    pair = Collective(op="send_recv", message_bytes=64 * MIB, ranks_per_node=1)
+    us = 64 * MIB / (25e9 * 0.96) * 1e6  # nobody states the network: 25e9 bytes/s
+    assert float(floor_us(pair, H100)) == pytest.approx(8.4 + 14 + us)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("local", [1, 8])
+def test_more_bytes_more_nodes_and_slower_networks_are_never_faster(op: str, local: int) -> None:
+    def us(nodes: int = 2, message_bytes: int = 2**24, rate: float = 25e9) -> float:
+        size = {"world_size": nodes * local, "ranks_per_node": local}
+        p = Collective(op=op, message_bytes=message_bytes, network_bytes_per_s=rate, **size)
+        return float(floor_us(p, H100))
+
+    times = [us(message_bytes=2**k) for k in range(3, 34)]
+    assert times == sorted(times)
+    assert [us(n) for n in (2, 4, 8, 64)] == sorted(us(n) for n in (2, 4, 8, 64))
+    assert us(rate=50e9) <= us(rate=25e9) <= us(rate=6.25e9)
+
+
+def test_a_rack_of_one_link_domain_does_not_cross_the_network() -> None:
+    """64 ranks of a domain of 72 are faster than 16 hosts of four, though both are 64 GPUs."""
+    gpu = load_gpu("gb200")
+    asked = [
+        Collective(op="all_gather", message_bytes=2**30, world_size=64, ranks_per_node=n)
+        for n in (64, 4)
+    ]
+    rack_us, hosts_us = (float(floor_us(p, gpu)) for p in asked)
+    assert float(network_us(asked[0])) == 0.0
+    assert rack_us < hosts_us / 5  # 900e9 * 0.8 bytes/s against 4 * 25e9 * 0.96
+
+
+def test_pcie_takes_no_protocol_of_nvlink_and_stated_links_count() -> None:
+    gpu = load_gpu("rtx-pro-6000")
+    pair = Collective(op="all_gather", message_bytes=2**20, link="pcie")
+    bytes_us = 2**19 / (gpu.pcie_bytes_per_s * 0.76) * 1e6
+    assert float(floor_us(pair, gpu)) == pytest.approx(8.4 + 5.7 + bytes_us)
+    half = Collective(op="all_gather", message_bytes=2**30, link_bytes_per_s=225e9)
+    whole = Collective(op="all_gather", message_bytes=2**30)
+    assert float(floor_us(half, H100) / floor_us(whole, H100)) == pytest.approx(2, rel=0.02)
+
+
+def test_a_ring_sends_more_over_the_network_than_a_tree() -> None:
+    """15/8 of the message against once, over two nodes of eight."""
+    ring, tree = ring_network_us(across("all_reduce")), network_us(across("all_reduce"))
+    assert float(ring / tree) == pytest.approx(15 / 8)
+
+
+def test_every_algorithm_has_the_same_protocols_and_links() -> None:
+    for algorithm, shares in PROTOCOL_SHARE.items():
+        assert set(START_US[algorithm]) == set(shares)
+        assert set(STEP_US[algorithm]) == set(LINK_SHARE)
+        assert all(set(steps) == set(shares) for steps in STEP_US[algorithm].values())

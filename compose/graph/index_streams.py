@@ -1,0 +1,52 @@
+"""Tells embedding bags of a captured step how their row numbers are distributed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+from microbench.opcall import OpCall, StepCapture
+from microbench.ops.lookup.embedding_bag import FAMILY, EmbeddingBag
+from microbench.ops.lookup.index_streams import IndexStream
+
+
+def with_index_streams(capture: StepCapture, streams: Sequence[IndexStream]) -> StepCapture:
+    """The step whose embedding bags look rows up as the streams say: one of all, or one per table.
+
+    Tables are numbered in the order of their first lookup. A backward pass looks up the rows of its
+    forward pass; backward passes run in reverse order. ValueError where the numbers of tables
+    differ, or a table lacks rows that its stream looks up.
+    """
+    found = ((i, _point(call)) for i, call in enumerate(capture.calls))
+    bags = {i: p for i, p in found if p is not None}
+    forward = [i for i, p in bags.items() if p.op == "forward"]
+    if len(streams) not in (1, len(forward)):
+        raise ValueError(
+            f"indices of {len(streams)} tables, the model looks up {len(forward)} of them"
+        )
+    of_call = {
+        i: streams[at if len(streams) > 1 else 0].facts(bags[i].rows, bags[i].bags)
+        for at, i in enumerate(forward)
+    }
+    waiting: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for i in forward:
+        waiting[_sizes(bags[i])].append(i)
+    for i, p in bags.items():
+        if p.op == "backward" and waiting[_sizes(p)]:
+            of_call[i] = of_call[waiting[_sizes(p)].pop()]
+    calls = tuple(
+        replace(call, kwargs={**call.kwargs, "stream": of_call[i]}) if of_call.get(i) else call
+        for i, call in enumerate(capture.calls)
+    )
+    return replace(capture, calls=calls)
+
+
+def _point(call: OpCall) -> EmbeddingBag | None:
+    answer = FAMILY.answers.get(call.op)
+    found: EmbeddingBag | None = answer(call) if answer else None
+    return found
+
+
+def _sizes(p: EmbeddingBag) -> tuple[int, ...]:
+    return (p.rows, p.dim, p.bags, p.lookups)

@@ -1,0 +1,224 @@
+"""Prices the pieces of a sharded model's iteration: lookups of a shard, messages, dense part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from compose.capture_model import capture
+from compose.parallel.plan import ParallelPlan
+from compose.pricing.collectives import Message, cluster, price_messages
+from compose.pricing.price_book import Priceable, PriceBook, price_book
+from compose.sharding.placement import Shard, Sharding, shards
+from compose.sharding.tables import RankingModel
+from compose.target import Target, forecast_step
+from microbench.opcall import StepCapture
+from microbench.ops import families
+from microbench.ops.lookup.embedding_bag import EmbeddingBag
+from microbench.ops.lookup.index_calls import IndexOp
+from microbench.ops.memory.elementwise import memory_copy
+
+MODES = ("train", "infer")
+OPTIMIZER = {"adagrad": "adamw", "adam": "adamw"}  # of the dense part
+GRID_BYTES = 2.0 ** np.arange(8, 33, 0.5)
+INDEX_BYTES = 8  # int64 row numbers and lengths of bags
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardCost:
+    """Time in us of a shard's lookup, and of its gradient with the optimizer's update."""
+
+    forward_us: float
+    backward_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseCost:
+    """Time in us of the data-parallel part of a rank's step.
+
+    ``bottom_us`` is the forward pass of the bottom perceptron, ``bottom_backward_us`` its backward
+    pass; ``top_us`` is all between them, ``update_us`` the optimizer; ``reduce_us`` the all_reduce
+    of gradients.
+    """
+
+    bottom_us: float
+    top_us: float
+    bottom_backward_us: float
+    update_us: float
+    reduce_us: float
+
+
+class Costs:
+    """Prices of one model on one target with so many ranks; each is computed once."""
+
+    def __init__(self, model: RankingModel, target: Target, world_size: int) -> None:
+        plan = ParallelPlan(dp=world_size, node=target.plan.node)
+        threads = max(1, target.gpu.sm_count // world_size) if target.gpu.kind == "cpu" else 0
+        self.model, self.world_size = model, world_size
+        self.target = replace(target, plan=plan, threads=threads)
+        self.book: PriceBook = price_book(target.bundle, target.gpu, threads)
+        self.where = cluster(plan, target.gpu, target.node)
+        self.per_node = self.where.gpus_per_node
+        self.dense = _dense_cost(model, self.target)
+        self.known: dict[Any, ShardCost] = {}
+        self.curves: dict[str, np.ndarray] = {}  # logarithms of us at GRID_BYTES
+
+    def shard_costs(self, wanted: Sequence[Shard]) -> Mapping[Shard, ShardCost]:
+        """Cost of each shard; all that are not known yet are priced in one call per family."""
+        keys = {s: self._key(s) for s in wanted}
+        fresh = list(dict.fromkeys(k for k in keys.values() if k not in self.known))
+        if fresh:
+            ops = [self._ops(*key) for key in fresh]
+            priced = self.book.price([op for mine in ops for op in mine])
+            at = 0
+            for key, mine in zip(fresh, ops, strict=True):
+                times = [
+                    max(p.duration_us, p.launch_us or 0.0) for p in priced[at : at + len(mine)]
+                ]
+                at += len(mine)
+                self.known[key] = ShardCost(forward_us=times[0], backward_us=sum(times[1:]))
+        return {s: self.known[key] for s, key in keys.items()}
+
+    def costliest_table(self, sharding: Sharding, lookup_us: Sequence[float]) -> tuple[str, float]:
+        """Name of the table that the slowest rank spends most time on, and that time in us."""
+        slowest = int(np.argmax(lookup_us))
+        placed = zip(self.model.tables, sharding, strict=True)
+        held = [s for i, (t, p) in enumerate(placed) for s in shards(t, i, p, self.per_node)]
+        costs = self.shard_costs([s for s in held if s.rank == slowest])
+        us = {s: cost.forward_us + cost.backward_us for s, cost in costs.items()}
+        most = max(us, key=lambda s: us[s])
+        return self.model.tables[most.table].name, us[most]
+
+    def _key(self, s: Shard) -> tuple[int, int, int, bool]:
+        """Table, rows, columns, and whether the batch is one rank's own."""
+        return s.table, s.rows, s.columns, s.local
+
+    def _ops(self, number: int, rows: int, columns: int, local: bool) -> list[Priceable]:
+        """Forward lookup, then the gradient's rows and their addition to the table.
+
+        A part of the rows gets that part of the lookups; sample counts are those of all ranks. The
+        gradient of a local copy is dense, and added to all rows.
+        """
+        table = self.model.tables[number]
+        batch = self.model.batch * (1 if local else self.world_size)
+        lookups = max(1, round(batch * table.pooling * rows / table.rows))
+        stream = {k: v for k, v in table.stream.facts(table.rows, batch).items() if k != "lookups"}
+        if rows < table.rows and "unique" in stream:
+            stream["unique"] = max(1, round(stream["unique"] * rows / table.rows))
+        bag = EmbeddingBag(
+            op="forward",
+            rows=rows,
+            dim=columns,
+            bags=batch,
+            lookups=lookups,
+            dtype=table.dtype,
+            weighted=table.weighted,
+            **stream,
+        )
+        forward = _priceable("embedding_bag", bag)
+        if local:
+            update = memory_copy(3.0 * rows * columns * table.row_bytes / table.dim)
+            back = _priceable("embedding_bag", replace(bag, op="backward"))
+            return [forward, back, _priceable(update.family, update.params)]
+        gather = IndexOp(
+            op="index_select",
+            outer=1,
+            size=lookups,
+            inner=columns,
+            source=batch,
+            dtype=table.dtype,
+        )
+        add = replace(gather, op="index_add_", source=rows)
+        return [forward, _priceable("index", gather), _priceable("index", add)]
+
+    def copy_us(self, nbytes: Any) -> Any:
+        """Time of copying so many bytes in memory: read and written once; numpy arrays too."""
+        return self._interpolated("copy", nbytes)
+
+    def message_us(self, kind: str, nbytes: float) -> float:
+        """Time of a collective of all ranks on a buffer of so many bytes on each."""
+        return 0.0 if self.world_size == 1 else float(self._interpolated(kind, nbytes))
+
+    def _interpolated(self, kind: str, nbytes: Any) -> Any:
+        """Time by size, linear between prices of ``GRID_BYTES`` on logarithmic axes; 0 for none."""
+        if kind not in self.curves:
+            self.curves[kind] = np.log(self._prices(kind))
+        logs = np.log(np.maximum(nbytes, 1.0))
+        inside = np.interp(logs, np.log(GRID_BYTES), self.curves[kind])
+        beyond = np.maximum(0.0, logs - np.log(GRID_BYTES[-1]))  # in proportion to the size
+        return np.where(np.asarray(nbytes) > 0, np.exp(inside + beyond), 0.0)
+
+    def _prices(self, kind: str) -> list[float]:
+        sizes = [int(size) for size in GRID_BYTES]
+        if kind == "copy":
+            parts = [memory_copy(2.0 * size) for size in sizes]
+            ops = self.book.price([_priceable(p.family, p.params) for p in parts])
+        else:
+            messages = [Message(kind=kind, axis="dp", message_bytes=size) for size in sizes]
+            ops = price_messages(messages, self.book, self.where)
+        return [max(1e-3, op.duration_us) for op in ops]
+
+
+def _priceable(family: str, params: Any) -> Priceable:
+    return Priceable(
+        op=f"{family}.{params.op}",
+        phase="forward",
+        family=families()[family],
+        params=params,
+        bytes_moved=float(families()[family].bytes_moved(params)),
+        cold=1.0,
+    )
+
+
+def _dense_cost(model: RankingModel, target: Target) -> DenseCost:
+    """Cost of the two perceptrons and the interaction, by differences of whole forecasts."""
+    alone = replace(target, plan=ParallelPlan())
+    whole, without_update = _dense_step(model, model.optimizer), _dense_step(model, "none")
+    bottom_us = {m: forecast_step(_bottom_step(model, m), alone).iteration_us for m in MODES}
+    whole_us = forecast_step(whole, alone).iteration_us
+    without_us = forecast_step(without_update, alone).iteration_us
+    return DenseCost(
+        bottom_us=bottom_us["infer"],
+        bottom_backward_us=max(0.0, bottom_us["train"] - bottom_us["infer"]),
+        top_us=max(0.0, without_us - bottom_us["train"]),
+        update_us=max(0.0, whole_us - without_us),
+        reduce_us=forecast_step(whole, target).comm_us,
+    )
+
+
+def _dense_step(model: RankingModel, optimizer: str) -> StepCapture:
+    from torch import float32, zeros  # torch is slow to import, and priced tables need none
+    from torch.nn.functional import binary_cross_entropy_with_logits as loss
+
+    from microbench.cases.models.dlrm import DenseDlrm
+
+    module = DenseDlrm(
+        features=model.features,
+        bottom=model.bottom,
+        tables=len(model.tables),
+        width=model.dim,
+        top=model.top,
+    )
+    inputs = {
+        "dense": zeros(model.batch, model.features, dtype=float32),
+        "pooled": zeros(model.batch, len(model.tables), model.dim, dtype=float32),
+    }
+    return capture(
+        module,
+        inputs,
+        lambda x: loss(x, zeros(x.shape)),
+        optimizer=OPTIMIZER.get(optimizer, optimizer),
+    )
+
+
+def _bottom_step(model: RankingModel, mode: str) -> StepCapture:
+    from torch import float32, zeros  # as above
+
+    from microbench.cases.models.small import Perceptron
+
+    module = Perceptron((model.features, *model.bottom, model.dim))
+    inputs = zeros(model.batch, model.features, dtype=float32)
+    return capture(module, inputs, "none", mode=mode, optimizer="none")

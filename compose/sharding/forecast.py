@@ -1,0 +1,168 @@
+"""Forecasts one iteration of a DLRM whose tables are sharded and whose dense part is replicated.
+
+Every rank runs, in this order:
+
+1. input distribution: the row numbers of its samples go to the ranks that hold the rows;
+2. its shards are looked up for the samples of all ranks;
+3. an all_to_all returns pooled vectors (partial sums of row-wise shards), while the bottom
+   perceptron runs;
+4. interaction, top perceptron and loss, and their backward pass;
+5. an all_to_all sends gradients of pooled vectors back, while the bottom perceptron's backward
+   pass runs;
+6. gradients of the replicated part are all-reduced while shards are updated;
+7. the optimizer of the replicated part.
+
+A collective starts when its last rank arrives and ends for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from compose.pricing.gradient_buckets import default_contention
+from compose.sharding.costs import INDEX_BYTES, Costs
+from compose.sharding.placement import Sharding, check_sharding, memory_bytes, shards
+
+STEPS = (
+    "distribute inputs",
+    "look up",
+    "wait for others' lookups",
+    "exchange pooled vectors",
+    "bottom perceptron",
+    "top perceptron, both ways",
+    "exchange gradients",
+    "bottom perceptron, backward",
+    "update tables",
+    "reduce gradients",
+    "optimizer",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingForecast:
+    """One iteration under a sharding: its time, the slowest rank's steps, memory by rank.
+
+    ``steps_us`` of the rank whose lookups and updates take longest: exposed time of each of
+    ``STEPS``, which sums to ``iteration_us``. ``lookup_us``: forward and backward of its shards, by
+    rank.
+    """
+
+    sharding: Sharding
+    iteration_us: float
+    steps_us: dict[str, float]
+    lookup_us: tuple[float, ...]
+    memory_bytes: tuple[int, ...]
+    fits: bool
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What ranks send and receive in an iteration, in bytes by rank, and their lookups in us."""
+
+    index_sent: np.ndarray
+    index_received: np.ndarray
+    vectors_sent: np.ndarray  # pooled vectors forward; gradients of them come back
+    vectors_received: np.ndarray
+    forward_us: np.ndarray
+    backward_us: np.ndarray
+    replicated_bytes: float  # gradients of data-parallel tables
+
+    @classmethod
+    def none(cls, ranks: int) -> Traffic:
+        """No traffic on so many ranks."""
+        a, b, c, d, e, f = np.zeros((6, ranks))
+        return cls(a, b, c, d, e, f, 0.0)
+
+
+def traffic(sharding: Sharding, costs: Costs) -> Traffic:
+    """Traffic and lookups of a sharding, summed over the shards of each rank."""
+    model, n = costs.model, costs.world_size
+    found = Traffic.none(n)
+    placed = zip(model.tables, sharding, strict=True)
+    mine = [s for i, (t, p) in enumerate(placed) for s in shards(t, i, p, costs.per_node)]
+    by_shard = costs.shard_costs(mine)
+    for s in mine:
+        table, cost = model.tables[s.table], by_shard[s]
+        found.forward_us[s.rank] += cost.forward_us
+        found.backward_us[s.rank] += cost.backward_us
+        if s.local:
+            found.replicated_bytes += table.nbytes / n
+            continue
+        looked_up = model.batch * table.pooling * s.rows / table.rows
+        index_bytes = INDEX_BYTES * (looked_up + model.batch)  # row numbers, lengths of bags
+        vector_bytes = model.batch * s.columns * table.row_bytes / table.dim
+        found.index_sent += index_bytes
+        found.index_received[s.rank] += n * index_bytes
+        found.vectors_sent[s.rank] += n * vector_bytes
+        found.vectors_received += vector_bytes
+    return found
+
+
+def forecast_sharding(sharding: Sharding, costs: Costs) -> ShardingForecast:
+    """The iteration under a sharding; ValueError where it does not fit tables or ranks."""
+    model, n = costs.model, costs.world_size
+    check_sharding(sharding, model, n, costs.per_node)
+    t, dense = traffic(sharding, costs), costs.dense
+    contention = default_contention(costs.target.gpu)
+    index_bytes = np.maximum(t.index_sent, t.index_received)
+    vector_bytes = np.maximum(t.vectors_sent, t.vectors_received)
+    inputs_us = costs.copy_us(index_bytes.max()) + costs.message_us("all_to_all", index_bytes.max())
+    copies_us = costs.copy_us(t.vectors_sent)
+    exchange_us = costs.message_us("all_to_all", vector_bytes.max())
+    reduce_us = dense.reduce_us + costs.message_us("all_reduce", t.replicated_bytes)
+
+    looked_up = inputs_us + t.forward_us + copies_us
+    exchanged = exchange(looked_up, exchange_us, dense.bottom_us, contention)
+    backward = exchanged + dense.top_us
+    returned = exchange(backward, exchange_us, dense.bottom_backward_us, contention)
+    updated = exchange(returned, reduce_us, t.backward_us + copies_us, contention)
+    ends = updated + dense.update_us
+
+    slowest = int(np.argmax(t.forward_us + t.backward_us + 2 * copies_us))
+    waited = looked_up.max() - looked_up[slowest]
+    update_us = float(t.backward_us[slowest] + copies_us[slowest])
+    steps = (
+        inputs_us,
+        looked_up[slowest] - inputs_us,
+        waited,
+        exchanged[slowest] - looked_up[slowest] - waited - dense.bottom_us,
+        dense.bottom_us,
+        dense.top_us,
+        returned[slowest] - backward[slowest] - dense.bottom_backward_us,
+        dense.bottom_backward_us,
+        update_us,
+        updated[slowest] - returned[slowest] - update_us,
+        dense.update_us,
+    )
+    memory = memory_bytes(sharding, model, n, costs.per_node)
+    return ShardingForecast(
+        sharding=sharding,
+        iteration_us=float(ends.max()),
+        steps_us={name: float(us) for name, us in zip(STEPS, steps, strict=True)},
+        lookup_us=tuple(float(x) for x in t.forward_us + t.backward_us),
+        memory_bytes=tuple(memory),
+        fits=max(memory) <= costs.target.gpu.hbm_bytes,
+    )
+
+
+def exchange(
+    ready_us: np.ndarray, message_us: float, compute_us: np.ndarray | float, contention: float
+) -> np.ndarray:
+    """When each rank has both a collective and its own compute behind it.
+
+    Compute starts when a rank is ready, the collective when all are. While both run, each proceeds
+    at 1/contention of its speed.
+    """
+    start_us = ready_us.max()
+    left_us = np.maximum(0.0, compute_us - (start_us - ready_us))
+    both_us = np.minimum(left_us, message_us)
+    return np.asarray(start_us + np.maximum(left_us, message_us) + (contention - 1) * both_us)
+
+
+def forecast_all(shardings: Sequence[Sharding], costs: Costs) -> list[ShardingForecast]:
+    """Forecasts of many shardings, fastest first; those that do not fit the memory come last."""
+    found = [forecast_sharding(s, costs) for s in shardings]
+    return sorted(found, key=lambda f: (not f.fits, f.iteration_us))

@@ -1,0 +1,205 @@
+"""Proposes shardings: at random, greedily by several costs, by torchrec's formulas, by search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from compose.sharding.costs import Costs
+from compose.sharding.forecast import ShardingForecast, forecast_sharding
+from compose.sharding.placement import Placement, Sharding, shards
+from compose.sharding.tables import STATE_PER_WEIGHT, RankingModel, Table
+from microbench.assumptions import assumed
+
+DIM_PENALTY: Mapping[int, float] = assumed(__file__, "dim_penalty")
+MIN_COLUMNS = 4
+RANDOM = 8  # random shardings proposed
+SWEEPS = 4  # over all tables in the search
+TRIED = 6  # tables whose move is tried between two sweeps' ends, the costliest first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """A sharding and the name of the rule that proposed it."""
+
+    name: str
+    sharding: Sharding
+
+
+def table_costs(costs: Costs) -> Mapping[str, Callable[[Table], float]]:
+    """What greedy rules balance, by name: a number per table.
+
+    ``lookups`` is the work of a batch, pooling * dim; ``size_lookup`` is that times the logarithm
+    of the rows. Source: arXiv 2208.06399, section 4.
+    """
+    return {
+        "size": lambda t: float(t.nbytes),
+        "rows": lambda t: float(t.rows),
+        "lookups": lambda t: t.pooling * t.dim,
+        "size_lookup": lambda t: t.pooling * t.dim * float(np.log10(1 + t.rows)),
+        "torchrec": lambda t: torchrec_us(t, costs),
+        "forecast": _forecast_us(costs),
+    }
+
+
+def _forecast_us(costs: Costs) -> Callable[[Table], float]:
+    """Forecast of a whole table's lookup, gradient and update on one rank, in us."""
+    where = Placement("table_wise", (0,))
+    whole = {t.name: shards(t, i, where, 1)[0] for i, t in enumerate(costs.model.tables)}
+    prices = costs.shard_costs(list(whole.values()))
+    us = {name: prices[s].forward_us + prices[s].backward_us for name, s in whole.items()}
+    return lambda t: us[t.name]
+
+
+def torchrec_us(table: Table, costs: Costs) -> float:
+    """torchrec's planner's cost of a whole table on one rank, in us.
+
+    With W ranks, I lookups and O pooled vectors of a rank's batch, D columns of b bytes: forward
+    compute (8 I W + I W max(D, 32) b + O W D b) * penalty / HBM bandwidth, backward twice that;
+    forward and backward exchange O W D b / link bandwidth each. The penalty is by D.
+    """
+    w, b = costs.world_size, table.row_bytes / table.dim
+    i, o = costs.model.batch * table.pooling, costs.model.batch
+    penalty = next(
+        p for least, p in sorted(DIM_PENALTY.items(), reverse=True) if table.dim >= least
+    )
+    moved = 8 * i * w + i * w * max(table.dim, 32) * b + o * w * table.dim * b
+    compute_s = moved * penalty / costs.book.gpu.hbm_bytes_per_s
+    exchange_s = o * w * table.dim * b / costs.where.link_bytes_per_s(costs.per_node)
+    return 1e6 * (3 * compute_s + 2 * exchange_s)
+
+
+def greedy(
+    model: RankingModel,
+    ranks: int,
+    cost: Callable[[Table], float],
+    limit_bytes: float,
+    parts: int = 1,
+) -> Sharding:
+    """Tables by falling cost, each to the rank with the least cost so far that has room for it.
+
+    Where ``parts`` > 1, tables whose cost is above the mean of a rank are cut column-wise into so
+    many parts. Where no rank has room, the one with most room takes the table.
+    """
+    spent, used = np.zeros(ranks), np.zeros(ranks)
+    by_cost = [cost(t) for t in model.tables]
+    found: dict[int, Placement] = {}
+    for i in sorted(range(len(model.tables)), key=lambda i: -by_cost[i]):
+        table = model.tables[i]
+        cut = parts if _cut(table, parts, by_cost[i], sum(by_cost) / ranks) else 1
+        nbytes = table.nbytes * (1 + STATE_PER_WEIGHT[model.optimizer]) / cut
+        room = used + nbytes <= limit_bytes
+        order = np.lexsort((spent, used if not room.any() else ~room))
+        chosen = tuple(int(r) for r in order[:cut])
+        spent[list(chosen)] += by_cost[i] / cut
+        used[list(chosen)] += nbytes
+        found[i] = Placement("table_wise" if cut == 1 else "column_wise", chosen)
+    return tuple(found[i] for i in range(len(model.tables)))
+
+
+def _cut(table: Table, parts: int, cost: float, mean: float) -> bool:
+    fits = parts > 1 and table.dim % parts == 0 and table.dim // parts >= MIN_COLUMNS
+    return fits and cost > mean / 2
+
+
+def random_sharding(rng: np.random.Generator, model: RankingModel, ranks: int) -> Sharding:
+    """Each table whole on a random rank."""
+    return tuple(
+        Placement("table_wise", (int(r),)) for r in rng.integers(ranks, size=len(model.tables))
+    )
+
+
+def proposals(costs: Costs, seed: int = 0) -> Iterator[Proposal]:
+    """Yields candidates of all rules; the search starts from the fastest of the others."""
+    model, n, limit = costs.model, costs.world_size, costs.book.gpu.hbm_bytes
+    if n == 1:
+        yield Proposal(name="one rank", sharding=_everywhere(model, "table_wise", 1))
+        return
+    rng = np.random.default_rng(seed)
+    for i in range(RANDOM):
+        yield Proposal(name=f"random {i}", sharding=random_sharding(rng, model, n))
+    for name, cost in table_costs(costs).items():
+        yield Proposal(name=f"greedy by {name}", sharding=greedy(model, n, cost, limit))
+    cost = table_costs(costs)["forecast"]
+    for parts in [p for p in (2, 4, 8) if p <= n]:
+        cut = greedy(model, n, cost, limit, parts)
+        yield Proposal(name=f"greedy, cut in {parts} columns", sharding=cut)
+    yield Proposal(name="all row-wise", sharding=_everywhere(model, "row_wise", n))
+    yield Proposal(name="all data-parallel", sharding=_everywhere(model, "data_parallel", n))
+
+
+def _everywhere(model: RankingModel, kind: str, ranks: int) -> Sharding:
+    return tuple(Placement(kind, tuple(range(ranks))) for _ in model.tables)
+
+
+def improve(start: ShardingForecast, costs: Costs) -> ShardingForecast:
+    """Searches from a sharding: moves tables from the slowest rank while the forecast gets faster.
+
+    Tried for the costliest tables there: each other rank, two columns, row-wise, data-parallel.
+    """
+    best = start
+    for _ in range(SWEEPS * len(costs.model.tables)):
+        slowest = int(np.argmax(best.lookup_us))
+        better = None
+        for number in _tables_on(best.sharding, slowest, costs)[:TRIED]:
+            for place in _moves(number, best.sharding[number], costs, best.lookup_us):
+                changed = (*best.sharding[:number], place, *best.sharding[number + 1 :])
+                found = forecast_sharding(changed, costs)
+                if (not found.fits, found.iteration_us) < (
+                    not (better or best).fits,
+                    (better or best).iteration_us,
+                ):
+                    better = found
+        if better is None:
+            return best
+        best = better
+    return best
+
+
+def _tables_on(sharding: Sharding, rank: int, costs: Costs) -> list[int]:
+    """Tables with a shard on a rank, the costliest first."""
+    cost = _forecast_us(costs)
+    mine = [i for i, place in enumerate(sharding) if rank in place.ranks]
+    return sorted(mine, key=lambda i: -cost(costs.model.tables[i]))
+
+
+def _moves(
+    number: int, place: Placement, costs: Costs, lookup_us: Sequence[float]
+) -> Iterator[Placement]:
+    """Other placements of a table: the least busy ranks first."""
+    table, n = costs.model.tables[number], costs.world_size
+    idle = [int(r) for r in np.argsort(lookup_us)]
+    for rank in idle[:3]:
+        if place != Placement("table_wise", (rank,)):
+            yield Placement("table_wise", (rank,))
+    for parts in (2, 4, 8):
+        if parts <= n and table.dim % parts == 0 and table.dim // parts >= MIN_COLUMNS:
+            yield Placement("column_wise", tuple(idle[:parts]))
+    for kind in ("row_wise", "data_parallel"):
+        if place.kind != kind:
+            yield Placement(kind, tuple(range(n)))
+    if n > costs.per_node:
+        node = idle[0] // costs.per_node * costs.per_node
+        yield Placement("table_row_wise", tuple(range(node, node + costs.per_node)))
+
+
+def choose(
+    costs: Costs, seed: int = 0, given: Sharding | None = None
+) -> list[tuple[str, ShardingForecast]]:
+    """All proposals and the ``given`` one with their forecasts, fastest first.
+
+    The search starts from the fastest. Those that do not fit the memory come last.
+    """
+    found = [(p.name, forecast_sharding(p.sharding, costs)) for p in proposals(costs, seed)]
+    if given is not None:
+        found.append(("given", forecast_sharding(given, costs)))
+    order = sorted(found, key=_rank_key)
+    if costs.world_size > 1:
+        order = sorted([*order, ("search", improve(order[0][1], costs))], key=_rank_key)
+    return order
+
+
+def _rank_key(entry: tuple[str, ShardingForecast]) -> tuple[bool, float]:
+    return not entry[1].fits, entry[1].iteration_us

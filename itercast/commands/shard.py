@@ -1,0 +1,135 @@
+"""The command ``itercast shard``: choose how embedding tables are sharded, without running it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from itercast.errors import one_line_errors
+from itercast.options import Bundle, Json
+
+if TYPE_CHECKING:  # the command line starts without pandas
+    from compose.sharding.costs import Costs
+    from compose.sharding.forecast import ShardingForecast
+
+BAR = 32  # characters of the longest step
+Ranking = Sequence[tuple[str, "ShardingForecast"]]
+
+
+@one_line_errors
+def shard(
+    tables: Annotated[Path, typer.Argument(help="YAML file of tables and the dense part")],
+    gpu: Annotated[str, typer.Option(help="GPU name or YAML file; cpu is this machine")],
+    gpus: Annotated[int, typer.Option(min=1, help="how many ranks")],
+    node: Annotated[str, typer.Option(help="node name or YAML file")] = "",
+    bundle: Bundle = None,
+    sharding: Annotated[
+        Path | None, typer.Option(help="also forecast this plan, in torchrec's form")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="write the fastest plan here, in torchrec's form")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="seed of the random proposals")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Rank shardings of embedding tables by their forecast iteration; nothing is run."""
+    from compose.sharding.costs import Costs
+    from compose.sharding.placement import to_torchrec
+    from compose.sharding.propose import choose
+    from compose.sharding.tables import read_model
+    from compose.target import find_target
+    from microbench.store import write_atomic
+
+    model = read_model(tables)
+    given = _given(sharding, model) if sharding else None
+    target = find_target(gpu, f"dp={gpus},node={node}" if node else f"dp={gpus}", bundle)
+    costs = Costs(model, target, gpus)
+    ranking = choose(costs, seed, given)
+    fastest = ranking[0][1]
+    device = "cpu" if target.gpu.kind == "cpu" else "cuda"
+    plan = to_torchrec(fastest.sharding, model, costs.per_node, device)
+    if out is not None:
+        write_atomic(out, plan.encode())
+    if as_json:
+        typer.echo(json.dumps(_facts(costs, ranking, json.loads(plan))))
+        return
+    console = Console()
+    console.print(_ranking_table(costs, ranking))
+    console.print(_steps_table(*ranking[0]))
+    console.print(advice(fastest, costs))
+    if out is not None:
+        console.print(f"plan written to {out}")
+
+
+def _given(path: Path, model: Any) -> Any:
+    from compose.sharding.placement import from_torchrec
+
+    try:
+        return from_torchrec(path.read_text(), model)
+    except (OSError, UnicodeDecodeError, ValueError) as exc:
+        raise ValueError(f"sharding {str(path)!r}: {exc}") from None
+
+
+def _facts(costs: Costs, ranking: Ranking, plan: Any) -> dict[str, Any]:
+    """What ``--json`` prints: all candidates, fastest first, and the fastest one's plan."""
+    entries = [
+        {
+            "name": name,
+            "iteration_us": found.iteration_us,
+            "fits": found.fits,
+            "steps_us": found.steps_us,
+            "lookup_us": found.lookup_us,
+            "memory_bytes": found.memory_bytes,
+        }
+        for name, found in ranking
+    ]
+    return {
+        "gpu": costs.book.gpu.name,
+        "gpus": costs.world_size,
+        "bundle": costs.target.bundle_name,
+        "network": costs.where.network,
+        "shardings": entries,
+        "plan": plan,
+    }
+
+
+def _ranking_table(costs: Costs, ranking: Ranking) -> Table:
+    table = Table(title=f"{len(costs.model.tables)} tables on {costs.world_size} ranks")
+    table.add_column("proposed by", no_wrap=True)
+    for name in ("step ms", "lookups ms", "imbalance", "memory GB"):
+        table.add_column(name, justify="right")
+    for name, found in ranking:
+        mean_us = sum(found.lookup_us) / len(found.lookup_us)
+        memory = f"{max(found.memory_bytes) / 1e9:.2f}" + ("" if found.fits else " too much")
+        times = (f"{us / 1e3:.2f}" for us in (found.iteration_us, max(found.lookup_us)))
+        table.add_row(name, *times, f"{max(found.lookup_us) / mean_us:.2f}", memory)
+    return table
+
+
+def _steps_table(name: str, found: ShardingForecast) -> Table:
+    """The slowest rank's steps as bars, one after the other."""
+    table = Table(title=f"slowest rank under {name!r}", show_header=False)
+    longest_us = max(found.steps_us.values())
+    for step, us in found.steps_us.items():
+        bar = "█" * round(BAR * us / longest_us) if longest_us else ""
+        table.add_row(step, f"{max(0.0, us) / 1e3:.2f} ms", bar)
+    return table
+
+
+def advice(found: ShardingForecast, costs: Costs) -> str:
+    """What to change first: the longest step, and the costliest table of the slowest rank."""
+    step, us = max(found.steps_us.items(), key=lambda item: item[1])
+    share = 100 * us / found.iteration_us
+    text = f"first: {step}, {share:.0f} % of the iteration"
+    table, table_us = costs.costliest_table(found.sharding, found.lookup_us)
+    mean_us = sum(found.lookup_us) / len(found.lookup_us)
+    return text + (
+        f"; the slowest rank spends most on table {table!r}: {table_us / 1e3:.2f} ms of "
+        f"{max(found.lookup_us) / 1e3:.2f} ms (mean of ranks {mean_us / 1e3:.2f} ms)"
+    )

@@ -1,0 +1,251 @@
+"""Shardings of embedding tables: shards, traffic and waiting by hand, laws, hostile files."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from compose.sharding.costs import Costs
+from compose.sharding.forecast import exchange, forecast_sharding, traffic
+from compose.sharding.placement import (
+    KINDS,
+    Placement,
+    Shard,
+    check_sharding,
+    from_torchrec,
+    memory_bytes,
+    shards,
+    to_torchrec,
+)
+from compose.sharding.propose import choose, greedy, improve, random_sharding, torchrec_us
+from compose.sharding.tables import RankingModel, Table, model_from, read_model
+from compose.target import find_target
+
+ALL = (0, 1, 2, 3)
+
+
+def tables(count: int, **changed: Any) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(0)
+    return [
+        {
+            "name": f"t{i}",
+            "rows": int(10 ** rng.uniform(3, 5)),
+            "dim": 16,
+            "pooling": int(rng.integers(1, 40)),
+            **changed,
+        }
+        for i in range(count)
+    ]
+
+
+def model(count: int, **changed: Any) -> RankingModel:
+    small = {"batch": 64, "features": 4, "bottom": [8], "top": [8]}
+    return model_from({**small, "tables": tables(count), **changed})
+
+
+@pytest.fixture(scope="module")
+def costs() -> Costs:
+    """Twelve tables on four H100."""
+    return Costs(model(12), find_target("h100-sxm-80gb"), 4)
+
+
+def test_shards_by_hand() -> None:
+    """10 rows of 8 columns on four ranks, two to a node."""
+    table = Table(name="t", rows=10, dim=8, pooling=1)
+    whole = [Shard(0, 2, 0, 10, 0, 8)]
+    assert shards(table, 0, Placement("table_wise", (2,)), 2) == whole
+    halves = [Shard(0, 3, 0, 10, 0, 4), Shard(0, 1, 0, 10, 4, 4)]
+    assert shards(table, 0, Placement("column_wise", (3, 1)), 2) == halves
+    blocks = shards(table, 0, Placement("row_wise", ALL), 2)
+    assert [(s.rank, s.first_row, s.rows) for s in blocks] == [
+        (0, 0, 3),
+        (1, 3, 3),
+        (2, 6, 3),
+        (3, 9, 1),
+    ]
+    grid = shards(table, 0, Placement("grid_shard", ALL), 2)
+    assert [(s.first_row, s.rows, s.first_column, s.columns) for s in grid] == [
+        (0, 5, 0, 4),
+        (5, 5, 0, 4),
+        (0, 5, 4, 4),
+        (5, 5, 4, 4),
+    ]
+    copies = shards(table, 0, Placement("data_parallel", ALL), 2)
+    assert all(s.local and (s.rows, s.columns) == (10, 8) for s in copies) and len(copies) == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_cover_the_table_once(kind: str) -> None:
+    """Each element is in one shard; a data-parallel table is there once per rank."""
+    table = Table(name="t", rows=11, dim=8, pooling=1)
+    ranks = {"table_wise": (1,), "table_row_wise": (2, 3), "column_wise": (0, 2)}.get(kind, ALL)
+    seen = np.zeros((11, 8), dtype=int)
+    for s in shards(table, 0, Placement(kind, ranks), 2):
+        seen[s.first_row : s.first_row + s.rows, s.first_column : s.first_column + s.columns] += 1
+    assert (seen == (4 if kind == "data_parallel" else 1)).all()
+
+
+def test_memory_counts_weights_and_optimizer_state() -> None:
+    """100 rows of 16 floats: 6,400 bytes of weights, as much again of Adagrad's state."""
+    one = model(1, tables=[{"rows": 100, "dim": 16, "pooling": 1}], optimizer="adagrad")
+    assert memory_bytes((Placement("table_wise", (1,)),), one, 2, 2) == [0, 12800]
+    assert memory_bytes((Placement("row_wise", (0, 1)),), one, 2, 2) == [6400, 6400]
+
+
+def test_traffic_by_hand(costs: Costs) -> None:
+    """One table of 16 columns, 8 lookups a sample, batch 64, on rank 1 of 4.
+
+    Each rank sends (64 * 8 row numbers + 64 lengths) of 8 bytes, rank 1 gets four times that. It
+    sends 64 vectors of 16 floats to each of 4 ranks.
+    """
+    one = replace(costs.model, tables=(replace(costs.model.tables[0], pooling=8.0),))
+    found = traffic((Placement("table_wise", (1,)),), Costs(one, costs.target, 4))
+    assert found.index_sent.tolist() == [8 * (512 + 64)] * 4
+    assert found.index_received.tolist() == [0, 4 * 8 * (512 + 64), 0, 0]
+    assert found.vectors_sent.tolist() == [0, 4 * 64 * 16 * 4, 0, 0]
+    assert found.vectors_received.tolist() == [64 * 16 * 4] * 4
+    assert found.forward_us[[0, 2, 3]].tolist() == [0, 0, 0] and found.forward_us[1] > 0
+
+
+def test_an_exchange_starts_when_the_last_rank_is_ready() -> None:
+    #  rank 0 ready at 10 |====bottom 6====|
+    #  rank 1 ready at 14     |====bottom 6====|
+    #  exchange               |==3==|
+    ready = np.array([10.0, 14.0])
+    assert exchange(ready, 3.0, 6.0, 1.0).tolist() == [17.0, 20.0]
+    assert exchange(ready, 3.0, 1.0, 1.0).tolist() == [17.0, 17.0]  # rank 0 is done before
+    # sharing one core while both run: 2 us of both take 4 on rank 0, 3 us take 6 on rank 1
+    assert exchange(ready, 3.0, 6.0, 2.0).tolist() == [14.0 + 2 * 2 + 1, 14.0 + 2 * 3 + 3]
+
+
+def test_steps_sum_to_the_iteration(costs: Costs) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        found = forecast_sharding(random_sharding(rng, costs.model, 4), costs)
+        assert sum(found.steps_us.values()) == pytest.approx(found.iteration_us, rel=1e-6)
+        assert min(found.steps_us.values()) > -1e-6
+
+
+def test_permuted_ranks_take_as_long(costs: Costs) -> None:
+    sharding = random_sharding(np.random.default_rng(1), costs.model, 4)
+    permuted = tuple(Placement(p.kind, tuple((r + 1) % 4 for r in p.ranks)) for p in sharding)
+    first, second = (forecast_sharding(s, costs).iteration_us for s in (sharding, permuted))
+    assert first == pytest.approx(second)
+
+
+def test_more_lookups_never_make_it_faster(costs: Costs) -> None:
+    more = tuple(replace(t, pooling=2 * t.pooling) for t in costs.model.tables)
+    twice = Costs(replace(costs.model, tables=more), costs.target, 4)
+    sharding = random_sharding(np.random.default_rng(2), costs.model, 4)
+    fast, slow = (forecast_sharding(sharding, c).iteration_us for c in (costs, twice))
+    assert slow > fast
+
+
+def test_all_tables_on_one_rank_are_slower_than_spread(costs: Costs) -> None:
+    crowded = tuple(Placement("table_wise", (0,)) for _ in costs.model.tables)
+    spread = greedy(costs.model, 4, lambda t: t.pooling, 1e12)
+    times = [forecast_sharding(s, costs) for s in (spread, crowded)]
+    assert times[0].iteration_us < times[1].iteration_us
+    assert improve(times[1], costs).iteration_us < times[1].iteration_us
+
+
+def test_greedy_balances_and_keeps_to_the_memory() -> None:
+    """Costs 4, 3, 2, 1 on two ranks: 4 + 1 and 3 + 2. With room for two tables a rank: the same."""
+    four = model(4, tables=[{"rows": 100, "dim": 16, "pooling": p} for p in (4, 3, 2, 1)])
+    found = greedy(four, 2, lambda t: t.pooling, 1e12)
+    assert [p.ranks[0] for p in found] in ([0, 1, 1, 0], [1, 0, 0, 1])
+    heavy = model(3, tables=[{"rows": 100, "dim": 16, "pooling": p} for p in (9, 1, 1)])
+    tight = greedy(heavy, 2, lambda t: t.pooling, 2 * 6400)
+    assert sorted(p.ranks[0] for p in tight).count(tight[0].ranks[0]) <= 2
+
+
+def test_torchrec_formula_by_hand(costs: Costs) -> None:
+    """W = 4, I = 64 * 8, O = 64, D = 128, b = 4, penalty 1."""
+    table = Table(name="t", rows=1000, dim=128, pooling=8)
+    moved = 8 * 512 * 4 + 512 * 4 * 128 * 4 + 64 * 4 * 128 * 4
+    sent = 64 * 4 * 128 * 4
+    link = costs.where.link_bytes_per_s(costs.per_node)
+    us = 1e6 * (3 * moved / costs.book.gpu.hbm_bytes_per_s + 2 * sent / link)
+    assert torchrec_us(table, costs) == pytest.approx(us)
+    narrow = replace(table, dim=64)
+    assert torchrec_us(narrow, costs) > us / 2  # the penalty of narrow tables
+
+
+def test_the_chosen_sharding_is_the_fastest_and_is_kept_in_torchrecs_form(costs: Costs) -> None:
+    ranking = choose(costs)
+    times = [found.iteration_us for _, found in ranking]
+    assert times == sorted(times) and len(ranking) >= 15
+    plan = to_torchrec(ranking[0][1].sharding, costs.model, costs.per_node, "cuda")
+    assert from_torchrec(plan, costs.model) == ranking[0][1].sharding
+    entry = json.loads(plan)["t0"]
+    assert set(entry) == {"sharding_type", "compute_kernel", "ranks", "sharding_spec"}
+
+
+def test_tables_too_large_for_the_memory_come_last(costs: Costs) -> None:
+    huge = tuple(replace(t, rows=600_000_000) for t in costs.model.tables)  # 38 GB each
+    ranking = choose(Costs(replace(costs.model, tables=huge), costs.target, 4))
+    assert not any(found.fits for _, found in ranking)  # 12 tables, 80 GB a rank
+    two = Costs(replace(costs.model, tables=huge[:4]), costs.target, 4)
+    found = choose(two)
+    assert found[0][1].fits
+    fits = [f.fits for _, f in found]
+    assert fits == sorted(fits, reverse=True) and not all(fits)
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (Placement("row_wise", (0, 1)), "it takes all 4 ranks"),
+        (Placement("table_wise", (0, 1)), "on one rank"),
+        (Placement("table_wise", (4,)), "from 0 to 3"),
+        (Placement("column_wise", (0, 1, 2)), "equal parts"),
+        (Placement("table_row_wise", (1, 2)), "one node"),
+        (Placement("wise", (0,)), "allowed kinds"),
+    ],
+)
+def test_placements_that_do_not_fit_are_refused(place: Placement, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_sharding((place,), model(1), 4, 2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rows": -1}, "rows is a whole number from 1"),
+        ({"rows": 1.5}, "rows is a whole number"),
+        ({"rows": True}, "rows is a whole number"),
+        ({"pooling": 0}, "pooling is a number above 0"),
+        ({"pooling": float("nan")}, "pooling is a number"),
+        ({"dtype": "int4"}, "allowed are fp32"),
+        ({"indices": "zipf:-1"}, "exponent"),
+        ({"indices": "nowhere.pt"}, "allowed are uniform, zipf:EXPONENT, or a file"),
+        ({"heigth": 3}, "unknown key 'heigth'"),
+        ({"dim": 8}, "the interaction needs one dim"),
+    ],
+)
+def test_hostile_tables_are_refused_in_a_line(
+    tmp_path: Path, changed: dict[str, Any], said: str
+) -> None:
+    wrong = [*tables(1), {"rows": 5, "dim": 16, "pooling": 1, **changed}]
+    (tmp_path / "tables.yaml").write_text(yaml.safe_dump({"batch": 4, "tables": wrong}))
+    with pytest.raises(ValueError, match=said) as refused:
+        read_model(tmp_path / "tables.yaml")
+    assert "\n" not in str(refused.value) and "tables.yaml" in str(refused.value)
+
+
+def test_a_thousand_shardings_take_seconds(costs: Costs) -> None:
+    """64 tables: 20 ms a sharding at most, measured generously."""
+    many = Costs(model(64), costs.target, 8)
+    rng = np.random.default_rng(3)
+    forecast_sharding(random_sharding(rng, many.model, 8), many)
+    start = time.perf_counter()
+    for _ in range(50):
+        forecast_sharding(random_sharding(rng, many.model, 8), many)
+    assert (time.perf_counter() - start) / 50 < 0.1
