@@ -14,6 +14,7 @@ NAMES = {
     "Tesla V100-PCIE-32GB": "v100-pcie-32gb",
     "Tesla V100-SXM2-16GB": "v100-sxm-16gb",
     "Tesla V100-SXM2-32GB": "v100-sxm-32gb",
+    "Tesla V100-DGXS-32GB": "v100-sxm-32gb",
     "TITAN RTX": "titan-rtx",
     "Quadro RTX 6000": "quadro-rtx-6000",
     "Quadro RTX 8000": "quadro-rtx-8000",

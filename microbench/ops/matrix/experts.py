@@ -172,7 +172,6 @@ FAMILY = Family(
     matmul=True,
     on_demand=True,
     gpu_sweep=GpuSweep(
-        dtypes={"bf16": 1.0},
         resize=resize_along({"tokens": MAX_ROWS}),
         slow_frac=0.1,
         compute_bound=True,

@@ -30,8 +30,10 @@ PLACES = {
     "nccl-tests": "run.txt",
     "kineto": "trace.json",
     "iterations": "table.csv",
+    "kineto-traces": "ops_x.csv",
     "vtrain": "data/ground_truth_single.csv",
     "megatron-lm": "golden_runs.csv.gz",
+    "mlperf-training": "cells.csv.gz",
 }
 PLACES |= {
     name: load(path).tables[0].files[0].replace("*", "x") for name, path in mapped_sources().items()

@@ -158,3 +158,27 @@ def test_arguments_of_fused_attention_stand_where_torch_says(name: str) -> None:
     assert (family, point.op) == ("attention", "backward" if query else "forward")
     assert (point.batch, point.q_len, point.heads, point.head_dim) == (2, 128, 8, 64)
     assert (point.causal, point.masked, point.dropout, point.dtype) == (True, False, False, "bf16")
+
+
+def test_tables_of_ops_are_described_by_shapes(tmp_path: Path) -> None:
+    """A product and a norm of one call each; copies from the host and unknown ops are counted."""
+    head = "device,op,input_dims,input_types,calls,kernel_us_median,kernel_names,concrete\n"
+    gpu, half = "NVIDIA H100 80GB HBM3", '""c10::BFloat16""'
+    lines = [
+        f'{gpu},aten::mm,"[[64, 32], [32, 16]]","[{half}, {half}]",48,4.5,xmma,',
+        f'{gpu},aten::copy_,"[[64], [64]]","[{half}, {half}]",1,4.5,Memcpy HtoD,',
+        f"{gpu},fbgemm::lookup,[],[],1,4.5,k,",
+        f'{gpu},aten::mm,"[[64, 32], []]","[{half}, """"]",1,4.5,k,',
+        f'Tesla Z9,aten::mm,"[[64, 32], [32, 16]]","[{half}, {half}]",1,4.5,k,',
+    ]
+    (tmp_path / "ops_x.csv").write_text(head + "\n".join(lines) + "\n")
+    found = read_source("kineto-traces", tmp_path, Hints())
+    (row,) = found.rows["gemm"].to_dict("records")
+    assert (row["m"], row["n"], row["k"], row["dtype"]) == (64, 16, 32, "bf16")
+    assert (row["time_us"], row["samples"], row["gpu"]) == (4.5, 48, "h100-sxm-80gb")
+    assert found.dropped == {
+        "copy between host and device": 1,
+        "op not described by a family: fbgemm::lookup": 1,
+        "op whose shapes or scalars are missing: aten::mm": 1,
+        "unknown gpu: 'Tesla Z9'": 1,
+    }

@@ -60,7 +60,7 @@ def test_collectives_name_our_nodes_and_links(imports: dict[str, Imported]) -> N
     assert set(found["link"]) == {"network", "nvlink", "pairwise", "pcie"}
     assert set(found["node"]) - {""} <= set(node_names())
     assert (found["world_size"] >= found["ranks_per_node"]).all()
-    assert set(found["op"]) <= set(OPS)
+    assert set(found["op"]) <= {*OPS, "moe_dispatch", "moe_combine"}
 
 
 def test_iterations_have_plans_that_parse_and_models_to_build(imports: dict[str, Imported]) -> None:

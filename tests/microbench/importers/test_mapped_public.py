@@ -1,0 +1,59 @@
+"""The public tables themselves through their mappings, where they are at hand."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pandas as pd
+import pytest
+from public_data import PUBLIC, needs_public
+
+from learners.features.table import feature_table, is_number
+from microbench.hardware.spec import gpu_names, load_gpu
+from microbench.importers.base import Hints, Imported
+from microbench.importers.mapped.source import mapped_sources
+from microbench.importers.sources import read_source
+from microbench.ops import families
+
+SOURCES = sorted([*mapped_sources(), "kineto-traces"])
+pytestmark = needs_public()
+
+
+@cache
+def imported(name: str) -> Imported:
+    """A source's rows; skips where its folder is not at hand."""
+    if not (PUBLIC / name).is_dir():
+        pytest.skip(f"no public data at {PUBLIC / name}")
+    return read_source(name, PUBLIC / name, Hints())
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_all_files_are_read_and_rows_found(name: str) -> None:
+    """Printed with -s: rows by family, lines left out by reason."""
+    found = imported(name)
+    print(name, {k: len(v) for k, v in found.rows.items()}, dict(found.dropped))
+    assert found.rows and not [reason for reason in found.dropped if "unreadable" in reason]
+    assert not [reason for reason in found.dropped if "wrong number of columns" in reason]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_rows_have_features_and_a_roofline(name: str) -> None:
+    """On GPUs with a hardware file; no row is twenty times faster than its roofline."""
+    for family, rows in imported(name).rows.items():
+        assert set(rows["gpu"]) <= set(gpu_names())
+        if family == "iteration":
+            continue
+        some = rows.sample(min(len(rows), 5000), random_state=0)
+        gpus = {gpu: load_gpu(gpu) for gpu in some["gpu"].unique()}
+        table, roofline_us = feature_table(some, families()[family], gpus)
+        assert all(np.isfinite(v).all() for v in table.values() if is_number(v)), family
+        assert (roofline_us > 0).all()
+        assert (some["time_us"].to_numpy() > 0.05 * roofline_us).all(), family
+
+
+@pytest.mark.parametrize(("name", "files"), [("miopen", "*.csv.gz"), ("deepgemm", "gemm.csv")])
+def test_every_line_is_a_row_or_counted(name: str, files: str) -> None:
+    found = imported(name)
+    lines = sum(len(pd.read_csv(path, dtype=str)) for path in (PUBLIC / name).glob(files))
+    assert sum(map(len, found.rows.values())) + sum(found.dropped.values()) == lines
