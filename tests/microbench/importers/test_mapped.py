@@ -197,6 +197,18 @@ def test_a_wrong_mapping_is_refused(tmp_path: Path, old: str, new: str, message:
     assert message in str(caught.value) and "mapping tiny.yaml: " in str(caught.value)
 
 
+def test_the_mapping_in_the_documentation_works(tmp_path: Path) -> None:
+    """2 * 2 * 3 * 4 operations at 0.024e12/s take 0.002 us; a throttled line is counted."""
+    page = (Path(__file__).parents[3] / "docs/extending.md").read_text()
+    (text,) = [part.split("```")[0] for part in page.split("```yaml\n")[1:]]
+    lines = "what,type,M,N,K,TFLOPS,note\nmm,bfloat16,2,3,4,0.024,\nmm,float16,2,3,4,1,throttled\n"
+    found = tiny(tmp_path, text, products_T4__csv=lines)
+    (row,) = found.rows["gemm"].to_dict("records")
+    assert (row["m"], row["n"], row["k"], row["dtype"]) == (2, 3, 4, "bf16")
+    assert row["time_us"] == pytest.approx(0.002)
+    assert found.dropped == {"the GPU was throttled": 1}
+
+
 @pytest.mark.parametrize("name", mapped_sources())
 def test_mappings_that_ship_are_right(name: str) -> None:
     """They load, and say origin, licence and units."""
