@@ -95,6 +95,7 @@ def model_lines() -> list[ModelLine]:
         *h100_lines(),
         vtrain_line(),
         *golden_lines(),
+        *mlperf_lines(),
     ]
 
 
@@ -232,3 +233,23 @@ def golden_lines() -> list[ModelLine]:
         part="memory",
     )
     return [*steps, memory]
+
+
+def mlperf_lines() -> list[ModelLine]:
+    """Lines about MLPerf Training: all steps that can be said, and each benchmark of them."""
+
+    def cases(*names: str) -> Callable[[Rows], np.ndarray]:
+        return lambda rows: np.asarray(rows["case"].isin(names))
+
+    choices = {"": cases("bert", "resnet"), ", BERT-large": cases("bert")}
+    choices[", ResNet-50"] = cases("resnet")
+    return [
+        ModelLine(
+            name=f"MLPerf Training{which}",
+            known_best="none published",
+            choose=choose,
+            folder="mlperf-training",
+            targets={"mape_pct": 12.0},
+        )
+        for which, choose in choices.items()
+    ]

@@ -9,7 +9,7 @@ from eval.compare import console, stated_rows
 from eval.public.benchmark import Rows
 from microbench.importers import neusight
 from microbench.importers.base import Imported
-from microbench.importers.published import iterations, megatron, vtrain
+from microbench.importers.published import iterations, megatron, mlperf, vtrain
 
 READERS: Mapping[str, Callable[[Path], Imported]] = {
     "NeuSight": neusight.read,
@@ -17,6 +17,7 @@ READERS: Mapping[str, Callable[[Path], Imported]] = {
     "iterations-h100": iterations.read,
     "vtrain": vtrain.read,
     "megatron-lm": megatron.read,
+    "mlperf-training": mlperf.read,
 }
 
 

@@ -45,6 +45,7 @@ DOUBTS = {
     for name in assumed(__file__, "transformer_xl_cases")
 }
 ONE_GPU_ONLY = assumed(__file__, "one_gpu_only")
+TIMM_IMAGE_SIDE: int = assumed(__file__, "timm_image_side")
 ADAPTERS = re.compile(r"\blora\b|low-rank adapt", re.IGNORECASE)
 SAID_IN = ("model", "model_note", "section", "set", "row_id", "framework", "doubts")
 STATED = ("layers", "d_model", "heads", "ffn")
@@ -103,7 +104,9 @@ def model_of(given: Mapping[str, str]) -> Model:
         optimizer, doubt = OPTIMIZERS.get(name, "adamw"), DOUBTS.get(name, "")
         return Model(case=CASES[name], builder="case", optimizer=optimizer, doubt=doubt)
     if name in BY_TIMM:
-        return Model(hf_config=by_timm(BY_TIMM[name], 224), builder="timm", optimizer="sgd")
+        return Model(
+            hf_config=by_timm(BY_TIMM[name], TIMM_IMAGE_SIDE), builder="timm", optimizer="sgd"
+        )
     raise ValueError(f"no configuration for the model {name[:40]!r}")
 
 

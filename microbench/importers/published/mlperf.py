@@ -1,0 +1,188 @@
+"""Imports step times of MLPerf Training's results: those whose model and plan can be stated."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from microbench.assumptions import assumed
+from microbench.hardware.names import gpu_named
+from microbench.hardware.node import node_named
+from microbench.hardware.spec import load_gpu
+from microbench.importers.base import About, Imported, RowCollector, number, refuse, text_of, whole
+from microbench.importers.published.models import BERT
+
+ABOUT = About(
+    source="mlperf-training",
+    where="https://github.com/mlcommons/training_results_v2.1, _v3.1 and _v4.0, all submitters",
+    licence="Apache-2.0; not verified by MLCommons",
+    conventions=(
+        "time_us is global batch / logged throughput, median over runs; of ResNet without one, "
+        "the epoch's time * global batch / images. Input and validation gaps are in it. batch is "
+        "samples per replica. Not stated, and assumed: precision, the network between hosts "
+        "unless the system is a DGX, fused kernels in a CUDA graph. BERT drops padding: its "
+        "samples are taken at their mean length; LAMB and LARS are taken as AdamW and SGD."
+    ),
+)
+CELLS = "cells.csv.gz"
+COLUMNS = ("benchmark", "accelerator", "nodes", "per_node", "global_batch", "grad_accum", "system")
+# Benchmarks that cannot be said, and the word for each.
+REFUSED = {
+    "ssd": "no configuration for the model: RetinaNet",
+    "unet3d": "no configuration for the model: 3D U-Net",
+    "maskrcnn": "no configuration for the model: Mask R-CNN",
+    "rnnt": "no configuration for the model: RNN-T",
+    "stable_diffusion": "no configuration for the model: latent diffusion",
+    "dlrm": "embedding tables are spread over GPUs",
+    "dlrm_dcnv2": "embedding tables are spread over GPUs",
+    "gnn": "graphs are sampled while training",
+    "llama2_70b_lora": "only a part of the weights is trained (LoRA)",
+    "minigo": "rate is not that of a training step",
+}
+OTHER_SOFTWARE = re.compile("tinygrad|paddle", re.IGNORECASE)  # kernels and precision of its own
+IMAGES = 1281167  # of ImageNet's training set, an epoch of ResNet
+GPUS_OF_A_HOST = 8  # where a plan names no node
+BERT_LENGTH = assumed(__file__, "bert_length")
+BERT_VOCABULARY = assumed(__file__, "bert_vocabulary")
+PRECISION = assumed(__file__, "precision")
+ENGINE = assumed(__file__, "engine")
+
+
+def read(path: Path) -> Imported:
+    """Read the table of medians by system and benchmark."""
+    file = path / CELLS if path.is_dir() else path
+    if not file.is_file():
+        raise refuse(path, "a folder of MLPerf results", CELLS)
+    collector = RowCollector(ABOUT, path)
+    frame = collector.csv(file, (*COLUMNS, "step_ms_from_throughput", "epoch_ms_median"))
+    rows = []
+    for line in [] if frame is None else frame.to_dict("records"):
+        given = {str(k): str(v) for k, v in line.items()}
+        try:
+            row = _row(given)
+        except ValueError as exc:
+            collector.drop(str(exc))
+            continue
+        rows.append({**row, "origin": f"{collector.name(file)}:{given['line']}"})
+    if rows:
+        made = pd.DataFrame(rows).assign(run_id=collector.run_id(file))
+        collector.add("iteration", made, ("batch", "world_size", "ranks_per_node"))
+    return collector.done()
+
+
+def _row(given: Mapping[str, str]) -> dict[str, Any]:
+    """One row of the dataset; ValueError says what cannot be said."""
+    benchmark = given["benchmark"]
+    if benchmark in REFUSED:
+        raise ValueError(f"{benchmark}: {REFUSED[benchmark]}")
+    if benchmark not in PRECISION:
+        raise ValueError(f"unknown benchmark: {text_of(benchmark)[:40]!r}")
+    if found := OTHER_SOFTWARE.search(given.get("framework", "")):
+        raise ValueError(f"software is not known: {found[0]}")
+    gpu, doubts = _gpu(given["accelerator"])
+    plan, dp = _plan(given)
+    batch = whole(given["global_batch"])
+    if not batch or batch % dp:
+        raise ValueError("global batch is not a multiple of dp")
+    kinds = PRECISION[benchmark]
+    if dp > whole(given["per_node"]) and "node=" not in plan:
+        doubts = [*doubts, "network not known, the default of forecasts assumed"]
+    return {
+        "op": "train_step",
+        "gpu": gpu,
+        "timer": "with_launch",
+        "stack": given.get("framework", ""),
+        "dtype": kinds.get(load_gpu(gpu).architecture, kinds["other"]),
+        "amp": False,
+        "time_us": _step_ms(given, batch) * 1e3,
+        "case": benchmark,
+        "builder": "hf",
+        **(_bert() if benchmark == "bert" else _resnet()),
+        "mode": "train",
+        "plan": plan,
+        "batch": batch // dp,
+        "loss": "default",
+        "engine": ENGINE,
+        "compile": False,
+        "source": ABOUT.source,
+        "system": f"{given.get('submitter', '')} {given['system']}",
+        "version": given.get("version", ""),
+        "world_size": dp,
+        "ranks_per_node": whole(given["per_node"]),
+        "doubts": "; ".join(doubts),
+    }
+
+
+def _step_ms(given: Mapping[str, str], batch: int) -> float:
+    """A step by the logged throughput, or by the time of an epoch of ImageNet."""
+    if stated := number(given["step_ms_from_throughput"]):
+        return stated
+    epoch_ms = number(given["epoch_ms_median"]) if given["benchmark"] == "resnet" else 0.0
+    if not epoch_ms:
+        raise ValueError(f"{given['benchmark']}: throughput is not logged")
+    return epoch_ms * batch / IMAGES
+
+
+def _gpu(accelerator: str) -> tuple[str, list[str]]:
+    """Name of a GPU, and a doubt where its power limit is not the usual one."""
+    plain = re.sub(r" *(CTS|\(\d+W\))$", "", accelerator)
+    found = gpu_named(plain)
+    if found is None:
+        raise ValueError(f"unknown gpu: {text_of(accelerator)[:40]!r}")
+    return found, ["custom cooling and power limit"] if accelerator.endswith("CTS") else []
+
+
+def _plan(given: Mapping[str, str]) -> tuple[str, int]:
+    """Plan text and dp: all GPUs are replicas."""
+    nodes, each = (whole(given[name]) for name in ("nodes", "per_node"))
+    if not nodes or not each:
+        raise ValueError("number of GPUs is not stated")
+    dp, accumulate = nodes * each, whole(given["grad_accum"]) or 1
+    parts = [f"dp={dp}"] if dp > 1 else []
+    if accumulate > 1:
+        parts.append(f"accumulate={accumulate}")
+    dgx = re.search(r"dgx[-_ ]?([a-z]\d+)", given["system"].lower())
+    node = node_named(f"dgx-{dgx[1]}") if dgx else None
+    if node and each == GPUS_OF_A_HOST:
+        parts.append(f"node={node}")
+    elif each > GPUS_OF_A_HOST or (nodes > 1 and each < GPUS_OF_A_HOST):
+        raise ValueError(f"hosts of {each} GPUs, whose links are not known")
+    return ",".join(parts), dp
+
+
+def _resnet() -> dict[str, Any]:
+    """ResNet-50 v1.5 over images of 224 x 224, channels last."""
+    config = {
+        "architectures": ["ResNetForImageClassification"],
+        "model_type": "resnet",
+        "embedding_size": 64,
+        "layer_type": "bottleneck",
+        "depths": [3, 4, 6, 3],
+        "hidden_sizes": [256, 512, 1024, 2048],
+        "num_labels": 1000,
+    }
+    text = json.dumps(config, sort_keys=True)
+    return {"hf_config": text, "optimizer": "sgd", "attn": "eager", "memory_format": "nhwc"}
+
+
+def _bert() -> dict[str, Any]:
+    """BERT-large for pre-training, every sample at the mean length."""
+    layers, width, heads, hidden = BERT["large"]
+    config = {
+        "architectures": ["BertForPreTraining"],
+        "model_type": "bert",
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "intermediate_size": hidden,
+        "num_attention_heads": heads,
+        "vocab_size": BERT_VOCABULARY,
+        "max_position_embeddings": 512,
+        "hidden_act": "gelu",
+    }
+    text = json.dumps(config, sort_keys=True)
+    return {"hf_config": text, "optimizer": "adamw", "attn": "sdpa", "seq": BERT_LENGTH}
