@@ -16,6 +16,7 @@ from compose.simulate.rank import Rank
 from compose.simulate.timeline import Span, Task
 from microbench.hardware.node import Node
 from microbench.hardware.spec import Gpu
+from microbench.hardware.stack import USUAL
 from microbench.opcall import StepCapture
 
 
@@ -24,7 +25,7 @@ class Forecast:
     """What ``predict --json`` reports of the slowest rank; iteration = compute + exposed + idle.
 
     ``idle_by_us`` splits idle time into host gaps, pipeline bubble and waiting for other stages.
-    ``fits``: the peak memory is within the device's.
+    ``fits``: the peak memory is within the device's. ``stack``: the software that is forecast.
 
     ``assumed_frac`` is the share of the iteration that rests on assumed numbers: (compute and
     exposed communication priced by an assumption + host gaps, as far as the host's time is assumed)
@@ -60,6 +61,7 @@ class Forecast:
     memory_by_bytes: dict[str, int] = field(default_factory=dict)
     world_size: int = 1
     fits: bool = True
+    stack: str = USUAL
 
 
 def forecast(
@@ -72,6 +74,7 @@ def forecast(
     threads: int,
     optimizer: str,
     node: Node | None = None,
+    stack: str = USUAL,
 ) -> Forecast:
     """The forecast of one iteration under a plan.
 
@@ -81,7 +84,7 @@ def forecast(
     dense peak of their dtype. The host's time is not part of ``unmodelled_frac``;
     where it is assumed, it is part of ``assumed_frac``.
     """
-    book, where = price_book(pricer, gpu, threads), cluster(plan, gpu, node)
+    book, where = price_book(pricer, gpu, threads, stack), cluster(plan, gpu, node)
     model = price_model(capture, plan, book, where)
     outcome = evaluate(rank_of(plan, model, book, where), optimizer)
     return report(outcome, capture, plan, model, book, bundle_name)
@@ -96,14 +99,15 @@ def timeline(
     threads: int,
     optimizer: str,
     node: Node | None = None,
+    stack: str = USUAL,
 ) -> tuple[Sequence[Task], Sequence[Span]]:
     """Tasks and spans of ``forecast``; of a pipeline the last micro-batch and the optimizer.
 
     Every op is a task where the plan is one process or plain DDP and the capture is whole.
     """
     if plan.plain and not capture.repeats and node is None:
-        return op_timeline(capture, price_book(pricer, gpu, threads), plan)
-    book, where = price_book(pricer, gpu, threads), cluster(plan, gpu, node)
+        return op_timeline(capture, price_book(pricer, gpu, threads, stack), plan)
+    book, where = price_book(pricer, gpu, threads, stack), cluster(plan, gpu, node)
     model = price_model(capture, plan, book, where)
     outcome = evaluate(rank_of(plan, model, book, where), optimizer)
     return outcome.tasks, outcome.spans
@@ -156,4 +160,5 @@ def report(
         memory_by_bytes=found.memory,
         world_size=plan.world_size,
         fits=found.memory_bytes <= book.gpu.hbm_bytes,
+        stack=book.stack,
     )

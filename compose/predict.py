@@ -23,9 +23,12 @@ def predict(
     plan: str = "",
     bundle: Path | None = None,
     engine: str = "eager",
+    stack: str = "",
     **options: Any,
 ) -> Forecast:
     """Forecast one iteration on ``gpu`` under ``plan``, run by an engine: eager, graph or compile.
+
+    ``stack`` names the software with its release; the usual one where it is empty.
 
     ``model`` is anything ``capture`` takes, with its options, or a captured step. ``batch`` and
     ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it.
@@ -35,9 +38,11 @@ def predict(
             raise ValueError("a captured step has its inputs, loss and options already")
         if ParallelPlan.parse(plan).amp:
             raise ValueError(f"plan {plan!r}: a step is captured with amp=True, or without")
-        return forecast_step(with_engine(model, engine), find_target(gpu, plan, bundle))
+        return forecast_step(
+            with_engine(model, engine), find_target(gpu, plan, bundle, stack=stack)
+        )
     parsed = ParallelPlan.parse(plan)
     size = micro_size(model, parsed, options.pop("batch", None), options.pop("seq", None))
-    target = find_target(gpu, plan, bundle)
+    target = find_target(gpu, plan, bundle, stack=stack)
     step = capture(model, inputs, loss, **size, **{"amp": parsed.amp, **options})
     return forecast_step(with_engine(step, engine), target)

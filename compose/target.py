@@ -16,6 +16,8 @@ from microbench.hardware.machine import cpu_name
 from microbench.hardware.names import gpu_named
 from microbench.hardware.node import Node, load_node
 from microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from microbench.hardware.stack import USUAL as USUAL_STACK
+from microbench.hardware.stack import load_stack
 from microbench.opcall import StepCapture
 
 logger = logging.getLogger(__name__)
@@ -83,9 +85,17 @@ def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:
     return node
 
 
+def find_stack(name: str, gpu: Gpu) -> str:
+    """The software to forecast: the one named, else the usual one, on a CPU torch as measured."""
+    if name:
+        load_stack(name)  # or say which are known
+        return name
+    return "torch" if gpu.kind == "cpu" else USUAL_STACK
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Bundle, device, plan and node of a forecast; ``threads`` of a rank on a CPU, else 0."""
+    """Bundle, device, plan, node and software of a forecast; on a CPU ``threads`` of a rank."""
 
     bundle: Bundle
     bundle_name: str
@@ -93,10 +103,13 @@ class Target:
     plan: ParallelPlan
     threads: int
     node: Node | None
+    stack: str = USUAL_STACK
 
 
-def find_target(gpu: str = "cpu", plan: str = "", bundle: Path | None = None) -> Target:
-    """The target by the names of its device, plan and bundle."""
+def find_target(
+    gpu: str = "cpu", plan: str = "", bundle: Path | None = None, *, stack: str = ""
+) -> Target:
+    """The target by the names of its device, plan, bundle and software."""
     parsed, gpu = ParallelPlan.parse(plan), gpu_named(gpu) or gpu
     folder, found = find_bundle(gpu, bundle)
     device = find_gpu(gpu, found)
@@ -107,6 +120,7 @@ def find_target(gpu: str = "cpu", plan: str = "", bundle: Path | None = None) ->
         plan=parsed,
         threads=max(1, device.sm_count // parsed.world_size) if device.kind == "cpu" else 0,
         node=find_node(parsed, device),
+        stack=find_stack(stack, device),
     )
 
 
@@ -121,6 +135,7 @@ def forecast_step(step: StepCapture, target: Target) -> Forecast:
         threads=target.threads,
         optimizer=step.optimizer,
         node=target.node,
+        stack=target.stack,
     )
 
 
@@ -134,4 +149,5 @@ def timeline_of(step: StepCapture, target: Target) -> tuple[Sequence[Task], Sequ
         threads=target.threads,
         optimizer=step.optimizer,
         node=target.node,
+        stack=target.stack,
     )

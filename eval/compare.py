@@ -30,6 +30,7 @@ from eval.results import CaseResult, grouped, in_words
 from learners.bundle import Bundle
 from learners.features.machine_speed import iterations_at_reference_us
 from microbench.cases.registry import case_names
+from microbench.hardware.stack import asked_stack
 from microbench.opcall import StepCapture
 from microbench.ops import find_family
 from microbench.store import read_rows, write_atomic
@@ -38,8 +39,9 @@ CONFIGS = Path(".cache/configs")
 OPTIONAL: dict[str, Any] = {"plan": "", "seq": 0, "attn": "sdpa"}
 OPTIONAL |= {"loss": "default", "mode": "train"}
 OPTIONAL |= {"engine": "eager", "memory_format": "", "attention_kernel": "", "amp": False}
+OPTIONAL["stack"] = ""
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
-ASKED += ["amp", "engine", "memory_format", "attention_kernel"]
+ASKED += ["amp", "engine", "memory_format", "attention_kernel", "stack"]
 SETTINGS = ("mode", "optimizer", "loss", "dtype", "attn", "amp")
 console = Console()
 
@@ -109,7 +111,8 @@ def _compare(
     ``varied`` are settings that differ between rows of the same case; they become part of the
     model's name.
     """
-    target = find_target(str(asked["gpu"]), str(asked["plan"]), folder)
+    stack = asked_stack(asked.get("stack"))
+    target = find_target(str(asked["gpu"]), str(asked["plan"]), folder, stack=stack)
     if target.gpu.kind == "cpu":
         target = replace(target, threads=int(rows["threads"].iloc[0]))
     step = step_of(asked, target.plan)

@@ -14,6 +14,12 @@ Bundle = Annotated[
 HfConfig = Annotated[
     Path | None, typer.Option(help="Hugging Face config.json; needs --batch and --seq")
 ]
+Stack = Annotated[
+    str,
+    typer.Option(
+        help="software with release; `itercast list stacks`, default: torch-2.11 on a GPU"
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Families = Annotated[
     list[str] | None, typer.Option("--family", help="only this op family; repeatable")

@@ -158,19 +158,23 @@ class FamilyModel:
             return replaced[0]
         return pd.concat(replaced).iloc[np.argsort(np.concatenate(places))]
 
+    def row_sources(
+        self, gpu: Gpu, op: str, dtype: str, wanted: str, family: Family
+    ) -> dict[tuple[str, str], float]:
+        """GPUs and software whose rows forecast an op on a GPU, with weights that add up to 1."""
+        sources, equal = self.source_gpus, EQUAL_SPEED_DTYPE.get(dtype, dtype)
+        if sources.has_measured(gpu, op, dtype):
+            stacks = sources.measured[gpu.name][equal][op]
+            return {(gpu.name, pick_stack(stacks, wanted) or stacks[0]): 1.0}
+        group = RowGroup(gpu=gpu.name, dtype=equal, op=op, wanted=wanted)
+        return sources.weights(group, gpu, family) if sources.measured else {}
+
     def stack_shares(
         self, gpu: Gpu, op: str, dtype: str, wanted: str, family: Family
     ) -> dict[str, float]:
         """Software whose rows forecast an op on a GPU, with weights that add up to 1."""
-        sources, equal = self.source_gpus, EQUAL_SPEED_DTYPE.get(dtype, dtype)
-        if sources.has_measured(gpu, op, dtype):
-            stacks = sources.measured[gpu.name][equal][op]
-            return {pick_stack(stacks, wanted) or stacks[0]: 1.0}
-        if not sources.measured:
-            return {}
         shares: dict[str, float] = {}
-        group = RowGroup(gpu=gpu.name, dtype=equal, op=op, wanted=wanted)
-        for (_, stack), weight in sources.weights(group, gpu, family).items():
+        for (_, stack), weight in self.row_sources(gpu, op, dtype, wanted, family).items():
             shares[stack] = shares.get(stack, 0.0) + weight
         return shares
 

@@ -1,28 +1,79 @@
-"""Attention kernels that are slower than the ones the ``attention`` models were measured on."""
+"""Attention kernels: which one runs, and its time over that of the kernels that rows measured."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from microbench.assumptions import assumed
+from microbench.hardware.spec import Gpu
+from microbench.hardware.stack import stack_of_row
 from microbench.opcall import StepCapture
+from microbench.ops.family import Family
 
-# kernel name -> its time over that of flash-attention 2
-ATTENTION_SLOWDOWN: Mapping[str, float] = assumed(__file__, "slowdown")
 SDPA_OPS = ("itercast.sdpa", "itercast.sdpa_backward")
+FLASH_2 = "flash-2"
+SIXTEEN_BIT = ("bf16", "fp16")
+NEWEST: tuple[str, ...] = tuple(assumed(__file__, "newest"))
+OVER_FLASH_2: Mapping[str, float] = assumed(__file__, "over_flash_2")
+# by op (forward, backward), then by GPU or architecture; where there is none flash 2 is the newest
+FLASH_2_OVER_NEWEST: Mapping[str, Mapping[str, float]] = assumed(__file__, "flash_2_over_newest")
+KERNELS = (*NEWEST, FLASH_2, *OVER_FLASH_2)
+RowSources = Mapping[tuple[str, str], float]  # share of the rows by GPU and software
 
 
 def with_attention_kernel(capture: StepCapture, stated: str) -> StepCapture:
     """Sets the attention kernel that a published measurement states, by its first word.
 
-    The step is unchanged where the kernel is not one of ``ATTENTION_SLOWDOWN``.
+    The step is unchanged where that is none of ``KERNELS``: then the stack decides.
     """
-    kernel = (stated.split() or [""])[0]
-    if kernel not in ATTENTION_SLOWDOWN:
+    kernel = (stated.replace("/", " ").lower().split() or [""])[0]
+    if kernel not in KERNELS:
         return capture
     calls = tuple(
         replace(c, kwargs={**c.kwargs, "kernel": kernel}) if c.op in SDPA_OPS else c
         for c in capture.calls
     )
     return replace(capture, calls=calls)
+
+
+def kernel_ratio(
+    kernel: str,
+    family: Family,
+    p: Any,
+    gpu: Gpu,
+    measured: RowSources,
+    gpus: Mapping[str, Gpu],
+) -> float:
+    """Time of an attention kernel over that of the kernels its rows were measured with.
+
+    ``p`` is the attention in 16 bit; ``measured``: whose rows forecast it; ``gpus``: their
+    hardware. Kernels differ in how well they use the tensor cores, so of the ratio R of long
+    sequences a call feels 1 + (R - 1) * compute share. The rows' is their geometric mean.
+    """
+    share = _compute_share(family, p, gpu)
+    rows = sum(
+        weight
+        * np.log(_time(stack_of_row(stack).attention_on(gpus[name]), p.op, gpus[name], share))
+        for (name, stack), weight in measured.items()
+        if name in gpus
+    )
+    return float(_time(kernel, p.op, gpu, share) / np.exp(rows))
+
+
+def _time(kernel: str, op: str, gpu: Gpu, share: float) -> float:
+    """Time of a kernel over that of the newest kernel on a GPU."""
+    by_gpu = FLASH_2_OVER_NEWEST[op]
+    ratio = by_gpu.get(gpu.name, by_gpu.get(gpu.architecture, 1.0))
+    if kernel in NEWEST:
+        ratio = 1.0
+    return 1 + (ratio * OVER_FLASH_2.get(kernel, 1.0) - 1) * share
+
+
+def _compute_share(family: Family, p: Any, gpu: Gpu) -> float:
+    """compute / (compute + memory) of the bounds of a call."""
+    compute_s = float(family.flops(p)) / gpu.full_rate(p.dtype)
+    return compute_s / (compute_s + float(family.bytes_moved(p)) / gpu.hbm_bytes_per_s)

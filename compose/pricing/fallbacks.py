@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from learners.family_model import FamilyModel
-from learners.transfer.source_gpus import software_name
 from microbench.hardware.spec import Gpu
+from microbench.hardware.stack import USUAL, software_name
 from microbench.ops import families, family_of
 from microbench.ops.family import Part
-
-TORCH = "torch"  # the software that is forecast: of rows of several versions the newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +54,7 @@ class MeasuredRows:
 
 
 def fallback_parts(
-    params: Any, models: Mapping[str, Any], channels_last: bool, gpu: Gpu, stack: str = TORCH
+    params: Any, models: Mapping[str, Any], channels_last: bool, gpu: Gpu, stack: str = USUAL
 ) -> list[Part]:
     """The ops that an op is priced as; none where its own model answers for it on this GPU.
 

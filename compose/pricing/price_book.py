@@ -9,20 +9,24 @@ from typing import Any, Protocol
 import numpy as np
 import pandas as pd
 
-from compose.graph.attention_kernels import ATTENTION_SLOWDOWN
+from compose.graph.attention_kernels import SIXTEEN_BIT, kernel_ratio
 from compose.graph.identity_cache import cached_by_identity
 from compose.pricing.assumed_time import AssumedShares
-from compose.pricing.fallbacks import TORCH, fallback_parts, has_model
+from compose.pricing.fallbacks import fallback_parts, has_model
+from compose.pricing.power_limit import sustained_flops_per_s
 from learners.family_model import FamilyModel
 from learners.features.host_calls import HostCall
 from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
+from microbench.hardware.stack import USUAL as USUAL_STACK
+from microbench.hardware.stack import stack_of_row
 from microbench.opcall import OpCall
 from microbench.ops import find_family
 from microbench.ops.family import Family, Part
 from microbench.ops.memory.elementwise import memory_copy
 
 UNMODELLED = "unmodelled"
+ATTENTION = "attention"  # the family whose kernels stacks choose
 ROOFLINE_OVERHEAD_US: float = assumed(__file__, "roofline_overhead_us")
 UNCERTAINTY_FACTOR: float = assumed(__file__, "uncertainty_factor")
 DECILES_APART = (
@@ -75,8 +79,8 @@ class PricedOp:
 class Priceable:
     """An op to price: its parameters in the family that answers for it, and its tensors' bytes.
 
-    ``cold``: the share of its bytes that no cache holds. ``slowdown``: its kernel's time over that
-    of the kernels the family was measured with; ``channels_last``: images are NHWC in memory.
+    ``cold``: the share of its bytes that no cache holds. ``kernel``: the attention kernel, where
+    the step states one; ``channels_last``: images are NHWC in memory.
     """
 
     op: str
@@ -85,7 +89,7 @@ class Priceable:
     params: Any
     bytes_moved: float
     cold: float
-    slowdown: float = 1.0
+    kernel: str = ""
     channels_last: bool = False
 
 
@@ -106,13 +110,14 @@ class PriceBook:
         gpu: Gpu,
         threads: int,
         by_threads: dict[int, Prices] | None = None,
-        stack: str = TORCH,
+        stack: str = USUAL_STACK,
     ) -> None:
         self.pricer, self.gpu, self.threads, self.stack = pricer, gpu, threads, stack
         self.models = {n: m for n, m in pricer.models.items() if answers(m, gpu)}
         self.by_threads: dict[int, Prices] = {} if by_threads is None else by_threads
         self.by_threads.setdefault(threads, {})
         self.flops: dict[Any, float] = {}  # by parameters
+        self.kernel_ratios: dict[Any, float] = {}  # by stated attention kernel and parameters
         self.sent: dict[Any, PricedOp] = {}  # collectives by message, group and node
         self.python: dict[Any, PricedOp] = {}  # parallel wrappers by event, count and share
         self.calls: dict[tuple[str, str], HostCall | None] = {}  # host time by family and op
@@ -193,15 +198,40 @@ class PriceBook:
             self.calls[key] = model.host_call(self.gpu.name, key[1]) if model and measured else None
         return self.calls[key]
 
+    def _kernel_ratio(self, w: Priceable) -> float:
+        """Time of the attention kernel that runs over that of the kernels its rows measured."""
+        p, model = w.params, self.models.get(ATTENTION)
+        if w.family is None or w.family.name != ATTENTION or self.gpu.kind == "cpu":
+            return 1.0
+        if p.dtype not in SIXTEEN_BIT:
+            return 1.0
+        key = (w.kernel, p)
+        if key not in self.kernel_ratios:
+            kernel = w.kernel or stack_of_row(self.stack).attention_on(self.gpu)
+            rows: dict[tuple[str, str], float] = {}
+            gpus = {self.gpu.name: self.gpu}
+            if isinstance(model, FamilyModel):
+                op = p.op if model.covers(self.gpu, p.op, p.dtype) else "forward"
+                rows = model.row_sources(self.gpu, op, p.dtype, self.stack, w.family)
+                gpus = {**model.source_gpus.gpus, **gpus}
+            self.kernel_ratios[key] = kernel_ratio(kernel, w.family, p, self.gpu, rows, gpus)
+        return self.kernel_ratios[key]
+
+    def _throttled(self, w: Priceable, us: float, flops: float) -> float:
+        """Factor on an op's time at the rate that steps of seconds sustain at the power limit."""
+        if w.family is None or not w.family.matmul or self.gpu.kind == "cpu" or not us:
+            return 1.0
+        return max(1.0, 1e6 * flops / sustained_flops_per_s(self.gpu, w.params.dtype) / us)
+
     def _one(self, w: Priceable, parts: Sequence[Part]) -> PricedOp:
         name = w.family.name if w.family is not None else UNMODELLED
         flops = self._flops(w.family, w.params) if w.family else 0.0
         us = low_us = high_us = other_us = 0.0
-        inside = True
+        inside, ratio = True, self._kernel_ratio(w)
         for part in parts:
             warm, cool = self.prices[part.family][part.params]
             one_us, one_low_us, one_high_us = (
-                w.slowdown * part.times * ((1 - w.cold) * warm[k] + w.cold * cool[k])
+                ratio * part.times * ((1 - w.cold) * warm[k] + w.cold * cool[k])
                 for k in ("predicted_us", "predicted_us_p10", "predicted_us_p90")
             )
             us, low_us, high_us = us + one_us, low_us + one_low_us, high_us + one_high_us
@@ -214,7 +244,12 @@ class PriceBook:
                 us = _moved(w) / self.gpu.hbm_bytes_per_s * 1e6 + ROOFLINE_OVERHEAD_US
             us = max(us, flops / self.gpu.peak(dtype) * 1e6)
             low_us, high_us, other_us = us / UNCERTAINTY_FACTOR, us * UNCERTAINTY_FACTOR, us
+        throttled = self._throttled(w, us, flops)
+        us, low_us, high_us = us * throttled, low_us * throttled, high_us * throttled
         call = self._call(w)
+        shares = _assumed_shares(w, parts, min(1.0, other_us / us) if us > 0 else 0.0)
+        if ratio != 1.0:
+            shares = (("attention_kernels.over_flash_2", 1.0),)
         return PricedOp(
             op=w.op,
             family=name,
@@ -226,7 +261,7 @@ class PriceBook:
             in_envelope=inside,
             launch_us=call.us(getattr(w.params, "tensors", 1)) if call else None,
             kernels=max(1, round(call.kernels)) if call else 1,
-            assumed=_assumed_shares(w, parts, min(1.0, other_us / us) if us > 0 else 0.0),
+            assumed=shares,
         )
 
 
@@ -238,8 +273,6 @@ def _same_op(part: Part, w: Priceable) -> bool:
 
 def _assumed_shares(w: Priceable, parts: Sequence[Part], other_frac: float) -> AssumedShares:
     """Assumption of the ``other_frac`` of an op's time that its own model does not price."""
-    if w.slowdown != 1.0:
-        return (("attention_kernels.slowdown", 1.0),)
     if not parts:
         return (("price_book.roofline_overhead_us", other_frac),)
     family = w.family.name if w.family is not None else UNMODELLED
@@ -264,7 +297,7 @@ def _books(pricer: Pricer, gpu: Gpu, stack: str) -> dict[int, PriceBook]:
     return {n: PriceBook(pricer, gpu, n, by_threads, stack) for n in sorted(numbers)}
 
 
-def price_book(pricer: Pricer, gpu: Gpu, threads: int, stack: str = TORCH) -> PriceBook:
+def price_book(pricer: Pricer, gpu: Gpu, threads: int, stack: str = USUAL_STACK) -> PriceBook:
     """The book of this pricer, device and number of threads; plans share its prices."""
     books = _books(pricer, gpu, stack)
     if threads not in books:
@@ -283,7 +316,7 @@ def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
         params=params,
         bytes_moved=moved,
         cold=cold,
-        slowdown=ATTENTION_SLOWDOWN.get(str(call.kwargs.get("kernel", "")), 1.0),
+        kernel=str(call.kwargs.get("kernel", "")),
         channels_last=_channels_last(call),
     )
 

@@ -26,6 +26,7 @@ from eval.public.model_rows import read_iterations
 from eval.public.table import WORKERS
 from eval.results import LineResult
 from learners.train import errors
+from microbench.hardware.stack import asked_stack
 from microbench.importers.base import positive
 
 Answer = Mapping[str, float] | str  # forecasts by part, or the error message
@@ -85,7 +86,8 @@ def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
     from compose.target import forecast_step
 
     try:
-        target = find_target(str(asked["gpu"]), str(asked["plan"]), bundle)
+        stack = asked_stack(asked.get("stack"))
+        target = find_target(str(asked["gpu"]), str(asked["plan"]), bundle, stack=stack)
         whole = forecast_step(step_of(asked, target.plan), target)
         step_us, backward_us = whole.iteration_us, 0.0
         if np.isfinite(asked.get("backward_us", np.nan)) and not asked["plan"]:

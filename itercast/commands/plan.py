@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.errors import one_line_errors
-from itercast.options import Bundle, HfConfig, Json
+from itercast.options import Bundle, HfConfig, Json, Stack
 from microbench.cases.external.huggingface import read_config
 
 if TYPE_CHECKING:  # the command line starts without pandas
@@ -45,6 +45,7 @@ def plan(
     seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "bf16",
     optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
+    stack: Stack = "",
     amp: Annotated[
         bool, typer.Option("--amp", help="mixed precision: weights in fp32, autocast to dtype")
     ] = False,
@@ -61,7 +62,7 @@ def plan(
     if (not case) == (hf_config is None):
         raise ValueError("plan takes one of CASE and --hf-config")
     name = read_config(hf_config).name if hf_config else case
-    step: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "amp": amp}
+    step: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "amp": amp, "stack": stack}
     search, bundle_name = open_search(
         hf_config or case, gpu, gpus, node=node, batch=batch, seq=seq, bundle=bundle, **step
     )

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from itercast.errors import one_line_errors
-from itercast.options import Bundle, HfConfig, Json
+from itercast.options import Bundle, HfConfig, Json, Stack
 from microbench.cases.external.huggingface import read_config
 
 if TYPE_CHECKING:  # no command but predict pays for these
@@ -62,6 +62,7 @@ def predict(
     plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2" or "dp=8,amp"')] = "",
     compiled: Compiled = False,
     cuda_graph: CudaGraph = False,
+    stack: Stack = "",
     strict: Annotated[bool, typer.Option(help="fail if an op has no model")] = False,
     trace: Trace = None,
     explain_assumptions: Explain = False,
@@ -78,7 +79,7 @@ def predict(
         case or hf_config or _function(model),
         batch,
         seq,
-        (gpu, plan, bundle),
+        (gpu, plan, bundle, stack),
         engine="compile" if compiled else "graph" if cuda_graph else "eager",
         loss=loss,
         mode=mode,
@@ -102,11 +103,11 @@ def _step_and_target(
     asked: Any,
     batch: int | None,
     seq: int | None,
-    place: tuple[str, str, Path | None],
+    place: tuple[str, str, Path | None, str],
     engine: str,
     **options: Any,
 ) -> tuple[StepCapture, Target]:
-    """The captured micro-batch of a rank, and ``place`` (GPU, plan, bundle) behind its names."""
+    """The captured micro-batch of a rank, and ``place`` (GPU, plan, bundle, stack) by its names."""
     from microbench.slow_imports import without_scikit_learn
 
     if not callable(asked):  # a function of one's own may need it
@@ -118,7 +119,7 @@ def _step_and_target(
 
     plan = ParallelPlan.parse(place[1])
     size = micro_size(asked, plan, batch, seq)
-    target = find_target(*place)
+    target = find_target(*place[:3], stack=place[3])
     return with_engine(capture(asked, amp=plan.amp, **size, **options), engine), target
 
 
@@ -159,7 +160,7 @@ def _not_modelled(found: Forecast, step: StepCapture, target: Target) -> int:
     """Print which ops have no model; returns exit code 1."""
     from compose.pricing.price_book import UNMODELLED, price_book, priceable
 
-    book = price_book(target.bundle, target.gpu, target.threads)
+    book = price_book(target.bundle, target.gpu, target.threads, target.stack)
     ops = book.price([priceable(c) for c in step.calls])
     names = sorted({op.op for op in ops if op.family == UNMODELLED})
     share = f"{100 * found.unmodelled_frac:.1f} % of the time has no learned model"

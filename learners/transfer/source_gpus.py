@@ -6,7 +6,6 @@ Dtypes and ops that a GPU was not measured with, but others were, are forecast l
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -20,6 +19,7 @@ from learners.features.table import Encoder, Features, feature_table, isin, orig
 from learners.models.ensemble import Ensemble
 from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
+from microbench.hardware.stack import pick_version, similar_software, software_name
 from microbench.ops.family import Family
 
 MAX_SOURCES = assumed(__file__, "max_sources")
@@ -157,23 +157,18 @@ def gpu_distance(one: Gpu, other: Gpu, dtype: str) -> float:
     return float(bandwidth + peak + OTHER_ARCHITECTURE * (one.architecture != other.architecture))
 
 
-def software_name(stack: str) -> str:
-    """The software of a stack without its version: torch of ``torch-2.11.0+cu130``."""
-    return re.split(r"[- ]", stack, maxsplit=1)[0]
-
-
-def software_version(stack: str) -> tuple[int, ...]:
-    """The version of a stack as numbers; () where it states none."""
-    match = re.match(r"[^- ]*-(\d+(?:\.\d+)*)", stack)
-    return tuple(map(int, match[1].split("."))) if match else ()
-
-
 def pick_stack(stacks: Sequence[str], wanted: str) -> str:
-    """The wanted stack if it is there, else the newest version of that software, else ''."""
-    if wanted in stacks:
-        return wanted
-    versions = [s for s in stacks if wanted and software_name(s) == software_name(wanted)]
-    return max(versions, key=software_version, default="")
+    """The wanted stack, else another release of that software, else similar software, else ''.
+
+    Releases: see ``pick_version``; similar: ``Stack.similar``.
+    """
+    if wanted in stacks or not wanted:
+        return wanted if wanted in stacks else ""
+    for software in (software_name(wanted), *similar_software(wanted)):
+        releases = [s for s in stacks if software_name(s) == software]
+        if releases:
+            return pick_version(releases, wanted if software == software_name(wanted) else "")
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,9 @@ import pytest
 
 from compose.explain import assumed_parts
 from compose.forecast import Forecast, forecast
-from compose.graph.attention_kernels import ATTENTION_SLOWDOWN
 from compose.parallel.plan import ParallelPlan
 from compose.pricing.collectives import Message, cluster, price_messages, ring_us
-from compose.pricing.price_book import Priceable, PriceBook, priceable
+from compose.pricing.price_book import Priceable, PriceBook
 from microbench.hardware.node import Node
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, StepCapture, TensorSpec
@@ -133,14 +132,6 @@ def test_every_part_is_explained_with_value_and_source() -> None:
     assert module.time_us + roofline.time_us == pytest.approx(6 + 2.016)
     assert module.iteration_frac + roofline.iteration_frac == pytest.approx(found.assumed_frac)
     assert all(part.source and part.unit and part.holds for part in (module, roofline))
-
-
-def test_a_slower_attention_kernel_is_assumed_whole() -> None:
-    op = priceable(product())
-    (slow,) = PriceBook(Products(), GPU, 0).price([replace(op, slowdown=1.9)])
-    assert slow.duration_us == pytest.approx(19)
-    assert slow.assumed == (("attention_kernels.slowdown", 1.0),)
-    assert ATTENTION_SLOWDOWN["triton"] == 1.9
 
 
 def test_experts_priced_one_by_one_are_a_fallback() -> None:

@@ -48,6 +48,22 @@ def test_a_row_says_how_its_step_is_launched_and_by_which_kernels() -> None:
     assert {c.kwargs["kernel"] for c in attention} == {"triton"}
 
 
+def test_a_row_is_forecast_for_the_software_that_it_states() -> None:
+    """torch 2.2 runs flash 2 on Hopper; unknown software and none are the usual one."""
+    asked = {"case": "gpt-s", "gpu": "h100-sxm-80gb", "batch": 4096, "seq": 256, "dtype": "bf16"}
+    stacks = ["torch-2.11.0+cu130", "torch-2.2.1+cu121", "their own", None]
+    rows = pd.DataFrame([{**asked, "time_us": 1e3, "stack": stack} for stack in stacks])
+    rows = stated_rows(rows.assign(optimizer="adamw", hf_config=None))
+    known: dict[Any, Answer] = {}
+    with ThreadPoolExecutor(1) as pool:
+        step = add_forecasts(rows, SHIPPED, known, pool)["step"].tolist()  # type: ignore[arg-type]
+    assert step[1] > step[0]
+    assert step[2] == step[3] == pytest.approx(step[0])
+    compared = {r.model: r.predicted_us for r in compare_all(rows, SHIPPED)}
+    assert compared["gpt-s torch-2.2.1+cu121"] == pytest.approx(step[1])
+    assert compared["gpt-s torch-2.11.0+cu130"] == pytest.approx(step[0])
+
+
 def test_compiled_and_split_labels_are_not_chosen() -> None:
     common = {"source": "neusight", "gpu": "a100-pcie-80gb", "mode": "train"}
     rows = pd.DataFrame(

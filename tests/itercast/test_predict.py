@@ -141,3 +141,16 @@ def test_a_local_bundle_of_an_older_version_is_ignored(
     (tmp_path / "bundles/local/bundle.json").write_text('{"schema_version": 1}')
     assert find_target("h100-sxm-80gb").bundle_name.endswith("shipped")
     assert "local bundle ignored: bundle 'bundles/local': schema version 1" in caplog.text
+
+
+def test_a_forecast_says_for_which_software_it_is(folder: Path) -> None:
+    """SDPA of torch 2.2 is flash 2 on Hopper, twice as slow as what today's torch takes."""
+    asked = ("gpt-s", "--batch", "4", "--seq", "256", "--gpu", "h100-sxm-80gb", "--dtype", "bf16")
+    usual = predict(folder, *asked, "--json")
+    old = predict(folder, *asked, "--json", "--stack", "torch-2.2.1+cu121")
+    assert (usual["stack"], old["stack"]) == ("torch-2.11", "torch-2.2.1+cu121")
+    attention = [found["by_family_us"]["attention"] for found in (usual, old)]
+    assert attention[1] > 1.1 * attention[0]
+    wrong = predict(folder, *asked, "--stack", "tensorflow", rc=2)
+    assert wrong.startswith("itercast: unknown stack 'tensorflow'; known: ['cudnn'")
+    assert len(wrong.splitlines()) == 1

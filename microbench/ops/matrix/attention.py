@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
 from microbench.ops.family import (
     Family,
     GpuSweep,
+    Measured,
+    Part,
     Workload,
     autograd_call,
     itemsize_bytes,
@@ -22,6 +25,7 @@ from microbench.ops.family import (
 )
 from microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, aligned, tile_edge_or_any
 
+BACKWARD_OVER_FORWARD: float = assumed(__file__, "backward_over_forward")
 MAX_FLOPS = 8e9
 MAX_SCORES = 2**24  # where dropout or a mask makes the scores a tensor in memory
 MAX_LENGTH = 32768  # of a sequence
@@ -234,6 +238,15 @@ def allocated_bytes(p: Attention) -> float:
     return 3.0 * p.batch * p.heads * p.q_len * p.kv_len * float(itemsize_bytes(p.dtype))
 
 
+def fallback(p: Attention, measured: Measured) -> list[Part]:
+    """A backward pass as a multiple of the forward one where no rows show backward passes."""
+    if p.op != "backward" or measured.gpu.kind == "cpu":
+        return []
+    if measured.seen("attention", "backward", p.dtype):
+        return []
+    return [Part(family="attention", params=replace(p, op="forward"), times=BACKWARD_OVER_FORWARD)]
+
+
 FAMILY = Family(
     name="attention",
     params=Attention,
@@ -243,6 +256,7 @@ FAMILY = Family(
     bytes_moved=bytes_moved,
     features=features,
     matmul=True,
+    fallback=fallback,
     answers={"itercast.sdpa": from_call, "itercast.sdpa_backward": from_call},
     gpu_sweep=GpuSweep(
         points=gpu_points,

@@ -1,0 +1,49 @@
+"""Rate at which a GPU sustains matrix products under its power limit.
+
+A step keeps a GPU busy for seconds, and its power limit then sets the clock; rows of single ops are
+measured in bursts of milliseconds, at clocks it cannot hold. Power of the SMs goes with
+clock * voltage^2 and voltage with the clock: power = SMs * clock^3 * constant, so that GPUs with
+the same SMs have
+
+    rate = rate of the reference * (SMs / its SMs)^(2/3) * (power limit / its limit)^(1/3)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from microbench.assumptions import assumed
+from microbench.hardware.spec import Gpu, load_gpu
+
+REFERENCE_GPU: Mapping[str, str] = assumed(__file__, "reference_gpu")
+CLOCK_EXPONENT: float = assumed(__file__, "clock_exponent")
+SAME_SMS: float = assumed(__file__, "same_sms")
+
+
+@lru_cache(maxsize=256)
+def _reference(architecture: str) -> Gpu | None:
+    name = REFERENCE_GPU.get(architecture)
+    return load_gpu(name) if name else None
+
+
+def sustained_flops_per_s(gpu: Gpu, dtype: str) -> float:
+    """FLOP/s of large products in steps of seconds; infinite where no reference says it.
+
+    In a dtype that the reference states no rate of, its bf16 rate times the ratio of the peaks.
+    """
+    reference = _reference(gpu.architecture)
+    if reference is None or not gpu.power_w or not _same_sms(gpu, reference):
+        return float("inf")
+    known = dtype if dtype in reference.achieved_flops_per_s else "bf16"
+    scale = gpu.peak(dtype) / gpu.peak(known)
+    sms = gpu.sm_count / reference.sm_count
+    power = gpu.power_w / reference.power_w
+    rate = reference.achieved_flops_per_s[known] * sms * (power / sms) ** CLOCK_EXPONENT
+    return float(scale * rate)
+
+
+def _same_sms(one: Gpu, other: Gpu) -> bool:
+    """Whether both have the same tensor cores: bf16 FLOP per SM and clock within SAME_SMS."""
+    rates = [g.full_rate("bf16") / (g.sm_count * g.clock_hz) for g in (one, other)]
+    return max(rates) <= (1 + SAME_SMS) * min(rates)

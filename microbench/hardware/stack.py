@@ -1,0 +1,130 @@
+"""Stack: the software that a step runs on, by name and release, and its attention kernels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from microbench.hardware.spec import Gpu
+
+FILE = Path(__file__).parent / "stacks" / "known.yaml"
+KEYS = {"attention", "source", "words", "similar"}
+OTHER = "other"
+USUAL = "torch-2.11"  # forecast where none is named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Software that is forecast, or that rows were measured with.
+
+    ``attention``: its attention kernel by GPU name, architecture or ``other``, as pairs.
+    ``similar``: software whose rows are taken where it has none; ``words``: other names of it.
+    """
+
+    name: str
+    attention: tuple[tuple[str, str], ...]
+    similar: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
+    source: str = ""
+
+    def attention_on(self, gpu: Gpu) -> str:
+        """The attention kernel that it takes on a GPU in 16 bit."""
+        kernels = dict(self.attention)
+        return kernels.get(gpu.name) or kernels.get(gpu.architecture) or kernels[OTHER]
+
+
+def software_name(stack: str) -> str:
+    """The software of a stack without its version: torch of ``torch-2.11.0+cu130``."""
+    return re.split(r"[- ]", stack, maxsplit=1)[0]
+
+
+def software_version(stack: str) -> tuple[int, ...]:
+    """The version of a stack as numbers; () where it states none."""
+    match = re.match(r"[^- ]*-v?(\d+(?:\.\d+)*)", stack)
+    return tuple(map(int, match[1].split("."))) if match else ()
+
+
+def pick_version(stacks: Sequence[str], wanted: str) -> str:
+    """Of releases of one software the newest that is not newer than the wanted one.
+
+    The oldest where all are newer, the newest where no version is wanted, '' of none.
+    """
+    version = software_version(wanted)
+    older = [s for s in stacks if not version or software_version(s)[: len(version)] <= version]
+    if older:
+        return max(older, key=software_version)
+    return min(stacks, key=software_version, default="")
+
+
+@cache
+def known_stacks() -> Mapping[str, Stack]:
+    """All stacks of the file that ships, by name."""
+    found = yaml.safe_load(FILE.read_text())
+    return {name: _stack(str(name), entry) for name, entry in found.items()}
+
+
+def _stack(name: str, entry: Mapping[str, Any]) -> Stack:
+    unknown, kernels = set(entry) - KEYS, entry.get("attention", {})
+    if unknown or OTHER not in kernels or not entry.get("source"):
+        raise ValueError(f"{FILE}: {name}: wants attention.{OTHER} and source, of {sorted(KEYS)}")
+    return Stack(
+        name=name,
+        attention=tuple((str(k), str(v)) for k, v in kernels.items()),
+        similar=tuple(entry.get("similar", ())),
+        words=tuple(entry.get("words", ())),
+        source=str(entry["source"]),
+    )
+
+
+def stack_names() -> list[str]:
+    """Names of the stacks that are known."""
+    return sorted(known_stacks())
+
+
+def load_stack(name: str = USUAL) -> Stack:
+    """The stack of this name or release; ValueError, naming the known ones, where there is none.
+
+    ``torch-2.3`` is the newest known torch that is not newer; ``torch`` the newest of all.
+    """
+    found = _find(name)
+    if found is None:
+        raise ValueError(f"unknown stack {name!r}; known: {stack_names()}")
+    return found
+
+
+def stack_of_row(stated: str) -> Stack:
+    """The stack that a measured row states in its column ``stack``; the usual one if unknown."""
+    return _find(stated) or known_stacks()[USUAL]
+
+
+def asked_stack(stated: object) -> str:
+    """What to forecast for a row with this column ``stack``: that; '', the usual, if unknown."""
+    return stated if isinstance(stated, str) and _find(stated) else ""
+
+
+def similar_software(name: str) -> tuple[str, ...]:
+    """Software whose rows are taken where this stack has none; () for an unknown stack."""
+    found = _find(name)
+    return found.similar if found else ()
+
+
+def _find(name: str) -> Stack | None:
+    stacks = known_stacks()
+    if name in stacks:
+        return stacks[name]
+    if not name.strip():
+        return None
+    software = software_name(name)
+    releases = [known for known in stacks if software_name(known) == software]
+    if releases:
+        return stacks[pick_version(releases, name)]
+    named = [
+        stack for stack in stacks.values() if any(w.lower() in name.lower() for w in stack.words)
+    ]
+    return named[0] if named else None

@@ -1,0 +1,164 @@
+"""Prices by software (attention kernels) and by power limit (sustained products)."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from unseen_ops import Fixed, learned
+
+from compose.graph.attention_kernels import FLASH_2_OVER_NEWEST, KERNELS, with_attention_kernel
+from compose.pricing.power_limit import sustained_flops_per_s
+from compose.pricing.price_book import Priceable, PriceBook, PricedOp
+from microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from microbench.opcall import OpCall, StepCapture, TensorSpec
+from microbench.ops.matrix.attention import FAMILY as ATTENTION
+from microbench.ops.matrix.attention import Attention
+from microbench.ops.matrix.gemm import FAMILY as GEMM
+from microbench.ops.matrix.gemm import Gemm
+
+HOPPER = Gpu(
+    name="toy-hopper",
+    architecture="hopper",
+    sm_count=100,
+    peak_flops_per_s={"fp32": 1e14, "bf16": 1e15},
+    hbm_bytes_per_s=2e12,
+)
+# 2 products * 2 * 8 heads * 1000 * 1000 * 128 = 4.096e9 FLOP, 4.096 us at 1e15 FLOP/s; 4 tensors of
+# 8 * 1000 * 128 in 2 bytes are 8.192e6 bytes, 4.096 us at 2e12 bytes/s: half of it is compute
+CALL = Attention(
+    op="forward",
+    batch=1,
+    heads=8,
+    kv_heads=8,
+    q_len=1000,
+    kv_len=1000,
+    head_dim=128,
+    causal=False,
+    dtype="bf16",
+)
+
+
+class Rows(Fixed):
+    """Attention's forward pass and products take 10 us, measured with some software."""
+
+    def __init__(self, stack: str, gpu: Gpu = HOPPER, *ops: str) -> None:
+        facts: dict[str, Any] = {"dtype": "bf16", "gpu": gpu, "stack": stack}
+        self.models: Mapping[str, Any] = {
+            "attention": learned(*(ops or ("forward",)), **facts),
+            "gemm": learned("mm", **facts),
+        }
+
+
+def priced(p: Any, rows: Rows, stack: str, gpu: Gpu = HOPPER, kernel: str = "") -> PricedOp:
+    """The price of an attention call or product under a stack."""
+    family = ATTENTION if isinstance(p, Attention) else GEMM
+    facts: dict[str, Any] = {"family": family, "params": p, "bytes_moved": 0.0, "cold": 0.0}
+    wanted = Priceable(op="x", phase="forward", kernel=kernel, **facts)
+    return PriceBook(rows, gpu, 0, stack=stack).price([wanted])[0]
+
+
+def test_attention_takes_as_long_as_the_stack_s_kernel() -> None:
+    """Rows of flash 3; cuDNN as fast; flash 2 is 2.0 times as long on the half that is compute."""
+    rows = Rows("vllm-0.24.0")
+    assert priced(CALL, rows, "vllm").duration_us == pytest.approx(10)
+    newest = priced(CALL, rows, "torch-2.11")
+    assert newest.duration_us == pytest.approx(10)
+    assert newest.assumed == ()
+    old = priced(CALL, rows, "torch-2.2")
+    assert old.duration_us == pytest.approx(10 * (1 + 0.5 * (2.0 - 1)))
+    assert old.assumed == (("attention_kernels.over_flash_2", 1.0),)
+
+
+def test_rows_of_an_older_kernel_are_shortened() -> None:
+    assert priced(CALL, Rows("torch-2.5.1"), "torch-2.11").duration_us == pytest.approx(10 / 1.5)
+    assert priced(CALL, Rows("torch-2.5.1"), "torch-2.2").duration_us == pytest.approx(10)
+
+
+def test_a_stated_kernel_counts_before_the_stack() -> None:
+    """Triton: 1.8 times flash 2, which is 2.0 times flash 3."""
+    found = priced(CALL, Rows("vllm-0.24.0"), "torch-2.11", kernel="triton")
+    assert found.duration_us == pytest.approx(10 * (1 + 0.5 * (1.8 * 2.0 - 1)))
+
+
+def test_a_backward_pass_without_rows_is_a_multiple_of_the_forward_pass() -> None:
+    """3.1 times; flash 2 is 1.75 times as long; compute is 2.5 of 4.5 times 4.096 us."""
+    back = replace(CALL, op="backward")
+    rows = Rows("vllm-0.24.0")
+    assert priced(back, rows, "torch-2.11").duration_us == pytest.approx(31)
+    share = 2.5 / (2.5 + 2)
+    old_us = priced(back, rows, "torch-2.2").duration_us
+    assert old_us == pytest.approx(31 * (1 + share * (1.75 - 1)))
+    shown = Rows("vllm-0.24.0", HOPPER, "forward", "backward")
+    assert priced(back, shown, "torch-2.11").duration_us == pytest.approx(10)
+
+
+def test_only_16_bit_attention_on_gpus_has_such_kernels() -> None:
+    single = replace(CALL, dtype="fp32")
+    assert priced(single, Rows("vllm-0.24.0"), "torch-2.2").duration_us == pytest.approx(10)
+    cpu = replace(HOPPER, kind="cpu")
+    rows = Rows("torch-2.11.0", cpu)
+    assert priced(CALL, rows, "torch-2.2", cpu).duration_us == pytest.approx(10)
+
+
+@pytest.mark.parametrize("architecture", ["ampere", "ada", "hopper", "blackwell"])
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_newer_kernels_are_never_slower(architecture: str, op: str) -> None:
+    gpu = replace(HOPPER, architecture=architecture)
+    rows = Rows("torch-2.11.0", gpu, "forward", "backward")
+    oldest_first = ("flash-1", "triton", "flash-2", "flash-3")
+    times = [
+        priced(replace(CALL, op=op), rows, "torch-2.11", gpu, kernel).duration_us
+        for kernel in oldest_first
+    ]
+    assert times == sorted(times, reverse=True)
+    assert set(oldest_first) <= set(KERNELS) and set(FLASH_2_OVER_NEWEST) == {"forward", "backward"}
+
+
+def test_a_published_kernel_is_taken_by_its_first_word() -> None:
+    x = TensorSpec(shape=(1, 8, 1000, 128), dtype="bf16", storage=1)
+    step = StepCapture(calls=(OpCall(op="itercast.sdpa", args=(x, x, x), outputs=(x,)),))
+    for stated, kernel in (("triton flash (default)", "triton"), ("cuDNN/TE fused", "cudnn")):
+        assert with_attention_kernel(step, stated).calls[0].kwargs == {"kernel": kernel}
+    assert with_attention_kernel(step, "SDPA flash") is step
+    assert with_attention_kernel(step, "") is step
+
+
+def test_the_sustained_rate_follows_the_power_limit() -> None:
+    """From the H100 PCIe: 493e12 FLOP/s in bf16 with 114 SMs at 350 W."""
+    h100 = load_gpu("h100-sxm-80gb")
+    rate = 493e12 * (132 / 114) ** (2 / 3) * (700 / 350) ** (1 / 3)
+    assert sustained_flops_per_s(h100, "bf16") == pytest.approx(rate)  # 685e12
+    assert sustained_flops_per_s(h100, "fp8") == pytest.approx(rate * 1978.9 / 989.4)
+    at_500_w = sustained_flops_per_s(replace(h100, power_w=500.0), "bf16")
+    assert at_500_w == pytest.approx(rate * (500 / 700) ** (1 / 3))
+    a100 = load_gpu("a100-sxm-80gb")  # from the A100 PCIe at 250 W: 251e12, published are 265e12
+    assert sustained_flops_per_s(a100, "bf16") == pytest.approx(215e12 * 1.6 ** (1 / 3), rel=1e-3)
+
+
+def test_no_sustained_rate_without_power_limit_or_reference() -> None:
+    no_limit = replace(load_gpu("h100-sxm-80gb"), power_w=0.0)
+    other_chip = load_gpu("a40")  # half the tensor cores per SM of the A100's
+    for gpu in (no_limit, other_chip, load_gpu("v100-sxm-32gb"), HOPPER):
+        assert sustained_flops_per_s(gpu, "bf16") == float("inf")
+
+
+@pytest.mark.parametrize("name", [name for name in gpu_names() if name != "cpu"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
+def test_a_lower_power_limit_is_never_faster(name: str, dtype: str) -> None:
+    gpu, large = load_gpu(name), Gemm(m=8192, n=8192, k=8192, dtype=dtype)
+    watts = [gpu.power_w * share for share in (0.5, 0.7, 1.0, 1.5)]
+    gpus = [replace(gpu, power_w=w) for w in watts]
+    times = [priced(large, Rows("torch-2.11.0", g), "torch-2.11", g).duration_us for g in gpus]
+    assert all(slow >= fast for slow, fast in pairwise(times))
+
+
+def test_small_products_are_not_throttled_and_large_ones_take_their_flops_at_the_rate() -> None:
+    h100 = load_gpu("h100-sxm-80gb")
+    rows = Rows("torch-2.11.0", h100)
+    small, large = Gemm(m=64, n=64, k=64, dtype="bf16"), Gemm(m=8192, n=8192, k=8192, dtype="bf16")
+    assert priced(small, rows, "torch-2.11", h100).duration_us == pytest.approx(10)
+    us = priced(large, rows, "torch-2.11", h100).duration_us
+    assert us == pytest.approx(2 * 8192**3 / sustained_flops_per_s(h100, "bf16") * 1e6)
+    assert us < priced(large, rows, "torch-2.11", replace(h100, power_w=500.0)).duration_us
