@@ -209,31 +209,36 @@ def _named(expression: Any, tables: Mapping[str, Any]) -> Any:
 
 def _check(columns: Mapping[str, Any], constants: Mapping[str, Any], family: str) -> None:
     """ValueError where a row would lack something, or have something that no reader knows."""
-    stated = {*columns, *constants}
+    stated, types = {*columns, *constants}, {}
+    needed = [*ROW_COLUMNS, "case", "mode", "batch", "plan", "world_size"]
     if family != "iteration":
         params = fields(families()[family].params) if family in families() else ()
         if not params:
             raise ValueError(f"unknown family {family!r}; known: {['iteration', *families()]}")
-        own = {f.name: f.default is MISSING for f in params}
-        unknown = stated - own.keys() - {*ROW_COLUMNS, *MORE_COLUMNS}
-        if unknown:
-            raise ValueError(f"{family} has no {sorted(unknown)}; it has {list(own)}")
-        needed = [*ROW_COLUMNS, *(name for name, required in own.items() if required)]
-    else:
-        needed = [*ROW_COLUMNS, "case", "mode", "batch", "plan", "world_size"]
+        types = {f.name: str(f.type) for f in params}
+        if unknown := stated - types.keys() - {*ROW_COLUMNS, *MORE_COLUMNS}:
+            raise ValueError(f"{family} has no {sorted(unknown)}; it has {list(types)}")
+        needed = [*ROW_COLUMNS, *(f.name for f in params if f.default is MISSING)]
     if missing := [name for name in needed if name not in stated]:
         raise ValueError(f"rows of {family} lack {missing}")
     for name, expression in columns.items():
         list(columns_of(expression))
-        text = not isinstance(expression, dict) or not {"of", "gpu"} & expression.keys()
-        if name in CLOSED and text:
+        free = not isinstance(expression, dict) or not {"of", "gpu"} & expression.keys()
+        if free and (name in CLOSED or types.get(name) in ("str", "bool")):
             raise ValueError(f"{name} must be a constant, a table of values or a gpu")
-    for dtype in _values(columns, constants, "dtype"):
-        if dtype not in ITEMSIZE_BYTES and dtype != "":
-            raise ValueError(f"unknown dtype {dtype!r}; known: {list(ITEMSIZE_BYTES)}")
-    for timer in _values(columns, constants, "timer"):
-        if timer not in TIMERS:
-            raise ValueError(f"unknown timer {timer!r}; known: {TIMERS}")
+    for name in stated:
+        for value in _values(columns, constants, name):
+            _check_value(name, value, types.get(name, ""))
+
+
+def _check_value(name: str, value: Any, kind: str) -> None:
+    if name == "dtype" and value not in ITEMSIZE_BYTES and value != "":
+        raise ValueError(f"unknown dtype {value!r}; known: {list(ITEMSIZE_BYTES)}")
+    if name == "timer" and value not in TIMERS:
+        raise ValueError(f"unknown timer {value!r}; known: {TIMERS}")
+    allowed = {"str": str, "bool": bool}.get(kind, object)
+    if not isinstance(value, allowed) or (kind in ("int", "float") and isinstance(value, bool)):
+        raise ValueError(f"{name}: {value!r} is no {kind}")
 
 
 def _values(columns: Mapping[str, Any], constants: Mapping[str, Any], name: str) -> Iterator[Any]:

@@ -66,6 +66,17 @@ def test_columns_become_parameters_and_us(tmp_path: Path) -> None:
     assert not found.dropped
 
 
+def test_iterations_of_whole_models_are_rows_too(tmp_path: Path) -> None:
+    """Their columns are free but for a few; a batch of half a sample is left out."""
+    text = TINY.replace("family: gemm", "family: iteration").replace("      n: N\n      k: K\n", "")
+    facts = "op: train_step, case: gpt2-small, mode: train, plan: '', world_size: 1, amp: true"
+    text = text.replace("op: mm", facts).replace("m: M", "batch: M")
+    found = tiny(tmp_path, text, products_T4__csv=HEADER + GOOD + GOOD.replace("2,", "2.5,"))
+    (row,) = found.rows["iteration"].to_dict("records")
+    assert (row["batch"], row["amp"], row["time_us"]) == (2, True, 500.0)
+    assert found.dropped == {"batch is not a positive whole number": 1}
+
+
 def test_gzip_is_read_as_plain_text_is(tmp_path: Path) -> None:
     found = tiny(tmp_path, products_T4__csv__gz=gzip.compress((HEADER + GOOD).encode()))
     assert len(found.rows["gemm"]) == 1
@@ -176,6 +187,8 @@ def test_every_conversion_is_tested() -> None:
         ("half: fp16", "half: fp17", "unknown dtype 'fp17'"),
         ("{of: type, values: dtypes}", "type", "dtype must be a constant, a table of values"),
         ("gpu: {gpu: card}", "gpu: card", "gpu must be a constant, a table of values"),
+        ("m: M", "m: M\n      layout: note", "layout must be a constant, a table of values"),
+        ("op: mm,", "op: mm, layout: true,", "layout: True is no str"),
         ("timer: device", "timer: sundial", "unknown timer 'sundial'"),
         ("licence: MIT", "license: MIT", "no 'licence'"),
         ("is: throttled", "was: throttled", "unknown key 'was'"),
