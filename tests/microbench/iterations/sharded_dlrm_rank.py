@@ -1,0 +1,63 @@
+"""One rank of a sharded DLRM whose weights all ranks know: runs a step, saves what it computed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from microbench.iterations.sharded_dlrm import ShardedStep
+from microbench.iterations.sharding_worker import model_of
+
+
+def main(folder: Path) -> None:
+    """Run one step of the model in ``order.json``; inputs differ between ranks, weights do not."""
+    order = json.loads((folder / "order.json").read_text())
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    tables = [torch.randn(t["rows"], t["dim"]) for t in order["tables"]]
+    step = ShardedStep(model_of(order), dist.new_group())
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for p in step.net.parameters():
+            p.copy_(torch.randn_like(p))
+        for number, copy in step.net.module.copies.items():
+            copy.weight.copy_(tables[int(number)])
+        for s, weight in zip(step.own, step.weights, strict=True):
+            rows = tables[s.table][s.first_row : s.first_row + s.rows]
+            weight.copy_(rows[:, s.first_column : s.first_column + s.columns])
+    torch.manual_seed(2 + rank)
+    step.lookups = [step.draw(t) for t in step.model.tables]
+    step.dense = torch.randn_like(step.dense)
+    dense = {k: v.clone() for k, v in step.net.module.dense.state_dict().items()}
+    logits = step.forward()[0].detach()
+    step()
+    local = [(t, copy.weight) for t, copy in step.net.module.copies.items()]
+    whole = {"first_row": 0, "first_column": 0}
+    shards = [
+        ({"table": int(t), **whole, "rows": len(w), "columns": w.shape[1]}, w) for t, w in local
+    ]
+    names = ("table", "first_row", "rows", "first_column", "columns")
+    for s, weight in zip(step.own, step.weights, strict=True):
+        shards.append(({name: getattr(s, name) for name in names}, weight))
+    torch.save(
+        {
+            "tables": tables,
+            "dense": dense,
+            "inputs": step.dense,
+            "clicked": step.clicked,
+            "lookups": step.lookups,
+            "logits": logits,
+            "shards": [(s, w.detach()) for s, w in shards],
+        },
+        folder / f"{rank}.pt",
+    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
