@@ -18,8 +18,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "offload": ("optimizer", "activations"),
     "gossip": ("ring", "exp2"),
 }
-DEGREES = ("dp", "tp", "pp", "cp", "micro", "accumulate", "nodes")
-FLAGS = ("sp", "amp")
+DEGREES = ("dp", "tp", "pp", "cp", "micro", "accumulate", "hsdp", "first", "last", "nodes")
+FLAGS = ("sp", "tp_overlap", "amp")
 TRANSFORMS = ("split", "reorder", "fuse", "overlap")  # CoCoNeT, arXiv:2105.05720
 DEFAULT_STAGES_PER_RANK = "2"  # of schedule=interleaved
 DEFAULT_CHUNKS = "8"  # of coconet=...,overlap
@@ -36,14 +36,19 @@ class ParallelPlan:
     ep: int = 1  # expert parallel ranks, among the dp ranks
     imbalance: float = 1.0  # tokens of the busiest rank of experts over the mean
     sp: bool = False  # sequence parallelism: activations between tp's layers are cut by tokens
+    tp_overlap: bool = False  # tp's collectives run beside the products they belong to
     amp: bool = False  # autocast, weights in fp32
     zero: int = 0  # ZeRO stage
+    hsdp: int = 0  # ranks among which ZeRO shards; 0: all replicas
     micro: int = 0  # micro-batches per replica and step; 0: as many as stages
+    first: int = 0  # equal layers on the first stage; 0: as many as on others
+    last: int = 0
     schedule: str = "1f1b"
     virtual: int = 1  # stages per rank of the interleaved schedule
     accumulate: int = 1  # the same without a pipeline
     cdp: int = 0  # version 1 or 2 of cyclic data parallelism
     recompute: str = ""
+    recomputed: float = 1.0  # share of layers that recompute
     offload: str = ""
     compress: float = 1.0  # bytes of gradients sent over bytes of gradients
     gossip: str = ""  # replicas average with neighbours instead of all_reduce
@@ -61,6 +66,11 @@ class ParallelPlan:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which parameters, gradients and states are shared out."""
+        return self.hsdp or self.dp * self.cp
 
     @property
     def plain(self) -> bool:
@@ -97,7 +107,9 @@ class ParallelPlan:
         parts = [f"dp={self.dp}"]
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name in ("dp", "virtual", "overlap", "imbalance") or value == f.default:
+            if f.name in ("dp", "virtual", "overlap", "imbalance", "recomputed") or (
+                value == f.default
+            ):
                 continue
             if f.name == "ep" and self.imbalance != 1:
                 parts.append(f"ep={self.ep}:{self.imbalance:g}")
@@ -105,6 +117,8 @@ class ParallelPlan:
                 parts.append(f.name)
             elif f.name == "schedule" and value == "interleaved":
                 parts.append(f"schedule=interleaved:{self.virtual}")
+            elif f.name == "recompute" and self.recomputed < 1:
+                parts.append(f"recompute={value}:{self.recomputed:g}")
             elif f.name == "coconet":
                 steps = [f"overlap:{self.overlap}" if s == "overlap" else s for s in value]
                 parts.append(f"coconet={','.join(steps)}")
@@ -152,6 +166,8 @@ def _choice(key: str, value: str) -> dict[str, Any]:
             key: name,
             "virtual": _integer(f"{key}={name}", count or DEFAULT_STAGES_PER_RANK, 2, 1000),
         }
+    if key == "recompute":
+        return {key: name, "recomputed": _share(f"{key}={name}:SHARE", count or "1")}
     if ":" in value:
         raise ValueError(f"only interleaved takes a number, got {key}={value!r}")
     return {key: name}
@@ -167,8 +183,12 @@ def _experts(key: str, value: str) -> dict[str, Any]:
 
 
 def _compress(key: str, value: str) -> dict[str, Any]:
+    return {key: _share(key, value)}
+
+
+def _share(key: str, value: str) -> float:
     try:
-        return {key: float(value)}
+        return float(value)
     except ValueError:
         raise ValueError(f"{key} is a number above 0 and up to 1, got {value!r}") from None
 
@@ -224,12 +244,17 @@ def _degree_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield p.dp % p.ep != 0, f"ep divides dp: ep={p.ep}, dp={p.dp}"
     yield not 1 <= p.imbalance <= p.ep, f"imbalance is from 1 to ep, got {p.imbalance}"
     yield p.sp and p.tp == 1, "sp needs tp > 1"
+    yield p.tp_overlap and not p.sp, "tp_overlap needs sp"
 
 
 def _schedule_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield p.pp > 1 and p.accumulate > 1, "with pp > 1 give micro instead of accumulate"
     both = p.micro > 1 and p.accumulate > 1
     yield both, "micro and accumulate both count micro-batches: give one"
+    uneven = p.first + p.last > 0
+    yield uneven and p.pp == 1, "first and last need pp > 1"
+    yield uneven and p.virtual > 1, "first and last are of stages of one piece: not interleaved"
+    yield not 0 < p.recomputed <= 1, f"recompute's share is above 0 and up to 1: {p.recomputed}"
     yield p.pp == 1 and p.schedule != "1f1b", f"schedule={p.schedule} needs pp > 1"
     interleaved = p.schedule == "interleaved"
     yield (
@@ -241,6 +266,9 @@ def _schedule_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
 def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     """Rules of what replicas do with parameters and gradients."""
     yield p.zero > 0 and p.dp * p.cp == 1, f"zero={p.zero} needs dp > 1 or cp > 1"
+    yield p.hsdp > 0 and p.zero == 0, f"hsdp={p.hsdp} needs zero"
+    groups = p.hsdp == 1 or p.dp * p.cp % max(1, p.hsdp) != 0
+    yield groups, f"hsdp is from 2 and divides dp * cp, got {p.hsdp}"
     yield not 0 < p.compress <= 1, f"compress is above 0 and up to 1, got {p.compress}"
     yield p.compress < 1 and p.dp == 1, "compress needs dp > 1"
     yield p.compress < 1 and p.zero > 0, "compress acts on all_reduce: zero=0"

@@ -103,7 +103,8 @@ def gpus_per_domain(gpu: Gpu, node: Node | None = None) -> int:
 def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     """Placement, innermost first: tp, cp, dp, pp.
 
-    Axis ``shard`` is cp and dp together, over which parameters are sharded; ``ep`` the inner part
+    Axis ``shard`` is cp and dp together, over which parameters are sharded, or with hsdp the inner
+    part of it and ``replicate`` the outer part; ``ep`` the inner part
     of dp and ``expert`` the replicas of its experts; ``intra_node`` two ranks of one node,
     ``inter_node`` two of different nodes; ``world`` all ranks. A CPU is one node of any number of
     ranks.
@@ -114,7 +115,9 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     inner = {"tp": 1, "cp": plan.tp, "shard": plan.tp, "dp": plan.tp * plan.cp}
     inner |= {"ep": inner["dp"], "pp": inner["dp"] * plan.dp, "world": 1}
     size = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "ep": plan.ep, "pp": plan.pp}
-    size |= {"shard": plan.cp * plan.dp, "world": plan.world_size}
+    size |= {"shard": plan.shards, "world": plan.world_size}
+    inner["replicate"] = plan.tp * plan.shards
+    size["replicate"] = plan.cp * plan.dp // plan.shards
     inner["expert"], size["expert"] = plan.tp * plan.cp * plan.ep, plan.cp * plan.dp // plan.ep
     groups = {
         axis: Group(size=n, per_node=max(1, min(n, per_node // inner[axis])))

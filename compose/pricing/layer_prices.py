@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import takewhile
+from math import floor
 from typing import TypeVar, cast
 
 from compose.graph.identity_cache import cached_by_identity
 from compose.graph.layers import Layer
+from compose.graph.product_roles import LINEAR_PRODUCTS
 from compose.parallel.plan import ParallelPlan
 from compose.pricing.assumed_time import AssumedShares, AssumedTime
 from compose.pricing.collectives import Cluster, price_messages
@@ -139,7 +142,8 @@ def price_model(
     Kept by the parts of the plan and of its placement that change these prices.
     """
     groups = tuple(where.groups[axis] for axis in ("tp", "cp", "ep"))
-    cut = (Cut.of(plan), plan.recompute, plan.overlap * ("overlap" in plan.coconet))
+    again = (plan.recompute, plan.recomputed)
+    cut = (Cut.of(plan), again, plan.tp_overlap, plan.overlap * ("overlap" in plan.coconet))
     models = _models(capture)
     key = (cut, groups, where.node, book)
     if key not in models:
@@ -165,15 +169,33 @@ def _price_graph(
     optimizer = host_cost(steps, book)
     host = _host_time(graph, ops, costs, optimizer)
     return PricedModel(
-        layers=tuple(
-            _price_layer(x, graph, ops, added, plan, book, costs)
-            for x, added in zip(graph.layers, copies, strict=True)
-        ),
+        layers=tuple(_price_layers(graph, ops, copies, plan, book, costs)),
         graph=graph,
         host_us=host.total_us,
         host_assumed=host.shares,
         optimizer_host_us=optimizer.duration_us,
     )
+
+
+def _price_layers(
+    graph: RankGraph,
+    ops: Sequence[PricedOp],
+    copies: Sequence[Sequence[Sequence[Priceable]]],
+    plan: ParallelPlan,
+    book: PriceBook,
+    costs: Launches,
+) -> Iterator[PricedLayer]:
+    """The layers in forward order; those that recompute, if a share of them, are spread evenly."""
+    kept, passed = replace(plan, recompute="", recomputed=1.0), 0
+    for layer, added in zip(graph.layers, copies, strict=True):
+        if plan.recomputed == 1 or layer.name in ("first", "last"):
+            yield _price_layer(layer, graph, ops, added, plan, book, costs)
+            continue
+        one = replace(layer, count=1)
+        pair = [_price_layer(one, graph, ops, added, p, book, costs) for p in (kept, plan)]
+        for n in range(passed, passed + layer.count):
+            yield pair[floor((n + 1) * plan.recomputed) > floor(n * plan.recomputed)]
+        passed += layer.count
 
 
 def _host_time(
@@ -204,28 +226,41 @@ def _price_calls(
     ops |= dict(zip(graph.wanted, book.price(list(graph.wanted.values())), strict=True))
     calls = graph.capture.calls
     for i in graph.messages:
-        ops[i] = _exposed(i, calls[i], ops, plan, default_contention(book.gpu))
+        ops[i] = _exposed(i, calls, ops, plan, default_contention(book.gpu))
     return [ops[i] for i in range(len(calls))]
 
 
 def _exposed(
-    i: int, call: OpCall, ops: dict[int, PricedOp], plan: ParallelPlan, contention: float
+    i: int,
+    calls: Sequence[OpCall],
+    ops: Mapping[int, PricedOp],
+    plan: ParallelPlan,
+    contention: float,
 ) -> PricedOp:
-    """A collective with the time it adds to compute: it overlaps the next op, or the one before.
+    """A collective with the time it adds to compute: it overlaps the next op, or part of a product.
 
-    The one before in C chunks (CoCoNeT): a product of time T and its collective of time t take
-    T/C, then (C-1)/C T and t side by side.
+    A product of time T in C chunks (CoCoNeT, tp_overlap) and its collective of time t take T/C,
+    then (C-1)/C T and t side by side.
     """
-    op = ops[i]
-    us = op.duration_us
+    op, call = ops[i], calls[i]
+    beside_us = 0.0
     if call.kwargs["overlaps_next"] and i + 1 in ops:
-        next_us = ops[i + 1].duration_us
-        us = side_by_side_us(next_us, us, contention) - next_us
+        beside_us = ops[i + 1].duration_us
     elif "overlap" in plan.coconet and call.kwargs["axis"] == "tp" and i:
-        rest_us = (plan.overlap - 1) / plan.overlap * ops[i - 1].duration_us
-        us = side_by_side_us(rest_us, us, contention) - rest_us
+        beside_us = (plan.overlap - 1) / plan.overlap * ops[i - 1].duration_us
+    elif plan.tp_overlap and call.kwargs["axis"] == "tp":
+        beside_us = (plan.tp - 1) / plan.tp * _product_us(i, calls, ops)
+    us = side_by_side_us(beside_us, op.duration_us, contention) - beside_us
     scale = us / op.duration_us if op.duration_us else 0.0
     return replace(op, duration_us=us, low_us=op.low_us * scale, high_us=op.high_us * scale)
+
+
+def _product_us(i: int, calls: Sequence[OpCall], ops: Mapping[int, PricedOp]) -> float:
+    """Time of the products that read what collective ``i`` gathers, or of the one it scatters."""
+    if calls[i].kwargs["kind"] != "all_gather":
+        return ops[i - 1].duration_us if calls[i - 1].op in LINEAR_PRODUCTS else 0.0
+    after = takewhile(lambda at: calls[at].op in LINEAR_PRODUCTS, range(i + 1, len(calls)))
+    return sum(ops[at].duration_us for at in after)
 
 
 def _price_layer(

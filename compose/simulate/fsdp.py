@@ -7,13 +7,15 @@
   frozen parameters are whole on every rank.
 
 Numbered layers are sharded one by one, the rest of the model as one, the root, which is gathered
-before forward and kept. On a GPU a gather runs one layer ahead and a scatter behind, on the comm
+before forward and kept. With hsdp each scattered share is all-reduced among the groups of ranks
+that shard (HSDP). On a GPU a gather runs one layer ahead and a scatter behind, on the comm
 lane; on a CPU there are no streams and torch waits for each where it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from compose.pricing.collectives import Message, price_messages
 from compose.pricing.host import python_op
@@ -32,7 +34,7 @@ def sharded_forward(program: RankTasks, *, gather: bool) -> None:
     root = sum(sharded_bytes(x, program.how) for x in layers if not x.numbered)
     sizes = {root} | {sharded_bytes(x, program.how) for x in layers if x.numbered}
     kinds = ("all_gather", "reduce_scatter")
-    messages = [_message(program, kind, n) for kind in kinds for n in sizes if n]
+    messages = [_message(program, kind, n) for kind in kinds for n in sorted(sizes) if n]
     price_messages(messages, program.rank.book, program.rank.where)  # one call of the pricer
     if root and gather:
         program.lanes.wait([_send(program, "all_gather", root)])
@@ -59,11 +61,11 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
         program.lanes.work(work, x.layer.name)
         markers.append(program.lanes.done)
         if scatter and x.numbered and x.layer.trained_bytes:
-            last.append(_send(program, "reduce_scatter", x.layer.trained_bytes))
+            last += _reduce(program, x.layer.trained_bytes)
             _wait_on_cpu(program, last)
     root = sum(x.layer.trained_bytes for x in layers if not x.numbered)
     if scatter and root:
-        last.append(_send(program, "reduce_scatter", root))
+        last += _reduce(program, root)
     program.lanes.wait(last)
 
 
@@ -99,6 +101,18 @@ def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> Wor
         return x.trained_out_work
     program.copies += x.out_of_bucket
     return x.out_work
+
+
+def _reduce(program: RankTasks, nbytes: int) -> list[int]:
+    """Scatter gradients within a group that shards, and add up shares among the groups."""
+    plan = program.rank.plan
+    sent = [_send(program, "reduce_scatter", nbytes)]
+    if plan.shards < plan.dp * plan.cp:
+        share = replace(
+            _message(program, "all_reduce", max(1, nbytes // plan.shards)), axis="replicate"
+        )
+        sent.append(program.lanes.send(program.price([share])[0], after=tuple(sent)))
+    return sent
 
 
 def _wait_on_cpu(program: RankTasks, sent: Sequence[int]) -> None:

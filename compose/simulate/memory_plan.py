@@ -60,7 +60,7 @@ def rank_memory(
     are freed as its gradients are made. Not counted: the allocator's rounding, workspaces, the CUDA
     context.
     """
-    how, n = strategy(plan), plan.dp * plan.cp
+    how, n = strategy(plan), plan.shards
     whole, trained = sizes.parameters, sizes.trained
     sharded = (trained if how.frozen_whole else whole) if how.by_layer else 0
     parameters = whole - sharded + sharded // n

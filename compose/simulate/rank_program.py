@@ -13,7 +13,7 @@ from compose.pricing.optimizer import STATE_COPIES, fused_update, scaled_update
 from compose.pricing.price_book import UNCERTAINTY_FACTOR, UNMODELLED, PricedOp
 from compose.pricing.work import Work
 from compose.simulate.data_parallel import LayerBucket, layer_buckets
-from compose.simulate.fsdp import hooks, sharded_backward, sharded_forward
+from compose.simulate.fsdp import hooks, sharded_backward, sharded_bytes, sharded_forward
 from compose.simulate.rank import Rank, RankTasks
 from microbench.assumptions import assumed
 
@@ -186,7 +186,7 @@ class RankProgram(RankTasks):
     def update(self, optimizer: str) -> None:
         """Add the optimizer and the messages after it; offloaded state moves over PCIe."""
         rank = self.rank
-        replicas = rank.plan.dp * rank.plan.cp if self.how.share_update else 1
+        replicas = rank.plan.shards if self.how.share_update else 1
         layers = [x.layer for x in rank.layers]
         nbytes = sum(x.trained_bytes for x in layers)
         numel = sum(x.trained_numel for x in layers) // replicas
@@ -212,7 +212,7 @@ class RankProgram(RankTasks):
             self.lanes.wait([self.lanes.send(self._copy(state, "d2h"), "d2h")])
         kinds = [b.message(k, rank.plan) for b in self.filled for k in self.how.after_update]
         if self.how.by_layer and not self.how.every_micro and rank.plan.pp > 1:
-            size = sum(x.parameter_bytes for x in layers)
+            size = sum(sharded_bytes(x, self.how) for x in rank.layers)
             kinds.append(Message(kind="all_gather", axis="shard", message_bytes=size))
         self.lanes.wait([self.lanes.send(m) for m in self.price(kinds)])
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from compose.parallel.plan import ParallelPlan
 from compose.pricing.collectives import Message, price_messages
 from compose.pricing.host import python_op
 from compose.pricing.price_book import PricedOp
@@ -20,12 +21,17 @@ from microbench.assumptions import assumed
 SCHEDULE_SHARE: float = assumed(__file__, "schedule_share")
 
 
+def _cuts(plan: ParallelPlan) -> tuple[int, ...]:
+    """The parts of a plan that say which layers a stage has."""
+    return plan.pp, plan.virtual, plan.first, plan.last
+
+
 def chunks_of(rank: Rank) -> list[Chunk]:
     """The model's chunks of layers; plans with as many chunks share them.
 
     The last one has copies of weights that it ties to those of the first.
     """
-    key = ("chunks", rank.plan.pp, rank.plan.virtual)
+    key = ("chunks", *_cuts(rank.plan))
     return rank.model.once(key, partial(_chunks, rank))
 
 
@@ -44,7 +50,7 @@ Held = tuple[Sizes, list[int]]  # of a rank's layers, and by chunk the bytes sav
 
 def _held(rank: Rank) -> list[Held]:
     """By rank of the pipeline the sizes of its layers, and by chunk what forward saves."""
-    key = ("held", rank.plan.pp, rank.plan.virtual)
+    key = ("held", *_cuts(rank.plan))
     return rank.model.once(key, partial(_sizes_by_rank, rank))
 
 
@@ -85,7 +91,7 @@ def least_us(rank: Rank) -> float:
             x.layer.count * (x.forward_work.lane_us + x.backward_work.lane_us) for x in layers
         )
         return plan.microbatches * whole_us
-    key = ("loads", plan.pp, plan.virtual, plan.schedule)
+    key = ("loads", *_cuts(plan), plan.schedule)
     loads, ways = rank.model.once(key, partial(_loads_us, rank))
     least, before = 0.0, 0.0
     for load_us, way_us in zip(loads, ways, strict=True):
@@ -141,7 +147,7 @@ def stage_facts(rank: Rank) -> tuple[object, ...]:
         rank.ranks_per_core,
         rank.where.node,
     )
-    return (rank.strategy, groups["shard"], groups["expert"], *facts)
+    return (rank.strategy, *(groups[g] for g in ("shard", "replicate", "expert")), *facts)
 
 
 def stage_messages(rank: Rank) -> list[Sequence[PricedOp]]:

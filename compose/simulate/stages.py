@@ -33,7 +33,7 @@ class Chunk:
 
 
 def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
-    """pp * virtual chunks in model order; ValueError where there are more than layers.
+    """pp * virtual chunks in model order; ValueError where the layers do not suffice.
 
     Equal layers are spread evenly, the first chunks get one more where they do not divide; what is
     before and after them joins the first and the last chunk, or counts as layers where there are
@@ -50,7 +50,10 @@ def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
     lists = {x.layer.name.rpartition(".")[0] for x, _ in found if x.numbered}
     equal = len(lists) == 1 and len({len(x.forward) for x, _ in found if x.numbered}) <= 2
     if equal and numbered:
-        ends = _count_cuts(found, chunks, numbered if chunks <= numbered else total)
+        sizes = _sizes(plan, numbered if chunks <= numbered else total)
+        ends = _count_cuts(found, sizes, whole=chunks > numbered)
+    elif plan.first or plan.last:
+        raise ValueError(f"plan {str(plan)!r}: first and last count equal layers; there are none")
     else:
         ends = _cost_cuts(found, chunks)
     return [Chunk(runs=_between(found, a, b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
@@ -82,12 +85,26 @@ def with_tied(chunk: Chunk, model: PricedModel) -> Chunk:
     )
 
 
-def _count_cuts(found: Sequence[tuple[PricedLayer, int]], chunks: int, counted: int) -> list[int]:
-    """Ends of chunks that share ``counted`` layers (all, or the numbered ones) evenly."""
+def _sizes(plan: ParallelPlan, counted: int) -> list[int]:
+    """Layers of each chunk: as many as the plan states on the first and last, else evenly."""
+    chunks = plan.pp * plan.virtual
+    stated = [n for n in (plan.first, plan.last) if n]
+    others, left = chunks - len(stated), counted - sum(stated)
+    if left < others or (left and not others):
+        raise ValueError(
+            f"plan {str(plan)!r}: {counted} layers leave {left} for {others} other stages"
+        )
+    even = [left // others + (i < left % others) for i in range(others)]
+    return [*([plan.first] if plan.first else []), *even, *([plan.last] if plan.last else [])]
+
+
+def _count_cuts(
+    found: Sequence[tuple[PricedLayer, int]], sizes: Sequence[int], *, whole: bool
+) -> list[int]:
+    """Ends of chunks of so many numbered layers, or of all of them where ``whole``."""
     total = sum(n for _, n in found)
     ahead = [n for _, n in takewhile(lambda run: not run[0].numbered, found)]
-    sizes = [counted // chunks + (i < counted % chunks) for i in range(chunks)]
-    ends = list(accumulate(sizes, initial=sum(ahead) if counted < total else 0))[1:]
+    ends = list(accumulate(sizes, initial=0 if whole else sum(ahead)))[1:]
     return [*ends[:-1], total]
 
 

@@ -13,6 +13,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from plan_case import CPU, GPU, Flat, capture_at, experts_at
@@ -147,6 +148,7 @@ def outcome(
 
 
 REPLICAS = ["", "dp=2,", "dp=8,zero=1,", "dp=8,zero=2,", "dp=8,zero=3,", "dp=4,gossip=ring,"]
+REPLICAS += ["dp=4,hsdp=2,zero=3,"]
 SCHEDULES = ["1f1b", "gpipe", "zb", "interleaved:2"]
 PLANS = [
     f"{r}{form}={n}" for r in REPLICAS for form in ("accumulate", "pp=2,micro") for n in (1, 3)
@@ -156,6 +158,7 @@ PLANS += ["recompute=full", "recompute=selective,accumulate=2", "offload=activat
 PLANS += ["dp=2,offload=activations,accumulate=4", "dp=2,offload=optimizer", "dp=4,cdp=2"]
 PLANS += ["dp=2,coconet=split,reorder,fuse,overlap:4", "dp=2,compress=0.5,accumulate=2"]
 CUT = ["tp=2", "tp=2,sp,dp=2,zero=1", "cp=2,dp=2", "tp=2,pp=2,micro=4", "tp=2,sp,pp=2,micro=4"]
+CUT += ["tp=2,sp,tp_overlap,accumulate=2"]
 CASES = [(m, p) for m in ("gpt", "frozen", "images") for p in PLANS]
 CASES += [("gpt", p) for p in CUT] + [("moe", "dp=4,ep=2"), ("moe", "dp=4,ep=4,accumulate=2")]
 
@@ -331,6 +334,40 @@ def test_accumulation_sends_gradients_once(name: str, text: str) -> None:
     assert outcome(name, f"{text},accumulate=4").tally.us["collective"] == pytest.approx(once)
 
 
+@pytest.mark.parametrize("micro", [1, 3])
+def test_hybrid_shards_send_within_their_group_and_shares_among_groups(micro: int) -> None:
+    """Two groups of four ranks: what zero=3 sends among four, and a quarter of 2,048 bytes each."""
+    text = f"zero=3,accumulate={micro}"
+    inner, found = (sent(rank_for("frozen", f"{p},{text}")) for p in ("dp=4", "dp=8,hsdp=4"))
+    assert found == inner | {"all_reduce": micro * 4 * 512}
+    where = rank_for("frozen", "dp=16,hsdp=8,tp=1,zero=3").where.groups
+    assert (where["shard"].size, where["shard"].per_node) == (8, 8)
+    assert (where["replicate"].size, where["replicate"].per_node) == (2, 1)
+    assert sent(rank_for("frozen", f"dp=8,hsdp=8,{text}")) == sent(
+        rank_for("frozen", f"dp=8,{text}")
+    )
+
+
+def test_hybrid_shards_hold_what_their_group_shares() -> None:
+    """Sixteen ranks in groups of four hold four times what one group of four does."""
+    four, hybrid = (
+        memory(rank_for("frozen", f"{text},zero=3,accumulate=2"), "adamw")
+        for text in ("dp=4", "dp=16,hsdp=4")
+    )
+    assert hybrid == four
+    rank = rank_for("frozen", "dp=16,hsdp=4,zero=2")
+    assert memory(rank, "adamw")["optimizer"] == 2 * 4 * ADAPTER // 4
+
+
+@pytest.mark.parametrize(("zero", "nbytes"), [(0, 0), (1, 2 * 2_048)])
+def test_a_stage_gathers_what_it_shards_after_its_update(zero: int, nbytes: int) -> None:
+    """Two of four adapted layers on each stage; frozen weights stay where they are."""
+    (stage, _) = stages_of(rank_for("frozen", f"dp=4,pp=2,zero={zero}"))
+    program = RankProgram(stage)
+    program.update("adamw")
+    assert [round(op.duration_us * KIB) for op in program.run().sent] == [nbytes] * bool(zero)
+
+
 ACTIVATION = 4 * 64 * 96 * 4  # samples, tokens, width, bytes of fp32: gpt-s
 
 
@@ -372,6 +409,39 @@ def test_tensor_parallelism_reduces_four_activations_a_block() -> None:
     ops = [op for x in rank_for("gpt", "tp=2").layers for op in (*x.forward, *x.backward)]
     sizes = Counter(round(op.duration_us * KIB) for op in ops if op.phase == "comm")
     assert sizes == {ACTIVATION: 2 * 4 + 2, 4 * 64 * 4: 3}
+
+
+class Slow(Flat):
+    """A product takes as long as 16 KiB over the links."""
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        found: pd.DataFrame = super().price(family, rows)
+        if family == "gemm":
+            found[["predicted_us", "predicted_us_p10", "predicted_us_p90"]] = 16.0
+        return found
+
+
+def test_collectives_overlap_the_products_they_belong_to() -> None:
+    """96 us for an activation; of a product of 16 us in two chunks 8 run beside its message.
+
+    A block in forward: a gather before two products of attention (queries; keys and values) or one
+    of the MLP, and a scatter behind the product that ends each.
+    """
+    plain, found = (
+        [
+            op.duration_us
+            for x in rank_for("gpt", text, pricer=Slow).layers
+            if x.numbered
+            for op in x.forward
+            if op.phase == "comm"
+        ]
+        for text in ("tp=2,sp", "tp=2,sp,tp_overlap")
+    )
+    assert plain == [96.0] * 4 * 2
+    assert Counter(96.0 - us for us in found) == {16.0: 2, 8.0: 2 * 3}
+    times = [outcome("gpt", t, pricer=Slow) for t in ("tp=2,sp", "tp=2,sp,tp_overlap")]
+    assert times[0].compute_us == times[1].compute_us
+    assert times[0].exposed_comm_us > times[1].exposed_comm_us
 
 
 # --- where messages go
@@ -509,3 +579,50 @@ def test_equal_layers_may_change_places() -> None:
         rank = rank_for(deep, f"pp=2,micro=4,schedule={schedule}")
         counted = Counter(x.layer.name for s in stages_of(rank) for x in s.layers)
         assert counted == Counter(x.layer.name for x in rank.layers)
+
+
+# --- which layers
+
+
+def test_a_share_of_the_layers_recomputes() -> None:
+    """Every second of eight layers; three of them; all."""
+    deep = replace(model("frozen"), repeats={"blocks": 4})
+    none, half, most, all_ = (
+        rank_for(deep, text) for text in ("", "recompute=full:0.5", "recompute=full:0.375",
+                                          "recompute=full")
+    )  # fmt: skip
+    for found, expected in ((half, [1, 3, 5, 7]), (most, [2, 5, 7]), (all_, list(range(8)))):
+        pairs = zip(found.layers[1:9], none.layers[1:9], strict=True)
+        assert [
+            i for i, (x, y) in enumerate(pairs) if len(x.backward) > len(y.backward)
+        ] == expected
+    us = [outcome(deep, p).compute_us for p in ("", "recompute=full:0.5", "recompute=full")]
+    assert us[1] - us[0] == pytest.approx(us[2] - us[1])
+    wide = replace(model("gpt"), repeats={"blocks": 6})
+    held = [
+        sum(x.saved_bytes for x in rank_for(wide, p).layers)
+        for p in ("", "recompute=full:0.5", "recompute=full")
+    ]
+    assert held[0] - held[1] == held[1] - held[2] > 0
+    assert outcome(deep, "recompute=full:1").compute_us == us[2]
+
+
+def layers_by_stage(text: str) -> list[int]:
+    """Numbered layers of each stage, of ten equal ones between a table and a head."""
+    deep = replace(model("frozen"), repeats={"blocks": 6})
+    return [sum(x.numbered for x in s.layers) for s in stages_of(rank_for(deep, text))]
+
+
+def test_first_and_last_stage_have_the_layers_stated() -> None:
+    assert layers_by_stage("pp=4") == [3, 3, 2, 2]
+    assert layers_by_stage("pp=4,first=1") == [1, 3, 3, 3]
+    assert layers_by_stage("pp=4,first=1,last=2") == [1, 4, 3, 2]
+    assert layers_by_stage("pp=2,last=3") == [7, 3]
+    assert layers_by_stage("pp=2,first=4,last=6") == [4, 6]
+    for text in ("pp=4,first=8,last=1", "pp=2,first=4,last=5"):
+        with pytest.raises(ValueError, match="10 layers leave 1 for"):
+            layers_by_stage(text)
+    with pytest.raises(ValueError, match="count equal layers; there are none"):
+        rank = rank_for("images", "pp=2,first=1")
+        unequal = replace(rank.model, layers=tuple(x for x in rank.model.layers if not x.numbered))
+        stages_of(replace(rank, model=unequal))
