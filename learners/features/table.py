@@ -178,11 +178,15 @@ def without_load(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def usual_stacks(rows: pd.DataFrame) -> dict[str, str]:
-    """The software stack with most rows, by GPU."""
+    """The software stack measured with most kinds of op and dtype, by GPU; of equals most rows."""
     if "stack" not in rows:
         return {}
-    known = rows.dropna(subset=["stack"]).groupby("gpu")["stack"]
-    return {str(gpu): str(stacks.mode().iloc[0]) for gpu, stacks in known}
+    known = rows.dropna(subset=["stack"])
+    kind = [name for name in ("op", "dtype") if name in rows]
+    kinds = known.groupby(["gpu", "stack", *kind]).size()
+    found = kinds.groupby(level=["gpu", "stack"]).agg(["size", "sum"])
+    order = found.reset_index().sort_values(["size", "sum"], ascending=False, kind="stable")
+    return {str(gpu): str(stack) for gpu, stack in order.groupby("gpu")["stack"].first().items()}
 
 
 def feature_table(

@@ -266,12 +266,13 @@ def fit_process(
 ) -> GaussianProcess:
     """Fit a process to the rows, with Student's t noise: outliers count less.
 
-    Four steps of iterative reweighting; without ``kernel`` one is learned first.
+    Four steps of iterative reweighting; without ``kernel`` one is learned first. Far from all rows
+    the forecast is the roofline where the kernel has curves, else their median ratio to it.
     """
     kernel = kernel or learn_kernel(x, log_ratio, length_scales, merge_distance)
     inputs = kernel.saturated(x[:, list(length_scales)])
     at, value, count = merge_points(inputs, log_ratio, merge_distance)
-    centre = float(np.median(value))
+    centre = 0.0 if kernel.along else float(np.median(value))
     covariance, variance = kernel(at, at), kernel.noise**2 / count
     inflation, freedom = np.ones(len(at)), STUDENT_T_FREEDOM
     for _ in range(4):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -175,7 +176,8 @@ def _rows(
     nic = nic or (hints.node.network_bytes_per_s if hints.node else 0.0)
     version = text_of(stated.get("nccl")) or log.nccl
     frame = pd.DataFrame({"message_bytes": sizes, "dtype": dtypes, "in_place": in_place})
-    failed = np.array(wrong) > 0
+    failed, world_size = np.array(wrong) > 0, facts["nodes"] * facts["gpus_per_node"]
+    local = _ranks_per_domain(world_size, facts["gpus_per_node"], node)
     return frame.assign(
         gpu=facts["gpu"],
         stack=f"nccl-{version.split()[0]}" if version.split() else "nccl",
@@ -184,10 +186,10 @@ def _rows(
         reason=[f"{n} wrong values" if n else "" for n in wrong],
         time_us=times,
         samples=log.iters or None,
-        world_size=float(facts["nodes"]) * facts["gpus_per_node"],
-        ranks_per_node=facts["gpus_per_node"],
+        world_size=float(world_size),
+        ranks_per_node=local,
         node=node.name if node else "",
-        link=_link(facts, node, bool(nic) or not stated),
+        link=_link(facts["gpu"], world_size, local, node),
         network_bytes_per_s=nic or None,
         network=text_of(stated.get("nic")),
         network_fact=text_of(stated.get("nic_fact")),
@@ -197,10 +199,20 @@ def _rows(
     )
 
 
-def _link(facts: Mapping[str, Any], node: Node | None, network: bool) -> str:
-    """Kind of the slowest link in the ring; a rack-scale machine is one NVLink domain."""
-    if facts["nodes"] > 1 and network:
+def _ranks_per_domain(world_size: int, gpus_per_node: int, node: Node | None) -> float:
+    """Ranks that reach each other without the network: of a host, or of a rack's link domain.
+
+    Ranks over several racks are spread evenly.
+    """
+    if node is None or node.topology == "pcie" or not node.gpus_per_domain:
+        return gpus_per_node
+    return world_size / math.ceil(world_size / node.gpus_per_domain)
+
+
+def _link(gpu: str, world_size: int, local: float, node: Node | None) -> str:
+    """Kind of the slowest link in the ring."""
+    if world_size > local:
         return "network"
     if node is not None:
-        return node.link_among(facts["gpus_per_node"])
-    return load_gpu(facts["gpu"]).usual_link if facts["gpu"] in gpu_names() else "pcie"
+        return node.link_among(world_size)
+    return load_gpu(gpu).usual_link if gpu in gpu_names() else "pcie"

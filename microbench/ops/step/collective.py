@@ -22,18 +22,21 @@ from microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
+from microbench.ops.step.alpha_beta import (
+    HALVES,
+    across_nodes,
+    bytes_moved,
+    floor_us,
+    link,
+    link_us,
+    network_us,
+)
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
-HALVES = ("all_gather", "reduce_scatter")  # each half of an all_reduce's steps
-CPU_COPIES = assumed(__file__, "cpu_copies")
 ALONG = ("log_bus_us", "log_message", "log_share")
 KERNEL = [KernelTerm(**term) for term in assumed(__file__, "covariance")]
 # Beyond these ends the ratio to the roofline is that at the end.
 ENDS_US = tuple(assumed(__file__, "smooth_us"))
-NETWORK_BYTES_PER_S = assumed(__file__, "network_bytes_per_s")
-LATENCY_US = assumed(__file__, "latency_us")
-LATENCY_PER_STEP = assumed(__file__, "latency_per_step")
-STEP_LATENCY_US = assumed(__file__, "step_latency_us")  # of ring_us, in compose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,9 @@ class Collective:
     """One collective over ``world_size`` ranks, ``ranks_per_node`` of them on each node.
 
     ``link`` is the slowest link it crosses: nvlink, pairwise (a bridge), pcie or network; empty
-    where ranks and nodes say it. ``network_bytes_per_s``: a GPU's share of the NICs, 0: unknown.
+    where ranks and nodes say it. ``ranks_per_node`` counts those that reach each other without
+    the network: of a host, or of a link domain over several. ``network_bytes_per_s``: a GPU's share
+    of the NICs, 0: unknown; ``link_bytes_per_s`` of the links inside a node, 0: the GPU's own.
     """
 
     op: str
@@ -51,6 +56,7 @@ class Collective:
     node: str = ""
     link: str = ""
     network_bytes_per_s: float = 0.0
+    link_bytes_per_s: float = 0.0
     dtype: str = "fp32"
 
 
@@ -111,79 +117,11 @@ def _ring(send: Any, receive: Any) -> None:
             work.wait()
 
 
-def bus_factor(p: Any) -> Any:
-    """busbw / algbw: all_reduce 2(n-1)/n; gather, scatter and all_to_all (n-1)/n; else 1."""
-    n = np.asarray(p.world_size, dtype=float)
-    share = (n - 1) / n
-    whole = np.isin(p.op, ["broadcast", "send_recv"])
-    return np.where(np.equal(p.op, "all_reduce"), 2 * share, np.where(whole, 1.0, share))
-
-
 def flops(p: Any) -> Any:
     """One addition per element received by the reducing ones."""
     reduces = np.isin(p.op, ["all_reduce", "reduce_scatter"])
     n = np.asarray(p.world_size, dtype=float)
     return np.where(reduces, (n - 1) / n, 0.0) * p.message_bytes / itemsize_bytes(p.dtype)
-
-
-def bytes_moved(p: Any) -> Any:
-    """Bytes over each rank's link."""
-    return bus_factor(p) * p.message_bytes
-
-
-def across_nodes(p: Any) -> Any:
-    """Whether some ranks reach each other over the network only."""
-    stated = np.isin(p.link, ["nvlink", "pairwise", "pcie"])
-    return np.greater(p.world_size, p.ranks_per_node) & ~stated
-
-
-def link(p: Any, gpu: Gpu) -> Any:
-    """The slowest link it crosses, the GPU's usual one where none is stated."""
-    usual = np.where(across_nodes(p), "network", gpu.usual_link)
-    return np.where(np.equal(p.link, ""), usual, p.link)
-
-
-def link_rate(p: Any, gpu: Gpu) -> Any:
-    """Bytes/s of one direction of the links inside a node."""
-    fast = gpu.link_bytes_per_s or gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
-    return np.where(np.equal(link(p, gpu), "pcie"), gpu.pcie_bytes_per_s or fast, fast)
-
-
-def link_us(p: Any, gpu: Gpu) -> Any:
-    """Time of the bytes over the links inside a node."""
-    alone = np.equal(p.ranks_per_node, 1) & across_nodes(p)
-    return np.where(alone, 0.0, bytes_moved(p) / link_rate(p, gpu) * 1e6)
-
-
-def network_us(p: Any) -> Any:
-    """Time of the bytes over the network.
-
-    A ring enters and leaves each node once per byte and its channels spread over the NICs of all
-    local GPUs. An all_reduce adds up within nodes first (NCCL's trees), so that nodes count, not
-    ranks. Pairs use one NIC; in an all_to_all each GPU sends its share for other nodes.
-    """
-    local, world = np.asarray(p.ranks_per_node, dtype=float), np.asarray(p.world_size, dtype=float)
-    rate = np.where(np.asarray(p.network_bytes_per_s) > 0, p.network_bytes_per_s, 1.0)
-    rate = np.where(np.asarray(p.network_bytes_per_s) > 0, rate, NETWORK_BYTES_PER_S)
-    by_tree = 2 * np.maximum(world - local, 0) / world * p.message_bytes / (rate * local)
-    by_ring = np.where(np.equal(p.op, "all_reduce"), by_tree, bytes_moved(p) / (rate * local))
-    by_pairs = p.message_bytes * np.maximum(world - local, 0) / world / rate
-    alone = p.message_bytes / rate
-    seconds = np.where(np.equal(p.op, "all_to_all"), by_pairs, by_ring)
-    seconds = np.where(np.equal(p.op, "send_recv"), alone, seconds)
-    return np.where(across_nodes(p), seconds * 1e6, 0.0)
-
-
-def floor_us(p: Any, gpu: Gpu) -> Any:
-    """Time over the slower of link and network, plus latency_us * (1 + latency_per_step * log2(n)).
-
-    On a CPU: bytes through memory, plus latency_us * log2(n).
-    """
-    steps = np.log2(np.maximum(p.world_size, 2))
-    if gpu.kind == "cpu":
-        return bytes_moved(p) / (gpu.hbm_bytes_per_s / CPU_COPIES) * 1e6 + LATENCY_US["cpu"] * steps
-    latency_us = np.where(across_nodes(p), LATENCY_US["network"], LATENCY_US["link"])
-    return np.maximum(link_us(p, gpu), network_us(p)) + latency_us * (1 + LATENCY_PER_STEP * steps)
 
 
 def place(p: Any) -> Any:

@@ -12,12 +12,12 @@ import pytest
 
 from compose.forecast import forecast
 from compose.parallel.plan import ParallelPlan
-from compose.pricing.collectives import EMPTY_BYTES, Message, cluster, price_messages, ring_us
+from compose.pricing.collectives import EMPTY_BYTES, Message, cluster, formula_us, price_messages
 from compose.pricing.gradient_buckets import buckets, ddp_step
 from compose.pricing.price_book import PriceBook
 from compose.simulate.op_timeline import op_timeline
 from compose.simulate.timeline import Span, simulate
-from microbench.hardware.node import load_node
+from microbench.hardware.node import Node, load_node
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
@@ -194,14 +194,40 @@ def reduce_of(nbytes: int) -> Message:
     return Message(kind="all_reduce", axis="dp", message_bytes=nbytes)
 
 
-def test_all_reduce_without_a_model_is_a_ring() -> None:
-    """Twice log2(4) latencies of 5 us, and 2 * 3/4 * 1e6 B at 1e11 B/s = 15 us."""
-    where = cluster(ParallelPlan(dp=4), GPU)
-    assert ring_us(reduce_of(10**6), where.groups["dp"], where) == pytest.approx(20 + 15)
+def test_all_reduce_without_a_model_is_by_latency_and_rate() -> None:
+    """A tree of four by ll128: 14 us, six steps of 1.25 us, 3/2 * 1e6 B at 0.8 * 0.846e11 B/s."""
+    where, us = cluster(ParallelPlan(dp=4), GPU), 14 + 6 * 1.25 + 1.5e6 / (0.8 * 0.846 * 1e5)
+    assert formula_us(reduce_of(10**6), where.groups["dp"], where) == pytest.approx(us)
     bare = Fixed()
     bare.models = {"gemm": None, "host": None}
     (found,) = price_messages([reduce_of(10**6)], PriceBook(bare, GPU, 0), where)
-    assert (found.family, found.duration_us) == ("unmodelled", pytest.approx(35))
+    assert (found.family, found.duration_us) == ("unmodelled", pytest.approx(us))
+
+
+def test_a_forecast_says_by_which_network() -> None:
+    """The node's, or what is assumed; one rank sends nothing."""
+    gpu, node = load_gpu("h100-sxm-80gb"), load_node("dgx-h100")
+    plans = [(16, node), (16, None), (4, None), (1, node)]
+    assert [cluster(ParallelPlan(dp=n), gpu, of).network for n, of in plans] == [
+        "dgx-h100: a GPU has 450 GB/s nvlink among 8, 50 GB/s network beyond",
+        "no node named: a GPU has 450 GB/s nvlink among 8, 25 GB/s network beyond"
+        " (assumed: no node states it)",
+        "no node named: a GPU has 450 GB/s nvlink among 4",
+        "",
+    ]
+
+
+def test_a_formula_takes_links_and_network_of_the_node() -> None:
+    """A faster network between nodes, a slower link inside: both change the time."""
+    gpu, node = load_gpu("h100-sxm-80gb"), load_node("dgx-h100")
+    message = Message(kind="all_gather", axis="dp", message_bytes=2**30)
+
+    def us(ranks: int, of: Node | None) -> float:
+        where = cluster(ParallelPlan(dp=ranks), gpu, of)
+        return formula_us(message, where.groups["dp"], where)
+
+    assert us(16, node) < 0.6 * us(16, None)  # 50e9 bytes/s a GPU, not 25e9
+    assert us(8, replace(node, link_bytes_per_s=45e9)) > 9 * us(8, node)
 
 
 def test_links_are_those_of_the_node_or_else_what_is_usual() -> None:
@@ -252,7 +278,7 @@ def test_beyond_its_envelope_a_collective_is_scaled_by_hierarchy() -> None:
     message = reduce_of(10**8)
     (found,) = price_messages([message], PriceBook(UpToFour(), GPU, 0), where)
     four = where.groups["dp"].__class__(size=4, per_node=4)
-    ratio = ring_us(message, where.groups["dp"], where) / ring_us(message, four, where)
+    ratio = formula_us(message, where.groups["dp"], where) / formula_us(message, four, where)
     assert found.duration_us == pytest.approx(6.0 * ratio)
     assert not found.in_envelope
     (inside,) = price_messages(

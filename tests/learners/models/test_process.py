@@ -196,6 +196,24 @@ def test_networks_and_vidurs_kernels_tell_nothing_of_others() -> None:
     assert stated.kernel(z, z)[apart].max() < 1e-6 < stated.kernel(z, z)[~apart].max()
 
 
+def test_far_from_all_rows_the_roofline_is_the_forecast() -> None:
+    """A slow cluster says less than half of it about another kind over another network."""
+    slow = curve("h100-sxm-80gb", "all_reduce", 6.0, 200e9)
+    slow = slow.assign(world_size=16, ranks_per_node=8, node="aws-p5", time_us=2 * slow["time_us"])
+    asked = slow.assign(op="send_recv", node="alps", link="network", network_bytes_per_s=12.5e9)
+    rows = pd.concat([slow, asked], ignore_index=True)
+    gpus = {"h100-sxm-80gb": load_gpu("h100-sxm-80gb")}
+    table = prepare(rows, families()["collective"], gpus).table
+    stated, known = table.stated_kernel, np.arange(len(slow))
+    assert stated is not None
+    columns: dict[int, tuple[float, ...]] = {column: () for column in stated.columns}
+    found = fit_process(table.x[known], table.log_ratio[known], columns, stated.kernel)
+    of = np.abs(found.predict(table.x))
+    own, others = of[known].mean(), of[known + len(slow)].mean()
+    assert found.centre == 0.0
+    assert others < 0.5 * own
+
+
 def test_one_value_of_a_text_is_one_column() -> None:
     """op has columns 0 and 1, size column 2."""
     table = {"op": np.array(["b", "a"], dtype=object), "size": np.array([1.0, 2.0])}

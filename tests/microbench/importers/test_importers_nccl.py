@@ -86,6 +86,17 @@ def test_links_within_a_node_are_what_its_kind_has(tmp_path: Path) -> None:
     assert links == [("a100-pairwise", "pairwise"), ("a100-pairwise", "pcie"), ("", "pcie")]
 
 
+def test_a_rack_is_one_link_domain(tmp_path: Path) -> None:
+    """Ranks count by domain of 72 GPUs, not by host of four: 2 hosts are one, 32 two racks."""
+    text = "".join(line for line in LOG.splitlines(keepends=True) if "Rank" not in line)
+    found = []
+    for hosts in (2, 32):
+        hints = Hints(gpu="gb200", nodes=hosts, gpus_per_node=4, node=load_node("gb200-nvl72"))
+        row = imported(tmp_path, text, hints).rows["collective"].iloc[0]
+        found.append((row["world_size"], row["ranks_per_node"], row["link"]))
+    assert found == [(8, 8, "nvlink"), (128, 64, "network")]
+
+
 def test_json_says_the_same_as_text(tmp_path: Path) -> None:
     """The report that -J writes, where an infinite rate is a bare inf."""
     ranks = [(host, i) for host in ("hosta", "hostb") for i in (0, 1)]

@@ -91,15 +91,14 @@ def test_a_small_message_takes_the_protocol_of_least_latency() -> None:
 def test_across_nodes_a_gather_rings_and_an_all_reduce_takes_a_tree() -> None:
     """64 MiB over two nodes of eight: 96 % of a NIC of 25e9 bytes/s a GPU.
 
-    The gather's 14 steps inside nodes and one between are simple; the tree, seven steps inside and
-    one between, both ways, carries 0.92 of 0.92 by ll128.
+    The gather's 14 steps inside nodes and one between are simple. The tree, seven steps inside and
+    one between, both ways, is bound by an A100's links: 15/8 of the bytes at 0.8 * 0.92 * 300e9.
     """
     gather, reduces = across("all_gather"), across("all_reduce")
     ring_us = 15 / 16 * 64 * MIB / (8 * 25e9 * 0.96) * 1e6
     assert float(floor_us(gather, H100)) == pytest.approx(8.4 + 14 * 3.4 + 14 + ring_us)
-    tree_us = 64 * MIB / (8 * 25e9 * 0.96 * 0.846) * 1e6
-    latency_us = 14 + 2 * (7 * 1.25 + 8.5)
-    assert float(floor_us(reduces, H100)) == pytest.approx(latency_us + tree_us)
+    tree_us = 8.4 + 2 * (7 * 4 + 14) + 15 / 8 * 64 * MIB / (0.8 * 0.92 * 300e9) * 1e6
+    assert float(floor_us(reduces, load_gpu("a100-sxm-80gb"))) == pytest.approx(tree_us)
 
 
 def test_send_recv_has_one_network_card() -> None:
@@ -155,3 +154,13 @@ def test_every_algorithm_has_the_same_protocols_and_links() -> None:
         assert set(START_US[algorithm]) == set(shares)
         assert set(STEP_US[algorithm]) == set(LINK_SHARE)
         assert all(set(steps) == set(shares) for steps in STEP_US[algorithm].values())
+
+
+def test_switches_of_hopper_add_up_an_all_reduce() -> None:
+    """Each GPU sends and receives 1 GiB once, at 5/6 of 0.8 * 450e9 bytes/s; two ranks do not."""
+    p = Collective(op="all_reduce", message_bytes=2**30, world_size=8, ranks_per_node=8)
+    us = 25 + 2**30 / (0.8 * 450e9 * 5 / 6) * 1e6
+    assert float(floor_us(p, H100)) == pytest.approx(us)
+    assert float(floor_us(p, load_gpu("a100-sxm-80gb"))) > us * 450 / 300  # rings and trees alone
+    pair = Collective(op="all_reduce", message_bytes=2**30, world_size=2)
+    assert float(floor_us(pair, H100)) == pytest.approx(8.4 + 2 * 3.4 + 2**30 / (0.8 * 450e9) * 1e6)

@@ -1,0 +1,162 @@
+"""Time of a collective by formula: latency of its steps plus bytes over the rate of its links.
+
+On a GPU the fastest of NCCL's algorithms and protocols, as NCCL itself estimates them to choose
+one (https://github.com/NVIDIA/nccl, src/graph/tuning.cc). Link domains are told from the network by
+``ranks_per_node``; rates are those of hardware and node files. Learned models correct it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from microbench.assumptions import assumed
+from microbench.hardware.spec import Gpu
+
+HALVES = ("all_gather", "reduce_scatter")  # each half of an all_reduce's steps
+PAIRS = ("all_to_all", "send_recv")  # sent straight from rank to rank
+CPU_COPIES = assumed(__file__, "cpu_copies")
+CPU_STEP_US = assumed(__file__, "cpu_step_us")
+NETWORK_BYTES_PER_S = assumed(__file__, "network_bytes_per_s")
+START_US = assumed(__file__, "start_us")
+STEP_US = assumed(__file__, "step_us")
+PROTOCOL_SHARE = assumed(__file__, "protocol_share")
+LINK_SHARE = assumed(__file__, "link_share")
+SWITCH_US = assumed(__file__, "switch_us")
+SWITCH_SHARE = assumed(__file__, "switch_share")
+SWITCH_RANKS = assumed(__file__, "switch_ranks")
+SWITCHES_ADD = ("hopper", "blackwell", "blackwell-ultra")  # whose NVSwitches add up
+NVLINK_ONLY = "ll128"  # a protocol that relies on stores of 128 bytes staying whole
+
+
+def bus_factor(p: Any) -> Any:
+    """busbw / algbw: all_reduce 2(n-1)/n; gather, scatter and all_to_all (n-1)/n; else 1."""
+    n = np.asarray(p.world_size, dtype=float)
+    share = (n - 1) / n
+    whole = np.isin(p.op, ["broadcast", "send_recv"])
+    return np.where(np.equal(p.op, "all_reduce"), 2 * share, np.where(whole, 1.0, share))
+
+
+def bytes_moved(p: Any) -> Any:
+    """Bytes over each rank's link."""
+    return bus_factor(p) * p.message_bytes
+
+
+def across_nodes(p: Any) -> Any:
+    """Whether some ranks reach each other over the network only."""
+    stated = np.isin(p.link, ["nvlink", "pairwise", "pcie"])
+    return np.greater(p.world_size, p.ranks_per_node) & ~stated
+
+
+def link(p: Any, gpu: Gpu) -> Any:
+    """The slowest link it crosses, the GPU's usual one where none is stated."""
+    usual = np.where(across_nodes(p), "network", gpu.usual_link)
+    return np.where(np.equal(p.link, ""), usual, p.link)
+
+
+def over_pcie(p: Any, gpu: Gpu) -> Any:
+    """Whether ranks of a node reach each other over PCIe, of one or of several nodes."""
+    kind = link(p, gpu)
+    return np.equal(np.where(np.equal(kind, "network"), gpu.usual_link, kind), "pcie")
+
+
+def link_rate(p: Any, gpu: Gpu) -> Any:
+    """Bytes/s of one direction of the links inside a node: those stated, else the GPU's."""
+    fast = gpu.link_bytes_per_s or gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
+    usual = np.where(over_pcie(p, gpu), gpu.pcie_bytes_per_s or fast, fast)
+    return np.where(np.greater(p.link_bytes_per_s, 0), p.link_bytes_per_s, usual)
+
+
+def link_us(p: Any, gpu: Gpu) -> Any:
+    """Time of the bytes over the links inside a node."""
+    alone = np.equal(p.ranks_per_node, 1) & across_nodes(p)
+    return np.where(alone, 0.0, bytes_moved(p) / link_rate(p, gpu) * 1e6)
+
+
+def network_rate(p: Any) -> Any:
+    """A GPU's share of the network in bytes/s: that stated, else the usual one."""
+    stated = np.greater(p.network_bytes_per_s, 0)
+    return np.where(stated, np.where(stated, p.network_bytes_per_s, 1.0), NETWORK_BYTES_PER_S)
+
+
+def ring_network_us(p: Any) -> Any:
+    """Time of the bytes over the network, of a ring or of pairs.
+
+    A ring enters and leaves each node once per byte and its channels spread over the NICs of all
+    local GPUs. Of an all_to_all each GPU sends its share for other nodes; send_recv uses one NIC.
+    """
+    local, world = np.asarray(p.ranks_per_node, dtype=float), np.asarray(p.world_size, dtype=float)
+    rate = network_rate(p)
+    by_pairs = p.message_bytes * np.maximum(world - local, 0) / world / rate
+    seconds = np.where(np.equal(p.op, "all_to_all"), by_pairs, bytes_moved(p) / (rate * local))
+    seconds = np.where(np.equal(p.op, "send_recv"), p.message_bytes / rate, seconds)
+    return np.where(across_nodes(p), seconds * 1e6, 0.0)
+
+
+def network_us(p: Any) -> Any:
+    """Time of the bytes over the network, as ``ring_network_us``, of an all_reduce by a tree.
+
+    A tree adds up within nodes first, so that nodes count, not ranks.
+    """
+    local, world = np.asarray(p.ranks_per_node, dtype=float), np.asarray(p.world_size, dtype=float)
+    share = 2 * np.maximum(world - local, 0) / world
+    by_tree = share * p.message_bytes / (network_rate(p) * local) * 1e6
+    tree = np.equal(p.op, "all_reduce") & across_nodes(p)
+    return np.where(tree, by_tree, ring_network_us(p))
+
+
+def floor_us(p: Any, gpu: Gpu) -> Any:
+    """Time of the fastest algorithm and protocol: start + steps * step + bytes / (rate * share).
+
+    On a CPU: bytes through memory, plus ``cpu_step_us`` * log2(n).
+    """
+    if gpu.kind == "cpu":
+        steps = np.log2(np.maximum(p.world_size, 2))
+        return bytes_moved(p) / (gpu.hbm_bytes_per_s / CPU_COPIES) * 1e6 + CPU_STEP_US * steps
+    found = np.inf
+    for time_us in _algorithms(p, gpu):
+        found = np.minimum(found, time_us)
+    return found
+
+
+def _algorithms(p: Any, gpu: Gpu) -> Iterator[Any]:
+    """Time by each algorithm and protocol; infinite where it does not serve the collective."""
+    world = np.asarray(p.world_size, dtype=float)
+    nodes = np.where(across_nodes(p), world / np.minimum(p.ranks_per_node, world), 1.0)
+    inside, pcie = world / nodes - 1, over_pcie(p, gpu)
+    inside_share = np.where(pcie, LINK_SHARE["pcie"], LINK_SHARE["nvlink"])
+    near_us, reduces = link_us(p, gpu) / inside_share, np.equal(p.op, "all_reduce")
+    pairs, sent = np.isin(p.op, PAIRS), {"ring": ring_network_us(p), "tree": network_us(p)}
+    if gpu.architecture in SWITCHES_ADD:
+        yield _in_switches_us(p, gpu, nodes)
+    for algorithm, far_us in sent.items():
+        bytes_us = np.maximum(near_us, far_us / LINK_SHARE["network"])
+        for protocol, share in PROTOCOL_SHARE[algorithm].items():
+            steps = {kind: STEP_US[algorithm][kind][protocol] for kind in ("nvlink", "pcie")}
+            near, far = np.where(pcie, steps["pcie"], steps["nvlink"]), np.where(nodes > 1, 1, 0)
+            far = far * STEP_US[algorithm]["network"][protocol]
+            if algorithm == "ring":
+                latency = np.where(reduces, 2, 1) * ((world - nodes) * near + (nodes - 1) * far)
+                latency = np.where(pairs, np.where(nodes > 1, far, near), latency)
+            else:
+                latency = 2 * (inside * near + np.log2(nodes) * far)
+            serves = np.where(algorithm == "tree", reduces, True)
+            serves = serves & ~(np.equal(protocol, NVLINK_ONLY) & (pcie | pairs))
+            time_us = START_US[algorithm][protocol] + latency + bytes_us / share
+            yield np.where(serves, time_us, np.inf)
+
+
+def _in_switches_us(p: Any, gpu: Gpu, nodes: Any) -> Any:
+    """Time of an all_reduce that NVSwitches add up (NVLS), a tree over nodes; else infinite.
+
+    Each GPU sends its data once and receives the sum once.
+    """
+    world = np.asarray(p.world_size, dtype=float)
+    near_us = link_us(p, gpu) / bus_factor(p) / LINK_SHARE["nvlink"]
+    far_us = network_us(p) / LINK_SHARE["network"]
+    latency_us = SWITCH_US["nvlink"] + 2 * np.log2(nodes) * SWITCH_US["network"]
+    serves = np.equal(p.op, "all_reduce") & ~over_pcie(p, gpu) & (world / nodes >= SWITCH_RANKS)
+    time_us = latency_us + np.maximum(near_us, far_us) / SWITCH_SHARE
+    return np.where(serves, time_us, np.inf)
