@@ -1,8 +1,8 @@
 """Prices collectives among the ranks of one axis of a plan.
 
 Inside its training envelope the family model prices them. Beyond it, the model's time for the
-largest smaller group inside the envelope is scaled by ring_us(group) / ring_us(smaller group).
-Without a model the time is ``ring_us``, counted as unmodelled.
+largest smaller group inside the envelope is scaled by formula_us(group) / formula_us(smaller
+group). Without a model the time is ``formula_us``, counted as unmodelled.
 
 Times rest on assumptions (``PricedOp.assumed``) where there is no model, for the part that scaling
 adds, and wherever a message crosses a network whose rate no node file states.
@@ -22,16 +22,12 @@ from compose.pricing.price_book import UNCERTAINTY_FACTOR, UNMODELLED, PriceBook
 from microbench.assumptions import assumed
 from microbench.hardware.node import Node
 from microbench.hardware.spec import Gpu
-from microbench.ops.step.collective import (
-    CPU_COPIES,
-    NETWORK_BYTES_PER_S,
-    STEP_LATENCY_US,
-    Collective,
-    bus_factor,
-)
+from microbench.ops.step.alpha_beta import CPU_COPIES, NETWORK_BYTES_PER_S, floor_us
+from microbench.ops.step.collective import Collective
 
 RANKS_PER_NODE: int = assumed(__file__, "ranks_per_node")  # where the plan names no node
-EMPTY_BYTES = 64  # a message of so few bytes takes its latency alone
+LATENCY = "alpha_beta.step_us"  # the assumption that times by formula rest on
+EMPTY_BYTES: int = assumed(__file__, "empty_bytes")  # so few bytes take the latency alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +70,19 @@ class Cluster:
         return self._stated_network == 0
 
     @property
+    def network(self) -> str:
+        """The links and network that messages are priced by; empty where none is sent."""
+        world, domain = self.groups["world"].size, self.gpus_per_node
+        if world == 1 or self.gpu.kind == "cpu":
+            return ""
+        inside = min(world, domain)
+        told = f"{self.link_bytes_per_s(inside) / 1e9:g} GB/s {self.link(inside)} among {inside}"
+        if world > domain:
+            assumed_word = " (assumed: no node states it)" if self.network_assumed else ""
+            told += f", {self.network_bytes_per_s / 1e9:g} GB/s network beyond{assumed_word}"
+        return f"{self.node.name if self.node else 'no node named'}: a GPU has {told}"
+
+    @property
     def _stated_network(self) -> float:
         return self.node.network_bytes_per_s if self.node else 0.0
 
@@ -105,20 +114,21 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
 
     Axis ``shard`` is cp and dp together, over which parameters are sharded, or with hsdp the inner
     part of it and ``replicate`` the outer part; ``ep`` the inner part
-    of dp and ``expert`` the replicas of its experts; ``intra_node`` two ranks of one node,
-    ``inter_node`` two of different nodes; ``world`` all ranks. A CPU is one node of any number of
-    ranks.
+    of dp, or of all ranks where tp does not cut experts, and ``expert`` the replicas of its
+    experts; ``intra_node`` two ranks of one node, ``inter_node`` two of different nodes; ``world``
+    all ranks. A CPU is one node of any number of ranks.
     """
     per_node = plan.world_size
     if gpu.kind != "cpu":
         per_node = ranks_per_node(plan, gpus_per_domain(gpu, node))
     inner = {"tp": 1, "cp": plan.tp, "shard": plan.tp, "dp": plan.tp * plan.cp}
-    inner |= {"ep": inner["dp"], "pp": inner["dp"] * plan.dp, "world": 1}
+    inner |= {"pp": inner["dp"] * plan.dp, "world": 1}
+    inner["ep"] = inner["dp"] if plan.expert_tp == plan.tp else 1
     size = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "ep": plan.ep, "pp": plan.pp}
     size |= {"shard": plan.shards, "world": plan.world_size}
     inner["replicate"] = plan.tp * plan.shards
     size["replicate"] = plan.cp * plan.dp // plan.shards
-    inner["expert"], size["expert"] = plan.tp * plan.cp * plan.ep, plan.cp * plan.dp // plan.ep
+    inner["expert"], size["expert"] = inner["ep"] * plan.ep, plan.expert_replicas
     groups = {
         axis: Group(size=n, per_node=max(1, min(n, per_node // inner[axis])))
         for axis, n in size.items()
@@ -128,26 +138,29 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     return Cluster(gpu=gpu, node=node, gpus_per_node=per_node, groups=groups)
 
 
-def ring_us(message: Message, group: Group, where: Cluster) -> float:
-    """Time of a collective by formula: steps * latency + bytes on the wire / rate.
-
-    steps = ceil(log2(ranks)), twice for all_reduce, 1 for send_recv. The rate is that of the
-    slowest link; between nodes each rank of the group on a node has its own share of the network:
-    rate = min(link, ranks on the node * share).
-    """
-    n, kind = group.size, message.kind
-    if n == 1:
+def formula_us(message: Message, group: Group, where: Cluster) -> float:
+    """Time of a collective by latency and rate: ``microbench.ops.step.alpha_beta.floor_us``."""
+    if group.size == 1:
         return 0.0
-    params = Collective(op=kind, message_bytes=message.message_bytes, world_size=n)
-    wire_bytes = float(bus_factor(params)) * message.message_bytes
-    rate, latency_us = where.link_bytes_per_s(group.per_node), STEP_LATENCY_US["link"]
-    if where.gpu.kind == "cpu":
-        latency_us = STEP_LATENCY_US["cpu"]
-    elif n > group.per_node:
-        shared = group.per_node if kind not in ("send_recv", "all_to_all") else 1
-        rate, latency_us = min(rate, shared * where.network_bytes_per_s), STEP_LATENCY_US["network"]
-    steps = 1.0 if kind == "send_recv" else float((n - 1).bit_length())
-    return float((2 if kind == "all_reduce" else 1) * steps * latency_us + wire_bytes / rate * 1e6)
+    params = Collective(
+        op=message.kind,
+        message_bytes=message.message_bytes,
+        dtype=message.dtype,
+        **_crossed(group, where),
+    )
+    return float(floor_us(params, where.gpu))
+
+
+def _crossed(group: Group, where: Cluster) -> dict[str, Any]:
+    """Ranks, links and rates of a group, by their names in ``Collective``."""
+    far = group.size > group.per_node
+    return {
+        "world_size": group.size,
+        "ranks_per_node": group.per_node,
+        "link": "" if far else where.link(group.size),
+        "network_bytes_per_s": where.network_bytes_per_s if far else 0.0,
+        "link_bytes_per_s": where.link_bytes_per_s(group.per_node) if where.node else 0.0,
+    }
 
 
 def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster) -> list[PricedOp]:
@@ -159,9 +172,7 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
         on_cpu = where.gpu.kind == "cpu"
         asked = list(dict.fromkeys([*fresh, *map(_empty, fresh if on_cpu else ())]))
         learned = "collective" in book.models
-        made = (
-            _learned(asked, book, where) if learned else (_ring_fallback(m, where) for m in asked)
-        )
+        made = _learned(asked, book, where) if learned else (_by_formula(m, where) for m in asked)
         found = dict(zip(asked, made, strict=True))
         for m, op in found.items():
             if on_cpu and m.message_bytes > EMPTY_BYTES:
@@ -176,17 +187,17 @@ def _empty(message: Message) -> Message:
     return replace(message, message_bytes=min(EMPTY_BYTES, message.message_bytes))
 
 
-def _ring_fallback(message: Message, where: Cluster) -> PricedOp:
-    us = ring_us(message, where.groups[message.axis], where)
+def _by_formula(message: Message, where: Cluster) -> PricedOp:
+    us = formula_us(message, where.groups[message.axis], where)
     bounds = (us, us / UNCERTAINTY_FACTOR, us * UNCERTAINTY_FACTOR)
-    return _priced(message, UNMODELLED, bounds, (("collective.step_latency_us", 1.0),))
+    return _priced(message, UNMODELLED, bounds, ((LATENCY, 1.0),))
 
 
 def _assumed_shares(group: Group, scale: float, where: Cluster) -> AssumedShares:
     """What of a modelled collective's time is assumed; ``scale``: its time over the model's."""
     if group.size > group.per_node and where.network_assumed and where.gpu.kind != "cpu":
-        return (("collective.network_bytes_per_s", 1.0),)
-    return (("collective.step_latency_us", 1 - 1 / scale),) if scale > 1 else ()
+        return (("alpha_beta.network_bytes_per_s", 1.0),)
+    return ((LATENCY, 1 - 1 / scale),) if scale > 1 else ()
 
 
 def _smaller(group: Group) -> Iterator[Group]:
@@ -210,7 +221,7 @@ def _learned(messages: Sequence[Message], book: PriceBook, where: Cluster) -> It
             yield _priced(message, "collective", (0.0, 0.0, 0.0), inside=True)
             continue
         (group, known), whole = nearest[message], where.groups[message.axis]
-        scale = ring_us(message, whole, where) / ring_us(message, group, where)
+        scale = formula_us(message, whole, where) / formula_us(message, group, where)
         columns = ("predicted_us", "predicted_us_p10", "predicted_us_p90")
         us, low_us, high_us = (float(modelled[message][c]) * scale for c in columns)
         shares = _assumed_shares(whole, scale, where)
@@ -243,14 +254,9 @@ def _rows(asked: Sequence[tuple[Message, Group]], book: PriceBook, where: Cluste
         "op": [m.kind for m, _ in asked],
         "message_bytes": [m.message_bytes for m, _ in asked],
         "dtype": [m.dtype for m, _ in asked],
-        "world_size": [g.size for _, g in asked],
-        "ranks_per_node": [g.per_node for _, g in asked],
-        "link": ["" if g.size > g.per_node else where.link(g.size) for _, g in asked],
-        "network_bytes_per_s": [
-            where.network_bytes_per_s if g.size > g.per_node else 0.0 for _, g in asked
-        ],
     }
-    return pd.DataFrame({**columns, **facts})
+    crossed = pd.DataFrame([_crossed(group, where) for _, group in asked])
+    return pd.DataFrame({**columns, **crossed, **facts})
 
 
 def _priced(
