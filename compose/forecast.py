@@ -14,6 +14,7 @@ from compose.simulate.iteration import Outcome, evaluate
 from compose.simulate.op_timeline import op_timeline
 from compose.simulate.rank import Rank
 from compose.simulate.timeline import Span, Task
+from microbench.hardware.host import REFERENCE, HostMachine
 from microbench.hardware.node import Node
 from microbench.hardware.spec import Gpu
 from microbench.hardware.stack import USUAL
@@ -25,7 +26,9 @@ class Forecast:
     """What ``predict --json`` reports of the slowest rank; iteration = compute + exposed + idle.
 
     ``idle_by_us`` splits idle time into host gaps, pipeline bubble and waiting for other stages.
-    ``fits``: the peak memory is within the device's. ``stack``: the software that is forecast.
+    ``fits``: the peak memory is within the device's. ``host``: the host of the GPU, empty on a CPU.
+    ``stack``: the software that is forecast. ``network``: the node, links and network that messages
+    are priced by; empty for one rank and on a CPU.
 
     ``assumed_frac`` is the share of the iteration that rests on assumed numbers: (compute and
     exposed communication priced by an assumption + host gaps, as far as the host's time is assumed)
@@ -61,7 +64,9 @@ class Forecast:
     memory_by_bytes: dict[str, int] = field(default_factory=dict)
     world_size: int = 1
     fits: bool = True
+    host: str = ""
     stack: str = USUAL
+    network: str = ""
 
 
 def forecast(
@@ -74,6 +79,7 @@ def forecast(
     threads: int,
     optimizer: str,
     node: Node | None = None,
+    host: HostMachine = REFERENCE,
     stack: str = USUAL,
 ) -> Forecast:
     """The forecast of one iteration under a plan.
@@ -84,10 +90,10 @@ def forecast(
     dense peak of their dtype. The host's time is not part of ``unmodelled_frac``;
     where it is assumed, it is part of ``assumed_frac``.
     """
-    book, where = price_book(pricer, gpu, threads, stack), cluster(plan, gpu, node)
+    book, where = price_book(pricer, gpu, threads, stack, host), cluster(plan, gpu, node)
     model = price_model(capture, plan, book, where)
     outcome = evaluate(rank_of(plan, model, book, where), optimizer)
-    return report(outcome, capture, plan, model, book, bundle_name)
+    return report(outcome, capture, plan, model, book, bundle_name, where.network)
 
 
 def timeline(
@@ -99,6 +105,7 @@ def timeline(
     threads: int,
     optimizer: str,
     node: Node | None = None,
+    host: HostMachine = REFERENCE,
     stack: str = USUAL,
 ) -> tuple[Sequence[Task], Sequence[Span]]:
     """Tasks and spans of ``forecast``; of a pipeline the last micro-batch and the optimizer.
@@ -106,8 +113,8 @@ def timeline(
     Every op is a task where the plan is one process or plain DDP and the capture is whole.
     """
     if plan.plain and not capture.repeats and node is None:
-        return op_timeline(capture, price_book(pricer, gpu, threads, stack), plan)
-    book, where = price_book(pricer, gpu, threads, stack), cluster(plan, gpu, node)
+        return op_timeline(capture, price_book(pricer, gpu, threads, stack, host), plan)
+    book, where = price_book(pricer, gpu, threads, stack, host), cluster(plan, gpu, node)
     model = price_model(capture, plan, book, where)
     outcome = evaluate(rank_of(plan, model, book, where), optimizer)
     return outcome.tasks, outcome.spans
@@ -129,6 +136,7 @@ def report(
     model: PricedModel,
     book: PriceBook,
     bundle_name: str,
+    network: str,
 ) -> Forecast:
     """A simulated iteration as the numbers that ``predict`` reports."""
     low_us, high_us = found.tally.bounds(found.iteration_us)
@@ -160,5 +168,7 @@ def report(
         memory_by_bytes=found.memory,
         world_size=plan.world_size,
         fits=found.memory_bytes <= book.gpu.hbm_bytes,
+        host="" if book.gpu.kind == "cpu" else book.host.name,
         stack=book.stack,
+        network=network,
     )

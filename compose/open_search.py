@@ -8,7 +8,7 @@ from typing import Any
 from compose.capture_model import capture
 from compose.pricing.price_book import PriceBook
 from compose.search import Search
-from compose.target import find_bundle, find_gpu, find_stack
+from compose.target import find_bundle, find_gpu, find_host, find_stack
 from microbench.cases.registry import case
 from microbench.hardware.node import Node, load_node
 from microbench.hardware.spec import Gpu
@@ -26,6 +26,7 @@ def open_search(
     optimizer: str,
     bundle: Path | None,
     amp: bool = False,
+    host: str = "",
     stack: str = "",
 ) -> tuple[Search, str]:
     """Returns a search over plans of a model, and the name of the bundle that prices them.
@@ -44,7 +45,13 @@ def open_search(
 
     search = Search(
         capture_at=capture_at,
-        book=PriceBook(models, device, threads, stack=find_stack(stack, device)),
+        book=PriceBook(
+            models,
+            device,
+            threads,
+            stack=find_stack(stack, device),
+            host=find_host(host, device),
+        ),
         node=_node(node, device),
         batch=batch,
         seq=seq,

@@ -23,12 +23,14 @@ def predict(
     plan: str = "",
     bundle: Path | None = None,
     engine: str = "eager",
+    host: str = "",
     stack: str = "",
     **options: Any,
 ) -> Forecast:
     """Forecast one iteration on ``gpu`` under ``plan``, run by an engine: eager, graph or compile.
 
-    ``stack`` names the software with its release; the usual one where it is empty.
+    ``host`` names the machine the GPU sits in, ``stack`` the software with its release; the usual
+    ones where they are empty.
 
     ``model`` is anything ``capture`` takes, with its options, or a captured step. ``batch`` and
     ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it.
@@ -39,10 +41,10 @@ def predict(
         if ParallelPlan.parse(plan).amp:
             raise ValueError(f"plan {plan!r}: a step is captured with amp=True, or without")
         return forecast_step(
-            with_engine(model, engine), find_target(gpu, plan, bundle, stack=stack)
+            with_engine(model, engine), find_target(gpu, plan, bundle, host, stack)
         )
     parsed = ParallelPlan.parse(plan)
     size = micro_size(model, parsed, options.pop("batch", None), options.pop("seq", None))
-    target = find_target(gpu, plan, bundle, stack=stack)
+    target = find_target(gpu, plan, bundle, host, stack)
     step = capture(model, inputs, loss, **size, **{"amp": parsed.amp, **options})
     return forecast_step(with_engine(step, engine), target)

@@ -12,6 +12,7 @@ from compose.forecast import Forecast, forecast, timeline
 from compose.parallel.plan import ParallelPlan
 from compose.simulate.timeline import Span, Task
 from learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
+from microbench.hardware.host import REFERENCE, USUAL, HostMachine, load_host
 from microbench.hardware.machine import cpu_name
 from microbench.hardware.names import gpu_named
 from microbench.hardware.node import Node, load_node
@@ -85,6 +86,18 @@ def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:
     return node
 
 
+def find_host(name: str, gpu: Gpu) -> HostMachine:
+    """The host of a GPU by its name or file; the usual one where none is named.
+
+    A CPU is its own host: its events are measured with its ops.
+    """
+    if gpu.kind != "cpu":
+        return load_host(name or USUAL)
+    if name:
+        raise ValueError(f"host {name!r}: {gpu.name} is a CPU, which is its own host")
+    return REFERENCE
+
+
 def find_stack(name: str, gpu: Gpu) -> str:
     """The software to forecast: the one named, else the usual one, on a CPU torch as measured."""
     if name:
@@ -95,7 +108,10 @@ def find_stack(name: str, gpu: Gpu) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Bundle, device, plan, node and software of a forecast; on a CPU ``threads`` of a rank."""
+    """Bundle, device, plan, node, host and software of a forecast.
+
+    ``threads`` of a rank on a CPU, else 0.
+    """
 
     bundle: Bundle
     bundle_name: str
@@ -103,13 +119,18 @@ class Target:
     plan: ParallelPlan
     threads: int
     node: Node | None
+    host: HostMachine = REFERENCE
     stack: str = USUAL_STACK
 
 
 def find_target(
-    gpu: str = "cpu", plan: str = "", bundle: Path | None = None, *, stack: str = ""
+    gpu: str = "cpu",
+    plan: str = "",
+    bundle: Path | None = None,
+    host: str = "",
+    stack: str = "",
 ) -> Target:
-    """The target by the names of its device, plan, bundle and software."""
+    """The target by the names of its device, plan, bundle, host and software."""
     parsed, gpu = ParallelPlan.parse(plan), gpu_named(gpu) or gpu
     folder, found = find_bundle(gpu, bundle)
     device = find_gpu(gpu, found)
@@ -120,6 +141,7 @@ def find_target(
         plan=parsed,
         threads=max(1, device.sm_count // parsed.world_size) if device.kind == "cpu" else 0,
         node=find_node(parsed, device),
+        host=find_host(host, device),
         stack=find_stack(stack, device),
     )
 
@@ -135,6 +157,7 @@ def forecast_step(step: StepCapture, target: Target) -> Forecast:
         threads=target.threads,
         optimizer=step.optimizer,
         node=target.node,
+        host=target.host,
         stack=target.stack,
     )
 
@@ -149,5 +172,6 @@ def timeline_of(step: StepCapture, target: Target) -> tuple[Sequence[Task], Sequ
         threads=target.threads,
         optimizer=step.optimizer,
         node=target.node,
+        host=target.host,
         stack=target.stack,
     )

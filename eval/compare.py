@@ -20,8 +20,9 @@ from rich.table import Table
 from compose.capture_model import capture, micro_size
 from compose.forecast import Forecast
 from compose.graph.attention_kernels import with_attention_kernel
-from compose.graph.launch_modes import with_engine
+from compose.graph.launch_modes import as_launched, with_engine
 from compose.graph.memory_format import with_memory_format
+from compose.host_fit import MeasuredStep
 from compose.parallel.plan import ParallelPlan
 from compose.target import find_target, forecast_step
 from eval.progress import progress_bar
@@ -36,10 +37,20 @@ from microbench.ops import find_family
 from microbench.store import read_rows, write_atomic
 
 CONFIGS = Path(".cache/configs")
-OPTIONAL: dict[str, Any] = {"plan": "", "seq": 0, "attn": "sdpa"}
-OPTIONAL |= {"loss": "default", "mode": "train"}
-OPTIONAL |= {"engine": "eager", "memory_format": "", "attention_kernel": "", "amp": False}
-OPTIONAL["stack"] = ""
+OPTIONAL: dict[str, Any] = {
+    "plan": "",
+    "seq": 0,
+    "attn": "sdpa",
+    "loss": "default",
+    "mode": "train",
+}
+OPTIONAL |= {
+    "engine": "eager",
+    "memory_format": "",
+    "attention_kernel": "",
+    "amp": False,
+    "stack": "",
+}
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
 ASKED += ["amp", "engine", "memory_format", "attention_kernel", "stack"]
 SETTINGS = ("mode", "optimizer", "loss", "dtype", "attn", "amp")
@@ -138,6 +149,25 @@ def _compare(
     )
 
 
+def measured_steps(rows: pd.DataFrame, folder: Path | None) -> list[MeasuredStep]:
+    """Iterations of these rows as steps that a host can be fitted to."""
+    rows = rows[rows["family"] == "iteration"]
+    missing = [c for c in (*ASKED, "time_us") if c not in rows and c not in OPTIONAL]
+    if not len(rows) or missing:
+        wanted = f"without the column {missing[0]!r}" if len(rows) else "rows of others"
+        raise ValueError(f"a host is found from rows of family host or iteration, got {wanted}")
+    found = []
+    for _, row in stated_rows(rows).iterrows():
+        stack = asked_stack(row["stack"])
+        target = find_target(str(row["gpu"]), str(row["plan"]), folder, stack=stack)
+        step = step_of({str(k): v for k, v in row.items()}, target.plan)
+        time_us, label = float(row["time_us"]), f"{row['case']} {row['plan']}"
+        found.append(MeasuredStep(label=label, time_us=time_us, step=step, target=target))
+    if not found:
+        raise ValueError("a host is found from iterations of known cases, got none")
+    return found
+
+
 def step_of(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
     """Capture the step that a measured row describes.
 
@@ -167,7 +197,8 @@ def _at_reference_us(
     rows: pd.DataFrame, bundle: Bundle, found: Forecast, step: StepCapture
 ) -> Iterator[float]:
     """Measured times in us by repeat, scaled to the machine speed at which ops were learned."""
-    calls = Counter(family.name for family, _ in map(find_family, step.calls) if family is not None)
+    families = (family for family, _ in map(find_family, as_launched(step).calls))
+    calls = Counter(family.name for family in families if family is not None)
     yield from iterations_at_reference_us(
         rows.sort_values("repeat") if "repeat" in rows else rows,
         bundle.anchors if "threads" in rows else {},

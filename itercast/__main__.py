@@ -183,7 +183,7 @@ def demo(
 @app.command(name="list")
 @one_line_errors
 def list_names(
-    what: Annotated[str, typer.Argument(help="gpus, cases, families or bundles")],
+    what: Annotated[str, typer.Argument(help="gpus, hosts, stacks, cases, families or bundles")],
 ) -> None:
     """List names of one kind, one per line."""
     from itercast.commands.shared import listing

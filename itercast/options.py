@@ -14,6 +14,10 @@ Bundle = Annotated[
 HfConfig = Annotated[
     Path | None, typer.Option(help="Hugging Face config.json; needs --batch and --seq")
 ]
+Host = Annotated[
+    str,
+    typer.Option(help="the GPU's host, a name or YAML file; `itercast list hosts`, default: usual"),
+]
 Stack = Annotated[
     str,
     typer.Option(

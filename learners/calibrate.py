@@ -1,4 +1,4 @@
-"""Calibrates a bundle with a few measured rows of a GPU."""
+"""Calibrates a bundle with a few measured rows of a GPU, and its host with rows of the host."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from learners.family_model import FamilyModel
 from learners.features.table import without_load
 from learners.models.residuals import coordinates
 from learners.transfer.calibration import Calibration, points
+from microbench.hardware.host import EVENT_US, REFERENCE, HostMachine, call_launches
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops import families
 from microbench.ops.family import Family
@@ -61,6 +62,48 @@ def measure(
     kind, at = coordinates(rows, family)
     error = np.log(rows["time_us"].to_numpy(float) / found.time_us)
     return Calibration(kind=kind, at=points(at, found.roofline_us), value=error)
+
+
+def host_of_events(rows: pd.DataFrame, name: str, source: str) -> HostMachine | None:
+    """The host on which rows of family host were measured beside a GPU; None of no such rows.
+
+    ``slowdown`` is the median time of an event over that of the reference host, ``launch_us`` the
+    median launch.
+    """
+    rows = rows[rows["time_us"] > 0]
+    rows = rows[rows["status"] == "ok"] if "status" in rows else rows
+    mine = rows[rows["family"] == "host"]
+    if not len(mine):
+        return None
+    events = mine[mine["op"].map(lambda op: op != "launch" and EVENT_US.get(op, 0.0) > 0)]
+    if not len(events):
+        return None
+    tensors = events["tensors"].fillna(1) if "tensors" in events else np.ones(len(events))
+    pairs = zip(events["op"], tensors, strict=True)
+    reference_us = [REFERENCE.event_us(str(op), int(n)) for op, n in pairs]
+    slowdown = float((events["time_us"] / reference_us).median())
+    launches_us = _launches_us(rows)
+    launch_us = slowdown * REFERENCE.launch_us
+    if len(launches_us):
+        launch_us = float(np.median(launches_us))
+    return HostMachine(
+        name=name, slowdown=round(slowdown, 3), launch_us=round(launch_us, 3), source=source
+    )
+
+
+def _launches_us(rows: pd.DataFrame) -> np.ndarray:
+    """Host times of calls as those of pointwise ones: measured launches, and ``launch_us`` of ops.
+
+    Cold rows repeat the launch of their warm row and are left out.
+    """
+    found = [rows.loc[(rows["family"] == "host") & (rows["op"] == "launch"), "time_us"]]
+    if "launch_us" in rows:
+        calls = rows[rows["launch_us"] > 0]
+        calls = calls[calls["cache"] != "cold"] if "cache" in calls else calls
+        pairs = zip(calls["family"], calls["op"].astype(str), strict=True)
+        found.append(calls["launch_us"] / [call_launches(family, op) for family, op in pairs])
+    launches: np.ndarray = pd.concat(found).to_numpy(dtype=float)
+    return launches
 
 
 def read_few(paths: Sequence[Path]) -> pd.DataFrame:

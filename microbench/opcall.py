@@ -156,7 +156,7 @@ class StepCapture:
     ``autograd_node`` and others. ``samples`` and ``tokens`` are per step; ``tokens`` is 0 where the
     model has none. ``repeats``: how many layers of a list were left out of the capture because they
     equal those captured, by the list's name (``blocks``: 94). ``engine`` is how the calls are
-    launched: eager, graph or compile; ``optimizer`` is adamw, sgd or none.
+    launched: eager, graph, compile or compile+graph; ``optimizer`` is one of ``STATE_COPIES``.
     """
 
     calls: tuple[OpCall, ...]

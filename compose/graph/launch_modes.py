@@ -1,4 +1,4 @@
-"""Rewrites a step for how it is launched: eagerly, as one CUDA graph, or compiled."""
+"""Rewrites a step for how it is launched: eagerly, as one CUDA graph, compiled, or both."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from microbench.opcall import OpCall, StepCapture, TensorSpec
 from microbench.ops import find_family
 from microbench.ops.memory.fused import CALL
 
+FUSED = "fused"  # kernels of a framework's own, which an eager loop launches one by one
 COMPILED_PHASES = ("forward", "loss", "backward")
-EAGER_EVENTS = ("accumulate_grad", "zero_grad", "backward", "adamw_step", "sgd_step")
+STILL_EAGER = (
+    "accumulate_grad",
+    "zero_grad",
+    "backward",
+    "adamw_step",
+    "adamw_fused_step",
+    "sgd_step",
+)
 
 TENSORS_A_LAUNCH = assumed(__file__, "tensors_a_launch")  # by the number of lists
 
@@ -20,23 +28,36 @@ TENSORS_A_LAUNCH = assumed(__file__, "tensors_a_launch")  # by the number of lis
 def with_engine(capture: StepCapture, engine: str) -> StepCapture:
     """The step's calls and host events as an engine launches them.
 
-    graph: the step is one launch, and Python runs nothing else. compile: forward and backward are
-    matrix products and fused kernels; modules, views and autograd nodes cost the host nothing,
-    gradients and the optimizer cost what they do eagerly.
+    graph: the step is one launch, and Python runs nothing else. compile: each phase is a compiled
+    function, whose guards and wrapper the host runs in place of modules, views and autograd nodes;
+    gradients and the optimizer cost what they do eagerly; calls become kernels after the plan has
+    cut them (``as_launched``). compile+graph: the fused kernels are launched as one graph, by one
+    compiled function. fused: kernels as those of torch.compile in an eager loop, whose modules and
+    autograd nodes the host runs.
     """
-    if engine not in ENGINES:
-        raise ValueError(f"engine {engine!r}: allowed are {', '.join(ENGINES)}")
-    if engine == "graph":
-        return replace(capture, host=dict.fromkeys(capture.host, 0), engine=engine)
-    if engine == "compile":
-        host = {name: n for name, n in capture.host.items() if name in EAGER_EVENTS}
-        return replace(fused(capture), host=host, engine=engine)
-    return capture
+    if engine not in (*ENGINES, FUSED):
+        raise ValueError(f"engine {engine!r}: allowed are {', '.join((*ENGINES, FUSED))}")
+    host = dict(capture.host)
+    if "compile" in engine:
+        phases = {call.phase for call in capture.calls} & set(COMPILED_PHASES)
+        host = {name: n for name, n in host.items() if name in STILL_EAGER}
+        host["compiled_call"] = len(phases)
+    if "graph" in engine:
+        host = dict.fromkeys(host, 0)
+    if engine == "compile+graph":
+        host["graphed_call"] = 1
+    return replace(capture, host=host, engine=engine)
+
+
+def as_launched(capture: StepCapture) -> StepCapture:
+    """The step with the calls that its engine launches: those of torch.compile are fused."""
+    fuses = capture.engine == FUSED or "compile" in capture.engine
+    return fused(capture) if fuses else capture
 
 
 def launches(capture: StepCapture) -> int:
     """Number of launches by the host: 1 for a CUDA graph, else one or more per call."""
-    return 1 if capture.engine == "graph" else sum(map(_kernels, capture.calls))
+    return 1 if "graph" in capture.engine else sum(map(_kernels, capture.calls))
 
 
 def _kernels(call: OpCall) -> int:

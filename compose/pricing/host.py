@@ -8,15 +8,13 @@ from typing import Any
 
 from compose.graph.launch_modes import launches
 from compose.pricing.assumed_time import AssumedShares, AssumedTime
-from compose.pricing.price_book import UNCERTAINTY_FACTOR, PriceBook, PricedOp, price_book
+from compose.pricing.price_book import PriceBook, PricedOp, price_book
 from learners.family_model import FamilyModel
 from learners.transfer.source_gpus import gpu_distance
-from microbench.assumptions import assumed
+from microbench.hardware.host import EVENT_US
 from microbench.opcall import StepCapture
 from microbench.ops.step.host import Host
 
-# Where family "host" has no model; as uncertain as every assumed time (``UNCERTAINTY_FACTOR``).
-EVENT_US: Mapping[str, float] = assumed(__file__, "event_us")
 WRAPPERS = (
     "fsdp_layer",
     "fsdp_layer_kept",
@@ -27,14 +25,17 @@ WRAPPERS = (
     "tp_loss",
     "adamw_dtensor_step",
     "sgd_dtensor_step",
+    "adamw_fused_dtensor_step",
 )
 # Events that come once, over as many tensors as they are counted: parameters of an optimizer or of
 # a layer, tensors that a checkpoint saves.
 EVENTS_OVER_TENSORS = (
     "adamw_step",
     "sgd_step",
+    "adamw_fused_step",
     "adamw_dtensor_step",
     "sgd_dtensor_step",
+    "adamw_fused_dtensor_step",
     "fsdp_layer",
     "fsdp_layer_kept",
     "checkpoint_layer",
@@ -45,10 +46,10 @@ PYTHON = "python"  # phase of host work that no op stands for
 def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
     """The host's time in a step as one op: counted events times the time of one.
 
-    Family "host" prices events where it has a model: on a CPU all but those of parallel wrappers,
-    elsewhere, and wrappers, inside its envelope only. Others take ``EVENT_US``, and their share is
-    in ``assumed``. ``in_envelope`` is false where any event is assumed or was measured on the host
-    of another GPU.
+    A host that is named prices all events. Else family "host" prices them where it has a model: on
+    a CPU all but those of parallel wrappers, elsewhere, and wrappers, inside its envelope only.
+    Others are those of the book's host, and their share is in ``assumed``. ``in_envelope`` is
+    false where any event is assumed or was measured on the host of another GPU.
     """
     unknown = sorted(set(counts) - set(EVENT_US))
     if unknown:
@@ -64,7 +65,7 @@ def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
     for event, point in zip(events, points, strict=True):
         times = 1 if event in EVENTS_OVER_TENSORS else counts[event]
         row = rows[point][0] if rows else None
-        one_us, one_low_us, one_high_us, shares = _event_us(event, row, book)
+        one_us, one_low_us, one_high_us, shares = _event_us(event, point.tensors, row, book)
         inside = inside and not shares and bool(row is not None and row["in_envelope"])
         us, low_us = us + times * one_us, low_us + times * one_low_us
         high_us += times * one_high_us
@@ -83,15 +84,17 @@ def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
 
 
 def _event_us(
-    event: str, row: Mapping[str, Any] | None, book: PriceBook
+    event: str, tensors: int, row: Mapping[str, Any] | None, book: PriceBook
 ) -> tuple[float, float, float, AssumedShares]:
     """Time of one event with its bounds, and the assumption it rests on; ``row``: the model's."""
     on_this_cpu = book.gpu.kind == "cpu" and event not in WRAPPERS
-    if row is not None and (on_this_cpu or row["in_envelope"]):
+    if row is not None and not book.host_is_named and (on_this_cpu or row["in_envelope"]):
         return row["predicted_us"], row["predicted_us_p10"], row["predicted_us_p90"], ()
-    guess_us = EVENT_US[event]
-    low_us, high_us = guess_us / UNCERTAINTY_FACTOR, guess_us * UNCERTAINTY_FACTOR
-    return guess_us, low_us, high_us, ((f"host.event_us.{event}", 1.0),)
+    host = book.host
+    us = host.event_us(event, tensors)
+    known = book.host_is_named and event not in WRAPPERS
+    shares = () if known else ((f"host.event_us.{event}", 1.0),)
+    return us, us / host.spread, us * host.spread, shares
 
 
 def _measured_book(book: PriceBook) -> PriceBook:
@@ -107,7 +110,7 @@ def _measured_book(book: PriceBook) -> PriceBook:
     if not known or book.gpu.name in model.source_gpus.measured:
         return book
     nearest = min(known, key=lambda gpu: gpu_distance(book.gpu, gpu, "fp32"))
-    return price_book(book.pricer, nearest, book.threads, book.stack)
+    return price_book(book.pricer, nearest, book.threads, book.stack, book.host)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +118,9 @@ class Launches:
     """Host time of each op of a step, in us.
 
     ``python_us``: an op's share of Python and autograd. The call itself takes what was measured of
-    this op (``PricedOp.launch_us``), else ``usual_us``; one that C++ adds without Python takes
-    ``alone_us``. With ``by_op`` false measured calls are ignored: one graph launches all.
+    this op (``PricedOp.launch_us``), else ``usual_us`` for a pointwise op and its
+    ``call_launches`` times that for another; one that C++ adds without Python takes as much of
+    ``alone_us``. With ``by_op`` false calls are not told apart: one graph launches all.
     ``python_assumed`` and ``launch_assumed``: the shares of ``python_us``, and of ``usual_us`` and
     ``alone_us``, that rest on assumptions.
     """
@@ -131,16 +135,21 @@ class Launches:
     def us(self, op: PricedOp, *, added: bool = False) -> float:
         """Host time of one op; ``added``: no module calls it."""
         own_us = op.launch_us if self.by_op else None
-        if added:
-            return self.alone_us if own_us is None else own_us
-        return self.python_us + (self.usual_us if own_us is None else own_us)
+        if own_us is None:
+            own_us = (self.alone_us if added else self.usual_us) * self._calls(op)
+        return own_us if added else self.python_us + own_us
+
+    def _calls(self, op: PricedOp) -> float:
+        """Host time of its call over that of a pointwise op."""
+        return op.call_launches if self.by_op else 1.0
 
     def total(self, ops: Sequence[PricedOp]) -> AssumedTime:
         """Host time of ops of the captured step, by assumption."""
         measured_us = [op.launch_us for op in ops if self.by_op and op.launch_us is not None]
+        others = [op for op in ops if not self.by_op or op.launch_us is None]
         total = AssumedTime()
         total.add(self.python_us * len(ops), self.python_assumed)
-        total.add(self.usual_us * (len(ops) - len(measured_us)), self.launch_assumed)
+        total.add(self.usual_us * sum(map(self._calls, others)), self.launch_assumed)
         total.add(sum(measured_us))
         return total
 
@@ -166,7 +175,7 @@ def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBoo
         python_us=python_us,
         usual_us=launch.duration_us * launches(capture) / calls,
         alone_us=launch.duration_us,
-        by_op=capture.engine != "graph",
+        by_op="graph" not in capture.engine,
         python_assumed=python.assumed,
         launch_assumed=launch.assumed,
     )

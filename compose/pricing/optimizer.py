@@ -8,7 +8,8 @@ from dataclasses import replace
 from compose.pricing.price_book import Priceable
 from microbench.ops.step.optimizer import OptimizerOp, as_fused, of_rank
 
-STATE_COPIES = {"adamw": 2, "sgd": 0, "none": 0}  # tensors like the parameter, in its own dtype
+# Tensors like the parameter, in its own dtype, that an optimizer keeps.
+STATE_COPIES = {"adamw": 2, "adamw_fused": 2, "sgd": 0, "none": 0}
 
 
 def scaled_update(captured: Sequence[Priceable], numel: int, tensors: int) -> list[Priceable]:

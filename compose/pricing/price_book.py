@@ -17,6 +17,7 @@ from compose.pricing.power_limit import sustained_flops_per_s
 from learners.family_model import FamilyModel
 from learners.features.host_calls import HostCall
 from microbench.assumptions import assumed
+from microbench.hardware.host import REFERENCE, USUAL, HostMachine, call_launches
 from microbench.hardware.spec import Gpu
 from microbench.hardware.stack import USUAL as USUAL_STACK
 from microbench.hardware.stack import stack_of_row
@@ -58,7 +59,8 @@ class PricedOp:
 
     ``latency_us``: the part of a message on a CPU during which ranks sleep. ``launch_us``: host
     time of the call on a GPU, None where it was not measured; it launches ``kernels`` kernels of
-    equal length. ``assumed``: shares of ``duration_us`` that rest on assumptions, by their names.
+    equal length. ``call_launches``: host time of its call over that of a pointwise op.
+    ``assumed``: shares of ``duration_us`` that rest on assumptions, by their names.
     """
 
     op: str
@@ -72,6 +74,7 @@ class PricedOp:
     latency_us: float = 0.0
     launch_us: float | None = None
     kernels: int = 1
+    call_launches: float = 1.0
     assumed: AssumedShares = ()
 
 
@@ -101,7 +104,7 @@ class PriceBook:
 
     On a CPU ranks share the cores, so ops are priced in one call for every number of threads that
     plans leave a rank: ``by_threads`` is shared by the books of these numbers. ``stack`` is the
-    software that is forecast; it selects among models' rows of several.
+    software that is forecast; it selects among models' rows of several. ``host`` runs Python.
     """
 
     def __init__(
@@ -111,8 +114,10 @@ class PriceBook:
         threads: int,
         by_threads: dict[int, Prices] | None = None,
         stack: str = USUAL_STACK,
+        host: HostMachine = REFERENCE,
     ) -> None:
         self.pricer, self.gpu, self.threads, self.stack = pricer, gpu, threads, stack
+        self.host = host
         self.models = {n: m for n, m in pricer.models.items() if answers(m, gpu)}
         self.by_threads: dict[int, Prices] = {} if by_threads is None else by_threads
         self.by_threads.setdefault(threads, {})
@@ -121,6 +126,11 @@ class PriceBook:
         self.sent: dict[Any, PricedOp] = {}  # collectives by message, group and node
         self.python: dict[Any, PricedOp] = {}  # parallel wrappers by event, count and share
         self.calls: dict[tuple[str, str], HostCall | None] = {}  # host time by family and op
+
+    @property
+    def host_is_named(self) -> bool:
+        """Whether the host was asked for by its name, so that its numbers are not assumed."""
+        return self.host.name not in (USUAL, REFERENCE.name)
 
     @property
     def prices(self) -> Prices:
@@ -189,7 +199,7 @@ class PriceBook:
 
     def _call(self, w: Priceable) -> HostCall | None:
         """Measured host time of a call on a GPU; on a CPU it is part of the op."""
-        if w.family is None or self.gpu.kind == "cpu":
+        if w.family is None or self.gpu.kind == "cpu" or self.host_is_named:
             return None
         key = (w.family.name, getattr(w.params, "op", ""))
         if key not in self.calls:
@@ -261,6 +271,7 @@ class PriceBook:
             in_envelope=inside,
             launch_us=call.us(getattr(w.params, "tensors", 1)) if call else None,
             kernels=max(1, round(call.kernels)) if call else 1,
+            call_launches=_call_launches(w),
             assumed=shares,
         )
 
@@ -279,6 +290,13 @@ def _assumed_shares(w: Priceable, parts: Sequence[Part], other_frac: float) -> A
     return ((f"fallbacks.{family}", other_frac),) if other_frac else ()
 
 
+def _call_launches(w: Priceable) -> float:
+    """Host time of the call over that of a pointwise op."""
+    if w.family is None:
+        return 1.0
+    return call_launches(w.family.name, getattr(w.params, "op", ""))
+
+
 def answers(model: Any, gpu: Gpu) -> bool:
     """Whether a family's model was learned from devices of this kind."""
     return not isinstance(model, FamilyModel) or model.covers_kind(gpu)
@@ -290,18 +308,20 @@ def _moved(w: Priceable) -> float:
 
 
 @cached_by_identity
-def _books(pricer: Pricer, gpu: Gpu, stack: str) -> dict[int, PriceBook]:
+def _books(pricer: Pricer, gpu: Gpu, stack: str, host: HostMachine) -> dict[int, PriceBook]:
     by_threads: dict[int, Prices] = {}
     cores = gpu.sm_count if gpu.kind == "cpu" else 0
     numbers = {max(1, cores >> halvings) for halvings in range(cores.bit_length())} or {0}
-    return {n: PriceBook(pricer, gpu, n, by_threads, stack) for n in sorted(numbers)}
+    return {n: PriceBook(pricer, gpu, n, by_threads, stack, host) for n in sorted(numbers)}
 
 
-def price_book(pricer: Pricer, gpu: Gpu, threads: int, stack: str = USUAL_STACK) -> PriceBook:
+def price_book(
+    pricer: Pricer, gpu: Gpu, threads: int, stack: str = USUAL_STACK, host: HostMachine = REFERENCE
+) -> PriceBook:
     """The book of this pricer, device and number of threads; plans share its prices."""
-    books = _books(pricer, gpu, stack)
+    books = _books(pricer, gpu, stack, host)
     if threads not in books:
-        books[threads] = PriceBook(pricer, gpu, threads, stack=stack)
+        books[threads] = PriceBook(pricer, gpu, threads, stack=stack, host=host)
     return books[threads]
 
 

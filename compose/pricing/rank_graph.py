@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from compose.graph.cache_reuse import cold_fractions
 from compose.graph.cuda_variants import with_cuda_variants
 from compose.graph.identity_cache import cached_by_identity
+from compose.graph.launch_modes import as_launched
 from compose.graph.layers import Layer, split_layers
 from compose.graph.lifetimes import update_bytes
 from compose.graph.rewrite import COLLECTIVE
@@ -70,7 +71,7 @@ def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph:
 @cached_by_identity
 def _rank_graph(capture: StepCapture, cut: Cut, gpu: Gpu) -> RankGraph:
     capture = context_parallel(expert_parallel(capture, cut.plan), cut.plan)
-    capture = tensor_parallel(capture, cut.plan, summed=gpu.kind != "cpu")
+    capture = as_launched(tensor_parallel(capture, cut.plan, summed=gpu.kind != "cpu"))
     if "fp8" not in gpu.peak_flops_per_s and any(map(_in_fp8, capture.calls)):
         raise ValueError(f"gpu {gpu.name!r}: no units for dtype 'fp8'")
     capture = capture if gpu.kind == "cpu" else with_cuda_variants(capture)

@@ -47,6 +47,16 @@ class Tally:
             low_us, high_us = time_us / UNCERTAINTY_FACTOR, time_us * UNCERTAINTY_FACTOR
             self._add_bounds("host", time_us, low_us, high_us, 1.0)
 
+    def widen_by_host(self, host_us: float, busy_us: float, spread: float) -> None:
+        """Bounds of an iteration whose host takes ``host_us`` times or over ``spread``.
+
+        A GPU that works or waits for messages for ``busy_us`` hides as much of the host's time:
+        the iteration changes as max(host, busy) does.
+        """
+        now_us = max(host_us, busy_us)
+        self.below["host"] = now_us - max(host_us / spread, busy_us)
+        self.above["host"] = max(host_us * spread, busy_us) - now_us
+
     def _add_family(self, op: PricedOp, times: float) -> None:
         self._add_bounds(op.family, op.duration_us, op.low_us, op.high_us, times)
 

@@ -109,7 +109,10 @@ def _without_pipeline(rank: Rank, optimizer: str) -> Outcome:
     _tally_run(tally, run)
     on_cpu = rank.book.gpu.kind == "cpu"
     tally.add_host(rank.model.host_us * micro, rank.model.host_assumed, in_compute=on_cpu)
-    idle_us = max(0.0, found.end_us - found.compute_us - found.exposed_us)
+    busy_us = found.compute_us + found.exposed_us
+    if not on_cpu:
+        tally.widen_by_host(rank.model.host_us * micro, busy_us, rank.book.host.spread)
+    idle_us = max(0.0, found.end_us - busy_us)
     return Outcome(
         iteration_us=found.end_us,
         compute_us=found.compute_us,
@@ -275,6 +278,9 @@ def _pipelined(rank: Rank, optimizer: str) -> Outcome:
     bubble_us = min(bubble_us, idle_us - gaps_us)
     tally = _stage_tally(found, slowest)
     on_cpu = rank.book.gpu.kind == "cpu"
+    if not on_cpu:
+        host_us = rank.model.host_us * micro / pp
+        tally.widen_by_host(host_us, compute_us + exposed_us, rank.book.host.spread)
     assumed_by_us = assumed_us(tally, compute_us, exposed_us, gaps_us, on_cpu=on_cpu)
     scale = iteration_us / max(1e-9, compute_us + exposed_us + gaps_us)  # bubble and waiting alike
     return Outcome(

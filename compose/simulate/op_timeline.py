@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from compose.graph.cuda_variants import with_cuda_variants
+from compose.graph.launch_modes import as_launched
 from compose.parallel.plan import ParallelPlan
 from compose.pricing.collectives import cluster, price_messages
 from compose.pricing.gradient_buckets import Sync, ddp_step, default_contention
@@ -26,6 +27,7 @@ def op_timeline(
 ) -> tuple[list[Task], list[Span]]:
     """Tasks and spans of the step of one data-parallel rank; all ranks do the same."""
     on_cpu = book.gpu.kind == "cpu"
+    capture = as_launched(capture)
     capture = capture if on_cpu else with_cuda_variants(capture)
     costs = launch_costs(capture, capture.host, book)
     syncs: list[Sync] = []

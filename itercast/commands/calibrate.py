@@ -1,33 +1,67 @@
-"""The command ``itercast calibrate``: correct a bundle for a GPU by a few measured rows of it."""
+"""The command ``itercast calibrate``: correct a bundle, or a host, by a few measured rows."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from itercast.errors import one_line_errors
 from itercast.options import Bundle
 
+if TYPE_CHECKING:  # the command line starts without pandas
+    import pandas as pd
+
 
 @one_line_errors
 def calibrate(
     rows: Annotated[list[Path], typer.Argument(help="Parquet files in dataset form")],
-    out: Annotated[Path, typer.Option(help="bundle folder to write")],
+    out: Annotated[Path | None, typer.Option(help="bundle folder to write")] = None,
     bundle: Bundle = None,
     hardware: Annotated[
         Path | None, typer.Option(help="hardware file of a GPU that is not listed")
     ] = None,
+    host: Annotated[
+        Path | None,
+        typer.Option(help="host file to write, from rows of family host or of small iterations"),
+    ] = None,
 ) -> None:
-    """Correct a bundle for one GPU by 4 to 16 measured rows of each op family."""
+    """Correct a bundle for one GPU by 4 to 16 measured rows of each op family, or find its host."""
+    from learners.calibrate import read_few
+
+    if out is None and host is None:
+        raise ValueError("calibrate writes a bundle (--out), a host file (--host), or both")
+    few = read_few(rows)
+    if host is not None:
+        _write_host(host, few, bundle)
+    if out is not None:
+        _write_bundle(out, few, bundle, hardware)
+
+
+def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: Path | None) -> None:
     from compose.target import find_bundle
     from learners.calibrate import calibrate as pull
-    from learners.calibrate import read_few
     from microbench.hardware.spec import load_gpu
 
-    few = read_few(rows)
     own = [load_gpu(str(hardware))] if hardware is not None else []
     folder, found = find_bundle(str(few["gpu"].iloc[0]) if len(few) else "cpu", bundle)
     pull(found, few, {gpu.name: gpu for gpu in own}).save(out)
     typer.echo(f"calibrated {folder} with {len(few)} rows into {out}")
+
+
+def _write_host(path: Path, few: pd.DataFrame, bundle: Path | None) -> None:
+    """Write the host of a GPU: of its events where they were measured, else of its iterations."""
+    from compose.host_fit import fit_host
+    from eval.compare import measured_steps
+    from learners.calibrate import host_of_events
+    from microbench.hardware.host import check_host_file, host_yaml
+    from microbench.store import write_atomic
+
+    name = check_host_file(path)
+    source = f"itercast calibrate, {len(few)} rows on {', '.join(sorted(set(few['gpu'])))}"
+    found = host_of_events(few, name, source)
+    if found is None:
+        found = fit_host(name, measured_steps(few, bundle), source=source)
+    write_atomic(path, host_yaml(found).encode())
+    typer.echo(f"host {name}: slowdown {found.slowdown:g}, {found.launch_us:g} us a launch; {path}")

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.errors import one_line_errors
-from itercast.options import Bundle, HfConfig, Json, Stack
+from itercast.options import Bundle, HfConfig, Host, Json, Stack
 from microbench.cases.external.huggingface import read_config
 
 if TYPE_CHECKING:  # the command line starts without pandas
@@ -44,12 +44,13 @@ def plan(
     ] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "bf16",
-    optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
-    stack: Stack = "",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw_fused, sgd or none")] = "adamw",
     amp: Annotated[
         bool, typer.Option("--amp", help="mixed precision: weights in fp32, autocast to dtype")
     ] = False,
     bundle: Bundle = None,
+    host: Host = "",
+    stack: Stack = "",
     study: Annotated[
         str, typer.Option(help="database URL, to share one search among several processes")
     ] = "",
@@ -62,11 +63,12 @@ def plan(
     if (not case) == (hf_config is None):
         raise ValueError("plan takes one of CASE and --hf-config")
     name = read_config(hf_config).name if hf_config else case
-    step: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "amp": amp, "stack": stack}
+    step: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "amp": amp}
+    place: dict[str, Any] = {"node": node, "bundle": bundle, "host": host, "stack": stack}
     search, bundle_name = open_search(
-        hf_config or case, gpu, gpus, node=node, batch=batch, seq=seq, bundle=bundle, **step
+        hf_config or case, gpu, gpus, batch=batch, seq=seq, **place, **step
     )
-    size = {"node": node, "batch": search.batch, "seq": search.seq}
+    size = {"node": node, "host": host, "batch": search.batch, "seq": search.seq}
     facts = {"case": name, "gpu": search.book.gpu.name, "gpus": gpus, "objective": objective}
     facts |= {**size, **step, "bundle": bundle_name}
     counts, reports = run_search(search, facts, study)

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from itercast.errors import one_line_errors
-from itercast.options import Bundle, HfConfig, Json, Stack
+from itercast.options import Bundle, HfConfig, Host, Json, Stack
 from microbench.cases.external.huggingface import read_config
 
 if TYPE_CHECKING:  # no command but predict pays for these
@@ -58,10 +58,11 @@ def predict(
     loss: Annotated[str, typer.Option(help="default, or none: backward from output")] = "default",
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "fp32",
     attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa",
-    optimizer: Annotated[str, typer.Option(help="adamw, sgd or none")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw_fused, sgd or none")] = "adamw",
     plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2" or "dp=8,amp"')] = "",
     compiled: Compiled = False,
     cuda_graph: CudaGraph = False,
+    host: Host = "",
     stack: Stack = "",
     strict: Annotated[bool, typer.Option(help="fail if an op has no model")] = False,
     trace: Trace = None,
@@ -69,8 +70,6 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Forecast one iteration of a model: a named case, a configuration, or a function's module."""
-    if compiled and cuda_graph:
-        raise ValueError("--compile and --cuda-graph: only one of them")
     if sum(map(bool, (case, hf_config, model))) != 1:
         raise ValueError("predict takes one of CASE, --hf-config and --model")
     if hf_config is not None and batch is None:
@@ -79,8 +78,8 @@ def predict(
         case or hf_config or _function(model),
         batch,
         seq,
-        (gpu, plan, bundle, stack),
-        engine="compile" if compiled else "graph" if cuda_graph else "eager",
+        (gpu, plan, bundle, host, stack),
+        engine=_engine(compiled, cuda_graph),
         loss=loss,
         mode=mode,
         optimizer=optimizer,
@@ -103,11 +102,11 @@ def _step_and_target(
     asked: Any,
     batch: int | None,
     seq: int | None,
-    place: tuple[str, str, Path | None, str],
+    place: tuple[str, str, Path | None, str, str],
     engine: str,
     **options: Any,
 ) -> tuple[StepCapture, Target]:
-    """The captured micro-batch of a rank, and ``place`` (GPU, plan, bundle, stack) by its names."""
+    """The captured micro-batch of a rank, and ``place``: GPU, plan, bundle, host, stack."""
     from microbench.slow_imports import without_scikit_learn
 
     if not callable(asked):  # a function of one's own may need it
@@ -119,8 +118,14 @@ def _step_and_target(
 
     plan = ParallelPlan.parse(place[1])
     size = micro_size(asked, plan, batch, seq)
-    target = find_target(*place[:3], stack=place[3])
+    target = find_target(*place)
     return with_engine(capture(asked, amp=plan.amp, **size, **options), engine), target
+
+
+def _engine(compiled: bool, cuda_graph: bool) -> str:
+    """How the step is launched, as ``with_engine`` names it."""
+    names = ["compile"] * compiled + ["graph"] * cuda_graph
+    return "+".join(names) or "eager"
 
 
 def _function(name: str) -> Any:
@@ -158,10 +163,11 @@ def _print(name: str, found: Forecast, *, as_json: bool, explain: bool) -> None:
 
 def _not_modelled(found: Forecast, step: StepCapture, target: Target) -> int:
     """Print which ops have no model; returns exit code 1."""
+    from compose.graph.launch_modes import as_launched
     from compose.pricing.price_book import UNMODELLED, price_book, priceable
 
-    book = price_book(target.bundle, target.gpu, target.threads, target.stack)
-    ops = book.price([priceable(c) for c in step.calls])
+    book = price_book(target.bundle, target.gpu, target.threads, target.stack, target.host)
+    ops = book.price([priceable(c) for c in as_launched(step).calls])
     names = sorted({op.op for op in ops if op.family == UNMODELLED})
     share = f"{100 * found.unmodelled_frac:.1f} % of the time has no learned model"
     typer.echo(f"itercast: {share}: {', '.join(names or ['collectives'])}", err=True)

@@ -166,6 +166,8 @@ def forecast_table(case: str, found: Forecast) -> Table:
     table.add_row("not covered by a model", f"{100 * found.unmodelled_frac:.1f} % of the time")
     table.add_row("rests on assumed numbers", f"{100 * found.assumed_frac:.1f} % of the iteration")
     table.add_row("bundle", found.bundle)
+    if found.host:
+        table.add_row("host", found.host)
     table.add_row("stack", found.stack)
     for family, time_us in sorted(found.by_family_us.items(), key=lambda kv: -kv[1]):
         table.add_row(f"  {family}", f"{time_us * ms:.2f} ms")
@@ -196,13 +198,17 @@ def assumption_sources(parts: Sequence[AssumedPart]) -> list[str]:
 
 
 def listing(what: str) -> list[str]:
-    """Names of all gpus, stacks, cases, families or bundles."""
+    """Names of all gpus, hosts, stacks, cases, families or bundles."""
     if what == "gpus":
         from microbench.hardware.spec import gpu_names
 
         return gpu_names()
     if what == "stacks":
         from microbench.hardware.stack import stack_names
+    if what == "hosts":
+        from microbench.hardware.host import USUAL, host_names
+
+        return [USUAL, *host_names()]
 
         return stack_names()
     if what == "cases":
@@ -219,4 +225,4 @@ def listing(what: str) -> list[str]:
 
         folders = (*LOCAL, SHIPPED, SHIPPED_CPU)
         return [str(p) for p in folders if (p / "bundle.json").is_file()]
-    raise ValueError(f"cannot list {what!r}; known: gpus, stacks, cases, families, bundles")
+    raise ValueError(f"cannot list {what!r}; known: gpus, hosts, stacks, cases, families, bundles")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-ENGINES = ("eager", "graph", "compile")
+ENGINES = ("eager", "graph", "compile", "compile+graph")
 
 
 @contextmanager

@@ -31,7 +31,8 @@ PHASES = ("zero_grad", "forward", "loss", "backward", "optimizer")
 class Iteration:
     """One training step to measure: a case, its settings and its plan; ``batch`` is per replica.
 
-    ``engine``: eager, graph (the whole step in one CUDA graph) or compile (torch.compile).
+    ``engine``: eager, graph (the whole step in one CUDA graph), compile (torch.compile), or
+    compile+graph (the compiled step in one CUDA graph).
     """
 
     case: str
@@ -128,9 +129,9 @@ def _one_process(
         model: Any = case.build()
         inputs = case.inputs(iteration.batch, iteration.seq)
     loss = case.loss
-    if iteration.engine == "compile":
+    if "compile" in iteration.engine:
         model, loss = torch.compile(model), torch.compile(loss)
-    graph = iteration.engine == "graph"
+    graph = "graph" in iteration.engine
     step = make_step(model, inputs, loss, iteration.settings(), on_phase, capturable=graph)
     return captured_in_graph(step, device, WARMUP) if graph else step
 

@@ -13,13 +13,21 @@ run = CliRunner()
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["list", "dogs"], "cannot list 'dogs'; known: gpus, cases, families, bundles"),
+        (
+            ["list", "dogs"],
+            "cannot list 'dogs'; known: gpus, hosts, stacks, cases, families, bundles",
+        ),
         (["collect", "--device", "tpu"], "device 'tpu': allowed are cpu and cuda"),
         (["collect", "--budget", "soon"], "budget 'soon': expected a duration like 90s, 10m or 1h"),
         (["collect", "--family", "gem"], "unknown family 'gem'; known:"),
         (["predict", "gpt9"], "unknown case 'gpt9'; known:"),
         (["predict", "gpt-s", "--plan", "dp=0"], "dp is a positive integer, got '0'"),
         (["predict", "gpt-s", "--bundle", "nowhere"], "bundle 'nowhere': no readable bundle.json"),
+        (
+            ["predict", "gpt-s", "--gpu", "a10", "--host", "nuc"],
+            "unknown host 'nuc'; known: ['usual', ",
+        ),
+        (["predict", "gpt-s", "--host", "modal"], "is a CPU, which is its own host"),
         (["train", "--data", "nowhere", "--out", "x"], "data 'nowhere': no such folder"),
     ],
 )

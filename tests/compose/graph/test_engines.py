@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compose.graph.launch_modes import launches, with_engine
+from compose.graph.launch_modes import as_launched, launches, with_engine
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from microbench.ops import find_family
 from microbench.ops.memory.fused import Fused
@@ -38,7 +38,7 @@ def step() -> StepCapture:
 
 def test_pointwise_neighbours_become_one_kernel() -> None:
     """relu and mul read a once (128 B), write b for the backward and c: 256 B."""
-    found = with_engine(step(), "compile")
+    found = as_launched(with_engine(step(), "compile"))
     ops = [c.op for c in found.calls]
     assert ops == [
         "aten.mm.default",
@@ -56,14 +56,15 @@ def test_pointwise_neighbours_become_one_kernel() -> None:
         ops=1, numel=32, read_bytes=256, written_bytes=128
     )
     assert found.parameters[0].ready_after == 5
-    assert dict(found.host) == {"accumulate_grad": 1, "adamw_step": 1}
+    # forward and backward are a compiled function each
+    assert dict(found.host) == {"accumulate_grad": 1, "adamw_step": 1, "compiled_call": 2}
     assert launches(found) == 6
 
 
 def test_tensors_of_another_size_begin_another_kernel() -> None:
     small = call("relu.default", [tensor(0, 4)], tensor(1, 4))
     large = call("relu.default", [tensor(2, 8)], tensor(3, 8))
-    found = with_engine(StepCapture(calls=(small, small, large)), "compile")
+    found = as_launched(with_engine(StepCapture(calls=(small, small, large)), "compile"))
     assert [c.kwargs["ops"] for c in found.calls] == [2, 1]
 
 
@@ -87,7 +88,27 @@ def test_a_graph_is_one_launch_and_no_python() -> None:
     assert set(found.host) == set(step().host)  # the optimizer is still known by its name
 
 
+def test_fused_kernels_are_launched_as_one_graph() -> None:
+    """The calls of torch.compile, one launch, and one compiled function that replays the graph."""
+    found = with_engine(step(), "compile+graph")
+    kernels = as_launched(found)
+    assert [c.op for c in kernels.calls] == [
+        c.op for c in as_launched(with_engine(step(), "compile")).calls
+    ]
+    assert launches(kernels) == 1
+    assert {name for name, n in found.host.items() if n} == {"graphed_call"}
+
+
+def test_a_framework_with_fused_kernels_runs_an_eager_loop() -> None:
+    """The kernels of torch.compile, launched one by one, and all of the eager host's events."""
+    found = with_engine(step(), "fused")
+    assert found.host == step().host
+    assert launches(as_launched(found)) == 6
+
+
 def test_an_unknown_engine_is_named() -> None:
     assert with_engine(step(), "eager") == step()
-    with pytest.raises(ValueError, match="engine 'jit': allowed are eager, graph, compile"):
+    with pytest.raises(
+        ValueError, match=r"engine 'jit': allowed are eager, graph, compile, compile\+graph, fused"
+    ):
         with_engine(step(), "jit")

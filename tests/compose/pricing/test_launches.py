@@ -17,6 +17,7 @@ from compose.pricing.price_book import PriceBook, priceable
 from compose.pricing.work import Step, Work, fold
 from compose.simulate.op_timeline import op_timeline
 from learners.features.host_calls import HostCall
+from microbench.hardware.host import HostMachine
 from microbench.opcall import OpCall, StepCapture, TensorSpec
 
 LAUNCH_US, MODULE_US = 5.0, 3.0  # assumed where no host was measured (compose.pricing.host)
@@ -124,6 +125,75 @@ def test_a_graph_is_launched_once_whatever_its_ops_cost() -> None:
     """5 us over two ops; each takes 6 us of the GPU."""
     step = with_engine(StepCapture(calls=(relu(), bag_backward())), "graph")
     assert iteration_us(step) == (pytest.approx(2.5 + 6 + 6), pytest.approx(14.5))
+
+
+def product() -> OpCall:
+    return OpCall(
+        op="aten.mm.default", args=(tensor(0, 4, 8), tensor(4, 8, 8)), outputs=(tensor(5, 4, 8),)
+    )
+
+
+def test_a_product_costs_the_host_more_than_a_pointwise_op() -> None:
+    """2.7 launches of 5 us where no row tells of it: 13.5 us, and 13.5 in an added call."""
+    book = PriceBook(Short(), GPU, 0)
+    (op,) = book.price([priceable(product())])
+    costs = launch_costs(StepCapture(calls=(product(),)), {}, book)
+    assert (costs.us(op), costs.us(op, added=True)) == (13.5, 13.5)
+    assert costs.total([op, op]).total_us == 27.0
+    graph = with_engine(StepCapture(calls=(product(),)), "graph")
+    assert launch_costs(graph, {}, book).us(op) == LAUNCH_US  # one launch of whatever it holds
+
+
+def test_a_named_host_sets_the_times_of_all_events_and_calls() -> None:
+    """Twice as slow, 8 us a launch: relu's own 4 us were measured on another host."""
+    mine = HostMachine(name="mine", slowdown=2.0, launch_us=8.0, spread=1.5, source="by hand")
+    step = StepCapture(calls=(relu(), product()), host={"module_call": 2})
+    book = PriceBook(Short(), GPU, 0, host=mine)
+    costs = launch_costs(step, step.host, book)
+    ops = book.price([priceable(c) for c in step.calls])
+    assert [costs.us(op) for op in ops] == [6.0 + 8.0, 6.0 + 2.7 * 8.0]
+    assert costs.total(ops).shares == ()  # known, not assumed
+    event = host_cost({"module_call": 1}, book)
+    assert (event.low_us, event.high_us) == (4.0, 9.0)
+    wrapper = host_cost({"fsdp_layer": 4}, book)
+    assert wrapper.duration_us == 2 * 400
+    assert wrapper.assumed == (("host.event_us.fsdp_layer", 1.0),)  # no host file knows of it
+
+
+def test_an_unnamed_host_is_assumed() -> None:
+    usual = HostMachine(name="usual", slowdown=2.0, launch_us=8.0, spread=1.5, source="by hand")
+    book = PriceBook(Short(), GPU, 0, host=usual)
+    step = StepCapture(calls=(product(),), host={"module_call": 1})
+    ops = book.price([priceable(product())])
+    names = dict(launch_costs(step, step.host, book).total(ops).shares)
+    assert names.keys() == {"host.event_us.module_call", "host.event_us.launch"}
+
+
+@pytest.mark.parametrize("spread", [1.25, 2.0])
+def test_a_forecast_is_as_uncertain_as_the_host_it_waits_for(spread: float) -> None:
+    """Ten pointwise ops of 6 us, launched every 20 us: 200 us of host, of which 60 are hidden.
+
+    The last op starts at 200. 200 / 2 is more than 60: the interval is that of the host.
+    """
+    slow = HostMachine(name="slow", slowdown=4.0, launch_us=20.0, spread=spread, source="by hand")
+    step = StepCapture(calls=(relu(),) * 10)
+    found = forecast(
+        step, Short(), GPU, ParallelPlan(), threads=0, optimizer="none", bundle_name="b", host=slow
+    )
+    assert found.iteration_us == pytest.approx(206)
+    assert found.host == "slow"
+    assert found.iteration_us_p90 == pytest.approx(206 + 200 * (spread - 1))
+    assert found.iteration_us_p10 == pytest.approx(206 - 200 * (1 - 1 / spread))
+
+
+def test_a_fast_host_adds_no_uncertainty() -> None:
+    """Launched every us, ten ops of 6 us: a host of half the speed would be hidden too."""
+    fast = HostMachine(name="fast", slowdown=0.2, launch_us=1.0, spread=2.0, source="by hand")
+    step = StepCapture(calls=(relu(),) * 10)
+    found = forecast(
+        step, Short(), GPU, ParallelPlan(), threads=0, optimizer="none", bundle_name="b", host=fast
+    )
+    assert found.iteration_us_p90 == pytest.approx(found.iteration_us)
 
 
 def test_several_launches_fold_as_they_run() -> None:

@@ -1,0 +1,57 @@
+"""Fits a host to measured steps: the slowdown at which half of their forecasts are too slow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from compose.target import Target, forecast_step
+from microbench.hardware.host import HostMachine, scaled_host
+from microbench.opcall import StepCapture
+
+SLOWDOWNS = (0.2, 40.0)  # searched
+HALVINGS = 10  # of that interval in log; leaves half a percent
+LEAST_SPREAD = 1.15  # of a host that was fitted to rows: other steps of it spread by 10 to 20 %
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """A measured time of a step whose pace the host sets, with the step and where it ran."""
+
+    label: str
+    time_us: float
+    step: StepCapture
+    target: Target
+
+    def log_error(self, host: HostMachine) -> float:
+        """log(forecast / measured) on a host."""
+        found = forecast_step(self.step, replace(self.target, host=host))
+        return float(np.log(found.iteration_us / self.time_us))
+
+
+def fit_host(
+    name: str, rows: Sequence[MeasuredStep], *, source: str, cpu: str = "", fitted_on: str = ""
+) -> HostMachine:
+    """The slowdown at which the median signed error of the rows is 0, by bisection.
+
+    ``spread`` covers 80 % of the errors that remain. ValueError where the GPU sets the pace of the
+    rows: no slowdown makes them right.
+    """
+    low, high = np.log(SLOWDOWNS)
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        host = scaled_host(name, float(np.exp(middle)), source=source)
+        too_slow = np.median([row.log_error(host) for row in rows]) > 0
+        low, high = (low, middle) if too_slow else (middle, high)
+    slowdown = round(float(np.exp((low + high) / 2)), 2)
+    if slowdown <= 1.05 * SLOWDOWNS[0]:
+        raise ValueError(
+            f"host {name!r}: the GPU sets the pace of these {len(rows)} rows, which so say nothing "
+            "of the host; measure smaller batches"
+        )
+    host = scaled_host(name, slowdown, source=source)
+    left = np.quantile([abs(row.log_error(host)) for row in rows], 0.8)
+    spread = round(max(LEAST_SPREAD, float(np.exp(left))), 2)
+    return scaled_host(name, slowdown, spread=spread, cpu=cpu, source=source, fitted_on=fitted_on)

@@ -1,0 +1,267 @@
+"""Fits hosts to published rows: `python -m eval.public.hosts PUBLIC [FOLDER]`.
+
+Prints each host's slowdown, and errors under the usual host with the row's source left out; writes
+host files where a folder is given. Also prints the ratios of assumption host.call_launches.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from rich.console import Console
+
+from compose.capture_model import capture, micro_size
+from compose.host_fit import MeasuredStep, fit_host
+from compose.target import Target, find_target
+from learners.bundle import SHIPPED
+from microbench.hardware.host import REFERENCE, HostMachine, host_yaml, usual_host
+from microbench.importers.published.timm_models import timm_config
+from microbench.opcall import StepCapture
+
+COMMAND = "python -m eval.public.hosts PUBLIC"
+POINTWISE: tuple[str, ...] = (
+    "add",
+    "mul",
+    "add_",
+    "mul_",
+    "sub",
+    "div",
+    "gelu",
+    "relu",
+    "clamp_min",
+    "silu",
+    "neg",
+)
+POINTWISE += ("threshold_backward", "pow", "rsqrt")
+CALLS = {  # ops of a trace by the entry of call_launches
+    "gemm": ("mm", "addmm", "bmm"),
+    "conv": ("cudnn_convolution",),
+    "attention": ("_flash_attention_forward",),
+    "norm": ("native_layer_norm",),
+    "norm.batch": ("cudnn_batch_norm",),
+    "reduction": ("sum", "mean", "_log_softmax", "_softmax"),
+}
+console = Console()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSource:
+    """A host of published rows: the folder of its source, its machine, and its rows."""
+
+    source: str
+    cpu: str
+    rows: Callable[[Path], Iterator[MeasuredStep]]
+
+
+# One forward of KernelBench's small problems, written here after their descriptions. Rows of the
+# 16 x 16384 inputs (128 x 4096 of losses), which later problems enlarged.
+def _problems() -> Mapping[str, tuple[Callable[..., Any], tuple[tuple[int, int], ...]]]:
+    import torch  # lazy: the rest needs no torch
+
+    one, two = ((16, 16384),), ((128, 4096), (128, 4096))
+    return {
+        "19_ReLU.py": (torch.relu, one),
+        "21_Sigmoid.py": (torch.sigmoid, one),
+        "22_Tanh.py": (torch.tanh, one),
+        "25_Swish.py": (lambda x: x * torch.sigmoid(x), one),
+        "30_Softsign.py": (lambda x: x / (1 + torch.abs(x)), one),
+        "38_L1Norm_.py": (lambda x: x / torch.sum(torch.abs(x), dim=1, keepdim=True), one),
+        "94_MSELoss.py": (lambda a, b: torch.mean((a - b) ** 2), two),
+        "100_HingeLoss.py": (lambda a, b: torch.mean(torch.clamp(1 - a * b, min=0)), two),
+    }
+
+
+def kernelbench(*parts: tuple[str, str]) -> Callable[[Path], Iterator[MeasuredStep]]:
+    """Rows of the eager baselines of these folders (each with its GPU)."""
+
+    def rows(public: Path) -> Iterator[MeasuredStep]:
+        table = pd.read_csv(public / "kernelbench" / "timing_all_history.csv.gz")
+        for folder, gpu in parts:
+            mine = table[table["file"] == f"{folder}/baseline_time_torch.json"]
+            target = find_target(gpu, bundle=SHIPPED)
+            for problem, (function, shapes) in _problems().items():
+                times_ms = mine.loc[mine["problem"] == problem, "mean_ms"]
+                step = _forward(function, shapes)
+                label = f"{folder} {problem}"
+                yield MeasuredStep(
+                    label=label, time_us=1e3 * times_ms.median(), step=step, target=target
+                )
+
+    return rows
+
+
+def _forward(function: Callable[..., Any], shapes: Sequence[tuple[int, int]]) -> StepCapture:
+    """The captured forward of a module that calls this function."""
+    import torch  # lazy, as above
+
+    class Problem(torch.nn.Module):
+        def forward(self, *tensors: Any) -> Any:
+            return function(*tensors)
+
+    return capture(Problem(), tuple(torch.rand(*shape) for shape in shapes), mode="infer")
+
+
+def torchvision(folder: str) -> Callable[[Path], Iterator[MeasuredStep]]:
+    """Inference of pytorch-gpu-benchmark in half precision, batch 12: small networks."""
+    networks = {"resnet18": "resnet18", "resnet34": "resnet34", "mobilenet_v2": "mobilenetv2_100"}
+
+    def rows(public: Path) -> Iterator[MeasuredStep]:
+        table = pd.read_csv(public / "pytorch-gpu-benchmark" / "tidy.csv")
+        wanted = (table["folder"] == folder) & (table["gpus"] == 1) & (table["precision"] == "half")
+        table = table[wanted & (table["mode"] == "inference")].set_index("model")
+        target = find_target("rtx-2080-ti", bundle=SHIPPED)
+        for name, timm in networks.items():
+            step = _configured(timm_config(timm, 224), batch=12, dtype="fp16", mode="infer")
+            time_us = 1e3 * float(table["median_ms"][name])
+            yield MeasuredStep(label=f"{folder} {name}", time_us=time_us, step=step, target=target)
+
+    return rows
+
+
+def megatron(public: Path) -> Iterator[MeasuredStep]:
+    """Golden values of GPT with 12 layers of width 512: medians over runs of one plan."""
+    table = pd.read_csv(public / "megatron-lm" / "golden_runs.csv.gz", low_memory=False)
+    sizes = {"num_layers": 12, "hidden_size": 512, "seq_length": 1024, "global_batch_size": 32}
+    chosen = table["case"].str.startswith("gpt") & table["num_experts"].isna()
+    for column, size in sizes.items():
+        chosen &= table[column] == size
+    degrees = [f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")]
+    table = table[chosen & table["recompute_granularity"].isna()].fillna(dict.fromkeys(degrees, 1))
+    implementation = {"local": "eager", "transformer_engine": "sdpa"}
+    keys: Any
+    for keys, runs in table.groupby(["transformer_impl", *degrees]):
+        impl, (tp, pp, cp) = str(keys[0]), map(int, keys[1:])
+        if cp > 1:
+            continue
+        dp = 8 // (tp * pp)
+        plan = _plan(dp=dp, tp=tp, pp=pp, micro=8 // dp, extra="amp")
+        how = {"dtype": "bf16", "attn": implementation[impl]}
+        row = _gpt(12, 512, 8, plan, "a100-sxm-80gb", batch=32 // dp, seq=1024, **how)
+        time_us = 1e6 * float(runs["median_s"].median())
+        yield replace(row, label=f"{impl} {plan}", time_us=time_us)
+
+
+def vtrain(public: Path) -> Iterator[MeasuredStep]:
+    """vTrain's iterations of one sample per micro-batch and cut layers: kernels too short."""
+    path = public / "vtrain" / "data" / "ground_truth_single.csv"
+    table = pd.read_csv(path, encoding="utf-8-sig").rename(columns=str.strip)
+    table = table[(table["micro batch"] == 1) & (table["tensor parallelism"] > 1)]
+    for _, row in table.iloc[::4].iterrows():
+        tp, dp, pp = (int(row[f"{kind} parallelism"]) for kind in ("tensor", "data", "pipeline"))
+        micro = int(row["global batch"]) // dp
+        plan = _plan(dp=dp, tp=tp, pp=pp, micro=micro, extra="recompute=full,amp")
+        how: dict[str, Any] = {"dtype": "fp16", "attn": "eager"}
+        layers = int(row["# layers"])
+        found = _gpt(layers, 1024, 16, plan, "a100-sxm-40gb", batch=micro, seq=1024, **how)
+        time_us = 1e3 * float(row["iteration time (ms)"])
+        yield replace(found, label=f"{layers} layers {plan}", time_us=time_us)
+
+
+def _plan(*, dp: int, tp: int, pp: int, micro: int, extra: str) -> str:
+    key = "micro" if pp > 1 else "accumulate"
+    several = f",{key}={micro}" if micro > 1 else ""
+    return f"dp={dp},tp={tp},pp={pp}{several},{extra}"
+
+
+def _gpt(
+    layers: int, width: int, heads: int, plan: str, gpu: str, *, batch: int, seq: int, **how: Any
+) -> MeasuredStep:
+    """A GPT under Megatron; label and time are to be filled in."""
+    sizes = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": seq}
+    kind = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 50304}
+    target = find_target(gpu, plan, SHIPPED, stack="megatron-core")
+    config = json.dumps({**kind, **sizes})
+    step = _configured(config, target=target, batch=batch, seq=seq, amp=True, **how)
+    return MeasuredStep(label="", time_us=0.0, step=step, target=target)
+
+
+def _configured(config: str, target: Target | None = None, **how: Any) -> StepCapture:
+    """The captured step of a Hugging Face configuration."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(config)
+        if target is not None:
+            how |= micro_size(path, target.plan, how.pop("batch"), how.pop("seq"))
+        return capture(path, **how)
+
+
+MODAL: tuple[tuple[str, str], ...] = (
+    ("A100-80GB_modal", "a100-sxm-80gb"),
+    ("A100_modal", "a100-sxm-40gb"),
+    ("L4_modal", "l4"),
+    ("T4_modal", "t4"),
+)
+HOSTS: Mapping[str, HostSource] = {
+    "modal": HostSource(
+        source="kernelbench", cpu="cloud instances of Modal, 2025", rows=kernelbench(*MODAL)
+    ),
+    "together-h100": HostSource(
+        source="kernelbench",
+        cpu="H100 nodes of Together AI, 2025",
+        rows=kernelbench(("H100_together", "h100-sxm-80gb")),
+    ),
+    "one-rtx-2080-ti": HostSource(
+        source="pytorch-gpu-benchmark",
+        cpu="not stated, one RTX 2080 Ti",
+        rows=torchvision("results/2080TI"),
+    ),
+    "four-rtx-2080-ti": HostSource(
+        source="pytorch-gpu-benchmark",
+        cpu="not stated, four RTX 2080 Ti",
+        rows=torchvision("results/2080ti(2)"),
+    ),
+    "dgx-a100": HostSource(source="megatron-lm", cpu="two AMD EPYC 7742, DGX A100", rows=megatron),
+    "vtrain-a100": HostSource(source="vtrain", cpu="not stated, four A100", rows=vtrain),
+}
+
+
+def call_launches(public: Path) -> dict[str, float]:
+    """Host time of a call over that of a pointwise op in the same trace, the median of traces."""
+    files = sorted((public / "kineto-traces").glob("ops_*.csv.gz"))
+    table = pd.concat([pd.read_csv(file) for file in files])
+    table = table[(table["host_us_median"] > 0) & (table["kernels"] >= 1)]
+    table["op"] = table["op"].str.removeprefix("aten::")
+    found: dict[str, list[float]] = {name: [] for name in CALLS}
+    for _, trace in table.groupby("trace"):
+        usual_us = trace.loc[trace["op"].isin(POINTWISE), "host_us_median"].median()
+        by_op = trace.groupby("op")["host_us_median"].median() / usual_us
+        for name, ops in CALLS.items():
+            found[name] += [float(by_op[op]) for op in ops if op in by_op]
+    return {name: round(float(np.median(ratios)), 1) for name, ratios in found.items()}
+
+
+def main(public: Path, out: Path | None = None) -> None:
+    """Fit every host, print errors before and after, and write host files to a folder."""
+    console.print(f"host time of a call over a pointwise one: {call_launches(public)}")
+    rows, hosts = dict[str, list[MeasuredStep]](), dict[str, HostMachine]()
+    for name, source in HOSTS.items():
+        rows[name] = list(source.rows(public))
+        what = f"{COMMAND}, {len(rows[name])} rows of {source.source}; launches as slow as events"
+        facts = {"source": what, "cpu": source.cpu, "fitted_on": source.source}
+        hosts[name] = fit_host(name, rows[name], **facts)
+        if out is not None:
+            (out / f"{name}.yaml").write_text(host_yaml(hosts[name]))
+    for name, source in HOSTS.items():
+        console.print(f"{name}: {len(rows[name])} rows of {source.source}, median error and bias")
+        usual = usual_host([h for h in hosts.values() if source.source not in h.sources])
+        for kind, host in {
+            "reference": REFERENCE,
+            "left out": usual,
+            "fitted": hosts[name],
+        }.items():
+            pct = 100 * np.expm1([row.log_error(host) for row in rows[name]])
+            median, bias = np.median(np.abs(pct)), np.median(pct)
+            slow = f"{kind}, slowdown {host.slowdown:.2f}"
+            console.print(f"  {slow}: {median:.0f} %, {bias:+.0f} %")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

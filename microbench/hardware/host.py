@@ -1,0 +1,141 @@
+"""Host: the machine that runs Python and launches kernels, by what its events and launches take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from microbench.assumptions import assumed
+from microbench.hardware.spec import check_types, read_facts
+
+HERE = Path(__file__).parent / "hosts"
+USUAL = "usual"  # the host of a GPU where none is named
+
+# Of the reference host, whose ``slowdown`` is 1.
+EVENT_US: Mapping[str, float] = assumed(__file__, "event_us")
+EVENT_US_PER_TENSOR: Mapping[str, float] = assumed(__file__, "event_us_per_tensor")
+CALL_LAUNCHES: Mapping[str, float] = assumed(__file__, "call_launches")
+SPREAD: Mapping[str, float] = assumed(__file__, "spread")
+DECILE = 1.2816  # standard deviations between the median and the 90 % quantile of a normal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMachine:
+    """A host by two measured numbers and what they rest on.
+
+    ``slowdown``: time of a Python or autograd event over that of the reference host (assumption
+    ``host.event_us``). ``launch_us``: the host's time of one PyTorch call that launches one
+    pointwise kernel, dispatcher and driver together. ``spread``: times lie between value / spread
+    and value * spread with 80 % probability. ``source``: what was measured, and by which command
+    the numbers were found; ``fitted_on``: sources of published rows, separated by commas.
+    """
+
+    name: str
+    slowdown: float
+    launch_us: float
+    spread: float = SPREAD["measured"]
+    cpu: str = ""
+    source: str
+    fitted_on: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.slowdown, self.launch_us) <= 0 or self.spread < 1:
+            raise ValueError(
+                f"{self.name}: slowdown and launch_us are above 0 and spread at least 1, got "
+                f"{self.slowdown:g}, {self.launch_us:g} and {self.spread:g}"
+            )
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Sources of the published rows that its numbers were fitted on."""
+        return tuple(part.strip() for part in self.fitted_on.split(",") if part.strip())
+
+    def event_us(self, event: str, tensors: int = 1) -> float:
+        """Time of one event; of those over lists of tensors, one over so many."""
+        if event == "launch":
+            return self.launch_us
+        more_us = EVENT_US_PER_TENSOR.get(event, 0.0) * tensors
+        return self.slowdown * (EVENT_US[event] + more_us)
+
+
+REFERENCE = HostMachine(
+    name="reference",
+    slowdown=1.0,
+    launch_us=EVENT_US["launch"],
+    spread=SPREAD["assumed"],
+    source="the host of the assumed table host.event_us",
+)
+
+
+def call_launches(family: str, op: str = "") -> float:
+    """Host time of a call of this op, or of its family, over that of a pointwise op."""
+    return CALL_LAUNCHES.get(f"{family}.{op}", CALL_LAUNCHES.get(family, 1.0))
+
+
+def load_host(name_or_path: str = USUAL) -> HostMachine:
+    """A host by its name in microbench/hardware/hosts, or from a YAML file; else the usual host."""
+    path = Path(name_or_path)
+    if name_or_path == USUAL:
+        return usual_host(shipped_hosts())
+    if path.suffix not in {".yaml", ".yml"}:
+        path = HERE / f"{name_or_path}.yaml"
+        if name_or_path not in host_names():
+            raise ValueError(f"unknown host {name_or_path!r}; known: {[USUAL, *host_names()]}")
+    values = {"name": path.stem, **read_facts(path)}
+    return HostMachine(**check_types(values, fields(HostMachine), str(path)))
+
+
+@cache
+def shipped_hosts() -> tuple[HostMachine, ...]:
+    """The hosts that ship with the project."""
+    return tuple(load_host(name) for name in host_names())
+
+
+def host_names() -> list[str]:
+    """Names of the hosts that ship with the project."""
+    return sorted(p.stem for p in HERE.glob("*.yaml"))
+
+
+def usual_host(known: Sequence[HostMachine]) -> HostMachine:
+    """The median of these hosts; its spread is theirs: 80 % of a log-normal distribution."""
+    if not known:
+        return REFERENCE
+    slowdown, launch_us = (
+        np.log([getattr(host, name) for host in known]) for name in ("slowdown", "launch_us")
+    )
+    deviation = max(float(np.std(slowdown)), float(np.std(launch_us)))
+    own = np.median([np.log(host.spread) for host in known])
+    return HostMachine(
+        name=USUAL,
+        slowdown=float(np.exp(np.median(slowdown))),
+        launch_us=float(np.exp(np.median(launch_us))),
+        spread=float(np.exp(np.hypot(DECILE * deviation, own))),
+        source=f"median of the hosts {', '.join(host.name for host in known)}",
+        fitted_on=", ".join(sorted({source for host in known for source in host.sources})),
+    )
+
+
+def scaled_host(name: str, slowdown: float, **facts: Any) -> HostMachine:
+    """A host whose launches are as slow as its events, compared with the reference host."""
+    launch_us = round(slowdown * EVENT_US["launch"], 3)
+    return HostMachine(name=name, slowdown=slowdown, launch_us=launch_us, **facts)
+
+
+def check_host_file(path: Path) -> str:
+    """The name of the host that a file is written for."""
+    if path.suffix not in {".yaml", ".yml"} or path.stem in (USUAL, REFERENCE.name):
+        wanted = f"NAME.yaml, with a name other than {USUAL} and {REFERENCE.name}"
+        raise ValueError(f"host file {str(path)!r}: allowed is {wanted}")
+    return path.stem
+
+
+def host_yaml(host: HostMachine) -> str:
+    """The text of a host file; the name is the file's."""
+    facts = {f.name: getattr(host, f.name) for f in fields(host) if f.name != "name"}
+    return yaml.safe_dump(facts, sort_keys=False, width=100)
