@@ -96,6 +96,7 @@ def model_lines() -> list[ModelLine]:
         vtrain_line(),
         *golden_lines(),
         *mlperf_lines(),
+        *kernelbench_lines(),
     ]
 
 
@@ -252,4 +253,23 @@ def mlperf_lines() -> list[ModelLine]:
             targets={"mape_pct": 12.0},
         )
         for which, choose in choices.items()
+    ]
+
+
+def kernelbench_lines() -> list[ModelLine]:
+    """Lines about one forward of KernelBench's modules, by how they are launched."""
+
+    def launched(engine: str) -> Callable[[Rows], np.ndarray]:
+        return lambda rows: np.asarray(rows["engine"] == engine)
+
+    engines = {"eager": ("eager", 15.0), "CUDA graphs": ("graph", 12.0), "compiled": ("compile", 0)}
+    return [
+        ModelLine(
+            name=f"KernelBench level 1, {name}",
+            known_best="none published",
+            choose=launched(engine),
+            folder="kernelbench",
+            targets={"median_ape_pct": target or None},
+        )
+        for name, (engine, target) in engines.items()
     ]

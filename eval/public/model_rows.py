@@ -9,13 +9,14 @@ from eval.compare import console, stated_rows
 from eval.public.benchmark import Rows
 from microbench.importers import neusight
 from microbench.importers.base import Imported
-from microbench.importers.published import iterations, megatron, mlperf, vtrain
+from microbench.importers.published import iterations, kernelbench, megatron, mlperf, vtrain
 
 READERS: Mapping[str, Callable[[Path], Imported]] = {
     "NeuSight": neusight.read,
     "iterations": iterations.read,
     "iterations-h100": iterations.read,
     "vtrain": vtrain.read,
+    "kernelbench": kernelbench.read,
     "megatron-lm": megatron.read,
     "mlperf-training": mlperf.read,
 }
@@ -33,4 +34,5 @@ def read_iterations(public: Path, folder: str) -> Rows | None:
     for reason, count in sorted(found.dropped.items(), key=lambda item: -item[1]):
         console.print(f"{folder}: {count} rows not imported: {reason}")
     rows = found.rows["iteration"]
-    return stated_rows(rows[rows["status"] == "ok"].reset_index(drop=True))
+    rows = rows[rows["status"] == "ok"].reset_index(drop=True)
+    return rows if "problem_source" in rows else stated_rows(rows)

@@ -16,6 +16,9 @@ import numpy as np
 import pandas as pd
 from scipy.stats import kendalltau
 
+from compose.capture_model import capture
+from compose.graph.launch_modes import with_engine
+from compose.parallel.plan import ParallelPlan
 from compose.target import find_target
 from eval.compare import ASKED, console, step_of
 from eval.progress import progress_bar
@@ -28,6 +31,7 @@ from eval.results import LineResult
 from learners.train import errors
 from microbench.hardware.stack import asked_stack
 from microbench.importers.base import positive
+from microbench.opcall import StepCapture
 
 Answer = Mapping[str, float] | str  # forecasts by part, or the error message
 # What is compared, and the column of its measurement: us of a step and of its backward pass, bytes.
@@ -61,7 +65,7 @@ def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, Answer], pool: Exec
     Rows that cannot be forecast are left out, counted by reason and printed. ``known`` keeps the
     forecasts of earlier lines.
     """
-    names = [c for c in (*ASKED, "hf_config", "backward_us") if c in rows]
+    names = [c for c in (*ASKED, "hf_config", "problem_source", "backward_us") if c in rows]
     asked = rows[names].to_dict("records")
     keys = [tuple(map(str, values.values())) for values in asked]
     new = {k: v for k, v in zip(keys, asked, strict=True) if k not in known}
@@ -88,7 +92,7 @@ def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
     try:
         stack = asked_stack(asked.get("stack"))
         target = find_target(str(asked["gpu"]), str(asked["plan"]), bundle, stack=stack)
-        whole = forecast_step(step_of(asked, target.plan), target)
+        whole = forecast_step(_step(asked, target.plan), target)
         step_us, backward_us = whole.iteration_us, 0.0
         if np.isfinite(asked.get("backward_us", np.nan)) and not asked["plan"]:
             ahead = forecast_step(step_of({**asked, "mode": "infer"}, target.plan), target)
@@ -96,6 +100,16 @@ def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
     except ValueError as exc:
         return str(exc)[:120]
     return {"step": step_us, "backward": backward_us, "memory": float(whole.memory_bytes)}
+
+
+def _step(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
+    """Capture what a row describes: a model under a plan, or a problem's text."""
+    if not isinstance(asked.get("problem_source"), str):
+        return step_of(asked, plan)
+    from microbench.cases.external.problem import problem  # needs torch
+
+    source, options = str(asked["problem_source"]), {k: asked[k] for k in ("mode", "dtype")}
+    return with_engine(capture(lambda: problem(source), **options), str(asked["engine"]))
 
 
 def judge(line: ModelLine, rows: Rows, seconds: float) -> Iterator[LineResult]:

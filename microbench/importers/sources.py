@@ -11,7 +11,7 @@ from microbench.importers import aiconfigurator, nccl_tests, neusight, vidur
 from microbench.importers.base import Hints, Imported, Unreadable, read_text
 from microbench.importers.mapped import reader
 from microbench.importers.mapped.source import load, mapped_sources
-from microbench.importers.published import iterations, megatron, mlperf, vtrain
+from microbench.importers.published import iterations, kernelbench, megatron, mlperf, vtrain
 from microbench.importers.traces import kineto, op_tables
 
 PLAIN: Mapping[str, Callable[[Path], Imported]] = {
@@ -19,6 +19,7 @@ PLAIN: Mapping[str, Callable[[Path], Imported]] = {
     "aiconfigurator": aiconfigurator.read,
     "vidur": vidur.read,
     "iterations": iterations.read,
+    "kernelbench": kernelbench.read,
     "kineto-traces": op_tables.read,
     "megatron-lm": megatron.read,
     "mlperf-training": mlperf.read,

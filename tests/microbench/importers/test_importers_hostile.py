@@ -31,6 +31,7 @@ PLACES = {
     "kineto": "trace.json",
     "iterations": "table.csv",
     "kineto-traces": "ops_x.csv",
+    "kernelbench": "timing_all_history.csv.gz",
     "vtrain": "data/ground_truth_single.csv",
     "megatron-lm": "golden_runs.csv.gz",
     "mlperf-training": "cells.csv.gz",

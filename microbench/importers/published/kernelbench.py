@@ -1,0 +1,113 @@
+"""Imports KernelBench's baselines: one forward of each of 100 small modules, level 1."""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from microbench.hardware.names import gpu_named
+from microbench.importers.base import About, Imported, RowCollector, positive, refuse, text_of
+
+ABOUT = About(
+    source="kernelbench",
+    where="https://github.com/ScalingIntelligence/KernelBench, baseline timings of all commits",
+    licence="MIT",
+    conventions=(
+        "time_us is the mean of 100 calls, each timed by CUDA events after a synchronise: the "
+        "host's launch is in it. problem_source is the module's text, to be interpreted "
+        "(microbench.cases.external.problem), never executed. Neither eval() nor autograd; fp32, "
+        "convolutions in TF32."
+    ),
+)
+TIMINGS = "timing_all_history.csv.gz"
+COLUMNS = ("file", "problem", "mean_ms", "hardware", "problems_tree")
+ENGINES = {
+    "baseline_time_torch": "eager",
+    "baseline_time_torch_compile_cudagraphs": "graph",
+    "baseline_time_torch_compile_inductor_default": "compile",
+}
+MOST_BYTES = 2**16  # of a problem's text
+
+
+def read(path: Path) -> Imported:
+    """Read the timings and the archives of problems beside them."""
+    if not (path / TIMINGS).is_file():
+        raise refuse(path, "a folder of KernelBench's timings", TIMINGS)
+    collector = RowCollector(ABOUT, path)
+    frame = collector.csv(path / TIMINGS, COLUMNS)
+    if frame is None or not len(frame):
+        return collector.done()
+    sources = _problems(collector, path)
+    frame["gpu"] = frame["hardware"].map(lambda name: gpu_named(str(name)) or "")
+    frame["engine"] = frame["file"].str.extract(r"/([a-z0-9_-]+)\.json$")[0].map(ENGINES)
+    keys = zip(frame["problems_tree"], frame["problem"], strict=True)
+    frame["problem_source"] = [sources.get(key) for key in keys]
+    reasons = {
+        "unknown gpu": frame["gpu"] == "",
+        "compiled in a way that no engine states": frame["engine"].isna(),
+        "problem is not in its archive": frame["problem_source"].isna(),
+    }
+    kept = np.ones(len(frame), dtype=bool)
+    for reason, left_out in reasons.items():
+        collector.drop(reason, int((kept & left_out).sum()))
+        kept &= ~left_out.to_numpy()
+    if kept.any():
+        collector.add("iteration", _columns(collector, frame[kept], path), ("world_size",))
+    return collector.done()
+
+
+def _columns(collector: RowCollector, frame: pd.DataFrame, path: Path) -> pd.DataFrame:
+    """Columns of the dataset."""
+    columns: dict[str, Any] = {
+        "op": "forward",
+        "gpu": frame["gpu"],
+        "timer": "with_launch",
+        "stack": "torch",
+        "dtype": frame["problem_source"].map(dtype_of),
+        "time_us": positive(frame["mean_ms"]) * 1e3,
+        "samples": 100,
+        "case": "kernelbench " + frame["problem"].map(text_of),
+        "builder": "problem",
+        "problem_source": frame["problem_source"],
+        "mode": "infer",
+        "plan": "",
+        "loss": "none",
+        "optimizer": "none",
+        "engine": frame["engine"],
+        "source": "kernelbench",
+        "batch": 1,
+        "seq": 0,
+        "world_size": 1,
+        "run_id": collector.run_id(path / TIMINGS),
+        "origin": f"{TIMINGS}:" + frame["line"].astype(str),
+    }
+    return pd.DataFrame(columns, index=frame.index)
+
+
+def dtype_of(source: str) -> str:
+    """The dtype of a problem's products: TF32 of convolutions, as PyTorch ships, else fp32."""
+    if "float16" in source:
+        return "fp16"
+    return "tf32" if re.search(r"\bnn\.Conv", source) else "fp32"
+
+
+def _problems(collector: RowCollector, folder: Path) -> dict[tuple[str, str], str]:
+    """Texts of the problems by archive and file name; nothing is extracted to disk."""
+    found: dict[tuple[str, str], str] = {}
+    for path in sorted(folder.glob("problems-*.tar.gz")):
+        tree = path.name.removeprefix("problems-").removesuffix(".tar.gz")
+        try:
+            with tarfile.open(path) as archive:
+                for member in archive:
+                    file = archive.extractfile(member) if member.isfile() else None
+                    if file is not None and member.size <= MOST_BYTES:
+                        name = member.name.rpartition("/")[2]
+                        found[tree, name] = file.read().decode("utf-8", "replace")
+        except (tarfile.TarError, OSError, EOFError) as exc:
+            collector.unreadable(f"not an archive ({type(exc).__name__})")
+    return found
