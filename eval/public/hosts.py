@@ -6,11 +6,10 @@ host files where a folder is given. Also prints the ratios of assumption host.ca
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,17 @@ import numpy as np
 import pandas as pd
 from rich.console import Console
 
-from compose.capture_model import capture, micro_size
+from compose.capture_model import capture
 from compose.host_fit import MeasuredStep, fit_host
-from compose.target import Target, find_target
+from compose.target import find_target
+from eval.compare import measured_steps
+from eval.public.model_rows import read_iterations
 from learners.bundle import SHIPPED
 from microbench.hardware.host import REFERENCE, HostMachine, host_yaml, usual_host
 from microbench.importers.published.timm_models import timm_config
 from microbench.opcall import StepCapture
 
+ROWS = 16  # of a source that has many
 COMMAND = "python -m eval.public.hosts PUBLIC"
 POINTWISE: tuple[str, ...] = (
     "add",
@@ -126,70 +128,26 @@ def torchvision(folder: str) -> Callable[[Path], Iterator[MeasuredStep]]:
     return rows
 
 
-def megatron(public: Path) -> Iterator[MeasuredStep]:
-    """Golden values of GPT with 12 layers of width 512: medians over runs of one plan."""
-    table = pd.read_csv(public / "megatron-lm" / "golden_runs.csv.gz", low_memory=False)
-    sizes = {"num_layers": 12, "hidden_size": 512, "seq_length": 1024, "global_batch_size": 32}
-    chosen = table["case"].str.startswith("gpt") & table["num_experts"].isna()
-    for column, size in sizes.items():
-        chosen &= table[column] == size
-    degrees = [f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context")]
-    table = table[chosen & table["recompute_granularity"].isna()].fillna(dict.fromkeys(degrees, 1))
-    implementation = {"local": "eager", "transformer_engine": "sdpa"}
-    keys: Any
-    for keys, runs in table.groupby(["transformer_impl", *degrees]):
-        impl, (tp, pp, cp) = str(keys[0]), map(int, keys[1:])
-        if cp > 1:
-            continue
-        dp = 8 // (tp * pp)
-        plan = _plan(dp=dp, tp=tp, pp=pp, micro=8 // dp, extra="amp")
-        how = {"dtype": "bf16", "attn": implementation[impl]}
-        row = _gpt(12, 512, 8, plan, "a100-sxm-80gb", batch=32 // dp, seq=1024, **how)
-        time_us = 1e6 * float(runs["median_s"].median())
-        yield replace(row, label=f"{impl} {plan}", time_us=time_us)
+def imported(
+    folder: str, choose: Callable[[pd.DataFrame], Any]
+) -> Callable[[Path], Iterator[MeasuredStep]]:
+    """Some of the iterations of a source, as its importer states them."""
+
+    def rows(public: Path) -> Iterator[MeasuredStep]:
+        table = read_iterations(public, folder)
+        if table is None:
+            raise ValueError(f"{str(public)!r} has no folder {folder}")
+        table = table[choose(table)].sort_values(["plan", "time_us"]).assign(family="iteration")
+        yield from measured_steps(table.iloc[:: max(1, len(table) // ROWS)], SHIPPED)
+
+    return rows
 
 
-def vtrain(public: Path) -> Iterator[MeasuredStep]:
-    """vTrain's iterations of one sample per micro-batch and cut layers: kernels too short."""
-    path = public / "vtrain" / "data" / "ground_truth_single.csv"
-    table = pd.read_csv(path, encoding="utf-8-sig").rename(columns=str.strip)
-    table = table[(table["micro batch"] == 1) & (table["tensor parallelism"] > 1)]
-    for _, row in table.iloc[::4].iterrows():
-        tp, dp, pp = (int(row[f"{kind} parallelism"]) for kind in ("tensor", "data", "pipeline"))
-        micro = int(row["global batch"]) // dp
-        plan = _plan(dp=dp, tp=tp, pp=pp, micro=micro, extra="recompute=full,amp")
-        how: dict[str, Any] = {"dtype": "fp16", "attn": "eager"}
-        layers = int(row["# layers"])
-        found = _gpt(layers, 1024, 16, plan, "a100-sxm-40gb", batch=micro, seq=1024, **how)
-        time_us = 1e3 * float(row["iteration time (ms)"])
-        yield replace(found, label=f"{layers} layers {plan}", time_us=time_us)
-
-
-def _plan(*, dp: int, tp: int, pp: int, micro: int, extra: str) -> str:
-    key = "micro" if pp > 1 else "accumulate"
-    several = f",{key}={micro}" if micro > 1 else ""
-    return f"dp={dp},tp={tp},pp={pp}{several},{extra}"
-
-
-def _gpt(
-    layers: int, width: int, heads: int, plan: str, gpu: str, *, batch: int, seq: int, **how: Any
-) -> MeasuredStep:
-    """A GPT under Megatron; label and time are to be filled in."""
-    sizes = {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": seq}
-    kind = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 50304}
-    target = find_target(gpu, plan, SHIPPED, stack="megatron-core")
-    config = json.dumps({**kind, **sizes})
-    step = _configured(config, target=target, batch=batch, seq=seq, amp=True, **how)
-    return MeasuredStep(label="", time_us=0.0, step=step, target=target)
-
-
-def _configured(config: str, target: Target | None = None, **how: Any) -> StepCapture:
+def _configured(config: str, **how: Any) -> StepCapture:
     """The captured step of a Hugging Face configuration."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
         path.write_text(config)
-        if target is not None:
-            how |= micro_size(path, target.plan, how.pop("batch"), how.pop("seq"))
         return capture(path, **how)
 
 
@@ -218,8 +176,16 @@ HOSTS: Mapping[str, HostSource] = {
         cpu="not stated, four RTX 2080 Ti",
         rows=torchvision("results/2080ti(2)"),
     ),
-    "dgx-a100": HostSource(source="megatron-lm", cpu="two AMD EPYC 7742, DGX A100", rows=megatron),
-    "vtrain-a100": HostSource(source="vtrain", cpu="not stated, four A100", rows=vtrain),
+    "dgx-a100": HostSource(
+        source="megatron-lm",
+        cpu="two AMD EPYC 7742, DGX A100, under the tests of Megatron-LM",
+        rows=imported("megatron-lm", lambda table: table["d_model"] < 1024),
+    ),
+    "vtrain-a100": HostSource(
+        source="vtrain",
+        cpu="not stated, four A100",
+        rows=imported("vtrain", lambda table: table["plan"].str.contains("tp=")),
+    ),
 }
 
 
