@@ -13,20 +13,28 @@ from dataclasses import replace
 
 from compose.graph.rewrite import with_tensors
 from microbench.opcall import OpCall, StepCapture, TensorSpec
+from microbench.ops.matrix.gemm import GROUPED
 
 LINEAR_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
+EXPERT_PRODUCTS = ("aten.bmm.default", GROUPED)
+CHOICES = ("topk", "sort", "argmax", "max")  # after these come indices, not data
 DTYPE_CAST = "aten._to_copy.default"
 NORMS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "mean", "_log_softmax")
 
 
-def alias_weight_casts(capture: StepCapture) -> StepCapture:
-    """Gives autocast's copy of a weight the storage of the weight, so that both count as one."""
+def weight_copies(capture: StepCapture) -> dict[int, int]:
+    """Storages of autocast's copies of weights, each with the weight's."""
     weights = {p.storage for p in capture.parameters}
-    weight_of = {
+    return {
         c.outputs[0].storage: c.args[0].storage
         for c in capture.calls
         if c.op == DTYPE_CAST and c.args[0].storage in weights
     }
+
+
+def alias_weight_casts(capture: StepCapture) -> StepCapture:
+    """Gives autocast's copy of a weight the storage of the weight, so that both count as one."""
+    weight_of = weight_copies(capture)
     if not weight_of:
         return capture
 
@@ -40,9 +48,12 @@ def alias_weight_casts(capture: StepCapture) -> StepCapture:
     return replace(capture, calls=tuple(map(aliased, capture.calls)))
 
 
-def weight_roles(capture: StepCapture) -> dict[int, str]:
-    """Returns the storages of weights to cut, each with "column", "row" or "vocabulary"."""
-    weights = {p.storage for p in capture.parameters if len(p.shape) == 2}
+def weight_roles(capture: StepCapture, *, experts: bool = True) -> dict[int, str]:
+    """Returns the storages of weights to cut, each with "column", "row" or "vocabulary".
+
+    ``experts``: stacked weights of experts (experts, in, out) are cut too.
+    """
+    weights = {p.storage for p in capture.parameters if len(p.shape) in (2, 3 if experts else 2)}
     roles: dict[int, str] = {}
     forward = [c for c in capture.calls if c.phase in ("forward", "loss")]
     made = {t.storage for c in forward for t in c.outputs}
@@ -59,15 +70,16 @@ def weight_roles(capture: StepCapture) -> dict[int, str]:
         elif isinstance(partner, int) and roles[partner] == "row":
             roles[weight.storage] = "column"
     heads = {p.shape for p in capture.parameters if roles.get(p.storage) == "vocabulary"}
-    roles |= {p.storage: "vocabulary" for p in capture.parameters if p.shape in heads}
-    return roles
+    tables = {c.args[0].storage for c in forward if c.op == "aten.embedding.default"}
+    named = {p.storage: p.shape for p in capture.parameters}
+    return roles | {s: "vocabulary" for s in tables if named.get(s) in heads and s not in roles}
 
 
 def _weight(call: OpCall, weights: set[int]) -> TensorSpec | None:
-    """The weight of a linear layer's product, its second factor; None for other calls."""
-    if call.op not in LINEAR_PRODUCTS:
+    """The weight of a linear layer or of experts, a product's second factor; else None."""
+    if call.op not in (*LINEAR_PRODUCTS, *EXPERT_PRODUCTS):
         return None
-    second = call.args[-1]
+    second: TensorSpec = call.args[1] if call.op in EXPERT_PRODUCTS else call.args[-1]
     return second if second.storage in weights else None
 
 
@@ -77,11 +89,12 @@ def _partner(
     """Returns the storage of the first weight that multiplies data computed from ``start``.
 
     "loss" where the data reach the loss or the end of the step first: heads are cut by vocabulary
-    with and without a loss, as in Megatron-LM. None where a residual sum or a norm over at least as
-    many columns as ``start`` has comes first; a norm over fewer columns is one of each head.
+    with and without a loss, as in Megatron-LM. None where a residual sum, a choice of experts or a
+    norm over at least as many columns as ``start`` has comes first; a norm over fewer columns is
+    one of each head, and a sum before a softmax a mask or bias of attention.
     """
     derived = {start.storage}
-    for call in calls:
+    for i, call in enumerate(calls):
         tensors = call.tensors()
         inputs = [t for t in tensors if t.storage in derived]
         if not inputs:
@@ -94,7 +107,22 @@ def _partner(
             return "loss"
         others = [t for t in tensors if t.storage in made and t.storage not in derived]
         residual = name in ("add", "add_") and any(t.numel == inputs[0].numel for t in others)
-        if residual or (name in NORMS and inputs[0].shape[-1] >= start.shape[-1]):
+        if name in CHOICES or (residual and not _is_softmaxed(call, calls[i + 1 :])):
+            return None
+        if name in NORMS and inputs[0].shape[-1] >= start.shape[-1]:
             return None
         derived |= {t.storage for t in call.outputs}
     return "loss"
+
+
+def _is_softmaxed(call: OpCall, later: Sequence[OpCall]) -> bool:
+    """Whether a sum is one of attention scores, which only masks and casts part from a softmax."""
+    storage = call.outputs[0].storage
+    for user in later:
+        if not any(t.storage == storage for t in user.tensors()):
+            continue
+        name = user.op.split(".")[1]
+        if name not in ("add", "add_", "_to_copy", "masked_fill", "where", "maximum", "clone"):
+            return name == "_softmax"
+        storage = user.outputs[0].storage
+    return False

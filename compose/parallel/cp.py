@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from compose.graph.rewrite import StepBuilder, collective, with_shape
+from compose.graph.rewrite import StepBuilder, collective
 from compose.parallel.plan import ParallelPlan
 from microbench.opcall import OpCall, StepCapture, TensorSpec
 
@@ -29,11 +29,11 @@ def context_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
         has_attention = True
         remote = _remote_block(call)
         keys, values = call.args[-2], call.args[-1]
-        scale = 1 if call.op == "itercast.sdpa" else 2  # backward: and their gradients
-        sent = _keys_and_values(keys, values)
+        scale = 1 + values.numel / keys.numel
+        scale *= 1 if call.op == "itercast.sdpa" else 2  # backward: and their gradients
         for _ in range(plan.cp - 1):
             made.calls.append(
-                collective("send_recv", "cp", sent, call.phase, overlaps_next=True, scale=scale)
+                collective("send_recv", "cp", keys, call.phase, overlaps_next=True, scale=scale)
             )
             made.calls.append(remote)
         made.add(i, call)
@@ -56,9 +56,4 @@ def _remote_block(call: OpCall) -> OpCall:
 
 def _half_length(t: TensorSpec) -> TensorSpec:
     """Half the length of keys or values of shape (batch, heads, length, head_dim)."""
-    return with_shape(t, (*t.shape[:2], max(1, t.shape[2] // 2), t.shape[3]))
-
-
-def _keys_and_values(keys: TensorSpec, values: TensorSpec) -> TensorSpec:
-    """One buffer with both."""
-    return TensorSpec(shape=(keys.numel + values.numel,), dtype=keys.dtype)
+    return replace(t, shape=(*t.shape[:2], max(1, t.shape[2] // 2), t.shape[3]))

@@ -12,27 +12,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from compose.graph.product_roles import DTYPE_CAST, alias_weight_casts
+from compose.graph.product_roles import (
+    DTYPE_CAST,
+    EXPERT_PRODUCTS,
+    alias_weight_casts,
+    weight_copies,
+)
 from compose.graph.rewrite import StepBuilder, collective, with_shape, with_tensors
 from compose.parallel.plan import ParallelPlan
 from microbench.capture.truncate import layer_key
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
-from microbench.ops.matrix.gemm import GROUPED
-
-EXPERT_PRODUCTS = ("aten.bmm.default", GROUPED)
 
 
 def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
     """Returns one rank's step; ValueError where ep does not divide the experts or none exist."""
     if plan.ep == 1:
         return capture
-    capture = alias_weight_casts(capture)
-    weights = expert_weights(capture)
+    weights = expert_weights(alias_weight_casts(capture))
     if not weights:
         raise ValueError(f"plan {str(plan)!r}: ep spreads experts, and the model has none")
     for p in weights.values():
         if p.shape[0] % plan.ep:
             raise ValueError(f"plan {str(plan)!r}: ep does not divide {p.shape[0]} experts")
+    weights |= {s: weights[w] for s, w in weight_copies(capture).items() if w in weights}
     before, after = _first_and_last_products(capture, weights)
     made = StepBuilder(capture)
     for i, call in enumerate(capture.calls):

@@ -18,7 +18,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "offload": ("optimizer", "activations"),
     "gossip": ("ring", "exp2"),
 }
-DEGREES = ("dp", "tp", "pp", "cp", "micro", "accumulate", "hsdp", "first", "last", "nodes")
+DEGREES = ("dp", "tp", "pp", "cp", "etp", "micro", "accumulate", "hsdp", "first", "last", "nodes")
 FLAGS = ("sp", "tp_overlap", "amp")
 TRANSFORMS = ("split", "reorder", "fuse", "overlap")  # CoCoNeT, arXiv:2105.05720
 DEFAULT_STAGES_PER_RANK = "2"  # of schedule=interleaved
@@ -33,7 +33,8 @@ class ParallelPlan:
     tp: int = 1  # tensor parallel ranks
     pp: int = 1  # pipeline stages
     cp: int = 1  # context parallel ranks
-    ep: int = 1  # expert parallel ranks, among the dp ranks
+    ep: int = 1  # expert parallel ranks, among those of dp, or of tp and dp with etp=1
+    etp: int = 0  # tensor parallel ranks of each expert, 1 or tp; 0: tp if ep divides dp, else 1
     imbalance: float = 1.0  # tokens of the busiest rank of experts over the mean
     sp: bool = False  # sequence parallelism: activations between tp's layers are cut by tokens
     tp_overlap: bool = False  # tp's collectives run beside the products they belong to
@@ -66,6 +67,16 @@ class ParallelPlan:
     def world_size(self) -> int:
         """Number of ranks."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel ranks of each expert; 1: experts are spread over tp x dp ranks."""
+        return self.etp or (1 if self.dp % self.ep else self.tp)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks of one pipeline stage that hold the same part of the same experts."""
+        return self.tp * self.cp * self.dp // (self.expert_tp * self.ep)
 
     @property
     def shards(self) -> int:
@@ -241,7 +252,12 @@ def _rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
 def _degree_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     for name in ("dp", "tp", "pp", "cp", "ep", "accumulate", "virtual", "overlap"):
         yield getattr(p, name) < 1, f"{name} is a positive integer"
-    yield p.dp % p.ep != 0, f"ep divides dp: ep={p.ep}, dp={p.dp}"
+    yield p.etp not in (0, 1, p.tp), f"etp is 1 or tp, got {p.etp}"
+    ranks = p.dp * p.tp // p.expert_tp
+    yield ranks % p.ep != 0, f"ep divides dp, or tp x dp with etp=1: ep={p.ep}, dp={p.dp}"
+    spread = p.expert_tp < p.tp
+    yield spread and p.ep == 1, f"etp={p.etp} needs ep > 1"
+    yield spread and not p.sp, "experts over tp x dp ranks need sp: each rank sends its own tokens"
     yield not 1 <= p.imbalance <= p.ep, f"imbalance is from 1 to ep, got {p.imbalance}"
     yield p.sp and p.tp == 1, "sp needs tp > 1"
     yield p.tp_overlap and not p.sp, "tp_overlap needs sp"

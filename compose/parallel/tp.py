@@ -1,11 +1,13 @@
 """Tensor parallelism of any captured model, after Megatron-LM (arXiv:1909.08053, 2205.05198).
 
-Linear layers come in pairs: the first is cut by columns, the second by rows (``product_roles``).
-Added: an all_reduce of the second's output in forward, and of the first's input gradient in
-backward. With ``sp`` each becomes a reduce_scatter, with an all_gather before the next pair, and
-backward gathers the inputs of first layers once more, beside compute. Three small all_reduces in
-the loss (``parallel_loss``). Layers that read one input reduce the sum of its gradients once; with
-torch's ColwiseParallel, which runs such plans on a CPU, each layer reduces its own. Memory: paired
+Linear layers come in pairs: the first is cut by columns, the second by rows (``product_roles``);
+experts too, unless the plan keeps them whole. What lies between is cut as its inputs are
+(``cuts``). Added: an all_reduce of the second's output in forward, and of the first's input
+gradient in backward. With ``sp`` each becomes a reduce_scatter, with an all_gather before the next
+pair, and backward gathers the inputs of first layers once more, beside compute. Three small
+all_reduces in the loss (``parallel_loss``). Layers that read one input reduce the sum of its
+gradients once; with torch's ColwiseParallel, which runs such plans on a CPU, each layer reduces its
+own. Not counted: sums over ranks of the gradients of norms and routers with ``sp``. Memory: paired
 weights, the embedding and the head are cut; with ``sp`` activations between pairs too.
 """
 
@@ -13,17 +15,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from compose.graph.product_roles import (
-    DTYPE_CAST,
+    EXPERT_PRODUCTS,
     LINEAR_PRODUCTS,
     alias_weight_casts,
+    weight_copies,
     weight_roles,
 )
 from compose.graph.rewrite import StepBuilder, collective, fresh_storages, shard, with_tensors
+from compose.parallel.cuts import Cut, aligned_dim, cut_along, first_dim, result_dim
 from compose.parallel.parallel_loss import LOSS, parallel_loss
 from compose.parallel.plan import ParallelPlan
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+
+PRODUCTS = (*LINEAR_PRODUCTS, *EXPERT_PRODUCTS, "aten.baddbmm.default")
+WITH_BIAS = ("aten.addmm.default", "aten.baddbmm.default")
+FACTOR_AXES = ({-1: "k", -2: "m", -3: "batch"}, {-1: "n", -2: "k", -3: "batch"})
+RESULT_DIM = {"m": -2, "n": -1, "batch": -3}
+Change = dict[TensorSpec, TensorSpec]
 
 
 def tensor_parallel(
@@ -42,25 +53,21 @@ class _TensorParallel:
     """Rewrites a step in one pass; keeps track of which storages are cut, and how."""
 
     def __init__(self, capture: StepCapture, plan: ParallelPlan, summed: bool) -> None:
-        capture = alias_weight_casts(capture)
         self.capture, self.plan, self.tp, self.summed = capture, plan, plan.tp, summed
-        self.roles = weight_roles(capture)
+        self.copy_of = weight_copies(capture)
+        self.roles = weight_roles(alias_weight_casts(capture), experts=plan.expert_tp > 1)
+        self.roles |= {s: self.roles[w] for s, w in self.copy_of.items() if w in self.roles}
         if not self.roles:
             raise ValueError(
                 f"plan {str(plan)!r}: tp needs pairs of linear layers, and the model has none"
             )
         self.parameters = {p.storage: p for p in capture.parameters}
-        self.by_column: set[int] = set()  # activations cut by columns or heads
-        self.by_token: set[int] = set()  # activations cut by tokens, with sp
-        self.gathered: set[int] = set()  # of these: whole again
-        self.gathered_in_backward: set[int] = set()
-        self.inputs: dict[int, list[int]] = {}  # activation -> weights that multiply it
+        self.cuts: dict[int, Cut] = self._weight_cuts()
+        self.copies: dict[tuple[int, bool], int] = {}  # gathered (activation, in backward) -> copy
+        self.sources: dict[int, list[int]] = {}  # weight -> activations that it multiplies
         self.pending: dict[int, int] = {}  # activation -> column layers whose gradient is due
-        attention = [c for c in capture.calls if c.op.startswith("itercast.sdpa")]
-        self.heads = {t.shape[1] for c in attention for t in c.tensors()}
         self.events: dict[str, int] = {}  # host events of torch's DTensor, by name
         self.fresh = fresh_storages(capture)
-        self.tokens = capture.tokens or capture.samples
         self.seq = capture.tokens // max(1, capture.samples)
         self.made = StepBuilder(capture)
 
@@ -71,10 +78,8 @@ class _TensorParallel:
                 self.made.add(i, call)
             elif call.op.startswith("aten.embedding") and self._embedding(i, call):
                 continue
-            elif call.op in LINEAR_PRODUCTS:
+            elif call.op in PRODUCTS:
                 self._product(i, call)
-            elif call.op == DTYPE_CAST and call.args[0].storage in self.roles:
-                self.made.add(i, self._cast(call))
             else:
                 self._other(i, call)
         parameters = [self._parameter(p) for p in self.capture.parameters]
@@ -87,46 +92,87 @@ class _TensorParallel:
     def _count(self, event: str) -> None:
         self.events[event] = self.events.get(event, 0) + 1
 
+    def _weight_cuts(self) -> dict[int, Cut]:
+        """Cuts of weights and of the biases of layers cut by columns; tables by their rows."""
+        cuts: dict[int, Cut] = {}
+        for call in self.capture.calls:
+            if call.op not in PRODUCTS or call.phase not in ("forward", "loss"):
+                continue
+            weight = call.args[2 if call.op in WITH_BIAS else 1]
+            role = self.roles.get(weight.storage)
+            if role is None:
+                continue
+            cuts[weight.storage] = cut_along(weight, -2 if role == "row" else -1)
+            if call.op in WITH_BIAS and role != "row":
+                cuts[call.args[0].storage] = cut_along(call.args[0], -1)
+        cuts |= {w: cuts[s] for s, w in self.copy_of.items() if s in cuts}
+        tables = (p for s, p in self.parameters.items() if self.roles.get(s) == "vocabulary")
+        return {p.storage: cut_along(_whole_parameter(p), 0) for p in tables} | cuts
+
     def _parameter(self, p: ParamSpec) -> ParamSpec:
-        """A rank's shard of a parameter; a weight's rows are outputs, its columns inputs."""
-        role = self.roles.get(p.storage)
-        if role is None and p.storage in self._biases():
-            role = "column"
-        if role is None:
+        """A rank's shard of a parameter."""
+        cut = self.cuts.get(p.storage)
+        if cut is None or cut.tokens:
             return p
-        dim = 1 if role == "row" else 0
-        shape = tuple(-(-n // self.tp) if d == dim else n for d, n in enumerate(p.shape))
-        return replace(p, shape=shape)
+        return replace(p, shape=self._shard(_whole_parameter(p)).shape)
 
-    def _biases(self) -> set[int]:
-        """Storages of the biases of layers cut by columns."""
-        return {
-            c.args[0].storage
-            for c in self.capture.calls
-            if c.op == "aten.addmm.default" and self.roles.get(c.args[2].storage) == "column"
-        }
+    def _dim(self, t: TensorSpec) -> int | None:
+        """The dimension along which a rank holds a part of this tensor; None: it holds all."""
+        cut = self.cuts.get(t.storage)
+        return None if cut is None else first_dim(cut.dims(t), self.tp, cut.tokens)
 
-    def _send(self, kind: str, t: TensorSpec, phase: str, *, overlaps_next: bool = False) -> None:
-        self.made.calls.append(collective(kind, "tp", t, phase, overlaps_next=overlaps_next))
+    def _shard(self, t: TensorSpec) -> TensorSpec:
+        """What a rank holds of a tensor."""
+        dim = self._dim(t)
+        return t if dim is None else shard(t, dim, self.tp)
+
+    def _is_weight(self, t: TensorSpec) -> bool:
+        return t.storage in self.parameters or t.storage in self.copy_of
+
+    def _by_column(self, t: TensorSpec) -> bool:
+        return t.storage in self.cuts and not self.cuts[t.storage].tokens
+
+    def _send(self, kind: str, t: TensorSpec, phase: str, made: TensorSpec, **more: Any) -> None:
+        """Adds a collective; ``more``: the ``part`` that a rank gives, what it ``overlaps``."""
+        sent = collective(kind, "tp", t, phase, overlaps_next=more.get("overlaps", False))
+        read = (t, *(more[name] for name in more if name == "part"))
+        self.made.calls.append(replace(sent, args=read, outputs=(made,)))
 
     def _reduce(self, t: TensorSpec, phase: str) -> None:
-        """Adds up partial sums: whole on every rank, or with sp each rank's tokens."""
-        self._send("reduce_scatter" if self.plan.sp else "all_reduce", t, phase)
-        self.by_column.discard(t.storage)
-        if self.plan.sp:
-            self.by_token.add(t.storage)
+        """Adds up partial sums: whole on every rank, or with sp each rank's tokens.
 
-    def _gather(self, t: TensorSpec, phase: str) -> None:
-        """Gathers all tokens of an activation cut by tokens, once."""
-        key = t.storage
-        if key in self.by_token and key not in self.gathered:
-            self.gathered.add(key)
-            self._send("all_gather", t, phase)
+        The last call made ``t``; with sp it makes a temporary copy instead.
+        """
+        self.cuts.pop(t.storage, None)
+        if not self.plan.sp:
+            self._send("all_reduce", t, phase, t)
+            return
+        rows = -2 if len(t.shape) < 3 else 1
+        divides = self.seq > 1 and not t.shape[rows] % self.seq
+        self.cuts[t.storage] = cut_along(t, rows, length=self.seq if divides else 0, tokens=True)
+        partial = replace(t, storage=next(self.fresh))
+        self.made.calls[-1] = with_tensors(self.made.calls[-1], {t: partial})
+        self._send("reduce_scatter", partial, phase, self._shard(t))
+
+    def _gather(self, t: TensorSpec, phase: str) -> TensorSpec:
+        """All tokens of an activation cut by tokens, gathered once in forward and in backward.
+
+        What forward gathered is not saved: backward gathers it again, beside compute.
+        """
+        if t.storage not in self.cuts or not self.cuts[t.storage].tokens:
+            return t
+        backward = phase == "backward"
+        key = (t.storage, backward)
+        if key not in self.copies:
+            self.copies[key] = next(self.fresh)
+            whole = replace(t, storage=self.copies[key])
+            again = backward and (t.storage, False) in self.copies
+            self._send("all_gather", whole, phase, whole, overlaps=again, part=self._shard(t))
+        return replace(t, storage=self.copies[key])
 
     def _embedding(self, i: int, call: OpCall) -> bool:
         """Cuts a look-up in a table cut by vocabulary, or its gradient; false for other tables."""
-        forward = call.op == "aten.embedding.default"
-        if forward:
+        if call.op == "aten.embedding.default":
             if self.roles.get(call.args[0].storage) != "vocabulary":
                 return False
             self._count("tp_product")
@@ -137,128 +183,136 @@ class _TensorParallel:
         out = call.outputs[0]
         if out.shape not in tables:
             return False
-        self._gather(call.args[0], call.phase)
-        self.made.add(i, with_tensors(call, {out: shard(out, 0, self.tp)}))
+        change = {call.args[0]: self._gather(call.args[0], call.phase)}
+        self.cuts[out.storage] = cut_along(out, 0)
+        self.made.add(i, with_tensors(call, {**change, out: shard(out, 0, self.tp)}))
         return True
 
     def _product(self, i: int, call: OpCall) -> None:
-        """Cuts a product: of forward, of an input's gradient or of a weight's gradient."""
-        a, b = call.args[-2:]
-        out, weight = call.outputs[0], b if b.storage in self.roles else None
-        if call.phase in ("forward", "loss") and weight is not None:
-            self._forward(i, call, a, weight)
-        elif weight is not None:
-            self._input_gradient(i, call, a, weight)
-        elif call.phase == "backward":
-            role = self._weight_role(b, out)
-            if role is not None:
-                self._gather(a if role == "row" else b, call.phase)
-                self.made.add(i, self._weight_gradient(call, role))
-            else:
-                self._other(i, call)
-        else:
-            self._other(i, call)
+        """Cuts a product as its factors are, and reduces it where the summed dimension is cut."""
+        at = 1 if call.op in WITH_BIAS else 0
+        factors, out = call.args[at : at + 2], call.outputs[0]
+        if call.phase in ("forward", "loss"):
+            self._note_layer(call, *factors)
+        columns = any(map(self._by_column, factors))
+        change: Change = {t: self._gather(t, call.phase) for t in factors if columns}
+        axis, source, dim = self._product_axis(call, [change.get(t, t) for t in factors])
+        for t, axes in zip(factors, FACTOR_AXES, strict=True):
+            for d, name in axes.items():
+                if name == axis and len(t.shape) >= -d:
+                    change[t] = shard(change.get(t, t), d, self.tp)
+        if source is not None and axis in RESULT_DIM:
+            self._cut_result(call, source, dim, out, RESULT_DIM[axis] % len(out.shape), change)
+        self.made.add(i, with_tensors(call, change))
+        if axis == "k" and columns:
+            self._sum(call, factors[1], out)
 
-    def _forward(self, i: int, call: OpCall, a: TensorSpec, weight: TensorSpec) -> None:
-        """Cuts out = a @ weight and sends what its role asks for."""
-        self.inputs.setdefault(a.storage, []).append(weight.storage)
-        self._count("tp_product_bias" if call.op == "aten.addmm.default" else "tp_product")
-        out = call.outputs[0]
-        if self.roles[weight.storage] == "row":
-            change = {a: shard(a, -1, self.tp), weight: shard(weight, 0, self.tp)}
-            self.made.add(i, with_tensors(call, change))
+    def _note_layer(self, call: OpCall, a: TensorSpec, weight: TensorSpec) -> None:
+        """Notes what a layer of forward multiplies; cuts a weight by rows if its input is cut."""
+        if not self._is_weight(weight):
+            return
+        role = self.roles.get(weight.storage)
+        if role is None and self._by_column(a) and self._dim(a) == len(a.shape) - 1:
+            role = self.roles[weight.storage] = "row"
+            self.cuts[weight.storage] = cut_along(weight, -2)
+        if role is None:
+            return
+        self._count("tp_product_bias" if call.op in WITH_BIAS else "tp_product")
+        self.sources.setdefault(weight.storage, []).append(a.storage)
+        if role != "row":
+            self.pending[a.storage] = self.pending.get(a.storage, 0) + 1
+
+    def _product_axis(
+        self, call: OpCall, factors: Sequence[TensorSpec]
+    ) -> tuple[str, TensorSpec | None, int]:
+        """Which of m, n, k and batch is cut, and by which factor and dimension of it; "": none."""
+        found: dict[str, tuple[TensorSpec, int]] = {}
+        for t, axes in zip(factors, FACTOR_AXES, strict=True):
+            cut = self.cuts.get(t.storage)
+            dims = [] if cut is None else cut.dims(t)
+            if cut is not None and cut.tokens:
+                dims = [(d, n) for d, n in dims if d >= len(t.shape) - 2]  # no expert has all
+            dim = first_dim(dims, self.tp, cut is not None and cut.tokens)
+            if dim is not None:
+                found.setdefault(axes[dim - len(t.shape)], (t, dim))
+        activations = not any(map(self._is_weight, factors))
+        batched = activations and call.op not in LINEAR_PRODUCTS
+        if batched and "k" in found and self._by_column(found["k"][0]):
+            raise self._heads_error(1)  # columns of the one head are cut
+        if batched and "batch" in found:
+            self._check_heads(*found["batch"])
+        axis = next((name for name in ("batch", "m", "n", "k") if name in found), "")
+        return (axis, *found.get(axis, (None, 0)))
+
+    def _cut_result(
+        self, call: OpCall, t: TensorSpec, dim: int, out: TensorSpec, to: int, change: Change
+    ) -> None:
+        """Cuts a result like an input, and the other inputs that have the dimension."""
+        if out.storage not in self.cuts:
+            self.cuts[out.storage] = self.cuts[t.storage].moved(t, dim, out, to)
+        change[out] = shard(out, to, self.tp)
+        for other in call.tensors():
+            along = aligned_dim(call, other, out, to)
+            if other in change or along is None or other.storage in self.cuts:
+                continue
+            change[other] = shard(other, along, self.tp)
+            if other.storage in self.parameters and self._by_column(t):
+                self.cuts[other.storage] = cut_along(other, along)
+
+    def _sum(self, call: OpCall, weight: TensorSpec, out: TensorSpec) -> None:
+        """Reduces partial sums: a second layer's result, or the gradient of first layers' input."""
+        sources = self.sources.get(weight.storage)
+        if call.phase in ("forward", "loss") or not sources:
             self._reduce(out, call.phase)
             return
-        self._gather(a, call.phase)
-        self.pending[a.storage] = self.pending.get(a.storage, 0) + 1
-        change = {t: shard(t, -1, self.tp) for t in (*call.args[:-2], weight, out)}
-        self.made.add(i, with_tensors(call, change))
-        self.by_column.add(out.storage)
-
-    def _input_gradient(self, i: int, call: OpCall, a: TensorSpec, weight: TensorSpec) -> None:
-        """Cuts the gradient of a layer's input: a @ weight, ``a`` the output's gradient."""
-        out = call.outputs[0]
-        if self.roles[weight.storage] == "row":
-            self._gather(a, call.phase)
-            change = {weight: shard(weight, -1, self.tp), out: shard(out, -1, self.tp)}
-            self.made.add(i, with_tensors(call, change))
-            self.by_column.add(out.storage)
-            return
-        change = {a: shard(a, -1, self.tp), weight: shard(weight, 0, self.tp)}
-        self.made.add(i, with_tensors(call, change))
-        source = next((s for s, w in self.inputs.items() if weight.storage in w), -1)
+        source = sources.pop()
         self.pending[source] = self.pending.get(source, 1) - 1
         if self.pending[source] == 0 or not self.summed:
             self._reduce(out, call.phase)
 
-    def _weight_role(self, b: TensorSpec, out: TensorSpec) -> str | None:
-        """Returns the role of the weight whose gradient ``out`` is; ``b`` is the saved input."""
-        shapes = (out.shape, out.shape[::-1])
-        for storage in self.inputs.get(b.storage, []):
-            if self.parameters[storage].shape in shapes:
-                return self.roles[storage]
-        return None
-
-    def _cast(self, call: OpCall) -> OpCall:
-        """Cuts autocast's copy of a weight like the weight itself."""
-        dim = 1 if self.roles[call.args[0].storage] == "row" else 0
-        return with_tensors(
-            call, {t: shard(t, dim, self.tp) for t in (call.args[0], *call.outputs)}
-        )
-
-    def _weight_gradient(self, call: OpCall, role: str) -> OpCall:
-        """Cuts the gradient of a weight: a @ b, ``b`` the layer's saved input."""
-        a, b = call.args[-2:]
-        out = call.outputs[0]
-        self.by_column.add(out.storage)  # a cast may follow
-        if role == "row":
-            return with_tensors(call, {b: shard(b, -1, self.tp), out: shard(out, -1, self.tp)})
-        if self.plan.sp and b.storage not in self.gathered_in_backward:
-            self.gathered_in_backward.add(b.storage)  # gathered again, beside the product
-            self._send("all_gather", b, call.phase, overlaps_next=True)
-        return with_tensors(call, {a: shard(a, 0, self.tp), out: shard(out, 0, self.tp)})
-
     def _other(self, i: int, call: OpCall) -> None:
-        """Cuts a call between linear layers as its inputs are cut."""
-        inputs = call.tensors()
+        """Cuts a call between products as its inputs are cut: by columns before by tokens."""
+        change: Change = {}
+        inputs = sorted(call.tensors(), key=lambda t: not self._by_column(t))
         if call.op.startswith("itercast.sdpa"):
-            self._check_heads(inputs)
-        if any(t.storage in self.by_column for t in inputs):
-            change = {t: self._column_shard(t) for t in inputs if t.storage in self.by_column}
-            for t in call.outputs:
-                if t.numel > 1:
-                    change[t] = self._column_shard(t)
-                    self.by_column.add(t.storage)
-        elif any(t.storage in self.by_token and t.storage not in self.gathered for t in inputs):
-            change = {t: self._token_shard(t) for t in (*inputs, *call.outputs)}
-            self.by_token |= {t.storage for t in call.outputs if change[t] != t}
-        else:
-            change = {}
+            change = {t: self._gather(t, call.phase) for t in inputs}
+            inputs = [t for t in inputs if self._by_column(t)]
+        dims = {t: dim for t in inputs if (dim := self._dim(t)) is not None}
+        if call.op.startswith("itercast.sdpa"):
+            for t, dim in dims.items():
+                self._check_heads(t, dim)
+        change |= {t: shard(t, dim, self.tp) for t, dim in dims.items()}
+        for out in call.outputs:
+            if any(t.storage == out.storage for t in dims):  # a view, or in place
+                change[out] = self._shard(out)
+                continue
+            found = ((t, d, result_dim(call, t, d, out)) for t, d in dims.items())
+            source = next(((t, d, to) for t, d, to in found if to is not None), None)
+            if source is not None:
+                t, dim, to = source
+                self._cut_result(call, t, dim, out, to, change)
         calls = [with_tensors(call, change)]
-        if change and call.op in LOSS:
+        if call.op in LOSS and any(
+            self._by_column(t) and dim == len(t.shape) - 1 for t, dim in dims.items()
+        ):
             calls = parallel_loss(call, change, self.fresh)
             if call.op == LOSS[0]:
                 self._count("tp_loss")
         self.made.calls += calls[:-1]
         self.made.add(i, calls[-1])
 
-    def _check_heads(self, tensors: Sequence[TensorSpec]) -> None:
-        for t in tensors:
-            if t.storage in self.by_column and t.shape[1] % self.tp:
-                text = f"tp={self.tp} does not divide {t.shape[1]} heads"
-                raise ValueError(f"plan {str(self.plan)!r}: {text}")
+    def _check_heads(self, t: TensorSpec, dim: int) -> None:
+        """Attention is cut by heads: ``dim`` counts them, in the batch of a product with others."""
+        heads = dict(self.cuts[t.storage].dims(t))[dim]
+        if dim != len(t.shape) - 3:
+            raise self._heads_error(t.shape[-3])
+        if heads % self.tp:
+            raise self._heads_error(heads)
 
-    def _column_shard(self, t: TensorSpec) -> TensorSpec:
-        """Cut by heads where a dimension counts them, else along the last dimension."""
-        if len(t.shape) > 3:
-            for dim in range(1, len(t.shape)):
-                if t.shape[dim] in self.heads:
-                    return shard(t, dim, self.tp)
-        return shard(t, -1, self.tp)
+    def _heads_error(self, heads: int) -> ValueError:
+        text = f"tp={self.tp} does not divide {heads} heads"
+        return ValueError(f"plan {str(self.plan)!r}: {text}")
 
-    def _token_shard(self, t: TensorSpec) -> TensorSpec:
-        """Cut along the first dimension that counts tokens; whole where none does."""
-        for dim, n in enumerate(t.shape):
-            if n in (self.seq, self.tokens) and n > 1 and t.storage not in self.parameters:
-                return shard(t, dim, self.tp)
-        return t
+
+def _whole_parameter(p: ParamSpec) -> TensorSpec:
+    return TensorSpec(shape=p.shape, dtype=p.dtype, storage=p.storage)

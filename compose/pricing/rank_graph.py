@@ -36,7 +36,8 @@ class Cut:
     @classmethod
     def of(cls, plan: ParallelPlan) -> Cut:
         """The cut of a plan."""
-        return cls(plan=plan, degrees=(plan.tp, plan.sp, plan.cp, plan.ep, plan.imbalance))
+        degrees = (plan.tp, plan.sp, plan.cp, plan.ep, plan.expert_tp, plan.imbalance)
+        return cls(plan=plan, degrees=degrees)
 
 
 @dataclass(frozen=True, kw_only=True)

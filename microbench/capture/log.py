@@ -111,6 +111,12 @@ class OpLog(TorchDispatchMode):
             self._storages[key] = len(self._storages)
         return self._storages[key]
 
+    def _alias(self, tensor: Any, result: Any) -> None:
+        """Count the memory of an op's result as that of the tensor it would have overwritten."""
+        if tensor.stride() == result.stride():
+            self.storage(result)  # keeps it alive
+            self._storages[result.untyped_storage()._cdata] = self.storage(tensor)
+
     def describe(self, value: Any) -> Any:
         """A value as a capture holds it: tensors as TensorSpec, dtypes and devices as text."""
         if isinstance(value, torch.Tensor):
@@ -150,7 +156,8 @@ class OpLog(TorchDispatchMode):
         described = self.describe(tuple(args))
         in_place = self.phase == "backward" and op in IN_PLACE and not sparse
         if in_place and described[0].shape == output.shape:
-            op, outputs = IN_PLACE[op], (args[0],)
+            op = IN_PLACE[op]
+            self._alias(args[0], output)
         self.calls.append(
             OpCall(
                 op=op,

@@ -1,0 +1,120 @@
+"""Which part of a tensor a tensor-parallel rank holds, followed through views and ops by strides.
+
+A cut names a range of steps in memory: the elements i with start <= stride of their dimension < end
+belong to the dimension that is cut, whatever views of it are called. Columns of a (tokens, width)
+matrix are [1, width); a view of them as heads is cut along the heads, their largest dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
+
+from microbench.opcall import OpCall, TensorSpec
+
+# Ops whose result has another length along a dimension that may be the one that is cut.
+OTHER_LENGTH = ("cat", "index", "gather", "scatter", "slice_", "constant_pad", "repeat", "sdpa")
+NEW_DIM = {"aten.stack.default": 1, "aten.select_backward.default": 2}  # argument that names it
+TABLE_GRADIENT = "aten.embedding_dense_backward.default"
+# Ops whose other inputs are indices, or not as long as the result.
+UNALIGNED = ("index", "gather", "scatter", "embedding", "cat", "native_layer_norm", "nll_loss")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A storage of which a rank holds a part; ``tokens``: cut by tokens, else by columns."""
+
+    start: int
+    end: int
+    tokens: bool = False
+
+    def dims(self, t: TensorSpec) -> list[tuple[int, int]]:
+        """The tensor's dimensions inside the cut, outermost first, with their length in it."""
+        found = []
+        for dim, (n, step) in enumerate(zip(t.shape, strides(t), strict=True)):
+            low, high = self._range(n, step)
+            if n > 1 and step > 0 and high > low:
+                found.append((step, dim, high // low))
+        return [(dim, length) for _, dim, length in sorted(found, reverse=True)]
+
+    def moved(self, t: TensorSpec, dim: int, out: TensorSpec, out_dim: int) -> Cut:
+        """The same cut of ``out``, whose dimension ``out_dim`` is dimension ``dim`` of ``t``."""
+        low, high = self._range(t.shape[dim], strides(t)[dim])
+        step, n = strides(out)[out_dim], out.shape[out_dim]
+        if n != t.shape[dim]:
+            low, high = 1, n
+        return Cut(start=step * low, end=step * high, tokens=self.tokens)
+
+    def _range(self, n: int, step: int) -> tuple[int, int]:
+        step = max(1, step)
+        return max(1, self.start // step), min(n, self.end // step)
+
+
+def cut_along(t: TensorSpec, dim: int, *, length: int = 0, tokens: bool = False) -> Cut:
+    """The cut of a tensor along ``dim``, of all of it or of its innermost ``length`` elements."""
+    step = strides(t)[dim]
+    return Cut(start=step, end=step * (length or t.shape[dim]), tokens=tokens)
+
+
+def strides(t: TensorSpec) -> tuple[int, ...]:
+    """The tensor's strides; those of a contiguous one where they are not known."""
+    return t.stride or contiguous(t.shape)
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    return tuple(reversed(list(accumulate(reversed(shape[1:]), mul, initial=1)))) if shape else ()
+
+
+def result_dim(call: OpCall, t: TensorSpec, dim: int, out: TensorSpec) -> int | None:
+    """The dimension of a result that counts what dimension ``dim`` of an input counts.
+
+    None where the op sums over it, or takes one element of it.
+    """
+    name, n = call.op.split(".")[1], t.shape[dim]
+    if out.numel <= 1:
+        return None
+    if call.op == TABLE_GRADIENT:
+        return len(out.shape) - 1 if dim == len(t.shape) - 1 else None
+    if len(out.shape) == len(t.shape):
+        same = out.shape[dim] == n
+        return dim if same or (out.shape[dim] > 1 and name.startswith(OTHER_LENGTH)) else None
+    if call.op in NEW_DIM:
+        default = (*call.args, 0)[NEW_DIM[call.op]]
+        new = int(default) % len(out.shape)
+        return dim + (new <= dim)
+    summed = _summed(call, t)
+    if summed is not None:
+        return None if dim in summed else dim - sum(d < dim for d in summed)
+    shift = len(out.shape) - len(t.shape)
+    places = (dim + shift, dim) if shift > 0 else (dim, dim + shift)
+    return next((d for d in places if 0 <= d < len(out.shape) and out.shape[d] == n), None)
+
+
+def _summed(call: OpCall, t: TensorSpec) -> set[int] | None:
+    """The dimensions that a reduction removes; None for ops that name none."""
+    dims = call.args[1] if len(call.args) > 1 else None
+    listed = isinstance(dims, tuple) and all(isinstance(d, int) for d in dims)
+    return {d % len(t.shape) for d in dims} if dims and listed else None
+
+
+def aligned_dim(call: OpCall, t: TensorSpec, out: TensorSpec, out_dim: int) -> int | None:
+    """The dimension of a whole input that is as long as the result's cut one; None: there is none.
+
+    A rank reads its part of such an input. Dimensions are aligned at the last one, as in
+    broadcasting.
+    """
+    dim = out_dim - (len(out.shape) - len(t.shape))
+    if call.op.split(".")[1].startswith(UNALIGNED) or not 0 <= dim < len(t.shape):
+        return None
+    return dim if t.shape[dim] == out.shape[out_dim] > 1 else None
+
+
+def first_dim(found: Iterable[tuple[int, int]], parts: int, flexible: bool) -> int | None:
+    """The dimension to cut: the outermost one; if ``flexible`` one that ``parts`` divides."""
+    dims = list(found)
+    if flexible:
+        dims.sort(key=lambda pair: (pair[1] % parts != 0, pair[1] < parts))
+    return dims[0][0] if dims else None

@@ -1,0 +1,427 @@
+"""Conservation inside a layer: what all ranks of a plan do together is what one process does.
+
+Products, attention, parameters and weights read are counted over all ranks. What a plan states to
+copy, and nothing else, is counted once more on every other rank: ``COPIED_PRODUCTS`` and
+``COPIED_PARAMETERS`` name it. Models are small, their architectures those of published ones.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from plan_case import GPU, Flat
+from torch import nn
+
+from compose.capture_model import capture, capture_case
+from compose.graph.launch_modes import as_launched, with_engine
+from compose.graph.layers import split_layers
+from compose.graph.product_roles import alias_weight_casts
+from compose.graph.rewrite import COLLECTIVE
+from compose.parallel.cp import context_parallel
+from compose.parallel.ep import expert_parallel, expert_weights
+from compose.parallel.plan import ParallelPlan
+from compose.parallel.tp import PRODUCTS, tensor_parallel
+from compose.pricing.collectives import cluster
+from compose.pricing.layer_prices import price_model
+from compose.pricing.price_book import PriceBook, priceable
+from compose.pricing.rank_graph import rank_graph
+from microbench.cases.registry import case
+from microbench.opcall import OpCall, StepCapture, TensorSpec
+from microbench.ops import find_family
+
+BATCH, SEQ, WIDTH, HEADS, VOCAB = 2, 16, 64, 8, 192
+SIZES = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS}
+GATED = {**SIZES, "intermediate_size": 2 * WIDTH, "num_key_value_heads": HEADS}
+GPT2 = {"n_embd": WIDTH, "n_layer": 1, "n_head": HEADS, "n_positions": SEQ}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "GPT2LMHeadModel": GPT2,  # Conv1D: weights are stored (in, out)
+    "OPTForCausalLM": {**SIZES, "ffn_dim": 256, "word_embed_proj_dim": WIDTH},
+    "GPTNeoXForCausalLM": {**SIZES, "intermediate_size": 256},  # q, k, v interleaved by heads
+    "GPTJForCausalLM": {**GPT2, "rotary_dim": 4},  # attention beside the MLP
+    "BloomForCausalLM": {"hidden_size": WIDTH, "n_layer": 1, "n_head": HEADS},  # alibi
+    "FalconForCausalLM": {**SIZES, "new_decoder_architecture": True, "num_kv_heads": HEADS},
+    "MptForCausalLM": {"d_model": WIDTH, "n_layers": 1, "n_heads": HEADS},
+    "LlamaForCausalLM": {**GATED, "num_attention_heads": 2 * HEADS},  # two queries a key
+    "Qwen3ForCausalLM": {**GATED, "head_dim": 8},  # norms of heads
+    "Phi3ForCausalLM": {**GATED, "pad_token_id": 0},  # gate and up in one matrix
+    "MixtralForCausalLM": {**GATED, "num_local_experts": 8},  # a grouped product
+    "BertForMaskedLM": {**SIZES, "intermediate_size": 256},
+    "T5ForConditionalGeneration": {
+        **{"d_model": WIDTH, "d_kv": 8, "num_layers": 1, "num_heads": HEADS, "d_ff": 256}
+    },
+    "ViTForImageClassification": {
+        **{**SIZES, "intermediate_size": 256, "image_size": 32, "patch_size": 8, "num_labels": 16}
+    },
+}
+OWN = ("gpt-s", "bert-s", "llama-s", "moe-s")
+MODELS = (*CONFIGS, *OWN)
+EAGER_ONLY = {"GPTJForCausalLM", "BloomForCausalLM", "MptForCausalLM"}  # in transformers
+KINDS = [
+    (name, attn, amp)
+    for name in MODELS
+    for attn, amp in (("sdpa", False), ("eager", True))
+    if attn == "eager" or name not in EAGER_ONLY
+]
+# Weights that every tensor-parallel rank multiplies with all of its tokens, as in Megatron-LM.
+COPIED_PRODUCTS = {
+    "BertForMaskedLM": r"predictions\.transform\.dense",  # between two norms of the whole width
+    "MixtralForCausalLM": r"mlp\.gate\.weight",  # router: each rank chooses for all its tokens
+    "moe-s": r"router",
+}
+# Parameters that every rank holds whole: norms, biases added to sums over ranks, positions.
+NORMS_AND_SUMS = r"norm|ln_\w+\.|LayerNorm|bias$|position|wpe|positions|token_type|cls_token"
+COPIED_PARAMETERS = {
+    "T5ForConditionalGeneration": r"relative_attention_bias",  # a table of its heads on each
+    "ViTForImageClassification": r"patch_embeddings",  # a convolution
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where configurations are written."""
+    Written.folder = tmp_path_factory.mktemp("configs")
+    return Written.folder
+
+
+class Written:
+    """The folder of this module's configuration files."""
+
+    folder: Path
+
+
+@cache
+def step(name: str, attn: str = "sdpa", amp: bool = False, **sizes: int) -> StepCapture:
+    """A training step of a model; ``sizes`` are batch, seq, or settings of its configuration."""
+    options: dict[str, Any] = {"attn": attn, "amp": amp, "dtype": "bf16" if amp else "fp32"}
+    size = {"batch": sizes.pop("batch", BATCH), "seq": sizes.pop("seq", SEQ)}
+    if name in OWN:
+        return capture_case(case(name), **size, **options)
+    values = {"vocab_size": VOCAB, **CONFIGS[name], **sizes, "architectures": [name]}
+    path = Written.folder / f"{name}{len(list(Written.folder.iterdir()))}.json"
+    path.write_text(json.dumps(values))
+    return capture(path, whole=True, **size, **options)
+
+
+def rank(found: StepCapture, text: str) -> StepCapture:
+    """The step of one rank of a plan."""
+    plan = ParallelPlan.parse(text)
+    return tensor_parallel(context_parallel(expert_parallel(found, plan), plan), plan)
+
+
+def work(found: StepCapture, phases: Sequence[str] = ()) -> Counter[str]:
+    """FLOPs of matrix products and of attention."""
+    total: Counter[str] = Counter()
+    for call in found.calls:
+        family, params = find_family(call)
+        if family is not None and family.name in ("gemm", "attention"):
+            total[family.name] += family.flops(params) * (not phases or call.phase in phases)
+    return total
+
+
+def degrees(name: str) -> list[int]:
+    """Tensor-parallel degrees that divide the heads."""
+    return {"bert-s": [2], "llama-s": [2], "gpt-s": [2, 4], "moe-s": [2, 4]}.get(name, [2, 4, 8])
+
+
+def copied_flops(found: StepCapture, name: str) -> float:
+    """FLOPs of the products that tensor parallelism copies: 3 * 2 * tokens * in * out each."""
+    pattern = COPIED_PRODUCTS.get(name)
+    shapes = [p.shape for p in found.parameters if pattern and re.search(pattern, p.name)]
+    return sum(3 * 2 * found.tokens * s[0] * s[1] for s in shapes if len(s) == 2)
+
+
+@pytest.mark.parametrize(("name", "attn", "amp"), KINDS)
+def test_products_of_all_ranks_are_those_of_one_process(name: str, attn: str, amp: bool) -> None:
+    """With sp even the routers and heads without a pair are cut, by tokens."""
+    found = step(name, attn, amp)
+    whole, copied = work(found), copied_flops(found, name)
+    for tp in degrees(name):
+        parts, by_tokens = (work(rank(found, f"tp={tp}{sp}")) for sp in ("", ",sp"))
+        assert parts["gemm"] * tp == pytest.approx(whole["gemm"] + (tp - 1) * copied)
+        assert by_tokens["gemm"] * tp == pytest.approx(whole["gemm"])
+        assert parts["attention"] * tp == by_tokens["attention"] * tp == whole["attention"]
+
+
+@pytest.mark.parametrize(("name", "attn", "amp"), KINDS)
+def test_every_parameter_is_cut_by_tp_unless_stated(name: str, attn: str, amp: bool) -> None:
+    found = step(name, attn, amp)
+    copies = "|".join(
+        text
+        for text in (NORMS_AND_SUMS, COPIED_PRODUCTS.get(name), COPIED_PARAMETERS.get(name))
+        if text
+    )
+    for tp in degrees(name):
+        made = rank(found, f"tp={tp}")
+        for p, part in zip(found.parameters, made.parameters, strict=True):
+            if part.nbytes == p.nbytes:
+                assert re.search(copies, p.name), f"{p.name} is whole"
+            else:
+                assert part.nbytes * tp == p.nbytes
+
+
+def weights_read(found: StepCapture) -> Counter[tuple[str, str]]:
+    """Elements of weights that products read, by phase and weight."""
+    names = {p.storage: p.name for p in found.parameters}
+    return Counter(
+        {
+            (c.phase, names[t.storage]): t.numel
+            for c in found.calls
+            if c.op in PRODUCTS
+            for t in c.args[-2:]
+            if t.storage in names
+        }
+    )
+
+
+@pytest.mark.parametrize(("name", "attn", "amp"), KINDS)
+def test_each_weight_is_read_once_by_all_ranks(name: str, attn: str, amp: bool) -> None:
+    found = alias_weight_casts(step(name, attn, amp))
+    whole = weights_read(found)
+    made = weights_read(rank(found, "tp=2"))
+    pattern = COPIED_PRODUCTS.get(name)
+    for key, elements in whole.items():
+        copied = pattern is not None and re.search(pattern, key[1])
+        assert made[key] * (1 if copied else 2) == elements, key
+    assert whole.keys() == made.keys()
+
+
+def saved_bytes(found: StepCapture) -> int:
+    return sum(x.saved_bytes * x.count for x in split_layers(found))
+
+
+@pytest.mark.parametrize(("name", "attn", "amp"), KINDS)
+def test_ranks_save_no_more_than_one_process_and_lose_nothing(
+    name: str, attn: str, amp: bool
+) -> None:
+    """With sp all are cut but masks, positions and what a convolution of patches reads."""
+    found = step(name, attn, amp)
+    whole = saved_bytes(found)
+    parts, by_tokens = (saved_bytes(rank(found, f"tp=2{sp}")) for sp in ("", ",sp"))
+    assert whole > parts > by_tokens >= whole / 2
+    assert by_tokens < 0.62 * whole
+
+
+@pytest.mark.parametrize(("name", "attn", "amp"), KINDS)
+def test_more_ranks_never_raise_the_work_of_one(name: str, attn: str, amp: bool) -> None:
+    """Bytes and FLOPs of each call. The loss is excepted: cut, it is several passes, not one."""
+    found = step(name, attn, amp)
+    loss = ("softmax", "nll_loss", "amax", "exp", "log", "sub")
+    made = [found, *(rank(found, f"tp={tp}") for tp in degrees(name))]
+    nbytes = [
+        sum(
+            priceable(c).bytes_moved
+            for c in m.calls
+            if c.op != COLLECTIVE
+            and c.phase in ("forward", "backward")
+            and not any(word in c.op for word in loss)
+        )
+        for m in made
+    ]
+    assert nbytes == sorted(nbytes, reverse=True)
+    flops = [work(m)["gemm"] for m in made]
+    assert flops == sorted(flops, reverse=True)
+
+
+@pytest.mark.parametrize("name", [m for m in MODELS if m != "ViTForImageClassification"])
+def test_backward_computes_every_product_twice(name: str) -> None:
+    """Gradients of both factors. Only a model of images has a first layer without the input's."""
+    found = step(name, "eager", True)
+    forward, backward = (work(found, phases)["gemm"] for phases in (("forward",), ("backward",)))
+    assert backward == 2 * forward
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "moe-s"])
+@pytest.mark.parametrize("text", ["tp=2", "tp=4,sp", ""])
+def test_recomputation_is_one_more_forward(name: str, text: str) -> None:
+    """Of each block, up to the last result that backward reads; under autocast and compiled too."""
+    plan = ParallelPlan.parse(f"{text},amp,recompute=full".strip(","))
+    found = with_engine(step(name, "sdpa", True), "compile")
+    gpu = GPU.__class__(name="g", peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, l2_bytes=1e6)
+    book = PriceBook(Flat(), gpu, 0)
+    made = price_model(found, plan, book, cluster(plan, gpu))
+    for block in made.layers[1:-1]:
+        once, again = (
+            sum(op.family == "gemm" for op in ops) for ops in (block.forward, block.backward)
+        )
+        assert once > 0 and 3 * once - 1 <= again <= 3 * once
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("text", ["tp=2", "tp=2,sp"])
+def test_autocast_and_compile_change_no_product(name: str, text: str) -> None:
+    """A compiled step is cut before its kernels are fused, which move no more bytes than apart."""
+    plain, mixed = (rank(step(name, "eager", amp), text) for amp in (False, True))
+    assert work(mixed) == work(plain)
+    launched = as_launched(with_engine(mixed, "compile"))
+    assert any(c.op == "itercast.fused" for c in launched.calls)
+    assert work(launched) == work(mixed)
+    moved = [
+        sum(priceable(c).bytes_moved for c in m.calls if c.op != COLLECTIVE)
+        for m in (mixed, launched)
+    ]
+    assert moved[1] < moved[0]
+    gpu = GPU.__class__(name="g", peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, l2_bytes=1e6)
+    found = rank_graph(
+        with_engine(step(name, "eager", True), "compile"), ParallelPlan.parse(text), gpu
+    )
+    assert work(found.capture) == work(mixed)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replicas_share_the_batch(name: str) -> None:
+    """dp=2: half of the samples on each, and every product by tokens or heads half as large."""
+    one, part = (work(step(name, "eager", batch=b)) for b in (2, 1))
+    assert {k: 2 * v for k, v in part.items()} == one
+
+
+@pytest.mark.parametrize("causal", ["gpt-s", "bert-s"])
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_rings_share_the_sequence(causal: str, cp: int, tp: int) -> None:
+    """Each of cp ranks has its tokens and sees all keys: half of them where attention is causal."""
+    whole = step(causal, seq=64)
+    made = rank(step(causal, seq=64 // cp), f"cp={cp},tp={tp}")
+    assert {k: v * cp * tp for k, v in work(made).items()} == work(whole)
+    keys = [c.args[1].nbytes for c in whole.calls if c.op == "itercast.sdpa"]
+    sent = [c for c in made.calls if c.op == COLLECTIVE and c.kwargs["axis"] == "cp"]
+    total = sum(c.args[0].nbytes * c.kwargs["scale"] for c in sent if c.phase == "forward")
+    assert total * cp * tp == (cp - 1) * sum(2 * n for n in keys)  # keys and values go around once
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_share_the_calls_and_the_parameters(name: str) -> None:
+    """Layers, which pipelines deal out, hold every call of forward and backward once."""
+    found = step(name, "eager", True)
+    layers = [x for x in split_layers(found) for _ in range(x.count)]
+    assert sum(x.parameter_bytes for x in layers) == sum(p.nbytes for p in found.parameters)
+    spans = [x.forward[1] - x.forward[0] + x.backward[1] - x.backward[0] for x in layers]
+    assert sum(spans) == sum(c.phase in ("forward", "loss", "backward") for c in found.calls)
+
+
+MESHES = ["dp=4,ep=4", "dp=8,ep=8", "dp=2,tp=2,sp,ep=2", "dp=4,tp=2,sp,ep=8", "tp=4,sp,ep=4"]
+
+
+@pytest.mark.parametrize("text", [*MESHES, "dp=4,tp=2,sp,ep=4,etp=1", "dp=2,tp=2,ep=2"])
+def test_experts_are_spread_over_their_ranks(text: str) -> None:
+    """Tokens of ep ranks meet at 1 / ep of the experts; without etp=1 tp cuts each expert too."""
+    plan = ParallelPlan.parse(text)
+    found = step("MixtralForCausalLM")
+    made = rank(found, text)
+    own = [p for p in found.parameters if len(p.shape) == 3]
+    rest = [p for p in made.parameters if len(p.shape) == 3]
+    ways = plan.ep * plan.expert_tp
+    assert [p.nbytes * ways for p in rest] == [p.nbytes for p in own]
+    copied = 0 if plan.sp else (plan.tp - 1) * copied_flops(found, "MixtralForCausalLM")
+    assert work(made)["gemm"] * plan.tp == work(found)["gemm"] + copied
+    tokens = next(c.args[0].shape for c in found.calls if c.op.startswith("aten._grouped"))
+    sent = [c for c in made.calls if c.op == COLLECTIVE and c.kwargs["axis"] == "ep"]
+    assert [c.phase for c in sent] == ["forward"] * 2 + ["backward"] * 2
+    share = plan.tp if plan.sp else 1  # with sp each rank sends the tokens it holds
+    assert all(c.args[0].numel * share == tokens[0] * tokens[1] for c in sent)
+    assert plan.expert_replicas * ways == plan.tp * plan.dp
+
+
+def test_replicas_of_experts_are_grouped_over_dp_or_over_all_ranks() -> None:
+    """tp=2, dp=4: ep=2 leaves two replicas of halved experts; ep=8 of whole ones leaves one."""
+    halved, whole = (ParallelPlan.parse(f"tp=2,sp,dp=4,ep={ep}") for ep in (2, 8))
+    assert (halved.expert_tp, halved.expert_replicas) == (2, 2)
+    assert (whole.expert_tp, whole.expert_replicas) == (1, 1)
+    groups = cluster(ParallelPlan.parse("tp=2,sp,dp=8,ep=4,etp=1"), GPU).groups
+    assert (groups["ep"].size, groups["ep"].per_node) == (4, 4)  # neighbours, tp among them
+    assert (groups["expert"].size, groups["expert"].per_node) == (4, 2)
+
+
+SMALL = {
+    "LlamaForCausalLM": ("num_hidden_layers", "hidden_size"),
+    "GPT2LMHeadModel": ("n_layer", "n_embd"),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("text", ["", "tp=2", "tp=2,sp"])
+def test_more_samples_tokens_layers_and_columns_are_more_work(name: str, text: str) -> None:
+    depth, width = SMALL[name]
+    base = rank(step(name), text)
+    grown = [{"batch": 2 * BATCH}, {"seq": 2 * SEQ}, {depth: 2}, {width: 2 * WIDTH}]
+    more = {"n_positions": 2 * SEQ} if name == "GPT2LMHeadModel" else {}
+    for sizes in grown:
+        made = rank(step(name, **sizes, **more), text)
+        assert work(made)["gemm"] > work(base)["gemm"]
+        assert saved_bytes(made) > saved_bytes(base)
+        moved = [
+            sum(priceable(c).bytes_moved for c in m.calls if c.op != COLLECTIVE)
+            for m in (base, made)
+        ]
+        assert moved[0] < moved[1]
+        messages = [
+            sum(c.args[0].nbytes for c in m.calls if c.op == COLLECTIVE) for m in (base, made)
+        ]
+        assert messages[0] < messages[1] or not text
+
+
+class Towers(nn.Module):
+    """Perceptrons with a residual sum each, of the hidden widths given, in that order."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, n), nn.GELU(), nn.Linear(n, 32)) for n in widths
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+@pytest.mark.parametrize("text", ["", "tp=2", "tp=4,sp"])
+def test_the_order_of_layers_changes_nothing(text: str) -> None:
+    def calls(widths: Sequence[int]) -> Counter[tuple[object, ...]]:
+        build = lambda: (Towers(widths), torch.randn(4, 8, 32), lambda y: y.square().mean())  # noqa: E731
+        return Counter(map(signature, rank(capture(build), text).calls))
+
+    assert calls((64, 64, 128, 256)) == calls((64, 256, 64, 128))
+
+
+def signature(call: OpCall) -> tuple[object, ...]:
+    """An op with the shapes of its tensors; the optimizer's lists of them in any order."""
+    shapes = [(t.shape, t.dtype) for t in (*call.tensors(), *call.outputs)]
+    return (call.op, call.phase, tuple(sorted(shapes) if call.phase == "optimizer" else shapes))
+
+
+def test_a_cut_follows_views_by_strides() -> None:
+    """Columns of (tokens, 2 * 4 * 8) are heads in every view of them, and stay so in a copy."""
+    from compose.parallel.cuts import cut_along
+
+    columns = TensorSpec(shape=(12, 64), dtype="fp32", stride=(64, 1))
+    cut = cut_along(columns, 1)
+    heads = TensorSpec(shape=(3, 8, 4, 8), dtype="fp32", stride=(256, 8, 64, 1))
+    assert cut.dims(heads) == [(1, 8), (3, 8)]
+    copy = TensorSpec(shape=(3, 8, 4, 8), dtype="fp32")
+    merged = TensorSpec(shape=(24, 4, 8), dtype="fp32")
+    assert cut.moved(heads, 1, copy, 1).dims(merged) == [(0, 8)]
+    assert cut.dims(TensorSpec(shape=(64, 12), dtype="fp32", stride=(1, 64))) == [(0, 64)]
+    rows = cut_along(columns, 0, length=4, tokens=True)  # of each of three samples
+    assert rows.dims(TensorSpec(shape=(3, 4, 64), dtype="fp32")) == [(1, 4)]
+
+
+def test_heads_that_tp_does_not_divide_are_refused_in_eager_attention_too() -> None:
+    with pytest.raises(ValueError, match="tp=8 does not divide 4 heads"):
+        rank(step("gpt-s", "eager"), "tp=8")
+    with pytest.raises(ValueError, match="tp=2 does not divide 1 heads"):
+        rank(step("LlamaForCausalLM", "eager", num_key_value_heads=1), "tp=2")
+
+
+def test_a_micro_batch_of_many_tokens_is_captured() -> None:
+    """Transformers reads values of positions to tell packed sequences: 2^18 of them here."""
+    found = step("LlamaForCausalLM", batch=16, seq=2**14)
+    assert work(found)["gemm"] == work(step("LlamaForCausalLM", batch=1, seq=SEQ))["gemm"] * 2**14
+    assert expert_weights(found) == {}
