@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
+from numbers_in_code import Name, numbers
 
 from microbench.assumptions import FILE, all_assumptions, assumed, assumptions_in
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("microbench", "learners", "compose", "eval", "itercast")
+EXPLAINED = Path(__file__).with_suffix("").with_name("numbers_in_code.yaml")
+KINDS = ("unit", "definition", "limit", "tolerance", "hyperparameter", "search")
 
 
 def uses() -> set[tuple[Path, str, str]]:
@@ -53,3 +58,58 @@ def test_a_value_is_found_by_module_and_name(tmp_path: Path) -> None:
     assert assumed(str(tmp_path / "host.py"), "launch_us") == [1, 2]
     with pytest.raises(ValueError, match=r"no assumption other\.launch_us"):
         assumed(str(tmp_path / "other.py"), "launch_us")
+
+
+def listed() -> dict[Name, tuple[float, ...] | None]:
+    """Numbers that tests/numbers_in_code.yaml explains; None for constants, whatever they are."""
+    found: dict[Name, tuple[float, ...] | None] = {}
+    for file, entries in yaml.safe_load(EXPLAINED.read_text()).items():
+        for entry in entries:
+            assert set(entry) <= {"kind", "reason", "constants", "functions"}, (file, entry)
+            assert entry["kind"] in KINDS and entry["reason"].strip(), (file, entry)
+            found |= dict.fromkeys(Name(file, name) for name in entry.get("constants", ()))
+            for name, values in entry.get("functions", {}).items():
+                assert Name(file, name) not in found, (file, name)
+                found[Name(file, name)] = tuple(sorted(values))
+    return found
+
+
+def test_every_number_in_code_is_an_assumption_or_explained() -> None:
+    found, explained = numbers(), listed()
+    new = {k: v for k, v in found.items() if k not in explained or explained[k] not in (None, v)}
+    assert not new, (
+        f"numbers without a source: {new}. What decides a forecast belongs into assumptions.yaml "
+        f"beside the code; units, definitions and the like into {EXPLAINED.name} beside this test"
+    )
+    gone = sorted(set(explained) - set(found))
+    assert not gone, f"not in the code: {gone}; take them out of {EXPLAINED.name}"
+
+
+def test_numbers_are_found_where_they_decide_and_not_where_they_are_measured() -> None:
+    source = """
+    from microbench.ops.family import Family
+    SHARE, ROWS = 0.3, 2**14
+    COUNT: int = 2
+    MAX_SIZE = 4096
+    TABLE = {"a": 2, "b": 5}
+    TABLE |= {"c": 7}
+    KNOWN = assumed(__file__, "known")
+    @dataclass
+    class Facts:
+        count: int = 2
+        delay_us: float = 7.5
+    def flops(p):
+        return 2.0 * p.m * SHARE + 0.7 * p.n[5] / 1e6 + 2**20 * KNOWN
+    def sweep():
+        yield 512 * MAX_SIZE
+    FAMILY = Family(name="x", weight=0.3, sweep=sweep, flops=flops)
+    """
+    found = numbers({"microbench/ops/x.py": ast.parse(textwrap.dedent(source))})
+    assert {key.name: values for key, values in found.items()} == {
+        "SHARE": (0.3, 14),
+        "ROWS": (0.3, 14),
+        "COUNT": (2,),
+        "TABLE": (5, 7),
+        "Facts": (7.5,),
+        "flops": (0.7,),
+    }

@@ -27,7 +27,7 @@ from microbench.ops.memory.elementwise import memory_copy
 from microbench.ops.sizes import MAX_SIDE, aligned, tile_edge_or_any
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64))
-LARGE = 8192
+LARGE: int = assumed(__file__, "large_side")
 TENSOR_CORES = ("tf32", "fp16", "bf16")
 OLD_FLOPS_PER_CLOCK = assumed(__file__, "old_flops_per_clock")  # of an SM
 OLD_PEAK_FRAC = assumed(__file__, "old_peak_frac")

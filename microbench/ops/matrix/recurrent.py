@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
 from microbench.ops.family import (
@@ -30,7 +31,7 @@ from microbench.ops.sizes import MAX_BATCH, resize_along
 
 GATES = 4  # input, forget, cell, output
 MODE = 2  # an LSTM's number among recurrent networks, in torch and cuDNN
-POINTWISE = 25  # operations per element of the state and step: gates, cell, output
+POINTWISE: float = assumed(__file__, "pointwise_flops")
 MAX_FLOPS = 2e9
 MAX_BYTES = 1e8
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import (
     Family,
@@ -41,6 +42,7 @@ PASSES: dict[str, tuple[float, float]] = {
     "geglu_mlp": (2, 4),
     "linear_cross_entropy": (1, 2),
 }
+FLOPS_PER_ELEMENT: float = assumed(__file__, "flops_per_element")
 MATRICES = {"swiglu_mlp": 3, "geglu_mlp": 3, "linear_cross_entropy": 1}  # of cols x inner
 OPS = tuple(PASSES)
 DIRECTIONS = {"forward": (1, 0), "backward": (0, 1), "full": (1, 1)}
@@ -154,9 +156,9 @@ def _matrices(p: Any) -> Any:
 
 
 def flops(p: Any) -> Any:
-    """5 per element; of linear layers 2 * rows * cols * inner each forward, twice that backward."""
+    """FLOPS_PER_ELEMENT; linear layers 2 * rows * cols * inner each, twice that backward."""
     products = _matrices(p) * 2.0 * p.rows * p.cols * p.inner
-    elements = 5.0 * p.rows * p.cols
+    elements = FLOPS_PER_ELEMENT * p.rows * p.cols
     return _of_directions(p, products + elements, 2 * products + elements)
 
 

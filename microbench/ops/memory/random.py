@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall
 from microbench.ops.family import (
@@ -32,6 +33,7 @@ LARGEST = {"bernoulli_": 2**23, "native_dropout_backward": 2**23}
 LARGEST |= {"randperm": 2**20, "multinomial": 2**20}
 MAX_ELEMENTS = 2**22  # a core draws some 100 million numbers a second
 READS = (*DROPOUT, "bernoulli")
+FLOPS_PER_NUMBER: float = assumed(__file__, "flops_per_number")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +102,11 @@ def _creation(p: RandomOp, dtype: Any, device: str) -> Callable[[], object]:
 
 
 def flops(p: Any) -> Any:
-    """About ten integer steps per number drawn (Philox or a twister); a mask's product one.
+    """FLOPS_PER_NUMBER per number drawn; a mask's product one.
 
     Multinomial draws a number per category without replacement, else makes a running sum.
     """
-    each = np.where(np.equal(p.op, "native_dropout_backward"), 1.0, 10.0)
+    each = np.where(np.equal(p.op, "native_dropout_backward"), 1.0, FLOPS_PER_NUMBER)
     return each * p.rows * p.size
 
 

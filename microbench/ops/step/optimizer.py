@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
 from microbench.ops.family import (
@@ -45,7 +46,8 @@ ADAMW: tuple[str, ...] = ("_foreach_mul_", "_foreach_mul_", "_foreach_lerp_", "_
 ADAMW += ("_foreach_sqrt", "_foreach_div_", "_foreach_add_", "_foreach_addcdiv_")
 SGD = "_foreach_add_list"
 COUNTERS = ("_foreach_add_", "_foreach_div_")  # also over lists of step counters
-STEP_COUNTERS = 4  # elements a tensor up to which a list holds counters, not parameters
+# Lists of at most so many elements per tensor hold step counters, not parameters.
+STEP_COUNTERS: int = assumed(__file__, "step_counter_elements")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
