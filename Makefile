@@ -4,7 +4,7 @@ BUDGET ?= 5m
 OUT ?= datasets
 PYTHON ?= python3
 
-.PHONY: help setup demo collect campaign train evaluate others bench-public shipped shipped-cpu bench-speed bench-scale active predict ui report test test-slow docs lint endurance forecasts clean
+.PHONY: help setup demo collect campaign train evaluate others bench-public shipped shipped-cpu bench-speed bench-scale active dlrm predict ui report test test-slow docs lint endurance forecasts clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -46,6 +46,9 @@ shipped: setup ## rebuild the GPU bundle from public measurements, compare (PUBL
 
 shipped-cpu: setup ## rebuild the CPU bundle from datasets/, compare (REPLACE=yes; 4 minutes)
 	$(PY) -m eval.shipped --cpu $(if $(REPLACE),--replace)
+
+dlrm: setup ## recommendation models: lookups, iterations and choice of a sharding on this CPU (15 minutes)
+	$(PY) -m eval.recommenders
 
 predict: setup ## forecast one case (CASE=gpt2-small GPU=cpu)
 	$(CLI) predict $(or $(CASE),gpt2-small) --gpu $(or $(GPU),cpu)

@@ -27,7 +27,7 @@ ROOMS = {
     ),
     "learners": ("features", "models", "transfer", ""),
     "compose": ("graph", "parallel", "pricing", "simulate", "", "sharding"),
-    "eval": ("", "public"),
+    "eval": ("", "public", "recommenders"),
     "itercast": ("", "commands"),
 }
 FILES_IN_A_ROOM = 14

@@ -15,6 +15,7 @@ from compose.pricing.price_book import Priceable, PriceBook, price_book
 from compose.sharding.placement import Shard, Sharding, shards
 from compose.sharding.tables import RankingModel
 from compose.target import Target, forecast_step
+from microbench.assumptions import assumed
 from microbench.opcall import StepCapture
 from microbench.ops import families
 from microbench.ops.lookup.embedding_bag import EmbeddingBag
@@ -24,6 +25,8 @@ from microbench.ops.memory.elementwise import memory_copy
 MODES = ("train", "infer")
 OPTIMIZER = {"adagrad": "adamw", "adam": "adamw"}  # of the dense part
 GRID_BYTES = 2.0 ** np.arange(8, 33, 0.5)
+SMALL_OPS: Mapping[str, int] = assumed(__file__, "small_ops")
+PASSES_IN_PARTS: int = assumed(__file__, "passes_in_parts")
 INDEX_BYTES = 8  # int64 row numbers and lengths of bags
 
 
@@ -137,6 +140,10 @@ class Costs:
     def copy_us(self, nbytes: Any) -> Any:
         """Time of copying so many bytes in memory: read and written once; numpy arrays too."""
         return self._interpolated("copy", nbytes)
+
+    def small_ops_us(self, kind: str) -> float:
+        """Time of the ops of one element per sample that ``SMALL_OPS`` counts."""
+        return float(SMALL_OPS[kind] * self.copy_us(INDEX_BYTES * self.model.batch))
 
     def message_us(self, kind: str, nbytes: float) -> float:
         """Time of a collective of all ranks on a buffer of so many bytes on each."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from compose.pricing.gradient_buckets import default_contention
-from compose.sharding.costs import INDEX_BYTES, Costs
+from compose.sharding.costs import INDEX_BYTES, PASSES_IN_PARTS, Costs
 from compose.sharding.placement import Sharding, check_sharding, memory_bytes, shards
 
 STEPS = (
@@ -68,13 +68,15 @@ class Traffic:
     vectors_received: np.ndarray
     forward_us: np.ndarray
     backward_us: np.ndarray
-    replicated_bytes: float  # gradients of data-parallel tables
+    replicated_bytes: float = 0.0  # gradients of data-parallel tables
+    prepare_us: float = 0.0  # on every rank: choosing the row numbers that each shard gets
+    join_us: float = 0.0  # on every rank: pooled vectors of all tables, in order
 
     @classmethod
     def none(cls, ranks: int) -> Traffic:
         """No traffic on so many ranks."""
         a, b, c, d, e, f = np.zeros((6, ranks))
-        return cls(a, b, c, d, e, f, 0.0)
+        return cls(a, b, c, d, e, f)
 
 
 def traffic(sharding: Sharding, costs: Costs) -> Traffic:
@@ -92,6 +94,13 @@ def traffic(sharding: Sharding, costs: Costs) -> Traffic:
             found.replicated_bytes += table.nbytes / n
             continue
         looked_up = model.batch * table.pooling * s.rows / table.rows
+        in_parts = s.rows < table.rows
+        found.prepare_us += costs.small_ops_us("sent_in_parts" if in_parts else "sent")
+        if in_parts:
+            index_bytes = INDEX_BYTES * model.batch * table.pooling
+            found.prepare_us += costs.copy_us(PASSES_IN_PARTS * index_bytes)
+        found.forward_us[s.rank] += costs.small_ops_us("held")
+        found.join_us += costs.small_ops_us("joined")
         index_bytes = INDEX_BYTES * (looked_up + model.batch)  # row numbers, lengths of bags
         vector_bytes = model.batch * s.columns * table.row_bytes / table.dim
         found.index_sent += index_bytes
@@ -110,13 +119,14 @@ def forecast_sharding(sharding: Sharding, costs: Costs) -> ShardingForecast:
     index_bytes = np.maximum(t.index_sent, t.index_received)
     vector_bytes = np.maximum(t.vectors_sent, t.vectors_received)
     inputs_us = costs.copy_us(index_bytes.max()) + costs.message_us("all_to_all", index_bytes.max())
+    inputs_us += t.prepare_us
     copies_us = costs.copy_us(t.vectors_sent)
     exchange_us = costs.message_us("all_to_all", vector_bytes.max())
     reduce_us = dense.reduce_us + costs.message_us("all_reduce", t.replicated_bytes)
 
     looked_up = inputs_us + t.forward_us + copies_us
     exchanged = exchange(looked_up, exchange_us, dense.bottom_us, contention)
-    backward = exchanged + dense.top_us
+    backward = exchanged + dense.top_us + t.join_us
     returned = exchange(backward, exchange_us, dense.bottom_backward_us, contention)
     updated = exchange(returned, reduce_us, t.backward_us + copies_us, contention)
     ends = updated + dense.update_us
@@ -130,7 +140,7 @@ def forecast_sharding(sharding: Sharding, costs: Costs) -> ShardingForecast:
         waited,
         exchanged[slowest] - looked_up[slowest] - waited - dense.bottom_us,
         dense.bottom_us,
-        dense.top_us,
+        dense.top_us + t.join_us,
         returned[slowest] - backward[slowest] - dense.bottom_backward_us,
         dense.bottom_backward_us,
         update_us,

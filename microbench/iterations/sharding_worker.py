@@ -21,10 +21,10 @@ WARMUP = 2
 
 
 def run(order: dict[str, Any]) -> None:
-    """Measure each model of the order ``repeats`` times in turn; rank 0 writes ``out``.
+    """Measure all models of an order, ``rounds`` times one after the other; rank 0 writes ``out``.
 
-    A line of JSON per measurement: number of the model, times of steps on the slowest rank in us,
-    and the anchor's time beside them.
+    A line of JSON per model and round: number of the model, times of its steps on the slowest rank
+    in us, and times of the anchor beside them.
     """
     import torch
     import torch.distributed as dist
@@ -35,7 +35,7 @@ def run(order: dict[str, Any]) -> None:
     group = dist.new_group()
     anchor = Anchor().times_us
     with Path(order["out"]).open("a") as file:
-        for number, values in enumerate(order["models"]):
+        for number, values in int(order["rounds"]) * list(enumerate(order["models"])):
             torch.manual_seed(rank)
             step = ShardedStep(model_of(values), group)
             for _ in range(WARMUP):
@@ -65,4 +65,4 @@ def model_of(values: dict[str, Any]) -> ShardedModel:
 
 
 if __name__ == "__main__":
-    run(json.loads(Path(sys.argv[1]).read_text()))
+    run(json.loads(Path(json.loads(sys.argv[1])["order"]).read_text()))
