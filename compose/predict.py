@@ -8,6 +8,7 @@ from typing import Any
 
 from compose.capture_model import capture, micro_size
 from compose.forecast import Forecast
+from compose.graph.index_streams import with_indices
 from compose.graph.launch_modes import with_engine
 from compose.parallel.plan import ParallelPlan
 from compose.target import find_target, forecast_step
@@ -25,12 +26,14 @@ def predict(
     engine: str = "eager",
     host: str = "",
     stack: str = "",
+    indices: str = "",
     **options: Any,
 ) -> Forecast:
     """Forecast one iteration on ``gpu`` under ``plan``, run by an engine: eager, graph or compile.
 
     ``host`` names the machine the GPU sits in, ``stack`` the software with its release; the usual
-    ones where they are empty.
+    ones where they are empty. ``indices`` says how embedding bags look rows up: uniform,
+    zipf:EXPONENT, or a file of real lookups (``microbench.ops.lookup.index_streams``).
 
     ``model`` is anything ``capture`` takes, with its options, or a captured step. ``batch`` and
     ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it.
@@ -40,11 +43,10 @@ def predict(
             raise ValueError("a captured step has its inputs, loss and options already")
         if ParallelPlan.parse(plan).amp:
             raise ValueError(f"plan {plan!r}: a step is captured with amp=True, or without")
-        return forecast_step(
-            with_engine(model, engine), find_target(gpu, plan, bundle, host, stack)
-        )
+        step = with_engine(with_indices(model, indices), engine)
+        return forecast_step(step, find_target(gpu, plan, bundle, host, stack))
     parsed = ParallelPlan.parse(plan)
     size = micro_size(model, parsed, options.pop("batch", None), options.pop("seq", None))
     target = find_target(gpu, plan, bundle, host, stack)
     step = capture(model, inputs, loss, **size, **{"amp": parsed.amp, **options})
-    return forecast_step(with_engine(step, engine), target)
+    return forecast_step(with_engine(with_indices(step, indices), engine), target)

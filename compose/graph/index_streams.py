@@ -8,7 +8,12 @@ from dataclasses import replace
 
 from microbench.opcall import OpCall, StepCapture
 from microbench.ops.lookup.embedding_bag import FAMILY, EmbeddingBag
-from microbench.ops.lookup.index_streams import IndexStream
+from microbench.ops.lookup.index_streams import IndexStream, parse_indices
+
+
+def with_indices(capture: StepCapture, spec: str) -> StepCapture:
+    """The step with the index streams that a text states; unchanged where it is empty."""
+    return with_index_streams(capture, parse_indices(spec)) if spec else capture
 
 
 def with_index_streams(capture: StepCapture, streams: Sequence[IndexStream]) -> StepCapture:

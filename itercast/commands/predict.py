@@ -32,6 +32,10 @@ Model = Annotated[
 Trace = Annotated[
     Path | None, typer.Option(help="write the timeline here, for Perfetto or chrome://tracing")
 ]
+Indices = Annotated[
+    str,
+    typer.Option(help="rows that embedding bags look up: uniform, zipf:1.05, or a file of lookups"),
+]
 Compiled = Annotated[bool, typer.Option("--compile", help="as torch.compile fuses and launches it")]
 CudaGraph = Annotated[
     bool, typer.Option("--cuda-graph", help="the whole step launched as one CUDA graph")
@@ -64,6 +68,7 @@ def predict(
     cuda_graph: CudaGraph = False,
     host: Host = "",
     stack: Stack = "",
+    indices: Indices = "",
     strict: Annotated[bool, typer.Option(help="fail if an op has no model")] = False,
     trace: Trace = None,
     explain_assumptions: Explain = False,
@@ -87,8 +92,10 @@ def predict(
         attn=attn,
         whole=trace is not None,  # a timeline shows every op
     )
+    from compose.graph.index_streams import with_indices
     from compose.target import forecast_step
 
+    step = with_indices(step, indices)
     found = forecast_step(step, target)
     if strict and found.unmodelled_frac > 0:
         raise typer.Exit(_not_modelled(found, step, target))

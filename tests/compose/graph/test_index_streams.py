@@ -1,0 +1,71 @@
+"""Index streams reach the forecast: of every table, forward and backward, by words or by file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from compose.capture_model import capture
+from compose.graph.index_streams import with_indices
+from compose.predict import predict
+from microbench.opcall import StepCapture
+from microbench.ops.lookup.embedding_bag import FAMILY
+
+
+@pytest.fixture(scope="module")
+def step() -> StepCapture:
+    return capture("dlrm-s")
+
+
+def bags(step: StepCapture) -> list[object]:
+    """Points of all embedding bags, in the order of calls."""
+    return [p for c in step.calls if c.op in FAMILY.answers and (p := FAMILY.answers[c.op](c))]
+
+
+def test_words_hold_for_all_tables(step: StepCapture) -> None:
+    assert {p.skew for p in bags(step)} == {0.0}  # type: ignore[attr-defined]
+    skewed = bags(with_indices(step, "zipf:1.05"))
+    assert {p.skew for p in skewed} == {1.05} and len(skewed) == len(bags(step))  # type: ignore[attr-defined]
+    assert with_indices(step, "") is step
+
+
+def test_a_file_gives_each_table_its_own_stream_both_ways(
+    step: StepCapture, tmp_path: Path
+) -> None:
+    """Table i looks its row 0 up in all bags, i + 1 times each."""
+    forward = [p for p in bags(step) if p.op == "forward"]  # type: ignore[attr-defined]
+    count = forward[0].bags  # type: ignore[attr-defined]
+    rows = [
+        {
+            "table": f"t{i}",
+            "indices": [0] * (count * (i + 1)),
+            "offsets": [b * (i + 1) for b in range(count + 1)],
+        }
+        for i in range(len(forward))
+    ]
+    pd.DataFrame(rows).to_parquet(tmp_path / "stream.parquet")
+    found = bags(with_indices(step, str(tmp_path / "stream.parquet")))
+    lookups = {
+        way: [p.lookups // count for p in found if p.op == way]  # type: ignore[attr-defined]
+        for way in ("forward", "backward")
+    }
+    assert lookups["forward"] == list(range(1, len(forward) + 1))
+    if lookups["backward"]:
+        assert lookups["backward"] == lookups["forward"][::-1]
+    assert {p.unique for p in found} == {1}  # type: ignore[attr-defined]
+
+
+def test_another_number_of_tables_is_refused(step: StepCapture, tmp_path: Path) -> None:
+    rows = [{"table": str(i), "indices": [0], "offsets": [0, 1]} for i in range(2)]
+    pd.DataFrame(rows).to_parquet(tmp_path / "stream.parquet")
+    with pytest.raises(ValueError, match=r"indices of 2 tables, the model looks up \d+ of them"):
+        with_indices(step, str(tmp_path / "stream.parquet"))
+
+
+def test_popular_rows_are_forecast_faster() -> None:
+    """A large table whose lookups hit the cache."""
+    large = {"gpu": "cpu", "optimizer": "none"}
+    uniform, popular = (predict("dlrm-l", indices=i, **large) for i in ("uniform", "zipf:1.3"))  # type: ignore[arg-type]
+    assert popular.by_family_us["embedding_bag"] != uniform.by_family_us["embedding_bag"]
