@@ -169,6 +169,8 @@ def forecast_table(case: str, found: Forecast) -> Table:
     if found.host:
         table.add_row("host", found.host)
     table.add_row("stack", found.stack)
+    if found.network:
+        table.add_row("network", found.network)
     for family, time_us in sorted(found.by_family_us.items(), key=lambda kv: -kv[1]):
         table.add_row(f"  {family}", f"{time_us * ms:.2f} ms")
     return table
@@ -203,12 +205,12 @@ def listing(what: str) -> list[str]:
         from microbench.hardware.spec import gpu_names
 
         return gpu_names()
-    if what == "stacks":
-        from microbench.hardware.stack import stack_names
     if what == "hosts":
         from microbench.hardware.host import USUAL, host_names
 
         return [USUAL, *host_names()]
+    if what == "stacks":
+        from microbench.hardware.stack import stack_names
 
         return stack_names()
     if what == "cases":
