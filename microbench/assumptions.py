@@ -10,12 +10,17 @@ Each folder of code keeps its own in ``assumptions.yaml``, by module and name:
         fitted_on: []            # sources of measurements the value was fitted on, if any
         holds: training, NCHW
 
-Code takes them by ``assumed(__file__, "batch_norm_passes")``.
+An entry that was fitted may also state ``without``: the value that somebody would take who had not
+seen these measurements. Code takes values by ``assumed(__file__, "batch_norm_passes")``, mostly
+when its module is imported; a process started inside ``leaving_out("NeuSight")`` takes the value
+``without`` of every entry fitted on that source.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,7 +30,9 @@ import yaml
 
 FILE = "assumptions.yaml"
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, eight times as fast
-KEYS = ("value", "unit", "source", "fitted_on", "holds")
+KEYS = ("value", "unit", "source", "holds")
+OPTIONAL = ("fitted_on", "without")
+LEAVE_OUT = "ITERCAST_LEAVE_OUT"  # environment variable: a source of measurements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +40,8 @@ class Assumption:
     """One assumed value, with its unit, where it comes from and where it holds.
 
     ``fitted_on`` names the sources of measurements it was fitted on: errors on those sources are
-    not blind. A ``value`` may be a number, a list or a table of numbers.
+    not blind. A ``value`` may be a number, a list or a table of numbers. ``without``: the value to
+    take where these sources are left out; None where there is none.
     """
 
     module: str
@@ -43,6 +51,16 @@ class Assumption:
     source: str
     fitted_on: tuple[str, ...] = ()
     holds: str
+    without: Any = None
+
+    def is_fitted_on(self, source: str) -> bool:
+        """Whether the value was fitted on a source, whatever the case of its name."""
+        return is_among(source, self.fitted_on)
+
+
+def is_among(source: str, names: Iterable[str]) -> bool:
+    """Whether a source is named, in upper or lower case; the empty name is none."""
+    return source.casefold() in {name.casefold() for name in names} - {""}
 
 
 @cache
@@ -52,23 +70,54 @@ def assumptions_in(folder: Path) -> Mapping[tuple[str, str], Assumption]:
     found = {}
     for module, entries in (yaml.load(path.read_text(), _Loader) or {}).items():
         for name, entry in entries.items():
-            unknown, missing = set(entry) - set(KEYS), set(KEYS) - {"fitted_on"} - set(entry)
+            known = (*KEYS, *OPTIONAL)
+            unknown, missing = set(entry) - set(known), set(KEYS) - set(entry)
             if unknown or missing:
                 wrong = f"unknown {sorted(unknown)}" if unknown else f"missing {sorted(missing)}"
-                raise ValueError(f"{path}: {module}.{name}: {wrong}; keys are {', '.join(KEYS)}")
+                raise ValueError(f"{path}: {module}.{name}: {wrong}; keys are {', '.join(known)}")
             fitted_on = tuple(entry.get("fitted_on") or ())
+            if "without" in entry and not fitted_on:
+                raise ValueError(f"{path}: {module}.{name}: 'without' needs sources in fitted_on")
             fields = {**entry, "fitted_on": fitted_on}
             found[module, name] = Assumption(module=module, name=name, **fields)
     return found
 
 
 def assumed(file: str, name: str) -> Any:
-    """The value that the module ``file`` (its ``__file__``) assumes under this name."""
+    """The value that the module ``file`` (its ``__file__``) assumes under this name.
+
+    Where a source that it was fitted on is left out (``leaving_out``), its value ``without``.
+    """
     path = Path(file)
     known = assumptions_in(path.parent)
     if (path.stem, name) not in known:
         raise ValueError(f"{path.parent / FILE}: no assumption {path.stem}.{name}")
-    return known[path.stem, name].value
+    one = known[path.stem, name]
+    if one.without is not None and one.is_fitted_on(left_out()):
+        return one.without
+    return one.value
+
+
+def left_out() -> str:
+    """The source of measurements that forecasts of this process must not rest on; '' for none."""
+    return os.environ.get(LEAVE_OUT, "")
+
+
+@contextmanager
+def leaving_out(source: str) -> Iterator[None]:
+    """Leave out a source in processes that are started inside; modules imported here keep values.
+
+    ``source`` is not checked; '' leaves out none.
+    """
+    before = os.environ.get(LEAVE_OUT)
+    os.environ[LEAVE_OUT] = source
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[LEAVE_OUT]
+        else:
+            os.environ[LEAVE_OUT] = before
 
 
 def all_assumptions(root: Path) -> list[Assumption]:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from numbers_in_code import Name, numbers
 
-from microbench.assumptions import FILE, all_assumptions, assumed, assumptions_in
+from microbench.assumptions import FILE, all_assumptions, assumed, assumptions_in, leaving_out
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("microbench", "learners", "compose", "eval", "itercast")
@@ -58,6 +58,45 @@ def test_a_value_is_found_by_module_and_name(tmp_path: Path) -> None:
     assert assumed(str(tmp_path / "host.py"), "launch_us") == [1, 2]
     with pytest.raises(ValueError, match=r"no assumption other\.launch_us"):
         assumed(str(tmp_path / "other.py"), "launch_us")
+
+
+FITTED = "value: 4, unit: us, source: a test, holds: here, fitted_on: [NeuSight, timm]"
+
+
+def test_a_source_left_out_takes_the_value_without_it(tmp_path: Path) -> None:
+    """2 where either source it was fitted on is left out, in any case of letters; else 4."""
+    (tmp_path / FILE).write_text(f"host:\n  launch_us: {{{FITTED}, without: 2}}\n")
+
+    def value() -> object:
+        return assumed(str(tmp_path / "host.py"), "launch_us")
+
+    found = [value()]
+    for source in ("neusight", "timm", "vidur", ""):
+        with leaving_out(source):
+            found.append(value())
+    assert [*found, value()] == [4, 2, 2, 4, 4, 4]
+
+
+def test_a_fitted_value_without_a_neutral_one_stays(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(f"host:\n  launch_us: {{{FITTED}}}\n")
+    with leaving_out("timm"):
+        assert assumed(str(tmp_path / "host.py"), "launch_us") == 4
+
+
+def test_a_neutral_value_needs_sources(tmp_path: Path) -> None:
+    entry = "{value: 4, unit: us, source: a test, holds: here, without: 2}"
+    (tmp_path / FILE).write_text(f"host:\n  launch_us: {entry}\n")
+    with pytest.raises(ValueError, match="'without' needs sources in fitted_on"):
+        assumptions_in(tmp_path)
+
+
+def test_a_neutral_value_has_the_form_of_the_value() -> None:
+    """The same keys, or as many numbers; a table whose entries default to 1 may be empty."""
+    for one in all_assumptions(ROOT):
+        if isinstance(one.value, dict) and one.without:
+            assert set(one.without) == set(one.value), one.name
+        if one.without is not None:
+            assert isinstance(one.without, type(one.value) | float), one.name
 
 
 def listed() -> dict[Name, tuple[float, ...] | None]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from microbench.assumptions import assumed
+from microbench.assumptions import assumed, is_among, left_out
 from microbench.hardware.spec import check_types, read_facts
 
 HERE = Path(__file__).parent / "hosts"
@@ -79,10 +79,15 @@ def call_launches(family: str, op: str = "") -> float:
 
 
 def load_host(name_or_path: str = USUAL) -> HostMachine:
-    """A host by its name in microbench/hardware/hosts, or from a YAML file; else the usual host."""
+    """A host by its name in microbench/hardware/hosts, or from a YAML file; else the usual host.
+
+    The usual host rests on no host that was fitted on a source left out
+    (``microbench.assumptions.leaving_out``).
+    """
     path = Path(name_or_path)
     if name_or_path == USUAL:
-        return usual_host(shipped_hosts())
+        out = left_out()
+        return usual_host([h for h in shipped_hosts() if not is_among(out, h.sources)])
     if path.suffix not in {".yaml", ".yml"}:
         path = HERE / f"{name_or_path}.yaml"
         if name_or_path not in host_names():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from microbench.assumptions import leaving_out
 from microbench.hardware.host import (
     REFERENCE,
     HostMachine,
@@ -61,6 +62,15 @@ def test_shipped_hosts_say_what_they_were_fitted_on() -> None:
     slowdowns = sorted(load_host(name).slowdown for name in host_names())
     assert slowdowns[0] < usual.slowdown < slowdowns[-1]
     assert usual.spread > 1.5  # an unknown host is known to a factor
+
+
+def test_the_usual_host_rests_on_no_source_that_is_left_out() -> None:
+    with leaving_out("KernelBench"):
+        left = load_host()
+    assert "kernelbench" in load_host().sources
+    assert left.sources == tuple(s for s in load_host().sources if s != "kernelbench")
+    known = [load_host(name) for name in host_names()]
+    assert left == usual_host([h for h in known if "kernelbench" not in h.sources])
 
 
 def test_a_host_of_ones_own_is_a_file(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Imports vTrain's measured iterations of Megatron-DeepSpeed's GPT on 2 and 4 A100 (MICRO'24)."""
+"""Imports vTrain (MICRO'24): iterations of GPT on 2 and 4 A100, all_reduce of 2 to 8 A100."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,15 @@ from typing import Any
 import pandas as pd
 
 from microbench.assumptions import assumed
-from microbench.importers.base import About, Imported, RowCollector, number, refuse, whole
+from microbench.importers.base import (
+    About,
+    Imported,
+    RowCollector,
+    number,
+    positive,
+    refuse,
+    whole,
+)
 from microbench.importers.published.megatron_models import (
     DROPOUT,
     ENGINE,
@@ -20,13 +29,14 @@ from microbench.importers.published.models import gpt2_config
 
 ABOUT = About(
     source="vtrain",
-    where="https://github.com/VIA-Research/vTrain, data/ground_truth_single.csv",
+    where="https://github.com/VIA-Research/vTrain, data/ground_truth_single.csv and trace",
     licence="MIT",
     conventions=(
         "time_us is one optimizer step of Megatron-DeepSpeed's GPT in fp16, 1F1B, full "
         "recomputation; batch is sequences per data-parallel replica and step. Not stated, and "
         "assumed: the vocabulary, dropout, the form of the A100, fused kernels and unfused "
-        "attention, as Megatron has them by default."
+        "attention, as Megatron has them by default. all_reduce: nccl-tests' in-place times of "
+        "fp32 on a node, upstream in ns; the size is the whole array."
     ),
 )
 FILE = "data/ground_truth_single.csv"
@@ -43,7 +53,9 @@ SIZES = {  # as the table names them, without the number sign
     "pp": "pipeline parallelism",
 }
 TIME = "iteration time (ms)"
-GPU = assumed(__file__, "gpu")
+ALL_REDUCE = "trace/a100/AR_GPU*_LUT*"
+MESSAGE = ("size", "count", "type", "out_ns", "out_busbw", "in_ns", "in_busbw")  # columns
+GPU, NODE = assumed(__file__, "gpu"), assumed(__file__, "node")
 TOKENS = VOCABULARIES["gpt"]
 DOUBTS = f"assumed: {GPU}, vocabulary of {TOKENS} padded, dropout {DROPOUT}, fused kernels"
 
@@ -68,7 +80,39 @@ def read(path: Path) -> Imported:
     if rows:
         frame = pd.DataFrame(rows).assign(run_id=collector.run_id(file))
         collector.add("iteration", frame, ("batch", "world_size", "ranks_per_node"))
+    for table in sorted(path.glob(ALL_REDUCE)) if path.is_dir() else ():
+        _all_reduce(collector, table)
     return collector.done()
+
+
+def _all_reduce(collector: RowCollector, path: Path) -> None:
+    """Collect one table of nccl-tests' all_reduce; the file's name says on how many GPUs."""
+    ranks = re.search(r"_GPU(\d{1,4})_", path.name)
+    if ranks is None:
+        return collector.drop(f"file without a number of GPUs: {path.name[:40]!r}")
+    frame = collector.csv(path, (), MESSAGE)
+    if frame is None:
+        return None
+    frame = frame[frame["size"] != "size(B)"]  # the header, which names two columns alike
+    frame = collector.mapped(frame, "type", {"float": "fp32"})
+    rows = {
+        "op": "all_reduce",
+        "gpu": GPU,
+        "stack": "nccl",
+        "timer": "device",
+        "dtype": frame["type"],
+        "time_us": positive(frame["in_ns"]) * 1e-3,
+        "node": NODE,
+        "link": "nvlink",
+        "world_size": int(ranks[1]),
+        "ranks_per_node": int(ranks[1]),
+        "message_bytes": frame["size"],
+        "run_id": collector.run_id(path),
+        "origin": f"{collector.name(path)}:" + frame["line"].astype(str),
+        "doubts": f"assumed: {GPU}, {NODE}",
+    }
+    sizes = ("world_size", "ranks_per_node", "message_bytes")
+    return collector.add("collective", pd.DataFrame(rows, index=frame.index), sizes)
 
 
 def _row(n: Mapping[str, int]) -> dict[str, Any]:

@@ -88,6 +88,23 @@ def test_rows_of_vtrain_that_contradict_themselves_are_counted(
     assert found.dropped == {reason: 1}
 
 
+def test_all_reduce_of_vtrain_is_nccl_tests_in_place(tmp_path: Path) -> None:
+    """52,000 ns are 52 us; 4 ranks by the file's name; one dtype of nccl-tests is unknown."""
+    folder = tmp_path / "trace/a100"
+    folder.mkdir(parents=True)
+    lines = ["size(B),count,type,time(ns),busbw(GB/s),time(ns),busbw(GB/s)"]
+    lines += ["1048576,262144,float,50000,30.1,52000,31.2", "2097152,9,quad,1,1,1,1", ""]
+    (folder / "AR_GPU4_1M_1024M_LUT.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    (folder / "AR_GPU_LUT").write_text("\n".join(lines))
+    found = vtrain(tmp_path)
+    (row,) = found.rows["collective"].to_dict("records")
+    expected = {"op": "all_reduce", "message_bytes": 2**20, "time_us": 52.0, "dtype": "fp32"}
+    expected |= {"world_size": 4, "ranks_per_node": 4, "node": "dgx-a100", "stack": "nccl"}
+    assert {name: row[name] for name in expected} == expected
+    unnamed = "file without a number of GPUs: 'AR_GPU_LUT'"
+    assert found.dropped == {"unknown type: 'quad'": 1, unnamed: 1}
+
+
 def test_embeddings_are_padded_for_each_rank() -> None:
     """393 * 128 = 50304, 197 * 256 = 50432, 99 * 512 = 50688."""
     assert [padded_vocabulary(50257, tp) for tp in (1, 2, 4)] == [50304, 50432, 50688]

@@ -105,7 +105,7 @@ CASES: list[tuple[str, str, str | bytes, str, dict[str, Any]]] = [
         "time_stats.all_reduce.median,rank,num_workers,size,collective,devices_per_node\n"
         "0.5,0,8,2048,all_reduce,8\n0.4,1,8,2048,all_reduce,8\n",
         "collective",
-        {"op": "all_reduce", "message_bytes": 2048, "world_size": 8, "time_us": 500.0},
+        {"op": "all_reduce", "message_bytes": 2048, "time_us": 500.0, "stack": "pipeweave"},
     ),
     # the faster of two tile configurations
     (
