@@ -263,6 +263,7 @@ def kernelbench_lines() -> list[ModelLine]:
         return lambda rows: np.asarray(rows["engine"] == engine)
 
     engines = {"eager": ("eager", 15.0), "CUDA graphs": ("graph", 12.0), "compiled": ("compile", 0)}
+    engines["compiled, CUDA graphs"] = ("compile+graph", 0)
     return [
         ModelLine(
             name=f"KernelBench level 1, {name}",

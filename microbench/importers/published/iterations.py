@@ -24,10 +24,10 @@ ABOUT = About(
         "time_us is one optimizer step, accumulation included; batch is samples per data-parallel "
         "replica and step (the published global batch / dp); world_size counts GPUs. doubts "
         "lists what the publisher or the importer assumed. The model is built from hf_config: by "
-        "timm 0.6 where builder is timm, else by transformers. engine is compile where kernels "
-        "are fused, by torch or by hand. Megatron-Core with tp is taken with sequence "
-        "parallelism. timm: fp16 autocast, SGD, random images, 40 timed steps, synchronised after "
-        "each."
+        "timm 0.6 where builder is timm, else by transformers. engine is compile where torch "
+        "fuses kernels, fused where Transformer Engine does. Megatron-Core with tp is taken with "
+        "sequence parallelism. timm: fp16 autocast, SGD, random images, 40 timed steps, "
+        "synchronised after each."
     ),
 )
 TABLE = ("model", "n_gpus", "precision", "global_batch", "step_time_s", "gpu", "gpu_detail")
@@ -51,7 +51,13 @@ COPIED: tuple[str, ...] = (
     "source_path",
     "source_commit",
 )
-FUSED = re.compile("torch.compile|TE ")  # TE: fused kernels of Transformer Engine
+# TE: fused kernels of Transformer Engine, in an eager loop unless as graphs.
+ENGINES = (
+    ("torch.compile", "compile"),
+    ("TE .*CUDA graphs", "compile+graph"),
+    ("TE ", "fused"),
+    (".*CUDA graphs", "graph"),
+)
 # As llm-foundry names GPUs; the peaks that it takes for them are of SXM modules.
 BY_MEMORY = {
     "a100_80gb": "a100-sxm-80gb",
@@ -148,12 +154,12 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
 def _kernels(given: Mapping[str, str], model: Model) -> dict[str, Any]:
     """Columns on how kernels are chosen and launched: attention, compilation, CUDA graphs."""
     compiled, attention = given.get("compile", ""), given.get("attention_kernel", "")
-    graphs = "CUDA graphs" in compiled
+    engines = [engine for pattern, engine in ENGINES if re.match(pattern, compiled)]
     return {
         "attn": "eager" if attention == "hand-written" else "sdpa" if attention else model.attn,
         "compile": compiled.startswith("torch.compile"),
-        "engine": "compile" if FUSED.match(compiled) else "graph" if graphs else "eager",
-        "cuda_graphs": graphs,
+        "engine": next(iter(engines), "eager"),
+        "cuda_graphs": "CUDA graphs" in compiled,
         "memory_format": "nhwc" if "memory_format nhwc" in given.get("model_note", "") else "",
     }
 

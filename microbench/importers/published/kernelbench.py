@@ -30,6 +30,9 @@ ENGINES = {
     "baseline_time_torch": "eager",
     "baseline_time_torch_compile_cudagraphs": "graph",
     "baseline_time_torch_compile_inductor_default": "compile",
+    "baseline_time_torch_compile_inductor_max-autotune-no-cudagraphs": "compile",
+    "baseline_time_torch_compile_inductor_max-autotune": "compile+graph",
+    "baseline_time_torch_compile_inductor_reduce-overhead": "compile+graph",
 }
 MOST_BYTES = 2**16  # of a problem's text
 
@@ -90,7 +93,11 @@ def _columns(collector: RowCollector, frame: pd.DataFrame, path: Path) -> pd.Dat
 
 
 def dtype_of(source: str) -> str:
-    """The dtype of a problem's products: TF32 of convolutions, as PyTorch ships, else fp32."""
+    """Guess the dtype of a problem's matrix products from its source code.
+
+    fp16 if the source names it; tf32 if it has convolutions, for which PyTorch allows TF32 by
+    default; else fp32.
+    """
     if "float16" in source:
         return "fp16"
     return "tf32" if re.search(r"\bnn\.Conv", source) else "fp32"

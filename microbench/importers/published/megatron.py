@@ -28,6 +28,7 @@ from microbench.importers.published.megatron_models import (
     kind_of,
     model_of,
 )
+from microbench.importers.published.plans import sharded
 
 ABOUT = About(
     source="megatron-lm",
@@ -39,7 +40,7 @@ ABOUT = About(
         "taken without a pipeline only. Weights are in half precision; not said: the optimizer's "
         "copy of them in fp32, gradients summed in fp32, and exchanged after the backward pass "
         "where --overlap-grad-reduce is not set. Not stated, and assumed: the tokenizer's "
-        "vocabulary and default dropout; fused kernels count as compiled."
+        "vocabulary and default dropout; fused kernels in an eager loop."
     ),
 )
 RUNS, CONFIGS = "golden_runs.csv.gz", "model_configs.json.gz"
@@ -47,10 +48,8 @@ GPUS = 8
 GPU = assumed(__file__, "gpu")
 # Flags that no plan states, and the word for each.
 UNKNOWN_PLANS = {
-    "--num-distributed-optimizer-instances": "optimizer sharded within groups of replicas",
-    "--decoder-first-pipeline-num-layers": "uneven first and last stages",
-    "--decoder-last-pipeline-num-layers": "uneven first and last stages",
-    "--account-for-embedding-in-pipeline-split": "uneven first and last stages",
+    "--account-for-embedding-in-pipeline-split": "an embedding counted as a layer of its stage",
+    "--account-for-loss-in-pipeline-split": "a loss counted as a layer of its stage",
     "--encoder-pipeline-model-parallel-size": "a pipeline of the encoder by itself",
     "--encoder-tensor-model-parallel-size": "tensor parallelism of the encoder by itself",
     "--cp-comm-type": "context parallelism of another kind than a ring",
@@ -58,6 +57,11 @@ UNKNOWN_PLANS = {
     "--freeze-LM": "frozen weights",
     "--use-packed-sequence": "packed sequences",
 }
+STAGES = {
+    "first": "--decoder-first-pipeline-num-layers",
+    "last": "--decoder-last-pipeline-num-layers",
+}
+INSTANCES = "--num-distributed-optimizer-instances"  # groups of replicas that shard by themselves
 AXES = {
     "tp": "--tensor-model-parallel-size",
     "pp": "--pipeline-model-parallel-size",
@@ -179,6 +183,11 @@ def _options(flags: Flags, replicas: int, stages: int, tp: int) -> dict[str, Any
     parts: dict[str, Any] = {}
     if (virtual := _virtual(flags, stages)) > 1:
         parts["schedule"] = f"interleaved:{virtual}"
+    parts |= {
+        key: n for key, flag in STAGES.items() if stages > 1 and (n := whole(flags.get(flag)))
+    }
+    if virtual > 1 and parts.keys() & STAGES.keys():
+        raise ValueError("plan has uneven first and last stages, and interleaved ones")
     if flags.get("--sequence-parallel") and tp > 1:
         parts["sp"] = ""
     if flags.get("--recompute-granularity"):
@@ -186,12 +195,17 @@ def _options(flags: Flags, replicas: int, stages: int, tp: int) -> dict[str, Any
     if replicas > 1:
         whole_model = flags.get("--data-parallel-sharding-strategy") == "optim_grads_params"
         zero = 3 if whole_model else 1 if flags.get("--use-distributed-optimizer") else 0
-        parts |= {"zero": zero} if zero else {}
+        inner, rest = divmod(replicas, whole(flags.get(INSTANCES)) or 1)
+        if rest or not inner:
+            raise ValueError(
+                f"replicas do not divide into instances of the optimizer ({INSTANCES})"
+            )
+        parts |= sharded(zero, inner, replicas) if zero else {}
     return parts
 
 
 def _virtual(flags: Flags, stages: int) -> int:
-    """Stages per rank: stated, or layers / (stages * layers of a virtual stage)."""
+    """Virtual stages per rank: as stated, or layers / (stages * layers of a virtual stage)."""
     if stated := whole(flags.get("--num-virtual-stages-per-pipeline-rank")):
         return stated
     each = whole(flags.get("--num-layers-per-virtual-pipeline-stage"))

@@ -138,7 +138,10 @@ def _gpu(accelerator: str) -> tuple[str, list[str]]:
 
 
 def _plan(given: Mapping[str, str]) -> tuple[str, int]:
-    """Plan text and dp: all GPUs are replicas."""
+    """Return a submission's plan as text, and its dp: data parallelism over all of its GPUs.
+
+    ValueError where the number of GPUs is not stated, or the links between them are not known.
+    """
     nodes, each = (whole(given[name]) for name in ("nodes", "per_node"))
     if not nodes or not each:
         raise ValueError("number of GPUs is not stated")

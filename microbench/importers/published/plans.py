@@ -22,6 +22,7 @@ RECOMPUTE = {
 SEQUENCE_PARALLEL = assumed(__file__, "megatron_sequence_parallel")
 DGX = re.compile(r"DGX[ -](?:DGX )?(\w+)")
 UNSHARDED = ("", "NO_SHARD", "DDP", "none")
+HYBRID = {"HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2}  # ZeRO stages within a node
 
 
 def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
@@ -50,8 +51,7 @@ def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
         parts["accumulate"] = micro
     if virtual > 1:
         parts["schedule"] = f"interleaved:{virtual}"
-    if dp * degrees["cp"] > 1 and (zero := _zero(given)):
-        parts["zero"] = zero
+    parts |= _sharding(given, dp * degrees["cp"], degrees["tp"])
     if recompute := RECOMPUTE.get(given.get("activation_recompute", ""), ""):
         parts["recompute"] = recompute
     if given.get("activation_cpu_offload", "") == "true":
@@ -78,12 +78,36 @@ def _micro(given: Mapping[str, str], dp: int) -> int:
     return batch // each if each and batch % each == 0 else 0
 
 
+def _sharding(given: Mapping[str, str], replicas: int, tp: int) -> dict[str, int]:
+    """ZeRO stage; under HSDP also the ranks that shard: those of a node, where there are more."""
+    zero = _zero(given)
+    if replicas == 1 or not zero:
+        return {}
+    if given["sharding"].strip() not in HYBRID:
+        return {"zero": zero}
+    inner = whole(given.get("gpus_per_node")) // tp
+    if not inner or replicas % min(inner, replicas):
+        raise ValueError(
+            "plan is ambiguous: HSDP, and the GPUs of a node are not stated or fit not"
+        )
+    return sharded(zero, inner, replicas)
+
+
+def sharded(zero: int, inner: int, replicas: int) -> dict[str, int]:
+    """Keys of ZeRO among ``inner`` of the replicas: none where each shards alone."""
+    if inner == 1:
+        return {}
+    return {"zero": zero, "hsdp": inner} if inner < replicas else {"zero": zero}
+
+
 def _zero(given: Mapping[str, str]) -> int:
     """ZeRO stage: 3 for full sharding, 1 for a distributed optimizer, 0 where none is stated.
 
-    ValueError for other words: FSDP alone names no stage, HSDP shards within groups of ranks.
+    ValueError for other words: FSDP alone names no stage.
     """
     sharding = given.get("sharding", "").strip()
+    if sharding in HYBRID:
+        return HYBRID[sharding]
     if sharding in ("FULL_SHARD", "FSDP2"):
         return 3
     if sharding == "SHARD_GRAD_OP":

@@ -1,4 +1,6 @@
-"""Configurations of timm's models: for transformers where it has the same network, else for timm.
+"""Writes configurations of models named as in timm, to build them without a download.
+
+They are for Hugging Face transformers where it has the same network, else for timm itself.
 
 Sources: timm 0.6, models/{resnet,vision_transformer,efficientnet,beit,resnetv2}.py; tables 1 of
 arXiv:1512.03385, 2010.11929, 2012.12877 (tiny and small) and 2106.08254; arXiv:1905.11946 and the
@@ -45,7 +47,7 @@ Values = dict[str, Any]
 
 
 def timm_config(name: str, image_size: int) -> str:
-    """The configuration as JSON, for transformers or, where it lacks the network, for timm."""
+    """Return a model's configuration as JSON: for transformers if it has the network, else timm."""
     for pattern, values in NETWORKS.items():
         if found := re.fullmatch(pattern, name):
             try:
@@ -81,7 +83,10 @@ def _beit(size: str, patch: str) -> Values:
 
 
 def _efficientnet(number: str) -> Values:
-    """An EfficientNet; tf_ pads as TensorFlow does, _ap and _ns have other weights."""
+    """Return the configuration of EfficientNet b``number``.
+
+    timm's variants count as the same network: tf_ differs in padding, _ap and _ns in weights.
+    """
     width, depth = EFFICIENTNETS[number]
     wide = {"width_coefficient": width, "hidden_dim": 8 * round(1280 * width / 8)}
     return {**_model("EfficientNet", "efficientnet"), **wide, "depth_coefficient": depth}

@@ -28,6 +28,9 @@ MPT = {
 }
 
 
+NODE = {"gpus_per_node": "8"}
+
+
 def imported(folder: Path, *rows: dict[str, str]) -> Imported:
     """The rows as a table, imported."""
     with (folder / "table.csv").open("w", newline="") as file:
@@ -61,14 +64,14 @@ def test_a_row_becomes_an_iteration(tmp_path: Path) -> None:
 
 
 def test_what_megatron_fuses_and_cuts_unasked_is_said(tmp_path: Path) -> None:
-    """fp8 of Transformer Engine over weights in bf16; its kernels count as compiled."""
+    """fp8 of Transformer Engine over weights in bf16; its kernels in an eager loop."""
     stated = {"precision": "FP8 (TE)", "framework": "NeMo / Megatron-Core", "tp": "2"}
     found = imported(
         tmp_path, MPT | stated | {"compile": "TE kernels, none compiled", "sharding": ""}
     )
     (row,) = found.rows["iteration"].to_dict("records")
     said = (row["dtype"], row["amp"], row["engine"], row["compile"])
-    assert said == ("fp8", False, "compile", False)
+    assert said == ("fp8", False, "fused", False)
     assert ",tp=2,sp," in row["plan"]
     assert "sequence parallelism assumed" in row["doubts"]
     found = imported(tmp_path, MPT | stated | {"precision": "BF16"})
@@ -120,7 +123,8 @@ def test_mixtures_of_experts_have_as_many_parameters_as_published(
         ({"heads": ""}, "model's heads is not stated"),
         ({"section": "LoRA Performance"}, "only a part of the weights is trained (LoRA)"),
         ({"sharding": "FSDP"}, "sharding is not known: 'FSDP'"),
-        ({"sharding": "HYBRID_SHARD"}, "sharding is not known: 'HYBRID_SHARD'"),
+        ({"sharding": "HYBRID_SHARD", "gpus_per_node": ""}, "plan is ambiguous: HSDP"),
+        ({"sharding": "HYBRID_SHARD", "gpus_per_node": "6"}, "plan is ambiguous: HSDP"),
         ({"model_note": "LoRA: frozen"}, "only a part of the weights is trained (LoRA)"),
         ({"optimizer": "Muon"}, "unknown optimizer: 'Muon'"),
         ({"model": "LLAMA3_8B", "d_model": "5120"}, "layers differs from that of the named model"),
@@ -162,6 +166,14 @@ def test_what_a_row_does_not_say_is_counted(
         ({"n_gpus": "8", "gpu_detail": "DGX-9"}, "dp=8"),
         ({"n_gpus": "8", "sharding": "NO_SHARD"}, "dp=8"),
         ({"n_gpus": "8", "sharding": "SHARD_GRAD_OP"}, "dp=8,zero=2"),
+        ({"n_gpus": "8", **NODE, "sharding": "HYBRID_SHARD"}, "dp=8,zero=3"),
+        ({"n_gpus": "16", **NODE, "sharding": "HYBRID_SHARD"}, "dp=16,zero=3,hsdp=8"),
+        ({"n_gpus": "16", **NODE, "sharding": "_HYBRID_SHARD_ZERO2"}, "dp=16,zero=2,hsdp=8"),
+        (
+            {"n_gpus": "32", "tp": "2", **NODE, "sharding": "HYBRID_SHARD"},
+            "dp=16,tp=2,zero=3,hsdp=4",
+        ),
+        ({"n_gpus": "16", "tp": "8", **NODE, "sharding": "HYBRID_SHARD"}, "dp=2,tp=8"),
         (
             {"n_gpus": "8", "micro_batch_per_gpu": "2", "global_batch": "64"},
             "dp=8,accumulate=4",
@@ -219,6 +231,22 @@ def test_a_fine_tuned_bert_has_the_sizes_of_its_name() -> None:
         assert json.loads(found.hf_config)["num_hidden_layers"] == 24
         assert found.attn == "eager"
     assert model_of(tuned).doubt == "taken as BERT-large, the default of the recipe"
+
+
+@pytest.mark.parametrize(
+    ("compiled", "engine"),
+    [
+        ("eager", "eager"),
+        ("eager, CUDA graphs", "graph"),
+        ("torch.compile (default)", "compile"),
+        ("TE kernels, no torch.compile stated", "fused"),
+        ("TE + CUDA graphs per recipe", "compile+graph"),
+    ],
+)
+def test_how_kernels_are_launched_is_an_engine(tmp_path: Path, compiled: str, engine: str) -> None:
+    rows = imported(tmp_path, MPT | {"compile": compiled}).rows["iteration"]
+    assert rows["engine"].tolist() == [engine]
+    assert rows["cuda_graphs"].tolist() == ["CUDA graphs" in compiled]
 
 
 def test_a_model_of_clicks_is_a_case_launched_as_a_graph(tmp_path: Path) -> None:

@@ -46,10 +46,25 @@ def test_a_timing_is_a_forward_of_a_problem(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("mode", "engine"),
+    [
+        ("cudagraphs", "graph"),
+        ("inductor_default", "compile"),
+        ("inductor_max-autotune-no-cudagraphs", "compile"),
+        ("inductor_max-autotune", "compile+graph"),
+        ("inductor_reduce-overhead", "compile+graph"),
+    ],
+)
+def test_modes_of_compilation_are_engines(tmp_path: Path, mode: str, engine: str) -> None:
+    line = LINE.replace("time_torch.json", f"time_torch_compile_{mode}.json")
+    assert imported(tmp_path, line).rows["iteration"]["engine"].tolist() == [engine]
+
+
+@pytest.mark.parametrize(
     ("change", "reason"),
     [
         (("Tesla T4", "Abacus"), "unknown gpu"),
-        (("torch.json", "torch_compile_inductor_max-autotune.json"), "compiled in a way that"),
+        (("torch.json", "torch_compile_tvm.json"), "compiled in a way that"),
         (("19_ReLU", "20_ReLU"), "problem is not in its archive"),
         ((",abc", ",abd"), "problem is not in its archive"),
         (("0.025", "-1"), "time is not a positive number"),

@@ -134,12 +134,25 @@ def test_peak_memory_is_taken_where_all_ranks_are_alike(tmp_path: Path) -> None:
         ({"--data-parallel-sharding-strategy": "optim_grads_params"}, "zero=3"),
         ({"--recompute-granularity": "full"}, "recompute=full"),
         ({"--expert-model-parallel-size": 2}, "ep=2"),
+        ({"--decoder-first-pipeline-num-layers": 2}, "first=2"),
+        ({"--decoder-last-pipeline-num-layers": 4}, "last=4"),
     ],
 )
 def test_flags_are_options_of_a_plan(flags: dict[str, Any], plan: str) -> None:
     text, batch = plan_of(GPT | flags)
     assert plan in text.split(",")
     assert batch == 16
+    assert ParallelPlan.parse(text).world_size == 8
+
+
+@pytest.mark.parametrize(
+    ("instances", "keys"), [(1, ["zero=1"]), (2, ["zero=1", "hsdp=2"]), (4, [])]
+)
+def test_instances_of_the_optimizer_shard_by_themselves(instances: int, keys: list[str]) -> None:
+    """Four replicas in two instances shard among two; each by itself shards nothing."""
+    flags = {"--pipeline-model-parallel-size": 1, "--use-distributed-optimizer": True}
+    text, _ = plan_of(GPT | flags | {"--num-distributed-optimizer-instances": instances})
+    assert [part for part in text.split(",") if part.startswith(("zero", "hsdp"))] == keys
     assert ParallelPlan.parse(text).world_size == 8
 
 
@@ -155,7 +168,17 @@ def test_context_parallelism_leaves_one_replica() -> None:
         ({"--img-h": 336}, "model has images beside text"),
         ({"--is-hybrid-model": True}, "model has state-space layers"),
         ({"--spec": "[a b]"}, "model has a layer specification"),
-        ({"--decoder-first-pipeline-num-layers": 2}, "plan has uneven first and last stages"),
+        (
+            {"--account-for-embedding-in-pipeline-split": True},
+            "plan has an embedding counted as a layer",
+        ),
+        (
+            {
+                "--decoder-first-pipeline-num-layers": 2,
+                "--num-virtual-stages-per-pipeline-rank": 2,
+            },
+            "plan has uneven first and last stages, and interleaved ones",
+        ),
         ({"--cp-comm-type": "a2a+p2p"}, "plan has context parallelism of another kind than a ring"),
         ({"--attention-dropout": 0.0}, "dropout of hidden values differs from that of attention"),
         ({"--num-layers": None}, "model's layers is not stated"),
