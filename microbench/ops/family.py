@@ -211,6 +211,13 @@ def is_any(op: Any, names: Collection[str]) -> Any:
     return np.fromiter(map(frozenset(names).__contains__, op), bool, len(op))
 
 
+def by_name(op: Any, values: Mapping[str, float]) -> Any:
+    """The value of a name, or of each of an array of names; all must have one."""
+    if isinstance(op, str):
+        return values[op]
+    return np.fromiter(map(values.__getitem__, op), float, len(op))
+
+
 def torch_dtype(name: str) -> Any:
     """The torch dtype of a dtype name; tf32 is stored as fp32."""
     import torch  # lazy: formulas must import where torch is absent

@@ -19,6 +19,7 @@ from microbench.ops.family import (
     Part,
     Workload,
     autograd_call,
+    by_name,
     is_any,
     itemsize_bytes,
     log_uniform,
@@ -187,8 +188,7 @@ def _by_row(p: Any) -> Any:
 
 def flops(p: Any) -> Any:
     """FLOPS_PER_ELEMENT times the elements."""
-    per_element = sum(_is(p, op) * count for op, count in FLOPS_PER_ELEMENT.items())
-    return per_element * p.rows * p.cols * p.channels
+    return by_name(p.op, FLOPS_PER_ELEMENT) * p.rows * p.cols * p.channels
 
 
 def bytes_moved(p: Any) -> Any:
