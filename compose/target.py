@@ -147,7 +147,7 @@ def find_target(
 
 
 def forecast_step(step: StepCapture, target: Target) -> Forecast:
-    """The forecast of a captured step, one micro-batch of the plan's."""
+    """Forecast an iteration from a captured step, whose batch is one micro-batch of the plan."""
     return forecast(
         step,
         target.bundle,

@@ -1,1 +1,4 @@
-"""Rows to features to one model per op family to a bundle."""
+"""Learns op times: turns measured rows into features, and fits one model per op family.
+
+The models together are saved as a bundle.
+"""

@@ -184,7 +184,7 @@ class FamilyModel:
         return not kinds or gpu.kind in kinds
 
     def has_measured(self, gpu: Gpu, op: str, dtype: str) -> bool:
-        """Whether an op was measured on that very GPU; for a model of one device, on that."""
+        """Whether this GPU has rows of this op and dtype; a single-device model ignores ``gpu``."""
         if self.source_gpus.measured:
             return self.source_gpus.has_measured(gpu, op, dtype)
         return self._in_vocabulary(op, dtype)

@@ -178,10 +178,10 @@ def train(
 
 
 def widen_unseen_offsets(models: Mapping[str, FamilyModel]) -> dict[str, FamilyModel]:
-    """Widen ``unseen_offsets`` of families measured on fewer than MIN_GPUS GPUs.
+    """Widen the error interval on unseen GPUs of families measured on fewer than MIN_GPUS GPUs.
 
-    To the widest of the families measured on more, and at least to UNSEEN_GPU_OFFSETS. Families
-    without source GPUs keep theirs.
+    Their ``unseen_offsets``, (low, high) in log time, are extended to cover UNSEEN_GPU_OFFSETS and
+    those of every family measured on more GPUs. Families without source GPUs keep theirs.
     """
     wide = [UNSEEN_GPU_OFFSETS]
     wide += [m.unseen_offsets for m in models.values() if _source_count(m) >= MIN_GPUS]

@@ -86,12 +86,16 @@ def _weight(call: OpCall, weights: set[int]) -> TensorSpec | None:
 def _partner(
     calls: Sequence[OpCall], start: TensorSpec, weights: set[int], made: set[int]
 ) -> int | str | None:
-    """Returns the storage of the first weight that multiplies data computed from ``start``.
+    """Follows the data computed from ``start`` and returns what they reach first.
 
-    "loss" where the data reach the loss or the end of the step first: heads are cut by vocabulary
-    with and without a loss, as in Megatron-LM. None where a residual sum, a choice of experts or a
-    norm over at least as many columns as ``start`` has comes first; a norm over fewer columns is
-    one of each head, and a sum before a softmax a mask or bias of attention.
+    - A weight that multiplies them: its storage.
+    - The loss, or the end of the step: "loss". Language model heads are cut by vocabulary with and
+      without a loss, as in Megatron-LM.
+    - A residual sum, a choice of experts, or a norm over at least as many columns as ``start``
+      has: None.
+
+    Passed over are norms over fewer columns (they are per head) and sums before a softmax (mask or
+    bias of attention).
     """
     derived = {start.storage}
     for i, call in enumerate(calls):

@@ -1,4 +1,4 @@
-"""Rewrites captured steps: calls on other tensors, collectives between calls."""
+"""Rewrites captured steps: replaces the tensors of calls, and inserts collectives between calls."""
 
 from __future__ import annotations
 

@@ -54,7 +54,10 @@ def _softmax(local: OpCall, fresh: Iterator[int]) -> list[OpCall]:
 
 
 def _softmax_backward(local: OpCall, fresh: Iterator[int]) -> list[OpCall]:
-    """dx = dy - exp(y) * sum(dy): three passes over a rank's logits, as many bytes in any order."""
+    """Returns the calls of dx = dy - exp(y) * sum(dy): three passes over a rank's logits.
+
+    Their order is not that of the formula, but they move the same bytes.
+    """
     (dy, y), phase = local.tensors()[:2], local.phase
     exponentials, combined = (replace(dy, storage=next(fresh)) for _ in range(2))
     return [

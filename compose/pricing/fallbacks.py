@@ -43,7 +43,7 @@ class MeasuredRows:
         )
 
     def software_shares(self, family: str, op: str, dtype: str) -> Mapping[str, float]:
-        """The software (torch, vllm...) whose rows answer for this op here, and their weights."""
+        """Weight of each software (torch, vllm...) whose rows forecast this op on this GPU."""
         if not self.has_model(family):
             return {}
         known: dict[str, float] = {}

@@ -53,7 +53,7 @@ class PricedLayer:
         return self.layer.name not in ("first", "last")
 
     def fold(self, ops: Sequence[PricedOp]) -> Work:
-        """Ops in launch order folded to their times on host and compute lane."""
+        """Sum up ops, given in launch order, to their time on the host and on the compute lane."""
         return fold([self._step(op) for op in ops], self.on_cpu)
 
     def _step(self, op: PricedOp) -> Step:
@@ -79,17 +79,17 @@ class PricedLayer:
 
     @cached_property
     def into_work(self) -> Work:
-        """Copies of all gradients into their bucket."""
+        """Work of copying all gradients into their bucket."""
         return self.fold(self.trained_only(self.into_bucket))
 
     @cached_property
     def out_work(self) -> Work:
-        """Copies of all parameters out of their bucket."""
+        """Work of copying all parameters out of their bucket."""
         return self.fold(self.out_of_bucket)
 
     @cached_property
     def trained_out_work(self) -> Work:
-        """Copies of the parameters with a gradient out of their bucket."""
+        """Work of copying the parameters that have a gradient out of their bucket."""
         return self.fold(self.trained_only(self.out_of_bucket))
 
     def trained_only(self, copies: Sequence[PricedOp]) -> tuple[PricedOp, ...]:

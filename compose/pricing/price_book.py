@@ -318,7 +318,10 @@ def _books(pricer: Pricer, gpu: Gpu, stack: str, host: HostMachine) -> dict[int,
 def price_book(
     pricer: Pricer, gpu: Gpu, threads: int, stack: str = USUAL_STACK, host: HostMachine = REFERENCE
 ) -> PriceBook:
-    """The book of this pricer, device and number of threads; plans share its prices."""
+    """Return the cache of op prices for this pricer, device and number of threads.
+
+    Calls with equal arguments get the same book, so that plans share its prices.
+    """
     books = _books(pricer, gpu, stack, host)
     if threads not in books:
         books[threads] = PriceBook(pricer, gpu, threads, stack=stack, host=host)

@@ -161,10 +161,10 @@ def forecast_sharding(sharding: Sharding, costs: Costs) -> ShardingForecast:
 def exchange(
     ready_us: np.ndarray, message_us: float, compute_us: np.ndarray | float, contention: float
 ) -> np.ndarray:
-    """When each rank has both a collective and its own compute behind it.
+    """Return when each rank has finished both a collective and its own compute, in us.
 
-    Compute starts when a rank is ready, the collective when all are. While both run, each proceeds
-    at 1/contention of its speed.
+    A rank's compute starts when that rank is ready, the collective when all ranks are. While both
+    run, each proceeds at 1/contention of its speed. Arrays are by rank.
     """
     start_us = ready_us.max()
     left_us = np.maximum(0.0, compute_us - (start_us - ready_us))

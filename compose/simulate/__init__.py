@@ -1,1 +1,1 @@
-"""A rank simulated: lanes, timeline, pipeline, data parallelism, memory."""
+"""Simulates an iteration on one rank: lanes, timeline, pipeline, data parallelism, memory."""

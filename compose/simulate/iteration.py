@@ -301,9 +301,10 @@ def _pipelined(rank: Rank, optimizer: str) -> Outcome:
 
 
 def _stage_tally(found: _Pipeline, stage: int) -> Tally:
-    """Time of one rank of the pipeline: its layers, its tail, its messages and its host.
+    """Sum up the time of one pipeline rank: layers, messages, host, synchronisation, optimizer.
 
-    The model's host time is spread evenly over the stages; by family it counts on no stage.
+    The model's own host time is divided equally among the stages; it is not part of the times by op
+    family.
     """
     rank, micro, pp = found.rank, found.rank.plan.microbatches, found.rank.plan.pp
     tally, (tail, alone) = Tally(), found.tails[stage]

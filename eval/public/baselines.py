@@ -30,7 +30,10 @@ def roofline(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> np
 
 
 def nearest(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> np.ndarray:
-    """Mean ratio to the roofline of the three nearest known rows in standardised features."""
+    """Predict times: roofline * mean ratio (time / roofline) of the three nearest known rows.
+
+    Nearest in standardised features.
+    """
     train = table.take(_some(known))
     return np.asarray(predict_nearest(train, table.x[asked], table.roofline_us[asked]))
 

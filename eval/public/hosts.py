@@ -82,7 +82,7 @@ def _problems() -> Mapping[str, tuple[Callable[..., Any], tuple[tuple[int, int],
 
 
 def kernelbench(*parts: tuple[str, str]) -> Callable[[Path], Iterator[MeasuredStep]]:
-    """Rows of the eager baselines of these folders (each with its GPU)."""
+    """Return a reader of KernelBench's times of eager PyTorch; ``parts``: (folder, GPU) pairs."""
 
     def rows(public: Path) -> Iterator[MeasuredStep]:
         table = pd.read_csv(public / "kernelbench" / "timing_all_history.csv.gz")
@@ -112,7 +112,10 @@ def _forward(function: Callable[..., Any], shapes: Sequence[tuple[int, int]]) ->
 
 
 def torchvision(folder: str) -> Callable[[Path], Iterator[MeasuredStep]]:
-    """Inference of pytorch-gpu-benchmark in half precision, batch 12: small networks."""
+    """Return a reader of published inference times of small networks on an RTX 2080 Ti.
+
+    fp16, batch 12; source: pytorch-gpu-benchmark, ``folder`` names the machine's results.
+    """
     networks = {"resnet18": "resnet18", "resnet34": "resnet34", "mobilenet_v2": "mobilenetv2_100"}
 
     def rows(public: Path) -> Iterator[MeasuredStep]:

@@ -54,7 +54,7 @@ def markdown(results: Sequence[LineResult]) -> str:
 
 
 def _met(r: LineResult) -> str:
-    """Whether a line meets its target: at least a rank correlation, at most an error or |bias|."""
+    """Say if a line meets its target: a rank correlation at least, an error or |bias| at most."""
     if r.target is None:
         return ""
     ours = r.scores["itercast"][r.metric]

@@ -92,7 +92,7 @@ def run(out: Path, budget_s: float, count: int, ranks: int) -> None:
 
 
 def _with_bar(name: str, work: Callable[[Callable[[int], None]], Found]) -> Found:
-    """The result of work that reports how many measurements it has made."""
+    """Run ``work`` with a progress bar; it calls its argument with the number of measurements."""
     with progress_bar() as bar:
         task = bar.add_task(name, total=None)
         return work(lambda n: bar.update(task, completed=n, description=f"{name}: {n}"))
@@ -143,7 +143,7 @@ def choices_table(found: Sequence[Choice]) -> Table:
 
 
 def speed_line(bundle: Path) -> str:
-    """Time to forecast one and many shardings of 64 tables, prices known."""
+    """Say in a line how long forecasts of shardings of many tables take, once ops are priced."""
     rng = np.random.default_rng(0)
     model = heavy_task(rng)
     while len(model.tables) < SPEED_TABLES:

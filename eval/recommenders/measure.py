@@ -81,7 +81,10 @@ def measure(
 
 
 def at_one_speed(lines: Sequence[dict[str, Any]]) -> list[tuple[float, ...]]:
-    """Median times by model and round, at the median speed of the machine over all lines."""
+    """Return median step times in us, by model and round, corrected for the machine's speed.
+
+    time * median of all anchors / median of the anchors (reference tasks) timed beside it.
+    """
     usual_us = float(np.median(np.concatenate([line["anchors_us"] for line in lines])))
     found: dict[int, list[float]] = {}
     for line in lines:

@@ -68,7 +68,8 @@ def iterations(
 ) -> int:
     """Measure the iterations that a dataset root lacks; returns the number of new rows.
 
-    On a GPU these are a campaign's, on a CPU the measured cases; ``names`` restricts the cases.
+    Cases named by ``names``; without them the iterations of a campaign on a GPU, and on a CPU all
+    cases that are measured by default.
     """
     from microbench.iterations.collect import collect_iterations, usual_iterations
     from microbench.iterations.gpu_list import gpu_iterations
@@ -177,7 +178,10 @@ def forecast_table(case: str, found: Forecast) -> Table:
 
 
 def assumptions_table(parts: Sequence[AssumedPart]) -> Table:
-    """The assumed numbers that a forecast rests on, by time; ``assumption_sources`` go below."""
+    """Make a table of the assumed numbers that a forecast rests on, and the time that each decides.
+
+    ``assumption_sources`` are printed below it.
+    """
     table = Table(title="assumed numbers that this forecast rests on, by time")
     table.add_column("assumption", no_wrap=True)
     for head in ("ms", "% of iteration", "value"):

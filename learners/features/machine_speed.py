@@ -39,7 +39,7 @@ class Speed:
 
 
 def _both(rows: pd.DataFrame) -> np.ndarray:
-    """Both anchors in us, shape (rows, 2); the first replaces the second where that is missing."""
+    """Return the times of both ANCHORS in us, shape (rows, 2); ``anchor_us`` if one is missing."""
     first = rows["anchor_us"].to_numpy(dtype=float)
     second = rows["serial_us"].to_numpy(dtype=float) if "serial_us" in rows else first
     return np.stack([first, np.where(np.isfinite(second), second, first)], axis=1)
@@ -75,7 +75,10 @@ def shares(time_us: np.ndarray) -> np.ndarray:
 
 
 def log_slowness(rows: pd.DataFrame, anchors: Anchors) -> np.ndarray:
-    """log(anchor / median anchor), shape (rows, 2); 0 where none was timed."""
+    """Return log(anchor / its median on that GPU and number of threads), shape (rows, 2).
+
+    0 where no anchor was timed.
+    """
     if "anchor_us" not in rows or not anchors:
         return np.zeros((len(rows), 2))
     keys = zip(rows["gpu"], rows["threads"].fillna(0).astype(int), strict=True)

@@ -21,10 +21,10 @@ def op_names(rows: pd.DataFrame, family: Family) -> np.ndarray:
 def as_measured(
     rows: pd.DataFrame, family: Family, ops: Mapping[str, Sequence[str]], missing: bool = True
 ) -> pd.DataFrame:
-    """Rows with each op that was not measured in its dtype replaced by an alias that was.
+    """Replace each op that was not measured in its dtype by a similar op that was.
 
-    ``ops`` are those measured, by dtype. In a dtype without any, rows become the first alias, or
-    stay as they are if not ``missing``. Aliases are ``Family.op_aliases``.
+    Similar ops are those of ``Family.op_aliases``; ``ops`` are the measured ones, by dtype. In a
+    dtype without any, rows get the first alias; if not ``missing``, they stay as they are.
     """
     if not (family.op_aliases and ops):
         return rows

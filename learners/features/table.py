@@ -178,7 +178,7 @@ def without_load(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def usual_stacks(rows: pd.DataFrame) -> dict[str, str]:
-    """The software stack measured with most kinds of op and dtype, by GPU; of equals most rows."""
+    """Return, by GPU, the software stack with most measured (op, dtype) pairs; ties: most rows."""
     if "stack" not in rows:
         return {}
     known = rows.dropna(subset=["stack"])

@@ -25,16 +25,21 @@ def points(at: np.ndarray, roofline_us: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibration:
-    """Log errors ``value`` of the uncalibrated model at measured ``points`` of one GPU."""
+    """Errors of the uncalibrated model at n measured rows of one GPU.
+
+    ``value`` (n,): log(measured / forecast); ``kind`` (n,): key of op, dtype...; ``at`` (n, axes):
+    coordinates as made by ``points``.
+    """
 
     kind: np.ndarray
     at: np.ndarray
     value: np.ndarray
 
     def correction(self, kind: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What to add to the log forecasts, and the factor on the intervals' widths.
+        """Return what to add to log forecasts of rows, and the factor on their intervals' width.
 
-        Posterior mean, and posterior over prior standard deviation.
+        These are the Gaussian process's posterior mean, and its posterior standard deviation over
+        the prior one. ``kind`` and ``at``: the rows to forecast, as in the fields.
         """
         if not len(kind):
             return np.zeros(0), np.ones(0)
@@ -50,7 +55,7 @@ class Calibration:
 def covariance(
     kind: np.ndarray, at: np.ndarray, other_kind: np.ndarray, other_at: np.ndarray
 ) -> np.ndarray:
-    """Prior covariance of log errors between two sets of points."""
+    """Return the prior covariance (n, m) of log errors between n rows and m other rows."""
     same = kind[:, None] == other_kind[None, :]
     squared = (at[:, None, :] - other_at[None, :, :]) ** 2
     sizes = SIZES**2 * np.exp(-0.5 * squared[..., :-1].sum(-1) / SIZES_LENGTH**2)

@@ -193,9 +193,9 @@ class SourceGpus:
         return same_kind or self.measured
 
     def unseen(self, query: QueryRows) -> np.ndarray:
-        """Mask of rows that source GPUs forecast.
+        """Mask of rows to forecast from other GPUs (source GPUs).
 
-        Rows of GPUs without rows, and of dtypes and ops that only other GPUs were measured with.
+        Their GPU has no training rows; or none of their dtype or op, while other GPUs have.
         """
         if not self.measured:
             seen = self.encoder.vocabulary.get("gpu", [])
@@ -209,10 +209,10 @@ class SourceGpus:
         return mask
 
     def unseen_gpu_or_op(self, query: QueryRows) -> np.ndarray:
-        """Mask of rows outside the envelope of training: of GPUs without rows, and of unseen ops.
+        """Mask of rows whose GPU has no training rows at all, or none of their op.
 
-        An op is unseen where this GPU has rows of other ops in the dtype, and other GPUs have rows
-        of this one.
+        The op counts as unseen if the GPU was measured with other ops in the dtype, and a GPU of
+        the same kind with this op.
         """
         mask = np.zeros(len(query.gpu), dtype=bool)
         for rows, group in query.groups if self.measured else ():

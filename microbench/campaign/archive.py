@@ -54,10 +54,10 @@ def pack(root: Path, archive: Path) -> list[Path]:
 
 
 def unpack(archive: Path, root: Path) -> int:
-    """Unpack files that are missing under the root; returns their number.
+    """Unpack the archive's files that are missing under the root; returns their number.
 
-    Existing files stay as they are; folders with new parts get new cards. ValueError for an archive
-    with other content.
+    Existing files stay. A folder that gets Parquet files gets a new card.yaml, as row count and
+    digest change. ValueError where the archive holds any other kind of file.
     """
     packed: dict[str, bytes] = {}
     for name, data in _members(archive):

@@ -118,7 +118,7 @@ class OpLog(TorchDispatchMode):
             self._storages[result.untyped_storage()._cdata] = self.storage(tensor)
 
     def describe(self, value: Any) -> Any:
-        """A value as a capture holds it: tensors as TensorSpec, dtypes and devices as text."""
+        """Convert an op's argument: tensors to TensorSpec, dtypes and devices to text."""
         if isinstance(value, torch.Tensor):
             return self._sparse_spec(value) if is_sparse(value) else self._spec(value)
         if isinstance(value, list | tuple):
@@ -269,10 +269,12 @@ def capture_step(
     samples: int = 1,
     tokens: int = 0,
 ) -> StepCapture:
-    """Capture the op calls of one step of the model that ``build`` makes.
+    """Capture the op calls of one training or inference step of the model that ``build`` makes.
 
-    The second step, as the first one allocates the optimizer's state; ``fake=False`` runs it for
-    real. ValueError for ops whose shapes depend on data, except in routing (``capture.routing``).
+    Runs two steps and captures the second: the first one allocates the optimizer's state.
+    ``fake``: run on fake tensors, without computing; otherwise the step really runs. ``samples``
+    and ``tokens`` of the batch are only stored with the capture. ValueError for ops whose shapes
+    depend on data, except in the routing of experts (``capture.routing``).
     """
     log = OpLog(Routing() if fake else None, settings.dtype == "tf32")
     with ExitStack() as stack:

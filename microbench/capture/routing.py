@@ -136,7 +136,7 @@ class Routing:
         return output
 
     def _bincount(self, args: Any, kwargs: Any, top: float) -> Any:
-        """Equal counts of all numbers below ``top``."""
+        """Return the bincount of balanced routing: every number below ``top`` is as frequent."""
         least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
         output = args[0].new_empty((max(int(top), least),), dtype=torch.int64)
         self._spread(output, args[0].numel(), int(top))

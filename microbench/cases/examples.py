@@ -43,7 +43,10 @@ def _transformer_xl(name: str, batch: int, seq: int, layers: int, **sizes: Any) 
 
 
 def _ssd(name: str, batch: int, image: int, places: int, classes: int) -> EvalCase:
-    """SSD on COCO; one place in a hundred holds an object."""
+    """Make the case of SSD, an object detector, on COCO; 1 % of its ``places`` hold an object.
+
+    ``places``: default boxes per image.
+    """
 
     def inputs(batch: int, seq: int) -> dict[str, Any]:
         import torch  # lazy, as above

@@ -156,7 +156,10 @@ def signals(
 
 
 def denoiser(name: str, batch: int, image: int, **sizes: Any) -> EvalCase:
-    """A diffusion model that predicts the noise in images; measured only if it is named."""
+    """Make the case of a diffusion model that predicts the noise in images (mean squared error).
+
+    It is not among the cases measured by default; name it to measure it.
+    """
 
     def inputs(batch: int, seq: int) -> dict[str, Any]:
         import torch  # lazy, as above

@@ -57,7 +57,10 @@ class HostMachine:
         return tuple(part.strip() for part in self.fitted_on.split(",") if part.strip())
 
     def event_us(self, event: str, tensors: int = 1) -> float:
-        """Time of one event; of those over lists of tensors, one over so many."""
+        """Host time in us of one event; ``tensors``: length of the list, for events over lists.
+
+        slowdown * (EVENT_US + EVENT_US_PER_TENSOR * tensors); for "launch", ``launch_us``.
+        """
         if event == "launch":
             return self.launch_us
         more_us = EVENT_US_PER_TENSOR.get(event, 0.0) * tensors
@@ -79,10 +82,10 @@ def call_launches(family: str, op: str = "") -> float:
 
 
 def load_host(name_or_path: str = USUAL) -> HostMachine:
-    """A host by its name in microbench/hardware/hosts, or from a YAML file; else the usual host.
+    """Load a host by its name in microbench/hardware/hosts, or from a YAML file.
 
-    The usual host rests on no host that was fitted on a source left out
-    (``microbench.assumptions.leaving_out``).
+    "usual" is the median of the shipped hosts, without those fitted on a published source that an
+    evaluation holds out (``microbench.assumptions.leaving_out``).
     """
     path = Path(name_or_path)
     if name_or_path == USUAL:

@@ -49,11 +49,10 @@ def _best_s(run: Any, repetitions: int) -> float:
 
 
 def measure_cold_share() -> dict[str, float]:
-    """Measure how soon cached data gets cold on this CPU; takes half a second.
+    """Measure how soon data leave this CPU's caches; takes half a second.
 
-    By MiB read and written since a small sum ran, the share of the extra time of a cold sum that
-    the same sum takes when it runs again: 0 as when nothing was touched, 1 as after far more than
-    the last cache holds.
+    Returns (t - t_warm) / (t_cold - t_warm), 0 to 1 and never falling, by MiB of other data that
+    are read and written between two runs of a small add; t is the time of the second run.
     """
     import torch  # lazy, as below
 

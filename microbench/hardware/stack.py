@@ -51,9 +51,9 @@ def software_version(stack: str) -> tuple[int, ...]:
 
 
 def pick_version(stacks: Sequence[str], wanted: str) -> str:
-    """Of releases of one software the newest that is not newer than the wanted one.
+    """Choose among releases of one software the newest that is not newer than ``wanted``.
 
-    The oldest where all are newer, the newest where no version is wanted, '' of none.
+    The oldest if all are newer; the newest if ``wanted`` has no version; '' if there are none.
     """
     version = software_version(wanted)
     older = [s for s in stacks if not version or software_version(s)[: len(version)] <= version]

@@ -75,12 +75,16 @@ def measure_iteration(
     anchor: Callable[[], dict[str, float]] | None = None,
     watch: GpuWatch | None = None,
 ) -> dict[str, Any]:
-    """Measured columns of an iteration: at least ``repetitions`` steps and 0.4 s, 1 s on a GPU.
+    """Measure an iteration and return the measured columns of its row.
 
-    Under a plan every rank calls this; a barrier precedes each step, and times are of the slowest
-    rank. ``anchor`` is timed after each step, for columns with the geometric means of its times.
-    ``watch`` reads the GPU's clocks and power during further, untimed steps.
-    ``<phase>_us`` are medians by phase; on a GPU they are host times.
+    Runs at least ``repetitions`` steps, for at least 0.4 s (1 s on a GPU). With several ranks each
+    of them calls this; a barrier precedes each step, and times are those of the slowest rank.
+
+    - ``<phase>_us``: median by phase; on a GPU this is host time.
+    - ``anchor()`` times fixed reference workloads, by column in us; it is called after each step,
+      and the geometric means become columns.
+    - ``watch`` reads the GPU's clocks and power during further, untimed steps.
+
     A failure on a GPU is returned as status and reason; on a CPU only lack of memory is.
     """
     from microbench.capture.attention import attention_as  # needs torch

@@ -216,7 +216,7 @@ class _Links:
             at += p.numel()
 
     def pass_weights(self, s: int) -> None:
-        """Send a stage's new weights from the last replica to the first."""
+        """Send the updated weights of stage ``s`` to replica 0; the last replica calls this."""
         flat = torch.cat([p.detach().reshape(-1) for p in self.owned[s]])
         self._send("weights", s, flat, (self.rank + 1) % self.n)
 

@@ -62,5 +62,8 @@ def spread(p: Point, factor: float, lean: float, limits: Mapping[str, int]) -> P
 
 
 def resize_along(limits: Mapping[str, int]) -> Callable[[Any, float, float], Any]:
-    """A family's ``resize`` that spreads the factor over these axes, up to their limits."""
+    """Make the ``resize(point, factor, lean)`` of a family: see ``spread``.
+
+    ``limits``: the largest value of each axis that may change, by its name, first axis first.
+    """
     return lambda p, factor, lean: spread(p, factor, lean, limits)

@@ -109,10 +109,10 @@ def _back_to_back(run: Callable[[], object], target_s: float = 0.03) -> Timing:
 
 
 def _between_other_ops(run: Callable[[], object], target_s: float = 0.15) -> Timing:
-    """Time that a call adds to other ops of a few milliseconds; 4 to 8 samples.
+    """Time a call as the time in us that it adds to other ops of a few ms; 4 to 8 samples.
 
-    Right after a barrier, when all ranks and threads are awake, a call takes a third of its time in
-    a step, where ranks arrive at different times and threads sleep.
+    Right after a barrier, when all ranks and threads are awake, a call is three times faster than
+    in a step, where ranks arrive at different times and threads sleep.
     """
     import torch.distributed as dist  # lazy, as above
 

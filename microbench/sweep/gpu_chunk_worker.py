@@ -40,9 +40,11 @@ NOTE_BYTES = 8  # at the head of the file; blank where no point is under way
 
 
 class Pending:
-    """The file of the points of the current chunk, and of groups of points to measure after it.
+    """A file that says which points are under way, so that work goes on after a worker has died.
 
-    The file is written whenever a point is begun: the parent sees from that that its worker lives.
+    It holds the points of the current chunk, the number of the one being measured, and the groups
+    of points to measure after it. It is written at the start of every point, from which the parent
+    sees that the worker lives.
     """
 
     def __init__(self, root: Path, gpu: str, run_id: str = "") -> None:

@@ -62,7 +62,12 @@ def roofline_us(family: Family, p: Any, gpu: Gpu) -> float:
 
 
 def limits_us(family: Family, gpu: Gpu) -> tuple[float, float]:
-    """Rooflines worth timing: from what is no longer small to what slow kernels take 20 ms for."""
+    """Return the smallest and the largest roofline in us that are worth timing.
+
+    Largest: a kernel that achieves ``slow_frac`` of it ends within MAX_TIME_US; unless the family
+    is compute-bound, its bytes fit into MAX_BYTES_FRAC of memory. Smallest: SMALL_US, but not above
+    a tenth of the largest.
+    """
     sweep = family.gpu_sweep
     slow_us = MAX_TIME_US * sweep.slow_frac
     bytes_us = 1e6 * MAX_BYTES_FRAC * gpu.hbm_bytes / gpu.hbm_bytes_per_s

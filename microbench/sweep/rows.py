@@ -23,7 +23,7 @@ class Order(Protocol):
 
     @property
     def gpu(self) -> str:
-        """Name of the device, as its hardware file or the CPU is called."""
+        """Name of the device: that of a GPU's hardware file, or the CPU's name."""
 
     @property
     def threads(self) -> int:

@@ -102,7 +102,7 @@ def _labels(
 
 
 def _with_values(rows: list[Any]) -> Any:
-    """A real tensor of integers, whose values a model may read while it is captured."""
+    """Return a real integer tensor even under FakeTensorMode, for models that read its values."""
     import torch  # lazy, as above
     from torch.utils._python_dispatch import _disable_current_modes
 

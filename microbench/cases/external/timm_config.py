@@ -23,7 +23,10 @@ class Classifier(nn.Module):
         self.model = model
 
     def forward(self, pixels: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        """(batch, channels, height, width) to (batch, classes); the first head of several."""
+        """Map (batch, channels, height, width) to logits (batch, classes).
+
+        Of a model that returns a tuple (several heads), the first output is taken.
+        """
         output = self.model(pixels)
         logits: torch.Tensor = output[0] if isinstance(output, tuple) else output
         return logits

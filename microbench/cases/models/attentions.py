@@ -78,7 +78,7 @@ class MixerLayer(nn.Module):
         self.places, self.channels = network(places, 4 * places), network(width, 4 * width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(batch, places, width) to the same."""
+        """Map (batch, patches, width) to the same shape."""
         x = x + self.places(self.norm1(x).transpose(1, 2)).transpose(1, 2)
         y: torch.Tensor = x + self.channels(self.norm2(x))
         return y

@@ -51,7 +51,11 @@ class Layer(nn.Module):
 
 
 def by_distance(scores: torch.Tensor) -> torch.Tensor:
-    """Shift scores from distances to positions of keys (arXiv:1901.02860, appendix B)."""
+    """Turn scores by relative distance into scores by key: out[i, j] = scores[i, j + seq - 1 - i].
+
+    Input and result: (batch, heads, seq, past + seq). Entries of keys after query i are meaningless
+    and masked by the caller. Source: arXiv:1901.02860, appendix B.
+    """
     batch, heads, seq, places = scores.shape
     padded = torch.cat((scores.new_zeros(batch, heads, seq, 1), scores), dim=3)
     return padded.view(batch, heads, places + 1, seq)[:, :, 1:].reshape(scores.shape)

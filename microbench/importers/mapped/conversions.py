@@ -90,7 +90,7 @@ class Cells:
         self.why = pd.Series("", index=frame.index, dtype=object)
 
     def refuse(self, hit: Any, reason: Any) -> None:
-        """Note a reason, or one for each row, where ``hit`` and no other reason was noted."""
+        """Refuse rows where ``hit``, for one reason or one per row; an earlier reason stays."""
         fresh = np.asarray(hit, dtype=bool) & (self.why == "").to_numpy()
         self.why = self.why.mask(fresh, reason)
 

@@ -122,9 +122,10 @@ def _defaults(rule: Rule) -> dict[str, Any]:
 
 
 def _sizes(cells: Cells, rule: Rule, rows: pd.DataFrame) -> list[str]:
-    """Names of the sizes, which are positive whole numbers; those that may be 0 are checked here.
+    """Return the parameters that must be positive whole numbers, for the caller to check.
 
-    A parameter may be 0 where that is its default, such as padding.
+    The other numbers are checked here, and rows refused: ints whose default is 0, such as padding,
+    must be whole and at least 0; floats must be finite.
     """
     if rule.family == "iteration":
         return [name for name in ITERATION_SIZES if name in rows]

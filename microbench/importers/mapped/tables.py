@@ -70,10 +70,11 @@ def _object(text: Any) -> dict[str, Any]:
 def read_section(
     collector: RowCollector, path: Path, title: str, needed: Sequence[str]
 ) -> pd.DataFrame | None:
-    """One part of a workbook's sheet saved as CSV: from the row that begins with a title on.
+    """Read one titled section of a spreadsheet saved as CSV; None, and counted, if unreadable.
 
-    The header is that row, or the next where only the title stands in it; the part ends where
-    another row's first cell is not empty. Rows without any text are skipped.
+    It begins at the row whose first cell is ``title``: this row is the header, or the next one if
+    it holds nothing else. It ends before the next row with text in its first cell. Empty rows are
+    skipped; ``line`` is added as a column, counted from 1.
     """
     try:
         rows = list(csv.reader(io.StringIO(read_text(path))))

@@ -212,7 +212,7 @@ def moved(p: Any) -> Any:
 
 
 def whole(p: Any) -> Any:
-    """Number of elements of the tensor with the indexed axis."""
+    """Number of elements of the tensor that is indexed: outer * source * inner."""
     return 1.0 * p.outer * p.source * p.inner
 
 

@@ -73,9 +73,10 @@ def _made(call: OpCall, dtype: str, **sizes: int) -> IndexOp | None:
 
 
 def from_index_on_axis(call: OpCall) -> IndexOp | None:
-    """gather(x, dim, index), scatter*(x, dim, index, src), index_select(x, dim, index), index_add.
+    """Describe gather(x, dim, index), scatter*(x, dim, index, src), index_select(x, dim, index)...
 
-    A 1-d index of index_select and its kin picks whole slices; gather's is as large as its result.
+    The index of index_select and index_add is 1-d and picks whole slices; that of gather and
+    scatter has an entry per element.
     """
     x, dim, index = call.args[:3]
     outer, source, inner = _around(x.shape, dim)
@@ -86,7 +87,7 @@ def from_index_on_axis(call: OpCall) -> IndexOp | None:
 
 
 def from_index(call: OpCall) -> IndexOp | None:
-    """index(x, (None, i, j)), index_put(x, (i, j), values, accumulate).
+    """Describe index(x, (None, i, j)) or index_put(x, (i, j), values, accumulate).
 
     None for a boolean index, whose size depends on data.
     """
@@ -118,7 +119,7 @@ def _broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def from_join(call: OpCall) -> IndexOp | None:
-    """cat(tensors, dim=0) and stack(tensors, dim=0); a stack adds an axis."""
+    """Describe cat(tensors, dim=0) or stack(tensors, dim=0), which adds an axis."""
     tensors: tuple[TensorSpec, ...] = tuple(t for t in call.args[0] if t.numel)
     if not tensors:
         return None
@@ -133,7 +134,7 @@ def from_join(call: OpCall) -> IndexOp | None:
 
 
 def from_split(call: OpCall) -> IndexOp | None:
-    """split_with_sizes_copy(x, sizes, dim=0) and its kin: the result counts the pieces."""
+    """Describe split_with_sizes_copy(x, sizes, dim=0) and the like; ``tensors``: its outputs."""
     x = call.args[0]
     at = 1 if call.op.split(".")[1] == "unbind_copy" else 2
     outer, size, inner = _around(x.shape, _argument(call, at, "dim", 0))
@@ -142,7 +143,7 @@ def from_split(call: OpCall) -> IndexOp | None:
 
 
 def from_part_backward(call: OpCall) -> IndexOp | None:
-    """slice_backward(grad, sizes, dim, ...), select_backward(grad, sizes, dim, index)."""
+    """Describe slice_backward(grad, sizes, dim, ...) or select_backward, called likewise."""
     grad, shape, dim = call.args[:3]
     outer, source, inner = _around(tuple(shape), dim)
     if min(outer, inner) < 1:
@@ -152,7 +153,7 @@ def from_part_backward(call: OpCall) -> IndexOp | None:
 
 
 def from_part_scatter(call: OpCall) -> IndexOp | None:
-    """slice_scatter(x, part, dim=0, ...), select_scatter(x, part, dim, index)."""
+    """Describe slice_scatter(x, part, dim=0, ...) or select_scatter(x, part, dim, index)."""
     x, part = call.args[:2]
     outer, source, inner = _around(x.shape, _argument(call, 2, "dim", 0))
     if min(outer, inner) < 1:
@@ -162,7 +163,7 @@ def from_part_scatter(call: OpCall) -> IndexOp | None:
 
 
 def from_narrow(call: OpCall) -> IndexOp | None:
-    """narrow_copy(x, dim, start, length), slice_copy(x, dim=0, ...): a part, copied."""
+    """Describe narrow_copy(x, dim, start, length) or slice_copy(x, dim=0, ...): copy a part."""
     x, out = call.args[0], call.outputs[0]
     outer, source, inner = _around(x.shape, _argument(call, 1, "dim", 0))
     if min(outer, inner) < 1:
@@ -172,7 +173,10 @@ def from_narrow(call: OpCall) -> IndexOp | None:
 
 
 def from_pad(call: OpCall) -> IndexOp | None:
-    """constant_pad_nd(x, (left, right, top, ...), value); of several axes the last one counts."""
+    """Describe constant_pad_nd(x, (left, right, top, ...), value) as padding of one axis.
+
+    Of several padded axes the last one counts.
+    """
     x, pad = call.args[:2]
     axes = [i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]]
     outer, size, inner = _around(x.shape, -1 - (axes[0] if axes else 0))
@@ -183,7 +187,10 @@ def from_pad(call: OpCall) -> IndexOp | None:
 
 
 def from_reorder(call: OpCall) -> IndexOp | None:
-    """flip(x, dims), roll(x, shifts, dims): the last axis named; a roll without dims is flat."""
+    """Describe flip(x, dims) or roll(x, shifts, dims) as a move along the last axis of ``dims``.
+
+    A roll without dims moves along the flattened tensor.
+    """
     x = call.args[0]
     dims = _argument(call, 1, "dims", ()) if _name(call) == "flip" else _argument(call, 2, "", ())
     rank = max(1, len(x.shape))
@@ -195,7 +202,10 @@ def from_reorder(call: OpCall) -> IndexOp | None:
 
 
 def from_repeat(call: OpCall) -> IndexOp | None:
-    """repeat(x, times), expand_copy(x, sizes): runs of ``inner`` elements, each ``size`` times."""
+    """Describe repeat(x, times) or expand_copy(x, sizes) as ``size`` copies of runs of elements.
+
+    A run has ``inner`` elements, x has ``outer`` runs.
+    """
     x, out = call.args[0], call.outputs[0]
     if x.numel == 0 or out.numel == 0:
         return None
@@ -206,14 +216,17 @@ def from_repeat(call: OpCall) -> IndexOp | None:
 
 
 def from_triangle(call: OpCall) -> IndexOp | None:
-    """tril(x, diagonal), triu(x, diagonal): matrices of size x inner; the diagonal is ignored."""
+    """Describe tril(x, diagonal) or triu(x, diagonal) of ``outer`` matrices of size x inner.
+
+    The diagonal's offset is ignored.
+    """
     x = call.args[0]
     outer, size, inner = _around(x.shape, -2)
     return _made(call, x.dtype, outer=outer, size=size, inner=inner, source=size)
 
 
 def from_order(call: OpCall) -> IndexOp | None:
-    """sort(x, dim=-1), sort.stable(x, stable=, dim=), topk(x, k, dim=-1)."""
+    """Describe sort(x, dim=-1), sort.stable(x, stable=, dim=) or topk(x, k, dim=-1)."""
     x = call.args[0]
     top = _name(call) == "topk"
     dim = _argument(call, 2 if top or call.op.endswith("stable") else 1, "dim", -1)
@@ -223,7 +236,10 @@ def from_order(call: OpCall) -> IndexOp | None:
 
 
 def from_unfold(call: OpCall) -> IndexOp | None:
-    """unfold_backward(grad, sizes, dim, window, step): ``size`` windows of ``k`` overlap."""
+    """Describe unfold_backward(grad, sizes, dim, window, step): sums overlapping windows.
+
+    ``size`` windows of ``k`` elements each; ``source``: elements of the axis that they cover.
+    """
     grad, shape, dim, window, step = call.args[:5]
     outer, length, inner = _around(tuple(shape), dim)
     size = (length - window) // step + 1

@@ -78,8 +78,10 @@ class IndexStream:
 
 
 def parse_indices(spec: str) -> Sequence[IndexStream]:
-    """The streams that a text states: ``uniform``, ``zipf:1.05``, or a file; one of all tables, or
-    one per table of the file, in its order.
+    """Parse which rows are looked up: ``uniform``, ``zipf:EXPONENT``, or a file of lookups.
+
+    The first two give one stream, for all tables; a file gives one per table, in its order.
+    ValueError for any other text.
     """
     if spec == "uniform":
         return (IndexStream(),)

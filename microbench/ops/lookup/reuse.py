@@ -54,9 +54,10 @@ def parse_histogram(text: str) -> np.ndarray:
 
 
 def times_by_bin(lookups: Any, unique: Any, shares: Any) -> np.ndarray:
-    """Mean times (n, 17) that a row of each bin is looked up, so that all come to ``lookups``.
+    """Estimate how often a row of each bin is looked up on average, shape (n, 17).
 
-    Within its bin every mean is at the same place between the least and the most times.
+    mean[b] = LEAST[b] + f * (MOST[b] - LEAST[b]), with the one f (0 to 1) for all bins that gives
+    unique * sum(shares * mean) = lookups. ``shares`` (n, 17) is the histogram.
     """
     wanted = np.asarray(lookups, dtype=float) / np.maximum(1.0, np.asarray(unique, dtype=float))
     low, high = (np.asarray(shares) * bound for bound in (LEAST, MOST))

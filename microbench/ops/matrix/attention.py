@@ -166,7 +166,11 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 
 
 def from_call(call: OpCall) -> Attention | None:
-    """itercast.sdpa(q, k, v), itercast.sdpa_backward(grad, q, k, v); None below three axes."""
+    """Describe a call of itercast.sdpa(q, k, v) or itercast.sdpa_backward(grad, q, k, v).
+
+    q, k and v are (batch..., heads, length, head_dim), or (batch, length, head_dim) of one head;
+    None for fewer axes.
+    """
     backward = call.op.endswith("backward")
     q, k = call.args[1:3] if backward else call.args[:2]
     if len(q.shape) < 3:

@@ -127,7 +127,10 @@ def flops(p: Any) -> Any:
 
 
 def bytes_moved(p: Any) -> Any:
-    """Weights of the experts that are used, and tokens in and out, once by product and gradient."""
+    """Lower bound: weights of the experts that are used, and the tokens in and out.
+
+    All of them once, for down_full three times: the product and its two gradients.
+    """
     weights = used(p) * p.hidden * p.inner * _matrices(p)
     out = np.where(np.asarray(is_any(p.op, ("gate_up",))), 2.0 * p.inner, 1.0 * p.hidden)
     into = np.where(np.asarray(is_any(p.op, DOWN)), 1.0 * p.inner, 1.0 * p.hidden)

@@ -170,7 +170,10 @@ def bytes_moved(p: Any) -> Any:
 
 
 def longest_row(p: Any) -> Any:
-    """Expected stored values of the longest row: nnz / sum of r**-skew over ranks r, up to cols."""
+    """Expected number of stored values in the longest row, at most ``cols``.
+
+    Row lengths follow a power law: nnz / sum(r**-skew for r = 1..rows), the sum as an integral.
+    """
     rows, power = np.asarray(p.rows, dtype=float), 1.0 - np.asarray(p.skew, dtype=float)
     flat = np.abs(power) < 1e-6
     power = np.where(flat, 1.0, power)

@@ -117,7 +117,10 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 
 
 def from_call(call: OpCall) -> Fused | None:
-    """itercast.fused(tensors read, ops=, numel=); its outputs are what it writes."""
+    """Describe a call of itercast.fused(*inputs, ops=, numel=); None if it has no elements.
+
+    ``inputs`` are the tensors it reads, its outputs those it writes.
+    """
     outputs = call.outputs or call.args
     if not outputs or not call.kwargs["numel"]:
         return None

@@ -51,11 +51,13 @@ MAX_ELEMENTS = 2**22
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Module:
-    """One pass over rows x cols numbers: ``direction`` is forward, backward or full (both).
+    """One call of a layer (norm, loss, rope, MLP...) on a tensor of rows x cols.
 
-    ``cols`` are classes, or the width that is normalised; of rope all heads of queries and keys.
-    ``inner`` is the other width of linear layers: intermediate of an MLP, vocabulary of a loss;
-    0 where there is none.
+    - ``direction``: forward, backward or full (both).
+    - ``cols``: width that is normalised; classes of a loss; for rope the queries and keys of all
+      heads together.
+    - ``inner``: other width of linear layers: intermediate width of an MLP, vocabulary of
+      linear_cross_entropy; 0 where there is none.
     """
 
     op: str
@@ -163,7 +165,10 @@ def flops(p: Any) -> Any:
 
 
 def bytes_moved(p: Any) -> Any:
-    """PASSES over the tensor, and weights of linear layers: read forward, read and written back."""
+    """Lower bound: PASSES reads or writes of rows x cols numbers, and weights of linear layers.
+
+    Forward reads the weights once; backward reads them and writes their gradients.
+    """
     elements = 1.0 * p.rows * p.cols
     one, two = (
         sum(1.0 * np.asarray(is_any(p.op, (op,))) * n[at] for op, n in PASSES.items())

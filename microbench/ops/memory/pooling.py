@@ -225,7 +225,10 @@ def from_call(call: OpCall) -> Pooling | None:
 
 
 def from_volume(call: OpCall) -> Pooling | None:
-    """A 3-d call read as one on images of depth x h rows, in windows of as many."""
+    """Describe a 3-d pooling call as a 2-d one that has depth * h rows.
+
+    Sizes, windows, strides and paddings change alike: (depth, h, w) becomes (depth * h, w).
+    """
     _, op, overload = call.op.split(".")
     base = op.removesuffix("_backward")
     flat = replace(
@@ -238,7 +241,10 @@ def from_volume(call: OpCall) -> Pooling | None:
 
 
 def _flat(value: Any) -> Any:
-    """The last three of sizes, or of a tensor's axes, as two; one number counts for all three."""
+    """Replace (..., depth, h, w) by (..., depth * h, w), in a tuple or a tensor's shape.
+
+    A tuple of one number stands for three equal ones; anything else stays as it is.
+    """
     if isinstance(value, TensorSpec):
         return replace(value, shape=_flat(value.shape), stride=())
     if not isinstance(value, tuple) or not value:

@@ -55,7 +55,11 @@ def sweep() -> Iterator[Host]:
 
 
 def on_one_gpu(rng: np.random.Generator) -> Iterator[Host]:
-    """Eight rounds of two launches and each event once, then optimizer steps."""
+    """Yields host events to time on one GPU: each of them eight times, in rounds.
+
+    A round has two launches and each event of a step once. Optimizer steps over random numbers of
+    tensors come last.
+    """
     for trial in range(8):
         yield Host(op="launch", trial=2 * trial)
         yield Host(op="launch", trial=2 * trial + 1)
@@ -233,7 +237,7 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 
 
 def gpu_points(rng: np.random.Generator) -> Iterator[Host]:
-    """Launches and events, then optimizer steps; parallel wrappers where several GPUs are."""
+    """Yields ``on_one_gpu``; with several GPUs also the events of parallel wrappers, as of FSDP."""
     import torch  # lazy: sizes are drawn where torch is absent
 
     yield from on_one_gpu(rng)

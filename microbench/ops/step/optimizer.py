@@ -169,9 +169,10 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 
 
 def from_call(call: OpCall) -> OptimizerOp | None:
-    """The first list of tensors sets the size; a second list tells add.List from add.Scalar.
+    """Describe a foreach or fused optimizer call by the tensors of its first list.
 
-    Fused SGD has momenta as its third list; fused Adam the largest squares as its fifth (amsgrad).
+    Overloads and options with a cost of their own are told by further lists: add.List from
+    add.Scalar, momentum by the third list of fused SGD, amsgrad by the fifth of fused Adam.
     """
     lists = [a for a in call.args if isinstance(a, tuple) and a and isinstance(a[0], TensorSpec)]
     if not lists:
