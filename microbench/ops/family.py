@@ -75,7 +75,7 @@ class Measured(Protocol):
         """Whether this very GPU has rows of this op in this dtype."""
 
     def software_shares(self, family: str, op: str, dtype: str) -> Mapping[str, float]:
-        """The software (torch, vllm...) whose rows answer for this op here, and their weights."""
+        """Weight of each software (torch, vllm...) whose rows forecast this op on this GPU."""
 
 
 def _unchanged(p: Any, *_: Any) -> Any:
@@ -188,7 +188,10 @@ class Family:
 
 
 def autograd_call(leaves: int, device: str) -> Callable[[], object]:
-    """A backward without work, whose time is the overhead of ``torch.autograd.grad`` itself."""
+    """Return a backward pass to ``leaves`` leaf tensors that launches no kernel.
+
+    Its time is the overhead of ``torch.autograd.grad`` itself.
+    """
     import torch  # lazy: formulas must import where torch is absent
 
     inputs = [torch.ones(1, device=device, requires_grad=True) for _ in range(leaves)]
