@@ -102,7 +102,8 @@ def code_files(folder: Path) -> list[Path]:
     """The files of ``microbench`` that captures depend on: code and assumed numbers."""
     rooms = [p for room in ("capture", "cases") for p in (folder / room).rglob("*")]
     files = sorted(p for p in rooms if p.suffix in (".py", ".yaml"))
-    return [*files, *(folder / name for name in ("step.py", "opcall.py", "assumptions.py"))]
+    single = ("step.py", "lamb.py", "opcall.py", "assumptions.py")
+    return [*files, *(folder / name for name in single)]
 
 
 def code_digest(folder: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 ALLOWED = {
     "mode": ("train", "infer"),
-    "optimizer": ("adamw", "adamw_fused", "sgd", "none"),
+    "optimizer": ("adamw", "adamw_fused", "sgd", "lamb", "none"),
     "loss": ("default", "none"),
     "dtype": ("fp32", "tf32", "bf16", "fp16"),
     "attn": ("sdpa", "eager"),
@@ -45,7 +45,7 @@ class StepSettings:
 
 
 def make_optimizer(parameters: Any, name: str, capturable: bool = False) -> Any:
-    """A foreach AdamW or SGD, or a fused AdamW, with a small constant rate; None for "none".
+    """A foreach AdamW or SGD, a fused AdamW or LAMB, with a small constant rate; None for "none".
 
     ``capturable``: its step can be captured in a CUDA graph.
     """
@@ -55,6 +55,10 @@ def make_optimizer(parameters: Any, name: str, capturable: bool = False) -> Any:
         return None
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=1e-4, foreach=True)
+    if name == "lamb":
+        from microbench.lamb import Lamb  # lazy, as torch
+
+        return Lamb(parameters, lr=1e-4)
     fused = name == "adamw_fused"
     how: Any = {"capturable": capturable, "fused": fused, "foreach": not fused}
     return torch.optim.AdamW(parameters, lr=1e-4, **how)

@@ -19,6 +19,7 @@ STILL_EAGER = (
     "backward",
     "adamw_step",
     "adamw_fused_step",
+    "lamb_step",
     "sgd_step",
 )
 

@@ -26,6 +26,7 @@ WRAPPERS = (
     "adamw_dtensor_step",
     "sgd_dtensor_step",
     "adamw_fused_dtensor_step",
+    "lamb_dtensor_step",
 )
 # Events that come once, over as many tensors as they are counted: parameters of an optimizer or of
 # a layer, tensors that a checkpoint saves.
@@ -33,9 +34,11 @@ EVENTS_OVER_TENSORS = (
     "adamw_step",
     "sgd_step",
     "adamw_fused_step",
+    "lamb_step",
     "adamw_dtensor_step",
     "sgd_dtensor_step",
     "adamw_fused_dtensor_step",
+    "lamb_dtensor_step",
     "fsdp_layer",
     "fsdp_layer_kept",
     "checkpoint_layer",

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from compose.pricing.price_book import Priceable
-from microbench.ops.step.optimizer import OptimizerOp, as_fused, of_rank
+from microbench.ops.step.optimizer import FUSED, OptimizerOp, as_fused, of_rank
 
 # Tensors like the parameter, in its own dtype, that an optimizer keeps.
-STATE_COPIES = {"adamw": 2, "adamw_fused": 2, "sgd": 0, "none": 0}
+STATE_COPIES = {"adamw": 2, "adamw_fused": 2, "lamb": 2, "sgd": 0, "none": 0}
 
 
 def scaled_update(captured: Sequence[Priceable], numel: int, tensors: int) -> list[Priceable]:
@@ -26,9 +26,12 @@ def scaled_update(captured: Sequence[Priceable], numel: int, tensors: int) -> li
 
 
 def fused_update(calls: Sequence[Priceable]) -> list[Priceable]:
-    """The calls as one fused kernel, which reads parameters, gradients and state once."""
+    """The calls as one fused kernel, which reads parameters, gradients and state once.
+
+    Those of an optimizer that has fused kernels stay as they are.
+    """
     large = [c for c in calls if isinstance(c.params, OptimizerOp)]
-    if not large:
+    if not large or any(c.params.op in FUSED for c in large):
         return list(calls)
     fused = as_fused([c.params for c in large])
     most = max(large, key=lambda c: c.params.numel)

@@ -44,7 +44,7 @@ def plan(
     ] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "bf16",
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw_fused, sgd or none")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw_fused, sgd, lamb or none")] = "adamw",
     amp: Annotated[
         bool, typer.Option("--amp", help="mixed precision: weights in fp32, autocast to dtype")
     ] = False,

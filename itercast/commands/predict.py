@@ -62,7 +62,7 @@ def predict(
     loss: Annotated[str, typer.Option(help="default, or none: backward from output")] = "default",
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "fp32",
     attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa",
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw_fused, sgd or none")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw_fused, sgd, lamb or none")] = "adamw",
     plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2" or "dp=8,amp"')] = "",
     compiled: Compiled = False,
     cuda_graph: CudaGraph = False,

@@ -184,7 +184,7 @@ def optimizer_of(stated: str, usual: str) -> tuple[str, str]:
     if not stated:
         return usual, f"optimizer not stated, {usual} assumed"
     if "Muon" not in stated:
-        for pattern, name in (("adam", "adamw"), ("sgd", "sgd")):
+        for pattern, name in (("adam", "adamw"), ("lamb", "lamb"), ("sgd", "sgd")):
             if pattern in stated.lower():
                 return name, ""
     raise ValueError(f"unknown optimizer: {stated[:40]!r}")

@@ -26,7 +26,7 @@ ABOUT = About(
         "the epoch's time * global batch / images. Input and validation gaps are in it. batch is "
         "samples per replica. Not stated, and assumed: precision, the network between hosts "
         "unless the system is a DGX, fused kernels in a CUDA graph. BERT drops padding: its "
-        "samples are taken at their mean length; LAMB and LARS are taken as AdamW and SGD."
+        "samples are taken at their mean length; LARS is taken as SGD."
     ),
 )
 CELLS = "cells.csv.gz"
@@ -188,4 +188,4 @@ def _bert() -> dict[str, Any]:
         "hidden_act": "gelu",
     }
     text = json.dumps(config, sort_keys=True)
-    return {"hf_config": text, "optimizer": "adamw", "attn": "sdpa", "seq": BERT_LENGTH}
+    return {"hf_config": text, "optimizer": "lamb", "attn": "sdpa", "seq": BERT_LENGTH}

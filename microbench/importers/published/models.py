@@ -41,7 +41,7 @@ BY_TIMM = {"resnext101-32x4d": "resnext101_32x4d", "se-resnext101-32x4d": "seres
 CASES = {"DLRM small": "dlrm-criteo", "SSD": "ssd300"} | assumed(__file__, "transformer_xl_cases")
 OPTIMIZERS = assumed(__file__, "optimizers")
 DOUBTS = {
-    name: "full softmax inferred from these step times, so not blind; LAMB taken as AdamW"
+    name: "full softmax inferred from these step times, so not blind"
     for name in assumed(__file__, "transformer_xl_cases")
 }
 ONE_GPU_ONLY = assumed(__file__, "one_gpu_only")

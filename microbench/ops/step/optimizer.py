@@ -23,6 +23,7 @@ from microbench.ops.family import (
 
 ONE = ("_foreach_mul_", "_foreach_add_", "_foreach_sqrt", "_foreach_div_", "_foreach_neg")
 ROOT = "_foreach_sqrt"
+NORM = "_foreach_norm"
 TWO = ("_foreach_lerp_", "_foreach_addcmul_", "_foreach_addcdiv_", "_foreach_add_list")
 
 FUSED = (
@@ -32,9 +33,11 @@ FUSED = (
     "_fused_sgd_momentum",
     "_fused_adam_amsgrad",
 )
+# LAMB's kernels (microbench.lamb), as those that read and write as many lists of tensors.
+SAME_AS = {"_fused_lamb_update_": "_fused_adamw_", "_fused_lamb_apply_": "_foreach_add_list"}
 # tensor lists read plus lists written; Adam: p g m v read, p m v written (and the largest v)
 OPERANDS = {
-    **{n: 2 for n in ONE},
+    **{NORM: 1, **{n: 2 for n in ONE}},
     **{"_foreach_lerp_": 3, "_foreach_add_list": 3, "_foreach_addcmul_": 4, "_foreach_addcdiv_": 4},
     **{"_fused_adamw_": 7, "_fused_adam_": 7, "_fused_adam_amsgrad": 9},
     **{"_fused_sgd_": 3, "_fused_sgd_momentum": 5},
@@ -72,7 +75,7 @@ def sweep() -> Iterator[OptimizerOp]:
     rng = np.random.default_rng(5)
     while True:
         tensors = log_uniform(rng, 1, 200)
-        op = str(rng.choice((*ONE, *TWO, ROOT, ROOT) if rng.random() < 0.6 else FUSED))
+        op = str(rng.choice((*ONE, *TWO, ROOT, ROOT, NORM) if rng.random() < 0.6 else FUSED))
         limit = 2**22 if op in FUSED else 2**24
         numel = max(tensors, log_uniform(rng, 64, limit))
         zeros = round(rng.random(), 3) if op == ROOT and rng.random() < 2 / 3 else 0.0
@@ -106,6 +109,7 @@ def build(p: OptimizerOp, device: str) -> Workload:
         "_foreach_mul_": lambda: torch._foreach_mul_(xs, 0.9999),
         "_foreach_add_": lambda: torch._foreach_add_(xs, 1e-8),
         "_foreach_sqrt": lambda: torch._foreach_sqrt(xs),
+        NORM: lambda: torch._foreach_norm(xs),
         "_foreach_neg": lambda: torch._foreach_neg(xs),
         "_foreach_div_": lambda: torch._foreach_div_(xs, factors),
         "_foreach_lerp_": lambda: torch._foreach_lerp_(xs, ys, 0.1),
@@ -178,10 +182,11 @@ def from_call(call: OpCall) -> OptimizerOp | None:
     if not lists:
         return None
     _, op, overload = call.op.split(".")
+    op = SAME_AS.get(op, op)
     op = "_foreach_add_list" if op == "_foreach_add_" and overload == "List" else op
     if op == "_fused_sgd_" and call.args[2]:
         op = "_fused_sgd_momentum"
-    if op in ("_fused_adam_", "_fused_adamw_") and call.args[4]:
+    if op in ("_fused_adam_", "_fused_adamw_") and op in call.op and call.args[4]:
         op = "_fused_adam_amsgrad"
     numel = max(1, sum(t.numel for t in lists[0]))
     zeros = sum(t.zero_frac * t.numel for t in lists[0]) / numel
@@ -190,7 +195,7 @@ def from_call(call: OpCall) -> OptimizerOp | None:
     )
 
 
-NAMES = (*ONE, *(n for n in TWO if not n.endswith("list")))
+NAMES = (*ONE, NORM, *(n for n in TWO if not n.endswith("list")))
 OVERLOADS = ("default", "Scalar", "ScalarList", "List", "Tensor")
 
 
@@ -244,6 +249,7 @@ FAMILY = Family(
     features=features,
     answers={
         **{f"aten.{n}.{o}": from_call for n in NAMES for o in OVERLOADS},
+        **{f"itercast.{n}.default": from_call for n in SAME_AS},
         **{f"aten.{n}.{o}": from_call for n in FUSED[:3] for o in ("default", "tensor_lr")},
     },
     weight=1.5,

@@ -262,7 +262,7 @@ def test_transformer_xl_is_a_case_on_one_gpu() -> None:
     row = {"model": "transformerxlbase", "n_gpus": "1"}
     found = model_of(row)
     assert (found.case, found.builder) == ("transformer-xl-base", "case")
-    assert "LAMB taken as AdamW" in found.doubt
+    assert (found.optimizer, "not blind" in found.doubt) == ("lamb", True)
     with pytest.raises(ValueError, match="gradients are not exchanged"):
         model_of(row | {"n_gpus": "8"})
 

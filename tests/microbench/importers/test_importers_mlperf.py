@@ -39,7 +39,7 @@ def test_bert_is_taken_at_its_mean_length(tmp_path: Path) -> None:
     found = imported(tmp_path, CELL, a100)
     row, older = found.rows["iteration"].to_dict("records")
     expected = {"gpu": "h100-sxm-80gb", "batch": 96, "seq": 256, "dtype": "fp8"}
-    expected |= {"plan": "dp=16,node=dgx-h100", "time_us": 103_500.0, "optimizer": "adamw"}
+    expected |= {"plan": "dp=16,node=dgx-h100", "time_us": 103_500.0, "optimizer": "lamb"}
     expected |= {"engine": "compile+graph"}
     assert {name: row[name] for name in expected} == expected
     assert json.loads(row["hf_config"])["num_hidden_layers"] == 24

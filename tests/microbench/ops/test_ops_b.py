@@ -56,7 +56,11 @@ def reachable(name: str) -> set[str]:
         exponents = (None, 1, 2, 2.5)
         found = {elementwise_names.canonical(op, o, e) for op, o in names for e in exponents}
         return found | {elementwise_names.SCALAR_AS.get(op, op) for op in found}
-    same_as = {"index": index_calls.SAME_AS, "random": random.SAME_AS}.get(name, {})
+    same_as = {
+        "index": index_calls.SAME_AS,
+        "random": random.SAME_AS,
+        "optimizer": optimizer.SAME_AS,
+    }.get(name, {})
     found = {same_as.get(op, op) for op, _ in names}
     if name == "pooling":
         end = "_upsample_nearest_exact2d"
