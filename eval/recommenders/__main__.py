@@ -32,6 +32,7 @@ from eval.recommenders.judge import (
     judge_choices,
     judge_iterations,
 )
+from eval.recommenders.plot import save_scatter
 from eval.recommenders.tasks import heavy_task
 from eval.speed import run_or_say
 from learners.bundle import Bundle
@@ -88,7 +89,11 @@ def run(out: Path, budget_s: float, count: int, ranks: int) -> None:
     console.print(errors_line("iterations of all proposed shardings", every))
     console.print(speed_line(bundle))
     (out / "results.json").write_text(json.dumps(plain(iterations, tasks)))
-    console.print(f"{(time.monotonic() - begin) / 60:.1f} minutes; rows in {out}/results.json")
+    groups = [("random configurations", iterations), ("shardings of heavy tasks", every)]
+    save_scatter(out / "scatter.png", groups)
+    console.print(
+        f"{(time.monotonic() - begin) / 60:.1f} minutes; results.json, scatter.png: {out}"
+    )
 
 
 def _with_bar(name: str, work: Callable[[Callable[[int], None]], Found]) -> Found:

@@ -141,9 +141,9 @@ def _forecast_us(costs: Costs, sharding: Sharding) -> float:
 
 
 def error_statistics(judged: Sequence[Judged]) -> dict[str, float]:
-    """Errors of forecasts in %, and ``retest_ape_pct``, the geometric mean between rounds."""
+    """Errors of forecasts in %, and ``retest_ape_pct``: of the last round against the first."""
     forecasts = np.array([j.forecast_us for j in judged])
     measured = np.array([j.measured_us for j in judged])
     first, last = np.array([(j.rounds_us[0], j.rounds_us[-1]) for j in judged]).T
-    retest = float(100 * np.expm1(np.mean(np.abs(np.log(last / first)))))
-    return {**errors(forecasts, measured), "retest_ape_pct": retest}
+    retest_pct = errors(last, first)["geomean_ape_pct"]
+    return {**errors(forecasts, measured), "retest_ape_pct": retest_pct}
