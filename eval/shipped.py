@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -21,18 +22,38 @@ from rich.table import Table
 from eval.speed import run_or_say
 from learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from learners.train import train, widen_unseen_offsets
-from microbench.hardware.spec import Gpu
-from microbench.importers.base import Hints
+from microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from microbench.importers.base import Hints, Imported
 from microbench.importers.sources import read_source
 from microbench.importers.write import write
+from microbench.ops import families
 
 log = logging.getLogger(__name__)
-SOURCES: Mapping[str, str] = {  # by the folder of its clone under PUBLIC
-    "NeuSight": "neusight",
-    "aiconfigurator": "aiconfigurator",
-    "vidur": "vidur",
-    "nccl-tests": "nccl-tests",
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A clone to import, and the families that its rows teach; all where none is named."""
+
+    importer: str
+    families: tuple[str, ...] = ()
+
+
+SOURCES: Mapping[str, Source] = {  # by the folder of its clone under PUBLIC
+    "NeuSight": Source(importer="neusight"),
+    "aiconfigurator": Source(importer="aiconfigurator"),
+    "vidur": Source(importer="vidur"),
+    "nccl-tests": Source(importer="nccl-tests"),
+    "aiconfigurator-more": Source(importer="aiconfigurator-more", families=("attention",)),
+    "cudnn-frontend": Source(importer="cudnn-frontend", families=("attention", "norm")),
+    "kineto-traces": Source(importer="kineto-traces", families=("attention", "norm", "reduction")),
+    "liger-kernel": Source(importer="liger-kernel", families=("norm", "embedding")),
+    "llmcompass": Source(importer="llmcompass", families=("norm", "reduction")),
+    "llmservingsim": Source(importer="llmservingsim", families=("norm", "embedding")),
+    "vidur-h100": Source(importer="vidur", families=("norm",)),
 }
+WIDTH = {"fp16": "16 bit"}  # rows in fp16 and bf16 count as one
+SEVERAL_KERNELS = "mla_"  # stacks whose rows hold kernels around the attention
 MAX_ROWS: Mapping[str, int] = {  # of a family, drawn evenly (learners.train.subsample_evenly)
     "gemm": 400_000,
     "elementwise": 8_000,
@@ -41,6 +62,7 @@ MAX_ROWS: Mapping[str, int] = {  # of a family, drawn evenly (learners.train.sub
     "attention": 400_000,
     "conv": 400_000,
     "reduction": 400_000,
+    "embedding": 8_000,
 }
 CPU_TRIALS = 3  # of Optuna per family
 SHOWN = ("median_ape_pct", "mape_pct", "geomean_ape_pct")
@@ -49,9 +71,19 @@ SHOWN = ("median_ape_pct", "mape_pct", "geomean_ape_pct")
 def import_public(public: Path, out: Path) -> None:
     """Write the rows of all sources under ``public`` to a dataset; ValueError if one is missing."""
     for folder, source in SOURCES.items():
-        imported = read_source(source, public / folder, Hints())
+        imported = taught(read_source(source.importer, public / folder, Hints()), source)
         count = write(imported, out)
         log.info("%s: %d rows", folder, count)
+
+
+def taught(imported: Imported, source: Source) -> Imported:
+    """The rows of the families that a source teaches, without stacks of several kernels."""
+    rows = {
+        name: part[~part["stack"].fillna("").str.startswith(SEVERAL_KERNELS)]
+        for name, part in imported.rows.items()
+        if name in (source.families or MAX_ROWS)
+    }
+    return replace(imported, rows=rows)
 
 
 def train_apart(data: Path, out: Path, names: Sequence[str]) -> Bundle:
@@ -92,6 +124,28 @@ def comparison(old: Bundle, new: Bundle) -> Table:
     return table
 
 
+def measured_table(bundle: Bundle) -> str:
+    """Markdown by op and dtype: GPUs with rows, and the generations on which it is assumed.
+
+    On all other GPUs its model is lent from those with rows (``FamilyModel.covers``).
+    """
+    lines = ["| op | measured on | assumed on |", "| --- | --- | --- |"]
+    gpus = [load_gpu(name) for name in gpu_names() if name != "cpu"]
+    for name, model in sorted(bundle.models.items()):
+        gpus_of: dict[tuple[str, str], list[str]] = {}
+        for gpu, by_dtype in sorted(model.source_gpus.measured.items()):
+            for dtype, op in ((d, op) for d, by_op in by_dtype.items() for op in by_op):
+                gpus_of.setdefault((op, dtype), []).append(gpu)
+        for (op, dtype), on in sorted(gpus_of.items()):
+            assumed = {g.architecture for g in gpus if not model.covers(g, op, dtype)}
+            words = " ".join(dict.fromkeys([name, op, WIDTH.get(dtype, dtype)]))
+            lines.append(f"| {words} | {', '.join(on)} | {', '.join(sorted(assumed))} |")
+    called = {name for name, family in families().items() if family.answers and not family.on_host}
+    unknown = sorted(called - {"fused"} - set(bundle.models))
+    lines.append(f"| {', '.join(unknown)} | none | all |")
+    return "\n".join(lines)
+
+
 def replace_bundle(new: Path, shipped: Path) -> None:
     """Put a whole bundle in the place of the shipped one, whose CARD.md is kept."""
     fresh = shipped.with_name(f".{shipped.name}.new")
@@ -110,7 +164,10 @@ def rebuild(public: Path | None, out: Path, names: Sequence[str], replace: bool)
     else:
         import_public(public, out / "imported")
         train_apart(out / "imported", out / "families", names).save(out / "bundle")
-    Console(width=140).print(comparison(Bundle.load(shipped), Bundle.load(out / "bundle")))
+    rebuilt = Bundle.load(out / "bundle")
+    Console(width=140).print(comparison(Bundle.load(shipped), rebuilt))
+    if public is not None:
+        print(measured_table(rebuilt))  # for CARD.md
     if replace:
         if public is not None and set(names) != set(MAX_ROWS):
             raise ValueError(f"not replaced: only {', '.join(names)} of {', '.join(MAX_ROWS)}")

@@ -6,11 +6,22 @@ import io
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from rich.console import Console
 
-from eval.shipped import MAX_ROWS, comparison, joined, rebuild, replace_bundle
+from eval.shipped import (
+    MAX_ROWS,
+    Source,
+    comparison,
+    joined,
+    measured_table,
+    rebuild,
+    replace_bundle,
+    taught,
+)
 from learners.bundle import SHIPPED, Bundle
+from microbench.importers.base import About, Imported
 
 WHOLE = Bundle.load(SHIPPED)
 
@@ -58,3 +69,23 @@ def test_a_replaced_bundle_keeps_its_card(tmp_path: Path) -> None:
 def test_a_missing_source_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"NeuSight': no such file or folder"):
         rebuild(tmp_path, tmp_path / "out", list(MAX_ROWS), replace=False)
+
+
+def test_a_source_teaches_its_families_by_rows_of_single_kernels() -> None:
+    """Of two attention rows that with kernels around it goes, and all of a family not named."""
+    rows = pd.DataFrame({"stack": ["mla_vllm-0.14.0", "vllm-0.14.0"], "time_us": [9.0, 4.0]})
+    about = About(source="x", where="", licence="", conventions="")
+    imported = Imported(about=about, rows={"attention": rows, "gemm": rows}, dropped={}, commit="")
+    found = taught(imported, Source(importer="x", families=("attention",))).rows
+    assert list(found) == ["attention"] and list(found["attention"]["time_us"]) == [4.0]
+    assert len(taught(imported, Source(importer="x")).rows["gemm"]) == 1
+
+
+def test_the_card_says_what_is_measured_and_what_is_assumed() -> None:
+    """A backward of GB200 alone is lent to Hopper, the generation before, and to no Ampere."""
+    table = measured_table(WHOLE)
+    assert table in (SHIPPED / "CARD.md").read_text()
+    (line,) = (x for x in table.splitlines() if x.startswith("| attention backward 16 bit"))
+    _, _, measured, assumed, _ = (x.strip() for x in line.split("|"))
+    assert measured == "gb200" and "ampere" in assumed and "hopper" not in assumed
+    assert table.splitlines()[-1].startswith("| embedding_bag, index, optimizer")

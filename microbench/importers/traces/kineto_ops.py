@@ -38,7 +38,12 @@ OVERLOADS: tuple[str, ...] = (
     "start_step",
     "ScalarSelf",
 )
-RENAMED = {"cudnn_batch_norm": "native_batch_norm", "miopen_batch_norm": "native_batch_norm"}
+RENAMED = {
+    "cudnn_batch_norm": "native_batch_norm",
+    "miopen_batch_norm": "native_batch_norm",
+    "cudnn_batch_norm_backward": "native_batch_norm_backward",
+}
+TRAINING = 5  # position of batch norm's training flag
 # Positions of query, bias, dropout and causal flag among the arguments (-1: not an argument).
 # Source: aten/src/ATen/native/native_functions.yaml of PyTorch.
 ATTENTION = {
@@ -71,6 +76,8 @@ def describe(name: str, args: Mapping[str, Any]) -> tuple[str, Any] | None:
         return None
     try:
         values = _arguments(args)
+        if "cudnn_batch_norm" in name:
+            values = _with_training(name, values)
         if name.removeprefix("aten::") in ATTENTION:
             return _attention(name.removeprefix("aten::"), values)
         for family, op in _answers(name):
@@ -120,6 +127,19 @@ def _output(values: tuple[Any, ...]) -> tuple[TensorSpec, ...]:
     if values and isinstance(values[0], tuple) and all(isinstance(n, int) for n in values[0]):
         return (TensorSpec(shape=values[0], dtype="fp32"),)
     return ()
+
+
+def _with_training(name: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments of cuDNN's batch norm as native_batch_norm(_backward) takes them.
+
+    Its backward is that of training alone. ValueError where a forward's flag is not logged: the
+    two modes are different ops.
+    """
+    if name.endswith("backward"):
+        return (*values[:3], None, None, None, None, True)
+    if not isinstance(values[TRAINING], bool):
+        raise ValueError("whether it trains is not logged")
+    return values
 
 
 def _attention(name: str, values: tuple[Any, ...]) -> tuple[str, Any] | None:

@@ -13,11 +13,14 @@ from microbench.opcall import OpCall
 from microbench.ops.family import (
     Family,
     GpuSweep,
+    Measured,
+    Part,
     Workload,
     itemsize_bytes,
     log_uniform,
     torch_dtype,
 )
+from microbench.ops.memory.elementwise import memory_copy
 from microbench.ops.sizes import resize_along
 
 
@@ -101,6 +104,13 @@ def allocated_bytes(p: Embedding) -> float:
     return 1.0 * p.rows * p.dim * float(itemsize_bytes(p.dtype))
 
 
+def fallback(p: Embedding, measured: Measured) -> list[Part]:
+    """A copy of the bytes that it moves, where no rows show this direction in its dtype."""
+    if measured.gpu.kind == "cpu" or measured.seen("embedding", p.op, p.dtype):
+        return []
+    return [memory_copy(float(bytes_moved(p)))]
+
+
 FAMILY = Family(
     name="embedding",
     params=Embedding,
@@ -113,6 +123,7 @@ FAMILY = Family(
         "aten.embedding.default": from_forward,
         "aten.embedding_dense_backward.default": from_backward,
     },
+    fallback=fallback,
     gpu_sweep=GpuSweep(
         resize=resize_along({"lookups": 2**20, "dim": 8192, "rows": 2**18}),
         allocated_bytes=allocated_bytes,

@@ -9,6 +9,7 @@ from unseen_ops import GPU, MODELS, learned
 
 from compose.pricing.fallbacks import fallback_parts
 from microbench.hardware.spec import Gpu
+from microbench.ops.lookup.embedding import Embedding
 from microbench.ops.matrix.conv import Conv
 from microbench.ops.matrix.gemm import Gemm
 from microbench.ops.matrix.recurrent import Recurrent
@@ -113,7 +114,17 @@ def test_a_batch_norm_passes_three_times_and_a_layer_norm_is_known() -> None:
     assert fallback_parts(norm, MODELS, True, GPU) == fallback_parts(norm, MODELS, False, GPU)
     assert fallback_parts(Norm(op="layer", rows=2, cols=64), MODELS, False, GPU) == []
     back = Norm(op="layer_backward", rows=2, cols=64)
-    assert fallback_parts(back, MODELS, False, GPU) == [memory_copy(5 * 2 * 64 * 4)]
+    assert fallback_parts(back, MODELS, False, GPU) == [memory_copy(8 * 2 * 64 * 4)]
+
+
+def test_an_embedding_s_gradient_never_seen_is_a_copy_of_its_bytes() -> None:
+    """3 look-ups read and written, 5 rows zeroed, of 4 numbers of 4 bytes; indices of 8 bytes."""
+    back = Embedding(op="backward", rows=5, dim=4, lookups=3)
+    assert fallback_parts(back, MODELS, False, GPU) == [memory_copy((2 * 3 + 5) * 4 * 4 + 8 * 3)]
+    seen = {**MODELS, "embedding": learned("forward")}
+    forward = Embedding(op="forward", rows=5, dim=4, lookups=3)
+    assert fallback_parts(forward, seen, False, GPU) == []
+    assert fallback_parts(back, seen, False, GPU) == fallback_parts(back, MODELS, False, GPU)
 
 
 def fp8(stack: str, gpu: Gpu = GPU) -> dict[str, Any]:

@@ -182,3 +182,21 @@ def test_tables_of_ops_are_described_by_shapes(tmp_path: Path) -> None:
         "op whose shapes or scalars are missing: aten::mm": 1,
         "unknown gpu: 'Tesla Z9'": 1,
     }
+
+
+def test_kernels_say_whether_a_batch_norm_of_cudnn_trains(tmp_path: Path) -> None:
+    """The flag is no tensor: without it a forward's kernel decides; a backward always trains."""
+    head = "device,op,input_dims,input_types,calls,kernel_us_median,kernel_names,concrete\n"
+    x, c, number = "[2, 4, 3, 3]", "[4]", '""float""'
+    forward = f'"[{x}, {c}, {c}, {c}, {c}, []]","[{", ".join([number] * 5)}, ""Bool""]"'
+    shapes = f"[{x}, {x}, {c}, {c}, {c}, {c}, {c}, [], [0]]"
+    types = ", ".join([*[number] * 7, '""Double""', '""unsigned char""'])
+    lines = [
+        f"Tesla V100-SXM2-32GB,aten::cudnn_batch_norm,{forward},6,9.5,cudnn::bn_fw_tr_1C11,",
+        f"Tesla V100-SXM2-32GB,aten::cudnn_batch_norm,{forward},6,4.5,cudnn::bn_fw_inf_1C11,",
+        f'Tesla V100-SXM2-32GB,aten::cudnn_batch_norm_backward,"{shapes}","[{types}]",6,19,bn_bw,',
+    ]
+    (tmp_path / "ops_x.csv").write_text(head + "\n".join(lines) + "\n")
+    rows = read_source("kineto-traces", tmp_path, Hints()).rows["norm"]
+    assert list(rows["op"]) == ["batch", "batch_eval", "batch_backward"]
+    assert (rows[["rows", "channels", "cols"]] == [2, 4, 9]).all(axis=None)
