@@ -132,6 +132,7 @@ def capture(
     dtype: str | None = None,
     attn: str = "sdpa",
     amp: bool = False,
+    lora: int = 0,
     whole: bool = False,
 ) -> StepCapture:
     """Capture one step of a model as op calls; nothing is run and no tensor is allocated.
@@ -145,15 +146,17 @@ def capture(
     other models. fp8 applies to the linear layers of blocks, the rest is in bf16
     (``compose.parallel.fp8``). ``amp``: weights stay in fp32, the forward pass runs under CUDA's
     autocast to ``dtype``. Two of many equal layers of published cases and configurations are
-    captured, unless ``whole``.
+    captured, unless ``whole``. ``lora``: rank of adapters on a frozen configuration's model.
     """
     options: dict[str, Any] = {"mode": mode, "optimizer": optimizer, "attn": attn, "amp": amp}
     options["loss"] = start = loss if isinstance(loss, str) else "default"
+    if lora and not isinstance(model, Path):
+        raise ValueError("lora adapts the model of a Hugging Face configuration only")
     if isinstance(model, str | Path):
         if inputs is not None or not isinstance(loss, str):
             raise ValueError(f"{str(model)!r} brings its own inputs and loss")
         hf = {"mode": mode, "loss": start, "attn": attn}
-        chosen = case(model) if isinstance(model, str) else hf_case(model, **hf)
+        chosen = case(model) if isinstance(model, str) else hf_case(model, lora=lora, **hf)
         options |= {"dtype": dtype or "fp32", "shallow": not (whole or chosen.measured)}
         return capture_case(chosen, batch=batch, seq=seq, **options)
     keep_dtype = dtype is None and hasattr(model, "parameters")

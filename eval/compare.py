@@ -50,9 +50,10 @@ OPTIONAL |= {
     "attention_kernel": "",
     "amp": False,
     "stack": "",
+    "lora": 0,
 }
 ASKED = ["gpu", "case", "batch", "seq", "plan", "mode", "loss", "optimizer", "dtype", "attn"]
-ASKED += ["amp", "engine", "memory_format", "attention_kernel", "stack"]
+ASKED += ["amp", "engine", "memory_format", "attention_kernel", "stack", "lora"]
 SETTINGS = ("mode", "optimizer", "loss", "dtype", "attn", "amp")
 console = Console()
 
@@ -176,7 +177,7 @@ def step_of(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
     """
     model = model_of(asked)
     size = micro_size(model, plan, int(asked["batch"]), int(asked["seq"]))
-    options = {n: asked[n] for n in SETTINGS if n in asked}
+    options = {n: asked[n] for n in SETTINGS if n in asked} | {"lora": int(asked.get("lora", 0))}
     step = with_engine(capture(model, **size, **options), str(asked.get("engine", "eager")))
     step = with_memory_format(step, str(asked.get("memory_format", "")))
     return with_attention_kernel(step, str(asked.get("attention_kernel", "")))

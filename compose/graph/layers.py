@@ -256,14 +256,16 @@ def _signature(layer: Layer, calls: Sequence[OpCall]) -> tuple[object, ...]:
 
 
 def _folded(layers: Sequence[Layer], capture: StepCapture) -> list[Layer]:
-    """Folds equal neighbours, counts layers that the capture left out, drops empty ones."""
+    """Folds equal neighbours, counts layers that the capture left out, drops empty ones.
+
+    Left-out layers are as the first captured one of two in their list, the middle one of three.
+    """
     folded: list[Layer] = []
     before: tuple[object, ...] = ()
-    counted: set[str] = set()  # prefixes whose left-out layers are counted
-    for layer in layers:
-        prefix = layer.name.rpartition(".")[0]
-        more = 0 if prefix in counted else capture.repeats.get(prefix, 0)
-        counted.add(prefix)
+    prefixes = [layer.name.rpartition(".")[0] for layer in layers]
+    for i, (layer, prefix) in enumerate(zip(layers, prefixes, strict=True)):
+        middle = prefixes[:i].count(prefix) == (prefixes.count(prefix) - 1) // 2
+        more = capture.repeats.get(prefix, 0) if middle else 0
         signature = _signature(layer, capture.calls)
         if folded and signature == before:
             folded[-1] = replace(folded[-1], count=folded[-1].count + 1 + more)

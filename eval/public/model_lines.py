@@ -97,6 +97,7 @@ def model_lines() -> list[ModelLine]:
         *golden_lines(),
         *mlperf_lines(),
         *kernelbench_lines(),
+        lora_line(),
     ]
 
 
@@ -254,6 +255,17 @@ def mlperf_lines() -> list[ModelLine]:
         )
         for which, choose in choices.items()
     ]
+
+
+def lora_line() -> ModelLine:
+    """The line about LoRA on Llama-3.2-3B on an L40S, at the mean length of its samples."""
+    return ModelLine(
+        name="LoRA on Llama-3.2-3B, L40S",
+        known_best="none published",
+        choose=of("peft"),
+        folder="peft",
+        targets={"mape_pct": None, "bias_pct": None},
+    )
 
 
 def kernelbench_lines() -> list[ModelLine]:

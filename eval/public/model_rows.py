@@ -9,12 +9,13 @@ from eval.compare import console, stated_rows
 from eval.public.benchmark import Rows
 from microbench.importers import neusight
 from microbench.importers.base import Imported
-from microbench.importers.published import iterations, kernelbench, megatron, mlperf, vtrain
+from microbench.importers.published import iterations, kernelbench, megatron, mlperf, peft, vtrain
 
 READERS: Mapping[str, Callable[[Path], Imported]] = {
     "NeuSight": neusight.read,
     "iterations": iterations.read,
     "iterations-h100": iterations.read,
+    "peft": peft.read,
     "vtrain": vtrain.read,
     "kernelbench": kernelbench.read,
     "megatron-lm": megatron.read,

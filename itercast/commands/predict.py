@@ -36,6 +36,10 @@ Indices = Annotated[
     str,
     typer.Option(help="rows that embedding bags look up: uniform, zipf:1.05, or a file of lookups"),
 ]
+Lora = Annotated[
+    int,
+    typer.Option(min=0, help="rank of LoRA adapters on --hf-config, whose own weights are frozen"),
+]
 Compiled = Annotated[bool, typer.Option("--compile", help="as torch.compile fuses and launches it")]
 CudaGraph = Annotated[
     bool, typer.Option("--cuda-graph", help="the whole step launched as one CUDA graph")
@@ -63,6 +67,7 @@ def predict(
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "fp32",
     attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa",
     optimizer: Annotated[str, typer.Option(help="adamw, adamw_fused, sgd, lamb or none")] = "adamw",
+    lora: Lora = 0,
     plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2" or "dp=8,amp"')] = "",
     compiled: Compiled = False,
     cuda_graph: CudaGraph = False,
@@ -90,6 +95,7 @@ def predict(
         optimizer=optimizer,
         dtype=dtype,
         attn=attn,
+        lora=lora,
         whole=trace is not None,  # a timeline shows every op
     )
     from compose.graph.index_streams import with_indices
@@ -124,6 +130,8 @@ def _step_and_target(
     from compose.target import find_target
 
     plan = ParallelPlan.parse(place[1])
+    if options["lora"] and plan.tp > 1:
+        raise ValueError("--lora: how tp cuts adapters is not known")
     size = micro_size(asked, plan, batch, seq)
     target = find_target(*place)
     return with_engine(capture(asked, amp=plan.amp, **size, **options), engine), target

@@ -11,7 +11,7 @@ from microbench.importers import aiconfigurator, nccl_tests, neusight, vidur
 from microbench.importers.base import Hints, Imported, Unreadable, read_text
 from microbench.importers.mapped import reader
 from microbench.importers.mapped.source import load, mapped_sources
-from microbench.importers.published import iterations, kernelbench, megatron, mlperf, vtrain
+from microbench.importers.published import iterations, kernelbench, megatron, mlperf, peft, vtrain
 from microbench.importers.traces import kineto, op_tables
 
 PLAIN: Mapping[str, Callable[[Path], Imported]] = {
@@ -23,6 +23,7 @@ PLAIN: Mapping[str, Callable[[Path], Imported]] = {
     "kineto-traces": op_tables.read,
     "megatron-lm": megatron.read,
     "mlperf-training": mlperf.read,
+    "peft": peft.read,
     "vtrain": vtrain.read,
 }
 HINTED: Mapping[str, Callable[[Path, Hints], Imported]] = {

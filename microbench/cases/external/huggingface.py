@@ -69,27 +69,38 @@ def _kept(values: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in values.items() if k not in DROPPED}
 
 
-def hf_case(path: Path, *, mode: str, loss: str, attn: str) -> EvalCase:
+def hf_case(path: Path, *, mode: str, loss: str, attn: str, lora: int = 0) -> EvalCase:
     """The case of the class ``architectures[0]``; the caller chooses batch and seq.
 
     Batches are full (``hf_inputs``): no padding, attention mask or key-value cache. The loss is the
-    one that the model returns.
+    one that the model returns. ``lora``: rank of adapters that alone are trained; 0: none.
     """
     read = read_config(path)
+    if lora and (read.of_timm or lora < 0):
+        raise ValueError(f"lora: a rank above 0 of a transformers model, got {lora} of {read.name}")
     if read.of_timm:
         return _timm_case(read)
     labels = mode == "train" and loss == "default"
     return EvalCase(
         name=read.name,
-        build=lambda: build(read, attn),
+        build=lambda: _adapted(build(read, attn), lora),
         inputs=lambda batch, seq: make_inputs(
             _model_class(read), _config(read), batch, seq, labels
         ),
         loss=own_loss,
         batch=0,
         measured=False,
-        digest=read.digest,
+        digest=f"{read.digest} lora {lora}" if lora else read.digest,
     )
+
+
+def _adapted(model: Any, rank: int) -> Any:
+    """The model, with adapters if they have a rank."""
+    if not rank:
+        return model
+    from microbench.cases.external.lora import adapt  # lazy: names need no torch
+
+    return adapt(model, rank)
 
 
 def _timm_case(read: HfConfig) -> EvalCase:
