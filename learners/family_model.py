@@ -30,7 +30,7 @@ from learners.models import residuals
 from learners.models.ensemble import CrossFit, Ensemble, cross_fit, fit_quick, refit
 from learners.models.kernels import stated_kernel
 from learners.models.training_table import Table
-from learners.transfer import achieved_rate
+from learners.transfer import achieved_rate, bytes_in_flight
 from learners.transfer.calibration import Calibration, points
 from learners.transfer.source_gpus import (
     EQUAL_SPEED_DTYPE,
@@ -96,6 +96,7 @@ class FamilyModel:
             self.source_gpus,
             lambda large: self._ensemble_us(*self._query(large, family, gpus)),
         )
+        guess = guess * bytes_in_flight.correction(query, self.source_gpus)
         unseen = self.source_gpus.unseen(query)
         low, high = (
             np.where(unseen, self.unseen_offsets[i], self.offsets[i]).astype(float)
