@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,25 +38,42 @@ Answer = Mapping[str, float] | str  # forecasts by part, or the error message
 MEASURED = {"step": "time_us", "backward": "backward_us", "memory": "memory_bytes"}
 
 
-def run_models(public: Path, only: str, bundle: Path) -> list[LineResult]:
-    """Results of the lines whose name contains ``only``; each configuration is forecast once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForecastLine:
+    """A line, its published rows with their forecasts (``add_forecasts``), and seconds taken."""
+
+    line: ModelLine
+    rows: Rows
+    seconds: float
+
+
+def read_lines(public: Path, only: str) -> list[tuple[ModelLine, Rows]]:
+    """The lines whose name contains ``only``, and the published rows of each.
+
+    Lines whose folder is missing are left out, and it is printed.
+    """
     lines = [line for line in model_lines() if only in line.name]
-    if not lines:
-        return []
     tables = {name: read_iterations(public, name) for name in {x.folder: None for x in lines}}
-    nodes = node_sums_us(public / "NeuSight") if tables.get("NeuSight") is not None else {}
-    results: list[LineResult] = []
+    return [
+        (line, table[line.choose(table)].reset_index(drop=True))
+        for line in lines
+        if (table := tables[line.folder]) is not None
+    ]
+
+
+def forecast_lines(
+    public: Path, lines: Sequence[tuple[ModelLine, Rows]], bundle: Path
+) -> Iterator[ForecastLine]:
+    """Forecast the rows of lines, each configuration once."""
+    neusight = any(line.folder == "NeuSight" for line, _ in lines)
+    nodes = node_sums_us(public / "NeuSight") if neusight else {}
     known: dict[Any, Answer] = {}
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
-        for line in lines:
-            start, rows = time.monotonic(), tables[line.folder]
-            if rows is None:
-                continue
-            mine = rows[line.choose(rows)].reset_index(drop=True)
-            found = add_forecasts(mine, bundle, known, pool)
+        for line, rows in lines:
+            start = time.monotonic()
+            found = add_forecasts(rows, bundle, known, pool)
             found["nodes"] = [nodes.get(str(o), {}).get(line.part, np.nan) for o in found["origin"]]
-            results += judge(line, found, time.monotonic() - start)
-    return results
+            yield ForecastLine(line=line, rows=found, seconds=time.monotonic() - start)
 
 
 def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, Answer], pool: Executor) -> Rows:
@@ -120,12 +137,11 @@ def judge(line: ModelLine, rows: Rows, seconds: float) -> Iterator[LineResult]:
     rows = rows[positive(rows[MEASURED[line.part]]) > 0]
     if not len(rows):
         return
+    rows = judged(line, rows)
+    if line.calibrated:
+        line = replace(line, name=f"{line.name} models")
     measured = rows[MEASURED[line.part]].to_numpy(dtype=float)
     guess = rows[line.part].to_numpy(dtype=float)
-    if line.calibrated:
-        chosen, line = _sample(rows["case"]), replace(line, name=f"{line.name} models")
-        guess = guess * np.exp(np.median(np.log(measured[chosen] / guess[chosen])))
-        guess, measured, rows = guess[~chosen], measured[~chosen], rows[~chosen]
     nodes = rows["nodes"].to_numpy(dtype=float)
     summed = np.isfinite(nodes)
     scores = {"itercast": errors(guess, measured)}
@@ -144,6 +160,16 @@ def judge(line: ModelLine, rows: Rows, seconds: float) -> Iterator[LineResult]:
             seconds=seconds,
             scores=scores,
         )
+
+
+def judged(line: ModelLine, rows: Rows) -> Rows:
+    """The rows that a line is judged on; of calibrated lines without those that calibrate it."""
+    if not line.calibrated:
+        return rows
+    chosen = _sample(rows["case"])
+    known = rows[chosen]
+    ratio = np.exp(np.median(np.log(known[MEASURED[line.part]] / known[line.part])))
+    return rows[~chosen].assign(**{line.part: rows.loc[~chosen, line.part] * ratio})
 
 
 def _sample(cases: pd.Series) -> np.ndarray:

@@ -20,24 +20,30 @@ def bench_public(
     ],
     out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/bench-public"),
     line: Annotated[str, typer.Option(help="only lines whose name contains this text")] = "",
+    leave_out: Annotated[
+        str,
+        typer.Option(
+            metavar="SOURCE", help="only errors on this source's rows, with it left out and with it"
+        ),
+    ] = "",
     bundle: Annotated[
         Path | None,
         typer.Option(help="bundle that forecasts whole models; default: the one that ships"),
     ] = None,
 ) -> None:
-    """Score forecasts on published measurements beside baselines; logs to MLflow."""
-    from eval.public.models import model_lines, run_models
-    from eval.public.op_lines import lines
-    from eval.public.table import markdown, run
+    """Score forecasts on published measurements beside baselines; logs to MLflow.
+
+    A second table has the errors on each source's rows with that source, and every assumption
+    fitted on it, left out.
+    """
+    from eval.public.report import line_names, report
     from eval.tracking import log_bench
     from learners.bundle import SHIPPED
 
-    names = sorted({x.name for x in lines()} | {x.name for x in model_lines()})
-    if not any(line in name for name in names):
-        raise ValueError(f"line {line!r}: no line's name contains it; lines: {names}")
-    results = [*run(public, line), *run_models(public, line, bundle or SHIPPED)]
+    if not any(line in name for name in line_names()):
+        raise ValueError(f"line {line!r}: no line's name contains it; lines: {line_names()}")
+    results, text = report(public, line, leave_out, bundle or SHIPPED)
     out.mkdir(parents=True, exist_ok=True)
-    text = markdown(results)
     (out / "bench-public.md").write_text(text)
     log_bench(results, out)
     typer.echo(text)

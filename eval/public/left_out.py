@@ -1,0 +1,93 @@
+"""Leave one source out: what forecasts still rest on, and errors without it beside those with it.
+
+A source is whoever published measurements. Its rows are left out of training, and every assumption
+fitted on it takes the value that it would have without (``microbench.assumptions.leaving_out``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from eval.results import LineResult
+from learners.train import errors
+from microbench.assumptions import Assumption, all_assumptions
+from microbench.hardware.host import shipped_hosts
+
+PACKAGES = ("microbench", "learners", "compose", "eval", "itercast")
+LEFT_OUT, WITH_IT = "left out", "itercast"  # learners of a result
+STATISTICS = ("median_ape_pct", "mape_pct", "bias_pct", "p90_ape_pct", "worst_ape_pct")
+NAMES = ("median", "mean", "bias", "p90", "worst")
+
+
+def assumptions(root: Path = Path(__file__).parents[2]) -> list[Assumption]:
+    """Every assumption of the packages under ``root``."""
+    return [one for package in PACKAGES for one in all_assumptions(root / package)]
+
+
+def fitted_sources(entries: Sequence[Assumption]) -> set[str]:
+    """Sources, in lower case, on which an assumption or a shipped host was fitted."""
+    named = [source for one in entries for source in one.fitted_on]
+    named += [source for host in shipped_hosts() for source in host.sources]
+    return {source.casefold() for source in named}
+
+
+def still_fitted(source: str, entries: Sequence[Assumption]) -> list[str]:
+    """Assumptions that keep a value fitted on a source although it is left out."""
+    return sorted(
+        f"{one.module}.{one.name}"
+        for one in entries
+        if one.is_fitted_on(source) and one.without is None
+    )
+
+
+def check_source(source: str, known: Iterable[str]) -> None:
+    """ValueError for a source that is not known, in any case of letters; '' is all of them."""
+    names = sorted({name.casefold() for name in known})
+    if source and source.casefold() not in names:
+        raise ValueError(f"unknown source {source!r}; with measurements to judge: {names}")
+
+
+def compared(
+    what: str,
+    source: str,
+    measured: np.ndarray,
+    without: np.ndarray,
+    with_it: np.ndarray,
+    seconds: float,
+) -> LineResult:
+    """Errors on a source's rows, by forecasts without the source and with it, in one unit."""
+    scores = {LEFT_OUT: errors(without, measured), WITH_IT: errors(with_it, measured)}
+    return LineResult(
+        line=what,
+        part=source,
+        metric=STATISTICS[0],
+        target=None,
+        known_best="",
+        rows=len(measured),
+        seconds=seconds,
+        scores=scores,
+    )
+
+
+def left_out_markdown(results: Sequence[LineResult], entries: Sequence[Assumption]) -> str:
+    """A Markdown table of errors in % with a source left out and with it; biases are signed.
+
+    Then what is still fitted on these sources.
+    """
+    if not results:
+        return ""
+    columns = ["what", "source left out", "rows", *NAMES, *(f"{n} with it" for n in NAMES)]
+    text = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    for r in results:
+        cells = [r.line, r.part, str(r.rows)]
+        for learner in (LEFT_OUT, WITH_IT):
+            scores = r.scores[learner]
+            cells += [f"{scores[s]:{'+' if s == 'bias_pct' else ''}.1f}" for s in STATISTICS]
+        text.append("| " + " | ".join(cells) + " |")
+    for source in sorted({r.part for r in results}, key=str.casefold):
+        names = still_fitted(source, entries)
+        text += ["", f"Still fitted on {source}: {', '.join(names)}"] if names else []
+    return "\n".join(text) + "\n"

@@ -1,0 +1,111 @@
+"""Errors on each source's published iterations, by forecasts that rest on nothing of it."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from eval.public.benchmark import Rows
+from eval.public.left_out import assumptions, compared, fitted_sources
+from eval.public.left_out_ops import KNOWN_ROWS, quick_model, read_ops, source_in
+from eval.public.model_lines import ModelLine
+from eval.public.models import MEASURED, Answer, ForecastLine, add_forecasts, judged
+from eval.public.table import WORKERS
+from eval.results import LineResult
+from eval.shipped import MAX_ROWS, SOURCES
+from learners.bundle import Bundle
+from learners.family_model import FamilyModel
+from learners.train import subsample_evenly
+from microbench.assumptions import leaving_out
+from microbench.hardware.spec import Gpu, load_gpu
+from microbench.importers.base import positive
+
+TRAINED_ON = {source_in(folder) for folder in SOURCES}  # sources of the bundle that ships
+ROWS = 96  # of a line and source that are forecast anew, at most
+ROW = "row"  # number of a row among those of its line and source
+
+
+def run_models_left_out(
+    public: Path, lines: Sequence[ForecastLine], bundle: Path
+) -> Iterator[LineResult]:
+    """Errors of each line on each of its sources' rows, without the source and with it.
+
+    Of a line and source at most ROWS rows are judged, drawn at random. Of a source that nothing was
+    fitted on both errors are the same. Where the shipped bundle holds rows of
+    a source, forecasts without it are those of a bundle that is trained quickly on at most
+    KNOWN_ROWS rows of a family, of the other sources. A line that calibrates its forecasts on some
+    of its models does so with the source alone.
+    """
+    fitted = fitted_sources(assumptions()) | TRAINED_ON
+    for source in sorted({str(s) for x in lines for s in x.rows["source"].unique()}):
+        mine = [(x.line, _rows_of(x, source)) for x in lines]
+        mine = [(line, rows) for line, rows in mine if len(rows)]
+        start = time.monotonic()
+        again = [(line, sampled(rows)) for line, rows in mine]
+        if source.casefold() in fitted:
+            again = forecasts_without(source, again, public, bundle)
+        seconds = (time.monotonic() - start) / max(len(mine), 1)
+        for (line, rows), (_, without) in zip(mine, again, strict=True):
+            with_it = judged(line, rows)
+            guess = without.set_index(ROW)[line.part]
+            with_it = with_it[with_it[ROW].isin(guess.index)]
+            if len(with_it):
+                measured = with_it[MEASURED[line.part]].to_numpy(dtype=float)
+                one, other = guess[with_it[ROW]].to_numpy(), with_it[line.part].to_numpy()
+                yield compared(_name(line), source, measured, one, other, seconds)
+
+
+def _name(line: ModelLine) -> str:
+    return line.name if line.part == "step" else f"{line.name}, {line.part}"
+
+
+def _rows_of(found: ForecastLine, source: str) -> Rows:
+    """Rows of a line that a source measured, numbered."""
+    good = (found.rows["source"] == source) & (positive(found.rows[MEASURED[found.line.part]]) > 0)
+    rows: Rows = found.rows[good].reset_index(drop=True)
+    return rows.assign(**{ROW: np.arange(len(rows))})
+
+
+def sampled(rows: Rows) -> Rows:
+    """At most ROWS of the rows, drawn at random, in their order."""
+    chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[:ROWS])
+    return rows.iloc[chosen].reset_index(drop=True)
+
+
+def forecasts_without(
+    source: str, lines: Sequence[tuple[ModelLine, Rows]], public: Path, bundle: Path
+) -> list[tuple[ModelLine, Rows]]:
+    """The rows of each line with new forecasts, of processes that leave a source out."""
+    known: dict[Any, Answer] = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        leaving_out(source),
+        ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool,
+    ):
+        if source.casefold() in TRAINED_ON:
+            bundle = pool.submit(train_without, source, public, Path(folder) / "bundle").result()
+        return [
+            (line, add_forecasts(rows.drop(columns=list(MEASURED)), bundle, known, pool))
+            for line, rows in lines
+        ]
+
+
+def train_without(source: str, public: Path, folder: Path) -> Path:
+    """Train a bundle quickly on the shipped bundle's sources but one; returns its folder."""
+    others = TRAINED_ON - {source.casefold()}
+    models: dict[str, FamilyModel] = {}
+    gpus: dict[str, Gpu] = {}
+    for name, table in read_ops(public).items():
+        rows = table[table["source"].isin(others)].reset_index(drop=True)
+        if name in MAX_ROWS and len(rows):
+            models[name] = quick_model(name, subsample_evenly(rows, KNOWN_ROWS))
+            gpus |= {str(gpu): load_gpu(str(gpu)) for gpu in rows["gpu"].unique()}
+    Bundle(models=models, gpus=gpus, anchors={}).save(folder)
+    return folder

@@ -1,0 +1,163 @@
+"""Errors on each source's op rows, by models that were trained on the other sources alone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from eval.public.benchmark import FOLDS, Rows
+from eval.public.left_out import compared
+from eval.results import LineResult
+from learners.family_model import FamilyModel, learn_quickly, prepare
+from learners.features.table import shape_groups, without_load
+from learners.models.trees import default_options
+from learners.train import subsample_evenly
+from microbench.assumptions import leaving_out
+from microbench.hardware.spec import gpu_names, load_gpu
+from microbench.importers.base import Hints
+from microbench.importers.sources import SOURCES, read_source
+from microbench.ops import families
+
+log = logging.getLogger(__name__)
+WORKERS = 2
+KNOWN_ROWS = 8_000  # of a family to learn from, at most
+HELD_ROWS = 1_000  # of a family and source to forecast, at most
+MIN_HELD_ROWS = 5
+NAME = "{}, source left out"  # of a family's results
+READERS = {"NeuSight": "neusight", "vidur-h100": "vidur"}  # importers by folder, where names differ
+PARTS_OF = {"aiconfigurator-more": "aiconfigurator"}  # folders that hold more of another source
+# Raw traces, whose importer needs to be told the GPU; iterations of several sources.
+NOT_READ = ("kineto", "iterations")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A source's rows of a family that are forecast, and the rows to learn from.
+
+    ``others`` are of other sources alone; ``all_rows`` also has shapes of the source that none of
+    the rows ``held`` has.
+    """
+
+    family: str
+    source: str
+    held: Rows
+    others: Rows
+    all_rows: Rows
+
+
+def readers(public: Path) -> dict[Path, str]:
+    """Importers by folder; folders that hold no op rows of one source are passed over."""
+    found = {path: READERS.get(path.name, path.name) for path in sorted(public.iterdir())}
+    return {
+        path: reader
+        for path, reader in found.items()
+        if path.is_dir() and reader in SOURCES and reader not in NOT_READ
+    }
+
+
+def source_in(folder: str) -> str:
+    """The source whose measurements a folder of this name holds."""
+    reader = READERS.get(folder, folder)
+    return PARTS_OF.get(reader, reader)
+
+
+def op_sources(public: Path) -> list[str]:
+    """Names of the sources in a folder that may have op rows; ValueError where there is none."""
+    if not public.is_dir() or not (found := readers(public)):
+        raise ValueError(f"{str(public)!r}: no folder of a source; known: {list(SOURCES)}")
+    return sorted({source_in(path.name) for path in found})
+
+
+def read_ops(public: Path) -> dict[str, Rows]:
+    """Op rows of every source in a folder by family, with the column ``source``."""
+    frames: dict[str, list[Rows]] = {}
+    for folder, reader in readers(public).items():
+        source = source_in(folder.name)
+        for family, rows in read_source(reader, folder, Hints()).rows.items():
+            if family in families():
+                usable = rows[(rows["status"] == "ok") & rows["gpu"].isin(gpu_names())]
+                frames.setdefault(family, []).append(without_load(usable).assign(source=source))
+    return {name: pd.concat(parts, ignore_index=True) for name, parts in sorted(frames.items())}
+
+
+def splits(rows: Mapping[str, Rows], only: str = "", source: str = "") -> Iterator[Split]:
+    """A split for each family that two sources have measured, and each of these sources.
+
+    ``only``: of families whose name of results contains it; ``source``: of this source alone.
+    """
+    for name, table in rows.items():
+        if only not in NAME.format(name) or table["source"].nunique() < 2:
+            continue
+        for own in sorted(table["source"].unique()):
+            if source and own.casefold() != source.casefold():
+                continue
+            mine = (table["source"] == own).to_numpy()
+            part, others = table[mine].reset_index(drop=True), table[~mine]
+            shapes = shape_groups(part, families()[name])
+            drawn = np.random.default_rng(0).permutation(np.unique(shapes))[::FOLDS]
+            held = np.isin(shapes, drawn)
+            if held.sum() >= MIN_HELD_ROWS:
+                yield Split(
+                    family=name,
+                    source=own,
+                    held=subsample_evenly(part[held], HELD_ROWS),
+                    others=subsample_evenly(others, KNOWN_ROWS),
+                    all_rows=subsample_evenly(
+                        pd.concat([others, part[~held]], ignore_index=True), KNOWN_ROWS
+                    ),
+                )
+
+
+def run_left_out(public: Path, only: str = "", source: str = "") -> Iterator[LineResult]:
+    """Errors of each family on each source's rows, without the source and with other shapes of it.
+
+    ``only`` and ``source`` as for ``splits``.
+    """
+    if not any(only in NAME.format(name) for name in families()):
+        return
+    by_source: dict[str, list[Split]] = {}
+    for split in splits(read_ops(public), only, source):
+        by_source.setdefault(split.source, []).append(split)
+    for own, some in by_source.items():
+        start = time.monotonic()
+        without = _forecasts_without(own, [(s.family, s.others, s.held) for s in some])
+        with_it = _forecasts_without("", [(s.family, s.all_rows, s.held) for s in some])
+        seconds = (time.monotonic() - start) / len(some)
+        log.info("%s left out: %d families, %.0f s each", own, len(some), seconds)
+        for split, one, other in zip(some, without, with_it, strict=True):
+            measured = split.held["time_us"].to_numpy(dtype=float)
+            yield compared(NAME.format(split.family), own, measured, one, other, seconds)
+
+
+def _forecasts_without(source: str, jobs: list[tuple[str, Rows, Rows]]) -> list[np.ndarray]:
+    """Forecasts in us of jobs (family, rows to learn from, rows to forecast), in new processes."""
+    with leaving_out(source), _pool(len(jobs)) as pool:
+        return list(pool.map(_forecast, jobs))
+
+
+def _pool(jobs: int) -> ProcessPoolExecutor:
+    """Processes that import everything anew, and so take values as they are to be now."""
+    return ProcessPoolExecutor(min(WORKERS, jobs), mp_context=get_context("spawn"))
+
+
+def _forecast(job: tuple[str, Rows, Rows]) -> np.ndarray:
+    name, known, held = job
+    model, gpus = quick_model(name, known), {str(g): load_gpu(str(g)) for g in held["gpu"].unique()}
+    gpus |= model.source_gpus.gpus
+    return np.asarray(model.predict(held.reset_index(drop=True), families()[name], gpus).time_us)
+
+
+def quick_model(name: str, rows: Rows) -> FamilyModel:
+    """A family's model of these rows, without cross-validation, residuals and intervals."""
+    gpus = {str(g): load_gpu(str(g)) for g in rows["gpu"].unique()}
+    prepared = prepare(rows, families()[name], gpus)
+    options = default_options(prepared.table)
+    return learn_quickly(prepared, np.arange(len(rows)), options)

@@ -1,0 +1,211 @@
+"""Leave one source out: what is left out of what, by sources made up by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from eval.public.left_out import (
+    assumptions,
+    check_source,
+    compared,
+    fitted_sources,
+    left_out_markdown,
+    still_fitted,
+)
+from eval.public.left_out_models import ROW, TRAINED_ON, run_models_left_out, sampled
+from eval.public.left_out_ops import NAME, op_sources, read_ops, run_left_out, splits
+from eval.public.model_lines import ModelLine
+from eval.public.models import ForecastLine
+from eval.public.report import line_names
+from itercast.__main__ import app
+from learners.bundle import SHIPPED
+from microbench.assumptions import Assumption
+from microbench.hardware.spec import load_gpu
+
+
+def entry(name: str, without: object, *sources: str) -> Assumption:
+    return Assumption(
+        module="host",
+        name=name,
+        value=4.0,
+        unit="us",
+        source="a test",
+        holds="here",
+        fitted_on=sources,
+        without=without,
+    )
+
+
+def products(folder: Path, share: float) -> None:
+    """A table of DeepGEMM's form: products that reach a share of the H100's fp8 peak."""
+    rate = share * load_gpu("h100-sxm-80gb").peak("fp8") / 1e12
+    lines = ["M,N,K,Computation,table,#Groups,M per group,gpu"]
+    lines += [
+        f"{m},{n},4096,{rate:.3f} TFLOPS,Normal GEMMs,,,NVIDIA H100 80GB HBM3"
+        for m in SIZES
+        for n in SIZES
+    ]
+    folder.mkdir()
+    (folder / "gemm.csv").write_text("\n".join([*lines, ""]))
+
+
+SIZES = range(2048, 8193, 512)
+
+
+def pipeweave(folder: Path, share: float) -> None:
+    """A table of PipeWeave's form: fp8 products on an H100 at a share of its peak."""
+    peak = load_gpu("h100-sxm-80gb").peak("fp8")
+    lines = ["M,N,K,avg_duration,hardware"]
+    for m in SIZES:
+        for n in SIZES:
+            us = 2e6 * m * n * 4096 / (share * peak)
+            lines.append(f"{m},{n},4096,{us:.3f},NVIDIA H100")
+    (folder / "dataset").mkdir(parents=True)
+    (folder / "dataset/gemm_fp8_test.csv").write_text("\n".join([*lines, ""]))
+
+
+def two_sources(public: Path) -> Path:
+    """DeepGEMM reaches three fifths of the peak where PipeWeave reaches three tenths."""
+    products(public / "deepgemm", 0.6)
+    pipeweave(public / "pipeweave", 0.3)
+    return public
+
+
+def test_an_assumption_that_keeps_its_value_is_named() -> None:
+    known = [entry("a", 1.0, "Timm"), entry("b", None, "timm"), entry("c", None), entry("d", 0.0)]
+    assert still_fitted("timm", known) == ["host.b"]
+    assert still_fitted("vidur", known) == []
+    assert {"timm", "kernelbench"} <= fitted_sources(known)  # hosts were fitted on KernelBench
+
+
+def test_the_packages_own_assumptions_are_all_found() -> None:
+    found = {f"{one.module}.{one.name}" for one in assumptions()}
+    assert {"host.event_us", "collective.covariance", "attention_kernels.over_flash_2"} <= found
+
+
+def test_errors_without_stand_beside_those_with() -> None:
+    """Forecasts of 15 and 12 us for 10 us: 50 and 20 % too slow; what stays fitted is said."""
+    result = compared("x", "timm", np.full(2, 10.0), np.full(2, 15.0), np.full(2, 12.0), 1.0)
+    text = left_out_markdown([result], [entry("b", None, "timm"), entry("a", 1.0, "timm")])
+    assert "| x | timm | 2 | 50.0 | 50.0 | +50.0 | 50.0 | 50.0 | 20.0 | 20.0 | +20.0 |" in text
+    assert text.endswith("\nStill fitted on timm: host.b\n")
+
+
+def test_an_unknown_source_is_refused_with_the_known_ones() -> None:
+    check_source("", ["timm"])
+    check_source("Timm", ["timm", "vidur"])
+    with pytest.raises(ValueError, match=r"unknown source 'tim'.*\['timm', 'vidur'\]"):
+        check_source("tim", ["vidur", "timm"])
+
+
+def test_held_shapes_are_on_no_other_side(tmp_path: Path) -> None:
+    """Without the source no row of it is known; with it those of other shapes."""
+    rows = read_ops(two_sources(tmp_path))
+    assert op_sources(tmp_path) == ["deepgemm", "pipeweave"]
+    found = {split.source: split for split in splits(rows)}
+    assert list(found) == ["deepgemm", "pipeweave"]
+    for name, split in found.items():
+        assert set(split.held["source"]) == {name}
+        assert name not in set(split.others["source"])
+        own = split.all_rows[split.all_rows["source"] == name]
+        shapes = [set(zip(t["m"], t["n"], strict=True)) for t in (own, split.held)]
+        assert len(own) + len(split.held) == 169
+        assert not shapes[0] & shapes[1]
+    assert [s.source for s in splits(rows, source="DeepGEMM")] == ["deepgemm"]
+    assert not list(splits(rows, only="conv"))
+
+
+def test_a_source_left_out_is_forecast_by_the_others(tmp_path: Path) -> None:
+    """At half the other's rate DeepGEMM's products look twice as slow as they are."""
+    (result,) = run_left_out(two_sources(tmp_path), NAME.format("gemm"), "deepgemm")
+    assert (result.line, result.part, result.rows) == ("gemm, source left out", "deepgemm", 34)
+    without, with_it = (result.scores[name]["bias_pct"] for name in ("left out", "itercast"))
+    assert without == pytest.approx(100, abs=15)
+    assert with_it == pytest.approx(0, abs=15)
+
+
+def line(**changed: object) -> ModelLine:
+    facts = {"name": "x", "known_best": "", "choose": len, "targets": {"mape_pct": 5.0}}
+    return ModelLine(**{**facts, **changed})  # type: ignore[arg-type]
+
+
+def iterations(source: str) -> pd.DataFrame:
+    """MPT's rows name their attention kernel; made up, measured in half of the forecast time."""
+    row = {"gpu": "a100-sxm-80gb", "case": "gpt2-small", "batch": 8, "seq": 1024, "dtype": "bf16"}
+    row |= {"plan": "", "mode": "train", "loss": "default", "optimizer": "adamw", "attn": "sdpa"}
+    row |= {"amp": False, "engine": "graph", "memory_format": "", "stack": "torch-2.0"}
+    row |= {"attention_kernel": "triton", "step": 2e6, "backward": 0.0, "memory": 0.0}
+    return pd.DataFrame([{**row, "time_us": 1e6, "source": source, "nodes": np.nan}])
+
+
+def test_a_source_that_nothing_was_fitted_on_has_the_same_errors(tmp_path: Path) -> None:
+    found = ForecastLine(line=line(), rows=iterations("somebody"), seconds=1.0)
+    (result,) = run_models_left_out(tmp_path, [found], SHIPPED)
+    assert result.part == "somebody"
+    assert result.scores["left out"] == result.scores["itercast"]
+    assert result.scores["itercast"]["bias_pct"] == pytest.approx(100)
+
+
+def test_forecasts_of_a_fitted_source_are_made_anew_without_it(tmp_path: Path) -> None:
+    """Triton's attention is as fast as flash 2 where MPT is left out, and 1.8 times slower else."""
+    found = ForecastLine(line=line(), rows=iterations("llm-foundry"), seconds=1.0)
+    (left,) = run_models_left_out(tmp_path, [found], SHIPPED)
+    assert left.scores["itercast"]["bias_pct"] == pytest.approx(100)
+    usual = ForecastLine(line=line(), rows=with_forecast(iterations("llm-foundry")), seconds=1.0)
+    (again,) = run_models_left_out(tmp_path, [usual], SHIPPED)
+    without, with_it = (again.scores[name]["bias_pct"] for name in ("left out", "itercast"))
+    assert without < with_it
+
+
+def with_forecast(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows with the forecasts of this process, which leaves nothing out."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from eval.public.models import MEASURED, add_forecasts
+
+    with ThreadPoolExecutor(1) as pool:
+        plain = rows.drop(columns=list(MEASURED))
+        return add_forecasts(plain, SHIPPED, {}, pool)  # type: ignore[arg-type]
+
+
+def test_a_line_that_calibrates_its_forecasts_does_so_with_the_source_alone(tmp_path: Path) -> None:
+    """All forecasts are twice the measured times: 100 % off, or 0 once half of the models tell."""
+    step = np.arange(1.0, 11.0)
+    rows = pd.DataFrame({"case": list("abcdefghij"), "time_us": step / 2, "step": step})
+    rows = rows.assign(source="somebody", nodes=np.nan)
+    found = ForecastLine(line=line(calibrated=True), rows=rows, seconds=1.0)
+    (result,) = run_models_left_out(tmp_path, [found], SHIPPED)
+    assert result.rows == 5
+    assert result.scores["left out"]["bias_pct"] == pytest.approx(100)
+    assert result.scores["itercast"]["mape_pct"] == pytest.approx(0, abs=1e-9)
+
+
+def test_at_most_so_many_rows_are_forecast_anew() -> None:
+    many = sampled(pd.DataFrame({ROW: np.arange(500)}))
+    assert len(many) == 96
+    assert many[ROW].is_monotonic_increasing
+    assert len(sampled(many.head(3))) == 3
+
+
+def test_rows_of_neusight_are_in_the_bundle_that_ships() -> None:
+    assert {"neusight", "aiconfigurator", "vidur", "nccl-tests"} <= TRAINED_ON
+
+
+def test_the_command_prints_one_source_alone(tmp_path: Path) -> None:
+    """A wrong name is answered with the sources in the folder."""
+    public, out = two_sources(tmp_path), tmp_path / "out"
+    assert "gemm, source left out" in line_names()
+    name = ["bench-public", str(public), "--out", str(out), "--line", "gemm, source"]
+    wrong = CliRunner().invoke(app, [*name, "--leave-out", "deepgem"])
+    assert wrong.exit_code == 2
+    assert "unknown source 'deepgem'" in wrong.output.replace("\n", " ")
+    done = CliRunner().invoke(app, [*name, "--leave-out", "deepgemm"])
+    assert done.exit_code == 0
+    text = (out / "bench-public.md").read_text()
+    assert text.count("| deepgemm | 34 |") == 1
+    assert "pipeweave" not in text
