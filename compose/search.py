@@ -6,7 +6,8 @@ Plans never tried:
 - plans whose parameters, gradients and optimizer state alone exceed the memory, spread evenly;
 - micro-batches of more than ``LARGEST_MICRO_BATCH`` samples;
 - context parallelism of sequences shorter than ``LONG_SEQUENCE``;
-- recomputation where the plan fits without, ZeRO stage 2, more than two stages per rank.
+- recomputation where the plan fits without, ZeRO stage 2, more than two stages per rank;
+- HSDP (sharding within a node) of experts that are spread.
 """
 
 from __future__ import annotations
@@ -230,8 +231,9 @@ def _variants(
     """Yields plans of these degrees with every ZeRO stage, sp, schedule and micro-batch."""
     replica, pp = search.batch // degrees.dp, degrees.pp
     sizes = [b for b in _divisors(replica) if b <= LARGEST_MICRO_BATCH]
-    for zero in (0, 1, 3) if degrees.dp * degrees.cp > 1 else (0,):
-        if _least_bytes(search, zero, degrees, parameter_bytes) > search.book.gpu.hbm_bytes:
+    for zero, hsdp in _sharding(search, degrees):
+        sharded = replace(degrees, zero=zero, hsdp=hsdp)
+        if _least_bytes(search, sharded, parameter_bytes) > search.book.gpu.hbm_bytes:
             continue
         for sp in (False, True) if degrees.tp > 1 else (False,):
             for schedule, virtual in _schedules(pp):
@@ -240,8 +242,7 @@ def _variants(
                     if schedule == "interleaved" and micro % pp:
                         continue
                     yield replace(
-                        degrees,
-                        zero=zero,
+                        sharded,
                         sp=sp,
                         schedule=schedule,
                         virtual=virtual,
@@ -251,18 +252,28 @@ def _variants(
                     )
 
 
+def _sharding(search: Search, degrees: ParallelPlan) -> list[tuple[int, int]]:
+    """ZeRO stages and the ranks that shard: all, or without spread experts those of a node."""
+    replicas = degrees.dp * degrees.cp
+    if replicas == 1:
+        return [(0, 0)]
+    inner = gpus_per_domain(search.book.gpu, search.node) // degrees.tp
+    within = 1 < inner < replicas and replicas % inner == 0 and degrees.ep == 1
+    return [(0, 0), (1, 0), (3, 0), *([(1, inner), (3, inner)] if within else [])]
+
+
 def _schedules(pp: int) -> list[tuple[str, int]]:
     return [("1f1b", 1), ("interleaved", 2), ("zb", 1)] if pp > 1 else [("1f1b", 1)]
 
 
-def _least_bytes(search: Search, zero: int, degrees: ParallelPlan, parameter_bytes: int) -> float:
+def _least_bytes(search: Search, plan: ParallelPlan, parameter_bytes: int) -> float:
     """Lower bound of a rank's parameters, gradients and optimizer state in bytes.
 
     As if layers were spread evenly and ep cut all parameters.
     """
-    per_rank = parameter_bytes / (degrees.tp * degrees.pp * degrees.ep)
+    per_rank = parameter_bytes / (plan.tp * plan.pp * plan.ep)
     state = STATE_COPIES[search.optimizer] * per_rank
-    replicas = degrees.dp * degrees.cp / degrees.ep
-    if zero == 3:
-        return (2 * per_rank + state) / replicas
-    return 2 * per_rank + (state / replicas if zero else state)
+    shards = plan.shards / plan.ep
+    if plan.zero == 3:
+        return (2 * per_rank + state) / shards
+    return 2 * per_rank + (state / shards if plan.zero else state)

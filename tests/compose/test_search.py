@@ -112,6 +112,18 @@ def test_plans_that_exceed_the_memory_come_last(search: Search) -> None:
     assert True in fits and fits == sorted(fits, reverse=True)
 
 
+def test_replicas_may_shard_within_a_node(search: Search) -> None:
+    """Eight GPUs share a node, tp among them; on one node that is plain ZeRO."""
+    found = {(p.tp, p.hsdp) for p in candidate_plans(search, 16) if p.zero == 3 and p.pp == 1}
+    assert {(2, 0), (2, 4), (4, 0), (4, 2)} <= found
+    assert (8, 1) not in found
+    assert {p.hsdp for p in candidate_plans(search, 8)} == {0}
+    plans = [p for p in candidate_plans(search, 16) if p.hsdp == 4][:3]
+    for plan in plans:
+        rank = search.rank(plan)
+        assert least_us(rank) <= search.simulated(rank).iteration_us
+
+
 def test_a_wrong_objective_is_one_line(search: Search) -> None:
     with pytest.raises(ValueError, match="objective 'speed': allowed are time, cost, memory"):
         best_plans(search, 4, "speed")
