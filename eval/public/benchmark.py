@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,8 @@ from learners.models.trees import default_options
 from learners.train import errors
 from learners.transfer.calibration import Calibration, points
 from microbench.hardware.spec import load_gpu
+from microbench.importers.base import Hints
+from microbench.importers.sources import read_source
 from microbench.ops import families
 
 log = logging.getLogger(__name__)
@@ -26,6 +28,12 @@ Mask = np.ndarray
 FOLDS = 5
 TAIL_BYTES = 16 * 2**20
 BASELINE_ROWS = 4000
+FIRST_IMPORTERS = {  # by folder
+    "NeuSight": "neusight",
+    "aiconfigurator": "aiconfigurator",
+    "vidur": "vidur",
+    "nccl-tests": "nccl-tests",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +51,8 @@ class Line:
 
     ``targets`` are by part ("" for all), of the error statistic ``metric``. Splits with the same
     ``part`` are folds whose errors are pooled. ``few``: numbers of measured rows of the held-out
-    GPU that calibrate the forecast, each scored apart.
+    GPU that calibrate the forecast, each scored apart. ``importers``, by folder, read the rows;
+    without them they are those of ``read_public``.
     """
 
     name: str
@@ -55,6 +64,7 @@ class Line:
     splits: Callable[[Rows], Iterator[Split]]
     baselines: tuple[str, ...] = ("roofline", "nearest", "mlp")
     few: tuple[int, ...] = ()
+    importers: Mapping[str, str] = field(default_factory=dict)
 
 
 def run_line(line: Line, rows: Rows) -> Iterator[LineResult]:
@@ -145,17 +155,14 @@ def read_public(root: Path) -> dict[str, Rows]:
 
     Nothing is written. ValueError where one of the four is missing.
     """
-    from microbench.importers import aiconfigurator, nccl_tests, neusight, vidur
+    return read_folders(root, FIRST_IMPORTERS)
 
+
+def read_folders(root: Path, importers: Mapping[str, str]) -> dict[str, Rows]:
+    """Rows by family of some folders below ``root``; their column ``source`` names the folder."""
     frames: dict[str, list[Rows]] = {}
-    readers = {
-        "NeuSight": neusight.read,
-        "aiconfigurator": aiconfigurator.read,
-        "vidur": vidur.read,
-        "nccl-tests": nccl_tests.read,
-    }
-    for name, read in readers.items():
-        for family, rows in read(root / name).rows.items():
+    for name, importer in importers.items():
+        for family, rows in read_source(importer, root / name, Hints()).rows.items():
             ok = rows[rows["status"] == "ok"].assign(source=name)
             frames.setdefault(family, []).append(ok)
     return {family: pd.concat(parts, ignore_index=True) for family, parts in frames.items()}

@@ -104,6 +104,17 @@ def shapes(names: list[str]) -> Callable[[Rows], Iterator[Split]]:
     return splits
 
 
+def every_shape(names: list[str], ops: tuple[str, ...] = ()) -> Splits:
+    """Splits whose held parts cover all shapes; scored on ``ops``, on all where none is named."""
+
+    def splits(rows: Rows) -> Iterator[Split]:
+        scored = rows["op"].isin(ops).to_numpy() if ops else np.ones(len(rows), dtype=bool)
+        for held in _share(_codes(rows, names), FOLDS):
+            yield Split(part="all", known=~held, held=held & scored)
+
+    return splits
+
+
 def a100_80(rows: Rows) -> Iterator[Split]:
     """A split that leaves out NeuSight's A100-80GB; P4 to A100-40GB are known."""
     held = (rows["gpu"] == "a100-pcie-80gb").to_numpy()
@@ -196,7 +207,7 @@ def fp32(
 
 def lines() -> list[Line]:
     """All lines about single ops, in the order of the table."""
-    return [*gemm_lines(), *nccl_lines(), *fp32_lines(), network_line()]
+    return [*gemm_lines(), *nccl_lines(), *fp32_lines(), network_line(), *library_lines()]
 
 
 def gemm_lines() -> list[Line]:
@@ -272,3 +283,52 @@ def network_line() -> Line:
         splits=clusters,
         baselines=CURVES,
     )
+
+
+def library_lines() -> list[Line]:
+    """Lines about norms, cross-entropy and attention backward of libraries, and about experts."""
+    liger, cudnn = {"liger-kernel": "liger-kernel"}, {"cudnn-frontend": "cudnn-frontend"}
+    sequences = ["batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "causal"]
+    losses = ("cross_entropy", "linear_cross_entropy")
+
+    def line(name: str, family: str, importers: dict[str, str], splits: Splits) -> Line:
+        return Line(
+            name=name,
+            family=family,
+            metric="median_ape_pct",
+            targets={"": 20.0 if family == "experts" else 6.0},
+            known_best="none published",
+            choose=served if family == "experts" else lambda rows: np.ones(len(rows), dtype=bool),
+            splits=splits,
+            baselines=("roofline", "nearest"),
+            importers=importers,
+        )
+
+    norms = every_shape(["rows", "cols", "channels", "groups"])
+    return [
+        line("norms of Liger and cuDNN, shapes left out", "norm", {**liger, **cudnn}, norms),
+        line(
+            "cross-entropy of Liger, shapes left out",
+            "module",
+            liger,
+            every_shape(["rows", "cols", "inner"], losses),
+        ),
+        line(
+            "SDPA backward of cuDNN, shapes left out",
+            "attention",
+            cudnn,
+            every_shape(sequences, ("backward",)),
+        ),
+        line(
+            "experts under vLLM and SGLang, GPU left out",
+            "experts",
+            {"aiconfigurator-more": "aiconfigurator-more"},
+            each_left_out,
+        ),
+    ]
+
+
+def served(rows: Rows) -> Mask:
+    """Mask of at most 1,500 rows of every GPU whose experts are a whole layer."""
+    layer = (rows["op"] == "layer").to_numpy()
+    return np.asarray(layer & evenly(rows, 1_500))

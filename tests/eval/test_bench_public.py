@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,8 @@ from public_data import PUBLIC, needs_public
 
 from eval.public.baselines import alpha_beta, interpolation
 from eval.public.benchmark import calibrated, run_line
-from eval.public.op_lines import clusters, gemm_sites, lines, nccl_cells, nccl_tail
-from eval.public.table import markdown
+from eval.public.op_lines import clusters, every_shape, gemm_sites, lines, nccl_cells, nccl_tail
+from eval.public.table import markdown, run
 from eval.results import LineResult
 from learners.models.training_table import Table
 from microbench.hardware.spec import load_gpu
@@ -197,3 +198,26 @@ def test_collectives_of_a_system_left_out() -> None:
     ours, *others = (score["mape_pct"] for score in results["gb200"].values())
     assert ours < min(*others, 6.0)
     assert results["a100-sxm-80gb"]["itercast"]["mape_pct"] < 23
+
+
+def test_every_shape_is_held_out_once_and_scored_on_its_ops() -> None:
+    """Ten widths, both directions each: a shape's forward is never known while its backward is."""
+    rows = pd.DataFrame(
+        {"op": op, "rows": 64, "cols": cols} for cols in range(10) for op in ("rms", "rms_backward")
+    )
+    held = np.zeros(len(rows), dtype=int)
+    for split in every_shape(["rows", "cols"], ("rms_backward",))(rows):
+        assert set(rows["op"][split.held]) == {"rms_backward"}
+        assert not set(rows["cols"][split.held]) & set(rows["cols"][split.known])
+        held += split.held
+    assert (held == (rows["op"] == "rms_backward")).all()
+
+
+def test_lines_of_folders_that_are_not_there_are_left_out(tmp_path: Path) -> None:
+    assert run(tmp_path, "SDPA backward of cuDNN") == []
+
+
+@needs_public("cudnn-frontend")
+def test_attention_backwards_of_left_out_shapes_are_forecast() -> None:
+    (found,) = run(PUBLIC, "SDPA backward of cuDNN")
+    assert found.rows == 140 and found.scores["itercast"]["median_ape_pct"] < 6
