@@ -49,14 +49,15 @@ class Table:
 class RankingModel:
     """A DLRM (arXiv:1906.00091) to be sharded; ``batch`` is samples of each rank.
 
-    ``bottom`` and ``top`` are the hidden widths of the two perceptrons. Pooled vectors of all
-    tables have ``dim`` elements, as the interaction needs them.
+    ``bottom`` and ``top`` are the hidden widths of the two perceptrons, by default those of
+    facebookresearch/dlrm for Criteo Kaggle. Pooled vectors of all tables have ``dim`` elements, as
+    the interaction needs them.
     """
 
     batch: int
     tables: tuple[Table, ...]
     features: int = 13
-    bottom: tuple[int, ...] = (512, 256)
+    bottom: tuple[int, ...] = (512, 256, 64)
     top: tuple[int, ...] = (512, 256)
     optimizer: str = "sgd"
 
