@@ -45,12 +45,10 @@ SOURCES: Mapping[str, Source] = {  # by the folder of its clone under PUBLIC
     "vidur": Source(importer="vidur"),
     "nccl-tests": Source(importer="nccl-tests"),
     "aiconfigurator-more": Source(importer="aiconfigurator-more", families=("attention",)),
-    "cudnn-frontend": Source(importer="cudnn-frontend", families=("attention", "norm")),
-    "kineto-traces": Source(importer="kineto-traces", families=("attention", "norm", "reduction")),
-    "liger-kernel": Source(importer="liger-kernel", families=("norm", "embedding")),
-    "llmcompass": Source(importer="llmcompass", families=("norm", "reduction")),
-    "llmservingsim": Source(importer="llmservingsim", families=("norm", "embedding")),
-    "vidur-h100": Source(importer="vidur", families=("norm",)),
+    "cudnn-frontend": Source(importer="cudnn-frontend", families=("attention",)),
+    "kineto-traces": Source(importer="kineto-traces", families=("attention",)),
+    "liger-kernel": Source(importer="liger-kernel", families=("embedding",)),
+    "llmservingsim": Source(importer="llmservingsim", families=("embedding",)),
 }
 WIDTH = {"fp16": "16 bit"}  # rows in fp16 and bf16 count as one
 SEVERAL_KERNELS = "mla_"  # stacks whose rows hold kernels around the attention

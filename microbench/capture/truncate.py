@@ -35,11 +35,18 @@ def shorten_lists(model: Any) -> dict[str, int]:
         if len(module) <= kept:
             continue
         inside = any(name.startswith(f"{outer}.") for outer in cut)
-        if inside or len({_shape(child) for child in module}) > 1:
+        if inside or _is_tables(module) or len({_shape(child) for child in module}) > 1:
             continue
         cut[name] = len(module) - kept
         del module[kept:]
     return cut
+
+
+def _is_tables(modules: Any) -> bool:
+    """Whether these are embedding tables, which are used side by side, not one after the other."""
+    import torch  # lazy, as above
+
+    return all(isinstance(m, torch.nn.EmbeddingBag | torch.nn.Embedding) for m in modules)
 
 
 def build_shortened(build: Callable[[], Any]) -> tuple[Any, dict[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from compose.capture_model import MICROBENCH, code_digest, code_files
+from compose.capture_model import MICROBENCH, capture, code_digest, code_files
 
 
 def test_the_digest_covers_every_file_that_captures_depend_on(tmp_path: Path) -> None:
@@ -30,3 +30,14 @@ def test_the_digest_finds_the_rooms_of_the_capture() -> None:
     assert len(names) > 20
     assert {p.relative_to(MICROBENCH).as_posix() for p in MICROBENCH.glob("capture/*.py")} < names
     assert {"step.py", "opcall.py", "cases/models/transformers.py", "capture/log.py"} < names
+
+
+def test_all_tables_of_a_recommender_are_captured() -> None:
+    """Equal tables stand side by side: two of them would be another model."""
+    step = capture("dlrm-rm2")
+    lookups = [
+        c for c in step.calls if c.op.startswith("aten._embedding_bag") and "back" not in c.op
+    ]
+    tables = [p for p in step.parameters if p.name.startswith("tables.")]
+    assert len(lookups) == len(tables) > 2
+    assert "tables" not in step.repeats
