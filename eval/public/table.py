@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 from eval.public.benchmark import Rows, read_folders, read_public, run_line
@@ -36,7 +37,8 @@ def run(public: Path, only: str = "") -> list[LineResult]:
         (i, (read_folders(public, line.importers) if line.importers else first)[line.family])
         for i, line in chosen
     ]
-    with ProcessPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
+    workers = min(WORKERS, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         return [result for results in pool.map(_line, jobs) for result in results]
 
 
