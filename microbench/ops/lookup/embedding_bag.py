@@ -130,11 +130,11 @@ def draw_stream(p: EmbeddingBag, device: str) -> tuple[Any, Any]:
     import torch  # lazy: formulas must import where torch is absent
 
     rng = np.random.default_rng(int(torch.randint(2**31, ()).item()))
-    starts = torch.from_numpy(_starts(rng, p)).to(device)
+    starts = torch.tensor(_starts(rng, p), device=device)
     if not p.reuse:
         return zipf_indices(p, device), starts
     index = draw_indices(rng, p.rows, p.lookups, p.unique, parse_histogram(p.reuse))
-    return torch.from_numpy(index).to(device), starts
+    return torch.tensor(index, device=device), starts
 
 
 def _starts(rng: np.random.Generator, p: EmbeddingBag) -> np.ndarray:
@@ -315,7 +315,7 @@ def resize(p: EmbeddingBag, factor: float, lean: float) -> EmbeddingBag:
     if p.op == "backward":
         rows = min(GPU_ROWS, max(min(1000, p.rows), round(p.rows * factor)))
     lookups = bags * wanted
-    unique = min(rows, lookups, round(p.unique * lookups / p.lookups))
+    unique = min(rows, lookups, max(1, round(p.unique * lookups / p.lookups))) if p.unique else 0
     return replace(p, bags=bags, lookups=lookups, dim=dim, rows=rows, unique=unique)
 
 

@@ -176,7 +176,8 @@ def test_stored_captures_come_back_equal() -> None:
 
 
 def test_settings_name_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match="optimizer 'adam': allowed are adamw, sgd, none"):
+    allowed = "adamw, adamw_fused, sgd, lamb, none"
+    with pytest.raises(ValueError, match=f"optimizer 'adam': allowed are {allowed}"):
         StepSettings(optimizer="adam")
 
 

@@ -35,6 +35,7 @@ PLACES = {
     "vtrain": "data/ground_truth_single.csv",
     "megatron-lm": "golden_runs.csv.gz",
     "mlperf-training": "cells.csv.gz",
+    "peft": "method_comparison.csv.gz",
 }
 PLACES |= {
     name: load(path).tables[0].files[0].replace("*", "x") for name, path in mapped_sources().items()

@@ -71,7 +71,18 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     }
     for name, value in stand_ins.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    makers = ("empty", "randn", "rand", "randint", "randperm", "arange", "zeros", "ones", "full")
+    makers = (
+        "empty",
+        "randn",
+        "rand",
+        "randint",
+        "randperm",
+        "arange",
+        "zeros",
+        "ones",
+        "full",
+        "tensor",
+    )
     for name in makers:
         monkeypatch.setattr(torch, name, on_cpu(getattr(torch, name)))
     monkeypatch.setattr("microbench.timing.cuda_device.WARM_UP_S", 0.01)
