@@ -217,6 +217,7 @@ def test_lines_of_folders_that_are_not_there_are_left_out(tmp_path: Path) -> Non
     assert run(tmp_path, "SDPA backward of cuDNN") == []
 
 
+@pytest.mark.slow
 @needs_public("cudnn-frontend")
 def test_attention_backwards_of_left_out_shapes_are_forecast() -> None:
     (found,) = run(PUBLIC, "SDPA backward of cuDNN")

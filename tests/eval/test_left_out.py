@@ -120,6 +120,7 @@ def test_held_shapes_are_on_no_other_side(tmp_path: Path) -> None:
     assert not list(splits(rows, only="conv"))
 
 
+@pytest.mark.slow
 def test_a_source_left_out_is_forecast_by_the_others(tmp_path: Path) -> None:
     """At half the other's rate DeepGEMM's products look twice as slow as they are."""
     (result,) = run_left_out(two_sources(tmp_path), NAME.format("gemm"), "deepgemm")
@@ -151,6 +152,7 @@ def test_a_source_that_nothing_was_fitted_on_has_the_same_errors(tmp_path: Path)
     assert result.scores["itercast"]["bias_pct"] == pytest.approx(100)
 
 
+@pytest.mark.slow
 def test_forecasts_of_a_fitted_source_are_made_anew_without_it(tmp_path: Path) -> None:
     """Triton's attention is as fast as flash 2 where MPT is left out, and 1.8 times slower else."""
     found = ForecastLine(line=line(), rows=iterations("llm-foundry"), seconds=1.0)
@@ -196,6 +198,7 @@ def test_rows_of_neusight_are_in_the_bundle_that_ships() -> None:
     assert {"neusight", "aiconfigurator", "vidur", "nccl-tests"} <= TRAINED_ON
 
 
+@pytest.mark.slow
 def test_the_command_prints_one_source_alone(tmp_path: Path) -> None:
     """A wrong name is answered with the sources in the folder."""
     public, out = two_sources(tmp_path), tmp_path / "out"
