@@ -98,10 +98,18 @@ def train_apart(data: Path, out: Path, names: Sequence[str]) -> Bundle:
 
 
 def joined(bundles: Sequence[Bundle]) -> Bundle:
-    """One bundle of the families of all; intervals on unseen GPUs are widened over all of them."""
+    """One bundle of the families of all; intervals on unseen GPUs are widened over all of them.
+
+    ValueError where bundles were trained at different reference speeds of one machine.
+    """
     gpus: dict[str, Gpu] = {name: gpu for bundle in bundles for name, gpu in bundle.gpus.items()}
     models = {name: model for bundle in bundles for name, model in bundle.models.items()}
-    anchors = {key: us for bundle in bundles for key, us in bundle.anchors.items()}
+    anchors: dict[tuple[str, int], tuple[float, float]] = {}
+    for bundle in bundles:
+        for key, us in bundle.anchors.items():
+            if anchors.setdefault(key, us) != us:
+                both = f"{anchors[key]}, {us}"
+                raise ValueError(f"families of {key[0]!r} refer to two speeds: {both}")
     return Bundle(models=widen_unseen_offsets(models), gpus=gpus, anchors=anchors)
 
 
