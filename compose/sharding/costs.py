@@ -62,7 +62,9 @@ class Costs:
         threads = max(1, target.gpu.sm_count // world_size) if target.gpu.kind == "cpu" else 0
         self.model, self.world_size = model, world_size
         self.target = replace(target, plan=plan, threads=threads)
-        self.book: PriceBook = price_book(target.bundle, target.gpu, threads)
+        self.book: PriceBook = price_book(
+            target.bundle, target.gpu, threads, target.stack, target.host
+        )
         self.where = cluster(plan, target.gpu, target.node)
         self.per_node = self.where.gpus_per_node
         self.dense = _dense_cost(model, self.target)

@@ -32,7 +32,7 @@ def table_costs(costs: Costs) -> Mapping[str, Callable[[Table], float]]:
     """What greedy rules balance, by name: a number per table.
 
     ``lookups`` is the work of a batch, pooling * dim; ``size_lookup`` is that times the logarithm
-    of the rows. Source: arXiv 2208.06399, section 4.
+    of the rows. Source: arXiv 2208.06399.
     """
     return {
         "size": lambda t: float(t.nbytes),
@@ -80,8 +80,8 @@ def greedy(
 ) -> Sharding:
     """Tables by falling cost, each to the rank with the least cost so far that has room for it.
 
-    Where ``parts`` > 1, tables whose cost is above the mean of a rank are cut column-wise into so
-    many parts. Where no rank has room, the one with most room takes the table.
+    Where ``parts`` > 1, tables that cost more than half of a rank's mean are cut column-wise into
+    so many parts. Where no rank has room, the one with most room takes the table.
     """
     spent, used = np.zeros(ranks), np.zeros(ranks)
     by_cost = [cost(t) for t in model.tables]

@@ -68,4 +68,4 @@ def test_popular_rows_are_forecast_faster() -> None:
     """A large table whose lookups hit the cache."""
     large = {"gpu": "cpu", "optimizer": "none"}
     uniform, popular = (predict("dlrm-l", indices=i, **large) for i in ("uniform", "zipf:1.3"))  # type: ignore[arg-type]
-    assert popular.by_family_us["embedding_bag"] != uniform.by_family_us["embedding_bag"]
+    assert popular.by_family_us["embedding_bag"] < uniform.by_family_us["embedding_bag"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,13 +156,15 @@ def test_all_tables_on_one_rank_are_slower_than_spread(costs: Costs) -> None:
 
 
 def test_greedy_balances_and_keeps_to_the_memory() -> None:
-    """Costs 4, 3, 2, 1 on two ranks: 4 + 1 and 3 + 2. With room for two tables a rank: the same."""
+    """Costs 4, 3, 2, 1 on two ranks: 4 + 1 and 3 + 2. Costs 9, 1, 1, 1: one table beside three
+    others; with room for two tables a rank, two and two."""
     four = model(4, tables=[{"rows": 100, "dim": 16, "pooling": p} for p in (4, 3, 2, 1)])
     found = greedy(four, 2, lambda t: t.pooling, 1e12)
     assert [p.ranks[0] for p in found] in ([0, 1, 1, 0], [1, 0, 0, 1])
-    heavy = model(3, tables=[{"rows": 100, "dim": 16, "pooling": p} for p in (9, 1, 1)])
-    tight = greedy(heavy, 2, lambda t: t.pooling, 2 * 6400)
-    assert sorted(p.ranks[0] for p in tight).count(tight[0].ranks[0]) <= 2
+    heavy = model(4, tables=[{"rows": 100, "dim": 16, "pooling": p} for p in (9, 1, 1, 1)])
+    for limit_bytes, held in ((1e12, [1, 3]), (2 * 6400, [2, 2])):
+        ranks = [p.ranks[0] for p in greedy(heavy, 2, lambda t: t.pooling, limit_bytes)]
+        assert sorted(map(ranks.count, (0, 1))) == held
 
 
 def test_torchrec_formula_by_hand(costs: Costs) -> None:
@@ -238,14 +239,3 @@ def test_hostile_tables_are_refused_in_a_line(
     with pytest.raises(ValueError, match=said) as refused:
         read_model(tmp_path / "tables.yaml")
     assert "\n" not in str(refused.value) and "tables.yaml" in str(refused.value)
-
-
-def test_a_thousand_shardings_take_seconds(costs: Costs) -> None:
-    """64 tables: 20 ms a sharding at most, measured generously."""
-    many = Costs(model(64), costs.target, 8)
-    rng = np.random.default_rng(3)
-    forecast_sharding(random_sharding(rng, many.model, 8), many)
-    start = time.perf_counter()
-    for _ in range(50):
-        forecast_sharding(random_sharding(rng, many.model, 8), many)
-    assert (time.perf_counter() - start) / 50 < 0.1
