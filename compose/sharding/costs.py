@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from compose.capture_model import capture
+from compose.parallel.placement import INDEX_BYTES, Shard, Sharding, shards
 from compose.parallel.plan import ParallelPlan
 from compose.pricing.collectives import Message, cluster, price_messages
 from compose.pricing.price_book import Priceable, PriceBook, price_book
-from compose.sharding.placement import Shard, Sharding, shards
 from compose.sharding.tables import RankingModel
 from compose.target import Target, forecast_step
 from microbench.assumptions import assumed
@@ -27,7 +27,6 @@ OPTIMIZER = {"adagrad": "adamw", "adam": "adamw"}  # of the dense part
 GRID_BYTES = 2.0 ** np.arange(8, 33, 0.5)
 SMALL_OPS: Mapping[str, int] = assumed(__file__, "small_ops")
 PASSES_IN_PARTS: int = assumed(__file__, "passes_in_parts")
-INDEX_BYTES = 8  # int64 row numbers and lengths of bags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,9 +22,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from compose.parallel.placement import (
+    INDEX_BYTES,
+    Sharding,
+    check_sharding,
+    memory_bytes,
+    message_bytes,
+    shards,
+)
 from compose.pricing.gradient_buckets import default_contention
-from compose.sharding.costs import INDEX_BYTES, PASSES_IN_PARTS, Costs
-from compose.sharding.placement import Sharding, check_sharding, memory_bytes, shards
+from compose.sharding.costs import PASSES_IN_PARTS, Costs
+from compose.sharding.tables import STATE_PER_WEIGHT
 
 STEPS = (
     "distribute inputs",
@@ -93,16 +101,14 @@ def traffic(sharding: Sharding, costs: Costs) -> Traffic:
         if s.local:
             found.replicated_bytes += table.nbytes / n
             continue
-        looked_up = model.batch * table.pooling * s.rows / table.rows
         in_parts = s.rows < table.rows
         found.prepare_us += costs.small_ops_us("sent_in_parts" if in_parts else "sent")
         if in_parts:
-            index_bytes = INDEX_BYTES * model.batch * table.pooling
-            found.prepare_us += costs.copy_us(PASSES_IN_PARTS * index_bytes)
+            all_bytes = INDEX_BYTES * model.batch * table.pooling
+            found.prepare_us += costs.copy_us(PASSES_IN_PARTS * all_bytes)
         found.forward_us[s.rank] += costs.small_ops_us("held")
         found.join_us += costs.small_ops_us("joined")
-        index_bytes = INDEX_BYTES * (looked_up + model.batch)  # row numbers, lengths of bags
-        vector_bytes = model.batch * s.columns * table.row_bytes / table.dim
+        index_bytes, vector_bytes = message_bytes(s, table, model.batch)
         found.index_sent += index_bytes
         found.index_received[s.rank] += n * index_bytes
         found.vectors_sent[s.rank] += n * vector_bytes
@@ -113,7 +119,7 @@ def traffic(sharding: Sharding, costs: Costs) -> Traffic:
 def forecast_sharding(sharding: Sharding, costs: Costs) -> ShardingForecast:
     """The iteration under a sharding; ValueError where it does not fit tables or ranks."""
     model, n = costs.model, costs.world_size
-    check_sharding(sharding, model, n, costs.per_node)
+    check_sharding(sharding, model.tables, n, costs.per_node)
     t, dense = traffic(sharding, costs), costs.dense
     contention = default_contention(costs.target.gpu)
     index_bytes = np.maximum(t.index_sent, t.index_received)
@@ -147,7 +153,8 @@ def forecast_sharding(sharding: Sharding, costs: Costs) -> ShardingForecast:
         updated[slowest] - returned[slowest] - update_us,
         dense.update_us,
     )
-    memory = memory_bytes(sharding, model, n, costs.per_node)
+    state = STATE_PER_WEIGHT[model.optimizer]
+    memory = memory_bytes(sharding, model.tables, state, n, costs.per_node)
     return ShardingForecast(
         sharding=sharding,
         iteration_us=float(ends.max()),

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from compose.parallel.greedy import MIN_COLUMNS, greedy
+from compose.parallel.placement import Placement, Sharding, Table, shards
 from compose.sharding.costs import Costs
 from compose.sharding.forecast import ShardingForecast, forecast_sharding
-from compose.sharding.placement import Placement, Sharding, shards
-from compose.sharding.tables import STATE_PER_WEIGHT, RankingModel, Table
+from compose.sharding.tables import STATE_PER_WEIGHT, RankingModel
 from microbench.assumptions import assumed
 
 DIM_PENALTY: Mapping[int, float] = assumed(__file__, "dim_penalty")
-MIN_COLUMNS = 4
 RANDOM = 8  # random shardings proposed
 SWEEPS = 4  # over all tables in the search
 TRIED = 6  # tables whose move is tried between two sweeps' ends, the costliest first
@@ -71,37 +71,12 @@ def torchrec_us(table: Table, costs: Costs) -> float:
     return 1e6 * (3 * compute_s + 2 * exchange_s)
 
 
-def greedy(
-    model: RankingModel,
-    ranks: int,
-    cost: Callable[[Table], float],
-    limit_bytes: float,
-    parts: int = 1,
-) -> Sharding:
-    """Tables by falling cost, each to the rank with the least cost so far that has room for it.
-
-    Where ``parts`` > 1, tables that cost more than half of a rank's mean are cut column-wise into
-    so many parts. Where no rank has room, the one with most room takes the table.
-    """
-    spent, used = np.zeros(ranks), np.zeros(ranks)
-    by_cost = [cost(t) for t in model.tables]
-    found: dict[int, Placement] = {}
-    for i in sorted(range(len(model.tables)), key=lambda i: -by_cost[i]):
-        table = model.tables[i]
-        cut = parts if _cut(table, parts, by_cost[i], sum(by_cost) / ranks) else 1
-        nbytes = table.nbytes * (1 + STATE_PER_WEIGHT[model.optimizer]) / cut
-        room = used + nbytes <= limit_bytes
-        order = np.lexsort((spent, used if not room.any() else ~room))
-        chosen = tuple(int(r) for r in order[:cut])
-        spent[list(chosen)] += by_cost[i] / cut
-        used[list(chosen)] += nbytes
-        found[i] = Placement("table_wise" if cut == 1 else "column_wise", chosen)
-    return tuple(found[i] for i in range(len(model.tables)))
-
-
-def _cut(table: Table, parts: int, cost: float, mean: float) -> bool:
-    fits = parts > 1 and table.dim % parts == 0 and table.dim // parts >= MIN_COLUMNS
-    return fits and cost > mean / 2
+def greedy_by(cost: Callable[[Table], float], costs: Costs, parts: int = 1) -> Sharding:
+    """Tables by falling cost, each to the rank with the least so far (``greedy``)."""
+    model, state = costs.model, STATE_PER_WEIGHT[costs.model.optimizer]
+    by_table = [cost(t) for t in model.tables]
+    limit_bytes = costs.book.gpu.hbm_bytes
+    return greedy(model.tables, by_table, costs.world_size, limit_bytes, state, parts)
 
 
 def random_sharding(rng: np.random.Generator, model: RankingModel, ranks: int) -> Sharding:
@@ -113,7 +88,7 @@ def random_sharding(rng: np.random.Generator, model: RankingModel, ranks: int) -
 
 def proposals(costs: Costs, seed: int = 0) -> Iterator[Proposal]:
     """Yields candidates of all rules; the search starts from the fastest of the others."""
-    model, n, limit = costs.model, costs.world_size, costs.book.gpu.hbm_bytes
+    model, n = costs.model, costs.world_size
     if n == 1:
         yield Proposal(name="one rank", sharding=_everywhere(model, "table_wise", 1))
         return
@@ -121,10 +96,10 @@ def proposals(costs: Costs, seed: int = 0) -> Iterator[Proposal]:
     for i in range(RANDOM):
         yield Proposal(name=f"random {i}", sharding=random_sharding(rng, model, n))
     for name, cost in table_costs(costs).items():
-        yield Proposal(name=f"greedy by {name}", sharding=greedy(model, n, cost, limit))
+        yield Proposal(name=f"greedy by {name}", sharding=greedy_by(cost, costs))
     cost = table_costs(costs)["forecast"]
     for parts in [p for p in (2, 4, 8) if p <= n]:
-        cut = greedy(model, n, cost, limit, parts)
+        cut = greedy_by(cost, costs, parts)
         yield Proposal(name=f"greedy, cut in {parts} columns", sharding=cut)
     yield Proposal(name="all row-wise", sharding=_everywhere(model, "row_wise", n))
     yield Proposal(name="all data-parallel", sharding=_everywhere(model, "data_parallel", n))

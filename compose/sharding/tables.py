@@ -10,39 +10,15 @@ from typing import Any
 
 import yaml
 
-from microbench.opcall import ITEMSIZE_BYTES
+from compose.parallel.placement import Table
 from microbench.ops.lookup.index_streams import IndexStream, parse_indices
 
 DTYPES = ("fp32", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "adagrad", "adam")
 STATE_PER_WEIGHT: Mapping[str, float] = {"sgd": 0.0, "adagrad": 1.0, "adam": 2.0}
 MAX_SIZE = 2**40
-UNIFORM = IndexStream()
 TASK_KEYS = ("batch", "features", "bottom", "top", "dim", "optimizer", "tables")
 TABLE_KEYS = ("name", "rows", "dim", "pooling", "dtype", "indices", "weighted")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """One embedding table and how a batch looks it up: ``pooling`` rows per sample on average."""
-
-    name: str
-    rows: int
-    dim: int
-    pooling: float
-    dtype: str = "fp32"
-    weighted: bool = False
-    stream: IndexStream = UNIFORM
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self.dim * ITEMSIZE_BYTES[self.dtype]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its weights."""
-        return self.rows * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

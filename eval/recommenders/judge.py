@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from compose.parallel.placement import Sharding
 from compose.sharding.costs import Costs
 from compose.sharding.forecast import forecast_sharding
-from compose.sharding.placement import Sharding
-from compose.sharding.propose import greedy, improve, random_sharding, table_costs, torchrec_us
+from compose.sharding.propose import greedy_by, improve, random_sharding, table_costs, torchrec_us
 from compose.sharding.tables import RankingModel
 from compose.target import find_target
 from eval.recommenders.measure import measure
@@ -94,10 +94,10 @@ def _judged(candidate: Candidate, forecast_us: float, rounds_us: tuple[float, ..
 
 def sharders(costs: Costs, rng: np.random.Generator) -> list[Candidate]:
     """Proposals of a random sharder, six greedy ones, and the search on our own forecast."""
-    model, ranks, limit = costs.model, costs.world_size, costs.book.gpu.hbm_bytes
-    found = {"random": random_sharding(rng, model, ranks)}
+    model = costs.model
+    found = {"random": random_sharding(rng, model, costs.world_size)}
     for name, cost in table_costs(costs).items():
-        found[f"greedy by {name}"] = greedy(model, ranks, cost, limit)
+        found[f"greedy by {name}"] = greedy_by(cost, costs)
     best = min((forecast_sharding(s, costs) for s in found.values()), key=lambda f: f.iteration_us)
     found["search"] = improve(best, costs).sharding
     return [Candidate(name=n, model=model, sharding=s) for n, s in found.items()]

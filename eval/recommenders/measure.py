@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from compose.sharding.placement import shards
+from compose.parallel.placement import shards
 from eval.recommenders.tasks import Candidate
 from microbench.iterations.sharded_dlrm import MeasuredShard, MeasuredTable, ShardedModel
 from microbench.processes.ranks import start_ranks

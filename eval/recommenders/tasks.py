@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from compose.sharding.placement import Placement, Sharding
-from compose.sharding.tables import RankingModel, Table
+from compose.parallel.placement import Placement, Sharding, Table
+from compose.sharding.tables import RankingModel
 from microbench.ops.lookup.index_streams import IndexStream
 
 SKEWS = (0.0, 0.8, 1.05, 1.2)

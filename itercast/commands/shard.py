@@ -39,8 +39,8 @@ def shard(
     as_json: Json = False,
 ) -> None:
     """Rank shardings of embedding tables by their forecast iteration; nothing is run."""
+    from compose.parallel.placement import to_torchrec
     from compose.sharding.costs import Costs
-    from compose.sharding.placement import to_torchrec
     from compose.sharding.propose import choose
     from compose.sharding.tables import read_model
     from compose.target import find_target
@@ -53,7 +53,7 @@ def shard(
     ranking = choose(costs, seed, given)
     fastest = ranking[0][1]
     device = "cpu" if target.gpu.kind == "cpu" else "cuda"
-    plan = to_torchrec(fastest.sharding, model, costs.per_node, device)
+    plan = to_torchrec(fastest.sharding, model.tables, costs.per_node, device)
     if out is not None:
         write_atomic(out, plan.encode())
     if as_json:
@@ -68,10 +68,10 @@ def shard(
 
 
 def _given(path: Path, model: Any) -> Any:
-    from compose.sharding.placement import from_torchrec
+    from compose.parallel.placement import from_torchrec
 
     try:
-        return from_torchrec(path.read_text(), model)
+        return from_torchrec(path.read_text(), model.tables)
     except (OSError, UnicodeDecodeError, ValueError) as exc:
         raise ValueError(f"sharding {str(path)!r}: {exc}") from None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from compose.sharding.placement import Placement
+from compose.parallel.placement import Placement
 from eval.recommenders.judge import Choice, Judged, choices, error_statistics, sharders
 from eval.recommenders.measure import ROUNDS, at_one_speed, measurable, measure
 from eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task

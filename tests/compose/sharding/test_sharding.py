@@ -11,20 +11,22 @@ import numpy as np
 import pytest
 import yaml
 
-from compose.sharding.costs import Costs
-from compose.sharding.forecast import exchange, forecast_sharding, traffic
-from compose.sharding.placement import (
+from compose.parallel.greedy import greedy
+from compose.parallel.placement import (
     KINDS,
     Placement,
     Shard,
+    Table,
     check_sharding,
     from_torchrec,
     memory_bytes,
     shards,
     to_torchrec,
 )
-from compose.sharding.propose import choose, greedy, improve, random_sharding, torchrec_us
-from compose.sharding.tables import RankingModel, Table, model_from, read_model
+from compose.sharding.costs import Costs
+from compose.sharding.forecast import exchange, forecast_sharding, traffic
+from compose.sharding.propose import choose, greedy_by, improve, random_sharding, torchrec_us
+from compose.sharding.tables import RankingModel, model_from, read_model
 from compose.target import find_target
 
 ALL = (0, 1, 2, 3)
@@ -94,8 +96,9 @@ def test_shards_cover_the_table_once(kind: str) -> None:
 def test_memory_counts_weights_and_optimizer_state() -> None:
     """100 rows of 16 floats: 6,400 bytes of weights, as much again of Adagrad's state."""
     one = model(1, tables=[{"rows": 100, "dim": 16, "pooling": 1}], optimizer="adagrad")
-    assert memory_bytes((Placement("table_wise", (1,)),), one, 2, 2) == [0, 12800]
-    assert memory_bytes((Placement("row_wise", (0, 1)),), one, 2, 2) == [6400, 6400]
+    where = [Placement("table_wise", (1,)), Placement("row_wise", (0, 1))]
+    assert memory_bytes((where[0],), one.tables, 1.0, 2, 2) == [0, 12800]
+    assert memory_bytes((where[1],), one.tables, 1.0, 2, 2) == [6400, 6400]
 
 
 def test_traffic_by_hand(costs: Costs) -> None:
@@ -149,7 +152,7 @@ def test_more_lookups_never_make_it_faster(costs: Costs) -> None:
 
 def test_all_tables_on_one_rank_are_slower_than_spread(costs: Costs) -> None:
     crowded = tuple(Placement("table_wise", (0,)) for _ in costs.model.tables)
-    spread = greedy(costs.model, 4, lambda t: t.pooling, 1e12)
+    spread = greedy_by(lambda t: t.pooling, costs)
     times = [forecast_sharding(s, costs) for s in (spread, crowded)]
     assert times[0].iteration_us < times[1].iteration_us
     assert improve(times[1], costs).iteration_us < times[1].iteration_us
@@ -159,11 +162,11 @@ def test_greedy_balances_and_keeps_to_the_memory() -> None:
     """Costs 4, 3, 2, 1 on two ranks: 4 + 1 and 3 + 2. Costs 9, 1, 1, 1: one table beside three
     others; with room for two tables a rank, two and two."""
     four = model(4, tables=[{"rows": 100, "dim": 16, "pooling": p} for p in (4, 3, 2, 1)])
-    found = greedy(four, 2, lambda t: t.pooling, 1e12)
+    found = greedy(four.tables, (4, 3, 2, 1), 2, 1e12)
     assert [p.ranks[0] for p in found] in ([0, 1, 1, 0], [1, 0, 0, 1])
     heavy = model(4, tables=[{"rows": 100, "dim": 16, "pooling": p} for p in (9, 1, 1, 1)])
     for limit_bytes, held in ((1e12, [1, 3]), (2 * 6400, [2, 2])):
-        ranks = [p.ranks[0] for p in greedy(heavy, 2, lambda t: t.pooling, limit_bytes)]
+        ranks = [p.ranks[0] for p in greedy(heavy.tables, (9, 1, 1, 1), 2, limit_bytes)]
         assert sorted(map(ranks.count, (0, 1))) == held
 
 
@@ -183,8 +186,8 @@ def test_the_chosen_sharding_is_the_fastest_and_is_kept_in_torchrecs_form(costs:
     ranking = choose(costs)
     times = [found.iteration_us for _, found in ranking]
     assert times == sorted(times) and len(ranking) >= 15
-    plan = to_torchrec(ranking[0][1].sharding, costs.model, costs.per_node, "cuda")
-    assert from_torchrec(plan, costs.model) == ranking[0][1].sharding
+    plan = to_torchrec(ranking[0][1].sharding, costs.model.tables, costs.per_node, "cuda")
+    assert from_torchrec(plan, costs.model.tables) == ranking[0][1].sharding
     entry = json.loads(plan)["t0"]
     assert set(entry) == {"sharding_type", "compute_kernel", "ranks", "sharding_spec"}
 
@@ -213,7 +216,7 @@ def test_tables_too_large_for_the_memory_come_last(costs: Costs) -> None:
 )
 def test_placements_that_do_not_fit_are_refused(place: Placement, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        check_sharding((place,), model(1), 4, 2)
+        check_sharding((place,), model(1).tables, 4, 2)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Placements of embedding tables on ranks, the shards they make, and torchrec's plan form."""
+"""Embedding tables, their placements on ranks, the shards these make, and torchrec's plan form."""
 
 from __future__ import annotations
 
@@ -7,9 +7,39 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compose.sharding.tables import STATE_PER_WEIGHT, RankingModel, Table
+from microbench.opcall import ITEMSIZE_BYTES
+from microbench.ops.lookup.index_streams import IndexStream
 
+UNIFORM = IndexStream()
+INDEX_BYTES = 8  # int64 row numbers and lengths of bags
 KINDS = ("data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One embedding table and how a batch looks it up: ``pooling`` rows per sample on average.
+
+    ``pooled``: the rows of a sample are summed; else each lookup is a sample that gets its row.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    pooling: float
+    dtype: str = "fp32"
+    weighted: bool = False
+    stream: IndexStream = UNIFORM
+    pooled: bool = True
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.dim * ITEMSIZE_BYTES[self.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its weights."""
+        return self.rows * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +104,28 @@ def _part(size: int, index: int, parts: int) -> tuple[int, int]:
     return start, min(size, start + block) - start
 
 
-def check_sharding(sharding: Sharding, model: RankingModel, world_size: int, per_node: int) -> None:
+def message_bytes(shard: Shard, table: Table, samples: int) -> tuple[float, float]:
+    """Bytes that a shard of another rank costs the samples of one rank, there and back.
+
+    Row numbers, with the lengths of bags, go to the shard; pooled vectors come back, and as much
+    of their gradients goes there.
+    """
+    looked_up = samples * table.pooling * shard.rows / table.rows
+    lengths = samples if table.pooled else 0
+    vectors = samples if table.pooled else looked_up
+    return (
+        INDEX_BYTES * (looked_up + lengths),
+        vectors * shard.columns * ITEMSIZE_BYTES[table.dtype],
+    )
+
+
+def check_sharding(
+    sharding: Sharding, tables: Sequence[Table], world_size: int, per_node: int
+) -> None:
     """Raise ValueError where a placement does not fit its table or the ranks."""
-    if len(sharding) != len(model.tables):
-        raise ValueError(f"{len(sharding)} placements for {len(model.tables)} tables")
-    for table, place in zip(model.tables, sharding, strict=True):
+    if len(sharding) != len(tables):
+        raise ValueError(f"{len(sharding)} placements for {len(tables)} tables")
+    for table, place in zip(tables, sharding, strict=True):
         if wrong := _problem(table, place, world_size, per_node):
             raise ValueError(f"table {table.name!r}: {place.kind} on {list(place.ranks)}: {wrong}")
 
@@ -104,21 +151,21 @@ def _problem(table: Table, place: Placement, world_size: int, per_node: int) -> 
 
 
 def memory_bytes(
-    sharding: Sharding, model: RankingModel, world_size: int, per_node: int
+    sharding: Sharding, tables: Sequence[Table], state: float, world_size: int, per_node: int
 ) -> list[int]:
-    """Bytes of weights and optimizer state of the tables on each rank."""
+    """Bytes of the tables on each rank, with ``state`` numbers of the optimizer per weight."""
     found = [0] * world_size
-    for i, (table, place) in enumerate(zip(model.tables, sharding, strict=True)):
+    for i, (table, place) in enumerate(zip(tables, sharding, strict=True)):
         for shard in shards(table, i, place, per_node):
             weights = shard.rows * shard.columns * (table.row_bytes // table.dim)
-            found[shard.rank] += round(weights * (1 + STATE_PER_WEIGHT[model.optimizer]))
+            found[shard.rank] += round(weights * (1 + state))
     return found
 
 
-def to_torchrec(sharding: Sharding, model: RankingModel, per_node: int, device: str) -> str:
+def to_torchrec(sharding: Sharding, tables: Sequence[Table], per_node: int, device: str) -> str:
     """The sharding as JSON in the fields of torchrec's ``ParameterSharding``, by table."""
     plan: dict[str, Any] = {}
-    for i, (table, place) in enumerate(zip(model.tables, sharding, strict=True)):
+    for i, (table, place) in enumerate(zip(tables, sharding, strict=True)):
         spec = [
             {
                 "shard_offsets": [s.first_row, s.first_column],
@@ -136,21 +183,29 @@ def to_torchrec(sharding: Sharding, model: RankingModel, per_node: int, device: 
     return json.dumps(plan, indent=1) + "\n"
 
 
-def from_torchrec(text: str, model: RankingModel) -> Sharding:
-    """The sharding of such a JSON text; ValueError where it is none of this model."""
+def from_torchrec(text: str, tables: Sequence[Table]) -> Sharding:
+    """The sharding of such a JSON text; ValueError where it is none of these tables.
+
+    A table is named as it is, or by its number.
+    """
     try:
         plan = json.loads(text)
     except (ValueError, RecursionError):
         raise ValueError("not JSON") from None
     if not isinstance(plan, Mapping):
         raise ValueError("expected a table's name and its sharding per entry")
-    return tuple(_placement(plan, table) for table in model.tables)
+    names = {t.name for t in tables}
+    keys = [t.name if t.name in plan else str(i) for i, t in enumerate(tables)]
+    unknown = [name for name in plan if name not in {*names, *keys}]
+    if unknown:
+        told = ", ".join(t.name for t in tables[:8]) + (", ..." if len(tables) > 8 else "")
+        raise ValueError(f"unknown table {unknown[0][:80]!r}; known: {told}")
+    return tuple(_placement(plan.get(key), t) for key, t in zip(keys, tables, strict=True))
 
 
-def _placement(plan: Mapping[str, Any], table: Table) -> Placement:
-    entry = plan.get(table.name)
+def _placement(entry: Any, table: Table) -> Placement:
     if not isinstance(entry, Mapping):
-        raise ValueError(f"table {table.name!r}: no sharding; there are {sorted(plan)[:8]}")
+        raise ValueError(f"table {table.name!r}: no sharding")
     kind, ranks = entry.get("sharding_type"), entry.get("ranks")
     good = isinstance(ranks, Sequence) and not isinstance(ranks, str)
     if kind not in KINDS or not good or not all(type(r) is int for r in ranks or ()):
