@@ -11,7 +11,7 @@ from compose.forecast import Forecast
 from compose.graph.index_streams import with_indices
 from compose.graph.launch_modes import with_engine
 from compose.parallel.plan import ParallelPlan
-from compose.target import find_target, forecast_step
+from compose.target import Target, find_target, forecast_step
 from microbench.opcall import StepCapture
 
 
@@ -38,15 +38,49 @@ def predict(
     ``model`` is anything ``capture`` takes, with its options, or a captured step. ``batch`` and
     ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it.
     """
+    return forecast_step(
+        *prepare(
+            model,
+            inputs,
+            loss,
+            gpu=gpu,
+            plan=plan,
+            bundle=bundle,
+            engine=engine,
+            host=host,
+            stack=stack,
+            indices=indices,
+            **options,
+        )
+    )
+
+
+def prepare(
+    model: Any,
+    inputs: Any = None,
+    loss: Callable[[Any], Any] | str = "default",
+    *,
+    gpu: str = "cpu",
+    plan: str = "",
+    bundle: Path | None = None,
+    engine: str = "eager",
+    host: str = "",
+    stack: str = "",
+    indices: str = "",
+    **options: Any,
+) -> tuple[StepCapture, Target]:
+    """The captured micro-batch and the target of a forecast; arguments are those of ``predict``."""
     if isinstance(model, StepCapture):
         if inputs is not None or loss != "default" or options:
             raise ValueError("a captured step has its inputs, loss and options already")
         if ParallelPlan.parse(plan).amp:
             raise ValueError(f"plan {plan!r}: a step is captured with amp=True, or without")
         step = with_engine(with_indices(model, indices), engine)
-        return forecast_step(step, find_target(gpu, plan, bundle, host, stack))
+        return step, find_target(gpu, plan, bundle, host, stack)
     parsed = ParallelPlan.parse(plan)
+    if options.get("lora") and parsed.tp > 1:
+        raise ValueError("--lora: how tp cuts adapters is not known")
     size = micro_size(model, parsed, options.pop("batch", None), options.pop("seq", None))
     target = find_target(gpu, plan, bundle, host, stack)
     step = capture(model, inputs, loss, **size, **{"amp": parsed.amp, **options})
-    return forecast_step(with_engine(with_indices(step, indices), engine), target)
+    return with_engine(with_indices(step, indices), engine), target

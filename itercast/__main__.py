@@ -14,6 +14,8 @@ from rich.console import Console
 
 from itercast.commands.bench_public import bench_public
 from itercast.commands.calibrate import calibrate
+from itercast.commands.check import check
+from itercast.commands.explain import explain
 from itercast.commands.gpu_report import gpu_report
 from itercast.commands.import_rows import import_rows
 from itercast.commands.plan import plan
@@ -55,6 +57,7 @@ app.command()(calibrate)
 app.command()(bench_public)
 app.command()(gpu_report)
 app.command()(shard)
+app.command()(check)
 
 
 @app.command()
@@ -143,6 +146,7 @@ def price(
 
 
 app.command()(predict)
+app.command()(explain)
 
 
 app.command()(plan)
@@ -159,14 +163,32 @@ def evaluate(
     out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/evaluate"),
 ) -> None:
     """Compare forecasts with measured iterations; measures this CPU unless --measured is given."""
-    from eval.compare import compare_all, measured_rows, report_comparison
+    from eval.compare import compare_all, measured_rows
+    from eval.report.write import report_comparison
     from itercast.commands.shared import iterations
 
     root = measured or Path("runs/measured")
     if measured is None:
         iterations(root, "cpu", (0, 1), case)
     rows = measured_rows(root, case)
-    report_comparison(out, compare_all(rows, bundle), rows, {})
+    report_comparison(out, compare_all(rows, bundle), rows, {}, root, bundle)
+
+
+@app.command()
+@one_line_errors
+def report(
+    reports: Annotated[Path, typer.Option(help="folder with the folders of comparisons")] = Path(
+        "reports"
+    ),
+) -> None:
+    """Write the report pages anew from what demo and evaluate left on disk.
+
+    Sweeps are replayed for their learning curves, once.
+    """
+    from eval.report.write import rewrite
+
+    for page in rewrite(reports):
+        typer.echo(page)
 
 
 @app.command()

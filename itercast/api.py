@@ -8,13 +8,18 @@ predict(model, inputs, loss, gpu="h100-sxm-80gb", dtype="bf16")
 step = capture(model, inputs, loss)  # once
 for plan in ("dp=1", "dp=8"):
     print(plan, predict(step, gpu="h100-sxm-80gb", plan=plan).iteration_us)
+
+time_parts(predict("gpt2-small", gpu="h100-sxm-80gb"))  # where the time goes
+changes("gpt2-small", {"gpu": "h100-sxm-80gb"})  # what would gain most
 """
 
 from __future__ import annotations
 
 from compose.capture_model import capture
+from compose.explain.changes import changes
+from compose.explain.time_parts import time_parts
 from compose.forecast import Forecast
 from compose.predict import predict
 from microbench.opcall import StepCapture
 
-__all__ = ["Forecast", "StepCapture", "capture", "predict"]
+__all__ = ["Forecast", "StepCapture", "capture", "changes", "predict", "time_parts"]

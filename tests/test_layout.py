@@ -26,8 +26,8 @@ ROOMS = {
         "importers",
     ),
     "learners": ("features", "models", "transfer", ""),
-    "compose": ("graph", "parallel", "pricing", "simulate", "", "sharding"),
-    "eval": ("", "public", "recommenders"),
+    "compose": ("graph", "parallel", "pricing", "simulate", "", "sharding", "explain"),
+    "eval": ("", "drift", "public", "recommenders"),
     "itercast": ("", "commands"),
 }
 FILES_IN_A_ROOM = 14

@@ -84,12 +84,17 @@ def predict(
         raise ValueError("predict takes one of CASE, --hf-config and --model")
     if hf_config is not None and batch is None:
         raise ValueError("--hf-config needs --batch, and --seq for text")
-    step, target = _step_and_target(
-        case or hf_config or _function(model),
-        batch,
-        seq,
-        (gpu, plan, bundle, host, stack),
-        engine=_engine(compiled, cuda_graph),
+    step, target = prepared(
+        case or hf_config or named_function(model),
+        batch=batch,
+        seq=seq,
+        gpu=gpu,
+        plan=plan,
+        bundle=bundle,
+        host=host,
+        stack=stack,
+        indices=indices,
+        engine=engine_name(compiled, cuda_graph),
         loss=loss,
         mode=mode,
         optimizer=optimizer,
@@ -98,10 +103,8 @@ def predict(
         lora=lora,
         whole=trace is not None,  # a timeline shows every op
     )
-    from compose.graph.index_streams import with_indices
     from compose.target import forecast_step
 
-    step = with_indices(step, indices)
     found = forecast_step(step, target)
     if strict and found.unmodelled_frac > 0:
         raise typer.Exit(_not_modelled(found, step, target))
@@ -111,39 +114,24 @@ def predict(
     _print(name, found, as_json=as_json, explain=explain_assumptions)
 
 
-def _step_and_target(
-    asked: Any,
-    batch: int | None,
-    seq: int | None,
-    place: tuple[str, str, Path | None, str, str],
-    engine: str,
-    **options: Any,
-) -> tuple[StepCapture, Target]:
-    """The captured micro-batch of a rank, and ``place``: GPU, plan, bundle, host, stack."""
+def prepared(asked: Any, **question: Any) -> tuple[StepCapture, Target]:
+    """The captured micro-batch of a rank, and the target; arguments are those of ``predict``."""
     from microbench.slow_imports import without_scikit_learn
 
     if not callable(asked):  # a function of one's own may need it
         without_scikit_learn()
-    from compose.capture_model import capture, micro_size
-    from compose.graph.launch_modes import with_engine
-    from compose.parallel.plan import ParallelPlan
-    from compose.target import find_target
+    from compose.predict import prepare
 
-    plan = ParallelPlan.parse(place[1])
-    if options["lora"] and plan.tp > 1:
-        raise ValueError("--lora: how tp cuts adapters is not known")
-    size = micro_size(asked, plan, batch, seq)
-    target = find_target(*place)
-    return with_engine(capture(asked, amp=plan.amp, **size, **options), engine), target
+    return prepare(asked, **question)
 
 
-def _engine(compiled: bool, cuda_graph: bool) -> str:
+def engine_name(compiled: bool, cuda_graph: bool) -> str:
     """How the step is launched, as ``with_engine`` names it."""
     names = ["compile"] * compiled + ["graph"] * cuda_graph
     return "+".join(names) or "eager"
 
 
-def _function(name: str) -> Any:
+def named_function(name: str) -> Any:
     from microbench.cases.external.user_module import load_function  # lazy: needs torch
 
     return load_function(name)
@@ -160,7 +148,7 @@ def _write_trace(path: Path, step: StepCapture, target: Target) -> None:
 
 def _print(name: str, found: Forecast, *, as_json: bool, explain: bool) -> None:
     """Print a forecast as one JSON object or as tables."""
-    from compose.explain import assumed_parts
+    from compose.explain.assumptions import assumed_parts
     from itercast.commands.shared import assumption_sources, assumptions_table, forecast_table
 
     parts = assumed_parts(found) if explain else []

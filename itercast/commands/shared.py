@@ -15,7 +15,7 @@ from rich.table import Table
 from eval.progress import progress_bar
 
 if TYPE_CHECKING:
-    from compose.explain import AssumedPart
+    from compose.explain.assumptions import AssumedPart
     from compose.forecast import Forecast
 
 
@@ -97,8 +97,12 @@ def fit(
     trials: int,
     limit: int | None = None,
 ) -> dict[str, Any]:
-    """Train a bundle with a progress bar, log it to MLflow; returns the report as plain values."""
+    """Train a bundle with a progress bar, log it to MLflow; returns the report as plain values.
+
+    The forecasts of the held-out rows are written into the bundle's folder.
+    """
     from eval.tracking import log_fit
+    from learners.held_out import save_held_out
     from learners.train import train
 
     for root in data:
@@ -106,14 +110,17 @@ def fit(
             raise ValueError(f"data {str(root)!r}: no such folder")
     with progress_bar() as bar:
         task = bar.add_task("train", total=None)
-        report = train(
+        trained = train(
             data,
             out,
             families,
             trials,
             limit,
             on_progress=lambda name: bar.update(task, description=f"train {name}"),
-        ).to_dict()
+            compare=True,
+        )
+    save_held_out(out, trained.held_out())
+    report = trained.to_dict()
     log_fit(report, machine_name(out), out)
     return report
 
@@ -129,7 +136,10 @@ def machine_name(bundle: Path) -> str:
 def report_table(report: dict[str, Any]) -> Table:
     """A table of median errors on held-out shapes by family and learner, with the retest error."""
     table = Table(title="median absolute error on held-out shapes, %")
-    learners = ["xgboost", "nearest", "linear", "roofline"]
+    from learners.models.compared import NAMES  # lazy: imports XGBoost
+
+    scored = {name for entry in report.values() for name in entry["learners"]}
+    learners = [name for name in reversed(NAMES) if name in scored]
     for head in ("family", "rows", "retest", "coverage", *learners):
         table.add_column(head, justify="left" if head == "family" else "right")
     for name, entry in report.items():

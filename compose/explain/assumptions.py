@@ -10,7 +10,7 @@ from pathlib import Path
 from compose.forecast import Forecast
 from microbench.assumptions import Assumption, all_assumptions
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("microbench", "learners", "compose")
 FALLBACK_HOLDS = "where no model has seen the op in this dtype on such a GPU"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from compose.explain import assumed_parts
+from compose.explain.assumptions import assumed_parts
 from compose.forecast import Forecast, forecast
 from compose.parallel.plan import ParallelPlan
 from compose.pricing.collectives import Message, cluster, formula_us, price_messages

@@ -1,0 +1,183 @@
+"""Forecasts what each of many changes would gain: of software, plan, batch, GPU, hardware rates.
+
+Changes of software, plan, batch and GPU are forecasts of their own. Twice a hardware rate is asked
+of the models as a GPU that nobody measured, and compared with the same GPU under another name, so
+that both forecasts rest on the same rows; the ratio of the two is applied to the forecast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from compose.forecast import Forecast
+from compose.parallel.plan import ParallelPlan
+from compose.predict import prepare
+from compose.target import Target, forecast_step
+from microbench.hardware.node import Node
+from microbench.hardware.spec import Gpu
+from microbench.opcall import StepCapture
+
+OTHER_GPUS = ("a100-sxm-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "b200-sxm")
+TWIN = "twin"  # the same hardware under a name that no row has
+TWICE = "twice the "
+HARDWARE, SOFTWARE, PLAN, SIZE, GPU = "hardware", "software", "plan", "batch", "gpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One change and what it would bring.
+
+    ``gain_frac`` is samples/s with the change over those without, minus 1. ``kind`` is hardware,
+    software, plan, batch or gpu. ``fits``: the peak memory is within the device's.
+    """
+
+    name: str
+    kind: str
+    iteration_us: float
+    samples_per_s: float
+    gain_frac: float
+    fits: bool
+
+
+def changes(
+    model: Any, asked: Mapping[str, Any], on_progress: Callable[[str], None] = lambda name: None
+) -> list[Change]:
+    """Changes by what they gain, most first; ``model`` and ``asked`` as ``predict`` takes them.
+
+    Those that a forecast refuses (no such kernels, no such unit, too few samples) are left out.
+    ``on_progress`` is told the name of each change before it is forecast.
+    """
+    step, target = prepare(model, **asked)
+    base = forecast_step(step, target)
+    on_progress("twice each hardware rate")
+    found = list(_hardware_changes(step, target, base))
+    for name, kind, other in _other_questions(model, asked, step, target):
+        on_progress(name)
+        try:
+            found.append(_change(name, kind, forecast_step(*prepare(model, **other)), base))
+        except ValueError:
+            continue
+    return sorted(found, key=lambda change: -change.gain_frac)
+
+
+def _change(name: str, kind: str, found: Forecast, base: Forecast) -> Change:
+    return Change(
+        name=name,
+        kind=kind,
+        iteration_us=found.iteration_us,
+        samples_per_s=found.samples_per_s,
+        gain_frac=found.samples_per_s / base.samples_per_s - 1,
+        fits=found.fits,
+    )
+
+
+def _other_questions(
+    model: Any, asked: Mapping[str, Any], step: StepCapture, target: Target
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Name, kind and arguments of ``predict`` of each change that the question leaves open."""
+    plan, gpu = target.plan, target.gpu
+    is_named = isinstance(model, str | Path)  # else dtype, batch and attention are the module's
+    if gpu.kind != "cpu":
+        for other in OTHER_GPUS:
+            if other != gpu.name and not plan.node:
+                yield other, GPU, {**asked, "gpu": other}
+        if not asked.get("engine") or asked["engine"] == "eager":
+            yield "torch.compile", SOFTWARE, {**asked, "engine": "compile"}
+            yield "a CUDA graph", SOFTWARE, {**asked, "engine": "graph"}
+    for text, changed in _other_plans(plan):
+        yield text, PLAN, {**asked, "plan": str(changed)}
+    if not is_named:
+        return
+    if asked.get("attn") == "eager":
+        yield "fused attention", SOFTWARE, {**asked, "attn": "sdpa"}
+    if gpu.kind != "cpu" and step.optimizer == "adamw":
+        yield "fused AdamW", SOFTWARE, {**asked, "optimizer": "adamw_fused"}
+    for dtype in _faster_dtypes(asked.get("dtype") or "fp32", gpu, plan):
+        yield f"dtype {dtype}", SOFTWARE, {**asked, "dtype": dtype}
+    batch = step.samples * plan.microbatches
+    yield f"batch {2 * batch} for {batch}", SIZE, {**asked, "batch": 2 * batch}
+
+
+def _faster_dtypes(dtype: str, gpu: Gpu, plan: ParallelPlan) -> list[str]:
+    """Dtypes with a higher peak than this one, of those that training commonly uses."""
+    if plan.amp or gpu.kind == "cpu":
+        return []
+    known = [d for d in ("tf32", "bf16", "fp8") if d in gpu.peak_flops_per_s]
+    return [d for d in known if gpu.peak(d) > gpu.peak(dtype)]
+
+
+def _other_plans(plan: ParallelPlan) -> Iterator[tuple[str, ParallelPlan]]:
+    """Plans with the same degrees and one option changed."""
+    if plan.recompute:
+        yield "no recomputation", replace(plan, recompute="", recomputed=1.0)
+    if plan.tp > 1 and not plan.sp:
+        yield "sequence parallelism (sp)", replace(plan, sp=True)
+    if plan.tp > 1 and not plan.tp_overlap and plan.sp:
+        yield "messages of tp beside products (tp_overlap)", replace(plan, tp_overlap=True)
+    if plan.pp > 1 and plan.schedule == "1f1b":
+        yield "zero-bubble schedule", replace(plan, schedule="zb")
+    if plan.pp > 1:
+        yield "twice as many micro-batches", replace(plan, micro=2 * plan.microbatches)
+    if plan.zero == 3:
+        yield "ZeRO 2 for 3", replace(plan, zero=2)
+
+
+def _hardware_changes(step: StepCapture, target: Target, base: Forecast) -> Iterator[Change]:
+    """Twice each rate of the hardware; iterations follow the ratio to the twin's forecast."""
+    twin = _twin(target)
+    without = forecast_step(step, twin)
+    for name, other in _doubled(twin):
+        ratio = forecast_step(step, other).iteration_us / without.iteration_us
+        iteration_us, samples_per_s = base.iteration_us * ratio, base.samples_per_s / ratio
+        yield Change(
+            name=TWICE + name,
+            kind=HARDWARE,
+            iteration_us=iteration_us,
+            samples_per_s=samples_per_s,
+            gain_frac=samples_per_s / base.samples_per_s - 1,
+            fits=base.fits,
+        )
+
+
+def _twin(target: Target) -> Target:
+    """The same hardware under names that no measured row has."""
+    gpu, host = replace(target.gpu, name=TWIN), replace(target.host, name=TWIN)
+    return replace(target, gpu=gpu, host=host if gpu.kind != "cpu" else target.host)
+
+
+def _doubled(twin: Target) -> Iterator[tuple[str, Target]]:
+    gpu, host = twin.gpu, twin.host
+    yield "memory bandwidth", replace(twin, gpu=_times(gpu, "hbm_bytes_per_s"))
+    rates = ("peak_flops_per_s", "full_rate_flops_per_s", "achieved_flops_per_s")
+    if gpu.kind == "cpu":
+        yield "compute", replace(twin, gpu=_times(gpu, *rates))
+        return
+    # As many SMs again, with their power: twice the clock would meet the same power limit.
+    more = replace(_times(gpu, *rates, "power_w"), sm_count=2 * gpu.sm_count)
+    yield "compute", replace(twin, gpu=more)
+    faster = replace(host, slowdown=host.slowdown / 2, launch_us=host.launch_us / 2)
+    yield "speed of the host", replace(twin, host=faster)
+    if twin.plan.world_size > 1:
+        links = _times(gpu, "link_bytes_per_s", "pcie_bytes_per_s")
+        node = twin.node and _faster_node(twin.node, "link_bytes_per_s")
+        yield "rate of links", replace(twin, gpu=links, node=node)
+    if twin.node is not None and twin.node.network_bytes_per_s:
+        faster_network = _faster_node(twin.node, "network_bytes_per_s")
+        yield "rate of the network", replace(twin, node=faster_network)
+
+
+def _faster_node(node: Node, rate: str) -> Node:
+    return replace(node, **{rate: 2 * getattr(node, rate)})
+
+
+def _times(gpu: Gpu, *names: str) -> Gpu:
+    """The GPU with these rates doubled, those of a dtype each."""
+    values = {name: getattr(gpu, name) for name in names}
+    doubled: dict[str, Any] = {
+        name: {k: 2 * v for k, v in value.items()} if isinstance(value, Mapping) else 2 * value
+        for name, value in values.items()
+    }
+    return replace(gpu, **doubled)

@@ -1,0 +1,130 @@
+"""Splits a forecast iteration into parts that add up to it, and lists the ops that take longest."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from compose.forecast import Forecast
+from compose.pricing.collectives import cluster
+from compose.pricing.layer_prices import price_model
+from compose.pricing.price_book import Priceable, price_book
+from compose.target import Target
+from learners.features.table import bounds_us, columns
+from microbench.opcall import StepCapture
+
+COMPUTE, COMMUNICATION, IDLE = "compute", "communication", "idle"
+IDLE_NAMES: Mapping[str, str] = {
+    "host": "GPU waits for the host",
+    "bubble": "pipeline bubble",
+    "waiting": "waits for other stages",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimePart:
+    """A part of the slowest rank's iteration; ``kind`` is compute, communication or idle."""
+
+    name: str
+    kind: str
+    time_us: float
+    iteration_frac: float
+
+
+def time_parts(found: Forecast) -> list[TimePart]:
+    """The iteration's parts, largest first; their times add up to ``iteration_us``.
+
+    Compute by op family, messages that no compute hides, and idle time by its reason. What compute
+    loses while messages run beside it is a part of its own.
+    """
+    ops = {name: us for name, us in found.by_family_us.items() if name != "collective"}
+    total_us = sum(ops.values())
+    scale = min(1.0, found.compute_us / total_us) if total_us else 0.0
+    slowed_us = max(0.0, found.compute_us - total_us)
+    times = [(name, COMPUTE, us * scale) for name, us in ops.items()]
+    times += [
+        ("slowed by messages beside compute", COMPUTE, slowed_us),
+        ("messages not hidden", COMMUNICATION, found.exposed_comm_us),
+        *((IDLE_NAMES[name], IDLE, us) for name, us in found.idle_by_us.items()),
+    ]
+    least_us = 1e-9 * found.iteration_us
+    parts = [
+        TimePart(name=n, kind=k, time_us=us, iteration_frac=us / found.iteration_us)
+        for n, k, us in times
+        if us > least_us
+    ]
+    return sorted(parts, key=lambda part: -part.time_us)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HotOp:
+    """Equal calls of an op in one iteration of a rank: how long they take and what limits them.
+
+    ``time_us`` is of all ``calls``. ``bound``: memory or compute, by which of them the roofline
+    gives the longer time; ``roofline_frac`` is that time over the forecast one.
+    """
+
+    op: str
+    shape: str
+    phase: str
+    calls: int
+    time_us: float
+    bound: str
+    roofline_frac: float
+
+
+def hot_ops(step: StepCapture, target: Target, limit: int) -> list[HotOp]:
+    """The ops of forward and backward that take most time, equal calls together.
+
+    ``step`` is one micro-batch of the target's plan. Ops of the optimizer and recomputed ones are
+    not among them.
+    """
+    plan, gpu = target.plan, target.gpu
+    book = price_book(target.bundle, gpu, target.threads, target.stack, target.host)
+    model = price_model(step, plan, book, cluster(plan, gpu, target.node))
+    calls: dict[tuple[Any, ...], int] = defaultdict(int)
+    wanted: dict[tuple[Any, ...], Priceable] = {}
+    for layer in model.layers:
+        spans = (layer.layer.forward, layer.layer.backward)
+        for i in (i for a, b in spans for i in range(a, b)):
+            if one := model.graph.wanted.get(i):
+                key = (one.op, one.phase, one.params, one.kernel, one.bytes_moved, one.cold)
+                calls[key] += layer.layer.count * plan.microbatches
+                wanted[key] = one
+    priced = book.price(list(wanted.values()))
+    us = {key: calls[key] * op.duration_us for key, op in zip(wanted, priced, strict=True)}
+    longest = sorted(us, key=lambda key: -us[key])[:limit]
+    return [_hot_op(wanted[key], calls[key], us[key], target) for key in longest]
+
+
+def _hot_op(one: Priceable, calls: int, time_us: float, target: Target) -> HotOp:
+    gpu = target.gpu
+    compute_us, memory_us = 0.0, 1e6 * one.bytes_moved / gpu.hbm_bytes_per_s
+    if one.family is not None and one.params is not None:
+        threads = target.threads or gpu.sm_count
+        point = columns(pd.DataFrame([asdict(one.params)]), one.family)
+        bounds = bounds_us(one.family, point, gpu, np.array([threads]))
+        compute_us, memory_us = (float(us[0]) for us in bounds)
+    return HotOp(
+        op=one.op.partition(".")[2].removesuffix(".default"),
+        shape=_shape(one.params),
+        phase=one.phase,
+        calls=calls,
+        time_us=time_us,
+        bound="compute" if compute_us > memory_us else "memory",
+        roofline_frac=min(1.0, calls * max(compute_us, memory_us) / time_us) if time_us else 0.0,
+    )
+
+
+def _shape(params: Any) -> str:
+    """Parameters of an op that are not their defaults, as text."""
+    if params is None:
+        return ""
+    values = ((f, getattr(params, f.name)) for f in fields(params) if f.name not in ("op", "dtype"))
+    told = [f"{f.name}={v}" for f, v in values if f.default is MISSING or v != f.default]
+    return " ".join([*told, getattr(params, "dtype", "")]).strip()

@@ -1,0 +1,181 @@
+"""`itercast explain`: where an iteration's time goes, and which change would gain most."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from itercast.commands.predict import (
+    Compiled,
+    CudaGraph,
+    Indices,
+    Lora,
+    Model,
+    engine_name,
+    named_function,
+    prepared,
+)
+from itercast.errors import one_line_errors
+from itercast.options import Bundle, HfConfig, Host, Json, Stack
+from microbench.cases.external.huggingface import read_config
+
+if TYPE_CHECKING:  # the command line starts without pandas
+    from compose.explain.changes import Change
+    from compose.explain.time_parts import HotOp, TimePart
+    from compose.forecast import Forecast
+
+BAR = 20  # characters of the longest bar
+OPS = 10  # listed
+PICTURES = (".png", ".svg", ".pdf")
+
+
+@one_line_errors
+def explain(
+    case: Annotated[str, typer.Argument(help="a named case; `itercast list cases`")] = "",
+    hf_config: HfConfig = None,
+    model: Model = "",
+    gpu: Annotated[str, typer.Option(help="GPU name, YAML file, or cpu")] = "cpu",
+    bundle: Bundle = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="samples per replica and step")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
+    mode: Annotated[str, typer.Option(help="train or infer")] = "train",
+    loss: Annotated[str, typer.Option(help="default, or none: backward from output")] = "default",
+    dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "fp32",
+    attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa",
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw_fused, sgd, lamb or none")] = "adamw",
+    lora: Lora = 0,
+    plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2" or "dp=8,amp"')] = "",
+    compiled: Compiled = False,
+    cuda_graph: CudaGraph = False,
+    host: Host = "",
+    stack: Stack = "",
+    indices: Indices = "",
+    picture: Annotated[
+        Path | None, typer.Option(help="draw both tables here: .png, .svg or .pdf")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say where an iteration's time goes and which change (software, plan, GPU) gains most."""
+    if sum(map(bool, (case, hf_config, model))) != 1:
+        raise ValueError("explain takes one of CASE, --hf-config and --model")
+    if hf_config is not None and batch is None:
+        raise ValueError("--hf-config needs --batch, and --seq for text")
+    if picture is not None and picture.suffix not in PICTURES:
+        raise ValueError(f"--picture {str(picture)!r}: allowed endings are {', '.join(PICTURES)}")
+    asked = case or hf_config or named_function(model)
+    question: dict[str, Any] = {
+        "batch": batch,
+        "seq": seq,
+        "gpu": gpu,
+        "plan": plan,
+        "bundle": bundle,
+        "host": host,
+        "stack": stack,
+        "indices": indices,
+        "engine": engine_name(compiled, cuda_graph),
+        "loss": loss,
+        "mode": mode,
+        "optimizer": optimizer,
+        "dtype": dtype,
+        "attn": attn,
+        "lora": lora,
+    }
+    step, target = prepared(asked, **question)
+    from compose.explain.changes import changes
+    from compose.explain.time_parts import hot_ops, time_parts
+    from compose.target import forecast_step
+    from eval.progress import progress_bar
+
+    found = forecast_step(step, target)
+    parts, ops = time_parts(found), hot_ops(step, target, OPS)
+    with progress_bar() as bar:
+        task = bar.add_task("changes", total=None)
+        gains = changes(asked, question, lambda name: bar.update(task, description=name))
+    name = read_config(hf_config).name if hf_config else case or model
+    if picture is not None:
+        _draw(picture, name, found, parts, gains)
+    if as_json:
+        lists: dict[str, Sequence[Any]] = {"parts": parts, "ops": ops, "changes": gains}
+        plain = {key: [asdict(one) for one in some] for key, some in lists.items()}
+        typer.echo(json.dumps({"case": name, "forecast": asdict(found), **plain}))
+        return
+    _print(name, found, parts, ops, gains)
+
+
+def _print(
+    name: str,
+    found: Forecast,
+    parts: Sequence[TimePart],
+    ops: Sequence[HotOp],
+    gains: Sequence[Change],
+) -> None:
+    console = Console()
+    title = f"{name} on {found.gpu}, plan {found.plan}: {found.iteration_us / 1e3:.2f} ms"
+    console.print(_parts_table(title, parts))
+    assumed = f"{100 * found.assumed_frac:.0f} % of it rests on assumed numbers"
+    console.print(f"{assumed} (predict --explain-assumptions lists them)")
+    console.print(_ops_table(ops))
+    console.print(_changes_table(gains))
+
+
+def _parts_table(title: str, parts: Sequence[TimePart]) -> Table:
+    """A table of the iteration's parts with bars."""
+    table = Table(title=title)
+    for head in ("part", "kind", "ms", "%", ""):
+        table.add_column(head, justify="right" if head in ("ms", "%") else "left")
+    longest = max((part.time_us for part in parts), default=1.0)
+    for part in parts:
+        bar = "█" * round(BAR * part.time_us / longest)
+        share = f"{100 * part.iteration_frac:.1f}"
+        table.add_row(part.name, part.kind, f"{part.time_us / 1e3:.2f}", share, bar)
+    return table
+
+
+def _ops_table(ops: Sequence[HotOp]) -> Table:
+    """A table of the ops that take longest, and how near their roofline they are."""
+    table = Table(title="ops of forward and backward that take longest, equal calls together")
+    for head in ("op", "calls", "ms", "bound", "% of roofline", "shape"):
+        left = head in ("op", "bound", "shape")
+        table.add_column(head, justify="left" if left else "right", overflow="fold")
+    for op in ops:
+        near = f"{100 * op.roofline_frac:.0f}"
+        cells = (op.op, str(op.calls), f"{op.time_us / 1e3:.2f}", op.bound, near, op.shape)
+        table.add_row(*cells)
+    return table
+
+
+def _changes_table(gains: Sequence[Change]) -> Table:
+    """A table of changes, the one that gains most first."""
+    table = Table(title="what a change would bring, each alone")
+    for head in ("change", "kind", "ms", "samples/s %", "memory"):
+        table.add_column(head, justify="right" if head in ("ms", "samples/s %") else "left")
+    for one in gains:
+        fits = "fits" if one.fits else "[red]too much[/]"
+        gain = f"{100 * one.gain_frac:+.0f}"
+        table.add_row(one.name, one.kind, f"{one.iteration_us / 1e3:.2f}", gain, fits)
+    return table
+
+
+def _draw(
+    path: Path,
+    name: str,
+    found: Forecast,
+    parts: Sequence[TimePart],
+    gains: Sequence[Change],
+) -> None:
+    from io import BytesIO
+
+    from eval.report.explanation import explanation
+    from microbench.store import write_atomic
+
+    title = f"{name} on {found.gpu}, plan {found.plan}: {found.iteration_us / 1e3:.2f} ms"
+    data = BytesIO()
+    explanation(title, parts, gains).savefig(data, format=path.suffix.removeprefix("."), dpi=130)
+    write_atomic(path, data.getvalue())

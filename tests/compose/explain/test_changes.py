@@ -1,0 +1,128 @@
+"""Explained forecasts: parts that add up, ops near their roofline by hand, laws of changes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from compose.explain.changes import HARDWARE, Change, changes
+from compose.explain.time_parts import hot_ops, time_parts
+from compose.forecast import Forecast
+from compose.predict import prepare
+from compose.target import forecast_step
+from itercast.__main__ import app
+
+H100 = "h100-sxm-80gb"
+
+
+def forecast_of(**facts: object) -> Forecast:
+    """A forecast of 20 us with some of its facts changed."""
+    zeros = dict.fromkeys(Forecast.__dataclass_fields__, 0.0)
+    text = dict.fromkeys(("gpu", "plan", "bundle", "host", "stack", "network"), "")
+    tables = {name: {} for name in ("idle_by_us", "assumed_by_us", "memory_by_bytes")}
+    return Forecast(**{**zeros, **text, **tables, "iteration_us": 20.0, **facts})  # type: ignore[arg-type]
+
+
+def test_parts_by_hand() -> None:
+    """10 us of ops take 12 beside messages, 3 of messages stay, 5 wait: 20 in all."""
+    found = forecast_of(
+        compute_us=12.0,
+        exposed_comm_us=3.0,
+        by_family_us={"gemm": 7.0, "norm": 3.0, "collective": 9.0},
+        idle_by_us={"host": 5.0, "bubble": 0.0},
+    )
+    told = [(part.name, part.kind, part.time_us) for part in time_parts(found)]
+    assert told == [
+        ("gemm", "compute", 7.0),
+        ("GPU waits for the host", "idle", 5.0),
+        ("norm", "compute", 3.0),
+        ("messages not hidden", "communication", 3.0),
+        ("slowed by messages beside compute", "compute", 2.0),
+    ]
+    assert sum(part.iteration_frac for part in time_parts(found)) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("plan", ["", "dp=4,tp=2", "dp=2,pp=2,micro=4", "dp=8,zero=3"])
+def test_parts_add_up_to_the_iteration(plan: str) -> None:
+    step, target = prepare("gpt2-small", gpu=H100, plan=plan, dtype="bf16")
+    found = forecast_step(step, target)
+    total_us = sum(part.time_us for part in time_parts(found))
+    assert total_us == pytest.approx(found.iteration_us, rel=1e-3)
+
+
+def test_hot_ops_of_one_linear_layer() -> None:
+    """(4096, 1024) x (1024, 1024): 2 * 4096 * 1024**2 FLOP forward, for the input, the weight."""
+    layer = torch.nn.Linear(1024, 1024, bias=False)
+    inputs = torch.zeros(4096, 1024, requires_grad=True)
+    step, target = prepare(layer, inputs, "none", gpu=H100, optimizer="none")
+    products = [op for op in hot_ops(step, target, 9) if op.op == "mm"]
+    least_us = 1e6 * 2 * 4096 * 1024**2 / target.gpu.peak("fp32")
+    assert sorted(op.phase for op in products) == ["backward", "backward", "forward"]
+    assert {op.shape.split()[0] for op in products} == {"m=4096", "m=1024"}
+    for op in products:
+        assert op.bound == "compute" and op.calls == 1
+        assert op.roofline_frac == pytest.approx(op.calls * least_us / op.time_us)
+
+
+def by_name(found: list[Change]) -> dict[str, Change]:
+    return {change.name: change for change in found}
+
+
+def test_a_step_bound_by_its_host_gains_by_the_host() -> None:
+    """mlp-s launches kernels of a few us: a faster host or a CUDA graph helps, memory does not."""
+    gains = by_name(changes("mlp-s", {"gpu": H100}))
+    assert gains["twice the speed of the host"].gain_frac > 0.5
+    assert gains["a CUDA graph"].gain_frac > 0.5
+    assert gains["twice the memory bandwidth"].gain_frac < 0.05
+    assert gains["twice the compute"].gain_frac < 0.05
+
+
+def test_twice_a_rate_never_slows_and_at_most_halves() -> None:
+    asked = {"gpu": H100, "plan": "dp=16,node=dgx-h100", "batch": 4, "dtype": "bf16"}
+    found = [c for c in changes("gpt2-small", asked) if c.kind == HARDWARE]
+    rates = {"memory bandwidth", "compute", "speed of the host", "rate of links"}
+    rates.add("rate of the network")
+    assert {c.name.removeprefix("twice the ") for c in found} == rates
+    assert all(-1e-3 <= c.gain_frac <= 1 + 1e-3 for c in found)
+
+
+def test_changes_follow_the_question() -> None:
+    """Only what is not asked for already is proposed, and each gain is that of its own forecast."""
+    asked = {"gpu": "a100-sxm-80gb", "attn": "eager", "optimizer": "adamw_fused", "batch": 4}
+    gains = by_name(changes("gpt2-small", asked))
+    assert {"fused attention", "dtype tf32", "dtype bf16", "batch 8 for 4", H100} <= set(gains)
+    assert not {"fused AdamW", "a100-sxm-80gb", "dtype fp8"} & set(gains)
+    base, fused = (
+        forecast_step(*prepare("gpt2-small", **{**asked, "attn": attn}))
+        for attn in ("eager", "sdpa")
+    )
+    told = gains["fused attention"]
+    assert told.iteration_us == pytest.approx(fused.iteration_us)
+    assert told.gain_frac == pytest.approx(fused.samples_per_s / base.samples_per_s - 1)
+
+
+def test_explain_prints_json_and_draws(tmp_path: Path) -> None:
+    picture = tmp_path / "where.png"
+    words = ["explain", "mlp-s", "--gpu", H100, "--json", "--picture", str(picture)]
+    done = CliRunner().invoke(app, words)
+    told = json.loads(done.stdout)
+    assert {"case", "forecast", "parts", "ops", "changes"} == set(told)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "explain takes one of CASE"),
+        (["mlp-s", "--picture", "x.gif"], "allowed endings are .png, .svg, .pdf"),
+        (["mlp-s", "--plan", "tp=3,zz=1"], "unknown key 'zz'"),
+        (["no-such-case"], "no-such-case"),
+    ],
+)
+def test_wrong_questions_are_one_line(words: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["explain", *words])
+    assert done.exit_code == 2 and message in done.stderr and len(done.stderr.splitlines()) == 1
