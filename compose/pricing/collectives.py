@@ -20,12 +20,11 @@ from compose.parallel.plan import ParallelPlan, ranks_per_node
 from compose.pricing.assumed_time import AssumedShares
 from compose.pricing.price_book import UNCERTAINTY_FACTOR, UNMODELLED, PriceBook, PricedOp
 from microbench.assumptions import assumed
-from microbench.hardware.node import Node
+from microbench.hardware.node import USUAL_GPUS_PER_NODE, Node
 from microbench.hardware.spec import Gpu
 from microbench.ops.step.alpha_beta import CPU_COPIES, NETWORK_BYTES_PER_S, floor_us
 from microbench.ops.step.collective import Collective
 
-RANKS_PER_NODE: int = assumed(__file__, "ranks_per_node")  # where the plan names no node
 LATENCY = "alpha_beta.step_us"  # the assumption that times by formula rest on
 EMPTY_BYTES: int = assumed(__file__, "empty_bytes")  # so few bytes take the latency alone
 
@@ -104,7 +103,7 @@ def gpus_per_domain(gpu: Gpu, node: Node | None = None) -> int:
     Placement and plan search both take it from here: a "node" of a plan is such a domain.
     """
     if node is None:
-        return max(RANKS_PER_NODE, gpu.link_joins)
+        return max(USUAL_GPUS_PER_NODE, gpu.link_joins)
     rack_scale = node.topology != "pcie" and node.gpus_per_domain
     return node.gpus_per_domain if rack_scale else node.gpus_per_node
 

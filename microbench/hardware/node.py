@@ -8,10 +8,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from microbench.assumptions import assumed
 from microbench.hardware.spec import check_types, read_facts
 
 HERE = Path(__file__).parent / "nodes"
 RACKS = {"dgx-gb200": "gb200-nvl72", "dgx-gb300": "gb300-nvl72"}  # racks of 18 DGX hosts
+USUAL_GPUS_PER_NODE: int = assumed(__file__, "usual_gpus_per_node")  # where no node is named
 TOPOLOGIES = ("nvswitch", "mesh", "hypercube", "pairwise", "pcie")
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 
 from microbench.assumptions import assumed
 from microbench.hardware.names import gpu_named
-from microbench.hardware.node import node_named
+from microbench.hardware.node import USUAL_GPUS_PER_NODE, node_named
 from microbench.hardware.spec import load_gpu
 from microbench.importers.base import About, Imported, RowCollector, number, refuse, text_of, whole
 from microbench.importers.published.models import BERT
@@ -46,7 +46,6 @@ REFUSED = {
 }
 OTHER_SOFTWARE = re.compile("tinygrad|paddle", re.IGNORECASE)  # kernels and precision of its own
 IMAGES = 1281167  # of ImageNet's training set, an epoch of ResNet
-GPUS_OF_A_HOST = 8  # where a plan names no node
 BERT_LENGTH = assumed(__file__, "bert_length")
 BERT_VOCABULARY = assumed(__file__, "bert_vocabulary")
 PRECISION = assumed(__file__, "precision")
@@ -151,9 +150,9 @@ def _plan(given: Mapping[str, str]) -> tuple[str, int]:
         parts.append(f"accumulate={accumulate}")
     dgx = re.search(r"dgx[-_ ]?([a-z]\d+)", given["system"].lower())
     node = node_named(f"dgx-{dgx[1]}") if dgx else None
-    if node and each == GPUS_OF_A_HOST:
+    if node and each == USUAL_GPUS_PER_NODE:
         parts.append(f"node={node}")
-    elif each > GPUS_OF_A_HOST or (nodes > 1 and each < GPUS_OF_A_HOST):
+    elif each > USUAL_GPUS_PER_NODE or (nodes > 1 and each < USUAL_GPUS_PER_NODE):
         raise ValueError(f"hosts of {each} GPUs, whose links are not known")
     return ",".join(parts), dp
 
