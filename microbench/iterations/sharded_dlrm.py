@@ -19,7 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from microbench.cases.models.dlrm import DenseDlrm
-from microbench.ops.lookup.embedding_bag import EmbeddingBag, draw_stream
+from microbench.ops.lookup.embedding_bag import EmbeddingBag
+from microbench.ops.lookup.random_streams import draw_stream
 
 LEARNING_RATE = 1e-3
 

@@ -1,4 +1,4 @@
-"""Embedding bag: rows of a table, summed bag by bag, and the dense gradient of the table."""
+"""Embedding bag: rows of a table, summed bag by bag, and the gradient of the table."""
 
 from __future__ import annotations
 
@@ -13,31 +13,26 @@ from microbench.opcall import OpCall
 from microbench.ops.family import (
     Family,
     GpuSweep,
+    Measured,
+    Part,
     Workload,
     itemsize_bytes,
     log_uniform,
     torch_dtype,
 )
-from microbench.ops.lookup.reuse import (
-    LEAST,
-    MOST,
-    draw_indices,
-    histogram,
-    histogram_text,
-    hit_frac,
-    parse_histogram,
-    reuse_of,
-    scatter_factor,
+from microbench.ops.lookup.index_calls import IndexOp
+from microbench.ops.lookup.random_streams import (
+    LINE_BYTES,
+    draw_stream,
+    stream_features,
+    with_random_stream,
 )
 from microbench.ops.sizes import aligned
 
 MODES = ("sum", "mean", "max")  # as numbered by aten
+OPS = ("forward", "backward", "sparse_backward")
+USUAL_DIMS = (16, 32, 64, 128)
 MAX_ELEMENTS = 2**24
-KINDS = ("uniform", "zipf", "trace", "histogram")
-MAX_SIGMA = 2.0  # of the logarithm of how often rows are looked up
-DRAWN_ROWS = 4096
-SHOWN_BINS = (0, 2, 5, 9, 13)  # of the histogram, as features
-RECENT = 1024
 GPU_DTYPES = {"fp32": 0.88, "bf16": 0.1, "fp16": 0.02}
 GPU_BAGS = (512, 8192)
 GPU_POOLING = 128  # look-ups of a bag at most
@@ -47,6 +42,9 @@ GPU_ROWS = 20_000_000  # of a table at most
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingBag:
     """One call that sums ``lookups`` rows of a (rows, dim) table into ``bags``, or its backward.
+
+    ``op``: forward; backward with a dense gradient of the table; or sparse_backward, whose gradient
+    holds a row per lookup.
 
     The index stream: ``unique`` distinct rows, looked up as often as the histogram ``reuse`` says
     (see ``microbench.ops.lookup.reuse``). Where ``reuse`` is empty, rows are drawn with the Zipf
@@ -73,99 +71,36 @@ class EmbeddingBag:
 def sweep() -> Iterator[EmbeddingBag]:
     """Yields points without end.
 
-    Tables and gathered rows up to 16M elements, 1 to 100 lookups a bag.
+    Tables and gathered rows up to 16M elements, 1 to 100 lookups a bag; half of the points sum rows
+    of 16, 32, 64 or 128 columns, as recommenders do.
     """
     rng = np.random.default_rng(11)
     while True:
-        bags = log_uniform(rng, 1, 32768)
+        bags, usual = log_uniform(rng, 1, 32768), bool(rng.random() < 0.5)
         pooling = 1 if rng.random() < 0.25 else log_uniform(rng, 1, 100)
+        dim = int(rng.choice(USUAL_DIMS)) if usual else 4 * log_uniform(rng, 1, 128)
+        op = str(rng.choice(OPS))
+        modes = MODES if op != "sparse_backward" else MODES[:2]
         p = EmbeddingBag(
-            op=str(rng.choice(["forward", "backward"])),
+            op=op,
             rows=log_uniform(rng, 4, 2**21),
-            dim=4 * log_uniform(rng, 1, 128),
+            dim=dim,
             bags=bags,
             lookups=bags * pooling,
-            mode=str(rng.choice(MODES, p=[0.6, 0.3, 0.1])),
+            mode="sum" if usual else str(rng.choice(modes)),
         )
-        gathered = p.lookups * p.dim * (1 if p.op == "forward" else 4)  # one thread adds gradients
+        gathered = p.lookups * p.dim * (4 if op == "backward" else 1)  # one thread adds gradients
         if p.lookups <= 2**19 and max(p.rows * p.dim, gathered) <= MAX_ELEMENTS:
-            yield with_random_stream(rng, p)
+            yield _with_random_bags(rng, p)
 
 
-def with_random_stream(rng: np.random.Generator, p: EmbeddingBag) -> EmbeddingBag:
-    """The point with an index stream of a random kind: uniform, Zipf, as a trace, by histogram.
-
-    As a trace: Zipf, and a share of the lookups repeats rows looked up shortly before. By
-    histogram: rows are looked up log-normally often.
-    """
-    kind = str(rng.choice(KINDS))
+def _with_random_bags(rng: np.random.Generator, p: EmbeddingBag) -> EmbeddingBag:
+    """The point with a random index stream; half of them with bags of unequal lengths."""
     spread = round(float(rng.uniform(0.2, 1.5)), 2) if rng.random() < 0.5 else 0.0
     weighted = p.mode == "sum" and bool(rng.random() < 0.2)
     p = replace(p, spread=spread if p.lookups > p.bags else 0.0, weighted=weighted)
-    if kind == "histogram":
-        return _with_random_histogram(rng, p)
-    return replace(
-        p,
-        skew=0.0 if kind == "uniform" else round(float(rng.uniform(0.6, 1.3)), 2),
-        repeats=round(float(rng.uniform(0.2, 0.8)), 2) if kind == "trace" else 0.0,
-    )
-
-
-def _with_random_histogram(rng: np.random.Generator, p: EmbeddingBag) -> EmbeddingBag:
-    """Rows looked up exp(N(log m, s**2)) times, for random m and s."""
-    middle = np.exp(rng.uniform(0, np.log(max(1.0, p.lookups / 4))))
-    times = rng.lognormal(np.log(middle), rng.uniform(0, MAX_SIGMA), DRAWN_ROWS)
-    times = np.clip(np.round(times), 1, p.lookups)
-    unique = min(p.rows, max(1, round(p.lookups / float(times.mean()))))
-    shares = parse_histogram(histogram_text(histogram(times)))
-    unique = min(unique, int(p.lookups / float(shares @ LEAST)))  # all bins have room for lookups
-    return replace(p, unique=unique, reuse=histogram_text(shares)) if unique else p
-
-
-def draw_stream(p: EmbeddingBag, device: str) -> tuple[Any, Any]:
-    """Random row numbers (lookups,) and the starts (bags,) of bags, int64 on the device.
-
-    Row numbers follow the point's reuse histogram where it has one, else its skew and repeats.
-    """
-    import torch  # lazy: formulas must import where torch is absent
-
-    rng = np.random.default_rng(int(torch.randint(2**31, ()).item()))
-    starts = torch.tensor(_starts(rng, p), device=device)
-    if not p.reuse:
-        return zipf_indices(p, device), starts
-    index = draw_indices(rng, p.rows, p.lookups, p.unique, parse_histogram(p.reuse))
-    return torch.tensor(index, device=device), starts
-
-
-def _starts(rng: np.random.Generator, p: EmbeddingBag) -> np.ndarray:
-    """Starts of bags whose lengths have the mean lookups / bags and the relative ``spread``."""
-    if not p.spread:
-        return np.arange(p.bags) * p.lookups // p.bags
-    variance = np.log1p(p.spread**2)
-    ends = np.cumsum(rng.lognormal(-variance / 2, np.sqrt(variance), p.bags))
-    whole = np.floor(ends / ends[-1] * p.lookups + 0.5).astype(np.int64)
-    return np.concatenate([[0], whole[:-1]])
-
-
-def zipf_indices(p: EmbeddingBag, device: str) -> Any:
-    """Random row numbers with P(rank r) ~ r**-skew; popular rows are scattered over the table.
-
-    Drawn on the device by the inverse of the continuous distribution on [1/2, rows + 1/2].
-    """
-    import torch  # lazy: formulas must import where torch is absent
-
-    u = torch.rand(p.lookups, dtype=torch.float64, device=device)
-    low, high, power = 0.5, p.rows + 0.5, 1 - p.skew
-    if abs(power) < 1e-6:
-        x = low * (high / low) ** u
-    else:
-        x = (low**power + u * (high**power - low**power)) ** (1 / power)
-    rank = x.round().long().clamp(1, p.rows)
-    if p.repeats:
-        back = torch.randint(1, RECENT + 1, rank.shape, device=device)
-        at = (torch.arange(p.lookups, device=device) - back).clamp(min=0)
-        rank = torch.where(torch.rand(rank.shape, device=device) < p.repeats, rank[at], rank)
-    return rank * scatter_factor(p.rows) % p.rows
+    bagged: EmbeddingBag = with_random_stream(rng, p)
+    return bagged
 
 
 def build(p: EmbeddingBag, device: str) -> Workload:
@@ -181,22 +116,25 @@ def build(p: EmbeddingBag, device: str) -> Workload:
         return Workload(run=lambda: aten._embedding_bag(*given))
     _, bag_of, sizes, extremes = aten._embedding_bag(*given)
     grad = torch.randn(p.bags, p.dim, device=device).to(torch_dtype(p.dtype))
-    rest = (index, starts, bag_of, sizes, extremes, p.rows, False, mode, False, weight)
+    sparse = p.op == "sparse_backward"
+    rest = (index, starts, bag_of, sizes, extremes, p.rows, False, mode, sparse, weight)
     return Workload(run=lambda: aten._embedding_bag_backward(grad, *rest))
 
 
 def flops(p: Any) -> Any:
     """An addition (or comparison) per element of every row looked up, both ways.
 
-    Where lookups have weights, a multiplication besides.
+    Where lookups have weights, a multiplication besides. A sparse gradient adds nothing.
     """
-    return (1.0 + np.asarray(p.weighted)) * p.lookups * p.dim
+    adds = 1.0 - np.equal(p.op, "sparse_backward")
+    return (adds + np.asarray(p.weighted)) * p.lookups * p.dim
 
 
 def bytes_moved(p: Any) -> Any:
     """Forward: a row read per lookup, a row written per bag. Index and offset are int64.
 
-    Backward: bags read, the whole gradient zeroed, a row read and written per lookup.
+    Backward: bags read, the whole gradient zeroed, a row read and written per lookup. Sparse
+    backward: bags read, a row written per lookup.
     """
     backward = np.equal(p.op, "backward")
     rows = p.bags + np.where(backward, 2.0 * p.lookups + p.rows, 1.0 * p.lookups)
@@ -205,20 +143,10 @@ def bytes_moved(p: Any) -> Any:
     return rows * p.dim * itemsize + 8.0 * (p.lookups + p.bags) + weights
 
 
-def unique_rows(p: Any) -> Any:
-    """Distinct rows that a call looks up: as stated, else as expected of its skew and repeats."""
-    return reuse_of(p)[0]
-
-
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
-    """Sizes, pooling, how often rows are reused, and the lookups that hit the last cache.
-
-    ``rows_to_4`` is the share of touched rows that are looked up at most 4 times.
-    """
+    """Sizes, pooling, how often rows are reused, and the lookups that hit the last cache."""
     row_bytes = 1.0 * p.dim * itemsize_bytes(p.dtype)
-    line_bytes = 64 * np.ceil(row_bytes / 64)
-    unique, shares = reuse_of(p)
-    cumulated = np.cumsum(shares, axis=-1)
+    lines = np.ceil(row_bytes / LINE_BYTES)
     return {
         "op": p.op,
         "mode": p.mode,
@@ -230,13 +158,8 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
         "log_bags": np.log2(p.bags),
         "log_lookups": np.log2(p.lookups),
         "log_pooling": np.log2(p.lookups / p.bags),
-        "unique_frac": unique / p.rows,
-        "log_reuse": np.log2(p.lookups / unique),
-        **{f"rows_to_{int(MOST[i])}": cumulated[..., i] for i in SHOWN_BINS},
-        "hit_frac": hit_frac(p.lookups, unique, shares, gpu.l2_bytes / line_bytes),
-        "log_table_per_cache": np.log2(p.rows * row_bytes / gpu.l2_bytes),
-        "log_touched_per_cache": np.log2(unique * row_bytes / gpu.l2_bytes),
-        "lines_64": np.ceil(row_bytes / 64),
+        **stream_features(p, row_bytes, gpu.l2_bytes),
+        "lines_64": lines,
         "line_fill_128": row_bytes / 128 / np.ceil(row_bytes / 128),
         "log_bags_per_core": np.log2(p.bags / gpu.sm_count),
     }
@@ -299,7 +222,7 @@ def gpu_points(rng: np.random.Generator) -> Iterator[EmbeddingBag]:
             lookups=bags * pooling,
             mode=str(rng.choice(MODES, p=[0.92, 0.06, 0.02])),
         )
-        yield with_random_stream(rng, p)
+        yield _with_random_bags(rng, p)
 
 
 def resize(p: EmbeddingBag, factor: float, lean: float) -> EmbeddingBag:
@@ -324,6 +247,16 @@ def allocated_bytes(p: EmbeddingBag) -> float:
     return 1.0 * p.rows * p.dim * float(itemsize_bytes(p.dtype))
 
 
+def fallback(p: EmbeddingBag, measured: Measured) -> list[Part]:
+    """A sparse gradient as the lookup of a bag's gradient per row, where no rows show it."""
+    if p.op != "sparse_backward" or measured.seen("embedding_bag", p.op, p.dtype):
+        return []
+    gather = IndexOp(
+        op="index_select", outer=1, size=p.lookups, inner=p.dim, source=p.bags, dtype=p.dtype
+    )
+    return [Part(family="index", params=gather)]
+
+
 FAMILY = Family(
     name="embedding_bag",
     params=EmbeddingBag,
@@ -338,6 +271,7 @@ FAMILY = Family(
         "aten._embedding_bag_backward.default": from_backward,
         "aten._embedding_bag_dense_backward.default": from_backward,
     },
+    fallback=fallback,
     gpu_sweep=GpuSweep(
         points=gpu_points,
         dtypes=GPU_DTYPES,

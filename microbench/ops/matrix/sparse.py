@@ -25,8 +25,9 @@ from microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
-from microbench.ops.lookup.embedding_bag import EmbeddingBag, zipf_indices
+from microbench.ops.lookup.embedding_bag import EmbeddingBag
 from microbench.ops.lookup.index_calls import IndexOp
+from microbench.ops.lookup.random_streams import zipf_indices
 from microbench.ops.memory.elementwise import memory_copy
 from microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
 

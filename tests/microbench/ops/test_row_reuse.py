@@ -10,7 +10,8 @@ import torch
 
 from microbench.hardware.spec import Gpu
 from microbench.ops.lookup import reuse
-from microbench.ops.lookup.embedding_bag import EmbeddingBag, draw_stream, features
+from microbench.ops.lookup.embedding_bag import EmbeddingBag, features
+from microbench.ops.lookup.random_streams import draw_stream
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12}, l2_bytes=64 * 100)
 

@@ -1,0 +1,178 @@
+"""An optimizer's step on a table whose gradient holds one row per lookup (``sparse=True``).
+
+Rows come as often as they were looked up. SGD adds them to the table one by one; Adagrad and Adam
+first sort them and add equal ones up (``coalesce``), and change the rows that were touched alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from microbench.hardware.spec import Gpu
+from microbench.ops.family import (
+    Family,
+    GpuSweep,
+    Measured,
+    Part,
+    Workload,
+    is_any,
+    itemsize_bytes,
+    log_uniform,
+    torch_dtype,
+)
+from microbench.ops.lookup.index_calls import IndexOp
+from microbench.ops.lookup.random_streams import (
+    LINE_BYTES,
+    draw_rows,
+    stream_features,
+    unique_rows,
+    with_random_stream,
+)
+from microbench.ops.memory.elementwise import memory_copy
+
+OPS = ("sgd", "adagrad", "adam")  # torch.optim.SGD, Adagrad, SparseAdam
+COALESCED = ("adagrad", "adam")
+# Passes over touched rows after they are summed: state and table read and written, values between.
+PASSES = {"sgd": 0, "adagrad": 9, "adam": 20}
+FLOPS = {"sgd": 0, "adagrad": 6, "adam": 14}  # per element of touched rows
+USUAL_DIMS = (16, 32, 64, 128)
+MAX_ELEMENTS = 2**22  # of a gradient; one thread adds its rows
+MAX_TABLE = 2**24
+LEARNING_RATE = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseUpdate:
+    """One step of the optimizer ``op`` on a (rows, dim) table with a gradient of ``lookups`` rows.
+
+    ``skew``, ``repeats``, ``unique`` and ``reuse`` are those of the index stream, see
+    ``microbench.ops.lookup.random_streams``.
+    """
+
+    op: str
+    rows: int
+    dim: int
+    lookups: int
+    skew: float = 0.0
+    repeats: float = 0.0
+    unique: int = 0
+    reuse: str = ""
+    dtype: str = "fp32"
+
+
+def sweep() -> Iterator[SparseUpdate]:
+    """Yields points without end.
+
+    Tables up to 16M elements, half of them of 16, 32, 64 or 128 columns; gradients up to 4M.
+    """
+    rng = np.random.default_rng(17)
+    while True:
+        usual = rng.random() < 0.5
+        p = SparseUpdate(
+            op=str(rng.choice(OPS, p=[0.5, 0.25, 0.25])),
+            rows=log_uniform(rng, 4, 2**21),
+            dim=int(rng.choice(USUAL_DIMS)) if usual else 4 * log_uniform(rng, 1, 128),
+            lookups=log_uniform(rng, 1, 2**18),
+        )
+        if p.rows * p.dim <= MAX_TABLE and p.lookups * p.dim <= MAX_ELEMENTS:
+            yield with_random_stream(rng, p)
+
+
+def build(p: SparseUpdate, device: str) -> Workload:
+    """A table, its optimizer's state, and a gradient that is not coalesced."""
+    return Workload(run=optimizer_step(p.op, *operands(p, device)), through_aten=False)
+
+
+def operands(p: SparseUpdate, device: str) -> tuple[Any, Any]:
+    """The table, and a gradient of ``lookups`` rows in the order of their lookups."""
+    import torch  # lazy: formulas must import where torch is absent
+
+    dtype = torch_dtype(p.dtype)
+    table = torch.nn.Parameter(torch.randn(p.rows, p.dim, device=device).to(dtype))
+    index = draw_rows(p, device).unsqueeze(0)
+    values = torch.randn(p.lookups, p.dim, device=device).to(dtype)
+    return table, torch.sparse_coo_tensor(index, values, table.shape, check_invariants=False)
+
+
+def optimizer_step(op: str, table: Any, gradient: Any) -> Callable[[], object]:
+    """The optimizer's step on this table; its state is there already."""
+    import torch  # lazy, as above
+
+    if op == "sgd":  # without the loop over parameters, which costs more than a small addition
+        return lambda: table.data.add_(gradient, alpha=-LEARNING_RATE)
+    make = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}[op]
+    optimizer = make([table], lr=LEARNING_RATE)
+    table.grad = gradient
+    optimizer.step()
+    return lambda: optimizer.step()
+
+
+def flops(p: Any) -> Any:
+    """A multiplication and an addition per element of the gradient, and the optimizer's own."""
+    return (2.0 * p.lookups + _by_op(FLOPS, p.op) * unique_rows(p)) * p.dim
+
+
+def bytes_moved(p: Any) -> Any:
+    """Gradient rows and int64 row numbers read, and a row read and written for each.
+
+    Adagrad and Adam also read and write the touched rows of table, state and values between.
+    """
+    row_bytes = p.dim * itemsize_bytes(p.dtype)
+    passes = _by_op(PASSES, p.op) * unique_rows(p)
+    return (3.0 * p.lookups + passes) * row_bytes + 8.0 * p.lookups
+
+
+def _by_op(values: Mapping[str, int], op: Any) -> Any:
+    return sum(value * np.equal(op, name) for name, value in values.items())
+
+
+def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+    """Sizes, how often rows are reused, and how much of the cache they fill."""
+    row_bytes = 1.0 * p.dim * itemsize_bytes(p.dtype)
+    return {
+        "op": p.op,
+        "dtype": p.dtype,
+        "log_rows": np.log2(p.rows),
+        "log_dim": np.log2(p.dim),
+        "log_lookups": np.log2(p.lookups),
+        "log_unique": np.log2(unique_rows(p)),
+        **stream_features(p, row_bytes, gpu.l2_bytes),
+        "lines_64": np.ceil(row_bytes / LINE_BYTES),
+    }
+
+
+def allocated_bytes(p: SparseUpdate) -> float:
+    """The whole table and as much state as Adam has, of which touched rows are read."""
+    return 3.0 * p.rows * p.dim * float(itemsize_bytes(p.dtype))
+
+
+def fallback(p: SparseUpdate, measured: Measured) -> list[Part]:
+    """Rows added to the table one by one, and copies, where no rows show this optimizer."""
+    if measured.seen("sparse_update", p.op, p.dtype):
+        return []
+    add = IndexOp(
+        op="index_add_", outer=1, size=p.lookups, inner=p.dim, source=p.rows, dtype=p.dtype
+    )
+    parts = [Part(family="index", params=add)]
+    if is_any(p.op, COALESCED):
+        touched = float(unique_rows(p)) * p.dim * float(itemsize_bytes(p.dtype))
+        parts.append(memory_copy(PASSES[p.op] * touched))
+    return parts
+
+
+FAMILY = Family(
+    name="sparse_update",
+    params=SparseUpdate,
+    sweep=sweep,
+    build=build,
+    flops=flops,
+    bytes_moved=bytes_moved,
+    features=features,
+    answers={},
+    fallback=fallback,
+    gpu_sweep=GpuSweep(allocated_bytes=allocated_bytes, dtypes={"fp32": 1.0}, weight=0.5),
+)
