@@ -16,6 +16,7 @@ from rich.table import Table
 from eval.results import CaseResult
 from learners.bundle import Bundle
 from learners.features.table import without_load
+from learners.models.compared import BLEND
 from learners.train import errors, hardware_of, usable_rows
 from microbench.ops import families
 from microbench.store import read_hardware, read_rows
@@ -76,7 +77,7 @@ def only_gpu(root: Path, gpu: str, folder: Path) -> Path:
 def family_errors(report: Mapping[str, Any]) -> Iterator[Scored]:
     """Errors of each family on held-out shapes, and the retest error of its rows."""
     for name, entry in report.items():
-        scores = dict(entry["learners"]["xgboost"])
+        scores = dict(entry["learners"][BLEND])
         if entry["retest_ape_pct"] is not None:
             scores["retest_ape_pct"] = entry["retest_ape_pct"]
         yield name, scores, f"median <= {OPS_MEDIAN_PCT:g}"

@@ -25,7 +25,7 @@ th:first-child, td:first-child { text-align: left; }
 img { max-width: 100%; background: white; border-radius: 6px; }
 .lead { font-size: 1.2rem; }
 """
-LEARNERS = ("xgboost", "nearest", "linear", "roofline")
+LEARNERS = ("blend", "nearest", "linear", "roofline")
 
 
 def png(figure: Any) -> bytes:
@@ -65,7 +65,7 @@ def family_rows(fit: Mapping[str, Any]) -> list[list[str]]:
         floor = entry["retest_ape_pct"]
         medians = [f"{entry['learners'][k]['median_ape_pct']:.1f}" for k in LEARNERS]
         cells = [name, str(entry["rows"]), "-" if floor is None else f"{floor:.1f}"]
-        p90 = f"{entry['learners']['xgboost']['p90_ape_pct']:.1f}"
+        p90 = f"{entry['learners']['blend']['p90_ape_pct']:.1f}"
         rows.append([*cells, f"{entry['coverage_pct']:.0f}", *medians, p90])
     return rows
 
@@ -117,7 +117,7 @@ def html_page(
     lead += "".join(f"<p>{escape(line)}.</p>" for line in ranking_lines(results))
     machine_line = ", ".join(f"{k} {v}" for k, v in machine.items())
     head = ["case", "predicted ms", "80 % interval", "measured ms", "error %", "retest %"]
-    fit_head = ["family", "rows", "retest %", "coverage %", *LEARNERS, "xgboost p90"]
+    fit_head = ["family", "rows", "retest %", "coverage %", *LEARNERS, "blend p90"]
     fits = table(fit_head, family_rows(fit)) if fit else "<p>No model was trained in this run.</p>"
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><title>itercast</title>"

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from learners.bundle import Bundle
+from learners.compare import held_out_us
 from learners.family_model import MIN_GPUS, FamilyModel, fit_model, learn, prepare
 from learners.features.host_calls import learn_host_calls
 from learners.features.machine_speed import (
@@ -24,6 +25,7 @@ from learners.features.machine_speed import (
 from learners.features.schema import check_rows
 from learners.features.table import without_load
 from learners.models import baselines, trees
+from learners.models.compared import BLEND
 from learners.models.training_table import Table, group_split
 from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu, load_gpu
@@ -80,10 +82,12 @@ def train_family(
     trials: int,
     digest: str,
     studies: Path = STUDIES,
+    compare: bool = False,
 ) -> tuple[FamilyReport, FamilyModel]:
     """Score learners on held-out shapes, then fit a model to all rows of the family.
 
     Intervals come from out-of-fold errors; ``trials`` of hyperparameters are tried first.
+    ``compare`` scores all of ``learners.models.compared``, not only the three simplest.
     """
     speed = learn_speed(rows, family, anchors)
     prepared = prepare(rows, family, gpus, speed)
@@ -95,13 +99,16 @@ def train_family(
     options = trees.tune(train, trials, 0, journal, family.name)
     learned = learn(prepared, known, options)
     guess = learned.predict_us(held)
+    others = held_out_us(learned, known, held, options) if compare else simplest_us(train, test)
     log_error = np.log(test.time_us / guess)
     low, high = learned.crossed.offsets
     report = FamilyReport(
         rows=len(rows),
         retest_ape_pct=retest_ape_pct(rows, family, speed),
         coverage_pct=float(np.mean((log_error >= low) & (log_error <= high)) * 100),
-        learners={"xgboost": errors(guess, test.time_us), **baseline_errors(train, test)},
+        learners={
+            name: errors(us, test.time_us) for name, us in {BLEND: guess, **others}.items()
+        },
     )
     residual = np.log(table.time_us / learned.ensemble_us(np.arange(len(rows))))
     residual[known] = learned.crossed.residual
@@ -109,24 +116,21 @@ def train_family(
     facts = {
         "digest": digest,
         "rows": len(rows),
-        "errors": dict(report.learners["xgboost"]),
+        "errors": dict(report.learners[BLEND]),
         "ops": ops_by_dtype(rows),
     }
     model = fit_model(prepared, options, crossed, speed.sensitivity, facts)
     return report, replace(model, host_calls=learn_host_calls(rows, family, gpus))
 
 
-def baseline_errors(train: Table, test: Table) -> dict[str, dict[str, float]]:
-    """Errors of the simple learners on the held-out rows, by name."""
+def simplest_us(train: Table, test: Table) -> dict[str, np.ndarray]:
+    """Forecasts in us of the held-out rows by the simplest learners, by name."""
     learners = {
         "roofline": baselines.predict_roofline,
         "linear": baselines.predict_linear,
         "nearest": baselines.predict_nearest,
     }
-    return {
-        name: errors(predict(train, test.x, test.roofline_us), test.time_us)
-        for name, predict in learners.items()
-    }
+    return {name: predict(train, test.x, test.roofline_us) for name, predict in learners.items()}
 
 
 def digest_of(rows: pd.DataFrame) -> str:
@@ -154,11 +158,13 @@ def train(
     limit: int | None = None,
     on_progress: Callable[[str], None] | None = None,
     studies: Path = STUDIES,
+    compare: bool = False,
 ) -> TrainReport:
     """Train the families that have rows and save the bundle; ValueError where there are none.
 
     ``limit`` is the maximum number of rows of a family, see ``subsample_evenly``. ``studies`` holds
     journals of hyperparameter trials; trials that are there already are not run again.
+    ``compare``: see ``train_family``.
     """
     usable = usable_rows(roots, names)
     tables = {name: subsample_evenly(rows, limit) for name, rows in usable.items()}
@@ -170,7 +176,7 @@ def train(
             on_progress(name)
         hardware = hardware_of(roots, rows)
         reports[name], models[name] = train_family(
-            rows, families()[name], hardware, anchors, trials, digest_of(rows), studies
+            rows, families()[name], hardware, anchors, trials, digest_of(rows), studies, compare
         )
         gpus.update(hardware)
     Bundle(models=widen_unseen_offsets(models), gpus=gpus, anchors=anchors).save(out)

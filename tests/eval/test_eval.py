@@ -19,7 +19,7 @@ FIT = {
         "rows": 100,
         "retest_ape_pct": 3.0,
         "coverage_pct": 81.0,
-        "learners": dict.fromkeys(("xgboost", "nearest", "linear", "roofline"), SCORES),
+        "learners": dict.fromkeys(("blend", "nearest", "linear", "roofline"), SCORES),
     }
 }
 
@@ -108,7 +108,7 @@ def test_runs_stand_side_by_side_in_mlflow(
     client = MlflowClient("sqlite:///mlflow.db")
     fits = client.search_runs([client.get_experiment_by_name("ops/toy").experiment_id])
     nested = [r for r in fits if "mlflow.parentRunId" in r.data.tags]
-    assert {r.data.tags["learner"] for r in nested} == {"xgboost", "nearest", "linear", "roofline"}
+    assert {r.data.tags["learner"] for r in nested} == {"blend", "nearest", "linear", "roofline"}
     assert nested[0].data.metrics["retest_ape_pct"] == 3.0
     run = client.search_runs([client.get_experiment_by_name("iterations").experiment_id])[0]
     assert run.data.metrics["worst_ape_pct"] == pytest.approx(20)

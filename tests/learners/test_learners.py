@@ -48,8 +48,8 @@ def bundle(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle") / "b"
     report = train([data], folder).families["gemm"]
     scores = {k: v["median_ape_pct"] for k, v in report.learners.items()}
-    assert scores["xgboost"] == min(scores.values())
-    assert scores["xgboost"] < 8
+    assert scores["blend"] == min(scores.values())
+    assert scores["blend"] < 8
     assert 70 <= report.coverage_pct <= 92
     assert report.retest_ape_pct is not None and report.retest_ape_pct < 6
     return folder

@@ -1,0 +1,111 @@
+"""The learners that the blend is compared with: what each of them sees, and that it learns."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from learners.bundle import Bundle
+from learners.compare import learner_models, tile_waves
+from learners.family_model import FamilyModel, prepare
+from learners.models.compared import LEARNERS, NAMES, Inputs
+from learners.models.tile_network import fit_tiles
+from learners.train import errors, train
+from microbench.hardware.spec import Gpu
+from microbench.ops.matrix import gemm
+from microbench.store import write_card, write_part
+
+TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
+
+
+def inputs(count: int, seed: int = 0) -> Inputs:
+    """Rows of two numbers, whose roofline is their product."""
+    raw = np.random.default_rng(seed).uniform(1, 100, (count, 2)).astype(np.float32)
+    product = raw.prod(1).astype(float)
+    x = np.c_[np.log2(raw), np.log2(product)].astype(np.float32)
+    return Inputs(raw=raw, x=x, roofline_us=product, waves=product / 100)
+
+
+def rows() -> pd.DataFrame:
+    """Products on a device of 8 cores: three times the roofline, more for few rows."""
+    found = []
+    for p in islice(gemm.sweep(), 150):
+        roof_us = max(gemm.flops(p) / 1e13, gemm.bytes_moved(p) / 1e12) * 1e6 + 2
+        facts = {"family": "gemm", "gpu": "toy", "threads": 0, "cache": "warm", "status": "ok"}
+        found.append({**asdict(p), **facts, "time_us": 3 * roof_us * (1 + 8 / p.m**0.5)})
+    return pd.DataFrame(found)
+
+
+@pytest.mark.parametrize("name", LEARNERS)
+def test_every_learner_learns_a_constant_factor(name: str) -> None:
+    """Times are twice the roofline; unseen rows are forecast within 15 % (median)."""
+    known, asked = inputs(400), inputs(50, seed=1)
+    guess = LEARNERS[name](known, 2 * known.roofline_us)(asked)
+    assert errors(guess, 2 * asked.roofline_us)["median_ape_pct"] < 15
+
+
+def test_the_scaled_roofline_by_hand() -> None:
+    """Times over rooflines are 1, 3 and 5: their median is 3."""
+    known = inputs(3)
+    guess = LEARNERS["roofline"](known, known.roofline_us * [1, 3, 5])(known)
+    assert guess == pytest.approx(3 * known.roofline_us)
+
+
+@pytest.mark.parametrize("name", ["forest", "xgboost-plain"])
+def test_plain_learners_see_nothing_but_raw_parameters(name: str) -> None:
+    known = inputs(100)
+    predict = LEARNERS[name](known, 2 * known.roofline_us)
+    blind = replace(known, x=0 * known.x, roofline_us=0 * known.roofline_us, waves=0 * known.waves)
+    assert np.array_equal(predict(known), predict(blind))
+
+
+def test_utilisation_grows_with_waves() -> None:
+    """A law of 0.9 - 0.4 / waves is found within 10 %, without a feature that says it."""
+    rng = np.random.default_rng(0)
+    x, waves = rng.normal(size=(500, 3)).astype(np.float32), rng.integers(1, 9, 500).astype(float)
+    roof_us = rng.uniform(10, 1000, 500)
+    time_us = roof_us / (0.9 - 0.4 / waves)
+    guess = fit_tiles(x, roof_us, waves, time_us)(x, roof_us, waves)
+    assert errors(guess, time_us)["median_ape_pct"] < 10
+
+
+def test_waves_of_an_op_without_tiles_follow_its_bytes() -> None:
+    """2^20 bytes are 16 tiles of 64 KiB: two waves on 8 cores."""
+    features = {"log_bytes": np.array([20.0])}
+    assert tile_waves(pd.DataFrame({"gpu": ["toy"]}), features, {"toy": TOY}) == [2.0]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
+    """A bundle of products, and the names of the learners that were scored."""
+    root = tmp_path_factory.mktemp("data")
+    path = write_part(root, "gemm", "toy", rows(), "0")
+    write_card(path.parent, {"hardware": TOY.to_dict()})
+    report = train([root], root / "bundle", studies=root, compare=True)
+    return root / "bundle", set(report.families["gemm"].learners)
+
+
+def test_training_scores_all_learners_if_asked(trained: tuple[Path, set[str]]) -> None:
+    assert trained[1] == set(NAMES)
+
+
+def test_a_family_is_priced_by_every_learner(trained: tuple[Path, set[str]]) -> None:
+    """Fitted to all rows and asked for them, each is nearer than the roofline's median error."""
+    bundle, measured = Bundle.load(trained[0]), rows()
+    model = bundle.models["gemm"]
+    models: dict[str, FamilyModel] = learner_models(
+        model, prepare(measured, gemm.FAMILY, {"toy": TOY})
+    )
+    assert {*models, "blend"} == set(NAMES)
+    found = {}
+    for name, one in models.items():
+        priced = replace(bundle, models={"gemm": one}).price("gemm", measured)
+        assert (priced["predicted_us_p10"] <= priced["predicted_us_p90"]).all()
+        found[name] = errors(priced["predicted_us"].to_numpy(), measured["time_us"].to_numpy())
+    worst = found.pop("roofline")["median_ape_pct"]
+    assert all(scores["median_ape_pct"] < worst for scores in found.values())
