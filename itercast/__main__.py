@@ -22,11 +22,12 @@ from itercast.commands.plan import plan
 from itercast.commands.points import points
 from itercast.commands.predict import predict
 from itercast.commands.shard import shard
-from itercast.errors import one_line_errors
+from itercast.errors import OneLineGroup, one_line_errors
 from itercast.options import Bundle, Families, Json
 from microbench.durations import seconds
 
 app = typer.Typer(
+    cls=OneLineGroup,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 P = ParamSpec("P")
 R = TypeVar("R")
+UsageError: Any = typer.BadParameter.__base__  # click's, which typer keeps under varying names
 
 
 def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
@@ -24,3 +27,21 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
             raise typer.Exit(2) from exc
 
     return wrapped
+
+
+class OneLineGroup(TyperGroup):
+    """Commands whose wrong options end with one line and exit code 2."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **more: Any) -> Any:
+        """Run the command that the arguments name, and leave with its exit code."""
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **more)
+        try:
+            sys.exit(super().main(*args, standalone_mode=False, **more) or 0)
+        except UsageError as exc:
+            if told := exc.format_message().rstrip():  # empty where the help was printed
+                typer.echo(f"itercast: {told}", err=True)
+            sys.exit(2)
+        except typer.Abort:
+            typer.echo("itercast: stopped", err=True)
+            sys.exit(1)

@@ -29,6 +29,10 @@ run = CliRunner()
         ),
         (["predict", "gpt-s", "--host", "modal"], "is a CPU, which is its own host"),
         (["train", "--data", "nowhere", "--out", "x"], "data 'nowhere': no such folder"),
+        (["plan", "gpt-s", "--gpu", "a10", "--gpus", "0"], "'--gpus'"),
+        (["plan", "gpt-s", "--gpus", "2"], "Missing option '--gpu'"),
+        (["predict", "gpt-s", "--colour", "red"], "No such option: --colour"),
+        (["fly"], "No such command 'fly'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(words: list[str], message: str) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import warnings
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -135,7 +136,8 @@ def _tensors(path: Path) -> list[Lookups]:
     unpickling: Any = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        found = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        with warnings.catch_warnings(action="ignore"):  # an error says what is wrong with a file
+            found = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except (unpickling, *UNREADABLE) as exc:
         raise ValueError(f"not tensors alone ({' '.join(str(exc).split())[:80]})") from None
     three = isinstance(found, tuple | list) and len(found) == 3
