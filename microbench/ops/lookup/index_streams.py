@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import gzip
 import io
-import warnings
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
