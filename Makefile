@@ -4,7 +4,7 @@ BUDGET ?= 5m
 OUT ?= datasets
 PYTHON ?= python3
 
-.PHONY: help setup demo collect campaign train evaluate others bench-public shipped shipped-cpu bench-speed bench-scale active dlrm predict ui report test test-slow docs lint endurance forecasts clean
+.PHONY: help setup demo collect campaign train evaluate others bench-public shipped shipped-cpu bench-speed bench-scale active dlrm predict check ui report test test-slow docs lint endurance forecasts clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -52,6 +52,9 @@ dlrm: setup ## recommendation models: lookups, iterations and choice of a shardi
 
 predict: setup ## forecast one case (CASE=gpt2-small GPU=cpu)
 	$(CLI) predict $(or $(CASE),gpt2-small) --gpu $(or $(GPU),cpu)
+
+check: setup ## does the bundle still fit this machine? a minute, exit code 1 if not (DEVICE=cpu BUNDLE=folder)
+	$(CLI) check --device $(or $(DEVICE),cpu) $(if $(BUNDLE),--bundle $(BUNDLE))
 
 bench-speed: setup ## how fast predict and price answer (BUNDLE=learners/shipped-cpu)
 	$(PY) -m eval.speed $(or $(BUNDLE),learners/shipped-cpu)

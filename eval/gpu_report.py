@@ -7,6 +7,7 @@ A second GPU is forecast by models that were not trained on any row of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,7 @@ def family_errors(report: Mapping[str, Any]) -> Iterator[Scored]:
 
 def with_hardware(bundle: Bundle, root: Path) -> Bundle:
     """The bundle plus the hardware facts of the GPUs that have cards under ``root``."""
-    return Bundle(
-        models=bundle.models, gpus={**read_hardware([root]), **bundle.gpus}, anchors=bundle.anchors
-    )
+    return replace(bundle, gpus={**read_hardware([root]), **bundle.gpus})
 
 
 def unseen_errors(root: Path, bundle: Bundle) -> Iterator[Scored]:

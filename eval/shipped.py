@@ -110,7 +110,10 @@ def joined(bundles: Sequence[Bundle]) -> Bundle:
             if anchors.setdefault(key, us) != us:
                 both = f"{anchors[key]}, {us}"
                 raise ValueError(f"families of {key[0]!r} refer to two speeds: {both}")
-    return Bundle(models=widen_unseen_offsets(models), gpus=gpus, anchors=anchors)
+    machines = {name: machine for bundle in bundles for name, machine in bundle.machines.items()}
+    return Bundle(
+        models=widen_unseen_offsets(models), gpus=gpus, anchors=anchors, machines=machines
+    )
 
 
 def comparison(old: Bundle, new: Bundle) -> Table:

@@ -11,7 +11,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -24,6 +24,7 @@ from learners.family_model import FamilyModel
 from learners.features.host_calls import HostCall
 from learners.features.machine_speed import Anchors
 from learners.features.table import Encoder, feature_table
+from learners.machine import Machine
 from learners.models.ensemble import Ensemble, Smooth
 from learners.models.gaussian_process import GaussianProcess
 from learners.models.mlp import Network
@@ -55,11 +56,15 @@ COLUMNS = ["predicted_us", "predicted_us_p10", "predicted_us_p90", "in_envelope"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """Models by family, hardware by name, and anchor times (``features.machine_speed``)."""
+    """Models by family, hardware by name, and anchor times (``features.machine_speed``).
+
+    ``machines``: versions and readings of GPUs that itercast measured, by name.
+    """
 
     models: Mapping[str, FamilyModel]
     gpus: Mapping[str, Gpu]
     anchors: Anchors = field(default_factory=dict)
+    machines: Mapping[str, Machine] = field(default_factory=dict)
 
     def price(
         self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
@@ -110,6 +115,7 @@ class Bundle:
             "schema_version": SCHEMA_VERSION,
             "gpus": {n: g.to_dict() for n, g in self.gpus.items()},
             "anchors": [[*key, *both_us] for key, both_us in self.anchors.items()],
+            "machines": {name: asdict(machine) for name, machine in self.machines.items()},
             "families": {name: family_facts(name, m) for name, m in self.models.items()},
         }
         (fresh / "bundle.json").write_text(json.dumps(facts, indent=1))
@@ -131,10 +137,11 @@ class Bundle:
             gpus = {n: gpu_from_dict(g, str(folder)) for n, g in facts["gpus"].items()}
             models = {n: load_model(folder, n, f, gpus) for n, f in facts["families"].items()}
             anchors = {(str(g), int(n)): _pair(us) for g, n, *us in facts["anchors"]}
+            machines = {n: _machine(m) for n, m in facts.get("machines", {}).items()}
         except DAMAGE as exc:
             first = (str(exc).splitlines() or [""])[0]
             raise ValueError(f"bundle {str(folder)!r}: damaged ({first})") from exc
-        return cls(models=models, gpus=gpus, anchors=anchors)
+        return cls(models=models, gpus=gpus, anchors=anchors, machines=machines)
 
 
 def family_facts(name: str, model: FamilyModel) -> dict[str, Any]:
@@ -243,6 +250,13 @@ def load_smooth(path: Path, trees: Trees | None, share: float) -> Ensemble:
 
 def _pair(values: Any) -> tuple[float, float]:
     return float(values[0]), float(values[1])
+
+
+def _machine(facts: Mapping[str, Mapping[str, Any]]) -> Machine:
+    return Machine(
+        versions={str(name): str(version) for name, version in facts["versions"].items()},
+        readings={str(name): float(value) for name, value in facts["readings"].items()},
+    )
 
 
 def _host_call(values: Sequence[float]) -> HostCall:

@@ -24,6 +24,8 @@ from learners.features.machine_speed import (
 )
 from learners.features.schema import check_rows
 from learners.features.table import without_load
+from learners.held_out import held_out_forecasts
+from learners.machine import machines_of
 from learners.models import baselines, trees
 from learners.models.compared import BLEND
 from learners.models.training_table import Table, group_split
@@ -127,6 +129,7 @@ def simplest_us(train: Table, test: Table) -> dict[str, np.ndarray]:
     """Forecasts in us of the held-out rows by the simplest learners, by name."""
     learners = {
         "roofline": baselines.predict_roofline,
+        "retest_ape_pct": report.retest_ape_pct,
         "linear": baselines.predict_linear,
         "nearest": baselines.predict_nearest,
     }
@@ -179,7 +182,12 @@ def train(
             rows, families()[name], hardware, anchors, trials, digest_of(rows), studies, compare
         )
         gpus.update(hardware)
-    Bundle(models=widen_unseen_offsets(models), gpus=gpus, anchors=anchors).save(out)
+    Bundle(
+        models=widen_unseen_offsets(models),
+        gpus=gpus,
+        anchors=anchors,
+        machines=machines_of(roots, tables),
+    ).save(out)
     return TrainReport(families=reports)
 
 

@@ -145,3 +145,17 @@ def read_hardware(roots: Sequence[Path]) -> dict[str, Gpu]:
             if facts:
                 found[facts["name"]] = gpu_from_dict(facts, str(path))
     return found
+
+
+def read_versions(roots: Sequence[Path]) -> dict[str, dict[str, str]]:
+    """Versions of software by name, of each GPU that itercast measured, as the cards state them.
+
+    Where cards differ the last one counts.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for root in roots:
+        for path in sorted(Path(root).glob(f"*/*/{SOURCE}/card.yaml")):
+            versions = (yaml.safe_load(path.read_text()) or {}).get("versions") or {}
+            own = found.setdefault(path.parts[-3], {})
+            own.update({str(name): str(version) for name, version in versions.items()})
+    return found

@@ -109,6 +109,27 @@ def collect_for(
     return moved
 
 
+def measure_points(
+    root: Path,
+    device: str,
+    wanted: Path,
+    budget_s: float,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> int:
+    """Measure points of a file in its order, on all cores or on a GPU; returns the number of rows.
+
+    Families of several ranks are left out. Workers start before the budget begins.
+    """
+    facts = card_facts(root, device)
+    alone = [p for p in phases(device, named_families(None, wanted)) if p.ranks == 1]
+    whole = sum(p.share for p in alone)
+    for phase in alone:
+        order = _order(root, device, facts, phase, wanted, seed)
+        run_worker(replace(order, budget_s=budget_s * phase.share / whole, only=True), progress)
+    return store.compact(root, facts)
+
+
 def _order(
     root: Path, device: str, facts: dict[str, Any], phase: Phase, points: Path, seed: int
 ) -> WorkerOrder:

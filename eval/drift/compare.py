@@ -1,0 +1,217 @@
+"""Measures points of every family again, and compares times, speed and versions with a bundle's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from eval.drift.judge import Compared, FamilyDrift, judge
+from eval.drift.points import checkable, stratified_points
+from learners.bundle import Bundle
+from learners.features.machine_speed import (
+    MAX_SLOWDOWN,
+    Speed,
+    at_reference_us,
+    log_slowness,
+    retest_ape_pct,
+    undisturbed,
+)
+from learners.machine import machines_of
+from microbench.hardware.spec import Gpu
+from microbench.ops import families
+from microbench.store import read_rows
+from microbench.sweep.captured_points import write_points
+from microbench.sweep.collect import measure_points
+
+CLOCK_TOLERANCE = 0.05  # relative change of a clock that is not worth a line
+NOT_MACHINE = ("commit",)  # entries of a card's versions that say nothing of the machine
+GPU_SPEED = "drift_us"  # time of the same product beside every chunk of points
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Something of the machine that differs from what the bundle records."""
+
+    what: str
+    recorded: str
+    now: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """What was measured again on a device, and what follows.
+
+    ``slowdown``: time of the reference tasks over that at training, None where the bundle has none.
+    On a CPU families are compared at the speed of training, on a GPU as measured.
+    """
+
+    gpu: str
+    rows: int
+    slowdown: float | None
+    families: tuple[FamilyDrift, ...]
+    changes: tuple[Change, ...]
+
+    @property
+    def drifted(self) -> list[FamilyDrift]:
+        """Families whose times have changed, furthest first."""
+        found = [f for f in self.families if f.drifted]
+        return sorted(found, key=lambda f: -abs(np.log(f.ratio)))
+
+    @property
+    def too_slow(self) -> bool:
+        """Whether the speed is so far from that of training that rows cannot be corrected."""
+        return self.slowdown is not None and abs(np.log(self.slowdown)) > np.log(MAX_SLOWDOWN)
+
+    @property
+    def fits(self) -> bool:
+        """Whether no family has drifted, and the speed is one that rows can be corrected to."""
+        return not self.drifted and not self.too_slow
+
+    @property
+    def verdict(self) -> str:
+        """The result in one sentence."""
+        judged = sum(f.drifted is not None for f in self.families)
+        if self.too_slow:
+            reason = f"reference tasks take {self.slowdown:.2g} times as long as at training"
+            return f"The bundle does not fit {self.gpu}: {reason}."
+        if self.drifted:
+            worst = ", ".join(f"{f.family} {f.ratio:.2f}" for f in self.drifted)
+            reason = f"measured times over forecasts are {worst}"
+        else:
+            reason = f"{judged} families agree with their forecasts"
+        fits = "fits" if self.fits else "does not fit"
+        return f"The bundle {fits} {self.gpu}: {reason}{self._speed}."
+
+    @property
+    def _speed(self) -> str:
+        if self.slowdown is None:
+            return ""
+        pct = 100 * (self.slowdown - 1)
+        return f"; the machine is {abs(pct):.0f} % {'slower' if pct > 0 else 'faster'} overall"
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON."""
+        found = {"fits": self.fits, "verdict": self.verdict, "gpu": self.gpu, "rows": self.rows}
+        parts = {
+            "families": [asdict(f) for f in self.families],
+            "changes": [asdict(c) for c in self.changes],
+        }
+        return {**found, "slowdown": self.slowdown, **parts}
+
+
+def measure_again(
+    root: Path,
+    device: str,
+    bundle: Bundle,
+    gpu: Gpu,
+    budget_s: float,
+    seed: int = 0,
+    progress: Callable[[int, float], None] | None = None,
+) -> None:
+    """Measure stratified points of the bundle's families into a dataset, for ``budget_s``."""
+    threads = gpu.sm_count if gpu.kind == "cpu" else 0
+    wanted = stratified_points(bundle, gpu, threads, seed)
+    if not wanted:
+        raise ValueError(f"bundle: no family of it can be measured on device {device!r}")
+    path = root / "points.json"
+    write_points(path, wanted)
+    measure_points(root, device, path, budget_s, seed, progress)
+
+
+def check_rows(root: Path, bundle: Bundle, gpu: Gpu) -> Check:
+    """Compare the rows under ``root`` with the bundle's forecasts for ``gpu``.
+
+    ValueError where no family has enough points to be judged.
+    """
+    tables = {name: read_rows([root], name) for name in checkable(bundle, gpu)}
+    tables = {name: rows[rows["status"] == "ok"] for name, rows in tables.items() if len(rows)}
+    tables = {name: rows for name, rows in tables.items() if len(rows)}
+    compared: dict[str, Compared] = {}
+    for name, rows in tables.items():
+        found = compare_family(name, rows.assign(gpu=gpu.name), bundle)
+        if found is not None:
+            compared[name] = found
+    told = Check(
+        gpu=gpu.name,
+        rows=sum(map(len, tables.values())),
+        slowdown=slowdown(tables, bundle, gpu.name),
+        families=tuple(judge(compared)),
+        changes=tuple(changes(root, tables, bundle, gpu.name)),
+    )
+    if not told.too_slow and all(f.drifted is None for f in told.families):
+        most = max((f.points for f in told.families), default=0)
+        raise ValueError(f"no family has enough points to be judged, the most are {most}")
+    return told
+
+
+def compare_family(name: str, rows: pd.DataFrame, bundle: Bundle) -> Compared | None:
+    """A family's measured points beside their forecasts; None where none was left undisturbed.
+
+    Rows of one point (warm, cold, numbers of threads, measured again) count as one, by their mean.
+    """
+    rows, model, family = undisturbed(rows, bundle.anchors), bundle.models[name], families()[name]
+    if not len(rows):
+        return None
+    speed = Speed(anchors=bundle.anchors, sensitivity=model.sensitivity)
+    log_ratio = np.log(at_reference_us(rows, speed) / bundle.price(name, rows)["predicted_us"])
+    point = [f.name for f in fields(family.params) if f.name in rows]
+    return Compared(
+        log_ratios=log_ratio.groupby([rows[c] for c in point], dropna=False).mean().to_numpy(),
+        held_out_pct=float(model.facts["errors"]["median_ape_pct"]),
+        retest_pct=retest_ape_pct(rows, family, speed),
+    )
+
+
+def slowdown(tables: Mapping[str, pd.DataFrame], bundle: Bundle, gpu: str) -> float | None:
+    """Median time of the reference tasks beside all points over that at training.
+
+    On a CPU the geometric mean of both anchors. None where the bundle records none.
+    """
+    if bundle.anchors:
+        logs = [log_slowness(rows.assign(gpu=gpu), bundle.anchors) for rows in tables.values()]
+        return float(np.exp(np.median(np.concatenate(logs), axis=0).mean()))
+    recorded = bundle.machines[gpu].readings.get(GPU_SPEED) if gpu in bundle.machines else None
+    parts = [rows[GPU_SPEED].dropna() for rows in tables.values() if GPU_SPEED in rows]
+    if recorded is None or not parts:
+        return None
+    return float(pd.concat(parts).median() / recorded)
+
+
+def changes(
+    root: Path, tables: Mapping[str, pd.DataFrame], bundle: Bundle, gpu: str
+) -> list[Change]:
+    """What of the machine differs from the bundle's record; nothing where it has none.
+
+    Its name, the numbers of threads, versions of software and driver, and clocks (in Hz).
+    """
+    found = []
+    for name, machine in machines_of([root], tables).items():
+        old = bundle.machines.get(gpu)
+        pairs = [("device", gpu, name), ("threads", *_threads(tables, bundle, gpu))]
+        if old is not None:
+            pairs += [
+                (what, old.versions.get(what, "none"), machine.versions.get(what, "none"))
+                for what in dict.fromkeys([*old.versions, *machine.versions])
+                if what not in NOT_MACHINE
+            ]
+            pairs += [
+                (what, f"{before:.3g}", f"{hertz:.3g}")
+                for what, hertz in machine.readings.items()
+                if what != GPU_SPEED and (before := old.readings.get(what))
+                if abs(hertz / before - 1) > CLOCK_TOLERANCE
+            ]
+        found += [Change(what=w, recorded=a, now=b) for w, a, b in pairs if a != b]
+    return found
+
+
+def _threads(tables: Mapping[str, pd.DataFrame], bundle: Bundle, gpu: str) -> tuple[str, str]:
+    """Numbers of threads that the bundle has anchors of, and that were measured with now."""
+    known = sorted(n for name, n in bundle.anchors if name == gpu)
+    now = sorted({int(n) for rows in tables.values() for n in rows["threads"].unique()})
+    both = [" ".join(map(str, numbers)) for numbers in (known or now, now)]
+    return both[0], both[1]

@@ -1,0 +1,93 @@
+"""Judges by sign tests whether measured times still agree with a bundle's forecasts.
+
+A point's ratio is measured / forecast, at the machine's reference speed. A family has drifted where
+its median ratio lies outside [1 / (1 + margin), 1 + margin]; the margin is the median error of
+the bundle on held-out shapes, or what two measurements of one point differ by now if that is more.
+Of n points as many lie above the upper limit as heads fall in n tosses of a coin, or fewer, if the
+median is not above it; likewise below. The chance that a check calls any of its families drifted
+that is not is FALSE_ALARM at most (Bonferroni over families and directions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import binom
+
+FALSE_ALARM = 0.01  # of a check, over all families
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """A family's points: log(measured / forecast) of each, and the errors to expect in %.
+
+    ``held_out_pct``: the bundle's median error on held-out shapes. ``retest_pct``: the median
+    difference of points measured twice in this check, None where none was.
+    """
+
+    log_ratios: np.ndarray
+    held_out_pct: float
+    retest_pct: float | None = None
+
+    @property
+    def margin_pct(self) -> float:
+        """How far the median ratio may lie from 1."""
+        return max(self.held_out_pct, self.retest_pct or 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyDrift:
+    """The verdict on a family; ``drifted`` is None where it has too few points to be judged.
+
+    ``ratio``: median of measured / forecast, ``ratio_p10`` and ``ratio_p90`` its spread over
+    points. ``p_value``: chance of so many points beyond the margin on one side, if the bundle fits.
+    """
+
+    family: str
+    points: int
+    ratio: float
+    ratio_p10: float
+    ratio_p90: float
+    margin_pct: float
+    held_out_pct: float
+    retest_pct: float | None
+    p_value: float
+    drifted: bool | None
+
+
+def judge(compared: Mapping[str, Compared]) -> list[FamilyDrift]:
+    """The verdict on each family; all together err with probability FALSE_ALARM at most."""
+    level = FALSE_ALARM / max(1, len(compared))
+    return [judge_family(name, one, level) for name, one in compared.items()]
+
+
+def judge_family(name: str, one: Compared, level: float) -> FamilyDrift:
+    """The verdict on a family; calls one that fits drifted with a chance of ``level`` at most."""
+    logs, limit = one.log_ratios, float(np.log1p(one.margin_pct / 100))
+    p_value = min(1.0, 2 * min(sign_test(logs > limit), sign_test(logs < -limit)))
+    low, middle, high = np.exp(np.quantile(logs, [0.1, 0.5, 0.9]))
+    enough = len(logs) >= points_needed(level)
+    return FamilyDrift(
+        family=name,
+        points=len(logs),
+        ratio=float(middle),
+        ratio_p10=float(low),
+        ratio_p90=float(high),
+        margin_pct=one.margin_pct,
+        held_out_pct=one.held_out_pct,
+        retest_pct=one.retest_pct,
+        p_value=p_value,
+        drifted=p_value <= level if enough else None,
+    )
+
+
+def sign_test(beyond: np.ndarray) -> float:
+    """Chance of at least as many heads as True among as many tosses of a fair coin."""
+    return float(binom.sf(int(beyond.sum()) - 1, len(beyond), 0.5))
+
+
+def points_needed(level: float) -> int:
+    """Points without which not even unanimous ones are significant: 2 * 2**-n <= level."""
+    return int(np.ceil(np.log2(2 / level)))

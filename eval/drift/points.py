@@ -1,0 +1,59 @@
+"""Chooses the points that are measured again: of every family, from short to long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from learners.bundle import Bundle
+from microbench.hardware.spec import Gpu
+from microbench.ops import families
+from microbench.sweep.scheduler import space
+
+CANDIDATES = 400  # drawn of a family
+LONGEST_US = 5_000.0  # of a point: longer ones leave no time for others
+STRATA = 8  # of sizes; points come from them in turn
+
+
+def checkable(bundle: Bundle, gpu: Gpu) -> list[str]:
+    """Families that one process can measure on a device and the bundle has a model of."""
+    return [
+        name
+        for name, family in families().items()
+        if name in bundle.models
+        and bundle.models[name].covers_kind(gpu)
+        and family.ranks == 1
+        and not family.on_demand
+    ]
+
+
+def stratified_points(bundle: Bundle, gpu: Gpu, threads: int, seed: int) -> dict[str, list[Any]]:
+    """Points by family, inside the envelope of its training rows, short and long ones in turn.
+
+    Sizes are told apart by the forecast time: every eight points in a row hold one of each eighth.
+    """
+    found = {}
+    for name in checkable(bundle, gpu):
+        drawn = list(dict.fromkeys(islice(space(name, Path(), gpu, seed), CANDIDATES)))
+        rows = pd.DataFrame([asdict(p) for p in drawn])
+        rows = rows.assign(gpu=gpu.name, threads=threads, cache="warm")
+        priced = bundle.price(name, rows)
+        us, inside = priced["predicted_us"].to_numpy(), priced["in_envelope"].to_numpy(dtype=bool)
+        good = np.flatnonzero(inside & (us <= LONGEST_US))
+        if len(good):
+            found[name] = [drawn[i] for i in in_turn(us[good], good, seed)]
+    return found
+
+
+def in_turn(us: np.ndarray, index: np.ndarray, seed: int) -> Iterator[int]:
+    """Indices such that strata of time take turns, shuffled within each."""
+    rng = np.random.default_rng(seed)
+    strata = [rng.permutation(part) for part in np.array_split(index[np.argsort(us)], STRATA)]
+    for place in range(max(map(len, strata))):
+        yield from (int(part[place]) for part in strata if place < len(part))

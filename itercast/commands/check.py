@@ -1,0 +1,117 @@
+"""The command ``itercast check``: whether a bundle still fits this machine."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.table import Table
+
+from itercast.errors import one_line_errors
+from itercast.options import Bundle, Json
+from microbench.durations import seconds
+
+if TYPE_CHECKING:
+    from eval.drift.compare import Check
+    from learners.bundle import Bundle as LearnedBundle
+    from microbench.hardware.spec import Gpu
+
+
+@one_line_errors
+def check(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    bundle: Bundle = None,
+    budget: Annotated[str, typer.Option(help="time to measure: 90s, 2m")] = "60s",
+    seed: Annotated[int, typer.Option(help="seed of the order of points")] = 0,
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="judge the rows of this dataset root, of one device, measure nothing"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure some points of every family again; exit code 1 where the bundle does not fit."""
+    from compose.target import find_bundle
+    from eval.drift.compare import check_rows
+
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r}: allowed are cpu and cuda")
+    name = device_name(device, measured)
+    folder, known = find_bundle(name, bundle)
+    with tempfile.TemporaryDirectory() as empty:
+        root = measured or Path(empty)
+        if measured is None:
+            measure(root, device, known, name, seconds(budget), seed)
+        found = check_rows(root, known, known_gpu(known, name))
+    if as_json:
+        typer.echo(json.dumps({"bundle": str(folder), **found.to_dict()}))
+    else:
+        Console().print(check_tables(found))
+        typer.echo(f"{found.verdict} Bundle: {folder}")
+    raise typer.Exit(0 if found.fits else 1)
+
+
+def device_name(device: str, measured: Path | None) -> str:
+    """The name of the device whose rows are judged; "cpu" for this machine's CPU."""
+    from microbench.store import read_hardware
+    from microbench.sweep.cards import cuda_gpu
+
+    if measured is None:
+        return "cpu" if device == "cpu" else str(cuda_gpu().name)
+    names = sorted(read_hardware([measured]))
+    if len(names) != 1:
+        raise ValueError(f"measured {str(measured)!r}: rows of one device are judged, got {names}")
+    return names[0]
+
+
+def known_gpu(bundle: LearnedBundle, name: str) -> Gpu:
+    """The bundle's hardware of this name; of ``cpu`` the one whose forecasts a CPU gets."""
+    from compose.target import find_gpu
+
+    if name != "cpu" and name not in bundle.gpus:
+        raise ValueError(f"bundle: no rows of {name}; it has {sorted(bundle.gpus)}")
+    return find_gpu(name, bundle)
+
+
+def measure(
+    root: Path, device: str, bundle: LearnedBundle, name: str, budget_s: float, seed: int
+) -> None:
+    """Measure the points to compare into ``root``, with a progress bar."""
+    from eval.drift.compare import measure_again
+    from eval.progress import progress_bar
+
+    gpu = known_gpu(bundle, name)
+    with progress_bar() as bar:
+        task = bar.add_task("check", total=1.0)
+        measure_again(
+            root,
+            device,
+            bundle,
+            gpu,
+            budget_s,
+            seed,
+            lambda rows, frac: bar.update(task, completed=frac, description=f"check {rows} rows"),
+        )
+
+
+def check_tables(found: Check) -> Group:
+    """A table of measured over forecast times by family, and one of what changed, if anything."""
+    table = Table(title="measured time / forecast, at the speed of the machine at training")
+    for head in ("family", "points", "median", "p10", "p90", "margin %", "retest %", "drifted"):
+        table.add_column(head, justify="left" if head in ("family", "drifted") else "right")
+    for f in found.families:
+        numbers = [f"{x:.2f}" for x in (f.ratio, f.ratio_p10, f.ratio_p90)]
+        retest = "-" if f.retest_pct is None else f"{f.retest_pct:.1f}"
+        drifted = {True: "yes", False: "no", None: "too few points"}[f.drifted]
+        table.add_row(f.family, str(f.points), *numbers, f"{f.margin_pct:.1f}", retest, drifted)
+    if not found.changes:
+        return Group(table)
+    other = Table(title="changed since training")
+    for head in ("what", "recorded", "now"):
+        other.add_column(head)
+    for change in found.changes:
+        other.add_row(change.what, change.recorded, change.now)
+    return Group(table, other)
