@@ -24,7 +24,6 @@ from learners.features.machine_speed import (
 )
 from learners.features.schema import check_rows
 from learners.features.table import without_load
-from learners.held_out import held_out_forecasts
 from learners.machine import machines_of
 from learners.models import baselines, trees
 from learners.models.compared import BLEND
