@@ -1,1 +1,1 @@
-"""Captured ops to a plan, a timeline and an iteration time."""
+"""Forecasts iterations: from captured ops and a plan to a timeline and an iteration time."""

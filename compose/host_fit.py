@@ -1,4 +1,7 @@
-"""Fits a host to measured steps: the slowdown at which half of their forecasts are too slow."""
+"""Fits how slow a host launches ops, from measured steps whose time is launches, not kernels.
+
+The slowdown (1: the reference host) is the one at which half of the forecasts are too slow.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ LEAST_SPREAD = 1.15  # of a host that was fitted to rows: other steps of it spre
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredStep:
-    """A measured time of a step whose pace the host sets, with the step and where it ran."""
+    """A step limited by launches: its measured time, its capture, and where it ran."""
 
     label: str
     time_us: float
@@ -34,10 +37,10 @@ class MeasuredStep:
 def fit_host(
     name: str, rows: Sequence[MeasuredStep], *, source: str, cpu: str = "", fitted_on: str = ""
 ) -> HostMachine:
-    """The slowdown at which the median signed error of the rows is 0, by bisection.
+    """Finds the slowdown at which the median signed error of the rows is 0, by bisection.
 
-    ``spread`` covers 80 % of the errors that remain. ValueError where the GPU sets the pace of the
-    rows: no slowdown makes them right.
+    ``spread`` of the host covers 80 % of the errors that remain. ValueError where the rows are
+    limited by the GPU rather than the host: no slowdown makes their forecasts right.
     """
     low, high = np.log(SLOWDOWNS)
     for _ in range(HALVINGS):

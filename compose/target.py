@@ -108,9 +108,9 @@ def find_stack(name: str, gpu: Gpu) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Bundle, device, plan, node, host and software of a forecast.
+    """The bundle, device, plan, node, host and software that a forecast is for.
 
-    ``threads`` of a rank on a CPU, else 0.
+    ``threads``: CPU threads of each rank; 0 on a GPU.
     """
 
     bundle: Bundle

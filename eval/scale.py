@@ -25,7 +25,10 @@ MODEL = "gpt3-175b"
 
 
 def measure(begin_s: float) -> dict[str, float]:
-    """Times and memory of a fresh process; ``begin_s`` is ``time.time()`` before its imports."""
+    """Times a forecast and plan searches in this fresh process, and its memory.
+
+    ``begin_s`` is ``time.time()`` before the imports.
+    """
     from compose.capture_model import capture
     from compose.open_search import open_search
     from compose.predict import predict

@@ -50,7 +50,7 @@ def calibrate(bundle: Bundle, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None
 def measure(
     model: FamilyModel, family: Family, rows: pd.DataFrame, gpus: Mapping[str, Gpu]
 ) -> Calibration:
-    """Calibration of one GPU: log errors of the uncalibrated model at its rows."""
+    """Returns the calibration of one GPU: log errors of the uncalibrated model at its rows."""
     if len(rows) > MAX_ROWS:
         gpu = rows["gpu"].iloc[0]
         raise ValueError(
@@ -65,10 +65,10 @@ def measure(
 
 
 def host_of_events(rows: pd.DataFrame, name: str, source: str) -> HostMachine | None:
-    """The host on which rows of family host were measured beside a GPU; None of no such rows.
+    """Derives a host from measured times of Python and autograd events (rows of family ``host``).
 
-    ``slowdown`` is the median time of an event over that of the reference host, ``launch_us`` the
-    median launch.
+    ``slowdown`` is the median over events of the measured time / the reference host's;
+    ``launch_us`` the median time of a launch. None where no such row was measured beside a GPU.
     """
     rows = rows[rows["time_us"] > 0]
     rows = rows[rows["status"] == "ok"] if "status" in rows else rows
@@ -92,9 +92,10 @@ def host_of_events(rows: pd.DataFrame, name: str, source: str) -> HostMachine | 
 
 
 def _launches_us(rows: pd.DataFrame) -> np.ndarray:
-    """Host times of calls as those of pointwise ones: measured launches, and ``launch_us`` of ops.
+    """Converts measured host times of calls to the launch of a pointwise op, in us.
 
-    Cold rows repeat the launch of their warm row and are left out.
+    ``launch_us`` of ops and the event ``launch`` both count. Cold rows repeat the launch of their
+    warm row and are left out.
     """
     found = [rows.loc[(rows["family"] == "host") & (rows["op"] == "launch"), "time_us"]]
     if "launch_us" in rows:

@@ -1,8 +1,9 @@
 """Forecasts what each of many changes would gain: of software, plan, batch, GPU, hardware rates.
 
-Changes of software, plan, batch and GPU are forecasts of their own. Twice a hardware rate is asked
-of the models as a GPU that nobody measured, and compared with the same GPU under another name, so
-that both forecasts rest on the same rows; the ratio of the two is applied to the forecast.
+Each change of software, plan, batch or GPU is a forecast of its own. For a hardware rate, such as
+memory bandwidth, the GPU is forecast twice under a name without measured rows: as it is, and with
+the rate doubled. Both forecasts then come from models of other GPUs, so that their ratio shows the
+effect of the rate alone; the original forecast is multiplied by it.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ class Change:
 def changes(
     model: Any, asked: Mapping[str, Any], on_progress: Callable[[str], None] = lambda name: None
 ) -> list[Change]:
-    """Changes by what they gain, most first; ``model`` and ``asked`` as ``predict`` takes them.
+    """Forecasts each change and returns them by what they gain, most first.
 
-    Those that a forecast refuses (no such kernels, no such unit, too few samples) are left out.
-    ``on_progress`` is told the name of each change before it is forecast.
+    ``model`` and ``asked`` (the other arguments) are those of ``predict``. Changes that cannot be
+    forecast (no such kernels, no such unit, too few samples) are left out. ``on_progress`` is told
+    the name of each change before it is forecast.
     """
     step, target = prepare(model, **asked)
     base = forecast_step(step, target)
@@ -77,7 +79,7 @@ def _change(name: str, kind: str, found: Forecast, base: Forecast) -> Change:
 def _other_questions(
     model: Any, asked: Mapping[str, Any], step: StepCapture, target: Target
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Name, kind and arguments of ``predict`` of each change that the question leaves open."""
+    """Yields name, kind and ``predict`` arguments of changes of software, plan, batch or GPU."""
     plan, gpu = target.plan, target.gpu
     is_named = isinstance(model, str | Path)  # else dtype, batch and attention are the module's
     if gpu.kind != "cpu":
@@ -126,7 +128,7 @@ def _other_plans(plan: ParallelPlan) -> Iterator[tuple[str, ParallelPlan]]:
 
 
 def _hardware_changes(step: StepCapture, target: Target, base: Forecast) -> Iterator[Change]:
-    """Twice each rate of the hardware; iterations follow the ratio to the twin's forecast."""
+    """Forecasts each hardware rate doubled, relative to ``_twin``: the same GPU without rows."""
     twin = _twin(target)
     without = forecast_step(step, twin)
     for name, other in _doubled(twin):
@@ -174,7 +176,7 @@ def _faster_node(node: Node, rate: str) -> Node:
 
 
 def _times(gpu: Gpu, *names: str) -> Gpu:
-    """The GPU with these rates doubled, those of a dtype each."""
+    """Returns the GPU with these rates doubled; a rate by dtype is doubled for each dtype."""
     values = {name: getattr(gpu, name) for name in names}
     doubled: dict[str, Any] = {
         name: {k: 2 * v for k, v in value.items()} if isinstance(value, Mapping) else 2 * value

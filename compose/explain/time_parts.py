@@ -37,10 +37,10 @@ class TimePart:
 
 
 def time_parts(found: Forecast) -> list[TimePart]:
-    """The iteration's parts, largest first; their times add up to ``iteration_us``.
+    """Splits the iteration into parts, largest first; their times add up to ``iteration_us``.
 
-    Compute by op family, messages that no compute hides, and idle time by its reason. What compute
-    loses while messages run beside it is a part of its own.
+    Parts are compute by op family, communication that no compute hides, and idle time by its cause.
+    The time by which overlapping communication slows compute down is a part of its own.
     """
     ops = {name: us for name, us in found.by_family_us.items() if name != "collective"}
     total_us = sum(ops.values())

@@ -1,4 +1,4 @@
-"""Attention kernels: which one runs, and its time over that of the kernels that rows measured."""
+"""Attention kernels: which one runs, and how long it takes relative to those that were measured."""
 
 from __future__ import annotations
 
@@ -48,11 +48,13 @@ def kernel_ratio(
     measured: RowSources,
     gpus: Mapping[str, Gpu],
 ) -> float:
-    """Time of an attention kernel over that of the kernels its rows were measured with.
+    """Returns the time of an attention kernel over that of the kernels in the measured rows.
 
-    ``p`` is the attention in 16 bit; ``measured``: whose rows forecast it; ``gpus``: their
-    hardware. Kernels differ in how well they use the tensor cores, so of the ratio R of long
-    sequences a call feels 1 + (R - 1) * compute share. The rows' is their geometric mean.
+    ``p`` is the attention in 16 bit. ``measured`` are the GPUs and stacks whose rows forecast it,
+    with their weights, and ``gpus`` their hardware; the time of their kernels is the weighted
+    geometric mean. Kernels differ in how well they use the tensor cores, not in memory traffic: if
+    a kernel takes R times as long on long sequences, a call takes 1 + (R - 1) * compute / (compute
+    + memory) times as long.
     """
     share = _compute_share(family, p, gpu)
     rows = sum(
@@ -65,7 +67,7 @@ def kernel_ratio(
 
 
 def _time(kernel: str, op: str, gpu: Gpu, share: float) -> float:
-    """Time of a kernel over that of the newest kernel on a GPU."""
+    """Returns the time of a kernel over that of the newest kernel on a GPU."""
     by_gpu = FLASH_2_OVER_NEWEST[op]
     ratio = by_gpu.get(gpu.name, by_gpu.get(gpu.architecture, 1.0))
     if kernel in NEWEST:

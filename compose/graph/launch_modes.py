@@ -27,14 +27,14 @@ TENSORS_A_LAUNCH = assumed(__file__, "tensors_a_launch")  # by the number of lis
 
 
 def with_engine(capture: StepCapture, engine: str) -> StepCapture:
-    """The step's calls and host events as an engine launches them.
+    """Sets how the step is launched: rewrites its host events (Python, autograd) for the engine.
 
-    graph: the step is one launch, and Python runs nothing else. compile: each phase is a compiled
-    function, whose guards and wrapper the host runs in place of modules, views and autograd nodes;
-    gradients and the optimizer cost what they do eagerly; calls become kernels after the plan has
-    cut them (``as_launched``). compile+graph: the fused kernels are launched as one graph, by one
-    compiled function. fused: kernels as those of torch.compile in an eager loop, whose modules and
-    autograd nodes the host runs.
+    - graph: the step is one CUDA graph; Python runs nothing but its launch.
+    - compile: each phase is a compiled function. The host runs its guards and wrapper in place of
+      modules, views and autograd nodes; gradients are accumulated and the optimizer runs eagerly.
+      ``as_launched`` fuses the ops into kernels later, after the plan has divided them over ranks.
+    - compile+graph: the fused kernels are one CUDA graph, which one compiled function launches.
+    - fused: kernels as those of torch.compile, launched by an eager loop with modules and autograd.
     """
     if engine not in (*ENGINES, FUSED):
         raise ValueError(f"engine {engine!r}: allowed are {', '.join((*ENGINES, FUSED))}")
@@ -51,7 +51,7 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
 
 
 def as_launched(capture: StepCapture) -> StepCapture:
-    """The step with the calls that its engine launches: those of torch.compile are fused."""
+    """Returns the step as its engine launches it: torch.compile fuses neighbouring ops."""
     fuses = capture.engine == FUSED or "compile" in capture.engine
     return fused(capture) if fuses else capture
 

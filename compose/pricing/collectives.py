@@ -88,7 +88,7 @@ class Cluster:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One collective over an axis; ``message_bytes`` is the whole buffer, as in nccl-tests."""
+    """One collective along an axis; ``message_bytes`` is the whole buffer, as in nccl-tests."""
 
     kind: str
     axis: str
@@ -109,13 +109,15 @@ def gpus_per_domain(gpu: Gpu, node: Node | None = None) -> int:
 
 
 def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
-    """Placement, innermost first: tp, cp, dp, pp.
+    """Places the ranks of a plan on nodes, innermost first: tp, cp, dp, pp; returns groups by axis.
 
-    Axis ``shard`` is cp and dp together, over which parameters are sharded, or with hsdp the inner
-    part of it and ``replicate`` the outer part; ``ep`` the inner part
-    of dp, or of all ranks where tp does not cut experts, and ``expert`` the replicas of its
-    experts; ``intra_node`` two ranks of one node, ``inter_node`` two of different nodes; ``world``
-    all ranks. A CPU is one node of any number of ranks.
+    - ``shard``: cp and dp together, over which parameters are sharded; with hsdp the inner part of
+      it, and ``replicate`` the outer part.
+    - ``ep``: the inner part of dp, or of all ranks where tp does not cut experts; ``expert``: the
+      replicas of its experts.
+    - ``intra_node``: two ranks of one node; ``inter_node``: two of different nodes; ``world``: all.
+
+    A CPU is one node of any number of ranks.
     """
     per_node = plan.world_size
     if gpu.kind != "cpu":
@@ -151,7 +153,7 @@ def formula_us(message: Message, group: Group, where: Cluster) -> float:
 
 
 def _crossed(group: Group, where: Cluster) -> dict[str, Any]:
-    """Ranks, links and rates of a group, by their names in ``Collective``."""
+    """Describes the links that a group's messages cross, by the fields of ``Collective``."""
     far = group.size > group.per_node
     return {
         "world_size": group.size,
@@ -193,7 +195,10 @@ def _by_formula(message: Message, where: Cluster) -> PricedOp:
 
 
 def _assumed_shares(group: Group, scale: float, where: Cluster) -> AssumedShares:
-    """What of a modelled collective's time is assumed; ``scale``: its time over the model's."""
+    """Returns which assumptions a modelled collective's time rests on, and their shares of it.
+
+    ``scale``: its time over that of the largest group that the model knows.
+    """
     if group.size > group.per_node and where.network_assumed and where.gpu.kind != "cpu":
         return (("alpha_beta.network_bytes_per_s", 1.0),)
     return ((LATENCY, 1 - 1 / scale),) if scale > 1 else ()

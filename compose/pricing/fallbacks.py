@@ -1,6 +1,6 @@
-"""Which ops an op is priced as on a device where no model has seen it.
+"""Finds by which other ops an op is priced on a device where no model has seen it.
 
-Each family says so itself (``Family.fallback``); here is what counts as seen.
+Each family says so itself (``Family.fallback``); this module decides what counts as seen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from microbench.ops.family import Part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRows:
-    """What fallbacks may ask of models: ``microbench.ops.family.Measured``.
+    """Tells a family's fallback what was measured; implements ``microbench.ops.family.Measured``.
 
     ``stack`` is the software that is forecast.
     """
@@ -56,9 +56,9 @@ class MeasuredRows:
 def fallback_parts(
     params: Any, models: Mapping[str, Any], channels_last: bool, gpu: Gpu, stack: str = USUAL
 ) -> list[Part]:
-    """The ops that an op is priced as; none where its own model answers for it on this GPU.
+    """Returns the ops by which an op is priced; empty where its own model can price it on this GPU.
 
-    Nor where one of these ops' families has no model learned from rows.
+    Also empty where one of these ops' families has no model learned from rows.
     """
     family = family_of(params)
     if family is None or family.fallback is None:

@@ -1,4 +1,4 @@
-"""Ops that synchronising gradients adds: passes over each parameter's gradient, and buffers."""
+"""Ops that gradient synchronisation adds: copies and additions per parameter, and buffers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ COPY_BACK_DELAY: float = assumed(__file__, "copy_back_delay")
 
 
 def gradient_copies(layer: Layer, step_bytes: float, gpu: Gpu) -> list[list[Priceable]]:
-    """By parameter: adding to an earlier micro-batch's gradient, into a bucket, out of a bucket.
+    """Makes three ops per parameter: accumulate its gradient, copy it into a bucket, copy it back.
 
-    A gradient is warm in cache when it is added or copied into its bucket; the other tensor was
-    last touched a step ago (``step_bytes``: all bytes that a step touches). The copy back comes
+    A gradient is warm in cache when it is accumulated or copied into its bucket; the other tensor
+    was last touched a step ago (``step_bytes``: all bytes that a step touches). The copy back comes
     after backward, ``COPY_BACK_DELAY`` of a step later on average.
     """
     share = cold_share(gpu)
@@ -37,7 +37,7 @@ def gradient_copies(layer: Layer, step_bytes: float, gpu: Gpu) -> list[list[Pric
 
 
 def buffer_copies(tensors: list[TensorSpec], gpu: Gpu) -> list[Priceable]:
-    """Running statistics joined in one buffer, and each overwritten with what was received."""
+    """Makes the ops that join running statistics in one buffer and copy what was received back."""
     share = cold_share(gpu)
     flat = tuple(TensorSpec(shape=(t.numel,), dtype=t.dtype) for t in tensors)
     whole = TensorSpec(shape=(sum(t.numel for t in tensors),), dtype=tensors[0].dtype)

@@ -47,12 +47,13 @@ PYTHON = "python"  # phase of host work that no op stands for
 
 
 def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
-    """The host's time in a step as one op: counted events times the time of one.
+    """Prices all Python and autograd events of a step together: counts times event times.
 
-    A host that is named prices all events. Else family "host" prices them where it has a model: on
-    a CPU all but those of parallel wrappers, elsewhere, and wrappers, inside its envelope only.
-    Others are those of the book's host, and their share is in ``assumed``. ``in_envelope`` is
-    false where any event is assumed or was measured on the host of another GPU.
+    A host that the user named prices all events. Else the model of family "host" prices those that
+    it has seen: on a CPU all but the events of parallel wrappers (DDP, FSDP); on a GPU, and for
+    wrappers, only inside its training range. Other events take the assumed times of the book's
+    host; their share is in ``assumed``. ``in_envelope`` is false where any event is assumed or was
+    measured on the host of another GPU.
     """
     unknown = sorted(set(counts) - set(EVENT_US))
     if unknown:
@@ -101,9 +102,9 @@ def _event_us(
 
 
 def _measured_book(book: PriceBook) -> PriceBook:
-    """Prices of the GPU whose host was measured: this one, else the most similar that was.
+    """Returns the prices of the GPU whose host was measured: this one, else the most similar.
 
-    Python runs on the host, so its time depends on the GPU only by the machine it sits in.
+    Python runs on the host, so its time depends on the GPU only through the machine it sits in.
     """
     model = book.models.get("host")
     if not isinstance(model, FamilyModel) or book.gpu.kind == "cpu":
@@ -118,14 +119,15 @@ def _measured_book(book: PriceBook) -> PriceBook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launches:
-    """Host time of each op of a step, in us.
+    """Host time of each op of a step, in us: an equal share of all Python, and the op's launch.
 
-    ``python_us``: an op's share of Python and autograd. The call itself takes what was measured of
-    this op (``PricedOp.launch_us``), else ``usual_us`` for a pointwise op and its
-    ``call_launches`` times that for another; one that C++ adds without Python takes as much of
-    ``alone_us``. With ``by_op`` false calls are not told apart: one graph launches all.
-    ``python_assumed`` and ``launch_assumed``: the shares of ``python_us``, and of ``usual_us`` and
-    ``alone_us``, that rest on assumptions.
+    - ``python_us``: Python and autograd per op.
+    - The launch: what was measured of this op (``PricedOp.launch_us``), else ``usual_us``, the
+      launch of a pointwise op, times the op's ``call_launches``.
+    - ``alone_us``: as ``usual_us``, for an op that C++ adds and no module calls; it has no Python.
+    - ``by_op`` false: one CUDA graph launches all, so that ops are not told apart.
+    - ``python_assumed``, ``launch_assumed``: shares of ``python_us``, and of ``usual_us`` and
+      ``alone_us``, that rest on assumptions.
     """
 
     python_us: float
@@ -136,7 +138,7 @@ class Launches:
     launch_assumed: AssumedShares = ()
 
     def us(self, op: PricedOp, *, added: bool = False) -> float:
-        """Host time of one op; ``added``: no module calls it."""
+        """Host time of one op in us; ``added``: an op that C++ adds and no module calls."""
         own_us = op.launch_us if self.by_op else None
         if own_us is None:
             own_us = (self.alone_us if added else self.usual_us) * self._calls(op)
@@ -147,7 +149,7 @@ class Launches:
         return op.call_launches if self.by_op else 1.0
 
     def total(self, ops: Sequence[PricedOp]) -> AssumedTime:
-        """Host time of ops of the captured step, by assumption."""
+        """Adds up the host time of ops of the captured step, by assumption."""
         measured_us = [op.launch_us for op in ops if self.by_op and op.launch_us is not None]
         others = [op for op in ops if not self.by_op or op.launch_us is None]
         total = AssumedTime()
@@ -157,14 +159,15 @@ class Launches:
         return total
 
     def kernels(self, op: PricedOp) -> int:
-        """How many launches these are."""
+        """Number of launches of these ops."""
         return op.kernels if self.by_op else 1
 
 
 def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBook) -> Launches:
-    """Host time per op of a step whose events are spread evenly over its calls.
+    """Prices a step's host time per op: its launch, and an equal share of all Python events.
 
-    On a CPU the call itself is part of the op.
+    ``events``: how often each kind of event (a module call, a view...) occurs. On a CPU the launch
+    is part of the op's own time.
     """
     calls = max(1, len(capture.calls))
     python = host_cost(events, book)
@@ -185,7 +188,7 @@ def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBoo
 
 
 def python_op(event: str, count: int, book: PriceBook, share: float = 1.0) -> PricedOp:
-    """Host time of a parallel wrapper as an op of a layer: it launches so long, computes nothing.
+    """Makes the Python of a parallel wrapper (DDP, FSDP) an op with host time and no compute.
 
     ``share`` of the event's time, where forward and backward have a part each.
     """

@@ -45,12 +45,15 @@ class Pricer(Protocol):
     def price(
         self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
     ) -> pd.DataFrame:
-        """predicted_us, predicted_us_p10, predicted_us_p90, in_envelope."""
+        """Forecasts rows: columns predicted_us, predicted_us_p10, predicted_us_p90 and in_envelope.
+
+        ``in_envelope``: every feature is within the range of the training rows.
+        """
 
     def inside(
         self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
     ) -> Sequence[bool]:
-        """Column in_envelope alone, which is cheap to compute."""
+        """Returns the column in_envelope of ``price`` alone, which is cheap to compute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +103,12 @@ Prices = dict[str, dict[Any, tuple[dict[str, float], dict[str, float]]]]
 
 
 class PriceBook:
-    """Prices of one pricer on one device, each computed once: plans share most of their ops.
+    """Caches prices of ops on one device: each is computed once, as plans share most of their ops.
 
-    On a CPU ranks share the cores, so ops are priced in one call for every number of threads that
-    plans leave a rank: ``by_threads`` is shared by the books of these numbers. ``stack`` is the
-    software that is forecast; it selects among models' rows of several. ``host`` runs Python.
+    Ranks on a CPU share its cores, so that a plan decides the threads of a rank: ops are priced for
+    all those numbers of threads in one call, and ``by_threads`` holds a book for each. ``stack`` is
+    the software that is forecast; where models know several it decides whose rows count. ``host``
+    is the machine that runs Python.
     """
 
     def __init__(
@@ -134,11 +138,11 @@ class PriceBook:
 
     @property
     def prices(self) -> Prices:
-        """Warm and cold price rows by family and parameters, for this number of threads."""
+        """Price rows, warm and cold cache, by family and parameters, for these threads."""
         return self.by_threads[self.threads]
 
     def points(self, family: str, points: Iterable[Any]) -> Mapping[Any, Any]:
-        """Warm and cold price rows of a family's parameters; those not priced yet are."""
+        """Returns a family's price rows, warm and cold; prices those still missing."""
         prices = self.prices.setdefault(family, {})
         fresh = list(dict.fromkeys(p for p in points if p not in prices))
         if fresh:
@@ -157,11 +161,11 @@ class PriceBook:
         return prices
 
     def expected(self, family: str, rows: pd.DataFrame) -> pd.DataFrame:
-        """Price rows with expected times in place of medians: only expectations add up.
+        """Returns price rows with means in place of medians: only means add up to a sum's mean.
 
         Of a log-normal time: mean = median * exp(s**2 / 2), s the standard deviation of its log
-        (Duan's smearing, doi:10.2307/2288126). Outside the envelope, as on an unseen GPU, errors of
-        ops are the same error, and medians stay.
+        (Duan's smearing, doi:10.2307/2288126). Outside the training range, as on an unseen GPU, all
+        ops err in the same direction rather than independently, and medians stay.
         """
         table = self.pricer.price(family, rows, {self.gpu.name: self.gpu})
         low, high = (np.log(table[f"predicted_us_{q}"].clip(lower=1e-9)) for q in ("p10", "p90"))
@@ -228,7 +232,7 @@ class PriceBook:
         return self.kernel_ratios[key]
 
     def _throttled(self, w: Priceable, us: float, flops: float) -> float:
-        """Factor on an op's time at the rate that steps of seconds sustain at the power limit."""
+        """Returns the factor by which a busy GPU's power limit lengthens an op."""
         if w.family is None or not w.family.matmul or self.gpu.kind == "cpu" or not us:
             return 1.0
         return max(1.0, 1e6 * flops / sustained_flops_per_s(self.gpu, w.params.dtype) / us)
@@ -329,7 +333,10 @@ def price_book(
 
 
 def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
-    """An op call with its family, parameters and bytes, ready to be priced."""
+    """Finds an op call's family and parameters, so that it can be priced.
+
+    ``cold``: the share of its bytes that are read from memory, not from a cache.
+    """
     family, params = find_family(call)
     moved = sum(t.nbytes for t in (*call.tensors(), *call.outputs))
     return Priceable(

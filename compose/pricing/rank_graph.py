@@ -25,7 +25,7 @@ from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """The parts of a plan that change a rank's op calls; equal where ``degrees`` are.
+    """The parts of a plan that change a rank's op calls; two cuts are equal where ``degrees`` are.
 
     The plan itself is kept for error messages.
     """
@@ -35,7 +35,7 @@ class Cut:
 
     @classmethod
     def of(cls, plan: ParallelPlan) -> Cut:
-        """The cut of a plan."""
+        """Takes from a plan the parts that change a rank's op calls."""
         degrees = (plan.tp, plan.sp, plan.cp, plan.ep, plan.expert_tp, plan.imbalance)
         return cls(plan=plan, degrees=degrees)
 

@@ -1,8 +1,9 @@
-"""Folds ops in a row to four numbers: exact on the host and compute lanes, cheap to repeat.
+"""Adds up ops that run one after the other, so that a layer is summed once and then repeated.
 
-The host launches ops one after the other and a kernel starts when it is launched and the compute
-lane is free. From (host, lane) times to (host, lane) times that is a max-plus linear map; maps
-compose, so a layer is folded once and repeated by a formula. On a CPU there is no host lane.
+The host launches ops one after the other; a kernel starts when it is launched and the compute lane
+is free. The times at which host and lane are free after a group of ops are a max-plus linear
+function of those before it. Such functions compose, so that four numbers describe any group of ops
+exactly. On a CPU there is no host lane.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Times of ops in a row.
+    """Times of a group of ops that run one after the other.
 
     ``host_us``: launching all of them; ``lane_us``: all kernels one after the other; ``path_us``:
-    from the first launch to the end of the last kernel on a free lane; ``comm_us``: the part of
-    ``lane_us`` in which compute waits for collectives.
+    from the first launch to the end of the last kernel where nothing else delays them; ``comm_us``:
+    the part of ``lane_us`` in which compute waits for collectives.
     """
 
     host_us: float = 0.0
@@ -44,7 +45,7 @@ class Work:
 
     @property
     def alone_us(self) -> float:
-        """Time from the first launch to the end of the last kernel, on free lanes."""
+        """Time from the first launch to the end of the last kernel, with nothing before."""
         return max(self.lane_us, self.path_us)
 
 
@@ -58,7 +59,7 @@ def side_by_side_us(a_us: float, b_us: float, contention: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One op: its time on the compute lane and the host's to launch it.
+    """One op: its time on the compute lane, and the time that the host takes to launch it.
 
     ``comm``: it is a collective that compute waits for. ``kernels``: it is launched in so many
     equal parts, each of which starts as soon as it is launched.

@@ -32,7 +32,7 @@ FP16_RATIO: float = assumed(__file__, "fp16_ratio")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """Messages per bucket, when they are sent, and what a rank keeps a 1/replicas share of."""
+    """How replicas exchange gradients and weights: messages, when, and what is sharded."""
 
     reduce: tuple[str, ...] = ()  # after a bucket is full
     after_update: tuple[str, ...] = ()  # once the optimizer is done
@@ -51,7 +51,7 @@ class Strategy:
 
 
 def strategy(plan: ParallelPlan) -> Strategy:
-    """The strategy of a plan."""
+    """Returns how the replicas of a plan are kept equal: DDP, ZeRO, gossip..."""
     packing = int(plan.compress < 1)
     if plan.dp * plan.cp == 1:
         return Strategy()

@@ -47,7 +47,11 @@ def sharded_forward(program: RankTasks, *, gather: bool) -> None:
 
 
 def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
-    """Add the backward of one micro-batch; ``later``: gradients are added to earlier ones."""
+    """Add the backward of one micro-batch under FSDP.
+
+    ``scatter``: gradients are reduce-scattered after it; ``later``: they are added to those of
+    earlier micro-batches.
+    """
     layers, how = list(reversed(program.rank.layers)), program.how
     markers: list[tuple[int, ...]] = [program.lanes.done]
     last: list[int] = []
@@ -70,7 +74,7 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
 
 
 def sharded_bytes(x: PricedLayer, how: Strategy) -> int:
-    """Bytes of a layer's parameters that replicas share out and gather."""
+    """Bytes of a layer's parameters that are sharded over replicas, and so gathered before use."""
     return x.layer.trained_bytes if how.frozen_whole else x.layer.parameter_bytes
 
 
@@ -89,7 +93,7 @@ def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> W
 
 
 def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> Work:
-    """Gather a layer, one layer ahead of its compute; returns the copies out of the message."""
+    """Gather parameters, one layer ahead of compute; returns the copies out of the message."""
     nbytes = sharded_bytes(x, program.how)
     if not x.numbered or not nbytes:
         return Work()

@@ -45,7 +45,7 @@ class StageTimes:
 
 @lru_cache(maxsize=512)
 def program(schedule: str, stages: int, rank: int, micro: int, virtual: int) -> tuple[Action, ...]:
-    """The actions of a rank in order."""
+    """Returns the actions (forward, backward of which micro-batch) of a rank, in order."""
     if schedule == "gpipe":
         return tuple(("F", i, 0) for i in range(micro)) + tuple(("B", i, 0) for i in range(micro))
     if schedule == "interleaved":
@@ -85,7 +85,7 @@ def _interleaved(stages: int, rank: int, micro: int, virtual: int) -> tuple[Acti
 def in_flight(
     schedule: str, stages: int, rank: int, micro: int, virtual: int = 1
 ) -> tuple[int, ...]:
-    """Micro-batches whose activations a rank holds, by chunk, when their sum is largest."""
+    """Counts, by chunk, the micro-batches whose activations a rank holds when they are most."""
     if schedule == "gpipe":
         return (micro,)
     held, best = [0] * virtual, [0] * virtual
@@ -98,12 +98,12 @@ def in_flight(
 
 @dataclass(frozen=True, slots=True)
 class _Order:
-    """All actions sorted by levels, each of which waits for earlier ones only; 0 is the start.
+    """All actions of a pipeline sorted so that each waits only for earlier ones; 0 is the start.
 
     By action, as indices: its time among forward, backward, weight and first backward times of all
     chunks (``takes``); its message's time (``sends``); the action before it on its rank
-    (``before``); the action whose message it waits for (``waits``); that with the message before
-    its own on the link (``behind``).
+    (``before``); the action whose message it waits for (``waits``); the action whose message goes
+    over the same link just before its own (``behind``).
     """
 
     takes: np.ndarray

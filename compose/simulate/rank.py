@@ -25,10 +25,11 @@ LATENCY = "latency"  # lane of messages' latency, which slows nothing
 
 @dataclass
 class Lanes:
-    """Tasks of one rank as they are added.
+    """Tasks of one rank, collected lane by lane as they are added.
 
     ``done``: the tasks after which all compute so far is done; ``waits``: messages that the next
-    one waits for. ``ranks_per_core``: ranks that share a core of a CPU, by which compute is slower.
+    compute task waits for. ``ranks_per_core``: ranks that share a core of a CPU, by which compute
+    is slower.
     """
 
     on_cpu: bool
@@ -97,13 +98,13 @@ class Rank:
 
     @cached_property
     def strategy(self) -> Strategy:
-        """The strategy that keeps its replicas equal."""
+        """How data parallelism keeps the replicas of this rank equal: DDP, ZeRO..."""
         return strategy(self.plan)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A simulated rank program: its tasks and spans, and the ops that it added to the layers'."""
+    """A simulated rank program: its tasks, their spans, and the ops added to the layers' own."""
 
     tasks: tuple[Task, ...]
     spans: tuple[Span, ...]

@@ -37,9 +37,9 @@ class RankProgram(RankTasks):
         self.lanes.work(once.then(forward.then(later).times(micro - 1)), f"{micro} micro-batches")
 
     def forward(self, *, last: bool = True) -> None:
-        """Add the forward of one micro-batch; ``last``: of a step without a pipeline.
+        """Add the forward of one micro-batch; ``last``: the last one of a step without a pipeline.
 
-        What replicas send once a step before forward, they send before that one.
+        Messages that replicas send once a step before forward are sent before that one.
         """
         gather = self.how.every_micro or last
         if self.how.broadcast and last:

@@ -101,7 +101,7 @@ def _sizes(plan: ParallelPlan, counted: int) -> list[int]:
 def _count_cuts(
     found: Sequence[tuple[PricedLayer, int]], sizes: Sequence[int], *, whole: bool
 ) -> list[int]:
-    """Ends of chunks of so many numbered layers, or of all of them where ``whole``."""
+    """Returns where chunks of these numbers of layers end; ``whole``: all layers are counted."""
     total = sum(n for _, n in found)
     ahead = [n for _, n in takewhile(lambda run: not run[0].numbered, found)]
     ends = list(accumulate(sizes, initial=0 if whole else sum(ahead)))[1:]
@@ -109,7 +109,7 @@ def _count_cuts(
 
 
 def _cost_cuts(found: Sequence[tuple[PricedLayer, int]], chunks: int) -> list[int]:
-    """Ends of non-empty chunks whose largest time is smallest, by bisection."""
+    """Returns where chunks end so that the slowest is fastest, none empty; by bisection."""
     costs = [x.forward_work.alone_us + x.backward_work.alone_us for x, n in found for _ in range(n)]
     low, high = max(costs), sum(costs)
     for _ in range(40):

@@ -35,7 +35,7 @@ def fitted_sources(entries: Sequence[Assumption]) -> set[str]:
 
 
 def still_fitted(source: str, entries: Sequence[Assumption]) -> list[str]:
-    """Assumptions that keep a value fitted on a source although it is left out."""
+    """Lists assumptions that keep a value fitted on a source although the source is left out."""
     return sorted(
         f"{one.module}.{one.name}"
         for one in entries

@@ -1,4 +1,4 @@
-"""Errors on each source's published iterations, by forecasts that rest on nothing of it."""
+"""Errors on each source's published iterations, by forecasts that use nothing of that source."""
 
 from __future__ import annotations
 

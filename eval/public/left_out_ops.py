@@ -54,7 +54,7 @@ class Split:
 
 
 def readers(public: Path) -> dict[Path, str]:
-    """Importers by folder; folders that hold no op rows of one source are passed over."""
+    """Finds each folder's importer; skips folders without op rows and of several sources."""
     found = {path: READERS.get(path.name, path.name) for path in sorted(public.iterdir())}
     return {
         path: reader

@@ -42,7 +42,7 @@ class ModelLine:
 
 
 def labels(gpu: str, *modes: str) -> Callable[[Rows], np.ndarray]:
-    """Selects NeuSight's measured models on one GPU: not compiled, without a plan."""
+    """Returns a filter: NeuSight's models on one GPU, not compiled, without a plan."""
 
     def choose(rows: Rows) -> np.ndarray:
         mine = (rows["source"] == "neusight") & (rows["gpu"] == gpu) & rows["mode"].isin(modes)
@@ -52,7 +52,7 @@ def labels(gpu: str, *modes: str) -> Callable[[Rows], np.ndarray]:
 
 
 def of(*sources: str) -> Callable[[Rows], np.ndarray]:
-    """Selects the rows of these published sources."""
+    """Returns a filter that keeps the rows of these published sources."""
     return lambda rows: np.asarray(rows["source"].isin(sources))
 
 
@@ -63,7 +63,10 @@ def timm_in_transformers(rows: Rows) -> np.ndarray:
 
 
 def timm_alone(rows: Rows) -> np.ndarray:
-    """Selects DRAWN of timm's other models at random; forecasting them needs timm installed."""
+    """Selects DRAWN of the timm models that transformers cannot build, at random.
+
+    Forecasting them needs timm installed.
+    """
     others = rows["case"].where(of("timm")(rows) & ~timm_in_transformers(rows), "").astype(str)
     names = np.random.default_rng(0).permutation(sorted(set(others) - {""}))
     return np.asarray(others.isin(names[:DRAWN]))
@@ -195,7 +198,7 @@ def h100_lines() -> list[ModelLine]:
 
 
 def alone(rows: Rows) -> np.ndarray:
-    """Selects the runs on one GPU."""
+    """Selects the runs on a single GPU."""
     return np.asarray(rows["world_size"] == 1)
 
 
@@ -238,7 +241,7 @@ def golden_lines() -> list[ModelLine]:
 
 
 def mlperf_lines() -> list[ModelLine]:
-    """Lines about MLPerf Training: all steps that can be said, and each benchmark of them."""
+    """Lines about MLPerf Training: all steps whose plan can be expressed, and by benchmark."""
 
     def cases(*names: str) -> Callable[[Rows], np.ndarray]:
         return lambda rows: np.asarray(rows["case"].isin(names))

@@ -1,4 +1,4 @@
-"""Published iterations by the folder they are in, as rows whose model can be built."""
+"""Reads published iteration times by folder; keeps the rows whose model can be built."""
 
 from __future__ import annotations
 

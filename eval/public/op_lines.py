@@ -61,7 +61,7 @@ def fp8_left_out(rows: Rows) -> Iterator[Split]:
 
 
 def evenly(rows: Rows, most: int = 3_000) -> Mask:
-    """Mask of at most ``most`` rows of every GPU, drawn at random."""
+    """Masks at most ``most`` rows of every GPU, drawn at random."""
     mixed = rows["gpu"].sample(frac=1, random_state=0)
     return np.asarray((mixed.groupby(mixed).cumcount() < most).sort_index())
 
@@ -105,7 +105,10 @@ def shapes(names: list[str]) -> Callable[[Rows], Iterator[Split]]:
 
 
 def every_shape(names: list[str], ops: tuple[str, ...] = ()) -> Splits:
-    """Splits whose held parts cover all shapes; scored on ``ops``, on all where none is named."""
+    """Splits shapes into parts and leaves out each in turn, so that every shape is held out once.
+
+    Scored on ``ops``, on all where none is named.
+    """
 
     def splits(rows: Rows) -> Iterator[Split]:
         scored = rows["op"].isin(ops).to_numpy() if ops else np.ones(len(rows), dtype=bool)
@@ -135,7 +138,7 @@ def clusters(rows: Rows) -> Iterator[Split]:
 
 
 def from_neusight(*ops: str) -> Callable[[Rows], Mask]:
-    """Selects NeuSight's rows of these ops; of all ops where none is named."""
+    """Returns a filter that keeps NeuSight's rows of these ops; of all ops where none is named."""
 
     def choose(rows: Rows) -> Mask:
         named = rows["op"].isin(ops) if ops else np.ones(len(rows), dtype=bool)
@@ -329,6 +332,6 @@ def library_lines() -> list[Line]:
 
 
 def served(rows: Rows) -> Mask:
-    """Mask of at most 1,500 rows of every GPU whose experts are a whole layer."""
+    """Masks at most 1,500 rows of every GPU in which the experts of a whole layer were timed."""
     layer = (rows["op"] == "layer").to_numpy()
     return np.asarray(layer & evenly(rows, 1_500))

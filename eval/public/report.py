@@ -19,7 +19,7 @@ HEADING = "Errors in % on a source's rows, with the source and all that was fitt
 
 
 def line_names() -> list[str]:
-    """Names of all lines, those of families with a source left out among them."""
+    """Names of all lines of the benchmark, also of those with a source left out."""
     own = {x.name for x in lines()} | {x.name for x in model_lines()}
     return sorted(own | {NAME.format(family) for family in families()})
 

@@ -38,7 +38,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What one way of choosing chose in all tasks: regrets are measured / fastest - 1."""
+    """How good one method's choices are: regrets, measured / fastest - 1, one per task."""
 
     name: str
     regrets: tuple[float, ...]
@@ -75,7 +75,7 @@ def judge_iterations(
 def judge_choices(
     tasks: int, ranks: int, threads: int, bundle: Path, folder: Path, seed: int, progress: Progress
 ) -> list[list[Judged]]:
-    """Forecast and measure all sharders' proposals for random heavy tasks."""
+    """Forecast and measure the shardings that all methods propose for random heavy tasks."""
     rng = np.random.default_rng(seed)
     by_task, forecasts = [], []
     for _ in range(tasks):
@@ -93,7 +93,7 @@ def _judged(candidate: Candidate, forecast_us: float, rounds_us: tuple[float, ..
 
 
 def sharders(costs: Costs, rng: np.random.Generator) -> list[Candidate]:
-    """Proposals of a random sharder, six greedy ones, and the search on our own forecast."""
+    """Proposes shardings: at random, by six greedy rules, and by a search on our forecast."""
     model = costs.model
     found = {"random": random_sharding(rng, model, costs.world_size)}
     for name, cost in table_costs(costs).items():

@@ -1,4 +1,4 @@
-"""Measures sharded DLRMs with gloo processes on this CPU, in rounds that alternate."""
+"""Measures sharded DLRMs with gloo processes on this CPU; rounds over all of them are repeated."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT_S = 1800.0
 
 
 def measurable(candidate: Candidate, ranks: int) -> ShardedModel:
-    """What the ranks are told of a candidate."""
+    """Describes a candidate (model and sharding) to the processes that run it."""
     model, placed = candidate.model, []
     for i, (table, place) in enumerate(zip(model.tables, candidate.sharding, strict=True)):
         placed += [MeasuredShard(**asdict(s)) for s in shards(table, i, place, ranks)]

@@ -24,10 +24,10 @@ class Candidate:
 
 
 def heavy_task(rng: np.random.Generator) -> RankingModel:
-    """36 to 66 tables with 20 lookups a sample or more, as the heavy tasks of arXiv 2404.12674.
+    """Draws a model of 36 to 66 tables with 20 lookups a sample or more, as in arXiv 2404.12674.
 
-    A CPU's batch and rows are smaller: 64 samples a rank, 1,000 to 200,000 rows of 16 or 32
-    columns.
+    Batch and rows are smaller than there, to fit a CPU: 64 samples a rank, 1,000 to 200,000 rows of
+    16 or 32 columns.
     """
     dim = int(rng.choice([16, 32]))
     return RankingModel(
@@ -39,7 +39,7 @@ def heavy_task(rng: np.random.Generator) -> RankingModel:
 
 
 def any_configuration(rng: np.random.Generator) -> RankingModel:
-    """8 to 40 tables, 1 to 60 lookups a sample, 32 to 256 samples a rank."""
+    """Draws a model of 8 to 40 tables, 1 to 60 lookups a sample, 32 to 256 samples a rank."""
     dim = int(rng.choice([16, 32, 64]))
     wide = int(rng.choice([64, 128, 256]))
     return RankingModel(
@@ -57,7 +57,7 @@ def tables(
     pooling: tuple[int, int],
     log_rows: tuple[float, float],
 ) -> tuple[Table, ...]:
-    """Tables of random rows and lookups, between bounds; rows uniform in the logarithm."""
+    """Draws tables with random numbers of rows (uniform in the logarithm) and lookups."""
     return tuple(
         Table(
             name=f"t{i}",
@@ -71,7 +71,7 @@ def tables(
 
 
 def any_sharding(rng: np.random.Generator, model: RankingModel, ranks: int) -> Sharding:
-    """Mostly whole tables on random ranks, some cut by columns or rows, small ones replicated."""
+    """Draws a sharding: mostly whole tables on random ranks, some cut, small ones replicated."""
     return tuple(_any_placement(rng, t, ranks) for t in model.tables)
 
 

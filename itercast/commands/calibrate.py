@@ -27,7 +27,7 @@ def calibrate(
         typer.Option(help="host file to write, from rows of family host or of small iterations"),
     ] = None,
 ) -> None:
-    """Correct a bundle for one GPU by 4 to 16 measured rows of each op family, or find its host."""
+    """Correct a bundle for one GPU by 4 to 16 measured rows of each op family, or fit its host."""
     from learners.calibrate import read_few
 
     if out is None and host is None:
@@ -51,7 +51,7 @@ def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: P
 
 
 def _write_host(path: Path, few: pd.DataFrame, bundle: Path | None) -> None:
-    """Write the host of a GPU: of its events where they were measured, else of its iterations."""
+    """Write a host file: fitted to timed Python events where there are any, else to iterations."""
     from compose.host_fit import fit_host
     from eval.compare import measured_steps
     from learners.calibrate import host_of_events

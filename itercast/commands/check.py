@@ -68,7 +68,7 @@ def device_name(device: str, measured: Path | None) -> str:
 
 
 def known_gpu(bundle: LearnedBundle, name: str) -> Gpu:
-    """The bundle's hardware of this name; of ``cpu`` the one whose forecasts a CPU gets."""
+    """Finds the bundle's hardware of this name; for ``cpu`` the one by which CPUs are forecast."""
     from compose.target import find_gpu
 
     if name != "cpu" and name not in bundle.gpus:

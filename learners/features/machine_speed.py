@@ -32,7 +32,10 @@ Anchors = Mapping[tuple[str, int], tuple[float, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Reference anchors in us by (gpu, threads), and one family's sensitivity to each anchor."""
+    """Usual times of both anchors by (gpu, threads), in us, and a family's sensitivity to each.
+
+    ``sensitivity`` 1: slows as much as the anchor; 0: not affected.
+    """
 
     anchors: Anchors
     sensitivity: Sensitivity
@@ -48,7 +51,10 @@ def _both(rows: pd.DataFrame) -> np.ndarray:
 def reference_anchors(
     tables: Mapping[str, pd.DataFrame],
 ) -> dict[tuple[str, int], tuple[float, float]]:
-    """Median anchors in us by (gpu, threads) over all families; empty where none was timed."""
+    """Computes how long the reference workloads (anchors) usually take: medians by (gpu, threads).
+
+    In us, over the rows of all families; empty where none was timed.
+    """
     parts = [t[[c for c in ("gpu", "threads", *ANCHORS) if c in t]] for t in tables.values()]
     parts = [p for p in parts if "anchor_us" in p]
     if not parts:
@@ -63,7 +69,7 @@ def reference_anchors(
 
 
 def undisturbed(rows: pd.DataFrame, anchors: Anchors) -> pd.DataFrame:
-    """Rows measured while both anchors took at most MAX_SLOWDOWN times their median."""
+    """Keeps the rows measured while both anchors took at most MAX_SLOWDOWN times their median."""
     calm = np.flatnonzero((log_slowness(rows, anchors) <= np.log(MAX_SLOWDOWN)).all(axis=1))
     return rows.iloc[calm].reset_index(drop=True)
 
@@ -126,7 +132,7 @@ def learn_speed(rows: pd.DataFrame, family: Family, anchors: Anchors) -> Speed:
 
 
 def at_reference_us(rows: pd.DataFrame, speed: Speed) -> np.ndarray:
-    """Measured times in us, corrected to the reference speed."""
+    """Returns measured times in us, corrected to the machine's usual speed."""
     time_us = rows["time_us"].to_numpy(dtype=float)
     slow = log_slowness(rows, speed.anchors) * shares(time_us)
     return np.asarray(time_us * np.exp(-slow @ np.array(speed.sensitivity)))
@@ -148,10 +154,11 @@ def iterations_at_reference_us(
     calls: Mapping[str, int],
     sensitivities: Mapping[str, Sensitivity],
 ) -> Iterator[float]:
-    """Yield measured iteration times in us, corrected to the reference speed.
+    """Corrects measured iteration times to the machine's usual speed; yields them in us.
 
-    The sensitivity of an iteration is the mean of its families', weighted by their forecast time;
-    a family's ops all count as of average length, its time over its ``calls``.
+    How much an iteration slows with the anchors (its sensitivity) is the mean over its op families,
+    weighted by their forecast time. All ops of a family count as equally long: the family's time
+    over the number of its ``calls``.
     """
     total_us = sum(by_family_us.values())
     weights = np.zeros(2)

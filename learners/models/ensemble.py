@@ -36,9 +36,9 @@ Smooth = Network | GaussianProcess
 class Ensemble:
     """Weighted mean of two models: log ratio = share * smooth + (1 - share) * trees.
 
-    ``smooth`` is a Gaussian process where all rows are one GPU's and few, otherwise networks. A
-    process whose covariance the family states stands alone (share 1, no trees): the covariance
-    says what an unseen GPU has in common with the others.
+    ``smooth`` is a Gaussian process where the rows are few and all of one GPU, otherwise networks.
+    Where the family specifies the covariance of the process, it says what an unseen GPU has in
+    common with the others: the process then works alone (share 1, no trees).
     """
 
     trees: Trees | None
@@ -71,7 +71,7 @@ class ProcessSettings:
 
     @property
     def stated(self) -> bool:
-        """Whether the family states the kernel."""
+        """Whether the family specifies the kernel, so that none is learned."""
         return self.kernel is not None and self.kernel.along > 0
 
     def learn(self, table: Table) -> ProcessSettings:
@@ -136,9 +136,9 @@ def fit_smooth(table: Table, members: int, settings: ProcessSettings | None) -> 
 
 
 def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
-    """Fit trees and a smooth model per fold of shape groups; predict each fold by the others.
+    """Cross-validate: fit trees and a smooth model without each fold of shapes, and predict it.
 
-    A process whose covariance is stated needs no trees.
+    No trees are fitted where the family specifies the covariance of its Gaussian process.
     """
     names = np.random.default_rng(1).permutation(np.unique(train.group))
     folds = SEVERAL_GPUS_FOLDS if train.origin else FOLDS
@@ -169,7 +169,7 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
 
 
 def refit(table: Table, options: dict[str, Any], crossed: CrossFit) -> Ensemble:
-    """Fit on all rows of the table, with the rounds and weight that cross-validation found."""
+    """Fit on all rows, with the numbers of trees and the weight that cross-validation found."""
     settings, rounds = _with_new_columns(crossed.process, table), crossed.rounds
     return Ensemble(
         trees=boosted.refit(table, options, rounds) if rounds and crossed.share < 1.0 else None,

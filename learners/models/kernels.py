@@ -1,4 +1,4 @@
-"""Builds the Gaussian-process kernel that a family states, over encoded feature columns."""
+"""Builds the Gaussian-process kernel that an op family specifies, over encoded feature columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ NOISE = assumed(__file__, "noise")  # standard deviation of a measurement's log 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatedKernel:
-    """A kernel that a family states, and the ``columns`` of x that are its inputs."""
+    """A Gaussian-process kernel that a family's file specifies, so that it is not learned.
+
+    ``columns`` of x are its inputs.
+    """
 
     columns: tuple[int, ...]
     kernel: Kernel
@@ -25,7 +28,7 @@ class StatedKernel:
 def stated_kernel(
     family: Family, places: Callable[[list[str]], tuple[int, ...]]
 ) -> StatedKernel | None:
-    """Build the family's kernel; None where it states none.
+    """Build the kernel that the family's file specifies; None where it specifies none.
 
     ``places`` returns the columns of x of features by name.
     """
