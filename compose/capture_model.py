@@ -39,7 +39,7 @@ def capture_case(
 ) -> StepCapture:
     """Capture one step of a case on fake tensors, or read it from the cache.
 
-    ``shallow``: two layers of every list of equal layers are captured, and how many were left out
+    ``shallow``: three layers of every list of equal layers are captured, and how many were left out
     stands in ``repeats``.
     """
     from microbench.capture.cache import cached
@@ -145,7 +145,7 @@ def capture(
     starts backward from the output. ``dtype`` None keeps the dtypes of a module and is fp32 for all
     other models. fp8 applies to the linear layers of blocks, the rest is in bf16
     (``compose.parallel.fp8``). ``amp``: weights stay in fp32, the forward pass runs under CUDA's
-    autocast to ``dtype``. Two of many equal layers of published cases and configurations are
+    autocast to ``dtype``. Three of many equal layers of published cases and configurations are
     captured, unless ``whole``. ``lora``: rank of adapters on a frozen configuration's model.
     """
     options: dict[str, Any] = {"mode": mode, "optimizer": optimizer, "attn": attn, "amp": amp}

@@ -97,7 +97,7 @@ class FamilyModel:
             lambda large: self._ensemble_us(*self._query(large, family, gpus)),
         )
         guess = guess * bytes_in_flight.correction(query, self.source_gpus)
-        unseen = self.source_gpus.unseen(query)
+        unseen = self.source_gpus.unseen(query) | query.lent
         low, high = (
             np.where(unseen, self.unseen_offsets[i], self.offsets[i]).astype(float)
             for i in range(2)
@@ -138,7 +138,7 @@ class FamilyModel:
 
     def _inside(self, query: QueryRows, table: Features) -> np.ndarray:
         inside = in_envelope(table, self.envelope, self.encoder)
-        return np.asarray(inside & ~self.source_gpus.unseen_gpu_or_op(query))
+        return np.asarray(inside & ~self.source_gpus.unseen_gpu_or_op(query) & ~query.lent)
 
     def as_measured(self, rows: pd.DataFrame, family: Family) -> pd.DataFrame:
         """The rows, with ops that were not measured in their dtype replaced by aliases that were.
@@ -207,9 +207,19 @@ class FamilyModel:
     def _query(
         self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]
     ) -> tuple[QueryRows, Features, np.ndarray]:
-        """The rows with measured ops, their features and origins, and the roofline in us."""
-        rows = self.as_measured(rows, family)
-        table, roofline = feature_table(rows, family, gpus, self.launch)
+        """The rows with measured ops, their features and origins, and the roofline in us.
+
+        Features are those of the dtype whose measured rows are asked (``SourceGpus.as_lent``), the
+        roofline is that of the rows' own.
+        """
+        lent = self.source_gpus.as_lent(rows, gpus)
+        known = self.as_measured(lent, family)
+        table, roofline = feature_table(known, family, gpus, self.launch)
+        if lent is not rows:
+            rows = known.assign(dtype=rows["dtype"])
+            _, roofline = feature_table(rows, family, gpus, self.launch)
+        else:
+            rows = known
         table |= origins(rows, family, self.stacks)
         query = QueryRows.of(rows, table, gpus, family, self.launch)
         if (query.wanted != "").any():

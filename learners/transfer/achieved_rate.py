@@ -23,7 +23,7 @@ Price = Callable[[pd.DataFrame], np.ndarray]
 
 
 def correction(query: QueryRows, source_gpus: SourceGpus, price: Price) -> np.ndarray:
-    """Factors on forecasts in dtypes without rows on their GPU; 1 where there are rows.
+    """Factors on forecasts in dtypes without rows on their GPU; 1 where there are such rows.
 
     The family's large op is brought to the stated rate:
     factor(large) = time at the stated rate / forecast (see ``_large_op_factor``). Another op gets
@@ -31,7 +31,7 @@ def correction(query: QueryRows, source_gpus: SourceGpus, price: Price) -> np.nd
     (``_compute_share``), at most 1. ``price`` forecasts rows in us without this correction.
     """
     factors, family = np.ones(len(query.gpu)), query.family
-    unmeasured = source_gpus.unseen_dtype(query)
+    unmeasured = source_gpus.unseen_dtype(query) | query.lent
     if family.large is None or not unmeasured.any():
         return factors
     where = np.flatnonzero(unmeasured)
@@ -40,7 +40,8 @@ def correction(query: QueryRows, source_gpus: SourceGpus, price: Price) -> np.nd
     codes, distinct = pd.factorize(keys)
     for code, (name, dtype) in enumerate(distinct):
         gpu = query.gpus[name]
-        stated = dtype if dtype in gpu.achieved_flops_per_s else SAME_SLOWDOWN.get(dtype, "")
+        same = SAME_SLOWDOWN.get(dtype, "") if dtype in gpu.peak_flops_per_s else ""
+        stated = dtype if dtype in gpu.achieved_flops_per_s else same
         has_rows = name in source_gpus.measured and stated != dtype
         if stated in gpu.achieved_flops_per_s and not has_rows:
             mine = codes == code
@@ -59,17 +60,21 @@ def _large_op_factor(
     Divided by it because their software need not be as fast as what was published.
     """
     family, equal = query.family, EQUAL_SPEED_DTYPE.get(dtype, dtype)
-    group = RowGroup(gpu=gpu.name, dtype=equal)
+    asked = source_gpus.lent_dtype(gpu, equal)
+    group, theirs = RowGroup(gpu=gpu.name, dtype=asked), dtype if asked == equal else asked
     weights = {
         name: weight
         for (name, _), weight in source_gpus.weights(group, gpu, family).items()
-        if name != gpu.name and equal in source_gpus.measured[name]
-        if dtype in query.gpus[name].achieved_flops_per_s
+        if (name != gpu.name or asked != equal) and asked in source_gpus.measured[name]
+        if theirs in query.gpus[name].achieved_flops_per_s
     }
-    gpus = [gpu, *(query.gpus[name] for name in weights)]
-    large = _large_rows(family, gpus, dtype)
+    sources = [query.gpus[name] for name in weights]
+    large = _large_rows(family, [gpu], dtype)
+    if sources:
+        large = pd.concat([large, _large_rows(family, sources, theirs)], ignore_index=True)
     flops = np.asarray(family.flops(columns(large, family)), dtype=float)
-    stated_us = 1e6 * flops / [g.achieved_flops_per_s[dtype] for g in gpus]
+    rates = [g.achieved_flops_per_s[theirs] for g in sources]
+    stated_us = 1e6 * flops / [gpu.achieved_flops_per_s[dtype], *rates]
     slowdown = np.log(stated_us / price(large))
     usual = np.average(slowdown[1:], weights=list(weights.values())) if weights else 0.0
     return float(np.exp(slowdown[0] - usual))

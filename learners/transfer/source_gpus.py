@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from learners.features.op_aliases import as_measured, op_names
-from learners.features.table import Encoder, Features, feature_table, isin, origins
+from learners.features.table import Encoder, Features, feature_table, isin, map_values, origins
 from learners.models.ensemble import Ensemble
 from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
@@ -28,6 +28,7 @@ WEIGHT_BASE = assumed(__file__, "weight_base")
 OTHER_ARCHITECTURE = assumed(__file__, "other_architecture_distance")
 OTHER_STACK = assumed(__file__, "other_stack_distance")
 EQUAL_SPEED_DTYPE = assumed(__file__, "equal_speed_dtypes")
+SAME_KERNELS_DTYPE = assumed(__file__, "same_kernels_dtypes")
 NEAR_GENERATIONS = assumed(__file__, "near_generations")
 Measured = Mapping[str, Mapping[str, Mapping[str, Sequence[str]]]]
 """Software stacks by GPU, dtype and op, the one with most rows first."""
@@ -65,6 +66,8 @@ class RowGroup:
 class QueryRows:
     """Rows to forecast, with GPU, dtype, op and software of each (see RowGroup).
 
+    ``dtype`` is the one whose measured rows are asked, which need not be that of ``rows``:
+    equally fast ones count as one, and see ``SourceGpus.as_lent``.
     ``gpus`` is hardware by name, ``launch`` the host launch in us by GPU
     (``features.table.learn_launch_us``).
     """
@@ -119,6 +122,14 @@ class QueryRows:
             wanted=self.wanted[index],
             rows=self.rows.iloc[index],
         )
+
+    @property
+    def lent(self) -> np.ndarray:
+        """Mask of rows that ask the rows of another dtype, of another rate, than their own."""
+        if "dtype" not in self.rows:
+            return np.zeros(len(self.rows), dtype=bool)
+        own = self.rows["dtype"].to_numpy(dtype=object)
+        return np.asarray(self.dtype == map_values(own, SAME_KERNELS_DTYPE, None), dtype=bool)
 
     @cached_property
     def groups(self) -> list[tuple[np.ndarray, RowGroup]]:
@@ -192,10 +203,36 @@ class SourceGpus:
         }
         return same_kind or self.measured
 
+    def lent_dtype(self, gpu: Gpu, dtype: str) -> str:
+        """The dtype whose rows forecast this one where no GPU has rows of it, else the dtype.
+
+        TF32 runs on the tensor cores of fp16, with the same tiles at half the rate. A GPU that
+        states no rate of the dtype has no such cores, and is lent nothing.
+        """
+        lent = str(SAME_KERNELS_DTYPE.get(dtype, dtype))
+        measured = {d for by_dtype in self._of_same_kind(gpu).values() for d in by_dtype}
+        known = dtype in measured or lent not in measured
+        return dtype if known or dtype not in gpu.peak_flops_per_s else lent
+
+    def as_lent(self, rows: pd.DataFrame, gpus: Mapping[str, Gpu]) -> pd.DataFrame:
+        """The rows in the dtypes whose measured rows forecast them (``lent_dtype``)."""
+        if not self.measured or "dtype" not in rows:
+            return rows
+        dtype = rows["dtype"].to_numpy(dtype=object).copy()
+        where = np.flatnonzero(isin(dtype, SAME_KERNELS_DTYPE))
+        if not len(where):
+            return rows
+        keys = pd.MultiIndex.from_arrays([rows["gpu"].to_numpy(dtype=object)[where], dtype[where]])
+        codes, distinct = pd.factorize(keys)
+        lent = [self.lent_dtype(gpus[name], own) for name, own in distinct]
+        dtype[where] = np.array(lent, dtype=object)[codes]
+        return rows.assign(dtype=dtype)
+
     def unseen(self, query: QueryRows) -> np.ndarray:
         """Mask of rows to forecast from other GPUs (source GPUs).
 
-        Their GPU has no training rows; or none of their dtype or op, while other GPUs have.
+        Their GPU has no training rows; or none of their dtype or op, while other GPUs have. A
+        dtype is seen in rows that it is lent.
         """
         if not self.measured:
             seen = self.encoder.vocabulary.get("gpu", [])
@@ -347,8 +384,12 @@ class SourceGpus:
 
         Families whose kernels are tiled keep the features of the rows' own GPU, but the GPU's name.
         """
-        family = query.family
-        rows = self.with_measured_ops(query.rows, family, gpu)
+        family, lent = query.family, query.lent
+        rows = query.rows
+        if lent.any():
+            own = rows["dtype"].to_numpy(dtype=object)
+            rows = rows.assign(dtype=np.where(lent, query.dtype, own))
+        rows = self.with_measured_ops(rows, family, gpu)
         if not family.tiled:
             rows = rows.assign(gpu=gpu, stack=stack)
             table, _ = feature_table(rows, family, query.gpus, query.launch)

@@ -1,4 +1,4 @@
-"""Shortens lists of equal layers, so that a deep model is captured by two of each list."""
+"""Shortens lists of equal layers, so that a deep model is captured by three of each list."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-KEPT = 2
-KEPT_FROZEN = 3  # nothing below the first layer is trained: its backward pass is shorter
+KEPT = 3  # the middle one stands for those left out: work beside the first and last is done once
 NUMBERED = re.compile(r"((?:[^.\d][^.]*\.)*\d+(?:\.\d+)*)\.")
 FILLS = ("normal_", "uniform_", "zero_", "fill_", "kaiming_uniform_", "trunc_normal_")
 
@@ -19,26 +18,23 @@ def layer_key(name: str) -> str:
 
 
 def shorten_lists(model: Any) -> dict[str, int]:
-    """Cut every outermost list of equal modules to two; the number removed by the list's name.
+    """Cut every outermost list of equal modules to three; the number removed by the list's name.
 
-    Three are kept of modules with frozen weights. Modules are equal if their classes and parameter
-    shapes are. A model that indexes such a list, or knows its length, breaks: capture it whole.
+    Modules are equal if their classes and parameter shapes are. A model that indexes such a list,
+    or knows its length, breaks: capture it whole.
     """
     import torch  # lazy: readers of captures need no torch
 
     cut: dict[str, int] = {}
     for name, module in list(model.named_modules()):
-        if not isinstance(module, torch.nn.ModuleList | torch.nn.Sequential) or not len(module):
-            continue
-        trained = all(p.requires_grad for p in module[0].parameters())
-        kept = KEPT if trained else KEPT_FROZEN
-        if len(module) <= kept:
+        listed = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
+        if not listed or len(module) <= KEPT:
             continue
         inside = any(name.startswith(f"{outer}.") for outer in cut)
         if inside or _is_tables(module) or len({_shape(child) for child in module}) > 1:
             continue
-        cut[name] = len(module) - kept
-        del module[kept:]
+        cut[name] = len(module) - KEPT
+        del module[KEPT:]
     return cut
 
 

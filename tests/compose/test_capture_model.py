@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
+import pytest
+
 from compose.capture_model import MICROBENCH, capture, code_digest, code_files
+from compose.target import find_target, forecast_step
+from learners.bundle import SHIPPED
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 12,
+    "vocab_size": 512,
+}
 
 
 def test_the_digest_covers_every_file_that_captures_depend_on(tmp_path: Path) -> None:
@@ -41,3 +55,19 @@ def test_all_tables_of_a_recommender_are_captured() -> None:
     tables = [p for p in step.parameters if p.name.startswith("tables.")]
     assert len(lookups) == len(tables) > 2
     assert "tables" not in step.repeats
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=4,zero=3"])
+def test_layers_left_out_cost_the_host_what_they_cost_in_a_whole_capture(
+    tmp_path: Path, plan: str
+) -> None:
+    """What a step does once before its first layer or after its last is not done by every layer."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA))
+    target = find_target("h100-sxm-80gb", plan, SHIPPED)
+    short, whole = (
+        forecast_step(capture(config, batch=1, seq=64, dtype="bf16", whole=whole), target)
+        for whole in (False, True)
+    )
+    assert short.host_us == pytest.approx(whole.host_us, rel=0.02)
+    assert short.memory_bytes == pytest.approx(whole.memory_bytes, rel=0.02)

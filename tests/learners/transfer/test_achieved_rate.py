@@ -107,6 +107,31 @@ def test_a_dtype_new_to_a_known_gpu_reaches_its_rate_too() -> None:
     assert 2e6 * LARGE**3 / fp32 == pytest.approx(23.0e12, rel=0.1)
 
 
+def test_tf32_takes_twice_the_time_of_half_precision_on_the_same_tensor_cores() -> None:
+    """Half the rate and twice the bytes; an A100 is measured in bf16 alone, in no TF32.
+
+    The H100's published rates differ a little more: 377 TFLOP/s against 736 in fp16.
+    """
+    shapes = [
+        ("mm", 8192, 8192, 8192, 1),
+        ("addmm", 65536, 768, 3072, 1),
+        ("bmm", 384, 384, 64, 999),
+    ]
+    for gpu, slower in (("a100-sxm-80gb", 1.0), ("h100-sxm-80gb", 736 / 989.4 / (377 / 494.7))):
+        in_half, in_tf32 = (
+            SHIPS.price(
+                "gemm",
+                pd.DataFrame(shapes, columns=["op", "m", "n", "k", "batch"]).assign(
+                    gpu=gpu, layout="nt", dtype=dtype, family="gemm"
+                ),
+            )
+            for dtype in ("fp16", "tf32")
+        )
+        ratio = in_tf32["predicted_us"] / in_half["predicted_us"]
+        assert ratio.to_numpy() == pytest.approx(np.full(3, 2 * slower), rel=0.02)
+        assert in_half["in_envelope"].iloc[0] and not in_tf32["in_envelope"].any()
+
+
 def test_what_slows_bf16_slows_fp8_as_much() -> None:
     """An L4 of 72 W reaches 57 of 121 TFLOP/s in bf16; of fp8 nothing is published."""
     l4, without = load_gpu("l4"), replace(load_gpu("l4"), achieved_flops_per_s={})

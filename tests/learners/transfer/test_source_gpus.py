@@ -184,3 +184,21 @@ def test_families_without_tiled_kernels_get_features_of_the_source_gpu(family: F
     ratio = sources.predict(learner, x, roofline_us, found) / roofline_us
     own_fill = float(features["log_cache_fill"][0])
     assert np.log(ratio[0]) == pytest.approx(own_fill if family.tiled else own_fill + 2, rel=1e-5)
+
+
+def test_tf32_takes_rows_of_the_tensor_cores_it_runs_on() -> None:
+    """Not those of CUDA cores; its own where there are any; nothing where there are no such cores.
+
+    A GPU with rows in half precision of its own needs no other GPU's.
+    """
+    cores = replace(gpu("new"), peak_flops_per_s={"fp32": 1e13, "tf32": 5e13, "fp16": 1e14})
+    gpus = GPUS | {"new": cores, "one": replace(cores, name="one")}
+    half = source_gpus(("twin", "fp32", "a"), ("one", "fp16", "a"), gpus=gpus)
+    own = source_gpus(("twin", "tf32", "a"), ("one", "fp16", "a"), gpus=gpus)
+    fp32 = source_gpus(("twin", "fp32", "a"), gpus=gpus)
+    assert half.lent_dtype(cores, "tf32") == "fp16"
+    assert half.lent_dtype(GPUS["new"], "tf32") == "tf32"  # states no rate of its own
+    assert [found.lent_dtype(cores, "tf32") for found in (own, fp32)] == ["tf32", "tf32"]
+    assert half.lent_dtype(cores, "fp32") == "fp32"
+    rows = pd.DataFrame({"gpu": ["one", "twin", "one"], "dtype": ["tf32", "tf32", "fp32"]})
+    assert half.as_lent(rows, gpus)["dtype"].tolist() == ["fp16", "tf32", "fp32"]
