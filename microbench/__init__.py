@@ -1,1 +1,1 @@
-"""Measures: what an op is, which ops a model calls, how long they take."""
+"""Measures ops: captures which ops a model calls, and times them and whole iterations."""

@@ -22,7 +22,7 @@ BETAS, EPS, DECAY = (0.9, 0.999), 1e-6, 0.01
 def lamb_update_(
     params: list[Tensor], grads: list[Tensor], means: list[Tensor], squares: list[Tensor], step: int
 ) -> None:
-    """Advance Adam's moments; the update takes the place of the gradients."""
+    """Advance Adam's moments and write the update in place of the gradients."""
     for p, g, m, v in zip(params, grads, means, squares, strict=True):
         m.lerp_(g, 1 - BETAS[0])
         v.mul_(BETAS[1]).addcmul_(g, g, value=1 - BETAS[1])

@@ -1,4 +1,4 @@
-"""A captured step: op calls, the tensors they touch, and the parameters they belong to.
+"""Describes a captured step: op calls, the tensors they touch, and the model's parameters.
 
 Ops have the names under which torch dispatches them below autograd: ``aten.mm.default``. A call on
 sparse tensors keeps its name, and its tensors say their ``layout``:
@@ -13,8 +13,8 @@ sparse tensors keeps its name, and its tensors say their ``layout``:
     aten._coalesce.default, aten._to_sparse_csr.default, aten._to_sparse.default,
     aten._to_dense.default, aten.mul.Tensor, aten.clone.default, ...
 
-The gradient of an embedding table with ``sparse=True`` is the exception: it holds whole rows, and
-its ops are written as those on the rows: ``index_select``, ``index_add_``, ``clone``.
+The gradient of an embedding table with ``sparse=True`` is different: it holds whole rows, and its
+ops are recorded as dense ops on these rows: ``index_select``, ``index_add_``, ``clone``.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import sys
 
 
 def without_scikit_learn() -> None:
-    """Make scikit-learn look uninstalled, as xgboost and transformers import it where they find it.
+    """Make scikit-learn look uninstalled, so that xgboost and transformers do not import it.
 
     The import takes 1.5 s, and no code of this project needs it.
     """

@@ -45,9 +45,9 @@ class StepSettings:
 
 
 def make_optimizer(parameters: Any, name: str, capturable: bool = False) -> Any:
-    """A foreach AdamW or SGD, a fused AdamW or LAMB, with a small constant rate; None for "none".
+    """Makes a foreach AdamW or SGD, or a fused AdamW or LAMB, with a small constant learning rate.
 
-    ``capturable``: its step can be captured in a CUDA graph.
+    None for the name "none". ``capturable``: its step can be captured in a CUDA graph.
     """
     import torch  # lazy: settings must be checkable without torch
 
@@ -86,7 +86,7 @@ def make_step(
     capturable: bool = False,
     precision: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Callable[[], None]:
-    """One step of a model as a function without arguments.
+    """Makes a function without arguments that runs one step of a model.
 
     It calls ``on_phase`` with zero_grad, forward, loss, backward and optimizer as they begin. The
     forward pass and the loss run inside the context ``precision``. ``capturable``: the step can be

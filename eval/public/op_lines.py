@@ -61,7 +61,7 @@ def fp8_left_out(rows: Rows) -> Iterator[Split]:
 
 
 def evenly(rows: Rows, most: int = 3_000) -> Mask:
-    """Masks at most ``most`` rows of every GPU, drawn at random."""
+    """Selects at most ``most`` rows of every GPU, drawn at random; returns a mask."""
     mixed = rows["gpu"].sample(frac=1, random_state=0)
     return np.asarray((mixed.groupby(mixed).cumcount() < most).sort_index())
 
@@ -332,6 +332,6 @@ def library_lines() -> list[Line]:
 
 
 def served(rows: Rows) -> Mask:
-    """Masks at most 1,500 rows of every GPU in which the experts of a whole layer were timed."""
+    """Selects at most 1,500 rows of every GPU that timed the experts of a whole layer."""
     layer = (rows["op"] == "layer").to_numpy()
     return np.asarray(layer & evenly(rows, 1_500))

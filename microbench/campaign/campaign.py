@@ -49,7 +49,7 @@ class Stopped(BaseException):
 
 @dataclass(slots=True, kw_only=True)
 class Campaign:
-    """One run: its stages' rows and notes, the time when stages must end, its archive."""
+    """One run of a campaign: its stages' rows and notes, when stages must end, its archive."""
 
     run: Run
     archive: Path
@@ -87,7 +87,7 @@ class Campaign:
         self.save()
 
     def progress(self) -> None:
-        """Called a few times a second; saves now and then, in case this process is killed."""
+        """Called a few times a second: saves now and then, in case this process is killed."""
         if time.monotonic() - self.saved_s > SAVE_EVERY_S:
             self._try(self.save)
 

@@ -24,7 +24,7 @@ COMMIT_FILE = "commit.txt"
 
 
 def prepare(folder: Path, seed: int, archive: Path | None) -> None:
-    """Write the points of captured models, the commit, and the points measured in an archive."""
+    """Write what a campaign needs: points of captured models, git commit, points of an archive."""
     store.write_atomic(folder / COMMIT_FILE, commit().encode())
     path = points_file(folder, "cuda", seed)
     log.info("%d points of captured models: %s", check_points(path), path)
@@ -40,7 +40,11 @@ def prepare(folder: Path, seed: int, archive: Path | None) -> None:
 
 
 def use_prepared(folder: Path, root: Path, seed: int) -> None:
-    """Copy what was prepared to where a sweep looks for it, and set the commit."""
+    """Copy the prepared files to where a sweep looks for them.
+
+    The prepared git commit goes into the environment, so that cards of rows name it where there is
+    no git.
+    """
     captured, wanted = points_path(folder, "cuda", seed), points_path(root, "cuda", seed)
     if captured.is_file() and not wanted.exists():
         wanted.parent.mkdir(parents=True, exist_ok=True)

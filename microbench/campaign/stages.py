@@ -26,7 +26,7 @@ RETEST_FRAC = 0.3  # of stage second, for iterations
 
 @dataclass(slots=True, kw_only=True)
 class Run:
-    """What stages share: the root of rows, a file of points, ``notes`` for the summary."""
+    """What all stages share: the folder of rows, a file of points, ``notes`` for the summary."""
 
     root: Path
     seed: int
@@ -40,7 +40,7 @@ class Run:
         self.notes.append(line)
 
     def progress(self, *_: object) -> None:
-        """Called by sweeps a few times a second."""
+        """Report progress to ``on_progress``; sweeps call this a few times a second."""
         self.on_progress()
 
     def sweep(
@@ -87,7 +87,10 @@ def some_iterations(run: Run, budget_s: float, grace_s: float) -> int:
 
 
 def second(run: Run, budget_s: float, grace_s: float) -> int:
-    """Measure a tenth of the iterations again; then the points of the file, or further points."""
+    """Measure a tenth of the iterations once more, then sweep further points with the time left.
+
+    The points are those of the campaign's file where it has one, else new ones of all families.
+    """
     begin_s = time.monotonic()
     gpu = card_facts(run.root, "cuda")["hardware"]["name"]
     measured = measured_iterations(run.root, gpu)

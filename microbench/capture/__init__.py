@@ -1,1 +1,1 @@
-"""The op calls of one training step, captured on tensors without data."""
+"""Captures the op calls of one training step on tensors without data."""

@@ -1,4 +1,4 @@
-"""Other forms of attention: eager ops for SDPA, and SDPA for FlexAttention."""
+"""Replaces attention in captures: SDPA by separate eager ops, FlexAttention by SDPA."""
 
 from __future__ import annotations
 

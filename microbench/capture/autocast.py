@@ -1,4 +1,4 @@
-"""Autocast with CUDA's lists of ops while a step is captured on the CPU."""
+"""Makes autocast treat ops as on CUDA while a step is captured on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Knowledge about the values of fake tensors (masks, counts, indices) and what follows from it."""
+"""What is known about the values of fake tensors (masks, counts, indices), and what follows."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def flatten_lists(values: Any) -> list[Any]:
 
 
 def share_passing_finite_check(name: str, args: Any) -> float | None:
-    """Share of true elements of a check for NaN or infinity, all numbers being finite.
+    """Share of elements for which a check for NaN or infinity is true, all numbers being finite.
 
-    None for any other op. ``x == x`` is such a check, and ``x == inf``.
+    ``x == x`` is such a check, and ``x == inf``. None for any other op.
     """
     if name in ("isnan", "isinf"):
         return 0.0

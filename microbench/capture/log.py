@@ -81,8 +81,8 @@ TF32_OPS = {
 class OpLog(TorchDispatchMode):
     """Logs every aten call that reaches the dispatcher below autograd.
 
-    ``routing`` runs the ops where tensors are fake. With ``tf32`` the fp32 operands of matrix
-    products, convolutions and attention are logged as tf32.
+    ``routing`` computes the results of ops on fake tensors (``capture.routing``). With ``tf32`` the
+    fp32 operands of matrix products, convolutions and attention are logged as tf32.
     """
 
     def __init__(self, routing: Routing | None = None, tf32: bool = False) -> None:
@@ -112,7 +112,7 @@ class OpLog(TorchDispatchMode):
         return self._storages[key]
 
     def _alias(self, tensor: Any, result: Any) -> None:
-        """Count the memory of an op's result as that of the tensor it would have overwritten."""
+        """Give an op's result the storage of the tensor that it would have overwritten."""
         if tensor.stride() == result.stride():
             self.storage(result)  # keeps it alive
             self._storages[result.untyped_storage()._cdata] = self.storage(tensor)

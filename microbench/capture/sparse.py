@@ -129,7 +129,10 @@ def makes_or_takes_sparse(name: str, args: Any) -> bool:
 
 
 def run_with_sparse(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an op on fake tensors; the nnz of sparse results by the module's convention."""
+    """Compute the fake result of an op that reads or makes sparse tensors.
+
+    How many values (nnz) a sparse result stores follows the convention in the module's docstring.
+    """
     name = func._schema.name.removeprefix("aten::")
     if not makes_or_takes_sparse(name, args):
         return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Shares of zeros in the gradients of embedding tables and in Adam's second moments of them.
+"""Computes which share of embedding gradients, and of Adam's second moments, is zero.
 
 Some CPUs take ten times as long for square roots of zeros as for others. Convention: indices are
 uniform, and every step sees the same batch, so that rows a batch does not look up stay zero. In a

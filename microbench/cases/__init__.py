@@ -1,1 +1,1 @@
-"""The models we validate, and how to build them."""
+"""The models that are forecast and measured, by name, and how to build them."""

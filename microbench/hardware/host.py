@@ -27,13 +27,15 @@ DECILE = 1.2816  # standard deviations between the median and the 90 % quantile 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMachine:
-    """A host by two measured numbers and what they rest on.
+    """Speed of a host as two measured numbers, and what they were measured on.
 
-    ``slowdown``: time of a Python or autograd event over that of the reference host (assumption
-    ``host.event_us``). ``launch_us``: the host's time of one PyTorch call that launches one
-    pointwise kernel, dispatcher and driver together. ``spread``: times lie between value / spread
-    and value * spread with 80 % probability. ``source``: what was measured, and by which command
-    the numbers were found; ``fitted_on``: sources of published rows, separated by commas.
+    - ``slowdown``: time of a Python or autograd event over that of the reference host (assumption
+      ``host.event_us``).
+    - ``launch_us``: the host's time of one PyTorch call that launches one pointwise kernel,
+      dispatcher and driver together.
+    - ``spread``: times lie between value / spread and value * spread with 80 % probability.
+    - ``source``: what was measured, and by which command the numbers were found.
+    - ``fitted_on``: sources of published rows, separated by commas.
     """
 
     name: str
@@ -111,7 +113,7 @@ def host_names() -> list[str]:
 
 
 def usual_host(known: Sequence[HostMachine]) -> HostMachine:
-    """The median of these hosts; its spread is theirs: 80 % of a log-normal distribution."""
+    """Returns the median of these hosts; ``spread`` covers 80 % of them, taken as log-normal."""
     if not known:
         return REFERENCE
     slowdown, launch_us = (
@@ -130,13 +132,16 @@ def usual_host(known: Sequence[HostMachine]) -> HostMachine:
 
 
 def scaled_host(name: str, slowdown: float, **facts: Any) -> HostMachine:
-    """A host whose launches are as slow as its events, compared with the reference host."""
+    """Makes a host that is ``slowdown`` times as slow as the reference host in all it does.
+
+    Launches and Python events take ``slowdown`` times as long. ``facts`` are further fields.
+    """
     launch_us = round(slowdown * EVENT_US["launch"], 3)
     return HostMachine(name=name, slowdown=slowdown, launch_us=launch_us, **facts)
 
 
 def check_host_file(path: Path) -> str:
-    """The name of the host that a file is written for."""
+    """Returns the name of the host that a file is written for; ValueError if it cannot be one."""
     if path.suffix not in {".yaml", ".yml"} or path.stem in (USUAL, REFERENCE.name):
         wanted = f"NAME.yaml, with a name other than {USUAL} and {REFERENCE.name}"
         raise ValueError(f"host file {str(path)!r}: allowed is {wanted}")

@@ -49,7 +49,7 @@ def _best_s(run: Any, repetitions: int) -> float:
 
 
 def measure_cold_share() -> dict[str, float]:
-    """Measure how soon data leave this CPU's caches; takes half a second.
+    """Measure how soon data leave this CPU's caches as other data are touched; takes half a second.
 
     Returns (t - t_warm) / (t_cold - t_warm), 0 to 1 and never falling, by MiB of other data that
     are read and written between two runs of a small add; t is the time of the second run.

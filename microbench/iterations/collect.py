@@ -29,7 +29,7 @@ Progress = Callable[[int], None]
 
 
 def iteration_of(chosen: EvalCase, plan: str = "") -> Iteration:
-    """An iteration of a case with its default batch and settings, under a plan."""
+    """Describes an iteration of a case with its default batch and settings, under a plan."""
     return Iteration(case=chosen.name, batch=chosen.batch, seq=chosen.seq, plan=plan)
 
 

@@ -1,4 +1,4 @@
-"""How a step is run on a device: default device and dtype, TF32, CUDA graphs."""
+"""Sets how a step is run on a device: default device and dtype, TF32, CUDA graphs."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ COMPILED: tuple[tuple[str, int, str, str], ...] = (
 
 
 def gpu_iterations() -> list[Iteration]:
-    """The whole list: ``FIRST``, further eager steps, graphs, and at last compiled steps."""
+    """Lists all iterations to measure: ``FIRST``, more eager steps, CUDA graphs, compiled steps."""
     first = [_iteration(*one) for one in FIRST]
     eager = [
         _iteration(name, *sizes[number], "eager")

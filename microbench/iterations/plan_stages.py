@@ -81,7 +81,7 @@ def make_pipeline_step(
     settings: StepSettings,
     on_phase: OnPhase,
 ) -> Callable[[], None]:
-    """A step of this rank's stage: schedule of micro-batches, tied gradients, optimizer."""
+    """Makes a step of this rank's stage: micro-batches by schedule, tied gradients, optimizer."""
     rank, micro = dist.get_rank(), plan.microbatches
     spans = list(pairwise(edges(len(model.blocks), plan.pp)))
     parameters = own_parameters(model, *spans[rank])
@@ -137,7 +137,7 @@ def make_cyclic_step(
     settings: StepSettings,
     on_phase: OnPhase,
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """A step of this replica, and a function to call after the last step.
+    """Makes a step of this replica, and a function to call after the last step.
 
     Cyclic data parallelism, version 1 (arXiv:2403.08837): replica r adds a stage's gradients to the
     sum received from replica r - 1 and sends the sum to the next one. The last replica updates the

@@ -30,7 +30,7 @@ def make_plan_step(
     device: str,
     on_phase: OnPhase,
 ) -> PlanStep:
-    """The step of this rank; ``batch`` is that of a replica, over all its micro-batches."""
+    """Makes the step of this rank; ``batch`` is that of a replica, over all its micro-batches."""
     plan = MeasuredPlan.parse(text)
     if batch % plan.microbatches:
         raise ValueError(f"plan {text!r}: {batch} samples do not divide by {plan.microbatches}")
@@ -86,7 +86,11 @@ def _checkpointed(checkpoint: Any, forward: Callable[..., Any]) -> Callable[...,
 
 
 def parallel(model: Any, plan: MeasuredPlan, device: str) -> tuple[Any, Callable[[bool], Any]]:
-    """The parallel model, and a function from "is the last micro-batch" to a context for it."""
+    """Wraps the model for the plan's parallelism (DDP, FSDP2, tensor parallelism).
+
+    Also returns a function that gets whether a micro-batch is the last one of the step and returns
+    the context to run it in (without gradient synchronisation if it is not).
+    """
     if plan.tp > 1:
         from torch.distributed.tensor.parallel import loss_parallel  # lazy, as above
 

@@ -132,7 +132,7 @@ class RetryWhenDisturbed:
 
 
 class SingleGpu:
-    """The GPU between two iterations: throttling is noted, memory is freed."""
+    """Cleans up a GPU after each iteration: frees memory, marks rows taken while throttled."""
 
     def __init__(self) -> None:
         import torch  # lazy, as above

@@ -28,7 +28,7 @@ def families() -> dict[str, Family]:
 
 @cache
 def _answering() -> dict[str, list[Family]]:
-    """The families that describe calls of each op, by the op's name."""
+    """The families that can describe calls of each op, by the op's name."""
     found: dict[str, list[Family]] = {}
     for family in families().values():
         for op in family.answers:

@@ -36,9 +36,10 @@ class Workload:
 class KernelTerm:
     """One term of a Gaussian process's covariance: ``amplitude**2 * exp(-distance**2 / 2)``.
 
-    ``amplitude`` is a standard deviation of the log time. ``length_scales`` by feature: octaves
-    for logarithms; below 0.5 for text, which then must be equal (``name=value``: be this value).
-    Features not named do not count.
+    ``amplitude`` is a standard deviation of the log time. ``length_scales`` holds, by feature, the
+    difference that counts as distance 1: in log2 units for features that are logarithms. Text
+    features (and ``name=value``: whether the feature has this value) are 0 or 1: a length below 0.5
+    makes points that differ in them nearly unrelated. Features that are not named do not count.
     """
 
     amplitude: float
@@ -69,7 +70,7 @@ class Measured(Protocol):
         """Whether the family has a model learned from rows."""
 
     def seen(self, family: str, op: str, dtype: str) -> bool:
-        """Whether rows of this GPU, or of others close enough, show this op in this dtype."""
+        """Whether there are rows of this op in this dtype, on this GPU or on similar ones."""
 
     def measured_here(self, family: str, op: str, dtype: str) -> bool:
         """Whether this very GPU has rows of this op in this dtype."""
@@ -92,17 +93,19 @@ def _nothing(p: Any) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSweep:
-    """How a family is swept on a GPU, beyond what its sweep for all devices says.
+    """How a family is swept on a GPU, where that differs from its sweep for all devices.
 
-    ``points(rng)`` are its own points for GPUs; None: those of ``Family.sweep``. Points in fp32
-    are spread over ``dtypes`` by these shares, by ``retype(point, dtype, gpu)``, None where this
-    GPU calls no such op. Before that ``variant(point, rng)`` is the call that a GPU makes in its
-    place, None where it launches nothing. ``resize(point, factor, lean)`` has ``factor`` times the
-    work; ``lean`` (0..1) is the share of that (in logarithms) that its first axis takes.
-    ``allocated_bytes`` are operands that are not all read: tables, classes of a loss.
-    ``slow_frac`` is the share of the roofline that its slow kernels achieve: it bounds sizes.
-    ``compute_bound``: the memory's bandwidth does not bound sizes. ``weight`` is its share of the
-    sweep's time beside other families', larger where iterations spend more.
+    - ``points(rng)`` yields points for GPUs; None: those of ``Family.sweep``.
+    - ``dtypes``: points in fp32 are spread over these dtypes by these shares.
+    - ``variant(point, rng)`` is the call that a GPU makes in place of a point captured on a CPU;
+      None where it launches nothing.
+    - ``retype(point, dtype, gpu)`` changes the dtype after that; None where a GPU has no such call.
+    - ``resize(point, factor, lean)`` makes the work ``factor`` times as large: factor**lean along
+      the first axis, the rest along others; ``lean`` is 0..1.
+    - ``allocated_bytes``: operands that are not all read: embedding tables, classes of a loss.
+    - ``slow_frac``: the share of the roofline that its slow kernels achieve; it bounds sizes.
+    - ``compute_bound``: the memory's bandwidth does not bound sizes.
+    - ``weight``: its share of the sweep's time relative to other families.
     """
 
     points: Callable[[np.random.Generator], Iterator[Any]] | None = None
@@ -208,14 +211,14 @@ def itemsize_bytes(dtype: Any) -> Any:
 
 
 def is_any(op: Any, names: Collection[str]) -> Any:
-    """Whether a name, or each of an array of names, is one of these."""
+    """Whether a name is one of these; an array of names gives a mask."""
     if isinstance(op, str):
         return op in names
     return np.fromiter(map(frozenset(names).__contains__, op), bool, len(op))
 
 
 def by_name(op: Any, values: Mapping[str, float]) -> Any:
-    """The value of a name, or of each of an array of names; all must have one."""
+    """Looks up the value of a name, or of each of an array of names; all must have one."""
     if isinstance(op, str):
         return values[op]
     return np.fromiter(map(values.__getitem__, op), float, len(op))

@@ -62,8 +62,9 @@ def spread(p: Point, factor: float, lean: float, limits: Mapping[str, int]) -> P
 
 
 def resize_along(limits: Mapping[str, int]) -> Callable[[Any, float, float], Any]:
-    """Make the ``resize(point, factor, lean)`` of a family: see ``spread``.
+    """Make a family's ``resize(point, factor, lean)``, which changes the amount of work of a point.
 
-    ``limits``: the largest value of each axis that may change, by its name, first axis first.
+    ``limits``: the largest value of each axis that may change, by name, first axis first. The first
+    axis grows factor**lean times, the others take the rest (see ``spread``).
     """
     return lambda p, factor, lean: spread(p, factor, lean, limits)

@@ -69,7 +69,7 @@ def join_process_group(device: str) -> tuple[int, int]:
 
 
 def rank0_value(value: int) -> int:
-    """The value of rank 0, on every rank."""
+    """Broadcasts rank 0's value: returns it on every rank."""
     import torch  # lazy, as above
     import torch.distributed as dist
 
@@ -90,7 +90,11 @@ def max_over_ranks(samples: list[float]) -> list[float]:
 
 
 def time_collective(run: Callable[[], object], device: str) -> Timing:
-    """Time of a collective on the slowest rank: on GPUs as in nccl-tests, on CPUs as in a step."""
+    """Times a collective on its slowest rank: back to back on GPUs, between other ops on CPUs.
+
+    On GPUs nccl-tests measures so too; on CPUs a collective of a step meets ranks that arrive at
+    different times.
+    """
     return _back_to_back(run) if device == "cuda" else _between_other_ops(run)
 
 

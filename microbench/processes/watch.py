@@ -43,7 +43,7 @@ def watch(
 
 
 def never() -> float:
-    """For ``stalled_s``: the process never counts as stalled."""
+    """Returns infinity: as ``stalled_s`` of ``watch``, the process never counts as stalled."""
     return math.inf
 
 

@@ -278,7 +278,7 @@ def alternate(
 
 
 def by_turns(points: Sequence[Any], seed: int) -> list[Any]:
-    """Points in random order in which all kinds (op, form, dtype) come early.
+    """Orders points at random so that all kinds (op, form, dtype) come early.
 
     A kind with n points comes sqrt(n) times as often as a kind with one.
     """

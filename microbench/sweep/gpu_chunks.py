@@ -52,7 +52,7 @@ class Broken(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """What all chunks of a worker share.
+    """What all chunks of a worker share: the device and its reference measurements.
 
     ``anchor`` is a fixed product, timed in every chunk to show drift of the GPU's speed. ``note``
     writes the number of the point under way to disk, or PROFILING, or None for no point.

@@ -22,7 +22,7 @@ SIZE_TOLERANCE = 1.1
 
 
 def grid(name: str, seed: int) -> Iterator[Any]:
-    """Points of a family, endless except for ``host``, mostly in fp32; ``on_gpu`` sizes them."""
+    """Yields a family's points, endless but for ``host``, mostly fp32; ``on_gpu`` sizes them."""
     family = families()[name]
     points = family.gpu_sweep.points
     return family.sweep() if points is None else points(_rng(name, seed))
@@ -31,9 +31,10 @@ def grid(name: str, seed: int) -> Iterator[Any]:
 def on_gpu(
     name: str, points: Iterator[Any], gpu: Gpu, seed: int, captured: bool = False
 ) -> Iterator[Any]:
-    """The points in dtypes GPUs train in, their rooflines log-uniform from 3 us up to the limit.
+    """Yields points as a GPU trains with them: in its dtypes, resized to take 3 us up to a limit.
 
-    Sizes of ``captured`` points stay as models have them, unless they are too small or too large.
+    Rooflines are log-uniform in this range. Sizes of ``captured`` points stay as models have them,
+    unless they are too small or too large.
     """
     rng, family = _rng(name, seed + 1), families()[name]
     seen = small = 0
@@ -56,7 +57,7 @@ def _rng(name: str, seed: int) -> np.random.Generator:
 
 
 def roofline_us(family: Family, p: Any, gpu: Gpu) -> float:
-    """The larger of flops at peak and bytes at memory's bandwidth."""
+    """Roofline in us: the larger of flops / peak and bytes / memory bandwidth."""
     flops_s = float(family.flops(p)) / gpu.peak(getattr(p, "dtype", "fp32"))
     return 1e6 * max(flops_s, float(family.bytes_moved(p)) / gpu.hbm_bytes_per_s)
 
@@ -76,14 +77,14 @@ def limits_us(family: Family, gpu: Gpu) -> tuple[float, float]:
 
 
 def fits(family: Family, p: Any, gpu: Gpu) -> bool:
-    """Whether a point is neither too long nor too large to be one of many."""
+    """Whether a point is short and small enough to be measured among many others."""
     held = max(float(family.bytes_moved(p)), family.gpu_sweep.allocated_bytes(p))
     short = roofline_us(family, p, gpu) <= SIZE_TOLERANCE * limits_us(family, gpu)[1]
     return short and held <= MAX_BYTES_FRAC * gpu.hbm_bytes
 
 
 def retyped(family: Family, p: Any, gpu: Gpu, rng: np.random.Generator) -> Any | None:
-    """A point as a GPU calls it, one in fp32 in a dtype GPUs train in; None for what none calls."""
+    """Converts a point to a GPU's call, fp32 to dtypes GPUs train in; None if there is none."""
     sweep = family.gpu_sweep
     p = sweep.variant(p, rng)
     if getattr(p, "dtype", "") != "fp32":
@@ -95,7 +96,7 @@ def retyped(family: Family, p: Any, gpu: Gpu, rng: np.random.Generator) -> Any |
 
 
 def resized(family: Family, p: Any, gpu: Gpu, rng: np.random.Generator, captured: bool) -> Any:
-    """The point with a roofline drawn log-uniformly, one in ten below 3 us, as far as it grows."""
+    """Resizes a point to a roofline drawn log-uniformly, one in ten below 3 us, if it can grow."""
     low, high = limits_us(family, gpu)
     us, lean = roofline_us(family, p, gpu), float(rng.random())
     wanted_us = float(np.exp(rng.uniform(np.log(low), np.log(high))))

@@ -73,7 +73,7 @@ class Sweep:
         return *found, 0
 
     def charge(self, family: Family) -> float:
-        """Charge a family the mean cost of its points for a chosen one, until it is settled."""
+        """Charge a family its points' mean cost for a chosen one; ``settle`` corrects it."""
         name = family.name
         settled_s = self.cost_s[name] - self.charged_s[name]
         first_s = FIRST_COST_ON_DEMAND_S if family.on_demand else FIRST_COST_S

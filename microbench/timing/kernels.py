@@ -1,4 +1,4 @@
-"""Kernels that each of several runs launches, from the trace of one profiler session."""
+"""Finds the kernels that each of several runs launches, in the trace of one profiler session."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _correlation(event: Mapping[str, Any]) -> Any:
 
 
 def kernel_facts(kernels: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    """Columns of a row: distinct kernel names in launch order, number of kernels, sum of times."""
+    """Returns columns of a row: distinct kernel names in launch order, number, summed times."""
     if not kernels:
         return {}
     names = list(dict.fromkeys(name[:NAME_LENGTH] for name, _ in kernels))

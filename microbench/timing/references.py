@@ -1,4 +1,4 @@
-"""Reference times of every chunk: event overhead, gap between kernels, a product for drift."""
+"""Times the references of every chunk: event overhead, gap between kernels, a fixed product."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Problem(nn.Module):
             _call(methods["__init__"], scope, self, given)
 
     def train(self, mode: bool = True) -> Problem:
-        """Stays in training mode: problems are timed without eval()."""
+        """Ignore ``mode``: problems are timed in training mode, without eval()."""
         super().train(True)
         return self
 

@@ -56,7 +56,10 @@ class Ssd(nn.Module):
         boxes: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(batch, 3, h, w) to (batch, 4, places) and (batch, classes, places)."""
+        """(batch, 3, h, w) to boxes (batch, 4, places) and scores (batch, classes, places).
+
+        ``places`` counts the default boxes of an image.
+        """
         maps = [self.base(self.pool(torch.relu_(self.stem(images))))]
         for layer in self.more:
             maps.append(layer(maps[-1]))

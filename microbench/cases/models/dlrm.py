@@ -38,12 +38,12 @@ class DenseDlrm(nn.Module):
         self.register_buffer("lower", torch.tensor(pairs), persistent=False)
 
     def forward(self, dense: torch.Tensor, pooled: torch.Tensor) -> torch.Tensor:
-        """(batch, features), (batch, tables, width) to (batch,) logits."""
+        """Maps (batch, features) and pooled vectors (batch, tables, width) to (batch,) logits."""
         x = torch.relu(self.bottom(dense))
         return self.interact(x, torch.cat((x.unsqueeze(1), pooled), dim=1))
 
     def interact(self, x: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """(batch, width), (batch, 1 + tables, width) to (batch,) logits."""
+        """Maps (batch, width) and vectors (batch, 1 + tables, width) to (batch,) logits."""
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         pairs = products.index_select(1, self.lower)
         zeros = [x.new_zeros(len(x), self.padding)] if self.padding else []

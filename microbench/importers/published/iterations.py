@@ -165,7 +165,7 @@ def _kernels(given: Mapping[str, str], model: Model) -> dict[str, Any]:
 
 
 def _stated(given: Mapping[str, str]) -> dict[str, Any]:
-    """Columns copied from the table: sizes, numbers of GPUs, what it says of them."""
+    """Columns copied from the table: sizes, numbers of GPUs, what it says about the GPUs."""
     gpus = whole(given["n_gpus"])
     return {
         "seq": whole(given.get("seq_len_tokens")) or None,
@@ -180,7 +180,7 @@ def _stated(given: Mapping[str, str]) -> dict[str, Any]:
 
 
 def optimizer_of(stated: str, usual: str) -> tuple[str, str]:
-    """Name of an optimizer, and a doubt; the usual one of such models where none is stated."""
+    """Returns an optimizer's name (``usual`` if none is stated), and a note if it was assumed."""
     if not stated:
         return usual, f"optimizer not stated, {usual} assumed"
     if "Muon" not in stated:
@@ -191,7 +191,7 @@ def optimizer_of(stated: str, usual: str) -> tuple[str, str]:
 
 
 def gpu_of(gpu: str, detail: str) -> tuple[str, str]:
-    """Name of a GPU, and a doubt; ValueError where it is not stated or unknown."""
+    """Returns a GPU's name, and a note if it was assumed; ValueError if missing or unknown."""
     found = BY_MEMORY.get(gpu) or gpu_named(gpu)
     if found:
         return found, ""

@@ -75,7 +75,7 @@ def read(path: Path) -> Imported:
 
 
 def _row(given: Mapping[str, str]) -> dict[str, Any]:
-    """One row of the dataset; ValueError says what cannot be said."""
+    """Builds one row of the dataset; ValueError says what a row cannot express."""
     benchmark = given["benchmark"]
     if benchmark in REFUSED:
         raise ValueError(f"{benchmark}: {REFUSED[benchmark]}")
@@ -128,7 +128,7 @@ def _step_ms(given: Mapping[str, str], batch: int) -> float:
 
 
 def _gpu(accelerator: str) -> tuple[str, list[str]]:
-    """Name of a GPU, and a doubt where its power limit is not the usual one."""
+    """Returns a GPU's name, and a note where its power limit is not the usual one."""
     plain = re.sub(r" *(CTS|\(\d+W\))$", "", accelerator)
     found = gpu_named(plain)
     if found is None:

@@ -57,7 +57,7 @@ GPT2_SIZES |= {"n_inner": "ffn", "vocab_size": "vocab"}
 class Model:
     """A model: a configuration as JSON, or the name of a case; ``doubt``: what was assumed.
 
-    ``optimizer`` and ``attn`` are those of such models where a table does not state them.
+    ``optimizer`` and ``attn`` are the usual ones of such models, for tables that do not state them.
     """
 
     hf_config: str | None = None

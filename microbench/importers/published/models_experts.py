@@ -1,4 +1,4 @@
-"""Configurations of mixtures of experts that published tables name, and what they leave out.
+"""Configurations of the mixture-of-experts models in published tables, and what they leave out.
 
 Source: the config.json of each model at https://huggingface.co (Qwen, openai, deepseek-ai).
 """

@@ -76,7 +76,7 @@ def read(path: Path) -> Imported:
 
 
 def _row(given: Mapping[str, str]) -> dict[str, Any]:
-    """One row of the dataset; ValueError says what cannot be said."""
+    """Builds one row of the dataset; ValueError says what a row cannot express."""
     if given["model"] not in CONFIGS:
         raise ValueError(f"no configuration for the model {given['model'][:40]!r}")
     gpu = gpu_named(given["device"])

@@ -26,7 +26,7 @@ HYBRID = {"HYBRID_SHARD": 3, "_HYBRID_SHARD_ZERO2": 2}  # ZeRO stages within a n
 
 
 def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
-    """Plan text and dp of a table's row; ValueError where its columns contradict each other.
+    """Returns the plan as text, and dp, of a row; ValueError where its columns contradict.
 
     dp = GPUs / (tp * pp * cp). The micro-batches of a step are ``micro`` under pipelines, else
     ``accumulate``. With Megatron-Core, tp is assumed to include sequence parallelism.
@@ -130,7 +130,7 @@ def _node(detail: str) -> str:
 
 
 def network_doubt(given: Mapping[str, str]) -> str:
-    """Says which network forecasts take where a row spans hosts whose network is not known."""
+    """Notes which network is assumed for a row that spans hosts with an unknown network."""
     gpus, each = whole(given.get("n_gpus")), whole(given.get("gpus_per_node"))
     if gpus <= (each or gpus) or _node(given.get("gpu_detail", "")):
         return ""

@@ -56,7 +56,7 @@ ATTENTION = {
 
 @cache
 def _answers(name: str) -> tuple[tuple[str, str], ...]:
-    """(family, captured name) of the overloads of an op that families describe."""
+    """Finds (family, captured name) for the overloads of an op that families describe."""
     plain = RENAMED.get(name.removeprefix("aten::"), name.removeprefix("aten::"))
     wanted = [f"aten.{plain}.{overload}" for overload in OVERLOADS]
     every = families().values()
@@ -64,7 +64,7 @@ def _answers(name: str) -> tuple[tuple[str, str], ...]:
 
 
 def answered(name: str) -> bool:
-    """Whether a family describes calls of this op."""
+    """Whether some op family describes calls of this op, so that its times can be rows."""
     if not name.startswith("aten::"):
         return False
     return name.removeprefix("aten::") in ATTENTION or bool(_answers(name))

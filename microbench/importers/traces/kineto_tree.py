@@ -93,11 +93,11 @@ def _identity(args: Mapping[str, Any], key: str) -> int:
 
 
 def join(trace: Trace, owns: Callable[[str], bool]) -> tuple[dict[int, float], int]:
-    """Kernel time by index of the op, and the number of kernels without an op.
+    """Assigns kernels to ops: kernel time by index of the op, and the number of kernels without.
 
-    A kernel belongs to the op with its external id, or with that of the launch with its
-    correlation id, or to the innermost op around that launch. Of the ops around, the outermost one
-    for which ``owns`` is true gets the time; the innermost where there is none.
+    A kernel belongs to the op with its external id, or with that of the launch with its correlation
+    id, or to the innermost op around that launch. Where several nested ops surround it, the
+    outermost one for which ``owns`` is true gets the time; the innermost where there is none.
     """
     owner = _owners(trace, owns)
     by_external = {op.external: at for at, op in enumerate(trace.ops) if op.external >= 0}

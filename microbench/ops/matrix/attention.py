@@ -243,7 +243,7 @@ def allocated_bytes(p: Attention) -> float:
 
 
 def fallback(p: Attention, measured: Measured) -> list[Part]:
-    """A backward pass as a multiple of the forward one where no rows show backward passes."""
+    """Prices a backward as a multiple of the forward where no backward was measured."""
     if p.op != "backward" or measured.gpu.kind == "cpu":
         return []
     if measured.seen("attention", "backward", p.dtype):

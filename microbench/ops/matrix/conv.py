@@ -259,9 +259,9 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 
 
 def from_call(call: OpCall) -> Conv | None:
-    """convolution(x, weight, bias, ...), convolution_backward(grad, x, weight, sizes, ..., mask).
+    """Describe convolution(x, weight, bias, ...) or convolution_backward(grad, x, weight, ...).
 
-    A 3-d call is described as one on slices; their channels are those of all slices under the
+    A 3-d call is described as a 2-d one on slices, whose channels are those of all slices under the
     kernel. None where strides or dilations differ between the sides of an image.
     """
     backward = "backward" in call.op

@@ -146,7 +146,7 @@ def bytes_moved(p: Any) -> Any:
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
-    """Sizes and aspect ratios; waves of tiles and how full they are, for tiles libraries use."""
+    """Sizes, aspect ratios, and how many waves of usual tiles fill the SMs, and how well."""
     item = 1.0 * np.asarray(itemsize_bytes(p.dtype)) * p.batch / gpu.l2_bytes
     found = {
         "op": p.op,
@@ -198,7 +198,7 @@ def _layout(a: TensorSpec, b: TensorSpec) -> str:
 
 
 def from_mm(call: OpCall) -> Gemm | None:
-    """mm(A, B), addmm(bias, A, B), bmm(A, B), baddbmm(C, A, B) as logged.
+    """Describe mm(A, B), addmm(bias, A, B), bmm(A, B) or baddbmm(C, A, B) as logged.
 
     fp8 kernels have one layout, nt: other operands are transposed when they are cast.
     """
@@ -213,7 +213,7 @@ def from_mm(call: OpCall) -> Gemm | None:
 
 
 def from_grouped(call: OpCall) -> Gemm | None:
-    """_grouped_mm(A, B, ends): every expert takes its share of the tokens, rounded up.
+    """Describe _grouped_mm(A, B, ends): every expert takes an equal share of tokens, rounded up.
 
     (tokens, k) x (experts, k, n), or for weights' gradients (m, tokens) x (tokens, n).
     """

@@ -1,6 +1,6 @@
-"""An LSTM layer in one direction over all steps of a sequence: one op, forward and backward.
+"""Describes an LSTM layer over all steps of a sequence, in one direction, as one op.
 
-Recurrent networks of other kinds are written out step by step on a CPU, in ops of other families.
+Forward and backward. Other recurrent networks are captured step by step, as ops of other families.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 
 
 def from_call(call: OpCall) -> Recurrent | None:
-    """mkldnn_rnn_layer(x, w, u, b, c, h, c, ...), and its backward, which begins alike."""
+    """Describe mkldnn_rnn_layer(x, w, u, b, c, h, c, ...), or its backward, which begins alike."""
     x, weight = call.args[0], call.args[1]
     if min(x.shape) < 1:
         return None

@@ -151,17 +151,17 @@ def flops(p: Any) -> Any:
 
 
 def index_bytes(p: Any) -> Any:
-    """COO: two indices a value; CSR and CSC: one, and a pointer for each row or column."""
+    """Bytes of int64 indices: COO two a value; CSR, CSC one, and a pointer a row or column."""
     pointers = np.where(np.equal(p.layout, "csc"), p.cols, p.rows) + 1.0
     coo = np.equal(p.layout, "coo")
     return INDEX_BYTES * np.where(coo, 2.0 * p.nnz, p.nnz + pointers)
 
 
 def bytes_moved(p: Any) -> Any:
-    """Lower bound: values, indices and dense rows in use once each, the result once.
+    """Lower bound: values, indices and the dense rows in use read once, the result written once.
 
-    spmm: min(cols, nnz) rows read, ``rows`` written; sddmm: min(rows, nnz) + min(cols, nnz) read,
-    values read and written. What addmm adds is not counted.
+    spmm: min(cols, nnz) rows read, ``rows`` written; sddmm: min(rows, nnz) + min(cols, nnz) rows
+    read, values read and written. What addmm adds is not counted.
     """
     sddmm = np.equal(p.op, "sddmm")
     of_rows = np.where(sddmm, np.minimum(p.rows, p.nnz), p.rows)
@@ -205,7 +205,7 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 
 
 def from_mm(call: OpCall) -> Sparse | None:
-    """mm(A, B), mv(A, x), addmm(C, A, B), _sparse_addmm(C, A, B) with one sparse factor.
+    """Describe mm(A, B), mv(A, x), addmm(C, A, B) or _sparse_addmm(C, A, B) with one sparse factor.
 
     A sparse second factor is A.T @ sparse.T: the same kernel on the transposed matrix.
     """
@@ -219,7 +219,7 @@ def from_mm(call: OpCall) -> Sparse | None:
 
 
 def from_sampled(call: OpCall) -> Sparse | None:
-    """Parameters of a captured ``sparse_sampled_addmm(pattern, A, B)``."""
+    """Describe sparse_sampled_addmm(pattern, A, B)."""
     return _made("sddmm", call.args[0], call.args[1].shape[-1])
 
 

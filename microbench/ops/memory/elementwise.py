@@ -214,7 +214,7 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 
 
 def from_call(call: OpCall) -> Elementwise | None:
-    """Any pointwise call: its largest tensor sets the size, the others the form."""
+    """Describe any pointwise call: its largest tensor sets the size, the others the form."""
     _, name, overload = call.op.split(".")
     inputs, exponent = call.tensors(), call.args[1] if len(call.args) > 1 else None
     op = known.canonical(name, overload, exponent)

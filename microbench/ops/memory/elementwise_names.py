@@ -96,7 +96,7 @@ SCALAR_AS = {"sub": "add", "div": "mul", "add_": "mul_", "maximum": "clamp_min"}
 
 
 def names() -> Iterator[str]:
-    """Every op of the families' elementwise answers, by all overloads such ops have."""
+    """All pointwise ops that some name below covers, with every overload."""
     overloads: tuple[str, ...] = (
         "default",
         "Tensor",

@@ -225,7 +225,7 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 
 
 def from_layer(call: OpCall) -> Norm:
-    """native_layer_norm, rms_norm (x, shape, ...); their backwards (grad, x, shape, ...)."""
+    """Describe native_layer_norm or rms_norm (x, shape, ...), or a backward (grad, x, ...)."""
     backward = "backward" in call.op
     x, shape = call.args[1:3] if backward else call.args[:2]
     cols = prod(shape)
@@ -234,7 +234,10 @@ def from_layer(call: OpCall) -> Norm:
 
 
 def from_batch(call: OpCall) -> Norm:
-    """native_batch_norm(x, ...), native_batch_norm_backward(grad, x, ...): N, C, positions."""
+    """Describe native_batch_norm(x, ...) or its backward (grad, x, ...) by the shape of x.
+
+    x has samples, channels and then positions.
+    """
     x = call.args[0]
     at = {"aten._native_batch_norm_legit.no_stats": 3, "aten.native_batch_norm_backward.default": 7}
     train = "no_training" not in call.op and bool(call.args[at.get(call.op, 5)])
@@ -248,7 +251,10 @@ def from_batch(call: OpCall) -> Norm:
 
 
 def from_group(call: OpCall) -> Norm:
-    """native_group_norm(x, w, b, N, C, HxW, group); backward(grad, x, mean, rstd, w, N, ...)."""
+    """Describe native_group_norm(x, w, b, N, C, HxW, group) or its backward.
+
+    The backward's arguments are (grad, x, mean, rstd, w, N, ...).
+    """
     backward = "backward" in call.op
     rows, channels, cols, groups = call.args[5:9] if backward else call.args[3:7]
     return Norm(
@@ -278,7 +284,7 @@ BATCH = (
 
 
 def resize(p: Norm, factor: float, lean: float) -> Norm:
-    """Grows rows of tokens, then their width; or samples, then positions."""
+    """Grows layer and RMS norms by rows, then width; batch and group norms by samples first."""
     lean = 0.5 + lean / 2
     if p.op.startswith(("layer", "rms")):
         return spread(p, factor, lean, {"rows": MAX_ROWS, "cols": 16384})

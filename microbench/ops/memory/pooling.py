@@ -194,7 +194,7 @@ def _image(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
 
 
 def from_call(call: OpCall) -> Pooling | None:
-    """Forward(x, ...), backward(grad, x, ...) or, where resized, backward(grad, size, size).
+    """Describe a pooling call (x, ...), a backward (grad, x, ...), or resizing and its backward.
 
     Dilated windows and calls whose result is not known are not described.
     """

@@ -150,7 +150,7 @@ def from_call(call: OpCall) -> RandomOp | None:
 
 
 def from_multinomial(call: OpCall) -> RandomOp | None:
-    """multinomial(probabilities, samples, replacement=False)."""
+    """Describe multinomial(probabilities, samples, replacement=False)."""
     x, samples = call.args[:2]
     replacement = call.args[2] if len(call.args) > 2 else call.kwargs.get("replacement", False)
     if x.numel == 0:

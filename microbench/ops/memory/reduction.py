@@ -194,7 +194,7 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 
 
 def from_softmax(call: OpCall) -> Reduction:
-    """_softmax(x, dim), _softmax_backward_data(grad, y, dim); copies of strided input ignored."""
+    """Describe _softmax(x, dim) or its backward (grad, y, dim); copies of strides are ignored."""
     op = call.op.split(".")[1]
     x = call.args[0]
     dim = call.args[2 if op.endswith("data") else 1]
@@ -202,7 +202,7 @@ def from_softmax(call: OpCall) -> Reduction:
 
 
 def from_sum(call: OpCall) -> Reduction:
-    """sum(x), mean.dim(x, dims), max.dim(x, dim), linalg_vector_norm(x, ord, dims) and so on.
+    """Describe sum(x), mean.dim(x, dims), max.dim(x, dim), linalg_vector_norm and the like.
 
     Axes are taken in the order of memory: the kernels reorder them so.
     """
@@ -238,14 +238,14 @@ def _split(op: str, shape: tuple[int, ...], dims: tuple[int, ...], dtype: str) -
 
 
 def from_nll(call: OpCall) -> Reduction:
-    """nll_loss_forward(x, target, ...), nll_loss_backward(grad, x, target, ...), and in 2d."""
+    """Describe nll_loss_forward(x, target, ...) or its backward (grad, x, target, ...)."""
     op = call.op.split(".")[1]
     x = call.args[1] if op.endswith("backward") else call.args[0]
     return _split(op, x.shape, (1 if len(x.shape) > 1 else 0,), x.dtype)
 
 
 def from_paired(call: OpCall) -> Reduction:
-    """mse_loss(x, target, reduction=1), mse_loss_backward(grad, x, target, reduction) and BCE."""
+    """Describe mse_loss(x, target, reduction=1), its backward (grad, x, target, ...), or BCE."""
     op = call.op.split(".")[1]
     x, at = (call.args[1], 3) if op.endswith("backward") else (call.args[0], 2)
     at = 4 if op == "binary_cross_entropy_with_logits" else at
@@ -269,7 +269,7 @@ SUM_NAMES = tuple(f"{op}.{end}" for ops, ends in OVERLOADS for op in ops for end
 
 
 def resize(p: Reduction, factor: float, lean: float) -> Reduction:
-    """Grows rows, then their length, or a whole tensor; losses that read one class a row stay."""
+    """Grows the rows, then their length; losses that read one class per row grow by rows alone."""
     if p.op in ("nll_loss_forward", "nll_loss2d_forward"):
         return p
     if p.outer == 1 and not p.op.startswith("nll"):

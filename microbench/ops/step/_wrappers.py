@@ -1,7 +1,7 @@
-"""Host cost of torch's parallel wrappers, measured in a group of one rank.
+"""Workloads that time the Python of torch's parallel wrappers, on one rank.
 
-Each workload is forward and backward of a small model, wrapped, less the same model bare, or an
-optimizer's step on sharded parameters less that on plain ones. With one rank messages are copies;
+Each is forward and backward of a small wrapped model, minus the same model unwrapped, or an
+optimizer's step on sharded parameters minus that on plain ones. With one rank messages are copies;
 what is left is hooks, dispatch and bookkeeping in Python.
 """
 
@@ -40,7 +40,7 @@ Make = Callable[[int, str], Pair]
 
 
 def wrapper_workload(op: str, tensors: int, device: str) -> Workload:
-    """The workload of one of ``WRAPPERS``.
+    """Builds the workload of one of ``WRAPPERS``.
 
     ``tensors``: parameters of a sharded layer, tensors that a checkpointed layer saves, or
     parameters that an optimizer updates.
@@ -157,7 +157,7 @@ def _checkpointed(tensors: int, device: str) -> Pair:
 
 
 def _updates(kind: type[torch.optim.Optimizer]) -> Make:
-    """Steps over so many parameters, sharded and plain."""
+    """Optimizer steps over so many parameters, sharded and plain."""
 
     def make(tensors: int, device: str) -> Pair:
         def step(sharded: bool) -> Callable[[], None]:

@@ -45,13 +45,13 @@ def bytes_moved(p: Any) -> Any:
 
 
 def across_nodes(p: Any) -> Any:
-    """Whether some ranks reach each other over the network only."""
+    """Whether some ranks reach each other only over the network."""
     stated = np.isin(p.link, ["nvlink", "pairwise", "pcie"])
     return np.greater(p.world_size, p.ranks_per_node) & ~stated
 
 
 def link(p: Any, gpu: Gpu) -> Any:
-    """The slowest link it crosses, the GPU's usual one where none is stated."""
+    """The slowest kind of link that a collective crosses; the GPU's usual one if not stated."""
     usual = np.where(across_nodes(p), "network", gpu.usual_link)
     return np.where(np.equal(p.link, ""), usual, p.link)
 
@@ -108,7 +108,7 @@ def network_us(p: Any) -> Any:
 
 
 def floor_us(p: Any, gpu: Gpu) -> Any:
-    """Time of the fastest algorithm and protocol: start + steps * step + bytes / (rate * share).
+    """Time of NCCL's fastest algorithm and protocol: start + steps * step + bytes / (rate * share).
 
     On a CPU: bytes through memory, plus ``cpu_step_us`` * log2(n).
     """
@@ -149,9 +149,10 @@ def _algorithms(p: Any, gpu: Gpu) -> Iterator[Any]:
 
 
 def _in_switches_us(p: Any, gpu: Gpu, nodes: Any) -> Any:
-    """Time of an all_reduce that NVSwitches add up (NVLS), a tree over nodes; else infinite.
+    """Time of an all_reduce that NVSwitches add up (NVLS), with a tree over nodes.
 
-    Each GPU sends its data once and receives the sum once.
+    Each GPU sends its data once and receives the sum once. Infinite where there are no such
+    switches.
     """
     world = np.asarray(p.world_size, dtype=float)
     near_us = link_us(p, gpu) / bus_factor(p) / LINK_SHARE["nvlink"]

@@ -106,7 +106,7 @@ def _runs(op: str, whole: Any, part: Any) -> Callable[[], object]:
 
 
 def _ring(send: Any, receive: Any) -> None:
-    """Sends to the next rank and receives from the one before."""
+    """Sends to the next rank and receives from the previous one."""
     import torch.distributed as dist  # lazy, as above
 
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -117,7 +117,7 @@ def _ring(send: Any, receive: Any) -> None:
 
 
 def flops(p: Any) -> Any:
-    """One addition per element received by the reducing ones."""
+    """One addition per element that a reducing rank receives."""
     reduces = np.isin(p.op, ["all_reduce", "reduce_scatter"])
     n = np.asarray(p.world_size, dtype=float)
     return np.where(reduces, (n - 1) / n, 0.0) * p.message_bytes / itemsize_bytes(p.dtype)

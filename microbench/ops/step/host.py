@@ -40,7 +40,10 @@ class Host:
 
 
 def sweep() -> Iterator[Host]:
-    """Each event eight times, since single times differ by half; events of every model first."""
+    """Yields each kind of event eight times, as single timings differ by half.
+
+    Events that every model has come first.
+    """
     rng = np.random.default_rng(11)
     for trial in range(8):
         for op in EVENTS:
@@ -55,7 +58,7 @@ def sweep() -> Iterator[Host]:
 
 
 def on_one_gpu(rng: np.random.Generator) -> Iterator[Host]:
-    """Yields host events to time on one GPU: each of them eight times, in rounds.
+    """Yields host events to time on one GPU: each eight times, in rounds.
 
     A round has two launches and each event of a step once. Optimizer steps over random numbers of
     tensors come last.
@@ -72,7 +75,7 @@ def on_one_gpu(rng: np.random.Generator) -> Iterator[Host]:
 
 
 def wrapped(trial: int) -> Iterator[Host]:
-    """Each event of parallel wrappers once."""
+    """Yields each event of parallel wrappers (DDP, FSDP, tensor parallelism) once."""
     for op in WRAPPERS:
         yield Host(op=op, trial=trial)
     for op in SHARDED:
@@ -81,7 +84,7 @@ def wrapped(trial: int) -> Iterator[Host]:
 
 
 def build(p: Host, device: str) -> Workload:
-    """A few events on tensors of one element, less what the same run costs without them."""
+    """Builds a few events on tensors of one element; the same run without them is the baseline."""
     if p.op in OPTIMIZERS:
         return _optimizer(p, device)
     if p.op == "launch":
@@ -133,7 +136,7 @@ def _views(device: str) -> Callable[[], object]:
 
 
 def _nodes(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Sums with autograd nodes and their backward; as baseline the same sums without nodes.
+    """Builds sums with autograd nodes and their backward; the same sums without nodes as baseline.
 
     A sum passes its gradient through: no op runs in the backward.
     """
@@ -172,7 +175,7 @@ def _leaf_backward(count: int, device: str) -> Callable[[], object]:
 
 
 def _leaves(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
-    """A backward that accumulates several leaves' gradients; as baseline one of one leaf."""
+    """Builds a backward that accumulates gradients of several leaves; of one leaf as baseline."""
     return _leaf_backward(CALLS + 1, device), _leaf_backward(1, device)
 
 
@@ -190,7 +193,7 @@ def _zero_grads(device: str) -> Callable[[], object]:
 
 
 def _optimizer(p: Host, device: str) -> Workload:
-    """A foreach step on tensors of one element, less the same foreach calls made directly."""
+    """Builds a foreach step on tensors of one element; its foreach calls alone as baseline."""
     import torch  # lazy, as above
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -237,7 +240,7 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
 
 
 def gpu_points(rng: np.random.Generator) -> Iterator[Host]:
-    """Yields ``on_one_gpu``; with several GPUs also the events of parallel wrappers, as of FSDP."""
+    """Yields the events of ``on_one_gpu``; with several GPUs also those of parallel wrappers."""
     import torch  # lazy: sizes are drawn where torch is absent
 
     yield from on_one_gpu(rng)

@@ -70,7 +70,8 @@ class OptimizerOp:
 def sweep() -> Iterator[OptimizerOp]:
     """Yields points without end: 1 to 200 tensors, up to 16M elements together, 4M where fused.
 
-    Square roots come three times as often as others, two in three with zeros.
+    Square roots are drawn three times as often as other ops, as zeros among their inputs matter;
+    two in three of them have zeros.
     """
     rng = np.random.default_rng(5)
     while True:
@@ -83,7 +84,10 @@ def sweep() -> Iterator[OptimizerOp]:
 
 
 def build(p: OptimizerOp, device: str) -> Workload:
-    """Lists of tensors, half of them small as biases are; values stay in range."""
+    """Builds lists of random tensors, half of them small, as biases are.
+
+    Repeated calls keep values in range.
+    """
     import torch  # lazy: formulas must import where torch is absent
 
     def tensors() -> list[Any]:
@@ -218,23 +222,25 @@ def gpu_variant(p: OptimizerOp, rng: np.random.Generator) -> OptimizerOp:
 
 
 def resize(p: OptimizerOp, factor: float, lean: float) -> OptimizerOp:
-    """Grows the tensors, not their number; lists of step counters stay."""
+    """Makes the tensors larger, not more; step counters (one element each) stay as they are."""
     if p.numel <= STEP_COUNTERS * p.tensors:
         return p
     return replace(p, numel=max(p.tensors, round(p.numel * factor)))
 
 
 def of_rank(p: OptimizerOp, numel: int, tensors: int, largest: int) -> OptimizerOp:
-    """The call over a rank's ``numel`` elements, or over one counter for each of its tensors.
+    """Cuts an optimizer call of the whole model down to a rank's ``numel`` elements.
 
-    ``largest`` is the number of elements of the step's largest call.
+    A call over step counters, one element per tensor, gets one for each of its ``tensors``. It is
+    told from the others by its size relative to ``largest``, the elements of the step's largest
+    call.
     """
     counters = p.numel <= STEP_COUNTERS * p.tensors and p.numel < largest
     return replace(p, numel=max(tensors, tensors if counters else numel), tensors=tensors)
 
 
 def as_fused(calls: Sequence[OptimizerOp]) -> OptimizerOp:
-    """The fused step in place of these foreach calls: Adam if more than three, else SGD."""
+    """Replaces these foreach calls by a fused step: Adam if there are more than three, else SGD."""
     most = max(calls, key=lambda p: p.numel)
     return replace(most, op="_fused_adamw_" if len(calls) > 3 else "_fused_sgd_")
 

@@ -1,4 +1,4 @@
-"""Small ops of many kinds, run between two timed calls and to average the cost of a launch."""
+"""Small ops of many kinds: run between two timed calls, and to average the cost of a launch."""
 
 from __future__ import annotations
 
