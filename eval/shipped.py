@@ -75,7 +75,7 @@ def import_public(public: Path, out: Path) -> None:
 
 
 def taught(imported: Imported, source: Source) -> Imported:
-    """The rows of the families that a source teaches, without stacks of several kernels."""
+    """Keeps the rows of the families that a source is used for, of single kernels only."""
     rows = {
         name: part[~part["stack"].fillna("").str.startswith(SEVERAL_KERNELS)]
         for name, part in imported.rows.items()

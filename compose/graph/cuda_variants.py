@@ -26,7 +26,8 @@ SOFTMAX_BACKWARD = ("_softmax_backward_data", "_log_softmax_backward_data")
 def with_cuda_variants(capture: StepCapture) -> StepCapture:
     """Returns the step as a GPU runs it.
 
-    ``ready_after`` of a parameter moves to the last remaining call up to where it was.
+    Where the call that completes a parameter's gradient (``ready_after``) is removed, the last call
+    kept before it takes its place.
     """
     masks = {c.args[0].storage for c in capture.calls if _name(c) == "bernoulli_"}
     calls: list[OpCall] = []

@@ -69,7 +69,7 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def result_dim(call: OpCall, t: TensorSpec, dim: int, out: TensorSpec) -> int | None:
-    """The dimension of a result that counts what dimension ``dim`` of an input counts.
+    """Finds the dimension of an op's result that corresponds to dimension ``dim`` of an input.
 
     None where the op sums over it, or takes one element of it.
     """
@@ -101,10 +101,10 @@ def _summed(call: OpCall, t: TensorSpec) -> set[int] | None:
 
 
 def aligned_dim(call: OpCall, t: TensorSpec, out: TensorSpec, out_dim: int) -> int | None:
-    """The dimension of a whole input that is as long as the result's cut one; None: there is none.
+    """The dimension of an uncut input that matches the result's cut one; None where none does.
 
-    A rank reads its part of such an input. Dimensions are aligned at the last one, as in
-    broadcasting.
+    It is as long, and at the same place counted from the last one, as in broadcasting. A rank reads
+    its part of such an input.
     """
     dim = out_dim - (len(out.shape) - len(t.shape))
     if call.op.split(".")[1].startswith(UNALIGNED) or not 0 <= dim < len(t.shape):
@@ -113,7 +113,7 @@ def aligned_dim(call: OpCall, t: TensorSpec, out: TensorSpec, out_dim: int) -> i
 
 
 def first_dim(found: Iterable[tuple[int, int]], parts: int, flexible: bool) -> int | None:
-    """The dimension to cut: the outermost one; if ``flexible`` one that ``parts`` divides."""
+    """Chooses the dimension to cut: the outermost; if ``flexible``, one that ``parts`` divides."""
     dims = list(found)
     if flexible:
         dims.sort(key=lambda pair: (pair[1] % parts != 0, pair[1] < parts))

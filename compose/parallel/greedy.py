@@ -19,7 +19,7 @@ def greedy(
     state: float = 0.0,
     parts: int = 1,
 ) -> Sharding:
-    """Tables by falling cost, each to the rank with the least cost so far that has room for it.
+    """Gives each table, by falling cost, to the rank with the least cost so far that has room.
 
     Where ``parts`` > 1, tables that cost more than half of a rank's mean are cut column-wise into
     so many parts. Where no rank has room, the one with most room takes the table. ``state``:

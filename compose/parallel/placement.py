@@ -1,4 +1,4 @@
-"""Embedding tables, their placements on ranks, the shards these make, and torchrec's plan form."""
+"""Embedding tables, how they are sharded over ranks, and such plans in torchrec's form."""
 
 from __future__ import annotations
 
@@ -105,10 +105,10 @@ def _part(size: int, index: int, parts: int) -> tuple[int, int]:
 
 
 def message_bytes(shard: Shard, table: Table, samples: int) -> tuple[float, float]:
-    """Bytes that a shard of another rank costs the samples of one rank, there and back.
+    """Bytes exchanged between one rank and a shard on another rank for the rank's samples.
 
-    Row numbers, with the lengths of bags, go to the shard; pooled vectors come back, and as much
-    of their gradients goes there.
+    Row numbers, with the lengths of bags, go to the shard; pooled vectors come back, and as much of
+    their gradients goes there.
     """
     looked_up = samples * table.pooling * shard.rows / table.rows
     lengths = samples if table.pooled else 0
@@ -184,7 +184,7 @@ def to_torchrec(sharding: Sharding, tables: Sequence[Table], per_node: int, devi
 
 
 def from_torchrec(text: str, tables: Sequence[Table]) -> Sharding:
-    """The sharding of such a JSON text; ValueError where it is none of these tables.
+    """Reads a sharding from JSON as ``to_torchrec`` writes it; ValueError for other text or tables.
 
     A table is named as it is, or by its number.
     """

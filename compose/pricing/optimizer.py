@@ -13,7 +13,7 @@ STATE_COPIES = {"adamw": 2, "adamw_fused": 2, "lamb": 2, "sgd": 0, "none": 0}
 
 
 def scaled_update(captured: Sequence[Priceable], numel: int, tensors: int) -> list[Priceable]:
-    """The captured calls over a rank's ``numel`` elements in ``tensors`` tensors."""
+    """Resizes the optimizer's captured calls to a rank's ``numel`` elements and ``tensors``."""
     whole = max((getattr(c.params, "numel", 0) for c in captured), default=0)
     scaled = []
     for c in captured:
@@ -26,9 +26,9 @@ def scaled_update(captured: Sequence[Priceable], numel: int, tensors: int) -> li
 
 
 def fused_update(calls: Sequence[Priceable]) -> list[Priceable]:
-    """The calls as one fused kernel, which reads parameters, gradients and state once.
+    """Replaces the optimizer's calls by one fused kernel: parameters, gradients, state read once.
 
-    Those of an optimizer that has fused kernels stay as they are.
+    Calls of an optimizer that has fused kernels stay as they are.
     """
     large = [c for c in calls if isinstance(c.params, OptimizerOp)]
     if not large or any(c.params.op in FUSED for c in large):

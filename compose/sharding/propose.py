@@ -29,7 +29,7 @@ class Proposal:
 
 
 def table_costs(costs: Costs) -> Mapping[str, Callable[[Table], float]]:
-    """What greedy rules balance, by name: a number per table.
+    """Returns the costs that greedy rules balance: by name, a function from a table to a number.
 
     ``lookups`` is the work of a batch, pooling * dim; ``size_lookup`` is that times the logarithm
     of the rows. Source: arXiv 2208.06399.
@@ -54,11 +54,11 @@ def _forecast_us(costs: Costs) -> Callable[[Table], float]:
 
 
 def torchrec_us(table: Table, costs: Costs) -> float:
-    """torchrec's planner's cost of a whole table on one rank, in us.
+    """Cost in us of a whole table on one rank, by the formula of torchrec's planner.
 
     With W ranks, I lookups and O pooled vectors of a rank's batch, D columns of b bytes: forward
     compute (8 I W + I W max(D, 32) b + O W D b) * penalty / HBM bandwidth, backward twice that;
-    forward and backward exchange O W D b / link bandwidth each. The penalty is by D.
+    forward and backward exchange O W D b / link bandwidth each. The penalty depends on D.
     """
     w, b = costs.world_size, table.row_bytes / table.dim
     i, o = costs.model.batch * table.pooling, costs.model.batch
@@ -72,7 +72,7 @@ def torchrec_us(table: Table, costs: Costs) -> float:
 
 
 def greedy_by(cost: Callable[[Table], float], costs: Costs, parts: int = 1) -> Sharding:
-    """Tables by falling cost, each to the rank with the least so far (``greedy``)."""
+    """Gives each table, by falling cost, to the rank with the least cost so far (``greedy``)."""
     model, state = costs.model, STATE_PER_WEIGHT[costs.model.optimizer]
     by_table = [cost(t) for t in model.tables]
     limit_bytes = costs.book.gpu.hbm_bytes
@@ -80,14 +80,14 @@ def greedy_by(cost: Callable[[Table], float], costs: Costs, parts: int = 1) -> S
 
 
 def random_sharding(rng: np.random.Generator, model: RankingModel, ranks: int) -> Sharding:
-    """Each table whole on a random rank."""
+    """Places each table as a whole on a random rank."""
     return tuple(
         Placement("table_wise", (int(r),)) for r in rng.integers(ranks, size=len(model.tables))
     )
 
 
 def proposals(costs: Costs, seed: int = 0) -> Iterator[Proposal]:
-    """Yields candidates of all rules; the search starts from the fastest of the others."""
+    """Yields the sharding of every rule; last that of the search, which starts from the fastest."""
     model, n = costs.model, costs.world_size
     if n == 1:
         yield Proposal(name="one rank", sharding=_everywhere(model, "table_wise", 1))
@@ -163,7 +163,7 @@ def _moves(
 def choose(
     costs: Costs, seed: int = 0, given: Sharding | None = None
 ) -> list[tuple[str, ShardingForecast]]:
-    """All proposals and the ``given`` one with their forecasts, fastest first.
+    """Forecasts all proposals and the ``given`` sharding; returns them fastest first.
 
     The search starts from the fastest. Those that do not fit the memory come last.
     """

@@ -33,11 +33,13 @@ class Chunk:
 
 
 def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
-    """pp * virtual chunks in model order; ValueError where the layers do not suffice.
+    """Cuts the model into pp * virtual chunks of consecutive layers; ValueError for too few layers.
 
-    Equal layers are spread evenly, the first chunks get one more where they do not divide; what is
-    before and after them joins the first and the last chunk, or counts as layers where there are
-    fewer equal layers than chunks. Other models are cut so that the slowest chunk is fastest.
+    A model of equal numbered layers, such as transformer blocks: these are spread evenly, and the
+    first chunks get one more where they do not divide. What precedes and follows them (embedding,
+    head) joins the first and the last chunk; it counts as layers only where there are fewer
+    numbered layers than chunks. Other models are cut so that the slowest chunk is as fast as
+    possible.
     """
     chunks = plan.pp * plan.virtual
     found = [(x, x.layer.count) for x in layers]

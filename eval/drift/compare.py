@@ -64,7 +64,7 @@ class Check:
 
     @property
     def too_slow(self) -> bool:
-        """Whether the speed is so far from that of training that rows cannot be corrected."""
+        """Whether the machine's speed differs too much from that at training to correct rows."""
         return self.slowdown is not None and abs(np.log(self.slowdown)) > np.log(MAX_SLOWDOWN)
 
     @property
@@ -150,9 +150,10 @@ def check_rows(root: Path, bundle: Bundle, gpu: Gpu) -> Check:
 
 
 def compare_family(name: str, rows: pd.DataFrame, bundle: Bundle) -> Compared | None:
-    """A family's measured points beside their forecasts; None where none was left undisturbed.
+    """Pairs a family's measured points with their forecasts.
 
-    Rows of one point (warm, cold, numbers of threads, measured again) count as one, by their mean.
+    All rows of one point (warm, cold, numbers of threads, measured again) count as one, by their
+    mean. None where other load on the machine disturbed all of them.
     """
     rows, model, family = undisturbed(rows, bundle.anchors), bundle.models[name], families()[name]
     if not len(rows):

@@ -1,11 +1,13 @@
 """Judges by sign tests whether measured times still agree with a bundle's forecasts.
 
 A point's ratio is measured / forecast, at the machine's reference speed. A family has drifted where
-its median ratio lies outside [1 / (1 + margin), 1 + margin]; the margin is the median error of
-the bundle on held-out shapes, or what two measurements of one point differ by now if that is more.
-Of n points as many lie above the upper limit as heads fall in n tosses of a coin, or fewer, if the
-median is not above it; likewise below. The chance that a check calls any of its families drifted
-that is not is FALSE_ALARM at most (Bonferroni over families and directions).
+its median ratio lies outside [1 / (1 + margin), 1 + margin]; the margin is the median error of the
+bundle on held-out shapes, or the median difference of two measurements of a point if that is more.
+
+Sign test: if the median is within the margin, each of n points lies above the upper limit with a
+chance of at most one half, like heads of a coin; likewise below the lower limit. A family is called
+drifted where so many points beyond a limit are too unlikely. The chance of calling any family
+drifted that is not is at most FALSE_ALARM in all (Bonferroni over families and both limits).
 """
 
 from __future__ import annotations
@@ -58,13 +60,13 @@ class FamilyDrift:
 
 
 def judge(compared: Mapping[str, Compared]) -> list[FamilyDrift]:
-    """The verdict on each family; all together err with probability FALSE_ALARM at most."""
+    """Judges each family; the chance of any false alarm among them is FALSE_ALARM at most."""
     level = FALSE_ALARM / max(1, len(compared))
     return [judge_family(name, one, level) for name, one in compared.items()]
 
 
 def judge_family(name: str, one: Compared, level: float) -> FamilyDrift:
-    """The verdict on a family; calls one that fits drifted with a chance of ``level`` at most."""
+    """Judges one family; the chance of a false alarm is at most ``level``."""
     logs, limit = one.log_ratios, float(np.log1p(one.margin_pct / 100))
     p_value = min(1.0, 2 * min(sign_test(logs > limit), sign_test(logs < -limit)))
     low, middle, high = np.exp(np.quantile(logs, [0.1, 0.5, 0.9]))
@@ -84,10 +86,10 @@ def judge_family(name: str, one: Compared, level: float) -> FamilyDrift:
 
 
 def sign_test(beyond: np.ndarray) -> float:
-    """Chance of at least as many heads as True among as many tosses of a fair coin."""
+    """Chance that of ``len(beyond)`` fair coins at least ``sum(beyond)`` show heads."""
     return float(binom.sf(int(beyond.sum()) - 1, len(beyond), 0.5))
 
 
 def points_needed(level: float) -> int:
-    """Points without which not even unanimous ones are significant: 2 * 2**-n <= level."""
+    """Least n of points for a verdict: even if all n lie beyond a limit, 2 * 2**-n <= level."""
     return int(np.ceil(np.log2(2 / level)))

@@ -34,9 +34,10 @@ def checkable(bundle: Bundle, gpu: Gpu) -> list[str]:
 
 
 def stratified_points(bundle: Bundle, gpu: Gpu, threads: int, seed: int) -> dict[str, list[Any]]:
-    """Points by family, inside the envelope of its training rows, short and long ones in turn.
+    """Lists points by family inside the training range, mixing short and long ones.
 
-    Sizes are told apart by the forecast time: every eight points in a row hold one of each eighth.
+    Points are sorted by forecast time into eight equal parts, and each eight consecutive points of
+    the list hold one of each part.
     """
     found = {}
     for name in checkable(bundle, gpu):
@@ -52,7 +53,7 @@ def stratified_points(bundle: Bundle, gpu: Gpu, threads: int, seed: int) -> dict
 
 
 def in_turn(us: np.ndarray, index: np.ndarray, seed: int) -> Iterator[int]:
-    """Indices such that strata of time take turns, shuffled within each."""
+    """Orders points so that strata of time take turns; returns indices, shuffled within strata."""
     rng = np.random.default_rng(seed)
     strata = [rng.permutation(part) for part in np.array_split(index[np.argsort(us)], STRATA)]
     for place in range(max(map(len, strata))):

@@ -1,4 +1,4 @@
-"""Corrects forecasts of products on GPUs without rows by the rates that are published of them.
+"""Corrects forecasts of matrix products on GPUs without rows by published rates of these GPUs.
 
 Hardware files state the rate that large matrix products achieve (``achieved_flops_per_s``).
 """
@@ -25,10 +25,13 @@ Price = Callable[[pd.DataFrame], np.ndarray]
 def correction(query: QueryRows, source_gpus: SourceGpus, price: Price) -> np.ndarray:
     """Factors on forecasts in dtypes without rows on their GPU; 1 where there are such rows.
 
-    The family's large op is brought to the stated rate:
-    factor(large) = time at the stated rate / forecast (see ``_large_op_factor``). Another op gets
-    factor(large) ** share, where share = compute share of the op / compute share of the large op
-    (``_compute_share``), at most 1. ``price`` forecasts rows in us without this correction.
+    ``_large_op_factor`` compares the forecast of the family's large op (a large square product)
+    with its time at the rate that the GPU's file states. Another op gets
+
+        large op's factor ** (compute share of the op / compute share of the large op)
+
+    with an exponent of at most 1 (``_compute_share``): the less an op is bound by compute, the less
+    it is corrected. ``price`` forecasts rows in us without this correction.
     """
     factors, family = np.ones(len(query.gpu)), query.family
     unmeasured = source_gpus.unseen_dtype(query) | query.lent
@@ -54,10 +57,11 @@ def correction(query: QueryRows, source_gpus: SourceGpus, price: Price) -> np.nd
 def _large_op_factor(
     gpu: Gpu, dtype: str, query: QueryRows, source_gpus: SourceGpus, price: Price
 ) -> float:
-    """Slowdown of the large op on ``gpu`` over that on its source GPUs.
+    """Correction of the large op on ``gpu``: its slowdown over that on its source GPUs.
 
     slowdown = time at the stated rate / forecast; of the source GPUs the weighted geometric mean.
-    Divided by it because their software need not be as fast as what was published.
+    It is divided by that of the source GPUs because their software may be slower than the published
+    one.
     """
     family, equal = query.family, EQUAL_SPEED_DTYPE.get(dtype, dtype)
     asked = source_gpus.lent_dtype(gpu, equal)

@@ -91,7 +91,7 @@ class QueryRows:
         family: Family,
         launch: Mapping[str, float],
     ) -> QueryRows:
-        """Query rows from rows in dataset form and their features."""
+        """Makes the rows to forecast from rows in dataset form and their features."""
         nothing = np.full(len(rows), "", dtype=object)
         codes, dtypes = pd.factorize(table.get("dtype", nothing))
         dtype = np.array([EQUAL_SPEED_DTYPE.get(d, d) for d in dtypes], dtype=object)[codes]
@@ -125,7 +125,7 @@ class QueryRows:
 
     @property
     def lent(self) -> np.ndarray:
-        """Mask of rows that ask the rows of another dtype, of another rate, than their own."""
+        """Mask of rows that are forecast by rows of another dtype, whose peak rate differs."""
         if "dtype" not in self.rows:
             return np.zeros(len(self.rows), dtype=bool)
         own = self.rows["dtype"].to_numpy(dtype=object)
@@ -204,10 +204,10 @@ class SourceGpus:
         return same_kind or self.measured
 
     def lent_dtype(self, gpu: Gpu, dtype: str) -> str:
-        """The dtype whose rows forecast this one where no GPU has rows of it, else the dtype.
+        """The dtype whose rows stand in for this one where no GPU has rows of it, else this dtype.
 
         TF32 runs on the tensor cores of fp16, with the same tiles at half the rate. A GPU that
-        states no rate of the dtype has no such cores, and is lent nothing.
+        states no rate of the dtype has no such cores, and no other dtype stands in.
         """
         lent = str(SAME_KERNELS_DTYPE.get(dtype, dtype))
         measured = {d for by_dtype in self._of_same_kind(gpu).values() for d in by_dtype}
@@ -215,7 +215,10 @@ class SourceGpus:
         return dtype if known or dtype not in gpu.peak_flops_per_s else lent
 
     def as_lent(self, rows: pd.DataFrame, gpus: Mapping[str, Gpu]) -> pd.DataFrame:
-        """The rows in the dtypes whose measured rows forecast them (``lent_dtype``)."""
+        """Replaces dtypes that no GPU has rows of by those that stand in for them.
+
+        See ``lent_dtype``: rows of fp16, for example, forecast TF32.
+        """
         if not self.measured or "dtype" not in rows:
             return rows
         dtype = rows["dtype"].to_numpy(dtype=object).copy()

@@ -46,7 +46,10 @@ def _is_tables(modules: Any) -> bool:
 
 
 def build_shortened(build: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
-    """Build a model without values of its weights and shorten its lists; also what was removed."""
+    """Build a model without weight values and shorten its lists of equal layers.
+
+    Returns the model, and how many layers were removed from each list.
+    """
     from torch.overrides import TorchFunctionMode  # lazy, as above
 
     class NoValues(TorchFunctionMode):

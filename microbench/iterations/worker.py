@@ -46,7 +46,10 @@ class IterationOrder:
 
 
 def iteration_key(order: IterationOrder, iteration: Iteration) -> str:
-    """Key of an iteration's row; without engine "eager", the default of rows without engine."""
+    """Returns the key that identifies an iteration's row.
+
+    Engine "eager" is left out of it: older rows have no column ``engine`` and mean the same.
+    """
     row = {"family": "iteration", "gpu": order.gpu, "threads": order.threads, "cache": "warm"}
     point = {k: v for k, v in asdict(iteration).items() if (k, v) != ("engine", "eager")}
     return store.point_key({**row, "repeat": order.repeat, "point": point})

@@ -18,7 +18,7 @@ TARGETS: dict[str, list[str]] = assumed(__file__, "targets")
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer and its two trained ones."""
+    """A frozen linear layer W with a trained low-rank adapter: two small layers, A and B."""
 
     def __init__(self, base: Any, rank: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Adapted(nn.Module):
         self.up = nn.Linear(rank, outputs, bias=False, dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
-        """W x + 2 B A x; peft's usual scale is a number, too."""
+        """Returns W x + 2 B A x; 2 is the scale that peft uses by default."""
         y: Tensor = self.base(x)
         beside: Tensor = self.up(self.down(x.to(self.down.weight.dtype)))
         return (y + 2.0 * beside).to(y.dtype)

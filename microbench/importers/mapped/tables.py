@@ -41,7 +41,11 @@ def read_table(collector: RowCollector, path: Path, table: Table) -> pd.DataFram
 
 
 def unpacked(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
-    """The frame with columns ``json.KEY`` of the column of JSON objects and of the named values."""
+    """Adds columns ``json.KEY``: the keys of a column of JSON objects, and named values.
+
+    ``table.unpack`` is that column. ``table.named`` are a column of names and one of values: each
+    pair is added like a key of the object.
+    """
     if not table.unpack:
         return frame
     objects = [_object(text) for text in frame[table.unpack]]

@@ -1,4 +1,4 @@
-"""Models and kernels as Megatron-LM's flags state them, as configurations to build them from."""
+"""Translates Megatron-LM's flags into model configurations and attention kernels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def padded_vocabulary(tokens: int, tp: int) -> int:
 
 
 def model_of(flags: Flags) -> str:
-    """The model's configuration as JSON; ValueError names the part that none states."""
+    """The model's configuration as JSON; ValueError names a part that no configuration has."""
     for flag, word in UNKNOWN_PARTS.items():
         if flags.get(flag) and flags[flag] not in SPEC_AS_DEFAULT:
             raise ValueError(f"model has {word} ({flag})")

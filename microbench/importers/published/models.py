@@ -180,7 +180,7 @@ def _gpt(given: Mapping[str, str]) -> Model:
 
 
 def gpt2_config(*, dropout: float = 0.0, **sizes: int) -> str:
-    """Configuration of a GPT-2 as JSON from the sizes of GPT2Config, with one dropout."""
+    """GPT-2's configuration as JSON, from sizes named as in GPT2Config, and one dropout rate."""
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",

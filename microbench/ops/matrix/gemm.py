@@ -248,9 +248,10 @@ def gpu_points(rng: np.random.Generator) -> Iterator[Gemm]:
 
 
 def retype(p: Gemm, dtype: str, gpu: Gpu) -> Gemm | None:
-    """The point in a dtype: fp8 as ``scaled_mm`` with sides of whole 16 bytes.
+    """Converts the point to a dtype; fp8 becomes ``scaled_mm`` with sides of whole 16 bytes.
 
-    A product by expert is in bf16; None on GPUs without one kernel for all experts."""
+    grouped_mm stays in bf16; None on GPUs without one kernel for all experts.
+    """
     if dtype == "fp8":
         m, n, k = (16 * max(1, round(s / 16)) for s in (p.m, p.n, p.k))
         return Gemm(op="scaled_mm", m=m, n=n, k=k, layout="nt", dtype="fp8")
@@ -276,7 +277,7 @@ def resize(p: Gemm, factor: float, lean: float) -> Gemm:
 
 
 def fallback(p: Gemm, measured: Measured) -> list[Part]:
-    """Parts of products by expert on GPUs without a kernel for them, and of fp8 products."""
+    """Prices grouped_mm where a GPU has no kernel for it, and fp8 products, by other products."""
     if p.op == "grouped_mm":
         return _one_by_one(p, measured)
     if p.op == "scaled_mm" and measured.gpu.kind != "cpu" and p.n >= FP8_CAST_LEAST_COLUMNS:

@@ -287,7 +287,11 @@ def _last(t: TensorSpec) -> int:
 
 
 def resize(p: Elementwise, factor: float, lean: float) -> Elementwise:
-    """Grows the number of rows, then their length; strided rows stay a rectangle."""
+    """Grows the number of rows, then their length.
+
+    Strided points keep a number of rows that is a product of two factors, as they are
+    3-dimensional.
+    """
     if p.form in ("same", "scalar"):
         numel = min(MAX_NUMEL, aligned(p.numel * factor, p.numel))
         return replace(p, numel=numel, inner=numel)

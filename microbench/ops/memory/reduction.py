@@ -285,9 +285,10 @@ def allocated_bytes(p: Reduction) -> float:
 
 
 def fallback(p: Reduction, measured: Measured) -> list[Part]:
-    """A softmax backward as the family's model prices it from forwards, and a product before it.
+    """Prices a softmax backward on a GPU as a reduction of its size and a product of two tensors.
 
-    The product is that of gradient and output. Source: torch 2.1, SoftMax.cu.
+    Where no rows show it. The product is that of gradient and output. Source: torch 2.1,
+    SoftMax.cu.
     """
     gpu = measured.gpu.kind != "cpu"
     if not gpu or p.op != "_softmax_backward_data" or measured.seen("reduction", p.op, p.dtype):

@@ -96,7 +96,7 @@ def ring_network_us(p: Any) -> Any:
 
 
 def network_us(p: Any) -> Any:
-    """Time of the bytes over the network, as ``ring_network_us``, of an all_reduce by a tree.
+    """Time of the bytes over the network: of an all_reduce by a tree, else ``ring_network_us``.
 
     A tree adds up within nodes first, so that nodes count, not ranks.
     """
