@@ -51,8 +51,8 @@ def fit_host(
     slowdown = round(float(np.exp((low + high) / 2)), 2)
     if slowdown <= 1.05 * SLOWDOWNS[0]:
         raise ValueError(
-            f"host {name!r}: the GPU sets the pace of these {len(rows)} rows, which so say nothing "
-            "of the host; measure smaller batches"
+            f"host {name!r}: the GPU sets the pace of these {len(rows)} rows, so the host's speed "
+            "does not show; measure smaller batches"
         )
     host = scaled_host(name, slowdown, source=source)
     left = np.quantile([abs(row.log_error(host)) for row in rows], 0.8)

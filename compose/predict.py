@@ -72,14 +72,20 @@ def prepare(
     """The captured micro-batch and the target of a forecast; arguments are those of ``predict``."""
     if isinstance(model, StepCapture):
         if inputs is not None or loss != "default" or options:
-            raise ValueError("a captured step has its inputs, loss and options already")
+            raise ValueError(
+                "a captured step has its inputs, loss and options already: "
+                "allowed are gpu, plan, bundle, engine, host, stack and indices"
+            )
         if ParallelPlan.parse(plan).amp:
-            raise ValueError(f"plan {plan!r}: a step is captured with amp=True, or without")
+            raise ValueError(
+                f"plan {plan!r}: amp is not allowed for a captured step, which is captured with "
+                "amp=True or without"
+            )
         step = with_engine(with_indices(model, indices), engine)
         return step, find_target(gpu, plan, bundle, host, stack)
     parsed = ParallelPlan.parse(plan)
     if options.get("lora") and parsed.tp > 1:
-        raise ValueError("--lora: how tp cuts adapters is not known")
+        raise ValueError(f"plan {plan!r}: --lora allows tp=1 only, got tp={parsed.tp}")
     size = micro_size(model, parsed, options.pop("batch", None), options.pop("seq", None))
     target = find_target(gpu, plan, bundle, host, stack)
     step = capture(model, inputs, loss, **size, **{"amp": parsed.amp, **options})

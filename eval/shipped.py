@@ -109,7 +109,10 @@ def joined(bundles: Sequence[Bundle]) -> Bundle:
         for key, us in bundle.anchors.items():
             if anchors.setdefault(key, us) != us:
                 both = f"{anchors[key]}, {us}"
-                raise ValueError(f"families of {key[0]!r} refer to two speeds: {both}")
+                raise ValueError(
+                    f"families of {key[0]!r} refer to two speeds of the machine (times of "
+                    f"reference tasks in us): {both}; train them anew on the same rows"
+                )
     machines = {name: machine for bundle in bundles for name, machine in bundle.machines.items()}
     return Bundle(
         models=widen_unseen_offsets(models), gpus=gpus, anchors=anchors, machines=machines

@@ -274,7 +274,9 @@ def load_model(
 ) -> FamilyModel:
     """Read one family's model; ValueError for an unknown family."""
     if name not in families():
-        raise ValueError(f"bundle {str(folder)!r}: unknown family {name!r}")
+        raise ValueError(
+            f"bundle {str(folder)!r}: unknown family {name!r}; known: {sorted(families())}"
+        )
     trees, near = load_trees(folder, name, facts["trees"]), facts["residuals"]
     encoder = Encoder(list(facts["features"]), dict(facts["vocabulary"]))
     own = {n: gpus[n] for n in {**facts["stacks"], **facts["measured"]}}

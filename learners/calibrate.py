@@ -42,7 +42,10 @@ def calibrate(bundle: Bundle, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None
         models[str(name)] = replace(model, calibrations={**model.calibrations, str(gpu): found})
         used += len(mine)
     if not used:
-        raise ValueError(f"no row is of a family of this bundle, which has {sorted(models)}")
+        asked = sorted(set(rows["family"].astype(str)))
+        raise ValueError(
+            f"rows of families {asked}: the bundle has models of {sorted(models)} only"
+        )
     kept = {name: hardware[name] for name in {*bundle.gpus, *named}}
     return replace(bundle, models=models, gpus=kept)
 

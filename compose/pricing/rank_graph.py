@@ -74,7 +74,9 @@ def _rank_graph(capture: StepCapture, cut: Cut, gpu: Gpu) -> RankGraph:
     capture = context_parallel(expert_parallel(capture, cut.plan), cut.plan)
     capture = as_launched(tensor_parallel(capture, cut.plan, summed=gpu.kind != "cpu"))
     if "fp8" not in gpu.peak_flops_per_s and any(map(_in_fp8, capture.calls)):
-        raise ValueError(f"gpu {gpu.name!r}: no units for dtype 'fp8'")
+        raise ValueError(
+            f"gpu {gpu.name!r}: no units for dtype 'fp8'; it has {sorted(gpu.peak_flops_per_s)}"
+        )
     capture = capture if gpu.kind == "cpu" else with_cuda_variants(capture)
     cold, calls = cold_fractions(capture, gpu), capture.calls
     layers = tuple(split_layers(capture))

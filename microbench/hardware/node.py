@@ -41,10 +41,15 @@ class Node:
         if self.topology not in TOPOLOGIES:
             raise ValueError(f"{self.name}: topology {self.topology!r}; allowed: {TOPOLOGIES}")
         if self.gpus_per_node < 1:
-            raise ValueError(f"{self.name}: gpus_per_node must be at least 1")
+            raise ValueError(
+                f"{self.name}: gpus_per_node must be at least 1, got {self.gpus_per_node}"
+            )
         rates = (self.link_bytes_per_s, self.network_bytes_per_s, self.nics, self.gpus_per_domain)
         if min(rates) < 0:
-            raise ValueError(f"{self.name}: rates and counts must not be negative")
+            raise ValueError(
+                f"{self.name}: link_bytes_per_s, network_bytes_per_s, nics and gpus_per_domain "
+                f"must not be negative, got {rates}"
+            )
 
     @property
     def domain(self) -> int:

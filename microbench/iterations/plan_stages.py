@@ -41,7 +41,9 @@ class Stage(nn.Module):
 def edges(blocks: int, stages: int) -> list[int]:
     """First block of each stage, then the number of blocks; ValueError for too few blocks."""
     if blocks < stages:
-        raise ValueError(f"{stages} stages, the model has {blocks} blocks")
+        raise ValueError(
+            f"{stages} stages, the model has {blocks} blocks: allowed are 1 to {blocks}"
+        )
     found = [0]
     for i in range(stages):
         found.append(found[-1] + blocks // stages + (i < blocks % stages))

@@ -77,7 +77,9 @@ def hf_case(path: Path, *, mode: str, loss: str, attn: str, lora: int = 0) -> Ev
     """
     read = read_config(path)
     if lora and (read.of_timm or lora < 0):
-        raise ValueError(f"lora: a rank above 0 of a transformers model, got {lora} of {read.name}")
+        raise ValueError(
+            f"lora {lora} for {read.name}: allowed are ranks above 0, for models of transformers"
+        )
     if read.of_timm:
         return _timm_case(read)
     labels = mode == "train" and loss == "default"
