@@ -15,6 +15,7 @@ import pandas as pd
 import yaml
 
 from microbench.hardware.spec import Gpu, gpu_from_dict
+from microbench.yaml_text import load_yaml
 
 log = logging.getLogger(__name__)
 SOURCE = "itercast"
@@ -141,7 +142,7 @@ def read_hardware(roots: Sequence[Path]) -> dict[str, Gpu]:
     found: dict[str, Gpu] = {}
     for root in roots:
         for path in sorted(Path(root).glob("*/*/*/card.yaml")):
-            facts = (yaml.safe_load(path.read_text()) or {}).get("hardware")
+            facts = (load_yaml(path.read_text()) or {}).get("hardware")
             if facts:
                 found[facts["name"]] = gpu_from_dict(facts, str(path))
     return found
@@ -155,7 +156,7 @@ def read_versions(roots: Sequence[Path]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for root in roots:
         for path in sorted(Path(root).glob(f"*/*/{SOURCE}/card.yaml")):
-            versions = (yaml.safe_load(path.read_text()) or {}).get("versions") or {}
+            versions = (load_yaml(path.read_text()) or {}).get("versions") or {}
             own = found.setdefault(path.parts[-3], {})
             own.update({str(name): str(version) for name, version in versions.items()})
     return found

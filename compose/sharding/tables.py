@@ -12,6 +12,7 @@ import yaml
 
 from compose.parallel.placement import Table
 from microbench.ops.lookup.index_streams import IndexStream, parse_indices
+from microbench.yaml_text import load_yaml
 
 DTYPES = ("fp32", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "adagrad", "adam")
@@ -46,7 +47,7 @@ class RankingModel:
 def read_model(path: Path) -> RankingModel:
     """The model of a YAML file; ValueError names a wrong key or value and what is allowed."""
     try:
-        values = yaml.safe_load(path.read_text())
+        values = load_yaml(path.read_text())
     except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as exc:
         reason = " ".join(str(exc).split())[:120] or type(exc).__name__
         raise ValueError(f"{str(path)!r}: not a readable YAML file ({reason})") from None

@@ -13,9 +13,8 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import yaml
-
 from microbench import store
+from microbench.yaml_text import load_yaml
 
 NAME = r"[\w+-][\w.+-]*"
 KINDS = re.compile(
@@ -71,7 +70,7 @@ def unpack(archive: Path, root: Path) -> int:
         store.write_atomic(root / name, packed[name])
     for folder in {(root / name).parent for name in missing if name.endswith(".parquet")}:
         card = folder / "card.yaml"  # missing if the campaign was killed right before writing it
-        facts = yaml.safe_load(card.read_text()) if card.is_file() else {}
+        facts = load_yaml(card.read_text()) if card.is_file() else {}
         store.write_card(folder, {k: v for k, v in facts.items() if k not in ("rows", "sha256")})
     return len(missing)
 

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from microbench.assumptions import FILE, assumed
+from microbench.yaml_text import load_yaml
 
 HERE = Path(__file__).parent
 BRIDGE = 2  # GPUs that an NVLink bridge joins
@@ -139,7 +140,7 @@ def gpu_from_dict(values: Mapping[str, Any], where: str) -> Gpu:
 def read_facts(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file of a GPU or node; ValueError where the file holds none."""
     try:
-        values = yaml.safe_load(path.read_text())
+        values = load_yaml(path.read_text())
     except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as exc:
         reason = " ".join(str(exc).split())[:200] or type(exc).__name__
         raise ValueError(f"{path}: not a readable hardware file ({reason})") from exc

@@ -9,9 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from microbench.hardware.spec import Gpu
+from microbench.yaml_text import load_yaml
 
 FILE = Path(__file__).parent / "stacks" / "known.yaml"
 KEYS = {"attention", "source", "words", "similar"}
@@ -65,7 +64,7 @@ def pick_version(stacks: Sequence[str], wanted: str) -> str:
 @cache
 def known_stacks() -> Mapping[str, Stack]:
     """All stacks of the file that ships, by name."""
-    found = yaml.safe_load(FILE.read_text())
+    found = load_yaml(FILE.read_text())
     return {name: _stack(str(name), entry) for name, entry in found.items()}
 
 

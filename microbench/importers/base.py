@@ -19,6 +19,7 @@ import pandas as pd
 import yaml
 
 from microbench.hardware.node import Node
+from microbench.yaml_text import load_yaml
 
 MAX_BYTES = 2**30  # of one file, unpacked
 MAX_SIZE = 2**53  # of one number: beyond it a float is no longer exact
@@ -119,7 +120,7 @@ def parsed_json(text: str) -> Any:
 def read_yaml(path: Path) -> Any:
     """Content of a YAML file; raises Unreadable where it is none, or has tags that fail."""
     try:
-        return yaml.safe_load(read_text(path))
+        return load_yaml(read_text(path))
     except Unreadable:
         raise
     except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as exc:
@@ -258,4 +259,7 @@ def text_of(value: Any) -> str:
     """Text or a number as one printable line; empty for other values."""
     if not isinstance(value, str | int | float):
         return ""
-    return "".join(c if c.isprintable() else " " for c in str(value)[:1000]).strip()
+    text = str(value)[:1000]
+    if text.isprintable():
+        return text.strip()
+    return "".join(c if c.isprintable() else " " for c in text).strip()

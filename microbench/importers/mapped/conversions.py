@@ -83,7 +83,10 @@ def columns_of(expression: Any) -> Iterator[str]:
 
 
 class Cells:
-    """Rows of a table, and for each the reason why it cannot be taken; empty where it can."""
+    """Evaluates a mapping's expressions on a table; notes for each row why it cannot be imported.
+
+    The reason is empty for rows that can.
+    """
 
     def __init__(self, frame: pd.DataFrame) -> None:
         self.frame = frame
@@ -162,6 +165,8 @@ class Cells:
 
 def plain(value: Any) -> str:
     """A cell as text: whole numbers without a point, nothing for missing ones."""
+    if type(value) is str:
+        return value.strip()
     if value is None or value is pd.NA or (isinstance(value, float) and np.isnan(value)):
         return ""
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:

@@ -83,10 +83,17 @@ def _add(collector: RowCollector, path: Path, frame: pd.DataFrame, rule: Rule) -
 
 
 def _kept(name: str, values: Any) -> Any:
-    """Values of a column; text of the file as one printable line."""
+    """Values of a column; text that comes from the file becomes one printable line."""
     if name in CLOSED or not isinstance(values, pd.Series) or values.dtype != object:
         return values
-    return values.map(lambda v: "".join(c for c in v if c.isprintable()) if type(v) is str else v)
+    return values.map(_printable)
+
+
+def _printable(value: Any) -> Any:
+    """A text without characters that cannot be printed; other values as they are."""
+    if type(value) is not str or value.isprintable():
+        return value
+    return "".join(c for c in value if c.isprintable())
 
 
 def _unskipped(collector: RowCollector, cells: Cells, skips: tuple[Skip, ...]) -> pd.DataFrame:
@@ -97,7 +104,7 @@ def _unskipped(collector: RowCollector, cells: Cells, skips: tuple[Skip, ...]) -
 
 
 def _counted(collector: RowCollector, cells: Cells, rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows that nothing speaks against; the others are counted by reason."""
+    """Rows that no rule refuses; the refused ones are counted by reason."""
     for reason, count in cells.why[cells.why != ""].value_counts().items():
         collector.drop(str(reason), int(count))
     return rows[(cells.why == "").to_numpy()]

@@ -14,6 +14,7 @@ from microbench.importers.base import About
 from microbench.importers.mapped.conversions import columns_of
 from microbench.opcall import ITEMSIZE_BYTES
 from microbench.ops import families
+from microbench.yaml_text import OwnLoader
 
 HERE = Path(__file__).parent
 ROW_COLUMNS = ("op", "gpu", "stack", "timer", "dtype", "time_us")  # that every row states
@@ -108,7 +109,7 @@ def mapped_sources() -> dict[str, Path]:
 def load(path: Path) -> Source:
     """Read a mapping; ValueError says what is wrong with it."""
     try:
-        given = yaml.safe_load(path.read_text())
+        given = yaml.load(path.read_text(), OwnLoader)
         _keys(given, ("where", "licence", "conventions", "tables"), ("values", "constants"))
         about = About(
             source=path.stem,

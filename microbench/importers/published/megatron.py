@@ -29,6 +29,7 @@ from microbench.importers.published.megatron_models import (
     model_of,
 )
 from microbench.importers.published.plans import sharded
+from microbench.yaml_text import load_yaml
 
 ABOUT = About(
     source="megatron-lm",
@@ -93,7 +94,7 @@ def _flags(path: Path) -> dict[str, Flags]:
     found: dict[str, Flags] = {}
     for name, text in texts.items():
         try:
-            values = yaml.safe_load(str(text))
+            values = load_yaml(str(text))
         except yaml.YAMLError:
             continue
         flags = values.get("MODEL_ARGS") if isinstance(values, Mapping) else None

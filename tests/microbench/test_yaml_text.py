@@ -1,0 +1,33 @@
+"""YAML is read in C: the same values, and no stack overflow by a nested text."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from microbench.hardware.spec import HERE
+from microbench.yaml_text import load_yaml
+
+
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "-\t", "? "])
+@pytest.mark.parametrize("depth", [1_000, 1_000_000])
+def test_a_text_nested_too_deep_is_an_exception(opening: str, depth: int) -> None:
+    with pytest.raises((RecursionError, yaml.YAMLError)):
+        load_yaml(opening * depth)
+
+
+def test_values_are_those_of_safe_load() -> None:
+    texts = [path.read_text() for path in sorted(HERE.rglob("*.yaml"))]
+    texts += [
+        "a: [1, 2.5, null, no, '1e3', 1.0e3, 2026-01-01, 0x10]",
+        "",
+        "&x [1]",
+        "- é\n- |\n  b\n",
+    ]
+    for text in texts:
+        assert load_yaml(text) == yaml.safe_load(text)
+
+
+def test_no_object_is_made_of_a_tag() -> None:
+    with pytest.raises(yaml.YAMLError):
+        load_yaml("!!python/object/apply:os.getcwd []")
