@@ -1,10 +1,11 @@
-"""One rank of a sharded DLRM whose weights all ranks know: runs a step, saves what it computed."""
+"""One rank of sharded DLRMs whose weights all ranks know: runs a step, saves what it computed."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,11 +14,8 @@ from microbench.iterations.sharded_dlrm import ShardedStep
 from microbench.iterations.sharding_worker import model_of
 
 
-def main(folder: Path) -> None:
-    """Run one step of the model in ``order.json``; inputs differ between ranks, weights do not."""
-    order = json.loads((folder / "order.json").read_text())
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def run_step(order: dict[str, Any], path: Path) -> None:
+    """Run one step of a model, save it to ``path``; inputs differ between ranks, weights do not."""
     torch.manual_seed(0)
     tables = [torch.randn(t["rows"], t["dim"]) for t in order["tables"]]
     step = ShardedStep(model_of(order), dist.new_group())
@@ -30,7 +28,7 @@ def main(folder: Path) -> None:
         for s, weight in zip(step.own, step.weights, strict=True):
             rows = tables[s.table][s.first_row : s.first_row + s.rows]
             weight.copy_(rows[:, s.first_column : s.first_column + s.columns])
-    torch.manual_seed(2 + rank)
+    torch.manual_seed(2 + dist.get_rank())
     step.lookups = [step.draw(t) for t in step.model.tables]
     step.dense = torch.randn_like(step.dense)
     dense = {k: v.clone() for k, v in step.net.module.dense.state_dict().items()}
@@ -54,8 +52,15 @@ def main(folder: Path) -> None:
             "logits": logits,
             "shards": [(s, w.detach()) for s, w in shards],
         },
-        folder / f"{rank}.pt",
+        path,
     )
+
+
+def main(folder: Path) -> None:
+    """Run every model of ``orders.json``, one after the other."""
+    dist.init_process_group("gloo")
+    for name, order in json.loads((folder / "orders.json").read_text()).items():
+        run_step(order, folder / f"{name} {dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 

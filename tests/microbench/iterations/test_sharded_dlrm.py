@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,21 +32,36 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_two_ranks_compute_what_one_process_does(place: str, tmp_path: Path) -> None:
-    """Logits of all samples, and the tables after one step, for every kind of placement."""
+def order(place: str) -> dict[str, Any]:
+    """The model of a placement, as JSON for its ranks."""
     table = {"rows": ROWS, "dim": DIM, "pooling": POOLING}
     shards = [{**s, "table": t} for t, some in enumerate(PLACES[place]) for s in some]
     sizes = {"batch": BATCH, "features": 2, "bottom": [3], "top": [3]}
-    order = {**sizes, "tables": [table, table], "shards": shards}
-    (tmp_path / "order.json").write_text(json.dumps(order))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, f"--nproc-per-node={RANKS}", str(WORKER), str(tmp_path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr[-800:]
-    ranks = [torch.load(tmp_path / f"{r}.pt", weights_only=True) for r in range(RANKS)]
+    return {**sizes, "tables": [table, table], "shards": shards}
 
+
+@pytest.fixture(scope="module")
+def steps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each rank computed, by placement; two ranks run all of them, one after the other."""
+    folder = tmp_path_factory.mktemp("steps")
+    (folder / "orders.json").write_text(json.dumps({place: order(place) for place in PLACES}))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, f"--nproc-per-node={RANKS}", str(WORKER), str(folder)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-800:]
+    return {
+        place: [torch.load(folder / f"{place} {r}.pt", weights_only=True) for r in range(RANKS)]
+        for place in PLACES
+    }
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_two_ranks_compute_what_one_process_does(
+    place: str, steps: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Logits of all samples, and the tables after one step, for every kind of placement."""
+    ranks = steps[place]
     net = DenseDlrm(2, (3,), 2, DIM, (3,))
     net.load_state_dict(ranks[0]["dense"])
     tables = [t.clone().requires_grad_() for t in ranks[0]["tables"]]
