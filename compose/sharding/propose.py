@@ -87,7 +87,7 @@ def random_sharding(rng: np.random.Generator, model: RankingModel, ranks: int) -
 
 
 def proposals(costs: Costs, seed: int = 0) -> Iterator[Proposal]:
-    """Yields the sharding of every rule; last that of the search, which starts from the fastest."""
+    """Yields the sharding of every rule but the search, which starts from the fastest of these."""
     model, n = costs.model, costs.world_size
     if n == 1:
         yield Proposal(name="one rank", sharding=_everywhere(model, "table_wise", 1))

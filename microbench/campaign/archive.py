@@ -1,4 +1,4 @@
-"""Packs a root of rows into a tar archive and unpacks it.
+"""Packs a folder of measured rows into a tar archive, and unpacks it.
 
 ``python -m microbench.campaign.archive ARCHIVE ROOT`` unpacks an archive; a campaign writes it. It
 holds Parquet parts, cards, journals and logs as plain files, and no code.

@@ -76,7 +76,7 @@ class Table:
     rules: tuple[Rule, ...] = ()
 
     def read(self) -> list[str]:
-        """Columns that the rules read, those of the path and of JSON objects among them."""
+        """Lists the columns that the rules read, also those of the path and of JSON objects."""
         skips = [*self.skip, *(skip for rule in self.rules for skip in rule.skip)]
         found = dict.fromkeys(name for skip in skips for name in columns_of(skip.column))
         found |= dict.fromkeys(skip.value for skip in skips if skip.test == "differs")
