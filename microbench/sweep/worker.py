@@ -113,8 +113,8 @@ def run(order: WorkerOrder) -> None:
     if order.device == "cuda" and journal is not None and not order.together:
         sweep_in_chunks(sweep, CudaDevice(order.hardware["l2_bytes"]), journal)
         return
-    clock = Clock(order.hardware["l2_bytes"])
-    anchor = Anchor() if order.device == "cpu" else None
+    clock = Clock(order.hardware["l2_bytes"], order.threads)
+    anchor = Anchor(order.threads) if order.device == "cpu" else None
     begin = order.begin_s or time.monotonic()
     while (now := agreed_s(order, time.monotonic() - begin)) < order.budget_s:
         chosen = sweep.choose(now)

@@ -15,6 +15,7 @@ from microbench.ops.step.small_ops import small_ops
 WARM_TIME_S = 0.008
 WARM_SAMPLES = (5, 9)
 COLD_SAMPLES = 3
+NowNs = Callable[[], int]
 MIN_US = 0.5  # lower bound of a measured time: no op is faster
 
 
@@ -54,40 +55,54 @@ def keep_freed_memory() -> None:
     libc.mallopt(-1, 2**31 - 1)
 
 
-def _elapsed_us(run: Callable[[], object]) -> float:
-    start = time.perf_counter_ns()
+def clock_of(threads: int) -> NowNs:
+    """The clock that times ops on so many threads.
+
+    Of one thread the processor's time counts: while other processes have its core, the op does not
+    run. Several threads wait for each other, and only wall time shows it.
+    """
+    return time.thread_time_ns if threads == 1 else time.perf_counter_ns
+
+
+def _elapsed_us(run: Callable[[], object], now_ns: NowNs) -> float:
+    start = now_ns()
     run()
-    return (time.perf_counter_ns() - start) / 1e3
+    return (now_ns() - start) / 1e3
 
 
-def _sample_us(workload: Workload, before: Callable[[], object]) -> float:
+def _sample_us(workload: Workload, before: Callable[[], object], now_ns: NowNs) -> float:
     """Time of one call right after ``before``, minus that of the baseline after another ``before``.
 
     Each follows a ``before`` of its own: the first call after it finds colder caches than the next.
     """
     before()
-    time_us = _elapsed_us(workload.run)
+    time_us = _elapsed_us(workload.run, now_ns)
     if workload.baseline is not None:
         before()
-        time_us -= _elapsed_us(workload.baseline)
+        time_us -= _elapsed_us(workload.baseline, now_ns)
     return time_us
 
 
-def time_warm_cpu(workload: Workload, disturb: Callable[[], object]) -> Timing:
+def time_warm_cpu(
+    workload: Workload, disturb: Callable[[], object], now_ns: NowNs = time.perf_counter_ns
+) -> Timing:
     """Time with operands in cache; before each sample ``disturb`` runs other ops, as in a step.
 
     In a tight loop of one op its code and branch history stay in caches, and small ops take half as
     long as in a step.
     """
     workload.run()
-    first_us = max(_elapsed_us(workload.run), 0.1)
+    first_us = max(_elapsed_us(workload.run, now_ns), 0.1)
     low, high = WARM_SAMPLES
     count = min(high, max(low if first_us < 2e4 else 3, int(WARM_TIME_S * 1e6 / first_us)))
-    return summarise([_sample_us(workload, disturb) for _ in range(count)])
+    return summarise([_sample_us(workload, disturb, now_ns) for _ in range(count)])
 
 
 def time_cold_cpu(
-    workload: Workload, flush: Callable[[], object], disturb: Callable[[], object]
+    workload: Workload,
+    flush: Callable[[], object],
+    disturb: Callable[[], object],
+    now_ns: NowNs = time.perf_counter_ns,
 ) -> Timing:
     """Time after a flush of the operands; ``disturb`` then brings common code into caches."""
 
@@ -95,7 +110,7 @@ def time_cold_cpu(
         flush()
         disturb()
 
-    return summarise([_sample_us(workload, before) for _ in range(COLD_SAMPLES)])
+    return summarise([_sample_us(workload, before, now_ns) for _ in range(COLD_SAMPLES)])
 
 
 def other_ops() -> Callable[[], object]:
@@ -119,9 +134,10 @@ class CallCost:
     Medians over the latest samples, one per point, since a shared machine changes its speed.
     """
 
-    def __init__(self, disturb: Callable[[], object]) -> None:
+    def __init__(self, disturb: Callable[[], object], now_ns: NowNs = time.perf_counter_ns) -> None:
         import torch  # lazy: summaries must work where torch is absent
 
+        self._now_ns = now_ns
         x, aten = torch.ones(8), torch.ops.aten
 
         def warmed() -> None:
@@ -143,7 +159,7 @@ class CallCost:
         times = []
         for before, run in self._runs:
             before()
-            times.append(_elapsed_us(run))
+            times.append(_elapsed_us(run, self._now_ns))
         self._samples.append(times)
 
     def us(self, through_aten: bool) -> float:
@@ -154,21 +170,22 @@ class CallCost:
 
 
 class Clock:
-    """Times workloads on the CPU with warm and cold caches."""
+    """Times workloads on the CPU with warm and cold caches, by the clock of so many ``threads``."""
 
-    def __init__(self, cache_bytes: float) -> None:
+    def __init__(self, cache_bytes: float, threads: int = 0) -> None:
         import torch  # lazy: summaries must work where torch is absent
 
+        self._now_ns = clock_of(threads)
         self._flush = torch.zeros(int(1.5 * cache_bytes) // 4).sum
-        self._call_cost = CallCost(other_ops())
+        self._call_cost = CallCost(other_ops(), self._now_ns)
 
     def time(self, workload: Workload, cache: str) -> Timing:
         """Time a workload; ``cache``: "warm" (operands in cache) or "cold" (caches flushed)."""
         before = self._call_cost.before[workload.through_aten]
         if cache == "cold":
-            timing = time_cold_cpu(workload, self._flush, before)
+            timing = time_cold_cpu(workload, self._flush, before, self._now_ns)
         else:
-            timing = time_warm_cpu(workload, before)
+            timing = time_warm_cpu(workload, before, self._now_ns)
             self._call_cost.sample()
         less_us = 0.0 if workload.baseline else self._call_cost.us(workload.through_aten)
         return Timing(
@@ -183,12 +200,14 @@ class Anchor:
     """Two fixed small jobs whose times show how fast a shared CPU is at the moment.
 
     ``anchor_us``: a matrix product on all threads. ``serial_us``: views on the calling thread, as
-    cores of a shared machine slow down one by one and small ops run on a single one.
+    cores of a shared machine slow down one by one and small ops run on a single one. Timed by the
+    clock of so many ``threads``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 0) -> None:
         import torch  # lazy: summaries must work where torch is absent
 
+        self._now_ns = clock_of(threads)
         a, x = torch.randn(192, 192), torch.ones(1)
 
         def views() -> None:
@@ -203,7 +222,7 @@ class Anchor:
         for name, job in self._jobs.items():
             for _ in range(3):
                 job()
-            found[name] = statistics.median(_elapsed_us(job) for _ in range(5))
+            found[name] = statistics.median(_elapsed_us(job, self._now_ns) for _ in range(5))
         return found
 
 

@@ -18,6 +18,7 @@ from microbench.ops.family import (
     Workload,
     itemsize_bytes,
     log_uniform,
+    repeated,
     torch_dtype,
 )
 from microbench.ops.lookup.index_calls import IndexOp
@@ -109,7 +110,7 @@ def build(p: EmbeddingBag, device: str) -> Workload:
 
     aten, mode = torch.ops.aten, MODES.index(p.mode)
     index, starts = draw_stream(p, device)
-    table = torch.randn(p.rows, p.dim, device=device).to(torch_dtype(p.dtype))
+    table = repeated(torch.randn, (p.rows, p.dim), device).to(torch_dtype(p.dtype))
     weight = torch.rand(p.lookups, device=device).to(table.dtype) if p.weighted else None
     given = (table, index, starts, False, mode, False, weight)
     if p.op == "forward":

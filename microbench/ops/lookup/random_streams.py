@@ -124,7 +124,7 @@ def unique_rows(p: Any) -> Any:
     return reuse_of(p)[0]
 
 
-def stream_features(p: Any, row_bytes: Any, cache_bytes: float) -> dict[str, Any]:
+def stream_features(p: Any, row_bytes: Any, cache_bytes: Any) -> dict[str, Any]:
     """How often rows are reused, and the lookups that hit the last cache.
 
     ``rows_to_4`` is the share of touched rows that are looked up at most 4 times.

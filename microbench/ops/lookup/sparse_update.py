@@ -22,6 +22,7 @@ from microbench.ops.family import (
     is_any,
     itemsize_bytes,
     log_uniform,
+    repeated,
     torch_dtype,
 )
 from microbench.ops.lookup.index_calls import IndexOp
@@ -92,9 +93,9 @@ def operands(p: SparseUpdate, device: str) -> tuple[Any, Any]:
     import torch  # lazy: formulas must import where torch is absent
 
     dtype = torch_dtype(p.dtype)
-    table = torch.nn.Parameter(torch.randn(p.rows, p.dim, device=device).to(dtype))
+    table = torch.nn.Parameter(repeated(torch.randn, (p.rows, p.dim), device).to(dtype))
     index = draw_rows(p, device).unsqueeze(0)
-    values = torch.randn(p.lookups, p.dim, device=device).to(dtype)
+    values = repeated(torch.randn, (p.lookups, p.dim), device).to(dtype)
     return table, torch.sparse_coo_tensor(index, values, table.shape, check_invariants=False)
 
 

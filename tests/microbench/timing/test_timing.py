@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+import time
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from microbench.ops.family import Workload
-from microbench.timing.clock import CallCost, Clock
+from microbench.timing.clock import CallCost, Clock, clock_of, time_warm_cpu
 
 
 class Log(TorchDispatchMode):
@@ -44,3 +45,13 @@ def test_a_small_op_keeps_a_time_of_its_own() -> None:
         clock.time(Workload(run=lambda: torch.ops.aten.sqrt(x)), "warm").time_us for _ in range(10)
     ]
     assert statistics.median(tries) > 0.8
+
+
+def test_time_of_one_thread_leaves_out_what_other_processes_take() -> None:
+    """A sleep stands for a core that another process has: only wall time goes on."""
+    assert clock_of(1) is time.thread_time_ns
+    assert clock_of(2) is clock_of(0) is time.perf_counter_ns
+    asleep = Workload(run=lambda: time.sleep(0.02), through_aten=False)
+    by_wall = time_warm_cpu(asleep, lambda: None, clock_of(2)).time_us
+    by_thread = time_warm_cpu(asleep, lambda: None, clock_of(1)).time_us
+    assert by_wall >= 2e4 > 1e4 > by_thread
