@@ -97,6 +97,7 @@ class FamilyModel:
             lambda large: self._ensemble_us(*self._query(large, family, gpus)),
         )
         guess = guess * bytes_in_flight.correction(query, self.source_gpus)
+        guess = np.maximum(guess, bytes_in_flight.least_us(query))
         unseen = self.source_gpus.unseen(query) | query.lent
         low, high = (
             np.where(unseen, self.unseen_offsets[i], self.offsets[i]).astype(float)

@@ -1,7 +1,7 @@
-"""Corrects forecasts for GPUs without rows by what their threads can read at a time.
+"""Corrects forecasts for GPUs without rows by how many bytes their threads can have in flight.
 
-By Little's law a rate of bytes needs rate * latency bytes on their way. Threads of a copy, a norm
-or a sum have a few elements each on their way, so that a full GPU moves at most
+By Little's law a rate of bytes needs rate * latency bytes in flight. Threads of a copy, a norm or a
+sum have a few elements each in flight, so that a full GPU moves at most
 
     limit = SMs * threads per SM * bytes per thread / latency
 
@@ -32,10 +32,11 @@ OLD_TORCH = assumed(__file__, "old_torch")
 
 
 def correction(query: QueryRows, source_gpus: SourceGpus) -> np.ndarray:
-    """Factors on forecasts that come from rows of other GPUs; 1 where there are rows.
+    """Factors on forecasts that come from rows of other GPUs; 1 for rows of measured GPUs.
 
-    factor = (``slowdown`` of this GPU / that of its source GPUs) ** share, with their weighted
-    geometric mean, and share = memory / (compute + memory + launch floor) of an op's bounds.
+    factor = (``slowdown`` of this GPU / ``slowdown`` of its source GPUs) ** share. The sources'
+    slowdown is their weighted geometric mean; share = memory / (compute + memory + launch floor) of
+    an op's bounds, so that only memory-bound ops are corrected in full.
     """
     factors, family = np.ones(len(query.gpu)), query.family
     unseen = source_gpus.unseen(query)
@@ -53,8 +54,21 @@ def correction(query: QueryRows, source_gpus: SourceGpus) -> np.ndarray:
     return factors
 
 
+def least_us(query: QueryRows) -> np.ndarray:
+    """What each row's time in us cannot fall below: its ``Family.waits`` * the latency of memory.
+
+    Few long rows occupy few SMs, and each of these waits as often as its row is long.
+    """
+    family = query.family
+    if family.waits is None:
+        return np.zeros(len(query.gpu))
+    on_gpu = [query.gpus[name].kind != "cpu" for name in query.rows["gpu"]]
+    waits = np.asarray(family.waits(columns(query.rows, family)), dtype=float)
+    return np.asarray(waits * LATENCY_NS * 1e-3 * on_gpu)
+
+
 def slowdown(gpu: Gpu, thread_bytes: float) -> float:
-    """Peak over the rate that threads with ``thread_bytes`` each on their way reach; 1 on a CPU."""
+    """Peak bandwidth / the rate that threads with ``thread_bytes`` in flight reach; 1 on a CPU."""
     if gpu.kind == "cpu":
         return 1.0
     needed = gpu.hbm_bytes_per_s * LATENCY_NS * 1e-9

@@ -1,4 +1,4 @@
-"""The types of an op family: all that is known about one kind of op, as one value."""
+"""Defines the types that describe an op family: one value holds all about one kind of op."""
 
 from __future__ import annotations
 
@@ -136,6 +136,7 @@ class Family:
     Bounds and features:
     ``rate`` is the FLOP/s that an op's kernels cannot pass, whatever the dtype's peak.
     ``floor_us`` replaces max(flops / peak, bytes / memory bandwidth) where that is not the bound.
+    ``waits`` is how often a block of threads waits for memory, one time after the other.
     ``op_name`` is the op under which a row is counted as measured; None: parameter ``op``.
     ``op_aliases`` names ops that run the same kernels, with the parameters to change along with
     the op: one that was not measured in a dtype is priced as the first of them that was.
@@ -171,6 +172,7 @@ class Family:
     layouts: tuple[str, ...] = ("",)
     floor_us: Callable[[Any, Gpu], Any] | None = None
     rate: Callable[[Any, Gpu], Any] | None = None
+    waits: Callable[[Any], Any] | None = None
     op_name: Callable[[Any], Any] | None = None
     kernel: Sequence[KernelTerm] = ()
     along: tuple[str, ...] = ()

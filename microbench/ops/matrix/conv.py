@@ -327,7 +327,8 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
 
     The product has the multiplications and bytes of implicit GEMM: taps that read the same pixel
     read it from memory once (arXiv:1410.0759, section 3). In NCHW on tensor cores its tensors are
-    transposed to NHWC and back (cuDNN developer guide, "tensor core operations").
+    transposed to NHWC and back (cuDNN developer guide, "tensor core operations"); where that takes
+    longer than CUDA cores in fp32, which read NCHW, TF32 runs as that.
     """
     forward = replace(p, op="forward")
     if measured.gpu.kind == "cpu" or measured.seen("conv", str(op_name(p)), p.dtype):
@@ -341,6 +342,9 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
     pixels, terms = p.batch * out_h * out_w, p.in_channels // p.groups * p.kernel_h * p.kernel_w
     if p.groups > 1:
         return [replace(memory_copy(moved), times=_grouped_passes(p, terms, measured))]
+    plain = p.dtype == "tf32" and not (measured.channels_last or p.transposed)
+    if plain and _faster_in_fp32(p, moved, measured):
+        return [Part(family="conv", params=replace(forward, dtype="fp32"), times=passes)]
     taps = max(1, pixels * terms // x)  # that read the same pixel
     m, n = max(1, pixels // taps), p.out_channels * taps
     product = Gemm(op="mm", m=m, n=n, k=terms, layout="nt", dtype=p.dtype)
@@ -348,6 +352,21 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
     if p.dtype in TENSOR_CORES and not measured.channels_last:
         parts.append(memory_copy(2 * passes * moved))
     return parts
+
+
+def _faster_in_fp32(p: Conv, moved: int, measured: Measured) -> bool:
+    """Whether CUDA cores take less time than tensor cores and their two transposes.
+
+    Of one pass that reads and writes ``moved`` bytes, by rooflines: max(flops / rate, bytes /
+    bandwidth), with rates as large products achieve them where that is stated.
+    """
+    gpu, forward = measured.gpu, replace(p, op="forward")
+    memory_s = moved / gpu.hbm_bytes_per_s
+    tensor_s, cuda_s = (
+        max(float(flops(forward)) / gpu.achieved_flops_per_s.get(d, gpu.peak(d)), memory_s)
+        for d in ("tf32", "fp32")
+    )
+    return measured.seen("conv", "forward", "fp32") and cuda_s < tensor_s + 2 * memory_s
 
 
 def _grouped_passes(p: Conv, terms: int, measured: Measured) -> float:

@@ -42,6 +42,8 @@ FLOPS_PER_ELEMENT = {
 }
 MAX_ELEMENTS = 2**23
 PASSES: Mapping[str, int] = assumed(__file__, "passes")
+ROW_THREADS: int = assumed(__file__, "row_threads")
+ROW_PASSES: int = assumed(__file__, "row_passes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,12 +298,21 @@ def resize(p: Norm, factor: float, lean: float) -> Norm:
 
 
 def fallback(p: Norm, measured: Measured) -> list[Part]:
-    """A copy of as many bytes as the op's passes over the tensor read and write."""
+    """Prices a norm as a copy of as many bytes as its passes over the tensor read and write."""
     unknown = measured.gpu.kind == "cpu" or p.op not in PASSES
     if unknown or measured.seen("norm", p.op, p.dtype):
         return []
     elements = p.rows * p.cols * p.channels
     return [memory_copy(PASSES[p.op] * elements * int(itemsize_bytes(p.dtype)))]
+
+
+def waits(p: Any) -> Any:
+    """Reads one after the other of a layer norm: passes * columns / (threads of a row * 4).
+
+    A block of threads takes a whole row, however long, and each thread reads 4 elements at a time.
+    """
+    steps = ROW_PASSES * np.ceil(np.asarray(p.cols, dtype=float) / (4 * ROW_THREADS))
+    return np.where(np.equal(p.op, "layer"), steps, 0.0)
 
 
 FAMILY = Family(
@@ -319,6 +330,7 @@ FAMILY = Family(
         "aten.native_group_norm_backward.default": from_group,
     },
     fusible=True,
+    waits=waits,
     fallback=fallback,
     weight=1.5,
     gpu_sweep=GpuSweep(

@@ -8,7 +8,7 @@ from typing import Any
 from unseen_ops import GPU, MODELS, learned
 
 from compose.pricing.fallbacks import fallback_parts
-from microbench.hardware.spec import Gpu
+from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops.lookup.embedding import Embedding
 from microbench.ops.matrix.conv import Conv
 from microbench.ops.matrix.gemm import Gemm
@@ -33,8 +33,31 @@ def test_a_half_precision_convolution_is_a_product_and_two_turned_tensors() -> N
     assert turned == memory_copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
     (alone,) = fallback_parts(convolution(), MODELS, True, GPU)
     assert alone == product
-    _, wider = fallback_parts(convolution(dtype="tf32"), MODELS, False, GPU)
-    assert wider == memory_copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 4)
+    deep = convolution(dtype="tf32", in_channels=1024, out_channels=1024)
+    _, wider = fallback_parts(deep, MODELS, False, load_gpu("h100-sxm-80gb"))
+    assert wider == memory_copy(2 * (2 * 64 * 1024 + 2 * 64 * 1024) * 4)
+
+
+def test_tf32_leaves_thin_convolutions_to_cuda_cores_that_need_no_transposes() -> None:
+    """64 to 128 channels of a pixel, 16*1024*1024 pixels: 275 GFLOP, 12.9 GB; as on an A100,
+    CUDA cores at 20 TFLOP/s take 13.7 ms; tensor cores 6.4 ms for the bytes, and 12.9 for the
+    transposes. With 512 channels and nine taps, 14x14 pixels, transposes take 0.2 of 1.8 ms.
+    """
+    a100 = replace(GPU, peak_flops_per_s={"fp32": 2e13, "tf32": 1.5e14}, hbm_bytes_per_s=2e12)
+    point = {"kernel_h": 1, "kernel_w": 1, "padding_h": 0, "padding_w": 0, "dtype": "tf32"}
+    thin = convolution(batch=16, h=1024, w=1024, in_channels=64, out_channels=128, **point)
+    for op, passes in (("forward", 1), ("backward", 2)):
+        (found,) = fallback_parts(replace(thin, op=op), MODELS, False, a100)
+        assert found.params == replace(thin, dtype="fp32")
+        assert found.times == passes
+    wide = convolution(batch=256, h=14, w=14, in_channels=512, out_channels=512, dtype="tf32")
+    for channels_last, params in (
+        (True, thin),
+        (False, wide),
+        (False, replace(thin, transposed=True)),
+    ):
+        product = fallback_parts(params, MODELS, channels_last, a100)[0]
+        assert product.family == "gemm"
 
 
 def test_each_half_of_a_half_precision_backward_turns_its_tensors() -> None:
