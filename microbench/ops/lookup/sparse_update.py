@@ -120,7 +120,8 @@ def flops(p: Any) -> Any:
 def bytes_moved(p: Any) -> Any:
     """Gradient rows and int64 row numbers read, and a row read and written for each.
 
-    Adagrad and Adam also read and write the touched rows of table, state and values between.
+    Adagrad and Adam also read and write the touched rows of the table, of their state and of
+    temporary results.
     """
     row_bytes = p.dim * itemsize_bytes(p.dtype)
     passes = _by_op(PASSES, p.op) * unique_rows(p)
