@@ -1,7 +1,8 @@
-"""`itercast predict` as a process: what it prints, writes and imports."""
+"""`itercast predict`: what it prints, writes and imports."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
 from compose.target import find_target
+from itercast.__main__ import app
 from learners.bundle import Bundle
 from learners.train import train_family
 from microbench.hardware.machine import cpu_name
@@ -44,11 +47,20 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the processes of this file run, and keep their captures."""
+    """Where the commands of this file run, and keep their captures."""
     return tmp_path_factory.mktemp("here")
 
 
 def predict(folder: Path, *words: str, rc: int = 0) -> Any:
+    """What the command prints there: an object where it is asked for JSON, else its errors."""
+    with contextlib.chdir(folder):
+        done = CliRunner().invoke(app, ["predict", *words])
+    assert done.exit_code == rc, done.stderr
+    return json.loads(done.stdout) if rc == 0 and "--json" in words else done.stderr
+
+
+def predict_in_a_process(folder: Path, *words: str) -> tuple[Any, set[str]]:
+    """The object that a process of its own prints, and the names of all modules it imported."""
     code = "import sys; from itercast.__main__ import app; sys.argv[0] = 'itercast'\n"
     code += "try: app()\nfinally: print(*sorted(sys.modules), file=open('modules', 'w'))"
     done = subprocess.run(
@@ -58,20 +70,20 @@ def predict(folder: Path, *words: str, rc: int = 0) -> Any:
         capture_output=True,
         text=True,
     )
-    assert done.returncode == rc, done.stderr
-    return json.loads(done.stdout) if rc == 0 and "--json" in words else done.stderr
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout), set((folder / "modules").read_text().split())
 
 
 def test_a_cached_forecast_imports_no_torch(folder: Path, bundle: Path) -> None:
     words = ("mlp-s", "--bundle", str(bundle), "--json")
-    first = predict(folder, *words)
-    assert "torch" in (folder / "modules").read_text().split()
+    first, loaded = predict_in_a_process(folder, *words)
+    assert "torch" in loaded
     assert set(first) >= KEYS
     assert first["iteration_us"] == pytest.approx(
         first["compute_us"] + first["exposed_comm_us"] + first["idle_us"]
     )
-    assert predict(folder, *words) == first
-    loaded = set((folder / "modules").read_text().split())
+    again, loaded = predict_in_a_process(folder, *words)
+    assert again == first
     assert not loaded & {"torch", "transformers", "optuna", "mlflow", "pandera", "matplotlib"}
 
 
