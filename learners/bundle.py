@@ -94,7 +94,7 @@ class Bundle:
     def inside(
         self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
     ) -> Sequence[bool]:
-        """``in_envelope`` as ``price`` returns it, for a family with a model, which is not run."""
+        """The column ``in_envelope`` of ``price``, without running the family's model."""
         hardware = {**self.gpus, **(gpus or {})}
         found = self.models[family].inside(rows, families()[family], hardware)
         return [bool(yes) for yes in found]

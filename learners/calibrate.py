@@ -23,7 +23,7 @@ MAX_ROWS = 500  # of one family and GPU; more are enough for training
 
 
 def calibrate(bundle: Bundle, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None) -> Bundle:
-    """Return the bundle with every family that has rows calibrated by them, GPU by GPU.
+    """Return the bundle with the models of all families in ``rows`` calibrated, GPU by GPU.
 
     Earlier calibrations of the same family and GPU are replaced. ValueError where no row is of a
     family of the bundle.

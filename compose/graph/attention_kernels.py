@@ -26,7 +26,7 @@ RowSources = Mapping[tuple[str, str], float]  # share of the rows by GPU and sof
 
 
 def with_attention_kernel(capture: StepCapture, stated: str) -> StepCapture:
-    """Sets the attention kernel that a published measurement states, by its first word.
+    """Makes attention calls run the kernel whose name a published measurement's text begins with.
 
     The step is unchanged where that is none of ``KERNELS``: then the stack decides.
     """

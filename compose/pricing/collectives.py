@@ -165,7 +165,7 @@ def _crossed(group: Group, where: Cluster) -> dict[str, Any]:
 
 
 def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster) -> list[PricedOp]:
-    """Time of each message alone on the machine; the book keeps them by group."""
+    """Prices each message as if no other were sent; the book keeps prices by message and group."""
     node = where.node  # itself: files of one name may state other rates
     keys = [(m, where.groups[m.axis], node) for m in messages]
     fresh = [m for m, key in zip(messages, keys, strict=True) if key not in book.sent]

@@ -1,4 +1,4 @@
-"""Architectures outside the measured cases, to test forecasts of models of other kinds."""
+"""Further architectures, not measured by default: they test forecasts of models of other kinds."""
 
 from __future__ import annotations
 

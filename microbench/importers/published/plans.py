@@ -94,7 +94,7 @@ def _sharding(given: Mapping[str, str], replicas: int, tp: int) -> dict[str, int
 
 
 def sharded(zero: int, inner: int, replicas: int) -> dict[str, int]:
-    """Keys of ZeRO among ``inner`` of the replicas: none where each shards alone."""
+    """Plan keys for ZeRO over groups of ``inner`` replicas; empty where a group is one replica."""
     if inner == 1:
         return {}
     return {"zero": zero, "hsdp": inner} if inner < replicas else {"zero": zero}

@@ -90,8 +90,9 @@ def sweep() -> Iterator[Attention]:
 def build(p: Attention, device: str) -> Workload:
     """Random query, key and value; the backward keeps its graph for all repetitions.
 
-    On a GPU torch chooses the kernel by whether gradients are wanted, too: as in training, they
-    are, but for one query (sdp_utils.cpp in aten/src/ATen/native/transformers/cuda).
+    On a GPU torch chooses the kernel also by whether gradients are required. They are here, as in
+    training, except for a single query, as in decoding (sdp_utils.cpp in
+    aten/src/ATen/native/transformers/cuda).
     """
     import torch  # lazy: formulas must import where torch is absent
 

@@ -96,7 +96,7 @@ SCALAR_AS = {"sub": "add", "div": "mul", "add_": "mul_", "maximum": "clamp_min"}
 
 
 def names() -> Iterator[str]:
-    """All pointwise ops that some name below covers, with every overload."""
+    """Yields all pointwise ops of the tables in this file as captured names, with all overloads."""
     overloads: tuple[str, ...] = (
         "default",
         "Tensor",
