@@ -20,6 +20,7 @@ LAUNCH_QUANTILE = assumed(__file__, "launch_quantile")
 MIN_BANDWIDTH_SHARE = assumed(__file__, "min_bandwidth_share")
 MIN_SMALL_ROWS = 5
 CLUSTER_SEPARATOR = " over "  # in "GPU over CLUSTER", see ``origins``
+LAUNCH_SEPARATOR = " under "  # in "GPU under SOFTWARE", see ``_launch_keys``
 ROOFLINE = "roofline"  # column beside the features while they are computed
 Features = dict[str, np.ndarray]  # a column per feature: numbers, or strings as objects
 ORIGIN = ("gpu", "stack", "place")  # where a row was measured: GPU, software, cluster
@@ -120,37 +121,59 @@ def with_launch(rows: pd.DataFrame) -> np.ndarray:
 def learn_launch_us(
     rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]
 ) -> dict[str, float]:
-    """Estimate host launch times in us by GPU, from rows that were timed from the host.
+    """Estimate host launch times in us by GPU and software, from rows timed from the host.
 
     launch = 1 % quantile of (time - roofline) over ops whose roofline is at most
-    SMALL_ROOFLINE_US. A GPU with fewer than MIN_SMALL_ROWS such ops takes the least launch of the
-    others: time over the roofline of large ops is no launch. None for family ``host``, where the
-    call itself is the op.
+    SMALL_ROOFLINE_US, of rows of one GPU and software (``_launch_keys``): another host and another
+    way of timing have another launch. Where there are fewer than MIN_SMALL_ROWS such ops it is the
+    least launch of that software's other GPUs, or of all: time over the roofline of large ops is no
+    launch. None for family ``host``, where the call itself is the op.
     """
     if family.on_host:
         return {}
     timed = rows[with_launch(rows)]
     found, without = {}, []
-    for gpu, part in timed.groupby("gpu"):
-        p = columns(part, family)
-        roof = roofline_us(family, p, gpus[str(gpu)], np.zeros(len(part)))
+    for key, part in timed.groupby(_launch_keys(timed)):
+        p, gpu = columns(part, family), gpus[str(part["gpu"].iloc[0])]
+        roof = roofline_us(family, p, gpu, np.zeros(len(part)))
         small = roof <= SMALL_ROOFLINE_US
         rest = part["time_us"].to_numpy(dtype=float)[small] - roof[small]
         if small.sum() < MIN_SMALL_ROWS:
-            without.append(str(gpu))
+            without.append(str(key))
         else:
-            found[str(gpu)] = max(0.0, float(np.quantile(rest, LAUNCH_QUANTILE)))
-    return {**found, **dict.fromkeys(without, min(found.values(), default=0.0))}
+            found[str(key)] = max(0.0, float(np.quantile(rest, LAUNCH_QUANTILE)))
+    least = {key: _least_of_software(key, found) for key in without}
+    return {**found, **least}
+
+
+def _least_of_software(key: str, known: Mapping[str, float]) -> float:
+    """The least of the known launches of a key's software, else of all, else 0."""
+    software = key.partition(LAUNCH_SEPARATOR)[2]
+    same = [us for k, us in known.items() if k.partition(LAUNCH_SEPARATOR)[2] == software]
+    return min(same or known.values(), default=0.0)
+
+
+def _launch_keys(rows: pd.DataFrame) -> np.ndarray:
+    """What a launch is known by: "GPU under SOFTWARE", or the GPU where no software is stated."""
+    gpu = rows["gpu"].to_numpy(dtype=object)
+    if "stack" not in rows:
+        return gpu
+    stack = rows["stack"].fillna("").to_numpy(dtype=object)
+    return np.asarray(gpu + np.where(stack == "", "", LAUNCH_SEPARATOR + stack), dtype=object)
 
 
 def launch_us(rows: pd.DataFrame, known: Mapping[str, float]) -> np.ndarray:
-    """Launch in us to add to each row's roofline; a GPU without one takes the median of all."""
+    """Launch in us to add to each row's roofline: of its GPU and software, or of its GPU.
+
+    Where neither is known, it is the median of all.
+    """
     timed = with_launch(rows)
     if not timed.any():
         return np.zeros(len(rows))
     typical = float(np.median(list(known.values()))) if known else 0.0
-    gpu = rows["gpu"].to_numpy(dtype=object)
-    return np.where(timed, map_values(gpu, known, typical, float), 0.0)
+    by_gpu = map_values(rows["gpu"].to_numpy(dtype=object), known, typical, float)
+    found = map_values(_launch_keys(rows), known, np.nan, float)
+    return np.where(timed, np.where(np.isnan(found), by_gpu, found), 0.0)
 
 
 def origins(rows: pd.DataFrame, family: Family, stacks: Mapping[str, str]) -> Features:

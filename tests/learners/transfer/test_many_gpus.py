@@ -12,7 +12,7 @@ import pytest
 
 from learners.bundle import Bundle
 from learners.calibrate import calibrate
-from learners.features.table import learn_launch_us
+from learners.features.table import launch_us, learn_launch_us
 from learners.models.residuals import Residuals
 from learners.train import train
 from learners.transfer.calibration import (
@@ -159,6 +159,36 @@ def test_launches_are_learned_from_small_ops_only() -> None:
         rows += [{**asdict(p), **facts}] * 5
     found = learn_launch_us(pd.DataFrame(rows), gemm.FAMILY, {n: toy(n) for n in ("one", "two")})
     assert found == {"one": pytest.approx(20), "two": pytest.approx(20)}
+
+
+def test_each_software_has_its_own_launch_on_a_gpu() -> None:
+    """One waits for the GPU after each call, 40 us; one queues calls back to back, 1 us.
+
+    A GPU of large ops only takes the launch of its own software, another software that of the GPU.
+    """
+    rows = []
+    for name, stack, size, us in (
+        ("one", "waits", 16, 40),
+        ("one", "queues", 16, 1),
+        ("two", "waits", 4096, 40),
+    ):
+        p = gemm.Gemm(m=size, n=size, k=size)
+        roof = gemm.flops(p) / toy(name).peak("fp32") * 1e6
+        roof = max(roof, gemm.bytes_moved(p) / toy(name).hbm_bytes_per_s * 1e6) + 2
+        facts = {"gpu": name, "stack": stack, "timer": "with_launch", "time_us": roof + us}
+        rows += [{**asdict(p), **facts}] * 5
+    table = pd.DataFrame(rows)
+    found = learn_launch_us(table, gemm.FAMILY, {n: toy(n) for n in ("one", "two")})
+    assert found == {
+        "one under waits": pytest.approx(40),
+        "one under queues": pytest.approx(1),
+        "two under waits": pytest.approx(40),
+    }
+    assert launch_us(table, found).tolist() == pytest.approx([40] * 5 + [1] * 5 + [40] * 5)
+    assert launch_us(table.assign(stack="new"), {"one": 7.0, "two": 9.0}).tolist() == (
+        [7] * 10 + [9] * 5
+    )
+    assert not launch_us(table.assign(timer="device"), found).any()
 
 
 def test_what_host_events_take_is_no_launch() -> None:
