@@ -68,8 +68,9 @@ bench-scale: setup ## how forecasts and plan searches of thousands of GPUs scale
 ui: setup ## the MLflow UI
 	$(CLI) ui
 
-report: demo ## where the demo's report is
-	@echo reports/demo/report.html
+report: setup ## write the report pages anew, with learning curves (a few minutes); runs the demo if it never ran
+	@test -f reports/demo/evaluation.json || $(CLI) demo
+	$(CLI) report
 
 PYTEST = OMP_WAIT_POLICY=passive $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
 

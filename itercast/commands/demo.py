@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from eval.compare import compare_all, console, measured_rows, report_comparison
+from eval.compare import compare_all, console, measured_rows
+from eval.report.write import report_comparison
 from itercast.commands.shared import fit, iterations, report_table, sweep
+from learners.held_out import has_held_out
 
 RUN = Path("runs/demo")
 TRIALS = 3
@@ -25,7 +27,7 @@ def run_demo(budget_s: float) -> None:
         measured += iterations(data, "cpu", (repeat,))
     console.print(f"sweep: {rows} new rows" if rows else f"sweep: reusing {data}")
     console.print(f"iterations: {measured} new rows" if measured else f"iterations: reusing {data}")
-    if rows or not fit_file.is_file() or not (bundle / "bundle.json").is_file():
+    if rows or not fit_file.is_file() or not has_held_out(bundle):
         report = fit([data], bundle, None, TRIALS)
         fit_file.write_text(json.dumps(report))
     else:
@@ -33,4 +35,5 @@ def run_demo(budget_s: float) -> None:
         console.print(f"train: reusing {bundle}")
     console.print(report_table(report))
     found = measured_rows(data, None)
-    report_comparison(Path("reports/demo"), compare_all(found, bundle), found, report)
+    results = compare_all(found, bundle)
+    report_comparison(Path("reports/demo"), results, found, report, data, bundle)

@@ -1,0 +1,66 @@
+"""What a page is made of: a device's facts, headline numbers, sections and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from eval.report.charts import Chart
+from eval.report.sweeps import SweepFacts
+from eval.results import CaseResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Head and rows of text; ``wide`` columns hold words and are left-aligned."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    wide: Sequence[int] = (0,)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A heading, paragraphs, charts and a table; ``folded``: the table opens on demand."""
+
+    anchor: str
+    title: str
+    text: Sequence[str]
+    charts: Sequence[Chart] = ()
+    table: Table | None = None
+    folded: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """A headline number with its unit and what to compare it with."""
+
+    label: str
+    value: str
+    beside: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What is known of one device: iterations, held-out ops, scores by family, the sweep.
+
+    ``data``: the dataset root with the sweep, empty if not known.
+    """
+
+    name: str
+    results: Sequence[CaseResult] = ()
+    ops: pd.DataFrame = field(default_factory=pd.DataFrame)
+    fit: Mapping[str, Any] = field(default_factory=dict)
+    sweep: SweepFacts = field(default_factory=SweepFacts)
+    data: str = ""
+
+
+def number(value: float | None, digits: int = 1, sign: bool = False) -> str:
+    """A number as text; a dash for none."""
+    if value is None or not np.isfinite(value):
+        return "-"
+    return f"{value:{'+' if sign else ''}.{digits}f}"

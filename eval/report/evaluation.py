@@ -1,0 +1,87 @@
+"""A comparison on disk: evaluation.json with cases, error summaries and where they come from."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from eval.ranking import choices, ranking_metrics, rankings
+from eval.results import CaseResult, grouped, summary
+from microbench.store import write_atomic
+
+FILE = "evaluation.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """Measured iterations beside their forecasts, and what the forecasts were learned from.
+
+    ``fit``: scores of the op models on held-out shapes by family, as ``TrainReport.to_dict`` makes
+    them. ``data``: the dataset root with the sweep, ``bundle``: its models; empty if not known.
+    """
+
+    results: Sequence[CaseResult]
+    fit: Mapping[str, Any] = field(default_factory=dict)
+    machine: Mapping[str, str] = field(default_factory=dict)
+    data: str = ""
+    bundle: str = ""
+
+    def save(self, folder: Path) -> None:
+        """Write evaluation.json, with summaries for those who read no code."""
+        facts = {
+            "cases": [{**asdict(r), "error_pct": r.error_pct} for r in self.results],
+            "summary": summary(self.results),
+            "groups": {name: summary(group) for name, group in grouped(self.results).items()},
+            "plans": {
+                **ranking_metrics(self.results),
+                "rankings": [asdict(r) for r in rankings(self.results)],
+                "choices": [asdict(c) for c in choices(self.results)],
+            },
+            "machine": dict(self.machine),
+            "fit": dict(self.fit),
+            "data": self.data,
+            "bundle": self.bundle,
+        }
+        write_atomic(folder / FILE, json.dumps(facts, indent=1).encode())
+
+    @classmethod
+    def load(cls, folder: Path) -> Evaluation:
+        """Read evaluation.json; ValueError, in one line, where it is none."""
+        path = folder / FILE
+        try:
+            facts = json.loads(path.read_text())
+            return cls(
+                results=[_case(case) for case in facts["cases"]],
+                machine=facts["machine"],
+                **{name: facts[name] for name in ("fit", "data", "bundle") if name in facts},
+            )
+        except (OSError, ValueError, KeyError, TypeError) as exc:
+            raise ValueError(f"report {str(path)!r}: no readable comparison ({exc})") from exc
+
+
+def _case(facts: Mapping[str, Any]) -> CaseResult:
+    """A case of evaluation.json; ``error_pct`` is derived and other unknown keys are refused."""
+    named = {k: v for k, v in facts.items() if k != "error_pct"}
+    unknown = sorted(set(named) - {f.name for f in fields(CaseResult)})
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r} of a case")
+    return CaseResult(**{**named, "rounds_us": tuple(named["rounds_us"])})
+
+
+def machine_of(rows: pd.DataFrame) -> dict[str, str]:
+    """Where iterations were measured and compared, in words."""
+    return {
+        "measured on": ", ".join(sorted(set(rows["gpu"]))),
+        "stack": ", ".join(sorted(set(rows["stack"]))),
+        "cores": str(os.cpu_count()),
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }

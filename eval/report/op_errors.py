@@ -1,0 +1,146 @@
+"""Errors of op forecasts on held-out rows: by group, and the worst of them with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from learners.train import errors
+from microbench.ops import families
+
+KIND_NAMES = {
+    "matrix": "matrix products",
+    "memory": "memory-bound ops",
+    "lookup": "lookups",
+    "step": "optimizer, host, messages",
+}
+SIZES = {  # upper limits in bytes moved
+    "up to 4 KiB": 2**12,
+    "4 to 64 KiB": 2**16,
+    "64 KiB to 1 MiB": 2**20,
+    "1 to 16 MiB": 2**24,
+    "more than 16 MiB": np.inf,
+}
+FEWEST = 3  # rows of a group
+FAR_LOG2 = 2.0  # a neighbour at four times the size counts as far
+NOISY_SHARE = 0.5  # of the error that noise explains, where a label counts as noisy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Errors in % of the rows of one group; ``retest_ape_pct``: median of those measured twice."""
+
+    dimension: str
+    name: str
+    rows: int
+    median_ape_pct: float
+    p90_ape_pct: float
+    bias_pct: float
+    retest_ape_pct: float | None
+
+
+@cache
+def _kinds() -> Mapping[str, str]:
+    """The room of microbench/ops that each family stands in, in words."""
+    rooms = {name: f.params.__module__.split(".")[-2] for name, f in families().items()}
+    return {name: KIND_NAMES.get(room, room) for name, room in rooms.items()}
+
+
+def kinds(ops: pd.DataFrame) -> np.ndarray:
+    """What kind of op each row is: one of KIND_NAMES."""
+    return np.array([_kinds().get(name, name) for name in ops["family"]], dtype=object)
+
+
+def sizes(ops: pd.DataFrame) -> np.ndarray:
+    """Each row's group by the bytes that its op moves; empty where it moves none."""
+    moved = ops["bytes_moved"].to_numpy(dtype=float)
+    at = np.searchsorted(list(SIZES.values()), moved)
+    return np.where(moved > 0, np.array(list(SIZES), dtype=object)[at], "")
+
+
+def error_group(dimension: str, name: str, rows: pd.DataFrame) -> Group:
+    """Errors of some rows as a group."""
+    scores = errors(rows["predicted_us"].to_numpy(), rows["measured_us"].to_numpy())
+    twice = rows["retest_pct"].dropna()
+    return Group(
+        dimension=dimension,
+        name=name,
+        rows=len(rows),
+        median_ape_pct=scores["median_ape_pct"],
+        p90_ape_pct=scores["p90_ape_pct"],
+        bias_pct=scores["bias_pct"],
+        retest_ape_pct=float(twice.median()) if len(twice) else None,
+    )
+
+
+def by_family(ops: pd.DataFrame, fit: Mapping[str, Any]) -> list[Group]:
+    """Errors of each family, the largest median first.
+
+    Retest errors are those of all rows of the family where ``fit`` states them.
+    """
+    found = [error_group("family", str(n), rows) for n, rows in ops.groupby("family")]
+    known = {name: entry["retest_ape_pct"] for name, entry in fit.items()}
+    found = [replace(g, retest_ape_pct=known.get(g.name, g.retest_ape_pct)) for g in found]
+    return sorted(found, key=lambda g: -g.median_ape_pct)
+
+
+def by_condition(ops: pd.DataFrame) -> list[Group]:
+    """Errors by size, dtype, GPU, threads and state of the caches; small groups are left out."""
+    labels: dict[str, tuple[np.ndarray, Sequence[str]]] = {"size": (sizes(ops), list(SIZES))}
+    for column in ("dtype", "gpu", "threads", "cache"):
+        if column in ops:
+            values = ops[column].astype(str).to_numpy(dtype=object)
+            labels[column] = (values, sorted(set(values)))
+    found = []
+    for dimension, (values, names) in labels.items():
+        for name in names:
+            mine = ops[values == name]
+            if len(mine) >= FEWEST:
+                found.append(error_group(dimension, name, mine))
+    return found
+
+
+def reason(row: Mapping[str, Any]) -> str:
+    """Why one forecast may be off: out of envelope, noisy label, sparse neighbourhood, or none."""
+    found = []
+    if row["outside"]:
+        found.append(f"out of envelope: {row['outside']} beyond the rows learned from")
+    error_pct = abs(100 * (float(row["predicted_us"]) / float(row["measured_us"]) - 1))
+    far = float(row["neighbour_log2"])
+    if far > FAR_LOG2:
+        nearest = f"the nearest is {far:.1f} octaves away" if np.isfinite(far) else "none measured"
+        found.append(f"sparse neighbourhood: {nearest}")
+    noise = {"two measurements": row["retest_pct"], "samples": row["spread_pct"]}
+    for what, pct in noise.items():
+        if float(pct) >= NOISY_SHARE * error_pct:
+            found.append(f"noisy label: {what} differ by {pct:.0f} %")
+            break
+    return "; ".join(found) or "none of these: the model misses it"
+
+
+def off_log(ops: pd.DataFrame) -> np.ndarray:
+    """By how much each forecast is off, as the absolute logarithm of predicted / measured."""
+    ratio = ops["predicted_us"].to_numpy() / ops["measured_us"].to_numpy()
+    return np.asarray(np.abs(np.log(ratio)))
+
+
+def records(ops: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as mappings by column."""
+    return [{str(k): v for k, v in row.items()} for row in ops.to_dict("records")]
+
+
+def worst(ops: pd.DataFrame, count: int) -> pd.DataFrame:
+    """The ops whose forecasts are off by the largest factor, with ``error_pct`` and ``reason``.
+
+    Of one op measured under several conditions only the worst.
+    """
+    ranked = ops.iloc[np.argsort(-off_log(ops), kind="stable")]
+    found = ranked.drop_duplicates(["family", "op", "dtype", "params"]).head(count)
+    error_pct = 100 * (found["predicted_us"] / found["measured_us"] - 1)
+    reasons = [reason(row) for row in records(found)]
+    return found.assign(error_pct=error_pct, reason=reasons)

@@ -1,0 +1,185 @@
+"""All of a device's page: headline numbers, then sections in the order they are read."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from eval.report import charts
+from eval.report.blocks import Device, Section, Table, Tile, number
+from eval.report.intervals import LEVELS, at_stated, coverage_pct
+from eval.report.iteration_sections import iteration_section, waterfall_section
+from eval.report.op_errors import records, worst
+from eval.report.op_sections import (
+    condition_section,
+    family_section,
+    learner_section,
+    ops_section,
+    times,
+)
+from eval.results import CaseResult, grouped, summary
+from learners.train import errors
+
+WORST = 10
+UNSURE_FRAC = 0.1  # of an iteration that no model covers, or that is assumed, is a reason
+RETRAIN = (
+    "no forecasts of held-out rows are on disk; `itercast train` and `itercast demo` keep them"
+)
+
+
+def tiles(device: Device) -> list[Tile]:
+    """The headline numbers."""
+    found = []
+    for name, group in grouped(device.results).items():
+        total = summary(group)
+        floor = number(total.get("noise_floor_pct"))
+        beside = f"geometric mean of {len(group)} cases; retests differ by {floor} %"
+        value = f"{total['geomean_ape_pct']:.1f} %"
+        found.append(Tile(label=f"Iterations, {name}", value=value, beside=beside))
+    if len(device.ops):
+        total = errors(*times(device.ops))
+        twice = device.ops["retest_pct"].dropna()
+        floor = number(float(twice.median()) if len(twice) else None)
+        beside = f"median of {len(device.ops)} held-out rows; retests differ by {floor} %"
+        found.append(Tile(label="Ops", value=f"{total['median_ape_pct']:.1f} %", beside=beside))
+    covered = {name: f"{at_stated(pct):.0f} %" for name, pct in _covered(device).items()}
+    if covered:
+        beside = f"of {' and '.join(covered)} lie in the 80 % intervals"
+        found.append(Tile(label="Intervals", value=" / ".join(covered.values()), beside=beside))
+    return found
+
+
+def sections(device: Device) -> list[Section]:
+    """All sections, in the order in which they are read."""
+    found = []
+    if device.results:
+        found += [iteration_section(device.results), waterfall_section(device.results)]
+    if len(device.ops):
+        found += [ops_section(device.ops), family_section(device), condition_section(device.ops)]
+    else:
+        found.append(Section(anchor="ops", title="Ops", text=[f"Nothing to show: {RETRAIN}."]))
+    if device.fit:
+        found.append(learner_section(device.fit))
+    found += [calibration_section(device)] if _covered(device) else []
+    found += [worst_section(device), *sweep_sections(device)]
+    return found
+
+
+def _covered(device: Device) -> dict[str, list[float]]:
+    """Coverage in % by level, of iterations and of ops."""
+    found = {}
+    if device.results:
+        times = np.array(
+            [
+                (r.measured_us, r.predicted_us, r.predicted_us_p10, r.predicted_us_p90)
+                for r in device.results
+            ]
+        )
+        found["iterations"] = coverage_pct(*times.T)
+    if len(device.ops) and "predicted_us_p10" in device.ops:
+        names = ["measured_us", "predicted_us", "predicted_us_p10", "predicted_us_p90"]
+        found["ops"] = coverage_pct(*device.ops[names].to_numpy().T)
+    return found
+
+
+def calibration_section(device: Device) -> Section:
+    """Nominal level of intervals against how many measurements they cover."""
+    covered = _covered(device)
+    said = " and ".join(f"{at_stated(pct):.0f} % of {name}" for name, pct in covered.items())
+    rows = [
+        [f"{100 * level:.0f}", *(number(pct[i]) for pct in covered.values())]
+        for i, level in enumerate(LEVELS)
+    ]
+    return Section(
+        anchor="calibration",
+        title="Calibration of the intervals",
+        text=[
+            f"Intervals of 80 % cover {said}. Below the diagonal intervals are too narrow, above "
+            "it too wide. Other levels stretch the stated interval as a normal distribution in log "
+            "time would."
+        ],
+        charts=[charts.calibration(covered)],
+        table=Table(head=["nominal %", *(f"{name} covered %" for name in covered)], rows=rows),
+    )
+
+
+def worst_section(device: Device) -> Section:
+    """The ten worst forecasts of ops and of iterations, with a reason each."""
+    rows: list[list[str]] = []
+    if len(device.ops):
+        for row in records(worst(device.ops, WORST)):
+            what = f"{row['family']} {row['op']} {row['dtype']} {row['params']}"
+            times = [f"{row[c] / 1e3:.3g}" for c in ("predicted_us", "measured_us")]
+            rows.append([what, *times, f"{row['error_pct']:+.0f}", row["reason"]])
+    by_error = sorted(device.results, key=lambda r: -abs(r.error_pct))[:WORST]
+    for r in by_error:
+        times = [f"{us / 1e3:.3g}" for us in (r.predicted_us, r.measured_us)]
+        rows.append([f"iteration {r.label}", *times, f"{r.error_pct:+.0f}", case_reason(r)])
+    return Section(
+        anchor="worst",
+        title="The worst forecasts",
+        text=[
+            f"The {WORST} worst ops and the {WORST} worst iterations. Out of envelope: a feature "
+            "lies beyond the rows learned from. Sparse neighbourhood: no measured size of this "
+            "kind is near; an octave is a factor of two. Noisy label: the measurement itself "
+            "scatters by half of the error or more."
+        ],
+        table=Table(
+            head=["what", "predicted ms", "measured ms", "error %", "reason"],
+            rows=rows,
+            wide=(0, 4),
+        ),
+        folded=False,
+    )
+
+
+def case_reason(r: CaseResult) -> str:
+    """Why the forecast of an iteration may be off."""
+    found = []
+    for part, why in (("uncovered", "no model covers"), ("assumed", "assumed numbers decide")):
+        frac = r.parts_us.get(part, 0.0) / r.predicted_us
+        if frac >= UNSURE_FRAC:
+            found.append(f"{why} {100 * frac:.0f} % of it")
+    if r.retest_ape_pct is not None and r.retest_ape_pct >= abs(r.error_pct) / 2:
+        found.append(f"noisy label: two rounds differ by {r.retest_ape_pct:.0f} %")
+    if not r.predicted_us_p10 <= r.measured_us <= r.predicted_us_p90:
+        found.append("outside its 80 % interval")
+    return "; ".join(found) or "none of these: inside its 80 % interval"
+
+
+def sweep_sections(device: Device) -> list[Section]:
+    """The learning curve, and what to sweep next."""
+    steps, following = device.sweep.learning, device.sweep.following
+    if not steps:
+        text = "Not computed yet: `make report` replays the sweep, in a few minutes."
+        return [Section(anchor="learning", title="More sweep, smaller error?", text=[text])]
+    last, before = steps[-1], steps[-2]
+    head = ["minutes", "points", "median %", "p90 %"]
+    rows = [
+        [f"{s.minutes:.2f}", str(s.points), number(s.median_ape_pct), number(s.p90_ape_pct)]
+        for s in steps
+    ]
+    found = [
+        Section(
+            anchor="learning",
+            title="More sweep, smaller error?",
+            text=[
+                f"From {before.minutes:.2f} to {last.minutes:.2f} minutes of sweep the median "
+                f"error went from {before.median_ape_pct:.1f} to {last.median_ape_pct:.1f} %. "
+                "Families take their points in random order; each step is trained anew and scored "
+                "on the same held-out shapes."
+            ],
+            charts=[charts.learning(steps)],
+            table=Table(head=head, rows=rows, wide=()),
+        )
+    ]
+    if following:
+        rows = [[n.family, str(n.points), "; ".join(n.examples)] for n in following]
+        text = (
+            "Points where models disagree most per second of measuring, for five more minutes: "
+            f"`itercast points --gpu {device.name} --data {device.data} --out next.json`, then "
+            f"`itercast collect --points next.json --out {device.data}`."
+        )
+        table = Table(head=["family", "points", "the first of them"], rows=rows, wide=(0, 2))
+        title = "What to sweep next"
+        found.append(Section(anchor="next", title=title, text=[text], table=table, folded=False))
+    return found

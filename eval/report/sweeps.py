@@ -1,0 +1,198 @@
+"""What a sweep was worth and how to go on: error against its minutes, points to measure next."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from eval.active import row_cost_s
+from eval.progress import progress_bar
+from learners.active import next_pass, point_ids
+from learners.family_model import Learned, Prepared, learn, prepare
+from learners.features.machine_speed import learn_speed, reference_anchors, undisturbed
+from learners.features.table import shape_places
+from learners.held_out import held_out_forecasts
+from learners.models.training_table import Array, frozen_split
+from learners.models.trees import default_options
+from learners.train import MIN_ROWS, TEST_SHARE, errors, hardware_of, usable_rows
+from microbench.ops import families
+from microbench.ops.family import Family
+from microbench.store import write_atomic
+
+SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)  # of the sweep's minutes
+NEXT_S = 300.0  # length of the sweep that is proposed
+EXAMPLES = 3  # points shown of each family
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Errors in % on the held-out rows of all families after a share of the sweep."""
+
+    minutes: float
+    points: int
+    median_ape_pct: float
+    p90_ape_pct: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Next:
+    """What to sweep next of one family: how many points, the first of them as text."""
+
+    family: str
+    points: int
+    examples: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepFacts:
+    """The learning curve of a sweep and the points that it should go on with.
+
+    ``held_out``: forecasts of the held-out rows at the curve's end (``learners.held_out``).
+    """
+
+    learning: Sequence[Step] = ()
+    following: Sequence[Next] = ()
+    held_out: pd.DataFrame = field(default_factory=pd.DataFrame)
+
+
+def sweep_facts(folder: Path, root: Path, gpu: str, compute: bool) -> SweepFacts:
+    """Read them from ``folder``; where they are of another sweep, compute them if asked to.
+
+    That takes minutes.
+    """
+    path, digest = folder / f"{gpu}.json", _digest(root, gpu)
+    table = path.with_suffix(".parquet")
+    facts = json.loads(path.read_text()) if path.is_file() else {}
+    if facts.get("digest") != digest:
+        if not compute:
+            return SweepFacts()
+        steps, held_out = learning_curve(root, gpu)
+        write_atomic(table, held_out.to_parquet(index=False))
+        lists: dict[str, Sequence[Any]] = {"learning": steps, "following": next_points(root, gpu)}
+        facts = {name: [asdict(one) for one in some] for name, some in lists.items()}
+        write_atomic(path, json.dumps({"digest": digest, **facts}, indent=1).encode())
+    return SweepFacts(
+        learning=[Step(**step) for step in facts["learning"]],
+        following=[Next(**one) for one in facts["following"]],
+        held_out=pd.read_parquet(table),
+    )
+
+
+def _digest(root: Path, gpu: str) -> str:
+    """Changes whenever a part is added to the op rows of the GPU."""
+    parts = [p for name in families() for p in sorted((root / name / gpu).glob("*/part-*"))]
+    told = "\n".join(f"{p.relative_to(root)} {p.stat().st_size}" for p in parts)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """A family's rows: held-out ones, and the others in random order of their points.
+
+    ``ordered``: row positions; ``end_s``: seconds of sweep until the point of each is measured.
+    """
+
+    family: Family
+    rows: pd.DataFrame
+    prepared: Prepared
+    held: Array
+    ordered: Array
+    point: Array
+    end_s: Array
+
+    def first(self, share: float) -> Array:
+        """Mask of the ordered rows that are measured within a share of all seconds."""
+        return np.asarray(self.end_s <= share * self.end_s[-1])
+
+    def learned(self, share: float) -> tuple[Learned | None, Array]:
+        """What is learned from this share, and its rows; None from fewer than MIN_ROWS rows."""
+        known = np.sort(self.ordered[self.first(share)])
+        if len(known) < MIN_ROWS:
+            return None, known
+        return learn(self.prepared, known, default_options(self.prepared.table.take(known))), known
+
+
+def _pools(root: Path, gpu: str) -> Iterator[Pool]:
+    """The families that training would learn, held out as it holds out."""
+    usable = {name: rows[rows["gpu"] == gpu] for name, rows in usable_rows([root], None).items()}
+    tables = {n: rows.reset_index(drop=True) for n, rows in usable.items() if len(rows) >= MIN_ROWS}
+    anchors = reference_anchors(tables)
+    for name, rows in tables.items():
+        rows, family = undisturbed(rows, anchors).reset_index(drop=True), families()[name]
+        hardware = hardware_of([root], rows)
+        prepared = prepare(rows, family, hardware, learn_speed(rows, family, anchors))
+        op = rows["op"].to_numpy().astype(str)
+        known, held = frozen_split(shape_places(rows, family), TEST_SHARE, op)
+        ids = point_ids(rows, prepared.table.group)
+        turn = np.random.default_rng(0).permutation(ids.max() + 1)[ids[known]]
+        end_s = pd.Series(row_cost_s(rows)[known]).groupby(turn).sum().cumsum()
+        order = np.argsort(turn, kind="stable")
+        yield Pool(
+            family=family,
+            rows=rows,
+            prepared=prepared,
+            held=held,
+            ordered=known[order],
+            point=turn[order],
+            end_s=end_s.loc[turn[order]].to_numpy(),
+        )
+
+
+def learning_curve(root: Path, gpu: str) -> tuple[list[Step], pd.DataFrame]:
+    """Errors on held-out rows of what is learned from a growing share of a sweep's points.
+
+    Every family takes its points in random order and the same share of its seconds; where that is
+    too little to train a model, the roofline is the forecast. Also the forecasts at the end.
+    """
+    pools = list(_pools(root, gpu))
+    steps, last = [], list[pd.DataFrame]()
+    with progress_bar() as bar:
+        task = bar.add_task(f"replay the sweep of {gpu}", total=len(SHARES) * len(pools))
+        for share in SHARES:
+            guesses = []
+            for pool in pools:
+                learned, known = pool.learned(share)
+                held, table = pool.held, pool.prepared.table
+                guesses.append(learned.predict_us(held) if learned else table.roofline_us[held])
+                if learned and share == SHARES[-1]:
+                    last.append(held_out_forecasts(learned, pool.rows, pool.family, known, held))
+                bar.advance(task)
+            steps.append(_step(pools, share, np.concatenate(guesses)))
+    return steps, pd.concat(last, ignore_index=True) if last else pd.DataFrame()
+
+
+def _step(pools: Sequence[Pool], share: float, predicted_us: Array) -> Step:
+    """Errors of the forecasts of all held-out rows, and what this share of the sweep took."""
+    scores = errors(predicted_us, np.concatenate([p.prepared.table.time_us[p.held] for p in pools]))
+    return Step(
+        minutes=sum(float(p.end_s[p.first(share)].max(initial=0.0)) for p in pools) / 60,
+        points=sum(len(np.unique(p.point[p.first(share)])) for p in pools),
+        median_ape_pct=scores["median_ape_pct"],
+        p90_ape_pct=scores["p90_ape_pct"],
+    )
+
+
+def next_points(root: Path, gpu: str) -> list[Next]:
+    """What ``itercast points`` would have measured next, most points first; [] without costs."""
+    try:
+        found = next_pass([root], gpu, None, NEXT_S, 0)
+    except ValueError:  # rows that no sweep of ours measured
+        return []
+    return [
+        Next(family=name, points=len(some), examples=[_text(p) for p in some[:EXAMPLES]])
+        for name, some in sorted(found.items(), key=lambda item: -len(item[1]))
+    ]
+
+
+def _text(point: Any) -> str:
+    """A point's parameters that are not their defaults, as text."""
+    told = (f for f in fields(point) if getattr(point, f.name) != f.default and f.name != "op")
+    op = [getattr(point, "op", "")]
+    return " ".join([*op, *(f"{f.name}={getattr(point, f.name)}" for f in told)]).strip()

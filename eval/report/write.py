@@ -1,0 +1,121 @@
+"""Writes pages: after a comparison, or anew from what comparisons left on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from eval.compare import console, results_table
+from eval.ranking import ranking_metrics
+from eval.report.blocks import Device, Tile
+from eval.report.evaluation import FILE, Evaluation, machine_of
+from eval.report.page import render
+from eval.report.sections import sections, tiles
+from eval.report.sweeps import SweepFacts, sweep_facts
+from eval.results import CaseResult, summary
+from learners.held_out import load_held_out
+from microbench.ops import families
+from microbench.store import write_atomic
+
+PAGE = "report.html"
+SWEEPS = "sweeps"  # folder of what replays found, beside the page
+
+
+def report_comparison(
+    out: Path,
+    results: Sequence[CaseResult],
+    rows: pd.DataFrame,
+    fit: Mapping[str, Any],
+    data: Path | None = None,
+    bundle: Path | None = None,
+) -> None:
+    """Print the table, write the report to ``out``, and log both to MLflow.
+
+    ``fit``: scores of the op models, empty where none was trained; ``data`` and ``bundle``: the
+    dataset they learned from and where they are.
+    """
+    if not results:
+        raise ValueError("nothing could be forecast")
+    from eval.tracking.logs import log_evaluation
+
+    console.print(results_table(results))
+    Evaluation(
+        results=results,
+        fit=fit,
+        machine=machine_of(rows),
+        data=str(data or ""),
+        bundle=str(bundle or ""),
+    ).save(out)
+    page = write_pages(out)
+    metrics = {**summary(results), **ranking_metrics(results)}
+    errors_pct = {r.label: r.error_pct for r in results}
+    log_evaluation(out.name, ", ".join(_device_names(results)), metrics, errors_pct, out)
+    console.print(f"report: {page}   MLflow UI: make ui")
+
+
+def write_pages(folder: Path, replay: bool = False) -> Path:
+    """Write the page of every device that a comparison in ``folder`` is about.
+
+    One device: report.html; several: a folder each, and report.html with links. ``replay``: also
+    compute the learning curve and what to sweep next, in minutes, where the sweep is on disk.
+    """
+    found = Evaluation.load(folder)
+    devices = [_device(name, found, folder, replay) for name in _device_names(found.results)]
+    if len(devices) == 1:
+        return _write(folder / PAGE, devices[0], found.machine, {})
+    for device in devices:
+        others = {d.name: f"../{d.name}/{PAGE}" for d in devices if d is not device}
+        _write(folder / device.name / PAGE, device, found.machine, others)
+    links = {d.name: f"{d.name}/{PAGE}" for d in devices}
+    page = render("All devices", _overview(devices), [], found.machine, links)
+    write_atomic(folder / PAGE, page.encode())
+    return folder / PAGE
+
+
+def _device_names(results: Sequence[CaseResult]) -> list[str]:
+    return sorted({r.gpu for r in results})
+
+
+def _device(name: str, found: Evaluation, folder: Path, replay: bool) -> Device:
+    root = Path(found.data)
+    swept = bool(found.data) and any((root / family / name).is_dir() for family in families())
+    sweep = sweep_facts(folder / SWEEPS, root, name, compute=replay) if swept else SweepFacts()
+    ops = load_held_out(Path(found.bundle)) if found.bundle else pd.DataFrame()
+    ops = ops[ops["gpu"] == name].reset_index(drop=True) if len(ops) else sweep.held_out
+    return Device(
+        name=name,
+        results=[r for r in found.results if r.gpu == name],
+        ops=ops,
+        fit=found.fit,
+        sweep=sweep,
+        data=found.data,
+    )
+
+
+def _write(
+    path: Path, device: Device, machine: Mapping[str, str], links: Mapping[str, str]
+) -> Path:
+    title = f"How well itercast forecasts {device.name or 'this machine'}"
+    page = render(title, tiles(device), sections(device), machine, links)
+    write_atomic(path, page.encode())
+    return path
+
+
+def _overview(devices: Sequence[Device]) -> list[Tile]:
+    """The first headline number of every device."""
+    named = [(device.name, tiles(device)[0]) for device in devices]
+    return [replace(tile, label=f"{name}: {tile.label}") for name, tile in named]
+
+
+def rewrite(reports: Path) -> list[Path]:
+    """Write the pages of all comparisons below a folder anew; ValueError where there are none."""
+    folders = sorted(path.parent for path in reports.glob(f"*/{FILE}"))
+    if not folders:
+        raise ValueError(
+            f"reports {str(reports)!r}: no comparison there; run `itercast demo` first"
+        )
+    return [write_pages(folder, replay=True) for folder in folders]

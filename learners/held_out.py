@@ -1,0 +1,126 @@
+"""Forecasts of the rows that training held out, with what explains a bad one."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from learners.family_model import Learned, Prepared
+from learners.features.table import columns, is_number
+from learners.models.residuals import rows_by_kind
+from microbench.ops.family import Family
+from microbench.store import write_atomic
+
+FILE = "held_out.parquet"  # in a bundle's folder
+CONDITIONS = ("gpu", "threads", "cache")  # of a measurement, beside the op's parameters
+
+
+def held_out_forecasts(
+    learned: Learned, rows: pd.DataFrame, family: Family, known: np.ndarray, held: np.ndarray
+) -> pd.DataFrame:
+    """A row per held-out row: what was measured, forecast, and known about it.
+
+    ``measured_us`` is at the machine's reference speed. ``outside``: the first feature beyond the
+    values of the rows ``known``, empty where all are within. ``neighbour_log2``: distance in log2
+    of sizes to the nearest of them of the same kind, infinite where there is none. ``spread_pct``:
+    20 to 80 % quantile of the samples; ``retest_pct``: difference of two measurements, or NaN.
+    """
+    prepared, some = learned.prepared, rows.iloc[held]
+    guess, (low, high) = learned.predict_us(held), learned.crossed.offsets
+    empty = pd.Series(np.nan, index=some.index)
+    quantiles = ("time_us_p20", "time_us_p80")
+    p20, p80 = (some.get(name, empty).to_numpy(dtype=float) for name in quantiles)
+    found = pd.DataFrame(
+        {
+            "family": family.name,
+            "op": some["op"].to_numpy(),
+            "gpu": some["gpu"].to_numpy(),
+            "dtype": some["dtype"].to_numpy(),
+            "params": _params(some, family),
+            "bytes_moved": np.broadcast_to(family.bytes_moved(columns(some, family)), len(some)),
+            "measured_us": prepared.table.time_us[held],
+            "predicted_us": guess,
+            "predicted_us_p10": guess * np.exp(low),
+            "predicted_us_p90": guess * np.exp(high),
+            "roofline_us": prepared.table.roofline_us[held],
+            "outside": _outside(prepared, known, held),
+            "neighbour_log2": _neighbour_log2(prepared, known, held),
+            "spread_pct": 100 * (p80 - p20) / some["time_us"].to_numpy(dtype=float),
+            "retest_pct": _retest_pct(prepared, rows, family)[held],
+        }
+    )
+    for name in ("threads", "cache"):
+        if name in some:
+            found[name] = some[name].to_numpy()
+    return found
+
+
+def _params(rows: pd.DataFrame, family: Family) -> list[str]:
+    """Parameters of each row that are not their defaults, as text: ``m=2 n=3 k=4``.
+
+    Without op and dtype, which have columns of their own.
+    """
+    p, some = columns(rows, family), list[list[str]]()
+    for f in fields(family.params):
+        if f.name not in ("op", "dtype"):
+            values = np.broadcast_to(getattr(p, f.name), len(rows)).tolist()
+            texts = [f"{v:.10g}" if isinstance(v, float) else str(v) for v in values]
+            pairs = zip(values, texts, strict=True)
+            some.append([f"{f.name}={t}" if v != f.default else "" for v, t in pairs])
+    return [" ".join(filter(None, told)) for told in zip(*some, strict=True)] or [""] * len(rows)
+
+
+def _outside(prepared: Prepared, known: np.ndarray, held: np.ndarray) -> list[str]:
+    """The first feature of each held-out row that lies beyond those of the known rows."""
+    found = [""] * len(held)
+    for name, values in prepared.features.items():
+        if is_number(values):
+            values = np.asarray(values, dtype=float)
+            low, high = values[known].min(), values[known].max()
+            beyond = (values[held] < low) | (values[held] > high)
+        else:
+            beyond = ~np.isin(values[held], np.unique(values[known]))
+        for i in np.flatnonzero(beyond):
+            found[i] = found[i] or name
+    return found
+
+
+def _neighbour_log2(prepared: Prepared, known: np.ndarray, held: np.ndarray) -> np.ndarray:
+    """Euclidean distance in log2 sizes to the nearest known row of the same kind."""
+    from scipy.spatial import cKDTree  # lazy, as in learners.models.residuals
+
+    found = np.full(len(held), np.inf)
+    near = rows_by_kind(prepared.kind[known])
+    for kind, asked in rows_by_kind(prepared.kind[held]).items():
+        if kind in near:
+            tree = cKDTree(prepared.at[known[near[kind]]])
+            found[asked] = tree.query(prepared.at[held[asked]])[0]
+    return found
+
+
+def _retest_pct(prepared: Prepared, rows: pd.DataFrame, family: Family) -> np.ndarray:
+    """Difference in % of the longest and shortest measurement of a point; NaN if measured once."""
+    names = [f.name for f in fields(family.params) if f.name in rows]
+    names += [n for n in CONDITIONS if n in rows and n not in names]
+    same = rows.assign(_us=prepared.table.time_us).groupby(names, dropna=False, sort=False)["_us"]
+    ratio = same.transform("max") / same.transform("min")
+    return np.where(same.transform("size") > 1, 100 * (ratio - 1), np.nan)
+
+
+def save_held_out(folder: Path, held_out: pd.DataFrame) -> None:
+    """Write held-out forecasts into a bundle's folder."""
+    write_atomic(folder / FILE, held_out.to_parquet(index=False, compression="zstd"))
+
+
+def load_held_out(folder: Path) -> pd.DataFrame:
+    """Read held-out forecasts of a bundle; empty where it has none."""
+    path = folder / FILE
+    return pd.read_parquet(path) if path.is_file() else pd.DataFrame()
+
+
+def has_held_out(folder: Path) -> bool:
+    """Whether a folder holds a bundle and its held-out forecasts."""
+    return (folder / "bundle.json").is_file() and (folder / FILE).is_file()

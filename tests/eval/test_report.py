@@ -1,0 +1,212 @@
+"""The report on disk: evaluation.json, pages with every section, replayed sweeps, the command."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from dataclasses import asdict, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from report_facts import DEVICE, FIT, OPS, RESULTS
+from typer.testing import CliRunner
+
+from eval.report.blocks import Device
+from eval.report.evaluation import Evaluation
+from eval.report.page import render
+from eval.report.sections import sections, tiles
+from eval.report.sweeps import learning_curve, sweep_facts
+from eval.report.write import rewrite, write_pages
+from itercast.__main__ import app
+from learners.held_out import save_held_out
+from microbench.hardware.spec import Gpu
+from microbench.ops.matrix import gemm
+from microbench.store import write_card, write_part
+
+TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
+EVALUATION = Evaluation(results=RESULTS, fit=FIT, machine={"measured on": "<toy>"})
+
+
+def page_of(device: Device) -> str:
+    return render("t", tiles(device), sections(device), {"cpu": "<toy>"}, {})
+
+
+def figures(page: str) -> list[dict[str, Any]]:
+    """The charts of a page, unpacked as its script does."""
+    packed = re.search(r"id=figures>([^<]*)<", page)
+    assert packed is not None
+    found: dict[str, Any] = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    return list(found.values())
+
+
+def rows_of(page: str, anchor: str) -> list[list[str]]:
+    """Cells of a section's table, without its head."""
+    section = re.search(rf"<section id={anchor}>.*?</section>", page, re.S)
+    assert section is not None
+    rows = re.findall(r"<tr>(.*?)</tr>", section[0], re.S)[1:]
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row, re.S) for row in rows]
+
+
+def test_a_comparison_is_read_as_it_was_written(tmp_path: Path) -> None:
+    EVALUATION.save(tmp_path)
+    assert Evaluation.load(tmp_path) == EVALUATION
+    plain = json.loads((tmp_path / "evaluation.json").read_text())
+    assert [c["case"] for c in plain["cases"]] == ["a", "b<i>", "plan-c"]
+    assert plain["summary"]["median_ape_pct"] == pytest.approx(10)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"cases": [{"new": 1}], "machine": {}}'])
+def test_what_is_no_comparison_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "evaluation.json").write_text(content)
+    with pytest.raises(ValueError, match=r"evaluation\.json.*no readable comparison"):
+        Evaluation.load(tmp_path)
+
+
+def test_every_section_is_on_the_page_with_its_numbers() -> None:
+    page = page_of(DEVICE)
+    anchors = re.findall(r"<section id=(\w+)>", page)
+    assert anchors == re.findall(r'<a href="#(\w+)">', page)
+    assert anchors == [
+        *("iterations", "waterfall", "ops", "families", "conditions", "learners"),
+        *("calibration", "worst", "learning", "next"),
+    ]
+    assert rows_of(page, "iterations")[0][:5] == ["a", "1.10", "0.99 to 1.21", "1.00", "+10.0"]
+    assert ["gemm", "4", "15.0", "146.0", "+55.0", "3.0"] in rows_of(page, "families")
+    assert ["size: up to 4 KiB", "4"] in [row[:2] for row in rows_of(page, "conditions")]
+    assert ["80", "33.3", "50.0"] in rows_of(page, "calibration")  # a; +10, -10, +20 %
+    assert rows_of(page, "learning")[1] == ["1.00", "200", "10.0", "40.0"]
+    assert rows_of(page, "next") == [["gemm", "7", "mm m=3"]]
+    worst = rows_of(page, "worst")
+    assert worst[0][0].startswith("gemm mm fp32 m=4") and worst[0][3] == "+200"
+    assert worst[0][4].startswith("out of envelope")
+    assert len(worst) == 6 + 3
+
+
+def test_headline_errors_stand_beside_their_noise_floor() -> None:
+    """Geometric means of 10 and 10 %, and of 20 %; ops 10, 10, 20, 50, 50 and 200 %."""
+    found = {t.label: (t.value, t.beside) for t in tiles(DEVICE)}
+    assert found["Iterations, one process"][0] == "10.0 %"
+    assert found["Iterations, under a plan"][0] == "20.0 %"
+    assert "retests differ by 2.0 %" in found["Iterations, one process"][1]
+    assert found["Ops"] == ("35.0 %", "median of 6 held-out rows; retests differ by 5.0 %")
+    assert found["Intervals"][0] == "33 % / 50 %"
+
+
+def test_charts_have_axis_titles_legends_and_all_points() -> None:
+    found = figures(page_of(DEVICE))
+    assert len(found) == 8
+    for chart in found:
+        for figure in chart["figures"].values():
+            x, y = figure["layout"]["xaxis"], figure["layout"]["yaxis"]
+            named_rows = y.get("type") == "category"  # whose names say what they are
+            assert x["title"]["text"] and (y["title"]["text"] or named_rows), chart["name"]
+            assert any("name" in trace for trace in figure["data"]), chart["name"]
+    texts = str(found[0])
+    assert all(text in texts for text in ("<b>a</b>", "<b>plan-c dp=2</b>", "retest 2.0 %"))
+    ops = found[2]["figures"]["predicted and measured"]["data"]
+    assert sum(len(trace["x"]) for trace in ops if trace["mode"] == "markers") == len(OPS)
+    ratio = found[2]["figures"]["ratio of the two"]["data"]
+    products = next(trace for trace in ratio if trace.get("name") == "matrix products")
+    assert sorted(products["y"]) == pytest.approx([0.9, 1.1, 1.2, 3.0])
+
+
+def test_traces_differ_by_shape_as_well_as_by_colour() -> None:
+    for chart in figures(page_of(DEVICE)):
+        for figure in chart["figures"].values():
+            marks = [t["marker"] for t in figure["data"] if "symbol" in t.get("marker", {})]
+            assert len({m["symbol"] for m in marks}) == len({m["color"] for m in marks})
+            assert len({m["symbol"] for m in marks}) == len(marks)
+
+
+def test_names_from_outside_are_escaped() -> None:
+    page = page_of(DEVICE)
+    assert "&lt;toy&gt;" in page and "b&lt;i&gt;" in page
+    assert "<toy>" not in page and "b<i>" not in page
+
+
+def test_nothing_is_loaded_from_outside() -> None:
+    """Neither images nor scripts nor styles have an address."""
+    page = re.sub(r"<script type=.application/gzip.*?</script>", "", page_of(DEVICE), flags=re.S)
+    assert not re.search(r"(src=|url\(|@import|https?://)", page)
+
+
+def test_what_is_not_known_is_said() -> None:
+    """Without held-out rows, without a sweep, without a comparison."""
+    page = page_of(Device(name="toy", results=RESULTS))
+    assert "no forecasts of held-out rows are on disk" in page and "Not computed yet" in page
+    assert "Calibration" in page and "Against other learners" not in page
+    assert "iteration a" in page
+    assert "Predicted against measured ops" in page_of(Device(name="toy", ops=OPS))
+
+
+def test_a_page_for_every_device(tmp_path: Path) -> None:
+    """One device: report.html; several: a folder each, linked to each other."""
+    save_held_out(tmp_path / "bundle", OPS)
+    facts = replace(EVALUATION, bundle=str(tmp_path / "bundle"))
+    facts.save(tmp_path / "one")
+    page = write_pages(tmp_path / "one").read_text()
+    assert "forecasts toy" in page and "norm" in page
+    other = replace(RESULTS[0], gpu="other")
+    replace(facts, results=[*RESULTS, other]).save(tmp_path / "two")
+    index = write_pages(tmp_path / "two").read_text()
+    assert 'href="toy/report.html"' in index and 'href="other/report.html"' in index
+    both = [(tmp_path / "two" / name / "report.html").read_text() for name in ("toy", "other")]
+    assert 'href="../other/report.html"' in both[0] and "norm" in both[0]
+    assert "no forecasts of held-out rows" in both[1]
+    assert rewrite(tmp_path) == [tmp_path / n / "report.html" for n in ("one", "two")]
+
+
+def test_the_command_writes_pages_anew(tmp_path: Path) -> None:
+    EVALUATION.save(tmp_path / "demo")
+    found = CliRunner().invoke(app, ["report", "--reports", str(tmp_path)])
+    assert found.exit_code == 0 and str(tmp_path / "demo" / "report.html") in found.output
+    nothing = CliRunner().invoke(app, ["report", "--reports", str(tmp_path / "none")])
+    assert nothing.exit_code == 2 and "run `itercast demo`" in nothing.output
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """240 products that take 3 to 5 times the roofline, half a second of sweep each."""
+    root, rng, rows = tmp_path_factory.mktemp("sweep"), np.random.default_rng(0), []
+    for p in islice(gemm.sweep(), 240):
+        roof_us = max(gemm.flops(p) / 1e13, gemm.bytes_moved(p) / 1e12) * 1e6 + 2
+        facts = {"family": "gemm", "gpu": "toy", "threads": 0, "cache": "warm", "repeat": 0}
+        time_us = 3 * roof_us * (1 + 8 / p.m**0.5) * rng.lognormal(0, 0.02)
+        rows.append({**asdict(p), **facts, "status": "ok", "time_us": time_us, "cost_s": 0.5})
+    path = write_part(root, "gemm", "toy", pd.DataFrame(rows), "0")
+    write_card(path.parent, {"hardware": TOY.to_dict()})
+    return root
+
+
+def test_a_longer_sweep_has_more_points_and_smaller_errors(sweep: Path) -> None:
+    """An eighth to all of the points in training, half a second each."""
+    steps, held_out = learning_curve(sweep, "toy")
+    whole = 240 - len(held_out)
+    assert [s.points for s in steps] == [int(whole * share) for share in (1 / 8, 1 / 4, 1 / 2, 1)]
+    assert [s.minutes for s in steps] == pytest.approx([s.points / 120 for s in steps])
+    assert steps[-1].median_ape_pct < steps[0].median_ape_pct
+    assert steps[-1].p90_ape_pct < 0.7 * steps[0].p90_ape_pct
+    off = 100 * (held_out["predicted_us"] / held_out["measured_us"] - 1).abs()
+    assert off.median() == pytest.approx(steps[-1].median_ape_pct)
+
+
+def test_a_sweep_is_replayed_once(
+    sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was found is read again, until rows are added; it is not computed unasked."""
+    assert not sweep_facts(tmp_path, sweep, "toy", compute=False).learning
+    first = sweep_facts(tmp_path, sweep, "toy", compute=True)
+    monkeypatch.setattr("eval.report.sweeps.learning_curve", None)  # would fail if called
+    again = sweep_facts(tmp_path, sweep, "toy", compute=True)
+    assert again.learning == first.learning and again.following == first.following
+    pd.testing.assert_frame_equal(again.held_out, first.held_out)
+    assert first.following[0].family == "gemm" and first.following[0].points > 0
+    facts = tmp_path / "toy.json"
+    facts.write_text(facts.read_text().replace('"digest": "', '"digest": "other'))
+    assert not sweep_facts(tmp_path, sweep, "toy", compute=False).learning
