@@ -128,7 +128,7 @@ def capture(
     batch: int | None = None,
     seq: int | None = None,
     mode: str = "train",
-    optimizer: str = "adamw",
+    optimizer: str = "",
     dtype: str | None = None,
     attn: str = "sdpa",
     amp: bool = False,
@@ -146,9 +146,11 @@ def capture(
     other models. fp8 applies to the linear layers of blocks, the rest is in bf16
     (``compose.parallel.fp8``). ``amp``: weights stay in fp32, the forward pass runs under CUDA's
     autocast to ``dtype``. Three of many equal layers of published cases and configurations are
-    captured, unless ``whole``. ``lora``: rank of adapters on a frozen configuration's model.
+    captured, unless ``whole``. ``optimizer``: that of ``optimizer_of`` where none is named.
+    ``lora``: rank of adapters on a frozen configuration's model.
     """
-    options: dict[str, Any] = {"mode": mode, "optimizer": optimizer, "attn": attn, "amp": amp}
+    used = optimizer or optimizer_of(model)
+    options: dict[str, Any] = {"mode": mode, "optimizer": used, "attn": attn, "amp": amp}
     options["loss"] = start = loss if isinstance(loss, str) else "default"
     if lora and not isinstance(model, Path):
         raise ValueError("lora adapts the model of a Hugging Face configuration only")
@@ -163,6 +165,11 @@ def capture(
     settings = _settings(dtype or "fp32", **options)
     step = _capture_module(model, inputs, loss, settings, batch, seq, keep_dtype)
     return with_fp8(step) if dtype == "fp8" else step
+
+
+def optimizer_of(model: Any) -> str:
+    """The optimizer of a step where none is asked for: a case's own, else adamw."""
+    return case(model).optimizer if isinstance(model, str) else "adamw"
 
 
 def _capture_module(

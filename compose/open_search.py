@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from compose.capture_model import capture
+from compose.capture_model import capture, optimizer_of
 from compose.pricing.price_book import PriceBook
 from compose.search import Search
 from compose.target import find_bundle, find_gpu, find_host, find_stack
@@ -35,6 +35,7 @@ def open_search(
     samples of a step over all GPUs; without it and ``seq`` a case has its own batch on each GPU.
     """
     batch, seq = _size(model, gpus, batch, seq)
+    optimizer = optimizer or optimizer_of(model)
     folder, models = find_bundle(gpu, bundle)
     device = find_gpu(gpu, models)
     threads = max(1, device.sm_count // gpus) if device.kind == "cpu" else 0

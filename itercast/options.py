@@ -24,6 +24,10 @@ Stack = Annotated[
         help="software with release; `itercast list stacks`, default: torch-2.11 on a GPU"
     ),
 ]
+Optimizer = Annotated[
+    str,
+    typer.Option(help="adamw, adamw_fused, sgd, lamb or none; default: the case's own, else adamw"),
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Families = Annotated[
     list[str] | None, typer.Option("--family", help="only this op family; repeatable")

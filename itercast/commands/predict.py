@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from itercast.errors import one_line_errors
-from itercast.options import Bundle, HfConfig, Host, Json, Stack
+from itercast.options import Bundle, HfConfig, Host, Json, Optimizer, Stack
 from microbench.cases.external.huggingface import read_config
 
 if TYPE_CHECKING:  # no command but predict pays for these
@@ -66,7 +66,7 @@ def predict(
     loss: Annotated[str, typer.Option(help="default, or none: backward from output")] = "default",
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "fp32",
     attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa",
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw_fused, sgd, lamb or none")] = "adamw",
+    optimizer: Optimizer = "",
     lora: Lora = 0,
     plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2" or "dp=8,amp"')] = "",
     compiled: Compiled = False,

@@ -14,7 +14,8 @@ class EvalCase:
     ``inputs(batch, seq)`` returns the keyword arguments of the model's forward, ``loss(output,
     inputs)`` a scalar. ``seq`` is 0 for models without a sequence. ``measured`` cases are small
     enough for two CPU cores. ``digest`` identifies files that ``build`` reads, such as a
-    configuration.
+    configuration. ``optimizer`` trains it unless another is asked for: sgd where tables have sparse
+    gradients, which Adam refuses.
     """
 
     name: str
@@ -25,3 +26,4 @@ class EvalCase:
     seq: int = 0
     measured: bool = True
     digest: str = ""
+    optimizer: str = "adamw"

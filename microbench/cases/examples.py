@@ -78,6 +78,7 @@ EXAMPLES: tuple[EvalCase, ...] = (
         sparse=True,
         multiple=8,
         measured=False,
+        optimizer="sgd",
     ),
     _transformer_xl("transformer-xl-base", 32, 192, 16, width=512, heads=8, hidden=2048),
     _transformer_xl(

@@ -185,6 +185,7 @@ def clicks(
     rows: int | tuple[int, ...],
     bag: int,
     measured: bool = True,
+    optimizer: str = "adamw",
     **sizes: Any,
 ) -> EvalCase:
     """A recommendation model with ``rows`` per table and ``bag`` lookups per sample and table."""
@@ -213,7 +214,13 @@ def clicks(
 
     build = builder("dlrm", "Dlrm", features=features, tables=tables, rows=rows, **sizes)
     return EvalCase(
-        name=name, build=build, inputs=inputs, loss=loss, batch=batch, measured=measured
+        name=name,
+        build=build,
+        inputs=inputs,
+        loss=loss,
+        batch=batch,
+        measured=measured,
+        optimizer=optimizer,
     )
 
 

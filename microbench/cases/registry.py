@@ -7,10 +7,11 @@ from microbench.cases.evalcase import EvalCase
 from microbench.cases.examples import EXAMPLES
 from microbench.cases.gpu import GPU
 from microbench.cases.others import OTHERS
+from microbench.cases.recommenders.catalogue import RECOMMENDERS
 
 __all__ = ["EvalCase", "case", "case_names"]
 
-ALL = (*MEASURED, *PUBLISHED, *EXAMPLES, *GPU, *OTHERS)
+ALL = (*MEASURED, *PUBLISHED, *EXAMPLES, *GPU, *OTHERS, *RECOMMENDERS)
 
 
 def case_names() -> list[str]:

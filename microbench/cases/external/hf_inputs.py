@@ -31,10 +31,14 @@ IMAGE_SIZE = assumed(__file__, "image_size")
 log = logging.getLogger(__name__)
 
 
-def make_inputs(model: Any, config: Any, batch: int, seq: int, labels: bool) -> dict[str, Any]:
+def make_inputs(
+    model: Any, config: Any, batch: int, seq: int, labels: bool, masked: bool = False
+) -> dict[str, Any]:
     """Inputs by the argument names of the forward of a transformers model or class.
 
     With ``labels``, also those that its own loss needs: tokens, classes or matching pairs.
+    ``masked``: encoders of tokens get their attention mask, which tokenizers make for full
+    sequences too: eager attention adds it to every score.
     """
     name, kind = model.main_input_name, _class_name(model)
     makers: dict[str, Callable[[], Any]] = {
@@ -48,6 +52,8 @@ def make_inputs(model: Any, config: Any, batch: int, seq: int, labels: bool) -> 
         raise ValueError(f"{kind} takes {name!r}; supported: {sorted(makers)}")
     accepted = inspect.signature(model.forward).parameters
     inputs = {name: makers[name]()}
+    if masked and name == "input_ids" and "attention_mask" in accepted and _encodes(config, kind):
+        inputs["attention_mask"] = _ones(batch, seq)
     beside = {"input_ids": "pixel_values", "pixel_values": "input_ids"}.get(name, "")
     if beside in accepted and not _needs_patch_layout(accepted, config, kind):
         inputs[beside] = makers[beside]()
@@ -57,6 +63,19 @@ def make_inputs(model: Any, config: Any, batch: int, seq: int, labels: bool) -> 
     if "decoder_input_ids" in accepted and getattr(config, "is_encoder_decoder", False):
         inputs["decoder_input_ids"] = _tokens(config, kind, batch, seq)
     return {**inputs, **(_labels(inputs, accepted, kind, batch, seq) if labels else {})}
+
+
+def _encodes(config: Any, kind: str) -> bool:
+    """Whether every token attends to all others: causal models make a mask of their own."""
+    of_two = getattr(config, "is_encoder_decoder", False)
+    return not (getattr(config, "is_decoder", False) or of_two or "CausalLM" in kind)
+
+
+def _ones(batch: int, seq: int) -> Any:
+    """The attention mask of full sequences."""
+    import torch  # lazy: names need no torch
+
+    return torch.ones(batch, seq, dtype=torch.int64)
 
 
 def _needs_patch_layout(accepted: Any, config: Any, kind: str) -> bool:

@@ -72,8 +72,8 @@ def _kept(values: dict[str, Any]) -> dict[str, Any]:
 def hf_case(path: Path, *, mode: str, loss: str, attn: str, lora: int = 0) -> EvalCase:
     """The case of the class ``architectures[0]``; the caller chooses batch and seq.
 
-    Batches are full (``hf_inputs``): no padding, attention mask or key-value cache. The loss is the
-    one that the model returns. ``lora``: rank of adapters that alone are trained; 0: none.
+    Batches are full (``hf_inputs``): no padding or key-value cache, and no attention mask but that
+    of encoders with eager attention. The loss is the one that the model returns. ``lora``: rank of adapters that alone are trained; 0: none.
     """
     read = read_config(path)
     if lora and (read.of_timm or lora < 0):
@@ -87,7 +87,7 @@ def hf_case(path: Path, *, mode: str, loss: str, attn: str, lora: int = 0) -> Ev
         name=read.name,
         build=lambda: _adapted(build(read, attn), lora),
         inputs=lambda batch, seq: make_inputs(
-            _model_class(read), _config(read), batch, seq, labels
+            _model_class(read), _config(read), batch, seq, labels, masked=attn == "eager"
         ),
         loss=own_loss,
         batch=0,

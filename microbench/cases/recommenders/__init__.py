@@ -1,0 +1,1 @@
+"""Recommendation models with embedding tables, and cases of them."""
