@@ -20,8 +20,9 @@ def with_index_streams(capture: StepCapture, streams: Sequence[IndexStream]) -> 
     """The step whose embedding bags look rows up as the streams say: one of all, or one per table.
 
     Tables are numbered in the order of their first lookup. A backward pass looks up the rows of its
-    forward pass; backward passes run in reverse order. ValueError where the numbers of tables
-    differ, or a table lacks rows that its stream looks up.
+    forward pass; backward passes run in reverse order. The keyword ``stream`` of a call has the
+    features of its rows, ``drawn`` of a lookup the stream itself. ValueError where the numbers of
+    tables differ, or a table lacks rows that its stream looks up.
     """
     found = ((i, _point(call)) for i, call in enumerate(capture.calls))
     bags = {i: p for i, p in found if p is not None}
@@ -30,10 +31,8 @@ def with_index_streams(capture: StepCapture, streams: Sequence[IndexStream]) -> 
         raise ValueError(
             f"indices of {len(streams)} tables, the model looks up {len(forward)} of them"
         )
-    of_call = {
-        i: streams[at if len(streams) > 1 else 0].facts(bags[i].rows, bags[i].bags)
-        for at, i in enumerate(forward)
-    }
+    drawn = {i: streams[at if len(streams) > 1 else 0] for at, i in enumerate(forward)}
+    of_call = {i: stream.facts(bags[i].rows, bags[i].bags) for i, stream in drawn.items()}
     waiting: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i in forward:
         waiting[_sizes(bags[i])].append(i)
@@ -41,7 +40,9 @@ def with_index_streams(capture: StepCapture, streams: Sequence[IndexStream]) -> 
         if p.op == "backward" and waiting[_sizes(p)]:
             of_call[i] = of_call[waiting[_sizes(p)].pop()]
     calls = tuple(
-        replace(call, kwargs={**call.kwargs, "stream": of_call[i]}) if of_call.get(i) else call
+        replace(call, kwargs={**call.kwargs, "stream": of_call[i], "drawn": drawn.get(i)})
+        if of_call.get(i)
+        else call
         for i, call in enumerate(capture.calls)
     )
     return replace(capture, calls=calls)

@@ -245,10 +245,14 @@ def _with_bytes(layer: Layer, lives: Sequence[_Lifetime], edges: tuple[int, int,
 
 
 def _signature(layer: Layer, calls: Sequence[OpCall]) -> tuple[object, ...]:
-    """What two layers share that are equal: ops, shapes and dtypes of calls and parameters."""
+    """What two layers share that are equal: ops, shapes, dtypes and rows looked up, parameters."""
     spans = (layer.forward, layer.backward)
     shapes = tuple(
-        (c.op, tuple((t.shape, t.dtype) for t in (*c.tensors(), *c.outputs)))
+        (
+            c.op,
+            tuple((t.shape, t.dtype) for t in (*c.tensors(), *c.outputs)),
+            tuple(c.kwargs.get("stream", {}).items()),
+        )
         for a, b in spans
         for c in calls[a:b]
     )

@@ -19,15 +19,17 @@ def collective(
     phase: str,
     *,
     overlaps_next: bool = False,
+    received: tuple[TensorSpec, ...] = (),
     scale: float = 1,
 ) -> OpCall:
     """A collective over the ranks of one axis of the plan, which compute waits for.
 
     The message is ``tensor``, the whole buffer as nccl-tests counts it, times ``scale``. With
     ``overlaps_next`` it runs beside the next call; compute waits only for what exceeds that call.
+    With ``received`` it runs beside all calls until the first that reads one of these tensors.
     """
     facts = {"kind": kind, "axis": axis, "overlaps_next": overlaps_next, "scale": scale}
-    return OpCall(op=COLLECTIVE, args=(tensor,), kwargs=facts, phase=phase)
+    return OpCall(op=COLLECTIVE, args=(tensor,), kwargs=facts, outputs=received, phase=phase)
 
 
 def fresh_storages(capture: StepCapture) -> Iterator[int]:

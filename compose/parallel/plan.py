@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 DEGREES = ("dp", "tp", "pp", "cp", "etp", "micro", "accumulate", "hsdp", "first", "last", "nodes")
 FLAGS = ("sp", "tp_overlap", "amp")
 TRANSFORMS = ("split", "reorder", "fuse", "overlap")  # CoCoNeT, arXiv:2105.05720
+GREEDY = "greedy"  # of shard
 DEFAULT_STAGES_PER_RANK = "2"  # of schedule=interleaved
 DEFAULT_CHUNKS = "8"  # of coconet=...,overlap
 
@@ -55,6 +56,7 @@ class ParallelPlan:
     gossip: str = ""  # replicas average with neighbours instead of all_reduce
     coconet: tuple[str, ...] = ()
     overlap: int = 1  # chunks of CoCoNeT's overlap
+    shard: str = ""  # greedy, or a file that says how embedding tables are spread over dp ranks
     node: str = ""  # name or file of a node
     nodes: int = 0  # 0: as many as the ranks need
 
@@ -228,6 +230,12 @@ def _node(key: str, value: str) -> dict[str, Any]:
     return {key: value}
 
 
+def _shard(key: str, value: str) -> dict[str, Any]:
+    if not value:
+        raise ValueError(f"shard is {GREEDY} or a JSON file of a sharding")
+    return {key: value}
+
+
 _READERS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     **dict.fromkeys(DEGREES, _degree),
     "ep": _experts,
@@ -237,6 +245,7 @@ _READERS: dict[str, Callable[[str, str], dict[str, Any]]] = {
     **dict.fromkeys(CHOICES, _choice),
     "compress": _compress,
     "coconet": _coconet,
+    "shard": _shard,
     "node": _node,
 }
 
@@ -298,6 +307,19 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield bool(p.coconet) and not plain, "coconet rewrites DDP: no zero, gossip or cdp"
     yield bool(p.coconet) and "split" not in p.coconet, "coconet starts with split"
     yield "fuse" in p.coconet and "reorder" not in p.coconet, "coconet: fuse needs reorder"
+    yield p.shard != "" and p.dp == 1, "shard spreads tables over dp ranks: dp > 1"
+    others = (
+        p.recompute,
+        p.offload,
+        p.gossip,
+        p.zero,
+        p.cdp,
+        p.coconet,
+        p.ep > 1,
+        p.world_size > p.dp,
+    )
+    ddp = not any(others) and p.microbatches == 1
+    yield p.shard != "" and not ddp, "shard goes with dp, amp, compress and node alone"
 
 
 def micro_batch(plan: ParallelPlan, batch: int, seq: int) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from compose.pricing.gradient_copies import ADDED, gradient_copies
 from compose.pricing.host import PYTHON, Launches, host_cost, launch_costs, python_op
 from compose.pricing.price_book import Priceable, PriceBook, PricedOp
 from compose.pricing.rank_graph import Cut, RankGraph, rank_graph
+from compose.pricing.sharded_tables import slowest_rank
 from compose.pricing.work import Step, Work, fold, side_by_side_us
 from microbench.opcall import OpCall, StepCapture
 
@@ -103,7 +104,8 @@ class PricedModel:
     """All layers of one rank with prices, and the host time of its step.
 
     ``host_us`` is of one micro-batch and the optimizer, ``host_assumed`` the shares of it that rest
-    on assumptions; ``optimizer_host_us`` is the optimizer's Python.
+    on assumptions; ``optimizer_host_us`` is the optimizer's Python. ``added_bytes``: memory of
+    embedding tables on the fullest rank that is not among the parameters, by purpose.
     """
 
     layers: tuple[PricedLayer, ...]
@@ -111,6 +113,7 @@ class PricedModel:
     host_us: float
     host_assumed: AssumedShares
     optimizer_host_us: float
+    added_bytes: Mapping[str, int] = field(default_factory=dict)
     results: dict[Hashable, object] = field(default_factory=dict, compare=False)  # see ``once``
 
     def once(self, key: Hashable, compute: Callable[[], R]) -> R:
@@ -141,6 +144,10 @@ def price_model(
 
     Kept by the parts of the plan and of its placement that change these prices.
     """
+    if plan.shard:
+        sharded = slowest_rank(capture, plan, book, where)
+        model = price_model(sharded.step, replace(plan, shard=""), book, where)
+        return replace(model, added_bytes=sharded.added_bytes)
     groups = tuple(where.groups[axis] for axis in ("tp", "cp", "ep"))
     again = (plan.recompute, plan.recomputed)
     cut = (Cut.of(plan), again, plan.tp_overlap, plan.overlap * ("overlap" in plan.coconet))
@@ -237,14 +244,16 @@ def _exposed(
     plan: ParallelPlan,
     contention: float,
 ) -> PricedOp:
-    """A collective with the time it adds to compute: it overlaps the next op, or part of a product.
+    """A collective with the time it adds to compute: it overlaps next ops, or part of a product.
 
     A product of time T in C chunks (CoCoNeT, tp_overlap) and its collective of time t take T/C,
     then (C-1)/C T and t side by side.
     """
     op, call = ops[i], calls[i]
     beside_us = 0.0
-    if call.kwargs["overlaps_next"] and i + 1 in ops:
+    if call.outputs:
+        beside_us = sum(ops[at].duration_us for at in _until_read(i, calls))
+    elif call.kwargs["overlaps_next"] and i + 1 in ops:
         beside_us = ops[i + 1].duration_us
     elif "overlap" in plan.coconet and call.kwargs["axis"] == "tp" and i:
         beside_us = (plan.overlap - 1) / plan.overlap * ops[i - 1].duration_us
@@ -253,6 +262,16 @@ def _exposed(
     us = side_by_side_us(beside_us, op.duration_us, contention) - beside_us
     scale = us / op.duration_us if op.duration_us else 0.0
     return replace(op, duration_us=us, low_us=op.low_us * scale, high_us=op.high_us * scale)
+
+
+def _until_read(i: int, calls: Sequence[OpCall]) -> Iterator[int]:
+    """The calls of a phase after collective ``i`` until one reads what it brings."""
+    received = {t.storage for t in calls[i].outputs}
+    for at in range(i + 1, len(calls)):
+        other = calls[at].phase != calls[i].phase
+        if other or received & {t.storage for t in calls[at].tensors()}:
+            return
+        yield at
 
 
 def _product_us(i: int, calls: Sequence[OpCall], ops: Mapping[int, PricedOp]) -> float:

@@ -70,7 +70,9 @@ def memory(rank: Rank, optimizer: str) -> dict[str, int]:
     plan = rank.plan
     update = rank.model.update_share
     if plan.pp == 1:
-        return rank_memory(Sizes.of(rank.layers), plan, optimizer, update)
+        alone = rank_memory(Sizes.of(rank.layers), plan, optimizer, update)
+        added = rank.model.added_bytes
+        return {name: n + added.get(name, 0) for name, n in alone.items()}
     found = []
     for r, (sizes, saved) in enumerate(_held(rank)):
         held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)

@@ -28,6 +28,8 @@ GOOD = [
     "dp=4,gossip=exp2",
     "dp=16,node=dgx-h100,nodes=2",
     "dp=8,coconet=split,reorder,fuse,overlap:8,tp=2",
+    "dp=8,shard=greedy",
+    "dp=4,amp,shard=plans/tables.json,node=dgx-h100",
 ]
 BAD = {
     "tp=2,tp=2": "tp is given twice",
@@ -63,6 +65,11 @@ BAD = {
     "recompute=full:x": "is a number above 0",
     "nodes=2": "nodes needs node",
     "offload=weights": "offload is one of",
+    "dp=2,shard=": "shard is greedy or a JSON file",
+    "shard=greedy": "shard spreads tables over dp ranks: dp > 1",
+    "dp=2,tp=2,shard=greedy": "shard goes with dp, amp, compress and node alone",
+    "dp=2,zero=3,shard=greedy": "shard goes with dp",
+    "dp=2,micro=2,shard=greedy": "shard goes with dp",
 }
 
 

@@ -1,0 +1,303 @@
+"""Sharded embedding tables: one rank's step of a model whose tables are spread over its replicas.
+
+The rank's step:
+
+1. its samples' row numbers go to the ranks that hold the rows (all_to_all);
+2. it looks its shards up for the samples of all ranks;
+3. pooled vectors go back (all_to_all) beside all that needs none of them;
+4. the rest of the forward pass, and backward down to the gradients of pooled vectors;
+5. these go to the shards (all_to_all) beside the rest of backward;
+6. after backward, which ends when DDP has reduced the other gradients, its shards are updated with
+   the gradients of the rows looked up, then the rest.
+
+Messages are as large as the most that any rank sends or receives, by which an uneven all_to_all
+takes its time (arXiv 2404.12674). Copies around them are those of
+``microbench.iterations.sharded_dlrm``, on a CPU with its ops of one element per sample. Tables that
+stay data-parallel are left as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from compose.graph.rewrite import StepBuilder, collective, fresh_storages
+from compose.parallel.captured_tables import (
+    BAGS,
+    ROWS,
+    CapturedTable,
+    Lookup,
+    OptimizerLists,
+    gradient_calls,
+)
+from compose.parallel.placement import (
+    INDEX_BYTES,
+    Shard,
+    Sharding,
+    Table,
+    message_bytes,
+    shards,
+)
+from microbench.assumptions import assumed
+from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from microbench.ops.lookup.embedding_bag import MODES
+
+SMALL_OPS: Mapping[str, int] = assumed(__file__, "small_ops")
+PASSES_IN_PARTS: int = assumed(__file__, "passes_in_parts")
+PER_TENSOR = ("zero_grad", "accumulate_grad")  # host events that come once per parameter
+
+
+def shard_stream(table: Table, rows: int, samples: int) -> dict[str, Any]:
+    """What is known of the row numbers of a shard of so many rows (see ``EmbeddingBag``).
+
+    A part of the rows gets that part of the lookups and of the distinct rows.
+    """
+    facts = table.stream.facts(table.rows, samples) if table.pooled else {}
+    if rows < table.rows and "unique" in facts:
+        facts["unique"] = max(1, round(facts["unique"] * rows / table.rows))
+    facts.pop("lookups", None)
+    return facts
+
+
+def lookup_calls(
+    shard: Shard, lookup: Lookup, ranks: int, ids: Iterator[int]
+) -> tuple[OpCall, tuple[OpCall, ...]]:
+    """A shard's lookup for the samples of all ranks; the gradient of its rows, and their update."""
+    table, samples = lookup.table, ranks * lookup.samples
+    looked_up = max(1, round(samples * table.pooling * shard.rows / table.rows))
+    facts = shard_stream(table, shard.rows, samples)
+    vectors = samples if table.pooled else looked_up
+
+    def tensor(*shape: int, dtype: str = table.dtype) -> TensorSpec:
+        return TensorSpec(shape=shape, dtype=dtype, storage=next(ids))
+
+    weight = tensor(shard.rows, shard.columns)
+    index = tensor(looked_up, dtype="int64")
+    out, gradient = tensor(vectors, shard.columns), tensor(vectors, shard.columns)
+    update_args = (weight, 0, index, tensor(looked_up, shard.columns))
+    update = OpCall(
+        op="aten.index_add_.default", args=update_args, outputs=(weight,), phase="optimizer"
+    )
+    if not table.pooled:
+        return OpCall(op=ROWS, args=(weight, index), outputs=(out,)), (
+            replace(update, args=(*update_args[:3], gradient)),
+        )
+    starts, mode = tensor(samples, dtype="int64"), MODES.index(lookup.mode)
+    weights = tensor(looked_up) if table.weighted else None
+    forward = OpCall(
+        op=BAGS[0],
+        args=(weight, index, starts, False, mode, True, weights),
+        kwargs={"stream": facts} if facts else {},
+        outputs=(out,),
+    )
+    rows = OpCall(
+        op="aten.index_select.default",
+        args=(gradient, 0, index),
+        outputs=(update_args[3],),
+        phase="optimizer",
+    )
+    return forward, (rows, update)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes of messages by rank; pooled vectors' gradients are as many bytes the other way."""
+
+    index_sent: np.ndarray
+    index_received: np.ndarray
+    vectors_sent: np.ndarray
+    vectors_received: np.ndarray
+
+
+def traffic(held: Sequence[tuple[Shard, Lookup]], ranks: int) -> Traffic:
+    """What lookups of shards send and receive; shards that are local send nothing."""
+    index_sent, index_received, sent, received = np.zeros((4, ranks))
+    for shard, lookup in held:
+        if not shard.local:
+            index_bytes, vector_bytes = message_bytes(shard, lookup.table, lookup.samples)
+            index_sent += index_bytes
+            index_received[shard.rank] += ranks * index_bytes
+            sent[shard.rank] += ranks * vector_bytes
+            received += vector_bytes
+    return Traffic(
+        index_sent=index_sent,
+        index_received=index_received,
+        vectors_sent=sent,
+        vectors_received=received,
+    )
+
+
+def held_shards(
+    tables: Sequence[CapturedTable], sharding: Sharding, per_node: int
+) -> list[tuple[Shard, Lookup]]:
+    """Every shard with each of the calls that look its table up."""
+    return [
+        (shard, lookup)
+        for i, (found, place) in enumerate(zip(tables, sharding, strict=True))
+        for shard in shards(found.table, i, place, per_node)
+        for lookup in found.lookups
+    ]
+
+
+class _Step:
+    """Builds the step of one rank."""
+
+    def __init__(
+        self,
+        capture: StepCapture,
+        held: Sequence[tuple[Shard, Lookup]],
+        rank: int,
+        ranks: int,
+        small_ops: Mapping[str, int],
+    ) -> None:
+        self.capture, self.small_ops = capture, small_ops
+        self.made, self.ids = StepBuilder(capture), fresh_storages(capture)
+        self.held = [(s, x) for s, x in held if not s.local]
+        self.sent = traffic(held, ranks)
+        self.rank = rank
+        own = [(s, x) for s, x in self.held if s.rank == rank]
+        self.own = [lookup_calls(s, x, ranks, self.ids) for s, x in own]
+        self.own_shards = [s for s, _ in own]
+
+    def distribute_and_look_up(self, pooled: Sequence[TensorSpec]) -> None:
+        """Add the exchange of row numbers, own lookups, and the exchange of ``pooled`` vectors."""
+        for shard, lookup in self.held:
+            in_parts = shard.rows < lookup.table.rows
+            self._small("sent_in_parts" if in_parts else "sent", lookup)
+            if in_parts:
+                row_bytes = INDEX_BYTES * lookup.samples * lookup.table.pooling
+                self._copy(PASSES_IN_PARTS * row_bytes, "forward")
+        index_bytes = np.maximum(self.sent.index_sent, self.sent.index_received).max()
+        self._copy(index_bytes, "forward")
+        self._exchange(index_bytes, "forward", ())
+        lookups = [x for s, x in self.held if s.rank == self.rank]
+        for lookup, (forward, _) in zip(lookups, self.own, strict=True):
+            self._small("held", lookup)
+            self.made.calls.append(forward)
+        self._copy(self.sent.vectors_sent[self.rank], "forward")
+        self._exchange(self._vector_bytes, "forward", pooled)
+
+    def join(self) -> None:
+        """Add what puts the received vectors in order."""
+        for _, lookup in self.held:
+            self._small("joined", lookup)
+
+    def send_gradients(self) -> None:
+        """Add the exchange of pooled vectors' gradients."""
+        gradients = [back[0].args[0 if len(back) > 1 else -1] for _, back in self.own]
+        self._exchange(self._vector_bytes, "backward", gradients)
+
+    def update_shards(self) -> None:
+        """Add the gradients of own shards' rows, and their addition to the tables."""
+        self._copy(self.sent.vectors_sent[self.rank], "optimizer")
+        for _, back in self.own:
+            self.made.calls += back
+
+    @property
+    def _vector_bytes(self) -> float:
+        return float(np.maximum(self.sent.vectors_sent, self.sent.vectors_received).max())
+
+    def _buffer(self, nbytes: float) -> TensorSpec:
+        return TensorSpec(shape=(max(1, round(nbytes / 4)),), dtype="fp32", storage=next(self.ids))
+
+    def _copy(self, nbytes: float, phase: str) -> None:
+        if nbytes:
+            a, b = self._buffer(nbytes), self._buffer(nbytes)
+            self.made.calls.append(
+                OpCall(op="aten.clone.default", args=(a,), outputs=(b,), phase=phase)
+            )
+
+    def _small(self, kind: str, lookup: Lookup) -> None:
+        for _ in range(self.small_ops.get(kind, 0)):
+            self._copy(INDEX_BYTES * lookup.samples, "forward")
+
+    def _exchange(self, nbytes: float, phase: str, received: Sequence[TensorSpec]) -> None:
+        if nbytes:
+            message = self._buffer(nbytes)
+            self.made.calls.append(
+                collective("all_to_all", "dp", message, phase, received=tuple(received))
+            )
+
+
+def rank_step(
+    capture: StepCapture,
+    tables: Sequence[CapturedTable],
+    sharding: Sharding,
+    rank: int,
+    ranks: int,
+    per_node: int,
+    *,
+    on_cpu: bool,
+) -> StepCapture:
+    """The step of one rank under a sharding of the step's tables."""
+    spread = [t for t, p in zip(tables, sharding, strict=True) if p.kind != "data_parallel"]
+    if not spread:
+        return capture
+    calls = capture.calls
+    step = _Step(
+        capture, held_shards(tables, sharding, per_node), rank, ranks, SMALL_OPS if on_cpu else {}
+    )
+    looked_up = {x.call for t in spread for x in t.lookups}
+    pooled = [calls[i].outputs[0] for i in sorted(looked_up)]
+    gradients = {i for t in spread for i in gradient_calls(capture, t)}
+    first, joined = _first_and_joined(calls, looked_up, {t.storage for t in pooled})
+    last = max((i for i, c in enumerate(calls) if c.phase == "backward"), default=-1)
+    gone = {t.storage for i in gradients for t in calls[i].outputs}
+    gone |= {t.parameter.storage for t in spread}
+    updates = OptimizerLists(calls, gone)
+    for i, call in enumerate(calls):
+        if i == first:
+            step.distribute_and_look_up(pooled)
+        if i == joined:
+            step.join()
+        kept = updates.without(call) if call.phase == "optimizer" else call
+        if i not in looked_up and i not in gradients and kept is not None:
+            step.made.add(i, kept)
+        if gradients and i == max(gradients):
+            step.send_gradients()
+        if gradients and i == last:
+            step.update_shards()
+    return _finished(step, spread)
+
+
+def _finished(step: _Step, spread: Sequence[CapturedTable]) -> StepCapture:
+    """The built step, with own shards in place of the tables and without their host events."""
+    tables = {t.parameter.storage: t for t in spread}
+    whole = [p for p in step.capture.parameters if p.storage not in tables]
+    own = {s.table: (s, x[0].args[0]) for s, x in zip(step.own_shards, step.own, strict=True)}
+    parts = [
+        ParamSpec(
+            name=f"shard_{number}",
+            shape=(s.rows, s.columns),
+            dtype=weight.dtype,
+            storage=weight.storage,
+            ready_after=-1,
+        )
+        for number, (s, weight) in own.items()
+    ]
+    made = step.made.step([*whole, *parts])
+    trained = sum(t.parameter.ready_after >= 0 for t in spread)
+    gone = dict.fromkeys((*PER_TENSOR, *(n for n in made.host if n.endswith("_step"))), trained)
+    lookups = sum(len(t.lookups) for t in spread)
+    gone |= {"module_call": lookups, "autograd_node": max(0, lookups - len(step.own))}
+    host = {name: max(0, n - gone.get(name, 0)) for name, n in made.host.items()}
+    return replace(made, host=host)
+
+
+def _first_and_joined(
+    calls: Sequence[OpCall], looked_up: set[int], pooled: set[int]
+) -> tuple[int, int]:
+    """The call before which row numbers are sent, and the first one that reads a pooled vector."""
+    makers = {t.storage: i for i, c in enumerate(calls) for t in c.outputs}
+    numbers = max(makers.get(calls[i].args[1].storage, -1) for i in looked_up)
+    phases = [i for i, c in enumerate(calls) if c.phase == "forward"]
+    reads = (
+        i
+        for i, c in enumerate(calls)
+        if i not in looked_up and any(t.storage in pooled for t in c.tensors())
+    )
+    joined = next(reads, len(calls))
+    return min(max(numbers + 1, phases[0]), joined), joined

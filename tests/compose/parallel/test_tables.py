@@ -1,0 +1,248 @@
+"""Sharded tables of a captured step: a rank's calls by hand, and laws over all ranks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compose.capture_model import capture
+from compose.graph.rewrite import COLLECTIVE
+from compose.parallel.captured_tables import captured_tables
+from compose.parallel.placement import KINDS, Placement, Sharding
+from compose.parallel.tables import rank_step
+from compose.predict import predict
+from microbench.opcall import StepCapture
+from microbench.ops import find_family
+
+RANKS, PER_NODE = 4, 2
+BATCH, BAG, DIM = 8, 3, 16
+ROWS = (100, 60, 40)
+ALL = tuple(range(RANKS))
+PLACES = {
+    "data_parallel": ALL,
+    "table_wise": (2,),
+    "column_wise": (3, 1),
+    "row_wise": ALL,
+    "table_row_wise": (2, 3),
+    "grid_shard": ALL,
+}
+
+
+class Net(nn.Module):
+    """Three tables, one of them by rows in two places, beside a linear layer of dense features."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.bottom = nn.Linear(5, DIM)
+        bags = [nn.EmbeddingBag(n, DIM, mode="sum", sparse=sparse) for n in ROWS[:2]]
+        self.bags, self.items = nn.ModuleList(bags), nn.Embedding(ROWS[2], DIM, sparse=sparse)
+        self.top = nn.Linear(DIM, 1)
+
+    def forward(self, dense: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.bottom(dense))
+        for bag in self.bags:
+            x = x + bag(index)
+        history = self.items(index).sum(dim=1) + self.items(index[:, 0])
+        loss: torch.Tensor = self.top(x * history).mean()
+        return loss
+
+
+def step(optimizer: str = "sgd", sparse: bool = False, mode: str = "train") -> StepCapture:
+    """A step of ``Net``; the loss is its output."""
+    inputs = (torch.zeros(BATCH, 5), torch.zeros(BATCH, BAG, dtype=torch.int64))
+    return capture(Net(sparse), inputs, optimizer=optimizer, mode=mode)
+
+
+def ranks_of(found: StepCapture, sharding: Sharding) -> list[StepCapture]:
+    """The steps of all ranks."""
+    tables = captured_tables(found)
+    return [
+        rank_step(found, tables, sharding, r, RANKS, PER_NODE, on_cpu=False) for r in range(RANKS)
+    ]
+
+
+def looked_up(found: StepCapture) -> Counter[str]:
+    """Elements of rows that forward lookups read and update, by kind of lookup."""
+    total: Counter[str] = Counter()
+    for call in found.calls:
+        family, p = find_family(call)
+        if family is not None and family.name in ("embedding_bag", "embedding"):
+            total[p.op] += p.lookups * p.dim
+        elif call.op == "aten.index_add_.default":
+            total["update"] += call.args[3].numel
+    return total
+
+
+def flops(found: StepCapture) -> float:
+    """FLOPs of the matrix products."""
+    pairs = (find_family(c) for c in found.calls)
+    return float(sum(f.flops(p) for f, p in pairs if f is not None and f.name == "gemm"))
+
+
+def table_bytes(found: StepCapture) -> int:
+    return sum(p.nbytes for p in found.parameters if p.name.startswith("shard"))
+
+
+def messages(found: StepCapture) -> list[tuple[str, int]]:
+    """Phase and bytes of the exchanges."""
+    return [(c.phase, c.args[0].nbytes) for c in found.calls if c.op == COLLECTIVE]
+
+
+def test_tables_are_parameters_that_are_only_looked_up() -> None:
+    """Eight samples with three lookups each; the items are not pooled, 24 and 8 of them."""
+    found = captured_tables(step())
+    assert [t.table.name for t in found] == ["bags.0", "bags.1", "items"]
+    assert [[(x.samples, x.table.pooling, x.table.pooled) for x in t.lookups] for t in found] == [
+        [(8, 3.0, True)],
+        [(8, 3.0, True)],
+        [(24, 1.0, False), (8, 1.0, False)],
+    ]
+    tied = nn.Sequential(nn.Embedding(30, 4), nn.Linear(4, 30, bias=False))
+    tied[1].weight = tied[0].weight
+    model = nn.ModuleDict({"net": tied})
+    model.forward = lambda i: tied(i).mean()  # type: ignore[method-assign,assignment]
+    assert captured_tables(capture(model, (torch.zeros(3, dtype=torch.int64),))) == ()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "none"])
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_ranks_do_what_one_process_does(kind: str, sparse: bool, optimizer: str) -> None:
+    """Tables and lookups once over all ranks, for the samples of all; the dense part on each."""
+    if sparse and optimizer == "adamw":
+        pytest.skip("Adam refuses sparse gradients")
+    found = step(optimizer, sparse)
+    parts = ranks_of(found, (Placement(kind, PLACES[kind]),) * 3)
+    if kind == "data_parallel":
+        assert all(part is found for part in parts)
+        return
+    whole = {t.parameter.storage for t in captured_tables(found)}
+    assert sum(map(table_bytes, parts)) == sum(ROWS) * DIM * 4
+    assert not any(p.storage in whole for part in parts for p in part.parameters)
+    assert all(flops(part) == flops(found) for part in parts)
+    over_ranks = sum(map(looked_up, parts), Counter())
+    assert over_ranks["forward"] == pytest.approx(RANKS * looked_up(found)["forward"], rel=0.02)
+    assert over_ranks["update"] == pytest.approx(over_ranks["forward"], rel=0.02)
+    assert over_ranks["backward"] == 0  # no dense gradient of a table is left
+    dense = {p.name for p in found.parameters if p.storage not in whole}
+    for part in parts:
+        assert {p.name for p in part.parameters if p.ready_after >= 0} == dense
+
+
+def test_one_table_on_one_rank_by_hand() -> None:
+    """bags.0 is on rank 2, the others stay copies.
+
+    A rank sends 24 row numbers and 8 lengths, 256 bytes; rank 2 gets four times that. It sends 8
+    vectors of 16 floats to each of 4 ranks.
+    """
+    copies = Placement("data_parallel", ALL)
+    parts = ranks_of(step(), (Placement("table_wise", (2,)), copies, copies))
+    vectors = 4 * 8 * 16 * 4
+    for part in parts:
+        assert messages(part) == [
+            ("forward", 4 * 256),
+            ("forward", vectors),
+            ("backward", vectors),
+        ]
+    held = [[p.name for p in part.parameters if p.name.startswith("shard")] for part in parts]
+    assert held == [[], [], ["shard_0"], []]
+    first = next(find_family(c)[1] for c in parts[2].calls if "embedding_bag" in c.op)
+    assert (first.rows, first.dim, first.bags, first.lookups) == (100, 16, 32, 96)
+
+
+def test_vectors_travel_beside_what_needs_none_of_them() -> None:
+    """The bottom layer stands between the exchange and the first call that reads a vector."""
+    part = ranks_of(step(), (Placement("table_wise", (2,)),) * 3)[2]
+    at = [i for i, c in enumerate(part.calls) if c.op == COLLECTIVE]
+    received = {t.storage for t in part.calls[at[1]].outputs}
+    reads = [i for i, c in enumerate(part.calls) if received & {t.storage for t in c.tensors()}]
+    between = [c.op for c in part.calls[at[1] + 1 : reads[0]]]
+    assert len(received) == 4 and "aten.addmm.default" in between
+
+
+def test_inference_sends_nothing_back() -> None:
+    parts = ranks_of(step("none", mode="infer"), (Placement("row_wise", ALL),) * 3)
+    assert [phase for phase, _ in messages(parts[0])] == ["forward", "forward"]
+
+
+def plan_file(tmp_path: Path, kinds: dict[str, Any]) -> str:
+    """A sharding file of these tables; the plan with it on four ranks."""
+    entries = {
+        name: {"sharding_type": kind, "ranks": list(ranks)} for name, (kind, ranks) in kinds.items()
+    }
+    (tmp_path / "plan.json").write_text(json.dumps(entries))
+    return f"dp=4,shard={tmp_path / 'plan.json'}"
+
+
+def forecast(plan: str, found: StepCapture | None = None) -> Any:
+    return predict(found or step(), gpu="h100-sxm-80gb", plan=plan)
+
+
+def test_tables_that_all_stay_copies_are_forecast_as_data_parallel(tmp_path: Path) -> None:
+    names = ("bags.0", "bags.1", "items")
+    plan = plan_file(tmp_path, dict.fromkeys(names, ("data_parallel", ALL)))
+    found = step()
+    sharded, plain = forecast(plan, found), forecast("dp=4", found)
+    assert replace(sharded, plan="dp=4") == plain
+    by_number = plan_file(tmp_path, dict.fromkeys("012", ("data_parallel", ALL)))
+    assert forecast(by_number, found).iteration_us == plain.iteration_us
+
+
+def test_memory_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
+    """Rank 0 has the two bags, rank 1 the items: 160 rows of 16 floats are the most of a rank."""
+    names = {"bags.0": ("table_wise", (0,)), "bags.1": ("table_wise", (0,))}
+    plan = plan_file(tmp_path, {**names, "items": ("table_wise", (1,))})
+    dense = sum(p.nbytes for p in step().parameters if p.name.startswith(("bottom", "top")))
+    for optimizer, state in (("sgd", 0), ("adamw", 2)):
+        memory = forecast(plan, step(optimizer)).memory_by_bytes
+        assert memory["parameters"] == dense + 160 * DIM * 4
+        assert memory["optimizer"] == state * (dense + 160 * DIM * 4)
+        assert memory["gradients"] <= dense
+
+
+def test_greedy_needs_no_file_and_is_no_slower_than_one_rank(tmp_path: Path) -> None:
+    crowded = plan_file(
+        tmp_path, dict.fromkeys(("bags.0", "bags.1", "items"), ("table_wise", (0,)))
+    )
+    assert forecast("dp=4,shard=greedy").iteration_us <= forecast(crowded).iteration_us
+
+
+@pytest.mark.parametrize(
+    ("tables", "said"),
+    [
+        ({"bags.7": ("table_wise", (0,))}, "unknown table 'bags.7'; known: bags.0, bags.1, items"),
+        ({"bags.0": ("table_wise", (0,))}, "table 'bags.1': no sharding"),
+        ({"0": ("table_wise", (9,)), "1": ("row_wise", ALL), "2": ("row_wise", ALL)}, "0 to 3"),
+        ({"0": ("wise", (0,))}, "needs sharding_type"),
+        ({"0": ("table_wise", "0")}, "needs sharding_type"),
+        ({"0": ("column_wise", (0, 1, 2)), "1": ("row_wise", ALL), "2": ("row_wise", ALL)}, "dim"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused_in_a_line(
+    tmp_path: Path, tables: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=said) as refused:
+        forecast(plan_file(tmp_path, tables))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, "\x00"])
+def test_files_that_are_no_sharding_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan.json").write_text(text)
+    with pytest.raises(ValueError, match=r"not JSON|expected a table's name"):
+        forecast(f"dp=4,shard={tmp_path / 'plan.json'}")
+    with pytest.raises(ValueError, match="shard is greedy or a file"):
+        forecast(f"dp=4,shard={tmp_path / 'nowhere.json'}")
+
+
+def test_models_without_tables_are_refused() -> None:
+    plain = capture(nn.Linear(4, 4), (torch.zeros(2, 4),), loss="none")
+    with pytest.raises(ValueError, match="the model has none"):
+        forecast("dp=4,shard=greedy", plain)
