@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-import pandas as pd
 import pytest
 import torch
 
@@ -15,6 +15,7 @@ from microbench.iterations.measured_plan import MeasuredPlan
 from microbench.iterations.plan_stages import edges, own_parameters
 from microbench.iterations.plan_steps import make_plan_step, numbered_layers
 from microbench.step import StepSettings
+from microbench.store import read_rows
 
 
 @pytest.mark.parametrize(
@@ -87,12 +88,17 @@ def test_stages_share_blocks_and_parameters() -> None:
     assert numbered_layers(model) == list(model.blocks)
 
 
-def test_every_kind_of_plan_runs_on_two_processes(tmp_path: Path) -> None:
-    plans = ["dp=2,zero=3", "dp=2,zero=1,accumulate=2", "dp=2,compress=0.5", "tp=2"]
+def test_every_kind_of_plan_runs_on_two_processes_once_each_round(tmp_path: Path) -> None:
+    """Two processes have half of the threads each."""
+    plans = ["dp=2", "dp=2,zero=3", "dp=2,zero=1,accumulate=2", "dp=2,compress=0.5", "tp=2"]
     plans += ["pp=2,micro=2", "dp=2,cdp=1"]
-    wanted = [Iteration(case="gpt-s", batch=2, seq=16, plan=plan) for plan in plans]
-    assert collect_iterations(tmp_path, "cpu", wanted, 0) == len(plans)
-    parts = tmp_path.glob("iteration/*/*/part-*.parquet")
-    rows = pd.concat(pd.read_parquet(p) for p in parts)
-    assert set(rows["plan"]) == set(plans)
+    wanted = [Iteration(case="gpt-s", batch=2, seq=16, plan=plan) for plan in ["", *plans]]
+    assert collect_iterations(tmp_path, "cpu", wanted, 0) == len(wanted)
+    assert collect_iterations(tmp_path, "cpu", wanted, 0) == 0  # they are there
+    assert collect_iterations(tmp_path, "cpu", wanted[:1], 1) == 1
+    rows = read_rows([tmp_path], "iteration")
+    assert sorted(rows["plan"]) == ["", "", *sorted(plans)]
+    cores = os.cpu_count() or 1
+    assert set(rows[rows["plan"] == ""]["threads"]) == {cores}
+    assert set(rows[rows["plan"] != ""]["threads"]) == {max(1, cores // 2)}
     assert (rows["status"] == "ok").all() and (rows["time_us"] > 0).all()
