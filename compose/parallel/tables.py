@@ -47,6 +47,7 @@ from microbench.ops.lookup.embedding_bag import MODES
 
 SMALL_OPS: Mapping[str, int] = assumed(__file__, "small_ops")
 PASSES_IN_PARTS: int = assumed(__file__, "passes_in_parts")
+SPARSE_BACKWARD, SPARSE_UPDATE = "itercast.sparse_backward", "itercast.sparse_update"
 PER_TENSOR = ("zero_grad", "accumulate_grad")  # host events that come once per parameter
 
 
@@ -63,43 +64,37 @@ def shard_stream(table: Table, rows: int, samples: int) -> dict[str, Any]:
 
 
 def lookup_calls(
-    shard: Shard, lookup: Lookup, ranks: int, ids: Iterator[int]
+    shard: Shard, lookup: Lookup, ranks: int, optimizer: str, ids: Iterator[int]
 ) -> tuple[OpCall, tuple[OpCall, ...]]:
     """A shard's lookup for the samples of all ranks; the gradient of its rows, and their update."""
     table, samples = lookup.table, ranks * lookup.samples
     looked_up = max(1, round(samples * table.pooling * shard.rows / table.rows))
     facts = shard_stream(table, shard.rows, samples)
-    vectors = samples if table.pooled else looked_up
+    known: dict[str, Any] = {"kwargs": {"stream": facts}} if facts else {}
+    mode = MODES.index(lookup.mode)
 
     def tensor(*shape: int, dtype: str = table.dtype) -> TensorSpec:
         return TensorSpec(shape=shape, dtype=dtype, storage=next(ids))
 
-    weight = tensor(shard.rows, shard.columns)
-    index = tensor(looked_up, dtype="int64")
-    out, gradient = tensor(vectors, shard.columns), tensor(vectors, shard.columns)
-    update_args = (weight, 0, index, tensor(looked_up, shard.columns))
-    update = OpCall(
-        op="aten.index_add_.default", args=update_args, outputs=(weight,), phase="optimizer"
-    )
+    weight, index = tensor(shard.rows, shard.columns), tensor(looked_up, dtype="int64")
+    vectors = samples if table.pooled else looked_up
+    out, received = tensor(vectors, shard.columns), tensor(vectors, shard.columns)
+    gradient = tensor(looked_up, shard.columns) if table.pooled else received
+    backward = []
+    if table.pooled:
+        args = (received, index, shard.rows, mode, table.weighted)
+        backward.append(OpCall(op=SPARSE_BACKWARD, args=args, outputs=(gradient,), **known))
+    if optimizer != "none":
+        how = "sgd" if optimizer == "sgd" else "adam"
+        update = OpCall(op=SPARSE_UPDATE, args=(weight, gradient, how), outputs=(weight,), **known)
+        backward.append(update)
+    after = tuple(replace(call, phase="optimizer") for call in backward)
     if not table.pooled:
-        return OpCall(op=ROWS, args=(weight, index), outputs=(out,)), (
-            replace(update, args=(*update_args[:3], gradient)),
-        )
-    starts, mode = tensor(samples, dtype="int64"), MODES.index(lookup.mode)
+        return OpCall(op=ROWS, args=(weight, index), outputs=(out,)), after
     weights = tensor(looked_up) if table.weighted else None
-    forward = OpCall(
-        op=BAGS[0],
-        args=(weight, index, starts, False, mode, True, weights),
-        kwargs={"stream": facts} if facts else {},
-        outputs=(out,),
-    )
-    rows = OpCall(
-        op="aten.index_select.default",
-        args=(gradient, 0, index),
-        outputs=(update_args[3],),
-        phase="optimizer",
-    )
-    return forward, (rows, update)
+    starts = tensor(samples, dtype="int64")
+    bag = (weight, index, starts, False, mode, True, weights)
+    return OpCall(op=BAGS[0], args=bag, outputs=(out,), **known), after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +154,7 @@ class _Step:
         self.sent = traffic(held, ranks)
         self.rank = rank
         own = [(s, x) for s, x in self.held if s.rank == rank]
-        self.own = [lookup_calls(s, x, ranks, self.ids) for s, x in own]
+        self.own = [lookup_calls(s, x, ranks, capture.optimizer, self.ids) for s, x in own]
         self.own_shards = [s for s, _ in own]
 
     def distribute_and_look_up(self, pooled: Sequence[TensorSpec]) -> None:
@@ -187,7 +182,8 @@ class _Step:
 
     def send_gradients(self) -> None:
         """Add the exchange of pooled vectors' gradients."""
-        gradients = [back[0].args[0 if len(back) > 1 else -1] for _, back in self.own]
+        first = [back[0] for _, back in self.own if back]
+        gradients = [c.args[0 if c.op == SPARSE_BACKWARD else 1] for c in first]
         self._exchange(self._vector_bytes, "backward", gradients)
 
     def update_shards(self) -> None:

@@ -121,7 +121,7 @@ def _rank_us(
     """Time in us of the lookups and updates of each rank's shards; of ``count`` ranks if given."""
     ids, found = fresh_storages(capture), np.zeros(count or ranks)
     spread = [(s, x) for s, x in held if not s.local]
-    calls = [lookup_calls(s, x, ranks, ids) for s, x in spread]
+    calls = [lookup_calls(s, x, ranks, capture.optimizer, ids) for s, x in spread]
     priced = iter(book.price([priceable(c, 1.0) for f, back in calls for c in (f, *back)]))
     for (shard, _), (_, back) in zip(spread, calls, strict=True):
         for _ in range(1 + len(back)):

@@ -189,6 +189,13 @@ def from_backward(call: OpCall) -> EmbeddingBag | None:
     return _bag(call, (rows, grad.shape[-1]), grad.shape[0], index.numel, mode, weighted)
 
 
+def from_sparse_backward(call: OpCall) -> EmbeddingBag | None:
+    """itercast.sparse_backward(grad, index, rows, mode, weighted), of a shard of a table."""
+    grad, index, rows, mode, weighted = call.args
+    found = _bag(call, (rows, grad.shape[-1]), grad.shape[0], index.numel, mode, weighted)
+    return replace(found, op="sparse_backward") if found else None
+
+
 def _argument(call: OpCall, at: int, name: str, default: Any) -> Any:
     return call.args[at] if len(call.args) > at else call.kwargs.get(name, default)
 
@@ -271,6 +278,7 @@ FAMILY = Family(
         "aten._embedding_bag_forward_only.default": from_forward,
         "aten._embedding_bag_backward.default": from_backward,
         "aten._embedding_bag_dense_backward.default": from_backward,
+        "itercast.sparse_backward": from_sparse_backward,
     },
     fallback=fallback,
     gpu_sweep=GpuSweep(

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from microbench.hardware.spec import Gpu
+from microbench.opcall import OpCall
 from microbench.ops.family import (
     Family,
     GpuSweep,
@@ -166,6 +167,14 @@ def fallback(p: SparseUpdate, measured: Measured) -> list[Part]:
     return parts
 
 
+def from_call(call: OpCall) -> SparseUpdate:
+    """itercast.sparse_update(table, gradient's rows, optimizer), of a shard of a table."""
+    (rows, dim), gradient, op = call.args[0].shape, call.args[1], call.args[2]
+    stream = {k: v for k, v in call.kwargs.get("stream", {}).items() if k != "spread"}
+    lookups, dtype = gradient.shape[0], gradient.dtype
+    return SparseUpdate(op=op, rows=rows, dim=dim, dtype=dtype, **{"lookups": lookups, **stream})
+
+
 FAMILY = Family(
     name="sparse_update",
     params=SparseUpdate,
@@ -174,7 +183,7 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
-    answers={},
+    answers={"itercast.sparse_update": from_call},
     fallback=fallback,
     gpu_sweep=GpuSweep(allocated_bytes=allocated_bytes, dtypes={"fp32": 1.0}, weight=0.5),
 )
