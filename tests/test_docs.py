@@ -215,6 +215,7 @@ def test_versions_agree() -> None:
     assert shown.exit_code == 0 and re.fullmatch(r"itercast \d+\.\d+\.\d+\n", shown.output)
 
 
+@pytest.mark.slow
 def test_the_site_loads_nothing_from_other_hosts(tmp_path: Path) -> None:
     """Where the extra ``docs`` is installed; a diagram in mermaid would load its library."""
     pytest.importorskip("mkdocs")

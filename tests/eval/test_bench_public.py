@@ -171,6 +171,7 @@ def test_what_large_products_reach_is_told_to_one_column_only() -> None:
     assert told == pytest.approx({"b200-sxm": 5.5, "h100-sxm-80gb": -5.2}, abs=1.5)
 
 
+@pytest.mark.slow
 @needs_public("NeuSight")
 def test_layernorm_of_the_public_data_beats_its_baselines() -> None:
     """On 600 of the V100's 1,478 rows: the least median error of all learners, below 2 %."""
@@ -186,6 +187,7 @@ def test_layernorm_of_the_public_data_beats_its_baselines() -> None:
     assert ours < 2
 
 
+@pytest.mark.slow
 @needs_public("aiconfigurator")
 def test_collectives_of_a_system_left_out() -> None:
     """GB200 is as fast as B200; nothing measured is like A100: there others do as well."""
