@@ -284,7 +284,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS, help="runs to average over")
     parser.add_argument("--out", type=Path, default=Path("reports/active"), help="report folder")
     asked = parser.parse_args()
-    from eval.tracking import log_active
+    from eval.tracking.logs import log_active
 
     found = compare(asked.root, asked.gpu, asked.seeds)
     text = markdown(asked.gpu, found, asked.seeds)

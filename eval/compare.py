@@ -216,7 +216,9 @@ def report_comparison(
     if not results:
         raise ValueError("nothing could be forecast")
     from eval.report import write_report
-    from eval.tracking import log_evaluation
+    from eval.ranking import ranking_metrics
+    from eval.results import summary
+    from eval.tracking.logs import log_evaluation
 
     console.print(results_table(results))
     machine = {
@@ -227,7 +229,9 @@ def report_comparison(
         "date": datetime.date.today().isoformat(),
     }
     page = write_report(out, results, fit, machine)
-    log_evaluation(results, out)
+    metrics = {**summary(results), **ranking_metrics(results)}
+    errors_pct = {r.label: r.error_pct for r in results}
+    log_evaluation(out.name, machine["measured on"], metrics, errors_pct, out)
     console.print(f"report: {page}   MLflow UI: make ui")
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -217,12 +215,17 @@ def list_names(
 
 @app.command()
 @one_line_errors
-def ui() -> None:
-    """Open the MLflow UI on the project's store."""
-    from eval.tracking import ui_command
+def ui(
+    port: Annotated[int, typer.Option(help="port of the page on this machine")] = 5000,
+) -> None:
+    """Serve the MLflow UI of the project's store, opened where learners are compared."""
+    from eval.tracking.server import serve
+    from eval.tracking.store import addresses, is_server, tracking_uri
 
-    environment = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    raise typer.Exit(subprocess.run(ui_command(), env=environment, check=False).returncode)
+    if is_server(uri := tracking_uri()):
+        typer.echo("\n".join(addresses(uri)))
+    else:
+        serve(port)
 
 
 if __name__ == "__main__":

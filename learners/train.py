@@ -23,11 +23,11 @@ from learners.features.machine_speed import (
     undisturbed,
 )
 from learners.features.schema import check_rows
-from learners.features.table import without_load
+from learners.features.table import shape_places, without_load
 from learners.machine import machines_of
 from learners.models import baselines, trees
 from learners.models.compared import BLEND
-from learners.models.training_table import Table, group_split
+from learners.models.training_table import Table, frozen_split
 from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops import families
@@ -93,11 +93,12 @@ def train_family(
     speed = learn_speed(rows, family, anchors)
     prepared = prepare(rows, family, gpus, speed)
     table = prepared.table
-    known, held = group_split(table.group, TEST_SHARE, seed=0, op=rows["op"].to_numpy())
+    places = shape_places(rows, family)
+    known, held = frozen_split(places, TEST_SHARE, rows["op"].to_numpy().astype(str))
     train, test = table.take(known), table.take(held)
     studies.mkdir(parents=True, exist_ok=True)
-    journal = str(studies / f"{family.name}-{digest}.log")
-    options = trees.tune(train, trials, 0, journal, family.name)
+    journal = journal_of(family.name, digest, studies)
+    options = trees.tune(train, trials, 0, str(journal), family.name)
     learned = learn(prepared, known, options)
     guess = learned.predict_us(held)
     others = held_out_us(learned, known, held, options) if compare else simplest_us(train, test)
@@ -133,6 +134,11 @@ def simplest_us(train: Table, test: Table) -> dict[str, np.ndarray]:
         "nearest": baselines.predict_nearest,
     }
     return {name: predict(train, test.x, test.roofline_us) for name, predict in learners.items()}
+
+
+def journal_of(family: str, digest: str, studies: Path = STUDIES) -> Path:
+    """The file with the hyperparameter trials of a family, tried on rows of this digest."""
+    return studies / f"{family}-{digest}.log"
 
 
 def digest_of(rows: pd.DataFrame) -> str:

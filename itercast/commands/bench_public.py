@@ -37,7 +37,7 @@ def bench_public(
     fitted on it, left out.
     """
     from eval.public.report import line_names, report
-    from eval.tracking import log_bench
+    from eval.tracking.logs import log_bench
     from learners.bundle import SHIPPED
 
     if not any(line in name for name in line_names()):
@@ -45,5 +45,6 @@ def bench_public(
     results, text = report(public, line, leave_out, bundle or SHIPPED)
     out.mkdir(parents=True, exist_ok=True)
     (out / "bench-public.md").write_text(text)
-    log_bench(results, out)
+    scores = [(r.line, r.part, name, s) for r in results for name, s in r.scores.items()]
+    log_bench(scores, out)
     typer.echo(text)

@@ -78,7 +78,7 @@ def plan(
 
 def print_plans(facts: dict[str, Any], reports: Sequence[Forecast], as_json: bool) -> None:
     """Log the plans to MLflow and print them as a table or as one JSON object."""
-    from eval.tracking import log_plans
+    from eval.tracking.logs import log_plans
 
     plain = [asdict(r) for r in reports]
     log_plans(facts, plain)

@@ -101,7 +101,7 @@ def fit(
 
     The forecasts of the held-out rows are written into the bundle's folder.
     """
-    from eval.tracking import log_fit
+    from eval.tracking.fits import log_fit
     from learners.held_out import save_held_out
     from learners.train import train
 
@@ -121,7 +121,7 @@ def fit(
         )
     save_held_out(out, trained.held_out())
     report = trained.to_dict()
-    log_fit(report, machine_name(out), out)
+    log_fit(report, machine_name(out), out, data)
     return report
 
 

@@ -275,13 +275,27 @@ def shape_groups(rows: pd.DataFrame, family: Family) -> np.ndarray:
     Groups are held out as a whole. A host event of a single shape could not be held out: each of
     its measurements (``trial``) is a group.
     """
+    shapes = _shapes(rows, family)
+    return shapes.groupby(list(shapes), sort=False, dropna=False).ngroup().to_numpy()
+
+
+def shape_places(rows: pd.DataFrame, family: Family) -> np.ndarray:
+    """A number from 0 to 1 per shape group, made from its parameters alone, whatever other rows."""
+    shapes = _shapes(rows, family)
+    numbers = shapes.select_dtypes(["number", "bool"]).columns
+    shapes = shapes.astype(dict.fromkeys(numbers, float)).astype(str)
+    return pd.util.hash_pandas_object(shapes, index=False).to_numpy() / 2.0**64
+
+
+def _shapes(rows: pd.DataFrame, family: Family) -> pd.DataFrame:
+    """The parameters that make a shape group."""
     p = columns(rows, family)
     names = [f.name for f in fields(family.params) if f.name != "dtype"]
     frame = pd.DataFrame({n: getattr(p, n) for n in names})
     if "trial" in frame:
         single = frame.groupby("op")["tensors"].transform("nunique") == 1
         frame["trial"] = np.where(single, -1 - np.arange(len(frame)), frame["trial"])
-    return frame.groupby(names, sort=False, dropna=False).ngroup().to_numpy()
+    return frame
 
 
 class Encoder:

@@ -54,6 +54,20 @@ class Table:
         return np.log(self.time_us) - np.log(self.roofline_us)
 
 
+def frozen_split(place: Array, share: float, op: Array) -> tuple[Array, Array]:
+    """Split row indices into training and held-out rows by their shape's place from 0 to 1.
+
+    Held out are places below ``share``, so that a shape is on the same side in every training. One
+    shape of every op stays in training; at least one of the others is held out.
+    """
+    first = [place[op == name].max() for name in np.unique(op.astype(str))]
+    free = ~np.isin(place, first)
+    held = free & (place < share)
+    if not held.any():
+        held = place == place[free].min() if free.any() else place == place.min()
+    return np.flatnonzero(~held), np.flatnonzero(held)
+
+
 def group_split(
     group: Array, share: float, seed: int, op: Array | None = None
 ) -> tuple[Array, Array]:

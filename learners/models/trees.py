@@ -149,10 +149,7 @@ def tune(train: Table, trials: int, seed: int, journal: str, name: str) -> dict[
     if trials == 0:
         return default_options(train)
     import optuna  # lazy: most fits take the defaults
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
 
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
     rest, held = group_split(train.group, 0.25, seed + 1)
     out = train.take(held)
 
@@ -161,15 +158,23 @@ def tune(train: Table, trials: int, seed: int, journal: str, name: str) -> dict[
         guess = predict_us(trees, out.x, out.roofline_us)
         return float(np.mean(np.abs(np.log(guess / out.time_us))))
 
-    study = optuna.create_study(
-        study_name=name,
-        storage=JournalStorage(JournalFileBackend(journal)),
-        load_if_exists=True,
-        sampler=optuna.samplers.TPESampler(seed=seed),
-    )
+    study = open_study(journal, name)
     finished = [t for t in study.trials if t.state == optuna.trial.TrialState.COMPLETE]
+    # With the seed of the first start the next trials would repeat the first.
+    study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
     study.optimize(objective, n_trials=max(0, trials - len(finished)))
     return dict(study.best_params)
+
+
+def open_study(journal: str, name: str) -> Any:
+    """The Optuna study of a journal file, begun where the file has none."""
+    import optuna  # lazy, as above
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage = JournalStorage(JournalFileBackend(journal))
+    return optuna.create_study(study_name=name, storage=storage, load_if_exists=True)
 
 
 def suggested_options(trial: Any) -> dict[str, Any]:

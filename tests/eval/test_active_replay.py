@@ -20,7 +20,7 @@ from eval.active import (
     replay,
     row_cost_s,
 )
-from eval.tracking import log_active
+from eval.tracking.logs import log_active
 from learners.models.training_table import Table
 
 POINTS = 60

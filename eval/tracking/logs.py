@@ -1,0 +1,105 @@
+"""Log comparisons, benchmarks, replays of sweeps and plan searches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from eval.tracking import store, views
+
+ITERATIONS = "iterations"
+
+
+def iterations_experiment(client: Any) -> str:
+    """The id of the experiment of whole iterations, which is made if there is none."""
+    known = client.get_experiment_by_name(ITERATIONS)
+    note = "" if known else store.note(ITERATIONS, latest="Nothing compared yet")
+    return store.experiment(client, ITERATIONS, views.ITERATIONS, note)
+
+
+def _log(
+    client: Any, experiment: str, name: str, tags: Mapping[str, str], metrics: Mapping[str, float]
+) -> str:
+    """A finished run with these tags and metrics; returns its id."""
+    from mlflow.entities import Metric
+
+    now = store.now_ms()
+    run = client.create_run(experiment, start_time=now, tags=dict(tags), run_name=name)
+    shown = [Metric(key, round(float(value), 3), now, 0) for key, value in metrics.items()]
+    client.log_batch(run.info.run_id, metrics=shown)
+    return str(run.info.run_id)
+
+
+def log_evaluation(
+    name: str,
+    device: str,
+    metrics: Mapping[str, float],
+    errors_pct: Mapping[str, float],
+    folder: Path,
+    learner: str = "blend",
+) -> None:
+    """Log a comparison to experiment iterations as one run, with its folder as artifacts.
+
+    ``errors_pct``: the signed error of each case.
+    """
+    client = store.connect()
+    place = iterations_experiment(client)
+    cases = {
+        re.sub(r"[^A-Za-z0-9_. -]", "", f"error_pct.{label}"): value
+        for label, value in errors_pct.items()
+    }
+    tags = {"device": device, "learner": learner}
+    run = _log(client, place, name, tags, {**metrics, **cases})
+    client.log_artifacts(run, str(folder))
+    client.set_terminated(run)
+    latest = f"[Report of the latest comparison](#/experiments/{place}/runs/{run}/artifacts)"
+    store.describe(client, ITERATIONS, store.note(ITERATIONS, latest=latest))
+
+
+def log_bench(scores: Sequence[tuple[str, str, str, Mapping[str, float]]], folder: Path) -> None:
+    """Log the public benchmark to experiment public: a run per line, part and learner."""
+    client = store.connect()
+    place = store.experiment(client, "public", views.PUBLIC, store.note("public"))
+    whole = _log(client, place, folder.name, {}, {})
+    client.log_artifacts(whole, str(folder))
+    client.set_terminated(whole)
+    for line, part, learner, metrics in scores:
+        tags = {"line": line, "part": part, "learner": learner}
+        client.set_terminated(_log(client, place, f"{line} · {part} · {learner}", tags, metrics))
+
+
+def log_active(gpu: str, passes: Mapping[str, Sequence[Mapping[str, float]]], folder: Path) -> None:
+    """Log a replay to experiment sweeps: a run per strategy; steps are seconds of sweeping."""
+    from mlflow.entities import Metric
+
+    client = store.connect()
+    place = store.experiment(client, "sweeps", {}, store.note("sweeps"))
+    for strategy, some in passes.items():
+        run = _log(client, place, f"{gpu} · {strategy}", {"device": gpu, "strategy": strategy}, {})
+        for one in some:
+            step = round(60 * one["minutes"])
+            shown = [Metric(k, float(v), store.now_ms(), step) for k, v in one.items()]
+            client.log_batch(run, metrics=shown)
+        client.log_artifacts(run, str(folder))
+        client.set_terminated(run)
+
+
+def log_plans(facts: Mapping[str, Any], plans: Sequence[Mapping[str, Any]]) -> None:
+    """Log a plan search to experiment plans: a run, and below it one per plan, the best first."""
+    client = store.connect()
+    place = store.experiment(client, "plans", {}, store.note("plans"))
+    name = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}"
+    search = _log(client, place, name, {}, {})
+    for key, value in facts.items():
+        client.log_param(search, key, value)
+    client.log_dict(search, {**facts, "plans": list(plans)}, "plans.json")
+    for number, plan in enumerate(plans, start=1):
+        numbers = {k: float(v) for k, v in plan.items() if isinstance(v, int | float)}
+        idle = {f"idle_{k}_us": us for k, us in plan["idle_by_us"].items()}
+        run = _log(client, place, plan["plan"], {"mlflow.parentRunId": search}, {**numbers, **idle})
+        for key, value in {"plan": plan["plan"], "gpu": plan["gpu"], "place": number}.items():
+            client.log_param(run, key, value)
+        client.set_terminated(run)
+    client.set_terminated(search)

@@ -1,0 +1,85 @@
+"""The MLflow store: where it is, and experiments with descriptions and saved views."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from eval.tracking.views import FIRST, TAG, View
+
+DEFAULT_URI = "sqlite:///mlflow.db"
+NOTE = "mlflow.note.content"  # an experiment's description, in Markdown
+NOTES = Path(__file__).with_name("notes")
+KIND = {"mlflow.experimentKind": "custom_model_development"}
+
+
+def tracking_uri() -> str:
+    """The URI of the MLflow store: MLFLOW_TRACKING_URI, or SQLite in the current folder."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+
+
+def is_server(uri: str) -> bool:
+    """Whether a URI is that of a tracking server, which keeps artifacts itself."""
+    return uri.startswith(("http://", "https://"))
+
+
+def without_telemetry() -> None:
+    """Keep MLflow from asking an outside host; to be called before it is imported."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+def connect() -> Any:
+    """A client of the store."""
+    without_telemetry()
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_SKIP_PIP_REQUIREMENTS_CHECK", "true")  # they are pinned
+    import mlflow  # lazy: forecasts must not pay for it
+
+    mlflow.set_tracking_uri(tracking_uri())
+    return mlflow.MlflowClient()
+
+
+def now_ms() -> int:
+    """The time in ms since 1970, as MLflow counts it."""
+    return round(time.time() * 1000)
+
+
+def experiment(client: Any, name: str, views: Mapping[str, View], note: str) -> str:
+    """Find or make an experiment and renew its views and description; returns its id.
+
+    Databases keep artifacts in the folder mlartifacts, tracking servers where they are told to.
+    """
+    known = client.get_experiment_by_name(name)
+    tags = {TAG + key: view.tag(now_ms()) for key, view in views.items()}
+    tags |= {NOTE: note} if note else {}
+    if known is None:
+        place = None if is_server(tracking_uri()) else Path("mlartifacts").resolve().as_uri()
+        return str(client.create_experiment(name, artifact_location=place, tags={**KIND, **tags}))
+    for key, value in tags.items():
+        client.set_experiment_tag(known.experiment_id, key, value)
+    return str(known.experiment_id)
+
+
+def note(name: str, **facts: str) -> str:
+    """An experiment's description in Markdown, from the file of this name."""
+    text = (NOTES / f"{name}.md").read_text()
+    return text.format(**facts) if facts else text
+
+
+def describe(client: Any, name: str, note: str) -> None:
+    """Set the description of an experiment."""
+    client.set_experiment_tag(client.get_experiment_by_name(name).experiment_id, NOTE, note)
+
+
+def addresses(uri: str) -> list[str]:
+    """A line per experiment that has a view of ours: its name and its address on a server."""
+    client, found = connect(), []
+    for one in client.search_experiments(order_by=["last_update_time DESC"]):
+        if TAG + FIRST in one.tags:
+            place = f"#/experiments/{one.experiment_id}/runs"
+            asked = f"workflowType=machine_learning&viewStateShareKey={FIRST}"
+            found.append(f"{one.name}: {uri}/{place}?{asked}")
+    return found

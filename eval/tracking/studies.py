@@ -1,0 +1,53 @@
+"""Log the hyperparameter trials of a family as child runs, with plots of them."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from eval.tracking.store import now_ms
+from learners.models.trees import open_study
+from learners.train import journal_of
+
+FEWEST = 5  # trials that are drawn; the importance of parameters means nothing for fewer
+
+
+def log_trials(client: Any, experiment: str, parent: str, family: str, digest: str) -> None:
+    """Log each finished trial below the run ``parent``; nothing where there was none."""
+    journal = journal_of(family, digest)
+    if not journal.is_file():
+        return
+    from mlflow.entities import Metric, Param
+
+    study = open_study(str(journal), family)
+    done = [t for t in study.get_trials(deepcopy=False) if t.value is not None]
+    for trial in done:
+        tags = {"mlflow.parentRunId": parent, "family": family, "trial": str(trial.number)}
+        name = f"{family} · trial {trial.number}"
+        run = client.create_run(experiment, start_time=now_ms(), tags=tags, run_name=name)
+        error_pct = round(100 * trial.value, 2)
+        client.log_batch(
+            run.info.run_id,
+            metrics=[Metric("mean_log_error_pct", error_pct, now_ms(), 0)],
+            params=[Param(k, f"{v:.4g}") for k, v in trial.params.items()],
+        )
+        client.set_terminated(run.info.run_id)
+    if len(done) >= FEWEST:
+        log_plots(client, parent, study)
+
+
+def log_plots(client: Any, run_id: str, study: Any) -> None:
+    """Log the history of a study and the importance of its parameters as pictures."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from optuna.exceptions import ExperimentalWarning
+    from optuna.visualization import matplotlib as plots
+
+    for name in ("optimization_history", "param_importances"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            figure = getattr(plots, f"plot_{name}")(study).figure
+        client.log_figure(run_id, figure, f"trials/{name}.png")
+        plt.close(figure)

@@ -1,0 +1,215 @@
+"""What a training leaves in MLflow, in a real SQLite store: runs, datasets, models, champions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from eval.tracking.fits import log_fit, ranked
+from eval.tracking.logs import log_evaluation
+from eval.tracking.registry import judge
+from eval.tracking.views import FIRST, OPS, TAG
+from learners.features.table import shape_places
+from learners.held_out import load_held_out, save_held_out
+from learners.models.compared import NAMES
+from learners.models.training_table import frozen_split
+from learners.train import train
+from microbench.hardware.spec import Gpu
+from microbench.ops.matrix import gemm
+from microbench.store import write_card, write_part
+
+TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
+TRIALS = 5
+ERRORS = {"mape_pct": 5.0, "median_ape_pct": 4.0, "p90_ape_pct": 9.0, "bias_pct": 0.5}
+
+
+def rows(count: int, noise: float = 0.02) -> pd.DataFrame:
+    """Products on a device of 8 cores: three times the roofline, more for few rows."""
+    rng, found = np.random.default_rng(0), []
+    for p in islice(gemm.sweep(), count):
+        roof_us = max(gemm.flops(p) / 1e13, gemm.bytes_moved(p) / 1e12) * 1e6 + 2
+        facts = {"family": "gemm", "gpu": "toy", "threads": 0, "cache": "warm", "status": "ok"}
+        law = 3 * roof_us * (1 + 8 / p.m**0.5) * rng.lognormal(0, noise)
+        found.append({**asdict(p), **facts, "time_us": law})
+    return pd.DataFrame(found)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A bundle of products, trained with trials and all learners, and its scores."""
+    root = tmp_path_factory.mktemp("data")
+    path = write_part(root, "gemm", "toy", rows(160), "0")
+    write_card(path.parent, {"hardware": TOY.to_dict()})
+    studies = root / ".cache" / "optuna"
+    report = train([root], root / "bundle", None, TRIALS, studies=studies, compare=True)
+    save_held_out(root / "bundle", report.held_out())
+    return root, report.to_dict()
+
+
+@pytest.fixture
+def logged(
+    trained: tuple[Path, dict[str, Any]], mlflow_store: str, monkeypatch: pytest.MonkeyPatch
+) -> Any:
+    """A client of a store that holds this training."""
+    from mlflow import MlflowClient
+
+    root, report = trained
+    monkeypatch.chdir(root)
+    log_fit(report, "toy", root / "bundle", [root])
+    return MlflowClient(mlflow_store)
+
+
+def runs_of(client: Any, name: str, where: str = "") -> list[Any]:
+    """The runs of an experiment, as the page lists them: by family, the latest first."""
+    place = client.get_experiment_by_name(name).experiment_id
+    return list(client.search_runs([place], where, order_by=["tags.`family` ASC"]))
+
+
+def test_learners_are_ranked_by_their_median_error() -> None:
+    scores = {"a": 3.0, "b": 1.0, "c": 2.0}
+    found = ranked("gemm", {name: {"median_ape_pct": value} for name, value in scores.items()})
+    assert [(one.learner, one.rank, one.runner_up) for one in found] == [
+        ("b", 1, "c 2.0 %"),
+        ("c", 2, "a 3.0 %"),
+        ("a", 3, ""),
+    ]
+
+
+def test_every_learner_is_a_run_of_its_own_the_best_first(logged: Any) -> None:
+    """No run but the trials has a parent; every column of the first view has a value."""
+    found = runs_of(logged, "ops/toy", "metrics.rank > 0")
+    assert [run.data.metrics["rank"] for run in found] == list(range(1, len(NAMES) + 1))
+    assert {run.data.tags["learner"] for run in found} == set(NAMES)
+    assert not any("mlflow.parentRunId" in run.data.tags for run in found)
+    later = {"metrics.change_pct", "metrics.retest_ape_pct"}  # need an earlier training, retests
+    for column in set(OPS[FIRST].columns) - later:
+        kind, name = column.split(".")
+        if kind != "attributes":
+            assert name in getattr(found[0].data, kind), column
+
+
+def test_a_second_training_says_whether_it_got_better(
+    logged: Any, trained: tuple[Path, dict[str, Any]]
+) -> None:
+    """The same bundle again: no change, the newest run on top, and the champion stays."""
+    root, report = trained
+    log_fit(report, "toy", root / "bundle", [root])
+    best = runs_of(logged, "ops/toy", "metrics.rank = 1")
+    assert [run.data.metrics.get("change_pct") for run in best] == [0.0, None]
+    versions = logged.search_model_versions("name = 'toy.gemm'")
+    assert len(versions) == 2
+    assert logged.get_model_version_by_alias("toy.gemm", "champion").version == 1
+    reasons = {str(v.version): v.tags["champion_reason"] for v in versions}
+    assert reasons["1"] == "the first model of this device and family"
+    assert "no more than noise" in reasons["2"]
+
+
+def test_datasets_have_our_digest_and_metrics_are_tied_to_model_and_dataset(logged: Any) -> None:
+    (best, *_) = runs_of(logged, "ops/toy", "tags.learner = 'blend'")
+    names = {d.dataset.name: d.dataset for d in best.inputs.dataset_inputs}
+    assert set(names) == {"gemm-rows", "gemm-held-out"}
+    assert json.loads(names["gemm-rows"].profile) == {"num_rows": 160}
+    assert len({d.digest for d in names.values()}) == 2
+    place = logged.get_experiment_by_name("ops/toy").experiment_id
+    models = logged.search_logged_models([place])
+    assert {m.name for m in models} == {f"gemm-{name}" for name in NAMES}
+    (own,) = (m for m in models if m.name == "gemm-blend")
+    assert own.source_run_id == best.info.run_id
+    tied = {m.key: m for m in own.metrics}["median_ape_pct"]
+    assert tied.value == best.data.metrics["median_ape_pct"]
+    assert tied.dataset_digest == names["gemm-held-out"].digest
+
+
+def test_pyfunc_loads_the_champion_and_prices_a_table(logged: Any) -> None:
+    """Parameters without GPU, dtype and layout are enough; a wrong type is refused."""
+    import mlflow
+
+    mlflow.set_tracking_uri(logged.tracking_uri)
+    model = mlflow.pyfunc.load_model("models:/toy.gemm@champion")
+    asked = pd.DataFrame({"m": [256, 512], "n": [256, 512], "k": [256, 512]})
+    found = model.predict(asked)
+    assert list(found["predicted_us"]) == sorted(found["predicted_us"])
+    assert (found["predicted_us_p10"] < found["predicted_us_p90"]).all()
+    with pytest.raises(Exception, match=r"Incompatible input types|Failed to enforce schema"):
+        model.predict(asked.assign(m="many"))
+    needed = mlflow.pyfunc.get_model_dependencies("models:/toy.gemm@champion")
+    assert all("==" in line for line in Path(needed).read_text().split())
+
+
+def test_trials_are_child_runs_with_plots(logged: Any) -> None:
+    (blend,) = runs_of(logged, "ops/toy", "tags.learner = 'blend'")
+    trials = runs_of(logged, "ops/toy", f"tags.`mlflow.parentRunId` = '{blend.info.run_id}'")
+    assert {run.data.tags["trial"] for run in trials} == {str(n) for n in range(TRIALS)}
+    assert all(run.data.metrics["mean_log_error_pct"] > 0 for run in trials)
+    assert {"eta", "max_depth"} <= set(trials[0].data.params)
+    pictures = {f.path for f in logged.list_artifacts(blend.info.run_id, "trials")}
+    assert pictures == {"trials/optimization_history.png", "trials/param_importances.png"}
+
+
+def test_descriptions_answer_and_link(logged: Any, tmp_path: Path) -> None:
+    """The first line names the best learner of each family; a comparison links its report."""
+    (best,) = runs_of(logged, "ops/toy", "metrics.rank = 1")
+    tags = logged.get_experiment_by_name("ops/toy").tags
+    first, *_, last = tags["mlflow.note.content"].strip().splitlines()
+    learner, median = best.data.tags["learner"], best.data.metrics["median_ape_pct"]
+    assert first.endswith(f"gemm {learner} {median:.1f}")
+    assert "experiment [iterations](#/experiments/" in last
+    assert json.loads(json.loads(tags[TAG + FIRST])["state"])["searchFilter"] == "metrics.rank = 1"
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "report.html").write_text("a page")
+    log_evaluation("demo", "toy", ERRORS, {"gpt dp=2": -3.0}, tmp_path / "demo")
+    (run,) = runs_of(logged, "iterations")
+    assert run.data.metrics["error_pct.gpt dp2"] == -3.0
+    assert [f.path for f in logged.list_artifacts(run.info.run_id)] == ["report.html"]
+    note = logged.get_experiment_by_name("iterations").tags["mlflow.note.content"]
+    assert f"/runs/{run.info.run_id}/artifacts)" in note
+
+
+def forecasts(errors_pct: np.ndarray) -> pd.DataFrame:
+    """Held-out rows whose forecasts are off by so many per cent."""
+    points = pd.DataFrame({"params": [f"m={i}" for i in range(len(errors_pct))], "op": "mm"})
+    facts = {"gpu": "toy", "dtype": "fp32", "measured_us": 100.0}
+    return points.assign(**facts, predicted_us=100.0 + errors_pct)
+
+
+def test_a_champion_is_replaced_only_by_more_than_the_noise() -> None:
+    """Half the error on 100 rows is; 0.1 % less is not, nor is anything on 10 common rows."""
+    errors = np.random.default_rng(0).uniform(5, 15, 100)
+    old = forecasts(errors)
+    assert judge(old, None).promote
+    assert judge(forecasts(errors / 2), old).promote
+    assert not judge(forecasts(errors * 0.999 * np.tile([1.05, 0.95], 50)), old).promote
+    assert not judge(forecasts(errors * 2), old).promote
+    few = judge(forecasts(errors[:10] / 2), old)
+    assert not few.promote and "only 10 validation rows in common" in few.reason
+
+
+def test_a_shape_stays_held_out_when_rows_are_added() -> None:
+    """Of 100 shapes and of 200, and of these rows in another order."""
+    many = rows(200)
+
+    def held(some: pd.DataFrame) -> set[tuple[Any, ...]]:
+        index = frozen_split(shape_places(some, gemm.FAMILY), 0.15, some["op"].to_numpy(str))[1]
+        return set(some.iloc[index][["m", "n", "k", "op"]].itertuples(index=False, name=None))
+
+    first = held(many[:100])
+    assert 5 < len(first) < 30
+    assert first <= held(many)
+    assert held(many.sample(frac=1.0, random_state=0)) == held(many)
+
+
+def test_held_out_forecasts_are_kept_with_the_champion(
+    logged: Any, trained: tuple[Path, dict[str, Any]]
+) -> None:
+    from eval.tracking.registry import champion_held_out
+
+    kept = champion_held_out(logged, "toy.gemm")
+    assert kept is not None and len(kept) == len(load_held_out(trained[0] / "bundle"))
+    assert champion_held_out(logged, "toy.norm") is None
