@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from compose.parallel.plan import ParallelPlan
+from eval.iteration_parts import PARTS
 from eval.public.left_out import assumptions, check_source, left_out_markdown
 from eval.public.left_out_models import run_models_left_out, sampled
 from eval.public.left_out_ops import NAME, op_sources, run_left_out
 from eval.public.model_lines import model_lines
-from eval.public.models import forecast_lines, judge, read_lines
+from eval.public.models import ForecastLine, forecast_lines, judge, read_lines
 from eval.public.op_lines import lines
 from eval.public.table import markdown, run
-from eval.results import LineResult
+from eval.report.evaluation import Evaluation
+from eval.report.write import write_pages
+from eval.results import CaseResult, LineResult
 from microbench.ops import families
 
+TOLD = ("batch", "seq", "mode", "dtype", "engine")  # settings that tell rows of a model apart
 HEADING = "Errors in % on a source's rows, with the source and all that was fitted on it left out:"
 
 
@@ -24,8 +30,12 @@ def line_names() -> list[str]:
     return sorted(own | {NAME.format(family) for family in families()})
 
 
-def report(public: Path, only: str, source: str, bundle: Path) -> tuple[Sequence[LineResult], str]:
+def report(
+    public: Path, only: str, source: str, bundle: Path, out: Path
+) -> tuple[Sequence[LineResult], str]:
     """Results of the lines whose name contains ``only``, and their tables.
+
+    Pages of forecast iterations, one per GPU, are written to ``out``.
 
     With a ``source`` only errors on its rows, with it left out and with it; ValueError for one that
     has no rows in the folder.
@@ -38,6 +48,7 @@ def report(public: Path, only: str, source: str, bundle: Path) -> tuple[Sequence
         asked = [(x, rows.reset_index(drop=True)) for x, rows in asked]
     results = [] if source else run(public, only)
     found = list(forecast_lines(public, asked, bundle))
+    write_public_pages(out, found, bundle)
     results += [] if source else [r for x in found for r in judge(x.line, x.rows, x.seconds)]
     left_out = list(run_left_out(public, only, source))
     left_out += run_models_left_out(public, found, bundle)
@@ -47,3 +58,46 @@ def report(public: Path, only: str, source: str, bundle: Path) -> tuple[Sequence
     if left_out:
         parts.append(f"{HEADING}\n\n{left_out_markdown(left_out, assumptions())}")
     return [*results, *left_out], "\n".join(parts)
+
+
+def write_public_pages(out: Path, lines: Sequence[ForecastLine], bundle: Path) -> Path | None:
+    """Write the page of every GPU with published iterations among the lines; None without any."""
+    cases = {r.label + r.gpu + str(r.measured_us): r for r in map(_case, _steps(lines))}
+    if not cases:
+        return None
+    machine = {"measured by": "others, as published", "bundle": bundle.name}
+    Evaluation(results=list(cases.values()), machine=machine, bundle=str(bundle)).save(out)
+    return write_pages(out)
+
+
+def _steps(lines: Sequence[ForecastLine]) -> Iterator[Mapping[str, Any]]:
+    """Rows of lines about a whole step; rows that several lines share are there several times."""
+    for x in lines:
+        if x.line.part == "step":
+            yield from ({str(k): v for k, v in row.items()} for row in x.rows.to_dict("records"))
+
+
+def _case(row: Mapping[str, Any]) -> CaseResult:
+    """A published row as a case; it was measured once."""
+    plan, measured_us = ParallelPlan.parse(str(row["plan"])), float(row["time_us"])
+    told = [f"{name} {row[name]}" for name in TOLD if row.get(name)]
+    model = " ".join([str(row["case"]), *told])
+    parts = {name: float(row[name]) for name in PARTS}
+    return CaseResult(
+        case=model,
+        plan=str(row["plan"]),
+        model=model,
+        ranks=plan.world_size,
+        samples=int(row["batch"]) * plan.dp,
+        predicted_us=float(row["step"]),
+        predicted_us_p10=float(row["step_p10"]),
+        predicted_us_p90=float(row["step_p90"]),
+        measured_us=measured_us,
+        rounds_us=(measured_us,),
+        raw_us=measured_us,
+        retest_ape_pct=None,
+        by_family_us={},
+        unmodelled_frac=parts["uncovered"] / float(row["step"]),
+        gpu=str(row["gpu"]),
+        parts_us=parts,
+    )

@@ -48,7 +48,7 @@ class Tile:
 class Device:
     """What is known of one device: iterations, held-out ops, scores by family, the sweep.
 
-    ``data``: the dataset root with the sweep, empty if not known.
+    ``data``: the dataset root with a sweep of it, empty if there is none.
     """
 
     name: str

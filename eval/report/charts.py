@@ -24,6 +24,7 @@ Trace = dict[str, Any]
 Points = Callable[[np.ndarray], list[Trace]]
 COLOURS = ("@blue", "@orange", "@green", "@pink", "@sky", "@red")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
+LEAST_PCT = 0.05  # of the measured iteration: smaller parts get no bar
 BAND = (0.8, 1.2)  # of predicted / measured, shaded
 MOST_POINTS = 1500  # of a scatter chart; the worst are always among them
 WORST_POINTS = 100
@@ -248,9 +249,10 @@ def waterfall(found: Sequence[ErrorParts]) -> Chart:
 
 
 def _waterfall(one: ErrorParts) -> dict[str, Any]:
-    steps = [(p, one.forecast[p], "relative") for p in PARTS if one.forecast[p]]
+    parts = [p for p in PARTS if one.forecast[p] >= LEAST_PCT]
+    steps = [(p, one.forecast[p], "relative") for p in parts]
     steps.append(("<b>forecast</b>", sum(one.forecast.values()), "total"))
-    steps += [(f"error of {p}", one.correction[p], "relative") for p in PARTS if one.forecast[p]]
+    steps += [(f"error of {p}", one.correction[p], "relative") for p in parts]
     steps += [("not attributed", one.unexplained, "relative"), ("<b>measured</b>", 100.0, "total")]
     names, values, measures = zip(*steps, strict=True)
     trace = {

@@ -31,21 +31,25 @@ def tiles(device: Device) -> list[Tile]:
     found = []
     for name, group in grouped(device.results).items():
         total = summary(group)
-        floor = number(total.get("noise_floor_pct"))
-        beside = f"geometric mean of {len(group)} cases; retests differ by {floor} %"
+        beside = f"geometric mean of {len(group)} cases; {retests(total.get('noise_floor_pct'))}"
         value = f"{total['geomean_ape_pct']:.1f} %"
         found.append(Tile(label=f"Iterations, {name}", value=value, beside=beside))
     if len(device.ops):
         total = errors(*times(device.ops))
         twice = device.ops["retest_pct"].dropna()
-        floor = number(float(twice.median()) if len(twice) else None)
-        beside = f"median of {len(device.ops)} held-out rows; retests differ by {floor} %"
+        noise = retests(float(twice.median()) if len(twice) else None)
+        beside = f"median of {len(device.ops)} held-out rows; {noise}"
         found.append(Tile(label="Ops", value=f"{total['median_ape_pct']:.1f} %", beside=beside))
     covered = {name: f"{at_stated(pct):.0f} %" for name, pct in _covered(device).items()}
     if covered:
         beside = f"of {' and '.join(covered)} lie in the 80 % intervals"
         found.append(Tile(label="Intervals", value=" / ".join(covered.values()), beside=beside))
     return found
+
+
+def retests(floor_pct: float | None) -> str:
+    """The noise floor in words."""
+    return "nothing measured twice" if floor_pct is None else f"retests differ by {floor_pct:.1f} %"
 
 
 def sections(device: Device) -> list[Section]:
@@ -108,11 +112,11 @@ def worst_section(device: Device) -> Section:
     if len(device.ops):
         for row in records(worst(device.ops, WORST)):
             what = f"{row['family']} {row['op']} {row['dtype']} {row['params']}"
-            times = [f"{row[c] / 1e3:.3g}" for c in ("predicted_us", "measured_us")]
+            times = [milliseconds(row[c]) for c in ("predicted_us", "measured_us")]
             rows.append([what, *times, f"{row['error_pct']:+.0f}", row["reason"]])
     by_error = sorted(device.results, key=lambda r: -abs(r.error_pct))[:WORST]
     for r in by_error:
-        times = [f"{us / 1e3:.3g}" for us in (r.predicted_us, r.measured_us)]
+        times = [milliseconds(us) for us in (r.predicted_us, r.measured_us)]
         rows.append([f"iteration {r.label}", *times, f"{r.error_pct:+.0f}", case_reason(r)])
     return Section(
         anchor="worst",
@@ -132,6 +136,12 @@ def worst_section(device: Device) -> Section:
     )
 
 
+def milliseconds(time_us: float) -> str:
+    """A time in ms with three digits."""
+    ms = time_us / 1e3
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
+
+
 def case_reason(r: CaseResult) -> str:
     """Why the forecast of an iteration may be off."""
     found = []
@@ -149,6 +159,8 @@ def case_reason(r: CaseResult) -> str:
 def sweep_sections(device: Device) -> list[Section]:
     """The learning curve, and what to sweep next."""
     steps, following = device.sweep.learning, device.sweep.following
+    if not device.data:
+        return []
     if not steps:
         text = "Not computed yet: `make report` replays the sweep, in a few minutes."
         return [Section(anchor="learning", title="More sweep, smaller error?", text=[text])]

@@ -92,7 +92,7 @@ def _device(name: str, found: Evaluation, folder: Path, replay: bool) -> Device:
         ops=ops,
         fit=found.fit,
         sweep=sweep,
-        data=found.data,
+        data=found.data if swept else "",
     )
 
 

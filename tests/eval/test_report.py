@@ -9,6 +9,7 @@ import re
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ import pytest
 from report_facts import DEVICE, FIT, OPS, RESULTS
 from typer.testing import CliRunner
 
+from eval.iteration_parts import PARTS
+from eval.public.report import write_public_pages
 from eval.report.blocks import Device
 from eval.report.evaluation import Evaluation
 from eval.report.page import render
@@ -29,6 +32,7 @@ from microbench.hardware.spec import Gpu
 from microbench.ops.matrix import gemm
 from microbench.store import write_card, write_part
 
+LINES = ("step", "memory")
 TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 EVALUATION = Evaluation(results=RESULTS, fit=FIT, machine={"measured on": "<toy>"})
 
@@ -98,6 +102,12 @@ def test_headline_errors_stand_beside_their_noise_floor() -> None:
     assert found["Intervals"][0] == "33 % / 50 %"
 
 
+def test_nothing_is_said_to_be_measured_twice_that_was_not() -> None:
+    once = [replace(r, retest_ape_pct=None) for r in RESULTS]
+    beside = [t.beside for t in tiles(Device(name="toy", results=once))]
+    assert beside[0] == "geometric mean of 2 cases; nothing measured twice"
+
+
 def test_charts_have_axis_titles_legends_and_all_points() -> None:
     found = figures(page_of(DEVICE))
     assert len(found) == 8
@@ -139,7 +149,8 @@ def test_nothing_is_loaded_from_outside() -> None:
 def test_what_is_not_known_is_said() -> None:
     """Without held-out rows, without a sweep, without a comparison."""
     page = page_of(Device(name="toy", results=RESULTS))
-    assert "no forecasts of held-out rows are on disk" in page and "Not computed yet" in page
+    assert "no forecasts of held-out rows are on disk" in page and "id=learning" not in page
+    assert "Not computed yet" in page_of(Device(name="toy", results=RESULTS, data="datasets"))
     assert "Calibration" in page and "Against other learners" not in page
     assert "iteration a" in page
     assert "Predicted against measured ops" in page_of(Device(name="toy", ops=OPS))
@@ -160,6 +171,22 @@ def test_a_page_for_every_device(tmp_path: Path) -> None:
     assert 'href="../other/report.html"' in both[0] and "norm" in both[0]
     assert "no forecasts of held-out rows" in both[1]
     assert rewrite(tmp_path) == [tmp_path / n / "report.html" for n in ("one", "two")]
+
+
+def test_published_iterations_get_a_page_per_gpu(tmp_path: Path) -> None:
+    """Forecast 90 of 100 ms; a row that two lines share is one case, peak memory is none."""
+    row = {"case": "gpt2", "gpu": "toy", "plan": "dp=2", "batch": 4, "seq": 0, "mode": "train"}
+    row |= {"dtype": "fp16", "engine": "eager", "time_us": 1e5, "step": 9e4}
+    row |= {"step_p10": 8e4, "step_p90": 12e4, **dict.fromkeys(PARTS, 15e3)}
+    rows = pd.DataFrame([row, {**row, "gpu": "other", "time_us": 2e5}])
+    step, memory = (SimpleNamespace(line=SimpleNamespace(part=p), rows=rows) for p in LINES)
+    assert write_public_pages(tmp_path, [memory], Path("shipped")) is None
+    page = write_public_pages(tmp_path, [step, step, memory], Path("shipped"))
+    assert page == tmp_path / "report.html"
+    found = (tmp_path / "toy" / "report.html").read_text()
+    cells = ["gpt2 batch 4 mode train dtype fp16 engine eager dp=2", "90.00", "80.00 to 120.00"]
+    assert rows_of(found, "iterations") == [[*cells, "100.00", "-10.0", "-", "16.7"]]
+    assert "forecasts other" in (tmp_path / "other" / "report.html").read_text()
 
 
 def test_the_command_writes_pages_anew(tmp_path: Path) -> None:
