@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import os
-import platform
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +22,7 @@ from compose.graph.memory_format import with_memory_format
 from compose.host_fit import MeasuredStep
 from compose.parallel.plan import ParallelPlan
 from compose.target import find_target, forecast_step
+from eval.iteration_parts import parts_us
 from eval.progress import progress_bar
 from eval.ranking import ranking_lines
 from eval.results import CaseResult, grouped, in_words
@@ -147,6 +145,8 @@ def _compare(
         retest_ape_pct=100 * abs(last / first - 1) if len(times) > 1 else None,
         by_family_us=dict(found.by_family_us),
         unmodelled_frac=found.unmodelled_frac,
+        gpu=target.gpu.name,
+        parts_us=parts_us(found),
     )
 
 
@@ -207,32 +207,6 @@ def _at_reference_us(
         {**calls, "host": sum(step.host.values())},
         {name: model.sensitivity for name, model in bundle.models.items()},
     )
-
-
-def report_comparison(
-    out: Path, results: Sequence[CaseResult], rows: pd.DataFrame, fit: dict[str, Any]
-) -> None:
-    """Print the table, write report and plots to ``out``, and log all of it to MLflow."""
-    if not results:
-        raise ValueError("nothing could be forecast")
-    from eval.report import write_report
-    from eval.ranking import ranking_metrics
-    from eval.results import summary
-    from eval.tracking.logs import log_evaluation
-
-    console.print(results_table(results))
-    machine = {
-        "measured on": ", ".join(sorted(set(rows["gpu"]))),
-        "stack": ", ".join(sorted(set(rows["stack"]))),
-        "cores": str(os.cpu_count()),
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-    }
-    page = write_report(out, results, fit, machine)
-    metrics = {**summary(results), **ranking_metrics(results)}
-    errors_pct = {r.label: r.error_pct for r in results}
-    log_evaluation(out.name, machine["measured on"], metrics, errors_pct, out)
-    console.print(f"report: {page}   MLflow UI: make ui")
 
 
 def results_table(results: Sequence[CaseResult]) -> Table:

@@ -17,6 +17,7 @@ class CaseResult:
     ``measured_us`` is scaled to the machine's reference speed, ``raw_us`` is as clocked. ``model``
     names case and settings, without the plan. ``samples`` counts all replicas of a step.
     ``rounds_us`` are the first and the last measurement; with one, ``retest_ape_pct`` is None.
+    ``parts_us``: the forecast by ``eval.iteration_parts.PARTS``.
     """
 
     case: str
@@ -33,6 +34,8 @@ class CaseResult:
     retest_ape_pct: float | None
     by_family_us: Mapping[str, float]
     unmodelled_frac: float
+    gpu: str = ""
+    parts_us: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def label(self) -> str:

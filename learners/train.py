@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from learners.features.machine_speed import (
 )
 from learners.features.schema import check_rows
 from learners.features.table import shape_places, without_load
+from learners.held_out import held_out_forecasts
 from learners.machine import machines_of
 from learners.models import baselines, trees
 from learners.models.compared import BLEND
@@ -42,12 +43,16 @@ STUDIES = Path(".cache/optuna")  # journals of hyperparameter trials
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyReport:
-    """Scores of one family: errors on held-out shapes, interval coverage, noise floor."""
+    """Scores of one family: errors on held-out shapes, interval coverage, noise floor.
+
+    ``held_out``: the forecasts that were scored (``learners.held_out``).
+    """
 
     rows: int
     retest_ape_pct: float | None
     coverage_pct: float
     learners: Mapping[str, Mapping[str, float]]
+    held_out: pd.DataFrame = field(default_factory=pd.DataFrame, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +62,15 @@ class TrainReport:
     families: Mapping[str, FamilyReport]
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, for JSON, MLflow and tables."""
-        return {name: asdict(report) for name, report in self.families.items()}
+        """The scores as plain values, for JSON, MLflow and tables."""
+        scores = {name: asdict(report) for name, report in self.families.items()}
+        for entry in scores.values():
+            del entry["held_out"]
+        return scores
+
+    def held_out(self) -> pd.DataFrame:
+        """The scored forecasts of all families, a row per held-out row."""
+        return pd.concat([r.held_out for r in self.families.values()], ignore_index=True)
 
 
 def errors(predicted: np.ndarray, measured: np.ndarray) -> dict[str, float]:
@@ -108,9 +120,8 @@ def train_family(
         rows=len(rows),
         retest_ape_pct=retest_ape_pct(rows, family, speed),
         coverage_pct=float(np.mean((log_error >= low) & (log_error <= high)) * 100),
-        learners={
-            name: errors(us, test.time_us) for name, us in {BLEND: guess, **others}.items()
-        },
+        learners={name: errors(us, test.time_us) for name, us in {BLEND: guess, **others}.items()},
+        held_out=held_out_forecasts(learned, rows, family, known, held),
     )
     residual = np.log(table.time_us / learned.ensemble_us(np.arange(len(rows))))
     residual[known] = learned.crossed.residual
@@ -119,6 +130,7 @@ def train_family(
         "digest": digest,
         "rows": len(rows),
         "errors": dict(report.learners[BLEND]),
+        "retest_ape_pct": report.retest_ape_pct,
         "ops": ops_by_dtype(rows),
     }
     model = fit_model(prepared, options, crossed, speed.sensitivity, facts)
@@ -129,7 +141,6 @@ def simplest_us(train: Table, test: Table) -> dict[str, np.ndarray]:
     """Forecasts in us of the held-out rows by the simplest learners, by name."""
     learners = {
         "roofline": baselines.predict_roofline,
-        "retest_ape_pct": report.retest_ape_pct,
         "linear": baselines.predict_linear,
         "nearest": baselines.predict_nearest,
     }

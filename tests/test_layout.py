@@ -27,7 +27,7 @@ ROOMS = {
     ),
     "learners": ("features", "models", "transfer", ""),
     "compose": ("graph", "parallel", "pricing", "simulate", "", "sharding", "explain"),
-    "eval": ("tracking", "", "drift", "public", "recommenders"),
+    "eval": ("tracking", "", "report", "drift", "public", "recommenders"),
     "itercast": ("", "commands"),
 }
 LOADERS = ("microbench.assumptions", "microbench.yaml_text")
