@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -52,8 +53,8 @@ def make_inputs(
         raise ValueError(f"{kind} takes {name!r}; supported: {sorted(makers)}")
     accepted = inspect.signature(model.forward).parameters
     inputs = {name: makers[name]()}
-    if masked and name == "input_ids" and "attention_mask" in accepted and _encodes(config, kind):
-        inputs["attention_mask"] = _ones(batch, seq)
+    if masked and name == "input_ids" and _adds_masks(model, config):
+        inputs["attention_mask"] = _mask(batch, seq)
     beside = {"input_ids": "pixel_values", "pixel_values": "input_ids"}.get(name, "")
     if beside in accepted and not _needs_patch_layout(accepted, config, kind):
         inputs[beside] = makers[beside]()
@@ -65,17 +66,26 @@ def make_inputs(
     return {**inputs, **(_labels(inputs, accepted, kind, batch, seq) if labels else {})}
 
 
-def _encodes(config: Any, kind: str) -> bool:
-    """Whether every token attends to all others: causal models make a mask of their own."""
-    of_two = getattr(config, "is_encoder_decoder", False)
-    return not (getattr(config, "is_decoder", False) or of_two or "CausalLM" in kind)
+def _adds_masks(model: Any, config: Any) -> bool:
+    """Whether a model adds a mask that it is given; causal ones make one of their own anyway.
+
+    Encoders of older design cannot be given what is added, only which tokens are padding.
+    """
+    from transformers.models.auto.modeling_auto import (  # lazy: an optional extra
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS,
+    )
+
+    kind = model if isinstance(model, type) else type(model)
+    takes_it = hasattr(sys.modules[kind.__module__], "create_bidirectional_mask")
+    causal = getattr(config, "is_decoder", False) or config.model_type not in ENCODERS
+    return takes_it and not causal and not getattr(config, "is_encoder_decoder", False)
 
 
-def _ones(batch: int, seq: int) -> Any:
-    """The attention mask of full sequences."""
+def _mask(batch: int, seq: int) -> Any:
+    """What is added to scores of full sequences, as encoders make it of a tokenizer's mask."""
     import torch  # lazy: names need no torch
 
-    return torch.ones(batch, seq, dtype=torch.int64)
+    return torch.zeros(batch, 1, 1, seq)
 
 
 def _needs_patch_layout(accepted: Any, config: Any, kind: str) -> bool:

@@ -73,7 +73,8 @@ def hf_case(path: Path, *, mode: str, loss: str, attn: str, lora: int = 0) -> Ev
     """The case of the class ``architectures[0]``; the caller chooses batch and seq.
 
     Batches are full (``hf_inputs``): no padding or key-value cache, and no attention mask but that
-    of encoders with eager attention. The loss is the one that the model returns. ``lora``: rank of adapters that alone are trained; 0: none.
+    of encoders with eager attention. The loss is the one that the model returns. ``lora``: rank of
+    adapters that alone are trained; 0: none.
     """
     read = read_config(path)
     if lora and (read.of_timm or lora < 0):

@@ -162,6 +162,21 @@ def test_attention_is_fused_or_written_out(tmp_path: Path) -> None:
     assert (eager.count("itercast.sdpa"), eager.count("aten.bmm.default")) == (0, 4)
 
 
+def test_encoders_add_a_mask_to_every_score(tmp_path: Path) -> None:
+    """Tokenizers make one of full sequences too; fused attention takes a full one for none.
+
+    2 samples, 2 heads, 8 x 8 scores in each of two layers.
+    """
+    for attn, times in (("eager", 2), ("sdpa", 0)):
+        step = capture(config(tmp_path, "BertForMaskedLM"), seq=8, attn=attn)
+        added = [
+            c
+            for c in step.calls
+            if c.op == "aten.add.Tensor" and c.outputs[0].shape == (2, 2, 8, 8)
+        ]
+        assert len(added) == times
+
+
 def test_without_a_loss_there_is_no_cross_entropy(tmp_path: Path) -> None:
     path = config(tmp_path, "BertForMaskedLM")
     own = [c.op for c in capture(path).calls]
