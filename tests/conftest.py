@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -69,6 +70,17 @@ def same_start() -> None:
     np.random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(THREADS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def little_to_collect() -> None:
+    """What is alive before a module's tests is looked through once, not by every collection.
+
+    With torch and transformers imported a collection takes a quarter of a second, and a sweep
+    collects between chunks.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
