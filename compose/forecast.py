@@ -138,8 +138,8 @@ def report(
     bundle_name: str,
     network: str,
 ) -> Forecast:
-    """A simulated iteration as the numbers that ``predict`` reports."""
-    low_us, high_us = found.tally.bounds(found.iteration_us)
+    """Turns a simulated iteration into the numbers that ``predict`` reports."""
+    low_us, high_us = found.interval_us("cpu" if book.gpu.kind == "cpu" else "gpu")
     per_us = 1 / found.iteration_us if found.iteration_us else 0.0
     per_s = 1e6 * per_us
     replicas = plan.microbatches * plan.dp

@@ -147,6 +147,7 @@ def _compare(
         unmodelled_frac=found.unmodelled_frac,
         gpu=target.gpu.name,
         parts_us=parts_us(found),
+        assumed_frac=found.assumed_frac,
     )
 
 

@@ -9,6 +9,8 @@ import numpy as np
 
 from learners.train import errors
 
+COVERAGE = "coverage_pct"  # share of measured iterations that their 80 % intervals cover
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseResult:
@@ -36,6 +38,7 @@ class CaseResult:
     unmodelled_frac: float
     gpu: str = ""
     parts_us: Mapping[str, float] = field(default_factory=dict)
+    assumed_frac: float = 0.0
 
     @property
     def label(self) -> str:
@@ -46,6 +49,11 @@ class CaseResult:
     def retest_text(self) -> str:
         """The retest error as text for a table; a dash where it was measured once."""
         return "-" if self.retest_ape_pct is None else f"{self.retest_ape_pct:.1f}"
+
+    @property
+    def covered(self) -> bool:
+        """Whether the measured time is within the forecast's 80 % interval."""
+        return self.predicted_us_p10 <= self.measured_us <= self.predicted_us_p90
 
     @property
     def error_pct(self) -> float:
@@ -74,12 +82,15 @@ def in_words(results: Sequence[CaseResult]) -> str:
     return (
         f"geometric mean error {total['geomean_ape_pct']:.1f} %, median "
         f"{total['median_ape_pct']:.1f} %, mean {total['mape_pct']:.1f} %, p90 "
-        f"{total['p90_ape_pct']:.1f} %, worst {total['worst_ape_pct']:.1f} %; {noise}"
+        f"{total['p90_ape_pct']:.1f} %, worst {total['worst_ape_pct']:.1f} %; {noise}; "
+        f"80 % intervals cover {total[COVERAGE]:.0f} %"
     )
 
 
 def summary(results: Sequence[CaseResult]) -> dict[str, float]:
-    """Error statistics of results, and the median retest error of those measured twice.
+    """Error statistics of results, the share that their 80 % intervals cover, and the noise floor.
+
+    The noise floor is the median retest error of those measured twice.
 
     ValueError where there are no results.
     """
@@ -90,6 +101,7 @@ def summary(results: Sequence[CaseResult]) -> dict[str, float]:
     return {
         "cases": float(len(results)),
         **errors(times[:, 0], times[:, 1]),
+        COVERAGE: 100 * float(np.mean([r.covered for r in results])),
         **({"noise_floor_pct": float(np.median(twice))} if twice else {}),
     }
 

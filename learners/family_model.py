@@ -13,7 +13,6 @@ from learners.features.host_calls import HostCall, host_call
 from learners.features.machine_speed import Sensitivity, Speed, at_reference_us
 from learners.features.op_aliases import as_measured
 from learners.features.table import (
-    CLUSTER_SEPARATOR,
     ORIGIN,
     Encoder,
     Features,
@@ -32,6 +31,7 @@ from learners.models.kernels import stated_kernel
 from learners.models.training_table import Table
 from learners.transfer import achieved_rate, bytes_in_flight
 from learners.transfer.calibration import Calibration, points
+from learners.transfer.offsets import Offsets, offsets_of_rows
 from learners.transfer.source_gpus import (
     EQUAL_SPEED_DTYPE,
     QueryRows,
@@ -44,11 +44,7 @@ from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family
 
-Offsets = tuple[float, float]  # 10 and 90 % quantiles of log(measured / forecast)
 BOUND_EXPONENT = assumed(__file__, "bound_exponent")
-SINGLE_GPU_WIDENING = assumed(__file__, "single_gpu_widening")
-MIN_GPUS = 3  # to learn errors on unseen GPUs by leaving GPUs out
-UNSEEN_TRAINING_ROWS, UNSEEN_TEST_ROWS = 20_000, 5_000  # at most, per fold of GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +95,11 @@ class FamilyModel:
         guess = guess * bytes_in_flight.correction(query, self.source_gpus)
         guess = np.maximum(guess, bytes_in_flight.least_us(query))
         unseen = self.source_gpus.unseen(query) | query.lent
-        low, high = (
-            np.where(unseen, self.unseen_offsets[i], self.offsets[i]).astype(float)
-            for i in range(2)
-        )
+        inside = self._inside(query, table)
+        known = inside
+        if unseen.any():
+            known = np.where(unseen, in_envelope(table, self.envelope, self.encoder), inside)
+        low, high = offsets_of_rows(self.offsets, self.unseen_offsets, unseen, known)
         if self.residuals is not None or self.calibrations:
             kind, at = residuals.coordinates(query.rows, family)
             if self.residuals is not None:
@@ -118,7 +115,7 @@ class FamilyModel:
             time_us=guess,
             p10_us=guess * np.exp(low),
             p90_us=guess * np.exp(high),
-            inside=self._inside(query, table),
+            inside=inside,
             roofline_us=roofline,
         )
 
@@ -245,6 +242,12 @@ class Prepared:
     kind: np.ndarray
     at: np.ndarray
 
+    @property
+    def envelope(self) -> dict[str, tuple[float, float]]:
+        """Smallest and largest value of each numeric feature."""
+        numbers = {name: v for name, v in self.features.items() if is_number(v)}
+        return {name: (float(v.min()), float(v.max())) for name, v in numbers.items()}
+
     def source_gpus(self, known: np.ndarray) -> SourceGpus:
         """The source GPUs that the rows ``known`` make; none for one CPU or a stated kernel."""
         gpus = {name: self.query.gpus[name] for name in pd.unique(self.query.rows["gpu"])}
@@ -352,18 +355,20 @@ def fit_model(
     crossed: CrossFit,
     sensitivity: Sensitivity,
     facts: Mapping[str, Any],
+    unseen: Offsets,
 ) -> FamilyModel:
-    """Fit a model to all rows, with the rounds, weight and residuals of cross-validation."""
-    features = prepared.features
-    numbers = [name for name, values in features.items() if is_number(values)]
+    """Fit a model to all rows, with the rounds, weight and residuals of cross-validation.
+
+    ``unseen``: its offsets on GPUs that were left out (``learners.intervals.unseen_offsets``).
+    """
     every_row = np.arange(len(prepared.kind))
     return FamilyModel(
         ensemble=refit(prepared.table, options, crossed),
         encoder=prepared.encoder,
         source_gpus=prepared.source_gpus(every_row),
         offsets=crossed.offsets,
-        unseen_offsets=unseen_offsets(prepared, options, crossed.offsets),
-        envelope={c: (float(features[c].min()), float(features[c].max())) for c in numbers},
+        unseen_offsets=unseen,
+        envelope=prepared.envelope,
         sensitivity=sensitivity,
         facts=facts,
         stacks=prepared.stacks,
@@ -383,29 +388,3 @@ def fit_residuals(
         return None
     kind, at, group = prepared.kind[known], prepared.at[known], prepared.table.group[known]
     return residuals.choose(kind, at, crossed.residual, group)
-
-
-def unseen_offsets(prepared: Prepared, options: dict[str, Any], seen: Offsets) -> Offsets:
-    """10 and 90 % quantiles of the log error on GPUs left out, a third of them at a time.
-
-    At least as wide as ``seen``; SINGLE_GPU_WIDENING times that where fewer than MIN_GPUS were
-    measured. CPUs among GPUs do not count.
-    """
-    gpu, hardware = prepared.query.gpu, prepared.query.gpus
-    names = sorted(np.unique(gpu))
-    kinds = {name: hardware[name.partition(CLUSTER_SEPARATOR)[0]].kind for name in names}
-    names = [name for name, kind in kinds.items() if kind != "cpu"] or names
-    if len(names) < MIN_GPUS:
-        return SINGLE_GPU_WIDENING * seen[0], SINGLE_GPU_WIDENING * seen[1]
-    errors = []
-    for fold in range(3):
-        held = np.isin(gpu, names[fold::3])
-        rng = np.random.default_rng
-        some = rng(fold).permutation(np.flatnonzero(~held))[:UNSEEN_TRAINING_ROWS]
-        out = rng(fold).permutation(np.flatnonzero(held))[:UNSEEN_TEST_ROWS]
-        model = learn_quickly(prepared, some, options)
-        table, query = prepared.table.take(out), prepared.query.take(out)
-        guess = model.source_gpus.predict(model.ensemble, table.x, table.roofline_us, query)
-        errors.append(np.log(table.time_us / guess))
-    low, high = np.quantile(np.concatenate(errors), [0.1, 0.9])
-    return min(seen[0], float(low)), max(seen[1], float(high))

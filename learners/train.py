@@ -13,7 +13,7 @@ import pandas as pd
 
 from learners.bundle import Bundle
 from learners.compare import held_out_us
-from learners.family_model import MIN_GPUS, FamilyModel, fit_model, learn, prepare
+from learners.family_model import FamilyModel, fit_model, learn, prepare
 from learners.features.host_calls import learn_host_calls
 from learners.features.machine_speed import (
     Anchors,
@@ -25,6 +25,7 @@ from learners.features.machine_speed import (
 from learners.features.schema import check_rows
 from learners.features.table import shape_places, without_load
 from learners.held_out import held_out_forecasts
+from learners.intervals import MIN_GPUS, unseen_offsets
 from learners.machine import machines_of
 from learners.models import baselines, trees
 from learners.models.compared import BLEND
@@ -133,7 +134,8 @@ def train_family(
         "retest_ape_pct": report.retest_ape_pct,
         "ops": ops_by_dtype(rows),
     }
-    model = fit_model(prepared, options, crossed, speed.sensitivity, facts)
+    unseen = unseen_offsets(prepared, options, crossed.offsets)
+    model = fit_model(prepared, options, crossed, speed.sensitivity, facts, unseen)
     return report, replace(model, host_calls=learn_host_calls(rows, family, gpus))
 
 

@@ -26,8 +26,8 @@ ROOMS = {
         "importers",
     ),
     "learners": ("features", "models", "transfer", ""),
-    "compose": ("graph", "parallel", "pricing", "simulate", "", "sharding", "explain"),
-    "eval": ("tracking", "", "report", "drift", "public", "recommenders"),
+    "compose": ("graph", "parallel", "pricing", "intervals", "simulate", "", "sharding", "explain"),
+    "eval": ("tracking", "", "report", "drift", "public", "recommenders", "intervals"),
     "itercast": ("", "commands"),
 }
 LOADERS = ("microbench.assumptions", "microbench.yaml_text")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import exp, log
 from typing import Any
 
 from compose.graph.launch_modes import launches
 from compose.pricing.assumed_time import AssumedShares, AssumedTime
-from compose.pricing.price_book import PriceBook, PricedOp, price_book
+from compose.pricing.price_book import UNCERTAINTY_FACTOR, PriceBook, PricedOp, price_book
 from learners.family_model import FamilyModel
 from learners.transfer.source_gpus import gpu_distance
 from microbench.hardware.host import EVENT_US
@@ -184,6 +185,29 @@ def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBoo
         by_op="graph" not in capture.engine,
         python_assumed=python.assumed,
         launch_assumed=launch.assumed,
+    )
+
+
+def step_work(time_us: float, shares: AssumedShares, book: PriceBook) -> PricedOp:
+    """All host work of a step on a CPU as one op, with the error that its family's model states.
+
+    Without such a model times are wrong by a factor of UNCERTAINTY_FACTOR.
+    """
+    model = book.models.get("host")
+    learned = isinstance(model, FamilyModel)
+    low, high = (
+        model.offsets if model and learned else (-log(UNCERTAINTY_FACTOR), log(UNCERTAINTY_FACTOR))
+    )
+    return PricedOp(
+        op="host",
+        family="host",
+        phase="host",
+        duration_us=time_us,
+        low_us=time_us * exp(low),
+        high_us=time_us * exp(high),
+        flops=0.0,
+        in_envelope=learned,
+        assumed=shares,
     )
 
 

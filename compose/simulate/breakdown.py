@@ -1,28 +1,30 @@
-"""Splits a simulated rank program's time: by family with bounds, by lane, by assumption."""
+"""Splits a simulated rank program's time: by family with errors, by lane, by assumption."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import sqrt
+from math import log
 
-from compose.pricing.assumed_time import AssumedShares, AssumedTime
+from compose.intervals.correlated_errors import HalfWidths, OpErrors
+from compose.pricing.assumed_time import AssumedTime
 from compose.pricing.host import PYTHON
-from compose.pricing.price_book import UNCERTAINTY_FACTOR, UNMODELLED, PricedOp
+from compose.pricing.price_book import UNMODELLED, PricedOp
 from compose.simulate.rank import LATENCY, Run
 from compose.simulate.timeline import Span
 
 
 @dataclass
 class Tally:
-    """Time by family with its bounds, and what of it rests on assumptions, by lane.
+    """Sums the times of a rank's ops by family, their errors, and the assumptions they rest on.
 
-    Errors within a family add up, those of families are independent.
+    ``us``: time by family. ``errors``: what is uncertain of these times; ``host_error`` of the
+    iteration by a host that a GPU waits for. ``compute``, ``comm`` and ``host`` are sums by lane.
     """
 
     us: dict[str, float] = field(default_factory=dict)
-    below: dict[str, float] = field(default_factory=dict)
-    above: dict[str, float] = field(default_factory=dict)
+    errors: OpErrors = field(default_factory=OpErrors)
+    host_error: HalfWidths = (0.0, 0.0)
     compute: AssumedTime = field(default_factory=AssumedTime)
     comm: AssumedTime = field(default_factory=AssumedTime)
     host: AssumedTime = field(default_factory=AssumedTime)
@@ -30,45 +32,36 @@ class Tally:
     def add(self, ops: Iterable[PricedOp], times: float = 1.0) -> None:
         """Add ops of the compute lane that run ``times`` times; collectives among them block it."""
         for op in ops:
-            self._add_family(op, times)
+            self._add_family(op, times, on_comm=op.phase == "comm")
             lane = {"comm": self.comm, PYTHON: self.host}.get(op.phase, self.compute)
             lane.add(times * op.duration_us, op.assumed)
 
     def add_sent(self, messages: Iterable[PricedOp], times: float = 1.0) -> None:
         """Add messages beside compute that are sent ``times`` times."""
         for op in messages:
-            self._add_family(op, times)
+            self._add_family(op, times, on_comm=True)
             self.comm.add(times * op.duration_us, op.assumed)
 
-    def add_host(self, time_us: float, shares: AssumedShares, *, in_compute: bool) -> None:
-        """Add host time; ``in_compute``: of a CPU, where it lengthens ops, with wide bounds."""
-        self.host.add(time_us, shares)
-        if in_compute and time_us:
-            low_us, high_us = time_us / UNCERTAINTY_FACTOR, time_us * UNCERTAINTY_FACTOR
-            self._add_bounds("host", time_us, low_us, high_us, 1.0)
+    def add_host(self, cost: PricedOp, times: float, *, in_compute: bool) -> None:
+        """Add a step's host work; ``in_compute``: on a CPU, where it lengthens ops."""
+        self.host.add(times * cost.duration_us, cost.assumed)
+        if in_compute and cost.duration_us:
+            self._add_family(cost, times, on_comm=False)
 
     def widen_by_host(self, host_us: float, busy_us: float, spread: float) -> None:
-        """Bounds of an iteration whose host takes ``host_us`` times or over ``spread``.
+        """State the error of an iteration whose host takes ``host_us`` times or over ``spread``.
 
         A GPU that works or waits for messages for ``busy_us`` hides as much of the host's time:
         the iteration changes as max(host, busy) does.
         """
         now_us = max(host_us, busy_us)
-        self.below["host"] = now_us - max(host_us / spread, busy_us)
-        self.above["host"] = max(host_us * spread, busy_us) - now_us
+        if now_us > 0:
+            below = log(now_us / max(host_us / spread, busy_us))
+            self.host_error = (below, log(max(host_us * spread, busy_us) / now_us))
 
-    def _add_family(self, op: PricedOp, times: float) -> None:
-        self._add_bounds(op.family, op.duration_us, op.low_us, op.high_us, times)
-
-    def _add_bounds(self, family: str, us: float, low: float, high: float, times: float) -> None:
-        self.us[family] = self.us.get(family, 0.0) + times * us
-        self.below[family] = self.below.get(family, 0.0) + times * (us - low)
-        self.above[family] = self.above.get(family, 0.0) + times * (high - us)
-
-    def bounds(self, iteration_us: float) -> tuple[float, float]:
-        """Lower and upper bound of the iteration's 80 % interval."""
-        below, above = (sqrt(sum(v * v for v in d.values())) for d in (self.below, self.above))
-        return max(0.0, iteration_us - below), iteration_us + above
+    def _add_family(self, op: PricedOp, times: float, *, on_comm: bool) -> None:
+        self.us[op.family] = self.us.get(op.family, 0.0) + times * op.duration_us
+        self.errors.add(op, times, on_comm=on_comm)
 
     @property
     def unmodelled_frac(self) -> float:
@@ -113,7 +106,11 @@ def covered_us(spans: Sequence[Span]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """A run's time: all, computing, exposed messages, and messages whether hidden or not."""
+    """How a run's time is spent, in us.
+
+    ``end_us``: the whole run; ``compute_us``: computing; ``exposed_us``: waiting for messages;
+    ``comm_us``: sending messages, hidden behind compute or not.
+    """
 
     end_us: float
     compute_us: float

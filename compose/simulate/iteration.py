@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from compose.intervals.correlated_errors import interval
 from compose.pricing.collectives import price_messages
-from compose.pricing.host import python_op
+from compose.pricing.host import python_op, step_work
 from compose.pricing.layer_prices import PricedLayer
 from compose.pricing.price_book import PricedOp
 from compose.simulate.breakdown import Shares, Tally, assumed_us, shares
@@ -56,6 +57,20 @@ class Outcome:
     def idle_us(self) -> float:
         """Time in which the compute lane neither computes nor waits for a message."""
         return max(0.0, self.iteration_us - self.compute_us - self.exposed_comm_us)
+
+    def interval_us(self, kind: str) -> tuple[float, float]:
+        """The 10 and 90 % quantiles of the iteration in us; ``kind`` of device: cpu or gpu.
+
+        Bubble and waiting are as uncertain as what the rank does else; of messages counts what is
+        not hidden.
+        """
+        us = self.compute_us + self.exposed_comm_us + self.host_gap_us
+        per_us = 1 / us if us else 0.0
+        exposed_frac = self.exposed_comm_us / self.comm_us if self.comm_us else 0.0
+        ops = self.tally.errors.half_widths(per_us, exposed_frac * per_us)
+        assumed_us = sum(self.assumed_by_us.values())
+        assumed_frac = min(1.0, assumed_us / self.iteration_us) if self.iteration_us else 0.0
+        return interval(self.iteration_us, ops, self.tally.host_error, assumed_frac, kind)
 
     @property
     def memory_bytes(self) -> int:
@@ -108,7 +123,8 @@ def _without_pipeline(rank: Rank, optimizer: str) -> Outcome:
     _tally_layers(tally, rank.layers, micro, _accumulations(rank))
     _tally_run(tally, run)
     on_cpu = rank.book.gpu.kind == "cpu"
-    tally.add_host(rank.model.host_us * micro, rank.model.host_assumed, in_compute=on_cpu)
+    host = step_work(rank.model.host_us, rank.model.host_assumed, rank.book)
+    tally.add_host(host, micro, in_compute=on_cpu)
     busy_us = found.compute_us + found.exposed_us
     if not on_cpu:
         tally.widen_by_host(rank.model.host_us * micro, busy_us, rank.book.host.spread)
@@ -139,9 +155,9 @@ def _one_micro_batch(rank: Rank, *, later: bool) -> Run:
 
 
 def _accumulations(rank: Rank) -> int:
-    """How often layers add their gradients to those of earlier micro-batches, by themselves.
+    """Counts how often layers add their gradients to those of earlier micro-batches.
 
-    Not where shards are added, and not where buckets are filled: those additions are copies.
+    0 where gradient shards are added instead, and where gradients are copied into buckets.
     """
     if rank.strategy.every_micro:
         return 0
@@ -172,7 +188,7 @@ def _slot_message(rank: Rank) -> PricedOp:
 
 
 def _cyclic(rank: Rank, alone: Shares, op: PricedOp) -> Shares:
-    """A step of cyclic data parallelism: each slot's message ``op`` overlaps its compute."""
+    """Simulate a step of cyclic data parallelism: message ``op`` overlaps each slot's compute."""
     n = rank.plan.dp
     end_us = steady_us(alone.end_us, op.duration_us, n, rank.contention, op.latency_us)
     comm_us, copied_us = 2 * n * op.duration_us, 2 * n * (op.duration_us - op.latency_us)

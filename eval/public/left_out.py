@@ -6,12 +6,12 @@ fitted on it takes the value that it would have without (``microbench.assumption
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from eval.results import LineResult
+from eval.results import COVERAGE, LineResult
 from learners.train import errors
 from microbench.assumptions import Assumption, all_assumptions
 from microbench.hardware.host import shipped_hosts
@@ -57,9 +57,16 @@ def compared(
     without: np.ndarray,
     with_it: np.ndarray,
     seconds: float,
+    covered: tuple[Mapping[str, float], Mapping[str, float]] = ({}, {}),
 ) -> LineResult:
-    """Errors on a source's rows, by forecasts without the source and with it, in one unit."""
-    scores = {LEFT_OUT: errors(without, measured), WITH_IT: errors(with_it, measured)}
+    """Errors on a source's rows, by forecasts without the source and with it, in one unit.
+
+    ``covered``: ``coverage_pct`` of the intervals of each, for iterations.
+    """
+    scores = {
+        LEFT_OUT: {**errors(without, measured), **covered[0]},
+        WITH_IT: {**errors(with_it, measured), **covered[1]},
+    }
     return LineResult(
         line=what,
         part=source,
@@ -75,17 +82,20 @@ def compared(
 def left_out_markdown(results: Sequence[LineResult], entries: Sequence[Assumption]) -> str:
     """A Markdown table of errors in % with a source left out and with it; biases are signed.
 
+    Of iterations also the share in % that their 80 % intervals cover.
     Then what is still fitted on these sources.
     """
     if not results:
         return ""
-    columns = ["what", "source left out", "rows", *NAMES, *(f"{n} with it" for n in NAMES)]
+    names = [*NAMES, "covered"]
+    columns = ["what", "source left out", "rows", *names, *(f"{n} with it" for n in names)]
     text = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     for r in results:
         cells = [r.line, r.part, str(r.rows)]
         for learner in (LEFT_OUT, WITH_IT):
             scores = r.scores[learner]
             cells += [f"{scores[s]:{'+' if s == 'bias_pct' else ''}.1f}" for s in STATISTICS]
+            cells += [f"{scores[COVERAGE]:.0f}" if COVERAGE in scores else ""]
         text.append("| " + " | ".join(cells) + " |")
     for source in sorted({r.part for r in results}, key=str.casefold):
         names = still_fitted(source, entries)

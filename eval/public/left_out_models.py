@@ -14,18 +14,28 @@ import numpy as np
 
 from eval.public.benchmark import Rows
 from eval.public.left_out import assumptions, compared, fitted_sources
-from eval.public.left_out_ops import KNOWN_ROWS, quick_model, read_ops, source_in
+from eval.public.left_out_ops import KNOWN_ROWS, read_ops, source_in
 from eval.public.model_lines import ModelLine
-from eval.public.models import MEASURED, Answer, ForecastLine, add_forecasts, judged
+from eval.public.models import (
+    MEASURED,
+    Answer,
+    ForecastLine,
+    add_forecasts,
+    coverage,
+    judged,
+)
 from eval.public.table import WORKERS
 from eval.results import LineResult
 from eval.shipped import MAX_ROWS, SOURCES
 from learners.bundle import Bundle
-from learners.family_model import FamilyModel
-from learners.train import subsample_evenly
+from learners.family_model import FamilyModel, prepare
+from learners.intervals import quick_model_with_intervals
+from learners.models.trees import default_options
+from learners.train import subsample_evenly, widen_unseen_offsets
 from microbench.assumptions import leaving_out
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.importers.base import positive
+from microbench.ops import families
 
 TRAINED_ON = {source_in(folder) for folder in SOURCES}  # sources of the bundle that ships
 ROWS = 96  # of a line and source that are forecast anew, at most
@@ -54,12 +64,14 @@ def run_models_left_out(
         seconds = (time.monotonic() - start) / max(len(mine), 1)
         for (line, rows), (_, without) in zip(mine, again, strict=True):
             with_it = judged(line, rows)
-            guess = without.set_index(ROW)[line.part]
-            with_it = with_it[with_it[ROW].isin(guess.index)]
+            without = without.set_index(ROW)
+            with_it = with_it[with_it[ROW].isin(without.index)]
             if len(with_it):
                 measured = with_it[MEASURED[line.part]].to_numpy(dtype=float)
-                one, other = guess[with_it[ROW]].to_numpy(), with_it[line.part].to_numpy()
-                yield compared(_name(line), source, measured, one, other, seconds)
+                without = without.loc[with_it[ROW]].assign(**{MEASURED[line.part]: measured})
+                one, other = without[line.part].to_numpy(), with_it[line.part].to_numpy()
+                covered = (coverage(line, without), coverage(line, with_it))
+                yield compared(_name(line), source, measured, one, other, seconds, covered)
 
 
 def _name(line: ModelLine) -> str:
@@ -73,9 +85,9 @@ def _rows_of(found: ForecastLine, source: str) -> Rows:
     return rows.assign(**{ROW: np.arange(len(rows))})
 
 
-def sampled(rows: Rows) -> Rows:
-    """At most ROWS of the rows, drawn at random, in their order."""
-    chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[:ROWS])
+def sampled(rows: Rows, most: int = ROWS) -> Rows:
+    """At most ``most`` of the rows, drawn at random, in their order."""
+    chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[:most])
     return rows.iloc[chosen].reset_index(drop=True)
 
 
@@ -105,7 +117,10 @@ def train_without(source: str, public: Path, folder: Path) -> Path:
     for name, table in read_ops(public).items():
         rows = table[table["source"].isin(others)].reset_index(drop=True)
         if name in MAX_ROWS and len(rows):
-            models[name] = quick_model(name, subsample_evenly(rows, KNOWN_ROWS))
-            gpus |= {str(gpu): load_gpu(str(gpu)) for gpu in rows["gpu"].unique()}
-    Bundle(models=models, gpus=gpus, anchors={}).save(folder)
+            own = {str(gpu): load_gpu(str(gpu)) for gpu in rows["gpu"].unique()}
+            some = subsample_evenly(rows, KNOWN_ROWS).reset_index(drop=True)
+            prepared = prepare(some, families()[name], own)
+            models[name] = quick_model_with_intervals(prepared, default_options(prepared.table))
+            gpus |= own
+    Bundle(models=widen_unseen_offsets(models), gpus=gpus, anchors={}).save(folder)
     return folder

@@ -21,13 +21,14 @@ from compose.graph.launch_modes import with_engine
 from compose.parallel.plan import ParallelPlan
 from compose.target import find_target
 from eval.compare import ASKED, console, step_of
+from eval.iteration_parts import PARTS, parts_us
 from eval.progress import progress_bar
 from eval.public.benchmark import Rows
 from eval.public.measured_nodes import node_sums_us
 from eval.public.model_lines import CALIBRATED_ON, ModelLine, model_lines
 from eval.public.model_rows import read_iterations
 from eval.public.table import WORKERS
-from eval.results import LineResult
+from eval.results import COVERAGE, LineResult
 from learners.train import errors
 from microbench.hardware.stack import asked_stack
 from microbench.importers.base import positive
@@ -36,6 +37,8 @@ from microbench.opcall import StepCapture
 Answer = Mapping[str, float] | str  # forecasts by part, or the error message
 # What is compared, and the column of its measurement: us of a step and of its backward pass, bytes.
 MEASURED = {"step": "time_us", "backward": "backward_us", "memory": "memory_bytes"}
+INTERVAL = ("step_p10", "step_p90")  # bounds of the 80 % interval of a step in us
+ASSUMED = "assumed_frac"  # share of a step that rests on assumed numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,7 @@ def forecast_lines(
 def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, Answer], pool: Executor) -> Rows:
     """Rows with their forecasts: ``step`` and ``backward`` in us, ``memory`` in bytes.
 
+    Also the bounds of a step (INTERVAL), the share of it that is assumed, and its PARTS in us.
     Rows that cannot be forecast are left out, counted by reason and printed. ``known`` keeps the
     forecasts of earlier lines.
     """
@@ -94,7 +98,8 @@ def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, Answer], pool: Exec
     for reason, count in Counter(f for f in found if isinstance(f, str)).most_common():
         console.print(f"{count} not forecast: {reason}")
     good = [not isinstance(f, str) for f in found]
-    forecasts = pd.DataFrame([f for f in found if not isinstance(f, str)], columns=list(MEASURED))
+    columns = [*MEASURED, *INTERVAL, ASSUMED, *PARTS]
+    forecasts = pd.DataFrame([f for f in found if not isinstance(f, str)], columns=columns)
     return pd.concat([rows[good].reset_index(drop=True), forecasts], axis=1)
 
 
@@ -116,7 +121,10 @@ def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
             backward_us = step_us - ahead.iteration_us if asked["mode"] != "infer" else 0.0
     except ValueError as exc:
         return str(exc)[:120]
-    return {"step": step_us, "backward": backward_us, "memory": float(whole.memory_bytes)}
+    bounds_us = (whole.iteration_us_p10, whole.iteration_us_p90)
+    parts = {"step": step_us, "backward": backward_us, "memory": float(whole.memory_bytes)}
+    bounds = dict(zip(INTERVAL, bounds_us, strict=True))
+    return {**parts, **bounds, ASSUMED: whole.assumed_frac, **parts_us(whole)}
 
 
 def _step(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
@@ -142,9 +150,9 @@ def judge(line: ModelLine, rows: Rows, seconds: float) -> Iterator[LineResult]:
         line = replace(line, name=f"{line.name} models")
     measured = rows[MEASURED[line.part]].to_numpy(dtype=float)
     guess = rows[line.part].to_numpy(dtype=float)
+    scores = {"itercast": {**errors(guess, measured), **coverage(line, rows)}}
     nodes = rows["nodes"].to_numpy(dtype=float)
     summed = np.isfinite(nodes)
-    scores = {"itercast": errors(guess, measured)}
     scores["itercast"]["kendall_tau"] = float(kendalltau(guess, measured).statistic)
     if summed.any():
         scores["nodes summed"] = errors(nodes[summed], measured[summed])
@@ -162,6 +170,15 @@ def judge(line: ModelLine, rows: Rows, seconds: float) -> Iterator[LineResult]:
         )
 
 
+def coverage(line: ModelLine, rows: Rows) -> dict[str, float]:
+    """The share in % of measured steps within their 80 % interval; nothing for another part."""
+    if line.part != "step" or not len(rows):
+        return {}
+    low, high = (rows[name].to_numpy(dtype=float) for name in INTERVAL)
+    measured = rows[MEASURED["step"]].to_numpy(dtype=float)
+    return {COVERAGE: 100 * float(np.mean((low <= measured) & (measured <= high)))}
+
+
 def judged(line: ModelLine, rows: Rows) -> Rows:
     """The rows that a line is judged on; of calibrated lines without those that calibrate it."""
     if not line.calibrated:
@@ -169,7 +186,8 @@ def judged(line: ModelLine, rows: Rows) -> Rows:
     chosen = _sample(rows["case"])
     known = rows[chosen]
     ratio = np.exp(np.median(np.log(known[MEASURED[line.part]] / known[line.part])))
-    return rows[~chosen].assign(**{line.part: rows.loc[~chosen, line.part] * ratio})
+    scaled = [line.part, *(INTERVAL if line.part == "step" else ())]
+    return rows[~chosen].assign(**{name: rows.loc[~chosen, name] * ratio for name in scaled})
 
 
 def _sample(cases: pd.Series) -> np.ndarray:

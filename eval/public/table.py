@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eval.public.benchmark import Rows, read_folders, read_public, run_line
 from eval.public.op_lines import lines
-from eval.results import LineResult
+from eval.results import COVERAGE, LineResult
 
 BASELINES = ("roofline", "alpha_beta", "interpolation", "nearest", "mlp", "nodes summed")
 CALIBRATED = ("4 rows", "8 rows", "16 rows")  # itercast calibrated by rows of the held-out GPU
@@ -50,10 +50,11 @@ def _line(job: tuple[int, Rows]) -> list[LineResult]:
 def markdown(results: Sequence[LineResult]) -> str:
     """A Markdown table: a row per line and part with target and errors in % by learner.
 
-    The errors of itercast follow once more as mean, signed bias, median, 90th percentile and worst.
+    The errors of itercast follow once more as mean, signed bias, median, 90th percentile and worst;
+    then the share in % of measured iterations that their 80 % intervals cover.
     """
     columns = ["line", "part", "error", "known best", "target", "met", *LEARNERS, *SPREAD_NAMES]
-    columns += ["rows", "s"]
+    columns += ["covered", "rows", "s"]
     text = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     for r in results:
         ours = r.scores["itercast"]
@@ -61,6 +62,7 @@ def markdown(results: Sequence[LineResult]) -> str:
         cells = [r.line, r.part, r.metric.removesuffix("_pct"), r.known_best, target, _met(r)]
         cells += [_number(r.metric, r.scores.get(k, {}).get(r.metric)) for k in LEARNERS]
         cells += [_number(metric, ours.get(metric)) for metric in SPREAD]
+        cells += [f"{ours[COVERAGE]:.0f}" if COVERAGE in ours else ""]
         text.append("| " + " | ".join([*cells, str(r.rows), f"{r.seconds:.0f}"]) + " |")
     return "\n".join(text) + "\n"
 

@@ -13,7 +13,6 @@ from memory_walk import peak_bytes
 from compose.forecast import forecast
 from compose.parallel.plan import ParallelPlan
 from compose.pricing.price_book import PriceBook, PricedOp, priceable
-from compose.simulate.breakdown import Tally
 from compose.simulate.op_timeline import lanes
 from compose.simulate.timeline import simulate
 from microbench.hardware.spec import Gpu
@@ -84,14 +83,6 @@ def test_the_device_waits_for_a_slow_host() -> None:
     compute = [s for s, t in zip(simulate(tasks), tasks, strict=True) if t.lanes == ("compute",)]
     assert [s.start_us for s in compute] == [5, 10, 30]
     assert compute[-1].end_us == 31  # 10 + 20 + 1
-
-
-def test_errors_add_within_a_family_and_squared_between() -> None:
-    tally = Tally()
-    tally.add([priced(10), priced(10), priced(10, "norm")])
-    low, high = tally.bounds(30)
-    assert low == pytest.approx(30 - (6**2 + 3**2) ** 0.5)
-    assert high == pytest.approx(30 + (8**2 + 4**2) ** 0.5)
 
 
 def test_peak_memory_by_hand() -> None:

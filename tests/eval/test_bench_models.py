@@ -190,7 +190,9 @@ def line(**changed: object) -> ModelLine:
 
 def test_nodes_are_judged_on_the_rows_that_have_them() -> None:
     rows = pd.DataFrame({"time_us": [100.0, 100.0], "step": [110.0, 130.0], "nodes": [96, np.nan]})
+    rows = rows.assign(step_p10=[90.0, 105.0], step_p90=[120.0, 150.0])
     (result,) = judge(line(), rows, 1.0)
+    assert result.scores["itercast"]["coverage_pct"] == 50  # 100 us is below 105 to 150 us
     assert result.scores["itercast"]["mape_pct"] == pytest.approx(20)
     assert result.scores["itercast, same rows"]["mape_pct"] == pytest.approx(10)
     assert result.scores["nodes summed"]["mape_pct"] == pytest.approx(4)
@@ -200,7 +202,9 @@ def test_calibration_is_judged_on_other_models() -> None:
     """Everything is twice as fast as forecast: the models left tell nothing but the noise."""
     step = np.arange(1.0, 11.0)
     rows = pd.DataFrame({"case": list("abcdefghij"), "time_us": step / 2, "step": step})
+    rows = rows.assign(step_p10=0.9 * step, step_p90=1.1 * step)
     (result,) = judge(line(calibrated=True), rows.assign(nodes=np.nan), 1.0)
     assert result.rows == 5
     assert result.scores["itercast"]["mape_pct"] == pytest.approx(0, abs=1e-9)
     assert result.scores["itercast"]["kendall_tau"] == pytest.approx(1)
+    assert result.scores["itercast"]["coverage_pct"] == 100  # intervals are scaled alike

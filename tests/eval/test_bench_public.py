@@ -128,12 +128,12 @@ def test_the_report_has_the_signed_bias_beside_every_mean() -> None:
         known_best="",
         rows=3,
         seconds=1.0,
-        scores={"itercast": {**ours, "worst_ape_pct": 12.0}},
+        scores={"itercast": {**ours, "worst_ape_pct": 12.0, "coverage_pct": 81.0}},
     )
     text = markdown([row])
-    assert "| mean | bias | median | p90 | worst | rows | s |" in text
+    assert "| mean | bias | median | p90 | worst | covered | rows | s |" in text
     assert "| bias |  | 4 | no | -4.5 |" in text
-    assert "| 5.0 | -4.5 | 4.0 | 9.0 | 12.0 | 3 | 1 |" in text
+    assert "| 5.0 | -4.5 | 4.0 | 9.0 | 12.0 | 81 | 3 | 1 |" in text
 
 
 def products() -> pd.DataFrame:

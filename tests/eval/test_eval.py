@@ -37,7 +37,19 @@ def test_a_case_measured_once_has_no_noise_floor() -> None:
     assert summary([once, *RESULTS[1:]])["noise_floor_pct"] == 2.0
     assert "noise_floor_pct" not in summary([once])
     assert once.retest_text == "-"
-    assert in_words([once]).endswith("nothing was measured twice")
+    assert "nothing was measured twice" in in_words([once])
+
+
+def test_the_summary_says_how_many_intervals_cover_the_measurement() -> None:
+    """Measured 100 us: within 90 to 120 us, above 90 to 95 us, below 105 to 120 us."""
+    bounds = ((90.0, 120.0), (90.0, 95.0), (105.0, 120.0))
+    results = [
+        replace(RESULTS[0], measured_us=100.0, predicted_us_p10=low, predicted_us_p90=high)
+        for low, high in bounds
+    ]
+    assert [r.covered for r in results] == [True, False, False]
+    assert summary(results)["coverage_pct"] == pytest.approx(100 / 3)
+    assert "80 % intervals cover 33 %" in in_words(results)
 
 
 def test_summary_by_hand() -> None:

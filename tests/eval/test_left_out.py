@@ -90,9 +90,12 @@ def test_the_packages_own_assumptions_are_all_found() -> None:
 
 def test_errors_without_stand_beside_those_with() -> None:
     """Forecasts of 15 and 12 us for 10 us: 50 and 20 % too slow; what stays fitted is said."""
-    result = compared("x", "timm", np.full(2, 10.0), np.full(2, 15.0), np.full(2, 12.0), 1.0)
+    covered = ({"coverage_pct": 50.0}, {"coverage_pct": 100.0})
+    times_us = (np.full(2, 10.0), np.full(2, 15.0), np.full(2, 12.0))
+    result = compared("x", "timm", *times_us, 1.0, covered)
     text = left_out_markdown([result], [entry("b", None, "timm"), entry("a", 1.0, "timm")])
-    assert "| x | timm | 2 | 50.0 | 50.0 | +50.0 | 50.0 | 50.0 | 20.0 | 20.0 | +20.0 |" in text
+    assert "| x | timm | 2 | 50.0 | 50.0 | +50.0 | 50.0 | 50.0 | 50 | 20.0 | 20.0 | +20.0 |" in text
+    assert "| 20.0 | 20.0 | 100 |" in text
     assert text.endswith("\nStill fitted on timm: host.b\n")
 
 
@@ -141,6 +144,7 @@ def iterations(source: str) -> pd.DataFrame:
     row |= {"plan": "", "mode": "train", "loss": "default", "optimizer": "adamw", "attn": "sdpa"}
     row |= {"amp": False, "engine": "graph", "memory_format": "", "stack": "torch-2.0"}
     row |= {"attention_kernel": "triton", "step": 2e6, "backward": 0.0, "memory": 0.0}
+    row |= {"step_p10": 1e6, "step_p90": 3e6}
     return pd.DataFrame([{**row, "time_us": 1e6, "source": source, "nodes": np.nan}])
 
 
@@ -179,6 +183,7 @@ def test_a_line_that_calibrates_its_forecasts_does_so_with_the_source_alone(tmp_
     """All forecasts are twice the measured times: 100 % off, or 0 once half of the models tell."""
     step = np.arange(1.0, 11.0)
     rows = pd.DataFrame({"case": list("abcdefghij"), "time_us": step / 2, "step": step})
+    rows = rows.assign(step_p10=0.9 * step, step_p90=1.1 * step)
     rows = rows.assign(source="somebody", nodes=np.nan)
     found = ForecastLine(line=line(calibrated=True), rows=rows, seconds=1.0)
     (result,) = run_models_left_out(tmp_path, [found], SHIPPED)

@@ -1,0 +1,1 @@
+"""The interval of a forecast iteration, from those of its ops."""

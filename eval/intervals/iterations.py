@@ -1,0 +1,52 @@
+"""Measured iterations beside forecasts that rest on nothing of their source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from eval.compare import compare_all, measured_rows
+from eval.public.left_out_models import forecasts_without, sampled
+from eval.public.model_lines import ModelLine
+from eval.public.models import ASSUMED, INTERVAL, MEASURED, read_lines
+from microbench.importers.base import positive
+
+ONE_ROW = ["source", "gpu", "case", "batch", "plan", "measured"]  # some rows are of several lines
+
+
+def cpu_iterations(data: Path, bundle: Path) -> pd.DataFrame:
+    """Measured iterations of a CPU, each case a source; columns as of ``common_part``."""
+    return pd.DataFrame(
+        {
+            "source": r.case,
+            "measured": r.measured_us,
+            "predicted": r.predicted_us,
+            "p10": r.predicted_us_p10,
+            "p90": r.predicted_us_p90,
+            "assumed_frac": r.assumed_frac,
+        }
+        for r in compare_all(measured_rows(data, None), bundle)
+    )
+
+
+def public_iterations(public: Path, bundle: Path, most: int) -> pd.DataFrame:
+    """Published steps with their source left out; columns as of ``common_part``.
+
+    Of each line and source at most ``most``, drawn at random; none of lines that are calibrated.
+    """
+    step = MEASURED["step"]
+    lines = [(x, rows) for x, rows in read_lines(public, "") if x.part == "step"]
+    lines = [(x, rows[positive(rows[step]) > 0]) for x, rows in lines if not x.calibrated]
+    parts = []
+    for source in sorted({str(s) for _, rows in lines for s in rows["source"].unique()}):
+        mine: list[tuple[ModelLine, pd.DataFrame]] = []
+        for line, rows in lines:
+            own = sampled(rows[rows["source"] == source].reset_index(drop=True), most)
+            if len(own):
+                mine.append((line, own.assign(measured=own[step])))
+        parts += [rows for _, rows in forecasts_without(source, mine, public, bundle)]
+    names = {"step": "predicted", INTERVAL[0]: "p10", INTERVAL[1]: "p90", ASSUMED: "assumed_frac"}
+    found = pd.concat(parts, ignore_index=True).rename(columns=names)
+    found = found.drop_duplicates(ONE_ROW)
+    return found[["source", "measured", *names.values()]].reset_index(drop=True)
