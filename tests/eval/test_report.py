@@ -237,3 +237,14 @@ def test_a_sweep_is_replayed_once(
     facts = tmp_path / "toy.json"
     facts.write_text(facts.read_text().replace('"digest": "', '"digest": "other'))
     assert not sweep_facts(tmp_path, sweep, "toy", compute=False).learning
+
+
+def test_a_replayed_sweep_has_the_ops_that_a_bundle_lacks(sweep: Path, tmp_path: Path) -> None:
+    """The page of a comparison whose bundle kept no held-out forecasts, before and after."""
+    replace(EVALUATION, data=str(sweep)).save(tmp_path)
+    before = write_pages(tmp_path).read_text()
+    assert "Not computed yet" in before and "no forecasts of held-out rows" in before
+    after = write_pages(tmp_path, replay=True).read_text()
+    assert len(rows_of(after, "learning")) == 4 and rows_of(after, "next")[0][0] == "gemm"
+    assert rows_of(after, "families")[0][0] == "gemm"
+    assert "no forecasts of held-out rows" not in after
