@@ -1,0 +1,234 @@
+"""Laws of messages: bytes that ranks send, counted by hand, and the links that they use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pandas as pd
+import pytest
+from law_case import CUT, KIB, SPREAD, WIDTH, Bare, model, node_of, outcome, rank_for, tied_gpt
+from plan_case import GPU, Flat
+
+from compose.parallel.plan import ParallelPlan
+from compose.pricing.collectives import Message, cluster, price_messages
+from compose.simulate.rank import Rank
+from compose.simulate.rank_program import RankProgram
+from compose.simulate.stage_rank import memory, stage_messages, stages_of
+from microbench.hardware.node import Node, load_node
+from microbench.hardware.spec import Gpu, load_gpu
+
+
+def sent(rank: Rank) -> dict[str, int]:
+    """Bytes by kind of all messages that replicas without a pipeline send in a step."""
+    seen, micro = Counter[str](), rank.plan.microbatches
+    for i in range(micro):
+        program, last = RankProgram(rank), i == micro - 1
+        program.forward(last=last)
+        program.backward(later=i > 0, sync=last or rank.strategy.every_micro)
+        if last:
+            program.update("adamw")
+        for op in program.run().sent:
+            seen[op.op] += round(op.duration_us * KIB)
+    return {kind: n for kind, n in seen.items() if n}
+
+
+BLOCK = 4 * (WIDTH * WIDTH + WIDTH)  # frozen product and bias of an adapted layer
+ADAPTER = 4 * 2 * 4 * WIDTH  # trained
+ROOT = 4 * (100 * WIDTH + WIDTH * 100 + 100)  # frozen table and head
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_replicas_send_the_bytes_counted_by_hand(micro: int) -> None:
+    """Four layers with a frozen product of 16,640 bytes and 2,048 trained ones; root 51,600."""
+    assert (BLOCK, ADAPTER, ROOT) == (16_640, 2_048, 51_600)
+    found = {z: sent(rank_for("frozen", f"dp=8,zero={z},accumulate={micro}")) for z in range(4)}
+    assert found[0] == {"all_reduce": 4 * 2_048}
+    assert found[1] == {"all_gather": 4 * 2_048, "reduce_scatter": 4 * 2_048}
+    once = 51_600 + 4 * (16_640 + 2_048)
+    assert found[2] == {"all_gather": micro * once, "reduce_scatter": micro * 4 * 2_048}
+    twice = once + 4 * (16_640 + 2_048)
+    assert found[3] == {"all_gather": micro * twice, "reduce_scatter": micro * 4 * 2_048}
+
+
+@pytest.mark.parametrize("text", ["dp=8", "dp=8,offload=activations", "dp=8,zero=1"])
+@pytest.mark.parametrize("name", ["gpt", "frozen", "images"])
+def test_accumulation_sends_gradients_once(name: str, text: str) -> None:
+    once = outcome(name, text).tally.us["collective"]
+    assert outcome(name, f"{text},accumulate=4").tally.us["collective"] == pytest.approx(once)
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_hybrid_shards_send_within_their_group_and_shares_among_groups(micro: int) -> None:
+    """Two groups of four ranks: what zero=3 sends among four, and a quarter of 2,048 bytes each."""
+    text = f"zero=3,accumulate={micro}"
+    inner, found = (sent(rank_for("frozen", f"{p},{text}")) for p in ("dp=4", "dp=8,hsdp=4"))
+    assert found == inner | {"all_reduce": micro * 4 * 512}
+    where = rank_for("frozen", "dp=16,hsdp=8,tp=1,zero=3").where.groups
+    assert (where["shard"].size, where["shard"].per_node) == (8, 8)
+    assert (where["replicate"].size, where["replicate"].per_node) == (2, 1)
+    assert sent(rank_for("frozen", f"dp=8,hsdp=8,{text}")) == sent(
+        rank_for("frozen", f"dp=8,{text}")
+    )
+
+
+def test_hybrid_shards_hold_what_their_group_shares() -> None:
+    """Sixteen ranks in groups of four hold four times what one group of four does."""
+    four, hybrid = (
+        memory(rank_for("frozen", f"{text},zero=3,accumulate=2"), "adamw")
+        for text in ("dp=4", "dp=16,hsdp=4")
+    )
+    assert hybrid == four
+    rank = rank_for("frozen", "dp=16,hsdp=4,zero=2")
+    assert memory(rank, "adamw")["optimizer"] == 2 * 4 * ADAPTER // 4
+
+
+@pytest.mark.parametrize(("zero", "nbytes"), [(0, 0), (1, 2 * 2_048)])
+def test_a_stage_gathers_what_it_shards_after_its_update(zero: int, nbytes: int) -> None:
+    """Two of four adapted layers on each stage; frozen weights stay where they are."""
+    (stage, _) = stages_of(rank_for("frozen", f"dp=4,pp=2,zero={zero}"))
+    program = RankProgram(stage)
+    program.update("adamw")
+    assert [round(op.duration_us * KIB) for op in program.run().sent] == [nbytes] * bool(zero)
+
+
+ACTIVATION = 4 * 64 * 96 * 4  # samples, tokens, width, bytes of fp32: gpt-s
+
+
+def messages_us(text: str, node: Node | None = None) -> float:
+    """Time of collectives of the slowest rank of a small GPT."""
+    return outcome("gpt", text, node=node).tally.us.get("collective", 0.0)
+
+
+def test_stages_send_each_micro_batch_forth_and_back() -> None:
+    """One activation forth, its gradient back, at 1 us per KiB; the tied table is reduced once."""
+    whole = rank_for("gpt", "")
+    tied = sum(p.nbytes for p in whole.model.graph.tied) / KIB
+    assert whole.layers[1].layer.output_bytes == ACTIVATION
+    for micro in (1, 2, 4):
+        assert messages_us(f"pp=2,micro={micro}") == pytest.approx(
+            2 * micro * ACTIVATION / KIB + tied
+        )
+
+
+def boundary(text: str, gpu: Gpu = GPU) -> dict[str, float]:
+    """Bytes by kind of what crosses the first boundary between stages."""
+    rank = rank_for("gpt", text, gpu)
+    return {op.op: op.duration_us * KIB for op in stage_messages(rank)[0]}
+
+
+def test_tensor_parallel_ranks_send_their_share_and_gather_it() -> None:
+    """Megatron-LM's scatter and gather; with sp each rank holds a share anyway."""
+    assert boundary("pp=2") == {"send_recv": ACTIVATION}
+    assert boundary("pp=2,tp=2") == {"send_recv": ACTIVATION / 2, "all_gather": ACTIVATION}
+    assert boundary("pp=2,tp=4") == {"send_recv": ACTIVATION / 4, "all_gather": ACTIVATION}
+    assert boundary("pp=2,tp=2,sp") == {"send_recv": ACTIVATION / 2}
+
+
+def test_tensor_parallelism_reduces_four_activations_a_block() -> None:
+    """Two blocks, an all_reduce after attention and one after the MLP, forth and back each.
+
+    One more for the table, one for the head's input, and three of the loss, a number a token each.
+    """
+    ops = [op for x in rank_for("gpt", "tp=2").layers for op in (*x.forward, *x.backward)]
+    sizes = Counter(round(op.duration_us * KIB) for op in ops if op.phase == "comm")
+    assert sizes == {ACTIVATION: 2 * 4 + 2, 4 * 64 * 4: 3}
+
+
+class Slow(Flat):
+    """A product takes as long as 16 KiB over the links."""
+
+    def price(self, family: str, rows: pd.DataFrame, gpus: Any = None) -> pd.DataFrame:
+        found: pd.DataFrame = super().price(family, rows)
+        if family == "gemm":
+            found[["predicted_us", "predicted_us_p10", "predicted_us_p90"]] = 16.0
+        return found
+
+
+def test_collectives_overlap_the_products_they_belong_to() -> None:
+    """96 us for an activation; of a product of 16 us in two chunks 8 run beside its message.
+
+    A block in forward: a gather before two products of attention (queries; keys and values) or one
+    of the MLP, and a scatter behind the product that ends each.
+    """
+    plain, found = (
+        [
+            op.duration_us
+            for x in rank_for("gpt", text, pricer=Slow).layers
+            if x.numbered
+            for op in x.forward
+            if op.phase == "comm"
+        ]
+        for text in ("tp=2,sp", "tp=2,sp,tp_overlap")
+    )
+    assert plain == [96.0] * 4 * 2
+    assert Counter(96.0 - us for us in found) == {16.0: 2, 8.0: 2 * 3}
+    times = [outcome("gpt", t, pricer=Slow) for t in ("tp=2,sp", "tp=2,sp,tp_overlap")]
+    assert times[0].compute_us == times[1].compute_us
+    assert times[0].exposed_comm_us > times[1].exposed_comm_us
+
+
+PLACED = [("gpt", text) for text in SPREAD] + [("tied", "pp=2,dp=4"), ("tied", "pp=4,dp=2,zero=1")]
+
+
+@pytest.mark.parametrize(("name", "text"), PLACED)
+def test_a_message_inside_a_node_costs_its_link(name: str, text: str) -> None:
+    """Eight ranks in a node: its network may have any rate; over eight nodes it matters."""
+    step = tied_gpt() if name == "tied" else model(name)
+    inside, far = (
+        [outcome(step, t, pricer=Bare, node=node_of(network_bytes_per_s=rate))
+         for rate in (1e9, 10e9)]
+        for t in (text, f"{text},node=dgx-h100,nodes=8")
+    )  # fmt: skip
+    assert inside[0].iteration_us == inside[1].iteration_us
+    assert inside[0].comm_us == inside[1].comm_us
+    assert far[0].comm_us > far[1].comm_us
+
+
+@pytest.mark.parametrize("per_node", [4, 2, 1])
+def test_tied_weights_are_reduced_where_first_and_last_stage_are(per_node: int) -> None:
+    """25,600 bytes: over the link of a node of four stages, else over the network."""
+    node = node_of(gpus_per_node=per_node)
+    rank = rank_for(tied_gpt(), "pp=4,micro=4", pricer=Bare, node=node)
+    program = RankProgram(rank)
+    program.reduce_tied(25_600)
+    axis = "intra_node" if per_node == 4 else "inter_node"
+    message = Message(kind="all_reduce", axis=axis, message_bytes=25_600)
+    (expected,) = price_messages([message], rank.book, rank.where)
+    assert [op.duration_us for op in program.run().sent] == [expected.duration_us]
+
+
+def test_two_gpus_of_a_mesh_share_one_link_of_each() -> None:
+    """Four GPUs with 450e9 bytes/s to three others: 150e9, 300e9 and 450e9."""
+    node = load_node("kestrel-h100")
+    rates = [node.link_rate(n) for n in (2, 3, 4)]
+    assert rates == pytest.approx([150e9, 300e9, 450e9])
+    where = [cluster(ParallelPlan(dp=n), load_gpu(node.gpu), node) for n in (2, 4)]
+    found = [w.link_bytes_per_s(w.groups["dp"].per_node) for w in where]
+    assert found == pytest.approx([150e9, 450e9])
+    assert node_of().link_rate(2) == 100e9  # a switch gives any pair the whole rate
+
+
+BETTER = [
+    ("link_bytes_per_s", "node"),
+    ("network_bytes_per_s", "node"),
+    ("hbm_bytes_per_s", "gpu"),
+    ("pcie_bytes_per_s", "gpu"),
+]
+
+
+@pytest.mark.parametrize(("rate", "of_what"), BETTER)
+@pytest.mark.parametrize("text", [*CUT, *SPREAD, "offload=activations", "dp=8,zero=1,accumulate=2"])
+def test_more_bandwidth_is_never_slower(text: str, rate: str, of_what: str) -> None:
+    times = []
+    for factor in (1, 2, 8):
+        node, gpu = node_of(gpus_per_node=2), GPU
+        if of_what == "node":
+            changed: dict[str, Any] = {rate: factor * getattr(node, rate)}
+            node = replace(node, **changed)
+        else:
+            changed = {rate: factor * getattr(gpu, rate), "name": f"toy-{factor}"}
+            gpu = replace(gpu, **changed)
+        times.append(outcome("gpt", text, gpu, Bare, node).iteration_us)
+    assert times[0] >= times[1] >= times[2]
