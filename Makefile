@@ -77,7 +77,7 @@ PYTEST = OMP_WAIT_POLICY=passive $(PY) -m pytest -n logical --maxprocesses 4 --d
 test: setup ## run the tests but for the slow ones (4 minutes on 2 cores)
 	$(PYTEST) -m "not slow"
 
-test-slow: setup ## run the slow tests: whole GPU campaigns on a stand-in for CUDA (1 minute)
+test-slow: setup ## run the slow tests: whole GPU campaigns on a stand-in, learners on published rows (2 minutes)
 	$(PYTEST) -m slow
 
 docs: .venv/.docs ## build the documentation: reports/docs/index.html
