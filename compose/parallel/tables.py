@@ -189,7 +189,9 @@ class _Step:
     def update_shards(self) -> None:
         """Add the gradients of own shards' rows, and their addition to the tables."""
         self._copy(self.sent.vectors_sent[self.rank], "optimizer")
-        for _, back in self.own:
+        lookups = [x for s, x in self.held if s.rank == self.rank]
+        for lookup, (_, back) in zip(lookups, self.own, strict=True):
+            self._small("updated", lookup, "optimizer")
             self.made.calls += back
 
     @property
@@ -199,16 +201,19 @@ class _Step:
     def _buffer(self, nbytes: float) -> TensorSpec:
         return TensorSpec(shape=(max(1, round(nbytes / 4)),), dtype="fp32", storage=next(self.ids))
 
-    def _copy(self, nbytes: float, phase: str) -> None:
+    def _copy(self, nbytes: float, phase: str, source: TensorSpec | None = None) -> TensorSpec:
+        """Add a copy, of a buffer that nothing else uses if no ``source`` is given."""
+        a, b = source or self._buffer(nbytes), self._buffer(nbytes)
         if nbytes:
-            a, b = self._buffer(nbytes), self._buffer(nbytes)
-            self.made.calls.append(
-                OpCall(op="aten.clone.default", args=(a,), outputs=(b,), phase=phase)
-            )
+            made = OpCall(op="aten.clone.default", args=(a,), outputs=(b,), phase=phase)
+            self.made.calls.append(made)
+        return b
 
-    def _small(self, kind: str, lookup: Lookup) -> None:
+    def _small(self, kind: str, lookup: Lookup, phase: str = "forward") -> None:
+        """Add ops of one element per sample, each on the result of the one before."""
+        last = None
         for _ in range(self.small_ops.get(kind, 0)):
-            self._copy(INDEX_BYTES * lookup.samples, "forward")
+            last = self._copy(INDEX_BYTES * lookup.samples, phase, last)
 
     def _exchange(self, nbytes: float, phase: str, received: Sequence[TensorSpec]) -> None:
         if nbytes:

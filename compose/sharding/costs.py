@@ -9,32 +9,39 @@ from typing import Any
 import numpy as np
 
 from compose.capture_model import capture
+from compose.graph.cache_reuse import cold_share
 from compose.parallel.placement import INDEX_BYTES, Shard, Sharding, shards
 from compose.parallel.plan import ParallelPlan
+from compose.parallel.tables import SMALL_OPS
 from compose.pricing.collectives import Message, cluster, price_messages
+from compose.pricing.host import host_cost
 from compose.pricing.price_book import Priceable, PriceBook, price_book
 from compose.sharding.tables import RankingModel
 from compose.target import Target, forecast_step
-from microbench.assumptions import assumed
 from microbench.opcall import StepCapture
 from microbench.ops import families
 from microbench.ops.lookup.embedding_bag import EmbeddingBag
-from microbench.ops.lookup.index_calls import IndexOp
-from microbench.ops.memory.elementwise import memory_copy
+from microbench.ops.lookup.random_streams import unique_rows
+from microbench.ops.lookup.sparse_update import SparseUpdate
+from microbench.ops.memory.elementwise import Elementwise, memory_copy
 
 MODES = ("train", "infer")
 OPTIMIZER = {"adagrad": "adamw", "adam": "adamw"}  # of the dense part
+PAGE_BYTES = 4096  # of memory, unless an operating system is told otherwise
+UPDATE_PASSES = {"sgd": 3, "adamw": 7}  # over weights, gradient and state of a local copy
 GRID_BYTES = 2.0 ** np.arange(8, 33, 0.5)
-SMALL_OPS: Mapping[str, int] = assumed(__file__, "small_ops")
-PASSES_IN_PARTS: int = assumed(__file__, "passes_in_parts")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardCost:
-    """Time in us of a shard's lookup, and of its gradient with the optimizer's update."""
+    """Time in us of a shard's lookup, and of its gradient with the optimizer's update.
+
+    ``host_us``: what a GPU's host takes to launch them.
+    """
 
     forward_us: float
     backward_us: float
+    host_us: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +50,7 @@ class DenseCost:
 
     ``bottom_us`` is the forward pass of the bottom perceptron, ``bottom_backward_us`` its backward
     pass; ``top_us`` is all between them, ``update_us`` the optimizer; ``reduce_us`` the all_reduce
-    of gradients.
+    of gradients. ``host_us`` is what a GPU's host takes to launch all of it.
     """
 
     bottom_us: float
@@ -51,6 +58,7 @@ class DenseCost:
     bottom_backward_us: float
     update_us: float
     reduce_us: float
+    host_us: float
 
 
 class Costs:
@@ -66,8 +74,16 @@ class Costs:
         )
         self.where = cluster(plan, target.gpu, target.node)
         self.per_node = self.where.gpus_per_node
+        cores = target.gpu.sm_count if target.gpu.kind == "cpu" else 0
+        self.ranks_at_once = cores / threads if cores else float(world_size)
+        on_gpu = target.gpu.kind != "cpu"
+        self.launch_us = host_cost({"launch": 1}, self.book).duration_us if on_gpu else 0.0
         self.dense = _dense_cost(model, self.target)
+        share, page = cold_share(target.gpu), PAGE_BYTES if cores else 0
+        self.cold = share(_touched_bytes(model, world_size))
+        self.cold_update = share(_touched_bytes(model, world_size, page))
         self.known: dict[Any, ShardCost] = {}
+        self.loads: dict[Any, np.ndarray] = {}  # by table and placement, see ``propose``
         self.curves: dict[str, np.ndarray] = {}  # logarithms of us at GRID_BYTES
 
     def shard_costs(self, wanted: Sequence[Shard]) -> Mapping[Shard, ShardCost]:
@@ -79,11 +95,14 @@ class Costs:
             priced = self.book.price([op for mine in ops for op in mine])
             at = 0
             for key, mine in zip(fresh, ops, strict=True):
-                times = [
-                    max(p.duration_us, p.launch_us or 0.0) for p in priced[at : at + len(mine)]
-                ]
+                own = priced[at : at + len(mine)]
+                times = [max(p.duration_us, p.launch_us or 0.0) for p in own]
                 at += len(mine)
-                self.known[key] = ShardCost(forward_us=times[0], backward_us=sum(times[1:]))
+                self.known[key] = ShardCost(
+                    forward_us=times[0],
+                    backward_us=sum(times[1:]),
+                    host_us=sum(p.launch_us or self.launch_us * p.call_launches for p in own),
+                )
         return {s: self.known[key] for s, key in keys.items()}
 
     def costliest_table(self, sharding: Sharding, lookup_us: Sequence[float]) -> tuple[str, float]:
@@ -101,7 +120,7 @@ class Costs:
         return s.table, s.rows, s.columns, s.local
 
     def _ops(self, number: int, rows: int, columns: int, local: bool) -> list[Priceable]:
-        """Forward lookup, then the gradient's rows and their addition to the table.
+        """Forward lookup, then the sparse gradient and the optimizer's step on it.
 
         A part of the rows gets that part of the lookups; sample counts are those of all ranks. The
         gradient of a local copy is dense, and added to all rows.
@@ -122,29 +141,37 @@ class Costs:
             weighted=table.weighted,
             **stream,
         )
-        forward = _priceable("embedding_bag", bag)
+        forward = _priceable("embedding_bag", bag, self.cold)
         if local:
-            update = memory_copy(3.0 * rows * columns * table.row_bytes / table.dim)
-            back = _priceable("embedding_bag", replace(bag, op="backward"))
-            return [forward, back, _priceable(update.family, update.params)]
-        gather = IndexOp(
-            op="index_select",
-            outer=1,
-            size=lookups,
-            inner=columns,
-            source=batch,
+            passes = UPDATE_PASSES[OPTIMIZER.get(self.model.optimizer, self.model.optimizer)]
+            added = memory_copy(passes * rows * columns * table.row_bytes / table.dim)
+            back = _priceable("embedding_bag", replace(bag, op="backward"), self.cold_update)
+            return [forward, back, _priceable(added.family, added.params, self.cold_update)]
+        gradient = replace(bag, op="sparse_backward")
+        update = SparseUpdate(
+            op=self.model.optimizer,
+            rows=rows,
+            dim=columns,
+            lookups=lookups,
             dtype=table.dtype,
+            **{name: value for name, value in stream.items() if name != "spread"},
         )
-        add = replace(gather, op="index_add_", source=rows)
-        return [forward, _priceable("index", gather), _priceable("index", add)]
+        return [
+            forward,
+            _priceable("embedding_bag", gradient, self.cold_update),
+            _priceable("sparse_update", update, self.cold_update),
+        ]
 
     def copy_us(self, nbytes: Any) -> Any:
         """Time of copying so many bytes in memory: read and written once; numpy arrays too."""
         return self._interpolated("copy", nbytes)
 
     def small_ops_us(self, kind: str) -> float:
-        """Time of the ops of one element per sample that ``SMALL_OPS`` counts."""
-        return float(SMALL_OPS[kind] * self.copy_us(INDEX_BYTES * self.model.batch))
+        """Time of the ops of one element per sample that ``SMALL_OPS`` counts; none on a GPU."""
+        if self.book.gpu.kind != "cpu":
+            return 0.0
+        small_us = self._interpolated("small", INDEX_BYTES * self.model.batch)
+        return float(SMALL_OPS[kind] * small_us)
 
     def message_us(self, kind: str, nbytes: float) -> float:
         """Time of a collective of all ranks on a buffer of so many bytes on each."""
@@ -163,41 +190,64 @@ class Costs:
         sizes = [int(size) for size in GRID_BYTES]
         if kind == "copy":
             parts = [memory_copy(2.0 * size) for size in sizes]
-            ops = self.book.price([_priceable(p.family, p.params) for p in parts])
+            ops = self.book.price([_priceable(p.family, p.params, 1.0) for p in parts])
+        elif kind == "small":  # one after the other, on what the last one wrote
+            ones = [Elementwise(op="clone", numel=n // 4, inner=n // 4) for n in sizes]
+            ops = self.book.price([_priceable("elementwise", p, 0.0) for p in ones])
         else:
             messages = [Message(kind=kind, axis="dp", message_bytes=size) for size in sizes]
             ops = price_messages(messages, self.book, self.where)
         return [max(1e-3, op.duration_us) for op in ops]
 
 
-def _priceable(family: str, params: Any) -> Priceable:
+def _touched_bytes(model: RankingModel, world_size: int, page_bytes: int = 0) -> float:
+    """Bytes that a rank touches on average between two uses of a table's rows, in one step.
+
+    Of each table the rows looked up, and its sparse gradient, written and read. With ``page_bytes``
+    whole pages of rows count: additions of one row after the other wait for each address.
+    """
+    found = 0.0
+    for table in model.tables:
+        batch = model.batch * world_size
+        facts: dict[str, Any] = {"lookups": max(1, round(batch * table.pooling))}
+        facts |= table.stream.facts(table.rows, batch)
+        bag = EmbeddingBag(op="forward", rows=table.rows, dim=table.dim, bags=batch, **facts)
+        rows_bytes = float(unique_rows(bag)) * max(page_bytes, table.row_bytes)
+        found += min(rows_bytes, table.nbytes) + 2 * bag.lookups * table.row_bytes
+    return found / world_size
+
+
+def _priceable(family: str, params: Any, cold: float) -> Priceable:
     return Priceable(
         op=f"{family}.{params.op}",
         phase="forward",
         family=families()[family],
         params=params,
         bytes_moved=float(families()[family].bytes_moved(params)),
-        cold=1.0,
+        cold=cold,
     )
 
 
 def _dense_cost(model: RankingModel, target: Target) -> DenseCost:
     """Cost of the two perceptrons and the interaction, by differences of whole forecasts."""
     alone = replace(target, plan=ParallelPlan())
-    whole, without_update = _dense_step(model, model.optimizer), _dense_step(model, "none")
+    whole, without_update = dense_step(model, model.optimizer), dense_step(model, "none")
     bottom_us = {m: forecast_step(_bottom_step(model, m), alone).iteration_us for m in MODES}
-    whole_us = forecast_step(whole, alone).iteration_us
+    found = forecast_step(whole, alone)
+    host_us = found.host_us if target.gpu.kind != "cpu" else 0.0  # a CPU's is in its ops
     without_us = forecast_step(without_update, alone).iteration_us
     return DenseCost(
         bottom_us=bottom_us["infer"],
         bottom_backward_us=max(0.0, bottom_us["train"] - bottom_us["infer"]),
         top_us=max(0.0, without_us - bottom_us["train"]),
-        update_us=max(0.0, whole_us - without_us),
+        update_us=max(0.0, found.iteration_us - without_us),
         reduce_us=forecast_step(whole, target).comm_us,
+        host_us=host_us,
     )
 
 
-def _dense_step(model: RankingModel, optimizer: str) -> StepCapture:
+def dense_step(model: RankingModel, optimizer: str) -> StepCapture:
+    """The captured step of the two perceptrons and the interaction."""
     from torch import float32, zeros  # torch is slow to import, and priced tables need none
     from torch.nn.functional import binary_cross_entropy_with_logits as loss
 

@@ -9,10 +9,11 @@ Every rank runs, in this order:
 4. interaction, top perceptron and loss, and their backward pass;
 5. an all_to_all sends gradients of pooled vectors back, while the bottom perceptron's backward
    pass runs;
-6. gradients of the replicated part are all-reduced while shards are updated;
-7. the optimizer of the replicated part.
+6. gradients of the replicated part are all-reduced, which ends its backward pass (as in DDP);
+7. shards are updated, then the replicated part.
 
-A collective starts when its last rank arrives and ends for all of them.
+A collective starts when its last rank arrives and ends for all of them. On a GPU the iteration is
+no shorter than what its host takes to launch it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from compose.parallel.placement import (
     message_bytes,
     shards,
 )
+from compose.parallel.tables import PASSES_IN_PARTS
 from compose.pricing.gradient_buckets import default_contention
-from compose.sharding.costs import PASSES_IN_PARTS, Costs
+from compose.sharding.costs import Costs
 from compose.sharding.tables import STATE_PER_WEIGHT
 
 STEPS = (
@@ -43,10 +45,12 @@ STEPS = (
     "top perceptron, both ways",
     "exchange gradients",
     "bottom perceptron, backward",
-    "update tables",
     "reduce gradients",
+    "update tables",
     "optimizer",
+    "wait for the host",
 )
+EXCHANGE_LAUNCHES = 7  # four copies into and out of messages, three messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +80,7 @@ class Traffic:
     vectors_received: np.ndarray
     forward_us: np.ndarray
     backward_us: np.ndarray
+    host_us: np.ndarray  # launching lookups and updates
     replicated_bytes: float = 0.0  # gradients of data-parallel tables
     prepare_us: float = 0.0  # on every rank: choosing the row numbers that each shard gets
     join_us: float = 0.0  # on every rank: pooled vectors of all tables, in order
@@ -83,8 +88,7 @@ class Traffic:
     @classmethod
     def none(cls, ranks: int) -> Traffic:
         """No traffic on so many ranks."""
-        a, b, c, d, e, f = np.zeros((6, ranks))
-        return cls(a, b, c, d, e, f)
+        return cls(*np.zeros((7, ranks)))
 
 
 def traffic(sharding: Sharding, costs: Costs) -> Traffic:
@@ -98,6 +102,7 @@ def traffic(sharding: Sharding, costs: Costs) -> Traffic:
         table, cost = model.tables[s.table], by_shard[s]
         found.forward_us[s.rank] += cost.forward_us
         found.backward_us[s.rank] += cost.backward_us
+        found.host_us[s.rank] += cost.host_us
         if s.local:
             found.replicated_bytes += table.nbytes / n
             continue
@@ -106,7 +111,9 @@ def traffic(sharding: Sharding, costs: Costs) -> Traffic:
         if in_parts:
             all_bytes = INDEX_BYTES * model.batch * table.pooling
             found.prepare_us += costs.copy_us(PASSES_IN_PARTS * all_bytes)
+            found.host_us += costs.launch_us
         found.forward_us[s.rank] += costs.small_ops_us("held")
+        found.backward_us[s.rank] += costs.small_ops_us("updated")
         found.join_us += costs.small_ops_us("joined")
         index_bytes, vector_bytes = message_bytes(s, table, model.batch)
         found.index_sent += index_bytes
@@ -125,44 +132,64 @@ def forecast_sharding(sharding: Sharding, costs: Costs) -> ShardingForecast:
     index_bytes = np.maximum(t.index_sent, t.index_received)
     vector_bytes = np.maximum(t.vectors_sent, t.vectors_received)
     inputs_us = costs.copy_us(index_bytes.max()) + costs.message_us("all_to_all", index_bytes.max())
-    inputs_us += t.prepare_us
+    slow = max(1.0, n / costs.ranks_at_once)
+    inputs_us += slow * t.prepare_us
     copies_us = costs.copy_us(t.vectors_sent)
     exchange_us = costs.message_us("all_to_all", vector_bytes.max())
     reduce_us = dense.reduce_us + costs.message_us("all_reduce", t.replicated_bytes)
+    bottom_us, bottom_backward_us = slow * dense.bottom_us, slow * dense.bottom_backward_us
+    top_us = slow * (dense.top_us + t.join_us)
 
-    looked_up = inputs_us + t.forward_us + copies_us
-    exchanged = exchange(looked_up, exchange_us, dense.bottom_us, contention)
-    backward = exchanged + dense.top_us + t.join_us
-    returned = exchange(backward, exchange_us, dense.bottom_backward_us, contention)
-    updated = exchange(returned, reduce_us, t.backward_us + copies_us, contention)
-    ends = updated + dense.update_us
+    looked_up = inputs_us + sharing_cores(t.forward_us + copies_us, costs.ranks_at_once)
+    exchanged = exchange(looked_up, exchange_us, bottom_us, contention)
+    backward = exchanged + top_us
+    returned = exchange(backward, exchange_us, bottom_backward_us, contention)
+    reduced = returned.max() + reduce_us
+    updates_us = sharing_cores(t.backward_us + copies_us, costs.ranks_at_once)
+    ends = reduced + updates_us + slow * dense.update_us
+    host_us = dense.host_us + t.host_us + EXCHANGE_LAUNCHES * costs.launch_us
+    waits_us = max(0.0, float(host_us.max() - ends.max()))
 
     slowest = int(np.argmax(t.forward_us + t.backward_us + 2 * copies_us))
     waited = looked_up.max() - looked_up[slowest]
-    update_us = float(t.backward_us[slowest] + copies_us[slowest])
     steps = (
         inputs_us,
         looked_up[slowest] - inputs_us,
         waited,
-        exchanged[slowest] - looked_up[slowest] - waited - dense.bottom_us,
-        dense.bottom_us,
-        dense.top_us + t.join_us,
-        returned[slowest] - backward[slowest] - dense.bottom_backward_us,
-        dense.bottom_backward_us,
-        update_us,
-        updated[slowest] - returned[slowest] - update_us,
-        dense.update_us,
+        exchanged[slowest] - looked_up[slowest] - waited - bottom_us,
+        bottom_us,
+        top_us,
+        returned[slowest] - backward[slowest] - bottom_backward_us,
+        bottom_backward_us,
+        reduced - returned[slowest],
+        updates_us[slowest],
+        slow * dense.update_us,
+        waits_us,
     )
     state = STATE_PER_WEIGHT[model.optimizer]
     memory = memory_bytes(sharding, model.tables, state, n, costs.per_node)
     return ShardingForecast(
         sharding=sharding,
-        iteration_us=float(ends.max()),
+        iteration_us=float(ends.max()) + waits_us,
         steps_us={name: float(us) for name, us in zip(STEPS, steps, strict=True)},
         lookup_us=tuple(float(x) for x in t.forward_us + t.backward_us),
         memory_bytes=tuple(memory),
         fits=max(memory) <= costs.target.gpu.hbm_bytes,
     )
+
+
+def sharing_cores(work_us: np.ndarray, at_once: float) -> np.ndarray:
+    """When each rank's work ends that starts at 0, where only so many ranks run ``at_once``.
+
+    More ranks share the cores evenly, as an operating system lets them; those that are done leave
+    theirs to the others.
+    """
+    order = np.argsort(work_us)
+    steps_us = np.diff(work_us[order], prepend=0.0)
+    running = len(work_us) - np.arange(len(work_us))
+    ends_us = np.empty(len(work_us))
+    ends_us[order] = np.cumsum(steps_us * np.maximum(1.0, running / at_once))
+    return ends_us
 
 
 def exchange(

@@ -16,8 +16,8 @@ from microbench.assumptions import assumed
 
 DIM_PENALTY: Mapping[int, float] = assumed(__file__, "dim_penalty")
 RANDOM = 8  # random shardings proposed
-SWEEPS = 4  # over all tables in the search
-TRIED = 6  # tables whose move is tried between two sweeps' ends, the costliest first
+SWEEPS = 4  # changes of a search, per table
+TRIED = 12  # changed shardings that are forecast before the best of them is taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,54 +110,84 @@ def _everywhere(model: RankingModel, kind: str, ranks: int) -> Sharding:
 
 
 def improve(start: ShardingForecast, costs: Costs) -> ShardingForecast:
-    """Searches from a sharding: moves tables from the slowest rank while the forecast gets faster.
+    """Searches from a sharding: changes it while the forecast gets faster, or fits the memory.
 
-    Tried for the costliest tables there: each other rank, two columns, row-wise, data-parallel.
+    Tried are the most balanced of all shardings with another placement of a table of the slowest
+    rank, or with such a table and one of another rank swapped.
     """
     best = start
     for _ in range(SWEEPS * len(costs.model.tables)):
-        slowest = int(np.argmax(best.lookup_us))
-        better = None
-        for number in _tables_on(best.sharding, slowest, costs)[:TRIED]:
-            for place in _moves(number, best.sharding[number], costs, best.lookup_us):
-                changed = (*best.sharding[:number], place, *best.sharding[number + 1 :])
-                found = forecast_sharding(changed, costs)
-                if (not found.fits, found.iteration_us) < (
-                    not (better or best).fits,
-                    (better or best).iteration_us,
-                ):
-                    better = found
-        if better is None:
+        tried = [forecast_sharding(s, costs) for s in _balanced(best, costs)]
+        better = min(tried, key=_score, default=best)
+        if _score(better) >= _score(best):
             return best
         best = better
     return best
 
 
-def _tables_on(sharding: Sharding, rank: int, costs: Costs) -> list[int]:
-    """Tables with a shard on a rank, the costliest first."""
-    cost = _forecast_us(costs)
-    mine = [i for i, place in enumerate(sharding) if rank in place.ranks]
-    return sorted(mine, key=lambda i: -cost(costs.model.tables[i]))
+def _score(found: ShardingForecast) -> tuple[bool, float, float]:
+    """What the search makes less, in this order."""
+    return not found.fits, found.iteration_us, max(found.lookup_us)
 
 
-def _moves(
-    number: int, place: Placement, costs: Costs, lookup_us: Sequence[float]
-) -> Iterator[Placement]:
-    """Other placements of a table: the least busy ranks first."""
-    table, n = costs.model.tables[number], costs.world_size
-    idle = [int(r) for r in np.argsort(lookup_us)]
-    for rank in idle[:3]:
-        if place != Placement("table_wise", (rank,)):
-            yield Placement("table_wise", (rank,))
+def _balanced(found: ShardingForecast, costs: Costs) -> list[Sharding]:
+    """Changed shardings whose fullest rank has the least lookups, or bytes if they do not fit."""
+    sharding = found.sharding
+    loads = [_load(i, place, costs, found.fits) for i, place in enumerate(sharding)]
+    total = sum(loads, np.zeros(costs.world_size))
+    fullest, idle = int(np.argmax(total)), [int(r) for r in np.argsort(total)]
+    scored: list[tuple[float, float, dict[int, Placement]]] = []
+
+    def add(changed: dict[int, Placement]) -> None:
+        after = total + sum(
+            _load(i, place, costs, found.fits) - loads[i] for i, place in changed.items()
+        )
+        scored.append((float(after.max()), float(np.square(after).sum()), changed))
+
+    mine = [i for i in range(len(sharding)) if loads[i][fullest] > 0]
+    for i in mine:
+        for place in _moves(i, costs, idle):
+            if place != sharding[i]:
+                add({i: place})
+        for other, place in enumerate(sharding):
+            if {place.kind, sharding[i].kind} == {"table_wise"} and place != sharding[i]:
+                add({i: place, other: sharding[i]})
+    best = sorted(scored, key=lambda one: one[:2])[:TRIED]
+    return [
+        tuple(changed.get(i, place) for i, place in enumerate(sharding)) for *_, changed in best
+    ]
+
+
+def _load(number: int, place: Placement, costs: Costs, in_time: bool) -> np.ndarray:
+    """By rank, the time in us of a placed table's lookups and updates, or its bytes."""
+    key = (number, place, in_time)
+    if key not in costs.loads:
+        table, load = costs.model.tables[number], np.zeros(costs.world_size)
+        held = shards(table, number, place, costs.per_node)
+        prices = costs.shard_costs(held)
+        for s in held:
+            us = prices[s].forward_us + prices[s].backward_us
+            load[s.rank] += us if in_time else s.rows * s.columns
+        costs.loads[key] = load
+    return costs.loads[key]
+
+
+def _moves(number: int, costs: Costs, idle: Sequence[int]) -> Iterator[Placement]:
+    """Placements of a table: whole, cut over the ``idle`` ranks first, in rows, copies."""
+    table, n, per_node = costs.model.tables[number], costs.world_size, costs.per_node
+    for rank in range(n):
+        yield Placement("table_wise", (rank,))
     for parts in (2, 4, 8):
         if parts <= n and table.dim % parts == 0 and table.dim // parts >= MIN_COLUMNS:
             yield Placement("column_wise", tuple(idle[:parts]))
     for kind in ("row_wise", "data_parallel"):
-        if place.kind != kind:
-            yield Placement(kind, tuple(range(n)))
-    if n > costs.per_node:
-        node = idle[0] // costs.per_node * costs.per_node
-        yield Placement("table_row_wise", tuple(range(node, node + costs.per_node)))
+        yield Placement(kind, tuple(range(n)))
+    nodes = n // per_node
+    if nodes > 1 and n % per_node == 0:
+        for node in range(nodes):
+            yield Placement("table_row_wise", tuple(range(node * per_node, (node + 1) * per_node)))
+        if table.dim % nodes == 0:
+            yield Placement("grid_shard", tuple(range(n)))
 
 
 def choose(
@@ -165,14 +195,18 @@ def choose(
 ) -> list[tuple[str, ShardingForecast]]:
     """Forecasts all proposals and the ``given`` sharding; returns them fastest first.
 
-    The search starts from the fastest. Those that do not fit the memory come last.
+    The search starts from the fastest, and from the fastest of whole tables. Those that do not fit
+    the memory come last.
     """
     found = [(p.name, forecast_sharding(p.sharding, costs)) for p in proposals(costs, seed)]
     if given is not None:
         found.append(("given", forecast_sharding(given, costs)))
     order = sorted(found, key=_rank_key)
     if costs.world_size > 1:
-        order = sorted([*order, ("search", improve(order[0][1], costs))], key=_rank_key)
+        whole = [f for _, f in order if {p.kind for p in f.sharding} == {"table_wise"}]
+        starts = {f.sharding: f for f in (order[0][1], *whole[:1])}
+        searched = min((improve(f, costs) for f in starts.values()), key=_score)
+        order = sorted([*order, ("search", searched)], key=_rank_key)
     return order
 
 

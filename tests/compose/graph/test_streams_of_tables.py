@@ -9,6 +9,7 @@ import pytest
 
 from compose.capture_model import capture
 from compose.graph.index_streams import with_indices
+from compose.graph.layers import split_layers
 from compose.predict import predict
 from microbench.opcall import StepCapture
 from microbench.ops.lookup.embedding_bag import FAMILY
@@ -55,6 +56,26 @@ def test_a_file_gives_each_table_its_own_stream_both_ways(
     if lookups["backward"]:
         assert lookups["backward"] == lookups["forward"][::-1]
     assert {p.unique for p in found} == {1}  # type: ignore[attr-defined]
+
+
+def test_equal_tables_with_other_streams_are_not_folded(step: StepCapture, tmp_path: Path) -> None:
+    """Six equal tables are one layer six times; with one lookup more each, they are six."""
+    bags_each = next(p.bags for p in bags(step))  # type: ignore[attr-defined]
+    rows = [
+        {
+            "table": f"t{i}",
+            "indices": [0] * (bags_each * (i + 1)),
+            "offsets": [b * (i + 1) for b in range(bags_each + 1)],
+        }
+        for i in range(6)
+    ]
+    pd.DataFrame(rows).to_parquet(tmp_path / "stream.parquet")
+
+    def counts(found: StepCapture) -> list[int]:
+        return [x.count for x in split_layers(found) if x.name.startswith("tables")]
+
+    assert max(counts(step)) > 1
+    assert set(counts(with_indices(step, str(tmp_path / "stream.parquet")))) == {1}
 
 
 def test_another_number_of_tables_is_refused(step: StepCapture, tmp_path: Path) -> None:

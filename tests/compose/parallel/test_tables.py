@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
 
 from compose.capture_model import capture
+from compose.graph.index_streams import with_indices
 from compose.graph.rewrite import COLLECTIVE
 from compose.parallel.captured_tables import captured_tables
 from compose.parallel.placement import KINDS, Placement, Sharding
@@ -166,6 +168,21 @@ def test_vectors_travel_beside_what_needs_none_of_them() -> None:
     reads = [i for i, c in enumerate(part.calls) if received & {t.storage for t in c.tensors()}]
     between = [c.op for c in part.calls[at[1] + 1 : reads[0]]]
     assert len(received) == 4 and "aten.addmm.default" in between
+
+
+def test_shards_look_up_the_rows_of_the_stream(tmp_path: Path) -> None:
+    """Forward, gradient and update; a file needs the samples of all ranks."""
+    places = (Placement("table_wise", (2,)),) * 3
+    part = ranks_of(with_indices(step(), "zipf:1.1"), places)[2]
+    pairs = [find_family(c) for c in part.calls]
+    known = [(p.op, p.skew) for f, p in pairs if f is not None and hasattr(p, "skew")]
+    bags = [("forward", 1.1)] * 2 + [("sparse_backward", 1.1), ("sgd", 1.1)] * 2
+    assert sorted(known) == sorted([*bags, ("sgd", 0.0), ("sgd", 0.0)])  # the items are no bags
+    rows = {"table": "t", "indices": [0] * 24, "offsets": list(range(0, 25, 3))}
+    pd.DataFrame([rows, rows]).to_parquet(tmp_path / "stream.parquet")
+    found = with_indices(step(), str(tmp_path / "stream.parquet"))
+    with pytest.raises(ValueError, match="8 bags in the file, the batch has 32"):
+        ranks_of(found, places)
 
 
 def test_inference_sends_nothing_back() -> None:

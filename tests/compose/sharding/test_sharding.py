@@ -144,10 +144,16 @@ def test_permuted_ranks_take_as_long(costs: Costs) -> None:
 
 def test_more_lookups_never_make_it_faster(costs: Costs) -> None:
     more = tuple(replace(t, pooling=2 * t.pooling) for t in costs.model.tables)
-    twice = Costs(replace(costs.model, tables=more), costs.target, 4)
-    sharding = random_sharding(np.random.default_rng(2), costs.model, 4)
-    fast, slow = (forecast_sharding(sharding, c).iteration_us for c in (costs, twice))
-    assert slow > fast
+    for batch in (64, 32768):  # bound by the host's launches, and by the GPU
+        once, twice = (
+            Costs(replace(costs.model, batch=batch, tables=x), costs.target, 4)
+            for x in (costs.model.tables, more)
+        )
+        sharding = random_sharding(np.random.default_rng(2), costs.model, 4)
+        fast, slow = (forecast_sharding(sharding, c) for c in (once, twice))
+        waits = fast.steps_us["wait for the host"]
+        assert slow.iteration_us > fast.iteration_us or (waits and batch == 64)
+        assert sum(slow.lookup_us) > sum(fast.lookup_us)
 
 
 def test_all_tables_on_one_rank_are_slower_than_spread(costs: Costs) -> None:
