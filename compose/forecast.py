@@ -108,9 +108,11 @@ def timeline(
     host: HostMachine = REFERENCE,
     stack: str = USUAL,
 ) -> tuple[Sequence[Task], Sequence[Span]]:
-    """Tasks and spans of ``forecast``; of a pipeline the last micro-batch and the optimizer.
+    """Simulates the step that ``forecast`` reports and returns its tasks and when each of them ran.
 
-    Every op is a task where the plan is one process or plain DDP and the capture is whole.
+    Every op is a task where the plan is one process or plain DDP and the capture is whole. Else ops
+    between two synchronisation points are one task; of a pipeline only the last micro-batch and the
+    optimizer's step are shown.
     """
     if plan.plain and not capture.repeats and node is None:
         return op_timeline(capture, price_book(pricer, gpu, threads, stack, host), plan)
@@ -121,7 +123,7 @@ def timeline(
 
 
 def rank_of(plan: ParallelPlan, model: PricedModel, book: PriceBook, where: Cluster) -> Rank:
-    """A rank with all layers of the model, each as often as it is there."""
+    """Builds a rank that holds all layers of the model, as if the plan had one pipeline stage."""
     layers = tuple(x for x in model.layers for _ in range(x.layer.count))
     contention = default_contention(book.gpu)
     return Rank(

@@ -270,10 +270,10 @@ def _features_on(
 
 
 def shape_groups(rows: pd.DataFrame, family: Family) -> np.ndarray:
-    """A number per shape group: rows with equal parameters other than dtype.
+    """Numbers the shape groups of rows: rows with equal parameters other than dtype share a number.
 
-    Groups are held out as a whole. A host event of a single shape could not be held out: each of
-    its measurements (``trial``) is a group.
+    Whole groups are held out for testing. In family ``host`` some events have a single shape, which
+    could not be held out; there each repetition (``trial``) is a group.
     """
     shapes = _shapes(rows, family)
     return shapes.groupby(list(shapes), sort=False, dropna=False).ngroup().to_numpy()
@@ -324,7 +324,7 @@ class Encoder:
         return np.hstack(parts)
 
     def places(self, wanted: list[str]) -> tuple[int, ...]:
-        """Positions of the encoded columns of features ``name``, or of one value ``name=value``."""
+        """Returns the columns of features ``name``, or of a string's value ``name=value``."""
         positions: list[int] = []
         start = 0
         for name in self.names:

@@ -62,7 +62,10 @@ class Trees:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounds:
-    """Numbers of boosting rounds: of the common trees (0: none), and by GPU column of its own."""
+    """How many trees are boosted: ``common`` for all GPUs together (0: none), ``own`` for one each.
+
+    Keys of ``own`` are the GPUs' columns of x.
+    """
 
     common: int
     own: Mapping[int, int] = field(default_factory=dict)
