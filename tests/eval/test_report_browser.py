@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 from browser import browser, console_errors, outside_requests
 from report_facts import DEVICE, OPS
 
-from eval.report.blocks import Device
 from eval.report.page import render
 from eval.report.sections import sections, tiles
 
@@ -25,7 +25,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a device with more held-out rows than a chart shows."""
     ops = OPS.loc[OPS.index.repeat(400)].reset_index(drop=True)
     ops["measured_us"] *= 1.001 ** (ops.index % 997)
-    device = Device(name="toy", results=DEVICE.results, ops=ops, fit=DEVICE.fit, sweep=DEVICE.sweep)
+    device = replace(DEVICE, ops=ops)
     path = tmp_path_factory.mktemp("page") / "report.html"
     path.write_text(render("toy", tiles(device), sections(device), {}, {}))
     return path
