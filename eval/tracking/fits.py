@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,8 +199,8 @@ def datasets(
 def description(training: Training, iterations: str) -> str:
     """The experiment's description: the best learner of each family, and what to look at."""
     report = training.report
-    best = [ranked(family, report[family]["learners"])[0] for family in sorted(report)]
-    answers = [f"{b.family} {b.learner} {b.metrics['median_ape_pct']:.1f}" for b in best]
+    best = Counter(ranked(family, entry["learners"])[0].learner for family, entry in report.items())
+    answers = [f"{learner} in {count}" for learner, count in best.most_common()]
     learners = [n for n in reversed(NAMES) if any(n in e["learners"] for e in report.values())]
     lines = [
         f"| family | {' | '.join(learners)} | measured twice |",
@@ -210,7 +211,7 @@ def description(training: Training, iterations: str) -> str:
         "ops",
         device=training.device,
         training=training.name,
-        answers=", ".join(answers),
+        answers=f"{', '.join(answers)} of {len(report)} families",
         table="\n".join(lines),
         iterations=iterations,
     )

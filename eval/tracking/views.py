@@ -15,7 +15,8 @@ from typing import Any
 TAG = "mlflow.sharedViewState."
 FIRST = "itercast"  # name of the view that an experiment opens with
 WIDTHS = {  # of columns, in pixels; DEFAULT_WIDTH of the others
-    "tags.learner": 125,
+    "tags.family": 110,
+    "tags.learner": 120,
     "tags.runner_up": 160,
     "tags.training": 220,
     "tags.line": 220,
@@ -104,11 +105,14 @@ OPS: Mapping[str, View] = {
             "tags.learner",
             "tags.runner_up",
             "metrics.median_ape_pct",
+            "metrics.retest_ape_pct",
             "metrics.change_pct",
             "metrics.p90_ape_pct",
             "metrics.mape_pct",
             "metrics.bias_pct",
-            *SOURCES,
+            "metrics.rows",
+            "tags.training",
+            "attributes.Dataset",
         ),
         where="metrics.rank = 1",
         order_by="tags.family",

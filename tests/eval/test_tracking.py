@@ -154,12 +154,13 @@ def test_trials_are_child_runs_with_plots(logged: Any) -> None:
 
 
 def test_descriptions_answer_and_link(logged: Any, tmp_path: Path) -> None:
-    """The first line names the best learner of each family; a comparison links its report."""
+    """The first line counts the families each learner is best for; a comparison links its report."""
     (best,) = runs_of(logged, "ops/toy", "metrics.rank = 1")
     tags = logged.get_experiment_by_name("ops/toy").tags
     first, *_, last = tags["mlflow.note.content"].strip().splitlines()
     learner, median = best.data.tags["learner"], best.data.metrics["median_ape_pct"]
-    assert first.endswith(f"gemm {learner} {median:.1f}")
+    assert first.endswith(f"By median error: {learner} in 1 of 1 families")
+    assert f"**{median:.1f}**" in tags["mlflow.note.content"]
     assert "experiment [iterations](#/experiments/" in last
     assert json.loads(json.loads(tags[TAG + FIRST])["state"])["searchFilter"] == "metrics.rank = 1"
     (tmp_path / "demo").mkdir()
