@@ -1,7 +1,8 @@
 """``python -m eval.recommenders``: judges forecasts of recommendation models on this CPU.
 
-Sweeps what they run, trains, then prints errors of lookups on held-out shapes, of 20 random DLRM
-iterations, and how well shardings are chosen in 20 random heavy tasks, all under two processes.
+Sweeps what they run, trains, then prints errors of lookups and updates on shapes and index streams
+that training did not see, of random DLRM iterations, and how well shardings are chosen in random
+heavy tasks, under several numbers of processes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -32,19 +33,17 @@ from eval.recommenders.judge import (
     judge_choices,
     judge_iterations,
 )
+from eval.recommenders.lookups import Score, from_uniform_streams, scores
 from eval.recommenders.plot import save_scatter
+from eval.recommenders.sweep import sweep, threads_of
 from eval.recommenders.tasks import heavy_task
 from eval.speed import run_or_say
 from learners.bundle import Bundle
 from learners.train import train
-from microbench.sweep.collect import collect
+from microbench.iterations.sharded_dlrm import STAGES
 
-FAMILIES = (
-    *("embedding_bag", "index", "elementwise", "gemm", "reduction", "optimizer", "host"),
-    *("collective", "random"),
-)
 SHOWN = ("geomean_ape_pct", "median_ape_pct", "mape_pct", "p90_ape_pct", "bias_pct")
-RANKS = 2
+RANKS = (2, 4)
 Found = TypeVar("Found")
 SPEED_TABLES, SPEED_SHARDINGS = 64, 1000
 
@@ -55,45 +54,59 @@ def main() -> None:
         prog="python -m eval.recommenders", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--out", type=Path, default=Path("runs/dlrm"), help="folder to work in")
-    parser.add_argument("--budget", type=float, default=300.0, help="seconds of sweep")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds of sweep")
     parser.add_argument("--count", type=int, default=20, help="configurations and tasks")
-    parser.add_argument("--ranks", type=int, default=RANKS, help="processes")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=RANKS, help="processes; iterations with the first"
+    )
     asked = parser.parse_args()
     run_or_say(lambda: run(asked.out, asked.budget, asked.count, asked.ranks))
 
 
-def run(out: Path, budget_s: float, count: int, ranks: int) -> None:
+def run(out: Path, budget_s: float, count: int, ranks: Sequence[int]) -> None:
     """Sweep, train, forecast, measure and print."""
     console, bundle, begin = Console(width=110), out / "bundle", time.monotonic()
     with progress_bar() as bar:
         task = bar.add_task("sweep", total=1.0)
-        rows = collect(
+        rows = sweep(
             out / "datasets",
-            "cpu",
-            FAMILIES,
             budget_s,
-            progress=lambda n, frac: bar.update(task, completed=frac, description=f"sweep {n}"),
+            ranks,
+            lambda n, frac: bar.update(task, completed=frac, description=f"sweep: {n}"),
         )
     if rows or not (bundle / "bundle.json").is_file():
-        train([out / "datasets"], bundle, None)
-    console.print(lookups_table(Bundle.load(bundle)))
-    threads = max(1, (os.cpu_count() or 1) // ranks)
-    where = (ranks, threads, bundle)
-    measured = partial(judge_iterations, count, *where, out / "iterations", 1)
+        train([out / "datasets" / "train"], bundle, None, studies=out / "studies")
+    console.print(scores_table(out, Bundle.load(bundle)))
+    first = (ranks[0], threads_of(ranks[0]), bundle)
+    measured = partial(judge_iterations, count, *first, out / "iterations", 1)
     iterations = _with_bar("measure iterations", measured)
-    console.print(iterations_table(iterations))
-    measured_tasks = partial(judge_choices, count, *where, out / "choices", 2)
-    tasks = _with_bar("measure shardings", measured_tasks)
-    console.print(choices_table(choices(tasks, ranks, bundle)))
-    every = [j for some in tasks for j in some]
-    console.print(errors_line("iterations of all proposed shardings", every))
-    console.print(speed_line(bundle))
+    console.print(iterations_table(iterations, ranks[0]))
+    console.print(stages_table(iterations))
+    tasks = {n: _judge_tasks(console, out, count, n, bundle) for n in ranks}
+    console.print(speed_line(bundle, ranks[0]))
     (out / "results.json").write_text(json.dumps(plain(iterations, tasks)))
-    groups = [("random configurations", iterations), ("shardings of heavy tasks", every)]
+    groups = [("random configurations", iterations)]
+    groups += [(f"heavy tasks, {n} processes", _flat(found)) for n, found in tasks.items()]
     save_scatter(out / "scatter.png", groups)
     console.print(
         f"{(time.monotonic() - begin) / 60:.1f} minutes; results.json, scatter.png: {out}"
     )
+
+
+def _judge_tasks(
+    console: Console, out: Path, count: int, ranks: int, bundle: Path
+) -> list[list[Judged]]:
+    """Judge the choice of shardings over so many processes, and print it."""
+    where = (ranks, threads_of(ranks), bundle, out / f"choices-{ranks}", 2)
+    name = f"measure shardings, {ranks} processes"
+    found = _with_bar(name, partial(judge_choices, count, *where))
+    console.print(choices_table(choices(found, ranks, bundle), ranks))
+    console.print(errors_line("iterations of all proposed shardings", _flat(found)))
+    return found
+
+
+def _flat(tasks: Sequence[Sequence[Judged]]) -> list[Judged]:
+    return [j for some in tasks for j in some]
 
 
 def _with_bar(name: str, work: Callable[[Callable[[int], None]], Found]) -> Found:
@@ -103,25 +116,52 @@ def _with_bar(name: str, work: Callable[[Callable[[int], None]], Found]) -> Foun
         return work(lambda n: bar.update(task, completed=n, description=f"{name}: {n}"))
 
 
-def lookups_table(bundle: Bundle) -> Table:
-    """Errors of lookups and their gradients on shapes that training did not see."""
-    table = Table("family", "rows", *SHOWN, "retest_ape_pct", title="held-out shapes, error in %")
-    for name in ("embedding_bag", "index", "collective"):
+def scores_table(out: Path, bundle: Bundle) -> Table:
+    """Errors of lookups and updates on shapes and streams that training did not see."""
+    names = [e.removesuffix("_pct") for e in SHOWN]
+    title = "unseen shapes and index streams, error in %; retest: second measurement, geomean"
+    table = Table("op", "shapes", *names, "retest", title=title)
+    data = out / "datasets"
+
+    def add(score: Score) -> None:
+        shown = [f"{score.errors[e]:.1f}" for e in SHOWN]
+        table.add_row(score.name, str(score.rows), *shown, f"{score.retest['geomean_ape_pct']:.1f}")
+
+    for score in scores(data, bundle):
+        add(score)
+    table.add_section()
+    for score in from_uniform_streams(data, bundle, out / "studies"):
+        add(score)
+    for name in ("gemm", "collective"):
         if name in bundle.models:
             facts = bundle.models[name].facts
-            shown = [f"{facts['errors'].get(e, np.nan):.1f}" for e in (*SHOWN, "retest_ape_pct")]
-            table.add_row(name, str(facts["rows"]), *shown)
+            shown = [f"{facts['errors'].get(e, np.nan):.1f}" for e in SHOWN]
+            table.add_row(f"{name}, held out", str(facts["rows"]), *shown, "")
     return table
 
 
-def iterations_table(judged: Sequence[Judged]) -> Table:
+def stages_table(judged: Sequence[Judged]) -> Table:
+    """Forecast beside measured stages on the rank that works longest, means over models."""
+    table = Table("stage", "forecast ms", "measured ms", title="stages of an iteration, mean")
+    forecast, measured = (
+        np.mean(times, axis=0) / 1e3
+        for times in ([j.forecast_stages_us for j in judged], [j.stages_us for j in judged])
+    )
+    for name, ours, theirs in zip(STAGES, forecast, measured, strict=True):
+        table.add_row(name, f"{ours:.2f}", f"{theirs:.2f}")
+    return table
+
+
+def iterations_table(judged: Sequence[Judged], ranks: int) -> Table:
     """Forecast beside measured iterations."""
-    table = Table("tables", "batch", "forecast ms", "measured ms", "error %", "retest %")
+    names = ("forecast ms", "measured ms", "error %", "retest %")
+    title = f"iterations, {_processes(ranks)}"
+    table = Table("tables", "batch", "optimizer", *names, title=title)
     for j in judged:
         model, retest = j.candidate.model, 100 * abs(j.rounds_us[-1] / j.rounds_us[0] - 1)
         times = (f"{us / 1e3:.1f}" for us in (j.forecast_us, j.measured_us))
         error = 100 * (j.forecast_us / j.measured_us - 1)
-        sizes = (str(len(model.tables)), str(model.batch))
+        sizes = (str(len(model.tables)), str(model.batch), model.optimizer)
         table.add_row(*sizes, *times, f"{error:+.1f}", f"{retest:.1f}")
     table.caption = errors_line("DLRM iterations", judged)
     return table
@@ -136,10 +176,19 @@ def errors_line(name: str, judged: Sequence[Judged]) -> str:
     return f"{name}: {shown} % ({len(judged)})"
 
 
-def choices_table(found: Sequence[Choice]) -> Table:
+def _processes(ranks: int) -> str:
+    """How many processes share how many cores."""
+    cores = os.cpu_count() or 1
+    shared = f", which share {cores} cores" if ranks > cores else ""
+    return f"{ranks} processes{shared}"
+
+
+def choices_table(found: Sequence[Choice], ranks: int) -> Table:
     """Successes by the published criterion, fastest chosen, and regrets."""
     names = ("within 10 %", "fastest", "mean regret %", "worst regret %")
-    table = Table("chosen by", *names, title="choice among 8 proposals per task")
+    table = Table(
+        "chosen by", *names, title=f"choice among 8 proposals per task, {_processes(ranks)}"
+    )
     for c in found:
         regrets = [f"{100 * x:.1f}" for x in (np.mean(c.regrets), np.max(c.regrets))]
         counts = [f"{n} of {len(c.regrets)}" for n in (c.successes, c.fastest)]
@@ -147,17 +196,17 @@ def choices_table(found: Sequence[Choice]) -> Table:
     return table
 
 
-def speed_line(bundle: Path) -> str:
+def speed_line(bundle: Path, ranks: int) -> str:
     """Say in a line how long forecasts of shardings of many tables take, once ops are priced."""
     rng = np.random.default_rng(0)
     model = heavy_task(rng)
     while len(model.tables) < SPEED_TABLES:
         model = heavy_task(rng)
-    costs = Costs(model, find_target("cpu", f"dp={RANKS}", bundle), RANKS)
-    forecast_sharding(random_sharding(rng, model, RANKS), costs)
+    costs = Costs(model, find_target("cpu", f"dp={ranks}", bundle), ranks)
+    forecast_sharding(random_sharding(rng, model, ranks), costs)
     start = time.perf_counter()
     for _ in range(SPEED_SHARDINGS):
-        forecast_sharding(random_sharding(rng, model, RANKS), costs)
+        forecast_sharding(random_sharding(rng, model, ranks), costs)
     seconds = time.perf_counter() - start
     return (
         f"{len(model.tables)} tables: {1e3 * seconds / SPEED_SHARDINGS:.1f} ms a sharding, "
@@ -166,7 +215,7 @@ def speed_line(bundle: Path) -> str:
 
 
 def plain(
-    iterations: Sequence[Judged], tasks: Sequence[Sequence[Judged]]
+    iterations: Sequence[Judged], tasks: Mapping[int, Sequence[Sequence[Judged]]]
 ) -> dict[str, list[dict[str, object]]]:
     """Forecasts and rounds as plain values."""
 
@@ -177,11 +226,16 @@ def plain(
             "tables": len(j.candidate.model.tables),
             "forecast_us": j.forecast_us,
             "rounds_us": list(j.rounds_us),
+            "forecast_stages_us": list(j.forecast_stages_us),
+            "stages_us": list(j.stages_us),
         }
 
     return {
         "iterations": [one(j, i) for i, j in enumerate(iterations)],
-        "choices": [one(j, i) for i, some in enumerate(tasks) for j in some],
+        **{
+            f"choices of {n} processes": [one(j, i) for i, some in enumerate(found) for j in some]
+            for n, found in tasks.items()
+        },
     }
 
 

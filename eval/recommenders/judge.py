@@ -10,13 +10,14 @@ import numpy as np
 
 from compose.parallel.placement import Sharding
 from compose.sharding.costs import Costs
-from compose.sharding.forecast import forecast_sharding
+from compose.sharding.forecast import ShardingForecast, forecast_sharding
 from compose.sharding.propose import greedy_by, improve, random_sharding, table_costs, torchrec_us
 from compose.sharding.tables import RankingModel
 from compose.target import find_target
-from eval.recommenders.measure import measure
+from eval.recommenders.measure import Measured, measure
 from eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task
 from learners.train import errors
+from microbench.iterations.sharded_dlrm import STAGES
 
 WITHIN = 1.10  # of the fastest measured: the published criterion of a successful choice
 Progress = Callable[[int], None]
@@ -24,11 +25,17 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A candidate's forecast in us and its measured rounds in us."""
+    """A candidate's forecast in us and its measured rounds in us.
+
+    ``forecast_stages_us`` and ``stages_us``: of the stages of ``sharded_dlrm.STAGES`` on the rank
+    whose lookups and updates take longest.
+    """
 
     candidate: Candidate
     forecast_us: float
     rounds_us: tuple[float, ...]
+    forecast_stages_us: tuple[float, ...] = ()
+    stages_us: tuple[float, ...] = ()
 
     @property
     def measured_us(self) -> float:
@@ -64,12 +71,9 @@ def judge_iterations(
         Candidate(name=str(i), model=m, sharding=any_sharding(rng, m, ranks))
         for i, m in enumerate(models)
     ]
-    forecasts = [_forecast_us(_costs(c.model, ranks, bundle), c.sharding) for c in candidates]
-    rounds = measure(candidates, ranks, threads, folder, progress)
-    return [
-        Judged(candidate=c, forecast_us=f, rounds_us=r)
-        for c, f, r in zip(candidates, forecasts, rounds, strict=True)
-    ]
+    forecasts = [forecast_sharding(c.sharding, _costs(c.model, ranks, bundle)) for c in candidates]
+    found = measure(candidates, ranks, threads, folder, progress)
+    return [judged(c, f, m) for c, f, m in zip(candidates, forecasts, found, strict=True)]
 
 
 def judge_choices(
@@ -82,14 +86,32 @@ def judge_choices(
         costs = _costs(heavy_task(rng), ranks, bundle)
         proposed = sharders(costs, rng)
         by_task.append(proposed)
-        forecasts += [_forecast_us(costs, c.sharding) for c in proposed]
-    rounds = measure([c for some in by_task for c in some], ranks, threads, folder, progress)
-    judged = iter(zip(forecasts, rounds, strict=True))
-    return [[_judged(c, *next(judged)) for c in some] for some in by_task]
+        forecasts += [forecast_sharding(c.sharding, costs) for c in proposed]
+    found = measure([c for some in by_task for c in some], ranks, threads, folder, progress)
+    pairs = iter(zip(forecasts, found, strict=True))
+    return [[judged(c, *next(pairs)) for c in some] for some in by_task]
 
 
-def _judged(candidate: Candidate, forecast_us: float, rounds_us: tuple[float, ...]) -> Judged:
-    return Judged(candidate=candidate, forecast_us=forecast_us, rounds_us=rounds_us)
+def judged(candidate: Candidate, forecast: ShardingForecast, measured: Measured) -> Judged:
+    """A forecast beside its measurement; stages of the measured rank that works longest."""
+    own = [STAGES.index("look up"), STAGES.index("update tables")]
+    slowest = int(np.argmax(measured.stages_us[:, own].sum(axis=1)))
+    return Judged(
+        candidate=candidate,
+        forecast_us=forecast.iteration_us,
+        rounds_us=measured.rounds_us,
+        forecast_stages_us=stages_of(forecast),
+        stages_us=tuple(float(us) for us in measured.stages_us[slowest]),
+    )
+
+
+def stages_of(forecast: ShardingForecast) -> tuple[float, ...]:
+    """The forecast's steps, added up to the stages that are measured."""
+    between = STAGES.index("exchange, dense part")
+    found = [0.0] * len(STAGES)
+    for name, us in forecast.steps_us.items():
+        found[STAGES.index(name) if name in STAGES else between] += us
+    return tuple(found)
 
 
 def sharders(costs: Costs, rng: np.random.Generator) -> list[Candidate]:
@@ -134,10 +156,6 @@ def _costs(model: RankingModel, ranks: int, bundle: Path) -> Costs:
     if key not in _known:
         _known[key] = Costs(model, find_target("cpu", f"dp={ranks}", bundle), ranks)
     return _known[key]
-
-
-def _forecast_us(costs: Costs, sharding: Sharding) -> float:
-    return forecast_sharding(sharding, costs).iteration_us
 
 
 def error_statistics(judged: Sequence[Judged]) -> dict[str, float]:

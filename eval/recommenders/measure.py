@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,14 @@ from microbench.processes.watch import log_tail, never, watch
 ROUNDS = 2
 STEPS = 5  # of a candidate in a round
 LIMIT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Median times of a step in us, one per round, and of its stages by rank (ranks, stages)."""
+
+    rounds_us: tuple[float, ...]
+    stages_us: np.ndarray
 
 
 def measurable(candidate: Candidate, ranks: int) -> ShardedModel:
@@ -37,6 +45,7 @@ def measurable(candidate: Candidate, ranks: int) -> ShardedModel:
             for t in model.tables
         ),
         shards=tuple(placed),
+        optimizer=model.optimizer,
     )
 
 
@@ -46,8 +55,8 @@ def measure(
     threads: int,
     folder: Path,
     progress: Callable[[int], None] | None = None,
-) -> list[tuple[float, ...]]:
-    """Median time of a step in us of each candidate, once per round.
+) -> list[Measured]:
+    """Measure a step of each candidate, once per round.
 
     Times are corrected for the speed of the machine: times the median anchor of all, over the
     anchor beside the step.
@@ -80,14 +89,20 @@ def measure(
     return at_one_speed([json.loads(line) for line in out.read_text().splitlines()])
 
 
-def at_one_speed(lines: Sequence[dict[str, Any]]) -> list[tuple[float, ...]]:
-    """Return median step times in us, by model and round, corrected for the machine's speed.
+def at_one_speed(lines: Sequence[dict[str, Any]]) -> list[Measured]:
+    """Return median times by model and round, corrected for the machine's speed.
 
-    time * median of all anchors / median of the anchors (reference tasks) timed beside it.
+    time * median of all anchors / median of the anchors (reference tasks) timed beside it. Stages
+    are means over rounds.
     """
     usual_us = float(np.median(np.concatenate([line["anchors_us"] for line in lines])))
-    found: dict[int, list[float]] = {}
+    rounds: dict[int, list[float]] = {}
+    stages: dict[int, list[np.ndarray]] = {}
     for line in lines:
-        speed = usual_us / np.median(line["anchors_us"])
-        found.setdefault(line["model"], []).append(float(np.median(line["times_us"]) * speed))
-    return [tuple(found[model]) for model in sorted(found)]
+        speed, model = usual_us / np.median(line["anchors_us"]), line["model"]
+        rounds.setdefault(model, []).append(float(np.median(line["times_us"]) * speed))
+        stages.setdefault(model, []).append(speed * np.array(line["stages_us"]))
+    return [
+        Measured(rounds_us=tuple(rounds[m]), stages_us=np.mean(stages[m], axis=0))
+        for m in sorted(rounds)
+    ]

@@ -18,7 +18,7 @@ def save_scatter(path: Path, groups: Sequence[tuple[str, Sequence[Judged]]]) -> 
     low, high = min(every) / 1.3, max(every) * 1.3
     axes.fill_between([low, high], [0.8 * low, 0.8 * high], [1.2 * low, 1.2 * high], alpha=0.15)
     axes.plot([low, high], [low, high], color="grey", linewidth=1)
-    for marker, (name, some) in zip("os", groups, strict=False):
+    for marker, (name, some) in zip("os^", groups, strict=False):
         x, y = ([us / 1e3 for us in all_us] for all_us in _times_us(some))
         axes.plot(x, y, marker, markersize=5, label=name, alpha=0.7)
     axes.legend(frameon=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from compose.parallel.placement import Placement, Sharding, Table
-from compose.sharding.tables import RankingModel
+from compose.sharding.tables import OPTIMIZERS, RankingModel
 from microbench.ops.lookup.index_streams import IndexStream
 
 SKEWS = (0.0, 0.8, 1.05, 1.2)
@@ -47,6 +47,7 @@ def any_configuration(rng: np.random.Generator) -> RankingModel:
         tables=tables(rng, int(rng.integers(8, 41)), dim, (1, 60), (2.0, 5.3)),
         bottom=(wide, wide // 2),
         top=(wide, wide // 2),
+        optimizer=str(rng.choice(OPTIMIZERS, p=[0.6, 0.2, 0.2])),
     )
 
 

@@ -8,6 +8,7 @@ part, which DDP replicates. Tables are updated by SGD with gradients of the rows
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,12 @@ from microbench.ops.lookup.embedding_bag import EmbeddingBag
 from microbench.ops.lookup.random_streams import draw_stream
 
 LEARNING_RATE = 1e-3
+STAGES = ("distribute inputs", "look up", "exchange, dense part", "update tables", "optimizer")
+TABLE_OPTIMIZERS: dict[str, Any] = {
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+    "adam": torch.optim.SparseAdam,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +57,10 @@ class MeasuredShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedModel:
-    """A DLRM and where its tables are; ``batch`` is samples of each rank."""
+    """A DLRM and where its tables are; ``batch`` is samples of each rank.
+
+    ``optimizer`` is that of sharded tables: sgd, adagrad or adam.
+    """
 
     batch: int
     features: int
@@ -58,6 +68,7 @@ class ShardedModel:
     top: tuple[int, ...]
     tables: tuple[MeasuredTable, ...]
     shards: tuple[MeasuredShard, ...]
+    optimizer: str = "sgd"
 
 
 class LocalTables(nn.Module):
@@ -87,7 +98,10 @@ class LocalTables(nn.Module):
 
 
 class ShardedStep:
-    """The step of this rank; calling it runs one iteration."""
+    """The step of this rank; calling it runs one iteration.
+
+    ``stages_us`` are the times of ``STAGES`` in the latest one.
+    """
 
     def __init__(self, model: ShardedModel, group: Any = None) -> None:
         self.model, self.exchange = model, group
@@ -95,11 +109,14 @@ class ShardedStep:
         sharded = [s for s in model.shards if not s.local]
         self.by_rank = [[s for s in sharded if s.rank == r] for r in range(self.world)]
         self.own = self.by_rank[self.rank]
-        self.weights = [nn.Parameter(0.01 * torch.randn(s.rows, s.columns)) for s in self.own]
+        self.weights = [nn.Parameter(torch.full((s.rows, s.columns), 0.01)) for s in self.own]
         self.net = DistributedDataParallel(LocalTables(model))
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=LEARNING_RATE)
+        dense: Any = torch.optim.SGD if model.optimizer == "sgd" else torch.optim.AdamW
+        self.optimizer = dense(self.net.parameters(), lr=LEARNING_RATE)
         held = self.weights or [nn.Parameter(torch.zeros(1))]  # an optimizer needs a parameter
-        self.table_optimizer = torch.optim.SGD(held, lr=LEARNING_RATE)
+        self.table_optimizer = TABLE_OPTIMIZERS[model.optimizer](held, lr=LEARNING_RATE)
+        self.stages_us: list[float] = []
+        self.began_ns = 0
         self.dense = torch.randn(model.batch, model.features)
         self.clicked = torch.randint(0, 2, (model.batch,)).float()
         self.lookups = [self.draw(t) for t in model.tables]
@@ -120,18 +137,33 @@ class ShardedStep:
 
     def __call__(self) -> None:
         """Run one iteration."""
+        self.stages_us, self.began_ns = [], time.perf_counter_ns()
         self.optimizer.zero_grad()
         self.table_optimizer.zero_grad()
         logits, bags, received = self.forward()
         loss = F.binary_cross_entropy_with_logits(logits, self.clicked)
         returned = _WhenAllReady(received, self._send_gradients)
         loss.backward()
-        self._update(bags, returned)
+        got, work = returned.result
+        work.wait()
+        self._stage_ends()
+        self._update(bags, got)
+        self._stage_ends()
         self.optimizer.step()
+        self._stage_ends()
+
+    def _stage_ends(self) -> None:
+        """Note the time since the stage before ended."""
+        now_ns = time.perf_counter_ns()
+        self.stages_us.append((now_ns - self.began_ns) / 1e3)
+        self.began_ns = now_ns
 
     def forward(self) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """Logits (batch,), pooled vectors of own shards, and those received, by rank."""
-        bags = self._look_up(*self._distribute_inputs())
+        inputs = self._distribute_inputs()
+        self._stage_ends()
+        bags = self._look_up(*inputs)
+        self._stage_ends()
         received, work = self._send_vectors(bags)
         logits = self.net(self.dense, self.lookups, lambda: self._pooled(received, work))
         return logits, bags, received
@@ -220,9 +252,8 @@ class ShardedStep:
         )
         return got, work
 
-    def _update(self, bags: list[torch.Tensor], returned: _WhenAllReady) -> None:
-        got, work = returned.result
-        work.wait()
+    def _update(self, bags: list[torch.Tensor], got: torch.Tensor) -> None:
+        """Update own shards with the gradients (ranks * batch, own columns) of pooled vectors."""
         if bags:
             parts = got.split([s.columns for s in self.own], dim=1)
             torch.autograd.backward(bags, [p.contiguous() for p in parts])

@@ -24,7 +24,7 @@ def run(order: dict[str, Any]) -> None:
     """Measure all models of an order, ``rounds`` times one after the other; rank 0 writes ``out``.
 
     A line of JSON per model and round: number of the model, times of its steps on the slowest rank
-    in us, and times of the anchor beside them.
+    in us, median times of their stages by rank, and times of the anchor beside them.
     """
     import torch
     import torch.distributed as dist
@@ -40,16 +40,25 @@ def run(order: dict[str, Any]) -> None:
             step = ShardedStep(model_of(values), group)
             for _ in range(WARMUP):
                 step()
-            times, anchors = [], []
+            times, stages, anchors = [], [], []
             for _ in range(int(order["steps"])):
                 dist.barrier()
                 start = time.perf_counter_ns()
                 step()
                 times.append((time.perf_counter_ns() - start) / 1e3)
+                stages.append(step.stages_us)
                 anchors.append(anchor()["anchor_us"])
             slowest = max_over_ranks(times)
+            middle = torch.tensor(stages, dtype=torch.float64).median(dim=0).values
+            by_rank = [torch.zeros_like(middle) for _ in range(dist.get_world_size())]
+            dist.all_gather(by_rank, middle)
             if rank == 0:
-                line = {"model": number, "times_us": slowest, "anchors_us": anchors}
+                line = {
+                    "model": number,
+                    "times_us": slowest,
+                    "stages_us": [stage.tolist() for stage in by_rank],
+                    "anchors_us": anchors,
+                }
                 file.write(json.dumps(line) + "\n")
                 file.flush()
             del step

@@ -6,13 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from compose.parallel.placement import Placement
-from eval.recommenders.judge import Choice, Judged, choices, error_statistics, sharders
-from eval.recommenders.measure import ROUNDS, at_one_speed, measurable, measure
+from compose.sharding.forecast import forecast_sharding
+from eval.recommenders.judge import Choice, Judged, choices, error_statistics, judged, sharders
+from eval.recommenders.lookups import score
+from eval.recommenders.measure import ROUNDS, Measured, at_one_speed, measurable, measure
+from eval.recommenders.points import dense_points, lookup_points, message_points
 from eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task
 from learners.bundle import SHIPPED_CPU
+from microbench.iterations.sharded_dlrm import STAGES
+from microbench.ops.lookup import embedding_bag
+from microbench.ops.lookup.random_streams import KINDS, stream_kind
 
 
 def candidate(name: str, rank: int = 0) -> Candidate:
@@ -34,12 +41,14 @@ def test_heavy_tasks_are_as_published() -> None:
 def test_times_are_taken_at_one_speed() -> None:
     """Beside the second round of model 0 the anchor took twice as long."""
     lines = [
-        {"model": 0, "times_us": [100.0], "anchors_us": [10.0]},
-        {"model": 1, "times_us": [50.0], "anchors_us": [10.0]},
-        {"model": 0, "times_us": [220.0], "anchors_us": [20.0]},
-        {"model": 1, "times_us": [50.0], "anchors_us": [10.0]},
+        {"model": 0, "times_us": [100.0], "stages_us": [[60.0, 40.0]], "anchors_us": [10.0]},
+        {"model": 1, "times_us": [50.0], "stages_us": [[30.0, 20.0]], "anchors_us": [10.0]},
+        {"model": 0, "times_us": [220.0], "stages_us": [[160.0, 60.0]], "anchors_us": [20.0]},
+        {"model": 1, "times_us": [50.0], "stages_us": [[30.0, 20.0]], "anchors_us": [10.0]},
     ]
-    assert at_one_speed(lines) == [(100.0, 110.0), (50.0, 50.0)]
+    first, second = at_one_speed(lines)
+    assert (first.rounds_us, second.rounds_us) == ((100.0, 110.0), (50.0, 50.0))
+    assert first.stages_us.tolist() == [[70.0, 35.0]]  # means of 60, 80 and 40, 30
 
 
 def test_errors_and_retest_by_hand() -> None:
@@ -67,6 +76,52 @@ def test_choices_by_hand() -> None:
     assert Choice(name="x", regrets=(0.0, 0.11)).successes == 1
 
 
+def test_stages_of_the_forecast_and_of_the_rank_that_works_longest() -> None:
+    """Rank 1 looks up and updates for 9 us, rank 0 for 5; all steps are in one of five stages."""
+    from compose.sharding.costs import Costs
+    from compose.target import find_target
+
+    one = candidate("a")
+    costs = Costs(one.model, find_target("cpu", "dp=2", SHIPPED_CPU), 2)
+    forecast = forecast_sharding(one.sharding, costs)
+    stages = np.array([[1.0, 2.0, 8.0, 3.0, 1.0], [1.0, 5.0, 5.0, 4.0, 1.0]])
+    found = judged(one, forecast, Measured(rounds_us=(16.0,), stages_us=stages))
+    assert found.stages_us == (1.0, 5.0, 5.0, 4.0, 1.0)
+    assert sum(found.forecast_stages_us) == pytest.approx(forecast.iteration_us)
+    assert found.forecast_stages_us[1] == pytest.approx(forecast.steps_us["look up"])
+
+
+def test_the_model_s_optimizer_is_measured() -> None:
+    one = candidate("a")
+    adam = replace(one, model=replace(one.model, optimizer="adam"))
+    assert measurable(adam, 2).optimizer == "adam" and measurable(one, 2).optimizer == "sgd"
+
+
+def test_points_that_score_are_others_than_those_that_train() -> None:
+    train, test = lookup_points(0), lookup_points(1)
+    for name in ("embedding_bag", "sparse_update"):
+        assert len(set(train[name][:500]) & set(test[name][:500])) < 10
+        assert {stream_kind(p) for p in test[name][:200]} == set(KINDS)
+    assert {p.op for p in train["embedding_bag"][:200]} == set(embedding_bag.OPS)
+
+
+def test_dense_parts_and_messages_have_points() -> None:
+    dense = dense_points(0)
+    assert {"gemm", "elementwise", "host"} <= set(dense)
+    assert any(p.op in ("copy_", "clone") for p in dense["elementwise"])
+    assert {p.op for p in message_points(0)["collective"]} == {"all_to_all", "all_reduce"}
+
+
+def test_scores_by_hand() -> None:
+    """Forecasts of 110 and 90 us; measured 100 and 100, then 121 and 100."""
+    rows = pd.DataFrame(
+        {"first_us": [100.0, 100.0], "second_us": [121.0, 100.0], "forecast_us": [110.0, 90.0]}
+    )
+    found = score("x", rows)
+    assert found.errors["mape_pct"] == pytest.approx(5.0)  # 0 of sqrt(100 * 121), 10
+    assert found.retest["mape_pct"] == pytest.approx(10.5)
+
+
 def test_there_are_eight_sharders() -> None:
     from compose.sharding.costs import Costs
     from compose.target import find_target
@@ -85,5 +140,7 @@ def test_candidates_are_measured_by_real_ranks(tmp_path: Path) -> None:
     assert {s.table for s in measurable(mixed, 2).shards} == {0, 1, 2}
     seen: list[int] = []
     rounds = measure([candidate("a"), mixed], 2, 1, tmp_path, seen.append)
-    assert len(rounds) == 2 and all(len(r) == ROUNDS and min(r) > 0 for r in rounds)
+    assert len(rounds) == 2 and all(len(r.rounds_us) == ROUNDS for r in rounds)
+    assert all(r.stages_us.shape == (2, len(STAGES)) and r.stages_us.min() >= 0 for r in rounds)
+    assert all(r.stages_us.sum(axis=1).max() <= 3 * max(r.rounds_us) for r in rounds)
     assert seen[-1] == 2 * ROUNDS

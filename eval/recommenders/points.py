@@ -1,0 +1,96 @@
+"""Points that recommenders' iterations consist of: lookups and updates, dense parts, messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from microbench.ops import families, find_family
+from microbench.ops.family import log_uniform
+from microbench.ops.lookup import embedding_bag, sparse_update
+from microbench.ops.lookup.embedding_bag import EmbeddingBag
+from microbench.ops.lookup.random_streams import with_random_stream
+from microbench.ops.lookup.sparse_update import SparseUpdate
+from microbench.ops.step.collective import Collective
+
+LOOKUPS = ("embedding_bag", "sparse_update")
+MOST_POINTS = 8000  # of a family; more than any sweep measures
+HOST_EVENTS = 200
+MODELS = 24  # dense parts that are captured
+MOST_LOOKUPS = 2**16
+MOST_ELEMENTS = 2**22
+
+
+def lookup_points(seed: int) -> dict[str, list[Any]]:
+    """Points of ``LOOKUPS``: of families' own sweeps and of tables as large as tasks', in turn."""
+    rng = np.random.default_rng(seed)
+    skipped = 10 * MOST_POINTS * seed  # a family's sweep has no seed
+    found: dict[str, list[Any]] = {}
+    for name, drawn in (("embedding_bag", _bags(rng)), ("sparse_update", _updates(rng))):
+        swept = islice(families()[name].sweep(), skipped, None)
+        both = (p for pair in zip(drawn, swept, strict=False) for p in pair)
+        found[name] = list(islice(both, MOST_POINTS))
+    return found
+
+
+def _tables(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+    """Sizes of tables and of their lookups in a batch."""
+    while True:
+        bags, pooling = log_uniform(rng, 16, 1024), log_uniform(rng, 1, 80)
+        sizes: dict[str, Any] = {
+            "rows": round(10 ** rng.uniform(2.0, 5.4)),
+            "dim": int(rng.choice([8, 16, 32, 64])),
+            "bags": bags,
+            "lookups": bags * pooling,
+        }
+        if sizes["lookups"] <= MOST_LOOKUPS and sizes["lookups"] * sizes["dim"] <= MOST_ELEMENTS:
+            yield sizes
+
+
+def _bags(rng: np.random.Generator) -> Iterator[EmbeddingBag]:
+    for sizes in _tables(rng):
+        op = str(rng.choice(embedding_bag.OPS))
+        yield with_random_stream(rng, EmbeddingBag(op=op, **sizes))
+
+
+def _updates(rng: np.random.Generator) -> Iterator[SparseUpdate]:
+    for sizes in _tables(rng):
+        op = str(rng.choice(sparse_update.OPS))
+        sizes.pop("bags")
+        yield with_random_stream(rng, SparseUpdate(op=op, **sizes))
+
+
+def dense_points(seed: int) -> dict[str, list[Any]]:
+    """What the dense parts of random DLRMs call, and copies of all sizes."""
+    from compose.sharding.costs import dense_step  # torch is slow to import
+    from eval.recommenders.tasks import any_configuration, heavy_task
+
+    rng = np.random.default_rng(seed)
+    found: dict[str, dict[Any, None]] = {}
+    for number in range(MODELS):
+        model = any_configuration(rng) if number % 2 else heavy_task(rng)
+        wide = tuple(8 * log_uniform(rng, 4, 40) for _ in range(2))
+        model = replace(model, batch=log_uniform(rng, 24, 320), bottom=wide, top=wide)
+        for call in dense_step(model, "sgd" if number % 3 else "adamw").calls:
+            family, params = find_family(call)
+            if family is not None:
+                found.setdefault(family.name, {})[params] = None
+    points = {name: list(some) for name, some in found.items()}
+    points["host"] = list(islice(families()["host"].sweep(), HOST_EVENTS))
+    copies = (p for p in families()["elementwise"].sweep() if p.op in ("copy_", "clone"))
+    points["elementwise"] = [*islice(copies, 100), *points.get("elementwise", [])]
+    mixed = {name: [some[i] for i in rng.permutation(len(some))] for name, some in points.items()}
+    return mixed
+
+
+def message_points(seed: int) -> dict[str, list[Any]]:
+    """Messages of 256 bytes to 16 MiB: all_to_all of vectors, all_reduce of gradients."""
+    rng = np.random.default_rng(seed)
+    ops = rng.choice(["all_to_all", "all_reduce"], size=MOST_POINTS, p=[0.6, 0.4])
+    sizes = [64 * log_uniform(rng, 4, 2**18) for _ in ops]
+    found = [Collective(op=str(op), message_bytes=n) for op, n in zip(ops, sizes, strict=True)]
+    return {"collective": found}

@@ -1,0 +1,112 @@
+"""Measures on this CPU the points of recommenders' iterations, as their ranks run them.
+
+Every core is busy: as many ranks as there are cores for the threads that each has measure the same
+point at once. Shapes that score the trained models are measured twice, before and after the rest.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from eval.recommenders.points import dense_points, lookup_points, message_points
+from learners.bundle import Bundle
+from learners.features.machine_speed import Speed, at_reference_us
+from microbench import store
+from microbench.sweep.captured_points import write_points
+from microbench.sweep.cards import card_facts
+from microbench.sweep.collect import run_worker
+from microbench.sweep.contention import measure_contention
+from microbench.sweep.orders import Phase, WorkerOrder, spent_s
+
+TEST_SEED = 1
+SHARES: Mapping[str, float] = {"lookups": 0.5, "dense": 0.15, "messages": 0.2, "test": 0.15}
+MIN_LEFT_FRAC = 0.05  # of a phase; for less no worker is started
+Progress = Callable[[int, float], None]
+
+
+def threads_of(ranks: int) -> int:
+    """Threads of each rank: all cores together, at least one."""
+    return max(1, (os.cpu_count() or 1) // ranks)
+
+
+def sweep(root: Path, budget_s: float, ranks: Sequence[int], progress: Progress) -> int:
+    """Sweep until each part has spent its share of the budget; returns the number of new rows.
+
+    ``root/train`` gets the rows to train on, ``root/test0`` and ``root/test1`` the two measurements
+    of the shapes that score. What earlier runs spent counts.
+    """
+    facts = card_facts(root / "train", "cpu")
+    if not facts["hardware"]["contention"] and (os.cpu_count() or 1) > 1:
+        facts["hardware"]["contention"] = round(measure_contention(), 2)
+    kinds = sorted({threads_of(n) for n in ranks})
+    test = lookup_points(TEST_SEED)
+    points = {"lookups": lookup_points(0), "dense": dense_points(0)}
+    parts = [("test0", test, n, _together(n), SHARES["test"] / 2 / len(kinds)) for n in kinds]
+    for name, some in points.items():
+        parts += [("train", some, n, _together(n), SHARES[name] / len(kinds)) for n in kinds]
+    messages, share = message_points(0), SHARES["messages"] / len(ranks)
+    parts += [("train", messages, 1, n, share) for n in ranks]
+    parts += [("test1", test, n, _together(n), SHARES["test"] / 2 / len(kinds)) for n in kinds]
+    return sum(
+        _measure(root / folder, some, threads, together, part * budget_s, facts, progress)
+        for folder, some, threads, together, part in parts
+    )
+
+
+def _together(threads: int) -> int:
+    return max(1, (os.cpu_count() or 1) // threads)
+
+
+def _measure(
+    root: Path,
+    points: Mapping[str, Sequence[Any]],
+    threads: int,
+    ranks: int,
+    budget_s: float,
+    facts: dict[str, Any],
+    progress: Progress,
+) -> int:
+    """Measure points on so many ranks at once until the budget is spent."""
+    phase = Phase(families=tuple(points), threads=threads, share=1.0, ranks=ranks)
+    left_s = budget_s - spent_s(root, facts["hardware"]["name"], phase)
+    if left_s < MIN_LEFT_FRAC * budget_s:
+        return 0
+    path = root / ".journal" / f"points-{'-'.join(points)}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_points(path, points)
+    order = WorkerOrder(
+        root=str(root),
+        run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-t{threads}-r{ranks}",
+        device="cpu",
+        gpu=facts["hardware"]["name"],
+        families=phase.families,
+        threads=threads,
+        budget_s=left_s,
+        seed=0,
+        ranks=ranks,
+        hardware=facts["hardware"],
+        points=str(path),
+        only=True,
+    )
+    run_worker(order, progress)
+    return store.compact(root, facts)
+
+
+def twice_measured(root: Path, bundle: Bundle, name: str) -> pd.DataFrame:
+    """Shapes that score a family: ``first_us`` and ``second_us`` at the reference speed."""
+    speed = Speed(anchors=bundle.anchors, sensitivity=bundle.models[name].sensitivity)
+    found = []
+    for part in ("test0", "test1"):
+        rows = store.read_rows([root / part], name)
+        rows = rows[rows["status"] == "ok"].drop_duplicates("key").set_index("key")
+        found.append(rows.assign(us=at_reference_us(rows, speed)))
+    first, second = found
+    both = first.index.intersection(second.index)
+    times = {"first_us": first.loc[both, "us"], "second_us": second.loc[both, "us"]}
+    return first.loc[both].assign(**times).reset_index()

@@ -1,0 +1,66 @@
+"""Prices of shards: real ops of the named optimizer, caches between two uses, shared cores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from compose.parallel.placement import Placement, Table
+from compose.sharding.costs import Costs, _touched_bytes
+from compose.sharding.forecast import forecast_sharding, sharing_cores
+from compose.sharding.tables import RankingModel
+from compose.target import find_target
+from learners.bundle import SHIPPED_CPU
+
+TABLE = Table(name="t", rows=1000, dim=16, pooling=2.0)
+MODEL = RankingModel(batch=8, tables=(TABLE,), features=4, bottom=(8,), top=(8,))
+
+
+def costs(model: RankingModel, ranks: int = 2) -> Costs:
+    return Costs(model, find_target("cpu", f"dp={ranks}", SHIPPED_CPU), ranks)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+def test_a_shard_is_priced_by_the_ops_that_run(optimizer: str) -> None:
+    """2 ranks * 8 samples * 2 lookups: a lookup, its sparse gradient, the optimizer's step."""
+    found = costs(replace(MODEL, optimizer=optimizer))
+    forward, gradient, update = found._ops(0, 1000, 16, False)
+    assert [o.params.op for o in (forward, gradient, update)] == [
+        "forward",
+        "sparse_backward",
+        optimizer,
+    ]
+    assert update.family is not None and update.family.name == "sparse_update"
+    assert (update.params.rows, update.params.dim, update.params.lookups) == (1000, 16, 32)
+
+
+def test_bytes_between_two_uses_by_hand() -> None:
+    """All 2 rows of 64 bytes, and a gradient of 32 rows written and read, over two ranks."""
+    small = replace(MODEL, tables=(replace(TABLE, rows=2),))
+    assert _touched_bytes(small, 2) == pytest.approx((2 * 64 + 2 * 32 * 64) / 2, rel=1e-3)
+    # a page per row, but no more than the table has
+    assert _touched_bytes(small, 2, 4096) == pytest.approx((2 * 64 + 2 * 32 * 64) / 2, rel=1e-3)
+    assert _touched_bytes(MODEL, 2, 4096) > _touched_bytes(MODEL, 2)
+
+
+def test_ranks_share_cores_evenly() -> None:
+    """Four ranks on two cores: two at a time run at half speed until one is done."""
+    work = np.array([1.0, 1.0, 1.0, 1.0])
+    assert sharing_cores(work, 4).tolist() == [1.0] * 4
+    assert sharing_cores(work, 2).tolist() == [2.0] * 4
+    # all until 1 * 4/2 = 2; then three have 1 left: 2 + 1 * 3/2
+    assert sharing_cores(np.array([2.0, 1.0, 2.0, 2.0]), 2).tolist() == [3.5, 2.0, 3.5, 3.5]
+    assert sharing_cores(np.array([5.0, 0.0]), 1).tolist() == [5.0, 0.0]
+
+
+def test_more_ranks_than_cores_are_slower() -> None:
+    """Four ranks on two cores, each with its samples, take longer than two."""
+    two, four = costs(MODEL, 2), costs(MODEL, 4)
+    assert (two.ranks_at_once, four.ranks_at_once) == (2, 2)
+    place = (Placement("table_wise", (0,)),)
+    slow, fast = (forecast_sharding(place, c) for c in (four, two))
+    assert slow.steps_us["top perceptron, both ways"] == pytest.approx(
+        2 * fast.steps_us["top perceptron, both ways"], rel=0.01
+    )
