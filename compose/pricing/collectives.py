@@ -58,6 +58,13 @@ class Cluster:
         slow = self.gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
         return slow if self.link(ranks) == "pcie" else fast
 
+    def slowest_bytes_per_s(self, axis: str) -> float:
+        """Bytes/s of one direction of the slowest link among the ranks of an axis."""
+        group = self.groups[axis]
+        if group.size > group.per_node:
+            return self.network_bytes_per_s
+        return self.link_bytes_per_s(group.size)
+
     @property
     def network_bytes_per_s(self) -> float:
         """A GPU's share of the network between nodes."""

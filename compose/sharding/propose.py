@@ -45,12 +45,14 @@ def table_costs(costs: Costs) -> Mapping[str, Callable[[Table], float]]:
 
 
 def _forecast_us(costs: Costs) -> Callable[[Table], float]:
-    """Forecast of a whole table's lookup, gradient and update on one rank, in us."""
+    """Forecast of a whole table's lookup, gradient, update and messages on one rank, in us."""
     where = Placement("table_wise", (0,))
     whole = {t.name: shards(t, i, where, 1)[0] for i, t in enumerate(costs.model.tables)}
     prices = costs.shard_costs(list(whole.values()))
     us = {name: prices[s].forward_us + prices[s].backward_us for name, s in whole.items()}
-    return lambda t: us[t.name]
+    sent = (costs.world_size - 1) * costs.model.batch  # vectors; as many gradients come back
+    byte_us = 2e6 / costs.where.slowest_bytes_per_s("dp")
+    return lambda t: us[t.name] + byte_us * sent * t.row_bytes
 
 
 def torchrec_us(table: Table, costs: Costs) -> float:
@@ -67,7 +69,7 @@ def torchrec_us(table: Table, costs: Costs) -> float:
     )
     moved = 8 * i * w + i * w * max(table.dim, 32) * b + o * w * table.dim * b
     compute_s = moved * penalty / costs.book.gpu.hbm_bytes_per_s
-    exchange_s = o * w * table.dim * b / costs.where.link_bytes_per_s(costs.per_node)
+    exchange_s = o * w * table.dim * b / costs.where.slowest_bytes_per_s("dp")
     return 1e6 * (3 * compute_s + 2 * exchange_s)
 
 

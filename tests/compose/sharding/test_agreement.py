@@ -75,10 +75,11 @@ def test_both_forecasts_agree(
 
 
 def test_both_spread_tables_greedily_alike() -> None:
-    """The cost of a table's lookups and updates is the same in both."""
+    """The cost of a table's lookups, updates and messages is the same in both."""
     step = capture("dlrm-r04", optimizer="sgd")
     costs = Costs(ranking_model(step), find_target("a100-sxm-80gb", "dp=4"), 4)
     tables = captured_tables(step)
-    ours = greedy_sharding(step, tables, 4, costs.per_node, costs.book, 0.0)
+    rate = costs.where.slowest_bytes_per_s("dp")
+    ours = greedy_sharding(step, tables, 4, costs.per_node, rate, costs.book, 0.0)
     parts = [greedy_by(table_costs(costs)["forecast"], costs, parts) for parts in (1, 2, 4)]
     assert ours in parts

@@ -25,7 +25,14 @@ from compose.parallel.placement import (
 )
 from compose.sharding.costs import Costs
 from compose.sharding.forecast import exchange, forecast_sharding, traffic
-from compose.sharding.propose import choose, greedy_by, improve, random_sharding, torchrec_us
+from compose.sharding.propose import (
+    choose,
+    greedy_by,
+    improve,
+    random_sharding,
+    table_costs,
+    torchrec_us,
+)
 from compose.sharding.tables import RankingModel, model_from, read_model
 from compose.target import find_target
 
@@ -181,7 +188,7 @@ def test_torchrec_formula_by_hand(costs: Costs) -> None:
     table = Table(name="t", rows=1000, dim=128, pooling=8)
     moved = 8 * 512 * 4 + 512 * 4 * 128 * 4 + 64 * 4 * 128 * 4
     sent = 64 * 4 * 128 * 4
-    link = costs.where.link_bytes_per_s(costs.per_node)
+    link = costs.where.slowest_bytes_per_s("dp")
     us = 1e6 * (3 * moved / costs.book.gpu.hbm_bytes_per_s + 2 * sent / link)
     assert torchrec_us(table, costs) == pytest.approx(us)
     narrow = replace(table, dim=64)
@@ -248,3 +255,20 @@ def test_hostile_tables_are_refused_in_a_line(
     with pytest.raises(ValueError, match=said) as refused:
         read_model(tmp_path / "tables.yaml")
     assert "\n" not in str(refused.value) and "tables.yaml" in str(refused.value)
+
+
+def test_greedy_balances_messages_over_a_slow_network() -> None:
+    """Lookups of one row a sample are cheap; over a network the vectors they send are not.
+
+    Two nodes of eight H100 and 16 equal tables: one table a rank.
+    """
+    two_nodes = Costs(model(16, dim=128), find_target("h100-sxm-80gb", "dp=16,node=dgx-h100"), 16)
+    inside = Costs(model(16, dim=128), find_target("h100-sxm-80gb", "dp=8,node=dgx-h100"), 8)
+    cost = {name: table_costs(c)["forecast"] for name, c in (("far", two_nodes), ("near", inside))}
+    table = two_nodes.model.tables[0]
+    far_us = 2e6 * 15 * two_nodes.model.batch * table.row_bytes / 50e9
+    near_us = 2e6 * 7 * inside.model.batch * table.row_bytes / 450e9
+    assert cost["far"](table) > far_us > near_us
+    assert cost["near"](inside.model.tables[0]) > near_us
+    found = greedy_by(cost["far"], two_nodes)
+    assert sorted(p.ranks[0] for p in found) == list(range(16))
