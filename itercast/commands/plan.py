@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.errors import one_line_errors
-from itercast.options import Bundle, HfConfig, Host, Json, Stack
+from itercast.options import Bundle, HfConfig, Host, Json, Optimizer, Stack
 from microbench.cases.external.huggingface import read_config
 
 if TYPE_CHECKING:  # the command line starts without pandas
@@ -44,7 +44,7 @@ def plan(
     ] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "bf16",
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw_fused, sgd, lamb or none")] = "adamw",
+    optimizer: Optimizer = "",
     amp: Annotated[
         bool, typer.Option("--amp", help="mixed precision: weights in fp32, autocast to dtype")
     ] = False,
@@ -70,7 +70,7 @@ def plan(
     )
     size = {"node": node, "host": host, "batch": search.batch, "seq": search.seq}
     facts = {"case": name, "gpu": search.book.gpu.name, "gpus": gpus, "objective": objective}
-    facts |= {**size, **step, "bundle": bundle_name}
+    facts |= {**size, **step, "optimizer": search.optimizer, "bundle": bundle_name}
     counts, reports = run_search(search, facts, study)
     facts |= {**counts, "seconds": time.perf_counter() - begin}
     print_plans(facts, reports, as_json)
