@@ -17,6 +17,8 @@ from eval.public.left_out import assumptions, compared, fitted_sources
 from eval.public.left_out_ops import KNOWN_ROWS, read_ops, source_in
 from eval.public.model_lines import ModelLine
 from eval.public.models import (
+    ASSUMED,
+    INTERVAL,
     MEASURED,
     Answer,
     ForecastLine,
@@ -104,9 +106,14 @@ def forecasts_without(
         if source.casefold() in TRAINED_ON:
             bundle = pool.submit(train_without, source, public, Path(folder) / "bundle").result()
         return [
-            (line, add_forecasts(rows.drop(columns=list(MEASURED)), bundle, known, pool))
+            (line, add_forecasts(without_forecasts(rows), bundle, known, pool))
             for line, rows in lines
         ]
+
+
+def without_forecasts(rows: Rows) -> Rows:
+    """The rows without the columns that ``add_forecasts`` adds."""
+    return rows.drop(columns=[*MEASURED, *INTERVAL, ASSUMED], errors="ignore")
 
 
 def train_without(source: str, public: Path, folder: Path) -> Path:

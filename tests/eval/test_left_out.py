@@ -17,7 +17,13 @@ from eval.public.left_out import (
     left_out_markdown,
     still_fitted,
 )
-from eval.public.left_out_models import ROW, TRAINED_ON, run_models_left_out, sampled
+from eval.public.left_out_models import (
+    ROW,
+    TRAINED_ON,
+    run_models_left_out,
+    sampled,
+    without_forecasts,
+)
 from eval.public.left_out_ops import NAME, op_sources, read_ops, run_left_out, splits
 from eval.public.model_lines import ModelLine
 from eval.public.models import ForecastLine
@@ -166,16 +172,17 @@ def test_forecasts_of_a_fitted_source_are_made_anew_without_it(tmp_path: Path) -
     (again,) = run_models_left_out(tmp_path, [usual], SHIPPED)
     without, with_it = (again.scores[name]["bias_pct"] for name in ("left out", "itercast"))
     assert without < with_it
+    assert {again.scores[name]["coverage_pct"] for name in ("left out", "itercast")} <= {0, 50, 100}
 
 
 def with_forecast(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with the forecasts of this process, which leaves nothing out."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from eval.public.models import MEASURED, add_forecasts
+    from eval.public.models import add_forecasts
 
     with ThreadPoolExecutor(1) as pool:
-        plain = rows.drop(columns=list(MEASURED))
+        plain = without_forecasts(rows)
         return add_forecasts(plain, SHIPPED, {}, pool)  # type: ignore[arg-type]
 
 
