@@ -89,11 +89,13 @@ def stated_rows(rows: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(amp=rows["amp"].astype(bool) & ~sharded)
 
 
-def compare_all(rows: pd.DataFrame, folder: Path | None) -> list[CaseResult]:
+def compare_all(
+    rows: pd.DataFrame, folder: Path | None, prices: Bundle | None = None
+) -> list[CaseResult]:
     """Forecast every measured iteration; no model is trained on iterations.
 
-    ``folder`` is the bundle; None takes the one that ``predict`` would take for each GPU. Rows that
-    cannot be forecast are counted by reason and printed.
+    ``folder`` is the bundle; None takes the one that ``predict`` would take for each GPU.
+    ``prices`` replaces its models. Rows that cannot be forecast are counted by reason and printed.
     """
     asked = [c for c in (*ASKED, "hf_config") if c in rows]
     groups = list(rows.groupby(asked, dropna=False, sort=False))
@@ -105,7 +107,7 @@ def compare_all(rows: pd.DataFrame, folder: Path | None) -> list[CaseResult]:
         for key, group in bar.track(groups, description="forecast"):
             try:
                 named = dict(zip(asked, key, strict=True))
-                results.append(_compare(named, group, folder, varied[str(named["case"])]))
+                results.append(_compare(named, group, folder, varied[str(named["case"])], prices))
             except ValueError as exc:
                 refused[str(exc)] += 1
     for reason, count in refused.most_common():
@@ -114,7 +116,11 @@ def compare_all(rows: pd.DataFrame, folder: Path | None) -> list[CaseResult]:
 
 
 def _compare(
-    asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None, varied: Sequence[str]
+    asked: Mapping[str, Any],
+    rows: pd.DataFrame,
+    folder: Path | None,
+    varied: Sequence[str],
+    prices: Bundle | None,
 ) -> CaseResult:
     """Compare one iteration, measured once or several times, with its forecast.
 
@@ -123,6 +129,8 @@ def _compare(
     """
     stack = asked_stack(asked.get("stack"))
     target = find_target(str(asked["gpu"]), str(asked["plan"]), folder, stack=stack)
+    if prices is not None:
+        target = replace(target, bundle=prices)
     if target.gpu.kind == "cpu":
         target = replace(target, threads=int(rows["threads"].iloc[0]))
     step = step_of(asked, target.plan)

@@ -160,8 +160,14 @@ def evaluate(
     ] = None,
     bundle: Bundle = None,
     out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/evaluate"),
+    learners: Annotated[
+        Path | None,
+        typer.Option(help="also rank other learners, trained on this dataset; needs --bundle"),
+    ] = None,
 ) -> None:
     """Compare forecasts with measured iterations; measures this CPU unless --measured is given."""
+    if learners is not None and bundle is None:
+        raise ValueError("--learners needs --bundle, whose models are compared with them")
     from eval.compare import compare_all, measured_rows
     from eval.report.write import report_comparison
     from itercast.commands.shared import iterations
@@ -170,7 +176,12 @@ def evaluate(
     if measured is None:
         iterations(root, "cpu", (0, 1), case)
     rows = measured_rows(root, case)
-    report_comparison(out, compare_all(rows, bundle), rows, {}, root, bundle)
+    results = compare_all(rows, bundle)
+    report_comparison(out, results, rows, {}, root, bundle)
+    if learners is not None and bundle is not None:
+        from eval.learner_ranking import rank_learners
+
+        rank_learners(rows, results, bundle, learners, out)
 
 
 @app.command()

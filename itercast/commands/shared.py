@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -104,7 +105,8 @@ def fit(
     """
     from eval.tracking.fits import log_fit
     from learners.held_out import save_held_out
-    from learners.train import train
+    from learners.train import SCORES, train
+    from microbench.store import write_atomic
 
     for root in data:
         if not root.is_dir():
@@ -123,6 +125,7 @@ def fit(
         )
     save_held_out(out, trained.held_out())
     report = trained.to_dict()
+    write_atomic(out / SCORES, json.dumps(report).encode())
     trained_s = time.monotonic() - begin
     log_fit(report, machine_name(out), out, data)
     logged_s = time.monotonic() - begin - trained_s

@@ -1,0 +1,126 @@
+"""Ranks learners per op family and on whole iterations that are composed of their op prices."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.table import Table
+
+from eval.compare import compare_all, console
+from eval.results import CaseResult, summary
+from eval.tracking.logs import log_evaluation
+from learners.bundle import Bundle
+from learners.compare import learner_models
+from learners.family_model import FamilyModel, prepare
+from learners.features.machine_speed import learn_speed, undisturbed
+from learners.models.compared import BLEND, NAMES
+from learners.train import SCORES, hardware_of, usable_rows
+from microbench.ops import families
+from microbench.store import write_atomic
+
+END_TO_END = "whole iterations"
+Medians = Mapping[str, Mapping[str, float]]  # median error in % by family and learner
+
+
+def learner_bundles(bundle: Bundle, data: Path) -> dict[str, Bundle]:
+    """The bundle with every other learner in the place of its blends, fitted to the same rows.
+
+    Families without rows in ``data`` keep their models.
+    """
+    found: dict[str, dict[str, FamilyModel]] = {n: dict(bundle.models) for n in NAMES if n != BLEND}
+    wanted = [name for name in bundle.models if (data / name).is_dir()]
+    for name, rows in usable_rows([data], wanted).items():
+        rows, family = undisturbed(rows, bundle.anchors), families()[name]
+        speed = learn_speed(rows, family, bundle.anchors)
+        prepared = prepare(rows, family, hardware_of([data], rows), speed)
+        for learner, model in learner_models(bundle.models[name], prepared).items():
+            found[learner][name] = model
+    return {name: replace(bundle, models=models) for name, models in found.items()}
+
+
+def rank_learners(
+    rows: pd.DataFrame, results: Sequence[CaseResult], folder: Path, data: Path, out: Path
+) -> None:
+    """Print the ranking, write learners.md and learners.png to ``out``, and log it to MLflow.
+
+    ``results``: measured iterations ``rows`` as the bundle in ``folder`` forecasts them.
+    """
+    found = {BLEND: list(results)}
+    for name, bundle in learner_bundles(Bundle.load(folder), data).items():
+        found[name] = compare_all(rows, folder, bundle)
+    medians = {**family_medians(folder), END_TO_END: {}}
+    for name, some in found.items():
+        medians[END_TO_END] = {**medians[END_TO_END], name: summary(some)["median_ape_pct"]}
+    console.print(ranking_table(medians))
+    write_atomic(out / "learners.md", markdown(medians).encode())
+    chart(medians).savefig(out / "learners.png", dpi=120, bbox_inches="tight")
+    device = ", ".join(sorted(set(rows["gpu"])))
+    for name, some in found.items():
+        if name != BLEND:
+            errors_pct = {r.label: r.error_pct for r in some}
+            log_evaluation(f"{out.name} · {name}", device, summary(some), errors_pct, out, name)
+
+
+def family_medians(folder: Path) -> dict[str, Mapping[str, float]]:
+    """Median errors on held-out shapes, as the training of a bundle left them."""
+    path = folder / SCORES
+    report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return {
+        family: {name: s["median_ape_pct"] for name, s in entry["learners"].items()}
+        for family, entry in sorted(report.items())
+    }
+
+
+def cells(medians: Mapping[str, float]) -> list[tuple[str, bool]]:
+    """The errors of all learners as text, and which one is the smallest."""
+    best = min(medians.values(), default=None)
+    texts = [(medians.get(name), name) for name in reversed(NAMES)]
+    return [("-" if m is None else f"{m:.1f}", m is not None and m == best) for m, _ in texts]
+
+
+def ranking_table(medians: Medians) -> Table:
+    """A line per family and one of whole iterations, a column per learner, the best in bold."""
+    table = Table(title="median absolute error, %: unseen shapes by family, then whole iterations")
+    table.add_column("family", no_wrap=True)
+    for head in reversed(NAMES):
+        table.add_column(head, justify="right", overflow="fold")
+    for family, some in medians.items():
+        table.add_row(family, *(f"[bold]{t}[/]" if best else t for t, best in cells(some)))
+    return table
+
+
+def markdown(medians: Medians) -> str:
+    """The same table as Markdown."""
+    lines = [f"| | {' | '.join(reversed(NAMES))} |", f"|---|{'--:|' * len(NAMES)}"]
+    for family, some in medians.items():
+        texts = [f"**{t}**" if best else t for t, best in cells(some)]
+        lines.append(f"| {family} | {' | '.join(texts)} |")
+    return "\n".join(["Median absolute error in %, the smallest in bold", "", *lines, ""])
+
+
+def chart(medians: Medians) -> Any:
+    """A row of dots per family and one of whole iterations, a colour per learner."""
+    from matplotlib.figure import Figure
+
+    from eval.tracking.views import COLOURS
+
+    figure = Figure(figsize=(8, 1 + 0.3 * len(medians)))
+    axes = figure.add_subplot()
+    for colour, name in zip(COLOURS, NAMES, strict=True):
+        known = [(some[name], row) for row, some in enumerate(medians.values()) if name in some]
+        large = 70 if name == BLEND else 30
+        x, y = [m for m, _ in known], [row for _, row in known]
+        axes.scatter(x, y, s=large, color=colour, label=name, edgecolors="black", linewidths=0.4)
+    axes.set_yticks(range(len(medians)), list(medians))
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("median absolute error, %")
+    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    return figure
