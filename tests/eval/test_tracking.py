@@ -154,7 +154,7 @@ def test_trials_are_child_runs_with_plots(logged: Any) -> None:
 
 
 def test_descriptions_answer_and_link(logged: Any, tmp_path: Path) -> None:
-    """The first line counts the families each learner is best for; a comparison links its report."""
+    """The first line counts the families that a learner is best for; a report is linked."""
     (best,) = runs_of(logged, "ops/toy", "metrics.rank = 1")
     tags = logged.get_experiment_by_name("ops/toy").tags
     first, *_, last = tags["mlflow.note.content"].strip().splitlines()

@@ -64,7 +64,12 @@ def fill() -> None:
     client = store.connect()
     iterations_experiment(client)
     note = store.note(
-        "ops", device="toy", training="t", answers="blend in 2 of 2 families", table="", iterations="1"
+        "ops",
+        device="toy",
+        training="t",
+        answers="blend in 2 of 2 families",
+        table="",
+        iterations="1",
     )
     place = store.experiment(client, "ops/toy", views.OPS, note)
     for family in ("norm", "gemm"):
