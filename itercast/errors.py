@@ -32,12 +32,12 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
 class OneLineGroup(TyperGroup):
     """Commands whose wrong options end with one line and exit code 2."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **more: Any) -> Any:
+    def main(self, *args: Any, **options: Any) -> Any:
         """Run the command that the arguments name, and leave with its exit code."""
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **more)
+        if not options.get("standalone_mode", True):
+            return super().main(*args, **options)
         try:
-            sys.exit(super().main(*args, standalone_mode=False, **more) or 0)
+            sys.exit(super().main(*args, **{**options, "standalone_mode": False}) or 0)
         except UsageError as exc:
             if told := exc.format_message().rstrip():  # empty where the help was printed
                 typer.echo(f"itercast: {told}", err=True)

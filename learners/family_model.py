@@ -32,14 +32,8 @@ from learners.models.training_table import Table
 from learners.transfer import achieved_rate, bytes_in_flight
 from learners.transfer.calibration import Calibration, points
 from learners.transfer.offsets import Offsets, offsets_of_rows
-from learners.transfer.source_gpus import (
-    EQUAL_SPEED_DTYPE,
-    QueryRows,
-    RowGroup,
-    SourceGpus,
-    measured_in,
-    pick_stack,
-)
+from learners.transfer.query_rows import EQUAL_SPEED_DTYPE, QueryRows, RowGroup, measured_in
+from learners.transfer.source_gpus import SourceGpus, pick_stack
 from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family

@@ -11,7 +11,8 @@ from learners.family_model import FamilyModel
 from learners.features.host_calls import HostCalls
 from learners.features.table import Encoder
 from learners.models.ensemble import Ensemble
-from learners.transfer.source_gpus import EQUAL_SPEED_DTYPE, SourceGpus
+from learners.transfer.query_rows import EQUAL_SPEED_DTYPE
+from learners.transfer.source_gpus import SourceGpus
 from microbench.hardware.spec import Gpu
 
 GPU = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)

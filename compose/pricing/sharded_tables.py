@@ -139,5 +139,5 @@ def _rank_us(
             found[shard.rank] += max(op.duration_us, op.launch_us or 0.0)
         bytes_of_number = lookup.table.row_bytes / lookup.table.dim
         sent = (ranks - 1) * lookup.samples * shard.columns * bytes_of_number
-        found[shard.rank] += 2e6 * sent / rate
+        found[shard.rank] += 2 * 1e6 * sent / rate
     return found

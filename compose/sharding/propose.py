@@ -51,7 +51,7 @@ def _forecast_us(costs: Costs) -> Callable[[Table], float]:
     prices = costs.shard_costs(list(whole.values()))
     us = {name: prices[s].forward_us + prices[s].backward_us for name, s in whole.items()}
     sent = (costs.world_size - 1) * costs.model.batch  # vectors; as many gradients come back
-    byte_us = 2e6 / costs.where.slowest_bytes_per_s("dp")
+    byte_us = 2 * 1e6 / costs.where.slowest_bytes_per_s("dp")
     return lambda t: us[t.name] + byte_us * sent * t.row_bytes
 
 

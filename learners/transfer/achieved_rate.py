@@ -13,7 +13,8 @@ import numpy as np
 import pandas as pd
 
 from learners.features.table import LAUNCH_FLOOR_US, bounds_us, columns
-from learners.transfer.source_gpus import EQUAL_SPEED_DTYPE, QueryRows, RowGroup, SourceGpus
+from learners.transfer.query_rows import EQUAL_SPEED_DTYPE, QueryRows, RowGroup
+from learners.transfer.source_gpus import SourceGpus
 from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family

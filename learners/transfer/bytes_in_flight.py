@@ -18,7 +18,8 @@ import numpy as np
 import pandas as pd
 
 from learners.features.table import LAUNCH_FLOOR_US, bounds_us, columns
-from learners.transfer.source_gpus import QueryRows, SourceGpus
+from learners.transfer.query_rows import QueryRows
+from learners.transfer.source_gpus import SourceGpus
 from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.hardware.stack import software_name, software_version

@@ -11,7 +11,8 @@ import pytest
 from learners.bundle import SHIPPED, Bundle
 from learners.features.table import Encoder, columns
 from learners.transfer.achieved_rate import correction
-from learners.transfer.source_gpus import QueryRows, SourceGpus
+from learners.transfer.query_rows import QueryRows
+from learners.transfer.source_gpus import SourceGpus
 from microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from microbench.ops.matrix.gemm import FAMILY, LARGE, rate
 

@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 
 from learners.features.table import Encoder, feature_table, origins
-from learners.transfer.source_gpus import QueryRows, RowGroup, SourceGpus, measured_in
+from learners.transfer.query_rows import QueryRows, RowGroup, measured_in
+from learners.transfer.source_gpus import SourceGpus
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import Family
 from microbench.ops.matrix import gemm

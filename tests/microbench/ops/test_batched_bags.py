@@ -1,4 +1,4 @@
-"""Embedding bags of many tables in one call: counts by hand, and FBGEMM's results where it loads."""
+"""Embedding bags of many tables in one call: counts by hand, FBGEMM's results where it loads."""
 
 from __future__ import annotations
 
