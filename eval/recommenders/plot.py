@@ -11,6 +11,7 @@ from eval.recommenders.judge import Judged
 def save_scatter(path: Path, groups: Sequence[tuple[str, Sequence[Judged]]]) -> None:
     """Write a scatter plot of forecast against measured times in ms, with a 20 % band."""
     from matplotlib.figure import Figure  # lazy: nothing else here needs it
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure = Figure(figsize=(6.4, 5.2), layout="constrained")
     axes = figure.subplots()
@@ -23,6 +24,10 @@ def save_scatter(path: Path, groups: Sequence[tuple[str, Sequence[Judged]]]) -> 
         axes.plot(x, y, marker, markersize=5, label=name, alpha=0.7)
     axes.legend(frameon=False)
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+    for axis in (axes.xaxis, axes.yaxis):  # 1, 2, 5, 10, 20... as plain numbers
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
     axes.set(xlabel="measured, ms", ylabel="forecast, ms")
     axes.set_title("DLRM iterations with sharded tables; band: 20 %")
     figure.savefig(path, dpi=110)

@@ -76,6 +76,16 @@ def test_choices_by_hand() -> None:
     assert Choice(name="x", regrets=(0.0, 0.11)).successes == 1
 
 
+def test_a_choice_by_one_round_is_judged_by_the_next() -> None:
+    """a is faster at first, and 20 % slower than b in the second round."""
+    task = [
+        Judged(candidate=candidate("a"), forecast_us=1.0, rounds_us=(90.0, 120.0)),
+        Judged(candidate=candidate("b"), forecast_us=2.0, rounds_us=(100.0, 100.0)),
+    ]
+    by_name = {c.name: c for c in choices([task], 2, SHIPPED_CPU)}
+    assert by_name["measuring once"].regrets == pytest.approx((0.2,))
+
+
 def test_stages_of_the_forecast_and_of_the_rank_that_works_longest() -> None:
     """Rank 1 looks up and updates for 9 us, rank 0 for 5; all steps are in one of five stages."""
     from compose.sharding.costs import Costs
