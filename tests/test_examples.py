@@ -13,7 +13,7 @@ PRINTS = {
     "compare_gpus": "h100-sxm-80gb",
     "forecast_own_model": "samples/s",
     "price_ops": "of the peak",
-    "train_and_compare": "xgboost",
+    "train_and_compare": "blend",
 }
 
 

@@ -29,6 +29,7 @@ def collective(
     With ``received`` it runs beside all calls until the first that reads one of these tensors.
     """
     facts = {"kind": kind, "axis": axis, "overlaps_next": overlaps_next, "scale": scale}
+    facts["until_read"] = bool(received)
     return OpCall(op=COLLECTIVE, args=(tensor,), kwargs=facts, outputs=received, phase=phase)
 
 

@@ -251,7 +251,7 @@ def _exposed(
     """
     op, call = ops[i], calls[i]
     beside_us = 0.0
-    if call.outputs:
+    if call.kwargs["until_read"]:
         beside_us = sum(ops[at].duration_us for at in _until_read(i, calls))
     elif call.kwargs["overlaps_next"] and i + 1 in ops:
         beside_us = ops[i + 1].duration_us

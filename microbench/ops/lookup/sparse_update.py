@@ -7,7 +7,7 @@ first sort them and add equal ones up (``coalesce``), and change the rows that w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,7 @@ from microbench.ops.lookup.random_streams import (
     with_random_stream,
 )
 from microbench.ops.memory.elementwise import memory_copy
+from microbench.ops.sizes import spread
 
 OPS = ("sgd", "adagrad", "adam")  # torch.optim.SGD, Adagrad, SparseAdam
 COALESCED = ("adagrad", "adam")
@@ -44,6 +45,7 @@ FLOPS = {"sgd": 0, "adagrad": 6, "adam": 14}  # per element of touched rows
 USUAL_DIMS = (16, 32, 64, 128)
 MAX_ELEMENTS = 2**22  # of a gradient; one thread adds its rows
 MAX_TABLE = 2**24
+GPU_LIMITS = {"lookups": 2**23, "dim": 1024}
 LEARNING_RATE = 1e-3
 
 
@@ -153,6 +155,14 @@ def allocated_bytes(p: SparseUpdate) -> float:
     return 3.0 * p.rows * p.dim * float(itemsize_bytes(p.dtype))
 
 
+def resize(p: SparseUpdate, factor: float, lean: float) -> SparseUpdate:
+    """Lookups, then the width; touched rows grow with the lookups."""
+    grown = spread(p, factor, lean, GPU_LIMITS)
+    more = grown.lookups / p.lookups
+    unique = min(p.rows, grown.lookups, max(1, round(p.unique * more))) if p.unique else 0
+    return replace(grown, unique=unique)
+
+
 def fallback(p: SparseUpdate, measured: Measured) -> list[Part]:
     """Rows added to the table one by one, and copies, where no rows show this optimizer."""
     if measured.seen("sparse_update", p.op, p.dtype):
@@ -185,5 +195,5 @@ FAMILY = Family(
     features=features,
     answers={"itercast.sparse_update": from_call},
     fallback=fallback,
-    gpu_sweep=GpuSweep(allocated_bytes=allocated_bytes, dtypes={"fp32": 1.0}, weight=0.5),
+    gpu_sweep=GpuSweep(resize=resize, allocated_bytes=allocated_bytes, weight=0.5),
 )
