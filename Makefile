@@ -80,7 +80,7 @@ PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n logical --
 test: setup ## run the tests but for the slow ones (4 minutes on 2 cores)
 	$(PYTEST) -m "not slow"
 
-test-slow: setup ## run the slow tests: whole GPU campaigns on a stand-in, learners on published rows (2 minutes)
+test-slow: setup ## run the slow tests: whole GPU campaigns on a stand-in, real plans and sweeps, learners on published rows (4 minutes)
 	$(PYTEST) -m slow
 
 docs: .venv/.docs ## build the documentation: reports/docs/index.html

@@ -88,6 +88,7 @@ def test_stages_share_blocks_and_parameters() -> None:
     assert numbered_layers(model) == list(model.blocks)
 
 
+@pytest.mark.slow
 def test_every_kind_of_plan_runs_on_two_processes_once_each_round(tmp_path: Path) -> None:
     """Two processes have half of the threads each."""
     plans = ["dp=2", "dp=2,zero=3", "dp=2,zero=1,accumulate=2", "dp=2,compress=0.5", "tp=2"]

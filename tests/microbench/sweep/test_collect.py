@@ -113,6 +113,7 @@ def without_captures(root: Path, *names: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_collectives_are_swept_by_two_ranks(tmp_path: Path) -> None:
     without_captures(tmp_path, "collective")
     assert collect(tmp_path, "cpu", ["collective"], 8.0) > 10
