@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import time
 from collections.abc import Mapping
 from functools import cache
@@ -52,8 +53,9 @@ def _append_only() -> None:
 
     @event.listens_for(Engine, "connect")
     def _(connection: Any, _: Any) -> None:
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=NORMAL")
+        if isinstance(connection, sqlite3.Connection):  # a process may use other databases too
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=NORMAL")
 
 
 def now_ms() -> int:
