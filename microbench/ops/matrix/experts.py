@@ -6,29 +6,36 @@ Serving software and libraries run them in one or two kernels. A captured step h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.ops.family import (
     Family,
     GpuSweep,
     Workload,
+    by_name,
     is_any,
     itemsize_bytes,
     log_uniform,
     repeated,
     torch_dtype,
 )
+from microbench.ops.matrix.expert_loads import summed
 from microbench.ops.sizes import MAX_ROWS, resize_along
 
 # Products with matrices of hidden x inner numbers, by op.
 MATRICES = {"layer": 3, "gate_up": 2, "down": 1, "down_full": 3}
 DOWN = ("down", "down_full")
 TILES = ((16, 64), (64, 128), (128, 128))
+FLOOR_ROWS = 16  # of the tiles that ``floor_us`` counts
+RESULT_BYTES = 2  # of a number that a product writes, at least
+KERNEL_US: float = assumed(__file__, "kernel_us")
 MAX_FLOPS = 2e9
 
 
@@ -39,7 +46,8 @@ class Experts:
     ``op`` is layer (gate and up, activation, down, weighted sum), or one of its products: gate_up
     (hidden to 2 x inner), down (inner to hidden) or down_full (down with both gradients). A rank
     holds ``local`` of the experts, with ``inner`` of their width. ``skew`` is the exponent of a
-    power law of tokens over experts; 0: each gets as many.
+    power law of tokens over experts (``expert_loads``), of whose ranks the busiest is meant; 0:
+    each gets as many.
     """
 
     op: str
@@ -112,13 +120,37 @@ def _matrices(p: Any) -> Any:
 
 
 def pairs(p: Any) -> Any:
-    """Tokens of all local experts together, where experts get as many."""
-    return 1.0 * p.tokens * p.topk * p.local / p.experts
+    """Tokens of all local experts together, on the busiest rank."""
+    return _sums(p)["pairs"]
 
 
 def used(p: Any) -> Any:
-    """Local experts that get a token, as expected: local * (1 - (1 - topk/experts)^tokens)."""
-    return p.local * (1.0 - (1.0 - np.minimum(1.0, p.topk / p.experts)) ** (1.0 * p.tokens))
+    """Local experts that get a token, as expected: each token picks one with chance load / tokens.
+
+    local * (1 - (1 - topk/experts)^tokens) where experts are equally popular.
+    """
+    return _sums(p)["used"]
+
+
+def _sums(p: Any) -> dict[str, Any]:
+    """Sums over the experts of the busiest rank: pairs, used experts, tiles by rows of a tile."""
+    counts: dict[str, Callable[[Any, Any], Any]] = {
+        "pairs": lambda loads, _: loads,
+        "used": _picked,
+    }
+    counts |= {f"tiles_{rows}": partial(_tiles, rows) for rows, _ in TILES}
+    return summed(p, counts)
+
+
+def _picked(loads: Any, tokens: Any) -> Any:
+    """Chance that any token picks an expert of this load."""
+    return 1.0 - (1.0 - np.minimum(1.0, loads / tokens)) ** tokens
+
+
+def _tiles(rows: int, loads: Any, tokens: Any) -> Any:
+    """Tiles of so many rows that an expert's tokens fill, as expected."""
+    picked = np.maximum(_picked(loads, tokens), 2**-40)
+    return picked * np.ceil(loads / picked / rows)
 
 
 def flops(p: Any) -> Any:
@@ -139,25 +171,57 @@ def bytes_moved(p: Any) -> Any:
     return (weights + tokens) * itemsize_bytes(p.dtype)
 
 
+def floor_us(p: Any, gpu: Gpu) -> Any:
+    """Time of the kernels one after the other, each as long as its flops or its bytes take.
+
+    Of a layer: tokens are sorted by expert, gate and up, activation, down, weighted sum. Every
+    expert's tokens fill whole tiles of FLOOR_ROWS rows; products write 16 bit or more.
+    """
+    sums, item = _sums(p), itemsize_bytes(p.dtype)
+    rate = by_name(p.dtype, {name: gpu.full_rate(name) for name in np.unique(p.dtype)})
+    count, tokens, hidden, inner = sums["pairs"], 1.0 * p.tokens, p.hidden, p.inner
+    flops_us = 1e6 * 2 * sums[f"tiles_{FLOOR_ROWS}"] * FLOOR_ROWS * hidden * inner / rate
+    read, weights = np.minimum(count, tokens) * hidden * item, sums["used"] * hidden * inner * item
+    result = np.maximum(item, RESULT_BYTES)
+    wide, out = count * inner * item, count * hidden * result
+
+    def stage(bytes_moved: Any, products: float = 0.0) -> Any:
+        memory_us = 1e6 * bytes_moved / gpu.hbm_bytes_per_s
+        return np.maximum(memory_us, products * flops_us) + KERNEL_US
+
+    gate_up = stage(2 * weights + read + 2 * count * inner * result, 2)
+    down = stage(weights + wide + out, 1)
+    whole = tokens * hidden * result
+    around = stage(whole + read) + stage(2 * count * inner * result + wide)
+    found = {
+        "layer": around + gate_up + down + stage(out + whole),
+        "gate_up": gate_up,
+        "down": down,
+        "down_full": 3 * down,
+    }
+    return sum(np.where(is_any(p.op, (op,)), us, 0.0) for op, us in found.items())
+
+
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
-    """Sizes, tokens of an expert, and waves of tiles as kernels cut the first product."""
-    each = np.maximum(1.0, pairs(p) / np.maximum(used(p), 1e-9))
+    """Sizes, tokens of an expert, and waves of tiles as kernels cut the first product.
+
+    How many experts other ranks hold no kernel sees: no feature says it.
+    """
+    sums = _sums(p)
     found = {
         "op": p.op,
         "dtype": p.dtype,
-        "log_tokens": np.log2(p.tokens),
-        "log_pairs": np.log2(np.maximum(pairs(p), 2**-10)),
+        "log_pairs": np.log2(np.maximum(sums["pairs"], 2**-10)),
+        "log_whole": np.log2(p.tokens / np.maximum(sums["pairs"], 2**-10)),
         "log_hidden": np.log2(p.hidden),
         "log_inner": np.log2(p.inner),
-        "log_experts": np.log2(p.experts),
-        "log_local": np.log2(p.local),
-        "log_used": np.log2(np.maximum(used(p), 2**-10)),
-        "log_each": np.log2(each),
+        "log_used": np.log2(np.maximum(sums["used"], 2**-10)),
+        "log_each": np.log2(np.maximum(1.0, sums["pairs"] / np.maximum(sums["used"], 1e-9))),
         "topk": p.topk,
         "skew": p.skew,
     }
     for rows, cols in TILES:
-        tiles = used(p) * np.ceil(each / rows) * np.ceil(2.0 * p.inner / cols)
+        tiles = sums[f"tiles_{rows}"] * np.ceil(2.0 * p.inner / cols)
         found[f"log_waves_{rows}x{cols}"] = np.log2(np.maximum(tiles, 2**-10) / gpu.sm_count)
     return found
 
@@ -170,6 +234,7 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
+    floor_us=floor_us,
     answers={},
     tiled=True,
     matmul=True,

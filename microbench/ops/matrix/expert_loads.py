@@ -1,0 +1,54 @@
+"""How many tokens each expert of a rank gets, where some experts are more popular than others.
+
+Tokens are spread by a power law: an expert's share is drawn from a density proportional to
+share ** -skew between 1 and ``popular_share`` of the tokens. Of the ranks that hold the experts the
+busiest one counts, since the others wait for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from microbench.assumptions import assumed
+
+Array = Any  # numpy arrays of float
+DRAWS = 16  # of the experts' popularity, to take the mean over
+POPULAR_SHARE: float = assumed(__file__, "popular_share")
+
+
+def busiest_loads(tokens: float, experts: int, topk: float, local: int, skew: float) -> Array:
+    """Tokens of each of the ``local`` experts on the busiest rank, (draws, local).
+
+    Equal ones, tokens * topk / experts, where skew is 0. No expert gets more than all tokens. Each
+    draw's popularities are those of the same experts for any number of tokens.
+    """
+    if not skew:
+        return np.full((1, local), tokens * topk / experts)
+    drawn = np.random.default_rng(0).random((experts, DRAWS)).T
+    power, most = 1.0 - skew, np.log(max(POPULAR_SHARE * tokens, 1.0))
+    # with m = e ** most: (1 + (m ** power - 1) * drawn) ** (1 / power), and its limit m ** drawn
+    share = np.exp(np.log1p(np.expm1(power * most) * drawn) / power if power else most * drawn)
+    loads = np.minimum(share * (tokens * topk / share.sum(1, keepdims=True)), tokens)
+    ranks = experts // local
+    by_rank = loads[:, : ranks * local].reshape(DRAWS, ranks, local)
+    return by_rank[np.arange(DRAWS), by_rank.sum(2).argmax(1)]
+
+
+def summed(p: Any, counts: dict[str, Any]) -> dict[str, Array]:
+    """Sums over the busiest rank's experts of functions of their tokens, by name; means of draws.
+
+    ``counts``: functions of (an array of tokens of experts, all tokens). One value per row of p, of
+    which many rows share theirs.
+    """
+    facts = (p.tokens, p.experts, p.topk, p.local, p.skew)
+    rows = np.broadcast_arrays(*(np.asarray(fact, dtype=float) for fact in facts))
+    shape = rows[0].shape
+    distinct, back = np.unique(np.stack([r.ravel() for r in rows]), axis=1, return_inverse=True)
+    found = {name: np.zeros(distinct.shape[1]) for name in counts}
+    for i, (tokens, experts, topk, local, skew) in enumerate(distinct.T):
+        loads = busiest_loads(tokens, int(experts), topk, int(local), skew)
+        for name, count in counts.items():
+            found[name][i] = count(loads, tokens).sum(1).mean()
+    return {name: values[back.reshape(-1)].reshape(shape) for name, values in found.items()}
