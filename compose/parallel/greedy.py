@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -42,3 +43,105 @@ def greedy(
 def _cut(table: Table, parts: int, cost: float, mean: float) -> bool:
     fits = parts > 1 and table.dim % parts == 0 and table.dim // parts >= MIN_COLUMNS
     return fits and cost > mean / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to place a table, told by its placement on the first ranks, and a shard's cost."""
+
+    place: Placement
+    cost: float
+
+    @property
+    def total(self) -> float:
+        """Cost of all of its shards."""
+        return self.cost * len(self.place.ranks)
+
+
+def placements(table: Table, ranks: int, per_node: int) -> Iterator[Placement]:
+    """Ways to place a table on the first of so many ranks: whole, in columns, rows, or both."""
+    yield Placement("table_wise", (0,))
+    parts = 2
+    while parts <= min(ranks, table.dim // MIN_COLUMNS):
+        if table.dim % parts == 0:
+            yield Placement("column_wise", tuple(range(parts)))
+        parts *= 2
+    nodes = ranks // per_node
+    if nodes > 1 and per_node > 1 and ranks % per_node == 0:
+        yield Placement("table_row_wise", tuple(range(per_node)))
+        for n in range(2, nodes + 1):
+            if table.dim % n == 0 and table.dim // n >= MIN_COLUMNS:
+                yield Placement("grid_shard", tuple(range(n * per_node)))
+    if ranks > 1:
+        yield Placement("row_wise", tuple(range(ranks)))
+
+
+def balanced(
+    tables: Sequence[Table],
+    ways: Sequence[Sequence[Way]],
+    ranks: int,
+    per_node: int,
+    limit_bytes: float,
+    state: float = 0.0,
+) -> Sharding:
+    """Spreads tables and cuts those on the slowest rank until no further cut makes it faster.
+
+    ``ways`` are those of each table. A cut that costs more in all is worth it only where its
+    shards cost less; the slowest rank never has less than the mean of all.
+    """
+    finer = [_finer(mine) for mine in ways]
+    at = [0] * len(tables)
+    best: tuple[tuple[float, float], Sharding] | None = None
+    while True:
+        chosen = [mine[k] for mine, k in zip(finer, at, strict=True)]
+        found, spent, used = _spread(tables, chosen, ranks, per_node, limit_bytes, state)
+        score = (max(float(used.max()), limit_bytes), float(spent.max()))
+        if best is None or score < best[0]:
+            best = (score, found)
+        slowest = int(np.argmax(spent if used.max() <= limit_bytes else used))
+        more = [
+            i
+            for i, place in enumerate(found)
+            if slowest in place.ranks and at[i] + 1 < len(finer[i])
+        ]
+        if not more or (spent.mean() >= best[0][1] and best[0][0] <= limit_bytes):
+            return best[1]
+        at[max(more, key=lambda i: chosen[i].cost)] += 1
+
+
+def _finer(ways: Sequence[Way]) -> list[Way]:
+    """From the least total cost on, each way whose shards cost less than those of all before."""
+    found: list[Way] = []
+    for way in sorted(ways, key=lambda w: (w.total, len(w.place.ranks))):
+        if not found or way.cost < found[-1].cost:
+            found.append(way)
+    return found
+
+
+def _spread(
+    tables: Sequence[Table],
+    ways: Sequence[Way],
+    ranks: int,
+    per_node: int,
+    limit_bytes: float,
+    state: float,
+) -> tuple[Sharding, np.ndarray, np.ndarray]:
+    """Tables by falling cost of a shard on the ranks that spent least so far; cost and bytes."""
+    spent, used = np.zeros(ranks), np.zeros(ranks)
+    found: dict[int, Placement] = {}
+    for i in sorted(range(len(tables)), key=lambda i: (-ways[i].cost, -tables[i].nbytes)):
+        kind, parts = ways[i].place.kind, len(ways[i].place.ranks)
+        nbytes = tables[i].nbytes * (1 + state) / parts
+        # Ranks that are taken together: those of a node, or each by itself.
+        by_node = per_node if kind in ("table_row_wise", "grid_shard") else 1
+        groups = np.arange(ranks).reshape(-1, by_node)
+        fullest = used[groups].max(axis=1)
+        room = fullest + nbytes <= limit_bytes
+        order = np.lexsort((spent[groups].max(axis=1), fullest if not room.any() else ~room))
+        taken = groups[order[: parts // by_node]].ravel()
+        if kind == "row_wise":
+            taken = np.arange(ranks)
+        spent[taken] += ways[i].cost
+        used[taken] += nbytes
+        found[i] = Placement(kind, tuple(int(r) for r in taken))
+    return tuple(found[i] for i in range(len(tables))), spent, used

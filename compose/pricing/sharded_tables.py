@@ -11,14 +11,15 @@ import numpy as np
 from compose.graph.identity_cache import cached_by_identity
 from compose.graph.rewrite import fresh_storages
 from compose.parallel.captured_tables import CapturedTable, Lookup, captured_tables
-from compose.parallel.greedy import greedy
+from compose.parallel.greedy import Way, balanced, placements
 from compose.parallel.placement import (
-    Placement,
     Shard,
     Sharding,
     check_sharding,
     from_torchrec,
     memory_bytes,
+    message_bytes,
+    shards,
 )
 from compose.parallel.plan import GREEDY, ParallelPlan
 from compose.parallel.tables import held_shards, lookup_calls, rank_step
@@ -27,7 +28,6 @@ from compose.pricing.optimizer import STATE_COPIES
 from compose.pricing.price_book import PriceBook, priceable
 from microbench.opcall import StepCapture
 
-PARTS = (1, 2, 4, 8)  # columns that greedy cuts costly tables into
 Held = Sequence[tuple[Shard, Lookup]]
 
 
@@ -101,43 +101,61 @@ def greedy_sharding(
     book: PriceBook,
     state: float,
 ) -> Sharding:
-    """Tables spread greedily by time of lookups and messages, whole or costly ones in columns.
+    """Tables spread by the time of their lookups and messages, costly ones in columns and rows."""
+    listed = [t.table for t in tables]
+    ways = _ways(capture, tables, ranks, per_node, rate, book)
+    return balanced(listed, ways, ranks, per_node, book.gpu.hbm_bytes, state)
 
-    Of these the one whose slowest rank takes least, among those that fit the memory if any do.
-    """
-    listed, limit_bytes = [t.table for t in tables], book.gpu.hbm_bytes
-    alone = tuple(Placement("table_wise", (i,)) for i in range(len(tables)))
-    costs = _rank_us(capture, held_shards(tables, alone, per_node), ranks, rate, book, len(tables))
-    best: tuple[tuple[bool, float], Sharding] | None = None
-    for parts in PARTS:
-        found = greedy(listed, costs.tolist(), ranks, limit_bytes, state, min(parts, ranks))
-        used = max(memory_bytes(found, listed, state, ranks, per_node))
-        slowest_us = _rank_us(
-            capture, held_shards(tables, found, per_node), ranks, rate, book
-        ).max()
-        score = (used > limit_bytes, float(slowest_us))
-        if best is None or score < best[0]:
-            best = (score, found)
-    return best[1] if best else ()
+
+def _ways(
+    capture: StepCapture,
+    tables: Sequence[CapturedTable],
+    ranks: int,
+    per_node: int,
+    rate: float,
+    book: PriceBook,
+) -> list[list[Way]]:
+    """The ways to place each table with the time in us that the first shard adds to a rank."""
+    places = [list(placements(t.table, ranks, per_node)) for t in tables]
+    held = [
+        (shards(found.table, i, place, per_node)[0], lookup)
+        for i, found in enumerate(tables)
+        for place in places[i]
+        for lookup in found.lookups
+    ]
+    priced = iter(_shard_us(capture, held, ranks, rate, book))
+    return [
+        [Way(place, sum(next(priced) for _ in found.lookups)) for place in mine]
+        for found, mine in zip(tables, places, strict=True)
+    ]
 
 
 def _rank_us(
-    capture: StepCapture, held: Held, ranks: int, rate: float, book: PriceBook, count: int = 0
+    capture: StepCapture, held: Held, ranks: int, rate: float, book: PriceBook
 ) -> np.ndarray:
-    """Time in us of the lookups, updates and messages of each rank's shards.
-
-    Of ``count`` ranks if given. A rank sends pooled vectors of the other ranks' samples, and
-    receives as many bytes of gradients, at ``rate`` bytes/s.
-    """
-    ids, found = fresh_storages(capture), np.zeros(count or ranks)
+    """Time in us of the lookups, updates and messages of each rank's shards."""
     spread = [(s, x) for s, x in held if not s.local]
-    calls = [lookup_calls(s, x, ranks, capture.optimizer, ids) for s, x in spread]
+    found = np.zeros(ranks)
+    for (shard, _), us in zip(spread, _shard_us(capture, spread, ranks, rate, book), strict=True):
+        found[shard.rank] += us
+    return found
+
+
+def _shard_us(
+    capture: StepCapture, held: Held, ranks: int, rate: float, book: PriceBook
+) -> list[float]:
+    """Time in us that each shard adds to its rank: lookups, updates, messages.
+
+    The rank receives row numbers of the other ranks' samples and sends their pooled vectors, as
+    many bytes of gradients come back; all at ``rate`` bytes/s.
+    """
+    ids = fresh_storages(capture)
+    calls = [lookup_calls(s, x, ranks, capture.optimizer, ids) for s, x in held]
     priced = iter(book.price([priceable(c, 1.0) for f, back in calls for c in (f, *back)]))
-    for (shard, lookup), (_, back) in zip(spread, calls, strict=True):
-        for _ in range(1 + len(back)):
-            op = next(priced)
-            found[shard.rank] += max(op.duration_us, op.launch_us or 0.0)
-        bytes_of_number = lookup.table.row_bytes / lookup.table.dim
-        sent = (ranks - 1) * lookup.samples * shard.columns * bytes_of_number
-        found[shard.rank] += 2 * 1e6 * sent / rate
+    found = []
+    for (shard, lookup), (_, back) in zip(held, calls, strict=True):
+        ops = [next(priced) for _ in range(1 + len(back))]
+        numbers, vectors = message_bytes(shard, lookup.table, lookup.samples)
+        sent_us = 1e6 * (ranks - 1) * (numbers + (1 + bool(back)) * vectors) / rate
+        found.append(sum(max(op.duration_us, op.launch_us or 0.0) for op in ops) + sent_us)
     return found

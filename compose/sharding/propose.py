@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from compose.parallel.greedy import MIN_COLUMNS, greedy
-from compose.parallel.placement import Placement, Sharding, Table, shards
+from compose.parallel.greedy import MIN_COLUMNS, Way, balanced, greedy, placements
+from compose.parallel.placement import Placement, Shard, Sharding, Table, message_bytes, shards
 from compose.sharding.costs import Costs
 from compose.sharding.forecast import ShardingForecast, forecast_sharding
 from compose.sharding.tables import STATE_PER_WEIGHT, RankingModel
@@ -48,11 +48,33 @@ def _forecast_us(costs: Costs) -> Callable[[Table], float]:
     """Forecast of a whole table's lookup, gradient, update and messages on one rank, in us."""
     where = Placement("table_wise", (0,))
     whole = {t.name: shards(t, i, where, 1)[0] for i, t in enumerate(costs.model.tables)}
-    prices = costs.shard_costs(list(whole.values()))
-    us = {name: prices[s].forward_us + prices[s].backward_us for name, s in whole.items()}
-    sent = (costs.world_size - 1) * costs.model.batch  # vectors; as many gradients come back
-    byte_us = 2 * 1e6 / costs.where.slowest_bytes_per_s("dp")
-    return lambda t: us[t.name] + byte_us * sent * t.row_bytes
+    us = dict(zip(whole, _shard_us(list(whole.values()), costs), strict=True))
+    return lambda t: us[t.name]
+
+
+def _shard_us(held: Sequence[Shard], costs: Costs) -> list[float]:
+    """Forecast of what each shard adds to its rank, in us: lookup, gradient, update, messages.
+
+    Row numbers of the other ranks' samples come, their vectors go, as many gradients come back.
+    """
+    prices, found = costs.shard_costs(list(held)), []
+    byte_us = 1e6 * (costs.world_size - 1) / costs.where.slowest_bytes_per_s("dp")
+    for shard in held:
+        numbers, vectors = message_bytes(shard, costs.model.tables[shard.table], costs.model.batch)
+        price = prices[shard]
+        found.append(price.forward_us + price.backward_us + byte_us * (numbers + 2 * vectors))
+    return found
+
+
+def cut_until_even(costs: Costs) -> Sharding:
+    """Tables spread by the time that shards add, cut while the slowest rank gets faster."""
+    model, n, per_node = costs.model, costs.world_size, costs.per_node
+    places = [list(placements(t, n, per_node)) for t in model.tables]
+    first = [shards(t, i, p, per_node)[0] for i, t in enumerate(model.tables) for p in places[i]]
+    us = iter(_shard_us(first, costs))
+    ways = [[Way(place, next(us)) for place in mine] for mine in places]
+    state = STATE_PER_WEIGHT[model.optimizer]
+    return balanced(model.tables, ways, n, per_node, costs.book.gpu.hbm_bytes, state)
 
 
 def torchrec_us(table: Table, costs: Costs) -> float:
@@ -103,6 +125,7 @@ def proposals(costs: Costs, seed: int = 0) -> Iterator[Proposal]:
     for parts in [p for p in (2, 4, 8) if p <= n]:
         cut = greedy_by(cost, costs, parts)
         yield Proposal(name=f"greedy, cut in {parts} columns", sharding=cut)
+    yield Proposal(name="greedy, cut until even", sharding=cut_until_even(costs))
     yield Proposal(name="all row-wise", sharding=_everywhere(model, "row_wise", n))
     yield Proposal(name="all data-parallel", sharding=_everywhere(model, "data_parallel", n))
 
