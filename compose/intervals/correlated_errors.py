@@ -1,17 +1,23 @@
-"""The 80 % interval of an iteration, from those of its ops and how their errors go together.
+"""The 80 % interval of an iteration, from the intervals of its ops and how their errors correlate.
 
-Errors are logarithms, log(measured / forecast). An op's own interval states the half width h of its
-error; ops that take the shares w of an iteration add w * error to the iteration's. Calls of one op
-that take equally long have one error. With S = sum of w * h over a family's ops and Q = sum of
-(w * h)**2, each over calls that have one error,
+An error is log(measured / forecast); an op's interval gives the half width h of its error. The log
+error of the iteration is the sum of share * error, where share is the op's part of the iteration
+time. Calls of the same op with the same forecast time are taken to have the same error, and form a
+group. For each family let
 
-    h**2 = between * (sum of S)**2 + sum of ((within - between) * S**2 + (1 - within) * Q)
+    S = sum of share * h,    Q = sum of (share * h)**2    (over its groups)
 
-is that of all ops, where ``within`` is the correlation of errors of two ops of a family and
-``between`` that of ops of two families. Ops inside the envelope of their training rows have other
-correlations than those outside and those on GPUs that were not measured; errors of the two kinds
-are independent. What is not of ops (the order of ops, the host's other work, the network) is wrong
-for a whole iteration at once: ``shared``; and more, the more of it rests on assumptions.
+The half width of the iteration's error that its ops cause is then
+
+    ops**2 = between * (sum of S)**2 + sum of ((within - between) * S**2 + (1 - within) * Q)
+
+with sums over families; ``within`` is the correlation of errors of two groups of a family,
+``between`` that of two families. Both are lower for ops inside the envelope of their training rows
+("seen") than for others, among them all on GPUs without rows ("unseen"); the two kinds are summed
+as independent. Three more independent errors are those of the host, of all that is not an op's
+(order of ops, network...), and of assumed numbers:
+
+    h**2 = ops**2 + host**2 + shared**2 + (assumed * assumed_frac)**2
 """
 
 from __future__ import annotations
@@ -31,8 +37,13 @@ ASSUMED: float = assumed(__file__, "assumed_log_interval")
 
 
 @dataclass(frozen=True, slots=True)
-class CallsAlike:
-    """Calls that have one error: of one op, equally long, on one lane; half widths of its error."""
+class SameErrorCalls:
+    """Calls that share an error: of the same op, with the same forecast time.
+
+    ``time_us`` is the forecast of one call, ``below`` and ``above`` are half widths of its error in
+    log time; ``seen``: inside the envelope of the training rows; ``on_comm``: on a communication
+    lane.
+    """
 
     family: str
     op: str
@@ -45,23 +56,23 @@ class CallsAlike:
 
 @dataclass
 class OpErrors:
-    """Time in us of all ops of an iteration, by calls that have one error."""
+    """The ops of an iteration grouped by calls that share an error: total time in us of each."""
 
-    time_us: dict[CallsAlike, float] = field(default_factory=dict)
+    time_us: dict[SameErrorCalls, float] = field(default_factory=dict)
 
     def add(self, op: PricedOp, times: float, *, on_comm: bool = False) -> None:
-        """Add an op that runs ``times`` times."""
+        """Add an op that runs ``times`` times; ``on_comm``: on a communication lane."""
         us = op.duration_us
         if us > 0:
             below, above = log(us / min(us, max(op.low_us, 1e-9))), log(max(us, op.high_us) / us)
-            alike = CallsAlike(op.family, op.op, us, below, above, op.in_envelope, on_comm)
+            alike = SameErrorCalls(op.family, op.op, us, below, above, op.in_envelope, on_comm)
             self.time_us[alike] = self.time_us.get(alike, 0.0) + times * us
 
     def half_widths(self, per_us: float, comm_per_us: float) -> HalfWidths:
-        """Half widths of the iteration's error by its ops.
+        """Half widths of the iteration's error that its ops cause (``ops`` above).
 
-        ``per_us``: what a us of compute adds to the log of the iteration; ``comm_per_us`` of a
-        message, of which a part is hidden.
+        Shares are times in us multiplied by ``per_us`` = 1 / iteration for compute, and by
+        ``comm_per_us`` for communication, which is less where messages are hidden.
         """
         sums: dict[tuple[str, bool], list[float]] = {}
         for alike, us in self.time_us.items():
@@ -74,7 +85,10 @@ class OpErrors:
 
 
 def _combined(sums: Mapping[tuple[str, bool], list[float]], side: int) -> float:
-    """The half width of ``OpErrors`` on one side; ``sums``: S below and above, Q likewise."""
+    """The half width that ops cause on one side: 0 below, 1 above.
+
+    ``sums`` by (family, seen): [S below, S above, Q below, Q above].
+    """
     variance = 0.0
     for kind, seen in (("seen", True), ("unseen", False)):
         within, between = WITHIN[kind], BETWEEN[kind]
@@ -88,9 +102,10 @@ def _combined(sums: Mapping[tuple[str, bool], list[float]], side: int) -> float:
 def interval(
     iteration_us: float, ops: HalfWidths, host: HalfWidths, assumed_frac: float, kind: str
 ) -> tuple[float, float]:
-    """The 10 and 90 % quantiles of an iteration in us, by half widths of independent errors.
+    """The 10 and 90 % quantiles of an iteration's time in us.
 
-    ``ops`` of its ops, ``host`` of the host that a GPU waits for; ``kind`` of device: cpu or gpu.
+    ``ops`` and ``host`` are half widths: those that its ops cause, and those of the host where a
+    GPU waits for it. ``kind`` of device is cpu or gpu.
     """
     common = hypot(SHARED[kind], ASSUMED * assumed_frac)
     below, above = (hypot(one, other, common) for one, other in zip(ops, host, strict=True))

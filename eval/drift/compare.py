@@ -63,20 +63,20 @@ class Check:
         return sorted(found, key=lambda f: -abs(np.log(f.ratio)))
 
     @property
-    def too_slow(self) -> bool:
-        """Whether the machine's speed differs too much from that at training to correct rows."""
+    def speed_differs(self) -> bool:
+        """Whether the machine is too much faster or slower than at training to correct rows."""
         return self.slowdown is not None and abs(np.log(self.slowdown)) > np.log(MAX_SLOWDOWN)
 
     @property
     def fits(self) -> bool:
         """Whether no family has drifted, and the speed is one that rows can be corrected to."""
-        return not self.drifted and not self.too_slow
+        return not self.drifted and not self.speed_differs
 
     @property
     def verdict(self) -> str:
         """The result in one sentence."""
         judged = sum(f.drifted is not None for f in self.families)
-        if self.too_slow:
+        if self.speed_differs:
             reason = f"reference tasks take {self.slowdown:.2g} times as long as at training"
             return f"The bundle does not fit {self.gpu}: {reason}."
         if self.drifted:
@@ -143,7 +143,7 @@ def check_rows(root: Path, bundle: Bundle, gpu: Gpu) -> Check:
         families=tuple(judge(compared)),
         changes=tuple(changes(root, tables, bundle, gpu.name)),
     )
-    if not told.too_slow and all(f.drifted is None for f in told.families):
+    if not told.speed_differs and all(f.drifted is None for f in told.families):
         most = max((f.points for f in told.families), default=0)
         raise ValueError(f"no family has enough points to be judged, the most are {most}")
     return told

@@ -16,7 +16,7 @@ from microbench.hardware.spec import Gpu
 from microbench.ops import families
 from microbench.sweep.scheduler import space
 
-CANDIDATES = 400  # drawn of a family
+CANDIDATES = 400  # points drawn per family, to choose from
 LONGEST_US = 5_000.0  # of a point: longer ones leave no time for others
 STRATA = 8  # of sizes; points come from them in turn
 
@@ -53,7 +53,11 @@ def stratified_points(bundle: Bundle, gpu: Gpu, threads: int, seed: int) -> dict
 
 
 def in_turn(us: np.ndarray, index: np.ndarray, seed: int) -> Iterator[int]:
-    """Orders points so that strata of time take turns; returns indices, shuffled within strata."""
+    """Yields ``index`` with short and long points mixed: one of each eighth by ``us``, in turn.
+
+    ``us`` and ``index`` are the forecast time and the number of the same points; within an eighth
+    the order is random.
+    """
     rng = np.random.default_rng(seed)
     strata = [rng.permutation(part) for part in np.array_split(index[np.argsort(us)], STRATA)]
     for place in range(max(map(len, strata))):

@@ -1,1 +1,1 @@
-"""Fits what decides the intervals of forecasts: correlations of errors, and their common parts."""
+"""Fits the assumed numbers behind 80 % intervals: how errors correlate and add up."""

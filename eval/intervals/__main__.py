@@ -1,8 +1,11 @@
-"""Fits the assumptions behind intervals: `python -m eval.intervals ops|iterations PUBLIC`.
+"""Fits the assumed numbers behind intervals: `python -m eval.intervals ops|iterations PUBLIC`.
 
-``ops`` prints correlations of op errors on GPUs left out, and how much wider errors are outside the
-envelope; ``iterations`` the common part of iterations' errors, by forecasts with each source left
-out, and the coverage of each source by what was fitted on the others.
+``ops`` prints how strongly errors of two ops on a GPU left out of training correlate, and how much
+wider errors are outside the envelope of the training rows.
+
+``iterations`` forecasts each published source by models that were trained without it, and fits the
+error that whole iterations have beyond that of their ops (``eval.intervals.common_part``). It
+prints the fitted half widths, and each source's coverage by those fitted on the other sources.
 """
 
 from __future__ import annotations
@@ -27,14 +30,14 @@ from learners.train import hardware_of, subsample_evenly, usable_rows
 from microbench.hardware.spec import load_gpu
 from microbench.ops import families
 
-RANKS_APART = ("collective",)  # families whose "GPUs" are clusters
+NOT_BY_GPU = ("collective",)  # families whose rows name a cluster where others name a GPU
 
 
 def prepared_public(public: Path) -> dict[str, Prepared]:
-    """At most KNOWN_ROWS rows of each family of the shipped bundle, of its sources."""
+    """Published rows by family, at most KNOWN_ROWS of each, of the shipped bundle's sources."""
     found = {}
     for name, rows in read_ops(public).items():
-        if name in MAX_ROWS and name not in RANKS_APART:
+        if name in MAX_ROWS and name not in NOT_BY_GPU:
             rows = rows[rows["source"].isin(TRAINED_ON)].reset_index(drop=True)
             rows = subsample_evenly(rows, KNOWN_ROWS).reset_index(drop=True)
             gpus = {str(gpu): load_gpu(str(gpu)) for gpu in rows["gpu"].unique()}
@@ -44,12 +47,12 @@ def prepared_public(public: Path) -> dict[str, Prepared]:
 
 def prepared_cpu(data: Path) -> dict[str, Prepared]:
     """All rows of a CPU's dataset by family, without collectives."""
-    tables = {n: t for n, t in usable_rows([data], None).items() if n not in RANKS_APART}
+    tables = {n: t for n, t in usable_rows([data], None).items() if n not in NOT_BY_GPU}
     return {n: prepare(t, families()[n], hardware_of([data], t)) for n, t in tables.items()}
 
 
 def print_ops(public: Path, data: Path) -> None:
-    """Print correlations of errors, and the widening outside the envelope."""
+    """Print correlations of op errors, and error widths outside the envelope over those inside."""
     prepared = prepared_public(public)
     gpus = sorted({str(g) for one in prepared.values() for g in one.query.gpus})
     errors = correlations.unseen_errors(prepared, gpus)
@@ -64,7 +67,10 @@ def print_ops(public: Path, data: Path) -> None:
 
 
 def print_iterations(public: Path, data: Path, most: int) -> None:
-    """Print the common part fitted on all sources, and the coverage of each by the others."""
+    """Print the common half widths fitted on all sources, and each source's coverage without it.
+
+    ``most``: iterations of each source that a line of the public benchmark may contribute.
+    """
     measured: Mapping[str, pd.DataFrame] = {
         "gpu": public_iterations(public, SHIPPED, most),
         "cpu": cpu_iterations(data, SHIPPED_CPU),

@@ -1,9 +1,13 @@
-"""Fits what the errors of a whole iteration have in common, from measured iterations.
+"""Fits the part of an iteration's error that its ops and its host do not explain.
 
-Of an iteration's interval the half width by its ops and its host is known; ``shared`` and
-``assumed`` (``compose.intervals.correlated_errors``) are the least with which 80 % of the measured
-iterations are covered: ``shared`` of those that hardly rest on assumptions, ``assumed`` of others.
-Each source of measurements has one vote, however many iterations it measured.
+Half widths of an 80 % interval, in log time, as ``compose.intervals.correlated_errors`` uses them:
+
+    h**2 = ops**2 + host**2 + shared**2 + (assumed * assumed_frac)**2
+
+``ops`` and ``host`` are known. ``shared`` is the smallest value that covers 80 % of the measured
+iterations with assumed_frac <= FEW_ASSUMED, ``assumed`` the smallest that covers 80 % of the
+others.
+Coverage is a mean over sources: each counts alike, however many iterations it measured.
 """
 
 from __future__ import annotations
@@ -16,24 +20,28 @@ import pandas as pd
 from compose.intervals.correlated_errors import ASSUMED, SHARED
 
 NOMINAL = 0.8  # of measured iterations that an interval is to cover
-FEW_ASSUMED = 0.25  # share of an iteration
+FEW_ASSUMED = 0.25  # up to this assumed_frac an iteration hardly rests on assumed numbers
 TRIED = np.arange(0.0, 2.0, 0.01)  # half widths in log time
-ROUNDS = 4
+ROUNDS = 4  # of fitting ``shared``, then ``assumed``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonPart:
-    """Half widths in log time: of every iteration, and of one that rests on assumptions alone."""
+    """Half widths in log time beside those of ops and host.
+
+    ``shared`` is that of every iteration; ``assumed`` is multiplied by the iteration's
+    ``assumed_frac``.
+    """
 
     shared: float
     assumed: float
 
 
 def half_widths(rows: pd.DataFrame, kind: str) -> pd.DataFrame:
-    """Log errors of iterations, and half widths of their intervals without the common part.
+    """Log errors of iterations, and the half widths that come from their ops and host alone.
 
     ``rows`` have source, measured, predicted, p10, p90 (us) and assumed_frac; ``kind`` of device:
-    cpu or gpu. Columns: source, error, below, above, assumed_frac.
+    cpu or gpu. Columns returned: source, error, below, above, assumed_frac.
     """
     common = SHARED[kind] ** 2 + (ASSUMED * rows["assumed_frac"]) ** 2
     below, above = np.log(rows["predicted"] / rows["p10"]), np.log(rows["p90"] / rows["predicted"])
@@ -49,7 +57,7 @@ def half_widths(rows: pd.DataFrame, kind: str) -> pd.DataFrame:
 
 
 def covered(rows: pd.DataFrame, part: CommonPart) -> pd.Series:
-    """Whether each measured iteration is within its interval; rows as of ``half_widths``."""
+    """Whether each measured iteration of a ``half_widths`` table is within its interval."""
     common = part.shared**2 + (part.assumed * rows["assumed_frac"]) ** 2
     low, high = -np.sqrt(rows["below"] ** 2 + common), np.sqrt(rows["above"] ** 2 + common)
     return (rows["error"] >= low) & (rows["error"] <= high)
@@ -61,7 +69,10 @@ def coverage(rows: pd.DataFrame, part: CommonPart) -> float:
 
 
 def fit(rows: pd.DataFrame, assumed: float | None = None) -> CommonPart:
-    """The least half widths that cover 80 %; with ``assumed`` stated only the shared one."""
+    """The smallest half widths that cover 80 % of the rows of a ``half_widths`` table.
+
+    Where ``assumed`` is given, only ``shared`` is fitted.
+    """
     few = rows[rows["assumed_frac"] <= FEW_ASSUMED]
     many = rows[rows["assumed_frac"] > FEW_ASSUMED]
     found = CommonPart(shared=0.0, assumed=assumed or 0.0)
@@ -75,7 +86,7 @@ def fit(rows: pd.DataFrame, assumed: float | None = None) -> CommonPart:
 
 
 def _least(rows: pd.DataFrame, candidates: list[CommonPart]) -> CommonPart:
-    """The first candidate that covers enough of the rows; the last one if none does."""
+    """The first candidate that covers NOMINAL of the rows; the last one if none does."""
     if not len(rows):
         return candidates[0]
     enough = (part for part in candidates if coverage(rows, part) >= NOMINAL)
@@ -83,9 +94,10 @@ def _least(rows: pd.DataFrame, candidates: list[CommonPart]) -> CommonPart:
 
 
 def left_out(rows: pd.DataFrame, assumed: float | None = None) -> pd.DataFrame:
-    """By source: coverage by a common part that was fitted on all other sources, and its widths.
+    """Coverage of each source by half widths that were fitted on all other sources.
 
-    ``assumed`` as for ``fit``.
+    Columns: source, iterations, shared, assumed (as fitted), coverage_pct. The argument
+    ``assumed`` is that of ``fit``.
     """
     lines = []
     for source in sorted(rows["source"].unique()):

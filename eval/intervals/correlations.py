@@ -1,4 +1,4 @@
-"""Measures how errors of ops go together: on GPUs left out of training, and out of the envelope."""
+"""Correlations of op errors on GPUs left out, and how errors widen outside the envelope."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from learners.intervals import errors_on_unseen, log_error
 from learners.models.training_table import group_split
 from learners.models.trees import default_options
 
-MOST = 1.5  # log errors are cut there: single rows would decide otherwise
+MAX_LOG_ERROR = 1.5  # larger ones are clipped, so that single rows do not decide
 MIDDLE = (0.04, 0.96)  # quantiles of every feature between which a row counts as inside
 HELD_SHARE = 0.2  # of the shapes
 MIN_ROWS = 20  # of a GPU and family
 
 
 def unseen_errors(prepared: Mapping[str, Prepared], gpus: Sequence[str]) -> pd.DataFrame:
-    """Log errors by family and GPU, of models that never saw the GPU; a third is left out at once.
+    """Log errors on GPUs left out of training: a row per measured row, with family and GPU.
 
-    ``gpus``: all of them; the same are left out of every family.
+    Models are trained three times, each time without a third of ``gpus``, in all families.
     """
     parts = [
         errors_on_unseen(one, default_options(one.table), [gpus[i::3] for i in range(3)]).assign(
@@ -32,24 +32,23 @@ def unseen_errors(prepared: Mapping[str, Prepared], gpus: Sequence[str]) -> pd.D
         for name, one in prepared.items()
     ]
     found = pd.concat(parts, ignore_index=True)
-    return found.assign(error=found["error"].clip(-MOST, MOST))
+    return found.assign(error=found["error"].clip(-MAX_LOG_ERROR, MAX_LOG_ERROR))
 
 
 def within_families(errors: pd.DataFrame) -> pd.Series:
-    """By family: mean product of two rows' errors on the same GPU over the mean square."""
-
+    """Correlation of errors by family: mean of e_i * e_j / mean of e**2, i and j on one GPU."""
     return pd.Series({str(name): _within(mine) for name, mine in errors.groupby("family")})
 
 
 def _within(errors: pd.DataFrame) -> float:
-    """The correlation of one family's errors on a GPU."""
+    """The correlation of errors of one family, over all pairs of rows on the same GPU."""
     groups = [g.to_numpy() for _, g in errors.groupby("gpu")["error"] if len(g) >= MIN_ROWS]
     products = [(g.sum() ** 2 - (g**2).sum()) / (len(g) - 1) for g in groups]
     return float(np.sum(products) / np.sum([(g**2).sum() for g in groups]))
 
 
 def between_families(errors: pd.DataFrame) -> float:
-    """Mean product of two families' mean errors on the same GPU over their root mean squares."""
+    """Correlation of two families: mean over GPUs of mean(a) / rms(a) * mean(b) / rms(b)."""
     groups = errors.groupby(["gpu", "family"])["error"].agg(["mean", "size"])
     means = groups["mean"].where(groups["size"] >= MIN_ROWS).unstack()
     scale = errors.groupby("family")["error"].apply(lambda e: float((e**2).mean()) ** 0.5)
@@ -59,10 +58,10 @@ def between_families(errors: pd.DataFrame) -> float:
 
 
 def widening_outside(prepared: Prepared) -> float:
-    """Width of the errors on rows outside the envelope of training over that on rows inside.
+    """How much wider errors are outside the envelope: their 80 % width there over that inside.
 
-    A row is outside where any feature is outside the MIDDLE of its values; models learn from rows
-    inside alone, and are judged on other shapes.
+    Models learn from the middle of the range of every feature (the MIDDLE quantiles). A row with
+    any feature beyond it is outside. Both widths are those of shapes held out from training.
     """
     inside = np.ones(len(prepared.kind), dtype=bool)
     for values in prepared.features.values():

@@ -1,4 +1,4 @@
-"""Measured iterations beside forecasts that rest on nothing of their source."""
+"""Measured iterations beside forecasts that use no number learned or fitted from their source."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from eval.public.model_lines import ModelLine
 from eval.public.models import ASSUMED, INTERVAL, MEASURED, read_lines
 from microbench.importers.base import positive
 
-ONE_ROW = ["source", "gpu", "case", "batch", "plan", "measured"]  # some rows are of several lines
+ONE_ROW = ["source", "gpu", "case", "batch", "plan", "measured"]  # may be in several lines
 
 
 def cpu_iterations(data: Path, bundle: Path) -> pd.DataFrame:
-    """Measured iterations of a CPU, each case a source; columns as of ``common_part``."""
+    """Measured iterations of a CPU; each case counts as a source of its own.
+
+    Columns are those that ``eval.intervals.common_part.half_widths`` reads.
+    """
     return pd.DataFrame(
         {
             "source": r.case,
@@ -31,9 +34,10 @@ def cpu_iterations(data: Path, bundle: Path) -> pd.DataFrame:
 
 
 def public_iterations(public: Path, bundle: Path, most: int) -> pd.DataFrame:
-    """Published steps with their source left out; columns as of ``common_part``.
+    """Published training steps, each source forecast by models and numbers made without it.
 
-    Of each line and source at most ``most``, drawn at random; none of lines that are calibrated.
+    At most ``most`` rows of each source and line of the public benchmark, drawn at random. Lines
+    that are calibrated on their own rows are left out. Columns as in ``cpu_iterations``.
     """
     step = MEASURED["step"]
     lines = [(x, rows) for x, rows in read_lines(public, "") if x.part == "step"]
