@@ -44,6 +44,7 @@ from compose.parallel.placement import (
 from microbench.assumptions import assumed
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from microbench.ops.lookup.embedding_bag import MODES
+from microbench.ops.step.host import REPEATED
 
 SMALL_OPS: Mapping[str, int] = assumed(__file__, "small_ops")
 PASSES_IN_PARTS: int = assumed(__file__, "passes_in_parts")
@@ -64,12 +65,17 @@ def shard_stream(table: Table, rows: int, samples: int) -> dict[str, Any]:
 
 
 def lookup_calls(
-    shard: Shard, lookup: Lookup, ranks: int, optimizer: str, ids: Iterator[int]
+    shard: Shard, lookup: Lookup, ranks: int, optimizer: str, ids: Iterator[int], tables: int = 1
 ) -> tuple[OpCall, tuple[OpCall, ...]]:
-    """A shard's lookup for the samples of all ranks; the gradient of its rows, and their update."""
+    """A shard's lookup for the samples of all ranks; the gradient of its rows, and their update.
+
+    ``tables`` like it are looked up one after the other.
+    """
     table, samples = lookup.table, ranks * lookup.samples
     looked_up = max(1, round(samples * table.pooling * shard.rows / table.rows))
     facts = shard_stream(table, shard.rows, samples)
+    if tables > 1:
+        facts["tables"] = tables
     known: dict[str, Any] = {"kwargs": {"stream": facts}} if facts else {}
     mode = MODES.index(lookup.mode)
 
@@ -148,37 +154,37 @@ class _Step:
         ranks: int,
         small_ops: Mapping[str, int],
     ) -> None:
-        self.capture, self.small_ops = capture, small_ops
+        self.capture, self.small_ops, self.repeated_ops = capture, small_ops, 0
         self.made, self.ids = StepBuilder(capture), fresh_storages(capture)
         self.held = [(s, x) for s, x in held if not s.local]
         self.sent = traffic(held, ranks)
         self.rank = rank
         own = [(s, x) for s, x in self.held if s.rank == rank]
-        self.own = [lookup_calls(s, x, ranks, capture.optimizer, self.ids) for s, x in own]
+        usual = max(1, round(len(self.held) / ranks)) if small_ops else 1
+        self.own = [lookup_calls(s, x, ranks, capture.optimizer, self.ids, usual) for s, x in own]
         self.own_shards = [s for s, _ in own]
 
     def distribute_and_look_up(self, pooled: Sequence[TensorSpec]) -> None:
         """Add the exchange of row numbers, own lookups, and the exchange of ``pooled`` vectors."""
         for shard, lookup in self.held:
             in_parts = shard.rows < lookup.table.rows
-            self._small("sent_in_parts" if in_parts else "sent", lookup)
+            self._small("sent_in_parts" if in_parts else "sent")
             if in_parts:
                 row_bytes = INDEX_BYTES * lookup.samples * lookup.table.pooling
                 self._copy(PASSES_IN_PARTS * row_bytes, "forward")
         index_bytes = np.maximum(self.sent.index_sent, self.sent.index_received).max()
         self._copy(index_bytes, "forward")
         self._exchange(index_bytes, "forward", ())
-        lookups = [x for s, x in self.held if s.rank == self.rank]
-        for lookup, (forward, _) in zip(lookups, self.own, strict=True):
-            self._small("held", lookup)
+        for forward, _ in self.own:
+            self._small("held")
             self.made.calls.append(forward)
         self._copy(self.sent.vectors_sent[self.rank], "forward")
         self._exchange(self._vector_bytes, "forward", pooled)
 
     def join(self) -> None:
         """Add what puts the received vectors in order."""
-        for _, lookup in self.held:
-            self._small("joined", lookup)
+        for _ in self.held:
+            self._small("joined")
 
     def send_gradients(self) -> None:
         """Add the exchange of pooled vectors' gradients."""
@@ -189,9 +195,8 @@ class _Step:
     def update_shards(self) -> None:
         """Add the gradients of own shards' rows, and their addition to the tables."""
         self._copy(self.sent.vectors_sent[self.rank], "optimizer")
-        lookups = [x for s, x in self.held if s.rank == self.rank]
-        for lookup, (_, back) in zip(lookups, self.own, strict=True):
-            self._small("updated", lookup, "optimizer")
+        for _, back in self.own:
+            self._small("updated")
             self.made.calls += back
 
     @property
@@ -201,19 +206,17 @@ class _Step:
     def _buffer(self, nbytes: float) -> TensorSpec:
         return TensorSpec(shape=(max(1, round(nbytes / 4)),), dtype="fp32", storage=next(self.ids))
 
-    def _copy(self, nbytes: float, phase: str, source: TensorSpec | None = None) -> TensorSpec:
-        """Add a copy, of a buffer that nothing else uses if no ``source`` is given."""
-        a, b = source or self._buffer(nbytes), self._buffer(nbytes)
+    def _copy(self, nbytes: float, phase: str) -> TensorSpec:
+        """Add a copy of a buffer that nothing else uses."""
+        a, b = self._buffer(nbytes), self._buffer(nbytes)
         if nbytes:
             made = OpCall(op="aten.clone.default", args=(a,), outputs=(b,), phase=phase)
             self.made.calls.append(made)
         return b
 
-    def _small(self, kind: str, lookup: Lookup, phase: str = "forward") -> None:
-        """Add ops of one element per sample, each on the result of the one before."""
-        last = None
-        for _ in range(self.small_ops.get(kind, 0)):
-            last = self._copy(INDEX_BYTES * lookup.samples, phase, last)
+    def _small(self, kind: str) -> None:
+        """Count small ops of a loop over tables as host time."""
+        self.repeated_ops += self.small_ops.get(kind, 0)
 
     def _exchange(self, nbytes: float, phase: str, received: Sequence[TensorSpec]) -> None:
         if nbytes:
@@ -285,7 +288,7 @@ def _finished(step: _Step, spread: Sequence[CapturedTable]) -> StepCapture:
     lookups = sum(len(t.lookups) for t in spread)
     gone |= {"module_call": lookups, "autograd_node": max(0, lookups - len(step.own))}
     host = {name: max(0, n - gone.get(name, 0)) for name, n in made.host.items()}
-    return replace(made, host=host)
+    return replace(made, host={**host, REPEATED: step.repeated_ops})
 
 
 def _first_and_joined(

@@ -14,7 +14,7 @@ from learners.family_model import FamilyModel
 from learners.transfer.source_gpus import gpu_distance
 from microbench.hardware.host import EVENT_US
 from microbench.opcall import StepCapture
-from microbench.ops.step.host import Host
+from microbench.ops.step.host import REPEATED, Host
 
 WRAPPERS = (
     "fsdp_layer",
@@ -51,10 +51,10 @@ def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
     """Prices all Python and autograd events of a step together: counts times event times.
 
     A host that the user named prices all events. Else the model of family "host" prices those that
-    it has seen: on a CPU all but the events of parallel wrappers (DDP, FSDP); on a GPU, and for
-    wrappers, only inside its training range. Other events take the assumed times of the book's
-    host; their share is in ``assumed``. ``in_envelope`` is false where any event is assumed or was
-    measured on the host of another GPU.
+    it has seen: on a CPU all but the events of parallel wrappers (DDP, FSDP) and of loops over
+    tables; on a GPU, and for these, only inside its training range. Other events take the assumed
+    times of the book's host; their share is in ``assumed``. ``in_envelope`` is false where any
+    event is assumed or was measured on the host of another GPU.
     """
     unknown = sorted(set(counts) - set(EVENT_US))
     if unknown:
@@ -92,7 +92,7 @@ def _event_us(
     event: str, tensors: int, row: Mapping[str, Any] | None, book: PriceBook
 ) -> tuple[float, float, float, AssumedShares]:
     """Time of one event with its bounds, and the assumption it rests on; ``row``: the model's."""
-    on_this_cpu = book.gpu.kind == "cpu" and event not in WRAPPERS
+    on_this_cpu = book.gpu.kind == "cpu" and event not in (*WRAPPERS, REPEATED)
     if row is not None and not book.host_is_named and (on_this_cpu or row["in_envelope"]):
         return row["predicted_us"], row["predicted_us_p10"], row["predicted_us_p90"], ()
     host = book.host

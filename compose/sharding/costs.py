@@ -10,7 +10,7 @@ import numpy as np
 
 from compose.capture_model import capture
 from compose.graph.cache_reuse import cold_share
-from compose.parallel.placement import INDEX_BYTES, Shard, Sharding, shards
+from compose.parallel.placement import Shard, Sharding, shards
 from compose.parallel.plan import ParallelPlan
 from compose.parallel.tables import SMALL_OPS
 from compose.pricing.collectives import Message, cluster, price_messages
@@ -23,11 +23,11 @@ from microbench.ops import families
 from microbench.ops.lookup.embedding_bag import EmbeddingBag
 from microbench.ops.lookup.random_streams import unique_rows
 from microbench.ops.lookup.sparse_update import SparseUpdate
-from microbench.ops.memory.elementwise import Elementwise, memory_copy
+from microbench.ops.memory.elementwise import memory_copy
+from microbench.ops.step.host import REPEATED
 
 MODES = ("train", "infer")
 OPTIMIZER = {"adagrad": "adamw", "adam": "adamw"}  # of the dense part
-PAGE_BYTES = 4096  # of memory, unless an operating system is told otherwise
 UPDATE_PASSES = {"sgd": 3, "adamw": 7}  # over weights, gradient and state of a local copy
 GRID_BYTES = 2.0 ** np.arange(8, 33, 0.5)
 
@@ -79,9 +79,10 @@ class Costs:
         on_gpu = target.gpu.kind != "cpu"
         self.launch_us = host_cost({"launch": 1}, self.book).duration_us if on_gpu else 0.0
         self.dense = _dense_cost(model, self.target)
-        share, page = cold_share(target.gpu), PAGE_BYTES if cores else 0
-        self.cold = share(_touched_bytes(model, world_size))
-        self.cold_update = share(_touched_bytes(model, world_size, page))
+        # A CPU runs a rank's tables one after the other, which points of several tables measure.
+        self.tables = max(1, round(len(model.tables) / world_size)) if cores else 1
+        share = cold_share(target.gpu)
+        self.cold = share(_touched_bytes(model, world_size)) if self.tables == 1 else 0.0
         self.known: dict[Any, ShardCost] = {}
         self.loads: dict[Any, np.ndarray] = {}  # by table and placement, see ``propose``
         self.curves: dict[str, np.ndarray] = {}  # logarithms of us at GRID_BYTES
@@ -139,14 +140,15 @@ class Costs:
             lookups=lookups,
             dtype=table.dtype,
             weighted=table.weighted,
+            tables=1 if local else self.tables,
             **stream,
         )
         forward = _priceable("embedding_bag", bag, self.cold)
         if local:
             passes = UPDATE_PASSES[OPTIMIZER.get(self.model.optimizer, self.model.optimizer)]
             added = memory_copy(passes * rows * columns * table.row_bytes / table.dim)
-            back = _priceable("embedding_bag", replace(bag, op="backward"), self.cold_update)
-            return [forward, back, _priceable(added.family, added.params, self.cold_update)]
+            back = _priceable("embedding_bag", replace(bag, op="backward"), self.cold)
+            return [forward, back, _priceable(added.family, added.params, self.cold)]
         gradient = replace(bag, op="sparse_backward")
         update = SparseUpdate(
             op=self.model.optimizer,
@@ -154,12 +156,13 @@ class Costs:
             dim=columns,
             lookups=lookups,
             dtype=table.dtype,
+            tables=self.tables,
             **{name: value for name, value in stream.items() if name != "spread"},
         )
         return [
             forward,
-            _priceable("embedding_bag", gradient, self.cold_update),
-            _priceable("sparse_update", update, self.cold_update),
+            _priceable("embedding_bag", gradient, self.cold),
+            _priceable("sparse_update", update, self.cold),
         ]
 
     def copy_us(self, nbytes: Any) -> Any:
@@ -170,8 +173,7 @@ class Costs:
         """Time of the ops of one element per sample that ``SMALL_OPS`` counts; none on a GPU."""
         if self.book.gpu.kind != "cpu":
             return 0.0
-        small_us = self._interpolated("small", INDEX_BYTES * self.model.batch)
-        return float(SMALL_OPS[kind] * small_us)
+        return SMALL_OPS[kind] * host_cost({REPEATED: 1}, self.book).duration_us
 
     def message_us(self, kind: str, nbytes: float) -> float:
         """Time of a collective of all ranks on a buffer of so many bytes on each."""
@@ -191,20 +193,16 @@ class Costs:
         if kind == "copy":
             parts = [memory_copy(2.0 * size) for size in sizes]
             ops = self.book.price([_priceable(p.family, p.params, 1.0) for p in parts])
-        elif kind == "small":  # one after the other, on what the last one wrote
-            ones = [Elementwise(op="clone", numel=n // 4, inner=n // 4) for n in sizes]
-            ops = self.book.price([_priceable("elementwise", p, 0.0) for p in ones])
         else:
             messages = [Message(kind=kind, axis="dp", message_bytes=size) for size in sizes]
             ops = price_messages(messages, self.book, self.where)
         return [max(1e-3, op.duration_us) for op in ops]
 
 
-def _touched_bytes(model: RankingModel, world_size: int, page_bytes: int = 0) -> float:
+def _touched_bytes(model: RankingModel, world_size: int) -> float:
     """Bytes that a rank touches on average between two uses of a table's rows, in one step.
 
-    Of each table the rows looked up, and its sparse gradient, written and read. With ``page_bytes``
-    whole pages of rows count: additions of one row after the other wait for each address.
+    Of each table the rows looked up, and its sparse gradient, written and read.
     """
     found = 0.0
     for table in model.tables:
@@ -212,8 +210,7 @@ def _touched_bytes(model: RankingModel, world_size: int, page_bytes: int = 0) ->
         facts: dict[str, Any] = {"lookups": max(1, round(batch * table.pooling))}
         facts |= table.stream.facts(table.rows, batch)
         bag = EmbeddingBag(op="forward", rows=table.rows, dim=table.dim, bags=batch, **facts)
-        rows_bytes = float(unique_rows(bag)) * max(page_bytes, table.row_bytes)
-        found += min(rows_bytes, table.nbytes) + 2 * bag.lookups * table.row_bytes
+        found += (float(unique_rows(bag)) + 2 * bag.lookups) * table.row_bytes
     return found / world_size
 
 

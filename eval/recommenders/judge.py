@@ -16,6 +16,7 @@ from compose.sharding.tables import RankingModel
 from compose.target import find_target
 from eval.recommenders.measure import Measured, measure
 from eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task
+from learners.bundle import Bundle
 from learners.train import errors
 from microbench.iterations.sharded_dlrm import STAGES
 
@@ -73,7 +74,8 @@ def judge_iterations(
         for i, m in enumerate(models)
     ]
     forecasts = [forecast_sharding(c.sharding, _costs(c.model, ranks, bundle)) for c in candidates]
-    found = measure(candidates, ranks, threads, folder, progress)
+    anchor_us = usual_anchor_us(bundle, threads)
+    found = measure(candidates, ranks, threads, folder, 1, anchor_us, progress)
     return [judged(c, f, m) for c, f, m in zip(candidates, forecasts, found, strict=True)]
 
 
@@ -88,9 +90,19 @@ def judge_choices(
         proposed = sharders(costs, rng)
         by_task.append(proposed)
         forecasts += [forecast_sharding(c.sharding, costs) for c in proposed]
-    found = measure([c for some in by_task for c in some], ranks, threads, folder, progress)
+    together, anchor_us = len(by_task[0]), usual_anchor_us(bundle, threads)
+    every = [c for some in by_task for c in some]
+    found = measure(every, ranks, threads, folder, together, anchor_us, progress)
     pairs = iter(zip(forecasts, found, strict=True))
     return [[judged(c, *next(pairs)) for c in some] for some in by_task]
+
+
+def usual_anchor_us(bundle: Path, threads: int) -> float:
+    """Time of the anchor (a reference task) at the machine speed that forecasts are for."""
+    times = [us for (_, n), (us, _) in Bundle.load(bundle).anchors.items() if n == threads]
+    if not times:
+        raise ValueError(f"{bundle} has no reference times with {threads} threads")
+    return times[0]
 
 
 def judged(candidate: Candidate, forecast: ShardingForecast, measured: Measured) -> Judged:

@@ -18,7 +18,7 @@ from microbench.processes.ranks import start_ranks
 from microbench.processes.watch import log_tail, never, watch
 
 ROUNDS = 2
-STEPS = 5  # of a candidate in a round
+STEPS = 12  # of a model in a round
 LIMIT_S = 1800.0
 
 
@@ -54,22 +54,28 @@ def measure(
     ranks: int,
     threads: int,
     folder: Path,
+    together: int,
+    usual_us: float,
     progress: Callable[[int], None] | None = None,
 ) -> list[Measured]:
-    """Measure a step of each candidate, once per round.
+    """Measure steps of each candidate in each round, ``together`` candidates in turn.
 
-    Times are corrected for the speed of the machine: times the median anchor of all, over the
-    anchor beside the step.
+    Times are corrected for the speed of the machine: times ``usual_us`` of the anchor (a reference
+    task), over its time beside the steps. Equal candidates of those measured in turn are measured
+    once.
     """
     folder.mkdir(parents=True, exist_ok=True)
     out, order_file, log = (folder / n for n in ("times.jsonl", "order.json", "ranks.log"))
     out.unlink(missing_ok=True)
+    models = [asdict(measurable(c, ranks)) for c in candidates]
+    alias = [i - i % together + models[i - i % together :].index(m) for i, m in enumerate(models)]
     order = {
         "threads": threads,
         "steps": STEPS,
         "rounds": ROUNDS,
         "out": str(out),
-        "models": [asdict(measurable(c, ranks)) for c in candidates],
+        "models": models,
+        "groups": [sorted(set(alias[i : i + together])) for i in range(0, len(alias), together)],
     }
     order_file.write_text(json.dumps(order))
 
@@ -83,26 +89,27 @@ def measure(
         "microbench.iterations.sharding_worker", {"order": str(order_file)}, ranks, log=log
     )
     ended = watch(process, done, never, time.monotonic() + LIMIT_S)
-    wanted = ROUNDS * len(candidates)
+    wanted = ROUNDS * len(set(alias))
     if done() < wanted:
         raise RuntimeError(f"measured {done()} of {wanted} shardings, {ended}: {log_tail(log)}")
-    return at_one_speed([json.loads(line) for line in out.read_text().splitlines()])
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    found = at_one_speed(lines, usual_us)
+    return [found[i] for i in alias]
 
 
-def at_one_speed(lines: Sequence[dict[str, Any]]) -> list[Measured]:
+def at_one_speed(lines: Sequence[dict[str, Any]], usual_us: float) -> dict[int, Measured]:
     """Return median times by model and round, corrected for the machine's speed.
 
-    time * median of all anchors / median of the anchors (reference tasks) timed beside it. Stages
-    are means over rounds.
+    time * ``usual_us`` / median of the anchors (reference tasks) timed beside it. Stages are means
+    over rounds.
     """
-    usual_us = float(np.median(np.concatenate([line["anchors_us"] for line in lines])))
     rounds: dict[int, list[float]] = {}
     stages: dict[int, list[np.ndarray]] = {}
     for line in lines:
         speed, model = usual_us / np.median(line["anchors_us"]), line["model"]
         rounds.setdefault(model, []).append(float(np.median(line["times_us"]) * speed))
         stages.setdefault(model, []).append(speed * np.array(line["stages_us"]))
-    return [
-        Measured(rounds_us=tuple(rounds[m]), stages_us=np.mean(stages[m], axis=0))
-        for m in sorted(rounds)
-    ]
+    return {
+        m: Measured(rounds_us=tuple(rounds[m]), stages_us=np.mean(stages[m], axis=0))
+        for m in rounds
+    }

@@ -16,13 +16,16 @@ from microbench.ops.lookup.embedding_bag import EmbeddingBag
 from microbench.ops.lookup.random_streams import with_random_stream
 from microbench.ops.lookup.sparse_update import SparseUpdate
 from microbench.ops.step.collective import Collective
+from microbench.ops.step.host import EVENTS, OPTIMIZERS, REPEATED
 
 LOOKUPS = ("embedding_bag", "sparse_update")
 MOST_POINTS = 8000  # of a family; more than any sweep measures
-HOST_EVENTS = 200
+HOST_EVENTS = (*EVENTS, *OPTIMIZERS, REPEATED)  # of no parallel wrapper
 MODELS = 24  # dense parts that are captured
 MOST_LOOKUPS = 2**16
 MOST_ELEMENTS = 2**22
+MOST_TABLES = 32  # looked up or updated one after the other
+MOST_TABLE_ELEMENTS = 2**25  # of all of them
 
 
 def lookup_points(seed: int) -> dict[str, list[Any]]:
@@ -38,16 +41,21 @@ def lookup_points(seed: int) -> dict[str, list[Any]]:
 
 
 def _tables(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-    """Sizes of tables and of their lookups in a batch."""
+    """Sizes of tables and of their lookups in a batch; two of three follow others like them."""
     while True:
+        tables = log_uniform(rng, 2, MOST_TABLES) if rng.random() < 2 / 3 else 1
         bags, pooling = log_uniform(rng, 16, 1024), log_uniform(rng, 1, 80)
         sizes: dict[str, Any] = {
             "rows": round(10 ** rng.uniform(2.0, 5.4)),
             "dim": int(rng.choice([8, 16, 32, 64])),
             "bags": bags,
             "lookups": bags * pooling,
+            "tables": tables,
         }
-        if sizes["lookups"] <= MOST_LOOKUPS and sizes["lookups"] * sizes["dim"] <= MOST_ELEMENTS:
+        gathered = tables * sizes["lookups"] * sizes["dim"]
+        held = tables * sizes["rows"] * sizes["dim"]
+        small = sizes["lookups"] <= MOST_LOOKUPS and gathered <= MOST_ELEMENTS
+        if small and held <= MOST_TABLE_ELEMENTS:
             yield sizes
 
 
@@ -80,7 +88,8 @@ def dense_points(seed: int) -> dict[str, list[Any]]:
             if family is not None:
                 found.setdefault(family.name, {})[params] = None
     points = {name: list(some) for name, some in found.items()}
-    points["host"] = list(islice(families()["host"].sweep(), HOST_EVENTS))
+    events = (p for p in families()["host"].sweep() if p.op in HOST_EVENTS)
+    points["host"] = list(events)
     copies = (p for p in families()["elementwise"].sweep() if p.op in ("copy_", "clone"))
     points["elementwise"] = [*islice(copies, 100), *points.get("elementwise", [])]
     mixed = {name: [some[i] for i in rng.permutation(len(some))] for name, some in points.items()}

@@ -26,12 +26,12 @@ class Candidate:
 def heavy_task(rng: np.random.Generator) -> RankingModel:
     """Draws a model of 36 to 66 tables with 20 lookups a sample or more, as in arXiv 2404.12674.
 
-    Batch and rows are smaller than there, to fit a CPU: 64 samples a rank, 1,000 to 200,000 rows of
-    16 or 32 columns.
+    Batch and rows are smaller than there, to fit a CPU: 256 samples a rank, 1,000 to 200,000 rows
+    of 16 or 32 columns.
     """
     dim = int(rng.choice([16, 32]))
     return RankingModel(
-        batch=64,
+        batch=256,
         tables=tables(rng, int(rng.integers(36, 67)), dim, (20, 60), (3.0, 5.3)),
         bottom=(128, 64),
         top=(128, 64),

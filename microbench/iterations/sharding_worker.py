@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ WARMUP = 2
 
 
 def run(order: dict[str, Any]) -> None:
-    """Measure all models of an order, ``rounds`` times one after the other; rank 0 writes ``out``.
+    """Measure the models of an order in ``rounds``; rank 0 writes ``out``.
 
-    A line of JSON per model and round: number of the model, times of its steps on the slowest rank
-    in us, median times of their stages by rank, and times of the anchor beside them.
+    The models of a group take turns, one step each, so that what slows the machine slows them all.
+    A line of JSON per model and round: number of the model, times of its ``steps`` on the slowest
+    rank in us, median times of their stages by rank, and times of the anchor beside the group.
     """
     import torch
     import torch.distributed as dist
@@ -33,36 +35,48 @@ def run(order: dict[str, Any]) -> None:
     keep_freed_memory()
     rank, _ = join_process_group("cpu")
     group = dist.new_group()
-    anchor = Anchor().times_us
     with Path(order["out"]).open("a") as file:
-        for number, values in int(order["rounds"]) * list(enumerate(order["models"])):
-            torch.manual_seed(rank)
-            step = ShardedStep(model_of(values), group)
-            for _ in range(WARMUP):
-                step()
-            times, stages, anchors = [], [], []
-            for _ in range(int(order["steps"])):
-                dist.barrier()
-                start = time.perf_counter_ns()
-                step()
-                times.append((time.perf_counter_ns() - start) / 1e3)
-                stages.append(step.stages_us)
-                anchors.append(anchor()["anchor_us"])
-            slowest = max_over_ranks(times)
-            middle = torch.tensor(stages, dtype=torch.float64).median(dim=0).values
-            by_rank = [torch.zeros_like(middle) for _ in range(dist.get_world_size())]
-            dist.all_gather(by_rank, middle)
-            if rank == 0:
-                line = {
-                    "model": number,
-                    "times_us": slowest,
-                    "stages_us": [stage.tolist() for stage in by_rank],
-                    "anchors_us": anchors,
-                }
-                file.write(json.dumps(line) + "\n")
-                file.flush()
-            del step
+        for numbers in int(order["rounds"]) * order["groups"]:
+            models = [model_of(order["models"][n]) for n in numbers]
+            for number, line in zip(
+                numbers, in_turn(models, int(order["steps"]), group), strict=True
+            ):
+                if rank == 0:
+                    file.write(json.dumps({"model": number, **line}) + "\n")
+            file.flush()
     dist.destroy_process_group()
+
+
+def in_turn(models: Sequence[ShardedModel], count: int, group: Any) -> Iterator[dict[str, Any]]:
+    """Yields what ``count`` steps of each model took, measured in turn."""
+    import torch
+    import torch.distributed as dist
+
+    steps, anchor = [], Anchor().times_us
+    for model in models:
+        torch.manual_seed(dist.get_rank())  # the same row numbers under every sharding
+        steps.append(ShardedStep(model, group))
+    times: list[list[float]] = [[] for _ in models]
+    stages: list[list[list[float]]] = [[] for _ in models]
+    anchors = []
+    for turn in range(WARMUP + count):
+        for mine, parts, step in zip(times, stages, steps, strict=True):
+            dist.barrier()
+            start = time.perf_counter_ns()
+            step()
+            if turn >= WARMUP:
+                mine.append((time.perf_counter_ns() - start) / 1e3)
+                parts.append(step.stages_us)
+        anchors.append(anchor()["anchor_us"])
+    for mine, parts in zip(times, stages, strict=True):
+        middle = torch.tensor(parts, dtype=torch.float64).median(dim=0).values
+        by_rank = [torch.zeros_like(middle) for _ in range(dist.get_world_size())]
+        dist.all_gather(by_rank, middle)
+        yield {
+            "times_us": max_over_ranks(mine),
+            "stages_us": [stage.tolist() for stage in by_rank],
+            "anchors_us": anchors,
+        }
 
 
 def model_of(values: dict[str, Any]) -> ShardedModel:

@@ -46,7 +46,7 @@ def test_times_are_taken_at_one_speed() -> None:
         {"model": 0, "times_us": [220.0], "stages_us": [[160.0, 60.0]], "anchors_us": [20.0]},
         {"model": 1, "times_us": [50.0], "stages_us": [[30.0, 20.0]], "anchors_us": [10.0]},
     ]
-    first, second = at_one_speed(lines)
+    first, second = at_one_speed(lines, 10.0).values()
     assert (first.rounds_us, second.rounds_us) == ((100.0, 110.0), (50.0, 50.0))
     assert first.stages_us.tolist() == [[70.0, 35.0]]  # means of 60, 80 and 40, 30
 
@@ -149,8 +149,13 @@ def test_candidates_are_measured_by_real_ranks(tmp_path: Path) -> None:
     mixed = Candidate(name="mixed", model=small, sharding=any_sharding(rng, small, 2))
     assert {s.table for s in measurable(mixed, 2).shards} == {0, 1, 2}
     seen: list[int] = []
-    rounds = measure([candidate("a"), mixed], 2, 1, tmp_path, seen.append)
-    assert len(rounds) == 2 and all(len(r.rounds_us) == ROUNDS for r in rounds)
+    wanted = [candidate("a"), mixed, candidate("b")]  # a and b are the same sharding
+    rounds = measure(wanted, 2, 1, tmp_path, 3, 100.0, seen.append)
+    assert (
+        len(rounds) == 3
+        and rounds[0] is rounds[2]
+        and all(len(r.rounds_us) == ROUNDS for r in rounds)
+    )
     assert all(r.stages_us.shape == (2, len(STAGES)) and r.stages_us.min() >= 0 for r in rounds)
     assert all(r.stages_us.sum(axis=1).max() <= 3 * max(r.rounds_us) for r in rounds)
     assert seen[-1] == 2 * ROUNDS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from microbench.ops.lookup.random_streams import (
     LINE_BYTES,
     draw_stream,
     stream_features,
+    table_features,
     with_random_stream,
 )
 from microbench.ops.sizes import aligned
@@ -51,7 +52,8 @@ class EmbeddingBag:
     (see ``microbench.ops.lookup.reuse``). Where ``reuse`` is empty, rows are drawn with the Zipf
     exponent ``skew``, 0 for uniform; a share ``repeats`` of them repeats one of the 1,024 before.
     ``spread``: standard deviation of the bags' lengths over their mean. ``weighted``: rows are
-    multiplied by a weight per lookup.
+    multiplied by a weight per lookup. ``tables``: as many equal tables are looked up one after the
+    other, as in recommenders; all else is that of one call, and so is the time.
     """
 
     op: str
@@ -65,6 +67,7 @@ class EmbeddingBag:
     reuse: str = ""
     spread: float = 0.0
     weighted: bool = False
+    tables: int = 1
     mode: str = "sum"
     dtype: str = "fp32"
 
@@ -105,21 +108,42 @@ def _with_random_bags(rng: np.random.Generator, p: EmbeddingBag) -> EmbeddingBag
 
 
 def build(p: EmbeddingBag, device: str) -> Workload:
-    """Tensors of the point's index stream; the backward gets what its forward returned."""
+    """Tensors of the point's index stream; the backward gets what its forward returned.
+
+    Each of several tables has its own memory; their streams are alike.
+    """
+    index, starts = draw_stream(p, device)
+    runs = [_one_table(p, index.clone(), starts.clone(), device) for _ in range(p.tables)]
+    return Workload(run=one_after_the_other(runs), calls=p.tables)
+
+
+def one_after_the_other(runs: list[Callable[[], object]]) -> Callable[[], object]:
+    """A function that calls all of ``runs``."""
+    if len(runs) == 1:
+        return runs[0]
+
+    def run() -> None:
+        for one in runs:
+            one()
+
+    return run
+
+
+def _one_table(p: EmbeddingBag, index: Any, starts: Any, device: str) -> Callable[[], object]:
+    """The call on one table, with row numbers (lookups,) and starts of bags (bags,)."""
     import torch  # lazy: formulas must import where torch is absent
 
     aten, mode = torch.ops.aten, MODES.index(p.mode)
-    index, starts = draw_stream(p, device)
     table = repeated(torch.randn, (p.rows, p.dim), device).to(torch_dtype(p.dtype))
     weight = torch.rand(p.lookups, device=device).to(table.dtype) if p.weighted else None
     given = (table, index, starts, False, mode, False, weight)
     if p.op == "forward":
-        return Workload(run=lambda: aten._embedding_bag(*given))
+        return lambda: aten._embedding_bag(*given)
     _, bag_of, sizes, extremes = aten._embedding_bag(*given)
     grad = torch.randn(p.bags, p.dim, device=device).to(torch_dtype(p.dtype))
     sparse = p.op == "sparse_backward"
     rest = (index, starts, bag_of, sizes, extremes, p.rows, False, mode, sparse, weight)
-    return Workload(run=lambda: aten._embedding_bag_backward(grad, *rest))
+    return lambda: aten._embedding_bag_backward(grad, *rest)
 
 
 def flops(p: Any) -> Any:
@@ -163,6 +187,7 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
         "lines_64": lines,
         "line_fill_128": row_bytes / 128 / np.ceil(row_bytes / 128),
         "log_bags_per_core": np.log2(p.bags / gpu.sm_count),
+        **table_features(p, row_bytes, gpu.l2_bytes),
     }
 
 
@@ -251,8 +276,8 @@ def resize(p: EmbeddingBag, factor: float, lean: float) -> EmbeddingBag:
 
 
 def allocated_bytes(p: EmbeddingBag) -> float:
-    """The whole table, of which the rows looked up are read."""
-    return 1.0 * p.rows * p.dim * float(itemsize_bytes(p.dtype))
+    """Whole tables, of which the rows looked up are read."""
+    return 1.0 * p.tables * p.rows * p.dim * float(itemsize_bytes(p.dtype))
 
 
 def fallback(p: EmbeddingBag, measured: Measured) -> list[Part]:

@@ -124,6 +124,14 @@ def unique_rows(p: Any) -> Any:
     return reuse_of(p)[0]
 
 
+def table_features(p: Any, row_bytes: Any, cache_bytes: Any) -> dict[str, Any]:
+    """How many tables follow each other, and all their lookups over the size of the last cache."""
+    return {
+        "log_tables": np.log2(p.tables),
+        "log_lookups_per_cache": np.log2(p.tables * p.lookups * row_bytes / cache_bytes),
+    }
+
+
 def stream_features(p: Any, row_bytes: Any, cache_bytes: Any) -> dict[str, Any]:
     """How often rows are reused, and the lookups that hit the last cache.
 

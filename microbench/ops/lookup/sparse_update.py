@@ -26,11 +26,13 @@ from microbench.ops.family import (
     repeated,
     torch_dtype,
 )
+from microbench.ops.lookup.embedding_bag import one_after_the_other
 from microbench.ops.lookup.index_calls import IndexOp
 from microbench.ops.lookup.random_streams import (
     LINE_BYTES,
     draw_rows,
     stream_features,
+    table_features,
     unique_rows,
     with_random_stream,
 )
@@ -54,7 +56,8 @@ class SparseUpdate:
     """One step of the optimizer ``op`` on a (rows, dim) table with a gradient of ``lookups`` rows.
 
     ``skew``, ``repeats``, ``unique`` and ``reuse`` are those of the index stream, see
-    ``microbench.ops.lookup.random_streams``.
+    ``microbench.ops.lookup.random_streams``. ``tables``: as many equal tables are updated one after
+    the other; all else is that of one of them, and so is the time.
     """
 
     op: str
@@ -65,6 +68,7 @@ class SparseUpdate:
     repeats: float = 0.0
     unique: int = 0
     reuse: str = ""
+    tables: int = 1
     dtype: str = "fp32"
 
 
@@ -87,19 +91,21 @@ def sweep() -> Iterator[SparseUpdate]:
 
 
 def build(p: SparseUpdate, device: str) -> Workload:
-    """A table, its optimizer's state, and a gradient that is not coalesced."""
-    return Workload(run=optimizer_step(p.op, *operands(p, device)), through_aten=False)
+    """Tables, their optimizer's state, and gradients that are not coalesced."""
+    index = draw_rows(p, device).unsqueeze(0)
+    runs = [optimizer_step(p.op, *operands(p, index, device)) for _ in range(p.tables)]
+    return Workload(run=one_after_the_other(runs), calls=p.tables, through_aten=False)
 
 
-def operands(p: SparseUpdate, device: str) -> tuple[Any, Any]:
-    """The table, and a gradient of ``lookups`` rows in the order of their lookups."""
+def operands(p: SparseUpdate, index: Any, device: str) -> tuple[Any, Any]:
+    """A table, and a gradient of the rows ``index`` (1, lookups) in the order of their lookups."""
     import torch  # lazy: formulas must import where torch is absent
 
     dtype = torch_dtype(p.dtype)
     table = torch.nn.Parameter(repeated(torch.randn, (p.rows, p.dim), device).to(dtype))
-    index = draw_rows(p, device).unsqueeze(0)
     values = repeated(torch.randn, (p.lookups, p.dim), device).to(dtype)
-    return table, torch.sparse_coo_tensor(index, values, table.shape, check_invariants=False)
+    gradient = torch.sparse_coo_tensor(index.clone(), values, table.shape, check_invariants=False)
+    return table, gradient
 
 
 def optimizer_step(op: str, table: Any, gradient: Any) -> Callable[[], object]:
@@ -147,12 +153,13 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
         "log_unique": np.log2(unique_rows(p)),
         **stream_features(p, row_bytes, gpu.l2_bytes),
         "lines_64": np.ceil(row_bytes / LINE_BYTES),
+        **table_features(p, row_bytes, gpu.l2_bytes),
     }
 
 
 def allocated_bytes(p: SparseUpdate) -> float:
-    """The whole table and as much state as Adam has, of which touched rows are read."""
-    return 3.0 * p.rows * p.dim * float(itemsize_bytes(p.dtype))
+    """Whole tables and as much state as Adam has, of which touched rows are read."""
+    return 3.0 * p.tables * p.rows * p.dim * float(itemsize_bytes(p.dtype))
 
 
 def resize(p: SparseUpdate, factor: float, lean: float) -> SparseUpdate:

@@ -13,6 +13,8 @@ from microbench.ops.family import Family, GpuSweep, Workload, autograd_call, log
 from microbench.ops.step.small_ops import small_ops
 
 CALLS = 6  # even and few, so that they run nearly as cold as in a step
+REPEATED = "repeated_op"  # a small op of a loop over embedding tables, on a CPU
+LOOPED_TABLES = 16
 EVENTS = ("module_call", "view_op", "autograd_node", "accumulate_grad", "zero_grad", "backward")
 MAX_TENSORS = 640  # GPT-2 XL has 580 parameters
 OPTIMIZERS = ("adamw_step", "sgd_step")
@@ -27,7 +29,7 @@ class Host:
     """One event of a kind, or one optimizer step over ``tensors`` parameters without its kernels.
 
     ``launch`` is the call of one op that queues a kernel, on average over kinds of ops; on a CPU
-    it is part of the op.
+    it is part of the op. ``repeated_op`` is such a call, kernel included, among many of its kind.
     Events of parallel wrappers (``wrappers``) are those of a forward and a backward.
 
     ``trial`` numbers repetitions of the same measurement.
@@ -51,6 +53,7 @@ def sweep() -> Iterator[Host]:
         for op in OPTIMIZERS:
             for _ in range(4):
                 yield Host(op=op, tensors=log_uniform(rng, 1, 400), trial=trial)
+        yield Host(op=REPEATED, trial=trial)
         if trial >= USUAL_FIRST:
             yield from wrapped(trial - USUAL_FIRST)
     for trial in range(8 - USUAL_FIRST, 8):
@@ -89,6 +92,8 @@ def build(p: Host, device: str) -> Workload:
         return _optimizer(p, device)
     if p.op == "launch":
         return _launches(device)
+    if p.op == REPEATED:
+        return _repeated_ops(device)
     if p.op in (*SHARDED, *WRAPPERS):
         from microbench.ops.step._wrappers import wrapper_workload  # needs torch
 
@@ -109,6 +114,21 @@ def _launches(device: str) -> Workload:
             op()
 
     return Workload(run=run, calls=len(ops), through_aten=False)
+
+
+def _repeated_ops(device: str) -> Workload:
+    """Bag lengths and starts of several tables, computed one table after the other."""
+    import torch  # lazy, as above
+
+    starts = torch.arange(64, device=device)
+    end = torch.tensor([64], device=device)
+
+    def run() -> None:
+        for _ in range(LOOPED_TABLES):
+            lengths = torch.cat((starts[1:], end)) - starts
+            lengths.cumsum(0) - lengths
+
+    return Workload(run=run, calls=4 * LOOPED_TABLES, through_aten=False)
 
 
 def _module_calls(device: str) -> Callable[[], object]:

@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from compose.capture_model import capture
+from compose.graph.cache_reuse import cold_fractions
 from compose.graph.index_streams import with_indices
 from compose.graph.rewrite import COLLECTIVE
 from compose.parallel.captured_tables import captured_tables
 from compose.parallel.placement import KINDS, Placement, Sharding
 from compose.parallel.tables import rank_step
 from compose.predict import predict
+from microbench.hardware.spec import load_gpu
 from microbench.opcall import StepCapture
 from microbench.ops import find_family
 
@@ -264,3 +266,27 @@ def test_models_without_tables_are_refused() -> None:
     plain = capture(nn.Linear(4, 4), (torch.zeros(2, 4),), loss="none")
     with pytest.raises(ValueError, match="the model has none"):
         forecast("dp=4,shard=greedy", plain)
+
+
+def test_on_a_cpu_the_loop_over_tables_costs_host_time() -> None:
+    """Two lookups, two ranks: 10 small ops send each, 16 join each; one is held (6), updated (8).
+
+    Four lookups: two in a row, whose misses in the cache were measured with them.
+    """
+    found = step()
+    tables = captured_tables(found)
+    places = (
+        Placement("table_wise", (0,)),
+        Placement("table_wise", (1,)),
+        Placement("data_parallel", ()),
+    )
+    one = rank_step(found, tables, places, 0, 2, 2, on_cpu=True)
+    assert one.host["repeated_op"] == 2 * 10 + 1 * 6 + 1 * 8 + 2 * 16
+    assert all("tables" not in c.kwargs.get("stream", {}) for c in one.calls)
+    all_spread = (*places[:2], Placement("table_wise", (0,)))
+    two = rank_step(found, tables, all_spread, 0, 2, 2, on_cpu=True)
+    streams = [c.kwargs.get("stream", {}) for c in two.calls]
+    bags = [i for i, stream in enumerate(streams) if "tables" in stream]
+    assert bags and {streams[i]["tables"] for i in bags} == {2}
+    cold = cold_fractions(two, load_gpu("h100-sxm-80gb"))
+    assert {cold[i] for i in bags} == {0.0}

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from microbench.hardware.spec import load_gpu
-from microbench.ops.family import Part
+from microbench.ops.family import Part, Workload
 from microbench.ops.lookup import embedding_bag, sparse_update
 from microbench.ops.lookup.embedding_bag import EmbeddingBag
 from microbench.ops.lookup.index_calls import IndexOp
-from microbench.ops.lookup.random_streams import KINDS, stream_kind
+from microbench.ops.lookup.random_streams import KINDS, draw_rows, stream_kind
 from microbench.ops.lookup.sparse_update import SparseUpdate
 
 # 6 lookups of 4 columns in a table of 10 rows, which touch 3 rows 1, 2 and 3 times
@@ -64,7 +68,8 @@ def test_what_is_timed_is_the_optimizer_s_step(op: str) -> None:
     """One run changes exactly the rows that the gradient touches."""
     torch.manual_seed(0)
     p = replace(UPDATE, op=op, rows=50)
-    table, gradient = sparse_update.operands(p, "cpu")
+    index = draw_rows(p, "cpu").unsqueeze(0)
+    table, gradient = sparse_update.operands(p, index, "cpu")
     before = table.detach().clone()
     sparse_update.optimizer_step(op, table, gradient)()
     assert int((table != before).any(dim=1).sum()) == 3
@@ -116,3 +121,43 @@ def test_features_tell_optimizers_and_reuse_apart() -> None:
     assert found["op"] == "sgd"
     assert found["log_unique"] == pytest.approx(np.log2(3))
     assert found["log_reuse"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("op", embedding_bag.OPS)
+def test_several_tables_are_looked_up_one_after_the_other(op: str) -> None:
+    """A run of three tables is three calls, each as much work as a call on one table."""
+    one = EmbeddingBag(op=op, rows=10, dim=4, bags=2, lookups=6)
+    three = replace(one, tables=3)
+    with calls_of(embedding_bag.build(three, "cpu")) as seen:
+        assert sum("_embedding_bag" in name for name in seen) >= 3
+    assert embedding_bag.build(three, "cpu").calls == 3
+    assert embedding_bag.bytes_moved(three) == embedding_bag.bytes_moved(one)
+
+
+def test_each_of_several_tables_is_updated() -> None:
+    """SGD adds to three tables in a run; sizes are those of one."""
+    three = replace(UPDATE, tables=3)
+    workload = sparse_update.build(three, "cpu")
+    with calls_of(workload) as seen:
+        assert sum("add_" in name for name in seen) == 3
+    assert workload.calls == 3
+    assert sparse_update.bytes_moved(three) == sparse_update.bytes_moved(UPDATE)
+    gpu = load_gpu("a100-sxm-80gb")
+    assert sparse_update.features(three, gpu)["log_tables"] == pytest.approx(np.log2(3))
+
+
+@contextmanager
+def calls_of(workload: Workload) -> Iterator[list[str]]:
+    """Names of the ops that one run calls."""
+    seen: list[str] = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Log():
+        workload.run()
+    yield seen
