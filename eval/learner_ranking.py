@@ -12,6 +12,7 @@ import pandas as pd
 from rich.table import Table
 
 from eval.compare import compare_all, console
+from eval.learner_table import add_line, cells, empty_table
 from eval.results import CaseResult, summary
 from eval.tracking.logs import log_evaluation
 from learners.bundle import Bundle
@@ -76,21 +77,11 @@ def family_medians(folder: Path) -> dict[str, Mapping[str, float]]:
     }
 
 
-def cells(medians: Mapping[str, float]) -> list[tuple[str, bool]]:
-    """The errors of all learners as text, and which one is the smallest."""
-    best = min(medians.values(), default=None)
-    texts = [(medians.get(name), name) for name in reversed(NAMES)]
-    return [("-" if m is None else f"{m:.1f}", m is not None and m == best) for m, _ in texts]
-
-
 def ranking_table(medians: Medians) -> Table:
     """A line per family and one of whole iterations, a column per learner, the best in bold."""
-    table = Table(title="median absolute error, %: unseen shapes by family, then whole iterations")
-    table.add_column("family", no_wrap=True)
-    for head in reversed(NAMES):
-        table.add_column(head, justify="right", overflow="fold")
+    table = empty_table("median absolute error, %: unseen shapes, whole iterations", ())
     for family, some in medians.items():
-        table.add_row(family, *(f"[bold]{t}[/]" if best else t for t, best in cells(some)))
+        add_line(table, family, (), some)
     return table
 
 

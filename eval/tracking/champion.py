@@ -1,29 +1,27 @@
 """The model that MLflow loads for a champion: a bundle of one op family that prices rows.
 
-MLflow copies this file beside the bundle and runs it when the model is loaded.
+MLflow imports this module when it loads the model; itercast has to be installed.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from mlflow.models import set_model
-from mlflow.pyfunc.model import PythonModel
+
+from learners.bundle import Bundle
 
 
-class FamilyPricer(PythonModel):  # type: ignore[misc]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyPricer:
     """Prices a table of an op family's parameters; a missing ``gpu`` is the bundle's only one."""
 
-    def load_context(self, context: Any) -> None:
-        """Read the bundle."""
-        from learners.bundle import Bundle
+    family: str
+    bundle: Bundle
 
-        self.bundle = Bundle.load(Path(context.artifacts["bundle"]))
-        (self.family,) = self.bundle.models
-
-    def predict(self, context: Any, model_input: pd.DataFrame, params: Any = None) -> pd.DataFrame:
+    def predict(self, model_input: pd.DataFrame, params: Any = None) -> pd.DataFrame:
         """Times in us: predicted_us, its 10 and 90 % quantiles, and in_envelope."""
         rows = model_input
         if "gpu" not in rows:
@@ -33,4 +31,8 @@ class FamilyPricer(PythonModel):  # type: ignore[misc]
         return self.bundle.price(self.family, rows)
 
 
-set_model(FamilyPricer())
+def _load_pyfunc(path: str) -> FamilyPricer:
+    """Read the bundle that lies beside the model; MLflow calls this function by its name."""
+    bundle = Bundle.load(Path(path))
+    (family,) = bundle.models
+    return FamilyPricer(family=family, bundle=bundle)

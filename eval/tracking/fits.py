@@ -17,7 +17,7 @@ from learners.bundle import Bundle
 from learners.held_out import load_held_out
 from learners.models.compared import BLEND, NAMES
 
-SHOWN_DIGITS = 2
+SHOWN_DIGITS = 2  # after the point of a logged metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +39,10 @@ class Training:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """One learner's scores of a family; ``rank`` 1 is the smallest median error.
+    """One learner's errors on an op family; ``rank`` 1 has the smallest median error.
 
-    ``runner_up`` names the next one with its error, ``before`` is the best of the training before.
+    ``metrics``: errors in % by name (``learners.train.errors``). ``runner_up``: the learner one
+    rank below with its median error, as text; empty for the last.
     """
 
     family: str
@@ -64,16 +65,18 @@ def ranked(family: str, scores: Mapping[str, Mapping[str, float]]) -> list[Score
 def log_fit(
     report: Mapping[str, Any], device: str, bundle: Path, data: Sequence[Path] = ()
 ) -> None:
-    """Log a training to experiment ops/<device>, a run per family and learner, the best on top.
+    """Log a training to experiment ops/<device>: a run per family and learner, best learner first.
 
-    The blend of each family is registered as ``<device>.<family>``; ``eval.tracking.registry``
-    says when it becomes the champion.
+    ``report``: scores by family (``TrainReport.to_dict``). The ensemble that a bundle holds,
+    learner "blend", is registered as model ``<device>.<family>``; ``eval.tracking.registry`` says
+    when it becomes the champion.
     """
     client, time_ms = store.connect(), store.now_ms()
     training = Training(report=report, device=device, bundle=bundle, data=data, time_ms=time_ms)
     note = description(training, iterations_experiment(client))
     place = store.experiment(client, f"ops/{device}", views.OPS, note)
-    before, held_out, whole = best_before(client, place), load_held_out(bundle), Bundle.load(bundle)
+    held_out, whole = load_held_out(bundle), Bundle.load(bundle)
+    before = previous_medians(client, place)
     for family in sorted(report):
         entry, mine = report[family], held_out[held_out["family"] == family]
         digest = whole.models[family].facts["digest"]
@@ -86,8 +89,8 @@ def log_fit(
                 studies.log_trials(client, place, run.run_id, family, digest)
 
 
-def best_before(client: Any, experiment: str) -> dict[tuple[str, str], float]:
-    """Median error of each family and learner in the training before; empty for the first."""
+def previous_medians(client: Any, experiment: str) -> dict[tuple[str, str], float]:
+    """Median error in % by (family, learner), from the latest run of each that is logged."""
     found: dict[tuple[str, str], float] = {}
     order = ["attributes.start_time DESC"]
     for run in client.search_runs(
@@ -109,7 +112,11 @@ def log_learner(
     start_ms: int,
     before: Mapping[tuple[str, str], float],
 ) -> registry.LoggedRun:
-    """Log a run with its model, whose metrics are tied to the held-out rows."""
+    """Log one learner's run and model; its metrics name the held-out rows as their dataset.
+
+    ``entry``: the family's part of the report; ``inputs``: what ``datasets`` returned; ``before``:
+    median errors of the previous training.
+    """
     from mlflow.entities import LoggedModelOutput, Metric
 
     colour = views.COLOURS[NAMES.index(one.learner)]
@@ -143,7 +150,7 @@ def log_learner(
 def shown_metrics(
     one: Scored, entry: Mapping[str, Any], before: Mapping[tuple[str, str], float]
 ) -> dict[str, float]:
-    """The columns of a run: errors in %, rank, rows, noise floor, change of the median error."""
+    """The metrics of a run: errors in %, rank, rows, noise floor, change of the median error."""
     found = dict(one.metrics)
     if entry.get("retest_ape_pct") is not None:
         found["retest_ape_pct"] = entry["retest_ape_pct"]
@@ -163,7 +170,7 @@ def datasets(
     digest: str,
     held_out: pd.DataFrame,
 ) -> list[Any]:
-    """The rows that were trained on and those held out, with digests of all their values."""
+    """MLflow dataset inputs of a family: the training rows, then the held-out rows, by digest."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
     from learners.train import digest_of

@@ -59,7 +59,10 @@ def log_evaluation(
 
 
 def log_bench(scores: Sequence[tuple[str, str, str, Mapping[str, float]]], folder: Path) -> None:
-    """Log the public benchmark to experiment public: a run per line, part and learner."""
+    """Log the public benchmark to experiment public: a run for each of ``scores``.
+
+    A score is line, part, learner and metrics.
+    """
     client = store.connect()
     place = store.experiment(client, "public", views.PUBLIC, store.note("public"))
     whole = _log(client, place, folder.name, {}, {})
@@ -71,7 +74,10 @@ def log_bench(scores: Sequence[tuple[str, str, str, Mapping[str, float]]], folde
 
 
 def log_active(gpu: str, passes: Mapping[str, Sequence[Mapping[str, float]]], folder: Path) -> None:
-    """Log a replay to experiment sweeps: a run per strategy; steps are seconds of sweeping."""
+    """Log how fast a sweep's errors fall by strategy of choosing points, to experiment sweeps.
+
+    ``passes`` by strategy: metrics after so many ``minutes``. A run each; steps are seconds.
+    """
     from mlflow.entities import Metric
 
     client = store.connect()

@@ -1,29 +1,34 @@
 """The registry of models: one per device and op family, with the alias ``champion``.
 
-A new model becomes the champion if it forecasts the frozen validation rows better than the old one
-by more than the noise. These are held-out rows of both trainings: a shape is held out or not
-whatever other rows there are, so neither has learned from them.
+A new model becomes the champion if its median error on validation rows is smaller than that of the
+current champion by more than the noise. Validation rows are those that both trainings held out.
+Whether a shape is held out depends on the shape alone (``frozen_split``), so that neither model has
+learned from them.
 """
 
 from __future__ import annotations
 
+import platform
 import tempfile
-import warnings
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import yaml
 
 from learners.bundle import Bundle
 from learners.held_out import FILE, load_held_out, save_held_out
 from microbench.ops import families
 
 ALIAS = "champion"
-CODE = Path(__file__).with_name("champion.py")
-PINNED = ("xgboost-cpu", "numpy", "scipy", "pandas", "pyarrow", "pyyaml", "torch")
+LOADER = "eval.tracking.champion"
+BUNDLE = "artifacts/bundle"  # in the folder of a model
+REQUIREMENTS, CONDA, PYTHON = "requirements.txt", "conda.yaml", "python_env.yaml"
+PINNED = ("mlflow", "xgboost-cpu", "numpy", "scipy", "pandas", "pyarrow", "pyyaml", "torch")
 TYPES = {"int": "long", "float": "double", "bool": "boolean", "str": "string"}
 FEWEST = 20  # common rows; with fewer two models are not compared
 RESAMPLES, NOISE_SIGMAS = 200, 2.0
@@ -46,10 +51,10 @@ class Verdict:
 
 
 def judge(new: pd.DataFrame, old: pd.DataFrame | None) -> Verdict:
-    """Compare the held-out forecasts of a new model with those of the champion.
+    """Compare median errors of a new model and of the champion on points that both held out.
 
-    By the median error of the rows that both held out. The noise is NOISE_SIGMAS standard
-    deviations of the difference when rows are drawn again.
+    The noise of their difference is NOISE_SIGMAS standard deviations over bootstrap resamples of
+    the points.
     """
     if old is None:
         return Verdict(promote=True, reason="the first model of this device and family")
@@ -113,7 +118,7 @@ def champion_held_out(client: Any, name: str) -> pd.DataFrame | None:
     champion = client.get_model_version(name, found[0].aliases[ALIAS])
     with tempfile.TemporaryDirectory() as folder:
         place = client.get_logged_model(model_of(champion)).artifact_location
-        source = f"{place}/artifacts/bundle/{FILE}"
+        source = f"{place}/{BUNDLE}/{FILE}"
         path = mlflow.artifacts.download_artifacts(artifact_uri=source, dst_path=folder)
         return load_held_out(Path(path).parent)
 
@@ -124,30 +129,57 @@ def model_of(registered: Any) -> str:
 
 
 def _save(client: Any, model_id: str, family: str, whole: Bundle, held_out: pd.DataFrame) -> None:
-    """Store a family's part of a bundle as the artifacts of a logged model."""
-    import mlflow
+    """Store a family's part of a bundle as the artifacts of a logged model.
 
+    The folder is written here: ``mlflow.pyfunc.save_model`` reads the metadata of every installed
+    package to compare the versions with those that are installed, and these are just that.
+    """
     part = Bundle(models={family: whole.models[family]}, gpus=whole.gpus, anchors=whole.anchors)
-    with tempfile.TemporaryDirectory() as folder:
-        own = Path(folder) / "bundle"
-        part.save(own)
-        save_held_out(own, held_out)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*input example.*")
-            mlflow.pyfunc.save_model(
-                Path(folder) / "model",
-                python_model=str(CODE),
-                artifacts={"bundle": str(own)},
-                signature=signature(family),
-                pip_requirements=requirements(),
-                metadata={"family": family, "itercast": version("itercast")},
-            )
-        client.log_model_artifacts(model_id, str(Path(folder) / "model"))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        part.save(folder / BUNDLE)
+        save_held_out(folder / BUNDLE, held_out)
+        for file, text in environment().items():
+            (folder / file).write_text(text)
+        described(family).save(folder / "MLmodel")
+        client.log_model_artifacts(model_id, name)
 
 
-def requirements() -> list[str]:
-    """What pricing imports, at the versions installed; itercast itself has to be installed."""
-    return [f"{name}=={version(name)}" for name in PINNED]
+def described(family: str) -> Any:
+    """MLflow's description of a model: how it is loaded, signature, files of the environment."""
+    from mlflow import pyfunc
+    from mlflow.models import Model
+
+    facts = {"family": family, "itercast": version("itercast")}
+    model = Model(signature=signature(family), metadata=facts)
+    files = {"conda_env": CONDA, "python_env": PYTHON}
+    pyfunc.add_to_model(model, loader_module=LOADER, data=BUNDLE, **files)
+    return model
+
+
+@cache
+def environment() -> dict[str, str]:
+    """What pricing imports, as files for pip, virtualenv and conda, at the versions installed.
+
+    itercast itself has to be installed.
+    """
+    pinned = [f"{name}=={version(name)}" for name in PINNED]
+    python, pip = platform.python_version(), f"pip=={version('pip')}"
+    conda = {
+        "name": "mlflow-env",
+        "channels": ["conda-forge"],
+        "dependencies": [f"python={python}", pip.replace("==", "<="), {"pip": pinned}],
+    }
+    virtual = {
+        "python": python,
+        "build_dependencies": [pip],
+        "dependencies": [f"-r {REQUIREMENTS}"],
+    }
+    return {
+        REQUIREMENTS: "\n".join(pinned),
+        CONDA: yaml.safe_dump(conda, sort_keys=False),
+        PYTHON: yaml.safe_dump(virtual, sort_keys=False),
+    }
 
 
 def signature(family: str) -> Any:

@@ -1,4 +1,4 @@
-"""MLflow's server in one process; its page opens where learners are compared, without assistant.
+"""MLflow's server in one process, opening the comparison of learners; its AI assistant is off.
 
 ``python -m eval.tracking.server`` runs it; ``itercast ui`` starts that.
 """
@@ -22,7 +22,7 @@ HEAD = (
 
 
 class Pages:
-    """The MLflow application ``app``, with ``start.js`` before its page and without assistant."""
+    """ASGI wrapper of MLflow's ``app`` that adds ``start.js`` to its page, without AI assistant."""
 
     def __init__(self, app: Any, index: Path) -> None:
         self.app = app
@@ -47,7 +47,7 @@ class Pages:
 
 
 def settings(uri: str) -> dict[str, str]:
-    """Environment of MLflow's server for the store ``uri``: artifacts served, no jobs."""
+    """Environment of MLflow's server for the store ``uri``: serves artifacts, runs no jobs."""
     return {
         "_MLFLOW_SERVER_FILE_STORE": uri,
         "_MLFLOW_SERVER_ARTIFACT_ROOT": Path("mlartifacts").resolve().as_uri(),

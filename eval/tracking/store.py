@@ -48,7 +48,7 @@ def connect() -> Any:
 
 @cache
 def _append_only() -> None:
-    """Let SQLite append commits to a log instead of waiting for the disk at each: 10 ms a call."""
+    """Open SQLite in write-ahead mode (WAL): commits do not wait 10 ms for the disk."""
     from sqlalchemy import Engine, event
 
     @event.listens_for(Engine, "connect")
@@ -91,7 +91,7 @@ def describe(client: Any, name: str, note: str) -> None:
 
 
 def addresses(uri: str) -> list[str]:
-    """A line per experiment that has a view of ours: its name and its address on a server."""
+    """Name and address, on the server ``uri``, of every experiment with one of our views."""
     client, found = connect(), []
     for one in client.search_experiments(order_by=["last_update_time DESC"]):
         if TAG + FIRST in one.tags:

@@ -9,11 +9,14 @@ from eval.tracking.store import now_ms
 from learners.models.trees import open_study
 from learners.train import journal_of
 
-FEWEST = 5  # trials that are drawn; the importance of parameters means nothing for fewer
+MIN_TRIALS = 5  # for plots: with fewer the importance of parameters means nothing
 
 
 def log_trials(client: Any, experiment: str, parent: str, family: str, digest: str) -> None:
-    """Log each finished trial below the run ``parent``; nothing where there was none."""
+    """Log each finished Optuna trial as a child of run ``parent``; without trials do nothing.
+
+    ``digest`` is that of the rows the trials were scored on (``learners.train.journal_of``).
+    """
     journal = journal_of(family, digest)
     if not journal.is_file():
         return
@@ -32,7 +35,7 @@ def log_trials(client: Any, experiment: str, parent: str, family: str, digest: s
             params=[Param(k, f"{v:.4g}") for k, v in trial.params.items()],
         )
         client.set_terminated(run.info.run_id)
-    if len(done) >= FEWEST:
+    if len(done) >= MIN_TRIALS:
         log_plots(client, parent, study)
 
 

@@ -1,8 +1,8 @@
 """How MLflow's pages show an experiment: saved views with columns, order and charts, colours.
 
 A saved view is a tag of the experiment, ``mlflow.sharedViewState.<name>``, that MLflow's own page
-lists under "Views"; an address opens it (``viewStateShareKey``), and ``eval.tracking.server`` opens
-the first one without.
+lists under "Views". A page's address names the view to open (``viewStateShareKey``); where it names
+none, ``eval.tracking.server`` opens the view FIRST.
 """
 
 from __future__ import annotations

@@ -144,27 +144,22 @@ def machine_name(bundle: Path) -> str:
 
 def report_table(report: dict[str, Any]) -> Table:
     """A table of median errors on held-out shapes by family and learner, with the retest error."""
-    table = Table(title="median absolute error on held-out shapes, %")
-    from learners.models.compared import NAMES  # lazy: imports XGBoost
+    from eval.learner_table import add_line, empty_table  # lazy: imports XGBoost
+    from learners.models.compared import NAMES
 
     scored = {name for entry in report.values() for name in entry["learners"]}
-    learners = [name for name in reversed(NAMES) if name in scored]
-    for head in ("family", "rows", "retest", "coverage", *learners):
-        table.add_column(head, justify="left" if head == "family" else "right")
+    learners = [name for name in NAMES if name in scored]
+    title = "median absolute error on held-out shapes, %"
+    table = empty_table(title, ("rows", "re-\ntest", "co-\nvered"), learners)
     for name, entry in report.items():
-        medians = [entry["learners"].get(k, {}).get("median_ape_pct") for k in learners]
-        best = min((m for m in medians if m is not None), default=None)
-        cells = [
-            "-" if m is None else f"[bold]{m:.1f}[/]" if m == best else f"{m:.1f}" for m in medians
-        ]
-        floor = entry.get("retest_ape_pct")
-        table.add_row(
-            name,
+        medians = {k: scores["median_ape_pct"] for k, scores in entry["learners"].items()}
+        floor, share = entry.get("retest_ape_pct"), entry.get("coverage_pct")
+        facts = (
             str(entry["rows"]),
             "-" if floor is None else f"{floor:.1f}",
-            f"{entry.get('coverage_pct') or float('nan'):.0f}",
-            *cells,
+            "-" if share is None else f"{share:.0f}",
         )
+        add_line(table, name, facts, medians, learners)
     covered = [(e["rows"], e["coverage_pct"]) for e in report.values() if e.get("coverage_pct")]
     if covered:
         share = sum(n * pct for n, pct in covered) / sum(n for n, _ in covered)

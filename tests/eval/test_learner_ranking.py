@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 from compose.forecast import forecast
 from compose.parallel.plan import ParallelPlan
-from eval.learner_ranking import cells, chart, family_medians, learner_bundles, markdown
+from eval.learner_ranking import chart, family_medians, learner_bundles, markdown
+from eval.learner_table import cells, error_text
 from itercast.__main__ import app
 from itercast.commands.shared import fit
 from learners.bundle import Bundle
@@ -46,6 +47,7 @@ def test_the_smallest_error_of_a_line_is_bold() -> None:
     assert "**1.0**" in norm_line and "| 3.0 |" in norm_line
     assert [t for t, best in cells(MEDIANS["gemm"]) if best] == ["2.0"]
     assert cells({}) == [("-", False)] * len(NAMES)
+    assert [error_text(e) for e in (8.84, 99.94, 99.96, 1313.4)] == ["8.8", "99.9", "100", "1313"]
 
 
 def test_the_chart_has_a_dot_per_family_and_learner() -> None:

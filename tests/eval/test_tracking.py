@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 
 from eval.tracking.fits import log_fit, ranked
 from eval.tracking.logs import log_evaluation
-from eval.tracking.registry import judge
+from eval.tracking.registry import PINNED, judge
 from eval.tracking.views import FIRST, OPS, TAG
 from learners.features.table import shape_places
 from learners.held_out import load_held_out, save_held_out
@@ -140,7 +141,10 @@ def test_pyfunc_loads_the_champion_and_prices_a_table(logged: Any) -> None:
     with pytest.raises(Exception, match=r"Incompatible input types|Failed to enforce schema"):
         model.predict(asked.assign(m="many"))
     needed = mlflow.pyfunc.get_model_dependencies("models:/toy.gemm@champion")
-    assert all("==" in line for line in Path(needed).read_text().split())
+    pinned = Path(needed).read_text().split()
+    assert len(pinned) == len(PINNED) and all("==" in line for line in pinned)
+    for_conda = mlflow.pyfunc.get_model_dependencies("models:/toy.gemm@champion", format="conda")
+    assert yaml.safe_load(Path(for_conda).read_text())["dependencies"][-1] == {"pip": pinned}
 
 
 def test_trials_are_child_runs_with_plots(logged: Any) -> None:
