@@ -16,6 +16,7 @@ from compose.pricing.fallbacks import fallback_parts, has_model
 from compose.pricing.power_limit import sustained_flops_per_s
 from learners.family_model import FamilyModel
 from learners.features.host_calls import HostCall
+from learners.transfer.bytes_in_flight import waits_us
 from microbench.assumptions import assumed
 from microbench.hardware.host import REFERENCE, USUAL, HostMachine, call_launches
 from microbench.hardware.spec import Gpu
@@ -244,8 +245,9 @@ class PriceBook:
         inside, ratio = True, self._kernel_ratio(w)
         for part in parts:
             warm, cool = self.prices[part.family][part.params]
+            least_us = waits_us(part.waits) if part.waits else -np.inf  # parts may be negative
             one_us, one_low_us, one_high_us = (
-                ratio * part.times * ((1 - w.cold) * warm[k] + w.cold * cool[k])
+                max(least_us, ratio * part.times * ((1 - w.cold) * warm[k] + w.cold * cool[k]))
                 for k in ("predicted_us", "predicted_us_p10", "predicted_us_p90")
             )
             us, low_us, high_us = us + one_us, low_us + one_low_us, high_us + one_high_us

@@ -65,7 +65,12 @@ def least_us(query: QueryRows) -> np.ndarray:
         return np.zeros(len(query.gpu))
     on_gpu = [query.gpus[name].kind != "cpu" for name in query.rows["gpu"]]
     waits = np.asarray(family.waits(columns(query.rows, family)), dtype=float)
-    return np.asarray(waits * LATENCY_NS * 1e-3 * on_gpu)
+    return np.asarray(waits_us(waits) * on_gpu)
+
+
+def waits_us(waits: Any) -> Any:
+    """Time in us of ``waits`` reads of memory, each of which starts when the last has arrived."""
+    return waits * LATENCY_NS * 1e-3
 
 
 def slowdown(gpu: Gpu, thread_bytes: float) -> float:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
 from microbench.opcall import OpCall, TensorSpec
 from microbench.ops.family import (
     Family,
     GpuSweep,
+    Measured,
+    Part,
     Workload,
     is_any,
     itemsize_bytes,
     log_uniform,
     torch_dtype,
 )
+from microbench.ops.memory.instructions import copy_with_instructions
 from microbench.ops.sizes import MAX_BATCH, resize_along
 
 WINDOWED = ("max_pool2d_with_indices", "avg_pool2d")
@@ -31,6 +35,7 @@ SAME_AS = {"_upsample_nearest_exact2d": "upsample_nearest2d"}
 IN_2D = {"upsample_trilinear3d": "upsample_bilinear2d"}
 IN_2D |= {o.replace("2d", "3d"): o for o in (*WINDOWED, *ADAPTIVE, "upsample_nearest2d")}
 MAX_ELEMENTS = 2**23
+INSTRUCTIONS: Mapping[str, int] = assumed(__file__, "integer_instructions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +58,7 @@ class Pooling:
     stride_w: int = 1
     padding_h: int = 0
     padding_w: int = 0
+    dilation: int = 1
     channels_last: bool = False
     dtype: str = "fp32"
 
@@ -116,17 +122,18 @@ def _runner(p: Pooling, x: Any, grad: Any) -> Callable[[], object]:
     out, size = [p.out_h, p.out_w], [p.batch, p.channels, p.h, p.w]
     window: list[Any] = [[p.kernel_h, p.kernel_w], [p.stride_h, p.stride_w]]
     window.append([p.padding_h, p.padding_w])
+    spaced = [[p.dilation] * 2] if p.op.startswith("max") else []
     corners = () if base == "upsample_nearest2d" else (False,)
     if p.op == base:
         if base in RESIZED:
             return lambda: call(x, out, *corners)
-        rest = (out,) if base in ADAPTIVE else window
+        rest = (out,) if base in ADAPTIVE else [*window, *spaced]
         return lambda: call(x, *rest)
     if base in RESIZED:
         return lambda: call(grad, out, size, *corners)
     if base == "max_pool2d_with_indices":
-        winners = forward(x, *window)[1]
-        return lambda: call(grad, x, *window, [1, 1], False, winners)
+        winners = forward(x, *window, *spaced)[1]
+        return lambda: call(grad, x, *window, *spaced, False, winners)
     if base == "avg_pool2d":
         return lambda: call(grad, x, *window, False, True, None)
     extra = (forward(x, out)[1],) if base in INDEXED else ()
@@ -196,7 +203,7 @@ def _image(shape: tuple[int, ...]) -> tuple[int, int, int, int]:
 def from_call(call: OpCall) -> Pooling | None:
     """Describe a pooling call (x, ...), a backward (grad, x, ...), or resizing and its backward.
 
-    Dilated windows and calls whose result is not known are not described.
+    Calls whose result is not known and windows dilated differently by axis are not described.
     """
     op = call.op.split(".")[1]
     base = op.removesuffix("_backward")
@@ -254,19 +261,36 @@ def _flat(value: Any) -> Any:
 
 
 def _window(base: str, given: tuple[Any, ...]) -> dict[str, int] | None:
-    """kernel, stride (the kernel where empty), padding[, dilation]; None where dilated."""
+    """kernel, stride (the kernel where empty), padding[, dilation]; None: dilated by axis."""
     found = [*given[:4], *[()] * (4 - len(given[:4]))]
     kernel = _pair(found[0], (1, 1))
     stride, padding = _pair(found[1], kernel), _pair(found[2], (0, 0))
-    if base in INDEXED and _pair(found[3], (1, 1)) != (1, 1):
+    spaced = _pair(found[3], (1, 1)) if base in INDEXED else (1, 1)
+    if len(set(spaced)) > 1:
         return None
     pairs = {"kernel": kernel, "stride": stride, "padding": padding}
-    return {f"{name}_{axis}": v[i] for name, v in pairs.items() for i, axis in enumerate("hw")}
+    sides = {f"{name}_{axis}": v[i] for name, v in pairs.items() for i, axis in enumerate("hw")}
+    return sides | {"dilation": spaced[0]}
 
 
 def _channels_last(t: TensorSpec) -> bool:
     """Whether channels are the fastest axis of a (batch, channels, h, w) tensor."""
     return not t.contiguous and len(t.stride) == 4 and t.stride[1] == 1 and t.shape[1] > 1
+
+
+def fallback(p: Pooling, measured: Measured) -> list[Part]:
+    """Prices windows that no model has seen on a GPU as a copy that computes addresses.
+
+    A thread makes an output and loops over its window. NHWC goes channel by channel instead.
+    """
+    known = measured.gpu.kind == "cpu" or measured.seen("pooling", p.op, p.dtype)
+    if known or p.op not in (*WINDOWED, *ADAPTIVE) or p.channels_last:
+        return []
+    tall = p.kernel_h if p.op in WINDOWED else -(-p.h // p.out_h)
+    window = INSTRUCTIONS["row"] * tall + INSTRUCTIONS["tap"] * float(taps(p))
+    outputs = p.batch * p.channels * p.out_h * p.out_w
+    instructions = outputs * (INSTRUCTIONS["output"] + window)
+    return [copy_with_instructions(float(bytes_moved(p)), instructions, measured.gpu)]
 
 
 NAMES = (*FORWARD, *SAME_AS)
@@ -285,4 +309,5 @@ FAMILY = Family(
     gpu_sweep=GpuSweep(
         resize=resize_along({"batch": MAX_BATCH, "channels": 2048}),
     ),
+    fallback=fallback,
 )

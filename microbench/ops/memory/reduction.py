@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -23,7 +23,8 @@ from microbench.ops.family import (
     repeated,
     torch_dtype,
 )
-from microbench.ops.memory.elementwise import Elementwise
+from microbench.ops.memory.elementwise import Elementwise, memory_copy
+from microbench.ops.memory.reduction_kernels import loss_part, nll_waits, scan_part
 from microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, spread
 
 SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
@@ -34,7 +35,10 @@ LOGICAL = ("any", "all")
 SCANS = ("cumsum",)
 NLL = ("nll_loss_forward", "nll_loss_backward", "nll_loss2d_forward", "nll_loss2d_backward")
 PAIRED = ("mse_loss", "mse_loss_backward", "binary_cross_entropy_with_logits")
+LOSSES = ("smooth_l1_loss", "huber_loss")
 OPS = SOFTMAX + SUMS + MOMENTS + INDEXED + LOGICAL + SCANS + NLL + PAIRED
+SAME_AS = {"cumprod": "cumsum"}  # by the swept op that runs the same kernels
+SAME_AS |= {f"{op}{end}": f"mse_loss{end}" for op in LOSSES for end in ("", "_backward")}
 COMMON = (*SOFTMAX, *NLL[:2], "sum", "mean", "sum", "mean", "linalg_vector_norm", "mse_loss")
 MAX_ELEMENTS = 2**23
 VOCABULARIES = (1000, 10000, 30522, 32000, 50257, 65024, 128256)
@@ -207,6 +211,7 @@ def from_sum(call: OpCall) -> Reduction:
     Axes are taken in the order of memory: the kernels reorder them so.
     """
     op, overload = call.op.split(".")[1:3]
+    op = SAME_AS.get(op, op)
     x, at = call.args[0], 2 if op == "linalg_vector_norm" else 1
     dims = call.args[at] if len(call.args) > at else call.kwargs.get("dim")
     if isinstance(dims, int) and not isinstance(dims, bool):
@@ -245,9 +250,13 @@ def from_nll(call: OpCall) -> Reduction:
 
 
 def from_paired(call: OpCall) -> Reduction:
-    """Describe mse_loss(x, target, reduction=1), its backward (grad, x, target, ...), or BCE."""
+    """Describe mse_loss(x, target, reduction=1), its backward (grad, x, target, ...), or BCE.
+
+    Losses that run the same kernels as mse_loss count as it (SAME_AS).
+    """
     op = call.op.split(".")[1]
     x, at = (call.args[1], 3) if op.endswith("backward") else (call.args[0], 2)
+    op = SAME_AS.get(op, op)
     at = 4 if op == "binary_cross_entropy_with_logits" else at
     mode = call.args[at] if len(call.args) > at else call.kwargs.get("reduction", 1)
     whole = max(1, x.numel)
@@ -261,7 +270,7 @@ OVERLOADS = (
     (("prod",), ("default", "dim_int")),
     (("max", "min"), ("default", "dim")),
     (("any", "all"), ("default", "dim", "dims")),
-    (("argmax", "argmin", "amax", "amin", "logsumexp", "cumsum"), ("default",)),
+    (("argmax", "argmin", "amax", "amin", "logsumexp", "cumsum", "cumprod"), ("default",)),
     (("linalg_vector_norm",), ("default",)),
     (MOMENTS, ("correction",)),
 )
@@ -285,17 +294,28 @@ def allocated_bytes(p: Reduction) -> float:
 
 
 def fallback(p: Reduction, measured: Measured) -> list[Part]:
-    """Prices a softmax backward on a GPU as a reduction of its size and a product of two tensors.
+    """Prices a reduction that no model has seen on a GPU by the kernels that torch runs.
 
-    Where no rows show it. The product is that of gradient and output. Source: torch 2.1,
-    SoftMax.cu.
+    Most read each element once, as a copy of their bytes does. A softmax backward is one of its own
+    size and a product of two tensors, gradient and output (torch 2.1, SoftMax.cu).
     """
-    gpu = measured.gpu.kind != "cpu"
-    if not gpu or p.op != "_softmax_backward_data" or measured.seen("reduction", p.op, p.dtype):
+    gpu, item = measured.gpu, int(itemsize_bytes(p.dtype))
+    if gpu.kind == "cpu" or measured.seen("reduction", p.op, p.dtype):
         return []
-    numel = p.outer * p.size * p.inner
-    product = Elementwise(op="mul", numel=numel, inner=numel, tensors=2, dtype=p.dtype)
-    return [Part(family="reduction", params=p), Part(family="elementwise", params=product)]
+    itself = Part(family="reduction", params=p)
+    if p.op == "nll_loss_forward":
+        return [replace(itself, waits=nll_waits(p.outer))]
+    if p.op == "_softmax_backward_data":
+        numel = p.outer * p.size * p.inner
+        product = Elementwise(op="mul", numel=numel, inner=numel, tensors=2, dtype=p.dtype)
+        return [itself, Part(family="elementwise", params=product)]
+    if p.op in SOFTMAX + NLL:
+        return []
+    if p.op in SCANS:
+        return [scan_part(p.outer, p.size, p.inner, item, gpu)]
+    if p.op in PAIRED:
+        return [loss_part(p.op, p.outer, p.size, item)]
+    return [memory_copy(float(bytes_moved(p)))]
 
 
 FAMILY = Family(
@@ -309,7 +329,8 @@ FAMILY = Family(
     answers={
         **{f"aten.{op}.default": from_softmax for op in SOFTMAX},
         **{f"aten.{op}.default": from_nll for op in NLL},
-        **{f"aten.{op}.default": from_paired for op in PAIRED},
+        **{f"aten.{op}.default": from_paired for op in (*PAIRED, *SAME_AS) if "loss" in op},
+        "aten.binary_cross_entropy_with_logits.default": from_paired,
         **{f"aten.{name}": from_sum for name in SUM_NAMES},
     },
     gpu_sweep=GpuSweep(

@@ -183,7 +183,14 @@ def test_pooling_reads_calls() -> None:
     window = {"kernel_w": 4, "stride_w": 4}
     assert described(row, "pooling") == [pooling.Pooling(op="avg_pool2d", **sizes, **window)]
     dilated = logged(lambda: torch.nn.functional.max_pool2d(x, 2, dilation=2))
-    assert described(dilated, "pooling") == [None]
+    sizes = {"batch": 2, "channels": 3, "h": 9, "w": 8, "out_h": 4, "out_w": 3}
+    window = {f"{n}_{a}": 2 for n in ("kernel", "stride") for a in "hw"} | {"dilation": 2}
+    spaced = pooling.Pooling(op="max_pool2d_with_indices", **sizes, **window)
+    assert described(dilated, "pooling") == [spaced]
+    for op in (spaced.op, f"{spaced.op}_backward"):
+        pooling.build(replace(spaced, op=op), "cpu").run()
+    uneven = logged(lambda: torch.nn.functional.max_pool2d(x, 2, dilation=(1, 2)))
+    assert described(uneven, "pooling") == [None]
 
 
 def test_index_by_hand() -> None:
