@@ -65,7 +65,7 @@ def short(values: Any) -> list[float | None]:
 
 
 def _ideal(low: float, high: float, ratio: bool) -> list[Trace]:
-    """The line of perfect forecasts and a band of 20 % around it; ``ratio``: level ones."""
+    """The line of perfect forecasts (y = x, or y = 1 for a ``ratio``) in a band of 20 %."""
     x = np.array([low, high])
     y = np.ones(2) if ratio else x
     line = {"x": short(x), "y": short(y), "mode": "lines", "hoverinfo": "skip"}
@@ -83,7 +83,10 @@ def _ideal(low: float, high: float, ratio: bool) -> list[Trace]:
 
 
 def _log_axis(title: str, values: Any) -> dict[str, Any]:
-    """A log axis with ticks at 1, 2, 5; over more than three decades at 1 only, in one at more."""
+    """A log axis whose ticks get fewer as its range gets wider.
+
+    Up to a factor of 10: 1, 1.5, 2, 3, 5, 7 of each decade; up to three decades: 1, 2, 5; else 1.
+    """
     numbers = [v for v in values if v is not None and v > 0] or [1.0]
     first, last = (int(np.floor(np.log10(end))) for end in (min(numbers), max(numbers)))
     wide = max(numbers) > 10 * min(numbers)
@@ -96,9 +99,9 @@ def _log_axis(title: str, values: Any) -> dict[str, Any]:
 def predicted_measured(
     name: str, unit: str, measured: Sequence[float], predicted: Sequence[float], points: Points
 ) -> Chart:
-    """Predicted against measured times, or their ratio; a reader chooses which.
+    """Predicted against measured times; the reader can switch to predicted / measured.
 
-    ``points`` makes a trace per group from the values to draw: predicted times over the given ones.
+    ``points(over)`` draws the points, a trace per group, at heights predicted / over.
     """
     low, high = min(measured) / 1.5, max(measured) * 1.5
     x = _log_axis(f"measured, {unit}", measured)
@@ -240,7 +243,7 @@ def groups(name: str, found: Sequence[Group], labels: Sequence[str]) -> Chart:
 
 
 def waterfall(found: Sequence[ErrorParts]) -> Chart:
-    """From the forecast by part over the error of each part to the measured iteration."""
+    """Bars that add up to the measured time: parts of the forecast, then each part's error."""
     return Chart(
         name="Waterfall from the forecast to the measured iteration",
         figures={one.name: _waterfall(one) for one in found},

@@ -49,7 +49,7 @@ def _shares(results: Sequence[CaseResult]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def error_parts(results: Sequence[CaseResult], name: str, factor: dict[str, float]) -> ErrorParts:
-    """The mean of some cases, with the factors of ``factors``."""
+    """The mean parts of some cases, corrected by ``factor`` of each part (from ``factors``)."""
     share, error = (100 * values.mean(axis=0) for values in _shares(results))
     correction = {p: factor[p] * s for p, s in zip(PARTS, share.tolist(), strict=True)}
     return ErrorParts(

@@ -35,7 +35,7 @@ class Evaluation:
     bundle: str = ""
 
     def save(self, folder: Path) -> None:
-        """Write evaluation.json, with summaries for those who read no code."""
+        """Write evaluation.json: the cases, and error summaries of them, of groups and of plans."""
         facts = {
             "cases": [{**asdict(r), "error_pct": r.error_pct} for r in self.results],
             "summary": summary(self.results),
@@ -54,7 +54,7 @@ class Evaluation:
 
     @classmethod
     def load(cls, folder: Path) -> Evaluation:
-        """Read evaluation.json; ValueError, in one line, where it is none."""
+        """Read evaluation.json; ValueError where it is missing or has another form."""
         path = folder / FILE
         try:
             facts = json.loads(path.read_text())

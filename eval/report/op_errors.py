@@ -26,9 +26,9 @@ SIZES = {  # upper limits in bytes moved
     "1 to 16 MiB": 2**24,
     "more than 16 MiB": np.inf,
 }
-FEWEST = 3  # rows of a group
+MIN_ROWS = 3  # of a group; smaller ones are left out
 FAR_LOG2 = 2.0  # a neighbour at four times the size counts as far
-NOISY_SHARE = 0.5  # of the error that noise explains, where a label counts as noisy
+NOISY_SHARE = 0.5  # a measurement counts as noisy if its noise is this share of the error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Group:
 
 @cache
 def _kinds() -> Mapping[str, str]:
-    """The room of microbench/ops that each family stands in, in words."""
+    """What kind of op each family is, in words: its folder in microbench/ops."""
     rooms = {name: f.params.__module__.split(".")[-2] for name, f in families().items()}
     return {name: KIND_NAMES.get(room, room) for name, room in rooms.items()}
 
@@ -100,25 +100,25 @@ def by_condition(ops: pd.DataFrame) -> list[Group]:
     for dimension, (values, names) in labels.items():
         for name in names:
             mine = ops[values == name]
-            if len(mine) >= FEWEST:
+            if len(mine) >= MIN_ROWS:
                 found.append(error_group(dimension, name, mine))
     return found
 
 
 def reason(row: Mapping[str, Any]) -> str:
-    """Why one forecast may be off: out of envelope, noisy label, sparse neighbourhood, or none."""
+    """Why one forecast may be off: extrapolation, nothing measured nearby, noise, or neither."""
     found = []
     if row["outside"]:
         found.append(f"out of envelope: {row['outside']} beyond the rows learned from")
     error_pct = abs(100 * (float(row["predicted_us"]) / float(row["measured_us"]) - 1))
     far = float(row["neighbour_log2"])
     if far > FAR_LOG2:
-        nearest = f"the nearest is {far:.1f} octaves away" if np.isfinite(far) else "none measured"
-        found.append(f"sparse neighbourhood: {nearest}")
-    noise = {"two measurements": row["retest_pct"], "samples": row["spread_pct"]}
+        nearest = f"the nearest is {far:.1f} doublings away" if np.isfinite(far) else "no row"
+        found.append(f"no similar size was measured: {nearest}")
+    noise = {"two timings": row["retest_pct"], "samples": row["spread_pct"]}
     for what, pct in noise.items():
         if float(pct) >= NOISY_SHARE * error_pct:
-            found.append(f"noisy label: {what} differ by {pct:.0f} %")
+            found.append(f"noisy measurement: {what} differ by {pct:.0f} %")
             break
     return "; ".join(found) or "none of these: the model misses it"
 

@@ -150,7 +150,7 @@ def case_reason(r: CaseResult) -> str:
         if frac >= UNSURE_FRAC:
             found.append(f"{why} {100 * frac:.0f} % of it")
     if r.retest_ape_pct is not None and r.retest_ape_pct >= abs(r.error_pct) / 2:
-        found.append(f"noisy label: two rounds differ by {r.retest_ape_pct:.0f} %")
+        found.append(f"noisy measurement: two rounds differ by {r.retest_ape_pct:.0f} %")
     if not r.predicted_us_p10 <= r.measured_us <= r.predicted_us_p90:
         found.append("outside its 80 % interval")
     return "; ".join(found) or "none of these: inside its 80 % interval"

@@ -1,4 +1,4 @@
-"""What a sweep was worth and how to go on: error against its minutes, points to measure next."""
+"""The learning curve of a sweep (error against its minutes), and the points to measure next."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from microbench.ops.family import Family
 from microbench.store import write_atomic
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)  # of the sweep's minutes
-NEXT_S = 300.0  # length of the sweep that is proposed
+NEXT_S = 300.0  # length of the sweep to propose
 EXAMPLES = 3  # points shown of each family
 
 
@@ -52,7 +52,7 @@ class Next:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepFacts:
-    """The learning curve of a sweep and the points that it should go on with.
+    """The learning curve of a sweep, and by family the points to measure next.
 
     ``held_out``: forecasts of the held-out rows at the curve's end (``learners.held_out``).
     """
@@ -63,9 +63,10 @@ class SweepFacts:
 
 
 def sweep_facts(folder: Path, root: Path, gpu: str, compute: bool) -> SweepFacts:
-    """Read them from ``folder``; where they are of another sweep, compute them if asked to.
+    """Read the facts of this sweep from ``folder``, or ``compute`` and save them, in minutes.
 
-    That takes minutes.
+    Empty where the folder has none of this sweep (by a digest of its parts) and ``compute`` is
+    false. ``root`` is the dataset with the sweep of ``gpu``.
     """
     path, digest = folder / f"{gpu}.json", _digest(root, gpu)
     table = path.with_suffix(".parquet")
@@ -94,9 +95,10 @@ def _digest(root: Path, gpu: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """A family's rows: held-out ones, and the others in random order of their points.
+    """A family's measured rows, in the random order in which a replayed sweep measures them.
 
-    ``ordered``: row positions; ``end_s``: seconds of sweep until the point of each is measured.
+    ``held``: positions of held-out rows. ``ordered``: positions of the others, in order; ``point``
+    and ``end_s`` are the point of each, and the seconds of sweep until it is measured.
     """
 
     family: Family
@@ -112,7 +114,7 @@ class Pool:
         return np.asarray(self.end_s <= share * self.end_s[-1])
 
     def learned(self, share: float) -> tuple[Learned | None, Array]:
-        """What is learned from this share, and its rows; None from fewer than MIN_ROWS rows."""
+        """The model of the first ``share`` of the rows (None: under MIN_ROWS), and these rows."""
         known = np.sort(self.ordered[self.first(share)])
         if len(known) < MIN_ROWS:
             return None, known
@@ -120,7 +122,7 @@ class Pool:
 
 
 def _pools(root: Path, gpu: str) -> Iterator[Pool]:
-    """The families that training would learn, held out as it holds out."""
+    """Yields the families with enough rows to train, split as ``learners.train`` splits them."""
     usable = {name: rows[rows["gpu"] == gpu] for name, rows in usable_rows([root], None).items()}
     tables = {n: rows.reset_index(drop=True) for n, rows in usable.items() if len(rows) >= MIN_ROWS}
     anchors = reference_anchors(tables)
@@ -146,10 +148,11 @@ def _pools(root: Path, gpu: str) -> Iterator[Pool]:
 
 
 def learning_curve(root: Path, gpu: str) -> tuple[list[Step], pd.DataFrame]:
-    """Errors on held-out rows of what is learned from a growing share of a sweep's points.
+    """Errors on held-out rows of models trained on the first SHARES of a sweep.
 
-    Every family takes its points in random order and the same share of its seconds; where that is
-    too little to train a model, the roofline is the forecast. Also the forecasts at the end.
+    A share is one of every family's seconds of measuring, with points in random order. With too
+    few rows to train, the roofline is the forecast. Returns the steps of the curve, and the
+    forecasts of the held-out rows by the models of the whole sweep.
     """
     pools = list(_pools(root, gpu))
     steps, last = [], list[pd.DataFrame]()
@@ -180,7 +183,10 @@ def _step(pools: Sequence[Pool], share: float, predicted_us: Array) -> Step:
 
 
 def next_points(root: Path, gpu: str) -> list[Next]:
-    """What ``itercast points`` would have measured next, most points first; [] without costs."""
+    """What ``itercast points`` chooses to measure next, families with most points first.
+
+    Empty for rows that do not say what measuring them took.
+    """
     try:
         found = next_pass([root], gpu, None, NEXT_S, 0)
     except ValueError:  # rows that no sweep of ours measured

@@ -99,10 +99,10 @@ def test_each_reason_of_a_bad_forecast() -> None:
     """An error of 50 %: samples must spread by 25 % to excuse it, a neighbour be 4 times away."""
     assert reason(op(5, 10)).startswith("none of these")
     assert reason(op(5, 10, outside="log_m")).startswith("out of envelope: log_m")
-    assert "nearest is 2.5 octaves away" in reason(op(5, 10, neighbour_log2=2.5))
-    assert "none measured" in reason(op(5, 10, neighbour_log2=np.inf))
-    assert reason(op(5, 10, spread_pct=26.0)) == "noisy label: samples differ by 26 %"
-    assert reason(op(5, 10, retest_pct=30.0)) == "noisy label: two measurements differ by 30 %"
+    assert "nearest is 2.5 doublings away" in reason(op(5, 10, neighbour_log2=2.5))
+    assert "was measured: no row" in reason(op(5, 10, neighbour_log2=np.inf))
+    assert reason(op(5, 10, spread_pct=26.0)) == "noisy measurement: samples differ by 26 %"
+    assert reason(op(5, 10, retest_pct=30.0)) == "noisy measurement: two timings differ by 30 %"
     assert "noisy" not in reason(op(5, 10, spread_pct=24.0, retest_pct=24.0))
 
 
@@ -110,7 +110,7 @@ def test_each_reason_of_a_bad_iteration() -> None:
     """Its interval reaches 10 % to both sides."""
     assert case_reason(case("a", 1000, 1050)) == "none of these: inside its 80 % interval"
     assert case_reason(case("a", 1000, 2000)) == "outside its 80 % interval"
-    assert case_reason(case("a", 1000, 1030)) == "noisy label: two rounds differ by 2 %"
+    assert case_reason(case("a", 1000, 1030)) == "noisy measurement: two rounds differ by 2 %"
     parts = {"kernels": 700.0, "assumed": 100.0, "uncovered": 200.0}
     told = case_reason(case("a", 1000, 1050, **parts))
     assert told == "no model covers 20 % of it; assumed numbers decide 10 % of it"
