@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from compose.graph.cross_entropy import over_logits, stepwise_cross_entropy
 from microbench.assumptions import assumed
 from microbench.iterations.engines import ENGINES
 from microbench.opcall import OpCall, StepCapture, TensorSpec
@@ -34,7 +35,8 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
       modules, views and autograd nodes; gradients are accumulated and the optimizer runs eagerly.
       ``as_launched`` fuses the ops into kernels later, after the plan has divided them over ranks.
     - compile+graph: the fused kernels are one CUDA graph, which one compiled function launches.
-    - fused: kernels as those of torch.compile, launched by an eager loop with modules and autograd.
+    - fused: kernels as those of torch.compile, launched by an eager loop with modules and autograd;
+      the loss as Megatron-LM computes it (``compose.graph.cross_entropy``).
     """
     if engine not in (*ENGINES, FUSED):
         raise ValueError(f"engine {engine!r}: allowed are {', '.join((*ENGINES, FUSED))}")
@@ -52,8 +54,10 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
 
 def as_launched(capture: StepCapture) -> StepCapture:
     """Returns the step as its engine launches it: torch.compile fuses neighbouring ops."""
-    fuses = capture.engine == FUSED or "compile" in capture.engine
-    return fused(capture) if fuses else capture
+    if capture.engine == FUSED:
+        capture = stepwise_cross_entropy(capture)
+        return fused(capture, apart=over_logits(capture))
+    return fused(capture) if "compile" in capture.engine else capture
 
 
 def launches(capture: StepCapture) -> int:
@@ -71,12 +75,15 @@ def _kernels(call: OpCall) -> int:
     return -(-len(lists[0]) // TENSORS_A_LAUNCH[min(depth, 5) - 1]) if lists else 1
 
 
-def fused(capture: StepCapture) -> StepCapture:
+def fused(
+    capture: StepCapture, *, apart: Callable[[OpCall], bool] = lambda call: False
+) -> StepCapture:
     """The step with neighbouring ops of fusible families as one kernel each.
 
     Consecutive calls whose largest tensors have the same size are one kernel. It reads the tensors
     that it does not make itself, and writes those used after it and the step's results. Ignores
-    that inductor recomputes some results instead of saving them, and fuses into products.
+    that inductor recomputes some results instead of saving them, and fuses into products. Calls for
+    which ``apart`` is true are kernels of their own.
     """
     calls: list[OpCall] = []
     moved: dict[int, int] = {}
@@ -90,7 +97,7 @@ def fused(capture: StepCapture) -> StepCapture:
             run.clear()
 
     for index, call in enumerate(capture.calls):
-        if _is_fusible(call):
+        if _is_fusible(call) and not apart(call):
             if run and not _same_kernel(capture.calls[run[-1]], call):
                 flush()
             run.append(index)

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from compose.graph.cross_entropy import LABELS, SOFTMAX, SOFTMAX_BACKWARD
 from compose.graph.rewrite import collective, with_tensors
 from microbench.opcall import OpCall, TensorSpec
 
-SOFTMAX = "aten._log_softmax.default"
-LABELS = "aten.nll_loss_forward.default"
-SOFTMAX_BACKWARD = "aten._log_softmax_backward_data.default"
 LOSS = (SOFTMAX, LABELS, SOFTMAX_BACKWARD)
 
 

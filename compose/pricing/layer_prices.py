@@ -22,6 +22,7 @@ from compose.pricing.price_book import Priceable, PriceBook, PricedOp
 from compose.pricing.rank_graph import Cut, RankGraph, rank_graph
 from compose.pricing.sharded_tables import slowest_rank
 from compose.pricing.work import Step, Work, fold, side_by_side_us
+from microbench.hardware.stack import WHOLE, stack_of_row
 from microbench.opcall import OpCall, StepCapture
 
 R = TypeVar("R")
@@ -294,7 +295,8 @@ def _price_layer(
     forward, backward = (ops[a:b] for a, b in (layer.forward, layer.backward))
     again, saved = list[PricedOp](), layer.saved_bytes
     if plan.recompute and layer.name not in ("first", "last"):
-        again, saved = _recomputed(layer, graph.capture, ops, plan)
+        whole = stack_of_row(book.stack).recomputes == WHOLE
+        again, saved = _recomputed(layer, graph.capture, ops, plan, whole=whole)
     if again:
         again = [python_op("checkpoint_layer", _saved(layer, graph.capture), book), *again]
         shift = len(again)
@@ -321,14 +323,22 @@ def _price_layer(
 
 
 def _recomputed(
-    layer: Layer, capture: StepCapture, ops: Sequence[PricedOp], plan: ParallelPlan
+    layer: Layer,
+    capture: StepCapture,
+    ops: Sequence[PricedOp],
+    plan: ParallelPlan,
+    *,
+    whole: bool,
 ) -> tuple[list[PricedOp], int]:
     """Forward ops that backward runs again first, and the bytes that forward still saves.
 
-    full: the layer from its input up to the last result that its backward reads, where
-    torch.utils.checkpoint stops. selective: attention only (arXiv:2205.05198).
+    full: the ``whole`` layer, or from its input up to the last result that its backward reads,
+    where torch.utils.checkpoint of torch 2.1 and later stops. selective: attention only
+    (arXiv:2205.05198).
     """
     a, b = layer.forward
+    if plan.recompute == "full" and whole:
+        return list(ops[a:b]), layer.output_bytes
     if plan.recompute == "full":
         read = {t.storage for c in capture.calls[slice(*layer.backward)] for t in c.tensors()}
         needed = (

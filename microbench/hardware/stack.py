@@ -13,9 +13,26 @@ from microbench.hardware.spec import Gpu
 from microbench.yaml_text import load_yaml
 
 FILE = Path(__file__).parent / "stacks" / "known.yaml"
-KEYS = {"attention", "source", "words", "similar"}
+KEYS = {"attention", "recomputes", "source", "words", "similar", "tables"}
+NEEDED, WHOLE = "what backward reads", "whole layers"  # see ``Stack.recomputes``
 OTHER = "other"
 USUAL = "torch-2.11"  # forecast where none is named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSoftware:
+    """How software looks up embedding tables that are spread over ranks.
+
+    ``batched``: a rank looks up all of its tables in one kernel and updates them in another, and
+    the next step's row numbers travel beside a step. ``weights``: dtype of tables, empty for that
+    of the model, in which vectors travel; ``index``: dtype of row numbers; ``lengths``: whether
+    those of bags are sent beside them.
+    """
+
+    batched: bool = False
+    weights: str = ""
+    index: str = "int64"
+    lengths: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +41,15 @@ class Stack:
 
     ``attention``: its attention kernel by GPU name, architecture or ``other``, as pairs.
     ``similar``: software whose rows are taken where it has none; ``words``: other names of it.
+    ``recomputes``: how much of a layer runs again under full recomputation, NEEDED or WHOLE.
     """
 
     name: str
     attention: tuple[tuple[str, str], ...]
     similar: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
+    recomputes: str = NEEDED
+    tables: TableSoftware = TableSoftware()
     source: str = ""
 
     def attention_on(self, gpu: Gpu) -> str:
@@ -72,11 +92,18 @@ def _stack(name: str, entry: Mapping[str, Any]) -> Stack:
     unknown, kernels = set(entry) - KEYS, entry.get("attention", {})
     if unknown or OTHER not in kernels or not entry.get("source"):
         raise ValueError(f"{FILE}: {name}: wants attention.{OTHER} and source, of {sorted(KEYS)}")
+    recomputes = entry.get("recomputes", NEEDED)
+    if recomputes not in (NEEDED, WHOLE):
+        raise ValueError(
+            f"{FILE}: {name}: recomputes is {recomputes!r}, not {NEEDED!r} or {WHOLE!r}"
+        )
     return Stack(
         name=name,
         attention=tuple((str(k), str(v)) for k, v in kernels.items()),
         similar=tuple(entry.get("similar", ())),
         words=tuple(entry.get("words", ())),
+        recomputes=recomputes,
+        tables=TableSoftware(**entry.get("tables", {})),
         source=str(entry["source"]),
     )
 

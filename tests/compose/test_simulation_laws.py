@@ -13,7 +13,10 @@ import pytest
 from law_case import CASES, Bare, Knowing, model, outcome, rank_for
 from plan_case import CPU, GPU
 
-from compose.pricing.price_book import UNMODELLED
+from compose.parallel.plan import ParallelPlan
+from compose.pricing.collectives import cluster
+from compose.pricing.layer_prices import price_model
+from compose.pricing.price_book import UNMODELLED, PriceBook
 from compose.simulate.iteration import evaluate, quick_us
 from compose.simulate.stage_rank import stages_of
 from microbench.hardware.spec import Gpu
@@ -147,6 +150,28 @@ def test_a_share_of_the_layers_recomputes() -> None:
     ]
     assert held[0] - held[1] == held[1] - held[2] > 0
     assert outcome(deep, "recompute=full:1").compute_us == us[2]
+
+
+@pytest.mark.parametrize(
+    ("stack", "whole"), [("torch-2.0.1", True), ("torch-2.1", False), ("megatron-core", True)]
+)
+def test_old_checkpoints_run_the_whole_layer_again(stack: str, whole: bool) -> None:
+    """Backward runs all of a block's forward again; from torch 2.1 on, what backward reads.
+
+    Nothing reads the result of the last product.
+    """
+    book, pairs = PriceBook(Knowing(), GPU, 1, stack=stack), []
+    for text in ("recompute=full", ""):
+        plan = ParallelPlan.parse(text)
+        pairs.append(price_model(model("gpt"), plan, book, cluster(plan, GPU)).layers[1:-1])
+    assert pairs[0]
+    for x, y in zip(*pairs, strict=True):
+        again = [op.op for op in x.backward[1 : len(x.backward) - len(y.backward)]]
+        forward = [op.op for op in x.forward]
+        assert again == forward[: len(again)]
+        assert (again == forward) == whole
+        products = [sum("mm" in op for op in ops) for ops in (forward, again)]
+        assert products[0] - products[1] == (0 if whole else 1)
 
 
 def layers_by_stage(text: str) -> list[int]:

@@ -20,7 +20,7 @@ H100, A100 = load_gpu("h100-sxm-80gb"), load_gpu("a100-sxm-80gb")
 @pytest.mark.parametrize(
     ("stated", "known"),
     [
-        ("torch-2.1.0+cu121 cudnn-8902", "torch-2.0"),  # the newest that is not newer
+        ("torch-2.1.0+cu121 cudnn-8902", "torch-2.1"),  # the newest that is not newer
         ("torch-2.5.0+cu124", "torch-2.5.0"),
         ("torch-2.5.1", "torch-2.5.1"),
         ("torch-2.13", "torch-2.11"),

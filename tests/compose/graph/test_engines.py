@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from compose.graph.launch_modes import as_launched, launches, with_engine
@@ -104,6 +106,65 @@ def test_a_framework_with_fused_kernels_runs_an_eager_loop() -> None:
     found = with_engine(step(), "fused")
     assert found.host == step().host
     assert launches(as_launched(found)) == 6
+
+
+def loss_step(dtype: str = "fp32", *, cut: bool = False) -> StepCapture:
+    """Logits of 4 tokens and 8 words, their cross entropy both ways; ``cut``: as under tp."""
+    x, y, gy, dx = (replace(tensor(n, 4, 8), dtype=dtype) for n in range(4))
+    one = tensor(5)
+    labels = replace(tensor(4, 4), dtype="int64")
+    softmax = call("_log_softmax.default", [x], y)
+    forward = [replace(softmax, args=(x, 1, False))]
+    back = [call("_log_softmax_backward_data.default", [gy, y], dx, "backward")]
+    back = [replace(back[0], args=(gy, y, 1))]
+    if cut:
+        maximum = tensor(6, 4, 1)
+        forward = [call("amax.default", [x], maximum), call("sub.Tensor", [x, maximum], y)]
+        back = [call(f"{op}.Tensor", [gy, y], dx, "backward") for op in ("add", "mul")]
+    calls = (
+        call("mm.default", [tensor(7, 4, 2), tensor(8, 2, 8)], x),
+        *forward,
+        call("nll_loss_forward.default", [y, labels], one),
+        call("nll_loss_backward.default", [one, y, labels], gy, "backward"),
+        *back,
+        call("mm.default", [tensor(9, 2, 4), dx], tensor(10, 2, 8), "backward"),
+    )
+    weight = ParamSpec(name="w", shape=(2, 8), dtype="fp32", storage=8, ready_after=len(calls) - 1)
+    return StepCapture(calls=calls, parameters=(weight,))
+
+
+def names(step: StepCapture) -> list[str]:
+    return [c.op.split(".")[1] for c in step.calls]
+
+
+def test_megatrons_cross_entropy_passes_over_the_logits_ten_times() -> None:
+    """4 x 8 in fp32 are 128 B: amax 1, sub 2, exp 2, sum 1, div 2 of them, and backward 2."""
+    found = as_launched(with_engine(loss_step(), "fused"))
+    chain = ["amax", "sub", "exp", "sum", "div"]
+    assert names(found) == ["mm", *chain, "nll_loss_forward", "mul", "mm"]
+    passes = [[t.nbytes for t in (*c.tensors(), *c.outputs)].count(128) for c in found.calls[1:6]]
+    assert passes == [1, 2, 2, 1, 2]
+    assert [t.nbytes for t in found.calls[7].tensors()] == [128, 16]  # and one number per token
+    assert found.calls[8].args[1] == found.calls[7].outputs[0]
+    assert found.parameters[0].ready_after == 8
+
+
+def test_half_precision_logits_are_cast_to_fp32_and_their_gradient_back() -> None:
+    found = as_launched(with_engine(loss_step("bf16"), "fused"))
+    assert names(found)[1:3] == ["_to_copy", "amax"] and names(found)[-3:-1] == ["mul", "_to_copy"]
+    dtypes = [c.outputs[0].dtype for c in found.calls if c.op == "aten._to_copy.default"]
+    assert dtypes == ["fp32", "bf16"]
+
+
+def test_tensor_parallel_logits_take_one_product_backward_too() -> None:
+    """The forward calls that tensor parallelism puts there stay, and are not fused either."""
+    found = as_launched(with_engine(loss_step(cut=True), "fused"))
+    assert names(found) == ["mm", "amax", "sub", "nll_loss_forward", "mul", "mm"]
+
+
+def test_torch_compile_fuses_the_cross_entropy() -> None:
+    found = as_launched(with_engine(loss_step(), "compile"))
+    assert names(found) == ["mm", "fused", "fused", "mm"]
 
 
 def test_an_unknown_engine_is_named() -> None:

@@ -1,0 +1,107 @@
+"""Cross entropy as Megatron-LM computes it: in fp32, by calls that each pass over all logits.
+
+- Forward: the maximum, x - maximum, exp, sum, exp / sum. The label's logit and the logarithm are
+  one number per token.
+- Backward: the softmax times the gradient of each token's loss.
+
+Source: megatron/core/tensor_parallel/cross_entropy.py in https://github.com/NVIDIA/Megatron-LM.
+These calls stay apart unless the option cross_entropy_loss_fusion is set, which it is not by
+default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from compose.graph.rewrite import StepBuilder, fresh_storages
+from microbench.opcall import OpCall, StepCapture, TensorSpec
+
+SOFTMAX = "aten._log_softmax.default"
+LABELS = "aten.nll_loss_forward.default"
+LABELS_BACKWARD = "aten.nll_loss_backward.default"
+SOFTMAX_BACKWARD = "aten._log_softmax_backward_data.default"
+CAST = "aten._to_copy.default"
+PRECISE = "fp32"
+
+
+def over_logits(capture: StepCapture) -> Callable[[OpCall], bool]:
+    """Returns a test: whether a call reads or writes logits of the step, all of them."""
+    logits = _logits(capture)
+    return lambda call: any(_size(t) in logits for t in (*call.tensors(), *call.outputs))
+
+
+def stepwise_cross_entropy(capture: StepCapture) -> StepCapture:
+    """Returns the step with Megatron-LM's calls in place of torch's log-softmax and its backward.
+
+    Under tensor parallelism the forward calls stand there already
+    (``compose.parallel.parallel_loss``).
+    """
+    made, fresh, logits = StepBuilder(capture), fresh_storages(capture), _logits(capture)
+    skipped = 0  # calls of a backward pass that one product stands for
+    for i, call in enumerate(capture.calls):
+        if skipped:
+            skipped -= 1
+            continue
+        if call.op == SOFTMAX and _size(call.args[0]) in logits:
+            calls = list(_forward(call, fresh))
+        elif call.op == LABELS_BACKWARD:
+            run = _gradient_calls(capture.calls[i:], logits)
+            calls, skipped = list(_backward(run, fresh)), len(run) - 1
+        else:
+            calls = [call]
+        made.calls += calls[:-1]
+        made.add(i, calls[-1])
+    return made.step(capture.parameters)
+
+
+def _logits(capture: StepCapture) -> set[tuple[int, int]]:
+    """Sizes of the logits from which the step picks those of the labels."""
+    return {_size(c.args[0]) for c in capture.calls if c.op == LABELS}
+
+
+def _size(t: TensorSpec) -> tuple[int, int]:
+    """Number of elements, and of the last dimension."""
+    return t.numel, t.shape[-1] if t.shape else 1
+
+
+def _gradient_calls(calls: Sequence[OpCall], logits: set[tuple[int, int]]) -> list[OpCall]:
+    """The calls from the gradient of the labels' logits to that of all logits, casts left out."""
+    run = [calls[0]]
+    for call in calls[1:]:
+        if call.op == CAST or not any(_size(t) in logits for t in call.outputs):
+            break
+        run.append(call)
+    return run
+
+
+def _forward(call: OpCall, fresh: Iterator[int]) -> Iterator[OpCall]:
+    x, y, phase = call.args[0], replace(call.outputs[0], dtype=PRECISE), call.phase
+    if x.dtype != PRECISE:
+        cast = replace(x, dtype=PRECISE, storage=next(fresh))
+        yield OpCall(op=CAST, args=(x,), outputs=(cast,), phase=phase)
+        x = cast
+    maximum, total = (_per_token(y, fresh) for _ in range(2))
+    for name, inputs, out in (
+        ("amax.default", (x, (-1,), True), maximum),
+        ("sub.Tensor", (x, maximum), y),
+        ("exp.default", (y,), y),
+        ("sum.dim_IntList", (y, (-1,), True), total),
+        ("div.Tensor", (y, total), y),
+    ):
+        yield OpCall(op=f"aten.{name}", args=inputs, outputs=(out,), phase=phase)
+
+
+def _backward(run: Sequence[OpCall], fresh: Iterator[int]) -> Iterator[OpCall]:
+    probabilities, dx = replace(run[0].args[1], dtype=PRECISE), run[-1].outputs[0]
+    phase = run[0].phase
+    product = dx if dx.dtype == PRECISE else replace(dx, dtype=PRECISE, storage=next(fresh))
+    factors = (probabilities, _per_token(probabilities, fresh))
+    yield OpCall(op="aten.mul.Tensor", args=factors, outputs=(product,), phase=phase)
+    if product is not dx:
+        yield OpCall(op=CAST, args=(product,), outputs=(dx,), phase=phase)
+
+
+def _per_token(logits: TensorSpec, fresh: Iterator[int]) -> TensorSpec:
+    """A new tensor of one number per token."""
+    return replace(logits, shape=(*logits.shape[:-1], 1), stride=(), storage=next(fresh))
