@@ -38,7 +38,7 @@ FLOPS_PER_NUMBER: float = assumed(__file__, "flops_per_number")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomOp:
-    """One call over rows x size elements; ``samples`` are drawn per row by multinomial.
+    """One call over rows x size elements; ``draws`` are made per row by multinomial.
 
     Only multinomial has more than one row.
     """
@@ -46,7 +46,7 @@ class RandomOp:
     op: str
     size: int
     rows: int = 1
-    samples: int = 1
+    draws: int = 1
     replacement: bool = False
     dtype: str = "fp32"
 
@@ -64,10 +64,10 @@ def sweep() -> Iterator[RandomOp]:
             op=op,
             size=size,
             rows=log_uniform(rng, 1, 256),
-            samples=1 if rng.random() < 0.5 else log_uniform(rng, 1, min(size, 1024)),
+            draws=1 if rng.random() < 0.5 else log_uniform(rng, 1, min(size, 1024)),
             replacement=bool(rng.random() < 0.5),
         )
-        if p.rows * max(p.size, 16 * p.samples) <= LARGEST[op]:
+        if p.rows * max(p.size, 16 * p.draws) <= LARGEST[op]:
             yield p
 
 
@@ -80,7 +80,7 @@ def build(p: RandomOp, device: str) -> Workload:
         return Workload(run=_creation(p, dtype, device))
     x = torch.rand(p.rows, p.size, device=device).to(dtype)
     if p.op == "multinomial":
-        return Workload(run=lambda: aten.multinomial(x, p.samples, p.replacement))
+        return Workload(run=lambda: aten.multinomial(x, p.draws, p.replacement))
     if p.op == "native_dropout_backward":
         mask = x > 0.1
         return Workload(run=lambda: aten.native_dropout_backward(x, mask, 1 / 0.9))
@@ -116,12 +116,12 @@ def bytes_moved(p: Any) -> Any:
     reads = is_any(p.op, READS)
     mask = np.where(is_any(p.op, DROPOUT), 1.0, 0.0)
     plain = numbers * ((1.0 + reads) * itemsize_bytes(p.dtype) + mask)
-    sampled = numbers * itemsize_bytes(p.dtype) + 8.0 * p.rows * p.samples
+    sampled = numbers * itemsize_bytes(p.dtype) + 8.0 * p.rows * p.draws
     return np.where(np.equal(p.op, "multinomial"), sampled, plain)
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
-    """Size, numbers per core, samples per row."""
+    """Size, numbers per core, draws per row."""
     numbers = 1.0 * p.rows * p.size
     return {
         "op": p.op,
@@ -129,8 +129,8 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
         "replacement": 1.0 * p.replacement,
         "log_size": np.log2(p.size),
         "log_rows": np.log2(p.rows),
-        "log_samples": np.log2(p.samples),
-        "log_samples_per_size": np.log2(p.samples / p.size),
+        "log_draws": np.log2(p.draws),
+        "log_draws_per_size": np.log2(p.draws / p.size),
         "log_per_core": np.log2(numbers / gpu.sm_count),
     }
 
@@ -150,8 +150,8 @@ def from_call(call: OpCall) -> RandomOp | None:
 
 
 def from_multinomial(call: OpCall) -> RandomOp | None:
-    """Describe multinomial(probabilities, samples, replacement=False)."""
-    x, samples = call.args[:2]
+    """Describe multinomial(probabilities, draws, replacement=False)."""
+    x, draws = call.args[:2]
     replacement = call.args[2] if len(call.args) > 2 else call.kwargs.get("replacement", False)
     if x.numel == 0:
         return None
@@ -160,7 +160,7 @@ def from_multinomial(call: OpCall) -> RandomOp | None:
         op="multinomial",
         size=size,
         rows=rows,
-        samples=samples,
+        draws=draws,
         replacement=bool(replacement),
         dtype=x.dtype,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from itertools import islice
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,8 +19,10 @@ from microbench.ops.family import DRAWN, repeated
 from microbench.ops.matrix import attention, gemm
 from microbench.ops.memory import elementwise, norm, reduction
 from microbench.ops.step import optimizer
+from microbench.store import read_rows
 from microbench.sweep.gpu_space import grid
 
+DATASETS = Path(__file__).parents[3] / "datasets"
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})
 
 
@@ -122,3 +125,13 @@ def test_optimizer_call_counts_lists() -> None:
     p = optimizer.from_call(call)
     assert p == optimizer.OptimizerOp(op="_foreach_add_list", tensors=2, numel=8)
     assert optimizer.bytes_moved(p) == 3 * 8 * 4
+
+
+def test_no_parameter_is_named_like_a_column_of_the_measurement() -> None:
+    """A measured value would replace it: columns of real rows that are no parameter of theirs."""
+    own = {name: {f.name for f in fields(family.params)} for name, family in families().items()}
+    measured: set[str] = set()
+    for name, names in own.items():
+        measured |= set(read_rows([DATASETS], name).columns) - names
+    assert {"samples", "threads", "time_us"} <= measured
+    assert {name: taken for name, names in own.items() if (taken := names & measured)} == {}

@@ -237,10 +237,10 @@ def test_random_by_hand() -> None:
     assert random.flops(replace(p, op="normal_")) == 10 * random.flops(
         replace(p, op="native_dropout_backward")
     )
-    drawn = replace(p, op="multinomial", rows=3, samples=2)
+    drawn = replace(p, op="multinomial", rows=3, draws=2)
     assert random.bytes_moved(drawn) == 3 * 100 * 4 + 3 * 2 * 8
     found = described(logged(lambda: torch.multinomial(torch.rand(3, 9), 2, True)), "random")
-    sampled = random.RandomOp(op="multinomial", size=9, rows=3, samples=2, replacement=True)
+    sampled = random.RandomOp(op="multinomial", size=9, rows=3, draws=2, replacement=True)
     assert found[-1] == sampled
 
 
