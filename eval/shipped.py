@@ -51,7 +51,6 @@ SOURCES: Mapping[str, Source] = {  # by the folder of its clone under PUBLIC
     "llmservingsim": Source(importer="llmservingsim", families=("embedding",)),
 }
 WIDTH = {"fp16": "16 bit"}  # rows in fp16 and bf16 count as one
-SEVERAL_KERNELS = "mla_"  # stacks whose rows hold kernels around the attention
 MAX_ROWS: Mapping[str, int] = {  # of a family, drawn evenly (learners.train.subsample_evenly)
     "gemm": 400_000,
     "elementwise": 8_000,
@@ -75,11 +74,9 @@ def import_public(public: Path, out: Path) -> None:
 
 
 def taught(imported: Imported, source: Source) -> Imported:
-    """Keeps the rows of the families that a source is used for, of single kernels only."""
+    """Keeps the rows of the families that a source is used for."""
     rows = {
-        name: part[~part["stack"].fillna("").str.startswith(SEVERAL_KERNELS)]
-        for name, part in imported.rows.items()
-        if name in (source.families or MAX_ROWS)
+        name: part for name, part in imported.rows.items() if name in (source.families or MAX_ROWS)
     }
     return replace(imported, rows=rows)
 

@@ -58,14 +58,21 @@ def correction(query: QueryRows, source_gpus: SourceGpus) -> np.ndarray:
 def least_us(query: QueryRows) -> np.ndarray:
     """What each row's time in us cannot fall below: its ``Family.waits`` * the latency of memory.
 
-    Few long rows occupy few SMs, and each of these waits as often as its row is long.
+    Few long rows occupy few SMs, and each of these waits as often as its row is long; a thread that
+    copies one number at a time waits once for each. These are torch's kernels: rows that state
+    other software (``inductor``, ``liger``) are not bound by them.
     """
-    family = query.family
+    family, found = query.family, np.zeros(len(query.gpu))
     if family.waits is None:
-        return np.zeros(len(query.gpu))
-    on_gpu = [query.gpus[name].kind != "cpu" for name in query.rows["gpu"]]
-    waits = np.asarray(family.waits(columns(query.rows, family)), dtype=float)
-    return np.asarray(waits_us(waits) * on_gpu)
+        return found
+    codes, stacks = pd.factorize(query.stack)
+    torch = np.array([software_name(stack) in ("", "torch") for stack in stacks], dtype=bool)[codes]
+    for name in pd.unique(query.rows["gpu"]):
+        mine = torch & (query.rows["gpu"] == name).to_numpy()
+        if query.gpus[name].kind != "cpu" and mine.any():
+            waits = family.waits(columns(query.rows[mine], family), query.gpus[name])
+            found[mine] = waits_us(np.asarray(waits, dtype=float))
+    return found
 
 
 def waits_us(waits: Any) -> Any:

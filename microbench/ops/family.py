@@ -141,7 +141,7 @@ class Family:
     Bounds and features:
     ``rate`` is the FLOP/s that an op's kernels cannot pass, whatever the dtype's peak.
     ``floor_us`` replaces max(flops / peak, bytes / memory bandwidth) where that is not the bound.
-    ``waits`` is how often a block of threads waits for memory, one time after the other.
+    ``waits`` is how often a thread of torch's kernel waits for memory, one time after the other.
     ``op_name`` is the op under which a row is counted as measured; None: parameter ``op``.
     ``op_aliases`` names ops that run the same kernels, with the parameters to change along with
     the op: one that was not measured in a dtype is priced as the first of them that was.
@@ -177,7 +177,7 @@ class Family:
     layouts: tuple[str, ...] = ("",)
     floor_us: Callable[[Any, Gpu], Any] | None = None
     rate: Callable[[Any, Gpu], Any] | None = None
-    waits: Callable[[Any], Any] | None = None
+    waits: Callable[[Any, Gpu], Any] | None = None
     op_name: Callable[[Any], Any] | None = None
     kernel: Sequence[KernelTerm] = ()
     along: tuple[str, ...] = ()

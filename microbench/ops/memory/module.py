@@ -1,12 +1,13 @@
 """Modules timed as a whole: losses, norms, rotary embedding and MLPs, one pass or both.
 
-In eager PyTorch each is several ops of other families, in libraries one or two kernels; what runs
-is the row's ``stack``. A captured step has the single ops, so no call is described by this family.
+In eager PyTorch each is several ops of other families, each of which reads and writes the whole
+tensor; compilers and libraries fuse them into one or two kernels. A captured step has the single
+ops, so no call is described by this family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,12 @@ import numpy as np
 
 from microbench.assumptions import assumed
 from microbench.hardware.spec import Gpu
+from microbench.opcall import ITEMSIZE_BYTES
 from microbench.ops.family import (
     Family,
     GpuSweep,
     Workload,
+    by_name,
     is_any,
     itemsize_bytes,
     log_uniform,
@@ -26,7 +29,7 @@ from microbench.ops.family import (
 )
 from microbench.ops.sizes import MAX_ROWS, resize_along
 
-# How often rows x cols numbers are read or written, forward and backward, at least.
+# How often rows x cols numbers are read or written in fused kernels, forward and backward.
 PASSES: dict[str, tuple[float, float]] = {
     "cross_entropy": (1, 2),  # backward reads the logits and writes their gradient
     "rms_norm": (2, 3),
@@ -42,6 +45,12 @@ PASSES: dict[str, tuple[float, float]] = {
     "geglu_mlp": (2, 4),
     "linear_cross_entropy": (1, 2),
 }
+WAYS = ("forward", "backward")
+COUNTS = ("own", "wide", "casts", "kernels")  # what ``eager_chains`` counts
+EAGER: dict[str, dict[str, list[float]]] = assumed(__file__, "eager_chains")
+KERNEL_US: float = assumed(__file__, "kernel_us")
+MEMORY_SHARE: Mapping[str, float] = assumed(__file__, "memory_share")
+WIDE_BYTES = ITEMSIZE_BYTES["fp32"]  # of the numbers that a chain casts to fp32
 FLOPS_PER_ELEMENT: float = assumed(__file__, "flops_per_element")
 MATRICES = {"swiglu_mlp": 3, "geglu_mlp": 3, "linear_cross_entropy": 1}  # of cols x inner
 OPS = tuple(PASSES)
@@ -58,6 +67,7 @@ class Module:
       heads together.
     - ``inner``: other width of linear layers: intermediate width of an MLP, vocabulary of
       linear_cross_entropy; 0 where there is none.
+    - ``eager``: one kernel after the other, as eager PyTorch runs it, instead of fused kernels.
     """
 
     op: str
@@ -66,6 +76,7 @@ class Module:
     cols: int
     inner: int = 0
     dtype: str = "fp32"
+    eager: bool = True
 
 
 def sweep() -> Iterator[Module]:
@@ -165,24 +176,59 @@ def flops(p: Any) -> Any:
 
 
 def bytes_moved(p: Any) -> Any:
-    """Lower bound: PASSES reads or writes of rows x cols numbers, and weights of linear layers.
+    """Lower bound: reads and writes of rows x cols numbers, and weights of linear layers.
 
-    Forward reads the weights once; backward reads them and writes their gradients.
+    A fused kernel has its PASSES. An eager chain (``eager_chains``) counts numbers in the tensor's
+    dtype, numbers in fp32, and casts between the two, which an fp32 tensor needs none of. Forward
+    reads the weights once; backward reads them and writes their gradients.
     """
+    width = itemsize_bytes(p.dtype)
+    casts = np.where(width < WIDE_BYTES, width + WIDE_BYTES, 0.0)
+    weights = _matrices(p) * p.cols * p.inner * width
+    chain = []
+    for way in WAYS:
+        own, wide, cast, _ = (_counted(p, way, what) for what in COUNTS)
+        chain.append(own * width + wide * WIDE_BYTES + cast * casts)
+    fused = [_by_op(p, {op: n[at] for op, n in PASSES.items()}) * width for at in (0, 1)]
+    one, two = (np.where(p.eager, c, f) for c, f in zip(chain, fused, strict=True))
     elements = 1.0 * p.rows * p.cols
-    one, two = (
-        sum(1.0 * np.asarray(is_any(p.op, (op,))) * n[at] for op, n in PASSES.items())
-        for at in (0, 1)
-    )
-    weights = _matrices(p) * p.cols * p.inner
-    numbers = _of_directions(p, one * elements + weights, two * elements + 2 * weights)
-    return numbers * itemsize_bytes(p.dtype)
+    return _of_directions(p, one * elements + weights, two * elements + 2 * weights)
+
+
+def _by_op(p: Any, values: Mapping[str, float]) -> Any:
+    return sum(np.asarray(is_any(p.op, (op,))) * float(value) for op, value in values.items())
+
+
+def _counted(p: Any, way: str, what: str) -> Any:
+    """A count of the op's eager chain in one direction; ops without a chain have their PASSES."""
+    at, one = COUNTS.index(what), WAYS.index(way)
+    found = {op: float(chain[way][at]) for op, chain in EAGER.items()}
+    if what in ("own", "kernels"):
+        alone = {op: passes[one] if what == "own" else 1.0 for op, passes in PASSES.items()}
+        found = {**alone, **found}
+    return _by_op(p, found)
+
+
+def floor_us(p: Any, gpu: Gpu) -> Any:
+    """Larger of compute and memory bound in us, and KERNEL_US for each kernel of the chain.
+
+    Kernels reach MEMORY_SHARE of the memory's peak: the longer the chain's bound, the more of its
+    time is this; a short chain takes what its kernels take at least.
+    """
+    rate = by_name(p.dtype, {name: gpu.full_rate(name) for name in np.unique(p.dtype)})
+    share = np.where(p.eager, MEMORY_SHARE["eager"], MEMORY_SHARE["fused"])
+    memory_s = bytes_moved(p) / (gpu.hbm_bytes_per_s * share)
+    bound_us = 1e6 * np.maximum(flops(p) / rate, memory_s)
+    chain = _of_directions(p, *(_counted(p, way, "kernels") for way in WAYS))
+    products = _matrices(p) * _of_directions(p, 1, 2)
+    return bound_us + KERNEL_US * (np.where(p.eager, chain, _of_directions(p, 1, 1)) + products)
 
 
 def features(p: Any, gpu: Gpu) -> dict[str, Any]:
-    """Sizes, rows per core."""
+    """Sizes, rows per core, and whether the ops are fused."""
     return {
         "op": p.op,
+        "eager": 1.0 * np.asarray(p.eager, dtype=float),
         "direction": p.direction,
         "dtype": p.dtype,
         "log_rows": np.log2(p.rows),
@@ -211,6 +257,7 @@ FAMILY = Family(
     features=features,
     answers={},
     op_name=op_name,
+    floor_us=floor_us,
     on_demand=True,
     gpu_sweep=GpuSweep(resize=resize_along({"rows": MAX_ROWS}), slow_frac=0.05),
 )

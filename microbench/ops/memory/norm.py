@@ -334,7 +334,7 @@ def _block_waits(p: Norm, kind: str, item: int, gpu: Gpu) -> float:
     return reads * max(1.0, blocks / (RESIDENT_BLOCKS * gpu.sm_count))
 
 
-def waits(p: Any) -> Any:
+def waits(p: Any, gpu: Gpu) -> Any:
     """Reads one after the other of a layer norm: passes * columns / (threads of a row * 4).
 
     A block of threads takes a whole row, however long, and each thread reads 4 elements at a time.

@@ -12,7 +12,7 @@ from microbench.ops.matrix import experts
 from microbench.ops.matrix.expert_loads import DRAWS, busiest_loads
 from microbench.ops.matrix.experts import Experts
 from microbench.ops.memory import elementwise, module
-from microbench.ops.memory.module import DIRECTIONS, OPS, Module
+from microbench.ops.memory.module import DIRECTIONS, KERNEL_US, MEMORY_SHARE, OPS, Module
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})
 
@@ -101,13 +101,48 @@ def test_experts_build_and_run(op: str) -> None:
 
 def test_modules_counted_by_hand() -> None:
     """8 rows of 32 classes; an MLP of 3 products, whose weights are read, then read and written."""
-    loss = Module(op="cross_entropy", direction="forward", rows=8, cols=32)
+    loss = Module(op="cross_entropy", direction="forward", rows=8, cols=32, eager=False)
     assert module.bytes_moved(loss) == 8 * 32 * 4
-    full = Module(op="cross_entropy", direction="full", rows=8, cols=32)
+    full = Module(op="cross_entropy", direction="full", rows=8, cols=32, eager=False)
     assert module.bytes_moved(full) == 3 * 8 * 32 * 4
     mlp = Module(op="swiglu_mlp", direction="backward", rows=8, cols=32, inner=64)
     assert module.flops(mlp) == 2 * (3 * 2 * 8 * 32 * 64) + 5 * 8 * 32
     assert module.bytes_moved(mlp) == 4 * (4 * 8 * 32 + 2 * 3 * 32 * 64)
+
+
+def test_an_eager_chain_moves_the_bytes_of_each_of_its_ops() -> None:
+    """An RMS norm in bf16: cast 6 bytes a number, square 8, mean 4, scale 8, cast 6, weights 4."""
+    norm = Module(op="rms_norm", direction="forward", rows=8, cols=32, dtype="bf16")
+    assert module.bytes_moved(norm) == 8 * 32 * (6 + 8 + 4 + 8 + 6 + 4)
+    wide = Module(op="rms_norm", direction="forward", rows=8, cols=32)  # fp32 needs no casts
+    assert module.bytes_moved(wide) == 8 * 32 * (8 + 4 + 8 + 8)
+    fused = Module(op="rms_norm", direction="forward", rows=8, cols=32, dtype="bf16", eager=False)
+    assert module.bytes_moved(fused) == 8 * 32 * (2 + 2)
+
+
+def test_a_short_chain_takes_the_time_of_its_kernels() -> None:
+    """Silu and product of one number: two kernels eager, one fused; 3 products of an MLP."""
+    shape = {"rows": 1, "cols": 1}
+    found = [
+        float(module.floor_us(Module(op=op, direction="forward", **shape, **more), TOY))
+        for op, more in (
+            ("swiglu", {}),
+            ("swiglu", {"eager": False}),
+            ("swiglu_mlp", {"inner": 1, "eager": False}),
+        )
+    ]
+    assert found == pytest.approx([2 * KERNEL_US, KERNEL_US, 4 * KERNEL_US], rel=1e-3)
+
+
+def test_a_long_chain_takes_the_time_of_its_bytes() -> None:
+    """2**30 numbers of fp32, 5 passes eager and 3 fused, each at its share of the memory's peak."""
+    for eager, passes, share in (
+        (True, 5, MEMORY_SHARE["eager"]),
+        (False, 3, MEMORY_SHARE["fused"]),
+    ):
+        p = Module(op="swiglu", direction="forward", rows=2**15, cols=2**15, eager=eager)
+        moved_us = 1e6 * passes * 2**32 / (TOY.hbm_bytes_per_s * share)
+        assert float(module.floor_us(p, TOY)) == pytest.approx(moved_us, rel=1e-2)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -128,6 +163,7 @@ def test_features_tell_directions_and_sizes_apart() -> None:
     assert [f["direction"] for f in found] == ["forward", "backward"]
     assert found[1]["log_elements"] - found[0]["log_elements"] == 1
     assert module.op_name(a) == "rope forward"
+    assert [f["eager"] for f in found] == [1.0, 1.0]
     skewed = experts.features(layer(skew=1.2), TOY)
     assert skewed["skew"] == 1.2
 
