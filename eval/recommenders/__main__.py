@@ -37,6 +37,7 @@ from eval.recommenders.lookups import Score, from_uniform_streams, scores
 from eval.recommenders.plot import save_scatter
 from eval.recommenders.sweep import sweep, threads_of
 from eval.recommenders.tasks import heavy_task
+from eval.recommenders.witness import CONFIGURATIONS, is_installed, measure_both, witness_table
 from eval.speed import run_or_say
 from learners.bundle import Bundle
 from learners.train import train
@@ -82,6 +83,11 @@ def run(out: Path, budget_s: float, count: int, ranks: Sequence[int]) -> None:
     iterations = _with_bar("measure iterations", measured)
     console.print(iterations_table(iterations, ranks[0]))
     console.print(stages_table(iterations))
+    if is_installed():
+        witness = partial(measure_both, CONFIGURATIONS, *first, out / "witness")
+        console.print(witness_table(_with_bar("measure torchrec", witness), ranks[0]))
+    else:
+        console.print("torchrec is not installed: no second witness, see docs/recommenders.md")
     tasks = {n: _judge_tasks(console, out, count, n, bundle) for n in ranks}
     console.print(speed_line(bundle, ranks[0]))
     (out / "results.json").write_text(json.dumps(plain(iterations, tasks)))

@@ -46,6 +46,7 @@ def measurable(candidate: Candidate, ranks: int) -> ShardedModel:
         ),
         shards=tuple(placed),
         optimizer=model.optimizer,
+        library=candidate.library,
     )
 
 

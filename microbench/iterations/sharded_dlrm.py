@@ -59,7 +59,8 @@ class MeasuredShard:
 class ShardedModel:
     """A DLRM and where its tables are; ``batch`` is samples of each rank.
 
-    ``optimizer`` is that of sharded tables: sgd, adagrad or adam.
+    ``optimizer`` is that of sharded tables: sgd, adagrad or adam. ``library``: who runs the step,
+    torch (``ShardedStep``) or torchrec.
     """
 
     batch: int
@@ -69,6 +70,21 @@ class ShardedModel:
     tables: tuple[MeasuredTable, ...]
     shards: tuple[MeasuredShard, ...]
     optimizer: str = "sgd"
+    library: str = "torch"
+
+
+def draw_lookups(batch: int, table: MeasuredTable) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row numbers and starts of bags of so many samples."""
+    point = EmbeddingBag(
+        op="forward",
+        rows=table.rows,
+        dim=table.dim,
+        bags=batch,
+        lookups=batch * table.pooling,
+        skew=table.skew,
+    )
+    index, starts = draw_stream(point, "cpu")
+    return index, starts
 
 
 class LocalTables(nn.Module):
@@ -119,21 +135,7 @@ class ShardedStep:
         self.began_ns = 0
         self.dense = torch.randn(model.batch, model.features)
         self.clicked = torch.randint(0, 2, (model.batch,)).float()
-        self.lookups = [self.draw(t) for t in model.tables]
-
-    def draw(self, table: MeasuredTable) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row numbers and starts of bags of this rank's samples."""
-        batch = self.model.batch
-        point = EmbeddingBag(
-            op="forward",
-            rows=table.rows,
-            dim=table.dim,
-            bags=batch,
-            lookups=batch * table.pooling,
-            skew=table.skew,
-        )
-        index, starts = draw_stream(point, "cpu")
-        return index, starts
+        self.lookups = [draw_lookups(model.batch, t) for t in model.tables]
 
     def __call__(self) -> None:
         """Run one iteration."""

@@ -55,7 +55,7 @@ def in_turn(models: Sequence[ShardedModel], count: int, group: Any) -> Iterator[
     steps, anchor = [], Anchor().times_us
     for model in models:
         torch.manual_seed(dist.get_rank())  # the same row numbers under every sharding
-        steps.append(ShardedStep(model, group))
+        steps.append(step_of(model, group))
     times: list[list[float]] = [[] for _ in models]
     stages: list[list[list[float]]] = [[] for _ in models]
     anchors = []
@@ -77,6 +77,15 @@ def in_turn(models: Sequence[ShardedModel], count: int, group: Any) -> Iterator[
             "stages_us": [stage.tolist() for stage in by_rank],
             "anchors_us": anchors,
         }
+
+
+def step_of(model: ShardedModel, group: Any) -> Any:
+    """This rank's step of a model; ``group`` is for the exchanges of our own."""
+    if model.library == "torch":
+        return ShardedStep(model, group)
+    from microbench.iterations.torchrec_dlrm import TorchrecStep  # needs torchrec
+
+    return TorchrecStep(model)
 
 
 def model_of(values: dict[str, Any]) -> ShardedModel:

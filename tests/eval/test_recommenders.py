@@ -16,6 +16,7 @@ from eval.recommenders.lookups import score
 from eval.recommenders.measure import ROUNDS, Measured, at_one_speed, measurable, measure
 from eval.recommenders.points import dense_points, lookup_points, message_points
 from eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task
+from eval.recommenders.witness import OPTIMIZERS, Witnessed, drawn, witness_table
 from learners.bundle import SHIPPED_CPU
 from microbench.iterations.sharded_dlrm import STAGES
 from microbench.ops.lookup import embedding_bag
@@ -159,3 +160,20 @@ def test_candidates_are_measured_by_real_ranks(tmp_path: Path) -> None:
     assert all(r.stages_us.shape == (2, len(STAGES)) and r.stages_us.min() >= 0 for r in rounds)
     assert all(r.stages_us.sum(axis=1).max() <= 3 * max(r.rounds_us) for r in rounds)
     assert seen[-1] == 2 * ROUNDS
+
+
+def test_torchrec_is_measured_on_what_torch_is() -> None:
+    """Pairs of one model and sharding, with optimizers that FBGEMM has on a CPU."""
+    candidates = drawn(3, 2, seed=0)
+    assert [c.library for c in candidates] == 3 * ["torch", "torchrec"]
+    for ours, theirs in zip(candidates[::2], candidates[1::2], strict=True):
+        assert replace(ours, library="torchrec") == theirs
+        assert ours.model.optimizer in OPTIMIZERS
+        assert measurable(theirs, 2) == replace(measurable(ours, 2), library="torchrec")
+
+
+def test_the_witness_s_table_by_hand() -> None:
+    one = Witnessed(model=candidate("a").model, forecast_us=9e3, torch_us=10e3, torchrec_us=12.5e3)
+    table = witness_table([one], 2)
+    shown = [next(iter(column.cells)) for column in table.columns]
+    assert shown == ["2", "4", "sgd", "9.0", "10.0", "12.5", "1.25"]

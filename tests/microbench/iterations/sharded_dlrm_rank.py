@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microbench.iterations.sharded_dlrm import ShardedStep
+from microbench.iterations.sharded_dlrm import ShardedStep, draw_lookups
 from microbench.iterations.sharding_worker import model_of
 
 
@@ -29,7 +29,7 @@ def run_step(order: dict[str, Any], path: Path) -> None:
             rows = tables[s.table][s.first_row : s.first_row + s.rows]
             weight.copy_(rows[:, s.first_column : s.first_column + s.columns])
     torch.manual_seed(2 + dist.get_rank())
-    step.lookups = [step.draw(t) for t in step.model.tables]
+    step.lookups = [draw_lookups(step.model.batch, t) for t in step.model.tables]
     step.dense = torch.randn_like(step.dense)
     dense = {k: v.clone() for k, v in step.net.module.dense.state_dict().items()}
     logits = step.forward()[0].detach()
