@@ -29,9 +29,9 @@ Medians = Mapping[str, Mapping[str, float]]  # median error in % by family and l
 
 
 def learner_bundles(bundle: Bundle, data: Path) -> dict[str, Bundle]:
-    """The bundle with every other learner in the place of its blends, fitted to the same rows.
+    """By learner, a copy of the bundle in which this learner prices ops instead of the ensemble.
 
-    Families without rows in ``data`` keep their models.
+    It is fitted to the rows of ``data``; families without rows there keep the ensemble.
     """
     found: dict[str, dict[str, FamilyModel]] = {n: dict(bundle.models) for n in NAMES if n != BLEND}
     wanted = [name for name in bundle.models if (data / name).is_dir()]

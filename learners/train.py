@@ -99,10 +99,12 @@ def train_family(
     studies: Path = STUDIES,
     compare: bool = False,
 ) -> tuple[FamilyReport, FamilyModel]:
-    """Score learners on held-out shapes, then fit a model to all rows of the family.
+    """Score learners on held-out shapes, then fit the final model to all rows of the family.
 
-    Intervals come from out-of-fold errors; ``trials`` of hyperparameters are tried first.
-    ``compare`` scores all of ``learners.models.compared``, not only the three simplest.
+    ``gpus``: hardware by name; ``anchors``: reference times of the machine's speed; ``trials`` of
+    hyperparameters are tried first, in the Optuna journal of ``digest`` in ``studies``. Intervals
+    come from out-of-fold errors. ``compare`` scores all of ``learners.models.compared``, not only
+    the three simplest.
     """
     speed = learn_speed(rows, family, anchors)
     prepared = prepare(rows, family, gpus, speed)
@@ -116,28 +118,37 @@ def train_family(
     learned = learn(prepared, known, options)
     guess = learned.predict_us(held)
     others = held_out_us(learned, known, held, options) if compare else simplest_us(train, test)
-    log_error = np.log(test.time_us / guess)
-    low, high = learned.crossed.offsets
     report = FamilyReport(
         rows=len(rows),
         retest_ape_pct=retest_ape_pct(rows, family, speed),
-        coverage_pct=float(np.mean((log_error >= low) & (log_error <= high)) * 100),
+        coverage_pct=_coverage_pct(np.log(test.time_us / guess), learned.crossed.offsets),
         learners={name: errors(us, test.time_us) for name, us in {BLEND: guess, **others}.items()},
         held_out=held_out_forecasts(learned, rows, family, known, held),
     )
     residual = np.log(table.time_us / learned.ensemble_us(np.arange(len(rows))))
     residual[known] = learned.crossed.residual
     crossed = replace(learned.crossed, residual=residual)
-    facts = {
+    facts = _facts(report, rows, digest)
+    unseen = unseen_offsets(prepared, options, crossed.offsets)
+    model = fit_model(prepared, options, crossed, speed.sensitivity, facts, unseen)
+    return report, replace(model, host_calls=learn_host_calls(rows, family, gpus))
+
+
+def _coverage_pct(log_error: np.ndarray, offsets: tuple[float, float]) -> float:
+    """Share in % of the log errors that lie between the offsets of an interval."""
+    low, high = offsets
+    return float(np.mean((log_error >= low) & (log_error <= high)) * 100)
+
+
+def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str) -> dict[str, Any]:
+    """What the bundle keeps about a family's training: rows, errors on held-out shapes, ops."""
+    return {
         "digest": digest,
         "rows": len(rows),
         "errors": dict(report.learners[BLEND]),
         "retest_ape_pct": report.retest_ape_pct,
         "ops": ops_by_dtype(rows),
     }
-    unseen = unseen_offsets(prepared, options, crossed.offsets)
-    model = fit_model(prepared, options, crossed, speed.sensitivity, facts, unseen)
-    return report, replace(model, host_calls=learn_host_calls(rows, family, gpus))
 
 
 def simplest_us(train: Table, test: Table) -> dict[str, np.ndarray]:

@@ -170,7 +170,7 @@ class Costs:
         return self._interpolated("copy", nbytes)
 
     def small_ops_us(self, kind: str) -> float:
-        """Time of the ops of one element per sample that ``SMALL_OPS`` counts; none on a GPU."""
+        """Host time of a CPU's small ops (``SMALL_OPS`` of them per table), 0 on a GPU."""
         if self.book.gpu.kind != "cpu":
             return 0.0
         return SMALL_OPS[kind] * host_cost({REPEATED: 1}, self.book).duration_us
@@ -200,9 +200,10 @@ class Costs:
 
 
 def _touched_bytes(model: RankingModel, world_size: int) -> float:
-    """Bytes that a rank touches on average between two uses of a table's rows, in one step.
+    """Bytes of all tables that a step touches, per rank: they decide which rows stay in the cache.
 
-    Of each table the rows looked up, and its sparse gradient, written and read.
+    Sum over tables of (distinct rows + 2 * lookups) * bytes of a row: rows are looked up, their
+    sparse gradient is written and read.
     """
     found = 0.0
     for table in model.tables:
@@ -226,7 +227,7 @@ def _priceable(family: str, params: Any, cold: float) -> Priceable:
 
 
 def _dense_cost(model: RankingModel, target: Target) -> DenseCost:
-    """Cost of the two perceptrons and the interaction, by differences of whole forecasts."""
+    """Cost of perceptrons and interaction: differences of forecasts with and without a part."""
     alone = replace(target, plan=ParallelPlan())
     whole, without_update = dense_step(model, model.optimizer), dense_step(model, "none")
     bottom_us = {m: forecast_step(_bottom_step(model, m), alone).iteration_us for m in MODES}

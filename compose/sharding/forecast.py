@@ -129,14 +129,10 @@ def forecast_sharding(sharding: Sharding, costs: Costs) -> ShardingForecast:
     check_sharding(sharding, model.tables, n, costs.per_node)
     t, dense = traffic(sharding, costs), costs.dense
     contention = default_contention(costs.target.gpu)
-    index_bytes = np.maximum(t.index_sent, t.index_received)
-    vector_bytes = np.maximum(t.vectors_sent, t.vectors_received)
-    inputs_us = costs.copy_us(index_bytes.max()) + costs.message_us("all_to_all", index_bytes.max())
-    slow = max(1.0, n / costs.ranks_at_once)
+    slow = max(1.0, n / costs.ranks_at_once)  # ranks that share cores compute so much longer
+    inputs_us, exchange_us, reduce_us = _messages_us(t, costs)
     inputs_us += slow * t.prepare_us
     copies_us = costs.copy_us(t.vectors_sent)
-    exchange_us = costs.message_us("all_to_all", vector_bytes.max())
-    reduce_us = dense.reduce_us + costs.message_us("all_reduce", t.replicated_bytes)
     bottom_us, bottom_backward_us = slow * dense.bottom_us, slow * dense.bottom_backward_us
     top_us = slow * (dense.top_us + t.join_us)
 
@@ -178,11 +174,25 @@ def forecast_sharding(sharding: Sharding, costs: Costs) -> ShardingForecast:
     )
 
 
-def sharing_cores(work_us: np.ndarray, at_once: float) -> np.ndarray:
-    """When each rank's work ends that starts at 0, where only so many ranks run ``at_once``.
+def _messages_us(t: Traffic, costs: Costs) -> tuple[float, float, float]:
+    """Time in us of sending row numbers, of sending pooled vectors, and of the all_reduce.
 
-    More ranks share the cores evenly, as an operating system lets them; those that are done leave
-    theirs to the others.
+    An all_to_all takes as long as the most that any rank sends or receives.
+    """
+    index_bytes = np.maximum(t.index_sent, t.index_received).max()
+    vector_bytes = np.maximum(t.vectors_sent, t.vectors_received).max()
+    return (
+        costs.copy_us(index_bytes) + costs.message_us("all_to_all", index_bytes),
+        costs.message_us("all_to_all", vector_bytes),
+        costs.dense.reduce_us + costs.message_us("all_reduce", t.replicated_bytes),
+    )
+
+
+def sharing_cores(work_us: np.ndarray, at_once: float) -> np.ndarray:
+    """When each rank's work ends, in us, on cores that run only ``at_once`` ranks at full speed.
+
+    ``work_us``: time of each rank's work if it ran alone; all start at 0. While more ranks than
+    ``at_once`` run, each gets an equal share of the cores.
     """
     order = np.argsort(work_us)
     steps_us = np.diff(work_us[order], prepend=0.0)

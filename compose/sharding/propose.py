@@ -135,10 +135,10 @@ def _everywhere(model: RankingModel, kind: str, ranks: int) -> Sharding:
 
 
 def improve(start: ShardingForecast, costs: Costs) -> ShardingForecast:
-    """Searches from a sharding: changes it while the forecast gets faster, or fits the memory.
+    """Local search: takes the best of the TRIED most balanced changes until none is better.
 
-    Tried are the most balanced of all shardings with another placement of a table of the slowest
-    rank, or with such a table and one of another rank swapped.
+    A change gives a table of the slowest rank another placement, or swaps it with a whole table of
+    another rank. Better is a smaller ``_score``.
     """
     best = start
     for _ in range(SWEEPS * len(costs.model.tables)):
@@ -151,12 +151,15 @@ def improve(start: ShardingForecast, costs: Costs) -> ShardingForecast:
 
 
 def _score(found: ShardingForecast) -> tuple[bool, float, float]:
-    """What the search makes less, in this order."""
+    """What the search minimises: whether memory overflows, then iteration, then slowest lookups."""
     return not found.fits, found.iteration_us, max(found.lookup_us)
 
 
 def _balanced(found: ShardingForecast, costs: Costs) -> list[Sharding]:
-    """Changed shardings whose fullest rank has the least lookups, or bytes if they do not fit."""
+    """The TRIED changes of a sharding whose fullest rank has the least load.
+
+    Load is the time of lookups and updates, or bytes while the sharding does not fit the memory.
+    """
     sharding = found.sharding
     loads = [_load(i, place, costs, found.fits) for i, place in enumerate(sharding)]
     total = sum(loads, np.zeros(costs.world_size))
@@ -218,10 +221,10 @@ def _moves(number: int, costs: Costs, idle: Sequence[int]) -> Iterator[Placement
 def choose(
     costs: Costs, seed: int = 0, given: Sharding | None = None
 ) -> list[tuple[str, ShardingForecast]]:
-    """Forecasts all proposals and the ``given`` sharding; returns them fastest first.
+    """Forecasts all proposals and the ``given`` sharding, by name; fastest first.
 
-    The search starts from the fastest, and from the fastest of whole tables. Those that do not fit
-    the memory come last.
+    "search" is the better of two local searches: from the fastest proposal, and from the fastest
+    that cuts no table. Shardings that do not fit the memory come last.
     """
     found = [(p.name, forecast_sharding(p.sharding, costs)) for p in proposals(costs, seed)]
     if given is not None:

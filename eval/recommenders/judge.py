@@ -27,7 +27,7 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A candidate's forecast in us and its measured rounds in us.
+    """A model under a sharding: its forecast step in us, and a measured median per round.
 
     ``forecast_stages_us`` and ``stages_us``: of the stages of ``sharded_dlrm.STAGES`` on the rank
     whose lookups and updates take longest.

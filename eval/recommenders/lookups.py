@@ -23,7 +23,10 @@ LEAST_ROWS = 40  # of uniform streams, to learn from them alone
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Errors in % of forecasts of twice measured shapes, and of the second measurement."""
+    """Errors in % over shapes that were measured twice.
+
+    ``errors`` are those of forecasts, ``retest`` of the second measurement against the first.
+    """
 
     name: str
     rows: int
@@ -44,7 +47,7 @@ def scores(root: Path, bundle: Bundle) -> Iterator[Score]:
 
 
 def score(name: str, rows: pd.DataFrame) -> Score:
-    """Errors against the geometric mean of both measurements; of the second against the first."""
+    """Errors of rows: forecasts are compared with the geometric mean of both measurements."""
     first, second = (rows[c].to_numpy(dtype=float) for c in ("first_us", "second_us"))
     forecast = rows["forecast_us"].to_numpy(dtype=float)
     return Score(
@@ -56,9 +59,9 @@ def score(name: str, rows: pd.DataFrame) -> Score:
 
 
 def from_uniform_streams(root: Path, bundle: Bundle, studies: Path) -> Iterator[Score]:
-    """Yields errors on streams that are not uniform, learned from uniform ones alone, and matched.
+    """Yields errors on streams that are not uniform, by models trained on two subsets of the rows.
 
-    Matched: learned from as many rows of all streams.
+    One subset has uniform streams alone; the other as many rows, drawn from all streams.
     """
     for name in LOOKUPS:
         rows = usable_rows([root / "train"], [name])[name]

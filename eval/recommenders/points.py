@@ -29,7 +29,10 @@ MOST_TABLE_ELEMENTS = 2**25  # of all of them
 
 
 def lookup_points(seed: int) -> dict[str, list[Any]]:
-    """Points of ``LOOKUPS``: of families' own sweeps and of tables as large as tasks', in turn."""
+    """Points of embedding bags and sparse updates by family.
+
+    Tables of the sizes of ``eval.recommenders.tasks`` alternate with points of the family's sweep.
+    """
     rng = np.random.default_rng(seed)
     skipped = 10 * MOST_POINTS * seed  # a family's sweep has no seed
     found: dict[str, list[Any]] = {}
@@ -73,7 +76,7 @@ def _updates(rng: np.random.Generator) -> Iterator[SparseUpdate]:
 
 
 def dense_points(seed: int) -> dict[str, list[Any]]:
-    """What the dense parts of random DLRMs call, and copies of all sizes."""
+    """Points by family of the ops in perceptrons of random DLRMs, and copies of all sizes."""
     from compose.sharding.costs import dense_step  # torch is slow to import
     from eval.recommenders.tasks import any_configuration, heavy_task
 

@@ -38,8 +38,8 @@ def threads_of(ranks: int) -> int:
 def sweep(root: Path, budget_s: float, ranks: Sequence[int], progress: Progress) -> int:
     """Sweep until each part has spent its share of the budget; returns the number of new rows.
 
-    ``root/train`` gets the rows to train on, ``root/test0`` and ``root/test1`` the two measurements
-    of the shapes that score. What earlier runs spent counts.
+    ``root/train`` gets the rows to train on; ``root/test0`` and ``root/test1`` the first and second
+    measurement of the shapes on which models are scored. Time that earlier runs spent counts.
     """
     facts = card_facts(root / "train", "cpu")
     if not facts["hardware"]["contention"] and (os.cpu_count() or 1) > 1:
@@ -72,7 +72,7 @@ def _measure(
     facts: dict[str, Any],
     progress: Progress,
 ) -> int:
-    """Measure points on so many ranks at once until the budget is spent."""
+    """Measure points, each on ``ranks`` processes at once, until the budget is spent."""
     phase = Phase(families=tuple(points), threads=threads, share=1.0, ranks=ranks)
     left_s = budget_s - spent_s(root, facts["hardware"]["name"], phase)
     if left_s < MIN_LEFT_FRAC * budget_s:
@@ -99,7 +99,7 @@ def _measure(
 
 
 def twice_measured(root: Path, bundle: Bundle, name: str) -> pd.DataFrame:
-    """Shapes that score a family: ``first_us`` and ``second_us`` at the reference speed."""
+    """Shapes on which a family is scored: ``first_us``, ``second_us`` at the reference speed."""
     speed = Speed(anchors=bundle.anchors, sensitivity=bundle.models[name].sensitivity)
     found = []
     for part in ("test0", "test1"):

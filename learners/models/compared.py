@@ -1,4 +1,4 @@
-"""Other learners that the shipped blend is compared with, fitted to the same rows.
+"""Other learners that the ensemble of a bundle is compared with, fitted to the same rows.
 
 Each fit takes the training rows as ``Inputs`` with their times, and returns a function that
 predicts times in us of other rows. ``LEARNERS`` names them, the simplest first.
@@ -26,9 +26,10 @@ PLAIN: dict[str, Any] = {**trees.DEFAULTS, "objective": "reg:squarederror", "nth
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What learners see of rows: ``raw`` parameters (strings one-hot), features ``x``, rooflines.
+    """What learners know of rows; arrays whose first axis is the row.
 
-    ``waves`` of tiles: how often all cores are filled.
+    ``raw``: the op's parameters, strings one-hot; ``x``: the encoded features; ``roofline_us``;
+    ``waves``: tiles of the output over those that run at once.
     """
 
     raw: Array
@@ -68,7 +69,7 @@ def fit_linear(rows: Inputs, time_us: Array) -> Predict:
 
 
 def fit_nearest(rows: Inputs, time_us: Array) -> Predict:
-    """The nearest rows' mean ratio of time to roofline, in the features."""
+    """The roofline times the mean of time / roofline of the k rows with the nearest features."""
     table = _table(rows, time_us)
     return lambda asked: baselines.predict_nearest(table, asked.x, asked.roofline_us)
 

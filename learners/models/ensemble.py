@@ -122,7 +122,7 @@ class CrossFit:
 
 
 def steps_for(rows: int) -> int:
-    """Optimizer steps of a network: one per row up to 1,500, then rows / 20; 400 to 6,000."""
+    """Optimizer steps of a network: max(min(rows, 1500), rows / 20), but 400 to 6,000."""
     return int(np.clip(max(min(rows, 1500), rows // 20), 400, 6000))
 
 

@@ -221,9 +221,10 @@ def learn_kernel(
     length_scales: Mapping[int, Sequence[float]],
     merge_distance: float = MERGE_DISTANCE,
 ) -> Kernel:
-    """Fit length scales and amplitudes by marginal likelihood, starting from ``length_scales``.
+    """Fit length scales, amplitudes and noise of a kernel by marginal likelihood (Adam).
 
-    These name columns of x and a length of each term; leaving them is penalised.
+    ``length_scales``: by column of x, the initial length of each term. Distance from them is
+    penalised by LENGTH_PENALTY * (log length - initial log length)^2.
     """
     import torch  # lazy: pricing needs numpy only
 

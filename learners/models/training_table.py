@@ -55,10 +55,11 @@ class Table:
 
 
 def frozen_split(place: Array, share: float, op: Array) -> tuple[Array, Array]:
-    """Split row indices into training and held-out rows by their shape's place from 0 to 1.
+    """Split row indices into training and held-out rows by ``place``, a hash of each row's shape.
 
-    Held out are places below ``share``, so that a shape is on the same side in every training. One
-    shape of every op stays in training; at least one of the others is held out.
+    Places lie between 0 and 1; those below ``share`` are held out, so that a shape is on the same
+    side in every training. One shape of every op stays in training; at least one other shape is
+    held out.
     """
     first = [place[op == name].max() for name in np.unique(op.astype(str))]
     free = ~np.isin(place, first)
