@@ -61,6 +61,8 @@ def measured_rows(root: Path, names: Sequence[str] | None) -> pd.DataFrame:
 
     ``names`` restricts them to these cases. ValueError where there are none.
     """
+    if not root.is_dir():
+        raise ValueError(f"measured {str(root)!r}: no such folder")
     rows = read_rows([root], "iteration")
     if len(rows):
         rows = rows[rows["status"] == "ok"]

@@ -29,6 +29,12 @@ def one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
+def _given(exc: Exception) -> str:
+    """The value of an option that typer's checks (by pydantic) refuse and do not name."""
+    checks: Any = getattr(exc.__cause__, "errors", None)
+    return f", got {checks()[0]['input']!r}" if checks else ""
+
+
 class OneLineGroup(TyperGroup):
     """Commands whose wrong options end with one line and exit code 2."""
 
@@ -40,7 +46,7 @@ class OneLineGroup(TyperGroup):
             sys.exit(super().main(*args, **{**options, "standalone_mode": False}) or 0)
         except UsageError as exc:
             if told := exc.format_message().rstrip():  # empty where the help was printed
-                typer.echo(f"itercast: {told}", err=True)
+                typer.echo(f"itercast: {told}{_given(exc)}", err=True)
             sys.exit(2)
         except typer.Abort:
             typer.echo("itercast: stopped", err=True)

@@ -116,6 +116,8 @@ def read_few(paths: Sequence[Path]) -> pd.DataFrame:
     for path in paths:
         try:
             part = pd.read_parquet(path)
+        except FileNotFoundError as exc:
+            raise ValueError(f"rows {str(path)!r}: no such file") from exc
         except (OSError, ValueError) as exc:
             raise ValueError(f"rows {str(path)!r}: not a readable Parquet file") from exc
         missing = [c for c in ("family", "gpu", "time_us") if c not in part]

@@ -18,6 +18,8 @@ def read_file(path: Path) -> pd.DataFrame:
     """Read a Parquet file in dataset form; ValueError, in one line, for anything else."""
     try:
         rows = pd.read_parquet(path)
+    except FileNotFoundError as exc:
+        raise ValueError(f"rows {str(path)!r}: no such file") from exc
     except (OSError, pa.ArrowInvalid) as exc:
         raise ValueError(f"rows {str(path)!r}: not a readable Parquet file") from exc
     missing = [c for c in ("family", "gpu") if c not in rows]

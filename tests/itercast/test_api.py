@@ -126,7 +126,8 @@ def test_balanced_routing_in_a_module_of_ones_own() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((mlp(), torch.randn(5, 8)), "no scalar loss"),
+        ((mlp(), torch.randn(5, 8)), r"no scalar loss, got \(5, \d+\)"),
+        ((lambda depth: mlp(),), "the model's function: missing a required argument: 'depth'"),
         ((mlp(),), "inputs of Sequential: missing a required argument: 'input'"),
         ((lambda: 3,), r"expected a module, \(module, inputs\) or .*: int"),
         (("gpt-s", torch.randn(3)), "'gpt-s' brings its own inputs and loss"),

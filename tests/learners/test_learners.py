@@ -125,6 +125,8 @@ def test_what_does_not_fit_is_refused_in_one_line(bundle: Path, tmp_path: Path) 
         (tmp_path / "bundle.json").write_text(json.dumps({**facts, "schema_version": other}))
         with pytest.raises(ValueError, match=f"schema version {other}, this code reads 9"):
             Bundle.load(tmp_path)
+    with pytest.raises(ValueError, match=r"x\.parquet': no such file"):
+        price_file(tmp_path / "x.parquet", Bundle.load(bundle), tmp_path / "y")
     (tmp_path / "x.parquet").write_text("not parquet")
     with pytest.raises(ValueError, match=r"x\.parquet': not a readable Parquet file"):
         price_file(tmp_path / "x.parquet", Bundle.load(bundle), tmp_path / "y")

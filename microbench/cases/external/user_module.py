@@ -63,8 +63,13 @@ def call_function(function: Callable[..., Any], batch: int | None, seq: int | No
     It gets ``batch`` and ``seq`` if it has parameters of these names and they are not None.
     """
     sizes = {"batch": batch, "seq": seq}
-    accepted = inspect.signature(function).parameters
-    result = function(**{k: v for k, v in sizes.items() if k in accepted and v is not None})
+    signature = inspect.signature(function)
+    given = {k: v for k, v in sizes.items() if k in signature.parameters and v is not None}
+    try:
+        signature.bind(**given)
+    except TypeError as exc:
+        raise ValueError(f"the model's function: {exc}; it is given batch and seq only") from exc
+    result = function(**given)
     parts = result if isinstance(result, tuple) else (result,)
     if not 1 <= len(parts) <= 3 or not isinstance(parts[0], torch.nn.Module):
         kinds = ", ".join(type(p).__name__ for p in parts)
@@ -186,5 +191,8 @@ def _loss(output: Any, loss: Callable[[Any], Any] | None) -> Any:
     value = loss(output) if loss is not None else getattr(output, "loss", None)
     value = output if value is None else value
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        raise ValueError("no scalar loss: give loss(output), or loss 'none' to start at the output")
+        kind = str(tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ValueError(
+            f"no scalar loss, got {kind}: give loss(output), or loss 'none' to start at the output"
+        )
     return value
