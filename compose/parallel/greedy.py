@@ -58,9 +58,16 @@ class Way:
         return self.cost * len(self.place.ranks)
 
 
-def placements(table: Table, ranks: int, per_node: int) -> Iterator[Placement]:
-    """Ways to place a table on the first of so many ranks: whole, in columns, rows, or both."""
+def placements(
+    table: Table, ranks: int, per_node: int, copies: bool = False
+) -> Iterator[Placement]:
+    """Ways to place a table on the first of so many ranks: whole, in columns, rows, or both.
+
+    With ``copies`` also as one on each rank.
+    """
     yield Placement("table_wise", (0,))
+    if copies:
+        yield Placement("data_parallel", tuple(range(ranks)))
     parts = 2
     while parts <= min(ranks, table.dim // MIN_COLUMNS):
         if table.dim % parts == 0:
@@ -131,16 +138,14 @@ def _spread(
     found: dict[int, Placement] = {}
     for i in sorted(range(len(tables)), key=lambda i: (-ways[i].cost, -tables[i].nbytes)):
         kind, parts = ways[i].place.kind, len(ways[i].place.ranks)
-        nbytes = tables[i].nbytes * (1 + state) / parts
+        nbytes = tables[i].nbytes * (1 + state) / (1 if kind == "data_parallel" else parts)
         # Ranks that are taken together: those of a node, or each by itself.
         by_node = per_node if kind in ("table_row_wise", "grid_shard") else 1
         groups = np.arange(ranks).reshape(-1, by_node)
         fullest = used[groups].max(axis=1)
         room = fullest + nbytes <= limit_bytes
         order = np.lexsort((spent[groups].max(axis=1), fullest if not room.any() else ~room))
-        taken = groups[order[: parts // by_node]].ravel()
-        if kind == "row_wise":
-            taken = np.arange(ranks)
+        taken = np.arange(ranks) if parts == ranks else groups[order[: parts // by_node]].ravel()
         spent[taken] += ways[i].cost
         used[taken] += nbytes
         found[i] = Placement(kind, tuple(int(r) for r in taken))

@@ -20,6 +20,8 @@ class Table:
     """One embedding table and how a batch looks it up: ``pooling`` rows per sample on average.
 
     ``pooled``: the rows of a sample are summed; else each lookup is a sample that gets its row.
+    ``sent``: dtype in which vectors travel, empty for that of the table; ``index``: dtype of row
+    numbers, with which ``lengths`` of bags are sent where they are not constant.
     """
 
     name: str
@@ -30,6 +32,9 @@ class Table:
     weighted: bool = False
     stream: IndexStream = UNIFORM
     pooled: bool = True
+    sent: str = ""
+    index: str = "int64"
+    lengths: bool = True
 
     @property
     def row_bytes(self) -> int:
@@ -40,6 +45,11 @@ class Table:
     def nbytes(self) -> int:
         """Bytes of its weights."""
         return self.rows * self.row_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of a number of a vector that travels."""
+        return ITEMSIZE_BYTES[self.sent or self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +121,11 @@ def message_bytes(shard: Shard, table: Table, samples: int) -> tuple[float, floa
     their gradients goes there.
     """
     looked_up = samples * table.pooling * shard.rows / table.rows
-    lengths = samples if table.pooled else 0
+    lengths = samples if table.pooled and table.lengths else 0
     vectors = samples if table.pooled else looked_up
     return (
-        INDEX_BYTES * (looked_up + lengths),
-        vectors * shard.columns * ITEMSIZE_BYTES[table.dtype],
+        ITEMSIZE_BYTES[table.index] * (looked_up + lengths),
+        vectors * shard.columns * table.sent_bytes,
     )
 
 

@@ -143,8 +143,10 @@ def held_shards(
     ]
 
 
-class _Step:
-    """Builds the step of one rank."""
+class RankStep:
+    """Builds the step of one rank whose tables are looked up one after the other."""
+
+    batched = False
 
     def __init__(
         self,
@@ -163,6 +165,8 @@ class _Step:
         usual = max(1, round(len(self.held) / ranks)) if small_ops else 1
         self.own = [lookup_calls(s, x, ranks, capture.optimizer, self.ids, usual) for s, x in own]
         self.own_shards = [s for s, _ in own]
+        self.ready: dict[int, int] = {}  # by table, call that makes the gradient of a copy
+        self.weights: list[TensorSpec] = [forward.args[0] for forward, _ in self.own]
 
     def distribute_and_look_up(self, pooled: Sequence[TensorSpec]) -> None:
         """Add the exchange of row numbers, own lookups, and the exchange of ``pooled`` vectors."""
@@ -172,9 +176,8 @@ class _Step:
             if in_parts:
                 row_bytes = INDEX_BYTES * lookup.samples * lookup.table.pooling
                 self._copy(PASSES_IN_PARTS * row_bytes, "forward")
-        index_bytes = np.maximum(self.sent.index_sent, self.sent.index_received).max()
-        self._copy(index_bytes, "forward")
-        self._exchange(index_bytes, "forward", ())
+        self._copy(self._index_bytes, "forward")
+        self._exchange(self._index_bytes, "forward", ())
         for forward, _ in self.own:
             self._small("held")
             self.made.calls.append(forward)
@@ -198,6 +201,10 @@ class _Step:
         for _, back in self.own:
             self._small("updated")
             self.made.calls += back
+
+    @property
+    def _index_bytes(self) -> float:
+        return float(np.maximum(self.sent.index_sent, self.sent.index_received).max())
 
     @property
     def _vector_bytes(self) -> float:
@@ -235,13 +242,21 @@ def rank_step(
     per_node: int,
     *,
     on_cpu: bool,
+    kind: type[RankStep] = RankStep,
 ) -> StepCapture:
-    """The step of one rank under a sharding of the step's tables."""
-    spread = [t for t, p in zip(tables, sharding, strict=True) if p.kind != "data_parallel"]
+    """The step of one rank under a sharding of the step's tables.
+
+    Copies of a table are left to data parallelism, unless kernels over all tables take them too.
+    """
+    spread = [
+        t
+        for t, p in zip(tables, sharding, strict=True)
+        if kind.batched or p.kind != "data_parallel"
+    ]
     if not spread:
         return capture
     calls = capture.calls
-    step = _Step(
+    step = kind(
         capture, held_shards(tables, sharding, per_node), rank, ranks, SMALL_OPS if on_cpu else {}
     )
     looked_up = {x.call for t in spread for x in t.lookups}
@@ -267,18 +282,18 @@ def rank_step(
     return _finished(step, spread)
 
 
-def _finished(step: _Step, spread: Sequence[CapturedTable]) -> StepCapture:
+def _finished(step: RankStep, spread: Sequence[CapturedTable]) -> StepCapture:
     """The built step, with own shards in place of the tables and without their host events."""
     tables = {t.parameter.storage: t for t in spread}
     whole = [p for p in step.capture.parameters if p.storage not in tables]
-    own = {s.table: (s, x[0].args[0]) for s, x in zip(step.own_shards, step.own, strict=True)}
+    own = {s.table: (s, t) for s, t in zip(step.own_shards, step.weights, strict=True)}
     parts = [
         ParamSpec(
             name=f"shard_{number}",
             shape=(s.rows, s.columns),
             dtype=weight.dtype,
             storage=weight.storage,
-            ready_after=-1,
+            ready_after=step.ready.get(number, -1),
         )
         for number, (s, weight) in own.items()
     ]

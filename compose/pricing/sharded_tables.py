@@ -10,6 +10,7 @@ import numpy as np
 
 from compose.graph.identity_cache import cached_by_identity
 from compose.graph.rewrite import fresh_storages
+from compose.parallel.batched_tables import BatchedStep, as_stored, batched_calls
 from compose.parallel.captured_tables import CapturedTable, Lookup, captured_tables
 from compose.parallel.greedy import Way, balanced, placements
 from compose.parallel.placement import (
@@ -22,10 +23,11 @@ from compose.parallel.placement import (
     shards,
 )
 from compose.parallel.plan import GREEDY, ParallelPlan
-from compose.parallel.tables import held_shards, lookup_calls, rank_step
+from compose.parallel.tables import RankStep, held_shards, lookup_calls, rank_step
 from compose.pricing.collectives import Cluster
 from compose.pricing.optimizer import STATE_COPIES
 from compose.pricing.price_book import PriceBook, priceable
+from microbench.hardware.stack import TableSoftware, stack_of_row
 from microbench.opcall import StepCapture
 
 Held = Sequence[tuple[Shard, Lookup]]
@@ -67,7 +69,8 @@ def _slowest_rank(
 
     ``rate``: bytes/s of a rank's slowest link to others.
     """
-    tables = captured_tables(capture)
+    software = _software(book)
+    tables = as_stored(captured_tables(capture), software)
     if not tables:
         raise ValueError("shard spreads embedding tables, and the model has none")
     state = float(STATE_COPIES[capture.optimizer])
@@ -78,18 +81,24 @@ def _slowest_rank(
         sharding = greedy_sharding(capture, tables, ranks, per_node, rate, book, state)
     held = held_shards(tables, sharding, per_node)
     rank = int(np.argmax(_rank_us(capture, held, ranks, rate, book)))
-    spread = [p.kind != "data_parallel" for p in sharding]
+    kind = BatchedStep if software.batched else RankStep
+    spread = [kind.batched or p.kind != "data_parallel" for p in sharding]
     shared = [t.table for t, s in zip(tables, spread, strict=True) if s]
     placed = tuple(p for p, s in zip(sharding, spread, strict=True) if s)
     weights = memory_bytes(placed, shared, 0.0, ranks, per_node)
     on_cpu = book.gpu.kind == "cpu"
     return ShardedRank(
-        step=rank_step(capture, tables, sharding, rank, ranks, per_node, on_cpu=on_cpu),
+        step=rank_step(capture, tables, sharding, rank, ranks, per_node, on_cpu=on_cpu, kind=kind),
         added_bytes={
             "parameters": max(weights) - weights[rank],
             "optimizer": round(state * max(weights)),
         },
     )
+
+
+def _software(book: PriceBook) -> TableSoftware:
+    """How the forecast stack looks tables up; on a CPU as torch does."""
+    return TableSoftware() if book.gpu.kind == "cpu" else stack_of_row(book.stack).tables
 
 
 def greedy_sharding(
@@ -116,7 +125,8 @@ def _ways(
     book: PriceBook,
 ) -> list[list[Way]]:
     """The ways to place each table with the time in us that the first shard adds to a rank."""
-    places = [list(placements(t.table, ranks, per_node)) for t in tables]
+    copies = _software(book).batched
+    places = [list(placements(t.table, ranks, per_node, copies)) for t in tables]
     held = [
         (shards(found.table, i, place, per_node)[0], lookup)
         for i, found in enumerate(tables)
@@ -146,16 +156,24 @@ def _shard_us(
 ) -> list[float]:
     """Time in us that each shard adds to its rank: lookups, updates, messages.
 
-    The rank receives row numbers of the other ranks' samples and sends their pooled vectors, as
-    many bytes of gradients come back; all at ``rate`` bytes/s.
+    The rank receives row numbers of the other ranks' samples and sends their pooled vectors; as
+    many bytes of gradients come back. Of a copy the gradients of all rows are summed over ranks.
+    All at ``rate`` bytes/s.
     """
-    ids = fresh_storages(capture)
-    calls = [lookup_calls(s, x, ranks, capture.optimizer, ids) for s, x in held]
+    ids, optimizer = fresh_storages(capture), capture.optimizer
+    if _software(book).batched:
+        calls = [batched_calls([(s, x)], ranks, optimizer, ids) for s, x in held]
+    else:
+        calls = [lookup_calls(s, x, ranks, optimizer, ids) for s, x in held]
     priced = iter(book.price([priceable(c, 1.0) for f, back in calls for c in (f, *back)]))
     found = []
     for (shard, lookup), (_, back) in zip(held, calls, strict=True):
         ops = [next(priced) for _ in range(1 + len(back))]
         numbers, vectors = message_bytes(shard, lookup.table, lookup.samples)
-        sent_us = 1e6 * (ranks - 1) * (numbers + (1 + bool(back)) * vectors) / rate
+        sent = (ranks - 1) * (numbers + (1 + bool(back)) * vectors)
+        if shard.local:
+            rows_bytes = shard.rows * shard.columns * lookup.table.sent_bytes
+            sent = bool(back) * 2 * (ranks - 1) / ranks * rows_bytes
+        sent_us = 1e6 * sent / rate
         found.append(sum(max(op.duration_us, op.launch_us or 0.0) for op in ops) + sent_us)
     return found
