@@ -56,7 +56,7 @@ class Cluster:
             return float(self.gpu.hbm_bytes_per_s / CPU_COPIES)
         fast = self.node.link_rate(ranks) if self.node else self.gpu.link_bytes_per_s
         slow = self.gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
-        return slow if self.link(ranks) == "pcie" else fast
+        return slow if self.link(ranks) in ("pcie", "bridged") else fast
 
     def slowest_bytes_per_s(self, axis: str) -> float:
         """Bytes/s of one direction of the slowest link among the ranks of an axis."""

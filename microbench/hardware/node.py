@@ -71,9 +71,12 @@ class Node:
         return self.link_bytes_per_s * others / (self.domain - 1)
 
     def link_among(self, ranks: int) -> str:
-        """Kind of the slowest link in a ring over this many GPUs of the node."""
+        """Kind of the slowest link in a ring over this many GPUs of the node.
+
+        Where bridges join pairs, a ring crosses PCIe between pairs alone: "bridged".
+        """
         if ranks > self.domain:
-            return "pcie"
+            return "bridged" if self.topology == "pairwise" else "pcie"
         return "pairwise" if self.topology == "pairwise" else "nvlink"
 
 

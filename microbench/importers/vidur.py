@@ -17,9 +17,9 @@ ABOUT = About(
     licence="MIT",
     conventions=(
         "Medians of kernel times on rank 0, upstream in ms with 1 us resolution, here in us; fp16. "
-        "Rows with more workers than devices per node cross nodes. Projections are mm with a "
-        "transposed weight and per-rank widths; norms are RMS norms where the MLP is gated, else "
-        "layer norms."
+        "Rows with more workers than devices per node cross a network that is not stated: left "
+        "out. Projections are mm with a transposed weight and per-rank widths; norms are RMS norms "
+        "where the MLP is gated, else layer norms."
     ),
 )
 NODES = {
@@ -89,14 +89,17 @@ def _network(collector: RowCollector, path: Path, place: str) -> None:
     frame = frame[first]
     gpu, node, link = NODES[place]
     workers, local = positive(frame["num_workers"]), positive(frame["devices_per_node"])
-    # A bridge joins two GPUs; with more ranks in a node some hop goes over PCIe.
-    within = np.where((link == "pairwise") & (workers > 2), "pcie", link)
+    beyond = workers > local
+    collector.drop("nodes joined by an unknown network", int(beyond.sum()))
+    frame, workers, local = frame[~beyond], workers[~beyond], local[~beyond]
+    # A bridge joins two GPUs; with more ranks in a node hops between pairs go over PCIe.
+    within = np.where((link == "pairwise") & (workers > 2), "bridged", link)
     rows = {
         **_common(collector, path, gpu, frame),
         "op": op,
         "time_us": positive(frame[median]) * 1e3,
         "node": node,
-        "link": np.where(workers > local, "network", within),
+        "link": within,
         "world_size": workers,
         "ranks_per_node": np.minimum(local, workers),
         "message_bytes": frame["size"],

@@ -150,7 +150,7 @@ def test_domains_count_gpus_behind_one_fast_link() -> None:
 def test_a_bridge_joins_two_gpus_and_a_box_may_lack_it() -> None:
     """Between four of them some hop goes over PCIe; without a node's file so does every hop."""
     pairs = load_node("a100-pairwise")
-    assert [pairs.link_among(ranks) for ranks in (2, 4)] == ["pairwise", "pcie"]
+    assert [pairs.link_among(ranks) for ranks in (2, 4)] == ["pairwise", "bridged"]
     assert [load_node(name).link_among(2) for name in ("l40s-pcie", "dgx-h100")] == [
         "pcie",
         "nvlink",

@@ -46,7 +46,7 @@ def bytes_moved(p: Any) -> Any:
 
 def across_nodes(p: Any) -> Any:
     """Whether some ranks reach each other only over the network."""
-    stated = np.isin(p.link, ["nvlink", "pairwise", "pcie"])
+    stated = np.isin(p.link, ["nvlink", "pairwise", "bridged", "pcie"])
     return np.greater(p.world_size, p.ranks_per_node) & ~stated
 
 
@@ -59,7 +59,7 @@ def link(p: Any, gpu: Gpu) -> Any:
 def over_pcie(p: Any, gpu: Gpu) -> Any:
     """Whether ranks of a node reach each other over PCIe, of one or of several nodes."""
     kind = link(p, gpu)
-    return np.equal(np.where(np.equal(kind, "network"), gpu.usual_link, kind), "pcie")
+    return np.isin(np.where(np.equal(kind, "network"), gpu.usual_link, kind), ["pcie", "bridged"])
 
 
 def link_rate(p: Any, gpu: Gpu) -> Any:

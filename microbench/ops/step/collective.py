@@ -43,10 +43,11 @@ ENDS_US = tuple(assumed(__file__, "smooth_us"))
 class Collective:
     """One collective over ``world_size`` ranks, ``ranks_per_node`` of them on each node.
 
-    ``link`` is the slowest link it crosses: nvlink, pairwise (a bridge), pcie or network; empty
-    where ranks and nodes say it. ``ranks_per_node`` counts those that reach each other without
-    the network: of a host, or of a link domain over several. ``network_bytes_per_s``: a GPU's share
-    of the NICs, 0: unknown; ``link_bytes_per_s`` of the links inside a node, 0: the GPU's own.
+    ``link`` is the slowest link it crosses: nvlink, pairwise (a bridge), bridged (PCIe between
+    pairs that a bridge joins: no GPU both sends and receives over it), pcie or network; empty where
+    ranks and nodes say it. ``ranks_per_node`` counts those that reach each other without the
+    network: of a host, or of a link domain over several. ``network_bytes_per_s``: a GPU's share of
+    the NICs, 0: unknown; ``link_bytes_per_s`` of the links inside a node, 0: the GPU's own.
     """
 
     op: str

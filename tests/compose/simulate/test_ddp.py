@@ -243,7 +243,7 @@ def test_links_are_those_of_the_node_or_else_what_is_usual() -> None:
     asked = [(2, node), (4, node), (2, None)]
     found = [cluster(ParallelPlan(dp=n), gpu, kind) for n, kind in asked]
     links = [where.link(n) for where, (n, _) in zip(found, asked, strict=True)]
-    assert links == ["pairwise", "pcie", "pcie"]
+    assert links == ["pairwise", "bridged", "pcie"]
     rates = [where.link_bytes_per_s(n) for where, (n, _) in zip(found, asked, strict=True)]
     assert rates == [300e9, 31.5e9, 31.5e9]
 

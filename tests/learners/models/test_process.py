@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from learners.family_model import prepare
-from learners.features.table import Encoder, origins
+from learners.family_model import learn_quickly, prepare
+from learners.features.table import Encoder, feature_table, origins
 from learners.models.ensemble import cross_fit, refit
 from learners.models.gaussian_process import GaussianProcess, fit_process, merge_points
 from learners.models.interpolate import interpolated
@@ -194,6 +194,25 @@ def test_networks_and_vidurs_kernels_tell_nothing_of_others() -> None:
     which = np.repeat(np.arange(3), len(rows))
     apart = which[:, None] != which
     assert stated.kernel(z, z)[apart].max() < 1e-6 < stated.kernel(z, z)[~apart].max()
+
+
+def test_a_link_of_another_kind_is_forecast_nearer_to_the_formula() -> None:
+    """Rings over PCIe that take twice the formula say less of rings of bridged pairs."""
+    family, sizes = families()["collective"], 2 ** np.arange(12, 29)
+    gpus = {name: load_gpu(name) for name in ("a100-pcie-80gb", "h100-nvl")}
+    one = pd.DataFrame({"message_bytes": sizes, "dtype": "fp16", "stack": "nccl", "link": "pcie"})
+    one = one.assign(op="all_reduce", world_size=4, ranks_per_node=4)
+    rows = pd.concat([one.assign(gpu=name) for name in gpus], ignore_index=True)
+    formula = feature_table(rows, family, gpus)[1]
+    prepared = prepare(rows.assign(time_us=2 * formula), family, gpus)
+    model = learn_quickly(prepared, np.arange(len(rows)), default_options(prepared.table))
+
+    def ratio(link: str) -> float:
+        found = model.predict(rows.assign(link=link), family, gpus)
+        return float(np.median(found.time_us / formula))
+
+    assert ratio("pcie") == pytest.approx(2.0, rel=0.1)
+    assert 1.0 < ratio("bridged") < 0.9 * ratio("pcie")
 
 
 def test_far_from_all_rows_the_roofline_is_the_forecast() -> None:

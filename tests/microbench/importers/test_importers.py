@@ -145,18 +145,18 @@ def test_tables_of_aiconfigurator(tmp_path: Path) -> None:
 
 
 def test_networks_of_vidur(tmp_path: Path) -> None:
-    """Two workers with one device per node cross the network; ranks above 0 repeat rank 0."""
+    """Ranks above 0 repeat rank 0; of nodes with one device each the network is not stated."""
     head = "time_stats.all_reduce.median,rank,num_workers,size,collective,devices_per_node"
     lines = ["0.043,0,2,2048,all_reduce,1", "0.044,1,2,2048,all_reduce,1"]
     lines += ["0.02,0,4,4096,all_reduce,4"]
     place = tmp_path / "data/profiling/network/a40_pairwise_nvlink/all_reduce.csv"
     put(place, "\n".join([head, *lines, ""]))
     found = read_source("vidur", tmp_path, Hints())
-    across, within = found.rows["collective"].to_dict("records")
-    holds(across, gpu="a40", link="network", world_size=2, ranks_per_node=1, message_bytes=2048)
-    holds(across, time_us=43.0, dtype="fp16")
-    holds(within, link="pcie", world_size=4, ranks_per_node=4)  # a bridge joins two
-    assert found.dropped == {"row of a rank other than 0": 1}
+    (within,) = found.rows["collective"].to_dict("records")
+    holds(within, gpu="a40", world_size=4, ranks_per_node=4, message_bytes=4096)
+    holds(within, time_us=20.0, dtype="fp16", link="bridged")  # a bridge joins two
+    reasons = {"row of a rank other than 0": 1, "nodes joined by an unknown network": 1}
+    assert found.dropped == reasons
 
 
 def test_blocks_of_vidur(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -59,6 +60,16 @@ def test_what_does_not_say_its_link_takes_the_usual_one() -> None:
     asked = [Collective(op="all_gather", message_bytes=MIB, link=x) for x in ("", "pairwise")]
     assert [float(link_rate(p, gpu)) for p in asked] == [pcie, gpu.link_bytes_per_s]
     assert [str(features(p, gpu)["link"]) for p in asked] == ["pcie", "pairwise"]
+
+
+def test_a_ring_of_bridged_pairs_goes_at_the_rate_of_pcie() -> None:
+    """By formula as over PCIe, but what is learned of one kind of ring is not said of the other."""
+    gpu, four = load_gpu("a100-pcie-80gb"), {"world_size": 4, "ranks_per_node": 4}
+    pcie = replace(Collective(op="all_reduce", message_bytes=MIB, link="pcie"), **four)
+    kinds = [pcie, replace(pcie, link="bridged")]
+    assert float(floor_us(kinds[0], gpu)) == float(floor_us(kinds[1], gpu))
+    assert float(link_rate(kinds[1], gpu)) == 31.5e9
+    assert [str(features(p, gpu)["link"]) for p in kinds] == ["pcie", "bridged"]
 
 
 def test_gather_and_scatter_are_one_pattern() -> None:
