@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -221,11 +222,16 @@ def _at_reference_us(
 
 
 def results_table(results: Sequence[CaseResult]) -> Table:
-    """A table of predicted and measured times with signed error and retest error."""
-    table = Table(title="predicted against measured training iterations")
-    for head in ("case", "plan", "predicted ms", "measured ms", "error %", "retest %"):
-        table.add_column(head, justify="left" if head in ("case", "plan") else "right")
-    table.add_column("no model %", justify="right")
+    """A table of predicted and measured times with signed error and retest error.
+
+    On a narrow terminal plans go on in the next line.
+    """
+    title = "predicted against measured training iterations, ms"
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for head in ("case", "plan"):
+        table.add_column(head, overflow="fold")
+    for head in ("predicted", "measured", "error\n%", "retest\n%", "no model\n%"):
+        table.add_column(head, justify="right", no_wrap=True)
     for r in results:
         table.add_row(
             r.case,

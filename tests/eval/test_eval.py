@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from io import StringIO
 
 import pytest
+from rich.console import Console
 
+from eval.compare import results_table
 from eval.results import CaseResult, in_words, summary
 
 
@@ -61,3 +64,17 @@ def test_summary_by_hand() -> None:
     assert found["bias_pct"] == pytest.approx(-20 / 3)
     with pytest.raises(ValueError, match="no results"):
         summary([])
+
+
+def test_a_long_plan_is_whole_on_80_columns() -> None:
+    """It goes on in the next line of its column; no number is cut."""
+    plan = "dp=2,pp=2,micro=8,schedule=interleaved:2,recompute=full"
+    text = StringIO()
+    table = results_table([replace(RESULTS[0], case="resnet-m", plan=plan)])
+    Console(width=80, file=text).print(table)
+    lines = text.getvalue().splitlines()
+    (first,) = (line for line in lines if line.startswith("resnet-m"))
+    start = first.index(plan[:8])
+    rows = lines[lines.index(first) :][:4]
+    assert plan in "".join(line[start : start + 30].split(" ")[0] for line in rows)
+    assert first.split()[-5:] == ["1.10", "1.00", "+10.0", "2.0", "0.0"]
