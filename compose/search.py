@@ -4,7 +4,9 @@ Plans never tried:
 
 - tensor parallelism beyond one link domain (a host, or a rack of GPUs joined by NVLink);
 - plans whose parameters, gradients and optimizer state alone exceed the memory, spread evenly;
-- micro-batches of more than ``LARGEST_MICRO_BATCH`` samples;
+- micro-batches of more than ``LARGEST_MICRO_BATCH`` samples; but a model whose embedding tables are
+  larger than all else takes the whole batch of a replica at once;
+- embedding tables spread over ranks (``shard``) in other models;
 - context parallelism of sequences shorter than ``LONG_SEQUENCE``;
 - recomputation where the plan fits without, ZeRO stage 2, more than two stages per rank;
 - HSDP (sharding within a node) of experts that are spread.
@@ -18,8 +20,9 @@ from dataclasses import dataclass, field, replace
 from compose.forecast import Forecast, rank_of, report
 from compose.graph.layers import split_layers
 from compose.graph.product_roles import alias_weight_casts
+from compose.parallel.captured_tables import captured_tables
 from compose.parallel.ep import expert_weights
-from compose.parallel.plan import ParallelPlan, micro_batch
+from compose.parallel.plan import GREEDY, ParallelPlan, micro_batch
 from compose.pricing.collectives import cluster, gpus_per_domain
 from compose.pricing.layer_prices import price_model
 from compose.pricing.optimizer import STATE_COPIES
@@ -168,7 +171,7 @@ def _bounded(search: Search, plan: ParallelPlan, objective: str) -> Iterator[Bou
         return
     scored = search.scored(rank, least_us(rank))
     yield Bounded(lower_bound=scored.score(objective), rank=rank)
-    if not scored.fits and not plan.recompute:
+    if not scored.fits and not plan.recompute and not plan.shard:
         yield from _bounded(search, replace(plan, recompute="full"), objective)
 
 
@@ -204,6 +207,7 @@ def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:
     parameter_bytes = sum(x.parameter_bytes * x.count for x in folded)
     layers = sum(x.count for x in folded)
     long = search.seq >= LONG_SEQUENCE
+    tables = _mostly_tables(first)
     experts = {p.shape[0] for p in expert_weights(alias_weight_casts(first)).values()}
     for tp in _divisors(world):
         if tp > domain:
@@ -218,7 +222,16 @@ def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:
                 for ep in _divisors(dp) if experts else [1]:
                     if not any(n % ep for n in experts):
                         degrees = ParallelPlan(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, amp=search.amp)
-                        yield from _variants(search, degrees, parameter_bytes)
+                        yield from _variants(search, degrees, parameter_bytes, tables)
+    if tables and world > 1 and search.batch % world == 0:
+        node = search.node.name if search.node else ""
+        yield ParallelPlan(dp=world, shard=GREEDY, amp=search.amp, node=node)
+
+
+def _mostly_tables(capture: StepCapture) -> bool:
+    """Whether embedding tables have more bytes than all other parameters."""
+    tables = sum(t.parameter.nbytes for t in captured_tables(capture))
+    return 2 * tables > sum(p.nbytes for p in capture.parameters)
 
 
 def _divisors(n: int) -> list[int]:
@@ -226,11 +239,15 @@ def _divisors(n: int) -> list[int]:
 
 
 def _variants(
-    search: Search, degrees: ParallelPlan, parameter_bytes: int
+    search: Search, degrees: ParallelPlan, parameter_bytes: int, tables: bool
 ) -> Iterator[ParallelPlan]:
-    """Yields plans of these degrees with every ZeRO stage, sp, schedule and micro-batch."""
+    """Yields plans of these degrees with every ZeRO stage, sp, schedule and micro-batch.
+
+    ``tables``: the model is mostly embedding tables.
+    """
     replica, pp = search.batch // degrees.dp, degrees.pp
-    sizes = [b for b in _divisors(replica) if b <= LARGEST_MICRO_BATCH]
+    small = [b for b in _divisors(replica) if b <= LARGEST_MICRO_BATCH]
+    sizes = [replica] if tables else small
     for zero, hsdp in _sharding(search, degrees):
         sharded = replace(degrees, zero=zero, hsdp=hsdp)
         if _least_bytes(search, sharded, parameter_bytes) > search.book.gpu.hbm_bytes:

@@ -127,3 +127,43 @@ def test_replicas_may_shard_within_a_node(search: Search) -> None:
 def test_a_wrong_objective_is_one_line(search: Search) -> None:
     with pytest.raises(ValueError, match="objective 'speed': allowed are time, cost, memory"):
         best_plans(search, 4, "speed")
+
+
+def ranking_at(batch: int, seq: int) -> StepCapture:
+    """One step of a small DLRM: most of its parameters are in tables."""
+    return capture_case(case("dlrm-s"), batch=batch, optimizer="sgd")
+
+
+def ranking_search(gpu: Gpu) -> Search:
+    return replace(search_of(gpu, ranking_at), optimizer="sgd", batch=512)
+
+
+def test_tables_are_spread_where_their_copies_do_not_fit() -> None:
+    """A GPU holds half of the copies' bytes: of plans on four GPUs that spread them one fits."""
+    search = ranking_search(GPU)
+    copies, spread = (
+        search.simulated(search.rank(ParallelPlan.parse(text)))
+        for text in ("dp=4", "dp=4,shard=greedy")
+    )
+    assert spread.memory_bytes < copies.memory_bytes / 2
+    tight = Gpu(**{**GPU.to_dict(), "hbm_bytes": copies.memory_bytes / 2})
+    best = best_plans(ranking_search(tight), 4, "time").best
+    assert best[0].fits and best[0].plan.shard == "greedy"
+    assert not any(s.fits for s in best if str(s.plan) == "dp=4")
+
+
+def test_spread_tables_compete_with_copies_where_both_fit() -> None:
+    """Both are simulated, and the faster one comes first; a replica's batch is never cut."""
+    search = ranking_search(GPU)
+    plans = list(candidate_plans(search, 4))
+    assert {"dp=4", "dp=4,shard=greedy"} <= {str(p) for p in plans}
+    assert {p.microbatches for p in plans} == {1}
+    times = {str(s.plan): s.iteration_us for s in best_plans(search, 4, "time", count=99).best}
+    assert list(times.values()) == sorted(times.values())
+    assert times["dp=4,shard=greedy"] != times["dp=4"]
+
+
+def test_tables_stay_where_other_parameters_are_larger(search: Search) -> None:
+    """A GPT looks tokens up too; one GPU has nobody to share with."""
+    assert not any(p.shard for p in candidate_plans(search, 4))
+    assert not any(p.shard for p in candidate_plans(ranking_search(GPU), 1))
