@@ -152,18 +152,18 @@ def _twin(target: Target) -> Target:
 
 def _doubled(twin: Target) -> Iterator[tuple[str, Target]]:
     gpu, host = twin.gpu, twin.host
-    yield "memory bandwidth", replace(twin, gpu=_times(gpu, "hbm_bytes_per_s"))
+    yield "memory bandwidth", replace(twin, gpu=_with_doubled(gpu, "hbm_bytes_per_s"))
     rates = ("peak_flops_per_s", "full_rate_flops_per_s", "achieved_flops_per_s")
     if gpu.kind == "cpu":
-        yield "compute", replace(twin, gpu=_times(gpu, *rates))
+        yield "compute", replace(twin, gpu=_with_doubled(gpu, *rates))
         return
     # As many SMs again, with their power: twice the clock would meet the same power limit.
-    more = replace(_times(gpu, *rates, "power_w"), sm_count=2 * gpu.sm_count)
+    more = replace(_with_doubled(gpu, *rates, "power_w"), sm_count=2 * gpu.sm_count)
     yield "compute", replace(twin, gpu=more)
     faster = replace(host, slowdown=host.slowdown / 2, launch_us=host.launch_us / 2)
     yield "speed of the host", replace(twin, host=faster)
     if twin.plan.world_size > 1:
-        links = _times(gpu, "link_bytes_per_s", "pcie_bytes_per_s")
+        links = _with_doubled(gpu, "link_bytes_per_s", "pcie_bytes_per_s")
         node = twin.node and _faster_node(twin.node, "link_bytes_per_s")
         yield "rate of links", replace(twin, gpu=links, node=node)
     if twin.node is not None and twin.node.network_bytes_per_s:
@@ -175,7 +175,7 @@ def _faster_node(node: Node, rate: str) -> Node:
     return replace(node, **{rate: 2 * getattr(node, rate)})
 
 
-def _times(gpu: Gpu, *names: str) -> Gpu:
+def _with_doubled(gpu: Gpu, *names: str) -> Gpu:
     """Returns the GPU with these rates doubled; a rate by dtype is doubled for each dtype."""
     values = {name: getattr(gpu, name) for name in names}
     doubled: dict[str, Any] = {

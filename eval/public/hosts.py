@@ -6,7 +6,7 @@ host files where a folder is given. Also prints the ratios of assumption host.ca
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -207,7 +207,19 @@ def call_launches(public: Path) -> dict[str, float]:
     return {name: round(float(np.median(ratios)), 1) for name, ratios in found.items()}
 
 
-def main(public: Path, out: Path | None = None) -> None:
+def main() -> None:
+    """Read the command line and fit; bad input is one line and exit code 2."""
+    about = (__doc__ or "").splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m eval.public.hosts", description=about)
+    parser.add_argument("public", type=Path, help="folder of published measurements")
+    parser.add_argument("out", type=Path, nargs="?", help="folder for host files")
+    asked = parser.parse_args()
+    if not asked.public.is_dir():
+        parser.error(f"public {str(asked.public)!r}: no such folder")
+    fit_all(asked.public, asked.out)
+
+
+def fit_all(public: Path, out: Path | None = None) -> None:
     """Fit every host, print errors before and after, and write host files to a folder."""
     console.print(f"host time of a call over a pointwise one: {call_launches(public)}")
     rows, hosts = dict[str, list[MeasuredStep]](), dict[str, HostMachine]()
@@ -233,4 +245,4 @@ def main(public: Path, out: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    main()

@@ -1,4 +1,4 @@
-"""``python -m eval.recommenders``: judges forecasts of recommendation models on this CPU.
+"""Judges forecasts of recommendation models on this CPU: `python -m eval.recommenders`.
 
 Sweeps what they run, trains, then prints errors of lookups and updates on shapes and index streams
 that training did not see, of random DLRM iterations, and how well shardings are chosen in random
@@ -102,7 +102,7 @@ def run(out: Path, budget_s: float, count: int, ranks: Sequence[int]) -> None:
 def _judge_tasks(
     console: Console, out: Path, count: int, ranks: int, bundle: Path
 ) -> list[list[Judged]]:
-    """Judge the choice of shardings over so many processes, and print it."""
+    """Judge the choice of a sharding for ``ranks`` processes in ``count`` tasks, and print it."""
     where = (ranks, threads_of(ranks), bundle, out / f"choices-{ranks}", 2)
     name = f"measure shardings, {ranks} processes"
     found = _with_bar(name, partial(judge_choices, count, *where))
@@ -190,7 +190,7 @@ def _processes(ranks: int) -> str:
 
 
 def choices_table(found: Sequence[Choice], ranks: int) -> Table:
-    """Successes by the published criterion, fastest chosen, and regrets."""
+    """How often each method's choice was within 10 % of the fastest or fastest, and its regret."""
     names = ("within 10 %", "fastest", "mean regret %", "worst regret %")
     table = Table(
         "chosen by", *names, title=f"choice among 8 proposals per task, {_processes(ranks)}"
@@ -223,7 +223,7 @@ def speed_line(bundle: Path, ranks: int) -> str:
 def plain(
     iterations: Sequence[Judged], tasks: Mapping[int, Sequence[Sequence[Judged]]]
 ) -> dict[str, list[dict[str, object]]]:
-    """Forecasts and rounds as plain values."""
+    """All forecasts and measured rounds as plain values, for JSON: iterations, then choices."""
 
     def one(j: Judged, task: int) -> dict[str, object]:
         return {

@@ -1,4 +1,4 @@
-"""Measures sharded DLRMs with gloo processes on this CPU; rounds over all of them are repeated."""
+"""Measures steps of sharded DLRMs on this CPU with gloo processes, every model in ROUNDS rounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMIT_S = 1800.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Median times of a step in us, one per round, and of its stages by rank (ranks, stages)."""
+    """Step times in us: a median per round, and mean stages with shape (ranks, stages)."""
 
     rounds_us: tuple[float, ...]
     stages_us: np.ndarray
@@ -59,11 +59,10 @@ def measure(
     usual_us: float,
     progress: Callable[[int], None] | None = None,
 ) -> list[Measured]:
-    """Measure steps of each candidate in each round, ``together`` candidates in turn.
+    """Measure steps of each candidate in each round, taking ``together`` candidates in turn.
 
-    Times are corrected for the speed of the machine: times ``usual_us`` of the anchor (a reference
-    task), over its time beside the steps. Equal candidates of those measured in turn are measured
-    once.
+    Corrected for the speed of the machine: time * usual_us / anchor_us, where the anchor is a
+    reference task timed beside the steps. Equal candidates of one turn are measured once.
     """
     folder.mkdir(parents=True, exist_ok=True)
     out, order_file, log = (folder / n for n in ("times.jsonl", "order.json", "ranks.log"))
@@ -101,8 +100,8 @@ def measure(
 def at_one_speed(lines: Sequence[dict[str, Any]], usual_us: float) -> dict[int, Measured]:
     """Return median times by model and round, corrected for the machine's speed.
 
-    time * ``usual_us`` / median of the anchors (reference tasks) timed beside it. Stages are means
-    over rounds.
+    time * usual_us / median anchor_us, with anchors (reference tasks) timed beside it. Stages are
+    means over rounds.
     """
     rounds: dict[int, list[float]] = {}
     stages: dict[int, list[np.ndarray]] = {}

@@ -1,7 +1,7 @@
-"""Measures on this CPU the points of recommenders' iterations, as their ranks run them.
+"""Measures on this CPU the ops of recommendation models, under the load their ranks make.
 
-Every core is busy: as many ranks as there are cores for the threads that each has measure the same
-point at once. Shapes that score the trained models are measured twice, before and after the rest.
+cores / threads processes measure the same point at once, so that every core is busy. The shapes on
+which models are scored are measured twice, before and after the others.
 """
 
 from __future__ import annotations

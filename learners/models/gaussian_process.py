@@ -98,10 +98,10 @@ class GaussianProcess:
 
     @cached_property
     def _known(self) -> tuple[Array, list[tuple[Array, ...]]]:
-        """Factors of the training points that every prediction needs, in float32.
+        """What every prediction needs of the training points, in float32.
 
-        The mean of the inputs that are no flags; then by term of the kernel its inverse lengths,
-        the right factors of numbers and of flags, and the weights.
+        First the mean of the inputs that are not flags (0 or 1). Then for each term of the kernel:
+        inverse lengths, ``right_factor`` of the other inputs, that of the flags, and the weights.
         """
         flags, _ = self._flags
         shift, parts = self.at[:, ~flags].mean(0), []  # near 0 float32 is fine enough

@@ -6,9 +6,9 @@ holds Parquet parts, cards, journals and logs as plain files, and no code.
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
-import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,5 +107,17 @@ def _pieces(archive: Path) -> list[Path]:
     return sorted(archive.parent.glob(f"{archive.name}.[0-9][0-9][0-9]"))
 
 
+def main() -> None:
+    """Unpack the archive that the command line names; bad input is one line and exit code 2."""
+    parser = argparse.ArgumentParser(prog="python3 -m microbench.campaign.archive")
+    parser.add_argument("archive", type=Path, help="what a campaign wrote, e.g. runs/gpu.tar.gz")
+    parser.add_argument("root", type=Path, help="dataset root to write")
+    asked = parser.parse_args()
+    try:
+        print(unpack(asked.archive, asked.root), "files unpacked")
+    except (ValueError, OSError, tarfile.TarError) as exc:
+        parser.error(str(exc))
+
+
 if __name__ == "__main__":
-    print(unpack(Path(sys.argv[1]), Path(sys.argv[2])), "files unpacked")
+    main()

@@ -15,6 +15,15 @@ from microbench.campaign import archive
 from microbench.campaign.archive import pack, unpack
 
 
+def test_a_missing_archive_is_named_with_exit_code_2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["archive", str(tmp_path / "gone.tar.gz"), str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        archive.main()
+    assert "gone.tar.gz' is missing" in capsys.readouterr().err
+
+
 def rows(root: Path, run_id: str, *keys: str) -> None:
     """A part of such rows, with its card."""
     journal = store.Journal(root, run_id)
