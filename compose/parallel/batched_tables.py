@@ -147,6 +147,7 @@ class BatchedStep(RankStep):
         self.made.calls += self.lookups
         self._exchange(self._vector_bytes, "forward", pooled)
         unread = self._buffer(1)  # by this step
+        self._exchange(self._length_bytes, "forward", (unread,))
         self._exchange(self._index_bytes, "forward", (unread,))
 
     def join(self) -> None:

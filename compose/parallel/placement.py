@@ -117,16 +117,21 @@ def _part(size: int, index: int, parts: int) -> tuple[int, int]:
 def message_bytes(shard: Shard, table: Table, samples: int) -> tuple[float, float]:
     """Bytes exchanged between one rank and a shard on another rank for the rank's samples.
 
-    Row numbers, with the lengths of bags, go to the shard; pooled vectors come back, and as much of
-    their gradients goes there.
+    Row numbers go to the shard; pooled vectors come back, and as much of their gradients goes
+    there.
     """
     looked_up = samples * table.pooling * shard.rows / table.rows
-    lengths = samples if table.pooled and table.lengths else 0
     vectors = samples if table.pooled else looked_up
     return (
-        ITEMSIZE_BYTES[table.index] * (looked_up + lengths),
+        ITEMSIZE_BYTES[table.index] * looked_up,
         vectors * shard.columns * table.sent_bytes,
     )
+
+
+def length_bytes(shard: Shard, table: Table, samples: int) -> float:
+    """Bytes of the lengths of bags that go to a shard on another rank, in their own message."""
+    sent = table.pooled and table.lengths and not shard.local
+    return float(ITEMSIZE_BYTES[table.index] * samples) if sent else 0.0
 
 
 def check_sharding(

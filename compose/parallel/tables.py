@@ -38,6 +38,7 @@ from compose.parallel.placement import (
     Shard,
     Sharding,
     Table,
+    length_bytes,
     message_bytes,
     shards,
 )
@@ -53,9 +54,9 @@ PER_TENSOR = ("zero_grad", "accumulate_grad")  # host events that come once per 
 
 
 def shard_stream(table: Table, rows: int, samples: int) -> dict[str, Any]:
-    """What is known of the row numbers of a shard of so many rows (see ``EmbeddingBag``).
+    """Statistics of the row numbers looked up in a shard: parameters of ``EmbeddingBag`` by name.
 
-    A part of the rows gets that part of the lookups and of the distinct rows.
+    A shard with a part of the table's rows gets that part of its distinct rows.
     """
     facts = table.stream.facts(table.rows, samples) if table.pooled else {}
     if rows < table.rows and "unique" in facts:
@@ -109,6 +110,8 @@ class Traffic:
 
     index_sent: np.ndarray
     index_received: np.ndarray
+    lengths_sent: np.ndarray  # of bags, ahead of the row numbers
+    lengths_received: np.ndarray
     vectors_sent: np.ndarray
     vectors_received: np.ndarray
 
@@ -116,16 +119,22 @@ class Traffic:
 def traffic(held: Sequence[tuple[Shard, Lookup]], ranks: int) -> Traffic:
     """What lookups of shards send and receive; shards that are local send nothing."""
     index_sent, index_received, sent, received = np.zeros((4, ranks))
+    lengths_sent, lengths_received = np.zeros((2, ranks))
     for shard, lookup in held:
         if not shard.local:
             index_bytes, vector_bytes = message_bytes(shard, lookup.table, lookup.samples)
             index_sent += index_bytes
             index_received[shard.rank] += ranks * index_bytes
+            lengths = length_bytes(shard, lookup.table, lookup.samples)
+            lengths_sent += lengths
+            lengths_received[shard.rank] += ranks * lengths
             sent[shard.rank] += ranks * vector_bytes
             received += vector_bytes
     return Traffic(
         index_sent=index_sent,
         index_received=index_received,
+        lengths_sent=lengths_sent,
+        lengths_received=lengths_received,
         vectors_sent=sent,
         vectors_received=received,
     )
@@ -176,7 +185,8 @@ class RankStep:
             if in_parts:
                 row_bytes = INDEX_BYTES * lookup.samples * lookup.table.pooling
                 self._copy(PASSES_IN_PARTS * row_bytes, "forward")
-        self._copy(self._index_bytes, "forward")
+        self._copy(self._length_bytes + self._index_bytes, "forward")
+        self._exchange(self._length_bytes, "forward", ())
         self._exchange(self._index_bytes, "forward", ())
         for forward, _ in self.own:
             self._small("held")
@@ -201,6 +211,10 @@ class RankStep:
         for _, back in self.own:
             self._small("updated")
             self.made.calls += back
+
+    @property
+    def _length_bytes(self) -> float:
+        return float(np.maximum(self.sent.lengths_sent, self.sent.lengths_received).max())
 
     @property
     def _index_bytes(self) -> float:
@@ -303,7 +317,12 @@ def _finished(step: RankStep, spread: Sequence[CapturedTable]) -> StepCapture:
     lookups = sum(len(t.lookups) for t in spread)
     gone |= {"module_call": lookups, "autograd_node": max(0, lookups - len(step.own))}
     host = {name: max(0, n - gone.get(name, 0)) for name, n in made.host.items()}
-    return replace(made, host={**host, REPEATED: step.repeated_ops})
+    host[REPEATED] = step.repeated_ops
+    if step.small_ops and any(back for _, back in step.own):  # their own backward and optimizer
+        host["backward"] = host.get("backward", 0) + 1
+        if step.capture.optimizer == "sgd":
+            host["sgd_step"] = host.get("sgd_step", 0) + len(step.own)
+    return replace(made, host=host)
 
 
 def _first_and_joined(

@@ -78,6 +78,13 @@ class Costs:
         self.ranks_at_once = cores / threads if cores else float(world_size)
         on_gpu = target.gpu.kind != "cpu"
         self.launch_us = host_cost({"launch": 1}, self.book).duration_us if on_gpu else 0.0
+        self.repeated_us, self.update_host_us = 0.0, 0.0
+        if not on_gpu:  # the tables' own backward pass; sparse Adam and Adagrad hold their Python
+            self.repeated_us = host_cost({REPEATED: 1}, self.book).duration_us
+            steps = (
+                {"sgd_step": len(model.tables) // world_size} if model.optimizer == "sgd" else {}
+            )
+            self.update_host_us = host_cost({"backward": 1, **steps}, self.book).duration_us
         self.dense = _dense_cost(model, self.target)
         # A CPU runs a rank's tables one after the other, which points of several tables measure.
         self.tables = max(1, round(len(model.tables) / world_size)) if cores else 1
@@ -173,7 +180,7 @@ class Costs:
         """Host time of a CPU's small ops (``SMALL_OPS`` of them per table), 0 on a GPU."""
         if self.book.gpu.kind != "cpu":
             return 0.0
-        return SMALL_OPS[kind] * host_cost({REPEATED: 1}, self.book).duration_us
+        return SMALL_OPS[kind] * self.repeated_us
 
     def message_us(self, kind: str, nbytes: float) -> float:
         """Time of a collective of all ranks on a buffer of so many bytes on each."""

@@ -27,6 +27,7 @@ from compose.parallel.placement import (
     INDEX_BYTES,
     Sharding,
     check_sharding,
+    length_bytes,
     memory_bytes,
     message_bytes,
     shards,
@@ -50,7 +51,7 @@ STEPS = (
     "optimizer",
     "wait for the host",
 )
-EXCHANGE_LAUNCHES = 7  # four copies into and out of messages, three messages
+EXCHANGE_LAUNCHES = 8  # four copies into and out of messages, four messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +77,8 @@ class Traffic:
 
     index_sent: np.ndarray
     index_received: np.ndarray
+    lengths_sent: np.ndarray  # of bags, ahead of the row numbers
+    lengths_received: np.ndarray
     vectors_sent: np.ndarray  # pooled vectors forward; gradients of them come back
     vectors_received: np.ndarray
     forward_us: np.ndarray
@@ -88,7 +91,7 @@ class Traffic:
     @classmethod
     def none(cls, ranks: int) -> Traffic:
         """No traffic on so many ranks."""
-        return cls(*np.zeros((7, ranks)))
+        return cls(*np.zeros((9, ranks)))
 
 
 def traffic(sharding: Sharding, costs: Costs) -> Traffic:
@@ -118,8 +121,12 @@ def traffic(sharding: Sharding, costs: Costs) -> Traffic:
         index_bytes, vector_bytes = message_bytes(s, table, model.batch)
         found.index_sent += index_bytes
         found.index_received[s.rank] += n * index_bytes
+        lengths = length_bytes(s, table, model.batch)
+        found.lengths_sent += lengths
+        found.lengths_received[s.rank] += n * lengths
         found.vectors_sent[s.rank] += n * vector_bytes
         found.vectors_received += vector_bytes
+    found.backward_us[found.vectors_sent > 0] += costs.update_host_us
     return found
 
 
@@ -177,12 +184,16 @@ def forecast_sharding(sharding: Sharding, costs: Costs) -> ShardingForecast:
 def _messages_us(t: Traffic, costs: Costs) -> tuple[float, float, float]:
     """Time in us of sending row numbers, of sending pooled vectors, and of the all_reduce.
 
-    An all_to_all takes as long as the most that any rank sends or receives.
+    An all_to_all takes as long as the most that any rank sends or receives. Lengths of bags go
+    ahead of row numbers: they say how many there are.
     """
+    lengths = np.maximum(t.lengths_sent, t.lengths_received).max()
     index_bytes = np.maximum(t.index_sent, t.index_received).max()
     vector_bytes = np.maximum(t.vectors_sent, t.vectors_received).max()
     return (
-        costs.copy_us(index_bytes) + costs.message_us("all_to_all", index_bytes),
+        costs.copy_us(lengths + index_bytes)
+        + costs.message_us("all_to_all", lengths)
+        + costs.message_us("all_to_all", index_bytes),
         costs.message_us("all_to_all", vector_bytes),
         costs.dense.reduce_us + costs.message_us("all_reduce", t.replicated_bytes),
     )

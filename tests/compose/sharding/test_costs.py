@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from compose.parallel.placement import Placement, Table
+from compose.pricing.host import host_cost
 from compose.sharding.costs import Costs, _touched_bytes
-from compose.sharding.forecast import forecast_sharding, sharing_cores
+from compose.sharding.forecast import forecast_sharding, sharing_cores, traffic
 from compose.sharding.tables import RankingModel
 from compose.target import find_target
 from learners.bundle import SHIPPED_CPU
@@ -47,6 +48,21 @@ def test_a_cpu_runs_a_rank_s_tables_one_after_the_other() -> None:
     assert local[0].params.tables == 1
     on_gpu = Costs(four, find_target("a100-sxm-80gb", "dp=2"), 2)
     assert on_gpu._ops(0, 1000, 16, False)[0].params.tables == 1
+
+
+def test_the_tables_own_backward_and_optimizer_cost_host_time_once() -> None:
+    """A backward pass and a step of SGD on the rank that holds the table; none on a GPU."""
+    found = costs(MODEL)
+    assert found.update_host_us == pytest.approx(
+        host_cost({"backward": 1, "sgd_step": 0}, found.book).duration_us
+    )
+    place = (Placement("table_wise", (1,)),)
+    with_host = traffic(place, found).backward_us
+    found.update_host_us = 0.0
+    assert (with_host - traffic(place, found).backward_us).tolist() == pytest.approx(
+        [0.0, host_cost({"backward": 1}, found.book).duration_us]
+    )
+    assert Costs(MODEL, find_target("a100-sxm-80gb", "dp=2"), 2).update_host_us == 0.0
 
 
 def test_bytes_between_two_uses_by_hand() -> None:

@@ -111,13 +111,15 @@ def test_memory_counts_weights_and_optimizer_state() -> None:
 def test_traffic_by_hand(costs: Costs) -> None:
     """One table of 16 columns, 8 lookups a sample, batch 64, on rank 1 of 4.
 
-    Each rank sends (64 * 8 row numbers + 64 lengths) of 8 bytes, rank 1 gets four times that. It
-    sends 64 vectors of 16 floats to each of 4 ranks.
+    Each rank sends 64 lengths of bags and 64 * 8 row numbers of 8 bytes, rank 1 gets four times
+    that. It sends 64 vectors of 16 floats to each of 4 ranks.
     """
     one = replace(costs.model, tables=(replace(costs.model.tables[0], pooling=8.0),))
     found = traffic((Placement("table_wise", (1,)),), Costs(one, costs.target, 4))
-    assert found.index_sent.tolist() == [8 * (512 + 64)] * 4
-    assert found.index_received.tolist() == [0, 4 * 8 * (512 + 64), 0, 0]
+    assert found.lengths_sent.tolist() == [8 * 64] * 4
+    assert found.lengths_received.tolist() == [0, 4 * 8 * 64, 0, 0]
+    assert found.index_sent.tolist() == [8 * 512] * 4
+    assert found.index_received.tolist() == [0, 4 * 8 * 512, 0, 0]
     assert found.vectors_sent.tolist() == [0, 4 * 64 * 16 * 4, 0, 0]
     assert found.vectors_received.tolist() == [64 * 16 * 4] * 4
     assert found.forward_us[[0, 2, 3]].tolist() == [0, 0, 0] and found.forward_us[1] > 0
