@@ -123,8 +123,8 @@ def test_fused_lookups_are_not_bound_by_torch_s_threads() -> None:
     found = {}
     for stack in ("torch", "inductor"):
         row = {"family": "embedding", "gpu": "a100-sxm-80gb", "stack": stack, "op": "forward"}
-        row |= {"rows": 2**17, "dim": 4096, "lookups": 2**14, "dtype": "fp32"}
-        rows = pd.DataFrame([row])
+        sizes = {"rows": 2**17, "dim": 4096, "lookups": 2**14, "dtype": "fp32"}
+        rows = pd.DataFrame([{**row, **sizes}])
         gpus = {"a100-sxm-80gb": load_gpu("a100-sxm-80gb")}
         query = QueryRows.of(rows, {"gpu": rows["gpu"].to_numpy()}, gpus, embedding.FAMILY, {})
         found[stack] = float(least_us(query)[0])

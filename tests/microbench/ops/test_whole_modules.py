@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -122,15 +123,10 @@ def test_an_eager_chain_moves_the_bytes_of_each_of_its_ops() -> None:
 
 def test_a_short_chain_takes_the_time_of_its_kernels() -> None:
     """Silu and product of one number: two kernels eager, one fused; 3 products of an MLP."""
-    shape = {"rows": 1, "cols": 1}
-    found = [
-        float(module.floor_us(Module(op=op, direction="forward", **shape, **more), TOY))
-        for op, more in (
-            ("swiglu", {}),
-            ("swiglu", {"eager": False}),
-            ("swiglu_mlp", {"inner": 1, "eager": False}),
-        )
-    ]
+    gate = Module(op="swiglu", direction="forward", rows=1, cols=1)
+    mlp = replace(gate, op="swiglu_mlp", inner=1, eager=False)
+    points = (gate, replace(gate, eager=False), mlp)
+    found = [float(module.floor_us(p, TOY)) for p in points]
     assert found == pytest.approx([2 * KERNEL_US, KERNEL_US, 4 * KERNEL_US], rel=1e-3)
 
 
