@@ -241,14 +241,21 @@ def golden_lines() -> list[ModelLine]:
 
 
 def mlperf_lines() -> list[ModelLine]:
-    """Lines about MLPerf Training: all steps whose plan can be expressed, and by benchmark."""
+    """Lines about MLPerf Training: dense models, by benchmark too, and recommenders."""
 
     def cases(*names: str) -> Callable[[Rows], np.ndarray]:
         return lambda rows: np.asarray(rows["case"].isin(names))
 
     choices = {"": cases("bert", "resnet"), ", BERT-large": cases("bert")}
     choices[", ResNet-50"] = cases("resnet")
-    return [
+    recommenders = ModelLine(
+        name="DLRM, MLPerf",
+        known_best="none published",
+        choose=cases("dlrm-mlperf", "dlrm-dcnv2"),
+        folder="mlperf-training",
+        targets={"mape_pct": None, "median_ape_pct": None, "bias_pct": None},
+    )
+    lines = [
         ModelLine(
             name=f"MLPerf Training{which}",
             known_best="none published",
@@ -258,6 +265,7 @@ def mlperf_lines() -> list[ModelLine]:
         )
         for which, choose in choices.items()
     ]
+    return [*lines, recommenders]
 
 
 def lora_line() -> ModelLine:

@@ -58,10 +58,26 @@ def test_an_epoch_of_resnet_is_as_many_steps_as_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("benchmark", "case"), [("dlrm", "dlrm-mlperf"), ("dlrm_dcnv2", "dlrm-dcnv2")]
+)
+def test_recommenders_spread_their_tables_over_all_gpus(
+    tmp_path: Path, benchmark: str, case: str
+) -> None:
+    """55,296 samples over 8 GPUs are 6,912 each; the sharding, which is not stated, is a doubt."""
+    one = CELL | {"benchmark": benchmark, "nodes": "1", "global_batch": "55296", "system": "x"}
+    found = imported(tmp_path, one | {"step_ms_from_throughput": "4.085"})
+    (row,) = found.rows["iteration"].to_dict("records")
+    expected = {"case": case, "plan": "dp=8,shard=greedy", "batch": 6912, "stack": "hugectr"}
+    expected |= {"time_us": 4085.0, "dtype": "fp16", "optimizer": "sgd", "engine": "compile+graph"}
+    assert {name: row[name] for name in expected} == expected
+    assert "hf_config" not in row and "sharding of tables" in row["doubts"]
+    assert ParallelPlan.parse(row["plan"]).shard == "greedy"
+
+
+@pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"benchmark": "ssd"}, "ssd: no configuration for the model: RetinaNet"),
-        ({"benchmark": "dlrm"}, "dlrm: embedding tables are spread over GPUs"),
         ({"benchmark": "llama2_70b_lora"}, "llama2_70b_lora: only a part of the weights"),
         ({"benchmark": "chess"}, "unknown benchmark: 'chess'"),
         ({"accelerator": "Gaudi2"}, "unknown gpu: 'Gaudi2'"),
@@ -87,3 +103,9 @@ def test_a_power_limit_of_its_own_is_a_doubt(tmp_path: Path) -> None:
     (row,) = found.rows["iteration"].to_dict("records")
     assert row["gpu"] == "a100-sxm-80gb"
     assert row["doubts"].startswith("custom cooling and power limit")
+
+
+def test_eos_is_made_of_dgx_h100(tmp_path: Path) -> None:
+    found = imported(tmp_path, CELL | {"system": "eos_n2_ngc23.09"})
+    (row,) = found.rows["iteration"].to_dict("records")
+    assert (row["plan"], row["doubts"]) == ("dp=16,node=dgx-h100", "")
