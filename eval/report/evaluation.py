@@ -77,11 +77,10 @@ def _case(facts: Mapping[str, Any]) -> CaseResult:
 
 
 def machine_of(rows: pd.DataFrame) -> dict[str, str]:
-    """Where iterations were measured and compared, in words."""
+    """Where iterations were measured, and when and where they were compared, in words."""
+    today, python = datetime.date.today().isoformat(), platform.python_version()
     return {
         "measured on": ", ".join(sorted(set(rows["gpu"]))),
         "stack": ", ".join(sorted(set(rows["stack"]))),
-        "cores": str(os.cpu_count()),
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
+        "compared": f"{today} by python {python} on {os.cpu_count()} cores",
     }

@@ -15,7 +15,7 @@ from typing import Any
 TAG = "mlflow.sharedViewState."
 FIRST = "itercast"  # name of the view that an experiment opens with
 WIDTHS = {  # of columns, in pixels; DEFAULT_WIDTH of the others
-    "tags.family": 110,
+    "tags.family": 130,
     "tags.learner": 120,
     "tags.runner_up": 160,
     "tags.training": 220,

@@ -12,6 +12,7 @@ from report_facts import FIT, OPS, case, op
 from compose.forecast import Forecast
 from eval.iteration_parts import PARTS, parts_us
 from eval.report.error_parts import error_parts, factors
+from eval.report.evaluation import machine_of
 from eval.report.intervals import LEVELS, at_stated, coverage_pct
 from eval.report.op_errors import by_condition, by_family, kinds, reason, sizes, worst
 from eval.report.sections import case_reason
@@ -156,3 +157,10 @@ def test_a_waterfall_ends_at_the_measured_time() -> None:
     whole = sum(one.forecast.values()) + sum(one.correction.values()) + one.unexplained
     assert whole == pytest.approx(100)
     assert one.forecast["kernels"] == pytest.approx(50 * (60 / 130 + 90 / 90))
+
+
+def test_the_day_of_a_comparison_is_not_taken_for_that_of_the_measurements() -> None:
+    """Rows name their device and software; day, Python and cores are those of the comparison."""
+    found = machine_of(pd.DataFrame({"gpu": ["b", "a", "a"], "stack": "torch-2.13.0"}))
+    assert list(found) == ["measured on", "stack", "compared"]
+    assert (found["measured on"], found["stack"]) == ("a, b", "torch-2.13.0")
