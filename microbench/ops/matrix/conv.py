@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,7 @@ from microbench.ops.family import (
 from microbench.ops.matrix.conv_layers import KINDS
 from microbench.ops.matrix.gemm import TENSOR_CORES, Gemm
 from microbench.ops.memory.elementwise import memory_copy
+from microbench.ops.memory.instructions import copy_with_instructions
 from microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, MAX_PIXELS_A_SIDE, MAX_SIDE, aligned
 
 MAX_FLOPS = 3e9
@@ -33,6 +34,7 @@ GROUPED = " in groups"
 HALF = ("fp16", "bf16")
 TERMS_OF_PASS = assumed(__file__, "terms_of_pass")
 CUDNN_DEPTHWISE_TAPS = assumed(__file__, "cudnn_depthwise_taps")
+DEPTHWISE: Mapping[str, int] = assumed(__file__, "depthwise_instructions")
 NHWC_GROUPS = assumed(__file__, "nhwc_groups")
 NHWC_TERMS_OF_PASS = assumed(__file__, "nhwc_terms_of_pass")
 
@@ -192,7 +194,8 @@ def from_call(call: OpCall) -> Conv | None:
     """Describe convolution(x, weight, bias, ...) or convolution_backward(grad, x, weight, ...).
 
     A 3-d call is described as a 2-d one on slices, whose channels are those of all slices under the
-    kernel. None where strides or dilations differ between the sides of an image.
+    kernel. Where strides or dilations differ between the sides of an image, those of the height
+    stand for both, on a width that gives as many outputs (``_width``).
     """
     backward = "backward" in call.op
     x, weight, bias, stride, padding, dilation, transposed, _, groups = (
@@ -200,8 +203,10 @@ def from_call(call: OpCall) -> Conv | None:
     )
     rank = len(x.shape) - 2
     stride, padding, dilation = (tuple(v) * (rank // len(v)) for v in (stride, padding, dilation))
-    if rank > 3 or len(set(stride[-2:])) > 1 or len(set(dilation[-2:])) > 1:
+    if rank > 3:
         return None
+    first = max(0, rank - 2)  # the axis of the height; in one dimension there is the width alone
+    width = _width(call, stride[first], dilation[first])
     slices, spanned = 1, 1
     if rank == 3:
         spanned, reach = weight.shape[2], dilation[0] * (weight.shape[2] - 1) + 1
@@ -215,13 +220,13 @@ def from_call(call: OpCall) -> Conv | None:
         in_channels=x.shape[1] * (1 if transposed else spanned),
         out_channels=weight.shape[1] * groups * spanned if transposed else weight.shape[0],
         h=h,
-        w=x.shape[-1],
+        w=width,
         kernel_h=kernel_h,
         kernel_w=weight.shape[-1],
-        stride=stride[-1],
+        stride=stride[first],
         padding_h=0 if rank == 1 else padding[-2],
         padding_w=padding[-1],
-        dilation=dilation[-1],
+        dilation=dilation[first],
         groups=groups,
         bias=bool(mask[2]) if backward else bias is not None,
         transposed=transposed,
@@ -229,6 +234,23 @@ def from_call(call: OpCall) -> Conv | None:
         need_weight_grad=bool(mask[1]),
         dtype=x.dtype,
     )
+
+
+def _width(call: OpCall, stride: int, dilation: int) -> int:
+    """Width of an image that has as many outputs at this stride and dilation as the call's has.
+
+    A transposed convolution multiplies every pixel of its input, whose width stays.
+    """
+    backward = "backward" in call.op
+    x, weight, _, strides, padding, dilations, transposed = (
+        call.args[1:8] if backward else call.args[:7]
+    )
+    width: int = x.shape[-1]
+    if transposed or (stride, dilation) == (strides[-1], dilations[-1]):
+        return width
+    taps = weight.shape[-1] - 1
+    outputs = (width + 2 * padding[-1] - dilations[-1] * taps - 1) // strides[-1] + 1
+    return int(max(1, (outputs - 1) * stride + dilation * taps + 1 - 2 * padding[-1]))
 
 
 def resize(p: Conv, factor: float, lean: float) -> Conv:
@@ -271,7 +293,7 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
     moved = (x + y) * int(itemsize_bytes(p.dtype))
     pixels, terms = p.batch * out_h * out_w, p.in_channels // p.groups * p.kernel_h * p.kernel_w
     if p.groups > 1:
-        return [replace(memory_copy(moved), times=_grouped_passes(p, terms, measured))]
+        return _grouped(p, terms, moved, y, measured)
     plain = p.dtype == "tf32" and not (measured.channels_last or p.transposed)
     if plain and _faster_in_fp32(p, moved, measured):
         return [Part(family="conv", params=replace(forward, dtype="fp32"), times=passes)]
@@ -297,6 +319,21 @@ def _faster_in_fp32(p: Conv, moved: int, measured: Measured) -> bool:
         for d in ("tf32", "fp32")
     )
     return measured.seen("conv", "forward", "fp32") and cuda_s < tensor_s + 2 * memory_s
+
+
+def _grouped(p: Conv, terms: int, moved: int, outputs: int, measured: Measured) -> list[Part]:
+    """A grouped convolution as passes over its tensors; ``terms`` are summed per output.
+
+    A depthwise one of fp32 tensors in NCHW runs torch's kernel forward: a thread for each output
+    computes where its inputs are (Convolution.cpp and DepthwiseConv2d.cu).
+    """
+    own = p.groups == p.in_channels and p.dtype not in HALF and p.op == "forward"
+    if not own or p.transposed or measured.channels_last:
+        return [replace(memory_copy(moved), times=_grouped_passes(p, terms, measured))]
+    rows = DEPTHWISE["row"] * p.kernel_h + DEPTHWISE["tap"] * p.kernel_h * p.kernel_w
+    unrolled = p.kernel_h == p.kernel_w == DEPTHWISE["unrolled_side"]
+    each = DEPTHWISE["unrolled"] if unrolled else DEPTHWISE["output"] + rows
+    return [copy_with_instructions(moved, 1.0 * outputs * each, measured.gpu)]
 
 
 def _grouped_passes(p: Conv, terms: int, measured: Measured) -> float:

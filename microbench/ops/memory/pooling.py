@@ -35,7 +35,7 @@ SAME_AS = {"_upsample_nearest_exact2d": "upsample_nearest2d"}
 IN_2D = {"upsample_trilinear3d": "upsample_bilinear2d"}
 IN_2D |= {o.replace("2d", "3d"): o for o in (*WINDOWED, *ADAPTIVE, "upsample_nearest2d")}
 MAX_ELEMENTS = 2**23
-INSTRUCTIONS: Mapping[str, int] = assumed(__file__, "integer_instructions")
+INSTRUCTIONS: Mapping[str, Mapping[str, int]] = assumed(__file__, "integer_instructions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +145,13 @@ def _is(p: Any, ops: tuple[str, ...]) -> Any:
 
 
 def taps(p: Any) -> Any:
-    """Input pixels behind an output pixel; a resized one costs 1, 4 or 16 multiply-adds."""
+    """Input pixels behind an output pixel; a resized one costs 1, 4 or 16 multiply-adds.
+
+    A window larger than the image is cut to it.
+    """
     adaptive = np.ceil(p.h / p.out_h) * np.ceil(p.w / p.out_w)
-    found = np.where(_is(p, ADAPTIVE), adaptive, 1.0 * p.kernel_h * p.kernel_w)
+    window = 1.0 * np.minimum(p.kernel_h, p.h) * np.minimum(p.kernel_w, p.w)
+    found = np.where(_is(p, ADAPTIVE), adaptive, window)
     found = np.where(_is(p, RESIZED[1:2]), 2 * 4.0, found)
     return np.where(_is(p, RESIZED[2:]), 2 * 16.0, found)
 
@@ -286,10 +290,11 @@ def fallback(p: Pooling, measured: Measured) -> list[Part]:
     known = measured.gpu.kind == "cpu" or measured.seen("pooling", p.op, p.dtype)
     if known or p.op not in (*WINDOWED, *ADAPTIVE) or p.channels_last:
         return []
-    tall = p.kernel_h if p.op in WINDOWED else -(-p.h // p.out_h)
-    window = INSTRUCTIONS["row"] * tall + INSTRUCTIONS["tap"] * float(taps(p))
+    each = INSTRUCTIONS["maximum" if "max" in p.op else "average"]
+    tall = min(p.kernel_h, p.h) if p.op in WINDOWED else -(-p.h // p.out_h)
+    window = each["row"] * tall + each["tap"] * float(taps(p))
     outputs = p.batch * p.channels * p.out_h * p.out_w
-    instructions = outputs * (INSTRUCTIONS["output"] + window)
+    instructions = outputs * (each["output"] + window)
     return [copy_with_instructions(float(bytes_moved(p)), instructions, measured.gpu)]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import pytest
 from unseen_ops import GPU, MODELS, learned
 
 from compose.pricing.fallbacks import fallback_parts
@@ -58,6 +60,22 @@ def test_tf32_leaves_thin_convolutions_to_cuda_cores_that_need_no_transposes() -
     ):
         product = fallback_parts(params, MODELS, channels_last, a100)[0]
         assert product.family == "gemm"
+
+
+def test_a_depthwise_convolution_in_fp32_computes_where_its_inputs_are() -> None:
+    """2*32*8*8 outputs: 135 instructions each for 3 x 3 taps, 97 + 7*31 + 49*8 for 7 x 7."""
+    facts = {"in_channels": 32, "groups": 32, "dtype": "tf32"}
+    for kernel, each in ((3, 135), (7, 706)):
+        sides = {
+            f"{n}_{a}": v for n, v in (("kernel", kernel), ("padding", kernel // 2)) for a in "hw"
+        }
+        (found,) = fallback_parts(convolution(**facts, **sides), MODELS, False, GPU)
+        moved = 2 * (2 * 64 * 32) * 4
+        integer_s = 2 * 32 * 64 * each / (64 * 8 * 1e9)
+        assert found.params == memory_copy(moved).params
+        assert found.times == pytest.approx(np.hypot(1, integer_s / (moved / 1e12)))
+        (nhwc,) = fallback_parts(convolution(**facts, **sides), MODELS, True, GPU)
+        assert nhwc.times == 1 + kernel / 3
 
 
 def test_each_half_of_a_half_precision_backward_turns_its_tensors() -> None:

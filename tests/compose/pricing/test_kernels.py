@@ -118,14 +118,22 @@ def test_an_op_takes_at_least_as_long_as_its_waits() -> None:
 
 
 def test_windows_cost_instructions_beside_their_bytes() -> None:
-    """4 x 4 windows: 130 instructions an output, 12 for each of 4 rows, 10 for each of 16."""
+    """4 x 4 windows: 130 instructions an output, of an average 22 for each of 4 rows and 2 a tap,
+    of a maximum 12 and 10. A window is no larger than its image.
+    """
     image: dict[str, Any] = {"batch": 2, "channels": 8, "h": 67, "w": 67, "out_h": 64, "out_w": 64}
     point = Pooling(op="avg_pool2d", kernel_h=4, kernel_w=4, **image)
     moved = 16 * (67 * 67 + 64 * 64) * 4
-    integer_s = 16 * 64 * 64 * (130 + 4 * 12 + 16 * 10) / (64 * 8 * 1e9)
+    integer_s = 16 * 64 * 64 * (130 + 4 * 22 + 16 * 2) / (64 * 8 * 1e9)
     (found,) = parts(point)
     assert found.params == memory_copy(moved).params
     assert found.times == pytest.approx(np.hypot(1, integer_s / (moved / 1e12)))
+    maximum = replace(point, op="max_pool2d_with_indices")
+    moved += 16 * 64 * 64 * 8  # indices
+    integer_s *= (130 + 4 * 12 + 16 * 10) / (130 + 4 * 22 + 16 * 2)
+    assert parts(maximum)[0].times == pytest.approx(np.hypot(1, integer_s / (moved / 1e12)))
+    whole = replace(point, out_h=1, out_w=1, kernel_h=67, kernel_w=67)
+    assert parts(replace(whole, kernel_h=2304, kernel_w=2304)) == parts(whole)
     assert parts(point, load_gpu("h100-sxm-80gb"))[0].times < found.times
     for other in (replace(point, op="upsample_bilinear2d"), replace(point, channels_last=True)):
         assert parts(other) == []

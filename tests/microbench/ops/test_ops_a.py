@@ -172,8 +172,23 @@ def test_one_dimensional_calls_are_rows_and_odd_ones_are_declined() -> None:
     assert (found.h, found.kernel_h, found.padding_h) == (1, 1, 0)
     assert (found.w, found.kernel_w, found.padding_w) == (100, 3, 1)
     assert conv.flops(found) == 2 * 2 * 16 * 50 * 8 * 3
-    args = (spec(1, 2, 4, 4), spec(2, 2, 1, 1), None, (1, 2), (0, 0), (1, 1), False, (0, 0), 1)
-    assert conv.from_call(OpCall(op="aten.convolution.default", args=args)) is None
+
+
+def test_unequal_strides_and_dilations_keep_their_outputs() -> None:
+    """Strides 1 and 2, dilations 2 and 1: of a row of 9, 3 taps leave (9 - 3) // 2 + 1 = 4 outputs,
+    at the height's stride 1 and dilation 2 those of a row of 4 + 4 = 8.
+    """
+    rest = (None, (1, 2), (0, 0), (2, 1), False, (0, 0), 1)
+    call = OpCall(op="aten.convolution.default", args=(spec(1, 2, 9, 9), spec(2, 2, 3, 3), *rest))
+    found = conv.from_call(call)
+    assert found is not None
+    assert (found.h, found.w, found.stride, found.dilation) == (9, 8, 1, 2)
+    assert [int(n) for n in conv.out_sizes(found)] == [5, 4]
+    back = replace(call, op="aten.convolution_backward.default")
+    back = replace(back, args=(spec(1, 2, 5, 4), *call.args[:2], (0,), *rest[1:], (True,) * 3))
+    assert conv.from_call(back) == replace(found, op="backward", bias=True)
+    turned = replace(call, args=(*call.args[:6], True, *call.args[7:]))
+    assert conv.from_call(turned) == replace(found, w=9, transposed=True)
 
 
 def test_norms_by_hand() -> None:
