@@ -62,8 +62,7 @@ def cold_fractions(capture: StepCapture, gpu: Gpu) -> list[float]:
     The reuse distance of a tensor is the bytes that all calls touched since its memory was last
     touched, in the steady state: two identical steps in a row, of which the second is reported. A
     tensor made within the step takes a freed block and frees it after its last use; a tensor that
-    exists before the step (parameters, state, inputs) keeps its own memory. Calls on several tables
-    in a row were measured with the misses that the tables cause each other: they count as warm.
+    exists before the step (parameters, state, inputs) keeps its own memory.
     """
     share = cold_share(gpu)
     made, last_use = _lifetimes(capture.calls)
@@ -81,8 +80,7 @@ def cold_fractions(capture: StepCapture, gpu: Gpu) -> list[float]:
                 cold += nbytes * share(clock - touched.get(storage, -float("inf")))
             if lap == 1:
                 total = sum(tensors.values())
-                in_a_row = call.kwargs.get("stream", {}).get("tables", 1) > 1
-                result.append(cold / total if total and not in_a_row else 0.0)
+                result.append(cold / total if total else 0.0)
             clock += sum(tensors.values())
             for storage, nbytes in tensors.items():
                 touched[storage] = clock

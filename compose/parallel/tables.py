@@ -49,6 +49,7 @@ from microbench.ops.step.host import REPEATED
 
 SMALL_OPS: Mapping[str, int] = assumed(__file__, "small_ops")
 PASSES_IN_PARTS: int = assumed(__file__, "passes_in_parts")
+PASSES: Mapping[str, int] = assumed(__file__, "passes")
 SPARSE_BACKWARD, SPARSE_UPDATE = "itercast.sparse_backward", "itercast.sparse_update"
 PER_TENSOR = ("zero_grad", "accumulate_grad")  # host events that come once per parameter
 
@@ -188,6 +189,7 @@ class RankStep:
         self._copy(self._length_bytes + self._index_bytes, "forward")
         self._exchange(self._length_bytes, "forward", ())
         self._exchange(self._index_bytes, "forward", ())
+        self._rearrange("row_numbers", self.sent.index_received[self.rank], "forward")
         for forward, _ in self.own:
             self._small("held")
             self.made.calls.append(forward)
@@ -198,9 +200,11 @@ class RankStep:
         """Add what puts the received vectors in order."""
         for _ in self.held:
             self._small("joined")
+        self._rearrange("joined", self.sent.vectors_received[self.rank], "forward")
 
     def send_gradients(self) -> None:
         """Add the exchange of pooled vectors' gradients."""
+        self._rearrange("gradients", self.sent.vectors_received[self.rank], "backward")
         first = [back[0] for _, back in self.own if back]
         gradients = [c.args[0 if c.op == SPARSE_BACKWARD else 1] for c in first]
         self._exchange(self._vector_bytes, "backward", gradients)
@@ -234,6 +238,11 @@ class RankStep:
             made = OpCall(op="aten.clone.default", args=(a,), outputs=(b,), phase=phase)
             self.made.calls.append(made)
         return b
+
+    def _rearrange(self, part: str, nbytes: float, phase: str) -> None:
+        """Add the copies that ``PASSES`` counts, on a CPU."""
+        if self.small_ops:
+            self._copy(PASSES[part] * nbytes, phase)
 
     def _small(self, kind: str) -> None:
         """Count small ops of a loop over tables as host time."""

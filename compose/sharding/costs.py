@@ -12,7 +12,7 @@ from compose.capture_model import capture
 from compose.graph.cache_reuse import cold_share
 from compose.parallel.placement import Shard, Sharding, shards
 from compose.parallel.plan import ParallelPlan
-from compose.parallel.tables import SMALL_OPS
+from compose.parallel.tables import PASSES, SMALL_OPS
 from compose.pricing.collectives import Message, cluster, price_messages
 from compose.pricing.host import host_cost
 from compose.pricing.price_book import Priceable, PriceBook, price_book
@@ -88,8 +88,9 @@ class Costs:
         self.dense = _dense_cost(model, self.target)
         # A CPU runs a rank's tables one after the other, which points of several tables measure.
         self.tables = max(1, round(len(model.tables) / world_size)) if cores else 1
-        share = cold_share(target.gpu)
-        self.cold = share(_touched_bytes(model, world_size)) if self.tables == 1 else 0.0
+        # Their rows have left its core's own caches; how long that takes, cold points measure.
+        touched = _touched_bytes(model, world_size)
+        self.cold = 1.0 if cores else cold_share(target.gpu)(touched)
         self.known: dict[Any, ShardCost] = {}
         self.loads: dict[Any, np.ndarray] = {}  # by table and placement, see ``propose``
         self.curves: dict[str, np.ndarray] = {}  # logarithms of us at GRID_BYTES
@@ -175,6 +176,11 @@ class Costs:
     def copy_us(self, nbytes: Any) -> Any:
         """Time of copying so many bytes in memory: read and written once; numpy arrays too."""
         return self._interpolated("copy", nbytes)
+
+    def rearranging_us(self, part: str, nbytes: Any) -> Any:
+        """Time of the copies that ``PASSES`` counts, of so many bytes each; none on a GPU."""
+        on_cpu = self.book.gpu.kind == "cpu"
+        return PASSES[part] * self.copy_us(nbytes) if on_cpu else 0.0 * np.asarray(nbytes)
 
     def small_ops_us(self, kind: str) -> float:
         """Host time of a CPU's small ops (``SMALL_OPS`` of them per table), 0 on a GPU."""

@@ -141,7 +141,7 @@ def forecast_sharding(sharding: Sharding, costs: Costs) -> ShardingForecast:
     inputs_us += slow * t.prepare_us
     copies_us = costs.copy_us(t.vectors_sent)
     bottom_us, bottom_backward_us = slow * dense.bottom_us, slow * dense.bottom_backward_us
-    top_us = slow * (dense.top_us + t.join_us)
+    top_us = slow * (dense.top_us + t.join_us + _rearranging_us(t, costs))
 
     looked_up = inputs_us + sharing_cores(t.forward_us + copies_us, costs.ranks_at_once)
     exchanged = exchange(looked_up, exchange_us, bottom_us, contention)
@@ -181,6 +181,13 @@ def forecast_sharding(sharding: Sharding, costs: Costs) -> ShardingForecast:
     )
 
 
+def _rearranging_us(t: Traffic, costs: Costs) -> float:
+    """Time in us of stacking pooled vectors, and of the copies of their gradients."""
+    nbytes = t.vectors_received.max()
+    parts = ("joined", "gradients")
+    return float(sum(costs.rearranging_us(part, nbytes) for part in parts))
+
+
 def _messages_us(t: Traffic, costs: Costs) -> tuple[float, float, float]:
     """Time in us of sending row numbers, of sending pooled vectors, and of the all_reduce.
 
@@ -192,6 +199,7 @@ def _messages_us(t: Traffic, costs: Costs) -> tuple[float, float, float]:
     vector_bytes = np.maximum(t.vectors_sent, t.vectors_received).max()
     return (
         costs.copy_us(lengths + index_bytes)
+        + costs.rearranging_us("row_numbers", t.index_received.max())
         + costs.message_us("all_to_all", lengths)
         + costs.message_us("all_to_all", index_bytes),
         costs.message_us("all_to_all", vector_bytes),

@@ -128,7 +128,7 @@ class ShardedStep:
         self.weights = [nn.Parameter(torch.full((s.rows, s.columns), 0.01)) for s in self.own]
         self.net = DistributedDataParallel(LocalTables(model))
         dense: Any = torch.optim.SGD if model.optimizer == "sgd" else torch.optim.AdamW
-        self.optimizer = dense(self.net.parameters(), lr=LEARNING_RATE)
+        self.optimizer = dense(self.net.parameters(), lr=LEARNING_RATE, foreach=True)
         held = self.weights or [nn.Parameter(torch.zeros(1))]  # an optimizer needs a parameter
         self.table_optimizer = TABLE_OPTIMIZERS[model.optimizer](held, lr=LEARNING_RATE)
         self.stages_us: list[float] = []

@@ -38,12 +38,12 @@ def test_a_shard_is_priced_by_the_ops_that_run(optimizer: str) -> None:
 
 
 def test_a_cpu_runs_a_rank_s_tables_one_after_the_other() -> None:
-    """Four tables on two ranks: two in a row, whose cache misses were measured with them."""
+    """Four tables on two ranks: two in a row, whose rows have left the core's caches."""
     four = replace(MODEL, tables=4 * (TABLE,))
     found = costs(four, 2)
     forward, gradient, update = found._ops(0, 1000, 16, False)
     assert [o.params.tables for o in (forward, gradient, update)] == [2, 2, 2]
-    assert [o.cold for o in (forward, gradient, update)] == [0.0, 0.0, 0.0]
+    assert [o.cold for o in (forward, gradient, update)] == [1.0, 1.0, 1.0]
     local = found._ops(0, 1000, 16, True)
     assert local[0].params.tables == 1
     on_gpu = Costs(four, find_target("a100-sxm-80gb", "dp=2"), 2)
@@ -63,6 +63,18 @@ def test_the_tables_own_backward_and_optimizer_cost_host_time_once() -> None:
         [0.0, host_cost({"backward": 1}, found.book).duration_us]
     )
     assert Costs(MODEL, find_target("a100-sxm-80gb", "dp=2"), 2).update_host_us == 0.0
+
+
+def test_a_cpu_copies_what_it_receives() -> None:
+    """Gradients twice: by rank, and into one message; vectors once. A GPU's kernels do without."""
+    found, on_gpu = costs(MODEL), Costs(MODEL, find_target("a100-sxm-80gb", "dp=2"), 2)
+    assert found.rearranging_us("gradients", 4096.0) == 2 * found.copy_us(4096.0) > 0
+    assert found.rearranging_us("joined", 4096.0) == found.copy_us(4096.0)
+    assert on_gpu.rearranging_us("gradients", 4096.0) == 0.0
+    place = (Placement("table_wise", (1,)),)
+    with_copies = forecast_sharding(place, found).iteration_us
+    found.rearranging_us = lambda part, nbytes: 0.0  # type: ignore[method-assign]
+    assert forecast_sharding(place, found).iteration_us < with_copies
 
 
 def test_bytes_between_two_uses_by_hand() -> None:
