@@ -199,7 +199,7 @@ def _bert() -> dict[str, Any]:
 
 def _recommender(benchmark: str) -> dict[str, Any]:
     """DLRM or DLRM-DCNv2 over Criteo Terabyte: a case, whose tables are row by row updated."""
-    return {"case": RECOMMENDERS[benchmark], "builder": "", "optimizer": "sgd", "attn": "sdpa"}
+    return {"case": RECOMMENDERS[benchmark], "builder": "case", "optimizer": "sgd", "attn": "sdpa"}
 
 
 MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {

@@ -83,7 +83,7 @@ def test_links_within_a_node_are_what_its_kind_has(tmp_path: Path) -> None:
         hints = Hints(gpu="a100-pcie-80gb", nodes=1, gpus_per_node=gpus, node=node)
         rows = imported(tmp_path, text, hints).rows["collective"]
         links += list(rows[["node", "link"]].drop_duplicates().itertuples(index=False, name=None))
-    assert links == [("a100-pairwise", "pairwise"), ("a100-pairwise", "pcie"), ("", "pcie")]
+    assert links == [("a100-pairwise", "pairwise"), ("a100-pairwise", "bridged"), ("", "pcie")]
 
 
 def test_a_rack_is_one_link_domain(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_rows_are_what_learners_take(imports: dict[str, Imported], family: str) 
 
 def test_collectives_name_our_nodes_and_links(imports: dict[str, Imported]) -> None:
     found = rows(imports, "collective")
-    assert set(found["link"]) == {"network", "nvlink", "pairwise", "pcie"}
+    assert set(found["link"]) == {"bridged", "network", "nvlink", "pairwise", "pcie"}
     assert set(found["node"]) - {""} <= set(node_names())
     assert (found["world_size"] >= found["ranks_per_node"]).all()
     assert set(found["op"]) <= {*OPS, "moe_dispatch", "moe_combine"}
