@@ -7,6 +7,7 @@ that was itself killed they would otherwise run on and occupy the GPU.
 from __future__ import annotations
 
 import ctypes
+import os
 import runpy
 import signal
 import sys
@@ -27,3 +28,9 @@ if __name__ == "__main__":
     end_with_parent()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    if (
+        "RANK" in os.environ
+    ):  # threads of gloo may abort a rank that is done while Python shuts down
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

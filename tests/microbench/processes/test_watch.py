@@ -109,3 +109,16 @@ def test_a_worker_on_a_gpu_logs_to_a_file_and_lets_go_of_the_profiler(
         log = tmp_path / f"logs/{device}.log"
         assert start_ranks("teller", {"device": device}, 1, log=log).wait() == 0
         assert log.read_text().strip() == said
+
+
+def test_a_rank_that_is_done_does_not_fail_while_it_shuts_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a thread of gloo aborts it; an error before that is told."""
+    (tmp_path / "aborts.py").write_text("import atexit, os; atexit.register(os.abort); print('x')")
+    (tmp_path / "fails.py").write_text("raise SystemExit(3)")
+    monkeypatch.setenv("PYTHONPATH", f"{Path.cwd()}:{tmp_path}")
+    for module, ends in (("aborts", [0]), ("fails", [1, 3])):
+        log = tmp_path / f"{module}.log"
+        assert start_ranks(module, {"device": "cpu"}, 2, log=log).wait() in ends
+    assert (tmp_path / "aborts.log").read_text().count("x") >= 2
