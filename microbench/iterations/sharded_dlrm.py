@@ -130,6 +130,7 @@ class ShardedStep:
         dense: Any = torch.optim.SGD if model.optimizer == "sgd" else torch.optim.AdamW
         self.optimizer = dense(self.net.parameters(), lr=LEARNING_RATE, foreach=True)
         held = self.weights or [nn.Parameter(torch.zeros(1))]  # an optimizer needs a parameter
+        torch.sparse.check_sparse_tensor_invariants.disable()  # the default, of which torch warns
         self.table_optimizer = TABLE_OPTIMIZERS[model.optimizer](held, lr=LEARNING_RATE)
         self.stages_us: list[float] = []
         self.began_ns = 0

@@ -114,6 +114,7 @@ def optimizer_step(op: str, table: Any, gradient: Any) -> Callable[[], object]:
 
     if op == "sgd":  # without the loop over parameters, which costs more than a small addition
         return lambda: table.data.add_(gradient, alpha=-LEARNING_RATE)
+    torch.sparse.check_sparse_tensor_invariants.disable()  # the default, of which torch warns
     make = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}[op]
     optimizer = make([table], lr=LEARNING_RATE)
     table.grad = gradient
