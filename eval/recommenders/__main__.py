@@ -55,7 +55,7 @@ def main() -> None:
         prog="python -m eval.recommenders", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--out", type=Path, default=Path("runs/dlrm"), help="folder to work in")
-    parser.add_argument("--budget", type=float, default=240.0, help="seconds of sweep")
+    parser.add_argument("--budget", type=float, default=210.0, help="seconds of sweep")
     parser.add_argument("--count", type=int, default=20, help="configurations and tasks")
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=RANKS, help="processes; iterations with the first"

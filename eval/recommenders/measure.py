@@ -18,7 +18,7 @@ from microbench.processes.ranks import start_ranks
 from microbench.processes.watch import log_tail, never, watch
 
 ROUNDS = 2
-STEPS = 12  # of a model in a round
+STEPS = 8  # of a model in a round
 LIMIT_S = 1800.0
 
 
