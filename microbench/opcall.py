@@ -157,6 +157,7 @@ class StepCapture:
     model has none. ``repeats``: how many layers of a list were left out of the capture because they
     equal those captured, by the list's name (``blocks``: 94). ``engine`` is how the calls are
     launched: eager, graph, compile or compile+graph; ``optimizer`` is one of ``STATE_COPIES``.
+    ``inputs``: the tensors of the batch that the step is given, dense ones.
     """
 
     calls: tuple[OpCall, ...]
@@ -167,3 +168,4 @@ class StepCapture:
     repeats: Mapping[str, int] = field(default_factory=dict)
     engine: str = "eager"
     optimizer: str = "none"
+    inputs: tuple[TensorSpec, ...] = ()

@@ -1,4 +1,8 @@
-"""Rewrites a step for how it is launched: eagerly, as one CUDA graph, compiled, or both."""
+"""Rewrites a step for how it is launched: eagerly, as one CUDA graph, compiled, or both.
+
+Source of copied inputs: CUDAGraphNode in torch/_inductor/cudagraph_trees.py, described at
+https://docs.pytorch.org/docs/stable/torch.compiler_cudagraph_trees.html
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,8 @@ from microbench.ops import find_family
 from microbench.ops.memory.fused import CALL
 
 FUSED = "fused"  # kernels of a framework's own, which an eager loop launches one by one
+EAGER_GRAPH = "eager+graph"  # torch.compile(backend="cudagraphs")
+GRAPHED_CALLS = ("compile+graph", EAGER_GRAPH)  # a compiled function launches the graph
 COMPILED_PHASES = ("forward", "loss", "backward")
 STILL_EAGER = (
     "accumulate_grad",
@@ -24,6 +30,7 @@ STILL_EAGER = (
     "sgd_step",
 )
 
+COPY = "aten.copy_.default"
 TENSORS_A_LAUNCH = assumed(__file__, "tensors_a_launch")  # by the number of lists
 
 
@@ -35,11 +42,14 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
       modules, views and autograd nodes; gradients are accumulated and the optimizer runs eagerly.
       ``as_launched`` fuses the ops into kernels later, after the plan has divided them over ranks.
     - compile+graph: the fused kernels are one CUDA graph, which one compiled function launches.
+      It copies the batch to the addresses that the graph reads (``as_launched``).
+    - eager+graph: the same of the kernels that run eagerly: torch.compile's backend "cudagraphs".
     - fused: kernels as those of torch.compile, launched by an eager loop with modules and autograd;
       the loss as Megatron-LM computes it (``compose.graph.cross_entropy``).
     """
-    if engine not in (*ENGINES, FUSED):
-        raise ValueError(f"engine {engine!r}: allowed are {', '.join((*ENGINES, FUSED))}")
+    known = (*ENGINES, FUSED, EAGER_GRAPH)
+    if engine not in known:
+        raise ValueError(f"engine {engine!r}: allowed are {', '.join(known)}")
     host = dict(capture.host)
     if "compile" in engine:
         phases = {call.phase for call in capture.calls} & set(COMPILED_PHASES)
@@ -47,17 +57,42 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
         host["compiled_call"] = len(phases)
     if "graph" in engine:
         host = dict.fromkeys(host, 0)
-    if engine == "compile+graph":
+    if engine in GRAPHED_CALLS:
         host["graphed_call"] = 1
     return replace(capture, host=host, engine=engine)
 
 
 def as_launched(capture: StepCapture) -> StepCapture:
-    """Returns the step as its engine launches it: torch.compile fuses neighbouring ops."""
+    """Returns the step as its engine launches it.
+
+    torch.compile fuses neighbouring ops, and copies the batch into the inputs of a CUDA graph.
+    """
     if capture.engine == FUSED:
         capture = stepwise_cross_entropy(capture)
         return fused(capture, apart=over_logits(capture))
-    return fused(capture) if "compile" in capture.engine else capture
+    launched = fused(capture) if "compile" in capture.engine else capture
+    return _with_copied_inputs(launched) if capture.engine in GRAPHED_CALLS else launched
+
+
+def _with_copied_inputs(capture: StepCapture) -> StepCapture:
+    """The step after copies of those inputs that its ops read; parameters stay where they are.
+
+    The ops read the copies, whose storages are those of the captured inputs.
+    """
+    read = {t.storage for call in capture.calls for t in call.tensors()}
+    copied = [t for t in capture.inputs if t.storage in read]
+    if not copied:
+        return capture
+    fresh = 1 + max(t.storage for call in capture.calls for t in (*call.tensors(), *call.outputs))
+    copies = tuple(
+        OpCall(op=COPY, args=(t, replace(t, storage=fresh + n)), outputs=(t,))
+        for n, t in enumerate(copied)
+    )
+    parameters = tuple(
+        replace(p, ready_after=p.ready_after + len(copies)) if p.ready_after >= 0 else p
+        for p in capture.parameters
+    )
+    return replace(capture, calls=(*copies, *capture.calls), parameters=parameters, inputs=())
 
 
 def launches(capture: StepCapture) -> int:

@@ -8,6 +8,7 @@ from math import exp, log
 from typing import Any
 
 from compose.graph.launch_modes import launches
+from compose.graph.layers import Layer
 from compose.pricing.assumed_time import AssumedShares, AssumedTime
 from compose.pricing.price_book import UNCERTAINTY_FACTOR, PriceBook, PricedOp, price_book
 from learners.family_model import FamilyModel
@@ -126,7 +127,8 @@ class Launches:
     - The launch: what was measured of this op (``PricedOp.launch_us``), else ``usual_us``, the
       launch of a pointwise op, times the op's ``call_launches``.
     - ``alone_us``: as ``usual_us``, for an op that C++ adds and no module calls; it has no Python.
-    - ``by_op`` false: one CUDA graph launches all, so that ops are not told apart.
+    - ``by_op`` false: one CUDA graph launches all. ``python_us`` and ``usual_us`` are of the whole
+      step, and come before its first op (``PricedOp.leads``): no kernel starts before its graph.
     - ``python_assumed``, ``launch_assumed``: shares of ``python_us``, and of ``usual_us`` and
       ``alone_us``, that rest on assumptions.
     """
@@ -140,6 +142,8 @@ class Launches:
 
     def us(self, op: PricedOp, *, added: bool = False) -> float:
         """Host time of one op in us; ``added``: an op that C++ adds and no module calls."""
+        if not self.by_op and not added:
+            return op.leads * (self.python_us + self.usual_us)
         own_us = op.launch_us if self.by_op else None
         if own_us is None:
             own_us = (self.alone_us if added else self.usual_us) * self._calls(op)
@@ -152,10 +156,13 @@ class Launches:
     def total(self, ops: Sequence[PricedOp]) -> AssumedTime:
         """Adds up the host time of ops of the captured step, by assumption."""
         measured_us = [op.launch_us for op in ops if self.by_op and op.launch_us is not None]
-        others = [op for op in ops if not self.by_op or op.launch_us is None]
+        others = [op for op in ops if op.launch_us is None]
+        calls, launches = float(len(ops)), sum(map(self._calls, others))
+        if not self.by_op:
+            calls = launches = sum(op.leads for op in ops)
         total = AssumedTime()
-        total.add(self.python_us * len(ops), self.python_assumed)
-        total.add(self.usual_us * sum(map(self._calls, others)), self.launch_assumed)
+        total.add(self.python_us * calls, self.python_assumed)
+        total.add(self.usual_us * launches, self.launch_assumed)
         total.add(sum(measured_us))
         return total
 
@@ -167,10 +174,12 @@ class Launches:
 def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBook) -> Launches:
     """Prices a step's host time per op: its launch, and an equal share of all Python events.
 
+    Of a CUDA graph all of it comes before the first op.
     ``events``: how often each kind of event (a module call, a view...) occurs. On a CPU the launch
     is part of the op's own time.
     """
-    calls = max(1, len(capture.calls))
+    by_op = "graph" not in capture.engine
+    calls = max(1, len(capture.calls)) if by_op else 1
     python = host_cost(events, book)
     python_us = python.duration_us / calls
     if book.gpu.kind == "cpu":
@@ -182,10 +191,25 @@ def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBoo
         python_us=python_us,
         usual_us=launch.duration_us * launches(capture) / calls,
         alone_us=launch.duration_us,
-        by_op="graph" not in capture.engine,
+        by_op=by_op,
         python_assumed=python.assumed,
         launch_assumed=launch.assumed,
     )
+
+
+def led_by_graph(
+    layers: Sequence[Layer], ops: Sequence[PricedOp], costs: Launches
+) -> tuple[Layer | None, list[PricedOp]]:
+    """The layer with the first op of a CUDA graph, and the ops, of which that one leads.
+
+    No layer where ops are launched one by one.
+    """
+    led = list(ops)
+    with_ops = (layer for layer in layers if layer.forward[0] < layer.forward[1])
+    found = None if costs.by_op else next(with_ops, None)
+    if found is not None:
+        led[found.forward[0]] = replace(led[found.forward[0]], leads=1.0)
+    return found, led
 
 
 def step_work(time_us: float, shares: AssumedShares, book: PriceBook) -> PricedOp:

@@ -17,7 +17,7 @@ from compose.pricing.assumed_time import AssumedShares, AssumedTime
 from compose.pricing.collectives import Cluster, price_messages
 from compose.pricing.gradient_buckets import default_contention
 from compose.pricing.gradient_copies import ADDED, gradient_copies
-from compose.pricing.host import PYTHON, Launches, host_cost, launch_costs, python_op
+from compose.pricing.host import PYTHON, Launches, host_cost, launch_costs, led_by_graph, python_op
 from compose.pricing.price_book import Priceable, PriceBook, PricedOp
 from compose.pricing.rank_graph import Cut, RankGraph, rank_graph
 from compose.pricing.sharded_tables import slowest_rank
@@ -193,9 +193,20 @@ def _price_layers(
     book: PriceBook,
     costs: Launches,
 ) -> Iterator[PricedLayer]:
-    """The layers in forward order; those that recompute, if a share of them, are spread evenly."""
+    """The layers in forward order; those that recompute, if a share of them, are spread evenly.
+
+    The first op of a CUDA graph waits for the launch of all: its layer is counted once, and then
+    those equal to it.
+    """
     kept, passed = replace(plan, recompute="", recomputed=1.0), 0
+    leader, led = led_by_graph(graph.layers, ops, costs)
     for layer, added in zip(graph.layers, copies, strict=True):
+        if layer is leader:
+            one, how = replace(layer, count=1), plan if plan.recomputed == 1 else kept
+            yield _price_layer(one, graph, led, added, how, book, costs)
+            if layer.count == 1:
+                continue
+            layer, passed = replace(layer, count=layer.count - 1), 1
         if plan.recomputed == 1 or layer.name in ("first", "last"):
             yield _price_layer(layer, graph, ops, added, plan, book, costs)
             continue
@@ -216,6 +227,8 @@ def _host_time(
     calls = graph.capture.calls
     update = [op for op, c in zip(ops, calls, strict=True) if c.phase == "optimizer"]
     host = costs.total(update)
+    if not costs.by_op:
+        host.add_all(costs.total(led_by_graph(graph.layers, ops, costs)[1]))
     for layer in graph.layers:
         layer_ops = [*ops[slice(*layer.forward)], *ops[slice(*layer.backward)]]
         host.add_all(costs.total(layer_ops), layer.count)
@@ -298,6 +311,7 @@ def _price_layer(
         whole = stack_of_row(book.stack).recomputes == WHOLE
         again, saved = _recomputed(layer, graph.capture, ops, plan, whole=whole)
     if again:
+        again = [replace(op, leads=0.0) for op in again]
         again = [python_op("checkpoint_layer", _saved(layer, graph.capture), book), *again]
         shift = len(again)
         moved = tuple(

@@ -64,7 +64,8 @@ class PricedOp:
     ``latency_us``: the part of a message on a CPU during which ranks sleep. ``launch_us``: host
     time of the call on a GPU, None where it was not measured; it launches ``kernels`` kernels of
     equal length. ``call_launches``: host time of its call over that of a pointwise op.
-    ``assumed``: shares of ``duration_us`` that rest on assumptions, by their names.
+    ``assumed``: shares of ``duration_us`` that rest on assumptions, by their names. ``leads``: the
+    share of the step's host time that comes before it, where a CUDA graph launches all ops.
     """
 
     op: str
@@ -80,6 +81,7 @@ class PricedOp:
     kernels: int = 1
     call_launches: float = 1.0
     assumed: AssumedShares = ()
+    leads: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

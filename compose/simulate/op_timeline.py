@@ -33,8 +33,10 @@ def op_timeline(
     syncs: list[Sync] = []
     if plan.dp > 1:
         capture, syncs = ddp_step(capture)
-    graph = rank_graph(capture, ParallelPlan(), book.gpu)
+    launched = replace(capture, engine="eager")  # it is rewritten for its engine already
+    graph = rank_graph(launched, ParallelPlan(), book.gpu)
     ops = book.price(list(graph.wanted.values()))
+    ops = [replace(op, leads=float(i == 0)) for i, op in enumerate(ops)]
     added = [c.module == "DDP" for c in capture.calls]
     waits_us = [costs.us(op, added=a) for op, a in zip(ops, added, strict=True)]
     ops = [replace(op, kernels=costs.kernels(op)) for op in ops]

@@ -285,8 +285,8 @@ def kernelbench_lines() -> list[ModelLine]:
     def launched(engine: str) -> Callable[[Rows], np.ndarray]:
         return lambda rows: np.asarray(rows["engine"] == engine)
 
-    engines = {"eager": ("eager", 15.0), "CUDA graphs": ("graph", 12.0), "compiled": ("compile", 0)}
-    engines["compiled, CUDA graphs"] = ("compile+graph", 0)
+    engines = {"eager": ("eager", 15.0), "CUDA graphs": ("eager+graph", 12.0)}
+    engines |= {"compiled": ("compile", 0), "compiled, CUDA graphs": ("compile+graph", 0)}
     return [
         ModelLine(
             name=f"KernelBench level 1, {name}",

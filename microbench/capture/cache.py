@@ -61,6 +61,7 @@ def dumps(capture: StepCapture) -> bytes:
         "tokens": capture.tokens,
         "repeats": dict(capture.repeats),
         "optimizer": capture.optimizer,
+        "inputs": _pack(capture.inputs),
     }
     return gzip.compress(json.dumps(plain).encode(), 3)
 
@@ -100,6 +101,7 @@ def loads(data: bytes) -> StepCapture:
             tokens=plain["tokens"],
             repeats=plain["repeats"],
             optimizer=plain["optimizer"],
+            inputs=_unpack(plain["inputs"]),
         )
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as exc:
         raise ValueError(f"not a captured step: {exc}") from exc

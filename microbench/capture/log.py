@@ -301,7 +301,15 @@ def capture_step(
         samples=samples,
         tokens=tokens,
         optimizer=settings.optimizer if settings.mode == "train" else "none",
+        inputs=_inputs(inputs, log),
     )
+
+
+def _inputs(inputs: dict[str, Any], log: OpLog) -> tuple[TensorSpec, ...]:
+    """The tensors of a batch, those without a layout of their own."""
+    log.names = DTYPES
+    tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+    return tuple(log.describe(t) for t in tensors if not is_sparse(t))
 
 
 def _build(

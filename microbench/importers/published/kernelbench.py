@@ -28,7 +28,7 @@ TIMINGS = "timing_all_history.csv.gz"
 COLUMNS = ("file", "problem", "mean_ms", "hardware", "problems_tree")
 ENGINES = {
     "baseline_time_torch": "eager",
-    "baseline_time_torch_compile_cudagraphs": "graph",
+    "baseline_time_torch_compile_cudagraphs": "eager+graph",
     "baseline_time_torch_compile_inductor_default": "compile",
     "baseline_time_torch_compile_inductor_max-autotune-no-cudagraphs": "compile",
     "baseline_time_torch_compile_inductor_max-autotune": "compile+graph",

@@ -101,6 +101,39 @@ def test_fused_kernels_are_launched_as_one_graph() -> None:
     assert {name for name, n in found.host.items() if n} == {"graphed_call"}
 
 
+@pytest.mark.parametrize("engine", ["compile+graph", "eager+graph"])
+def test_a_compiled_function_copies_the_batch_into_its_graph(engine: str) -> None:
+    """x, which the ops read, is copied: 128 B read and written. Not w, a parameter, nor labels."""
+    x, labels = tensor(0, 4, 8), tensor(99, 4)
+    given = replace(step(), inputs=(x, labels))
+    found = as_launched(with_engine(given, engine))
+    copy, *others = found.calls
+    assert others == list(as_launched(with_engine(step(), engine)).calls)
+    assert (copy.op, copy.outputs) == ("aten.copy_.default", (x,))
+    source = copy.tensors()[1]
+    assert source == replace(x, storage=source.storage) and source.storage not in range(9)
+    family, params = find_family(copy)
+    assert family is not None and family.bytes_moved(params) == 256
+    graph = as_launched(with_engine(step(), engine)).parameters[0]
+    assert found.parameters[0].ready_after == graph.ready_after + 1  # one call later
+    assert launches(found) == 1
+
+
+@pytest.mark.parametrize("engine", ["eager", "graph", "compile", "fused"])
+def test_others_read_the_batch_where_it_is(engine: str) -> None:
+    """A graph that the user captured reads tensors that the user fills."""
+    found = as_launched(with_engine(replace(step(), inputs=(tensor(0, 4, 8),)), engine))
+    assert "aten.copy_.default" not in {c.op for c in found.calls}
+
+
+def test_the_cudagraphs_backend_runs_eager_kernels() -> None:
+    """One launch by a compiled function, as of fused kernels, but of the captured ops."""
+    found = with_engine(step(), "eager+graph")
+    assert as_launched(found).calls == step().calls
+    assert {name for name, n in found.host.items() if n} == {"graphed_call"}
+    assert launches(found) == 1
+
+
 def test_a_framework_with_fused_kernels_runs_an_eager_loop() -> None:
     """The kernels of torch.compile, launched one by one, and all of the eager host's events."""
     found = with_engine(step(), "fused")

@@ -20,7 +20,7 @@ from compose.pricing.work import Step, Work, fold
 from compose.simulate.op_timeline import op_timeline
 from learners.features.host_calls import HostCall
 from microbench.hardware.host import HostMachine
-from microbench.opcall import OpCall, StepCapture, TensorSpec
+from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
 LAUNCH_US, MODULE_US = 5.0, 3.0  # assumed where no host was measured (compose.pricing.host)
 CALLS = {
@@ -124,9 +124,31 @@ def test_a_list_of_tensors_is_launched_by_its_length() -> None:
 
 
 def test_a_graph_is_launched_once_whatever_its_ops_cost() -> None:
-    """5 us over two ops; each takes 6 us of the GPU."""
+    """5 us, then two ops of 6 us: none of them starts before the graph they are in."""
     step = with_engine(StepCapture(calls=(relu(), bag_backward())), "graph")
-    assert iteration_us(step) == (pytest.approx(2.5 + 6 + 6), pytest.approx(14.5))
+    assert iteration_us(step) == (pytest.approx(5 + 6 + 6), pytest.approx(17))
+
+
+def test_a_graph_is_launched_once_whatever_its_layers_count() -> None:
+    """Blocks of one op, of which the capture holds two of ten: 5 us, then ten times 6 us."""
+    spec: dict[str, Any] = {"shape": (4, 8), "dtype": "fp32", "ready_after": -1}
+    weights = tuple(ParamSpec(name=f"blocks.{i}.w", storage=10 + i, **spec) for i in range(2))
+    calls = tuple(
+        OpCall(
+            op="aten.mul.Tensor",
+            args=(tensor(i, 4, 8), tensor(10 + i, 4, 8)),
+            outputs=(tensor(i + 1, 4, 8),),
+        )
+        for i in range(2)
+    )
+    step = StepCapture(calls=calls, parameters=weights, repeats={"blocks": 8})
+    graph = with_engine(step, "graph")
+    found = forecast(
+        graph, Short(), GPU, ParallelPlan(), threads=0, optimizer="none", bundle_name="b"
+    )
+    assert found.compute_us == pytest.approx(60)
+    assert found.iteration_us == pytest.approx(5 + 60)
+    assert found.host_us == pytest.approx(5)
 
 
 def product() -> OpCall:
@@ -143,7 +165,9 @@ def test_a_product_costs_the_host_more_than_a_pointwise_op() -> None:
     assert (costs.us(op), costs.us(op, added=True)) == (13.5, 13.5)
     assert costs.total([op, op]).total_us == 27.0
     graph = with_engine(StepCapture(calls=(product(),)), "graph")
-    assert launch_costs(graph, {}, book).us(op) == LAUNCH_US  # one launch of whatever it holds
+    costs = launch_costs(graph, {}, book)
+    assert costs.us(replace(op, leads=1.0)) == LAUNCH_US  # one launch of whatever it holds
+    assert costs.us(op) == 0  # it came before
 
 
 def test_a_named_host_sets_the_times_of_all_events_and_calls() -> None:

@@ -156,6 +156,15 @@ def test_an_mlp_step_by_hand() -> None:
     assert found.host["module_call"] == 6  # wrapper, sequential, four layers
 
 
+def test_the_batch_is_known_beside_the_ops_that_read_it() -> None:
+    """The first product reads the batch, which is no parameter."""
+    found = capture("mlp", fake=True, optimizer="none")
+    first = next(c for c in found.calls if c.op == "aten.addmm.default")
+    batch = first.args[1]
+    assert batch in found.inputs
+    assert not {t.storage for t in found.inputs} & {p.storage for p in found.parameters}
+
+
 def test_gradients_are_ready_last_layer_first() -> None:
     found = capture("mlp", fake=True)
     ready = {p.name: p.ready_after for p in found.parameters}

@@ -48,7 +48,7 @@ def test_a_timing_is_a_forward_of_a_problem(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "engine"),
     [
-        ("cudagraphs", "graph"),
+        ("cudagraphs", "eager+graph"),
         ("inductor_default", "compile"),
         ("inductor_max-autotune-no-cudagraphs", "compile"),
         ("inductor_max-autotune", "compile+graph"),
