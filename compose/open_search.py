@@ -8,7 +8,8 @@ from typing import Any
 from compose.capture_model import capture, optimizer_of
 from compose.pricing.price_book import PriceBook
 from compose.search import Search
-from compose.target import find_bundle, find_gpu, find_host, find_stack
+from compose.target import find_host, find_stack
+from learners.known_bundles import find_bundle, find_gpu
 from microbench.cases.registry import case
 from microbench.hardware.node import Node, load_node
 from microbench.hardware.spec import Gpu

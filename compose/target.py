@@ -1,79 +1,23 @@
-"""Finds bundle, device, plan and node by the names a user gives, and forecasts a step on them."""
+"""Finds device, plan, node, host and software by their names, and forecasts a step on them."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from compose.forecast import Forecast, forecast, timeline
 from compose.parallel.plan import ParallelPlan
 from compose.simulate.timeline import Span, Task
-from learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
+from learners.bundle import Bundle
+from learners.known_bundles import find_bundle, find_gpu
 from microbench.hardware.host import REFERENCE, USUAL, HostMachine, load_host
-from microbench.hardware.machine import cpu_name
 from microbench.hardware.names import gpu_named
 from microbench.hardware.node import Node, load_node
-from microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from microbench.hardware.spec import Gpu
 from microbench.hardware.stack import USUAL as USUAL_STACK
 from microbench.hardware.stack import load_stack
 from microbench.opcall import StepCapture
-
-logger = logging.getLogger(__name__)
-LOCAL = (Path("runs/demo/bundle"), Path("bundles/local"))
-
-
-def find_bundle(gpu: str, path: Path | None = None) -> tuple[Path, Bundle]:
-    """The bundle at ``path``; else a local one with this device's rows; else a shipped one."""
-    if path is not None:
-        return path, _load(path)
-    name = cpu_name() if gpu == "cpu" else gpu
-    for folder in LOCAL:
-        bundle = _load_local(folder) if (folder / "bundle.json").is_file() else None
-        if bundle is not None and name in bundle.gpus:
-            return folder, bundle
-    of_cpu = gpu == "cpu" or (gpu not in gpu_names() and gpu in _load(SHIPPED_CPU).gpus)
-    shipped = SHIPPED_CPU if of_cpu else SHIPPED
-    return shipped, _load(shipped)
-
-
-def _load_local(folder: Path) -> Bundle | None:
-    """The bundle in a folder; None, with a warning, where it is of another format version."""
-    try:
-        return _load(folder)
-    except ValueError as exc:
-        logger.warning("local bundle ignored: %s", exc)
-        return None
-
-
-def _load(folder: Path) -> Bundle:
-    """The bundle in a folder, read once until its ``bundle.json`` changes."""
-    facts = folder / "bundle.json"
-    return _load_at(folder, facts.stat().st_mtime_ns if facts.is_file() else 0)
-
-
-@lru_cache(maxsize=8)
-def _load_at(folder: Path, changed_ns: int) -> Bundle:
-    return Bundle.load(folder)
-
-
-def find_gpu(name: str, bundle: Bundle) -> Gpu:
-    """The GPU by name or file; ``cpu`` is this machine's CPU, or else one of the bundle."""
-    if name in bundle.gpus:
-        return bundle.gpus[name]
-    if name != "cpu":
-        return _shipped_gpu(name) if name in gpu_names() else load_gpu(name)
-    cpus = {n: g for n, g in bundle.gpus.items() if g.kind == "cpu"}
-    if not cpus:
-        raise ValueError(f"gpu 'cpu': the bundle has no CPU; it has {sorted(bundle.gpus)}")
-    return cpus.get(cpu_name(), next(iter(cpus.values())))
-
-
-@lru_cache(maxsize=64)
-def _shipped_gpu(name: str) -> Gpu:
-    return load_gpu(name)
 
 
 def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:

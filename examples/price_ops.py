@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from compose.target import find_bundle, find_gpu
+from learners.known_bundles import find_bundle, find_gpu
 
 GPU = "a100-sxm-80gb"
 

@@ -130,17 +130,17 @@ def price(
     from microbench.slow_imports import without_scikit_learn
 
     without_scikit_learn()
-    from compose.target import find_bundle
-    from learners.score_file import price_file, read_file
+    from learners.known_bundles import find_bundle
+    from learners.score_file import read_file, write_forecasts
     from microbench.hardware.spec import load_gpu
 
     gpus = None
     if hardware is not None:
         gpu = load_gpu(str(hardware))
         gpus = {gpu.name: gpu}
-    asked = read_file(rows)["gpu"]
-    known = find_bundle(str(asked.iloc[0]) if len(asked) else "cpu", bundle)[1]
-    price_file(rows, known, out, gpus)
+    asked = read_file(rows)
+    known = find_bundle(str(asked["gpu"].iloc[0]) if len(asked) else "cpu", bundle)[1]
+    write_forecasts(asked, known, out, gpus)
     typer.echo(f"priced {rows} into {out}")
 
 

@@ -28,22 +28,21 @@ def read_file(path: Path) -> pd.DataFrame:
     return rows
 
 
-def price_file(
-    path: Path, bundle: Bundle, out: Path, gpus: Mapping[str, Gpu] | None = None
+def write_forecasts(
+    rows: pd.DataFrame, bundle: Bundle, out: Path, gpus: Mapping[str, Gpu] | None = None
 ) -> None:
-    """Write the rows of ``path``, with the columns of ``Bundle.price`` added, to ``out``.
+    """Write rows in dataset form, with the columns of ``Bundle.price`` added, to a Parquet file.
 
     Hardware is that of ``gpus``, else the bundle's, else a hardware file's; ValueError names a GPU
     that none of them has. Rows measured under sustained load (``table.without_load``) get no
     forecast: it would be for another condition.
     """
-    rows = read_file(path)
     rows = rows.drop(columns=COLUMNS, errors="ignore").reset_index(drop=True)
     files, own = {*gpu_names()} - {"cpu"}, {**bundle.gpus, **(gpus or {})}
     unseen = {str(name) for name in rows["gpu"].unique()} - own.keys()
     if unknown := sorted(unseen - files):
         known = sorted(files | own.keys())
-        raise ValueError(f"rows {str(path)!r}: unknown gpu {unknown[0]!r}; known: {known}")
+        raise ValueError(f"unknown gpu {unknown[0]!r}; known: {known}")
     gpus = {**{name: load_gpu(name) for name in unseen}, **(gpus or {})}
     families = without_load(rows).groupby("family", sort=False)
     parts = [bundle.price(str(name), part, gpus) for name, part in families]

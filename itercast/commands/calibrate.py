@@ -40,8 +40,8 @@ def calibrate(
 
 
 def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: Path | None) -> None:
-    from compose.target import find_bundle
     from learners.calibrate import calibrate as pull
+    from learners.known_bundles import find_bundle
     from microbench.hardware.spec import load_gpu
 
     own = [load_gpu(str(hardware))] if hardware is not None else []

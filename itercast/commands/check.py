@@ -34,8 +34,8 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Measure some points of every family again; exit code 1 where the bundle does not fit."""
-    from compose.target import find_bundle
     from eval.drift.compare import check_rows
+    from learners.known_bundles import find_bundle
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: allowed are cpu and cuda")
@@ -69,7 +69,7 @@ def device_name(device: str, measured: Path | None) -> str:
 
 def known_gpu(bundle: LearnedBundle, name: str) -> Gpu:
     """Finds the bundle's hardware of this name; for ``cpu`` the one by which CPUs are forecast."""
-    from compose.target import find_gpu
+    from learners.known_bundles import find_gpu
 
     if name != "cpu" and name not in bundle.gpus:
         raise ValueError(f"bundle: no rows of {name}; it has {sorted(bundle.gpus)}")

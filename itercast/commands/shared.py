@@ -240,8 +240,8 @@ def listing(what: str) -> list[str]:
 
         return sorted(families())
     if what == "bundles":
-        from compose.target import LOCAL
         from learners.bundle import SHIPPED, SHIPPED_CPU
+        from learners.known_bundles import LOCAL
 
         folders = (*LOCAL, SHIPPED, SHIPPED_CPU)
         return [str(p) for p in folders if (p / "bundle.json").is_file()]

@@ -14,7 +14,7 @@ import pytest
 from learners.bundle import Bundle
 from learners.features.table import shape_groups
 from learners.models.training_table import group_split
-from learners.score_file import price_file
+from learners.score_file import read_file, write_forecasts
 from learners.train import errors, train
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops.matrix import gemm
@@ -94,7 +94,7 @@ def test_extrapolation_is_flagged(bundle: Path) -> None:
 
 def test_price_keeps_rows_and_adds_columns(bundle: Path, data: Path, tmp_path: Path) -> None:
     source = next(data.rglob("part-*.parquet"))
-    price_file(source, Bundle.load(bundle), tmp_path / "out.parquet")
+    write_forecasts(read_file(source), Bundle.load(bundle), tmp_path / "out.parquet")
     before, after = pd.read_parquet(source), pd.read_parquet(tmp_path / "out.parquet")
     assert len(before) == len(after)
     assert (after["predicted_us_p10"] < after["predicted_us_p90"]).all()
@@ -104,13 +104,17 @@ def test_an_unseen_gpu_with_a_hardware_file_is_priced(bundle: Path, tmp_path: Pa
     """The bundle was not trained on it; a machine of no file is refused by name."""
     rows = pd.DataFrame([asdict(gemm.Gemm(m=64, n=64, k=64))]).assign(gpu="l4", family="gemm")
     rows.to_parquet(tmp_path / "rows.parquet")
-    price_file(tmp_path / "rows.parquet", Bundle.load(bundle), tmp_path / "out.parquet")
+    write_forecasts(
+        read_file(tmp_path / "rows.parquet"), Bundle.load(bundle), tmp_path / "out.parquet"
+    )
     found = pd.read_parquet(tmp_path / "out.parquet")
     expected = Bundle.load(bundle).price("gemm", rows, {"l4": load_gpu("l4")})
     assert found["predicted_us"].tolist() == expected["predicted_us"].tolist()
     rows.assign(gpu="h1000").to_parquet(tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match=r"unknown gpu 'h1000'; known: .*'l4'.*'toy'"):
-        price_file(tmp_path / "rows.parquet", Bundle.load(bundle), tmp_path / "out.parquet")
+        write_forecasts(
+            read_file(tmp_path / "rows.parquet"), Bundle.load(bundle), tmp_path / "out.parquet"
+        )
 
 
 def test_text_where_a_number_belongs_is_one_line(bundle: Path) -> None:
@@ -126,10 +130,10 @@ def test_what_does_not_fit_is_refused_in_one_line(bundle: Path, tmp_path: Path) 
         with pytest.raises(ValueError, match=f"schema version {other}, this code reads 9"):
             Bundle.load(tmp_path)
     with pytest.raises(ValueError, match=r"x\.parquet': no such file"):
-        price_file(tmp_path / "x.parquet", Bundle.load(bundle), tmp_path / "y")
+        write_forecasts(read_file(tmp_path / "x.parquet"), Bundle.load(bundle), tmp_path / "y")
     (tmp_path / "x.parquet").write_text("not parquet")
     with pytest.raises(ValueError, match=r"x\.parquet': not a readable Parquet file"):
-        price_file(tmp_path / "x.parquet", Bundle.load(bundle), tmp_path / "y")
+        write_forecasts(read_file(tmp_path / "x.parquet"), Bundle.load(bundle), tmp_path / "y")
     rows = pd.DataFrame([asdict(gemm.Gemm(m=1, n=1, k=1))]).assign(gpu="h1000")
     with pytest.raises(ValueError, match="unknown gpu 'h1000'; the bundle knows"):
         Bundle.load(bundle).price("gemm", rows)

@@ -21,7 +21,7 @@ from learners.bundle import COLUMNS, Bundle
 from learners.calibrate import calibrate
 from learners.features.host_calls import HostCall
 from learners.features.table import columns, roofline_us
-from learners.score_file import price_file
+from learners.score_file import read_file, write_forecasts
 from learners.train import UNSEEN_GPU_OFFSETS, train, usable_rows
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops import families
@@ -175,7 +175,7 @@ def test_rows_of_a_busy_gpu_are_neither_learned_nor_forecast(
     assert len(rows) == 120 and rows["load"].isna().all()
     few = measured(products(7), 4, "gemm", H100, LOADED, TORCH, load=["sustained", None] * 2)
     few.to_parquet(tmp_path / "few.parquet")
-    price_file(tmp_path / "few.parquet", bundle, tmp_path / "priced.parquet")
+    write_forecasts(read_file(tmp_path / "few.parquet"), bundle, tmp_path / "priced.parquet")
     priced = pd.read_parquet(tmp_path / "priced.parquet")
     assert priced["predicted_us"].notna().tolist() == [False, True] * 2
     pulled = calibrate(bundle, few).models["gemm"].calibrations[H100.name]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from compose.target import find_bundle
 from learners.bundle import SHIPPED, SHIPPED_CPU
+from learners.known_bundles import find_bundle
 
 
 def test_a_name_leads_to_the_bundle_that_knows_it(
