@@ -116,6 +116,6 @@ def test_this_cpu_is_measured_and_judged(tmp_path: Path) -> None:
     assert found.exit_code in (0, 1)
     told = json.loads(found.stdout)
     assert told["fits"] == (found.exit_code == 0)
-    assert told["rows"] > 100
+    assert told["rows"] > 50
     assert {"gemm", "norm", "elementwise"} <= {f["family"] for f in told["families"]}
     assert all(f["ratio_p10"] <= f["ratio"] <= f["ratio_p90"] for f in told["families"])
