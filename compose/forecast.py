@@ -26,6 +26,7 @@ class Forecast:
     """What ``predict --json`` reports of the slowest rank; iteration = compute + exposed + idle.
 
     ``idle_by_us`` splits idle time into host gaps, pipeline bubble and waiting for other stages.
+    ``host_us``: all work of the rank's host in a step, whether or not the device waits for it.
     ``fits``: the peak memory is within the device's. ``host``: the host of the GPU, empty on a CPU.
     ``stack``: the software that is forecast. ``network``: the node, links and network that messages
     are priced by; empty for one rank and on a CPU.
@@ -153,7 +154,7 @@ def report(
         iteration_us=found.iteration_us,
         iteration_us_p10=low_us,
         iteration_us_p90=high_us,
-        host_us=model.host_us * plan.microbatches,
+        host_us=found.tally.host.total_us,
         compute_us=found.compute_us,
         comm_us=found.comm_us,
         exposed_comm_us=found.exposed_comm_us,

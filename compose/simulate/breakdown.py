@@ -18,10 +18,12 @@ from compose.simulate.timeline import Span
 class Tally:
     """Sums the times of a rank's ops by family, their errors, and the assumptions they rest on.
 
-    ``us``: time by family. ``errors``: what is uncertain of these times; ``host_error`` of the
-    iteration by a host that a GPU waits for. ``compute``, ``comm`` and ``host`` are sums by lane.
+    ``us``: time by family; host work is among it on a CPU alone, where it is on the compute lane.
+    ``errors``: what is uncertain of these times; ``host_error`` of the iteration by a host that a
+    GPU waits for. ``compute``, ``comm`` and ``host`` are sums by lane.
     """
 
+    on_cpu: bool
     us: dict[str, float] = field(default_factory=dict)
     errors: OpErrors = field(default_factory=OpErrors)
     host_error: HalfWidths = (0.0, 0.0)
@@ -32,7 +34,8 @@ class Tally:
     def add(self, ops: Iterable[PricedOp], times: float = 1.0) -> None:
         """Add ops of the compute lane that run ``times`` times; collectives among them block it."""
         for op in ops:
-            self._add_family(op, times, on_comm=op.phase == "comm")
+            if self.on_cpu or op.phase != PYTHON:
+                self._add_family(op, times, on_comm=op.phase == "comm")
             lane = {"comm": self.comm, PYTHON: self.host}.get(op.phase, self.compute)
             lane.add(times * op.duration_us, op.assumed)
 
@@ -42,18 +45,21 @@ class Tally:
             self._add_family(op, times, on_comm=True)
             self.comm.add(times * op.duration_us, op.assumed)
 
-    def add_host(self, cost: PricedOp, times: float, *, in_compute: bool) -> None:
-        """Add a step's host work; ``in_compute``: on a CPU, where it lengthens ops."""
+    def add_host(self, cost: PricedOp, times: float) -> None:
+        """Add a step's host work; on a CPU it lengthens ops."""
         self.host.add(times * cost.duration_us, cost.assumed)
-        if in_compute and cost.duration_us:
+        if self.on_cpu and cost.duration_us:
             self._add_family(cost, times, on_comm=False)
 
-    def widen_by_host(self, host_us: float, busy_us: float, spread: float) -> None:
-        """State the error of an iteration whose host takes ``host_us`` times or over ``spread``.
+    def widen_by_host(self, busy_us: float, spread: float) -> None:
+        """State the error of an iteration whose host's work may take ``spread`` times as long.
 
-        A GPU that works or waits for messages for ``busy_us`` hides as much of the host's time:
-        the iteration changes as max(host, busy) does.
+        Or as little of it. A GPU that works or waits for messages for ``busy_us`` hides as much of
+        the host's time: the iteration changes as max(host, busy) does.
         """
+        if self.on_cpu:
+            return
+        host_us = self.host.total_us
         now_us = max(host_us, busy_us)
         if now_us > 0:
             below = log(now_us / max(host_us / spread, busy_us))
@@ -71,7 +77,7 @@ class Tally:
 
 
 def assumed_us(
-    tally: Tally, compute_us: float, exposed_comm_us: float, host_gap_us: float, *, on_cpu: bool
+    tally: Tally, compute_us: float, exposed_comm_us: float, host_gap_us: float
 ) -> dict[str, float]:
     """What of an iteration rests on each assumption, largest first.
 
@@ -80,7 +86,7 @@ def assumed_us(
     """
     compute = AssumedTime()
     compute.add_all(tally.compute)
-    if on_cpu:
+    if tally.on_cpu:
         compute.add_all(tally.host)
     found: dict[str, float] = {}
     lanes = ((compute, compute_us), (tally.comm, exposed_comm_us), (tally.host, host_gap_us))

@@ -112,7 +112,7 @@ def _without_pipeline(rank: Rank, optimizer: str) -> Outcome:
     """The iteration of one stage: micro-batches one after the other."""
     plan, micro = rank.plan, rank.plan.microbatches
     before, run = _micro_batches(rank, optimizer)
-    found, tally = shares(run), Tally()
+    found, tally = shares(run), Tally(rank.book.gpu.kind == "cpu")
     for one, times in before:
         found = found.plus(shares(one), times)
         _tally_run(tally, one, times)
@@ -122,12 +122,9 @@ def _without_pipeline(rank: Rank, optimizer: str) -> Outcome:
         tally.comm.add(2 * plan.dp * message.duration_us, message.assumed)
     _tally_layers(tally, rank.layers, micro, _accumulations(rank))
     _tally_run(tally, run)
-    on_cpu = rank.book.gpu.kind == "cpu"
-    host = step_work(rank.model.host_us, rank.model.host_assumed, rank.book)
-    tally.add_host(host, micro, in_compute=on_cpu)
+    tally.add_host(step_work(rank.model.host_us, rank.model.host_assumed, rank.book), micro)
     busy_us = found.compute_us + found.exposed_us
-    if not on_cpu:
-        tally.widen_by_host(rank.model.host_us * micro, busy_us, rank.book.host.spread)
+    tally.widen_by_host(busy_us, rank.book.host.spread)
     idle_us = max(0.0, found.end_us - busy_us)
     return Outcome(
         iteration_us=found.end_us,
@@ -139,7 +136,7 @@ def _without_pipeline(rank: Rank, optimizer: str) -> Outcome:
         waiting_us=0.0,
         memory=memory(rank, optimizer),
         tally=tally,
-        assumed_by_us=assumed_us(tally, found.compute_us, found.exposed_us, idle_us, on_cpu=on_cpu),
+        assumed_by_us=assumed_us(tally, found.compute_us, found.exposed_us, idle_us),
         matmul_s=micro * sum(x.matmul_s for x in rank.layers),
         tasks=run.tasks,
         spans=run.spans,
@@ -293,11 +290,8 @@ def _pipelined(rank: Rank, optimizer: str) -> Outcome:
     gaps_us = min(idle_us, max(0.0, lanes.end_us - compute_us - lanes.exposed_us))
     bubble_us = min(bubble_us, idle_us - gaps_us)
     tally = _stage_tally(found, slowest)
-    on_cpu = rank.book.gpu.kind == "cpu"
-    if not on_cpu:
-        host_us = rank.model.host_us * micro / pp
-        tally.widen_by_host(host_us, compute_us + exposed_us, rank.book.host.spread)
-    assumed_by_us = assumed_us(tally, compute_us, exposed_us, gaps_us, on_cpu=on_cpu)
+    tally.widen_by_host(compute_us + exposed_us, rank.book.host.spread)
+    assumed_by_us = assumed_us(tally, compute_us, exposed_us, gaps_us)
     scale = iteration_us / max(1e-9, compute_us + exposed_us + gaps_us)  # bubble and waiting alike
     return Outcome(
         iteration_us=iteration_us,
@@ -323,7 +317,7 @@ def _stage_tally(found: _Pipeline, stage: int) -> Tally:
     family.
     """
     rank, micro, pp = found.rank, found.rank.plan.microbatches, found.rank.plan.pp
-    tally, (tail, alone) = Tally(), found.tails[stage]
+    tally, (tail, alone) = Tally(rank.book.gpu.kind == "cpu"), found.tails[stage]
     _tally_layers(tally, found.stages[stage].layers, micro, _accumulations(rank))
     _tally_run(tally, tail)
     _tally_run(tally, alone, -1)
