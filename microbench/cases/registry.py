@@ -8,6 +8,7 @@ from microbench.cases.examples import EXAMPLES
 from microbench.cases.gpu import GPU
 from microbench.cases.others import OTHERS
 from microbench.cases.recommenders.catalogue import RECOMMENDERS
+from microbench.hardware.nearest_names import unknown
 
 __all__ = ["EvalCase", "case", "case_names"]
 
@@ -20,8 +21,8 @@ def case_names() -> list[str]:
 
 
 def case(name: str) -> EvalCase:
-    """The case of this name; ValueError lists the known ones."""
+    """The case of this name; ValueError lists those most like it."""
     for candidate in ALL:
         if candidate.name == name:
             return candidate
-    raise ValueError(f"unknown case {name!r}; known: {', '.join(case_names())}")
+    raise unknown("case", name, case_names())

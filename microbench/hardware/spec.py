@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from microbench.assumptions import FILE, assumed
+from microbench.hardware.nearest_names import unknown
 from microbench.yaml_text import load_yaml
 
 HERE = Path(__file__).parent
@@ -155,7 +156,7 @@ def load_gpu(name_or_path: str) -> Gpu:
     if path.suffix not in {".yaml", ".yml"}:
         path = HERE / f"{name_or_path}.yaml"
         if not path.is_file():
-            raise ValueError(f"unknown gpu {name_or_path!r}; known: {gpu_names()}")
+            raise unknown("gpu", name_or_path, gpu_names())
     return gpu_from_dict({"name": path.stem, **read_facts(path)}, str(path))
 
 
