@@ -25,6 +25,7 @@ from eval.public.models import (
     add_forecasts,
     coverage,
     judged,
+    with_fitted_hosts,
 )
 from eval.public.table import WORKERS
 from eval.results import LineResult
@@ -105,10 +106,8 @@ def forecasts_without(
     ):
         if source.casefold() in TRAINED_ON:
             bundle = pool.submit(train_without, source, public, Path(folder) / "bundle").result()
-        return [
-            (line, add_forecasts(without_forecasts(rows), bundle, known, pool))
-            for line, rows in lines
-        ]
+        again = [(x, with_fitted_hosts(x, rows, bundle, pool, Path(folder))) for x, rows in lines]
+        return [(x, add_forecasts(without_forecasts(r), bundle, known, pool)) for x, r in again]
 
 
 def without_forecasts(rows: Rows) -> Rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,8 +19,9 @@ from scipy.stats import kendalltau
 
 from compose.capture_model import capture
 from compose.graph.launch_modes import with_engine
+from compose.host_fit import MeasuredStep, fit_host
 from compose.parallel.plan import ParallelPlan
-from compose.target import find_target
+from compose.target import Target, find_target
 from eval.compare import ASKED, console, step_of
 from eval.iteration_parts import PARTS, parts_us
 from eval.progress import progress_bar
@@ -30,6 +32,7 @@ from eval.public.model_rows import read_iterations
 from eval.public.table import WORKERS
 from eval.results import COVERAGE, LineResult
 from learners.train import errors
+from microbench.hardware.host import host_yaml
 from microbench.hardware.stack import asked_stack
 from microbench.importers.base import positive
 from microbench.opcall import StepCapture
@@ -38,6 +41,7 @@ Answer = Mapping[str, float] | str  # forecasts by part, or the error message
 # What is compared, and the column of its measurement: us of a step and of its backward pass, bytes.
 MEASURED = {"step": "time_us", "backward": "backward_us", "memory": "memory_bytes"}
 INTERVAL = ("step_p10", "step_p90")  # bounds of the 80 % interval of a step in us
+HOST = "host_file"
 ASSUMED = "assumed_frac"  # share of a step that rests on assumed numbers
 
 
@@ -71,9 +75,13 @@ def forecast_lines(
     neusight = any(line.folder == "NeuSight" for line, _ in lines)
     nodes = node_sums_us(public / "NeuSight") if neusight else {}
     known: dict[Any, Answer] = {}
-    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool,
+    ):
         for line, rows in lines:
             start = time.monotonic()
+            rows = with_fitted_hosts(line, rows, bundle, pool, Path(folder))
             found = add_forecasts(rows, bundle, known, pool)
             found["nodes"] = [nodes.get(str(o), {}).get(line.part, np.nan) for o in found["origin"]]
             yield ForecastLine(line=line, rows=found, seconds=time.monotonic() - start)
@@ -86,7 +94,7 @@ def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, Answer], pool: Exec
     Rows that cannot be forecast are left out, counted by reason and printed. ``known`` keeps the
     forecasts of earlier lines.
     """
-    names = [c for c in (*ASKED, "hf_config", "problem_source", "backward_us") if c in rows]
+    names = [c for c in (*ASKED, "hf_config", "problem_source", "backward_us", HOST) if c in rows]
     asked = rows[names].to_dict("records")
     keys = [tuple(map(str, values.values())) for values in asked]
     new = {k: v for k, v in zip(keys, asked, strict=True) if k not in known}
@@ -112,8 +120,7 @@ def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
     from compose.target import forecast_step
 
     try:
-        stack = asked_stack(asked.get("stack"))
-        target = find_target(str(asked["gpu"]), str(asked["plan"]), bundle, stack=stack)
+        target = _target(asked, bundle)
         whole = forecast_step(_step(asked, target.plan), target)
         step_us, backward_us = whole.iteration_us, 0.0
         if np.isfinite(asked.get("backward_us", np.nan)) and not asked["plan"]:
@@ -125,6 +132,38 @@ def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
     parts = {"step": step_us, "backward": backward_us, "memory": float(whole.memory_bytes)}
     bounds = dict(zip(INTERVAL, bounds_us, strict=True))
     return {**parts, **bounds, ASSUMED: whole.assumed_frac, **parts_us(whole)}
+
+
+def _target(asked: Mapping[str, Any], bundle: Path) -> Target:
+    """What a row ran on: its GPU, plan and software, and its host where one was fitted."""
+    stack, host = asked_stack(asked.get("stack")), str(asked.get(HOST) or "")
+    return find_target(str(asked["gpu"]), str(asked["plan"]), bundle, host=host, stack=stack)
+
+
+def with_fitted_hosts(
+    line: ModelLine, rows: Rows, bundle: Path, pool: Executor, folder: Path
+) -> Rows:
+    """Rows of a line with files of their machines' hosts, where it fits them (``hosts_from``)."""
+    if not line.hosts_from:
+        return rows
+    known, hosts = rows[rows["engine"] == line.hosts_from], dict[str, str]()
+    for machine, mine in known.groupby("machine"):
+        fastest = mine.nsmallest(CALIBRATED_ON, "time_us").to_dict("records")
+        asked = [{str(k): v for k, v in row.items()} for row in fastest]
+        path = folder / f"{machine}.yaml"
+        hosts[str(machine)] = pool.submit(_write_host, path, asked, bundle).result()
+    return rows.assign(**{HOST: rows["machine"].map(hosts)})
+
+
+def _write_host(path: Path, rows: Sequence[Mapping[str, Any]], bundle: Path) -> str:
+    """Fit a host to rows and write its file."""
+    steps = []
+    for row in rows:
+        target = _target({**row, HOST: ""}, bundle)
+        step, time_us = _step(row, target.plan), float(row["time_us"])
+        steps.append(MeasuredStep(label=row["case"], time_us=time_us, step=step, target=target))
+    path.write_text(host_yaml(fit_host(path.stem, steps, source=f"{len(steps)} rows of it")))
+    return str(path)
 
 
 def _step(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
@@ -180,7 +219,9 @@ def coverage(line: ModelLine, rows: Rows) -> dict[str, float]:
 
 
 def judged(line: ModelLine, rows: Rows) -> Rows:
-    """The rows that a line is judged on; of calibrated lines without those that calibrate it."""
+    """The rows that a line is judged on: without those that calibrate it or fit its hosts."""
+    if line.hosts_from:
+        return rows[rows["engine"] != line.hosts_from].reset_index(drop=True)
     if not line.calibrated:
         return rows
     chosen = _sample(rows["case"])

@@ -15,10 +15,11 @@ from compose.graph.launch_modes import as_launched
 from compose.parallel.plan import ParallelPlan
 from eval.compare import compare_all, stated_rows, step_of
 from eval.public.measured_nodes import node_sums_us
-from eval.public.model_lines import ModelLine, model_lines
+from eval.public.model_lines import ModelLine, beside_eager_calls, model_lines
 from eval.public.model_rows import READERS, read_iterations
-from eval.public.models import Answer, add_forecasts, judge
+from eval.public.models import Answer, add_forecasts, judge, judged, with_fitted_hosts
 from learners.bundle import SHIPPED
+from microbench.hardware.host import load_host
 
 
 def test_nodes_of_the_layer_count_once_per_layer(tmp_path: Path) -> None:
@@ -208,3 +209,56 @@ def test_calibration_is_judged_on_other_models() -> None:
     assert result.scores["itercast"]["mape_pct"] == pytest.approx(0, abs=1e-9)
     assert result.scores["itercast"]["kendall_tau"] == pytest.approx(1)
     assert result.scores["itercast"]["coverage_pct"] == 100  # intervals are scaled alike
+
+
+SMALL = """
+import torch
+import torch.nn as nn
+
+class Model(nn.Module):
+    def forward(self, x):
+        return torch.relu(x)
+
+def get_inputs():
+    return [torch.rand(16, {columns})]
+"""
+
+
+def forwards(engine: str, machine: str, *columns: int) -> pd.DataFrame:
+    """Forwards of a ReLU without their times."""
+    row = {"gpu": "h100-sxm-80gb", "case": "relu", "plan": "", "mode": "infer", "dtype": "fp32"}
+    row |= {"stack": "torch", "engine": engine, "machine": machine, "source": "somebody"}
+    return pd.DataFrame([{**row, "problem_source": SMALL.format(columns=n)} for n in columns])
+
+
+def test_a_machines_host_is_found_from_what_it_ran_eagerly(tmp_path: Path) -> None:
+    """Two machines, whose hosts are 2 and 6 times as slow as the reference: graphs follow them."""
+    slow = {"this": 2.0, "that": 6.0}
+    parts = [forwards(e, m, 256, 1024) for m in slow for e in ("eager", "eager+graph")]
+    rows = pd.concat(parts, ignore_index=True)
+    fits = line(hosts_from="eager")
+    with ThreadPoolExecutor(1) as pool:
+        files = dict[str, str]()
+        for name, slowdown in slow.items():
+            path = tmp_path / f"{name}-real.yaml"
+            path.write_text(f"slowdown: {slowdown}\nlaunch_us: {5 * slowdown}\nsource: made up\n")
+            files[name] = str(path)
+        real = rows.assign(host_file=rows["machine"].map(files))
+        real["time_us"] = add_forecasts(real, SHIPPED, {}, pool)["step"]  # type: ignore[arg-type]
+        rows = real.drop(columns=["host_file"])
+        found = with_fitted_hosts(fits, rows, SHIPPED, pool, tmp_path)
+        hosts = {m: load_host(p) for m, p in zip(found["machine"], found["host_file"], strict=True)}
+        assert {m: h.slowdown for m, h in hosts.items()} == pytest.approx(slow, rel=0.02)
+        again = add_forecasts(found, SHIPPED, {}, pool)  # type: ignore[arg-type]
+        assert again["step"].to_numpy() == pytest.approx(rows["time_us"].to_numpy(), rel=0.02)
+        same = with_fitted_hosts(line(), rows, SHIPPED, pool, tmp_path)
+    assert same is rows
+    assert set(judged(fits, again)["engine"]) == {"eager+graph"}
+
+
+def test_graphs_are_chosen_with_what_the_same_machine_ran_eagerly() -> None:
+    rows = pd.DataFrame(
+        [("eager", "a"), ("eager+graph", "a"), ("compile", "a"), ("eager", "b")],
+        columns=["engine", "machine"],
+    )
+    assert beside_eager_calls(rows).tolist() == [True, True, False, False]

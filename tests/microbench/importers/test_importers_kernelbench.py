@@ -12,7 +12,7 @@ from public_data import PUBLIC, needs_public
 from microbench.cases.external.problem import problem
 from microbench.importers.base import Hints, Imported
 from microbench.importers.published import kernelbench
-from microbench.importers.published.kernelbench import dtype_of
+from microbench.importers.published.kernelbench import OTHER_SHAPES, dtype_of
 from microbench.importers.sources import read_source
 
 RELU = """class Model(nn.Module):
@@ -65,6 +65,7 @@ def test_modes_of_compilation_are_engines(tmp_path: Path, mode: str, engine: str
     [
         (("Tesla T4", "Abacus"), "unknown gpu"),
         (("torch.json", "torch_compile_tvm.json"), "compiled in a way that"),
+        (("H/baseline_time_torch.json", OTHER_SHAPES[0]), "timed with other shapes"),
         (("19_ReLU", "20_ReLU"), "problem is not in its archive"),
         ((",abc", ",abd"), "problem is not in its archive"),
         (("0.025", "-1"), "time is not a positive number"),
