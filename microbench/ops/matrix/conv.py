@@ -37,6 +37,8 @@ CUDNN_DEPTHWISE_TAPS = assumed(__file__, "cudnn_depthwise_taps")
 DEPTHWISE: Mapping[str, int] = assumed(__file__, "depthwise_instructions")
 NHWC_GROUPS = assumed(__file__, "nhwc_groups")
 NHWC_TERMS_OF_PASS = assumed(__file__, "nhwc_terms_of_pass")
+STRIDED_INPUT_GRADIENT: float = assumed(__file__, "strided_input_gradient")
+POINTWISE_WEIGHT_GRADIENT: float = assumed(__file__, "pointwise_weight_gradient")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +277,7 @@ def op_name(p: Any) -> Any:
 
 
 def fallback(p: Conv, measured: Measured) -> list[Part]:
-    """Forwards, one per gradient, where models saw them; else a matrix product or memory passes.
+    """Forwards (``_forwards``) where models saw them; else a matrix product or memory passes.
 
     The product has the multiplications and bytes of implicit GEMM: taps that read the same pixel
     read it from memory once (arXiv:1410.0759, section 3). In NCHW on tensor cores its tensors are
@@ -286,8 +288,9 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
     if measured.gpu.kind == "cpu" or measured.seen("conv", str(op_name(p)), p.dtype):
         return []
     passes = p.need_input_grad + p.need_weight_grad if p.op == "backward" else 1
+    forwards = _forwards(p)
     if measured.seen("conv", str(op_name(forward)), p.dtype):
-        return [Part(family="conv", params=forward, times=passes)]
+        return [Part(family="conv", params=forward, times=forwards)]
     out_h, out_w = (int(np.maximum(s, 1)) for s in out_sizes(p))
     x, y = p.batch * p.in_channels * p.h * p.w, p.batch * p.out_channels * out_h * out_w
     moved = (x + y) * int(itemsize_bytes(p.dtype))
@@ -296,14 +299,27 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
         return _grouped(p, terms, moved, y, measured)
     plain = p.dtype == "tf32" and not (measured.channels_last or p.transposed)
     if plain and _faster_in_fp32(p, moved, measured):
-        return [Part(family="conv", params=replace(forward, dtype="fp32"), times=passes)]
+        return [Part(family="conv", params=replace(forward, dtype="fp32"), times=forwards)]
     taps = max(1, pixels * terms // x)  # that read the same pixel
     m, n = max(1, pixels // taps), p.out_channels * taps
     product = Gemm(op="mm", m=m, n=n, k=terms, layout="nt", dtype=p.dtype)
-    parts = [Part(family="gemm", params=product, times=passes)]
+    parts = [Part(family="gemm", params=product, times=forwards)]
     if p.dtype in TENSOR_CORES and not measured.channels_last:
         parts.append(memory_copy(2 * passes * moved))
     return parts
+
+
+def _forwards(p: Conv) -> float:
+    """Time of a call over the time of its forward: 1, or backward the sum over its gradients.
+
+    Each multiplies as often as the forward. The input's takes longer where a stride leaves gaps in
+    it (a transposed one has none), the weights' of one tap as its few sums run over all pixels.
+    """
+    if p.op == "forward":
+        return 1.0
+    for_input = STRIDED_INPUT_GRADIENT if p.stride > 1 and not p.transposed else 1.0
+    for_weight = POINTWISE_WEIGHT_GRADIENT if p.kernel_h * p.kernel_w == 1 else 1.0
+    return p.need_input_grad * for_input + p.need_weight_grad * for_weight
 
 
 def _faster_in_fp32(p: Conv, moved: int, measured: Measured) -> bool:

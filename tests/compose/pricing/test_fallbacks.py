@@ -12,7 +12,7 @@ from unseen_ops import GPU, MODELS, learned
 from compose.pricing.fallbacks import fallback_parts
 from microbench.hardware.spec import Gpu, load_gpu
 from microbench.ops.lookup.embedding import Embedding
-from microbench.ops.matrix.conv import Conv
+from microbench.ops.matrix.conv import Conv, out_sizes
 from microbench.ops.matrix.gemm import Gemm
 from microbench.ops.matrix.recurrent import Recurrent
 from microbench.ops.memory.elementwise import memory_copy
@@ -48,10 +48,10 @@ def test_tf32_leaves_thin_convolutions_to_cuda_cores_that_need_no_transposes() -
     a100 = replace(GPU, peak_flops_per_s={"fp32": 2e13, "tf32": 1.5e14}, hbm_bytes_per_s=2e12)
     point = {"kernel_h": 1, "kernel_w": 1, "padding_h": 0, "padding_w": 0, "dtype": "tf32"}
     thin = convolution(batch=16, h=1024, w=1024, in_channels=64, out_channels=128, **point)
-    for op, passes in (("forward", 1), ("backward", 2)):
+    for op, forwards in (("forward", 1), ("backward", 1 + 1.4)):  # weights of one tap take 1.4
         (found,) = fallback_parts(replace(thin, op=op), MODELS, False, a100)
         assert found.params == replace(thin, dtype="fp32")
-        assert found.times == passes
+        assert found.times == pytest.approx(forwards)
     wide = convolution(batch=256, h=14, w=14, in_channels=512, out_channels=512, dtype="tf32")
     for channels_last, params in (
         (True, thin),
@@ -87,6 +87,35 @@ def test_each_half_of_a_half_precision_backward_turns_its_tensors() -> None:
     )
     assert product.times == 1
     assert turned == memory_copy(2 * (2 * 64 * 16 + 2 * 64 * 32) * 2)
+
+
+@pytest.mark.parametrize(
+    ("facts", "forwards"),
+    [
+        ({}, 2.0),  # 3 x 3 at stride 1: each gradient takes a forward
+        ({"stride": 2}, 1.7 + 1.0),
+        ({"kernel_h": 1, "kernel_w": 1, "padding_h": 0, "padding_w": 0}, 1.0 + 1.4),
+        ({"kernel_h": 1, "kernel_w": 1, "padding_h": 0, "padding_w": 0, "stride": 2}, 1.7 + 1.4),
+        ({"stride": 2, "need_weight_grad": False}, 1.7),
+        ({"stride": 2, "need_input_grad": False}, 1.0),
+        ({"stride": 2, "transposed": True}, 2.0),  # its input's gradient reads what is strided
+    ],
+)
+def test_gradients_of_a_convolution_take_longer_than_its_forward(
+    facts: dict[str, Any], forwards: float
+) -> None:
+    """The input's where a stride leaves gaps, the weights' of one tap; both are products alone.
+
+    Tensors are turned as often as there are gradients: x and y, read and written, in 2 bytes.
+    """
+    forward = convolution(**facts)
+    back = replace(forward, op="backward")
+    product, turned = fallback_parts(back, MODELS, False, GPU)
+    assert product.params == fallback_parts(forward, MODELS, False, GPU)[0].params
+    assert product.times == pytest.approx(forwards)
+    y = out_sizes(forward)[0] * out_sizes(forward)[1]
+    gradients = back.need_input_grad + back.need_weight_grad
+    assert turned == memory_copy(2 * gradients * (2 * 64 * 16 + 2 * int(y) * 32) * 2)
 
 
 def test_a_strided_pointwise_convolution_is_no_wider_than_its_channels() -> None:
