@@ -186,8 +186,43 @@ def _kernel(calls: Sequence[OpCall], last: int, last_use: dict[int, int]) -> OpC
     return OpCall(
         op=CALL,
         args=tuple(read.values()),
-        kwargs={"ops": len(calls), "numel": max(_size(c) for c in calls)},
+        kwargs={
+            "ops": len(calls),
+            "numel": max(_size(c) for c in calls),
+            **_read_again(calls, list(read.values())),
+        },
         outputs=tuple(kept) or calls[-1].outputs,
         phase=first.phase,
         module=first.module,
     )
+
+
+def _read_again(calls: Sequence[OpCall], inputs: Sequence[TensorSpec]) -> dict[str, int]:
+    """What a kernel of these calls reads of its full-size inputs a second time, and of one row.
+
+    A norm, a softmax, and a reduction whose result a later call uses need all of a row before they
+    write any of it. inductor's loops over a row then run again (torch/_inductor/codegen/triton.py;
+    its softmax finds maximum and sum in one loop from torch 2.8 on). Ignores backward passes.
+    """
+    size = max(map(_size, calls))
+    full_bytes = sum(t.nbytes for t in inputs if t.numel == size)
+    rows = [n for i, c in enumerate(calls) if (n := _rows_awaited(c, calls[i + 1 :]))]
+    return {
+        "again_bytes": len(rows) * full_bytes,
+        "row_bytes": full_bytes // min(rows) if rows else 0,
+    }
+
+
+def _rows_awaited(call: OpCall, later: Sequence[OpCall]) -> int:
+    """Number of rows that a call normalises, or reduces for a later call; 0 for others."""
+    family, _ = find_family(call)
+    name, result = call.op.split(".")[1], call.outputs[0]
+    if family is None or "backward" in name:
+        return 0
+    if name in ("_softmax", "_log_softmax"):
+        return int(result.numel // max(1, result.shape[call.args[1]]))
+    if family.name == "norm":  # outputs: result, mean, ...
+        return call.outputs[1].numel if len(call.outputs) > 1 else 0
+    used = any(result.storage == t.storage for c in later for t in c.tensors())
+    reduces = family.name == "reduction" and result.numel < _size(call)
+    return result.numel if reduces and used else 0

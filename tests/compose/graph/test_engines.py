@@ -7,9 +7,14 @@ from dataclasses import replace
 import pytest
 
 from compose.graph.launch_modes import as_launched, launches, with_engine
+from compose.pricing.fallbacks import MeasuredRows
+from microbench.hardware.spec import load_gpu
+from microbench.hardware.stack import USUAL
 from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from microbench.ops import find_family
-from microbench.ops.memory.fused import Fused
+from microbench.ops.family import Part
+from microbench.ops.memory.elementwise import memory_copy
+from microbench.ops.memory.fused import Fused, fallback
 
 
 def tensor(storage: int, *shape: int) -> TensorSpec:
@@ -61,6 +66,51 @@ def test_pointwise_neighbours_become_one_kernel() -> None:
     # forward and backward are a compiled function each
     assert dict(found.host) == {"accumulate_grad": 1, "adamw_step": 1, "compiled_call": 2}
     assert launches(found) == 6
+
+
+def kernel(*calls: OpCall) -> Fused:
+    """The one kernel that torch.compile makes of these calls."""
+    (found,) = as_launched(with_engine(StepCapture(calls=calls), "compile")).calls
+    _, params = find_family(found)
+    assert isinstance(params, Fused)
+    return params
+
+
+def test_a_row_is_read_again_where_its_outputs_await_all_of_it() -> None:
+    """Of 4 rows of 32 B: x - x.mean() and a softmax read 128 B twice; a sum alone and relu once."""
+    x, y, rows = tensor(0, 4, 8), tensor(1, 4, 8), tensor(2, 4, 1)
+    mean = OpCall(op="aten.mean.dim", args=(x, (1,), True), outputs=(rows,))
+    found = kernel(mean, call("sub.Tensor", [x, rows], y))
+    assert (found.read_bytes, found.again_bytes, found.row_bytes) == (128, 128, 32)
+    softmax = OpCall(op="aten._softmax.default", args=(x, 1, False), outputs=(y,))
+    assert (kernel(softmax).again_bytes, kernel(softmax).row_bytes) == (128, 32)
+    across = replace(softmax, args=(x, 0, False))  # 8 columns of 16 B
+    assert (kernel(across).again_bytes, kernel(across).row_bytes) == (128, 16)
+    norm = OpCall(
+        op="aten.native_layer_norm.default",
+        args=(x, (8,), tensor(3, 8), tensor(4, 8), 1e-5),
+        outputs=(y, rows, tensor(5, 4, 1)),
+    )
+    assert (kernel(norm).again_bytes, kernel(norm).row_bytes) == (128, 32)
+    once = (kernel(mean), kernel(call("relu.default", [x], y)))
+    assert {(k.again_bytes, k.row_bytes) for k in once} == {(0, 0)}
+    beside = kernel(mean, call("relu.default", [x], y))  # the mean is for others
+    assert beside.again_bytes == 0
+
+
+def test_rows_that_the_cache_still_holds_are_not_read_from_memory_again() -> None:
+    """4 blocks on each of 108 SMs: rows of 97 KB are 41.9 MB, as much as 40 MiB of L2 hold."""
+    gpu = load_gpu("a100-sxm-80gb")
+    rows = MeasuredRows(models={}, gpu=gpu, channels_last=False, stack=USUAL)
+    assert (gpu.sm_count, gpu.l2_bytes) == (108, 40 * 2**20)
+
+    def moved(read: int, row: int) -> list[Part]:
+        p = Fused(ops=1, numel=1, read_bytes=read, written_bytes=8, again_bytes=read, row_bytes=row)
+        return fallback(p, rows)
+
+    assert moved(10**9, 97_000) == [memory_copy(10**9 + 8)]
+    assert moved(10**9, 98_000) == [memory_copy(2 * 10**9 + 8)]
+    assert moved(39 * 10**6, 10**6) == [memory_copy(39 * 10**6 + 8)]  # all of it fits
 
 
 def test_tensors_of_another_size_begin_another_kernel() -> None:
