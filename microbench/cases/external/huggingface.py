@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -166,9 +167,15 @@ def build(read: HfConfig, attn: str) -> Any:
     config.use_cache = False
     if attn == "eager":
         config._attn_implementation = attn
-    elif not getattr(kind, "_supports_sdpa", False):
-        log.warning("%s has no sdpa attention in transformers: captured eager", read.architecture)
+    elif hasattr(config, "num_attention_heads") and not getattr(kind, "_supports_sdpa", False):
+        say_eager(read.architecture)
     return _built(kind, config)
+
+
+@cache
+def say_eager(architecture: str) -> None:
+    """Log once in a process, not at each batch size that is captured."""
+    log.warning("%s has no sdpa attention in transformers: captured eager", architecture)
 
 
 def _built(kind: Any, config: Any) -> Any:

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from itercast.api import capture as capture_any
 from microbench.capture.log import capture_step
-from microbench.cases.external.huggingface import hf_case
+from microbench.cases.external.huggingface import hf_case, say_eager
 from microbench.opcall import StepCapture
 from microbench.ops.matrix.gemm import GROUPED, from_grouped
 from microbench.step import StepSettings
@@ -160,6 +160,19 @@ def test_attention_is_fused_or_written_out(tmp_path: Path) -> None:
     eager = [c.op for c in capture(path, mode="infer", attn="eager").calls]
     assert (fused.count("itercast.sdpa"), fused.count("aten.bmm.default")) == (2, 0)
     assert (eager.count("itercast.sdpa"), eager.count("aten.bmm.default")) == (0, 4)
+
+
+def test_attention_that_cannot_be_fused_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Transformers has no SDPA for DeBERTa v2; a ConvNeXt has no attention at all."""
+    say_eager.cache_clear()
+    for architecture in ("DebertaV2ForMaskedLM", "ConvNextForImageClassification"):
+        path = config(tmp_path, architecture)
+        for _ in range(2):
+            hf_case(path, mode="infer", loss="default", attn="sdpa").build()
+    told = [r.getMessage() for r in caplog.records if "captured eager" in r.getMessage()]
+    assert told == ["DebertaV2ForMaskedLM has no sdpa attention in transformers: captured eager"]
 
 
 def test_encoders_add_a_mask_to_every_score(tmp_path: Path) -> None:
