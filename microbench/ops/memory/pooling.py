@@ -31,6 +31,7 @@ RESIZED = ("upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d")
 FORWARD = WINDOWED + ADAPTIVE + RESIZED
 OPS = FORWARD + tuple(f"{op}_backward" for op in FORWARD)
 INDEXED = ("max_pool2d_with_indices", "adaptive_max_pool2d")
+DILATED, DILATION_AT = WINDOWED[:1], 4  # x, kernel, stride, padding, dilation; or after a gradient
 SAME_AS = {"_upsample_nearest_exact2d": "upsample_nearest2d"}
 IN_2D = {"upsample_trilinear3d": "upsample_bilinear2d"}
 IN_2D |= {o.replace("2d", "3d"): o for o in (*WINDOWED, *ADAPTIVE, "upsample_nearest2d")}
@@ -238,14 +239,18 @@ def from_call(call: OpCall) -> Pooling | None:
 def from_volume(call: OpCall) -> Pooling | None:
     """Describe a 3-d pooling call as a 2-d one that has depth * h rows.
 
-    Sizes, windows, strides and paddings change alike: (depth, h, w) becomes (depth * h, w).
+    Sizes, windows, strides and paddings change alike: (depth, h, w) becomes (depth * h, w). Both
+    axes have the width's dilation.
     """
     _, op, overload = call.op.split(".")
     base = op.removesuffix("_backward")
+    args, at = [_flat(value) for value in call.args], DILATION_AT + (op != base)
+    if IN_2D[base] in DILATED and args[at : at + 1]:
+        args[at] = call.args[at][-1:]
     flat = replace(
         call,
         op=f"aten.{IN_2D[base]}{op.removeprefix(base)}.{overload}",
-        args=tuple(map(_flat, call.args)),
+        args=tuple(args),
         outputs=tuple(map(_flat, call.outputs)),
     )
     return from_call(flat)
@@ -265,16 +270,20 @@ def _flat(value: Any) -> Any:
 
 
 def _window(base: str, given: tuple[Any, ...]) -> dict[str, int] | None:
-    """kernel, stride (the kernel where empty), padding[, dilation]; None: dilated by axis."""
+    """kernel, stride (the kernel where empty), padding[, dilation]; None: dilated by axis.
+
+    The dilation of an axis on which the window has one pixel does not count.
+    """
     found = [*given[:4], *[()] * (4 - len(given[:4]))]
     kernel = _pair(found[0], (1, 1))
     stride, padding = _pair(found[1], kernel), _pair(found[2], (0, 0))
-    spaced = _pair(found[3], (1, 1)) if base in INDEXED else (1, 1)
-    if len(set(spaced)) > 1:
+    spaced = _pair(found[3], (1, 1)) if base in DILATED else (1, 1)
+    wide = {d for d, pixels in zip(spaced, kernel, strict=True) if pixels > 1}
+    if len(wide) > 1:
         return None
     pairs = {"kernel": kernel, "stride": stride, "padding": padding}
     sides = {f"{name}_{axis}": v[i] for name, v in pairs.items() for i, axis in enumerate("hw")}
-    return sides | {"dilation": spaced[0]}
+    return sides | {"dilation": next(iter(wide), 1)}
 
 
 def _channels_last(t: TensorSpec) -> bool:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from microbench.capture.log import OpLog
 from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall
+from microbench.opcall import OpCall, TensorSpec
 from microbench.ops import families
 from microbench.ops.lookup import embedding_bag, index, index_calls, random_streams
 from microbench.ops.memory import elementwise, elementwise_names, pooling, random
@@ -189,6 +189,13 @@ def test_pooling_reads_calls() -> None:
     assert described(dilated, "pooling") == [spaced]
     for op in (spaced.op, f"{spaced.op}_backward"):
         pooling.build(replace(spaced, op=op), "cpu").run()
+    row = TensorSpec(shape=(2, 3, 1, 8), dtype="fp32", stride=(24, 8, 8, 1))  # of max_pool1d
+    ends = (replace(row, shape=(2, 3, 1, 3)),)
+    args = (row, (1, 2), (1, 2), (0, 0), (1, 3))
+    call = OpCall(op="aten.max_pool2d_with_indices.default", args=args, outputs=ends)
+    sizes = {"batch": 2, "channels": 3, "h": 1, "w": 8, "out_h": 1, "out_w": 3, "dilation": 3}
+    window = {"kernel_w": 2, "stride_w": 2}
+    assert pooling.from_call(call) == pooling.Pooling(op=spaced.op, **sizes, **window)
     uneven = logged(lambda: torch.nn.functional.max_pool2d(x, 2, dilation=(1, 2)))
     assert described(uneven, "pooling") == [None]
 

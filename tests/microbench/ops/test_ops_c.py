@@ -84,6 +84,7 @@ def test_a_transposed_convolution_over_volumes_counts_its_inputs() -> None:
     ("layer", "op", "taps", "outputs"),
     [
         (nn.MaxPool3d(2), "max_pool2d_with_indices", 8, 2 * 4 * 4),
+        (nn.MaxPool3d(2, dilation=3), "max_pool2d_with_indices", 8, 1 * 3 * 3),
         (nn.AvgPool3d((1, 2, 2)), "avg_pool2d", 4, 4 * 4 * 4),
         (nn.AdaptiveAvgPool3d((2, 4, 4)), "_adaptive_avg_pool2d", 8, 2 * 4 * 4),
         (nn.Upsample(scale_factor=2, mode="trilinear"), "upsample_bilinear2d", 8, 8 * 16 * 16),
