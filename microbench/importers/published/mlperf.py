@@ -101,7 +101,9 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
         "op": "train_step",
         "gpu": gpu,
         "timer": "with_launch",
-        "stack": DLRM_SOFTWARE if benchmark in RECOMMENDERS else given.get("framework", ""),
+        # A framework is often a list of all containers of a submission: no stack of one row.
+        "stack": DLRM_SOFTWARE if benchmark in RECOMMENDERS else "",
+        "framework": given.get("framework", ""),
         "dtype": kinds.get(load_gpu(gpu).architecture, kinds["other"]),
         "amp": False,
         "time_us": _step_ms(given, batch) * 1e3,

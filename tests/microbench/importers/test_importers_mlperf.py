@@ -47,6 +47,15 @@ def test_bert_is_taken_at_its_mean_length(tmp_path: Path) -> None:
     assert ParallelPlan.parse(row["plan"]).world_size == 16
 
 
+def test_a_list_of_containers_is_no_stack(tmp_path: Path) -> None:
+    """Bert runs none of HugeCTR's kernels, although its submission names HugeCTR's container."""
+    listed = "NGC MXNet 23.09, NGC PyTorch 23.09, NGC HugeCTR 23.09"
+    found = imported(tmp_path, CELL, CELL | {"framework": listed, "system": "y"})
+    one, other = found.rows["iteration"].to_dict("records")
+    assert (other["framework"], other["stack"]) == (listed, "")
+    assert other["stack"] == one["stack"]
+
+
 def test_an_epoch_of_resnet_is_as_many_steps_as_batches(tmp_path: Path) -> None:
     """1 ms an image, so 1536 ms a batch of 1536; accumulation is said."""
     found = imported(tmp_path, CELL | RESNET | {"grad_accum": "2", "system": "z"})
