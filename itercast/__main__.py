@@ -65,23 +65,23 @@ def collect(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     family: Families = None,
     budget: Annotated[
-        str, typer.Option(help="time to spend on this dataset root in all: 90s, 10m, 1h")
+        str, typer.Option(help="time for this dataset root, earlier runs included: 90s, 10m, 1h")
     ] = "5m",
     out: Annotated[Path, typer.Option(help="dataset root")] = Path("datasets"),
     seed: Annotated[int, typer.Option(help="seed of the order of points")] = 0,
     torchrun: Annotated[
         str,
         typer.Option(
-            help="arguments of torchrun to sweep collectives over several nodes; the same on each "
+            help="arguments of torchrun, to measure collectives over nodes; the same on each "
             'node, e.g. "--nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500"'
         ),
     ] = "",
     points: Annotated[
         Path | None,
-        typer.Option(help="measure only the points of this file, written by itercast points"),
+        typer.Option(help="measure only the points of this file of `itercast points`"),
     ] = None,
 ) -> None:
-    """Measure op families on this machine into a dataset; resumes an interrupted sweep."""
+    """Measure ops on this machine into a dataset; continues an interrupted sweep."""
     from itercast.commands.shared import sweep
 
     if device not in ("cpu", "cuda"):
@@ -100,9 +100,9 @@ def train(
     out: Annotated[Path, typer.Option(help="bundle folder to write")],
     data: Annotated[list[Path] | None, typer.Option(help="dataset root; repeatable")] = None,
     family: Families = None,
-    trials: Annotated[int, typer.Option(help="Optuna trials per family; 0: defaults")] = 0,
+    trials: Annotated[int, typer.Option(help="hyperparameter trials per family; 0: defaults")] = 0,
     limit: Annotated[
-        int | None, typer.Option(min=20, help="train on at most so many rows of a family")
+        int | None, typer.Option(min=20, help="train on at most this many rows of a family")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -119,14 +119,15 @@ def train(
 @app.command()
 @one_line_errors
 def price(
-    rows: Annotated[Path, typer.Argument(help="Parquet file in dataset form")],
+    rows: Annotated[Path, typer.Argument(help="Parquet file of ops, as in a dataset")],
     out: Annotated[Path, typer.Option(help="Parquet file to write")],
     bundle: Bundle = None,
     hardware: Annotated[
-        Path | None, typer.Option(help="hardware file of a GPU that is not listed")
+        Path | None,
+        typer.Option(help="hardware file (YAML) of a GPU that `itercast list gpus` lacks"),
     ] = None,
 ) -> None:
-    """Forecast the time of every row of a dataset file and write it with the forecasts."""
+    """Forecast the time of every op in a Parquet file; write its rows with their forecasts."""
     from microbench.slow_imports import without_scikit_learn
 
     without_scikit_learn()
@@ -156,13 +157,13 @@ app.command()(plan)
 def evaluate(
     case: Annotated[list[str] | None, typer.Option(help="only this case; repeatable")] = None,
     measured: Annotated[
-        Path | None, typer.Option(help="dataset root with rows of family iteration")
+        Path | None, typer.Option(help="dataset root with measured iterations")
     ] = None,
     bundle: Bundle = None,
     out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/evaluate"),
     learners: Annotated[
         Path | None,
-        typer.Option(help="also rank other learners, trained on this dataset; needs --bundle"),
+        typer.Option(help="dataset root: also rank other learners, trained on it; needs --bundle"),
     ] = None,
 ) -> None:
     """Compare forecasts with measured iterations; measures this CPU unless --measured is given."""
@@ -187,13 +188,13 @@ def evaluate(
 @app.command()
 @one_line_errors
 def report(
-    reports: Annotated[Path, typer.Option(help="folder with the folders of comparisons")] = Path(
+    reports: Annotated[Path, typer.Option(help="folder that holds the report folders")] = Path(
         "reports"
     ),
 ) -> None:
-    """Write the report pages anew from what demo and evaluate left on disk.
+    """Write the report pages of demo and evaluate again, from the files that these left.
 
-    Sweeps are replayed for their learning curves, once.
+    The first time each sweep is replayed, to find its error against minutes of sweep.
     """
     from eval.report.write import rewrite
 
@@ -227,9 +228,9 @@ def list_names(
 @app.command()
 @one_line_errors
 def ui(
-    port: Annotated[int, typer.Option(help="port of the page on this machine")] = 5000,
+    port: Annotated[int, typer.Option(help="port on this machine")] = 5000,
 ) -> None:
-    """Serve the MLflow UI of the project's store, opened where learners are compared."""
+    """Serve the MLflow UI of this project; its first page compares learners."""
     from eval.tracking.server import serve
     from eval.tracking.store import addresses, is_server, tracking_uri
 

@@ -9,19 +9,25 @@ import typer
 
 Bundle = Annotated[
     Path | None,
-    typer.Option(help="bundle folder; default: a local one that knows the GPU, else a shipped one"),
+    typer.Option(
+        help="bundle folder; default: runs/demo/bundle or bundles/local if it has rows of the GPU, "
+        "else a shipped one"
+    ),
 ]
 HfConfig = Annotated[
-    Path | None, typer.Option(help="Hugging Face config.json; needs --batch and --seq")
+    Path | None,
+    typer.Option(help="Hugging Face or timm config.json; needs --batch, and --seq for text"),
 ]
 Host = Annotated[
     str,
-    typer.Option(help="the GPU's host, a name or YAML file; `itercast list hosts`, default: usual"),
+    typer.Option(
+        help="host of the GPU: a name of `itercast list hosts` or a YAML file; default: usual"
+    ),
 ]
 Stack = Annotated[
     str,
     typer.Option(
-        help="software with release; `itercast list stacks`, default: torch-2.11 on a GPU"
+        help="software and version, of `itercast list stacks`; default: torch-2.11 on a GPU"
     ),
 ]
 Optimizer = Annotated[

@@ -15,26 +15,27 @@ def bench_public(
     public: Annotated[
         Path,
         typer.Argument(
-            help="folder with NeuSight, aiconfigurator, vidur, nccl-tests and iterations"
+            help="folder of published measurements: NeuSight, aiconfigurator, iterations..."
         ),
     ],
     out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/bench-public"),
-    line: Annotated[str, typer.Option(help="only lines whose name contains this text")] = "",
+    line: Annotated[str, typer.Option(help="only results whose name contains this text")] = "",
     leave_out: Annotated[
         str,
         typer.Option(
-            metavar="SOURCE", help="only errors on this source's rows, with it left out and with it"
+            metavar="SOURCE",
+            help="only errors on this source's rows, with the source left out and with it",
         ),
     ] = "",
     bundle: Annotated[
         Path | None,
-        typer.Option(help="bundle that forecasts whole models; default: the one that ships"),
+        typer.Option(help="bundle that forecasts iterations; default: the shipped one"),
     ] = None,
 ) -> None:
-    """Score forecasts on published measurements beside baselines; logs to MLflow.
+    """Judge forecasts by published measurements, beside baselines; logs to MLflow.
 
-    A second table has the errors on each source's rows with that source, and every assumption
-    fitted on it, left out.
+    A second table leaves sources out: errors on the rows of each source by forecasts that use
+    neither its rows nor assumed numbers that were fitted on it.
     """
     from eval.public.report import line_names, report
     from eval.tracking.logs import log_bench

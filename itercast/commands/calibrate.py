@@ -16,18 +16,23 @@ if TYPE_CHECKING:  # the command line starts without pandas
 
 @one_line_errors
 def calibrate(
-    rows: Annotated[list[Path], typer.Argument(help="Parquet files in dataset form")],
+    rows: Annotated[
+        list[Path], typer.Argument(help="Parquet files of measured rows, as in a dataset")
+    ],
     out: Annotated[Path | None, typer.Option(help="bundle folder to write")] = None,
     bundle: Bundle = None,
     hardware: Annotated[
-        Path | None, typer.Option(help="hardware file of a GPU that is not listed")
+        Path | None,
+        typer.Option(help="hardware file (YAML) of a GPU that `itercast list gpus` lacks"),
     ] = None,
     host: Annotated[
         Path | None,
-        typer.Option(help="host file to write, from rows of family host or of small iterations"),
+        typer.Option(
+            help="host file to write, fitted to rows of family host or to small iterations"
+        ),
     ] = None,
 ) -> None:
-    """Correct a bundle for one GPU by 4 to 16 measured rows of each op family, or fit its host."""
+    """Correct a bundle for one GPU by 4 to 16 measured rows of each family, or fit a host file."""
     from learners.calibrate import read_few
 
     if out is None and host is None:

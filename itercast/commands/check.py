@@ -29,11 +29,11 @@ def check(
     seed: Annotated[int, typer.Option(help="seed of the order of points")] = 0,
     measured: Annotated[
         Path | None,
-        typer.Option(help="judge the rows of this dataset root, of one device, measure nothing"),
+        typer.Option(help="judge the rows of this dataset root (one device) instead of measuring"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure some points of every family again; exit code 1 where the bundle does not fit."""
+    """Measure some ops of every family again; exit code 1 if the bundle does not fit them."""
     from eval.drift.compare import check_rows
     from learners.known_bundles import find_bundle
 

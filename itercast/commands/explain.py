@@ -38,7 +38,9 @@ PICTURES = (".png", ".svg", ".pdf")
 
 @one_line_errors
 def explain(
-    case: Annotated[str, typer.Argument(help="a named case; `itercast list cases`")] = "",
+    case: Annotated[
+        str, typer.Argument(help="name of a model; `itercast list cases` prints them")
+    ] = "",
     hf_config: HfConfig = None,
     model: Model = "",
     gpu: Annotated[str, typer.Option(help="GPU name, YAML file, or cpu")] = "cpu",
@@ -46,7 +48,9 @@ def explain(
     batch: Annotated[int | None, typer.Option(min=1, help="samples per replica and step")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
     mode: Annotated[str, typer.Option(help="train or infer")] = "train",
-    loss: Annotated[str, typer.Option(help="default, or none: backward from output")] = "default",
+    loss: Annotated[
+        str, typer.Option(help="default, or none: backward starts at the output")
+    ] = "default",
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "fp32",
     attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa",
     optimizer: Optimizer = "",
@@ -58,11 +62,11 @@ def explain(
     stack: Stack = "",
     indices: Indices = "",
     picture: Annotated[
-        Path | None, typer.Option(help="draw both tables here: .png, .svg or .pdf")
+        Path | None, typer.Option(help="picture of both tables to write: .png, .svg or .pdf")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say where an iteration's time goes and which change (software, plan, GPU) gains most."""
+    """Show where an iteration's time goes and which change (software, plan, GPU) gains most."""
     if sum(map(bool, (case, hf_config, model))) != 1:
         raise ValueError("explain takes one of CASE, --hf-config and --model")
     if hf_config is not None and batch is None:

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @one_line_errors
 def gpu_report(
-    data: Annotated[Path, typer.Argument(help="dataset root, such as a campaign's")],
+    data: Annotated[Path, typer.Argument(help="dataset root, e.g. of a campaign")],
     gpu: Annotated[str, typer.Option(help="train on the rows of this GPU")] = "h100-sxm-80gb",
     unseen: Annotated[
-        str, typer.Option(help="also score on this GPU, whose rows are not trained on")
+        str, typer.Option(help="also print errors on this GPU, whose rows are not trained on")
     ] = "",
-    trials: Annotated[int, typer.Option(help="Optuna trials per family; 0: defaults")] = 0,
+    trials: Annotated[int, typer.Option(help="hyperparameter trials per family; 0: defaults")] = 0,
 ) -> None:
-    """Train on the rows of one GPU and print errors on it, and on a GPU left out."""
+    """Train on the rows of one GPU; print errors on held-out rows of it, and on an unseen GPU."""
     from eval import gpu_report as tables
     from learners.bundle import Bundle
     from learners.train import train

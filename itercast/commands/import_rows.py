@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def import_rows(
     source: Annotated[
         str,
-        typer.Argument(help="name of the source, such as neusight or vidur; a wrong one lists all"),
+        typer.Argument(help="name of the source, e.g. neusight; an unknown name lists all"),
     ],
-    path: Annotated[Path, typer.Argument(help="checkout, folder or file of that source")],
+    path: Annotated[Path, typer.Argument(help="clone, folder or file of that source")],
     out: Annotated[Path, typer.Option(help="dataset root")] = Path("imported"),
     gpu: Annotated[
         str,
@@ -39,7 +39,7 @@ def import_rows(
     node: Annotated[str, typer.Option(help="nccl-tests: node name or YAML file")] = "",
     as_json: Json = False,
 ) -> None:
-    """Convert published measurements into dataset rows; prints which rows were left out and why."""
+    """Convert published measurements into dataset rows; prints how many were left out, and why."""
     from microbench.importers.sources import read_source
     from microbench.importers.write import write
 

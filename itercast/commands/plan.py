@@ -33,14 +33,16 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 @one_line_errors
 def plan(
     gpu: Annotated[str, typer.Option(help="GPU name or YAML file")],
-    gpus: Annotated[int, typer.Option(min=1, help="how many GPUs")],
-    case: Annotated[str, typer.Argument(help="a named case; `itercast list cases`")] = "",
+    gpus: Annotated[int, typer.Option(min=1, help="number of GPUs")],
+    case: Annotated[
+        str, typer.Argument(help="name of a model; `itercast list cases` prints them")
+    ] = "",
     hf_config: HfConfig = None,
-    objective: Annotated[str, typer.Option(help="time, cost or memory")] = "time",
+    objective: Annotated[str, typer.Option(help="what to minimise: time, cost or memory")] = "time",
     node: Annotated[str, typer.Option(help="node name or YAML file")] = "",
     batch: Annotated[
         int | None,
-        typer.Option(min=1, help="samples per step over all GPUs; default: the case's per GPU"),
+        typer.Option(min=1, help="samples per step over all GPUs; default: the case's on each GPU"),
     ] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "bf16",
@@ -56,7 +58,7 @@ def plan(
     ] = "",
     as_json: Json = False,
 ) -> None:
-    """Search parallel plans, print the best ten and where their time goes; logs to MLflow."""
+    """Search parallel plans; prints the best ten and where time goes; logs to MLflow."""
     from compose.open_search import open_search
 
     begin = time.perf_counter()

@@ -14,12 +14,14 @@ from microbench.durations import seconds
 
 @one_line_errors
 def points(
-    gpu: Annotated[str, typer.Option(help="GPU to measure; it needs rows of a first sweep")],
-    out: Annotated[Path, typer.Option(help="file of points to write, for collect --points")],
+    gpu: Annotated[str, typer.Option(help="GPU to measure, with rows of a first sweep, or cpu")],
+    out: Annotated[
+        Path, typer.Option(help="file of points to write, for `itercast collect --points`")
+    ],
     data: Annotated[list[Path] | None, typer.Option(help="dataset root; repeatable")] = None,
     family: Families = None,
     budget: Annotated[str, typer.Option(help="time of the second sweep: 90s, 10m, 1h")] = "5m",
-    seed: Annotated[int, typer.Option(help="seed of candidates and draws")] = 1,
+    seed: Annotated[int, typer.Option(help="random seed")] = 1,
 ) -> None:
     """Choose points for a second sweep: where models disagree most per second of measuring."""
     from learners.active import next_pass

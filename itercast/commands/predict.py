@@ -23,24 +23,28 @@ Model = Annotated[
     str,
     typer.Option(
         metavar="MODULE:FUNCTION",
-        help="a function that returns a module, (module, inputs) or (module, inputs, loss): "
-        "inputs are a tensor, a tuple of arguments or a dict by name, loss(output) is a "
-        "scalar; it is given batch and seq where it has such parameters. A module alone is a "
-        "transformers model or takes no inputs.",
+        help="a function that returns a module, (module, inputs) or (module, inputs, loss). "
+        "inputs: a tensor, a tuple of arguments or a dict by name; loss(output) is a scalar. "
+        "Parameters batch and seq of the function get these options. A module without inputs "
+        "is a transformers model, or takes none.",
     ),
 ]
 Trace = Annotated[
-    Path | None, typer.Option(help="write the timeline here, for Perfetto or chrome://tracing")
+    Path | None, typer.Option(help="timeline to write, for Perfetto or chrome://tracing")
 ]
 Indices = Annotated[
     str,
-    typer.Option(help="rows that embedding bags look up: uniform, zipf:1.05, or a file of lookups"),
+    typer.Option(
+        help="which rows embedding bags look up: uniform, zipf:1.05, or a file of lookups"
+    ),
 ]
 Lora = Annotated[
     int,
-    typer.Option(min=0, help="rank of LoRA adapters on --hf-config, whose own weights are frozen"),
+    typer.Option(
+        min=0, help="train LoRA adapters of this rank on --hf-config, its own weights frozen"
+    ),
 ]
-Compiled = Annotated[bool, typer.Option("--compile", help="as torch.compile fuses and launches it")]
+Compiled = Annotated[bool, typer.Option("--compile", help="the model under torch.compile")]
 CudaGraph = Annotated[
     bool, typer.Option("--cuda-graph", help="the whole step launched as one CUDA graph")
 ]
@@ -48,14 +52,16 @@ Explain = Annotated[
     bool,
     typer.Option(
         "--explain-assumptions",
-        help="list the assumed numbers that the forecast rests on, by time, with their sources",
+        help="list the assumed numbers, the time that rests on each, and their sources",
     ),
 ]
 
 
 @one_line_errors
 def predict(
-    case: Annotated[str, typer.Argument(help="a named case; `itercast list cases`")] = "",
+    case: Annotated[
+        str, typer.Argument(help="name of a model; `itercast list cases` prints them")
+    ] = "",
     hf_config: HfConfig = None,
     model: Model = "",
     gpu: Annotated[str, typer.Option(help="GPU name, YAML file, or cpu")] = "cpu",
@@ -63,7 +69,9 @@ def predict(
     batch: Annotated[int | None, typer.Option(min=1, help="samples per replica and step")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
     mode: Annotated[str, typer.Option(help="train or infer")] = "train",
-    loss: Annotated[str, typer.Option(help="default, or none: backward from output")] = "default",
+    loss: Annotated[
+        str, typer.Option(help="default, or none: backward starts at the output")
+    ] = "default",
     dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "fp32",
     attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa",
     optimizer: Optimizer = "",
@@ -74,12 +82,12 @@ def predict(
     host: Host = "",
     stack: Stack = "",
     indices: Indices = "",
-    strict: Annotated[bool, typer.Option(help="fail if an op has no model")] = False,
+    strict: Annotated[bool, typer.Option(help="exit code 1 if an op has no learned model")] = False,
     trace: Trace = None,
     explain_assumptions: Explain = False,
     as_json: Json = False,
 ) -> None:
-    """Forecast one iteration of a model: a named case, a configuration, or a function's module."""
+    """Forecast one iteration of a model: a named case, a configuration, or a model of your own."""
     if sum(map(bool, (case, hf_config, model))) != 1:
         raise ValueError("predict takes one of CASE, --hf-config and --model")
     if hf_config is not None and batch is None:

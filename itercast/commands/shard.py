@@ -24,21 +24,22 @@ Ranking = Sequence[tuple[str, "ShardingForecast"]]
 
 @one_line_errors
 def shard(
-    tables: Annotated[Path, typer.Argument(help="YAML file of tables and the dense part")],
-    gpu: Annotated[str, typer.Option(help="GPU name or YAML file; cpu is this machine")],
-    gpus: Annotated[int, typer.Option(min=1, help="how many ranks")],
+    tables: Annotated[Path, typer.Argument(help="YAML file of embedding tables and MLPs")],
+    gpu: Annotated[str, typer.Option(help="GPU name, YAML file, or cpu: this machine")],
+    gpus: Annotated[int, typer.Option(min=1, help="number of ranks")],
     node: Annotated[str, typer.Option(help="node name or YAML file")] = "",
     bundle: Bundle = None,
     sharding: Annotated[
-        Path | None, typer.Option(help="also forecast this plan, in torchrec's form")
+        Path | None, typer.Option(help="JSON file of a sharding to rank too, in torchrec's form")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="write the fastest plan here, in torchrec's form")
+        Path | None,
+        typer.Option(help="JSON file to write: the fastest sharding, in torchrec's form"),
     ] = None,
     seed: Annotated[int, typer.Option(help="seed of the random proposals")] = 0,
     as_json: Json = False,
 ) -> None:
-    """Rank shardings of embedding tables by their forecast iteration; nothing is run."""
+    """Rank shardings of embedding tables by forecast iteration time; nothing is run."""
     from compose.parallel.placement import to_torchrec
     from compose.sharding.costs import Costs
     from compose.sharding.propose import choose
