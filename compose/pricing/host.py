@@ -128,7 +128,7 @@ class Launches:
       launch of a pointwise op, times the op's ``call_launches``.
     - ``alone_us``: as ``usual_us``, for an op that C++ adds and no module calls; it has no Python.
     - ``by_op`` false: one CUDA graph launches all. ``python_us`` and ``usual_us`` are of the whole
-      step, and come before its first op (``PricedOp.leads``): no kernel starts before its graph.
+      step, and come before one op (``PricedOp.leads``, see ``led_by_graph``).
     - ``python_assumed``, ``launch_assumed``: shares of ``python_us``, and of ``usual_us`` and
       ``alone_us``, that rest on assumptions.
     """
@@ -174,7 +174,7 @@ class Launches:
 def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBook) -> Launches:
     """Prices a step's host time per op: its launch, and an equal share of all Python events.
 
-    Of a CUDA graph all of it comes before the first op.
+    Of a CUDA graph all of it comes before one op.
     ``events``: how often each kind of event (a module call, a view...) occurs. On a CPU the launch
     is part of the op's own time.
     """
@@ -200,16 +200,20 @@ def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBoo
 def led_by_graph(
     layers: Sequence[Layer], ops: Sequence[PricedOp], costs: Launches
 ) -> tuple[Layer | None, list[PricedOp]]:
-    """The layer with the first op of a CUDA graph, and the ops, of which that one leads.
+    """The layer with the op that the launch of a CUDA graph comes before, and the ops with it.
 
+    A lone forward waits for its launch before its first op. Steps of training follow each other:
+    the host launches the next while one runs, so that only the last op of backward waits for it.
     No layer where ops are launched one by one.
     """
     led = list(ops)
-    with_ops = (layer for layer in layers if layer.forward[0] < layer.forward[1])
-    found = None if costs.by_op else next(with_ops, None)
-    if found is not None:
-        led[found.forward[0]] = replace(led[found.forward[0]], leads=1.0)
-    return found, led
+    backward = [(x, x.backward[1] - 1) for x in layers if x.backward[0] < x.backward[1]]
+    forward = [(x, x.forward[0]) for x in layers if x.forward[0] < x.forward[1]]
+    if costs.by_op or not (backward or forward):
+        return None, led
+    layer, at = (backward or forward)[0]
+    led[at] = replace(led[at], leads=1.0)
+    return layer, led
 
 
 def step_work(time_us: float, shares: AssumedShares, book: PriceBook) -> PricedOp:

@@ -14,7 +14,7 @@ from compose.graph.launch_modes import as_launched
 from compose.parallel.plan import ParallelPlan
 from compose.pricing.collectives import cluster, price_messages
 from compose.pricing.gradient_buckets import Sync, ddp_step, default_contention
-from compose.pricing.host import launch_costs
+from compose.pricing.host import launch_costs, led_by_graph
 from compose.pricing.price_book import PriceBook, PricedOp
 from compose.pricing.rank_graph import rank_graph
 from compose.simulate.rank import LATENCY, SHARED
@@ -36,7 +36,7 @@ def op_timeline(
     launched = replace(capture, engine="eager")  # it is rewritten for its engine already
     graph = rank_graph(launched, ParallelPlan(), book.gpu)
     ops = book.price(list(graph.wanted.values()))
-    ops = [replace(op, leads=float(i == 0)) for i, op in enumerate(ops)]
+    _, ops = led_by_graph(graph.layers, ops, costs)
     added = [c.module == "DDP" for c in capture.calls]
     waits_us = [costs.us(op, added=a) for op, a in zip(ops, added, strict=True)]
     ops = [replace(op, kernels=costs.kernels(op)) for op in ops]

@@ -124,9 +124,19 @@ def test_a_list_of_tensors_is_launched_by_its_length() -> None:
 
 
 def test_a_graph_is_launched_once_whatever_its_ops_cost() -> None:
-    """5 us, then two ops of 6 us: none of them starts before the graph they are in."""
+    """5 us, then ops of 6 us: no op of a lone forward starts before the graph it is in."""
+    forward = with_engine(StepCapture(calls=(relu(), relu())), "graph")
+    assert iteration_us(forward) == (pytest.approx(5 + 6 + 6), pytest.approx(17))
+
+
+def test_a_training_step_is_launched_while_the_one_before_it_runs() -> None:
+    """Launched in 5 us behind 12 us of kernels; by a slow host in 50, of which 6 end after it."""
     step = with_engine(StepCapture(calls=(relu(), bag_backward())), "graph")
-    assert iteration_us(step) == (pytest.approx(5 + 6 + 6), pytest.approx(17))
+    assert iteration_us(step) == (pytest.approx(6 + 6), pytest.approx(12))
+    slow = HostMachine(name="slow", slowdown=1.0, launch_us=50.0, source="by hand")
+    settings: dict[str, Any] = {"threads": 0, "optimizer": "none", "bundle_name": "b"}
+    found = forecast(step, Short(), GPU, ParallelPlan(), host=slow, **settings)
+    assert found.iteration_us == pytest.approx(50 + 6)
 
 
 def test_a_graph_is_launched_once_whatever_its_layers_count() -> None:
