@@ -143,12 +143,13 @@ def _target(asked: Mapping[str, Any], bundle: Path) -> Target:
 def with_fitted_hosts(
     line: ModelLine, rows: Rows, bundle: Path, pool: Executor, folder: Path
 ) -> Rows:
-    """Rows of a line with files of their machines' hosts, where it fits them (``hosts_from``)."""
-    if not line.hosts_from:
+    """Rows of a line with files of their machines' hosts, where it fits them (``fits_hosts``)."""
+    if line.fits_hosts is None:
         return rows
-    known, hosts = rows[rows["engine"] == line.hosts_from], dict[str, str]()
+    known, hosts = rows[line.fits_hosts(rows)], dict[str, str]()
     for machine, mine in known.groupby("machine"):
-        fastest = mine.nsmallest(CALIBRATED_ON, "time_us").to_dict("records")
+        of_cases = mine.sort_values("time_us").drop_duplicates("case")
+        fastest = of_cases.head(CALIBRATED_ON).to_dict("records")
         asked = [{str(k): v for k, v in row.items()} for row in fastest]
         path = folder / f"{machine}.yaml"
         hosts[str(machine)] = pool.submit(_write_host, path, asked, bundle).result()
@@ -220,8 +221,8 @@ def coverage(line: ModelLine, rows: Rows) -> dict[str, float]:
 
 def judged(line: ModelLine, rows: Rows) -> Rows:
     """The rows that a line is judged on: without those that calibrate it or fit its hosts."""
-    if line.hosts_from:
-        return rows[rows["engine"] != line.hosts_from].reset_index(drop=True)
+    if line.fits_hosts is not None:
+        return rows[~line.fits_hosts(rows)].reset_index(drop=True)
     if not line.calibrated:
         return rows
     chosen = _sample(rows["case"])

@@ -45,7 +45,7 @@ def report(
     if source:
         asked = [(x, rows[rows["source"].str.casefold() == source.casefold()]) for x, rows in asked]
         asked = [
-            (x, rows if x.calibrated or x.hosts_from else sampled(rows))
+            (x, rows if x.calibrated or x.fits_hosts else sampled(rows))
             for x, rows in asked
             if len(rows)
         ]

@@ -15,7 +15,7 @@ from compose.graph.launch_modes import as_launched
 from compose.parallel.plan import ParallelPlan
 from eval.compare import compare_all, stated_rows, step_of
 from eval.public.measured_nodes import node_sums_us
-from eval.public.model_lines import ModelLine, beside_eager_calls, model_lines
+from eval.public.model_lines import ModelLine, beside_eager_calls, launch_bound_sample, model_lines
 from eval.public.model_rows import READERS, read_iterations
 from eval.public.models import Answer, add_forecasts, judge, judged, with_fitted_hosts
 from learners.bundle import SHIPPED
@@ -236,7 +236,7 @@ def test_a_machines_host_is_found_from_what_it_ran_eagerly(tmp_path: Path) -> No
     slow = {"this": 2.0, "that": 6.0}
     parts = [forwards(e, m, 256, 1024) for m in slow for e in ("eager", "eager+graph")]
     rows = pd.concat(parts, ignore_index=True)
-    fits = line(hosts_from="eager")
+    fits = line(fits_hosts=lambda rows: np.asarray(rows["engine"] == "eager"))
     with ThreadPoolExecutor(1) as pool:
         files = dict[str, str]()
         for name, slowdown in slow.items():
@@ -254,6 +254,21 @@ def test_a_machines_host_is_found_from_what_it_ran_eagerly(tmp_path: Path) -> No
         same = with_fitted_hosts(line(), rows, SHIPPED, pool, tmp_path)
     assert same is rows
     assert set(judged(fits, again)["engine"]) == {"eager+graph"}
+
+
+def test_runs_of_a_test_that_fits_hosts_are_judged_nowhere() -> None:
+    """A test of Megatron-LM fits the host with all of its runs; a wide model is always judged."""
+    names = [f"gpt/{n}" for n in range(200) for _ in range(2)]
+    small = pd.DataFrame({"case": names, "d_model": 512})
+    rows = pd.concat([small, small.assign(d_model=2048)], ignore_index=True)
+    fits = rows[launch_bound_sample(rows)]
+    assert 60 < len(fits) < 100 and len(fits) == 2 * fits["case"].nunique()
+    assert (fits["d_model"] == 512).all()
+    by_name = {line.name: line for line in model_lines()}
+    wide = by_name["Megatron golden values, models >= 1024 wide, host from 32 steps"]
+    chosen = rows[wide.choose(rows)].reset_index(drop=True)
+    assert len(chosen) == len(fits) + 400
+    assert (judged(wide, chosen)["d_model"] == 2048).all()
 
 
 def test_graphs_are_chosen_with_what_the_same_machine_ran_eagerly() -> None:

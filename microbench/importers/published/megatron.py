@@ -46,6 +46,7 @@ ABOUT = About(
 )
 RUNS, CONFIGS = "golden_runs.csv.gz", "model_configs.json.gz"
 GPUS = 8
+MACHINE = "dgx-a100"
 GPU = assumed(__file__, "gpu")
 # Flags that no plan states, and the word for each.
 UNKNOWN_PLANS = {
@@ -149,6 +150,7 @@ def _row(flags: Flags, case: str) -> dict[str, Any]:
         "engine": ENGINE,
         "compile": False,
         "source": ABOUT.source,
+        "machine": MACHINE,
         "world_size": GPUS,
         "ranks_per_node": GPUS,
     }
