@@ -29,6 +29,7 @@ from eval.recommenders.judge import (
     Choice,
     Judged,
     choices,
+    correlations,
     error_statistics,
     judge_choices,
     judge_iterations,
@@ -107,6 +108,11 @@ def _judge_tasks(
     name = f"measure shardings, {ranks} processes"
     found = _with_bar(name, partial(judge_choices, count, *where))
     console.print(choices_table(choices(found, ranks, bundle), ranks))
+    forecast, rounds = correlations(found)
+    console.print(
+        "correlation of step times within a task: forecast and measured "
+        f"{forecast:.2f}, first and last round {rounds:.2f}"
+    )
     console.print(errors_line("iterations of all proposed shardings", _flat(found)))
     return found
 

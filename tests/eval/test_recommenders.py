@@ -11,7 +11,15 @@ import pytest
 
 from compose.parallel.placement import Placement
 from compose.sharding.forecast import forecast_sharding
-from eval.recommenders.judge import Choice, Judged, choices, error_statistics, judged, sharders
+from eval.recommenders.judge import (
+    Choice,
+    Judged,
+    choices,
+    correlations,
+    error_statistics,
+    judged,
+    sharders,
+)
 from eval.recommenders.lookups import score
 from eval.recommenders.measure import ROUNDS, Measured, at_one_speed, measurable, measure
 from eval.recommenders.points import dense_points, lookup_points, message_points
@@ -85,6 +93,18 @@ def test_a_choice_by_one_round_is_judged_by_the_next() -> None:
     ]
     by_name = {c.name: c for c in choices([task], 2, SHIPPED_CPU)}
     assert by_name["measuring once"].regrets == pytest.approx((0.2,))
+
+
+def test_correlations_are_within_tasks() -> None:
+    """The second task is 10 times as long; forecasts order each task rightly, rounds disagree."""
+    tasks = [
+        [
+            Judged(candidate=candidate("a"), forecast_us=1.0, rounds_us=(k * 2.0, k * 1.0)),
+            Judged(candidate=candidate("b"), forecast_us=3.0, rounds_us=(k * 1.0, k * 8.0)),
+        ]
+        for k in (1.0, 10.0)
+    ]
+    assert correlations(tasks) == pytest.approx((1.0, -1.0))
 
 
 def test_stages_of_the_forecast_and_of_the_rank_that_works_longest() -> None:
