@@ -37,16 +37,18 @@ def public_iterations(public: Path, bundle: Path, most: int) -> pd.DataFrame:
     """Published training steps, each source forecast by models and numbers made without it.
 
     At most ``most`` rows of each source and line of the public benchmark, drawn at random. Lines
-    that are calibrated on their own rows are left out. Columns as in ``cpu_iterations``.
+    that calibrate forecasts or hosts on their own rows are left out. Columns as in
+    ``cpu_iterations``.
     """
     step = MEASURED["step"]
-    lines = [(x, rows) for x, rows in read_lines(public, "") if x.part == "step"]
-    lines = [(x, rows[positive(rows[step]) > 0]) for x, rows in lines if not x.calibrated]
+    known = [(x, rows) for x, rows in read_lines(public, "") if x.part == "step"]
+    plain = [(x, rows) for x, rows in known if not (x.calibrated or x.fits_hosts)]
+    lines = [(x, rows[positive(rows[step]) > 0]) for x, rows in plain]
     parts = []
     for source in sorted({str(s) for _, rows in lines for s in rows["source"].unique()}):
         mine: list[tuple[ModelLine, pd.DataFrame]] = []
         for line, rows in lines:
-            own = sampled(rows[rows["source"] == source].reset_index(drop=True), most)
+            own = sampled(line, rows[rows["source"] == source].reset_index(drop=True), most)
             if len(own):
                 mine.append((line, own.assign(measured=own[step])))
         parts += [rows for _, rows in forecasts_without(source, mine, public, bundle)]

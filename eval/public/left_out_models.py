@@ -61,7 +61,7 @@ def run_models_left_out(
         mine = [(x.line, _rows_of(x, source)) for x in lines]
         mine = [(line, rows) for line, rows in mine if len(rows)]
         start = time.monotonic()
-        again = [(line, sampled(rows)) for line, rows in mine]
+        again = [(line, sampled(line, rows)) for line, rows in mine]
         if source.casefold() in fitted:
             again = forecasts_without(source, again, public, bundle)
         seconds = (time.monotonic() - start) / max(len(mine), 1)
@@ -88,10 +88,12 @@ def _rows_of(found: ForecastLine, source: str) -> Rows:
     return rows.assign(**{ROW: np.arange(len(rows))})
 
 
-def sampled(rows: Rows, most: int = ROWS) -> Rows:
-    """At most ``most`` of the rows, drawn at random, in their order."""
-    chosen = np.sort(np.random.default_rng(0).permutation(len(rows))[:most])
-    return rows.iloc[chosen].reset_index(drop=True)
+def sampled(line: ModelLine, rows: Rows, most: int = ROWS) -> Rows:
+    """At most ``most`` of the rows, drawn at random, and all that fit hosts, in their order."""
+    fits = np.zeros(len(rows), bool) if line.fits_hosts is None else line.fits_hosts(rows)
+    others = np.flatnonzero(~fits)
+    fits[others[np.random.default_rng(0).permutation(len(others))[:most]]] = True
+    return rows[fits].reset_index(drop=True)
 
 
 def forecasts_without(

@@ -44,11 +44,7 @@ def report(
     check_source(source, {*known, *(str(s) for _, rows in asked for s in rows["source"].unique())})
     if source:
         asked = [(x, rows[rows["source"].str.casefold() == source.casefold()]) for x, rows in asked]
-        asked = [
-            (x, rows if x.calibrated or x.fits_hosts else sampled(rows))
-            for x, rows in asked
-            if len(rows)
-        ]
+        asked = [(x, rows if x.calibrated else sampled(x, rows)) for x, rows in asked if len(rows)]
         asked = [(x, rows.reset_index(drop=True)) for x, rows in asked]
     results = [] if source else run(public, only)
     found = list(forecast_lines(public, asked, bundle))

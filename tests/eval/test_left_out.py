@@ -200,10 +200,14 @@ def test_a_line_that_calibrates_its_forecasts_does_so_with_the_source_alone(tmp_
 
 
 def test_at_most_so_many_rows_are_forecast_anew() -> None:
-    many = sampled(pd.DataFrame({ROW: np.arange(500)}))
+    """Rows that fit a host are in it whatever their number: here the even ones."""
+    rows = pd.DataFrame({ROW: np.arange(500)})
+    many = sampled(line(), rows)
     assert len(many) == 96
     assert many[ROW].is_monotonic_increasing
-    assert len(sampled(many.head(3))) == 3
+    assert len(sampled(line(), many.head(3))) == 3
+    fitting = sampled(line(fits_hosts=lambda rows: rows[ROW].to_numpy() % 2 == 0), rows)
+    assert (fitting[ROW] % 2 == 0).sum() == 250 and len(fitting) == 250 + 96
 
 
 def test_rows_of_neusight_are_in_the_bundle_that_ships() -> None:
