@@ -92,8 +92,8 @@ def sampled(line: ModelLine, rows: Rows, most: int = ROWS) -> Rows:
     """At most ``most`` of the rows, drawn at random, and all that fit hosts, in their order."""
     fits = np.zeros(len(rows), bool) if line.fits_hosts is None else line.fits_hosts(rows)
     others = np.flatnonzero(~fits)
-    fits[others[np.random.default_rng(0).permutation(len(others))[:most]]] = True
-    return rows[fits].reset_index(drop=True)
+    drawn = others[np.random.default_rng(0).permutation(len(others))[:most]]
+    return rows[fits | np.isin(np.arange(len(rows)), drawn)].reset_index(drop=True)
 
 
 def forecasts_without(

@@ -206,7 +206,7 @@ def test_at_most_so_many_rows_are_forecast_anew() -> None:
     assert len(many) == 96
     assert many[ROW].is_monotonic_increasing
     assert len(sampled(line(), many.head(3))) == 3
-    fitting = sampled(line(fits_hosts=lambda rows: rows[ROW].to_numpy() % 2 == 0), rows)
+    fitting = sampled(line(fits_hosts=lambda rows: np.asarray(rows[ROW] % 2 == 0)), rows)
     assert (fitting[ROW] % 2 == 0).sum() == 250 and len(fitting) == 250 + 96
 
 
