@@ -13,12 +13,14 @@ import pytest
 from law_case import CASES, Bare, Knowing, model, outcome, rank_for
 from plan_case import CPU, GPU
 
+from compose.capture_model import capture
 from compose.parallel.plan import ParallelPlan
 from compose.pricing.collectives import cluster
 from compose.pricing.layer_prices import price_model
 from compose.pricing.price_book import UNMODELLED, PriceBook
 from compose.simulate.iteration import evaluate, quick_us
 from compose.simulate.stage_rank import stages_of
+from compose.target import find_target, forecast_step
 from microbench.hardware.spec import Gpu
 
 
@@ -41,6 +43,22 @@ def test_time_by_family_is_the_compute_of_the_rank(name: str, text: str) -> None
     messages = ["collective", *([UNMODELLED] if "offload" in text else [])]  # its copies
     ops_us = sum(us for family, us in found.tally.us.items() if family not in messages)
     assert found.compute_us == pytest.approx(ops_us, rel=1e-9)
+
+
+def test_a_gpu_waits_no_longer_than_its_host_works() -> None:
+    """Hooks of FSDP and of checkpoints are host work too; none of it is time of kernels.
+
+    Not counted are the launches of copies that FSDP adds: at most 3 % of the host's work here.
+    """
+    step = capture("gpt-s")
+    found = {
+        text: forecast_step(step, find_target("h100-sxm-80gb", text))
+        for text in ("", "dp=4,zero=2", "dp=4,zero=3", "recompute=full")
+    }
+    for text, one in found.items():
+        assert "host" not in one.by_family_us
+        assert 0 < one.idle_by_us["host"] <= 1.03 * one.host_us
+        assert (one.host_us > found[""].host_us) == bool(text)
 
 
 @pytest.mark.parametrize(
