@@ -62,6 +62,10 @@ def main() -> None:
         "--ranks", type=int, nargs="+", default=RANKS, help="processes; iterations with the first"
     )
     asked = parser.parse_args()
+    least = {"budget": asked.budget, "count": asked.count, "ranks": min(asked.ranks)}
+    for name, value in least.items():
+        if not value > 0:
+            parser.error(f"--{name} {value:g}: allowed are numbers above 0")
     run_or_say(lambda: run(asked.out, asked.budget, asked.count, asked.ranks))
 
 

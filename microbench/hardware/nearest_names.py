@@ -7,10 +7,10 @@ from difflib import get_close_matches
 
 
 def unknown(kind: str, name: str, known: Sequence[str]) -> ValueError:
-    """An error that lists the known names of a kind that are most like ``name``.
+    """An error with the known names that contain ``name``, else with those spelled most like it.
 
     ``kind`` is a word whose plural ``itercast list`` knows: case, gpu.
     """
-    like = get_close_matches(name, known, cutoff=0.0)
+    like = [k for k in known if name in k] or get_close_matches(name, known, cutoff=0.0)
     rest = f"; all {len(known)}: itercast list {kind}s" if len(known) > len(like) else ""
     return ValueError(f"unknown {kind} {name!r}; known: {', '.join(like)}{rest}")

@@ -28,9 +28,8 @@ if __name__ == "__main__":
     end_with_parent()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    if (
-        "RANK" in os.environ
-    ):  # threads of gloo may abort a rank that is done while Python shuts down
+    # Threads of gloo may abort a rank that is done while Python shuts down.
+    if "RANK" in os.environ:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

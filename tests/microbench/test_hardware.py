@@ -217,6 +217,9 @@ def test_a_malformed_node_file_is_one_line(tmp_path: Path, text: str, message: s
 def test_unknown_names_list_the_known() -> None:
     with pytest.raises(ValueError, match=r"unknown gpu 'h1000'; known: .*h100-nvl"):
         load_gpu("h1000")
+    every = "h100-nvl, h100-pcie-80gb, h100-sxm-80gb"
+    with pytest.raises(ValueError, match=rf"unknown gpu 'h100'; known: {every}; all \d+:"):
+        load_gpu("h100")
     with pytest.raises(ValueError, match=r"unknown node 'dgx-0'; known: .*dgx-a100"):
         load_node("dgx-0")
 
