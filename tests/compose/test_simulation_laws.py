@@ -48,7 +48,8 @@ def test_time_by_family_is_the_compute_of_the_rank(name: str, text: str) -> None
 def test_a_gpu_waits_no_longer_than_its_host_works() -> None:
     """Hooks of FSDP and of checkpoints are host work too; none of it is time of kernels.
 
-    Not counted are the launches of copies that FSDP adds, here less than 6 % of the host's work.
+    Not counted are launches of ops that a plan adds (copies of FSDP, recomputed ops), here less than
+    7 % of the host's work.
     """
     step = capture("gpt-s")
     found = {
@@ -57,7 +58,7 @@ def test_a_gpu_waits_no_longer_than_its_host_works() -> None:
     }
     for text, one in found.items():
         assert "host" not in one.by_family_us
-        uncounted_frac = 0.06 if "zero" in text else 0.0
+        uncounted_frac = 0.07 if text else 0.0
         assert 0 < one.idle_by_us["host"] <= (1 + uncounted_frac) * one.host_us
         assert (one.host_us > found[""].host_us) == bool(text)
 
