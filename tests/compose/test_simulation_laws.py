@@ -48,8 +48,8 @@ def test_time_by_family_is_the_compute_of_the_rank(name: str, text: str) -> None
 def test_a_gpu_waits_no_longer_than_its_host_works() -> None:
     """Hooks of FSDP and of checkpoints are host work too; none of it is time of kernels.
 
-    Not counted are launches of ops that a plan adds (copies of FSDP, recomputed ops), here less than
-    7 % of the host's work.
+    Not counted are launches of ops that a plan adds (copies of FSDP, recomputed ops), here less
+    than 7 % of the host's work.
     """
     step = capture("gpt-s")
     found = {
