@@ -12,7 +12,7 @@ help: ## list the targets
 
 setup: .venv/.installed ## create .venv and install everything
 
-.venv/.installed: pyproject.toml constraints.txt
+.venv/.installed: pyproject.toml setup.py constraints.txt
 	python3 -m venv .venv
 	.venv/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[hf,dev]' && touch $@
 
@@ -25,7 +25,7 @@ collect: setup ## sweep kernels (BUDGET=5m)
 campaign: OUT := runs/gpu
 campaign: BUDGET :=
 campaign: ## everything on a GPU box, resumable (PART=smoke,ops BUDGET=9m PLAN=unseen FROM=archive POINTS=file PYTHON=python3)
-	env -u OUT $(PYTHON) -m microbench.campaign --out $(OUT) $(if $(BUDGET),--budget $(BUDGET)) $(if $(PLAN),--plan $(PLAN)) \
+	env -u OUT $(PYTHON) -m itercast.microbench.campaign --out $(OUT) $(if $(BUDGET),--budget $(BUDGET)) $(if $(PLAN),--plan $(PLAN)) \
 	  $(if $(PART),--part $(PART)) $(if $(FROM),--from $(FROM)) $(if $(POINTS),--points $(POINTS))
 
 train: setup ## train one model per op family on datasets/
@@ -37,7 +37,7 @@ learners: setup ## after a demo: eight learners ranked per op family and on whol
 evaluate: setup ## predicted against measured iterations
 	$(CLI) evaluate
 
-OTHERS = $(shell $(PY) -c "from microbench.cases.others import OTHERS as o; print(*(f'--case {c.name}' for c in o))")
+OTHERS = $(shell $(PY) -c "from itercast.microbench.cases.others import OTHERS as o; print(*(f'--case {c.name}' for c in o))")
 others: setup ## after a demo: ten kinds of models that it does not measure, forecast and measured on this CPU
 	$(CLI) evaluate $(OTHERS) --out reports/others
 
@@ -45,13 +45,13 @@ bench-public: setup ## errors on other people's measurements beside baselines (P
 	$(CLI) bench-public $(PUBLIC)
 
 shipped: setup ## rebuild the GPU bundle from public measurements, compare (PUBLIC=folder REPLACE=yes; an hour)
-	$(PY) -m eval.shipped $(PUBLIC) $(if $(REPLACE),--replace)
+	$(PY) -m itercast.eval.shipped $(PUBLIC) $(if $(REPLACE),--replace)
 
 shipped-cpu: setup ## rebuild the CPU bundle from datasets/, compare (REPLACE=yes; 4 minutes)
-	$(PY) -m eval.shipped --cpu $(if $(REPLACE),--replace)
+	$(PY) -m itercast.eval.shipped --cpu $(if $(REPLACE),--replace)
 
 dlrm: setup ## recommendation models: lookups, iterations and choice of a sharding on this CPU (15 minutes)
-	$(PY) -m eval.recommenders
+	$(PY) -m itercast.eval.recommenders
 
 predict: setup ## forecast one case (CASE=gpt2-small GPU=cpu)
 	$(CLI) predict $(or $(CASE),gpt2-small) --gpu $(or $(GPU),cpu)
@@ -60,13 +60,13 @@ check: setup ## does the bundle still fit this machine? a minute, exit code 1 if
 	$(CLI) check --device $(or $(DEVICE),cpu) $(if $(BUNDLE),--bundle $(BUNDLE))
 
 bench-speed: setup ## how fast predict and price answer (BUNDLE=learners/shipped-cpu)
-	$(PY) -m eval.speed $(or $(BUNDLE),learners/shipped-cpu)
+	$(PY) -m itercast.eval.speed $(or $(BUNDLE),learners/shipped-cpu)
 
 active: setup ## error against minutes of sweep, at random and where models disagree (DATA=datasets GPU=name)
-	$(PY) -m eval.active $(or $(DATA),datasets) --gpu $(GPU)
+	$(PY) -m itercast.eval.active $(or $(DATA),datasets) --gpu $(GPU)
 
 bench-scale: setup ## how forecasts and plan searches of thousands of GPUs scale
-	$(PY) -m eval.scale
+	$(PY) -m itercast.eval.scale
 
 ui: setup ## the MLflow UI
 	$(CLI) ui
@@ -83,14 +83,19 @@ test: setup ## run the tests but for the slow ones (4 minutes on 2 cores)
 test-slow: setup ## run the slow tests: whole GPU campaigns on a stand-in, real plans and sweeps, learners on published rows (4 minutes)
 	$(PYTEST) -m slow
 
-docs: .venv/.docs ## build the documentation: reports/docs/index.html
+docs: .venv/.docs .cache/package ## build the documentation: reports/docs/index.html
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build -q -d reports/docs && echo reports/docs/index.html
 
 .venv/.docs: .venv/.installed
 	.venv/bin/pip install -q --disable-pip-version-check -c constraints.txt -e '.[docs]' && touch $@
 
-lint: setup ## ruff and mypy
-	.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+lint: setup .cache/package ## ruff and mypy
+	.venv/bin/ruff check . && .venv/bin/ruff format --check . && MYPYPATH=.cache/package .venv/bin/mypy
+
+# The packages as an install lays them out, for tools that read code without running it.
+.cache/package: Makefile
+	rm -rf $@ && mkdir -p $@/itercast && ln -s $(CURDIR)/itercast/* $(CURDIR)/microbench $(CURDIR)/learners \
+	  $(CURDIR)/compose $(CURDIR)/eval $@/itercast
 
 endurance: setup ## kill a sweep 50 times, look at what is left (10 minutes)
 	$(PY) tests/endurance/kill_sweep.py

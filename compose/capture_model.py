@@ -12,12 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from compose.parallel.fp8 import with_fp8
-from compose.parallel.plan import ParallelPlan, micro_batch
-from microbench.cases.external.huggingface import hf_case
-from microbench.cases.registry import EvalCase, case
-from microbench.opcall import StepCapture
-from microbench.step import ALLOWED, StepSettings
+from itercast.compose.parallel.fp8 import with_fp8
+from itercast.compose.parallel.plan import ParallelPlan, micro_batch
+from itercast.microbench.cases.external.huggingface import hf_case
+from itercast.microbench.cases.registry import EvalCase, case
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.step import ALLOWED, StepSettings
 
 DTYPES = (*ALLOWED["dtype"], "fp8")
 CAPTURES = Path(".cache/captures")
@@ -42,7 +42,7 @@ def capture_case(
     ``shallow``: three layers of every list of equal layers are captured, and how many were left out
     stands in ``repeats``.
     """
-    from microbench.capture.cache import cached
+    from itercast.microbench.capture.cache import cached
 
     settings = _settings(dtype, mode=mode, optimizer=optimizer, loss=loss, attn=attn, amp=amp)
     size = (int(batch or chosen.batch), int(seq or chosen.seq))
@@ -67,9 +67,9 @@ def _settings(dtype: str, **options: Any) -> StepSettings:
 def _captured(
     chosen: EvalCase, settings: StepSettings, batch: int, seq: int, shallow: bool
 ) -> StepCapture:
-    from microbench.capture.log import capture_step
-    from microbench.capture.truncate import build_shortened
-    from microbench.cases.external.user_module import is_own_error, one_line_error
+    from itercast.microbench.capture.log import capture_step
+    from itercast.microbench.capture.truncate import build_shortened
+    from itercast.microbench.cases.external.user_module import is_own_error, one_line_error
 
     repeats: dict[str, int] = {}
 
@@ -144,9 +144,9 @@ def capture(
     the output; "default" takes the output's ``loss``, or the output if it is a scalar; "none"
     starts backward from the output. ``dtype`` None keeps the dtypes of a module and is fp32 for all
     other models. fp8 applies to the linear layers of blocks, the rest is in bf16
-    (``compose.parallel.fp8``). ``amp``: weights stay in fp32, the forward pass runs under CUDA's
-    autocast to ``dtype``. Three of many equal layers of published cases and configurations are
-    captured, unless ``whole``. ``optimizer``: that of ``optimizer_of`` where none is named.
+    (``itercast.compose.parallel.fp8``). ``amp``: weights stay in fp32, the forward pass runs under
+    CUDA's autocast to ``dtype``. Three of many equal layers of published cases and configurations
+    are captured, unless ``whole``. ``optimizer``: that of ``optimizer_of`` where none is named.
     ``lora``: rank of adapters on a frozen configuration's model.
     """
     used = optimizer or optimizer_of(model)
@@ -182,7 +182,7 @@ def _capture_module(
     keep_dtype: bool,
 ) -> StepCapture:
     """Capture a torch module, or what a function returns."""
-    from microbench.cases.external.user_module import (  # needs torch
+    from itercast.microbench.cases.external.user_module import (  # needs torch
         UserModel,
         call_function,
         capture_user_model,

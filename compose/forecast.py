@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.collectives import Cluster, cluster
-from compose.pricing.gradient_buckets import default_contention
-from compose.pricing.layer_prices import PricedModel, price_model
-from compose.pricing.price_book import PriceBook, Pricer, price_book
-from compose.simulate.iteration import Outcome, evaluate
-from compose.simulate.op_timeline import op_timeline
-from compose.simulate.rank import Rank
-from compose.simulate.timeline import Span, Task
-from microbench.hardware.host import REFERENCE, HostMachine
-from microbench.hardware.node import Node
-from microbench.hardware.spec import Gpu
-from microbench.hardware.stack import USUAL
-from microbench.opcall import StepCapture
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.collectives import Cluster, cluster
+from itercast.compose.pricing.gradient_buckets import default_contention
+from itercast.compose.pricing.layer_prices import PricedModel, price_model
+from itercast.compose.pricing.price_book import PriceBook, Pricer, price_book
+from itercast.compose.simulate.iteration import Outcome, evaluate
+from itercast.compose.simulate.op_timeline import op_timeline
+from itercast.compose.simulate.rank import Rank
+from itercast.compose.simulate.timeline import Span, Task
+from itercast.microbench.hardware.host import REFERENCE, HostMachine
+from itercast.microbench.hardware.node import Node
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.stack import USUAL
+from itercast.microbench.opcall import StepCapture
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from compose.target import Target, forecast_step
-from microbench.hardware.host import HostMachine, scaled_host
-from microbench.opcall import StepCapture
+from itercast.compose.target import Target, forecast_step
+from itercast.microbench.hardware.host import HostMachine, scaled_host
+from itercast.microbench.opcall import StepCapture
 
 SLOWDOWNS = (0.2, 40.0)  # searched
 HALVINGS = 10  # of that interval in log; leaves half a percent

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from compose.capture_model import capture, optimizer_of
-from compose.pricing.price_book import PriceBook
-from compose.search import Search
-from compose.target import find_host, find_stack
-from learners.known_bundles import find_bundle, find_gpu
-from microbench.cases.registry import case
-from microbench.hardware.node import Node, load_node
-from microbench.hardware.spec import Gpu
+from itercast.compose.capture_model import capture, optimizer_of
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.search import Search
+from itercast.compose.target import find_host, find_stack
+from itercast.learners.known_bundles import find_bundle, find_gpu
+from itercast.microbench.cases.registry import case
+from itercast.microbench.hardware.node import Node, load_node
+from itercast.microbench.hardware.spec import Gpu
 
 
 def open_search(

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from compose.capture_model import capture, micro_size
-from compose.forecast import Forecast
-from compose.graph.index_streams import with_indices
-from compose.graph.launch_modes import with_engine
-from compose.parallel.plan import ParallelPlan
-from compose.target import Target, find_target, forecast_step
-from microbench.opcall import StepCapture
+from itercast.compose.capture_model import capture, micro_size
+from itercast.compose.forecast import Forecast
+from itercast.compose.graph.index_streams import with_indices
+from itercast.compose.graph.launch_modes import with_engine
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.target import Target, find_target, forecast_step
+from itercast.microbench.opcall import StepCapture
 
 
 def predict(
@@ -33,7 +33,7 @@ def predict(
 
     ``host`` names the machine the GPU sits in, ``stack`` the software with its release; the usual
     ones where they are empty. ``indices`` says how embedding bags look rows up: uniform,
-    zipf:EXPONENT, or a file of real lookups (``microbench.ops.lookup.index_streams``).
+    zipf:EXPONENT, or a file of real lookups (``itercast.microbench.ops.lookup.index_streams``).
 
     ``model`` is anything ``capture`` takes, with its options, or a captured step. ``batch`` and
     ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it.

@@ -17,22 +17,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from compose.forecast import Forecast, rank_of, report
-from compose.graph.layers import split_layers
-from compose.graph.product_roles import alias_weight_casts
-from compose.parallel.captured_tables import captured_tables
-from compose.parallel.ep import expert_weights
-from compose.parallel.plan import GREEDY, ParallelPlan, micro_batch
-from compose.pricing.collectives import cluster, gpus_per_domain
-from compose.pricing.layer_prices import price_model
-from compose.pricing.optimizer import STATE_COPIES
-from compose.pricing.price_book import PriceBook
-from compose.simulate.iteration import evaluate, quick_us
-from compose.simulate.rank import Rank
-from compose.simulate.stage_rank import chunks_of, least_us, memory
-from microbench.assumptions import assumed
-from microbench.hardware.node import Node
-from microbench.opcall import StepCapture
+from itercast.compose.forecast import Forecast, rank_of, report
+from itercast.compose.graph.layers import split_layers
+from itercast.compose.graph.product_roles import alias_weight_casts
+from itercast.compose.parallel.captured_tables import captured_tables
+from itercast.compose.parallel.ep import expert_weights
+from itercast.compose.parallel.plan import GREEDY, ParallelPlan, micro_batch
+from itercast.compose.pricing.collectives import cluster, gpus_per_domain
+from itercast.compose.pricing.layer_prices import price_model
+from itercast.compose.pricing.optimizer import STATE_COPIES
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.simulate.iteration import evaluate, quick_us
+from itercast.compose.simulate.rank import Rank
+from itercast.compose.simulate.stage_rank import chunks_of, least_us, memory
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.node import Node
+from itercast.microbench.opcall import StepCapture
 
 OBJECTIVES = ("time", "cost", "memory")
 MISFIT_PENALTY = 1e18  # added to the score of plans that exceed the memory: they come last

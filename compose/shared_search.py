@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from compose.search import Bounded, Scored, Search, SearchResult, bounded_plans
+from itercast.compose.search import Bounded, Scored, Search, SearchResult, bounded_plans
 
 COUNT = 10  # best plans to find
 

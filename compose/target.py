@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from compose.forecast import Forecast, forecast, timeline
-from compose.parallel.plan import ParallelPlan
-from compose.simulate.timeline import Span, Task
-from learners.bundle import Bundle
-from learners.known_bundles import find_bundle, find_gpu
-from microbench.hardware.host import REFERENCE, USUAL, HostMachine, load_host
-from microbench.hardware.names import gpu_named
-from microbench.hardware.node import Node, load_node
-from microbench.hardware.spec import Gpu
-from microbench.hardware.stack import USUAL as USUAL_STACK
-from microbench.hardware.stack import load_stack
-from microbench.opcall import StepCapture
+from itercast.compose.forecast import Forecast, forecast, timeline
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.simulate.timeline import Span, Task
+from itercast.learners.bundle import Bundle
+from itercast.learners.known_bundles import find_bundle, find_gpu
+from itercast.microbench.hardware.host import REFERENCE, USUAL, HostMachine, load_host
+from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.hardware.node import Node, load_node
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.stack import USUAL as USUAL_STACK
+from itercast.microbench.hardware.stack import load_stack
+from itercast.microbench.opcall import StepCapture
 
 
 def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:

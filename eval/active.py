@@ -1,4 +1,6 @@
-"""Replay a sweep with points chosen at random or actively: `python -m eval.active ROOT --gpu NAME`.
+"""Replay a sweep with points chosen at random or actively.
+
+`python -m itercast.eval.active ROOT --gpu NAME` runs it.
 
 The points come from rows that were measured already; only their order is chosen anew. After each
 pass, trees are fitted on the points taken so far and scored on held-out shapes.
@@ -17,7 +19,7 @@ import numpy as np
 import pandas as pd
 from rich.console import Console
 
-from learners.active import (
+from itercast.learners.active import (
     boosted,
     disagreement,
     expected_cost_s,
@@ -25,11 +27,11 @@ from learners.active import (
     sampling_keys,
     swept_families,
 )
-from learners.family_model import prepare
-from learners.models.training_table import Array, Table, group_split
-from learners.train import errors, hardware_of, usable_rows
-from microbench.ops import families
-from microbench.sweep.gpu_chunks import SAMPLES, SAMPLING_US
+from itercast.learners.family_model import prepare
+from itercast.learners.models.training_table import Array, Table, group_split
+from itercast.learners.train import errors, hardware_of, usable_rows
+from itercast.microbench.ops import families
+from itercast.microbench.sweep.gpu_chunks import SAMPLES, SAMPLING_US
 
 HELD_SHARE = 0.2
 SHARES = (1 / 8, 1 / 4, 1 / 2)  # of the pool's minutes: passes end there,
@@ -153,7 +155,7 @@ def at_random(pools: Sequence[Pool]) -> Iterator[tuple[Pool, int]]:
 
 
 def by_doubt(pools: Sequence[Pool], seed: int) -> Iterator[tuple[Pool, int]]:
-    """All points as ``learners.active`` ranks them: where models disagree most, per second."""
+    """All points as ``itercast.learners.active`` ranks them: most disagreement per second."""
     queues, shares = [], []
     for pool in pools:
         known, asked = pool.known(), np.flatnonzero(np.isin(pool.ids, pool.left))
@@ -284,7 +286,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS, help="runs to average over")
     parser.add_argument("--out", type=Path, default=Path("reports/active"), help="report folder")
     asked = parser.parse_args()
-    from eval.tracking.logs import log_active
+    from itercast.eval.tracking.logs import log_active
 
     found = compare(asked.root, asked.gpu, asked.seeds)
     text = markdown(asked.gpu, found, asked.seeds)

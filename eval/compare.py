@@ -15,25 +15,25 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from compose.capture_model import capture, micro_size
-from compose.forecast import Forecast
-from compose.graph.attention_kernels import with_attention_kernel
-from compose.graph.launch_modes import as_launched, with_engine
-from compose.graph.memory_format import with_memory_format
-from compose.host_fit import MeasuredStep
-from compose.parallel.plan import ParallelPlan
-from compose.target import find_target, forecast_step
-from eval.iteration_parts import parts_us
-from eval.progress import progress_bar
-from eval.ranking import ranking_lines
-from eval.results import CaseResult, grouped, in_words
-from learners.bundle import Bundle
-from learners.features.machine_speed import iterations_at_reference_us
-from microbench.cases.registry import case_names
-from microbench.hardware.stack import asked_stack
-from microbench.opcall import StepCapture
-from microbench.ops import find_family
-from microbench.store import read_rows, write_atomic
+from itercast.compose.capture_model import capture, micro_size
+from itercast.compose.forecast import Forecast
+from itercast.compose.graph.attention_kernels import with_attention_kernel
+from itercast.compose.graph.launch_modes import as_launched, with_engine
+from itercast.compose.graph.memory_format import with_memory_format
+from itercast.compose.host_fit import MeasuredStep
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.target import find_target, forecast_step
+from itercast.eval.iteration_parts import parts_us
+from itercast.eval.progress import progress_bar
+from itercast.eval.ranking import ranking_lines
+from itercast.eval.results import CaseResult, grouped, in_words
+from itercast.learners.bundle import Bundle
+from itercast.learners.features.machine_speed import iterations_at_reference_us
+from itercast.microbench.cases.registry import case_names
+from itercast.microbench.hardware.stack import asked_stack
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.ops import find_family
+from itercast.microbench.store import read_rows, write_atomic
 
 CONFIGS = Path(".cache/configs")
 OPTIONAL: dict[str, Any] = {

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from eval.results import CaseResult
-from learners.bundle import Bundle
-from learners.features.table import without_load
-from learners.models.compared import BLEND
-from learners.train import errors, hardware_of, usable_rows
-from microbench.ops import families
-from microbench.store import read_hardware, read_rows
+from itercast.eval.results import CaseResult
+from itercast.learners.bundle import Bundle
+from itercast.learners.features.table import without_load
+from itercast.learners.models.compared import BLEND
+from itercast.learners.train import errors, hardware_of, usable_rows
+from itercast.microbench.ops import families
+from itercast.microbench.store import read_hardware, read_rows
 
 # Targets: the median error of a family, geometric mean errors of iterations.
 OPS_MEDIAN_PCT = 4.0

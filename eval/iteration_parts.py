@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from compose.forecast import Forecast
-from compose.pricing.price_book import UNMODELLED
+from itercast.compose.forecast import Forecast
+from itercast.compose.pricing.price_book import UNMODELLED
 
 PARTS = ("kernels", "host", "communication", "synchronisation", "assumed", "uncovered")
 LANE_OF_ASSUMPTION = {  # by the module that states it; ops of the compute lane otherwise

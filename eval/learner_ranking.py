@@ -11,18 +11,18 @@ from typing import Any
 import pandas as pd
 from rich.table import Table
 
-from eval.compare import compare_all, console
-from eval.learner_table import add_line, cells, empty_table
-from eval.results import CaseResult, summary
-from eval.tracking.logs import log_evaluation
-from learners.bundle import Bundle
-from learners.compare import learner_models
-from learners.family_model import FamilyModel, prepare
-from learners.features.machine_speed import learn_speed, undisturbed
-from learners.models.compared import BLEND, NAMES
-from learners.train import SCORES, hardware_of, usable_rows
-from microbench.ops import families
-from microbench.store import write_atomic
+from itercast.eval.compare import compare_all, console
+from itercast.eval.learner_table import add_line, cells, empty_table
+from itercast.eval.results import CaseResult, summary
+from itercast.eval.tracking.logs import log_evaluation
+from itercast.learners.bundle import Bundle
+from itercast.learners.compare import learner_models
+from itercast.learners.family_model import FamilyModel, prepare
+from itercast.learners.features.machine_speed import learn_speed, undisturbed
+from itercast.learners.models.compared import BLEND, NAMES
+from itercast.learners.train import SCORES, hardware_of, usable_rows
+from itercast.microbench.ops import families
+from itercast.microbench.store import write_atomic
 
 END_TO_END = "whole iterations"
 Medians = Mapping[str, Mapping[str, float]]  # median error in % by family and learner
@@ -98,7 +98,7 @@ def chart(medians: Medians) -> Any:
     """A row of dots per family and one of whole iterations, a colour per learner."""
     from matplotlib.figure import Figure
 
-    from eval.tracking.views import COLOURS
+    from itercast.eval.tracking.views import COLOURS
 
     figure = Figure(figsize=(8, 1 + 0.3 * len(medians)))
     axes = figure.add_subplot()

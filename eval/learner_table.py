@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich import box
 from rich.table import Table
 
-from learners.models.compared import NAMES
+from itercast.learners.models.compared import NAMES
 
 HEADS = {  # in two lines, so that all columns fit; other names stand as they are
     "xgboost-physics": "xgb\nphysics",

@@ -1,4 +1,6 @@
-"""Compare forecast peak memory with torch's memory trackers: `python -m eval.memory [CASE]...`.
+"""Compare forecast peak memory with torch's memory trackers.
+
+`python -m itercast.eval.memory [CASE]...` runs it.
 
 MemTracker (FSDPMemTracker for ZeRO) records the third step on a CPU, after two warm-up steps. FSDP2
 runs as rank 0 of two in torch's fake process group, which sends nothing. The trackers do not see
@@ -16,15 +18,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from compose.forecast import forecast
-from compose.parallel.plan import ParallelPlan
-from learners.bundle import Bundle
-from microbench.capture.log import capture_step
-from microbench.cases.registry import EvalCase, case
-from microbench.hardware.spec import load_gpu
-from microbench.iterations.measured_plan import MeasuredPlan
-from microbench.iterations.plan_steps import checkpoint_layers, parallel
-from microbench.step import StepSettings, make_optimizer
+from itercast.compose.forecast import forecast
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.learners.bundle import Bundle
+from itercast.microbench.capture.log import capture_step
+from itercast.microbench.cases.registry import EvalCase, case
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.iterations.measured_plan import MeasuredPlan
+from itercast.microbench.iterations.plan_steps import checkpoint_layers, parallel
+from itercast.microbench.step import StepSettings, make_optimizer
 
 CASES = ("gpt-m", "resnet-m")
 PLANS = ("", "recompute=full", "dp=2", "dp=2,zero=2", "dp=2,zero=3")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import kendalltau
 
-from eval.results import CaseResult
+from itercast.eval.results import CaseResult
 
 FEWEST = 3  # a model with fewer measured plans gets no ranking
 CLOSE_PCT = 5.0  # a chosen plan counts as good if it is at most this much slower than the best

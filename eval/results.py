@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from learners.train import errors
+from itercast.learners.train import errors
 
 COVERAGE = "coverage_pct"  # share of measured iterations that their 80 % intervals cover
 
@@ -19,7 +19,7 @@ class CaseResult:
     ``measured_us`` is scaled to the machine's reference speed, ``raw_us`` is as clocked. ``model``
     names case and settings, without the plan. ``samples`` counts all replicas of a step.
     ``rounds_us`` are the first and the last measurement; with one, ``retest_ape_pct`` is None.
-    ``parts_us``: the forecast by ``eval.iteration_parts.PARTS``.
+    ``parts_us``: the forecast by ``itercast.eval.iteration_parts.PARTS``.
     """
 
     case: str

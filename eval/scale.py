@@ -1,4 +1,6 @@
-"""Measure how long forecasts and plan searches for thousands of GPUs take: `python -m eval.scale`.
+"""Measure how long forecasts and plan searches for thousands of GPUs take.
+
+`python -m itercast.eval.scale` runs it.
 
 All in one process on one core.
 """
@@ -17,8 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from eval.speed import run_or_say, timed_s
-from microbench.slow_imports import without_scikit_learn
+from itercast.eval.speed import run_or_say, timed_s
+from itercast.microbench.slow_imports import without_scikit_learn
 
 GPU = "h100-sxm-80gb"
 MODEL = "gpt3-175b"
@@ -29,10 +31,10 @@ def measure(begin_s: float) -> dict[str, float]:
 
     ``begin_s`` is ``time.time()`` before the imports.
     """
-    from compose.capture_model import capture
-    from compose.open_search import open_search
-    from compose.predict import predict
-    from compose.search import best_plans
+    from itercast.compose.capture_model import capture
+    from itercast.compose.open_search import open_search
+    from itercast.compose.predict import predict
+    from itercast.compose.search import best_plans
 
     step = capture(MODEL, batch=1, dtype="bf16")
     predict(step, gpu=GPU, plan="dp=128,tp=8,pp=16,micro=16")
@@ -63,7 +65,7 @@ def measure(begin_s: float) -> dict[str, float]:
 def main() -> None:
     """Print a table of measured times beside their targets."""
     with tempfile.TemporaryDirectory() as folder:
-        _, printed = timed_s(["-m", "eval.scale", str(time.time())], folder)
+        _, printed = timed_s(["-m", "itercast.eval.scale", str(time.time())], folder)
     found = json.loads(printed.splitlines()[-1])
     table = Table("what", "target", "measured", title=f"scale, load {os.getloadavg()[0]:.1f}")
     for what, target, key in (

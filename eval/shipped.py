@@ -1,4 +1,6 @@
-"""Rebuilds the shipped bundles: `python -m eval.shipped PUBLIC` and `python -m eval.shipped --cpu`.
+"""Rebuilds the shipped bundles.
+
+`python -m itercast.eval.shipped PUBLIC` for GPUs, `python -m itercast.eval.shipped --cpu`.
 
 The GPU bundle is trained on measurements that others published (learners/shipped/CARD.md names
 them), read from clones under PUBLIC; the CPU bundle on datasets/. Families are trained one by one
@@ -19,14 +21,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from eval.speed import run_or_say
-from learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
-from learners.train import train, widen_unseen_offsets
-from microbench.hardware.spec import Gpu, gpu_names, load_gpu
-from microbench.importers.base import Hints, Imported
-from microbench.importers.sources import read_source
-from microbench.importers.write import write
-from microbench.ops import families
+from itercast.eval.speed import run_or_say
+from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
+from itercast.learners.train import train, widen_unseen_offsets
+from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from itercast.microbench.importers.base import Hints, Imported
+from itercast.microbench.importers.sources import read_source
+from itercast.microbench.importers.write import write
+from itercast.microbench.ops import families
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +53,9 @@ SOURCES: Mapping[str, Source] = {  # by the folder of its clone under PUBLIC
     "llmservingsim": Source(importer="llmservingsim", families=("embedding",)),
 }
 WIDTH = {"fp16": "16 bit"}  # rows in fp16 and bf16 count as one
-MAX_ROWS: Mapping[str, int] = {  # of a family, drawn evenly (learners.train.subsample_evenly)
+MAX_ROWS: Mapping[
+    str, int
+] = {  # of a family, drawn evenly (itercast.learners.train.subsample_evenly)
     "gemm": 400_000,
     "elementwise": 8_000,
     "norm": 8_000,
@@ -186,7 +190,7 @@ def rebuild(public: Path | None, out: Path, names: Sequence[str], replace: bool)
 def main() -> None:
     """Rebuild the bundle that the command line names and compare it with the one that ships."""
     about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m eval.shipped", description=about)
+    parser = argparse.ArgumentParser(prog="python -m itercast.eval.shipped", description=about)
     parser.add_argument("public", nargs="?", type=Path, help=f"folder of {', '.join(SOURCES)}")
     parser.add_argument("--cpu", action="store_true", help="the CPU bundle, from datasets/")
     parser.add_argument("--out", type=Path, help="folder to work in (runs/shipped, -cpu)")

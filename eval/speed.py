@@ -1,4 +1,4 @@
-"""Measure how fast ``predict`` and ``price`` answer here: `python -m eval.speed [BUNDLE]`.
+"""Measure how fast ``predict`` and ``price`` answer here: `python -m itercast.eval.speed [BUNDLE]`.
 
 The bundle must be one trained on a CPU; the default is the CPU bundle that ships.
 """
@@ -19,8 +19,8 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
-from learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
-from microbench.ops import families
+from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
+from itercast.microbench.ops import families
 
 ROWS = 100_000
 UNSEEN = "l4"
@@ -28,8 +28,8 @@ UNSEEN = "l4"
 
 def second_plan_s(bundle: Path) -> tuple[float, float]:
     """Seconds of a repeated forecast and of a forecast under a second plan, in a warm process."""
-    from compose.capture_model import capture
-    from compose.predict import predict
+    from itercast.compose.capture_model import capture
+    from itercast.compose.predict import predict
 
     step = capture("gpt2-small")
     predict(step, plan="", bundle=bundle)
@@ -89,7 +89,7 @@ def figures(bundle: Path) -> list[tuple[str, float, float]]:
     with tempfile.TemporaryDirectory() as folder:
         cold_s, _ = timed_s(predict, folder)
         cached_s, _ = timed_s(predict, folder)
-        _, printed = timed_s(["-m", "eval.speed", where, "--second-plan"], folder)
+        _, printed = timed_s(["-m", "itercast.eval.speed", where, "--second-plan"], folder)
         again_s, plan_s = (float(line) for line in printed.split())
         own = next(iter(Bundle.load(bundle).gpus))
         price_s, unseen_s = (

@@ -1,7 +1,7 @@
 """The best ways to train GPT-2 XL on 16 H100: every legal plan is forecast, none is run."""
 
-from compose.open_search import open_search
-from compose.search import best_plans
+from itercast.compose.open_search import open_search
+from itercast.compose.search import best_plans
 
 
 def main() -> None:

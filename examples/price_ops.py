@@ -2,7 +2,7 @@
 
 import pandas as pd
 
-from learners.known_bundles import find_bundle, find_gpu
+from itercast.learners.known_bundles import find_bundle, find_gpu
 
 GPU = "a100-sxm-80gb"
 

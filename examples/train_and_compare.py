@@ -7,7 +7,7 @@ on shapes that training never saw.
 import tempfile
 from pathlib import Path
 
-from learners.train import train
+from itercast.learners.train import train
 
 DATA = Path(__file__).parents[1] / "datasets"
 

@@ -21,8 +21,8 @@ from itercast.commands.points import points
 from itercast.commands.predict import predict
 from itercast.commands.shard import shard
 from itercast.errors import OneLineGroup, one_line_errors
+from itercast.microbench.durations import seconds
 from itercast.options import Bundle, Families, Json
-from microbench.durations import seconds
 
 app = typer.Typer(
     cls=OneLineGroup,
@@ -128,12 +128,12 @@ def price(
     ] = None,
 ) -> None:
     """Forecast the time of every op in a Parquet file; write its rows with their forecasts."""
-    from microbench.slow_imports import without_scikit_learn
+    from itercast.microbench.slow_imports import without_scikit_learn
 
     without_scikit_learn()
-    from learners.known_bundles import find_bundle
-    from learners.score_file import read_file, write_forecasts
-    from microbench.hardware.spec import load_gpu
+    from itercast.learners.known_bundles import find_bundle
+    from itercast.learners.score_file import read_file, write_forecasts
+    from itercast.microbench.hardware.spec import load_gpu
 
     gpus = None
     if hardware is not None:
@@ -169,9 +169,9 @@ def evaluate(
     """Compare forecasts with measured iterations; measures this CPU unless --measured is given."""
     if learners is not None and bundle is None:
         raise ValueError("--learners needs --bundle, whose models are compared with them")
-    from eval.compare import compare_all, measured_rows
-    from eval.report.write import report_comparison
     from itercast.commands.shared import iterations
+    from itercast.eval.compare import compare_all, measured_rows
+    from itercast.eval.report.write import report_comparison
 
     root = measured or Path("runs/measured")
     if measured is None:
@@ -180,7 +180,7 @@ def evaluate(
     results = compare_all(rows, bundle)
     report_comparison(out, results, rows, {}, root, bundle)
     if learners is not None and bundle is not None:
-        from eval.learner_ranking import rank_learners
+        from itercast.eval.learner_ranking import rank_learners
 
         rank_learners(rows, results, bundle, learners, out)
 
@@ -196,7 +196,7 @@ def report(
 
     The first time each sweep is replayed, to find its error against minutes of sweep.
     """
-    from eval.report.write import rewrite
+    from itercast.eval.report.write import rewrite
 
     for page in rewrite(reports):
         typer.echo(page)
@@ -231,8 +231,8 @@ def ui(
     port: Annotated[int, typer.Option(help="port on this machine")] = 5000,
 ) -> None:
     """Serve the MLflow UI of this project; its first page compares learners."""
-    from eval.tracking.server import serve
-    from eval.tracking.store import addresses, is_server, tracking_uri
+    from itercast.eval.tracking.server import serve
+    from itercast.eval.tracking.store import addresses, is_server, tracking_uri
 
     if is_server(uri := tracking_uri()):
         typer.echo("\n".join(addresses(uri)))

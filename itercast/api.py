@@ -15,11 +15,11 @@ changes("gpt2-small", {"gpu": "h100-sxm-80gb"})  # what would gain most
 
 from __future__ import annotations
 
-from compose.capture_model import capture
-from compose.explain.changes import changes
-from compose.explain.time_parts import time_parts
-from compose.forecast import Forecast
-from compose.predict import predict
-from microbench.opcall import StepCapture
+from itercast.compose.capture_model import capture
+from itercast.compose.explain.changes import changes
+from itercast.compose.explain.time_parts import time_parts
+from itercast.compose.forecast import Forecast
+from itercast.compose.predict import predict
+from itercast.microbench.opcall import StepCapture
 
 __all__ = ["Forecast", "StepCapture", "capture", "changes", "predict", "time_parts"]

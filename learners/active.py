@@ -17,16 +17,16 @@ import numpy as np
 import pandas as pd
 import xgboost as xgb
 
-from learners.family_model import prepare
-from learners.features.table import columns
-from learners.models.training_table import Array, Table
-from learners.models.trees import DEFAULTS
-from learners.train import hardware_of, usable_rows
-from microbench.hardware.spec import Gpu
-from microbench.ops import families
-from microbench.ops.family import Family
-from microbench.sweep.captured_points import points_file
-from microbench.sweep.scheduler import space
+from itercast.learners.family_model import prepare
+from itercast.learners.features.table import columns
+from itercast.learners.models.training_table import Array, Table
+from itercast.learners.models.trees import DEFAULTS
+from itercast.learners.train import hardware_of, usable_rows
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops import families
+from itercast.microbench.ops.family import Family
+from itercast.microbench.sweep.captured_points import points_file
+from itercast.microbench.sweep.scheduler import space
 
 MEMBERS = 4  # models that are compared
 ROUNDS = 100  # boosting rounds of each

@@ -20,21 +20,21 @@ import numpy as np
 import pandas as pd
 import xgboost as xgb
 
-from learners.family_model import FamilyModel
-from learners.features.host_calls import HostCall
-from learners.features.machine_speed import Anchors
-from learners.features.table import Encoder, feature_table
-from learners.machine import Machine
-from learners.models.ensemble import Ensemble, Smooth
-from learners.models.gaussian_process import GaussianProcess
-from learners.models.mlp import Network
-from learners.models.residuals import Residuals
-from learners.models.trees import Trees
-from learners.transfer.calibration import Calibration
-from learners.transfer.source_gpus import SourceGpus
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu, gpu_from_dict
-from microbench.ops import families
+from itercast.learners.family_model import FamilyModel
+from itercast.learners.features.host_calls import HostCall
+from itercast.learners.features.machine_speed import Anchors
+from itercast.learners.features.table import Encoder, feature_table
+from itercast.learners.machine import Machine
+from itercast.learners.models.ensemble import Ensemble, Smooth
+from itercast.learners.models.gaussian_process import GaussianProcess
+from itercast.learners.models.mlp import Network
+from itercast.learners.models.residuals import Residuals
+from itercast.learners.models.trees import Trees
+from itercast.learners.transfer.calibration import Calibration
+from itercast.learners.transfer.source_gpus import SourceGpus
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu, gpu_from_dict
+from itercast.microbench.ops import families
 
 SHIPPED = Path(__file__).parent / "shipped"
 SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # trained on one CPU, as an example

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from learners.bundle import Bundle
-from learners.family_model import FamilyModel
-from learners.features.table import without_load
-from learners.models.residuals import coordinates
-from learners.transfer.calibration import Calibration, points
-from microbench.hardware.host import EVENT_US, REFERENCE, HostMachine, call_launches
-from microbench.hardware.spec import Gpu, load_gpu
-from microbench.ops import families
-from microbench.ops.family import Family
+from itercast.learners.bundle import Bundle
+from itercast.learners.family_model import FamilyModel
+from itercast.learners.features.table import without_load
+from itercast.learners.models.residuals import coordinates
+from itercast.learners.transfer.calibration import Calibration, points
+from itercast.microbench.hardware.host import EVENT_US, REFERENCE, HostMachine, call_launches
+from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.ops import families
+from itercast.microbench.ops.family import Family
 
 MAX_ROWS = 500  # of one family and GPU; more are enough for training
 

@@ -1,4 +1,4 @@
-"""Scores the other learners of ``learners.models.compared`` and makes them price ops."""
+"""Scores the other learners of ``itercast.learners.models.compared`` and makes them price ops."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from learners.family_model import FamilyModel, Forecasts, Learned, Prepared
-from learners.features.table import Encoder, Features, broadcast, columns, map_values
-from learners.models import trees
-from learners.models.compared import LEARNERS, PHYSICS, Inputs, Predict
-from learners.models.ensemble import QUICK_ROUNDS
-from learners.models.training_table import Array
-from learners.models.trees import Rounds, Trees
-from microbench.hardware.spec import Gpu
-from microbench.ops.family import Family
+from itercast.learners.family_model import FamilyModel, Forecasts, Learned, Prepared
+from itercast.learners.features.table import Encoder, Features, broadcast, columns, map_values
+from itercast.learners.models import trees
+from itercast.learners.models.compared import LEARNERS, PHYSICS, Inputs, Predict
+from itercast.learners.models.ensemble import QUICK_ROUNDS
+from itercast.learners.models.training_table import Array
+from itercast.learners.models.trees import Rounds, Trees
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.family import Family
 
 WAVES = ("log_waves", "log_waves_128x128")  # features of families that run as tiles
 TILE_BYTES = 64 * 1024  # moved by one tile of a family whose features have no waves

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from learners.features.host_calls import HostCall, host_call
-from learners.features.machine_speed import Sensitivity, Speed, at_reference_us
-from learners.features.op_aliases import as_measured
-from learners.features.table import (
+from itercast.learners.features.host_calls import HostCall, host_call
+from itercast.learners.features.machine_speed import Sensitivity, Speed, at_reference_us
+from itercast.learners.features.op_aliases import as_measured
+from itercast.learners.features.table import (
     ORIGIN,
     Encoder,
     Features,
@@ -25,18 +25,23 @@ from learners.features.table import (
     shape_groups,
     usual_stacks,
 )
-from learners.models import residuals
-from learners.models.ensemble import CrossFit, Ensemble, cross_fit, fit_quick, refit
-from learners.models.kernels import stated_kernel
-from learners.models.training_table import Table
-from learners.transfer import achieved_rate, bytes_in_flight
-from learners.transfer.calibration import Calibration, points
-from learners.transfer.offsets import Offsets, offsets_of_rows
-from learners.transfer.query_rows import EQUAL_SPEED_DTYPE, QueryRows, RowGroup, measured_in
-from learners.transfer.source_gpus import SourceGpus, pick_stack
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.ops.family import Family
+from itercast.learners.models import residuals
+from itercast.learners.models.ensemble import CrossFit, Ensemble, cross_fit, fit_quick, refit
+from itercast.learners.models.kernels import stated_kernel
+from itercast.learners.models.training_table import Table
+from itercast.learners.transfer import achieved_rate, bytes_in_flight
+from itercast.learners.transfer.calibration import Calibration, points
+from itercast.learners.transfer.offsets import Offsets, offsets_of_rows
+from itercast.learners.transfer.query_rows import (
+    EQUAL_SPEED_DTYPE,
+    QueryRows,
+    RowGroup,
+    measured_in,
+)
+from itercast.learners.transfer.source_gpus import SourceGpus, pick_stack
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.family import Family
 
 BOUND_EXPONENT = assumed(__file__, "bound_exponent")
 
@@ -59,9 +64,9 @@ class FamilyModel:
     ``offsets``: see Offsets; ``unseen_offsets`` those on GPUs that were left out of training.
     ``envelope``: smallest and largest value of each numeric feature among the training rows.
     ``stacks``: the usual software by GPU. ``launch``: host launch in us by GPU, contained in times
-    taken from the host. ``sensitivity``: see learners.features.machine_speed. ``facts``: digest and
-    number of training rows, errors, ops by dtype. ``host_calls``: host time of a call by GPU and
-    op. ``calibrations`` by GPU.
+    taken from the host. ``sensitivity``: see itercast.learners.features.machine_speed. ``facts``:
+    digest and number of training rows, errors, ops by dtype. ``host_calls``: host time of a call by
+    GPU and op. ``calibrations`` by GPU.
     """
 
     ensemble: Ensemble
@@ -353,7 +358,8 @@ def fit_model(
 ) -> FamilyModel:
     """Fit a model to all rows, with the rounds, weight and residuals of cross-validation.
 
-    ``unseen``: its offsets on GPUs that were left out (``learners.intervals.unseen_offsets``).
+    ``unseen``: its offsets on GPUs that were left out
+    (``itercast.learners.intervals.unseen_offsets``).
     """
     every_row = np.arange(len(prepared.kind))
     return FamilyModel(

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from learners.family_model import Learned, Prepared
-from learners.features.table import columns, is_number
-from learners.models.residuals import rows_by_kind
-from microbench.ops.family import Family
-from microbench.store import write_atomic
+from itercast.learners.family_model import Learned, Prepared
+from itercast.learners.features.table import columns, is_number
+from itercast.learners.models.residuals import rows_by_kind
+from itercast.microbench.ops.family import Family
+from itercast.microbench.store import write_atomic
 
 FILE = "held_out.parquet"  # in a bundle's folder
 CONDITIONS = ("gpu", "threads", "cache")  # of a measurement, beside the op's parameters
@@ -90,7 +90,7 @@ def _outside(prepared: Prepared, known: np.ndarray, held: np.ndarray) -> list[st
 
 def _neighbour_log2(prepared: Prepared, known: np.ndarray, held: np.ndarray) -> np.ndarray:
     """Euclidean distance in log2 sizes to the nearest known row of the same kind."""
-    from scipy.spatial import cKDTree  # lazy, as in learners.models.residuals
+    from scipy.spatial import cKDTree  # lazy, as in itercast.learners.models.residuals
 
     found = np.full(len(held), np.inf)
     near = rows_by_kind(prepared.kind[known])

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from learners.family_model import FamilyModel, Prepared, learn_quickly
-from learners.features.table import CLUSTER_SEPARATOR
-from learners.models.training_table import group_split
-from learners.transfer.offsets import Offsets
-from microbench.assumptions import assumed
+from itercast.learners.family_model import FamilyModel, Prepared, learn_quickly
+from itercast.learners.features.table import CLUSTER_SEPARATOR
+from itercast.learners.models.training_table import group_split
+from itercast.learners.transfer.offsets import Offsets
+from itercast.microbench.assumptions import assumed
 
 SINGLE_GPU_WIDENING: float = assumed(__file__, "single_gpu_widening")
 MIN_GPUS = 3  # to learn errors on unseen GPUs by leaving GPUs out

@@ -6,9 +6,9 @@ import logging
 from functools import lru_cache
 from pathlib import Path
 
-from learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
-from microbench.hardware.machine import cpu_name
-from microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
+from itercast.microbench.hardware.machine import cpu_name
+from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
 
 logger = logging.getLogger(__name__)
 LOCAL = (Path("runs/demo/bundle"), Path("bundles/local"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from microbench.store import read_versions
+from itercast.microbench.store import read_versions
 
 READINGS = ("drift_us", "sm_clock_hz", "memory_clock_hz")  # columns of GPU rows
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 
-from learners.bundle import COLUMNS, Bundle
-from learners.features.table import without_load
-from microbench.hardware.spec import Gpu, gpu_names, load_gpu
-from microbench.store import write_atomic
+from itercast.learners.bundle import COLUMNS, Bundle
+from itercast.learners.features.table import without_load
+from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from itercast.microbench.store import write_atomic
 
 
 def read_file(path: Path) -> pd.DataFrame:

@@ -11,30 +11,30 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from learners.bundle import Bundle
-from learners.compare import held_out_us
-from learners.family_model import FamilyModel, fit_model, learn, prepare
-from learners.features.host_calls import learn_host_calls
-from learners.features.machine_speed import (
+from itercast.learners.bundle import Bundle
+from itercast.learners.compare import held_out_us
+from itercast.learners.family_model import FamilyModel, fit_model, learn, prepare
+from itercast.learners.features.host_calls import learn_host_calls
+from itercast.learners.features.machine_speed import (
     Anchors,
     learn_speed,
     reference_anchors,
     retest_ape_pct,
     undisturbed,
 )
-from learners.features.schema import check_rows
-from learners.features.table import shape_places, without_load
-from learners.held_out import held_out_forecasts
-from learners.intervals import MIN_GPUS, unseen_offsets
-from learners.machine import machines_of
-from learners.models import baselines, trees
-from learners.models.compared import BLEND
-from learners.models.training_table import Table, frozen_split
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu, load_gpu
-from microbench.ops import families
-from microbench.ops.family import Family
-from microbench.store import read_hardware, read_rows
+from itercast.learners.features.schema import check_rows
+from itercast.learners.features.table import shape_places, without_load
+from itercast.learners.held_out import held_out_forecasts
+from itercast.learners.intervals import MIN_GPUS, unseen_offsets
+from itercast.learners.machine import machines_of
+from itercast.learners.models import baselines, trees
+from itercast.learners.models.compared import BLEND
+from itercast.learners.models.training_table import Table, frozen_split
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.ops import families
+from itercast.microbench.ops.family import Family
+from itercast.microbench.store import read_hardware, read_rows
 
 MIN_ROWS = 20  # of a family that is trained
 UNSEEN_GPU_OFFSETS = assumed(__file__, "unseen_gpu_offsets")
@@ -47,7 +47,7 @@ STUDIES = Path(".cache/optuna")  # journals of hyperparameter trials
 class FamilyReport:
     """Scores of one family: errors on held-out shapes, interval coverage, noise floor.
 
-    ``held_out``: the forecasts that were scored (``learners.held_out``).
+    ``held_out``: the forecasts that were scored (``itercast.learners.held_out``).
     """
 
     rows: int
@@ -103,8 +103,8 @@ def train_family(
 
     ``gpus``: hardware by name; ``anchors``: reference times of the machine's speed; ``trials`` of
     hyperparameters are tried first, in the Optuna journal of ``digest`` in ``studies``. Intervals
-    come from out-of-fold errors. ``compare`` scores all of ``learners.models.compared``, not only
-    the three simplest.
+    come from out-of-fold errors. ``compare`` scores all of ``itercast.learners.models.compared``,
+    not only the three simplest.
     """
     speed = learn_speed(rows, family, anchors)
     prepared = prepare(rows, family, gpus, speed)

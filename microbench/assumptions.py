@@ -28,7 +28,7 @@ from typing import Any
 
 import yaml
 
-from microbench.yaml_text import OwnLoader
+from itercast.microbench.yaml_text import OwnLoader
 
 FILE = "assumptions.yaml"
 KEYS = ("value", "unit", "source", "holds")

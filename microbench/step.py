@@ -56,7 +56,7 @@ def make_optimizer(parameters: Any, name: str, capturable: bool = False) -> Any:
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=1e-4, foreach=True)
     if name == "lamb":
-        from microbench.lamb import Lamb  # lazy, as torch
+        from itercast.microbench.lamb import Lamb  # lazy, as torch
 
         return Lamb(parameters, lr=1e-4)
     fused = name == "adamw_fused"

@@ -14,8 +14,8 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from microbench.hardware.spec import Gpu, gpu_from_dict
-from microbench.yaml_text import load_yaml
+from itercast.microbench.hardware.spec import Gpu, gpu_from_dict
+from itercast.microbench.yaml_text import load_yaml
 
 log = logging.getLogger(__name__)
 SOURCE = "itercast"

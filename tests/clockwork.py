@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from microbench.ops.family import Family, Workload
-from microbench.sweep.orders import WorkerOrder
-from microbench.timing.device import Launched
+from itercast.microbench.ops.family import Family, Workload
+from itercast.microbench.sweep.orders import WorkerOrder
+from itercast.microbench.timing.device import Launched
 
 HARDWARE: dict[str, Any] = {
     "name": "toy",

@@ -14,10 +14,10 @@ import pytest
 import torch
 from plan_case import capture_at
 
-from microbench.hardware import machine
-from microbench.hardware.spec import Gpu
-from microbench.opcall import StepCapture
-from microbench.sweep import cards
+from itercast.microbench.hardware import machine
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.sweep import cards
 
 ROOT = Path(__file__).parents[1]
 THREADS = torch.get_num_threads()

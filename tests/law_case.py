@@ -10,18 +10,18 @@ import torch
 from plan_case import GPU, Flat, capture_at, experts_at
 from torch import nn
 
-from compose.capture_model import capture
-from compose.forecast import rank_of
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.collectives import cluster
-from compose.pricing.layer_prices import price_model
-from compose.pricing.price_book import PriceBook, Pricer
-from compose.simulate.iteration import Outcome, evaluate
-from compose.simulate.rank import Rank
-from microbench.hardware.node import Node
-from microbench.hardware.spec import Gpu
-from microbench.opcall import StepCapture
-from microbench.ops import families
+from itercast.compose.capture_model import capture
+from itercast.compose.forecast import rank_of
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.collectives import cluster
+from itercast.compose.pricing.layer_prices import price_model
+from itercast.compose.pricing.price_book import PriceBook, Pricer
+from itercast.compose.simulate.iteration import Outcome, evaluate
+from itercast.compose.simulate.rank import Rank
+from itercast.microbench.hardware.node import Node
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.ops import families
 
 KIB = 1024
 WIDTH = 64

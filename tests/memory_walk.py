@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from compose.graph.lifetimes import lifetimes
-from compose.pricing.optimizer import STATE_COPIES
-from microbench.opcall import StepCapture
+from itercast.compose.graph.lifetimes import lifetimes
+from itercast.compose.pricing.optimizer import STATE_COPIES
+from itercast.microbench.opcall import StepCapture
 
 
 def peak_bytes(capture: StepCapture, optimizer: str) -> int:

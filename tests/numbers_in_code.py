@@ -33,7 +33,12 @@ SEARCHING = (
     "compose/shared_search.py",
     "learners/active.py",
 )
-MEASURING_FIELDS = ("sweep", "build", "gpu_sweep", "weight")  # of microbench.ops.family.Family
+MEASURING_FIELDS = (
+    "sweep",
+    "build",
+    "gpu_sweep",
+    "weight",
+)  # of itercast.microbench.ops.family.Family
 UNITS = (100, 1e3, 1e6, 1e9, 1e-3, 1e-6, 1e-9)
 SMALL = (0, 1, 2, 3, 4, 8)  # integers in functions: counts of tensors, axes, bytes
 COUNTING_CALLS = ("range", "round", "default_rng", "reshape")
@@ -114,6 +119,8 @@ def _imported(tree: ast.Module, files: set[str]) -> tuple[dict[str, Name], dict[
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             folder = node.module.replace(".", "/")
+            if folder.split("/")[1:2] and folder.split("/")[1] in PACKAGES:
+                folder = folder.partition("/")[2]
             for alias in node.names:
                 as_name = alias.asname or alias.name
                 if f"{folder}/{alias.name}.py" in files:

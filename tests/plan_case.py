@@ -7,12 +7,12 @@ from typing import Any
 
 import pandas as pd
 
-from compose.capture_model import capture_case
-from compose.pricing.price_book import PriceBook
-from compose.search import Search
-from microbench.cases.registry import case
-from microbench.hardware.spec import Gpu
-from microbench.opcall import StepCapture
+from itercast.compose.capture_model import capture_case
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.search import Search
+from itercast.microbench.cases.registry import case
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import StepCapture
 
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e12)
 GPU = Gpu(

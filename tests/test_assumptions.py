@@ -10,7 +10,13 @@ import pytest
 import yaml
 from numbers_in_code import Name, numbers
 
-from microbench.assumptions import FILE, all_assumptions, assumed, assumptions_in, leaving_out
+from itercast.microbench.assumptions import (
+    FILE,
+    all_assumptions,
+    assumed,
+    assumptions_in,
+    leaving_out,
+)
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("microbench", "learners", "compose", "eval", "itercast")
@@ -126,7 +132,7 @@ def test_every_number_in_code_is_an_assumption_or_explained() -> None:
 
 def test_numbers_are_found_where_they_decide_and_not_where_they_are_measured() -> None:
     source = """
-    from microbench.ops.family import Family
+    from itercast.microbench.ops.family import Family
     SHARE, ROWS = 0.3, 2**14
     COUNT: int = 2
     MAX_SIZE = 4096

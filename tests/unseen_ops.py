@@ -7,13 +7,13 @@ from typing import Any
 
 import pandas as pd
 
-from learners.family_model import FamilyModel
-from learners.features.host_calls import HostCalls
-from learners.features.table import Encoder
-from learners.models.ensemble import Ensemble
-from learners.transfer.query_rows import EQUAL_SPEED_DTYPE
-from learners.transfer.source_gpus import SourceGpus
-from microbench.hardware.spec import Gpu
+from itercast.learners.family_model import FamilyModel
+from itercast.learners.features.host_calls import HostCalls
+from itercast.learners.features.table import Encoder
+from itercast.learners.models.ensemble import Ensemble
+from itercast.learners.transfer.query_rows import EQUAL_SPEED_DTYPE
+from itercast.learners.transfer.source_gpus import SourceGpus
+from itercast.microbench.hardware.spec import Gpu
 
 GPU = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 

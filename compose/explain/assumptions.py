@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from compose.forecast import Forecast
-from microbench.assumptions import Assumption, all_assumptions
+from itercast.compose.forecast import Forecast
+from itercast.microbench.assumptions import Assumption, all_assumptions
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("microbench", "learners", "compose")

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from compose.forecast import Forecast
-from compose.parallel.plan import ParallelPlan
-from compose.predict import prepare
-from compose.target import Target, forecast_step
-from microbench.hardware.node import Node
-from microbench.hardware.spec import Gpu
-from microbench.opcall import StepCapture
+from itercast.compose.forecast import Forecast
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.predict import prepare
+from itercast.compose.target import Target, forecast_step
+from itercast.microbench.hardware.node import Node
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import StepCapture
 
 OTHER_GPUS = ("a100-sxm-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "b200-sxm")
 TWIN = "twin"  # the same hardware under a name that no row has

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from compose.forecast import Forecast
-from compose.pricing.collectives import cluster
-from compose.pricing.layer_prices import price_model
-from compose.pricing.price_book import Priceable, price_book
-from compose.target import Target
-from learners.features.table import bounds_us, columns
-from microbench.opcall import StepCapture
+from itercast.compose.forecast import Forecast
+from itercast.compose.pricing.collectives import cluster
+from itercast.compose.pricing.layer_prices import price_model
+from itercast.compose.pricing.price_book import Priceable, price_book
+from itercast.compose.target import Target
+from itercast.learners.features.table import bounds_us, columns
+from itercast.microbench.opcall import StepCapture
 
 COMPUTE, COMMUNICATION, IDLE = "compute", "communication", "idle"
 IDLE_NAMES: Mapping[str, str] = {

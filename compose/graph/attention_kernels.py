@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.hardware.stack import stack_of_row
-from microbench.opcall import StepCapture
-from microbench.ops.family import Family
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.stack import stack_of_row
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.ops.family import Family
 
 SDPA_OPS = ("itercast.sdpa", "itercast.sdpa_backward")
 FLASH_2 = "flash-2"

@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, StepCapture
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, StepCapture
 
 # A freed block is reused for a tensor of at least 1 / this of the block's size.
 MAX_BLOCK_OVER_TENSOR: float = assumed(__file__, "max_block_over_tensor")

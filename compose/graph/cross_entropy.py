@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from compose.graph.rewrite import StepBuilder, fresh_storages
-from microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.compose.graph.rewrite import StepBuilder, fresh_storages
+from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 
 SOFTMAX = "aten._log_softmax.default"
 LABELS = "aten.nll_loss_forward.default"
@@ -35,7 +35,7 @@ def stepwise_cross_entropy(capture: StepCapture) -> StepCapture:
     """Returns the step with Megatron-LM's calls in place of torch's log-softmax and its backward.
 
     Under tensor parallelism the forward calls stand there already
-    (``compose.parallel.parallel_loss``).
+    (``itercast.compose.parallel.parallel_loss``).
     """
     made, fresh, logits = StepBuilder(capture), fresh_storages(capture), _logits(capture)
     skipped = 0  # calls of a backward pass that one product stands for

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from compose.graph.identity_cache import cached_by_identity
-from microbench.opcall import OpCall, StepCapture, TensorSpec
-from microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
+from itercast.compose.graph.identity_cache import cached_by_identity
+from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 
 DROPOUT_DRAW = ("bernoulli_", "div_")
 SOFTMAX = ("_softmax", "_log_softmax")

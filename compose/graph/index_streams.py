@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from microbench.opcall import OpCall, StepCapture
-from microbench.ops.lookup.embedding_bag import FAMILY, EmbeddingBag
-from microbench.ops.lookup.index_streams import IndexStream, parse_indices
+from itercast.microbench.opcall import OpCall, StepCapture
+from itercast.microbench.ops.lookup.embedding_bag import FAMILY, EmbeddingBag
+from itercast.microbench.ops.lookup.index_streams import IndexStream, parse_indices
 
 
 def with_indices(capture: StepCapture, spec: str) -> StepCapture:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from compose.graph.cross_entropy import over_logits, stepwise_cross_entropy
-from microbench.assumptions import assumed
-from microbench.iterations.engines import ENGINES
-from microbench.opcall import OpCall, StepCapture, TensorSpec
-from microbench.ops import find_family
-from microbench.ops.memory.fused import CALL
+from itercast.compose.graph.cross_entropy import over_logits, stepwise_cross_entropy
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.iterations.engines import ENGINES
+from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.ops import find_family
+from itercast.microbench.ops.memory.fused import CALL
 
 FUSED = "fused"  # kernels of a framework's own, which an eager loop launches one by one
 EAGER_GRAPH = "eager+graph"  # torch.compile(backend="cudagraphs")
@@ -45,7 +45,7 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
       It copies the batch to the addresses that the graph reads (``as_launched``).
     - eager+graph: the same of the kernels that run eagerly: torch.compile's backend "cudagraphs".
     - fused: kernels as those of torch.compile, launched by an eager loop with modules and autograd;
-      the loss as Megatron-LM computes it (``compose.graph.cross_entropy``).
+      the loss as Megatron-LM computes it (``itercast.compose.graph.cross_entropy``).
     """
     known = (*ENGINES, FUSED, EAGER_GRAPH)
     if engine not in known:

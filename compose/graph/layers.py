@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from microbench.capture.truncate import layer_key
-from microbench.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, StepCapture
+from itercast.microbench.capture.truncate import layer_key
+from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, StepCapture
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from compose.graph.identity_cache import cached_by_identity
-from microbench.opcall import StepCapture
+from itercast.compose.graph.identity_cache import cached_by_identity
+from itercast.microbench.opcall import StepCapture
 
 
 @cached_by_identity

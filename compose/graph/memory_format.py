@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 
 GROUP_NORM = "aten.native_group_norm.default"
 NHWC_OPS = tuple(

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from compose.graph.rewrite import with_tensors
-from microbench.opcall import OpCall, StepCapture, TensorSpec
-from microbench.ops.matrix.gemm import GROUPED
+from itercast.compose.graph.rewrite import with_tensors
+from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.ops.matrix.gemm import GROUPED
 
 LINEAR_PRODUCTS = ("aten.mm.default", "aten.addmm.default")
 EXPERT_PRODUCTS = ("aten.bmm.default", GROUPED)

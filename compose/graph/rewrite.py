@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
 COLLECTIVE = "itercast.collective"
 

@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import exp, hypot, log, sqrt
 
-from compose.pricing.price_book import PricedOp
-from microbench.assumptions import assumed
+from itercast.compose.pricing.price_book import PricedOp
+from itercast.microbench.assumptions import assumed
 
 HalfWidths = tuple[float, float]  # of an 80 % interval below and above a forecast, in log time
 WITHIN: Mapping[str, float] = assumed(__file__, "within_family")

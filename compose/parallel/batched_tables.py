@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from compose.parallel.captured_tables import CapturedTable, Lookup
-from compose.parallel.placement import Shard
-from compose.parallel.tables import RankStep, shard_stream
-from microbench.assumptions import assumed
-from microbench.hardware.stack import TableSoftware
-from microbench.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
-from microbench.ops.lookup.batched_bags import BatchedBags
-from microbench.ops.lookup.random_streams import unique_rows
-from microbench.ops.memory.fused import CALL
+from itercast.compose.parallel.captured_tables import CapturedTable, Lookup
+from itercast.compose.parallel.placement import Shard
+from itercast.compose.parallel.tables import RankStep, shard_stream
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.stack import TableSoftware
+from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
+from itercast.microbench.ops.lookup.batched_bags import BatchedBags
+from itercast.microbench.ops.lookup.random_streams import unique_rows
+from itercast.microbench.ops.memory.fused import CALL
 
 MODULE = "Tables"  # of the kernels over all tables
 SORT_PASSES: int = assumed(__file__, "sort_passes")

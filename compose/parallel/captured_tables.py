@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compose.parallel.placement import UNIFORM, Table
-from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
-from microbench.ops import find_family
-from microbench.ops.lookup.embedding_bag import EmbeddingBag
+from itercast.compose.parallel.placement import UNIFORM, Table
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.ops import find_family
+from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 
 BAGS = ("aten._embedding_bag.default", "aten._embedding_bag_forward_only.default")
 ROWS = "aten.embedding.default"

@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from compose.graph.rewrite import StepBuilder, collective
-from compose.parallel.plan import ParallelPlan
-from microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.compose.graph.rewrite import StepBuilder, collective
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 
 
 def context_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:

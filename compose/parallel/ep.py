@@ -12,16 +12,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from compose.graph.product_roles import (
+from itercast.compose.graph.product_roles import (
     DTYPE_CAST,
     EXPERT_PRODUCTS,
     alias_weight_casts,
     weight_copies,
 )
-from compose.graph.rewrite import StepBuilder, collective, with_shape, with_tensors
-from compose.parallel.plan import ParallelPlan
-from microbench.capture.truncate import layer_key
-from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.compose.graph.rewrite import StepBuilder, collective, with_shape, with_tensors
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.microbench.capture.truncate import layer_key
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
 
 def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from microbench.opcall import ITEMSIZE_BYTES
-from microbench.ops.lookup.index_streams import IndexStream
+from itercast.microbench.opcall import ITEMSIZE_BYTES
+from itercast.microbench.ops.lookup.index_streams import IndexStream
 
 UNIFORM = IndexStream()
 INDEX_BYTES = 8  # int64 row numbers and lengths of bags

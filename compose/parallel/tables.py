@@ -12,8 +12,8 @@ The rank's step:
 
 Messages are as large as the most that any rank sends or receives, by which an uneven all_to_all
 takes its time (arXiv 2404.12674). Copies around them are those of
-``microbench.iterations.sharded_dlrm``, on a CPU with its ops of one element per sample. Tables that
-stay data-parallel are left as they are.
+``itercast.microbench.iterations.sharded_dlrm``, on a CPU with its ops of one element per sample.
+Tables that stay data-parallel are left as they are.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from compose.graph.rewrite import StepBuilder, collective, fresh_storages
-from compose.parallel.captured_tables import (
+from itercast.compose.graph.rewrite import StepBuilder, collective, fresh_storages
+from itercast.compose.parallel.captured_tables import (
     BAGS,
     ROWS,
     CapturedTable,
@@ -33,7 +33,7 @@ from compose.parallel.captured_tables import (
     OptimizerLists,
     gradient_calls,
 )
-from compose.parallel.placement import (
+from itercast.compose.parallel.placement import (
     INDEX_BYTES,
     Shard,
     Sharding,
@@ -42,10 +42,10 @@ from compose.parallel.placement import (
     message_bytes,
     shards,
 )
-from microbench.assumptions import assumed
-from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
-from microbench.ops.lookup.embedding_bag import MODES
-from microbench.ops.step.host import REPEATED
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.ops.lookup.embedding_bag import MODES
+from itercast.microbench.ops.step.host import REPEATED
 
 SMALL_OPS: Mapping[str, int] = assumed(__file__, "small_ops")
 PASSES_IN_PARTS: int = assumed(__file__, "passes_in_parts")

@@ -17,18 +17,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from compose.graph.product_roles import (
+from itercast.compose.graph.product_roles import (
     EXPERT_PRODUCTS,
     LINEAR_PRODUCTS,
     alias_weight_casts,
     weight_copies,
     weight_roles,
 )
-from compose.graph.rewrite import StepBuilder, collective, fresh_storages, shard, with_tensors
-from compose.parallel.cuts import Cut, aligned_dim, cut_along, first_dim, result_dim
-from compose.parallel.parallel_loss import LOSS, parallel_loss
-from compose.parallel.plan import ParallelPlan
-from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.compose.graph.rewrite import (
+    StepBuilder,
+    collective,
+    fresh_storages,
+    shard,
+    with_tensors,
+)
+from itercast.compose.parallel.cuts import Cut, aligned_dim, cut_along, first_dim, result_dim
+from itercast.compose.parallel.parallel_loss import LOSS, parallel_loss
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
 PRODUCTS = (*LINEAR_PRODUCTS, *EXPERT_PRODUCTS, "aten.baddbmm.default")
 WITH_BIAS = ("aten.addmm.default", "aten.baddbmm.default")

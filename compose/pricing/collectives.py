@@ -16,14 +16,14 @@ from typing import Any
 
 import pandas as pd
 
-from compose.parallel.plan import ParallelPlan, ranks_per_node
-from compose.pricing.assumed_time import AssumedShares
-from compose.pricing.price_book import UNCERTAINTY_FACTOR, UNMODELLED, PriceBook, PricedOp
-from microbench.assumptions import assumed
-from microbench.hardware.node import USUAL_GPUS_PER_NODE, Node
-from microbench.hardware.spec import Gpu
-from microbench.ops.step.alpha_beta import CPU_COPIES, NETWORK_BYTES_PER_S, floor_us
-from microbench.ops.step.collective import Collective
+from itercast.compose.parallel.plan import ParallelPlan, ranks_per_node
+from itercast.compose.pricing.assumed_time import AssumedShares
+from itercast.compose.pricing.price_book import UNCERTAINTY_FACTOR, UNMODELLED, PriceBook, PricedOp
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, Node
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.step.alpha_beta import CPU_COPIES, NETWORK_BYTES_PER_S, floor_us
+from itercast.microbench.ops.step.collective import Collective
 
 LATENCY = "alpha_beta.step_us"  # the assumption that times by formula rest on
 EMPTY_BYTES: int = assumed(__file__, "empty_bytes")  # so few bytes take the latency alone
@@ -147,7 +147,7 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
 
 
 def formula_us(message: Message, group: Group, where: Cluster) -> float:
-    """Time of a collective by latency and rate: ``microbench.ops.step.alpha_beta.floor_us``."""
+    """Time of a collective by latency and rate (``itercast.microbench.ops.step.alpha_beta``)."""
     if group.size == 1:
         return 0.0
     params = Collective(

@@ -9,16 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from learners.family_model import FamilyModel
-from microbench.hardware.spec import Gpu
-from microbench.hardware.stack import USUAL, software_name
-from microbench.ops import families, family_of
-from microbench.ops.family import Part
+from itercast.learners.family_model import FamilyModel
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.stack import USUAL, software_name
+from itercast.microbench.ops import families, family_of
+from itercast.microbench.ops.family import Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRows:
-    """Tells a family's fallback what was measured; implements ``microbench.ops.family.Measured``.
+    """Tells a family's fallback what was measured.
+
+    Implements ``itercast.microbench.ops.family.Measured``.
 
     ``stack`` is the software that is forecast.
     """

@@ -18,11 +18,11 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from compose.graph.identity_cache import cached_by_identity
-from compose.pricing.collectives import Message
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.compose.graph.identity_cache import cached_by_identity
+from itercast.compose.pricing.collectives import Message
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
 DEFAULT_BUCKET_BYTES = 25 * 2**20  # DDP's default
 FIRST_BUCKET_BYTES = 2**20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES

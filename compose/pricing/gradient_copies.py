@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from compose.graph.cache_reuse import cold_share
-from compose.graph.layers import Layer
-from compose.pricing.price_book import Priceable, priceable
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, ParamSpec, TensorSpec
+from itercast.compose.graph.cache_reuse import cold_share
+from itercast.compose.graph.layers import Layer
+from itercast.compose.pricing.price_book import Priceable, priceable
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, ParamSpec, TensorSpec
 
 ADDED = "added"  # phase of ops that no module calls: C++ launches them
 COPY_BACK_DELAY: float = assumed(__file__, "copy_back_delay")

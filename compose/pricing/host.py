@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from typing import Any
 
-from compose.graph.launch_modes import launches
-from compose.graph.layers import Layer
-from compose.pricing.assumed_time import AssumedShares, AssumedTime
-from compose.pricing.price_book import UNCERTAINTY_FACTOR, PriceBook, PricedOp, price_book
-from learners.family_model import FamilyModel
-from learners.transfer.source_gpus import gpu_distance
-from microbench.hardware.host import EVENT_US
-from microbench.opcall import StepCapture
-from microbench.ops.step.host import REPEATED, Host
+from itercast.compose.graph.launch_modes import launches
+from itercast.compose.graph.layers import Layer
+from itercast.compose.pricing.assumed_time import AssumedShares, AssumedTime
+from itercast.compose.pricing.price_book import UNCERTAINTY_FACTOR, PriceBook, PricedOp, price_book
+from itercast.learners.family_model import FamilyModel
+from itercast.learners.transfer.source_gpus import gpu_distance
+from itercast.microbench.hardware.host import EVENT_US
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.ops.step.host import REPEATED, Host
 
 WRAPPERS = (
     "fsdp_layer",

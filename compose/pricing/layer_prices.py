@@ -9,21 +9,28 @@ from itertools import takewhile
 from math import floor
 from typing import TypeVar, cast
 
-from compose.graph.identity_cache import cached_by_identity
-from compose.graph.layers import Layer
-from compose.graph.product_roles import LINEAR_PRODUCTS
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.assumed_time import AssumedShares, AssumedTime
-from compose.pricing.collectives import Cluster, price_messages
-from compose.pricing.gradient_buckets import default_contention
-from compose.pricing.gradient_copies import ADDED, gradient_copies
-from compose.pricing.host import PYTHON, Launches, host_cost, launch_costs, led_by_graph, python_op
-from compose.pricing.price_book import Priceable, PriceBook, PricedOp
-from compose.pricing.rank_graph import Cut, RankGraph, rank_graph
-from compose.pricing.sharded_tables import slowest_rank
-from compose.pricing.work import Step, Work, fold, side_by_side_us
-from microbench.hardware.stack import WHOLE, stack_of_row
-from microbench.opcall import OpCall, StepCapture
+from itercast.compose.graph.identity_cache import cached_by_identity
+from itercast.compose.graph.layers import Layer
+from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.assumed_time import AssumedShares, AssumedTime
+from itercast.compose.pricing.collectives import Cluster, price_messages
+from itercast.compose.pricing.gradient_buckets import default_contention
+from itercast.compose.pricing.gradient_copies import ADDED, gradient_copies
+from itercast.compose.pricing.host import (
+    PYTHON,
+    Launches,
+    host_cost,
+    launch_costs,
+    led_by_graph,
+    python_op,
+)
+from itercast.compose.pricing.price_book import Priceable, PriceBook, PricedOp
+from itercast.compose.pricing.rank_graph import Cut, RankGraph, rank_graph
+from itercast.compose.pricing.sharded_tables import slowest_rank
+from itercast.compose.pricing.work import Step, Work, fold, side_by_side_us
+from itercast.microbench.hardware.stack import WHOLE, stack_of_row
+from itercast.microbench.opcall import OpCall, StepCapture
 
 R = TypeVar("R")
 ATTENTION = ("itercast.sdpa", "aten.bmm.default", "aten._softmax.default", "aten.baddbmm.default")

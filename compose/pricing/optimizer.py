@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from compose.pricing.price_book import Priceable
-from microbench.ops.step.optimizer import FUSED, OptimizerOp, as_fused, of_rank
+from itercast.compose.pricing.price_book import Priceable
+from itercast.microbench.ops.step.optimizer import FUSED, OptimizerOp, as_fused, of_rank
 
 # Tensors like the parameter, in its own dtype, that an optimizer keeps.
 STATE_COPIES = {"adamw": 2, "adamw_fused": 2, "lamb": 2, "sgd": 0, "none": 0}

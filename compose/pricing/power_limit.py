@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu, load_gpu
 
 REFERENCE_GPU: Mapping[str, str] = assumed(__file__, "reference_gpu")
 CLOCK_EXPONENT: float = assumed(__file__, "clock_exponent")

@@ -9,23 +9,23 @@ from typing import Any, Protocol
 import numpy as np
 import pandas as pd
 
-from compose.graph.attention_kernels import SIXTEEN_BIT, kernel_ratio
-from compose.graph.identity_cache import cached_by_identity
-from compose.pricing.assumed_time import AssumedShares
-from compose.pricing.fallbacks import fallback_parts, has_model
-from compose.pricing.power_limit import sustained_flops_per_s
-from learners.family_model import FamilyModel
-from learners.features.host_calls import HostCall
-from learners.transfer.bytes_in_flight import waits_us
-from microbench.assumptions import assumed
-from microbench.hardware.host import REFERENCE, USUAL, HostMachine, call_launches
-from microbench.hardware.spec import Gpu
-from microbench.hardware.stack import USUAL as USUAL_STACK
-from microbench.hardware.stack import stack_of_row
-from microbench.opcall import OpCall
-from microbench.ops import find_family
-from microbench.ops.family import Family, Part
-from microbench.ops.memory.elementwise import memory_copy
+from itercast.compose.graph.attention_kernels import SIXTEEN_BIT, kernel_ratio
+from itercast.compose.graph.identity_cache import cached_by_identity
+from itercast.compose.pricing.assumed_time import AssumedShares
+from itercast.compose.pricing.fallbacks import fallback_parts, has_model
+from itercast.compose.pricing.power_limit import sustained_flops_per_s
+from itercast.learners.family_model import FamilyModel
+from itercast.learners.features.host_calls import HostCall
+from itercast.learners.transfer.bytes_in_flight import waits_us
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.host import REFERENCE, USUAL, HostMachine, call_launches
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.stack import USUAL as USUAL_STACK
+from itercast.microbench.hardware.stack import stack_of_row
+from itercast.microbench.opcall import OpCall
+from itercast.microbench.ops import find_family
+from itercast.microbench.ops.family import Family, Part
+from itercast.microbench.ops.memory.elementwise import memory_copy
 
 UNMODELLED = "unmodelled"
 ATTENTION = "attention"  # the family whose kernels stacks choose
@@ -37,7 +37,7 @@ DECILES_APART = (
 
 
 class Pricer(Protocol):
-    """Anything that prices rows of a family, as ``learners.bundle.Bundle`` does."""
+    """Anything that prices rows of a family, as ``itercast.learners.bundle.Bundle`` does."""
 
     @property
     def models(self) -> Mapping[str, Any]:

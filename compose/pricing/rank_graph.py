@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from compose.graph.cache_reuse import cold_fractions
-from compose.graph.cuda_variants import with_cuda_variants
-from compose.graph.identity_cache import cached_by_identity
-from compose.graph.launch_modes import as_launched
-from compose.graph.layers import Layer, split_layers
-from compose.graph.lifetimes import update_bytes
-from compose.graph.rewrite import COLLECTIVE
-from compose.parallel.cp import context_parallel
-from compose.parallel.ep import expert_parallel
-from compose.parallel.plan import ParallelPlan
-from compose.parallel.tp import tensor_parallel
-from compose.pricing.collectives import Message
-from compose.pricing.gradient_buckets import buffers
-from compose.pricing.price_book import Priceable, priceable
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.compose.graph.cache_reuse import cold_fractions
+from itercast.compose.graph.cuda_variants import with_cuda_variants
+from itercast.compose.graph.identity_cache import cached_by_identity
+from itercast.compose.graph.launch_modes import as_launched
+from itercast.compose.graph.layers import Layer, split_layers
+from itercast.compose.graph.lifetimes import update_bytes
+from itercast.compose.graph.rewrite import COLLECTIVE
+from itercast.compose.parallel.cp import context_parallel
+from itercast.compose.parallel.ep import expert_parallel
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.parallel.tp import tensor_parallel
+from itercast.compose.pricing.collectives import Message
+from itercast.compose.pricing.gradient_buckets import buffers
+from itercast.compose.pricing.price_book import Priceable, priceable
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from compose.graph.identity_cache import cached_by_identity
-from compose.graph.rewrite import fresh_storages
-from compose.parallel.batched_tables import BatchedStep, as_stored, batched_calls
-from compose.parallel.captured_tables import CapturedTable, Lookup, captured_tables
-from compose.parallel.greedy import Way, balanced, placements
-from compose.parallel.placement import (
+from itercast.compose.graph.identity_cache import cached_by_identity
+from itercast.compose.graph.rewrite import fresh_storages
+from itercast.compose.parallel.batched_tables import BatchedStep, as_stored, batched_calls
+from itercast.compose.parallel.captured_tables import CapturedTable, Lookup, captured_tables
+from itercast.compose.parallel.greedy import Way, balanced, placements
+from itercast.compose.parallel.placement import (
     Shard,
     Sharding,
     check_sharding,
@@ -22,13 +22,13 @@ from compose.parallel.placement import (
     message_bytes,
     shards,
 )
-from compose.parallel.plan import GREEDY, ParallelPlan
-from compose.parallel.tables import RankStep, held_shards, lookup_calls, rank_step
-from compose.pricing.collectives import Cluster
-from compose.pricing.optimizer import STATE_COPIES
-from compose.pricing.price_book import PriceBook, priceable
-from microbench.hardware.stack import TableSoftware, stack_of_row
-from microbench.opcall import StepCapture
+from itercast.compose.parallel.plan import GREEDY, ParallelPlan
+from itercast.compose.parallel.tables import RankStep, held_shards, lookup_calls, rank_step
+from itercast.compose.pricing.collectives import Cluster
+from itercast.compose.pricing.optimizer import STATE_COPIES
+from itercast.compose.pricing.price_book import PriceBook, priceable
+from itercast.microbench.hardware.stack import TableSoftware, stack_of_row
+from itercast.microbench.opcall import StepCapture
 
 Held = Sequence[tuple[Shard, Lookup]]
 

@@ -8,23 +8,23 @@ from typing import Any
 
 import numpy as np
 
-from compose.capture_model import capture
-from compose.graph.cache_reuse import cold_share
-from compose.parallel.placement import Shard, Sharding, shards
-from compose.parallel.plan import ParallelPlan
-from compose.parallel.tables import PASSES, SMALL_OPS
-from compose.pricing.collectives import Message, cluster, price_messages
-from compose.pricing.host import host_cost
-from compose.pricing.price_book import Priceable, PriceBook, price_book
-from compose.sharding.tables import RankingModel
-from compose.target import Target, forecast_step
-from microbench.opcall import StepCapture
-from microbench.ops import families
-from microbench.ops.lookup.embedding_bag import EmbeddingBag
-from microbench.ops.lookup.random_streams import unique_rows
-from microbench.ops.lookup.sparse_update import SparseUpdate
-from microbench.ops.memory.elementwise import memory_copy
-from microbench.ops.step.host import REPEATED
+from itercast.compose.capture_model import capture
+from itercast.compose.graph.cache_reuse import cold_share
+from itercast.compose.parallel.placement import Shard, Sharding, shards
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.parallel.tables import PASSES, SMALL_OPS
+from itercast.compose.pricing.collectives import Message, cluster, price_messages
+from itercast.compose.pricing.host import host_cost
+from itercast.compose.pricing.price_book import Priceable, PriceBook, price_book
+from itercast.compose.sharding.tables import RankingModel
+from itercast.compose.target import Target, forecast_step
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.ops import families
+from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
+from itercast.microbench.ops.lookup.random_streams import unique_rows
+from itercast.microbench.ops.lookup.sparse_update import SparseUpdate
+from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.step.host import REPEATED
 
 MODES = ("train", "infer")
 OPTIMIZER = {"adagrad": "adamw", "adam": "adamw"}  # of the dense part
@@ -262,7 +262,7 @@ def dense_step(model: RankingModel, optimizer: str) -> StepCapture:
     from torch import float32, zeros  # torch is slow to import, and priced tables need none
     from torch.nn.functional import binary_cross_entropy_with_logits as loss
 
-    from microbench.cases.models.dlrm import DenseDlrm
+    from itercast.microbench.cases.models.dlrm import DenseDlrm
 
     module = DenseDlrm(
         features=model.features,
@@ -286,7 +286,7 @@ def dense_step(model: RankingModel, optimizer: str) -> StepCapture:
 def _bottom_step(model: RankingModel, mode: str) -> StepCapture:
     from torch import float32, zeros  # as above
 
-    from microbench.cases.models.small import Perceptron
+    from itercast.microbench.cases.models.small import Perceptron
 
     module = Perceptron((model.features, *model.bottom, model.dim))
     inputs = zeros(model.batch, model.features, dtype=float32)

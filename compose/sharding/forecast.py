@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from compose.parallel.placement import (
+from itercast.compose.parallel.placement import (
     INDEX_BYTES,
     Sharding,
     check_sharding,
@@ -32,10 +32,10 @@ from compose.parallel.placement import (
     message_bytes,
     shards,
 )
-from compose.parallel.tables import PASSES_IN_PARTS
-from compose.pricing.gradient_buckets import default_contention
-from compose.sharding.costs import Costs
-from compose.sharding.tables import STATE_PER_WEIGHT
+from itercast.compose.parallel.tables import PASSES_IN_PARTS
+from itercast.compose.pricing.gradient_buckets import default_contention
+from itercast.compose.sharding.costs import Costs
+from itercast.compose.sharding.tables import STATE_PER_WEIGHT
 
 STEPS = (
     "distribute inputs",

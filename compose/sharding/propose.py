@@ -7,12 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from compose.parallel.greedy import MIN_COLUMNS, Way, balanced, greedy, placements
-from compose.parallel.placement import Placement, Shard, Sharding, Table, message_bytes, shards
-from compose.sharding.costs import Costs
-from compose.sharding.forecast import ShardingForecast, forecast_sharding
-from compose.sharding.tables import STATE_PER_WEIGHT, RankingModel
-from microbench.assumptions import assumed
+from itercast.compose.parallel.greedy import MIN_COLUMNS, Way, balanced, greedy, placements
+from itercast.compose.parallel.placement import (
+    Placement,
+    Shard,
+    Sharding,
+    Table,
+    message_bytes,
+    shards,
+)
+from itercast.compose.sharding.costs import Costs
+from itercast.compose.sharding.forecast import ShardingForecast, forecast_sharding
+from itercast.compose.sharding.tables import STATE_PER_WEIGHT, RankingModel
+from itercast.microbench.assumptions import assumed
 
 DIM_PENALTY: Mapping[int, float] = assumed(__file__, "dim_penalty")
 RANDOM = 8  # random shardings proposed

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from compose.parallel.placement import Table
-from microbench.ops.lookup.index_streams import IndexStream, parse_indices
-from microbench.yaml_text import load_yaml
+from itercast.compose.parallel.placement import Table
+from itercast.microbench.ops.lookup.index_streams import IndexStream, parse_indices
+from itercast.microbench.yaml_text import load_yaml
 
 DTYPES = ("fp32", "fp16", "bf16")
 OPTIMIZERS = ("sgd", "adagrad", "adam")

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import log
 
-from compose.intervals.correlated_errors import HalfWidths, OpErrors
-from compose.pricing.assumed_time import AssumedTime
-from compose.pricing.host import PYTHON
-from compose.pricing.price_book import UNMODELLED, PricedOp
-from compose.simulate.rank import LATENCY, Run
-from compose.simulate.timeline import Span
+from itercast.compose.intervals.correlated_errors import HalfWidths, OpErrors
+from itercast.compose.pricing.assumed_time import AssumedTime
+from itercast.compose.pricing.host import PYTHON
+from itercast.compose.pricing.price_book import UNMODELLED, PricedOp
+from itercast.compose.simulate.rank import LATENCY, Run
+from itercast.compose.simulate.timeline import Span
 
 
 @dataclass

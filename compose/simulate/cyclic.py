@@ -10,9 +10,9 @@ at N; a single replica's peak is the same.
 
 from __future__ import annotations
 
-from compose.pricing.collectives import Message
-from compose.pricing.work import side_by_side_us
-from compose.simulate.rank import RankTasks
+from itercast.compose.pricing.collectives import Message
+from itercast.compose.pricing.work import side_by_side_us
+from itercast.compose.simulate.rank import RankTasks
 
 
 def slot_message(parameter_bytes: int, replicas: int, dtype: str) -> Message:

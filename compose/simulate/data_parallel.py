@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from compose.parallel.ep import is_expert
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.collectives import Message
-from compose.pricing.gradient_buckets import fill_buckets
-from compose.pricing.layer_prices import PricedLayer
-from microbench.assumptions import assumed
+from itercast.compose.parallel.ep import is_expert
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.collectives import Message
+from itercast.compose.pricing.gradient_buckets import fill_buckets
+from itercast.compose.pricing.layer_prices import PricedLayer
+from itercast.microbench.assumptions import assumed
 
 # Compression ratio at which fp32 gradients are sent in fp16, at most.
 FP16_RATIO: float = assumed(__file__, "fp16_ratio")
@@ -56,7 +56,7 @@ def strategy(plan: ParallelPlan) -> Strategy:
     if plan.dp * plan.cp == 1:
         return Strategy()
     if plan.cdp:
-        return Strategy(buckets=True)  # compose.simulate.cyclic says what is sent
+        return Strategy(buckets=True)  # itercast.compose.simulate.cyclic says what is sent
     if plan.zero:
         return Strategy(
             by_layer=True,

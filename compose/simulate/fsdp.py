@@ -17,13 +17,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from compose.pricing.collectives import Message, price_messages
-from compose.pricing.host import python_op
-from compose.pricing.layer_prices import PricedLayer
-from compose.pricing.work import Work
-from compose.simulate.data_parallel import Strategy
-from compose.simulate.rank import RankTasks
-from microbench.assumptions import assumed
+from itercast.compose.pricing.collectives import Message, price_messages
+from itercast.compose.pricing.host import python_op
+from itercast.compose.pricing.layer_prices import PricedLayer
+from itercast.compose.pricing.work import Work
+from itercast.compose.simulate.data_parallel import Strategy
+from itercast.compose.simulate.rank import RankTasks
+from itercast.microbench.assumptions import assumed
 
 FORWARD_SHARE: float = assumed(__file__, "forward_share")
 

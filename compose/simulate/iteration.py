@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from compose.intervals.correlated_errors import interval
-from compose.pricing.collectives import price_messages
-from compose.pricing.host import python_op, step_work
-from compose.pricing.layer_prices import PricedLayer
-from compose.pricing.price_book import PricedOp
-from compose.simulate.breakdown import Shares, Tally, assumed_us, shares
-from compose.simulate.cyclic import send_to_next_replica, slot_message, steady_us
-from compose.simulate.pipeline import StageTimes, finish_us
-from compose.simulate.rank import Rank, Run
-from compose.simulate.rank_program import RankProgram
-from compose.simulate.stage_rank import (
+from itercast.compose.intervals.correlated_errors import interval
+from itercast.compose.pricing.collectives import price_messages
+from itercast.compose.pricing.host import python_op, step_work
+from itercast.compose.pricing.layer_prices import PricedLayer
+from itercast.compose.pricing.price_book import PricedOp
+from itercast.compose.simulate.breakdown import Shares, Tally, assumed_us, shares
+from itercast.compose.simulate.cyclic import send_to_next_replica, slot_message, steady_us
+from itercast.compose.simulate.pipeline import StageTimes, finish_us
+from itercast.compose.simulate.rank import Rank, Run
+from itercast.compose.simulate.rank_program import RankProgram
+from itercast.compose.simulate.stage_rank import (
     StageRuns,
     chunks_of,
     memory,
@@ -26,8 +26,8 @@ from compose.simulate.stage_rank import (
     stage_tails,
     stages_of,
 )
-from compose.simulate.stages import Chunk
-from compose.simulate.timeline import Span, Task
+from itercast.compose.simulate.stages import Chunk
+from itercast.compose.simulate.timeline import Span, Task
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.layer_prices import PricedLayer
-from compose.pricing.optimizer import STATE_COPIES
-from compose.simulate.data_parallel import strategy
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.layer_prices import PricedLayer
+from itercast.compose.pricing.optimizer import STATE_COPIES
+from itercast.compose.simulate.data_parallel import strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Simulates one process or plain DDP with a task for every op.
 
 ``predict --trace`` shows it, and tests check forecasts against it; these come from layers folded to
-a few tasks (``compose.simulate.iteration``).
+a few tasks (``itercast.compose.simulate.iteration``).
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from compose.graph.cuda_variants import with_cuda_variants
-from compose.graph.launch_modes import as_launched
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.collectives import cluster, price_messages
-from compose.pricing.gradient_buckets import Sync, ddp_step, default_contention
-from compose.pricing.host import launch_costs, led_by_graph
-from compose.pricing.price_book import PriceBook, PricedOp
-from compose.pricing.rank_graph import rank_graph
-from compose.simulate.rank import LATENCY, SHARED
-from compose.simulate.timeline import Span, Task, simulate_shared
-from microbench.opcall import StepCapture
+from itercast.compose.graph.cuda_variants import with_cuda_variants
+from itercast.compose.graph.launch_modes import as_launched
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.collectives import cluster, price_messages
+from itercast.compose.pricing.gradient_buckets import Sync, ddp_step, default_contention
+from itercast.compose.pricing.host import launch_costs, led_by_graph
+from itercast.compose.pricing.price_book import PriceBook, PricedOp
+from itercast.compose.pricing.rank_graph import rank_graph
+from itercast.compose.simulate.rank import LATENCY, SHARED
+from itercast.compose.simulate.timeline import Span, Task, simulate_shared
+from itercast.microbench.opcall import StepCapture
 
 
 def op_timeline(

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from compose.simulate.timeline import DeadlockError, Task
+from itercast.compose.simulate.timeline import DeadlockError, Task
 
 Action = tuple[str, int, int]  # F, B or W; micro-batch; chunk of the rank
 

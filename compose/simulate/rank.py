@@ -1,8 +1,8 @@
 """One rank of a plan: what it holds, and the tasks that its program puts on lanes.
 
 Lanes: host, compute, comm, and h2d and d2h for what is offloaded. Ops between two points where
-lanes wait for each other are one task (``compose.pricing.work``): a step has about as many tasks as
-messages.
+lanes wait for each other are one task (``itercast.compose.pricing.work``): a step has about as many
+tasks as messages.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.collectives import Cluster, Message, price_messages
-from compose.pricing.layer_prices import PricedLayer, PricedModel
-from compose.pricing.price_book import PriceBook, PricedOp
-from compose.pricing.work import Work
-from compose.simulate.data_parallel import LayerBucket, Strategy, strategy
-from compose.simulate.timeline import Span, Task, simulate_shared
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.collectives import Cluster, Message, price_messages
+from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
+from itercast.compose.pricing.price_book import PriceBook, PricedOp
+from itercast.compose.pricing.work import Work
+from itercast.compose.simulate.data_parallel import LayerBucket, Strategy, strategy
+from itercast.compose.simulate.timeline import Span, Task, simulate_shared
 
 SHARED = frozenset({"compute", "comm"})
 LATENCY = "latency"  # lane of messages' latency, which slows nothing

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from compose.pricing.collectives import Message, price_messages
-from compose.pricing.gradient_copies import buffer_copies
-from compose.pricing.host import host_cost
-from compose.pricing.layer_prices import PricedLayer
-from compose.pricing.optimizer import STATE_COPIES, fused_update, scaled_update
-from compose.pricing.price_book import UNCERTAINTY_FACTOR, UNMODELLED, PricedOp
-from compose.pricing.work import Work
-from compose.simulate.data_parallel import LayerBucket, layer_buckets
-from compose.simulate.fsdp import hooks, sharded_backward, sharded_bytes, sharded_forward
-from compose.simulate.rank import Rank, RankTasks
-from microbench.assumptions import assumed
+from itercast.compose.pricing.collectives import Message, price_messages
+from itercast.compose.pricing.gradient_copies import buffer_copies
+from itercast.compose.pricing.host import host_cost
+from itercast.compose.pricing.layer_prices import PricedLayer
+from itercast.compose.pricing.optimizer import STATE_COPIES, fused_update, scaled_update
+from itercast.compose.pricing.price_book import UNCERTAINTY_FACTOR, UNMODELLED, PricedOp
+from itercast.compose.pricing.work import Work
+from itercast.compose.simulate.data_parallel import LayerBucket, layer_buckets
+from itercast.compose.simulate.fsdp import hooks, sharded_backward, sharded_bytes, sharded_forward
+from itercast.compose.simulate.rank import Rank, RankTasks
+from itercast.microbench.assumptions import assumed
 
 OFFLOAD_FRAC: Mapping[str, float] = assumed(__file__, "offload_frac")  # of the peak rate
 

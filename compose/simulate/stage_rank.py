@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.collectives import Message, price_messages
-from compose.pricing.host import python_op
-from compose.pricing.price_book import PricedOp
-from compose.simulate.data_parallel import reductions
-from compose.simulate.memory_plan import Sizes, rank_memory
-from compose.simulate.pipeline import StageTimes, in_flight
-from compose.simulate.rank import Rank, Run
-from compose.simulate.rank_program import RankProgram
-from compose.simulate.stages import Chunk, partition, with_tied
-from microbench.assumptions import assumed
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.collectives import Message, price_messages
+from itercast.compose.pricing.host import python_op
+from itercast.compose.pricing.price_book import PricedOp
+from itercast.compose.simulate.data_parallel import reductions
+from itercast.compose.simulate.memory_plan import Sizes, rank_memory
+from itercast.compose.simulate.pipeline import StageTimes, in_flight
+from itercast.compose.simulate.rank import Rank, Run
+from itercast.compose.simulate.rank_program import RankProgram
+from itercast.compose.simulate.stages import Chunk, partition, with_tied
+from itercast.microbench.assumptions import assumed
 
 SCHEDULE_SHARE: float = assumed(__file__, "schedule_share")
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.layer_prices import PricedLayer, PricedModel
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.drift.judge import Compared, FamilyDrift, judge
-from eval.drift.points import checkable, stratified_points
-from learners.bundle import Bundle
-from learners.features.machine_speed import (
+from itercast.eval.drift.judge import Compared, FamilyDrift, judge
+from itercast.eval.drift.points import checkable, stratified_points
+from itercast.learners.bundle import Bundle
+from itercast.learners.features.machine_speed import (
     MAX_SLOWDOWN,
     Speed,
     at_reference_us,
@@ -21,12 +21,12 @@ from learners.features.machine_speed import (
     retest_ape_pct,
     undisturbed,
 )
-from learners.machine import machines_of
-from microbench.hardware.spec import Gpu
-from microbench.ops import families
-from microbench.store import read_rows
-from microbench.sweep.captured_points import write_points
-from microbench.sweep.collect import measure_points
+from itercast.learners.machine import machines_of
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops import families
+from itercast.microbench.store import read_rows
+from itercast.microbench.sweep.captured_points import write_points
+from itercast.microbench.sweep.collect import measure_points
 
 CLOCK_TOLERANCE = 0.05  # relative change of a clock that is not worth a line
 NOT_MACHINE = ("commit",)  # entries of a card's versions that say nothing of the machine

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from learners.bundle import Bundle
-from microbench.hardware.spec import Gpu
-from microbench.ops import families
-from microbench.sweep.scheduler import space
+from itercast.learners.bundle import Bundle
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops import families
+from itercast.microbench.sweep.scheduler import space
 
 CANDIDATES = 400  # points drawn per family, to choose from
 LONGEST_US = 5_000.0  # of a point: longer ones leave no time for others

@@ -1,11 +1,13 @@
-"""Fits the assumed numbers behind intervals: `python -m eval.intervals ops|iterations PUBLIC`.
+"""Fits the assumed numbers behind intervals.
+
+`python -m itercast.eval.intervals ops|iterations PUBLIC` runs it.
 
 ``ops`` prints how strongly errors of two ops on a GPU left out of training correlate, and how much
 wider errors are outside the envelope of the training rows.
 
 ``iterations`` forecasts each published source by models that were trained without it, and fits the
-error that whole iterations have beyond that of their ops (``eval.intervals.common_part``). It
-prints the fitted half widths, and each source's coverage by those fitted on the other sources.
+error that whole iterations have beyond that of their ops (``itercast.eval.intervals.common_part``).
+It prints the fitted half widths, and each source's coverage by those fitted on the other sources.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from compose.intervals.correlated_errors import ASSUMED
-from eval.intervals import common_part, correlations
-from eval.intervals.iterations import cpu_iterations, public_iterations
-from eval.public.left_out_models import TRAINED_ON
-from eval.public.left_out_ops import KNOWN_ROWS, read_ops
-from eval.shipped import MAX_ROWS
-from eval.speed import run_or_say
-from learners.bundle import SHIPPED, SHIPPED_CPU
-from learners.family_model import Prepared, prepare
-from learners.train import hardware_of, subsample_evenly, usable_rows
-from microbench.hardware.spec import load_gpu
-from microbench.ops import families
+from itercast.compose.intervals.correlated_errors import ASSUMED
+from itercast.eval.intervals import common_part, correlations
+from itercast.eval.intervals.iterations import cpu_iterations, public_iterations
+from itercast.eval.public.left_out_models import TRAINED_ON
+from itercast.eval.public.left_out_ops import KNOWN_ROWS, read_ops
+from itercast.eval.shipped import MAX_ROWS
+from itercast.eval.speed import run_or_say
+from itercast.learners.bundle import SHIPPED, SHIPPED_CPU
+from itercast.learners.family_model import Prepared, prepare
+from itercast.learners.train import hardware_of, subsample_evenly, usable_rows
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.ops import families
 
 NOT_BY_GPU = ("collective",)  # families whose rows name a cluster where others name a GPU
 
@@ -89,7 +91,7 @@ def print_iterations(public: Path, data: Path, most: int) -> None:
 def main() -> None:
     """Run what the command line asks for."""
     about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m eval.intervals", description=about)
+    parser = argparse.ArgumentParser(prog="python -m itercast.eval.intervals", description=about)
     parser.add_argument("what", choices=("ops", "iterations"))
     parser.add_argument("public", type=Path, help="folder of published measurements")
     parser.add_argument("--data", type=Path, default=Path("datasets"), help="rows of a CPU")

@@ -1,6 +1,7 @@
 """Fits the part of an iteration's error that its ops and its host do not explain.
 
-Half widths of an 80 % interval, in log time, as ``compose.intervals.correlated_errors`` uses them:
+Half widths of an 80 % interval, in log time, as ``itercast.compose.intervals.correlated_errors``
+uses them:
 
     h**2 = ops**2 + host**2 + shared**2 + (assumed * assumed_frac)**2
 
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from compose.intervals.correlated_errors import ASSUMED, SHARED
+from itercast.compose.intervals.correlated_errors import ASSUMED, SHARED
 
 NOMINAL = 0.8  # of measured iterations that an interval is to cover
 FEW_ASSUMED = 0.25  # up to this assumed_frac an iteration hardly rests on assumed numbers

@@ -8,11 +8,11 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 
-from learners.family_model import Prepared, learn_quickly
-from learners.features.table import is_number
-from learners.intervals import errors_on_unseen, log_error
-from learners.models.training_table import group_split
-from learners.models.trees import default_options
+from itercast.learners.family_model import Prepared, learn_quickly
+from itercast.learners.features.table import is_number
+from itercast.learners.intervals import errors_on_unseen, log_error
+from itercast.learners.models.training_table import group_split
+from itercast.learners.models.trees import default_options
 
 MAX_LOG_ERROR = 1.5  # larger ones are clipped, so that single rows do not decide
 MIDDLE = (0.04, 0.96)  # quantiles of every feature between which a row counts as inside

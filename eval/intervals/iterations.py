@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from eval.compare import compare_all, measured_rows
-from eval.public.left_out_models import forecasts_without, sampled
-from eval.public.model_lines import ModelLine
-from eval.public.models import ASSUMED, INTERVAL, MEASURED, read_lines
-from microbench.importers.base import positive
+from itercast.eval.compare import compare_all, measured_rows
+from itercast.eval.public.left_out_models import forecasts_without, sampled
+from itercast.eval.public.model_lines import ModelLine
+from itercast.eval.public.models import ASSUMED, INTERVAL, MEASURED, read_lines
+from itercast.microbench.importers.base import positive
 
 ONE_ROW = ["source", "gpu", "case", "batch", "plan", "measured"]  # may be in several lines
 
@@ -18,7 +18,7 @@ ONE_ROW = ["source", "gpu", "case", "batch", "plan", "measured"]  # may be in se
 def cpu_iterations(data: Path, bundle: Path) -> pd.DataFrame:
     """Measured iterations of a CPU; each case counts as a source of its own.
 
-    Columns are those that ``eval.intervals.common_part.half_widths`` reads.
+    Columns are those that ``itercast.eval.intervals.common_part.half_widths`` reads.
     """
     return pd.DataFrame(
         {

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from learners.models.baselines import predict_nearest, predict_roofline
-from learners.models.training_table import Table
+from itercast.learners.models.baselines import predict_nearest, predict_roofline
+from itercast.learners.models.training_table import Table
 
 KNOWN_ROWS = 40_000
 CURVE = ["gpu", "op", "world_size", "ranks_per_node"]

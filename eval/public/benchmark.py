@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from eval.public.baselines import BASELINES
-from eval.results import LineResult
-from learners.family_model import Prepared, learn, learn_quickly, prepare
-from learners.models.trees import default_options
-from learners.train import errors
-from learners.transfer.calibration import Calibration, points
-from microbench.hardware.spec import load_gpu
-from microbench.importers.base import Hints
-from microbench.importers.sources import read_source
-from microbench.ops import families
+from itercast.eval.public.baselines import BASELINES
+from itercast.eval.results import LineResult
+from itercast.learners.family_model import Prepared, learn, learn_quickly, prepare
+from itercast.learners.models.trees import default_options
+from itercast.learners.train import errors
+from itercast.learners.transfer.calibration import Calibration, points
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.importers.base import Hints
+from itercast.microbench.importers.sources import read_source
+from itercast.microbench.ops import families
 
 log = logging.getLogger(__name__)
 Rows = pd.DataFrame

@@ -1,4 +1,4 @@
-"""Fits hosts to published rows: `python -m eval.public.hosts PUBLIC [FOLDER]`.
+"""Fits hosts to published rows: `python -m itercast.eval.public.hosts PUBLIC [FOLDER]`.
 
 Prints each host's slowdown, and errors under the usual host with the row's source left out; writes
 host files where a folder is given. Also prints the ratios of assumption host.call_launches.
@@ -17,18 +17,18 @@ import numpy as np
 import pandas as pd
 from rich.console import Console
 
-from compose.capture_model import capture
-from compose.host_fit import MeasuredStep, fit_host
-from compose.target import find_target
-from eval.compare import measured_steps
-from eval.public.model_rows import read_iterations
-from learners.bundle import SHIPPED
-from microbench.hardware.host import REFERENCE, HostMachine, host_yaml, usual_host
-from microbench.importers.published.timm_models import timm_config
-from microbench.opcall import StepCapture
+from itercast.compose.capture_model import capture
+from itercast.compose.host_fit import MeasuredStep, fit_host
+from itercast.compose.target import find_target
+from itercast.eval.compare import measured_steps
+from itercast.eval.public.model_rows import read_iterations
+from itercast.learners.bundle import SHIPPED
+from itercast.microbench.hardware.host import REFERENCE, HostMachine, host_yaml, usual_host
+from itercast.microbench.importers.published.timm_models import timm_config
+from itercast.microbench.opcall import StepCapture
 
 ROWS = 16  # of a source that has many
-COMMAND = "python -m eval.public.hosts PUBLIC"
+COMMAND = "python -m itercast.eval.public.hosts PUBLIC"
 POINTWISE: tuple[str, ...] = (
     "add",
     "mul",
@@ -210,7 +210,7 @@ def call_launches(public: Path) -> dict[str, float]:
 def main() -> None:
     """Read the command line and fit; bad input is one line and exit code 2."""
     about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m eval.public.hosts", description=about)
+    parser = argparse.ArgumentParser(prog="python -m itercast.eval.public.hosts", description=about)
     parser.add_argument("public", type=Path, help="folder of published measurements")
     parser.add_argument("out", type=Path, nargs="?", help="folder for host files")
     asked = parser.parse_args()

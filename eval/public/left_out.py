@@ -1,7 +1,8 @@
 """Leave one source out: what forecasts still rest on, and errors without it beside those with it.
 
 A source is whoever published measurements. Its rows are left out of training, and every assumption
-fitted on it takes the value that it would have without (``microbench.assumptions.leaving_out``).
+fitted on it takes the value that it would have without
+(``itercast.microbench.assumptions.leaving_out``).
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 
-from eval.results import COVERAGE, LineResult
-from learners.train import errors
-from microbench.assumptions import Assumption, all_assumptions
-from microbench.hardware.host import shipped_hosts
+from itercast.eval.results import COVERAGE, LineResult
+from itercast.learners.train import errors
+from itercast.microbench.assumptions import Assumption, all_assumptions
+from itercast.microbench.hardware.host import shipped_hosts
 
 PACKAGES = ("microbench", "learners", "compose", "eval", "itercast")
 LEFT_OUT, WITH_IT = "left out", "itercast"  # learners of a result

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from eval.public.benchmark import Rows
-from eval.public.left_out import assumptions, compared, fitted_sources
-from eval.public.left_out_ops import KNOWN_ROWS, read_ops, source_in
-from eval.public.model_lines import ModelLine
-from eval.public.models import (
+from itercast.eval.public.benchmark import Rows
+from itercast.eval.public.left_out import assumptions, compared, fitted_sources
+from itercast.eval.public.left_out_ops import KNOWN_ROWS, read_ops, source_in
+from itercast.eval.public.model_lines import ModelLine
+from itercast.eval.public.models import (
     ASSUMED,
     INTERVAL,
     MEASURED,
@@ -27,18 +27,18 @@ from eval.public.models import (
     judged,
     with_fitted_hosts,
 )
-from eval.public.table import WORKERS
-from eval.results import LineResult
-from eval.shipped import MAX_ROWS, SOURCES
-from learners.bundle import Bundle
-from learners.family_model import FamilyModel, prepare
-from learners.intervals import quick_model_with_intervals
-from learners.models.trees import default_options
-from learners.train import subsample_evenly, widen_unseen_offsets
-from microbench.assumptions import leaving_out
-from microbench.hardware.spec import Gpu, load_gpu
-from microbench.importers.base import positive
-from microbench.ops import families
+from itercast.eval.public.table import WORKERS
+from itercast.eval.results import LineResult
+from itercast.eval.shipped import MAX_ROWS, SOURCES
+from itercast.learners.bundle import Bundle
+from itercast.learners.family_model import FamilyModel, prepare
+from itercast.learners.intervals import quick_model_with_intervals
+from itercast.learners.models.trees import default_options
+from itercast.learners.train import subsample_evenly, widen_unseen_offsets
+from itercast.microbench.assumptions import leaving_out
+from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.importers.base import positive
+from itercast.microbench.ops import families
 
 TRAINED_ON = {source_in(folder) for folder in SOURCES}  # sources of the bundle that ships
 ROWS = 96  # of a line and source that are forecast anew, at most

@@ -13,18 +13,18 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from eval.public.benchmark import FOLDS, Rows
-from eval.public.left_out import compared
-from eval.results import LineResult
-from learners.family_model import FamilyModel, learn_quickly, prepare
-from learners.features.table import shape_groups, without_load
-from learners.models.trees import default_options
-from learners.train import subsample_evenly
-from microbench.assumptions import leaving_out
-from microbench.hardware.spec import gpu_names, load_gpu
-from microbench.importers.base import Hints
-from microbench.importers.sources import SOURCES, read_source
-from microbench.ops import families
+from itercast.eval.public.benchmark import FOLDS, Rows
+from itercast.eval.public.left_out import compared
+from itercast.eval.results import LineResult
+from itercast.learners.family_model import FamilyModel, learn_quickly, prepare
+from itercast.learners.features.table import shape_groups, without_load
+from itercast.learners.models.trees import default_options
+from itercast.learners.train import subsample_evenly
+from itercast.microbench.assumptions import leaving_out
+from itercast.microbench.hardware.spec import gpu_names, load_gpu
+from itercast.microbench.importers.base import Hints
+from itercast.microbench.importers.sources import SOURCES, read_source
+from itercast.microbench.ops import families
 
 log = logging.getLogger(__name__)
 WORKERS = 2

@@ -9,7 +9,7 @@ from zlib import crc32
 
 import numpy as np
 
-from eval.public.benchmark import Rows
+from itercast.eval.public.benchmark import Rows
 
 EXAMPLES = {
     "DLRM": ("dlrm-criteo",),

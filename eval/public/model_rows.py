@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from eval.compare import console, stated_rows
-from eval.public.benchmark import Rows
-from microbench.importers import neusight
-from microbench.importers.base import Imported
-from microbench.importers.published import iterations, kernelbench, megatron, mlperf, peft, vtrain
+from itercast.eval.compare import console, stated_rows
+from itercast.eval.public.benchmark import Rows
+from itercast.microbench.importers import neusight
+from itercast.microbench.importers.base import Imported
+from itercast.microbench.importers.published import (
+    iterations,
+    kernelbench,
+    megatron,
+    mlperf,
+    peft,
+    vtrain,
+)
 
 READERS: Mapping[str, Callable[[Path], Imported]] = {
     "NeuSight": neusight.read,

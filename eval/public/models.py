@@ -17,25 +17,25 @@ import numpy as np
 import pandas as pd
 from scipy.stats import kendalltau
 
-from compose.capture_model import capture
-from compose.graph.launch_modes import with_engine
-from compose.host_fit import MeasuredStep, fit_host
-from compose.parallel.plan import ParallelPlan
-from compose.target import Target, find_target
-from eval.compare import ASKED, console, step_of
-from eval.iteration_parts import PARTS, parts_us
-from eval.progress import progress_bar
-from eval.public.benchmark import Rows
-from eval.public.measured_nodes import node_sums_us
-from eval.public.model_lines import CALIBRATED_ON, ModelLine, model_lines
-from eval.public.model_rows import read_iterations
-from eval.public.table import WORKERS
-from eval.results import COVERAGE, LineResult
-from learners.train import errors
-from microbench.hardware.host import host_yaml
-from microbench.hardware.stack import asked_stack
-from microbench.importers.base import positive
-from microbench.opcall import StepCapture
+from itercast.compose.capture_model import capture
+from itercast.compose.graph.launch_modes import with_engine
+from itercast.compose.host_fit import MeasuredStep, fit_host
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.target import Target, find_target
+from itercast.eval.compare import ASKED, console, step_of
+from itercast.eval.iteration_parts import PARTS, parts_us
+from itercast.eval.progress import progress_bar
+from itercast.eval.public.benchmark import Rows
+from itercast.eval.public.measured_nodes import node_sums_us
+from itercast.eval.public.model_lines import CALIBRATED_ON, ModelLine, model_lines
+from itercast.eval.public.model_rows import read_iterations
+from itercast.eval.public.table import WORKERS
+from itercast.eval.results import COVERAGE, LineResult
+from itercast.learners.train import errors
+from itercast.microbench.hardware.host import host_yaml
+from itercast.microbench.hardware.stack import asked_stack
+from itercast.microbench.importers.base import positive
+from itercast.microbench.opcall import StepCapture
 
 Answer = Mapping[str, float] | str  # forecasts by part, or the error message
 # What is compared, and the column of its measurement: us of a step and of its backward pass, bytes.
@@ -117,7 +117,7 @@ def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
     backward = step - forward in eval mode, so dropout counts as backward; it is small beside the
     products. It is 0 under a plan and where no backward time was published.
     """
-    from compose.target import forecast_step
+    from itercast.compose.target import forecast_step
 
     try:
         target = _target(asked, bundle)
@@ -171,7 +171,7 @@ def _step(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
     """Capture what a row describes: a model under a plan, or a problem's text."""
     if not isinstance(asked.get("problem_source"), str):
         return step_of(asked, plan)
-    from microbench.cases.external.problem import problem  # needs torch
+    from itercast.microbench.cases.external.problem import problem  # needs torch
 
     source, options = str(asked["problem_source"]), {k: asked[k] for k in ("mode", "dtype")}
     return with_engine(capture(lambda: problem(source), **options), str(asked["engine"]))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from eval.public.benchmark import FOLDS, TAIL_BYTES, Line, Mask, Rows, Split
+from itercast.eval.public.benchmark import FOLDS, TAIL_BYTES, Line, Mask, Rows, Split
 
 NVLINK = {"a100-sxm-80gb": 10.0, "b200-sxm": 10.0, "gb200": 10.0, "h100-sxm-80gb": 10.0}
 Splits = Callable[[Rows], Iterator[Split]]

@@ -6,19 +6,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compose.parallel.plan import ParallelPlan
-from eval.iteration_parts import PARTS
-from eval.public.left_out import assumptions, check_source, left_out_markdown
-from eval.public.left_out_models import run_models_left_out, sampled
-from eval.public.left_out_ops import NAME, op_sources, run_left_out
-from eval.public.model_lines import model_lines
-from eval.public.models import ForecastLine, forecast_lines, judge, read_lines
-from eval.public.op_lines import lines
-from eval.public.table import markdown, run
-from eval.report.evaluation import Evaluation
-from eval.report.write import write_pages
-from eval.results import CaseResult, LineResult
-from microbench.ops import families
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.eval.iteration_parts import PARTS
+from itercast.eval.public.left_out import assumptions, check_source, left_out_markdown
+from itercast.eval.public.left_out_models import run_models_left_out, sampled
+from itercast.eval.public.left_out_ops import NAME, op_sources, run_left_out
+from itercast.eval.public.model_lines import model_lines
+from itercast.eval.public.models import ForecastLine, forecast_lines, judge, read_lines
+from itercast.eval.public.op_lines import lines
+from itercast.eval.public.table import markdown, run
+from itercast.eval.report.evaluation import Evaluation
+from itercast.eval.report.write import write_pages
+from itercast.eval.results import CaseResult, LineResult
+from itercast.microbench.ops import families
 
 TOLD = ("batch", "seq", "mode", "dtype", "engine")  # settings that tell rows of a model apart
 HEADING = "Errors in % on a source's rows, with the source and all that was fitted on it left out:"

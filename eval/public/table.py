@@ -8,9 +8,9 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from eval.public.benchmark import Rows, read_folders, read_public, run_line
-from eval.public.op_lines import lines
-from eval.results import COVERAGE, LineResult
+from itercast.eval.public.benchmark import Rows, read_folders, read_public, run_line
+from itercast.eval.public.op_lines import lines
+from itercast.eval.results import COVERAGE, LineResult
 
 BASELINES = ("roofline", "alpha_beta", "interpolation", "nearest", "mlp", "nodes summed")
 CALIBRATED = ("4 rows", "8 rows", "16 rows")  # itercast calibrated by rows of the held-out GPU

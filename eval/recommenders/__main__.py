@@ -1,4 +1,4 @@
-"""Judges forecasts of recommendation models on this CPU: `python -m eval.recommenders`.
+"""Judges forecasts of recommendation models on this CPU: `python -m itercast.eval.recommenders`.
 
 Sweeps what they run, trains, then prints errors of lookups and updates on shapes and index streams
 that training did not see, of random DLRM iterations, and how well shardings are chosen in random
@@ -20,12 +20,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from compose.sharding.costs import Costs
-from compose.sharding.forecast import forecast_sharding
-from compose.sharding.propose import random_sharding
-from compose.target import find_target
-from eval.progress import progress_bar
-from eval.recommenders.judge import (
+from itercast.compose.sharding.costs import Costs
+from itercast.compose.sharding.forecast import forecast_sharding
+from itercast.compose.sharding.propose import random_sharding
+from itercast.compose.target import find_target
+from itercast.eval.progress import progress_bar
+from itercast.eval.recommenders.judge import (
     Choice,
     Judged,
     choices,
@@ -34,15 +34,20 @@ from eval.recommenders.judge import (
     judge_choices,
     judge_iterations,
 )
-from eval.recommenders.lookups import Score, from_uniform_streams, scores
-from eval.recommenders.plot import save_scatter
-from eval.recommenders.sweep import sweep, threads_of
-from eval.recommenders.tasks import heavy_task
-from eval.recommenders.witness import CONFIGURATIONS, is_installed, measure_both, witness_table
-from eval.speed import run_or_say
-from learners.bundle import Bundle
-from learners.train import train
-from microbench.iterations.sharded_dlrm import STAGES
+from itercast.eval.recommenders.lookups import Score, from_uniform_streams, scores
+from itercast.eval.recommenders.plot import save_scatter
+from itercast.eval.recommenders.sweep import sweep, threads_of
+from itercast.eval.recommenders.tasks import heavy_task
+from itercast.eval.recommenders.witness import (
+    CONFIGURATIONS,
+    is_installed,
+    measure_both,
+    witness_table,
+)
+from itercast.eval.speed import run_or_say
+from itercast.learners.bundle import Bundle
+from itercast.learners.train import train
+from itercast.microbench.iterations.sharded_dlrm import STAGES
 
 SHOWN = ("geomean_ape_pct", "median_ape_pct", "mape_pct", "p90_ape_pct", "bias_pct")
 RANKS = (2, 4)
@@ -53,7 +58,7 @@ SPEED_TABLES, SPEED_SHARDINGS = 64, 1000
 def main() -> None:
     """Run all parts; sweeps and bundles that are there already are used again."""
     parser = argparse.ArgumentParser(
-        prog="python -m eval.recommenders", description=(__doc__ or "").splitlines()[0]
+        prog="python -m itercast.eval.recommenders", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--out", type=Path, default=Path("runs/dlrm"), help="folder to work in")
     parser.add_argument("--budget", type=float, default=210.0, help="seconds of sweep")

@@ -8,17 +8,23 @@ from pathlib import Path
 
 import numpy as np
 
-from compose.parallel.placement import Sharding
-from compose.sharding.costs import Costs
-from compose.sharding.forecast import ShardingForecast, forecast_sharding
-from compose.sharding.propose import greedy_by, improve, random_sharding, table_costs, torchrec_us
-from compose.sharding.tables import RankingModel
-from compose.target import find_target
-from eval.recommenders.measure import Measured, measure
-from eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task
-from learners.bundle import Bundle
-from learners.train import errors
-from microbench.iterations.sharded_dlrm import STAGES
+from itercast.compose.parallel.placement import Sharding
+from itercast.compose.sharding.costs import Costs
+from itercast.compose.sharding.forecast import ShardingForecast, forecast_sharding
+from itercast.compose.sharding.propose import (
+    greedy_by,
+    improve,
+    random_sharding,
+    table_costs,
+    torchrec_us,
+)
+from itercast.compose.sharding.tables import RankingModel
+from itercast.compose.target import find_target
+from itercast.eval.recommenders.measure import Measured, measure
+from itercast.eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task
+from itercast.learners.bundle import Bundle
+from itercast.learners.train import errors
+from itercast.microbench.iterations.sharded_dlrm import STAGES
 
 WITHIN = 1.10  # of the fastest measured: the published criterion of a successful choice
 FIRST_ROUND = "measuring once"

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from eval.recommenders.points import LOOKUPS
-from eval.recommenders.sweep import twice_measured
-from learners.bundle import Bundle
-from learners.features.machine_speed import reference_anchors
-from learners.train import digest_of, errors, hardware_of, train_family, usable_rows
-from microbench.ops import families
-from microbench.ops.lookup.random_streams import stream_kind
+from itercast.eval.recommenders.points import LOOKUPS
+from itercast.eval.recommenders.sweep import twice_measured
+from itercast.learners.bundle import Bundle
+from itercast.learners.features.machine_speed import reference_anchors
+from itercast.learners.train import digest_of, errors, hardware_of, train_family, usable_rows
+from itercast.microbench.ops import families
+from itercast.microbench.ops.lookup.random_streams import stream_kind
 
 UNIFORM = "uniform"
 LEAST_ROWS = 40  # of uniform streams, to learn from them alone

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from compose.parallel.placement import shards
-from eval.recommenders.tasks import Candidate
-from microbench.iterations.sharded_dlrm import MeasuredShard, MeasuredTable, ShardedModel
-from microbench.processes.ranks import start_ranks
-from microbench.processes.watch import log_tail, never, watch
+from itercast.compose.parallel.placement import shards
+from itercast.eval.recommenders.tasks import Candidate
+from itercast.microbench.iterations.sharded_dlrm import MeasuredShard, MeasuredTable, ShardedModel
+from itercast.microbench.processes.ranks import start_ranks
+from itercast.microbench.processes.watch import log_tail, never, watch
 
 ROUNDS = 2
 STEPS = 8  # of a model in a round
@@ -86,7 +86,7 @@ def measure(
         return count
 
     process = start_ranks(
-        "microbench.iterations.sharding_worker", {"order": str(order_file)}, ranks, log=log
+        "itercast.microbench.iterations.sharding_worker", {"order": str(order_file)}, ranks, log=log
     )
     ended = watch(process, done, never, time.monotonic() + LIMIT_S)
     wanted = ROUNDS * len(set(alias))

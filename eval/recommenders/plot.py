@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from eval.recommenders.judge import Judged
+from itercast.eval.recommenders.judge import Judged
 
 
 def save_scatter(path: Path, groups: Sequence[tuple[str, Sequence[Judged]]]) -> None:

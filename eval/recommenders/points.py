@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from microbench.ops import families, find_family
-from microbench.ops.family import log_uniform
-from microbench.ops.lookup import embedding_bag, sparse_update
-from microbench.ops.lookup.embedding_bag import EmbeddingBag
-from microbench.ops.lookup.random_streams import with_random_stream
-from microbench.ops.lookup.sparse_update import SparseUpdate
-from microbench.ops.step.collective import Collective
-from microbench.ops.step.host import EVENTS, OPTIMIZERS, REPEATED
+from itercast.microbench.ops import families, find_family
+from itercast.microbench.ops.family import log_uniform
+from itercast.microbench.ops.lookup import embedding_bag, sparse_update
+from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
+from itercast.microbench.ops.lookup.random_streams import with_random_stream
+from itercast.microbench.ops.lookup.sparse_update import SparseUpdate
+from itercast.microbench.ops.step.collective import Collective
+from itercast.microbench.ops.step.host import EVENTS, OPTIMIZERS, REPEATED
 
 LOOKUPS = ("embedding_bag", "sparse_update")
 MOST_POINTS = 8000  # of a family; more than any sweep measures
@@ -31,7 +31,8 @@ MOST_TABLE_ELEMENTS = 2**25  # of all of them
 def lookup_points(seed: int) -> dict[str, list[Any]]:
     """Points of embedding bags and sparse updates by family.
 
-    Tables of the sizes of ``eval.recommenders.tasks`` alternate with points of the family's sweep.
+    Tables of the sizes of ``itercast.eval.recommenders.tasks`` alternate with points of the
+    family's sweep.
     """
     rng = np.random.default_rng(seed)
     skipped = 10 * MOST_POINTS * seed  # a family's sweep has no seed
@@ -77,8 +78,8 @@ def _updates(rng: np.random.Generator) -> Iterator[SparseUpdate]:
 
 def dense_points(seed: int) -> dict[str, list[Any]]:
     """Points by family of the ops in perceptrons of random DLRMs, and copies of all sizes."""
-    from compose.sharding.costs import dense_step  # torch is slow to import
-    from eval.recommenders.tasks import any_configuration, heavy_task
+    from itercast.compose.sharding.costs import dense_step  # torch is slow to import
+    from itercast.eval.recommenders.tasks import any_configuration, heavy_task
 
     rng = np.random.default_rng(seed)
     found: dict[str, dict[Any, None]] = {}

@@ -14,15 +14,15 @@ from typing import Any
 
 import pandas as pd
 
-from eval.recommenders.points import dense_points, lookup_points, message_points
-from learners.bundle import Bundle
-from learners.features.machine_speed import Speed, at_reference_us
-from microbench import store
-from microbench.sweep.captured_points import write_points
-from microbench.sweep.cards import card_facts
-from microbench.sweep.collect import run_worker
-from microbench.sweep.contention import measure_contention
-from microbench.sweep.orders import Phase, WorkerOrder, spent_s
+from itercast.eval.recommenders.points import dense_points, lookup_points, message_points
+from itercast.learners.bundle import Bundle
+from itercast.learners.features.machine_speed import Speed, at_reference_us
+from itercast.microbench import store
+from itercast.microbench.sweep.captured_points import write_points
+from itercast.microbench.sweep.cards import card_facts
+from itercast.microbench.sweep.collect import run_worker
+from itercast.microbench.sweep.contention import measure_contention
+from itercast.microbench.sweep.orders import Phase, WorkerOrder, spent_s
 
 TEST_SEED = 1
 SHARES: Mapping[str, float] = {"lookups": 0.5, "dense": 0.15, "messages": 0.2, "test": 0.15}

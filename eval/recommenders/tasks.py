@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from compose.parallel.placement import Placement, Sharding, Table
-from compose.sharding.tables import OPTIMIZERS, RankingModel
-from microbench.ops.lookup.index_streams import IndexStream
+from itercast.compose.parallel.placement import Placement, Sharding, Table
+from itercast.compose.sharding.tables import OPTIMIZERS, RankingModel
+from itercast.microbench.ops.lookup.index_streams import IndexStream
 
 SKEWS = (0.0, 0.8, 1.05, 1.2)
 

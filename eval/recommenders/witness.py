@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from compose.sharding.costs import Costs
-from compose.sharding.forecast import forecast_sharding
-from compose.sharding.tables import RankingModel
-from compose.target import find_target
-from eval.recommenders.judge import usual_anchor_us
-from eval.recommenders.measure import Measured, measure
-from eval.recommenders.tasks import Candidate, any_configuration, any_sharding
+from itercast.compose.sharding.costs import Costs
+from itercast.compose.sharding.forecast import forecast_sharding
+from itercast.compose.sharding.tables import RankingModel
+from itercast.compose.target import find_target
+from itercast.eval.recommenders.judge import usual_anchor_us
+from itercast.eval.recommenders.measure import Measured, measure
+from itercast.eval.recommenders.tasks import Candidate, any_configuration, any_sharding
 
 CONFIGURATIONS = 6
 OPTIMIZERS = ("sgd", "adagrad")  # FBGEMM has no Adam on a CPU

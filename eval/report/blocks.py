@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.report.charts import Chart
-from eval.report.sweeps import SweepFacts
-from eval.results import CaseResult
+from itercast.eval.report.charts import Chart
+from itercast.eval.report.sweeps import SweepFacts
+from itercast.eval.results import CaseResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.iteration_parts import PARTS
-from eval.report.error_parts import ErrorParts
-from eval.report.intervals import LEVELS
-from eval.report.op_errors import Group, kinds, off_log, records
-from eval.report.sweeps import Step
-from eval.results import CaseResult, grouped
+from itercast.eval.iteration_parts import PARTS
+from itercast.eval.report.error_parts import ErrorParts
+from itercast.eval.report.intervals import LEVELS
+from itercast.eval.report.op_errors import Group, kinds, off_log, records
+from itercast.eval.report.sweeps import Step
+from itercast.eval.results import CaseResult, grouped
 
 Trace = dict[str, Any]
 Points = Callable[[np.ndarray], list[Trace]]

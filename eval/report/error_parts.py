@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from eval.iteration_parts import PARTS
-from eval.results import CaseResult
+from itercast.eval.iteration_parts import PARTS
+from itercast.eval.results import CaseResult
 
 PRIOR = 0.2  # standard deviation of a part's factor before any iteration was seen
 NOISE = 0.05  # of an iteration's error that no part explains

@@ -13,9 +13,9 @@ from typing import Any
 
 import pandas as pd
 
-from eval.ranking import choices, ranking_metrics, rankings
-from eval.results import CaseResult, grouped, summary
-from microbench.store import write_atomic
+from itercast.eval.ranking import choices, ranking_metrics, rankings
+from itercast.eval.results import CaseResult, grouped, summary
+from itercast.microbench.store import write_atomic
 
 FILE = "evaluation.json"
 

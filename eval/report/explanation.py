@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from compose.explain.changes import Change
-from compose.explain.time_parts import COMMUNICATION, COMPUTE, IDLE, TimePart
+from itercast.compose.explain.changes import Change
+from itercast.compose.explain.time_parts import COMMUNICATION, COMPUTE, IDLE, TimePart
 
 # Colours that colour-blind readers tell apart (Okabe and Ito), and a hatch each for print.
 LOOKS = {COMPUTE: ("#0072B2", ""), COMMUNICATION: ("#D55E00", "//"), IDLE: ("#BBBBBB", "..")}

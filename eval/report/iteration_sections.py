@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eval.iteration_parts import PARTS
-from eval.ranking import ranking_lines
-from eval.report import charts
-from eval.report.blocks import Section, Table, number
-from eval.report.error_parts import error_parts, factors
-from eval.results import CaseResult, grouped, in_words
+from itercast.eval.iteration_parts import PARTS
+from itercast.eval.ranking import ranking_lines
+from itercast.eval.report import charts
+from itercast.eval.report.blocks import Section, Table, number
+from itercast.eval.report.error_parts import error_parts, factors
+from itercast.eval.results import CaseResult, grouped, in_words
 
 
 def iteration_section(results: Sequence[CaseResult]) -> Section:

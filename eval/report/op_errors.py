@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from learners.train import errors
-from microbench.ops import families
+from itercast.learners.train import errors
+from itercast.microbench.ops import families
 
 KIND_NAMES = {
     "matrix": "matrix products",

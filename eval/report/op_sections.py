@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.report import charts
-from eval.report.blocks import Device, Section, Table, number
-from eval.report.op_errors import Group, by_condition, by_family
-from learners.models.compared import BLEND
-from learners.train import errors
+from itercast.eval.report import charts
+from itercast.eval.report.blocks import Device, Section, Table, number
+from itercast.eval.report.op_errors import Group, by_condition, by_family
+from itercast.learners.models.compared import BLEND
+from itercast.learners.train import errors
 
 OURS = "itercast"  # what the blend is called here
 

@@ -12,8 +12,8 @@ from html import escape
 from importlib.resources import files
 from string import Template
 
-from eval.report.blocks import Section, Table, Tile
-from eval.report.charts import Chart
+from itercast.eval.report.blocks import Section, Table, Tile
+from itercast.eval.report.charts import Chart
 
 
 def render(
@@ -24,7 +24,7 @@ def render(
     links: Mapping[str, str],
 ) -> str:
     """The page as HTML; ``links``: pages of other devices by name."""
-    folder = files("eval.report")
+    folder = files("itercast.eval.report")
     shown = [chart for section in sections for chart in section.charts]
     figures = {f"chart-{i}": asdict(chart) for i, chart in enumerate(shown)}
     numbers = iter(range(len(shown)))

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from eval.report import charts
-from eval.report.blocks import Device, Section, Table, Tile, number
-from eval.report.intervals import LEVELS, at_stated, coverage_pct
-from eval.report.iteration_sections import iteration_section, waterfall_section
-from eval.report.op_errors import records, worst
-from eval.report.op_sections import (
+from itercast.eval.report import charts
+from itercast.eval.report.blocks import Device, Section, Table, Tile, number
+from itercast.eval.report.intervals import LEVELS, at_stated, coverage_pct
+from itercast.eval.report.iteration_sections import iteration_section, waterfall_section
+from itercast.eval.report.op_errors import records, worst
+from itercast.eval.report.op_sections import (
     condition_section,
     family_section,
     learner_section,
     ops_section,
     times,
 )
-from eval.results import CaseResult, grouped, summary
-from learners.train import errors
+from itercast.eval.results import CaseResult, grouped, summary
+from itercast.learners.train import errors
 
 WORST = 10
 UNSURE_FRAC = 0.1  # of an iteration that no model covers, or that is assumed, is a reason

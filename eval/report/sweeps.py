@@ -12,19 +12,19 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.active import row_cost_s
-from eval.progress import progress_bar
-from learners.active import next_pass, point_ids
-from learners.family_model import Learned, Prepared, learn, prepare
-from learners.features.machine_speed import learn_speed, reference_anchors, undisturbed
-from learners.features.table import shape_places
-from learners.held_out import held_out_forecasts
-from learners.models.training_table import Array, frozen_split
-from learners.models.trees import default_options
-from learners.train import MIN_ROWS, TEST_SHARE, errors, hardware_of, usable_rows
-from microbench.ops import families
-from microbench.ops.family import Family
-from microbench.store import write_atomic
+from itercast.eval.active import row_cost_s
+from itercast.eval.progress import progress_bar
+from itercast.learners.active import next_pass, point_ids
+from itercast.learners.family_model import Learned, Prepared, learn, prepare
+from itercast.learners.features.machine_speed import learn_speed, reference_anchors, undisturbed
+from itercast.learners.features.table import shape_places
+from itercast.learners.held_out import held_out_forecasts
+from itercast.learners.models.training_table import Array, frozen_split
+from itercast.learners.models.trees import default_options
+from itercast.learners.train import MIN_ROWS, TEST_SHARE, errors, hardware_of, usable_rows
+from itercast.microbench.ops import families
+from itercast.microbench.ops.family import Family
+from itercast.microbench.store import write_atomic
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)  # of the sweep's minutes
 NEXT_S = 300.0  # length of the sweep to propose
@@ -54,7 +54,8 @@ class Next:
 class SweepFacts:
     """The learning curve of a sweep, and by family the points to measure next.
 
-    ``held_out``: forecasts of the held-out rows at the curve's end (``learners.held_out``).
+    ``held_out``: forecasts of the held-out rows at the curve's end
+    (``itercast.learners.held_out``).
     """
 
     learning: Sequence[Step] = ()
@@ -122,7 +123,7 @@ class Pool:
 
 
 def _pools(root: Path, gpu: str) -> Iterator[Pool]:
-    """Yields the families with enough rows to train, split as ``learners.train`` splits them."""
+    """Yields the families with enough rows to train, split as in ``itercast.learners.train``."""
     usable = {name: rows[rows["gpu"] == gpu] for name, rows in usable_rows([root], None).items()}
     tables = {n: rows.reset_index(drop=True) for n, rows in usable.items() if len(rows) >= MIN_ROWS}
     anchors = reference_anchors(tables)

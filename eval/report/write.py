@@ -9,17 +9,17 @@ from typing import Any
 
 import pandas as pd
 
-from eval.compare import console, results_table
-from eval.ranking import ranking_metrics
-from eval.report.blocks import Device, Tile
-from eval.report.evaluation import FILE, Evaluation, machine_of
-from eval.report.page import render
-from eval.report.sections import sections, tiles
-from eval.report.sweeps import SweepFacts, sweep_facts
-from eval.results import CaseResult, summary
-from learners.held_out import load_held_out
-from microbench.ops import families
-from microbench.store import write_atomic
+from itercast.eval.compare import console, results_table
+from itercast.eval.ranking import ranking_metrics
+from itercast.eval.report.blocks import Device, Tile
+from itercast.eval.report.evaluation import FILE, Evaluation, machine_of
+from itercast.eval.report.page import render
+from itercast.eval.report.sections import sections, tiles
+from itercast.eval.report.sweeps import SweepFacts, sweep_facts
+from itercast.eval.results import CaseResult, summary
+from itercast.learners.held_out import load_held_out
+from itercast.microbench.ops import families
+from itercast.microbench.store import write_atomic
 
 PAGE = "report.html"
 SWEEPS = "sweeps"  # folder of what replays found, beside the page
@@ -40,7 +40,7 @@ def report_comparison(
     """
     if not results:
         raise ValueError("nothing could be forecast")
-    from eval.tracking.logs import log_evaluation
+    from itercast.eval.tracking.logs import log_evaluation
 
     console.print(results_table(results))
     Evaluation(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas as pd
 
-from learners.bundle import Bundle
+from itercast.learners.bundle import Bundle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,11 +11,11 @@ from typing import Any
 
 import pandas as pd
 
-from eval.tracking import registry, store, studies, views
-from eval.tracking.logs import iterations_experiment
-from learners.bundle import Bundle
-from learners.held_out import load_held_out
-from learners.models.compared import BLEND, NAMES
+from itercast.eval.tracking import registry, store, studies, views
+from itercast.eval.tracking.logs import iterations_experiment
+from itercast.learners.bundle import Bundle
+from itercast.learners.held_out import load_held_out
+from itercast.learners.models.compared import BLEND, NAMES
 
 SHOWN_DIGITS = 2  # after the point of a logged metric
 
@@ -41,8 +41,8 @@ class Training:
 class Scored:
     """One learner's errors on an op family; ``rank`` 1 has the smallest median error.
 
-    ``metrics``: errors in % by name (``learners.train.errors``). ``runner_up``: the learner one
-    rank below with its median error, as text; empty for the last.
+    ``metrics``: errors in % by name (``itercast.learners.train.errors``). ``runner_up``: the
+    learner one rank below with its median error, as text; empty for the last.
     """
 
     family: str
@@ -68,8 +68,8 @@ def log_fit(
     """Log a training to experiment ops/<device>: a run per family and learner, best learner first.
 
     ``report``: scores by family (``TrainReport.to_dict``). The ensemble that a bundle holds,
-    learner "blend", is registered as model ``<device>.<family>``; ``eval.tracking.registry`` says
-    when it becomes the champion.
+    learner "blend", is registered as model ``<device>.<family>``;
+    ``itercast.eval.tracking.registry`` says when it becomes the champion.
     """
     client, time_ms = store.connect(), store.now_ms()
     training = Training(report=report, device=device, bundle=bundle, data=data, time_ms=time_ms)
@@ -173,7 +173,7 @@ def datasets(
     """MLflow dataset inputs of a family: the training rows, then the held-out rows, by digest."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
-    from learners.train import digest_of
+    from itercast.learners.train import digest_of
 
     def one(name: str, context: str, digest: str, facts: Mapping[str, Any], columns: Any) -> Any:
         found = Dataset(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.tracking import store, views
+from itercast.eval.tracking import store, views
 
 ITERATIONS = "iterations"
 

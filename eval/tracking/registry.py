@@ -20,12 +20,12 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from learners.bundle import Bundle
-from learners.held_out import FILE, load_held_out, save_held_out
-from microbench.ops import families
+from itercast.learners.bundle import Bundle
+from itercast.learners.held_out import FILE, load_held_out, save_held_out
+from itercast.microbench.ops import families
 
 ALIAS = "champion"
-LOADER = "eval.tracking.champion"
+LOADER = "itercast.eval.tracking.champion"
 BUNDLE = "artifacts/bundle"  # in the folder of a model
 REQUIREMENTS, CONDA, PYTHON = "requirements.txt", "conda.yaml", "python_env.yaml"
 PINNED = ("mlflow", "xgboost-cpu", "numpy", "scipy", "pandas", "pyarrow", "pyyaml", "torch")

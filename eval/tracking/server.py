@@ -1,6 +1,6 @@
 """MLflow's server in one process, opening the comparison of learners; its AI assistant is off.
 
-``python -m eval.tracking.server`` runs it; ``itercast ui`` starts that.
+``python -m itercast.eval.tracking.server`` runs it; ``itercast ui`` starts that.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eval.tracking.store import tracking_uri, without_telemetry
+from itercast.eval.tracking.store import tracking_uri, without_telemetry
 
 HOST = "127.0.0.1"
 START = Path(__file__).with_name("start.js")

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from eval.tracking.views import FIRST, TAG, View
+from itercast.eval.tracking.views import FIRST, TAG, View
 
 DEFAULT_URI = "sqlite:///mlflow.db"
 NOTE = "mlflow.note.content"  # an experiment's description, in Markdown

@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from eval.tracking.store import now_ms
-from learners.models.trees import open_study
-from learners.train import journal_of
+from itercast.eval.tracking.store import now_ms
+from itercast.learners.models.trees import open_study
+from itercast.learners.train import journal_of
 
 MIN_TRIALS = 5  # for plots: with fewer the importance of parameters means nothing
 
@@ -15,7 +15,8 @@ MIN_TRIALS = 5  # for plots: with fewer the importance of parameters means nothi
 def log_trials(client: Any, experiment: str, parent: str, family: str, digest: str) -> None:
     """Log each finished Optuna trial as a child of run ``parent``; without trials do nothing.
 
-    ``digest`` is that of the rows the trials were scored on (``learners.train.journal_of``).
+    ``digest`` is that of the rows the trials were scored on
+    (``itercast.learners.train.journal_of``).
     """
     journal = journal_of(family, digest)
     if not journal.is_file():

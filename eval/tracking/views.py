@@ -2,7 +2,7 @@
 
 A saved view is a tag of the experiment, ``mlflow.sharedViewState.<name>``, that MLflow's own page
 lists under "Views". A page's address names the view to open (``viewStateShareKey``); where it names
-none, ``eval.tracking.server`` opens the view FIRST.
+none, ``itercast.eval.tracking.server`` opens the view FIRST.
 """
 
 from __future__ import annotations

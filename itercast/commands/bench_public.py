@@ -37,9 +37,9 @@ def bench_public(
     A second table leaves sources out: errors on the rows of each source by forecasts that use
     neither its rows nor assumed numbers that were fitted on it.
     """
-    from eval.public.report import line_names, report
-    from eval.tracking.logs import log_bench
-    from learners.bundle import SHIPPED
+    from itercast.eval.public.report import line_names, report
+    from itercast.eval.tracking.logs import log_bench
+    from itercast.learners.bundle import SHIPPED
 
     if not any(line in name for name in line_names()):
         raise ValueError(f"line {line!r}: no line's name contains it; lines: {line_names()}")

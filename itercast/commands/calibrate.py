@@ -33,7 +33,7 @@ def calibrate(
     ] = None,
 ) -> None:
     """Correct a bundle for one GPU by 4 to 16 measured rows of each family, or fit a host file."""
-    from learners.calibrate import read_few
+    from itercast.learners.calibrate import read_few
 
     if out is None and host is None:
         raise ValueError("calibrate writes a bundle (--out), a host file (--host), or both")
@@ -45,9 +45,9 @@ def calibrate(
 
 
 def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: Path | None) -> None:
-    from learners.calibrate import calibrate as pull
-    from learners.known_bundles import find_bundle
-    from microbench.hardware.spec import load_gpu
+    from itercast.learners.calibrate import calibrate as pull
+    from itercast.learners.known_bundles import find_bundle
+    from itercast.microbench.hardware.spec import load_gpu
 
     own = [load_gpu(str(hardware))] if hardware is not None else []
     folder, found = find_bundle(str(few["gpu"].iloc[0]) if len(few) else "cpu", bundle)
@@ -57,11 +57,11 @@ def _write_bundle(out: Path, few: pd.DataFrame, bundle: Path | None, hardware: P
 
 def _write_host(path: Path, few: pd.DataFrame, bundle: Path | None) -> None:
     """Write a host file: fitted to timed Python events where there are any, else to iterations."""
-    from compose.host_fit import fit_host
-    from eval.compare import measured_steps
-    from learners.calibrate import host_of_events
-    from microbench.hardware.host import check_host_file, host_yaml
-    from microbench.store import write_atomic
+    from itercast.compose.host_fit import fit_host
+    from itercast.eval.compare import measured_steps
+    from itercast.learners.calibrate import host_of_events
+    from itercast.microbench.hardware.host import check_host_file, host_yaml
+    from itercast.microbench.store import write_atomic
 
     name = check_host_file(path)
     source = f"itercast calibrate, {len(few)} rows on {', '.join(sorted(set(few['gpu'])))}"

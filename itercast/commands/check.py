@@ -12,13 +12,13 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from itercast.errors import one_line_errors
+from itercast.microbench.durations import seconds
 from itercast.options import Bundle, Json
-from microbench.durations import seconds
 
 if TYPE_CHECKING:
-    from eval.drift.compare import Check
-    from learners.bundle import Bundle as LearnedBundle
-    from microbench.hardware.spec import Gpu
+    from itercast.eval.drift.compare import Check
+    from itercast.learners.bundle import Bundle as LearnedBundle
+    from itercast.microbench.hardware.spec import Gpu
 
 
 @one_line_errors
@@ -34,8 +34,8 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Measure some ops of every family again; exit code 1 if the bundle does not fit them."""
-    from eval.drift.compare import check_rows
-    from learners.known_bundles import find_bundle
+    from itercast.eval.drift.compare import check_rows
+    from itercast.learners.known_bundles import find_bundle
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: allowed are cpu and cuda")
@@ -56,8 +56,8 @@ def check(
 
 def device_name(device: str, measured: Path | None) -> str:
     """The name of the device whose rows are judged; "cpu" for this machine's CPU."""
-    from microbench.store import read_hardware
-    from microbench.sweep.cards import cuda_gpu
+    from itercast.microbench.store import read_hardware
+    from itercast.microbench.sweep.cards import cuda_gpu
 
     if measured is None:
         return "cpu" if device == "cpu" else str(cuda_gpu().name)
@@ -69,7 +69,7 @@ def device_name(device: str, measured: Path | None) -> str:
 
 def known_gpu(bundle: LearnedBundle, name: str) -> Gpu:
     """Finds the bundle's hardware of this name; for ``cpu`` the one by which CPUs are forecast."""
-    from learners.known_bundles import find_gpu
+    from itercast.learners.known_bundles import find_gpu
 
     if name != "cpu" and name not in bundle.gpus:
         raise ValueError(f"bundle: no rows of {name}; it has {sorted(bundle.gpus)}")
@@ -80,8 +80,8 @@ def measure(
     root: Path, device: str, bundle: LearnedBundle, name: str, budget_s: float, seed: int
 ) -> None:
     """Measure the points to compare into ``root``, with a progress bar."""
-    from eval.drift.compare import measure_again
-    from eval.progress import progress_bar
+    from itercast.eval.drift.compare import measure_again
+    from itercast.eval.progress import progress_bar
 
     gpu = known_gpu(bundle, name)
     with progress_bar() as bar:

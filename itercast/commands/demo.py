@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from eval.compare import compare_all, console, measured_rows
-from eval.report.write import report_comparison
 from itercast.commands.shared import fit, iterations, report_table, sweep
-from learners.held_out import has_held_out
+from itercast.eval.compare import compare_all, console, measured_rows
+from itercast.eval.report.write import report_comparison
+from itercast.learners.held_out import has_held_out
 
 RUN = Path("runs/demo")
 TRIALS = 3

@@ -23,13 +23,13 @@ from itercast.commands.predict import (
     prepared,
 )
 from itercast.errors import one_line_errors
+from itercast.microbench.cases.external.huggingface import read_config
 from itercast.options import Bundle, HfConfig, Host, Json, Optimizer, Stack
-from microbench.cases.external.huggingface import read_config
 
 if TYPE_CHECKING:  # the command line starts without pandas
-    from compose.explain.changes import Change
-    from compose.explain.time_parts import HotOp, TimePart
-    from compose.forecast import Forecast
+    from itercast.compose.explain.changes import Change
+    from itercast.compose.explain.time_parts import HotOp, TimePart
+    from itercast.compose.forecast import Forecast
 
 BAR = 20  # characters of the longest bar
 OPS = 10  # listed
@@ -92,10 +92,10 @@ def explain(
         "lora": lora,
     }
     step, target = prepared(asked, **question)
-    from compose.explain.changes import changes
-    from compose.explain.time_parts import hot_ops, time_parts
-    from compose.target import forecast_step
-    from eval.progress import progress_bar
+    from itercast.compose.explain.changes import changes
+    from itercast.compose.explain.time_parts import hot_ops, time_parts
+    from itercast.compose.target import forecast_step
+    from itercast.eval.progress import progress_bar
 
     found = forecast_step(step, target)
     parts, ops = time_parts(found), hot_ops(step, target, OPS)
@@ -176,8 +176,8 @@ def _draw(
 ) -> None:
     from io import BytesIO
 
-    from eval.report.explanation import explanation
-    from microbench.store import write_atomic
+    from itercast.eval.report.explanation import explanation
+    from itercast.microbench.store import write_atomic
 
     title = f"{name} on {found.gpu}, plan {found.plan}: {found.iteration_us / 1e3:.2f} ms"
     data = BytesIO()

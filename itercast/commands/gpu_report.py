@@ -12,7 +12,7 @@ from rich.console import Console
 from itercast.errors import one_line_errors
 
 if TYPE_CHECKING:
-    from eval.results import CaseResult
+    from itercast.eval.results import CaseResult
 
 
 @one_line_errors
@@ -25,9 +25,9 @@ def gpu_report(
     trials: Annotated[int, typer.Option(help="hyperparameter trials per family; 0: defaults")] = 0,
 ) -> None:
     """Train on the rows of one GPU; print errors on held-out rows of it, and on an unseen GPU."""
-    from eval import gpu_report as tables
-    from learners.bundle import Bundle
-    from learners.train import train
+    from itercast.eval import gpu_report as tables
+    from itercast.learners.bundle import Bundle
+    from itercast.learners.train import train
 
     console = Console()
     with tempfile.TemporaryDirectory() as folder:
@@ -52,7 +52,7 @@ def gpu_report(
 
 def _compared(root: Path, bundle: Path) -> list[CaseResult]:
     """Measured iterations under a root of one GPU beside their forecasts."""
-    from eval.compare import compare_all, measured_rows
+    from itercast.eval.compare import compare_all, measured_rows
 
     if not any(root.glob("iteration/*")):
         return []

@@ -14,8 +14,8 @@ from itercast.errors import one_line_errors
 from itercast.options import Json
 
 if TYPE_CHECKING:
-    from microbench.hardware.spec import Gpu
-    from microbench.importers.base import Hints
+    from itercast.microbench.hardware.spec import Gpu
+    from itercast.microbench.importers.base import Hints
 
 
 @one_line_errors
@@ -40,8 +40,8 @@ def import_rows(
     as_json: Json = False,
 ) -> None:
     """Convert published measurements into dataset rows; prints how many were left out, and why."""
-    from microbench.importers.sources import read_source
-    from microbench.importers.write import write
+    from itercast.microbench.importers.sources import read_source
+    from itercast.microbench.importers.write import write
 
     hints, own = given(gpu, nodes, gpus_per_node, node)
     imported = read_source(source, path, hints)
@@ -72,9 +72,9 @@ def print_report(report: Mapping[str, Any]) -> None:
 
 def given(gpu: str, nodes: int, gpus_per_node: int, node: str) -> tuple[Hints, Gpu | None]:
     """Hints about the machine from the options, and the GPU they name; ValueError if unknown."""
-    from microbench.hardware.node import load_node
-    from microbench.hardware.spec import load_gpu
-    from microbench.importers.base import Hints
+    from itercast.microbench.hardware.node import load_node
+    from itercast.microbench.hardware.spec import load_gpu
+    from itercast.microbench.importers.base import Hints
 
     kind = load_node(node) if node else None
     named = gpu or (kind.gpu if kind else "")

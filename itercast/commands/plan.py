@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.errors import one_line_errors
+from itercast.microbench.cases.external.huggingface import read_config
 from itercast.options import Bundle, HfConfig, Host, Json, Optimizer, Stack
-from microbench.cases.external.huggingface import read_config
 
 if TYPE_CHECKING:  # the command line starts without pandas
-    from compose.forecast import Forecast
-    from compose.search import Search
+    from itercast.compose.forecast import Forecast
+    from itercast.compose.search import Search
 
 BAR = 24  # characters of a waterfall
 PARTS: tuple[tuple[str, str, str], ...] = (
@@ -59,7 +59,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Search parallel plans; prints the best ten and where time goes; logs to MLflow."""
-    from compose.open_search import open_search
+    from itercast.compose.open_search import open_search
 
     begin = time.perf_counter()
     if (not case) == (hf_config is None):
@@ -80,7 +80,7 @@ def plan(
 
 def print_plans(facts: dict[str, Any], reports: Sequence[Forecast], as_json: bool) -> None:
     """Log the plans to MLflow and print them as a table or as one JSON object."""
-    from eval.tracking.logs import log_plans
+    from itercast.eval.tracking.logs import log_plans
 
     plain = [asdict(r) for r in reports]
     log_plans(facts, plain)
@@ -98,8 +98,8 @@ def run_search(
     ``study`` is the database URL of a search shared by workers, or empty. ValueError where no plan
     is legal.
     """
-    from compose.search import best_plans
-    from compose.shared_search import shared_search
+    from itercast.compose.search import best_plans
+    from itercast.compose.shared_search import shared_search
 
     gpus, objective = facts["gpus"], facts["objective"]
     if study:

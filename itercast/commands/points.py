@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from itercast.errors import one_line_errors
+from itercast.microbench.durations import seconds
 from itercast.options import Families
-from microbench.durations import seconds
 
 
 @one_line_errors
@@ -24,9 +24,9 @@ def points(
     seed: Annotated[int, typer.Option(help="random seed")] = 1,
 ) -> None:
     """Choose points for a second sweep: where models disagree most per second of measuring."""
-    from learners.active import next_pass
-    from microbench.hardware.machine import cpu_name
-    from microbench.sweep.captured_points import write_points
+    from itercast.learners.active import next_pass
+    from itercast.microbench.hardware.machine import cpu_name
+    from itercast.microbench.sweep.captured_points import write_points
 
     name = cpu_name() if gpu == "cpu" else gpu
     found = next_pass(data or [Path("datasets")], name, family, seconds(budget), seed)

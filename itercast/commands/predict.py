@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 
 from itercast.errors import one_line_errors
+from itercast.microbench.cases.external.huggingface import read_config
 from itercast.options import Bundle, HfConfig, Host, Json, Optimizer, Stack
-from microbench.cases.external.huggingface import read_config
 
 if TYPE_CHECKING:  # no command but predict pays for these
-    from compose.forecast import Forecast
-    from compose.target import Target
-    from microbench.opcall import StepCapture
+    from itercast.compose.forecast import Forecast
+    from itercast.compose.target import Target
+    from itercast.microbench.opcall import StepCapture
 
 Model = Annotated[
     str,
@@ -111,7 +111,7 @@ def predict(
         lora=lora,
         whole=trace is not None,  # a timeline shows every op
     )
-    from compose.target import forecast_step
+    from itercast.compose.target import forecast_step
 
     found = forecast_step(step, target)
     if strict and found.unmodelled_frac > 0:
@@ -124,11 +124,11 @@ def predict(
 
 def prepared(asked: Any, **question: Any) -> tuple[StepCapture, Target]:
     """The captured micro-batch of a rank, and the target; arguments are those of ``predict``."""
-    from microbench.slow_imports import without_scikit_learn
+    from itercast.microbench.slow_imports import without_scikit_learn
 
     if not callable(asked):  # a function of one's own may need it
         without_scikit_learn()
-    from compose.predict import prepare
+    from itercast.compose.predict import prepare
 
     return prepare(asked, **question)
 
@@ -140,24 +140,24 @@ def engine_name(compiled: bool, cuda_graph: bool) -> str:
 
 
 def named_function(name: str) -> Any:
-    from microbench.cases.external.user_module import load_function  # lazy: needs torch
+    from itercast.microbench.cases.external.user_module import load_function  # lazy: needs torch
 
     return load_function(name)
 
 
 def _write_trace(path: Path, step: StepCapture, target: Target) -> None:
     """Write the timeline of the slowest rank as a Chrome trace."""
-    from compose.simulate.timeline import trace_json
-    from compose.target import timeline_of
-    from microbench.store import write_atomic
+    from itercast.compose.simulate.timeline import trace_json
+    from itercast.compose.target import timeline_of
+    from itercast.microbench.store import write_atomic
 
     write_atomic(path, json.dumps(trace_json(*timeline_of(step, target))).encode())
 
 
 def _print(name: str, found: Forecast, *, as_json: bool, explain: bool) -> None:
     """Print a forecast as one JSON object or as tables."""
-    from compose.explain.assumptions import assumed_parts
     from itercast.commands.shared import assumption_sources, assumptions_table, forecast_table
+    from itercast.compose.explain.assumptions import assumed_parts
 
     parts = assumed_parts(found) if explain else []
     if as_json:
@@ -174,8 +174,8 @@ def _print(name: str, found: Forecast, *, as_json: bool, explain: bool) -> None:
 
 def _not_modelled(found: Forecast, step: StepCapture, target: Target) -> int:
     """Print which ops have no model; returns exit code 1."""
-    from compose.graph.launch_modes import as_launched
-    from compose.pricing.price_book import UNMODELLED, price_book, priceable
+    from itercast.compose.graph.launch_modes import as_launched
+    from itercast.compose.pricing.price_book import UNMODELLED, price_book, priceable
 
     book = price_book(target.bundle, target.gpu, target.threads, target.stack, target.host)
     ops = book.price([priceable(c) for c in as_launched(step).calls])

@@ -15,8 +15,8 @@ from itercast.errors import one_line_errors
 from itercast.options import Bundle, Json
 
 if TYPE_CHECKING:  # the command line starts without pandas
-    from compose.sharding.costs import Costs
-    from compose.sharding.forecast import ShardingForecast
+    from itercast.compose.sharding.costs import Costs
+    from itercast.compose.sharding.forecast import ShardingForecast
 
 BAR = 32  # characters of the longest step
 Ranking = Sequence[tuple[str, "ShardingForecast"]]
@@ -40,12 +40,12 @@ def shard(
     as_json: Json = False,
 ) -> None:
     """Rank shardings of embedding tables by forecast iteration time; nothing is run."""
-    from compose.parallel.placement import to_torchrec
-    from compose.sharding.costs import Costs
-    from compose.sharding.propose import choose
-    from compose.sharding.tables import read_model
-    from compose.target import find_target
-    from microbench.store import write_atomic
+    from itercast.compose.parallel.placement import to_torchrec
+    from itercast.compose.sharding.costs import Costs
+    from itercast.compose.sharding.propose import choose
+    from itercast.compose.sharding.tables import read_model
+    from itercast.compose.target import find_target
+    from itercast.microbench.store import write_atomic
 
     model = read_model(tables)
     given = _given(sharding, model) if sharding else None
@@ -69,7 +69,7 @@ def shard(
 
 
 def _given(path: Path, model: Any) -> Any:
-    from compose.parallel.placement import from_torchrec
+    from itercast.compose.parallel.placement import from_torchrec
 
     try:
         return from_torchrec(path.read_text(), model.tables)

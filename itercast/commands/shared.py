@@ -14,11 +14,11 @@ import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from eval.progress import progress_bar
+from itercast.eval.progress import progress_bar
 
 if TYPE_CHECKING:
-    from compose.explain.assumptions import AssumedPart
-    from compose.forecast import Forecast
+    from itercast.compose.explain.assumptions import AssumedPart
+    from itercast.compose.forecast import Forecast
 
 
 def sweep(
@@ -35,8 +35,8 @@ def sweep(
     Family ``iteration``, if named, measures two rounds of whole iterations. On a CPU these ignore
     the budget.
     """
-    from microbench.sweep.collect import collect
-    from microbench.sweep.orders import known_families
+    from itercast.microbench.sweep.collect import collect
+    from itercast.microbench.sweep.orders import known_families
 
     rows = 0
     if families and "iteration" in families:
@@ -73,8 +73,8 @@ def iterations(
     Cases named by ``names``; without them the iterations of a campaign on a GPU, and on a CPU all
     cases that are measured by default.
     """
-    from microbench.iterations.collect import collect_iterations, usual_iterations
-    from microbench.iterations.gpu_list import gpu_iterations
+    from itercast.microbench.iterations.collect import collect_iterations, usual_iterations
+    from itercast.microbench.iterations.gpu_list import gpu_iterations
 
     on_gpu = device == "cuda" and not names
     wanted, rows = gpu_iterations() if on_gpu else usual_iterations(names), 0
@@ -103,10 +103,10 @@ def fit(
 
     The forecasts of the held-out rows are written into the bundle's folder.
     """
-    from eval.tracking.fits import log_fit
-    from learners.held_out import save_held_out
-    from learners.train import SCORES, train
-    from microbench.store import write_atomic
+    from itercast.eval.tracking.fits import log_fit
+    from itercast.learners.held_out import save_held_out
+    from itercast.learners.train import SCORES, train
+    from itercast.microbench.store import write_atomic
 
     for root in data:
         if not root.is_dir():
@@ -136,7 +136,7 @@ def fit(
 
 def machine_name(bundle: Path) -> str:
     """The name of the bundle's GPU, or ``all`` where it has several."""
-    from learners.bundle import Bundle
+    from itercast.learners.bundle import Bundle
 
     gpus = sorted(Bundle.load(bundle).gpus)
     return gpus[0] if len(gpus) == 1 else "all"
@@ -144,8 +144,8 @@ def machine_name(bundle: Path) -> str:
 
 def report_table(report: dict[str, Any]) -> Table:
     """A table of median errors on held-out shapes by family and learner, with the retest error."""
-    from eval.learner_table import add_line, empty_table  # lazy: imports XGBoost
-    from learners.models.compared import NAMES
+    from itercast.eval.learner_table import add_line, empty_table  # lazy: imports XGBoost
+    from itercast.learners.models.compared import NAMES
 
     scored = {name for entry in report.values() for name in entry["learners"]}
     learners = [name for name in NAMES if name in scored]
@@ -220,28 +220,28 @@ def assumption_sources(parts: Sequence[AssumedPart]) -> list[str]:
 def listing(what: str) -> list[str]:
     """Names of all gpus, hosts, stacks, cases, families or bundles."""
     if what == "gpus":
-        from microbench.hardware.spec import gpu_names
+        from itercast.microbench.hardware.spec import gpu_names
 
         return gpu_names()
     if what == "hosts":
-        from microbench.hardware.host import USUAL, host_names
+        from itercast.microbench.hardware.host import USUAL, host_names
 
         return [USUAL, *host_names()]
     if what == "stacks":
-        from microbench.hardware.stack import stack_names
+        from itercast.microbench.hardware.stack import stack_names
 
         return stack_names()
     if what == "cases":
-        from microbench.cases.registry import case_names
+        from itercast.microbench.cases.registry import case_names
 
         return list(case_names())
     if what == "families":
-        from microbench.ops import families
+        from itercast.microbench.ops import families
 
         return sorted(families())
     if what == "bundles":
-        from learners.bundle import SHIPPED, SHIPPED_CPU
-        from learners.known_bundles import LOCAL
+        from itercast.learners.bundle import SHIPPED, SHIPPED_CPU
+        from itercast.learners.known_bundles import LOCAL
 
         folders = (*LOCAL, SHIPPED, SHIPPED_CPU)
         return [str(p) for p in folders if (p / "bundle.json").is_file()]

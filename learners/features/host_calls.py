@@ -12,8 +12,8 @@ from dataclasses import astuple, dataclass
 import numpy as np
 import pandas as pd
 
-from microbench.hardware.spec import Gpu
-from microbench.ops.family import Family
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.family import Family
 
 MIN_ROWS = 3  # of an op, to take their median
 LIST_SPAN = 4.0  # longest list of tensors over shortest, to fit a line

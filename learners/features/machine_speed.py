@@ -18,8 +18,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pandas as pd
 
-from microbench.assumptions import assumed
-from microbench.ops.family import Family
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.ops.family import Family
 
 ANCHORS = ("anchor_us", "serial_us")
 HALF_PARALLEL_US = assumed(__file__, "half_parallel_us")

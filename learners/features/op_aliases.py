@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from learners.features.table import broadcast, columns, isin
-from microbench.ops.family import Family
+from itercast.learners.features.table import broadcast, columns, isin
+from itercast.microbench.ops.family import Family
 
 
 def op_names(rows: pd.DataFrame, family: Family) -> np.ndarray:

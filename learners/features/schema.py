@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from microbench.ops.family import Family
+from itercast.microbench.ops.family import Family
 
 STATUSES = ["ok", "oom", "unsupported", "error", "throttled"]
 

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.ops.family import Family
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.family import Family
 
 LAUNCH_FLOOR_US = assumed(__file__, "launch_floor_us")  # by kind of device
 SMALL_ROOFLINE_US = assumed(__file__, "small_roofline_us")

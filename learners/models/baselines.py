@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from learners.models.training_table import Array, Table
+from itercast.learners.models.training_table import Array, Table
 
 
 def predict_roofline(train: Table, x: Array, roofline_us: Array) -> Array:

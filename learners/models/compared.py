@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import xgboost as xgb
 
-from learners.models import baselines, trees
-from learners.models.tile_network import fit_tiles
-from learners.models.training_table import Array, Table
+from itercast.learners.models import baselines, trees
+from itercast.learners.models.tile_network import fit_tiles
+from itercast.learners.models.training_table import Array, Table
 
 BLEND = "blend"  # the ensemble that a bundle holds, with its corrections near measured points
 PHYSICS = "xgboost-physics"  # the ensemble's boosted trees alone
@@ -84,7 +84,7 @@ def fit_forest(rows: Inputs, time_us: Array) -> Predict:
 
 
 def fit_tile_network(rows: Inputs, time_us: Array) -> Predict:
-    """A network of tile utilisation (``learners.models.tile_network``)."""
+    """A network of tile utilisation (``itercast.learners.models.tile_network``)."""
     predict = fit_tiles(rows.x, rows.roofline_us, rows.waves, time_us)
     return lambda asked: predict(asked.x, asked.roofline_us, asked.waves)
 

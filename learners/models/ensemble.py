@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from learners.models import trees as boosted
-from learners.models.gaussian_process import (
+from itercast.learners.models import trees as boosted
+from itercast.learners.models.gaussian_process import (
     MAX_POINTS,
     MERGE_DISTANCE,
     GaussianProcess,
@@ -18,9 +18,9 @@ from learners.models.gaussian_process import (
     initial_length_scales,
     learn_kernel,
 )
-from learners.models.mlp import Network, fit_network
-from learners.models.training_table import Array, Table
-from learners.models.trees import Rounds, Trees
+from itercast.learners.models.mlp import Network, fit_network
+from itercast.learners.models.training_table import Array, Table
+from itercast.learners.models.trees import Rounds, Trees
 
 FOLDS = 5
 SEVERAL_GPUS_FOLDS = 3  # tables of several GPUs have more rows

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from scipy.linalg import solve
 
-from learners.models.interpolate import interpolated
-from microbench.assumptions import assumed
+from itercast.learners.models.interpolate import interpolated
+from itercast.microbench.assumptions import assumed
 
 Array = Any  # numpy arrays of float
 # Where the fit of hyperparameters starts: three terms (common trend, offsets of a curve, details).

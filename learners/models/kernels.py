@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from learners.models.gaussian_process import Kernel
-from microbench.assumptions import assumed
-from microbench.ops.family import Family
+from itercast.learners.models.gaussian_process import Kernel
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.ops.family import Family
 
 NOISE = assumed(__file__, "noise")  # standard deviation of a measurement's log time
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from learners.features.table import Features, columns
-from microbench.ops.family import Family
+from itercast.learners.features.table import Features, columns
+from itercast.microbench.ops.family import Family
 
 NEIGHBOURS = 12
 WIDTHS = (0.25, 0.5, 1.0)  # log2 units, tried by ``choose``

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from learners.models.training_table import Array
+from itercast.learners.models.training_table import Array
 
 WIDTH = 64  # of the hidden layers
 STEPS = 400

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from learners.models.kernels import StatedKernel
+from itercast.learners.models.kernels import StatedKernel
 
 Array = Any  # numpy arrays of float
 

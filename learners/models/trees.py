@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import xgboost as xgb
 
-from learners.models.training_table import Array, Table, group_split
+from itercast.learners.models.training_table import Array, Table, group_split
 
 DEFAULTS: dict[str, Any] = {
     "max_depth": 7,

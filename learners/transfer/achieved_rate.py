@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from learners.features.table import LAUNCH_FLOOR_US, bounds_us, columns
-from learners.transfer.query_rows import EQUAL_SPEED_DTYPE, QueryRows, RowGroup
-from learners.transfer.source_gpus import SourceGpus
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.ops.family import Family
+from itercast.learners.features.table import LAUNCH_FLOOR_US, bounds_us, columns
+from itercast.learners.transfer.query_rows import EQUAL_SPEED_DTYPE, QueryRows, RowGroup
+from itercast.learners.transfer.source_gpus import SourceGpus
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.family import Family
 
 SAME_SLOWDOWN = assumed(__file__, "same_slowdown")  # dtypes without a stated rate
 Price = Callable[[pd.DataFrame], np.ndarray]

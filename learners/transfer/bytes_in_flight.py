@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from learners.features.table import LAUNCH_FLOOR_US, bounds_us, columns
-from learners.transfer.query_rows import QueryRows
-from learners.transfer.source_gpus import SourceGpus
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.hardware.stack import software_name, software_version
-from microbench.opcall import ITEMSIZE_BYTES
-from microbench.ops.family import Family
+from itercast.learners.features.table import LAUNCH_FLOOR_US, bounds_us, columns
+from itercast.learners.transfer.query_rows import QueryRows
+from itercast.learners.transfer.source_gpus import SourceGpus
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.stack import software_name, software_version
+from itercast.microbench.opcall import ITEMSIZE_BYTES
+from itercast.microbench.ops.family import Family
 
 LATENCY_NS: float = assumed(__file__, "latency_ns")
 THREADS_PER_SM: int = assumed(__file__, "threads_per_sm")

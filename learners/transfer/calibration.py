@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from microbench.assumptions import assumed
+from itercast.microbench.assumptions import assumed
 
 # Standard deviations of the log error that rows of one GPU share: all rows, rows of one kind (op,
 # dtype...), rows of similar sizes, rows of similar duration; lengths are over log2.

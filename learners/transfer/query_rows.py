@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from learners.features.op_aliases import op_names
-from learners.features.table import Features, map_values
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.ops.family import Family
+from itercast.learners.features.op_aliases import op_names
+from itercast.learners.features.table import Features, map_values
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.family import Family
 
 EQUAL_SPEED_DTYPE = assumed(__file__, "equal_speed_dtypes")
 SAME_KERNELS_DTYPE = assumed(__file__, "same_kernels_dtypes")

@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from learners.features.op_aliases import as_measured
-from learners.features.table import Encoder, feature_table, isin, origins
-from learners.models.ensemble import Ensemble
-from learners.transfer.query_rows import (
+from itercast.learners.features.op_aliases import as_measured
+from itercast.learners.features.table import Encoder, feature_table, isin, origins
+from itercast.learners.models.ensemble import Ensemble
+from itercast.learners.transfer.query_rows import (
     EQUAL_SPEED_DTYPE,
     SAME_KERNELS_DTYPE,
     Measured,
     QueryRows,
     RowGroup,
 )
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.hardware.stack import pick_version, similar_software, software_name
-from microbench.ops.family import Family
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.stack import pick_version, similar_software, software_name
+from itercast.microbench.ops.family import Family
 
 MAX_SOURCES = assumed(__file__, "max_sources")
 MIN_WEIGHT = assumed(__file__, "min_weight")

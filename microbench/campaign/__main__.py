@@ -1,5 +1,5 @@
-"""Entry point of ``python3 -m microbench.campaign``, see ``microbench.campaign.campaign``."""
+"""Entry point of ``python3 -m itercast.microbench.campaign``."""
 
-from microbench.campaign.campaign import main
+from itercast.microbench.campaign.campaign import main
 
 main()

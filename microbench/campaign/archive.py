@@ -1,7 +1,7 @@
 """Packs a folder of measured rows into a tar archive, and unpacks it.
 
-``python -m microbench.campaign.archive ARCHIVE ROOT`` unpacks an archive; a campaign writes it. It
-holds Parquet parts, cards, journals and logs as plain files, and no code.
+``python -m itercast.microbench.campaign.archive ARCHIVE ROOT`` unpacks an archive; a campaign
+writes it. It holds Parquet parts, cards, journals and logs as plain files, and no code.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from microbench import store
-from microbench.yaml_text import load_yaml
+from itercast.microbench import store
+from itercast.microbench.yaml_text import load_yaml
 
 NAME = r"[\w+-][\w.+-]*"
 KINDS = re.compile(
@@ -109,7 +109,7 @@ def _pieces(archive: Path) -> list[Path]:
 
 def main() -> None:
     """Unpack the archive that the command line names; bad input is one line and exit code 2."""
-    parser = argparse.ArgumentParser(prog="python3 -m microbench.campaign.archive")
+    parser = argparse.ArgumentParser(prog="python3 -m itercast.microbench.campaign.archive")
     parser.add_argument("archive", type=Path, help="what a campaign wrote, e.g. runs/gpu.tar.gz")
     parser.add_argument("root", type=Path, help="dataset root to write")
     asked = parser.parse_args()

@@ -1,8 +1,8 @@
 """Measures ops and training iterations on a GPU machine within a budget; writes one archive.
 
-    python3 -m microbench.campaign --part smoke,ops --budget 580s
-    python3 -m microbench.campaign --part iterations,second --budget 540s
-    python3 -m microbench.campaign --plan unseen --budget 440s
+    python3 -m itercast.microbench.campaign --part smoke,ops --budget 580s
+    python3 -m itercast.microbench.campaign --part iterations,second --budget 540s
+    python3 -m itercast.microbench.campaign --plan unseen --budget 440s
 
 Each run continues from the rows under --out, or from an archive (--from). Capture models and choose
 points before, without a GPU, with --prepare. However a run ends, the archive has all rows measured
@@ -22,16 +22,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from microbench import store
-from microbench.campaign import smoke
-from microbench.campaign.archive import pack, unpack
-from microbench.campaign.prepare import UNSEEN, prepare, use_prepared
-from microbench.campaign.stages import PLANS, Run, Stage, chosen_stages
-from microbench.campaign.summary import summary
-from microbench.durations import seconds
-from microbench.sweep.captured_points import check_points
-from microbench.sweep.cards import card_facts
-from microbench.sweep.collect import GRACE_S
+from itercast.microbench import store
+from itercast.microbench.campaign import smoke
+from itercast.microbench.campaign.archive import pack, unpack
+from itercast.microbench.campaign.prepare import UNSEEN, prepare, use_prepared
+from itercast.microbench.campaign.stages import PLANS, Run, Stage, chosen_stages
+from itercast.microbench.campaign.summary import summary
+from itercast.microbench.durations import seconds
+from itercast.microbench.sweep.captured_points import check_points
+from itercast.microbench.sweep.cards import card_facts
+from itercast.microbench.sweep.collect import GRACE_S
 
 log = logging.getLogger("itercast.campaign")
 PREPARED = Path("runs/campaign")  # written by --prepare, read by runs
@@ -148,7 +148,7 @@ def log_to(root: Path) -> None:
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        prog="python3 -m microbench.campaign",
+        prog="python3 -m itercast.microbench.campaign",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

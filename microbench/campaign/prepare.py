@@ -8,15 +8,15 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from microbench import store
-from microbench.campaign.archive import unpack
-from microbench.sweep.captured_points import (
+from itercast.microbench import store
+from itercast.microbench.campaign.archive import unpack
+from itercast.microbench.sweep.captured_points import (
     check_points,
     points_file,
     points_path,
     write_measured_points,
 )
-from microbench.sweep.cards import COMMIT, commit
+from itercast.microbench.sweep.cards import COMMIT, commit
 
 log = logging.getLogger("itercast.campaign")
 UNSEEN = "points-unseen.json"

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 
-from microbench import store
-from microbench.hardware.spec import Gpu
-from microbench.ops import families
-from microbench.ops.family import Family
+from itercast.microbench import store
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops import families
+from itercast.microbench.ops.family import Family
 
 MIN_ROOFLINE_FRAC = 0.6  # of the roofline's time; shorter times are implausible
 MAX_BAD_FRAC = 0.5  # of families without rows, or of implausible times

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from microbench.campaign import smoke
-from microbench.campaign.summary import summary
-from microbench.hardware.spec import gpu_from_dict
-from microbench.iterations.collect import collect_iterations, measured_iterations
-from microbench.iterations.gpu_list import FIRST, gpu_iterations
-from microbench.ops import families
-from microbench.sweep.cards import card_facts
-from microbench.sweep.collect import collect_for
-from microbench.sweep.orders import known_families
+from itercast.microbench.campaign import smoke
+from itercast.microbench.campaign.summary import summary
+from itercast.microbench.hardware.spec import gpu_from_dict
+from itercast.microbench.iterations.collect import collect_iterations, measured_iterations
+from itercast.microbench.iterations.gpu_list import FIRST, gpu_iterations
+from itercast.microbench.ops import families
+from itercast.microbench.sweep.cards import card_facts
+from itercast.microbench.sweep.collect import collect_for
+from itercast.microbench.sweep.orders import known_families
 
 log = logging.getLogger("itercast.campaign")
 RETEST_EVERY = 10  # iterations

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from microbench import store
-from microbench.iterations.measure import Iteration
-from microbench.ops import families
-from microbench.timing.kernels import timing_disagreement
+from itercast.microbench import store
+from itercast.microbench.iterations.measure import Iteration
+from itercast.microbench.ops import families
+from itercast.microbench.timing.kernels import timing_disagreement
 
 REASONS = 12  # the most frequent reasons of failures
 LETTERS = 90  # of a reason

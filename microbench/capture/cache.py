@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
-from microbench.store import write_atomic
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.store import write_atomic
 
 TENSOR = "t"
 

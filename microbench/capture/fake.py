@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from microbench.capture.sparse import check_layouts, fake_sparse, is_sparse
+from itercast.microbench.capture.sparse import check_layouts, fake_sparse, is_sparse
 
 
 def fake_module(module: Any, dtype: torch.dtype | None = None) -> Any:

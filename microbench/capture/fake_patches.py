@@ -13,8 +13,8 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
-from microbench.capture.attention import flex_as_sdpa
-from microbench.capture.fake import fake_tensor
+from itercast.microbench.capture.attention import flex_as_sdpa
+from itercast.microbench.capture.fake import fake_tensor
 
 WARNS = "warn_if_padding_and_no_attention_mask"
 

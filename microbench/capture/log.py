@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from microbench.capture.attention import eager_attention
-from microbench.capture.autocast import autocast_as_on_cuda
-from microbench.capture.fake_patches import behave_like_real_tensors, run_uncompiled
-from microbench.capture.routing import Routing
-from microbench.capture.sparse import (
+from itercast.microbench.capture.attention import eager_attention
+from itercast.microbench.capture.autocast import autocast_as_on_cuda
+from itercast.microbench.capture.fake_patches import behave_like_real_tensors, run_uncompiled
+from itercast.microbench.capture.routing import Routing
+from itercast.microbench.capture.sparse import (
     FakeSparseOps,
     as_row_ops,
     check_layouts,
@@ -29,16 +29,16 @@ from microbench.capture.sparse import (
     layout_name,
     values_of,
 )
-from microbench.capture.watch import (
+from itercast.microbench.capture.watch import (
     ModuleTracker,
     count_host_events,
     default_dtype,
     record_ready_gradients,
     storage_dtype,
 )
-from microbench.capture.zeros import mark_zeros
-from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
-from microbench.step import StepSettings, make_step
+from itercast.microbench.capture.zeros import mark_zeros
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.step import StepSettings, make_step
 
 DTYPES = {
     torch.float64: "fp64",

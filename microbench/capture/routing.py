@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from microbench.capture.facts import (
+from itercast.microbench.capture.facts import (
     KNOWN_LIMIT,
     Fact,
     fact_of_comparison,
@@ -31,8 +31,8 @@ from microbench.capture.facts import (
     is_small_integer,
     share_passing_finite_check,
 )
-from microbench.capture.meta_answers import corrected_result
-from microbench.capture.sparse import makes_or_takes_sparse, run_with_sparse
+from itercast.microbench.capture.meta_answers import corrected_result
+from itercast.microbench.capture.sparse import makes_or_takes_sparse, run_with_sparse
 
 ONES = ("ones", "ones_like", "new_ones")
 INDEX_OUTPUT = {"argmax": 0, "argmin": 0, "topk": 1, "sort": 1, "max": 1, "min": 1}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from microbench.step import StepSettings
+from itercast.microbench.step import StepSettings
 
 
 def storage_dtype(name: str) -> torch.dtype:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.opcall import OpCall, TensorSpec
 
 # Ops that make the gradient of a table: the position of the indices among their arguments.
 TABLE_GRADIENTS = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from microbench.cases.evalcase import EvalCase
-from microbench.cases.kinds import clicks, graphs, images, language, perceptron
+from itercast.microbench.cases.evalcase import EvalCase
+from itercast.microbench.cases.kinds import clicks, graphs, images, language, perceptron
 
 
 def _transformer(

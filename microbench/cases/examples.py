@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from microbench.cases.evalcase import EvalCase
-from microbench.cases.kinds import builder, clicks, token_loss
+from itercast.microbench.cases.evalcase import EvalCase
+from itercast.microbench.cases.kinds import builder, clicks, token_loss
 
 # Rows of the tables of the small DLRM in PyTorch/Recommendation/DLRM: categories seen at least 15
 # times in the Criteo Terabyte logs, by feature.
@@ -56,7 +56,7 @@ def _ssd(name: str, batch: int, image: int, places: int, classes: int) -> EvalCa
         return {"images": images, "boxes": torch.randn(batch, 4, places), "labels": labels}
 
     def loss(output: Any, inputs: dict[str, Any]) -> Any:
-        from microbench.cases.models.detection import detection_loss  # lazy, as above
+        from itercast.microbench.cases.models.detection import detection_loss  # lazy, as above
 
         return detection_loss(output, inputs["boxes"], inputs["labels"])
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from microbench.cases.evalcase import EvalCase
-from microbench.cases.kinds import clicks, language, segmentation
+from itercast.microbench.cases.evalcase import EvalCase
+from itercast.microbench.cases.kinds import clicks, language, segmentation
 
 
 def _llama(name: str, width: int, layers: int, heads: int, hidden: int, batch: int) -> EvalCase:

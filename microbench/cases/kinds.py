@@ -9,14 +9,16 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from microbench.cases.evalcase import EvalCase
+from itercast.microbench.cases.evalcase import EvalCase
 
 
 def builder(module: str, name: str, **sizes: Any) -> Callable[[], Any]:
-    """A function that builds class ``name`` of ``microbench.cases.models.<module>``."""
+    """A function that builds class ``name`` of ``itercast.microbench.cases.models.<module>``."""
 
     def build() -> Any:
-        return getattr(importlib.import_module(f"microbench.cases.models.{module}"), name)(**sizes)
+        return getattr(importlib.import_module(f"itercast.microbench.cases.models.{module}"), name)(
+            **sizes
+        )
 
     return build
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from microbench.cases.evalcase import EvalCase
-from microbench.cases.kinds import denoiser, graphs, images, language, signals
+from itercast.microbench.cases.evalcase import EvalCase
+from itercast.microbench.cases.kinds import denoiser, graphs, images, language, signals
 
 _classifier = partial(images, classes=100, measured=False)
 

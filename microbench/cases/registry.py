@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from microbench.cases.catalogue import MEASURED, PUBLISHED
-from microbench.cases.evalcase import EvalCase
-from microbench.cases.examples import EXAMPLES
-from microbench.cases.gpu import GPU
-from microbench.cases.others import OTHERS
-from microbench.cases.recommenders.catalogue import RECOMMENDERS
-from microbench.hardware.nearest_names import unknown
+from itercast.microbench.cases.catalogue import MEASURED, PUBLISHED
+from itercast.microbench.cases.evalcase import EvalCase
+from itercast.microbench.cases.examples import EXAMPLES
+from itercast.microbench.cases.gpu import GPU
+from itercast.microbench.cases.others import OTHERS
+from itercast.microbench.cases.recommenders.catalogue import RECOMMENDERS
+from itercast.microbench.hardware.nearest_names import unknown
 
 __all__ = ["EvalCase", "case", "case_names"]
 

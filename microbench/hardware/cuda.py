@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from microbench.assumptions import assumed
-from microbench.hardware.names import gpu_named
-from microbench.hardware.spec import Gpu, load_gpu, slug
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.hardware.spec import Gpu, load_gpu, slug
 
 FP32_FLOPS_PER_SM_AND_CLOCK = assumed(__file__, "fp32_flops_per_sm_and_clock")
 PEAK_OVER_FP32 = assumed(__file__, "peak_over_fp32")

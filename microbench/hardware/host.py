@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import yaml
 
-from microbench.assumptions import assumed, is_among, left_out
-from microbench.hardware.spec import check_types, read_facts
+from itercast.microbench.assumptions import assumed, is_among, left_out
+from itercast.microbench.hardware.spec import check_types, read_facts
 
 HERE = Path(__file__).parent / "hosts"
 USUAL = "usual"  # the host of a GPU where none is named
@@ -87,7 +87,7 @@ def load_host(name_or_path: str = USUAL) -> HostMachine:
     """Load a host by its name in microbench/hardware/hosts, or from a YAML file.
 
     "usual" is the median of the shipped hosts, without those fitted on a published source that an
-    evaluation holds out (``microbench.assumptions.leaving_out``).
+    evaluation holds out (``itercast.microbench.assumptions.leaving_out``).
     """
     path = Path(name_or_path)
     if name_or_path == USUAL:

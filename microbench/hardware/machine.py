@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu, slug
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu, slug
 
 MIB = 2.0**20
 LAST_CACHE_BYTES = assumed(__file__, "last_cache_bytes")

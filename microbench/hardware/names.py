@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from microbench.hardware.spec import gpu_names
+from itercast.microbench.hardware.spec import gpu_names
 
 # As nvidia-smi, torch and published tables name devices; compared without punctuation and case.
 NAMES = {

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import check_types, read_facts
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import check_types, read_facts
 
 HERE = Path(__file__).parent / "nodes"
 RACKS = {"dgx-gb200": "gb200-nvl72", "dgx-gb300": "gb300-nvl72"}  # racks of 18 DGX hosts

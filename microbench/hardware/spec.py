@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from microbench.assumptions import FILE, assumed
-from microbench.hardware.nearest_names import unknown
-from microbench.yaml_text import load_yaml
+from itercast.microbench.assumptions import FILE, assumed
+from itercast.microbench.hardware.nearest_names import unknown
+from itercast.microbench.yaml_text import load_yaml
 
 HERE = Path(__file__).parent
 BRIDGE = 2  # GPUs that an NVLink bridge joins

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from microbench.hardware.spec import Gpu
-from microbench.yaml_text import load_yaml
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.yaml_text import load_yaml
 
 FILE = Path(__file__).parent / "stacks" / "known.yaml"
 KEYS = {"attention", "recomputes", "source", "words", "similar", "tables"}

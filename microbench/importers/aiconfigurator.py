@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from microbench.importers.base import About, Imported, RowCollector, positive, refuse
-from microbench.importers.parquet import read_parquet
-from microbench.opcall import ITEMSIZE_BYTES
+from itercast.microbench.importers.base import About, Imported, RowCollector, positive, refuse
+from itercast.microbench.importers.parquet import read_parquet
+from itercast.microbench.opcall import ITEMSIZE_BYTES
 
 ABOUT = About(
     source="aiconfigurator",

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from microbench.hardware.names import gpu_named
-from microbench.hardware.node import Node, load_node
-from microbench.hardware.spec import gpu_names, load_gpu
-from microbench.importers.base import (
+from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.hardware.node import Node, load_node
+from itercast.microbench.hardware.spec import gpu_names, load_gpu
+from itercast.microbench.importers.base import (
     About,
     Hints,
     Imported,
@@ -27,7 +27,7 @@ from microbench.importers.base import (
     text_of,
     whole,
 )
-from microbench.importers.nccl_text import Log, parse_json, parse_text
+from itercast.microbench.importers.nccl_text import Log, parse_json, parse_text
 
 ABOUT = About(
     source="nccl-tests",

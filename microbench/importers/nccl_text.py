@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from microbench.importers.base import Unreadable, number, parsed_json, text_of, whole
+from itercast.microbench.importers.base import Unreadable, number, parsed_json, text_of, whole
 
 PREFIX = re.compile(r"\s*(\[\d+,\d+\]<\w+>:|\[?\d+\]?:(?=[\s#]))?\s*")
 RANK = re.compile(r"#\s*Rank\s+(\d+)\s.*\son\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s+(.+)")

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from microbench.hardware.names import gpu_named
-from microbench.importers.base import (
+from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.importers.base import (
     About,
     Imported,
     RowCollector,

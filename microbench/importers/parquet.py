@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
-from microbench.importers.base import RowCollector, Unreadable, read_bytes
+from itercast.microbench.importers.base import RowCollector, Unreadable, read_bytes
 
 MAX_ROWS = 10_000_000
 

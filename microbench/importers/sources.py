@@ -7,12 +7,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from microbench.importers import aiconfigurator, nccl_tests, neusight, vidur
-from microbench.importers.base import Hints, Imported, Unreadable, read_text
-from microbench.importers.mapped import reader
-from microbench.importers.mapped.source import load, mapped_sources
-from microbench.importers.published import iterations, kernelbench, megatron, mlperf, peft, vtrain
-from microbench.importers.traces import kineto, op_tables
+from itercast.microbench.importers import aiconfigurator, nccl_tests, neusight, vidur
+from itercast.microbench.importers.base import Hints, Imported, Unreadable, read_text
+from itercast.microbench.importers.mapped import reader
+from itercast.microbench.importers.mapped.source import load, mapped_sources
+from itercast.microbench.importers.published import (
+    iterations,
+    kernelbench,
+    megatron,
+    mlperf,
+    peft,
+    vtrain,
+)
+from itercast.microbench.importers.traces import kineto, op_tables
 
 PLAIN: Mapping[str, Callable[[Path], Imported]] = {
     "neusight": neusight.read,

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from microbench.importers.base import About, Imported, RowCollector, integers, positive, refuse
+from itercast.microbench.importers.base import (
+    About,
+    Imported,
+    RowCollector,
+    integers,
+    positive,
+    refuse,
+)
 
 ABOUT = About(
     source="vidur",

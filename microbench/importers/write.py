@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from microbench import store
-from microbench.hardware.spec import Gpu, gpu_names, load_gpu
-from microbench.importers.base import Imported
+from itercast.microbench import store
+from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from itercast.microbench.importers.base import Imported
 
 
 def write(imported: Imported, out: Path, own: Gpu | None = None) -> int:

@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from microbench import store
-from microbench.cases.registry import EvalCase, case, case_names
-from microbench.iterations.measure import Iteration
-from microbench.iterations.worker import IterationOrder, iteration_key, iteration_row
-from microbench.processes.ranks import start_ranks
-from microbench.processes.watch import log_tail, never, watch
-from microbench.sweep.cards import card_facts
-from microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
-from microbench.sweep.scheduler import finished_keys
+from itercast.microbench import store
+from itercast.microbench.cases.registry import EvalCase, case, case_names
+from itercast.microbench.iterations.measure import Iteration
+from itercast.microbench.iterations.worker import IterationOrder, iteration_key, iteration_row
+from itercast.microbench.processes.ranks import start_ranks
+from itercast.microbench.processes.watch import log_tail, never, watch
+from itercast.microbench.sweep.cards import card_facts
+from itercast.microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
+from itercast.microbench.sweep.scheduler import finished_keys
 
 log = logging.getLogger(__name__)
 DDP_CASES = ("mlp-m", "mlp-l", "gpt-m", "gpt-l", "vit-m", "vit-l", "dlrm-m", "dlrm-l")
@@ -36,7 +36,7 @@ def iteration_of(chosen: EvalCase, plan: str = "") -> Iteration:
 def usual_iterations(names: Sequence[str] | None = None) -> list[Iteration]:
     """The iterations that are measured by default: cases in one process, some also under dp=2.
 
-    ``microbench.iterations.plan_list`` has other plans.
+    ``itercast.microbench.iterations.plan_list`` has other plans.
     """
     chosen = [case(n) for n in names or case_names()]
     chosen = [c for c in chosen if c.measured or names]
@@ -128,7 +128,9 @@ def _run(
     """Run one process or group of ranks: how it ended, its exit code, iterations finished."""
     on_gpu = order.device == "cuda"
     printed = Path(order.root) / "logs" / f"{order.run_id}.log" if on_gpu else None
-    process = start_ranks("microbench.iterations.worker", asdict(order), order.ranks, log=printed)
+    process = start_ranks(
+        "itercast.microbench.iterations.worker", asdict(order), order.ranks, log=printed
+    )
     journal = Path(order.root) / ".journal" / f"{order.run_id}.jsonl"
 
     def rows() -> int:

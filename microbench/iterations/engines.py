@@ -16,7 +16,7 @@ def on_device(device: str, dtype: str) -> Iterator[None]:
     """
     import torch  # lazy: iterations are listed without torch
 
-    from microbench.capture.watch import default_dtype, storage_dtype
+    from itercast.microbench.capture.watch import default_dtype, storage_dtype
 
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
     torch.backends.cudnn.allow_tf32 = dtype == "tf32"

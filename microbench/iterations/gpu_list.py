@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from microbench.cases.registry import case
-from microbench.iterations.measure import Iteration
+from itercast.microbench.cases.registry import case
+from itercast.microbench.iterations.measure import Iteration
 
 # Case, batch, dtype and engine, measured in this order; every kind of model is among the first.
 # Optimizer: AdamW, but SGD for DLRM, whose batch 0 stands for the case's own.

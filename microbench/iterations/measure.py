@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from microbench.cases.registry import EvalCase
-from microbench.iterations.engines import ENGINES, captured_in_graph, on_device
-from microbench.iterations.measured_plan import MeasuredPlan, PlanStep
-from microbench.iterations.plan_steps import make_plan_step
-from microbench.processes.ranks import max_over_ranks, rank0_value
-from microbench.step import StepSettings, make_step
-from microbench.sweep.rows import failure
-from microbench.timing.clock import summarise
-from microbench.timing.gpu_watch import GpuWatch
+from itercast.microbench.cases.registry import EvalCase
+from itercast.microbench.iterations.engines import ENGINES, captured_in_graph, on_device
+from itercast.microbench.iterations.measured_plan import MeasuredPlan, PlanStep
+from itercast.microbench.iterations.plan_steps import make_plan_step
+from itercast.microbench.processes.ranks import max_over_ranks, rank0_value
+from itercast.microbench.step import StepSettings, make_step
+from itercast.microbench.sweep.rows import failure
+from itercast.microbench.timing.clock import summarise
+from itercast.microbench.timing.gpu_watch import GpuWatch
 
 WARMUP = 3
 REPETITIONS = 20
@@ -87,7 +87,7 @@ def measure_iteration(
 
     A failure on a GPU is returned as status and reason; on a CPU only lack of memory is.
     """
-    from microbench.capture.attention import attention_as  # needs torch
+    from itercast.microbench.capture.attention import attention_as  # needs torch
 
     try:
         with attention_as(iteration.attn):

@@ -1,4 +1,6 @@
-"""Measures parallel plans on the CPU: `python -m microbench.iterations.plan_list ROOT --ranks 2`.
+"""Measures parallel plans on the CPU.
+
+`python -m itercast.microbench.iterations.plan_list ROOT --ranks 2` runs it.
 
 Where a plan has more ranks than the CPU has cores, ranks share cores.
 """
@@ -11,9 +13,9 @@ from typing import Annotated
 
 import typer
 
-from microbench.cases.registry import case
-from microbench.iterations.collect import collect_iterations, iteration_of
-from microbench.iterations.measure import Iteration
+from itercast.microbench.cases.registry import case
+from itercast.microbench.iterations.collect import collect_iterations, iteration_of
+from itercast.microbench.iterations.measure import Iteration
 
 TWO = (
     "dp=2",

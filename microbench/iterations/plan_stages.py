@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from microbench.iterations.measured_plan import MeasuredPlan, OnPhase
-from microbench.step import StepSettings, make_optimizer
+from itercast.microbench.iterations.measured_plan import MeasuredPlan, OnPhase
+from itercast.microbench.step import StepSettings, make_optimizer
 
 
 class Stage(nn.Module):

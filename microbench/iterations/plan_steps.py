@@ -14,11 +14,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from microbench.capture.truncate import layer_key
-from microbench.cases.registry import EvalCase
-from microbench.iterations.engines import on_device
-from microbench.iterations.measured_plan import MeasuredPlan, OnPhase, PlanStep
-from microbench.step import StepSettings, make_optimizer
+from itercast.microbench.capture.truncate import layer_key
+from itercast.microbench.cases.registry import EvalCase
+from itercast.microbench.iterations.engines import on_device
+from itercast.microbench.iterations.measured_plan import MeasuredPlan, OnPhase, PlanStep
+from itercast.microbench.step import StepSettings, make_optimizer
 
 
 def make_plan_step(
@@ -45,7 +45,7 @@ def make_plan_step(
     if plan.recompute:
         checkpoint_layers(model)
     if plan.pp > 1 or plan.cdp:
-        from microbench.iterations.plan_stages import (  # needs torch
+        from itercast.microbench.iterations.plan_stages import (  # needs torch
             make_cyclic_step,
             make_pipeline_step,
         )

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from microbench.cases.models.dlrm import DenseDlrm
-from microbench.ops.lookup.embedding_bag import EmbeddingBag
-from microbench.ops.lookup.random_streams import draw_stream
+from itercast.microbench.cases.models.dlrm import DenseDlrm
+from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
+from itercast.microbench.ops.lookup.random_streams import draw_stream
 
 LEARNING_RATE = 1e-3
 STAGES = ("distribute inputs", "look up", "exchange, dense part", "update tables", "optimizer")

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from microbench.iterations.sharded_dlrm import (
+from itercast.microbench.iterations.sharded_dlrm import (
     MeasuredShard,
     MeasuredTable,
     ShardedModel,
     ShardedStep,
 )
-from microbench.processes.ranks import join_process_group, max_over_ranks
-from microbench.timing.clock import Anchor, keep_freed_memory
+from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
+from itercast.microbench.timing.clock import Anchor, keep_freed_memory
 
 WARMUP = 2
 
@@ -83,7 +83,7 @@ def step_of(model: ShardedModel, group: Any) -> Any:
     """This rank's step of a model; ``group`` is for the exchanges of our own."""
     if model.library == "torch":
         return ShardedStep(model, group)
-    from microbench.iterations.torchrec_dlrm import TorchrecStep  # needs torchrec
+    from itercast.microbench.iterations.torchrec_dlrm import TorchrecStep  # needs torchrec
 
     return TorchrecStep(model)
 

@@ -28,8 +28,8 @@ from torchrec.distributed.types import (
 )
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from microbench.cases.models.dlrm import DenseDlrm
-from microbench.iterations.sharded_dlrm import (
+from itercast.microbench.cases.models.dlrm import DenseDlrm
+from itercast.microbench.iterations.sharded_dlrm import (
     LEARNING_RATE,
     MeasuredShard,
     ShardedModel,

@@ -12,15 +12,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from microbench import store
-from microbench.cases.registry import EvalCase, case
-from microbench.iterations.measure import Iteration, measure_iteration
-from microbench.processes.ranks import join_process_group, max_over_ranks
-from microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
-from microbench.sweep.rows import make_row
-from microbench.timing.clock import Anchor, keep_freed_memory
-from microbench.timing.gpu_watch import GpuWatch
-from microbench.timing.nvml import Nvml, is_throttled
+from itercast.microbench import store
+from itercast.microbench.cases.registry import EvalCase, case
+from itercast.microbench.iterations.measure import Iteration, measure_iteration
+from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
+from itercast.microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
+from itercast.microbench.sweep.rows import make_row
+from itercast.microbench.timing.clock import Anchor, keep_freed_memory
+from itercast.microbench.timing.gpu_watch import GpuWatch
+from itercast.microbench.timing.nvml import Nvml, is_throttled
 
 RETRY_ABOVE = 2.0  # times the shortest anchor: other processes used the CPU, measure again
 TRIES = 3

@@ -7,8 +7,8 @@ import pkgutil
 from functools import cache
 from typing import Any
 
-from microbench.opcall import OpCall
-from microbench.ops.family import Family
+from itercast.microbench.opcall import OpCall
+from itercast.microbench.ops.family import Family
 
 MAX_FOUND = 2**16
 _found: dict[int, tuple[OpCall, Family | None, Any]] = {}  # by identity: calls never change

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from microbench.hardware.spec import Gpu
-from microbench.opcall import ITEMSIZE_BYTES, OpCall
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall
 
 DRAWN = 2**16
 TRAINING_DTYPES: Mapping[str, float] = {"fp32": 0.48, "bf16": 0.49, "fp16": 0.03}

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from microbench.ops.family import log_uniform
+from itercast.microbench.ops.family import log_uniform
 
 Point = TypeVar("Point")
 MAX_ALIGNMENT = 128

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from microbench.timing.clock import MIN_US, Timing, other_ops, summarise
+from itercast.microbench.timing.clock import MIN_US, Timing, other_ops, summarise
 
 CALLS = 4  # of a collective, between two barriers
 ROUNDS = 4  # of other ops before each call, half a millisecond per round
@@ -34,12 +34,12 @@ def start_ranks(
     ``torchrun``: its arguments for several nodes; without them all ranks are on this node. The
     process leads a process group and is killed when this process ends; ``log`` gets its output.
     """
-    launcher = [sys.executable, "-m", "microbench.processes.leash"]
+    launcher = [sys.executable, "-m", "itercast.microbench.processes.leash"]
     several = ranks > 1 or bool(torchrun)
     if several:
         where = shlex.split(torchrun) or ["--standalone"]
         launcher += ["torch.distributed.run", *where, f"--nproc-per-node={ranks}"]
-        launcher += ["-m", "microbench.processes.leash"]
+        launcher += ["-m", "itercast.microbench.processes.leash"]
     environment = os.environ | (QUIET if several else {})
     if several or order.get("device") == "cuda":
         environment = {"OMP_NUM_THREADS": "1", **environment}

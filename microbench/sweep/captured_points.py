@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from microbench.cases import kinds
-from microbench.cases.kinds import clicks, graphs, images, language
-from microbench.ops import families, find_family
-from microbench.ops.family import Family, log_uniform
-from microbench.store import read_rows, write_atomic
+from itercast.microbench.cases import kinds
+from itercast.microbench.cases.kinds import clicks, graphs, images, language
+from itercast.microbench.ops import families, find_family
+from itercast.microbench.ops.family import Family, log_uniform
+from itercast.microbench.store import read_rows, write_atomic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +162,8 @@ CAPTURED_PER_SWEPT = 2
 
 def captured_points(device: str, models: int, seed: int) -> dict[str, list[Any]]:
     """Distinct points by family that ``models`` random models call."""
-    from microbench.capture.log import capture_step
-    from microbench.step import StepSettings
+    from itercast.microbench.capture.log import capture_step
+    from itercast.microbench.step import StepSettings
 
     rng = np.random.default_rng(seed)
     found: dict[str, dict[Any, None]] = {name: {} for name in families()}

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from microbench import store
-from microbench.hardware.machine import measure_cpu
-from microbench.timing.nvml import driver_version
+from itercast.microbench import store
+from itercast.microbench.hardware.machine import measure_cpu
+from itercast.microbench.timing.nvml import driver_version
 
 COMMIT = "ITERCAST_COMMIT"  # environment variable with the commit, where git is missing
 
@@ -61,7 +61,7 @@ def cuda_gpu() -> Any:
     """The first CUDA device as a ``Gpu``: from its hardware file, else from torch's properties."""
     import torch  # lazy: CPU sweeps must run where torch has no CUDA
 
-    from microbench.hardware.cuda import gpu_of
+    from itercast.microbench.hardware.cuda import gpu_of
 
     if not torch.cuda.is_available():
         raise ValueError("device 'cuda' is not available here; allowed: cpu")

@@ -14,14 +14,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from microbench import store
-from microbench.processes.ranks import start_ranks
-from microbench.processes.watch import log_tail, never, watch
-from microbench.sweep.captured_points import check_points, points_file, points_path
-from microbench.sweep.cards import card_facts
-from microbench.sweep.contention import measure_contention
-from microbench.sweep.gpu_chunk_worker import Pending
-from microbench.sweep.orders import Phase, WorkerOrder, known_families, phases, spent_s
+from itercast.microbench import store
+from itercast.microbench.processes.ranks import start_ranks
+from itercast.microbench.processes.watch import log_tail, never, watch
+from itercast.microbench.sweep.captured_points import check_points, points_file, points_path
+from itercast.microbench.sweep.cards import card_facts
+from itercast.microbench.sweep.contention import measure_contention
+from itercast.microbench.sweep.gpu_chunk_worker import Pending
+from itercast.microbench.sweep.orders import Phase, WorkerOrder, known_families, phases, spent_s
 
 log = logging.getLogger(__name__)
 Progress = Callable[[int, float], None]
@@ -229,7 +229,7 @@ def start_worker(order: WorkerOrder) -> subprocess.Popen[bytes]:
     """Start a worker process, or a group of ranks, with the order as its argument."""
     printed = log_path(order) if order.device == "cuda" else None
     return start_ranks(
-        "microbench.sweep.worker", asdict(order), order.ranks, order.torchrun, log=printed
+        "itercast.microbench.sweep.worker", asdict(order), order.ranks, order.torchrun, log=printed
     )
 
 

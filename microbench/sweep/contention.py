@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from microbench.assumptions import assumed
-from microbench.processes.ranks import join_process_group, max_over_ranks, start_ranks
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.processes.ranks import join_process_group, max_over_ranks, start_ranks
 
 RANKS = 2
 SIZES_MIB = (1, 4, 16)  # of gradient buckets
@@ -27,7 +27,7 @@ MOST: float = assumed(__file__, "most")
 def factor(compute_us: float, message_us: float, both_us: float) -> float:
     """Contention from the times alone and together, clipped to 1..``MOST``.
 
-    together = longer + (contention - 1) * shorter, as in ``compose.pricing.work``.
+    together = longer + (contention - 1) * shorter, as in ``itercast.compose.pricing.work``.
     """
     longer, shorter = max(compute_us, message_us), min(compute_us, message_us)
     return min(MOST, max(1.0, 1 + (both_us - longer) / shorter))
@@ -37,7 +37,9 @@ def measure_contention() -> float:
     """Median contention over bucket sizes, on two ranks of one thread each; takes five seconds."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "contention.json"
-        code = start_ranks("microbench.sweep.contention", {"path": str(path)}, RANKS).wait()
+        code = start_ranks(
+            "itercast.microbench.sweep.contention", {"path": str(path)}, RANKS
+        ).wait()
         if code or not path.is_file():
             raise RuntimeError(f"measuring contention failed with code {code}; see above")
         return float(json.loads(path.read_text()))

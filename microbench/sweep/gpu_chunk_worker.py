@@ -21,15 +21,15 @@ from typing import Any, NoReturn
 
 import pandas as pd
 
-from microbench import store
-from microbench.ops import families
-from microbench.ops.matrix.gemm import Gemm
-from microbench.sweep.gpu_chunks import CHUNK_POINTS, PROFILING, Bench, Broken, Chunk
-from microbench.sweep.scheduler import Chosen, Sweep
-from microbench.sweep.sustained import measure_sustained
-from microbench.timing.clock import CallCost
-from microbench.timing.device import Device
-from microbench.timing.kernels import timing_disagreement
+from itercast.microbench import store
+from itercast.microbench.ops import families
+from itercast.microbench.ops.matrix.gemm import Gemm
+from itercast.microbench.sweep.gpu_chunks import CHUNK_POINTS, PROFILING, Bench, Broken, Chunk
+from itercast.microbench.sweep.scheduler import Chosen, Sweep
+from itercast.microbench.sweep.sustained import measure_sustained
+from itercast.microbench.timing.clock import CallCost
+from itercast.microbench.timing.device import Device
+from itercast.microbench.timing.kernels import timing_disagreement
 
 log = logging.getLogger(__name__)
 EXIT_BROKEN = 75  # sysexits.h: temporary failure; the parent starts another worker

@@ -16,15 +16,15 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from microbench.ops.family import Workload
-from microbench.sweep.rows import failure, one_line
-from microbench.sweep.scheduler import Chosen, Sweep
-from microbench.timing.clock import CallCost, summarise
-from microbench.timing.device import Device, Launched, Run
-from microbench.timing.host_timing import host_timing, launch_us
-from microbench.timing.kernels import kernel_facts
-from microbench.timing.nvml import combined, is_throttled
-from microbench.timing.references import reference_times, unstarved
+from itercast.microbench.ops.family import Workload
+from itercast.microbench.sweep.rows import failure, one_line
+from itercast.microbench.sweep.scheduler import Chosen, Sweep
+from itercast.microbench.timing.clock import CallCost, summarise
+from itercast.microbench.timing.device import Device, Launched, Run
+from itercast.microbench.timing.host_timing import host_timing, launch_us
+from itercast.microbench.timing.kernels import kernel_facts
+from itercast.microbench.timing.nvml import combined, is_throttled
+from itercast.microbench.timing.references import reference_times, unstarved
 
 CHUNK_POINTS = 96
 CHUNK_ARENA_FRAC = 0.4  # of the arena, for operands of a chunk; results need memory, too

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from microbench.hardware.spec import Gpu
-from microbench.ops import families
-from microbench.ops.family import Family
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops import families
+from itercast.microbench.ops.family import Family
 
 SMALL_US = 3.0  # roofline below which starting a kernel takes longer than its work
 SMALL_SHARE = 0.15  # of a family's points at most

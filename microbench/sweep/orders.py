@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from microbench import store
-from microbench.ops import families
+from itercast.microbench import store
+from itercast.microbench.ops import families
 
 HOST_SHARE = 0.05  # of a GPU's sweep, for host times
 

@@ -12,15 +12,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from microbench import store
-from microbench.hardware.spec import Gpu, gpu_from_dict
-from microbench.ops import families
-from microbench.ops.family import Family
-from microbench.processes.ranks import rank0_value
-from microbench.sweep.captured_points import alternate, read_points
-from microbench.sweep.gpu_space import grid, on_gpu
-from microbench.sweep.orders import WorkerOrder
-from microbench.sweep.rows import make_row
+from itercast.microbench import store
+from itercast.microbench.hardware.spec import Gpu, gpu_from_dict
+from itercast.microbench.ops import families
+from itercast.microbench.ops.family import Family
+from itercast.microbench.processes.ranks import rank0_value
+from itercast.microbench.sweep.captured_points import alternate, read_points
+from itercast.microbench.sweep.gpu_space import grid, on_gpu
+from itercast.microbench.sweep.orders import WorkerOrder
+from itercast.microbench.sweep.rows import make_row
 
 RETEST_EVERY = 10  # points
 MIN_RETEST_AGE_FRAC = 0.3  # of the budget, between the two measurements

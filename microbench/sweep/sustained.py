@@ -13,15 +13,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from microbench import store
-from microbench.ops import families
-from microbench.ops.matrix.gemm import LARGE, Gemm
-from microbench.sweep.gpu_chunks import Broken
-from microbench.sweep.rows import failure
-from microbench.sweep.scheduler import Sweep
-from microbench.timing.clock import summarise
-from microbench.timing.device import Device, Run
-from microbench.timing.nvml import combined, is_throttled
+from itercast.microbench import store
+from itercast.microbench.ops import families
+from itercast.microbench.ops.matrix.gemm import LARGE, Gemm
+from itercast.microbench.sweep.gpu_chunks import Broken
+from itercast.microbench.sweep.rows import failure
+from itercast.microbench.sweep.scheduler import Sweep
+from itercast.microbench.timing.clock import summarise
+from itercast.microbench.timing.device import Device, Run
+from itercast.microbench.timing.nvml import combined, is_throttled
 
 DTYPES = ("bf16", "tf32", "fp32", "fp16", "fp8")
 SUSTAINED_US = 2e6

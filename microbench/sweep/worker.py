@@ -15,20 +15,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from microbench import store
-from microbench.ops.family import Family, Workload
-from microbench.processes.ranks import (
+from itercast.microbench import store
+from itercast.microbench.ops.family import Family, Workload
+from itercast.microbench.processes.ranks import (
     join_process_group,
     max_over_ranks,
     rank0_value,
     time_collective,
 )
-from microbench.sweep.gpu_chunk_worker import sweep_in_chunks
-from microbench.sweep.orders import WorkerOrder
-from microbench.sweep.rows import failure
-from microbench.sweep.scheduler import Chosen, Sweep, finished_keys
-from microbench.timing.clock import Anchor, Clock, geometric_means, keep_freed_memory
-from microbench.timing.cuda_device import CudaDevice
+from itercast.microbench.sweep.gpu_chunk_worker import sweep_in_chunks
+from itercast.microbench.sweep.orders import WorkerOrder
+from itercast.microbench.sweep.rows import failure
+from itercast.microbench.sweep.scheduler import Chosen, Sweep, finished_keys
+from itercast.microbench.timing.clock import Anchor, Clock, geometric_means, keep_freed_memory
+from itercast.microbench.timing.cuda_device import CudaDevice
 
 TIMES = ("time_us", "time_us_p20", "time_us_p80", "anchor_us", "serial_us", "cost_s")
 

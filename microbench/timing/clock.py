@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from microbench.ops.family import Workload
-from microbench.ops.step.small_ops import small_ops
+from itercast.microbench.ops.family import Workload
+from itercast.microbench.ops.step.small_ops import small_ops
 
 WARM_TIME_S = 0.008
 WARM_SAMPLES = (5, 9)

@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from microbench.timing.device import Launched, Run
-from microbench.timing.kernels import kernels_by_run, profile
-from microbench.timing.nvml import Nvml
+from itercast.microbench.timing.device import Launched, Run
+from itercast.microbench.timing.kernels import kernels_by_run, profile
+from itercast.microbench.timing.nvml import Nvml
 
 log = logging.getLogger(__name__)
 MEMORY_FRAC = 0.9  # of the GPU's memory, for torch; CUDA modules, CUPTI and NCCL need the rest

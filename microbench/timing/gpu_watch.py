@@ -6,7 +6,7 @@ import statistics
 import time
 from typing import Any
 
-from microbench.timing.nvml import Nvml
+from itercast.microbench.timing.nvml import Nvml
 
 READ_EVERY_S = 0.1
 MIN_ENERGY_S = 0.3  # the driver updates its energy counter every few tens of milliseconds

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from microbench.ops.family import Workload
-from microbench.timing.clock import CallCost, summarise
-from microbench.timing.device import Run
+from itercast.microbench.ops.family import Workload
+from itercast.microbench.timing.clock import CallCost, summarise
+from itercast.microbench.timing.device import Run
 
 HOST_SAMPLES = 10
 MIN_HOST_US = 0.5  # lower bound: no call from Python is faster

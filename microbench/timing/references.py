@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from microbench.timing.device import Device, Launched, Run
+from itercast.microbench.timing.device import Device, Launched, Run
 
 SAMPLES = 5
 IN_A_ROW = 50  # kernels

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from compose.capture_model import MICROBENCH, capture, code_digest, code_files
-from compose.target import find_target, forecast_step
-from learners.bundle import SHIPPED
+from itercast.compose.capture_model import MICROBENCH, capture, code_digest, code_files
+from itercast.compose.target import find_target, forecast_step
+from itercast.learners.bundle import SHIPPED
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

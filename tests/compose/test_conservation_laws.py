@@ -20,22 +20,22 @@ import torch
 from plan_case import GPU, Flat
 from torch import nn
 
-from compose.capture_model import capture, capture_case
-from compose.graph.launch_modes import as_launched, with_engine
-from compose.graph.layers import split_layers
-from compose.graph.product_roles import alias_weight_casts
-from compose.graph.rewrite import COLLECTIVE
-from compose.parallel.cp import context_parallel
-from compose.parallel.ep import expert_parallel, expert_weights
-from compose.parallel.plan import ParallelPlan
-from compose.parallel.tp import PRODUCTS, tensor_parallel
-from compose.pricing.collectives import cluster
-from compose.pricing.layer_prices import price_model
-from compose.pricing.price_book import PriceBook, priceable
-from compose.pricing.rank_graph import rank_graph
-from microbench.cases.registry import case
-from microbench.opcall import OpCall, StepCapture, TensorSpec
-from microbench.ops import find_family
+from itercast.compose.capture_model import capture, capture_case
+from itercast.compose.graph.launch_modes import as_launched, with_engine
+from itercast.compose.graph.layers import split_layers
+from itercast.compose.graph.product_roles import alias_weight_casts
+from itercast.compose.graph.rewrite import COLLECTIVE
+from itercast.compose.parallel.cp import context_parallel
+from itercast.compose.parallel.ep import expert_parallel, expert_weights
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.parallel.tp import PRODUCTS, tensor_parallel
+from itercast.compose.pricing.collectives import cluster
+from itercast.compose.pricing.layer_prices import price_model
+from itercast.compose.pricing.price_book import PriceBook, priceable
+from itercast.compose.pricing.rank_graph import rank_graph
+from itercast.microbench.cases.registry import case
+from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.ops import find_family
 
 BATCH, SEQ, WIDTH, HEADS, VOCAB = 2, 16, 64, 8, 192
 SIZES = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS}
@@ -399,7 +399,7 @@ def signature(call: OpCall) -> tuple[object, ...]:
 
 def test_a_cut_follows_views_by_strides() -> None:
     """Columns of (tokens, 2 * 4 * 8) are heads in every view of them, and stay so in a copy."""
-    from compose.parallel.cuts import cut_along
+    from itercast.compose.parallel.cuts import cut_along
 
     columns = TensorSpec(shape=(12, 64), dtype="fp32", stride=(64, 1))
     cut = cut_along(columns, 1)

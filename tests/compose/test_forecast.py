@@ -10,13 +10,13 @@ import pandas as pd
 import pytest
 from memory_walk import peak_bytes
 
-from compose.forecast import forecast
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.price_book import PriceBook, PricedOp, priceable
-from compose.simulate.op_timeline import lanes
-from compose.simulate.timeline import simulate
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.compose.forecast import forecast
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.price_book import PriceBook, PricedOp, priceable
+from itercast.compose.simulate.op_timeline import lanes
+from itercast.compose.simulate.timeline import simulate
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=4000)
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from compose.capture_model import capture
-from compose.host_fit import MeasuredStep, fit_host
-from compose.target import find_target, forecast_step
-from learners.bundle import SHIPPED
-from microbench.hardware.host import scaled_host
+from itercast.compose.capture_model import capture
+from itercast.compose.host_fit import MeasuredStep, fit_host
+from itercast.compose.target import find_target, forecast_step
+from itercast.learners.bundle import SHIPPED
+from itercast.microbench.hardware.host import scaled_host
 
 
 def measured(slowdown: float, *batches: int) -> list[MeasuredStep]:

@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 from plan_case import GPU, capture_at, experts_at, search_of
 
-from compose.capture_model import capture_case
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.collectives import Group
-from compose.search import Search, best_plans, candidate_plans
-from compose.simulate.iteration import evaluate, quick_us
-from compose.simulate.stage_rank import least_us, memory
-from microbench.cases.registry import case
-from microbench.hardware.node import load_node
-from microbench.hardware.spec import Gpu, load_gpu
-from microbench.opcall import StepCapture
+from itercast.compose.capture_model import capture_case
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.collectives import Group
+from itercast.compose.search import Search, best_plans, candidate_plans
+from itercast.compose.simulate.iteration import evaluate, quick_us
+from itercast.compose.simulate.stage_rank import least_us, memory
+from itercast.microbench.cases.registry import case
+from itercast.microbench.hardware.node import load_node
+from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.opcall import StepCapture
 
 
 @pytest.fixture(scope="module")

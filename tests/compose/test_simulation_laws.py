@@ -13,15 +13,15 @@ import pytest
 from law_case import CASES, Bare, Knowing, model, outcome, rank_for
 from plan_case import CPU, GPU
 
-from compose.capture_model import capture
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.collectives import cluster
-from compose.pricing.layer_prices import price_model
-from compose.pricing.price_book import UNMODELLED, PriceBook
-from compose.simulate.iteration import evaluate, quick_us
-from compose.simulate.stage_rank import stages_of
-from compose.target import find_target, forecast_step
-from microbench.hardware.spec import Gpu
+from itercast.compose.capture_model import capture
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.collectives import cluster
+from itercast.compose.pricing.layer_prices import price_model
+from itercast.compose.pricing.price_book import UNMODELLED, PriceBook
+from itercast.compose.simulate.iteration import evaluate, quick_us
+from itercast.compose.simulate.stage_rank import stages_of
+from itercast.compose.target import find_target, forecast_step
+from itercast.microbench.hardware.spec import Gpu
 
 
 @pytest.mark.parametrize("gpu", [CPU, GPU], ids=["cpu", "gpu"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from law_case import SCHEDULES, WIDTH, model, rank_for, tied_gpt
 
-from compose.simulate.stage_rank import memory, stages_of
+from itercast.compose.simulate.stage_rank import memory, stages_of
 
 
 def totals(name: str, text: str) -> tuple[int, int]:

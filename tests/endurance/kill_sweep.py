@@ -19,10 +19,10 @@ from pathlib import Path
 import pandas as pd
 from rich.progress import track
 
-from microbench import store
+from itercast.microbench import store
 
 SWEEP = (
-    "import sys; from pathlib import Path; from microbench.sweep.collect import collect; "
+    "import sys; from pathlib import Path; from itercast.microbench.sweep.collect import collect; "
     "collect(Path(sys.argv[1]), 'cpu', ['gemm', 'elementwise', 'norm'], 3600.0)"
 )
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from eval.report.blocks import Device
-from eval.report.sweeps import Next, Step, SweepFacts
-from eval.results import CaseResult
+from itercast.eval.report.blocks import Device
+from itercast.eval.report.sweeps import Next, Step, SweepFacts
+from itercast.eval.results import CaseResult
 
 SCORES = {"mape_pct": 5.0, "median_ape_pct": 4.0, "p90_ape_pct": 9.0, "bias_pct": 0.5}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from eval.active import (
+from itercast.eval.active import (
     Pass,
     Pool,
     at_random,
@@ -20,8 +20,8 @@ from eval.active import (
     replay,
     row_cost_s,
 )
-from eval.tracking.logs import log_active
-from learners.models.training_table import Table
+from itercast.eval.tracking.logs import log_active
+from itercast.learners.models.training_table import Table
 
 POINTS = 60
 

@@ -11,15 +11,20 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from compose.graph.launch_modes import as_launched
-from compose.parallel.plan import ParallelPlan
-from eval.compare import compare_all, stated_rows, step_of
-from eval.public.measured_nodes import node_sums_us
-from eval.public.model_lines import ModelLine, beside_eager_calls, launch_bound_sample, model_lines
-from eval.public.model_rows import READERS, read_iterations
-from eval.public.models import Answer, add_forecasts, judge, judged, with_fitted_hosts
-from learners.bundle import SHIPPED
-from microbench.hardware.host import load_host
+from itercast.compose.graph.launch_modes import as_launched
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.eval.compare import compare_all, stated_rows, step_of
+from itercast.eval.public.measured_nodes import node_sums_us
+from itercast.eval.public.model_lines import (
+    ModelLine,
+    beside_eager_calls,
+    launch_bound_sample,
+    model_lines,
+)
+from itercast.eval.public.model_rows import READERS, read_iterations
+from itercast.eval.public.models import Answer, add_forecasts, judge, judged, with_fitted_hosts
+from itercast.learners.bundle import SHIPPED
+from itercast.microbench.hardware.host import load_host
 
 
 def test_nodes_of_the_layer_count_once_per_layer(tmp_path: Path) -> None:

@@ -12,13 +12,20 @@ import pandas as pd
 import pytest
 from public_data import PUBLIC, needs_public
 
-from eval.public.baselines import alpha_beta, interpolation
-from eval.public.benchmark import calibrated, run_line
-from eval.public.op_lines import clusters, every_shape, gemm_sites, lines, nccl_cells, nccl_tail
-from eval.public.table import markdown, run
-from eval.results import LineResult
-from learners.models.training_table import Table
-from microbench.hardware.spec import load_gpu
+from itercast.eval.public.baselines import alpha_beta, interpolation
+from itercast.eval.public.benchmark import calibrated, run_line
+from itercast.eval.public.op_lines import (
+    clusters,
+    every_shape,
+    gemm_sites,
+    lines,
+    nccl_cells,
+    nccl_tail,
+)
+from itercast.eval.public.table import markdown, run
+from itercast.eval.results import LineResult
+from itercast.learners.models.training_table import Table
+from itercast.microbench.hardware.spec import load_gpu
 
 SIZES = [2.0**i for i in range(10, 28)]
 
@@ -175,7 +182,7 @@ def test_what_large_products_reach_is_told_to_one_column_only() -> None:
 @needs_public("NeuSight")
 def test_layernorm_of_the_public_data_beats_its_baselines() -> None:
     """On 600 of the V100's 1,478 rows: the least median error of all learners, below 2 %."""
-    from microbench.importers import neusight
+    from itercast.microbench.importers import neusight
 
     line = next(x for x in lines() if "layernorm" in x.name)
     rows = neusight.read(PUBLIC / "NeuSight").rows["norm"].assign(source="NeuSight")
@@ -191,7 +198,7 @@ def test_layernorm_of_the_public_data_beats_its_baselines() -> None:
 @needs_public("aiconfigurator")
 def test_collectives_of_a_system_left_out() -> None:
     """GB200 is as fast as B200; nothing measured is like A100: there others do as well."""
-    from microbench.importers import aiconfigurator
+    from itercast.microbench.importers import aiconfigurator
 
     line = next(x for x in lines() if x.name == "NCCL, system left out")
     rows = aiconfigurator.read(PUBLIC / "aiconfigurator").rows["collective"]

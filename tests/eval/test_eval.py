@@ -8,8 +8,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from eval.compare import results_table
-from eval.results import CaseResult, in_words, summary
+from itercast.eval.compare import results_table
+from itercast.eval.results import CaseResult, in_words, summary
 
 
 def result(case: str, predicted_us: float, measured_us: float) -> CaseResult:

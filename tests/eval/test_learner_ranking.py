@@ -10,18 +10,18 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from compose.forecast import forecast
-from compose.parallel.plan import ParallelPlan
-from eval.learner_ranking import chart, family_medians, learner_bundles, markdown
-from eval.learner_table import cells, error_text
 from itercast.__main__ import app
 from itercast.commands.shared import fit
-from learners.bundle import Bundle
-from learners.models.compared import NAMES
-from microbench.hardware.spec import Gpu
-from microbench.opcall import StepCapture
-from microbench.ops.matrix import gemm
-from microbench.store import write_card, write_part
+from itercast.compose.forecast import forecast
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.eval.learner_ranking import chart, family_medians, learner_bundles, markdown
+from itercast.eval.learner_table import cells, error_text
+from itercast.learners.bundle import Bundle
+from itercast.learners.models.compared import NAMES
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.ops.matrix import gemm
+from itercast.microbench.store import write_card, write_part
 
 TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 MEDIANS = {"gemm": {"blend": 2.0, "forest": 4.0}, "norm": {"blend": 3.0, "forest": 1.0}}

@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from eval.public.left_out import (
+from itercast.__main__ import app
+from itercast.eval.public.left_out import (
     assumptions,
     check_source,
     compared,
@@ -17,21 +18,20 @@ from eval.public.left_out import (
     left_out_markdown,
     still_fitted,
 )
-from eval.public.left_out_models import (
+from itercast.eval.public.left_out_models import (
     ROW,
     TRAINED_ON,
     run_models_left_out,
     sampled,
     without_forecasts,
 )
-from eval.public.left_out_ops import NAME, op_sources, read_ops, run_left_out, splits
-from eval.public.model_lines import ModelLine
-from eval.public.models import ForecastLine
-from eval.public.report import line_names
-from itercast.__main__ import app
-from learners.bundle import SHIPPED
-from microbench.assumptions import Assumption
-from microbench.hardware.spec import load_gpu
+from itercast.eval.public.left_out_ops import NAME, op_sources, read_ops, run_left_out, splits
+from itercast.eval.public.model_lines import ModelLine
+from itercast.eval.public.models import ForecastLine
+from itercast.eval.public.report import line_names
+from itercast.learners.bundle import SHIPPED
+from itercast.microbench.assumptions import Assumption
+from itercast.microbench.hardware.spec import load_gpu
 
 
 def entry(name: str, without: object, *sources: str) -> Assumption:
@@ -179,7 +179,7 @@ def with_forecast(rows: pd.DataFrame) -> pd.DataFrame:
     """The rows with the forecasts of this process, which leaves nothing out."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from eval.public.models import add_forecasts
+    from itercast.eval.public.models import add_forecasts
 
     with ThreadPoolExecutor(1) as pool:
         plain = without_forecasts(rows)

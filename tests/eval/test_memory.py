@@ -1,4 +1,4 @@
-"""Memory forecasts beside torch's own trackers: `python -m eval.memory` prints the figures."""
+"""Memory forecasts beside torch's own trackers (`python -m itercast.eval.memory`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 CODE = """
-from eval.memory import PLANS, compared
+from itercast.eval.memory import PLANS, compared
 for plan in PLANS:
     print(compared("gpt-s", plan).error_pct)
 """

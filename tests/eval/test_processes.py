@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from eval.speed import timed_s
-from learners.bundle import SHIPPED_CPU, Bundle
+from itercast.eval.speed import timed_s
+from itercast.learners.bundle import SHIPPED_CPU, Bundle
 
 
 def test_a_process_is_timed_and_heard(tmp_path: Path) -> None:
@@ -24,7 +24,7 @@ def test_a_process_that_fails_is_one_line_with_its_last_words(tmp_path: Path) ->
 
 
 def test_a_bundle_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "eval.speed", str(tmp_path / "none")]
+    words = [sys.executable, "-m", "itercast.eval.speed", str(tmp_path / "none")]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and "no readable bundle.json" in done.stderr

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from test_eval import result
 
-from eval.ranking import choices, ranking_lines, ranking_metrics, rankings
-from eval.results import CaseResult
+from itercast.eval.ranking import choices, ranking_lines, ranking_metrics, rankings
+from itercast.eval.results import CaseResult
 
 
 def of(plan: str, predicted_us: float, measured_us: float, ranks: int, samples: int) -> CaseResult:

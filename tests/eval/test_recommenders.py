@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from compose.parallel.placement import Placement
-from compose.sharding.forecast import forecast_sharding
-from eval.recommenders.judge import (
+from itercast.compose.parallel.placement import Placement
+from itercast.compose.sharding.forecast import forecast_sharding
+from itercast.eval.recommenders.judge import (
     Choice,
     Judged,
     choices,
@@ -20,15 +20,15 @@ from eval.recommenders.judge import (
     judged,
     sharders,
 )
-from eval.recommenders.lookups import score
-from eval.recommenders.measure import ROUNDS, Measured, at_one_speed, measurable, measure
-from eval.recommenders.points import dense_points, lookup_points, message_points
-from eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task
-from eval.recommenders.witness import OPTIMIZERS, Witnessed, drawn, witness_table
-from learners.bundle import SHIPPED_CPU
-from microbench.iterations.sharded_dlrm import STAGES
-from microbench.ops.lookup import embedding_bag
-from microbench.ops.lookup.random_streams import KINDS, stream_kind
+from itercast.eval.recommenders.lookups import score
+from itercast.eval.recommenders.measure import ROUNDS, Measured, at_one_speed, measurable, measure
+from itercast.eval.recommenders.points import dense_points, lookup_points, message_points
+from itercast.eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task
+from itercast.eval.recommenders.witness import OPTIMIZERS, Witnessed, drawn, witness_table
+from itercast.learners.bundle import SHIPPED_CPU
+from itercast.microbench.iterations.sharded_dlrm import STAGES
+from itercast.microbench.ops.lookup import embedding_bag
+from itercast.microbench.ops.lookup.random_streams import KINDS, stream_kind
 
 
 def candidate(name: str, rank: int = 0) -> Candidate:
@@ -109,8 +109,8 @@ def test_correlations_are_within_tasks() -> None:
 
 def test_stages_of_the_forecast_and_of_the_rank_that_works_longest() -> None:
     """Rank 1 looks up and updates for 9 us, rank 0 for 5; all steps are in one of five stages."""
-    from compose.sharding.costs import Costs
-    from compose.target import find_target
+    from itercast.compose.sharding.costs import Costs
+    from itercast.compose.target import find_target
 
     one = candidate("a")
     costs = Costs(one.model, find_target("cpu", "dp=2", SHIPPED_CPU), 2)
@@ -154,8 +154,8 @@ def test_scores_by_hand() -> None:
 
 
 def test_there_are_eight_sharders() -> None:
-    from compose.sharding.costs import Costs
-    from compose.target import find_target
+    from itercast.compose.sharding.costs import Costs
+    from itercast.compose.target import find_target
 
     model = candidate("a").model
     costs = Costs(model, find_target("cpu", "dp=2", SHIPPED_CPU), 2)

@@ -18,19 +18,19 @@ import pytest
 from report_facts import DEVICE, FIT, OPS, RESULTS
 from typer.testing import CliRunner
 
-from eval.iteration_parts import PARTS
-from eval.public.report import write_public_pages
-from eval.report.blocks import Device
-from eval.report.evaluation import Evaluation
-from eval.report.page import render
-from eval.report.sections import sections, tiles
-from eval.report.sweeps import learning_curve, sweep_facts
-from eval.report.write import rewrite, write_pages
 from itercast.__main__ import app
-from learners.held_out import save_held_out
-from microbench.hardware.spec import Gpu
-from microbench.ops.matrix import gemm
-from microbench.store import write_card, write_part
+from itercast.eval.iteration_parts import PARTS
+from itercast.eval.public.report import write_public_pages
+from itercast.eval.report.blocks import Device
+from itercast.eval.report.evaluation import Evaluation
+from itercast.eval.report.page import render
+from itercast.eval.report.sections import sections, tiles
+from itercast.eval.report.sweeps import learning_curve, sweep_facts
+from itercast.eval.report.write import rewrite, write_pages
+from itercast.learners.held_out import save_held_out
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.matrix import gemm
+from itercast.microbench.store import write_card, write_part
 
 LINES = ("step", "memory")
 TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
@@ -229,7 +229,7 @@ def test_a_sweep_is_replayed_once(
     """What was found is read again, until rows are added; it is not computed unasked."""
     assert not sweep_facts(tmp_path, sweep, "toy", compute=False).learning
     first = sweep_facts(tmp_path, sweep, "toy", compute=True)
-    monkeypatch.setattr("eval.report.sweeps.learning_curve", None)  # would fail if called
+    monkeypatch.setattr("itercast.eval.report.sweeps.learning_curve", None)  # would fail if called
     again = sweep_facts(tmp_path, sweep, "toy", compute=True)
     assert again.learning == first.learning and again.following == first.following
     pd.testing.assert_frame_equal(again.held_out, first.held_out)

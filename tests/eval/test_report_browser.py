@@ -12,8 +12,8 @@ import pytest
 from browser import browser, console_errors, outside_requests
 from report_facts import DEVICE, OPS
 
-from eval.report.page import render
-from eval.report.sections import sections, tiles
+from itercast.eval.report.page import render
+from itercast.eval.report.sections import sections, tiles
 
 MOST_BYTES = 3e6
 MOST_S = 2.0

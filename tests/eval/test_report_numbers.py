@@ -9,13 +9,13 @@ import pandas as pd
 import pytest
 from report_facts import FIT, OPS, case, op
 
-from compose.forecast import Forecast
-from eval.iteration_parts import PARTS, parts_us
-from eval.report.error_parts import error_parts, factors
-from eval.report.evaluation import machine_of
-from eval.report.intervals import LEVELS, at_stated, coverage_pct
-from eval.report.op_errors import by_condition, by_family, kinds, reason, sizes, worst
-from eval.report.sections import case_reason
+from itercast.compose.forecast import Forecast
+from itercast.eval.iteration_parts import PARTS, parts_us
+from itercast.eval.report.error_parts import error_parts, factors
+from itercast.eval.report.evaluation import machine_of
+from itercast.eval.report.intervals import LEVELS, at_stated, coverage_pct
+from itercast.eval.report.op_errors import by_condition, by_family, kinds, reason, sizes, worst
+from itercast.eval.report.sections import case_reason
 
 FORECAST = Forecast(
     gpu="toy",

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from eval.shipped import (
+from itercast.eval.shipped import (
     MAX_ROWS,
     Source,
     comparison,
@@ -20,8 +20,8 @@ from eval.shipped import (
     replace_bundle,
     taught,
 )
-from learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
-from microbench.importers.base import About, Imported
+from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
+from itercast.microbench.importers.base import About, Imported
 
 WHOLE = Bundle.load(SHIPPED)
 

@@ -13,18 +13,18 @@ import pandas as pd
 import pytest
 import yaml
 
-from eval.tracking.fits import log_fit, ranked
-from eval.tracking.logs import log_evaluation
-from eval.tracking.registry import PINNED, judge
-from eval.tracking.views import FIRST, OPS, TAG
-from learners.features.table import shape_places
-from learners.held_out import load_held_out, save_held_out
-from learners.models.compared import NAMES
-from learners.models.training_table import frozen_split
-from learners.train import train
-from microbench.hardware.spec import Gpu
-from microbench.ops.matrix import gemm
-from microbench.store import write_card, write_part
+from itercast.eval.tracking.fits import log_fit, ranked
+from itercast.eval.tracking.logs import log_evaluation
+from itercast.eval.tracking.registry import PINNED, judge
+from itercast.eval.tracking.views import FIRST, OPS, TAG
+from itercast.learners.features.table import shape_places
+from itercast.learners.held_out import load_held_out, save_held_out
+from itercast.learners.models.compared import NAMES
+from itercast.learners.models.training_table import frozen_split
+from itercast.learners.train import train
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.matrix import gemm
+from itercast.microbench.store import write_card, write_part
 
 TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 TRIALS = 5
@@ -213,7 +213,7 @@ def test_a_shape_stays_held_out_when_rows_are_added() -> None:
 def test_held_out_forecasts_are_kept_with_the_champion(
     logged: Any, trained: tuple[Path, dict[str, Any]]
 ) -> None:
-    from eval.tracking.registry import champion_held_out
+    from itercast.eval.tracking.registry import champion_held_out
 
     kept = champion_held_out(logged, "toy.gemm")
     assert kept is not None and len(kept) == len(load_held_out(trained[0] / "bundle"))

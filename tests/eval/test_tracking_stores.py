@@ -18,13 +18,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from eval.tracking.fits import log_fit
-from eval.tracking.store import addresses
-from learners.held_out import save_held_out
-from learners.train import train
-from microbench.hardware.spec import Gpu
-from microbench.ops.matrix import gemm
-from microbench.store import write_card, write_part
+from itercast.eval.tracking.fits import log_fit
+from itercast.eval.tracking.store import addresses
+from itercast.learners.held_out import save_held_out
+from itercast.learners.train import train
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.matrix import gemm
+from itercast.microbench.store import write_card, write_part
 
 TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 PATIENCE_S = 90

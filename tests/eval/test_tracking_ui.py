@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from eval.tracking import store, views
-from eval.tracking.logs import iterations_experiment
+from itercast.eval.tracking import store, views
+from itercast.eval.tracking.logs import iterations_experiment
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 PATIENCE_S = 60  # given to a loaded machine; a free one answers within 15

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from compose.capture_model import capture, micro_size
-from compose.parallel.plan import ParallelPlan
-from microbench.opcall import StepCapture
+from itercast.compose.capture_model import capture, micro_size
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.microbench.opcall import StepCapture
 
 
 def products(step: StepCapture, phase: str) -> list[tuple[int, ...]]:

@@ -11,8 +11,8 @@ import yaml
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from learners.bundle import SHIPPED_CPU
-from microbench.store import read_rows, write_atomic, write_part
+from itercast.learners.bundle import SHIPPED_CPU
+from itercast.microbench.store import read_rows, write_atomic, write_part
 
 DATASETS = Path(__file__).parents[2] / "datasets"
 CPU = "intel-xeon-2.50ghz-2c"

@@ -10,10 +10,10 @@ import yaml
 from rich.console import Console
 from typer.testing import CliRunner
 
-from eval.gpu_report import error_table, iteration_errors, only_gpu
-from eval.results import CaseResult
 from itercast.__main__ import app
-from microbench.store import read_rows, write_atomic, write_part
+from itercast.eval.gpu_report import error_table, iteration_errors, only_gpu
+from itercast.eval.results import CaseResult
+from itercast.microbench.store import read_rows, write_atomic, write_part
 
 DATASETS = Path(__file__).parents[2] / "datasets"
 CPU = "intel-xeon-2.50ghz-2c"

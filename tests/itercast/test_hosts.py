@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from microbench.hardware.host import load_host
+from itercast.microbench.hardware.host import load_host
 
 run = CliRunner()
 MODEL = ("gpt-s", "--gpu", "h100-sxm-80gb", "--dtype", "bf16", "--batch", "1")

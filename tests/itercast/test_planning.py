@@ -9,10 +9,10 @@ import pytest
 from plan_case import GPU, search_of
 from typer.testing import CliRunner
 
-from compose.search import best_plans
-from compose.shared_search import open_study, shared_search
 from itercast.__main__ import app
-from learners.bundle import Bundle
+from itercast.compose.search import best_plans
+from itercast.compose.shared_search import open_study, shared_search
+from itercast.learners.bundle import Bundle
 
 run = CliRunner()
 

@@ -14,13 +14,13 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from compose.target import find_target
 from itercast.__main__ import app
-from learners.bundle import Bundle
-from learners.train import train_family
-from microbench.hardware.machine import cpu_name
-from microbench.hardware.spec import Gpu
-from microbench.ops import families
+from itercast.compose.target import find_target
+from itercast.learners.bundle import Bundle
+from itercast.learners.train import train_family
+from itercast.microbench.hardware.machine import cpu_name
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops import families
 
 ROOT = Path(__file__).parent.parent.parent
 KEYS = {

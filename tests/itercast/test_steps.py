@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from itercast.commands.shared import report_table
-from learners.models.compared import NAMES
+from itercast.learners.models.compared import NAMES
 
 
 def printed(report: dict[str, Any]) -> str:

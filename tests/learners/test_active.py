@@ -11,15 +11,20 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from learners.active import disagreement, next_pass, point_ids, sampling_keys
-from learners.models.training_table import Table
-from microbench.hardware.spec import load_gpu
-from microbench.store import read_rows, write_atomic, write_part
-from microbench.sweep import scheduler as sweep_module
-from microbench.sweep.captured_points import check_points, points_path, read_points, write_points
-from microbench.sweep.collect import collect
-from microbench.sweep.gpu_space import grid, on_gpu
-from microbench.sweep.orders import WorkerOrder
+from itercast.learners.active import disagreement, next_pass, point_ids, sampling_keys
+from itercast.learners.models.training_table import Table
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.store import read_rows, write_atomic, write_part
+from itercast.microbench.sweep import scheduler as sweep_module
+from itercast.microbench.sweep.captured_points import (
+    check_points,
+    points_path,
+    read_points,
+    write_points,
+)
+from itercast.microbench.sweep.collect import collect
+from itercast.microbench.sweep.gpu_space import grid, on_gpu
+from itercast.microbench.sweep.orders import WorkerOrder
 
 H100 = load_gpu("h100-sxm-80gb")
 COST_S = 0.03
@@ -71,7 +76,7 @@ def test_a_pass_fills_its_budget_with_new_points(
     first_pass: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0.9 s at 30 ms a point are thirty."""
-    monkeypatch.setattr("learners.active.CANDIDATES", 400)
+    monkeypatch.setattr("itercast.learners.active.CANDIDATES", 400)
     found = next_pass([first_pass], H100.name, None, 0.9, seed=1)
     assert set(found) == {"norm"}
     assert len(found["norm"]) == len(set(found["norm"])) == pytest.approx(30, abs=1)

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from learners.calibrate import host_of_events
+from itercast.learners.calibrate import host_of_events
 
 
 def row(op: str, time_us: float, **more: Any) -> dict[str, Any]:

@@ -10,15 +10,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from learners.bundle import Bundle
-from learners.compare import learner_models, tile_waves
-from learners.family_model import FamilyModel, prepare
-from learners.models.compared import LEARNERS, NAMES, Inputs
-from learners.models.tile_network import fit_tiles
-from learners.train import errors, train
-from microbench.hardware.spec import Gpu
-from microbench.ops.matrix import gemm
-from microbench.store import write_card, write_part
+from itercast.learners.bundle import Bundle
+from itercast.learners.compare import learner_models, tile_waves
+from itercast.learners.family_model import FamilyModel, prepare
+from itercast.learners.models.compared import LEARNERS, NAMES, Inputs
+from itercast.learners.models.tile_network import fit_tiles
+from itercast.learners.train import errors, train
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.matrix import gemm
+from itercast.microbench.store import write_card, write_part
 
 TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 

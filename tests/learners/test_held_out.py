@@ -8,11 +8,16 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from learners.family_model import learn, prepare
-from learners.held_out import has_held_out, held_out_forecasts, load_held_out, save_held_out
-from learners.models.trees import default_options
-from microbench.hardware.spec import load_gpu
-from microbench.ops import families
+from itercast.learners.family_model import learn, prepare
+from itercast.learners.held_out import (
+    has_held_out,
+    held_out_forecasts,
+    load_held_out,
+    save_held_out,
+)
+from itercast.learners.models.trees import default_options
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.ops import families
 
 GPU = load_gpu("h100-sxm-80gb")
 HELD = (8, 30, 31)  # 8 is measured again in row 30; 31 is larger than all others

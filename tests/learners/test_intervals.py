@@ -7,14 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
-from learners.family_model import prepare
-from learners.intervals import log_error, quick_model_with_intervals
-from learners.models.trees import default_options
-from learners.train import hardware_of, usable_rows
-from learners.transfer.offsets import OUTSIDE_WIDENING, offsets_of_rows
-from microbench.hardware.spec import load_gpu
-from microbench.ops import families
+from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
+from itercast.learners.family_model import prepare
+from itercast.learners.intervals import log_error, quick_model_with_intervals
+from itercast.learners.models.trees import default_options
+from itercast.learners.train import hardware_of, usable_rows
+from itercast.learners.transfer.offsets import OUTSIDE_WIDENING, offsets_of_rows
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.ops import families
 
 DATASETS = Path(__file__).parents[2] / "datasets"
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from learners.bundle import SHIPPED, SHIPPED_CPU
-from learners.known_bundles import find_bundle
+from itercast.learners.bundle import SHIPPED, SHIPPED_CPU
+from itercast.learners.known_bundles import find_bundle
 
 
 def test_a_name_leads_to_the_bundle_that_knows_it(

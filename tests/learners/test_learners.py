@@ -11,15 +11,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from learners.bundle import Bundle
-from learners.features.table import shape_groups
-from learners.models.training_table import group_split
-from learners.score_file import read_file, write_forecasts
-from learners.train import errors, train
-from microbench.hardware.spec import Gpu, load_gpu
-from microbench.ops.matrix import gemm
-from microbench.ops.step import host
-from microbench.store import write_card, write_part
+from itercast.learners.bundle import Bundle
+from itercast.learners.features.table import shape_groups
+from itercast.learners.models.training_table import group_split
+from itercast.learners.score_file import read_file, write_forecasts
+from itercast.learners.train import errors, train
+from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.ops.matrix import gemm
+from itercast.microbench.ops.step import host
+from itercast.microbench.store import write_card, write_part
 
 TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 

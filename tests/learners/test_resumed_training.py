@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learners.models import trees
-from learners.models.training_table import Table
+from itercast.learners.models import trees
+from itercast.learners.models.training_table import Table
 
 PATIENCE_S = 60
 # What the process runs that is killed: more trials than it can finish.

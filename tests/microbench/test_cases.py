@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from microbench.capture.log import capture_step
-from microbench.cases.others import OTHERS
-from microbench.cases.registry import case, case_names
-from microbench.iterations.collect import iteration_of
-from microbench.iterations.measure import PHASES, Iteration, measure_iteration
-from microbench.opcall import TensorSpec
-from microbench.step import StepSettings
+from itercast.microbench.capture.log import capture_step
+from itercast.microbench.cases.others import OTHERS
+from itercast.microbench.cases.registry import case, case_names
+from itercast.microbench.iterations.collect import iteration_of
+from itercast.microbench.iterations.measure import PHASES, Iteration, measure_iteration
+from itercast.microbench.opcall import TensorSpec
+from itercast.microbench.step import StepSettings
 
 MEASURED = [n for n in case_names() if case(n).measured]
 
@@ -102,7 +102,9 @@ def test_experts_share_the_tokens_evenly() -> None:
 
 
 def test_names_need_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import microbench.cases.registry as r; "
+    code = (
+        "import sys; sys.modules['torch'] = None; import itercast.microbench.cases.registry as r; "
+    )
     done = subprocess.run([sys.executable, "-c", code + "print(len(r.case_names()))"], check=True)
     assert done.returncode == 0
 

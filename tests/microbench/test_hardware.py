@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from microbench.hardware.names import NAMES, gpu_named
-from microbench.hardware.node import Node, load_node, node_named, node_names
-from microbench.hardware.spec import HERE, gpu_names, load_gpu
+from itercast.microbench.hardware.names import NAMES, gpu_named
+from itercast.microbench.hardware.node import Node, load_node, node_named, node_names
+from itercast.microbench.hardware.spec import HERE, gpu_names, load_gpu
 
 PROMISED = [
     "p4",

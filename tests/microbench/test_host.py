@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from microbench.assumptions import leaving_out
-from microbench.hardware.host import (
+from itercast.microbench.assumptions import leaving_out
+from itercast.microbench.hardware.host import (
     REFERENCE,
     HostMachine,
     call_launches,
@@ -57,7 +57,7 @@ def test_shipped_hosts_say_what_they_were_fitted_on() -> None:
     for name in host_names():
         found = load_host(name)
         assert found.sources, name
-        assert "python -m eval.public.hosts" in found.source
+        assert "python -m itercast.eval.public.hosts" in found.source
     usual = load_host()
     slowdowns = sorted(load_host(name).slowdown for name in host_names())
     assert slowdowns[0] < usual.slowdown < slowdowns[-1]

@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compose.capture_model import capture
-from compose.pricing.optimizer import STATE_COPIES, fused_update, scaled_update
-from compose.pricing.price_book import priceable
-from compose.target import find_target, forecast_step
-from microbench.lamb import DECAY, Lamb
-from microbench.opcall import StepCapture
-from microbench.ops import find_family
-from microbench.ops.step.optimizer import OptimizerOp, bytes_moved
+from itercast.compose.capture_model import capture
+from itercast.compose.pricing.optimizer import STATE_COPIES, fused_update, scaled_update
+from itercast.compose.pricing.price_book import priceable
+from itercast.compose.target import find_target, forecast_step
+from itercast.microbench.lamb import DECAY, Lamb
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.ops import find_family
+from itercast.microbench.ops.step.optimizer import OptimizerOp, bytes_moved
 
 
 def small(optimizer: str, inputs: int = 1000, outputs: int = 100) -> StepCapture:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from compose.predict import predict
-from microbench.cases.recommenders.catalogue import ITEMS, MLPERF, MULTI_HOT, RECOMMENDERS
-from microbench.cases.recommenders.ranking import CrossNetwork, DeepFm
-from microbench.cases.recommenders.sequences import Hstu
-from microbench.cases.registry import case, case_names
-from microbench.step import StepSettings, make_step
+from itercast.compose.predict import predict
+from itercast.microbench.cases.recommenders.catalogue import ITEMS, MLPERF, MULTI_HOT, RECOMMENDERS
+from itercast.microbench.cases.recommenders.ranking import CrossNetwork, DeepFm
+from itercast.microbench.cases.recommenders.sequences import Hstu
+from itercast.microbench.cases.registry import case, case_names
+from itercast.microbench.step import StepSettings, make_step
 
 BOTTOM = 13 * 512 + 512 + 512 * 256 + 256 + 256 * 128 + 128
 OVER = 1024 * 1024 + 1024 + 1024 * 512 + 512 + 512 * 256 + 256 + 256 + 1

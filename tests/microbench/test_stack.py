@@ -2,10 +2,10 @@
 
 import pytest
 
-from compose.graph.attention_kernels import KERNELS
-from learners.transfer.source_gpus import pick_stack
-from microbench.hardware.spec import gpu_names, load_gpu
-from microbench.hardware.stack import (
+from itercast.compose.graph.attention_kernels import KERNELS
+from itercast.learners.transfer.source_gpus import pick_stack
+from itercast.microbench.hardware.spec import gpu_names, load_gpu
+from itercast.microbench.hardware.stack import (
     USUAL,
     asked_stack,
     known_stacks,

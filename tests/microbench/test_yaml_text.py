@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from microbench.hardware.spec import HERE
-from microbench.yaml_text import load_yaml
+from itercast.microbench.hardware.spec import HERE
+from itercast.microbench.yaml_text import load_yaml
 
 
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- ", "-\t", "? "])

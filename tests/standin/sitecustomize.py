@@ -1,6 +1,7 @@
 """A rehearsal of GPU runs on a CPU:
 
-    PYTHONPATH=tests/standin:. python -m microbench.campaign --budget 60s --out /tmp/rehearsal
+    PYTHONPATH=tests/standin python -m itercast.microbench.campaign --budget 60s \\
+        --out /tmp/rehearsal
 
 On PYTHONPATH this stands in for ``torch.cuda`` in every process: tensors of device "cuda" are made
 on the CPU, events read the host's clock. The GPU is called "standin"; its times mean nothing.
@@ -152,7 +153,7 @@ def make_points_small(module: Any) -> None:
 
 def make_iterations_few(module: Any) -> None:
     """Two of tiny models, and a graph, which fails here."""
-    from microbench.iterations.measure import Iteration
+    from itercast.microbench.iterations.measure import Iteration
 
     tiny = {"case": "mlp-s", "dtype": "fp32", "optimizer": "sgd"}
     listed = [Iteration(batch=n, **tiny) for n in (2, 4)]
@@ -169,14 +170,14 @@ def leave_out_long_products(module: Any) -> None:
 
 AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "torch": stand_in_for_cuda,
-    "microbench.sweep.gpu_chunks": make_chunks_short,
-    "microbench.sweep.scheduler": make_points_few,
-    "microbench.timing.kernels": leave_out_profiles,
-    "microbench.timing.cuda_device": make_the_device_quick,
-    "microbench.sweep.gpu_space": make_points_small,
-    "microbench.iterations.gpu_list": make_iterations_few,
-    "microbench.iterations.measure": make_timing_short,
-    "microbench.sweep.sustained": leave_out_long_products,
+    "itercast.microbench.sweep.gpu_chunks": make_chunks_short,
+    "itercast.microbench.sweep.scheduler": make_points_few,
+    "itercast.microbench.timing.kernels": leave_out_profiles,
+    "itercast.microbench.timing.cuda_device": make_the_device_quick,
+    "itercast.microbench.sweep.gpu_space": make_points_small,
+    "itercast.microbench.iterations.gpu_list": make_iterations_few,
+    "itercast.microbench.iterations.measure": make_timing_short,
+    "itercast.microbench.sweep.sustained": leave_out_long_products,
 }
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from microbench.assumptions import assumed
+from itercast.microbench.assumptions import assumed
 
 PER_SAMPLE = (
     *("ForSequenceClassification", "ForImageClassification", "ForVideoClassification"),

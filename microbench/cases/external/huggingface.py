@@ -14,8 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from microbench.cases.evalcase import EvalCase
-from microbench.cases.external.hf_inputs import make_inputs
+from itercast.microbench.cases.evalcase import EvalCase
+from itercast.microbench.cases.external.hf_inputs import make_inputs
 
 # Settings of a configuration file that are ignored: code to run, dtypes, caches, attention.
 DROPPED = (
@@ -102,13 +102,13 @@ def _adapted(model: Any, rank: int) -> Any:
     """The model, with adapters if they have a rank."""
     if not rank:
         return model
-    from microbench.cases.external.lora import adapt  # lazy: names need no torch
+    from itercast.microbench.cases.external.lora import adapt  # lazy: names need no torch
 
     return adapt(model, rank)
 
 
 def _timm_case(read: HfConfig) -> EvalCase:
-    from microbench.cases.external import timm_config  # lazy: names need no torch
+    from itercast.microbench.cases.external import timm_config  # lazy: names need no torch
 
     return EvalCase(
         name=read.name,
@@ -184,7 +184,7 @@ def _built(kind: Any, config: Any) -> Any:
     from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.utils._python_dispatch import _disable_current_modes
 
-    from microbench.capture.fake import fake_module  # lazy, as torch
+    from itercast.microbench.capture.fake import fake_module  # lazy, as torch
 
     try:
         return kind(config)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from microbench.assumptions import assumed
+from itercast.microbench.assumptions import assumed
 
 TARGETS: dict[str, list[str]] = assumed(__file__, "targets")
 

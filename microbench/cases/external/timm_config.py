@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from microbench.assumptions import assumed
-from microbench.capture.fake import build_fake_else_real, fake_module
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.capture.fake import build_fake_else_real, fake_module
 
 CLASSES = 1000  # of ImageNet
 IMAGE_SHAPE = assumed(__file__, "image_shape")

@@ -16,13 +16,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from microbench.capture.facts import is_small_integer
-from microbench.capture.fake import build_fake_else_real, fake_module, fake_tensor
-from microbench.capture.log import capture_step
-from microbench.capture.sparse import check_layouts
-from microbench.cases.external.hf_inputs import make_inputs
-from microbench.opcall import StepCapture
-from microbench.step import StepSettings
+from itercast.microbench.capture.facts import is_small_integer
+from itercast.microbench.capture.fake import build_fake_else_real, fake_module, fake_tensor
+from itercast.microbench.capture.log import capture_step
+from itercast.microbench.capture.sparse import check_layouts
+from itercast.microbench.cases.external.hf_inputs import make_inputs
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.step import StepSettings
 
 OUR_CODE = Path(__file__).parents[2]  # the package microbench
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from microbench.cases.models.vision import convolution
+from itercast.microbench.cases.models.vision import convolution
 
 
 class Excitation(nn.Module):

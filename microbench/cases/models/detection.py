@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from microbench.cases.models.vision import Residual, convolution
+from itercast.microbench.cases.models.vision import Residual, convolution
 
 BOXES = (4, 6, 6, 6, 4, 4)  # boxes per pixel of each feature map
 INNER, OUTER = (256, 256, 128, 128, 128), (1024, 512, 512, 256, 256, 256)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from microbench.cases.models.small import Perceptron
+from itercast.microbench.cases.models.small import Perceptron
 
 
 class DenseDlrm(nn.Module):

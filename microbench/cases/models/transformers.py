@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from microbench.cases.models.moe import Experts
+from itercast.microbench.cases.models.moe import Experts
 
 
 class RMSNorm(nn.Module):

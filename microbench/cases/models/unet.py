@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from microbench.cases.models.vision import convolution
+from itercast.microbench.cases.models.vision import convolution
 
 
 class Double(nn.Module):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from microbench.cases.models.transformers import Block
+from itercast.microbench.cases.models.transformers import Block
 
 
 class Vit(nn.Module):

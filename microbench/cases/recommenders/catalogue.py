@@ -6,8 +6,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from microbench.cases.evalcase import EvalCase
-from microbench.cases.kinds import clicks
+from itercast.microbench.cases.evalcase import EvalCase
+from itercast.microbench.cases.kinds import clicks
 
 FEATURES = 13  # dense ones of Criteo's logs
 # Rows of MLPerf's tables, Criteo Terabyte with at most 40 million rows each, and lookups a sample
@@ -33,7 +33,7 @@ NEGATIVES = 128
 
 def _builder(module: str, name: str, **sizes: Any) -> Callable[[], Any]:
     def build() -> Any:
-        path = f"microbench.cases.recommenders.{module}"
+        path = f"itercast.microbench.cases.recommenders.{module}"
         return getattr(importlib.import_module(path), name)(**sizes)
 
     return build

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from microbench.cases.models.small import Perceptron
+from itercast.microbench.cases.models.small import Perceptron
 
 
 class Tables(nn.Module):

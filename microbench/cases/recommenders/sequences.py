@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from microbench.cases.models.small import Perceptron
+from itercast.microbench.cases.models.small import Perceptron
 
 
 class TwoTower(nn.Module):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from microbench.hardware.names import gpu_named
-from microbench.importers.base import text_of
+from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.importers.base import text_of
 
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 HOLE = re.compile(r"\{([^{}]+)\}")

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from microbench.importers.base import MAX_SIZE, Imported, RowCollector, positive, refuse
-from microbench.importers.mapped.conversions import Cells
-from microbench.importers.mapped.source import CLOSED, Rule, Skip, Source, Table
-from microbench.importers.mapped.tables import read_table
-from microbench.ops import families
+from itercast.microbench.importers.base import MAX_SIZE, Imported, RowCollector, positive, refuse
+from itercast.microbench.importers.mapped.conversions import Cells
+from itercast.microbench.importers.mapped.source import CLOSED, Rule, Skip, Source, Table
+from itercast.microbench.importers.mapped.tables import read_table
+from itercast.microbench.ops import families
 
 TABLES = (".csv", ".csv.gz", ".parquet")
 ITERATION_SIZES = ("batch", "world_size")

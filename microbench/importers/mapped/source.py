@@ -10,11 +10,11 @@ from typing import Any
 
 import yaml
 
-from microbench.importers.base import About
-from microbench.importers.mapped.conversions import columns_of
-from microbench.opcall import ITEMSIZE_BYTES
-from microbench.ops import families
-from microbench.yaml_text import OwnLoader
+from itercast.microbench.importers.base import About
+from itercast.microbench.importers.mapped.conversions import columns_of
+from itercast.microbench.opcall import ITEMSIZE_BYTES
+from itercast.microbench.ops import families
+from itercast.microbench.yaml_text import OwnLoader
 
 HERE = Path(__file__).parent
 ROW_COLUMNS = ("op", "gpu", "stack", "timer", "dtype", "time_us")  # that every row states

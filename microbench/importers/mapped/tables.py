@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from microbench.importers.base import RowCollector, Unreadable, read_text
-from microbench.importers.mapped.source import JSON, Table
-from microbench.importers.parquet import read_parquet
+from itercast.microbench.importers.base import RowCollector, Unreadable, read_text
+from itercast.microbench.importers.mapped.source import JSON, Table
+from itercast.microbench.importers.parquet import read_parquet
 
 MAX_KEYS = 200  # of the objects in a column of JSON
 

@@ -9,12 +9,20 @@ from typing import Any
 
 import pandas as pd
 
-from microbench.assumptions import assumed
-from microbench.hardware.names import gpu_named
-from microbench.importers.base import About, Imported, RowCollector, number, positive, refuse, whole
-from microbench.importers.published.models import Model, model_of
-from microbench.importers.published.plans import network_doubt, plan_of
-from microbench.importers.published.timm_models import timm_config
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.importers.base import (
+    About,
+    Imported,
+    RowCollector,
+    number,
+    positive,
+    refuse,
+    whole,
+)
+from itercast.microbench.importers.published.models import Model, model_of
+from itercast.microbench.importers.published.plans import network_doubt, plan_of
+from itercast.microbench.importers.published.timm_models import timm_config
 
 ABOUT = About(
     source="iterations",

@@ -10,8 +10,15 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from microbench.hardware.names import gpu_named
-from microbench.importers.base import About, Imported, RowCollector, positive, refuse, text_of
+from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.importers.base import (
+    About,
+    Imported,
+    RowCollector,
+    positive,
+    refuse,
+    text_of,
+)
 
 ABOUT = About(
     source="kernelbench",
@@ -20,8 +27,8 @@ ABOUT = About(
     conventions=(
         "time_us is the mean of 100 calls, each timed by CUDA events after a synchronise: the "
         "host's launch is in it. problem_source is the module's text, to be interpreted "
-        "(microbench.cases.external.problem), never executed. Neither eval() nor autograd; fp32, "
-        "convolutions in TF32."
+        "(itercast.microbench.cases.external.problem), never executed. Neither eval() nor "
+        "autograd; fp32, convolutions in TF32."
     ),
 )
 TIMINGS = "timing_all_history.csv.gz"

@@ -10,8 +10,8 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from microbench.assumptions import assumed
-from microbench.importers.base import (
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.importers.base import (
     About,
     Imported,
     RowCollector,
@@ -21,15 +21,15 @@ from microbench.importers.base import (
     refuse,
     whole,
 )
-from microbench.importers.published.megatron_models import (
+from itercast.microbench.importers.published.megatron_models import (
     ENGINE,
     Flags,
     attention_of,
     kind_of,
     model_of,
 )
-from microbench.importers.published.plans import sharded
-from microbench.yaml_text import load_yaml
+from itercast.microbench.importers.published.plans import sharded
+from itercast.microbench.yaml_text import load_yaml
 
 ABOUT = About(
     source="megatron-lm",

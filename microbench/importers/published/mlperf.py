@@ -11,12 +11,20 @@ from typing import Any
 
 import pandas as pd
 
-from microbench.assumptions import assumed
-from microbench.hardware.names import gpu_named
-from microbench.hardware.node import USUAL_GPUS_PER_NODE, node_named
-from microbench.hardware.spec import load_gpu
-from microbench.importers.base import About, Imported, RowCollector, number, refuse, text_of, whole
-from microbench.importers.published.models import BERT
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, node_named
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.importers.base import (
+    About,
+    Imported,
+    RowCollector,
+    number,
+    refuse,
+    text_of,
+    whole,
+)
+from itercast.microbench.importers.published.models import BERT
 
 ABOUT = About(
     source="mlperf-training",

@@ -10,8 +10,8 @@ from typing import Any
 
 import pandas as pd
 
-from microbench.hardware.names import gpu_named
-from microbench.importers.base import About, Imported, RowCollector, number, refuse, whole
+from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.importers.base import About, Imported, RowCollector, number, refuse, whole
 
 ABOUT = About(
     source="peft",

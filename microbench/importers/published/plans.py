@@ -1,4 +1,4 @@
-"""Parses published parallel plans into plan text as in ``compose.parallel.plan``."""
+"""Parses published parallel plans into plan text as in ``itercast.compose.parallel.plan``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from microbench.assumptions import assumed
-from microbench.hardware.node import node_named
-from microbench.importers.base import whole
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.node import node_named
+from itercast.microbench.importers.base import whole
 
 RECOMPUTE = {
     "true": "full",

@@ -9,8 +9,8 @@ from typing import Any
 
 import pandas as pd
 
-from microbench.assumptions import assumed
-from microbench.importers.base import (
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.importers.base import (
     About,
     Imported,
     RowCollector,
@@ -19,13 +19,13 @@ from microbench.importers.base import (
     refuse,
     whole,
 )
-from microbench.importers.published.megatron_models import (
+from itercast.microbench.importers.published.megatron_models import (
     DROPOUT,
     ENGINE,
     VOCABULARIES,
     padded_vocabulary,
 )
-from microbench.importers.published.models import gpt2_config
+from itercast.microbench.importers.published.models import gpt2_config
 
 ABOUT = About(
     source="vtrain",

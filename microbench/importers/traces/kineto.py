@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from microbench.hardware.names import gpu_named
-from microbench.importers.base import (
+from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.importers.base import (
     About,
     Hints,
     Imported,
@@ -22,8 +22,8 @@ from microbench.importers.base import (
     refuse,
     whole,
 )
-from microbench.importers.traces.kineto_ops import answered, describe
-from microbench.importers.traces.kineto_tree import Trace, join, parse
+from itercast.microbench.importers.traces.kineto_ops import answered, describe
+from itercast.microbench.importers.traces.kineto_tree import Trace, join, parse
 
 ABOUT = About(
     source="kineto",

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from microbench.opcall import OpCall, TensorSpec
-from microbench.ops import families
+from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.ops import families
 
 DTYPES = {
     "float": "fp32",

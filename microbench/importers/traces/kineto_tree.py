@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from microbench.importers.base import Unreadable, number, parsed_json, text_of
+from itercast.microbench.importers.base import Unreadable, number, parsed_json, text_of
 
 OPS = ("cpu_op", "Operator", "operator", "user_annotation")
 KERNELS = ("kernel", "Kernel", "gpu_memcpy", "gpu_memset", "Memcpy", "Memset")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from microbench.hardware.names import gpu_named
-from microbench.importers.base import About, Imported, RowCollector, number, refuse, whole
-from microbench.importers.traces.kineto_ops import answered, describe
+from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.importers.base import About, Imported, RowCollector, number, refuse, whole
+from itercast.microbench.importers.traces.kineto_ops import answered, describe
 
 ABOUT = About(
     source="kineto-traces",

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from microbench.hardware.spec import Gpu
-from microbench.ops.family import (
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Workload,
     itemsize_bytes,
     log_uniform,
 )
-from microbench.ops.lookup.random_streams import (
+from itercast.microbench.ops.lookup.random_streams import (
     LINE_BYTES,
     draw_stream,
     stream_features,
@@ -40,7 +40,7 @@ class BatchedBags:
     """One call on ``tables`` equal tables, each (rows, dim) with ``lookups`` of ``bags`` bags.
 
     ``op``: forward, or the backward pass with the update of an optimizer. The stream of each
-    table is that of ``microbench.ops.lookup.random_streams``; ``spread`` of bags' lengths.
+    table is that of ``itercast.microbench.ops.lookup.random_streams``; ``spread`` of bags' lengths.
     """
 
     op: str

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall
-from microbench.ops.family import (
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
@@ -21,8 +21,8 @@ from microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
-from microbench.ops.memory.elementwise import memory_copy
-from microbench.ops.sizes import resize_along
+from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.sizes import resize_along
 
 LOOKUP_THREADS: int = assumed(__file__, "lookup_threads")
 

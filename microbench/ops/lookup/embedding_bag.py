@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall
-from microbench.ops.family import (
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
@@ -21,15 +21,15 @@ from microbench.ops.family import (
     repeated,
     torch_dtype,
 )
-from microbench.ops.lookup.index_calls import IndexOp
-from microbench.ops.lookup.random_streams import (
+from itercast.microbench.ops.lookup.index_calls import IndexOp
+from itercast.microbench.ops.lookup.random_streams import (
     LINE_BYTES,
     draw_stream,
     stream_features,
     table_features,
     with_random_stream,
 )
-from microbench.ops.sizes import aligned
+from itercast.microbench.ops.sizes import aligned
 
 MODES = ("sum", "mean", "max")  # as numbered by aten
 OPS = ("forward", "backward", "sparse_backward")
@@ -49,11 +49,11 @@ class EmbeddingBag:
     holds a row per lookup.
 
     The index stream: ``unique`` distinct rows, looked up as often as the histogram ``reuse`` says
-    (see ``microbench.ops.lookup.reuse``). Where ``reuse`` is empty, rows are drawn with the Zipf
-    exponent ``skew``, 0 for uniform; a share ``repeats`` of them repeats one of the 1,024 before.
-    ``spread``: standard deviation of the bags' lengths over their mean. ``weighted``: rows are
-    multiplied by a weight per lookup. ``tables``: as many equal tables are looked up one after the
-    other, as in recommenders; all else is that of one call, and so is the time.
+    (see ``itercast.microbench.ops.lookup.reuse``). Where ``reuse`` is empty, rows are drawn with
+    the Zipf exponent ``skew``, 0 for uniform; a share ``repeats`` of them repeats one of the 1,024
+    before. ``spread``: standard deviation of the bags' lengths over their mean. ``weighted``: rows
+    are multiplied by a weight per lookup. ``tables``: as many equal tables are looked up one after
+    the other, as in recommenders; all else is that of one call, and so is the time.
     """
 
     op: str

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from microbench.hardware.spec import Gpu
-from microbench.ops.family import (
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Workload,
@@ -18,8 +18,8 @@ from microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
-from microbench.ops.lookup.index_calls import ANSWERS, IndexOp
-from microbench.ops.sizes import MAX_NUMEL, aligned, spread
+from itercast.microbench.ops.lookup.index_calls import ANSWERS, IndexOp
+from itercast.microbench.ops.sizes import MAX_NUMEL, aligned, spread
 
 ELEMENTWISE_INDEX = ("gather", "scatter", "scatter_", "scatter_add", "scatter_add_")
 SLICE_INDEX = ("index_select", "index", "index_add", "index_add_")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.opcall import OpCall, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

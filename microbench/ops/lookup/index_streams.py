@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from microbench.ops.lookup.reuse import histogram, histogram_text
+from itercast.microbench.ops.lookup.reuse import histogram, histogram_text
 
 MAX_SKEW = 10.0
 UNREADABLE = (RuntimeError, EOFError, OSError, KeyError)

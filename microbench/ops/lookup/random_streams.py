@@ -1,8 +1,9 @@
 """Random index streams for measurements, of points of any family that looks rows up, and features.
 
 Such a point has ``rows``, ``lookups`` and its stream: ``unique`` distinct rows, looked up as often
-as the histogram ``reuse`` says (``microbench.ops.lookup.reuse``); where that is empty, rows drawn
-with the Zipf exponent ``skew``, of which a share ``repeats`` repeats one of the 1,024 before.
+as the histogram ``reuse`` says (``itercast.microbench.ops.lookup.reuse``); where that is empty,
+rows drawn with the Zipf exponent ``skew``, of which a share ``repeats`` repeats one of the 1,024
+before.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from microbench.ops.lookup.reuse import (
+from itercast.microbench.ops.lookup.reuse import (
     LEAST,
     MOST,
     draw_indices,

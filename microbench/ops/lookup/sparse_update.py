@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall
-from microbench.ops.family import (
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
@@ -26,9 +26,9 @@ from microbench.ops.family import (
     repeated,
     torch_dtype,
 )
-from microbench.ops.lookup.embedding_bag import one_after_the_other
-from microbench.ops.lookup.index_calls import IndexOp
-from microbench.ops.lookup.random_streams import (
+from itercast.microbench.ops.lookup.embedding_bag import one_after_the_other
+from itercast.microbench.ops.lookup.index_calls import IndexOp
+from itercast.microbench.ops.lookup.random_streams import (
     LINE_BYTES,
     draw_rows,
     stream_features,
@@ -36,8 +36,8 @@ from microbench.ops.lookup.random_streams import (
     unique_rows,
     with_random_stream,
 )
-from microbench.ops.memory.elementwise import memory_copy
-from microbench.ops.sizes import spread
+from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.sizes import spread
 
 OPS = ("sgd", "adagrad", "adam")  # torch.optim.SGD, Adagrad, SparseAdam
 COALESCED = ("adagrad", "adam")
@@ -56,8 +56,8 @@ class SparseUpdate:
     """One step of the optimizer ``op`` on a (rows, dim) table with a gradient of ``lookups`` rows.
 
     ``skew``, ``repeats``, ``unique`` and ``reuse`` are those of the index stream, see
-    ``microbench.ops.lookup.random_streams``. ``tables``: as many equal tables are updated one after
-    the other; all else is that of one of them, and so is the time.
+    ``itercast.microbench.ops.lookup.random_streams``. ``tables``: as many equal tables are updated
+    one after the other; all else is that of one of them, and so is the time.
     """
 
     op: str

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall
-from microbench.ops.family import (
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
@@ -23,7 +23,7 @@ from microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
-from microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, aligned, tile_edge_or_any
+from itercast.microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, aligned, tile_edge_or_any
 
 BACKWARD_OVER_FORWARD: float = assumed(__file__, "backward_over_forward")
 MAX_FLOPS = 8e9

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall
-from microbench.ops.family import (
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
@@ -21,11 +21,17 @@ from microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
-from microbench.ops.matrix.conv_layers import KINDS
-from microbench.ops.matrix.gemm import TENSOR_CORES, Gemm
-from microbench.ops.memory.elementwise import memory_copy
-from microbench.ops.memory.instructions import copy_with_instructions
-from microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, MAX_PIXELS_A_SIDE, MAX_SIDE, aligned
+from itercast.microbench.ops.matrix.conv_layers import KINDS
+from itercast.microbench.ops.matrix.gemm import TENSOR_CORES, Gemm
+from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.memory.instructions import copy_with_instructions
+from itercast.microbench.ops.sizes import (
+    MATMUL_DTYPES,
+    MAX_BATCH,
+    MAX_PIXELS_A_SIDE,
+    MAX_SIDE,
+    aligned,
+)
 
 MAX_FLOPS = 3e9
 MAX_GROUPED_FLOPS = 2e8  # grouped kernels reach a fraction of the peak

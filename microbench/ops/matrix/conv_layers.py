@@ -1,6 +1,7 @@
 """Draws convolution layers as ResNets, U-Nets, ViTs, MobileNets, audio and small CNNs have them.
 
-A layer is a mapping of fields of ``microbench.ops.matrix.conv.Conv``, without batch and direction.
+A layer is a mapping of fields of ``itercast.microbench.ops.matrix.conv.Conv``, without batch and
+direction.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from microbench.ops.family import log_uniform
+from itercast.microbench.ops.family import log_uniform
 
 
 def _channels(rng: np.random.Generator, low: int, high: int) -> int:

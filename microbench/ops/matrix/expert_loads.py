@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from microbench.assumptions import assumed
+from itercast.microbench.assumptions import assumed
 
 Array = Any  # numpy arrays of float
 DRAWS = 16  # of the experts' popularity, to take the mean over

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.ops.family import (
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Workload,
@@ -26,8 +26,8 @@ from microbench.ops.family import (
     repeated,
     torch_dtype,
 )
-from microbench.ops.matrix.expert_loads import summed
-from microbench.ops.sizes import MAX_ROWS, resize_along
+from itercast.microbench.ops.matrix.expert_loads import summed
+from itercast.microbench.ops.sizes import MAX_ROWS, resize_along
 
 # Products with matrices of hidden x inner numbers, by op.
 MATRICES = {"layer": 3, "gate_up": 2, "down": 1, "down_full": 3}

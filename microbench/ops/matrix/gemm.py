@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, TensorSpec
-from microbench.ops.family import (
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
@@ -23,8 +23,8 @@ from microbench.ops.family import (
     repeated,
     torch_dtype,
 )
-from microbench.ops.memory.elementwise import memory_copy
-from microbench.ops.sizes import MAX_SIDE, aligned, tile_edge_or_any
+from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.sizes import MAX_SIDE, aligned, tile_edge_or_any
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64))
 LARGE: int = assumed(__file__, "large_side")

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall
-from microbench.ops.family import (
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
@@ -25,9 +25,9 @@ from microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
-from microbench.ops.matrix.gemm import Gemm
-from microbench.ops.memory.elementwise import memory_copy
-from microbench.ops.sizes import MAX_BATCH, resize_along
+from itercast.microbench.ops.matrix.gemm import Gemm
+from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.sizes import MAX_BATCH, resize_along
 
 GATES = 4  # input, forget, cell, output
 MODE = 2  # an LSTM's number among recurrent networks, in torch and cuDNN

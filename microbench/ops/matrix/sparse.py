@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from microbench.hardware.spec import Gpu
-from microbench.opcall import INDEX_BYTES, OpCall, TensorSpec
-from microbench.ops.family import (
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import INDEX_BYTES, OpCall, TensorSpec
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
@@ -25,11 +25,11 @@ from microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
-from microbench.ops.lookup.embedding_bag import EmbeddingBag
-from microbench.ops.lookup.index_calls import IndexOp
-from microbench.ops.lookup.random_streams import zipf_indices
-from microbench.ops.memory.elementwise import memory_copy
-from microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
+from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
+from itercast.microbench.ops.lookup.index_calls import IndexOp
+from itercast.microbench.ops.lookup.random_streams import zipf_indices
+from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
 
 LAYOUTS = {"csr": 0.45, "csc": 0.25, "coo": 0.3}  # share of swept products
 MAX_NNZ = 2**21

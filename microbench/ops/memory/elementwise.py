@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, TensorSpec
-from microbench.ops.family import (
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Part,
@@ -22,8 +22,8 @@ from microbench.ops.family import (
     repeated,
     torch_dtype,
 )
-from microbench.ops.memory import elementwise_names as known
-from microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
+from itercast.microbench.ops.memory import elementwise_names as known
+from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
 
 FORMS = {"same": 0.5, "scalar": 0.14, "row": 0.12, "col": 0.08, "strided": 0.08, "transposed": 0.08}
 KINDS = [(op, 1) for op in known.UNARY] + [(op, 2) for op in known.BINARY]

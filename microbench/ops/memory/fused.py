@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall
-from microbench.ops.family import (
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
@@ -22,8 +22,8 @@ from microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
-from microbench.ops.memory.elementwise import memory_copy
-from microbench.ops.memory.norm import RESIDENT_BLOCKS
+from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.memory.norm import RESIDENT_BLOCKS
 
 CALL = "itercast.fused"
 MAX_ELEMENTS = 2**23

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.ops.family import Part
-from microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.family import Part
+from itercast.microbench.ops.memory.elementwise import memory_copy
 
 INTEGER_LANES: int = assumed(__file__, "integer_lanes")
 

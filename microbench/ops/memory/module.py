@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.opcall import ITEMSIZE_BYTES
-from microbench.ops.family import (
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import ITEMSIZE_BYTES
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Workload,
@@ -27,7 +27,7 @@ from microbench.ops.family import (
     repeated,
     torch_dtype,
 )
-from microbench.ops.sizes import MAX_ROWS, resize_along
+from itercast.microbench.ops.sizes import MAX_ROWS, resize_along
 
 # How often rows x cols numbers are read or written in fused kernels, forward and backward.
 PASSES: dict[str, tuple[float, float]] = {

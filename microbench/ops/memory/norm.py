@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall
-from microbench.ops.family import (
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
@@ -25,8 +25,8 @@ from microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
-from microbench.ops.memory.elementwise import memory_copy
-from microbench.ops.sizes import MAX_BATCH, MAX_PIXELS_A_SIDE, MAX_ROWS, MAX_SIDE, spread
+from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.sizes import MAX_BATCH, MAX_PIXELS_A_SIDE, MAX_ROWS, MAX_SIDE, spread
 
 FLOPS_PER_ELEMENT = {
     "layer": 8.0,  # mean 1, variance 3, normalise 2, scale and shift 2

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, TensorSpec
-from microbench.ops.family import (
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
@@ -22,8 +22,8 @@ from microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
-from microbench.ops.memory.instructions import copy_with_instructions
-from microbench.ops.sizes import MAX_BATCH, resize_along
+from itercast.microbench.ops.memory.instructions import copy_with_instructions
+from itercast.microbench.ops.sizes import MAX_BATCH, resize_along
 
 WINDOWED = ("max_pool2d_with_indices", "avg_pool2d")
 ADAPTIVE = ("_adaptive_avg_pool2d", "adaptive_max_pool2d")

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall
-from microbench.ops.family import (
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Workload,
@@ -20,7 +20,7 @@ from microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
-from microbench.ops.sizes import MAX_NUMEL, spread
+from itercast.microbench.ops.sizes import MAX_NUMEL, spread
 
 DROPOUT = ("native_dropout", "native_dropout_backward")
 IN_PLACE = ("bernoulli_", "normal_", "uniform_", "exponential_", "random_")

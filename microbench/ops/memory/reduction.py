@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, TensorSpec
-from microbench.ops.family import (
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
@@ -23,9 +23,9 @@ from microbench.ops.family import (
     repeated,
     torch_dtype,
 )
-from microbench.ops.memory.elementwise import Elementwise, memory_copy
-from microbench.ops.memory.reduction_kernels import loss_part, nll_waits, scan_part
-from microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, spread
+from itercast.microbench.ops.memory.elementwise import Elementwise, memory_copy
+from itercast.microbench.ops.memory.reduction_kernels import loss_part, nll_waits, scan_part
+from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, spread
 
 SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 SUMS = ("sum", "mean", "amax", "amin", "linalg_vector_norm", "logsumexp", "prod")

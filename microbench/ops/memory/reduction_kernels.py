@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import ceil, log2
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.ops.family import Part
-from microbench.ops.memory.elementwise import memory_copy
-from microbench.ops.memory.instructions import copy_with_instructions
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.family import Part
+from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.memory.instructions import copy_with_instructions
 
 LOSS_PASSES: Mapping[str, int] = assumed(__file__, "loss_passes")
 SCAN: Mapping[str, int] = assumed(__file__, "scan")

@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from microbench.ops.family import Workload
+from itercast.microbench.ops.family import Workload
 
 TIMEOUT_S = 20.0  # of the group of one rank, which waits for nobody
 LAYERS = 4

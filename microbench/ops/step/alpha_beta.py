@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
 
 HALVES = ("all_gather", "reduce_scatter")  # each half of an all_reduce's steps
 PAIRS = ("all_to_all", "send_recv")  # sent straight from rank to rank

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.ops.family import (
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.family import (
     Family,
     KernelTerm,
     Workload,
@@ -22,7 +22,7 @@ from microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
-from microbench.ops.step.alpha_beta import (
+from itercast.microbench.ops.step.alpha_beta import (
     HALVES,
     across_nodes,
     bytes_moved,

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from microbench.hardware.spec import Gpu
-from microbench.ops.family import Family, GpuSweep, Workload, autograd_call, log_uniform
-from microbench.ops.step.small_ops import small_ops
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.family import Family, GpuSweep, Workload, autograd_call, log_uniform
+from itercast.microbench.ops.step.small_ops import small_ops
 
 CALLS = 6  # even and few, so that they run nearly as cold as in a step
 REPEATED = "repeated_op"  # a small op of a loop over embedding tables, on a CPU
@@ -95,7 +95,7 @@ def build(p: Host, device: str) -> Workload:
     if p.op == REPEATED:
         return _repeated_ops(device)
     if p.op in (*SHARDED, *WRAPPERS):
-        from microbench.ops.step._wrappers import wrapper_workload  # needs torch
+        from itercast.microbench.ops.step._wrappers import wrapper_workload  # needs torch
 
         return wrapper_workload(p.op, p.tensors, device)
     if p.op == "backward":

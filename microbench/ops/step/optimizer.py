@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from microbench.assumptions import assumed
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, TensorSpec
-from microbench.ops.family import (
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Workload,
@@ -33,7 +33,7 @@ FUSED = (
     "_fused_sgd_momentum",
     "_fused_adam_amsgrad",
 )
-# LAMB's kernels (microbench.lamb), as those that read and write as many lists of tensors.
+# LAMB's kernels (itercast.microbench.lamb), as those that read and write as many lists of tensors.
 SAME_AS = {"_fused_lamb_update_": "_fused_adamw_", "_fused_lamb_apply_": "_foreach_add_list"}
 # tensor lists read plus lists written; Adam: p g m v read, p m v written (and the largest v)
 OPERANDS = {

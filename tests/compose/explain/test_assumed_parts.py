@@ -9,16 +9,16 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from compose.explain.assumptions import assumed_parts
-from compose.forecast import Forecast, forecast
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.collectives import Message, cluster, formula_us, price_messages
-from compose.pricing.price_book import Priceable, PriceBook
-from microbench.hardware.node import Node
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, StepCapture, TensorSpec
-from microbench.ops.matrix.gemm import FAMILY as GEMM
-from microbench.ops.matrix.gemm import Gemm
+from itercast.compose.explain.assumptions import assumed_parts
+from itercast.compose.forecast import Forecast, forecast
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.collectives import Message, cluster, formula_us, price_messages
+from itercast.compose.pricing.price_book import Priceable, PriceBook
+from itercast.microbench.hardware.node import Node
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.ops.matrix.gemm import FAMILY as GEMM
+from itercast.microbench.ops.matrix.gemm import Gemm
 
 GPU = Gpu(
     name="toy-gpu",

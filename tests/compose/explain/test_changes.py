@@ -9,12 +9,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from compose.explain.changes import HARDWARE, Change, changes
-from compose.explain.time_parts import hot_ops, time_parts
-from compose.forecast import Forecast
-from compose.predict import prepare
-from compose.target import forecast_step
 from itercast.__main__ import app
+from itercast.compose.explain.changes import HARDWARE, Change, changes
+from itercast.compose.explain.time_parts import hot_ops, time_parts
+from itercast.compose.forecast import Forecast
+from itercast.compose.predict import prepare
+from itercast.compose.target import forecast_step
 
 H100 = "h100-sxm-80gb"
 

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from compose.graph.launch_modes import as_launched, launches, with_engine
-from compose.pricing.fallbacks import MeasuredRows
-from microbench.hardware.spec import load_gpu
-from microbench.hardware.stack import USUAL
-from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
-from microbench.ops import find_family
-from microbench.ops.family import Part
-from microbench.ops.memory.elementwise import memory_copy
-from microbench.ops.memory.fused import Fused, fallback
+from itercast.compose.graph.launch_modes import as_launched, launches, with_engine
+from itercast.compose.pricing.fallbacks import MeasuredRows
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.hardware.stack import USUAL
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.ops import find_family
+from itercast.microbench.ops.family import Part
+from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.memory.fused import Fused, fallback
 
 
 def tensor(storage: int, *shape: int) -> TensorSpec:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from compose.parallel.fp8 import FP8_CAST, with_fp8
 from itercast.api import capture, predict
-from microbench.opcall import OpCall, StepCapture
-from microbench.ops.matrix.gemm import FAMILY
+from itercast.compose.parallel.fp8 import FP8_CAST, with_fp8
+from itercast.microbench.opcall import OpCall, StepCapture
+from itercast.microbench.ops.matrix.gemm import FAMILY
 
 
 class Net(nn.Module):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compose.capture_model import capture_case
-from compose.graph.layers import split_layers
-from compose.pricing.work import Step, Work, fold
-from microbench.capture.truncate import layer_key
-from microbench.cases.registry import case
-from microbench.opcall import StepCapture
+from itercast.compose.capture_model import capture_case
+from itercast.compose.graph.layers import split_layers
+from itercast.compose.pricing.work import Step, Work, fold
+from itercast.microbench.capture.truncate import layer_key
+from itercast.microbench.cases.registry import case
+from itercast.microbench.opcall import StepCapture
 
 
 def test_a_block_starts_after_the_residual_sum(gpt: StepCapture) -> None:

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from compose.graph.cache_reuse import cold_fractions, cold_share
-from microbench.hardware.machine import measure_cold_share
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.compose.graph.cache_reuse import cold_fractions, cold_share
+from itercast.microbench.hardware.machine import measure_cold_share
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 
 CHIP = Gpu(name="chip", peak_flops_per_s={"fp32": 1e12}, l2_bytes=4000)
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from compose.capture_model import capture
-from compose.graph.index_streams import with_indices
-from compose.graph.layers import split_layers
-from compose.predict import predict
-from microbench.opcall import StepCapture
-from microbench.ops.lookup.embedding_bag import FAMILY
+from itercast.compose.capture_model import capture
+from itercast.compose.graph.index_streams import with_indices
+from itercast.compose.graph.layers import split_layers
+from itercast.compose.predict import predict
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.ops.lookup.embedding_bag import FAMILY
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,18 @@ from math import exp, log
 
 import pytest
 
-from compose.intervals import correlated_errors
-from compose.intervals.correlated_errors import ASSUMED, BETWEEN, SHARED, WITHIN, OpErrors, interval
-from compose.predict import predict
-from compose.pricing.price_book import PricedOp
-from learners.bundle import SHIPPED, Bundle
+from itercast.compose.intervals import correlated_errors
+from itercast.compose.intervals.correlated_errors import (
+    ASSUMED,
+    BETWEEN,
+    SHARED,
+    WITHIN,
+    OpErrors,
+    interval,
+)
+from itercast.compose.predict import predict
+from itercast.compose.pricing.price_book import PricedOp
+from itercast.learners.bundle import SHIPPED, Bundle
 
 WIDE = 0.2  # half width of the error of each op here
 

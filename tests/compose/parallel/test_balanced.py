@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from compose.capture_model import capture
-from compose.parallel.captured_tables import captured_tables
-from compose.parallel.greedy import Way, balanced, placements
-from compose.parallel.placement import (
+from itercast.compose.capture_model import capture
+from itercast.compose.parallel.captured_tables import captured_tables
+from itercast.compose.parallel.greedy import Way, balanced, placements
+from itercast.compose.parallel.placement import (
     Placement,
     Sharding,
     Table,
@@ -16,11 +16,11 @@ from compose.parallel.placement import (
     memory_bytes,
     shards,
 )
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.collectives import cluster
-from compose.pricing.price_book import price_book
-from compose.pricing.sharded_tables import greedy_sharding
-from compose.target import find_target
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.collectives import cluster
+from itercast.compose.pricing.price_book import price_book
+from itercast.compose.pricing.sharded_tables import greedy_sharding
+from itercast.compose.target import find_target
 
 UNLIMITED = 1e15
 

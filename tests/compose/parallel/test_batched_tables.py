@@ -6,20 +6,20 @@ from itertools import count
 
 import pytest
 
-from compose.capture_model import capture
-from compose.parallel.batched_tables import (
+from itercast.compose.capture_model import capture
+from itercast.compose.parallel.batched_tables import (
     MODULE,
     BatchedStep,
     as_stored,
     batched_calls,
     bytes_of_lookups,
 )
-from compose.parallel.captured_tables import CapturedTable, Lookup, captured_tables
-from compose.parallel.placement import Placement, Shard, Sharding, Table
-from compose.parallel.tables import rank_step
-from compose.predict import predict
-from microbench.hardware.stack import TableSoftware, load_stack
-from microbench.opcall import StepCapture
+from itercast.compose.parallel.captured_tables import CapturedTable, Lookup, captured_tables
+from itercast.compose.parallel.placement import Placement, Shard, Sharding, Table
+from itercast.compose.parallel.tables import rank_step
+from itercast.compose.predict import predict
+from itercast.microbench.hardware.stack import TableSoftware, load_stack
+from itercast.microbench.opcall import StepCapture
 
 Held = tuple[Shard, Lookup]
 HUGECTR = load_stack("hugectr").tables

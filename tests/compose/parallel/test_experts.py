@@ -9,17 +9,17 @@ import torch
 from torch import nn
 from unseen_ops import GPU, MODELS, Fixed, learned
 
-from compose.capture_model import capture, capture_case
-from compose.graph.product_roles import DTYPE_CAST, alias_weight_casts
-from compose.graph.rewrite import COLLECTIVE
-from compose.parallel.ep import expert_parallel, expert_weights
-from compose.parallel.fp8 import FP8_CAST
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.fallbacks import fallback_parts
-from compose.pricing.price_book import PriceBook, priceable
-from microbench.cases.registry import case
-from microbench.opcall import OpCall, StepCapture
-from microbench.ops.matrix.gemm import GROUPED, Gemm, from_grouped
+from itercast.compose.capture_model import capture, capture_case
+from itercast.compose.graph.product_roles import DTYPE_CAST, alias_weight_casts
+from itercast.compose.graph.rewrite import COLLECTIVE
+from itercast.compose.parallel.ep import expert_parallel, expert_weights
+from itercast.compose.parallel.fp8 import FP8_CAST
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.fallbacks import fallback_parts
+from itercast.compose.pricing.price_book import PriceBook, priceable
+from itercast.microbench.cases.registry import case
+from itercast.microbench.opcall import OpCall, StepCapture
+from itercast.microbench.ops.matrix.gemm import GROUPED, Gemm, from_grouped
 
 TOKENS, WIDTH, HIDDEN, EXPERTS = 64, 16, 32, 4
 

@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from compose.capture_model import capture, capture_case
-from compose.graph.layers import split_layers
-from compose.graph.product_roles import DTYPE_CAST, weight_roles
-from compose.graph.rewrite import COLLECTIVE
-from compose.parallel.cp import context_parallel
-from compose.parallel.ep import expert_parallel
-from compose.parallel.plan import ParallelPlan
-from compose.parallel.tp import tensor_parallel
-from compose.pricing.work import side_by_side_us
-from microbench.cases.registry import case
-from microbench.opcall import StepCapture
-from microbench.ops import find_family
+from itercast.compose.capture_model import capture, capture_case
+from itercast.compose.graph.layers import split_layers
+from itercast.compose.graph.product_roles import DTYPE_CAST, weight_roles
+from itercast.compose.graph.rewrite import COLLECTIVE
+from itercast.compose.parallel.cp import context_parallel
+from itercast.compose.parallel.ep import expert_parallel
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.parallel.tp import tensor_parallel
+from itercast.compose.pricing.work import side_by_side_us
+from itercast.microbench.cases.registry import case
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.ops import find_family
 
 ACTIVATION_BYTES = 4 * 64 * 96 * 4  # batch * tokens * width * fp32
 

@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from compose.capture_model import capture
-from compose.graph.index_streams import with_indices
-from compose.graph.rewrite import COLLECTIVE
-from compose.parallel.captured_tables import captured_tables
-from compose.parallel.placement import KINDS, Placement, Sharding
-from compose.parallel.tables import rank_step
-from compose.predict import predict
-from microbench.opcall import StepCapture
-from microbench.ops import find_family
+from itercast.compose.capture_model import capture
+from itercast.compose.graph.index_streams import with_indices
+from itercast.compose.graph.rewrite import COLLECTIVE
+from itercast.compose.parallel.captured_tables import captured_tables
+from itercast.compose.parallel.placement import KINDS, Placement, Sharding
+from itercast.compose.parallel.tables import rank_step
+from itercast.compose.predict import predict
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.ops import find_family
 
 RANKS, PER_NODE = 4, 2
 BATCH, BAG, DIM = 8, 3, 16

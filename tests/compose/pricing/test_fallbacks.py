@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from unseen_ops import GPU, MODELS, learned
 
-from compose.pricing.fallbacks import fallback_parts
-from microbench.hardware.spec import Gpu, load_gpu
-from microbench.ops.lookup.embedding import Embedding
-from microbench.ops.matrix.conv import Conv, out_sizes
-from microbench.ops.matrix.gemm import Gemm
-from microbench.ops.matrix.recurrent import Recurrent
-from microbench.ops.memory.elementwise import memory_copy
-from microbench.ops.memory.norm import Norm
+from itercast.compose.pricing.fallbacks import fallback_parts
+from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.ops.lookup.embedding import Embedding
+from itercast.microbench.ops.matrix.conv import Conv, out_sizes
+from itercast.microbench.ops.matrix.gemm import Gemm
+from itercast.microbench.ops.matrix.recurrent import Recurrent
+from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.memory.norm import Norm
 
 
 def convolution(**changed: Any) -> Conv:

@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 from unseen_ops import GPU, MODELS, Fixed
 
-from compose.pricing.fallbacks import fallback_parts
-from compose.pricing.price_book import Priceable, PriceBook
-from learners.transfer.bytes_in_flight import LATENCY_NS
-from microbench.hardware.spec import Gpu, load_gpu
-from microbench.ops import family_of
-from microbench.ops.family import Part
-from microbench.ops.memory.elementwise import memory_copy
-from microbench.ops.memory.norm import Norm
-from microbench.ops.memory.pooling import Pooling
-from microbench.ops.memory.reduction import Reduction
-from microbench.ops.memory.reduction_kernels import nll_waits, scan_threads
+from itercast.compose.pricing.fallbacks import fallback_parts
+from itercast.compose.pricing.price_book import Priceable, PriceBook
+from itercast.learners.transfer.bytes_in_flight import LATENCY_NS
+from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.ops import family_of
+from itercast.microbench.ops.family import Part
+from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.memory.norm import Norm
+from itercast.microbench.ops.memory.pooling import Pooling
+from itercast.microbench.ops.memory.reduction import Reduction
+from itercast.microbench.ops.memory.reduction_kernels import nll_waits, scan_threads
 
 SLOW_CLOCK = replace(GPU, clock_hz=1e9)
 

@@ -10,19 +10,22 @@ from typing import Any
 import pytest
 from unseen_ops import GPU, MODELS, Fixed, learned
 
-from compose.forecast import forecast
-from compose.graph.launch_modes import with_engine
-from compose.intervals.correlated_errors import SHARED
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.host import host_cost, launch_costs
-from compose.pricing.price_book import PriceBook, priceable
-from compose.pricing.work import Step, Work, fold
-from compose.simulate.op_timeline import op_timeline
-from learners.features.host_calls import HostCall
-from microbench.hardware.host import HostMachine
-from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.compose.forecast import forecast
+from itercast.compose.graph.launch_modes import with_engine
+from itercast.compose.intervals.correlated_errors import SHARED
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.host import host_cost, launch_costs
+from itercast.compose.pricing.price_book import PriceBook, priceable
+from itercast.compose.pricing.work import Step, Work, fold
+from itercast.compose.simulate.op_timeline import op_timeline
+from itercast.learners.features.host_calls import HostCall
+from itercast.microbench.hardware.host import HostMachine
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
-LAUNCH_US, MODULE_US = 5.0, 3.0  # assumed where no host was measured (compose.pricing.host)
+LAUNCH_US, MODULE_US = (
+    5.0,
+    3.0,
+)  # assumed where no host was measured (itercast.compose.pricing.host)
 CALLS = {
     "elementwise": {"toy": {"relu": HostCall(fixed_us=4.0)}},
     "embedding_bag": {"toy": {"backward": HostCall(fixed_us=30.0, kernels=6.0)}},

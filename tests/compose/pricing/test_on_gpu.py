@@ -10,14 +10,14 @@ import pandas as pd
 import pytest
 from unseen_ops import GPU, MODELS, Fixed, learned
 
-from compose.graph.cuda_variants import with_cuda_variants
-from compose.graph.memory_format import with_memory_format
-from compose.pricing.fallbacks import fallback_parts
-from compose.pricing.optimizer import scaled_update
-from compose.pricing.price_book import PriceBook, priceable
-from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
-from microbench.ops.memory.elementwise import Elementwise
-from microbench.ops.memory.reduction import Reduction
+from itercast.compose.graph.cuda_variants import with_cuda_variants
+from itercast.compose.graph.memory_format import with_memory_format
+from itercast.compose.pricing.fallbacks import fallback_parts
+from itercast.compose.pricing.optimizer import scaled_update
+from itercast.compose.pricing.price_book import PriceBook, priceable
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.ops.memory.elementwise import Elementwise
+from itercast.microbench.ops.memory.reduction import Reduction
 
 
 def tensor(storage: int, dtype: str = "fp32", shape: tuple[int, ...] = (4, 8)) -> TensorSpec:

@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 from unseen_ops import Fixed, learned
 
-from compose.graph.attention_kernels import FLASH_2_OVER_NEWEST, KERNELS, with_attention_kernel
-from compose.pricing.power_limit import sustained_flops_per_s
-from compose.pricing.price_book import Priceable, PriceBook, PricedOp
-from microbench.hardware.spec import Gpu, gpu_names, load_gpu
-from microbench.opcall import OpCall, StepCapture, TensorSpec
-from microbench.ops.matrix.attention import FAMILY as ATTENTION
-from microbench.ops.matrix.attention import Attention
-from microbench.ops.matrix.gemm import FAMILY as GEMM
-from microbench.ops.matrix.gemm import Gemm
+from itercast.compose.graph.attention_kernels import (
+    FLASH_2_OVER_NEWEST,
+    KERNELS,
+    with_attention_kernel,
+)
+from itercast.compose.pricing.power_limit import sustained_flops_per_s
+from itercast.compose.pricing.price_book import Priceable, PriceBook, PricedOp
+from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.ops.matrix.attention import FAMILY as ATTENTION
+from itercast.microbench.ops.matrix.attention import Attention
+from itercast.microbench.ops.matrix.gemm import FAMILY as GEMM
+from itercast.microbench.ops.matrix.gemm import Gemm
 
 HOPPER = Gpu(
     name="toy-hopper",

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from compose.capture_model import capture
-from compose.parallel.captured_tables import captured_tables
-from compose.parallel.placement import Placement, Sharding, to_torchrec
-from compose.predict import predict
-from compose.pricing.sharded_tables import greedy_sharding
-from compose.sharding.costs import Costs
-from compose.sharding.forecast import forecast_sharding
-from compose.sharding.propose import cut_until_even, greedy_by, table_costs
-from compose.sharding.tables import RankingModel
-from compose.target import find_target
-from microbench.opcall import StepCapture
+from itercast.compose.capture_model import capture
+from itercast.compose.parallel.captured_tables import captured_tables
+from itercast.compose.parallel.placement import Placement, Sharding, to_torchrec
+from itercast.compose.predict import predict
+from itercast.compose.pricing.sharded_tables import greedy_sharding
+from itercast.compose.sharding.costs import Costs
+from itercast.compose.sharding.forecast import forecast_sharding
+from itercast.compose.sharding.propose import cut_until_even, greedy_by, table_costs
+from itercast.compose.sharding.tables import RankingModel
+from itercast.compose.target import find_target
+from itercast.microbench.opcall import StepCapture
 
 
 def ranking_model(step: StepCapture) -> RankingModel:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from compose.parallel.placement import Placement, Table
-from compose.pricing.host import host_cost
-from compose.sharding.costs import Costs, _touched_bytes
-from compose.sharding.forecast import forecast_sharding, sharing_cores, traffic
-from compose.sharding.tables import RankingModel
-from compose.target import find_target
-from learners.bundle import SHIPPED_CPU
+from itercast.compose.parallel.placement import Placement, Table
+from itercast.compose.pricing.host import host_cost
+from itercast.compose.sharding.costs import Costs, _touched_bytes
+from itercast.compose.sharding.forecast import forecast_sharding, sharing_cores, traffic
+from itercast.compose.sharding.tables import RankingModel
+from itercast.compose.target import find_target
+from itercast.learners.bundle import SHIPPED_CPU
 
 TABLE = Table(name="t", rows=1000, dim=16, pooling=2.0)
 MODEL = RankingModel(batch=8, tables=(TABLE,), features=4, bottom=(8,), top=(8,))

@@ -9,12 +9,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from compose.parallel.placement import Placement, Sharding, Table, check_sharding
-from compose.sharding.costs import Costs
-from compose.sharding.forecast import forecast_sharding, traffic
-from compose.sharding.propose import choose, improve, random_sharding
-from compose.sharding.tables import RankingModel
-from compose.target import find_target
+from itercast.compose.parallel.placement import Placement, Sharding, Table, check_sharding
+from itercast.compose.sharding.costs import Costs
+from itercast.compose.sharding.forecast import forecast_sharding, traffic
+from itercast.compose.sharding.propose import choose, improve, random_sharding
+from itercast.compose.sharding.tables import RankingModel
+from itercast.compose.target import find_target
 
 
 def model(count: int, seed: int, batch: int = 1024) -> RankingModel:

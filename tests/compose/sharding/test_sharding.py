@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import yaml
 
-from compose.parallel.greedy import greedy
-from compose.parallel.placement import (
+from itercast.compose.parallel.greedy import greedy
+from itercast.compose.parallel.placement import (
     KINDS,
     Placement,
     Shard,
@@ -23,9 +23,9 @@ from compose.parallel.placement import (
     shards,
     to_torchrec,
 )
-from compose.sharding.costs import Costs
-from compose.sharding.forecast import exchange, forecast_sharding, traffic
-from compose.sharding.propose import (
+from itercast.compose.sharding.costs import Costs
+from itercast.compose.sharding.forecast import exchange, forecast_sharding, traffic
+from itercast.compose.sharding.propose import (
     choose,
     greedy_by,
     improve,
@@ -33,8 +33,8 @@ from compose.sharding.propose import (
     table_costs,
     torchrec_us,
 )
-from compose.sharding.tables import RankingModel, model_from, read_model
-from compose.target import find_target
+from itercast.compose.sharding.tables import RankingModel, model_from, read_model
+from itercast.compose.target import find_target
 
 ALL = (0, 1, 2, 3)
 

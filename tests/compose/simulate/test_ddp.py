@@ -11,17 +11,23 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from compose.forecast import forecast
-from compose.intervals.correlated_errors import SHARED, WITHIN
-from compose.parallel.plan import ParallelPlan
-from compose.pricing.collectives import EMPTY_BYTES, Message, cluster, formula_us, price_messages
-from compose.pricing.gradient_buckets import buckets, ddp_step
-from compose.pricing.price_book import PriceBook
-from compose.simulate.op_timeline import op_timeline
-from compose.simulate.timeline import Span, simulate
-from microbench.hardware.node import Node, load_node
-from microbench.hardware.spec import Gpu, load_gpu
-from microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.compose.forecast import forecast
+from itercast.compose.intervals.correlated_errors import SHARED, WITHIN
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.collectives import (
+    EMPTY_BYTES,
+    Message,
+    cluster,
+    formula_us,
+    price_messages,
+)
+from itercast.compose.pricing.gradient_buckets import buckets, ddp_step
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.simulate.op_timeline import op_timeline
+from itercast.compose.simulate.timeline import Span, simulate
+from itercast.microbench.hardware.node import Node, load_node
+from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e9)
 GPU = Gpu(name="toy-gpu", peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e9, link_bytes_per_s=1e11)

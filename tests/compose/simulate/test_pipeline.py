@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from compose.simulate.pipeline import StageTimes, finish_us, in_flight, tasks
-from compose.simulate.timeline import simulate
+from itercast.compose.simulate.pipeline import StageTimes, finish_us, in_flight, tasks
+from itercast.compose.simulate.timeline import simulate
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zb", 1)]
 

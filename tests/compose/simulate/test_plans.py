@@ -11,24 +11,24 @@ import pytest
 from memory_walk import peak_bytes
 from plan_case import CPU, GPU, Flat
 
-from compose.forecast import Forecast, forecast, rank_of
-from compose.graph.attention_kernels import with_attention_kernel
-from compose.parallel.plan import ParallelPlan, micro_batch
-from compose.pricing.collectives import Message, cluster, formula_us
-from compose.pricing.gradient_buckets import default_contention
-from compose.pricing.host import WRAPPERS
-from compose.pricing.layer_prices import price_model
-from compose.pricing.price_book import PriceBook, Pricer
-from compose.simulate.cyclic import steady_us
-from compose.simulate.data_parallel import LayerBucket
-from compose.simulate.memory_plan import Sizes, rank_memory
-from compose.simulate.op_timeline import op_timeline
-from compose.simulate.rank import Rank
-from compose.simulate.rank_program import RankProgram
-from compose.simulate.stages import partition
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, StepCapture, TensorSpec
-from microbench.ops.step.alpha_beta import START_US
+from itercast.compose.forecast import Forecast, forecast, rank_of
+from itercast.compose.graph.attention_kernels import with_attention_kernel
+from itercast.compose.parallel.plan import ParallelPlan, micro_batch
+from itercast.compose.pricing.collectives import Message, cluster, formula_us
+from itercast.compose.pricing.gradient_buckets import default_contention
+from itercast.compose.pricing.host import WRAPPERS
+from itercast.compose.pricing.layer_prices import price_model
+from itercast.compose.pricing.price_book import PriceBook, Pricer
+from itercast.compose.simulate.cyclic import steady_us
+from itercast.compose.simulate.data_parallel import LayerBucket
+from itercast.compose.simulate.memory_plan import Sizes, rank_memory
+from itercast.compose.simulate.op_timeline import op_timeline
+from itercast.compose.simulate.rank import Rank
+from itercast.compose.simulate.rank_program import RankProgram
+from itercast.compose.simulate.stages import partition
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.ops.step.alpha_beta import START_US
 
 PLANS = [
     "dp=2,accumulate=2",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compose.simulate.timeline import (
+from itercast.compose.simulate.timeline import (
     DeadlockError,
     Span,
     Task,

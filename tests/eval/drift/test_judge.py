@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from eval.drift.judge import FALSE_ALARM, Compared, judge, judge_family, points_needed, sign_test
+from itercast.eval.drift.judge import (
+    FALSE_ALARM,
+    Compared,
+    judge,
+    judge_family,
+    points_needed,
+    sign_test,
+)
 
 
 def family(*ratios: float, held_out_pct: float = 10.0, retest_pct: float | None = None) -> Compared:

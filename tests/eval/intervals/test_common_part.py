@@ -6,8 +6,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from compose.intervals.correlated_errors import ASSUMED, SHARED
-from eval.intervals.common_part import CommonPart, coverage, covered, fit, half_widths, left_out
+from itercast.compose.intervals.correlated_errors import ASSUMED, SHARED
+from itercast.eval.intervals.common_part import (
+    CommonPart,
+    coverage,
+    covered,
+    fit,
+    half_widths,
+    left_out,
+)
 
 NORMAL_90 = 1.2816  # 90 % quantile of the normal distribution with deviation 1
 

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from eval.intervals.correlations import between_families, within_families
+from itercast.eval.intervals.correlations import between_families, within_families
 
 
 def made_up(of_gpu: float, of_family: float, gpus: int = 300) -> pd.DataFrame:

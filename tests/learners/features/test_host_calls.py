@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from learners.features.host_calls import HostCall, host_call, learn_host_calls
-from microbench.hardware.spec import Gpu
-from microbench.ops.memory import fused
-from microbench.ops.memory.elementwise import FAMILY
+from itercast.learners.features.host_calls import HostCall, host_call, learn_host_calls
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.memory import fused
+from itercast.microbench.ops.memory.elementwise import FAMILY
 
 PEAKS = {"fp32": 1e13}
 GPUS = {"one": Gpu(name="one", peak_flops_per_s=PEAKS)}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from learners.bundle import SHIPPED, Bundle
-from learners.calibrate import calibrate
-from learners.features.op_aliases import as_measured
-from microbench.ops.matrix.gemm import FAMILY
+from itercast.learners.bundle import SHIPPED, Bundle
+from itercast.learners.calibrate import calibrate
+from itercast.learners.features.op_aliases import as_measured
+from itercast.microbench.ops.matrix.gemm import FAMILY
 
 
 def test_products_of_a_kind_not_measured_in_their_dtype_are_those_that_were() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 import pytest
 
-from learners.features.schema import check_rows
-from microbench.ops import families
+from itercast.learners.features.schema import check_rows
+from itercast.microbench.ops import families
 
 GEMM = families()["gemm"]
 ROW = {"gpu": "x", "status": "ok", "time_us": 3.0, "op": "mm", "m": 3, "n": 4, "k": 5}

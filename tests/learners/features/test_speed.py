@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from learners.features.machine_speed import (
+from itercast.learners.features.machine_speed import (
     Speed,
     at_reference_us,
     iterations_at_reference_us,
@@ -15,7 +15,7 @@ from learners.features.machine_speed import (
     retest_ape_pct,
     undisturbed,
 )
-from microbench.ops import families
+from itercast.microbench.ops import families
 
 GEMM = families()["gemm"]
 ANCHORS = {("cpu", 2): (100.0, 20.0)}

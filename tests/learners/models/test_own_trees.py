@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from learners.bundle import load_trees, save_trees, tree_names
-from learners.models.training_table import Table, group_split
-from learners.models.trees import Trees, default_options, fit, refit, rounds_for_all
+from itercast.learners.bundle import load_trees, save_trees, tree_names
+from itercast.learners.models.training_table import Table, group_split
+from itercast.learners.models.trees import Trees, default_options, fit, refit, rounds_for_all
 
 ONE, TWO, FEW = 1, 2, 3  # columns of x
 
@@ -17,10 +17,10 @@ ONE, TWO, FEW = 1, 2, 3  # columns of x
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     """The log ratio is a step in the size, another step on each GPU."""
-    monkeypatch.setattr("learners.models.trees.OWN_ROWS", 100)
-    monkeypatch.setattr("learners.models.trees.OWN_TABLE", 200)
-    monkeypatch.setattr("learners.models.trees.SHARED_ROUNDS", 5)
-    monkeypatch.setattr("learners.models.trees.SEVERAL_GPUS_ROUNDS", 60)
+    monkeypatch.setattr("itercast.learners.models.trees.OWN_ROWS", 100)
+    monkeypatch.setattr("itercast.learners.models.trees.OWN_TABLE", 200)
+    monkeypatch.setattr("itercast.learners.models.trees.SHARED_ROUNDS", 5)
+    monkeypatch.setattr("itercast.learners.models.trees.SEVERAL_GPUS_ROUNDS", 60)
     rng = np.random.default_rng(0)
     gpu = np.repeat([ONE, TWO, FEW], [200, 200, 40])
     x = np.zeros((len(gpu), 4), dtype=np.float32)

@@ -8,15 +8,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from learners.family_model import learn_quickly, prepare
-from learners.features.table import Encoder, feature_table, origins
-from learners.models.ensemble import cross_fit, refit
-from learners.models.gaussian_process import GaussianProcess, fit_process, merge_points
-from learners.models.interpolate import interpolated
-from learners.models.training_table import Table
-from learners.models.trees import default_options
-from microbench.hardware.spec import Gpu, load_gpu
-from microbench.ops import families
+from itercast.learners.family_model import learn_quickly, prepare
+from itercast.learners.features.table import Encoder, feature_table, origins
+from itercast.learners.models.ensemble import cross_fit, refit
+from itercast.learners.models.gaussian_process import GaussianProcess, fit_process, merge_points
+from itercast.learners.models.interpolate import interpolated
+from itercast.learners.models.training_table import Table
+from itercast.learners.models.trees import default_options
+from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.ops import families
 
 CURVE = {0: (4.0, 24.0, 2.0), 1: (4.0, 1.0, 1.0)}
 

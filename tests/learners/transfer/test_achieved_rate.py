@@ -8,13 +8,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from learners.bundle import SHIPPED, Bundle
-from learners.features.table import Encoder, columns
-from learners.transfer.achieved_rate import correction
-from learners.transfer.query_rows import QueryRows
-from learners.transfer.source_gpus import SourceGpus
-from microbench.hardware.spec import Gpu, gpu_names, load_gpu
-from microbench.ops.matrix.gemm import FAMILY, LARGE, rate
+from itercast.learners.bundle import SHIPPED, Bundle
+from itercast.learners.features.table import Encoder, columns
+from itercast.learners.transfer.achieved_rate import correction
+from itercast.learners.transfer.query_rows import QueryRows
+from itercast.learners.transfer.source_gpus import SourceGpus
+from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from itercast.microbench.ops.matrix.gemm import FAMILY, LARGE, rate
 
 SHIPS = Bundle.load(SHIPPED)
 NEW = Gpu(

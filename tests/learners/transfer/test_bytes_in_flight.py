@@ -8,20 +8,20 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from learners.bundle import SHIPPED, Bundle
-from learners.features.table import columns
-from learners.transfer.bytes_in_flight import (
+from itercast.learners.bundle import SHIPPED, Bundle
+from itercast.learners.features.table import columns
+from itercast.learners.transfer.bytes_in_flight import (
     LATENCY_NS,
     THREADS_PER_SM,
     bytes_per_thread,
     least_us,
     slowdown,
 )
-from learners.transfer.query_rows import QueryRows
-from microbench.hardware.spec import Gpu, load_gpu
-from microbench.ops import families
-from microbench.ops.lookup import embedding
-from microbench.ops.lookup.embedding import Embedding
+from itercast.learners.transfer.query_rows import QueryRows
+from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.ops import families
+from itercast.microbench.ops.lookup import embedding
+from itercast.microbench.ops.lookup.embedding import Embedding
 
 SHIPS = Bundle.load(SHIPPED)
 LARGE = 2**28

@@ -16,19 +16,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from compose.pricing.price_book import PriceBook
-from learners.bundle import COLUMNS, Bundle
-from learners.calibrate import calibrate
-from learners.features.host_calls import HostCall
-from learners.features.table import columns, roofline_us
-from learners.score_file import read_file, write_forecasts
-from learners.train import UNSEEN_GPU_OFFSETS, train, usable_rows
-from microbench.hardware.spec import Gpu, load_gpu
-from microbench.ops import families
-from microbench.ops.lookup.embedding_bag import EmbeddingBag
-from microbench.ops.matrix.gemm import Gemm
-from microbench.ops.memory.norm import Norm
-from microbench.store import write_part
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.learners.bundle import COLUMNS, Bundle
+from itercast.learners.calibrate import calibrate
+from itercast.learners.features.host_calls import HostCall
+from itercast.learners.features.table import columns, roofline_us
+from itercast.learners.score_file import read_file, write_forecasts
+from itercast.learners.train import UNSEEN_GPU_OFFSETS, train, usable_rows
+from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.ops import families
+from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
+from itercast.microbench.ops.matrix.gemm import Gemm
+from itercast.microbench.ops.memory.norm import Norm
+from itercast.microbench.store import write_part
 
 H100, A100, V100, P4 = map(load_gpu, ("h100-sxm-80gb", "a100-sxm-80gb", "v100-pcie-32gb", "p4"))
 TORCH, OLD, VLLM = "torch-2.11.0+cu130", "torch-2.1.0+cu121 cudnn-8902", "vllm-0.24.0"
@@ -95,9 +95,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def bundle(root: Path) -> Bundle:
     with pytest.MonkeyPatch.context() as patch:  # a fraction of the work: these laws are simple
-        patch.setattr("learners.models.trees.SEVERAL_GPUS_ROUNDS", 30)
-        patch.setattr("learners.models.trees.SHARED_ROUNDS", 60)
-        patch.setattr("learners.models.ensemble.steps_for", lambda rows: 150)
+        patch.setattr("itercast.learners.models.trees.SEVERAL_GPUS_ROUNDS", 30)
+        patch.setattr("itercast.learners.models.trees.SHARED_ROUNDS", 60)
+        patch.setattr("itercast.learners.models.ensemble.steps_for", lambda rows: 150)
         train([root], root / "bundle")
     return Bundle.load(root / "bundle")
 

@@ -10,12 +10,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from learners.bundle import Bundle
-from learners.calibrate import calibrate
-from learners.features.table import launch_us, learn_launch_us
-from learners.models.residuals import Residuals
-from learners.train import train
-from learners.transfer.calibration import (
+from itercast.learners.bundle import Bundle
+from itercast.learners.calibrate import calibrate
+from itercast.learners.features.table import launch_us, learn_launch_us
+from itercast.learners.models.residuals import Residuals
+from itercast.learners.train import train
+from itercast.learners.transfer.calibration import (
     DURATION,
     KIND,
     NOISE,
@@ -25,10 +25,10 @@ from learners.transfer.calibration import (
     covariance,
     points,
 )
-from microbench.hardware.spec import Gpu
-from microbench.ops.matrix import gemm
-from microbench.ops.step import host
-from microbench.store import write_card, write_part
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.matrix import gemm
+from itercast.microbench.ops.step import host
+from itercast.microbench.store import write_card, write_part
 
 LAW = {"one": 1.5, "two": 2.0, "three": 2.5, "new": 4.0}
 
@@ -58,8 +58,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
         path = write_part(root, "gemm", name, measured(name, 160), "0")
         write_card(path.parent, {"hardware": toy(name).to_dict()})
     with pytest.MonkeyPatch.context() as patch:  # a fifth of the work: these laws are simple
-        patch.setattr("learners.models.trees.SEVERAL_GPUS_ROUNDS", 60)
-        patch.setattr("learners.models.ensemble.steps_for", lambda rows: 150)
+        patch.setattr("itercast.learners.models.trees.SEVERAL_GPUS_ROUNDS", 60)
+        patch.setattr("itercast.learners.models.ensemble.steps_for", lambda rows: 150)
         train([root], root / "bundle")
     return Bundle.load(root / "bundle")
 

@@ -10,13 +10,13 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from learners.features.table import Encoder, feature_table, origins
-from learners.transfer.query_rows import QueryRows, RowGroup, measured_in
-from learners.transfer.source_gpus import SourceGpus
-from microbench.hardware.spec import Gpu
-from microbench.ops.family import Family
-from microbench.ops.matrix import gemm
-from microbench.ops.memory import norm
+from itercast.learners.features.table import Encoder, feature_table, origins
+from itercast.learners.transfer.query_rows import QueryRows, RowGroup, measured_in
+from itercast.learners.transfer.source_gpus import SourceGpus
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.family import Family
+from itercast.microbench.ops.matrix import gemm
+from itercast.microbench.ops.memory import norm
 
 
 def gpu(name: str, bandwidth: float = 1e12, peak: float = 1e13, architecture: str = "") -> Gpu:

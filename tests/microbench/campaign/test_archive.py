@@ -10,9 +10,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from microbench import store
-from microbench.campaign import archive
-from microbench.campaign.archive import pack, unpack
+from itercast.microbench import store
+from itercast.microbench.campaign import archive
+from itercast.microbench.campaign.archive import pack, unpack
 
 
 def test_a_missing_archive_is_named_with_exit_code_2(

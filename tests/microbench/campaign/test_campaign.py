@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from microbench.campaign import campaign
-from microbench.campaign.stages import PLANS, Run, Stage, chosen_stages
-from microbench.cases.registry import case
-from microbench.iterations import collect as rounds
-from microbench.iterations.gpu_list import DLRM, FIRST, gpu_iterations
-from microbench.iterations.measure import Iteration, measure_iteration
-from microbench.iterations.worker import IterationOrder, iteration_key, iteration_row
-from microbench.store import Journal, read_rows, write_atomic
-from microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
+from itercast.microbench.campaign import campaign
+from itercast.microbench.campaign.stages import PLANS, Run, Stage, chosen_stages
+from itercast.microbench.cases.registry import case
+from itercast.microbench.iterations import collect as rounds
+from itercast.microbench.iterations.gpu_list import DLRM, FIRST, gpu_iterations
+from itercast.microbench.iterations.measure import Iteration, measure_iteration
+from itercast.microbench.iterations.worker import IterationOrder, iteration_key, iteration_row
+from itercast.microbench.store import Journal, read_rows, write_atomic
+from itercast.microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
 
 ROOT = Path(__file__).parents[3]
 HEAVY = (
@@ -64,7 +64,7 @@ def test_random_dlrms_are_as_in_the_paper() -> None:
 
 
 def test_a_unet_keeps_its_size() -> None:
-    from microbench.cases.models.unet import UNet
+    from itercast.microbench.cases.models.unet import UNet
 
     model = UNet(width=4, depth=2, classes=3)
     assert model(torch.randn(2, 3, 16, 16)).shape == (2, 3, 16, 16)

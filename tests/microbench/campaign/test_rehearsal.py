@@ -15,10 +15,14 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from microbench import store
-from microbench.campaign.archive import unpack
-from microbench.ops import families
-from microbench.sweep.captured_points import points_path, write_measured_points, write_points
+from itercast.microbench import store
+from itercast.microbench.campaign.archive import unpack
+from itercast.microbench.ops import families
+from itercast.microbench.sweep.captured_points import (
+    points_path,
+    write_measured_points,
+    write_points,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,7 +43,7 @@ def start(
     command = [
         sys.executable,
         "-m",
-        "microbench.campaign",
+        "itercast.microbench.campaign",
         "--out",
         root,
         "--prepared",

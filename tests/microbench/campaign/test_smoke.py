@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from microbench.campaign.smoke import ImplausibleRows, check
-from microbench.hardware.spec import Gpu
-from microbench.ops.matrix.gemm import Gemm
-from microbench.ops.memory.elementwise import Elementwise
-from microbench.store import write_part
+from itercast.microbench.campaign.smoke import ImplausibleRows, check
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.matrix.gemm import Gemm
+from itercast.microbench.ops.memory.elementwise import Elementwise
+from itercast.microbench.store import write_part
 
 TOY = Gpu(name="toy", sm_count=1, peak_flops_per_s={"fp32": 1e12}, hbm_bytes_per_s=1e11)
 # 2 * 1000^3 flops at 1e12 a second: 2000 us; 3 * 1000^2 * 4 bytes at 1e11 a second: 120 us

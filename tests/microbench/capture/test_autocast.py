@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from itercast.api import predict
-from learners.bundle import SHIPPED_CPU
-from microbench.capture.log import capture_step
-from microbench.opcall import OpCall, StepCapture
-from microbench.step import StepSettings
+from itercast.learners.bundle import SHIPPED_CPU
+from itercast.microbench.capture.log import capture_step
+from itercast.microbench.opcall import OpCall, StepCapture
+from itercast.microbench.step import StepSettings
 
 
 class Net(nn.Module):

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from microbench.capture.cache import dumps, loads
-from microbench.capture.log import capture_step
-from microbench.opcall import StepCapture
-from microbench.step import StepSettings
+from itercast.microbench.capture.cache import dumps, loads
+from itercast.microbench.capture.log import capture_step
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.step import StepSettings
 
 
 class Block(nn.Module):

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from microbench.capture.log import capture_step
-from microbench.capture.zeros import mark_zeros
-from microbench.cases.registry import case
-from microbench.opcall import OpCall, TensorSpec
-from microbench.step import StepSettings
+from itercast.microbench.capture.log import capture_step
+from itercast.microbench.capture.zeros import mark_zeros
+from itercast.microbench.cases.registry import case
+from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.step import StepSettings
 
 
 @pytest.mark.parametrize("name", ["dlrm-s", "gpt-s"])

@@ -6,7 +6,7 @@ from math import log
 
 import torch
 
-from microbench.cases.models.detection import Ssd, detection_loss
+from itercast.microbench.cases.models.detection import Ssd, detection_loss
 
 
 def test_an_image_of_300_pixels_has_8732_places() -> None:

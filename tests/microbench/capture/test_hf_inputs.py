@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from microbench.cases.external.hf_inputs import make_inputs
+from itercast.microbench.cases.external.hf_inputs import make_inputs
 
 TEXT = SimpleNamespace(vocab_size=10)
 

@@ -12,11 +12,11 @@ from public_data import PUBLIC, needs_public
 pytest.importorskip("transformers")
 
 from itercast.api import capture as capture_any
-from microbench.capture.log import capture_step
-from microbench.cases.external.huggingface import hf_case, say_eager
-from microbench.opcall import StepCapture
-from microbench.ops.matrix.gemm import GROUPED, from_grouped
-from microbench.step import StepSettings
+from itercast.microbench.capture.log import capture_step
+from itercast.microbench.cases.external.huggingface import hf_case, say_eager
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.ops.matrix.gemm import GROUPED, from_grouped
+from itercast.microbench.step import StepSettings
 
 FOLDER = "NeuSight/scripts/asplos/data/DLmodel_configs"
 CONFIGS = sorted((PUBLIC / FOLDER).glob("*.json"))

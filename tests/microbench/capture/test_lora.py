@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from compose.capture_model import capture
-from compose.target import find_target, forecast_step
-from microbench.opcall import StepCapture
-from microbench.ops import find_family
+from itercast.compose.capture_model import capture
+from itercast.compose.target import find_target, forecast_step
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.ops import find_family
 
 LLAMA: dict[str, Any] = {
     **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128},

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compose.capture_model import capture
-from microbench.cases.external.problem import problem
+from itercast.compose.capture_model import capture
+from itercast.microbench.cases.external.problem import problem
 
 HEAD = "import torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n"
 CONV = f"""{HEAD}

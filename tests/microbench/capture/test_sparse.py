@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from microbench.capture.cache import dumps, loads
-from microbench.capture.log import capture_step
-from microbench.cases.external.user_module import UserModel, capture_user_model
-from microbench.opcall import ParamSpec, StepCapture, TensorSpec
-from microbench.step import StepSettings
+from itercast.microbench.capture.cache import dumps, loads
+from itercast.microbench.capture.log import capture_step
+from itercast.microbench.cases.external.user_module import UserModel, capture_user_model
+from itercast.microbench.opcall import ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.step import StepSettings
 
 NODES, EDGES, FEATURES = 6, 13, 4  # 6 nodes with a loop each, 7 edges more
 

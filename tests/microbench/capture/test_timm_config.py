@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from itercast.api import capture
-from microbench.opcall import StepCapture
+from itercast.microbench.opcall import StepCapture
 
 
 class Small(nn.Module):

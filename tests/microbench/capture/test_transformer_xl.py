@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from microbench.capture.log import capture_step
-from microbench.cases.kinds import token_loss
-from microbench.cases.models.transformer_xl import TransformerXL, by_distance
-from microbench.step import StepSettings
+from itercast.microbench.capture.log import capture_step
+from itercast.microbench.cases.kinds import token_loss
+from itercast.microbench.cases.models.transformer_xl import TransformerXL, by_distance
+from itercast.microbench.step import StepSettings
 
 LAYERS, SEQ, BATCH, WIDTH = 2, 5, 3, 8
 

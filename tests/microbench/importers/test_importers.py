@@ -14,12 +14,12 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from compose.parallel.plan import ParallelPlan
 from itercast.__main__ import app
-from microbench.importers.base import Hints, Imported
-from microbench.importers.sources import read_source
-from microbench.ops import families
-from microbench.store import read_rows
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.microbench.importers.base import Hints, Imported
+from itercast.microbench.importers.sources import read_source
+from itercast.microbench.ops import families
+from itercast.microbench.store import read_rows
 
 OPS = "OPName,Latency,Device,Torch Version,CUDNN Version,Kernel Name,CUDA Version"
 T4 = "Tesla T4,p2.1.0,8902,some_kernel,cu121"

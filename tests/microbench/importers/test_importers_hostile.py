@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from microbench.importers.base import MAX_REASONS, Hints, Imported
-from microbench.importers.mapped.source import load, mapped_sources
-from microbench.importers.sources import SOURCES, read_source
+from itercast.microbench.importers.base import MAX_REASONS, Hints, Imported
+from itercast.microbench.importers.mapped.source import load, mapped_sources
+from itercast.microbench.importers.sources import SOURCES, read_source
 
 OPS = "OPName,Latency,Device,Torch Version,CUDNN Version,CUDA Version"
 OPS += ",B,M,N,K,Input_Channel,Output_Channel,Kernel_Szie,Input_Size,Stride,Padding"

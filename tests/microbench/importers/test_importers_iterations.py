@@ -10,12 +10,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from compose.parallel.plan import ParallelPlan
-from microbench.importers.base import Hints, Imported
-from microbench.importers.published.models import model_of
-from microbench.importers.published.plans import plan_of
-from microbench.importers.published.timm_models import timm_config
-from microbench.importers.sources import read_source
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.microbench.importers.base import Hints, Imported
+from itercast.microbench.importers.published.models import model_of
+from itercast.microbench.importers.published.plans import plan_of
+from itercast.microbench.importers.published.timm_models import timm_config
+from itercast.microbench.importers.sources import read_source
 
 MPT = {
     **{"model": "125m", "model_note": "MPT (mpt_causal_lm)", "num_params": "125311488"},

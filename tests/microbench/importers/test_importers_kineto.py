@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from microbench.importers.base import Hints, Imported
-from microbench.importers.sources import read_source
-from microbench.importers.traces.kineto_ops import ATTENTION, describe
-from microbench.importers.traces.kineto_tree import parse
+from itercast.microbench.importers.base import Hints, Imported
+from itercast.microbench.importers.sources import read_source
+from itercast.microbench.importers.traces.kineto_ops import ATTENTION, describe
+from itercast.microbench.importers.traces.kineto_tree import parse
 
 
 def op(name: str, at: float, last: float, external: int, **args: Any) -> dict[str, Any]:

@@ -11,15 +11,15 @@ import pytest
 import yaml
 from test_importers_hostile import JUNK
 
-from compose.parallel.plan import ParallelPlan
-from microbench.importers.base import Hints, Imported
-from microbench.importers.published.megatron import plan_of
-from microbench.importers.published.megatron_models import (
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.microbench.importers.base import Hints, Imported
+from itercast.microbench.importers.published.megatron import plan_of
+from itercast.microbench.importers.published.megatron_models import (
     attention_of,
     model_of,
     padded_vocabulary,
 )
-from microbench.importers.sources import read_source
+from itercast.microbench.importers.sources import read_source
 
 HEAD = "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,"
 HEAD += "tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)\n"

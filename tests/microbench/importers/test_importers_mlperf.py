@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from compose.parallel.plan import ParallelPlan
-from microbench.importers.base import Hints, Imported
-from microbench.importers.sources import read_source
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.microbench.importers.base import Hints, Imported
+from itercast.microbench.importers.sources import read_source
 
 CELL = {
     **{"version": "v3.1", "submitter": "X", "system": "dgxh100_n2", "benchmark": "bert"},

@@ -11,11 +11,11 @@ import yaml
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from microbench.hardware.node import load_node
-from microbench.importers.base import Hints, Imported
-from microbench.importers.nccl_text import version
-from microbench.importers.sources import read_source
-from microbench.store import read_rows
+from itercast.microbench.hardware.node import load_node
+from itercast.microbench.importers.base import Hints, Imported
+from itercast.microbench.importers.nccl_text import version
+from itercast.microbench.importers.sources import read_source
+from itercast.microbench.store import read_rows
 
 LOG = """\
 # nccl-tests version 2.17.4 nccl-headers=22907 nccl-library=22907

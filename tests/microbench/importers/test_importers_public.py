@@ -10,15 +10,15 @@ import pandas as pd
 import pytest
 from public_data import PUBLIC, needs_public
 
-from compose.parallel.plan import ParallelPlan
-from learners.features.table import feature_table, is_number
-from microbench.cases.registry import case_names
-from microbench.hardware.node import node_names
-from microbench.hardware.spec import load_gpu
-from microbench.importers.base import Hints, Imported
-from microbench.importers.sources import SOURCES, read_source
-from microbench.ops import families
-from microbench.ops.step.collective import OPS
+from itercast.compose.parallel.plan import ParallelPlan
+from itercast.learners.features.table import feature_table, is_number
+from itercast.microbench.cases.registry import case_names
+from itercast.microbench.hardware.node import node_names
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.importers.base import Hints, Imported
+from itercast.microbench.importers.sources import SOURCES, read_source
+from itercast.microbench.ops import families
+from itercast.microbench.ops.step.collective import OPS
 
 FOLDERS = {"neusight": "NeuSight"}
 pytestmark = needs_public()

@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 import yaml
 
-from microbench.importers.base import Imported
-from microbench.importers.mapped import reader
-from microbench.importers.mapped.conversions import ARITHMETIC, Cells, known
-from microbench.importers.mapped.source import load, mapped_sources
+from itercast.microbench.importers.base import Imported
+from itercast.microbench.importers.mapped import reader
+from itercast.microbench.importers.mapped.conversions import ARITHMETIC, Cells, known
+from itercast.microbench.importers.mapped.source import load, mapped_sources
 
 TINY = """
 where: https://example.org

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microbench.iterations.sharded_dlrm import ShardedStep, draw_lookups
-from microbench.iterations.sharding_worker import model_of
+from itercast.microbench.iterations.sharded_dlrm import ShardedStep, draw_lookups
+from itercast.microbench.iterations.sharding_worker import model_of
 
 
 def run_step(order: dict[str, Any], path: Path) -> None:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from microbench.cases.registry import case
-from microbench.iterations import worker
-from microbench.iterations.measure import Iteration, measure_iteration
-from microbench.iterations.worker import IterationOrder, RetryWhenDisturbed
-from microbench.store import read_journal
-from microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
-from microbench.timing import gpu_watch
-from microbench.timing.gpu_watch import GpuWatch
+from itercast.microbench.cases.registry import case
+from itercast.microbench.iterations import worker
+from itercast.microbench.iterations.measure import Iteration, measure_iteration
+from itercast.microbench.iterations.worker import IterationOrder, RetryWhenDisturbed
+from itercast.microbench.store import read_journal
+from itercast.microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
+from itercast.microbench.timing import gpu_watch
+from itercast.microbench.timing.gpu_watch import GpuWatch
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, *anchors_us: float) -> float:

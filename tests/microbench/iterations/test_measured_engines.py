@@ -15,11 +15,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from microbench.capture.attention import attention_as, eager_attention
-from microbench.cases.registry import case
-from microbench.iterations.engines import captured_in_graph
-from microbench.iterations.measure import Iteration, measure_iteration
-from microbench.ops.memory.fused import Fused, build
+from itercast.microbench.capture.attention import attention_as, eager_attention
+from itercast.microbench.cases.registry import case
+from itercast.microbench.iterations.engines import captured_in_graph
+from itercast.microbench.iterations.measure import Iteration, measure_iteration
+from itercast.microbench.ops.memory.fused import Fused, build
 
 
 def test_attention_written_out_computes_the_same() -> None:
@@ -79,7 +79,7 @@ def test_a_graph_keeps_what_its_step_reads(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_model_and_loss_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``compose.graph.launch_modes`` fuses both."""
+    """As ``itercast.compose.graph.launch_modes`` fuses both."""
     chosen, compiled = case("mlp-s"), []
 
     def note(what: Any) -> Any:

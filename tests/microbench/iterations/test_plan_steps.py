@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from microbench.cases.registry import case
-from microbench.iterations.collect import collect_iterations
-from microbench.iterations.measure import Iteration
-from microbench.iterations.measured_plan import MeasuredPlan
-from microbench.iterations.plan_stages import edges, own_parameters
-from microbench.iterations.plan_steps import make_plan_step, numbered_layers
-from microbench.step import StepSettings
-from microbench.store import read_rows
+from itercast.microbench.cases.registry import case
+from itercast.microbench.iterations.collect import collect_iterations
+from itercast.microbench.iterations.measure import Iteration
+from itercast.microbench.iterations.measured_plan import MeasuredPlan
+from itercast.microbench.iterations.plan_stages import edges, own_parameters
+from itercast.microbench.iterations.plan_steps import make_plan_step, numbered_layers
+from itercast.microbench.step import StepSettings
+from itercast.microbench.store import read_rows
 
 
 @pytest.mark.parametrize(

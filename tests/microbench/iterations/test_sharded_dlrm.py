@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from microbench.cases.models.dlrm import DenseDlrm
-from microbench.iterations.sharded_dlrm import LEARNING_RATE
+from itercast.microbench.cases.models.dlrm import DenseDlrm
+from itercast.microbench.iterations.sharded_dlrm import LEARNING_RATE
 
 ROWS, DIM, BATCH, POOLING = 10, 4, 6, 3
 RANKS = 2

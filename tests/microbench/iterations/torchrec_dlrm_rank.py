@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.comm_ops import set_gradient_division
 
-from microbench.iterations.sharded_dlrm import ShardedModel, ShardedStep
-from microbench.iterations.sharding_worker import model_of
-from microbench.iterations.torchrec_dlrm import TorchrecStep, jagged, name_of
+from itercast.microbench.iterations.sharded_dlrm import ShardedModel, ShardedStep
+from itercast.microbench.iterations.sharding_worker import model_of
+from itercast.microbench.iterations.torchrec_dlrm import TorchrecStep, jagged, name_of
 
 Part = tuple[tuple[int, int, int], torch.Tensor]  # table, first row and column; numbers
 

@@ -8,10 +8,10 @@ from itertools import islice
 
 import pytest
 
-from microbench.hardware.spec import load_gpu
-from microbench.ops.lookup import batched_bags
-from microbench.ops.lookup.batched_bags import BatchedBags
-from microbench.sweep.rows import failure
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.ops.lookup import batched_bags
+from itercast.microbench.ops.lookup.batched_bags import BatchedBags
+from itercast.microbench.sweep.rows import failure
 
 # 3 tables of 10 rows and 4 columns; 2 bags of 6 lookups in each touch 3 rows 1, 2 and 3 times
 SOME = BatchedBags(

@@ -8,8 +8,8 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from microbench.hardware.spec import load_gpu
-from microbench.ops.step.alpha_beta import (
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.ops.step.alpha_beta import (
     LINK_SHARE,
     PROTOCOL_SHARE,
     START_US,
@@ -19,7 +19,7 @@ from microbench.ops.step.alpha_beta import (
     network_us,
     ring_network_us,
 )
-from microbench.ops.step.collective import OPS, Collective, features, sweep
+from itercast.microbench.ops.step.collective import OPS, Collective, features, sweep
 
 MIB = 2**20
 H100 = load_gpu("h100-sxm-80gb")

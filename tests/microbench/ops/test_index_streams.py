@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 
-from microbench.ops.lookup.index_streams import parse_indices
+from itercast.microbench.ops.lookup.index_streams import parse_indices
 
 GOOD = {"table": "users", "indices": [3, 3, 3, 1, 0], "offsets": [0, 2, 2, 5]}
 

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from microbench.capture.log import OpLog
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, TensorSpec
-from microbench.ops import families
-from microbench.ops.family import DRAWN, repeated
-from microbench.ops.matrix import attention, gemm
-from microbench.ops.memory import elementwise, norm, reduction
-from microbench.ops.step import optimizer
-from microbench.store import read_rows
-from microbench.sweep.gpu_space import grid
+from itercast.microbench.capture.log import OpLog
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.ops import families
+from itercast.microbench.ops.family import DRAWN, repeated
+from itercast.microbench.ops.matrix import attention, gemm
+from itercast.microbench.ops.memory import elementwise, norm, reduction
+from itercast.microbench.ops.step import optimizer
+from itercast.microbench.store import read_rows
+from itercast.microbench.sweep.gpu_space import grid
 
 DATASETS = Path(__file__).parents[3] / "datasets"
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})

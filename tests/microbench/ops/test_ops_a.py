@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from microbench.capture.log import OpLog
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, TensorSpec
-from microbench.ops.family import Family
-from microbench.ops.matrix import attention, conv
-from microbench.ops.memory import norm, reduction
+from itercast.microbench.capture.log import OpLog
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.ops.family import Family
+from itercast.microbench.ops.matrix import attention, conv
+from itercast.microbench.ops.memory import norm, reduction
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})
 FAMILIES = {f.name: f for f in (m.FAMILY for m in (attention, conv, norm, reduction))}

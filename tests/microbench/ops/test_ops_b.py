@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from microbench.capture.log import OpLog
-from microbench.hardware.spec import Gpu
-from microbench.opcall import OpCall, TensorSpec
-from microbench.ops import families
-from microbench.ops.lookup import embedding_bag, index, index_calls, random_streams
-from microbench.ops.memory import elementwise, elementwise_names, pooling, random
-from microbench.ops.step import optimizer
+from itercast.microbench.capture.log import OpLog
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.ops import families
+from itercast.microbench.ops.lookup import embedding_bag, index, index_calls, random_streams
+from itercast.microbench.ops.memory import elementwise, elementwise_names, pooling, random
+from itercast.microbench.ops.step import optimizer
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})
 MODULES = (embedding_bag, pooling, index, random, optimizer, elementwise)

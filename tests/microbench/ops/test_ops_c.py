@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from microbench.capture.log import OpLog
-from microbench.ops import families, find_family
-from microbench.ops.matrix import conv, recurrent
-from microbench.ops.memory import pooling
-from microbench.ops.step import host
+from itercast.microbench.capture.log import OpLog
+from itercast.microbench.ops import families, find_family
+from itercast.microbench.ops.matrix import conv, recurrent
+from itercast.microbench.ops.memory import pooling
+from itercast.microbench.ops.step import host
 
 LAYER = recurrent.Recurrent(op="lstm", steps=5, batch=3, inputs=6, hidden=8)
 BACK = recurrent.Recurrent(op="lstm_backward", steps=5, batch=3, inputs=6, hidden=8)

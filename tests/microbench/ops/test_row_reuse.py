@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from microbench.hardware.spec import Gpu
-from microbench.ops.lookup import reuse
-from microbench.ops.lookup.embedding_bag import EmbeddingBag, features
-from microbench.ops.lookup.random_streams import draw_stream
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.lookup import reuse
+from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag, features
+from itercast.microbench.ops.lookup.random_streams import draw_stream
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12}, l2_bytes=64 * 100)
 

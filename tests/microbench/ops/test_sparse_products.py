@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from unseen_ops import GPU, MODELS, learned
 
-from compose.pricing.fallbacks import fallback_parts
-from compose.pricing.price_book import UNMODELLED, PriceBook, PricedOp, priceable
-from microbench.capture.log import OpLog
-from microbench.opcall import OpCall, TensorSpec
-from microbench.ops import families, find_family
-from microbench.ops.lookup.index_calls import IndexOp
-from microbench.ops.matrix.sparse import (
+from itercast.compose.pricing.fallbacks import fallback_parts
+from itercast.compose.pricing.price_book import UNMODELLED, PriceBook, PricedOp, priceable
+from itercast.microbench.capture.log import OpLog
+from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.ops import families, find_family
+from itercast.microbench.ops.lookup.index_calls import IndexOp
+from itercast.microbench.ops.matrix.sparse import (
     FAMILY,
     Sparse,
     _matrix,
@@ -26,7 +26,7 @@ from microbench.ops.matrix.sparse import (
     longest_row,
     resize,
 )
-from microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.memory.elementwise import memory_copy
 
 NODES, EDGES = 40, 160
 

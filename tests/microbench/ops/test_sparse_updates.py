@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from microbench.hardware.spec import load_gpu
-from microbench.ops.family import Part, Workload
-from microbench.ops.lookup import embedding_bag, sparse_update
-from microbench.ops.lookup.embedding_bag import EmbeddingBag
-from microbench.ops.lookup.index_calls import IndexOp
-from microbench.ops.lookup.random_streams import KINDS, draw_rows, stream_kind
-from microbench.ops.lookup.sparse_update import SparseUpdate
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.ops.family import Part, Workload
+from itercast.microbench.ops.lookup import embedding_bag, sparse_update
+from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
+from itercast.microbench.ops.lookup.index_calls import IndexOp
+from itercast.microbench.ops.lookup.random_streams import KINDS, draw_rows, stream_kind
+from itercast.microbench.ops.lookup.sparse_update import SparseUpdate
 
 # 6 lookups of 4 columns in a table of 10 rows, which touch 3 rows 1, 2 and 3 times
 UPDATE = SparseUpdate(op="sgd", rows=10, dim=4, lookups=6, unique=3, reuse="0.3333 0.3333 0.3333")

@@ -8,12 +8,12 @@ from itertools import islice
 import pytest
 import torch
 
-from microbench.hardware.spec import Gpu
-from microbench.ops.matrix import experts
-from microbench.ops.matrix.expert_loads import DRAWS, busiest_loads
-from microbench.ops.matrix.experts import Experts
-from microbench.ops.memory import elementwise, module
-from microbench.ops.memory.module import DIRECTIONS, KERNEL_US, MEMORY_SHARE, OPS, Module
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.ops.matrix import experts
+from itercast.microbench.ops.matrix.expert_loads import DRAWS, busiest_loads
+from itercast.microbench.ops.matrix.experts import Experts
+from itercast.microbench.ops.memory import elementwise, module
+from itercast.microbench.ops.memory.module import DIRECTIONS, KERNEL_US, MEMORY_SHARE, OPS, Module
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})
 

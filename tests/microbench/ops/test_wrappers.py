@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from microbench.ops.step import _wrappers as wrappers
+from itercast.microbench.ops.step import _wrappers as wrappers
 
 
 def test_nccl_alone_looks_for_no_network(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from microbench.processes.ranks import start_ranks
-from microbench.processes.watch import log_tail, never, watch
+from itercast.microbench.processes.ranks import start_ranks
+from itercast.microbench.processes.watch import log_tail, never, watch
 
 SLEEPER = "import time; time.sleep(60)"
 
@@ -71,7 +71,7 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     )
     code = (
         "import subprocess, sys, time\n"
-        "module = 'microbench.processes.leash'\n"
+        "module = 'itercast.microbench.processes.leash'\n"
         "subprocess.Popen([sys.executable, '-m', module, 'sleeper', sys.argv[1]],"
         " start_new_session=True)\ntime.sleep(60)"
     )

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from microbench.cases.models.convnets import DenseBlock, NextBlock
-from microbench.cases.models.graph import GraphAttention
-from microbench.ops.memory.elementwise import Elementwise
-from microbench.sweep.captured_points import LARGEST, MODELS, alternate, by_turns
+from itercast.microbench.cases.models.convnets import DenseBlock, NextBlock
+from itercast.microbench.cases.models.graph import GraphAttention
+from itercast.microbench.ops.memory.elementwise import Elementwise
+from itercast.microbench.sweep.captured_points import LARGEST, MODELS, alternate, by_turns
 
 
 def points(op: str, count: int) -> list[Elementwise]:

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from clockwork import Clockwork, Killed, Toy, order, toy_family
 
-from microbench import store
-from microbench.ops import families
-from microbench.ops.family import GpuSweep, Workload
-from microbench.ops.matrix.gemm import FAMILY as GEMM
-from microbench.sweep import gpu_chunk_worker
-from microbench.sweep import scheduler as sweep_module
-from microbench.sweep.gpu_chunks import Bench, Chunk
-from microbench.timing.clock import CallCost
+from itercast.microbench import store
+from itercast.microbench.ops import families
+from itercast.microbench.ops.family import GpuSweep, Workload
+from itercast.microbench.ops.matrix.gemm import FAMILY as GEMM
+from itercast.microbench.sweep import gpu_chunk_worker
+from itercast.microbench.sweep import scheduler as sweep_module
+from itercast.microbench.sweep.gpu_chunks import Bench, Chunk
+from itercast.microbench.timing.clock import CallCost
 
 
 def work(

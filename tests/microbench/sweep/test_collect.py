@@ -15,12 +15,12 @@ import pytest
 import torch
 from clockwork import order
 
-from microbench import store
-from microbench.ops.step.collective import OPS
-from microbench.sweep import collect as collect_module
-from microbench.sweep.collect import collect, collect_for
-from microbench.sweep.orders import WorkerOrder, phases
-from microbench.timing.clock import summarise
+from itercast.microbench import store
+from itercast.microbench.ops.step.collective import OPS
+from itercast.microbench.sweep import collect as collect_module
+from itercast.microbench.sweep.collect import collect, collect_for
+from itercast.microbench.sweep.orders import WorkerOrder, phases
+from itercast.microbench.timing.clock import summarise
 
 
 def test_summary_is_median_and_nearest_rank_percentiles() -> None:
@@ -130,7 +130,7 @@ def test_collectives_are_swept_by_two_ranks(tmp_path: Path) -> None:
 def test_a_killed_sweep_resumes_and_repeats_nothing(tmp_path: Path) -> None:
     without_captures(tmp_path, "gemm")
     script = (
-        "from pathlib import Path; from microbench.sweep.collect import collect;"
+        "from pathlib import Path; from itercast.microbench.sweep.collect import collect;"
         f"collect(Path({str(tmp_path)!r}), 'cpu', ['gemm'], 30.0)"
     )
     process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)

@@ -15,15 +15,15 @@ import pytest
 import torch
 from clockwork import order
 
-from microbench.hardware.spec import load_gpu
-from microbench.ops import families
-from microbench.store import compact, read_rows, write_part
-from microbench.sweep import collect as collect_module
-from microbench.sweep import gpu_chunk_worker, worker
-from microbench.sweep.rows import failure_status
-from microbench.timing.cuda_device import CudaDevice
-from microbench.timing.kernels import MARK
-from microbench.timing.nvml import Nvml, combined, is_throttled, reasons
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.ops import families
+from itercast.microbench.store import compact, read_rows, write_part
+from itercast.microbench.sweep import collect as collect_module
+from itercast.microbench.sweep import gpu_chunk_worker, worker
+from itercast.microbench.sweep.rows import failure_status
+from itercast.microbench.timing.cuda_device import CudaDevice
+from itercast.microbench.timing.kernels import MARK
+from itercast.microbench.timing.nvml import Nvml, combined, is_throttled, reasons
 
 H100 = load_gpu("h100-sxm-80gb")
 
@@ -85,8 +85,8 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     )
     for name in makers:
         monkeypatch.setattr(torch, name, on_cpu(getattr(torch, name)))
-    monkeypatch.setattr("microbench.timing.cuda_device.WARM_UP_S", 0.01)
-    monkeypatch.setattr("microbench.timing.kernels.DETACH_S", 0.01)
+    monkeypatch.setattr("itercast.microbench.timing.cuda_device.WARM_UP_S", 0.01)
+    monkeypatch.setattr("itercast.microbench.timing.kernels.DETACH_S", 0.01)
     return found
 
 
@@ -159,7 +159,7 @@ def test_one_failing_profile_does_not_end_profiling(
         sessions.append(len(runs))
         return kernel_trace if len(sessions) == 2 else {}
 
-    monkeypatch.setattr("microbench.timing.cuda_device.profile", session)
+    monkeypatch.setattr("itercast.microbench.timing.cuda_device.profile", session)
     kernel_trace = {
         "traceEvents": [
             event("user_annotation", 0, 10, f"{MARK}0"),
@@ -184,17 +184,19 @@ def test_a_sweep_of_all_families_on_the_stand_in(
     stream: Stream, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The worker as on a GPU, the small points of its space, really run: rows of every family."""
-    monkeypatch.setattr("microbench.sweep.gpu_chunk_worker.CHUNK_POINTS", 39)
+    monkeypatch.setattr("itercast.microbench.sweep.gpu_chunk_worker.CHUNK_POINTS", 39)
     chunks = iter([gpu_chunk_worker.choose_chunk])  # one, however slow the machine
     monkeypatch.setattr(
         gpu_chunk_worker, "choose_chunk", lambda s, now_s: next(chunks, lambda *_: [])(s, now_s)
     )
     for group in ("SHARDED", "WRAPPERS"):  # these ask torch for CUDA itself
-        monkeypatch.setattr(f"microbench.ops.step.host.{group}", ())
-    monkeypatch.setattr("microbench.sweep.gpu_chunks.SAMPLES", (2, 2))
-    monkeypatch.setattr("microbench.sweep.sustained.DTYPES", ())  # products of 8192: minutes here
-    monkeypatch.setattr("microbench.sweep.gpu_space.MAX_ROOFLINE_US", 0.05)
-    monkeypatch.setattr("microbench.sweep.gpu_space.MAX_BYTES_FRAC", 2e5 / H100.hbm_bytes)
+        monkeypatch.setattr(f"itercast.microbench.ops.step.host.{group}", ())
+    monkeypatch.setattr("itercast.microbench.sweep.gpu_chunks.SAMPLES", (2, 2))
+    monkeypatch.setattr(
+        "itercast.microbench.sweep.sustained.DTYPES", ()
+    )  # products of 8192: minutes here
+    monkeypatch.setattr("itercast.microbench.sweep.gpu_space.MAX_ROOFLINE_US", 0.05)
+    monkeypatch.setattr("itercast.microbench.sweep.gpu_space.MAX_BYTES_FRAC", 2e5 / H100.hbm_bytes)
     names = tuple(n for n, f in families().items() if f.ranks == 1 and not f.on_demand)
     asked = replace(
         order(tmp_path, *names, budget_s=600.0), device="cuda", gpu="h100", hardware=H100.to_dict()

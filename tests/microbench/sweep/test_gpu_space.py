@@ -16,33 +16,33 @@ import pytest
 import torch
 from clockwork import order
 
-from microbench.capture.log import OpLog
-from microbench.hardware.spec import load_gpu
-from microbench.iterations.gpu_list import gpu_iterations
-from microbench.opcall import OpCall, TensorSpec
-from microbench.ops import families, find_family
-from microbench.ops.family import itemsize_bytes
-from microbench.ops.lookup.embedding_bag import EmbeddingBag
-from microbench.ops.matrix.attention import Attention
-from microbench.ops.matrix.gemm import Gemm
-from microbench.ops.memory import norm
-from microbench.ops.memory.elementwise import Elementwise
-from microbench.ops.memory.norm import Norm
-from microbench.ops.memory.random import DROPOUT, RandomOp
-from microbench.ops.memory.reduction import Reduction
-from microbench.ops.sizes import aligned
-from microbench.ops.step.host import EVENTS, FSDP, OPTIMIZERS, SHARDED, WRAPPERS
-from microbench.ops.step.optimizer import ADAMW, FUSED, SGD, OptimizerOp
-from microbench.store import write_part
-from microbench.sweep.captured_points import (
+from itercast.microbench.capture.log import OpLog
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.iterations.gpu_list import gpu_iterations
+from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.ops import families, find_family
+from itercast.microbench.ops.family import itemsize_bytes
+from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
+from itercast.microbench.ops.matrix.attention import Attention
+from itercast.microbench.ops.matrix.gemm import Gemm
+from itercast.microbench.ops.memory import norm
+from itercast.microbench.ops.memory.elementwise import Elementwise
+from itercast.microbench.ops.memory.norm import Norm
+from itercast.microbench.ops.memory.random import DROPOUT, RandomOp
+from itercast.microbench.ops.memory.reduction import Reduction
+from itercast.microbench.ops.sizes import aligned
+from itercast.microbench.ops.step.host import EVENTS, FSDP, OPTIMIZERS, SHARDED, WRAPPERS
+from itercast.microbench.ops.step.optimizer import ADAMW, FUSED, SGD, OptimizerOp
+from itercast.microbench.store import write_part
+from itercast.microbench.sweep.captured_points import (
     points_of_rows,
     read_points,
     write_measured_points,
     write_points,
 )
-from microbench.sweep.gpu_space import fits, grid, limits_us, on_gpu, roofline_us
-from microbench.sweep.rows import failure_status
-from microbench.sweep.scheduler import Sweep, space
+from itercast.microbench.sweep.gpu_space import fits, grid, limits_us, on_gpu, roofline_us
+from itercast.microbench.sweep.rows import failure_status
+from itercast.microbench.sweep.scheduler import Sweep, space
 
 H100 = load_gpu("h100-sxm-80gb")
 A100 = load_gpu("a100-sxm-80gb")
@@ -225,8 +225,8 @@ def test_fused_points_keep_whole_inputs_and_results() -> None:
 @pytest.mark.parametrize("name", sorted(set(DENSE) - {"fused"}))
 def test_points_of_any_size_build_and_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes are drawn for a limit of 0.2 us, so that a CPU builds them."""
-    monkeypatch.setattr("microbench.sweep.gpu_space.MAX_ROOFLINE_US", 0.2)
-    monkeypatch.setattr("microbench.sweep.gpu_space.MAX_BYTES_FRAC", 7e5 / H100.hbm_bytes)
+    monkeypatch.setattr("itercast.microbench.sweep.gpu_space.MAX_ROOFLINE_US", 0.2)
+    monkeypatch.setattr("itercast.microbench.sweep.gpu_space.MAX_BYTES_FRAC", 7e5 / H100.hbm_bytes)
     for p in islice(on_gpu(name, grid(name, 1), H100, 1), 60):
         try:
             families()[name].build(p, "cpu").run()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from microbench import store
+from itercast.microbench import store
 
 FACTS = {"what": "test", "hardware": {"name": "toy", "peak_flops_per_s": {"fp32": 1e12}}}
 

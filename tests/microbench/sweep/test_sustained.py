@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from clockwork import HARDWARE, Clockwork, order
 
-from microbench import store
-from microbench.ops.family import Workload
-from microbench.ops.matrix.gemm import FAMILY as GEMM
-from microbench.sweep import gpu_chunk_worker
-from microbench.sweep import scheduler as sweep_module
-from microbench.sweep.sustained import sustained_times
-from microbench.timing.host_timing import launch_us
+from itercast.microbench import store
+from itercast.microbench.ops.family import Workload
+from itercast.microbench.ops.matrix.gemm import FAMILY as GEMM
+from itercast.microbench.sweep import gpu_chunk_worker
+from itercast.microbench.sweep import scheduler as sweep_module
+from itercast.microbench.sweep.sustained import sustained_times
+from itercast.microbench.timing.host_timing import launch_us
 
 
 class Warming(Clockwork):
@@ -53,7 +53,7 @@ def sweep_products(
     """One worker of family gemm that has time for sustained products only; the journal then."""
     known = {"gemm": replace(GEMM, build=lambda p, where: Workload(run=run))}
     for module in ("gpu_chunk_worker", "sustained", "scheduler"):
-        monkeypatch.setattr(f"microbench.sweep.{module}.families", lambda: known)
+        monkeypatch.setattr(f"itercast.microbench.sweep.{module}.families", lambda: known)
     monkeypatch.setattr(gpu_chunk_worker, "choose_chunk", lambda sweep, now_s: [])
     peaks = {"fp32": 1e12, "fp8": 2e12}
     asked = order(root, "gemm", budget_s=budget_s)

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 import torch
 
-from microbench.timing.kernels import (
+from itercast.microbench.timing.kernels import (
     MARK,
     kernel_facts,
     kernels_by_run,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from microbench.ops.family import Workload
-from microbench.timing.clock import CallCost, Clock, clock_of, time_warm_cpu
+from itercast.microbench.ops.family import Workload
+from itercast.microbench.timing.clock import CallCost, Clock, clock_of, time_warm_cpu
 
 
 class Log(TorchDispatchMode):
