@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from itercast.learners.corrections import Asked, Correction, corrections_in_use
 from itercast.learners.features.host_calls import HostCall, host_call
 from itercast.learners.features.machine_speed import Sensitivity, Speed, at_reference_us
 from itercast.learners.features.op_aliases import as_measured
@@ -17,7 +19,6 @@ from itercast.learners.features.table import (
     Encoder,
     Features,
     feature_table,
-    halved_rate_bound_us,
     in_envelope,
     is_number,
     learn_launch_us,
@@ -29,7 +30,6 @@ from itercast.learners.models import residuals
 from itercast.learners.models.ensemble import CrossFit, Ensemble, cross_fit, fit_quick, refit
 from itercast.learners.models.kernels import stated_kernel
 from itercast.learners.models.training_table import Table
-from itercast.learners.transfer import achieved_rate, bytes_in_flight
 from itercast.learners.transfer.calibration import Calibration, points
 from itercast.learners.transfer.offsets import Offsets, offsets_of_rows
 from itercast.learners.transfer.query_rows import (
@@ -39,11 +39,8 @@ from itercast.learners.transfer.query_rows import (
     measured_in,
 )
 from itercast.learners.transfer.source_gpus import SourceGpus, pick_stack
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family
-
-BOUND_EXPONENT = assumed(__file__, "bound_exponent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,13 +83,7 @@ class FamilyModel:
     def predict(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> Forecasts:
         """Forecast rows in dataset form, in their order."""
         query, table, roofline = self._query(rows, family, gpus)
-        guess = self._ensemble_us(query, table, roofline) * achieved_rate.correction(
-            query,
-            self.source_gpus,
-            lambda large: self._ensemble_us(*self._query(large, family, gpus)),
-        )
-        guess = guess * bytes_in_flight.correction(query, self.source_gpus)
-        guess = np.maximum(guess, bytes_in_flight.least_us(query))
+        guess = self._corrected_us(query, table, roofline, corrections_in_use())
         unseen = self.source_gpus.unseen(query) | query.lent
         inside = self._inside(query, table)
         known = inside
@@ -118,15 +109,27 @@ class FamilyModel:
             roofline_us=roofline,
         )
 
-    def _ensemble_us(self, query: QueryRows, table: Features, roofline: np.ndarray) -> np.ndarray:
-        """Ensemble prediction in us, softly bounded below on GPUs with a limited tensor-core peak.
-
-        (guess^p + bound^p)^(1/p), p = BOUND_EXPONENT, bound = ``halved_rate_bound_us``.
-        """
+    def _corrected_us(
+        self,
+        query: QueryRows,
+        table: Features,
+        roofline: np.ndarray,
+        corrections: Sequence[Correction],
+    ) -> np.ndarray:
+        """Forecasts in us: the ensemble's, with these corrections one after the other."""
         x = self.encoder.encode(table)
-        guess = self.source_gpus.predict(self.ensemble, x, roofline, query)
-        bound = halved_rate_bound_us(query.rows, query.family, query.gpus)
-        return np.asarray((guess**BOUND_EXPONENT + bound**BOUND_EXPONENT) ** (1 / BOUND_EXPONENT))
+        time_us = self.source_gpus.predict(self.ensemble, x, roofline, query)
+        for place, correction in enumerate(corrections):
+            price = partial(self._price, query=query, corrections=corrections[:place])
+            asked = Asked(query=query, source_gpus=self.source_gpus, price=price)
+            time_us = correction.corrected_us(time_us, asked)
+        return time_us
+
+    def _price(
+        self, rows: pd.DataFrame, query: QueryRows, corrections: Sequence[Correction]
+    ) -> np.ndarray:
+        """Forecasts in us, with these corrections, of rows of the same family."""
+        return self._corrected_us(*self._query(rows, query.family, query.gpus), corrections)
 
     def inside(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> np.ndarray:
         """Mask of rows whose inputs were seen in training, as ``predict`` returns it."""

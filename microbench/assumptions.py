@@ -10,10 +10,11 @@ Each folder of code keeps its own in ``assumptions.yaml``, by module and name:
         fitted_on: []            # sources of measurements the value was fitted on, if any
         holds: training, NCHW
 
-An entry that was fitted may also state ``without``: the value that somebody would take who had not
-seen these measurements. Code takes values by ``assumed(__file__, "batch_norm_passes")``, mostly
-when its module is imported; a process started inside ``leaving_out("NeuSight")`` takes the value
-``without`` of every entry fitted on that source.
+An entry may also state ``checked_on``, sources that it was compared with when it was chosen, and
+``without``: the value that somebody would take who had seen none of these measurements. Code takes
+values by ``assumed(__file__, "batch_norm_passes")``, mostly when its module is imported; a process
+started inside ``leaving_out("NeuSight")`` takes the value ``without`` of every entry fitted or
+checked on that source, one inside ``switching_off("fallbacks.batch_norm_passes")`` of that entry.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ from typing import Any
 
 import yaml
 
+from itercast.microbench.switches import environment, switched_off
 from itercast.microbench.yaml_text import OwnLoader
 
 FILE = "assumptions.yaml"
 KEYS = ("value", "unit", "source", "holds")
-OPTIONAL = ("fitted_on", "without")
+OPTIONAL = ("fitted_on", "checked_on", "without")
 LEAVE_OUT = "ITERCAST_LEAVE_OUT"  # environment variable: a source of measurements
 
 
@@ -41,8 +43,9 @@ class Assumption:
     """One assumed value, with its unit, where it comes from and where it holds.
 
     ``fitted_on`` names the sources of measurements it was fitted on: errors on those sources are
-    not blind. A ``value`` may be a number, a list or a table of numbers. ``without``: the value to
-    take where these sources are left out; None where there is none.
+    not blind; nor are they on ``checked_on``, sources that it was compared with. A ``value`` may be
+    a number, a list or a table of numbers. ``without``: the value to take where these sources are
+    left out; None where there is none.
     """
 
     module: str
@@ -51,12 +54,18 @@ class Assumption:
     unit: str
     source: str
     fitted_on: tuple[str, ...] = ()
+    checked_on: tuple[str, ...] = ()
     holds: str
     without: Any = None
 
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """Sources of measurements that the value was fitted or checked on."""
+        return (*self.fitted_on, *self.checked_on)
+
     def is_fitted_on(self, source: str) -> bool:
-        """Whether the value was fitted on a source, whatever the case of its name."""
-        return is_among(source, self.fitted_on)
+        """Whether the value was fitted or checked on a source, whatever the case of its name."""
+        return is_among(source, self.seen)
 
 
 def is_among(source: str, names: Iterable[str]) -> bool:
@@ -76,10 +85,11 @@ def assumptions_in(folder: Path) -> Mapping[tuple[str, str], Assumption]:
             if unknown or missing:
                 wrong = f"unknown {sorted(unknown)}" if unknown else f"missing {sorted(missing)}"
                 raise ValueError(f"{path}: {module}.{name}: {wrong}; keys are {', '.join(known)}")
-            fitted_on = tuple(entry.get("fitted_on") or ())
-            if "without" in entry and not fitted_on:
-                raise ValueError(f"{path}: {module}.{name}: 'without' needs sources in fitted_on")
-            fields = {**entry, "fitted_on": fitted_on}
+            seen = {key: tuple(entry.get(key) or ()) for key in ("fitted_on", "checked_on")}
+            if "without" in entry and not any(seen.values()):
+                needs = "'without' needs sources in fitted_on or checked_on"
+                raise ValueError(f"{path}: {module}.{name}: {needs}")
+            fields = {**entry, **seen}
             found[module, name] = Assumption(module=module, name=name, **fields)
     return found
 
@@ -87,14 +97,16 @@ def assumptions_in(folder: Path) -> Mapping[tuple[str, str], Assumption]:
 def assumed(file: str, name: str) -> Any:
     """The value that the module ``file`` (its ``__file__``) assumes under this name.
 
-    Where a source that it was fitted on is left out (``leaving_out``), its value ``without``.
+    Its value ``without`` where a source that it was fitted or checked on is left out
+    (``leaving_out``), or the number is switched off (``itercast.microbench.switches``).
     """
     path = Path(file)
     known = assumptions_in(path.parent)
     if (path.stem, name) not in known:
         raise ValueError(f"{path.parent / FILE}: no assumption {path.stem}.{name}")
     one = known[path.stem, name]
-    if one.without is not None and one.is_fitted_on(left_out()):
+    off = switched_off() == f"{one.module}.{one.name}" or one.is_fitted_on(left_out())
+    if one.without is not None and off:
         return one.without
     return one.value
 
@@ -110,15 +122,8 @@ def leaving_out(source: str) -> Iterator[None]:
 
     ``source`` is not checked; '' leaves out none.
     """
-    before = os.environ.get(LEAVE_OUT)
-    os.environ[LEAVE_OUT] = source
-    try:
+    with environment(LEAVE_OUT, source):
         yield
-    finally:
-        if before is None:
-            del os.environ[LEAVE_OUT]
-        else:
-            os.environ[LEAVE_OUT] = before
 
 
 def all_assumptions(root: Path) -> list[Assumption]:

@@ -66,11 +66,13 @@ def test_a_value_is_found_by_module_and_name(tmp_path: Path) -> None:
         assumed(str(tmp_path / "other.py"), "launch_us")
 
 
-FITTED = "value: 4, unit: us, source: a test, holds: here, fitted_on: [NeuSight, timm]"
+FITTED = (
+    "value: 4, unit: us, source: a test, holds: here, fitted_on: [NeuSight], checked_on: [timm]"
+)
 
 
 def test_a_source_left_out_takes_the_value_without_it(tmp_path: Path) -> None:
-    """2 where either source it was fitted on is left out, in any case of letters; else 4."""
+    """2 where the source it was fitted or checked on is left out, in any case; else 4."""
     (tmp_path / FILE).write_text(f"host:\n  launch_us: {{{FITTED}, without: 2}}\n")
 
     def value() -> object:

@@ -13,6 +13,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import stack_of_row
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops.family import Family
+from itercast.microbench.switches import is_on
 
 SDPA_OPS = ("itercast.sdpa", "itercast.sdpa_backward")
 FLASH_2 = "flash-2"
@@ -56,6 +57,8 @@ def kernel_ratio(
     a kernel takes R times as long on long sequences, a call takes 1 + (R - 1) * compute / (compute
     + memory) times as long.
     """
+    if not is_on("attention_kernels"):
+        return 1.0
     share = _compute_share(family, p, gpu)
     rows = sum(
         weight

@@ -10,6 +10,7 @@ import numpy as np
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, StepCapture
+from itercast.microbench.switches import is_on
 
 # A freed block is reused for a tensor of at least 1 / this of the block's size.
 MAX_BLOCK_OVER_TENSOR: float = assumed(__file__, "max_block_over_tensor")
@@ -64,6 +65,8 @@ def cold_fractions(capture: StepCapture, gpu: Gpu) -> list[float]:
     tensor made within the step takes a freed block and frees it after its last use; a tensor that
     exists before the step (parameters, state, inputs) keeps its own memory.
     """
+    if not is_on("cache_reuse"):
+        return [1.0] * len(capture.calls)
     share = cold_share(gpu)
     made, last_use = _lifetimes(capture.calls)
     allocator = _Allocator()

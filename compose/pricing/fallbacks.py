@@ -14,6 +14,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL, software_name
 from itercast.microbench.ops import families, family_of
 from itercast.microbench.ops.family import Part
+from itercast.microbench.switches import is_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ def fallback_parts(
     Also empty where one of these ops' families has no model learned from rows.
     """
     family = family_of(params)
-    if family is None or family.fallback is None:
+    if family is None or family.fallback is None or not is_on("fallbacks"):
         return []
     rows = MeasuredRows(models=models, gpu=gpu, channels_last=channels_last, stack=stack)
     parts = list(family.fallback(params, rows))

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.switches import is_on
 
 REFERENCE_GPU: Mapping[str, str] = assumed(__file__, "reference_gpu")
 CLOCK_EXPONENT: float = assumed(__file__, "clock_exponent")
@@ -33,7 +34,7 @@ def sustained_flops_per_s(gpu: Gpu, dtype: str) -> float:
     In a dtype that the reference states no rate of, its bf16 rate times the ratio of the peaks.
     """
     reference = _reference(gpu.architecture)
-    if reference is None or not gpu.power_w or not _same_sms(gpu, reference):
+    if not (is_on("power_limit") and reference and gpu.power_w and _same_sms(gpu, reference)):
         return float("inf")
     known = dtype if dtype in reference.achieved_flops_per_s else "bf16"
     scale = gpu.peak(dtype) / gpu.peak(known)

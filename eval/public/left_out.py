@@ -29,8 +29,8 @@ def assumptions(root: Path = Path(__file__).parents[2]) -> list[Assumption]:
 
 
 def fitted_sources(entries: Sequence[Assumption]) -> set[str]:
-    """Sources, in lower case, on which an assumption or a shipped host was fitted."""
-    named = [source for one in entries for source in one.fitted_on]
+    """Sources, in lower case, on which an assumption or host was fitted, or checked when chosen."""
+    named = [source for one in entries for source in one.seen]
     named += [source for host in shipped_hosts() for source in host.sources]
     return {source.casefold() for source in named}
 
