@@ -103,7 +103,8 @@ class OpCall:
 
     ``args`` holds tensors (TensorSpec), scalars, strings, None and tuples of them, in the order of
     the op's schema. ``phase`` is zero_grad, forward, loss, backward or optimizer; ``module`` the
-    class of the innermost module that makes the call, in the forward pass.
+    class of the innermost module that makes the call, in the forward pass. ``stream`` is the number
+    of the stream that a captured program launches it on, 0 for the default one.
     """
 
     op: str
@@ -112,6 +113,7 @@ class OpCall:
     outputs: tuple[TensorSpec, ...] = ()
     phase: str = "forward"
     module: str = ""
+    stream: int = 0
 
     def tensors(self) -> list[TensorSpec]:
         """All input tensors in order, also those inside lists."""

@@ -19,7 +19,7 @@ from itercast.compose.pricing.work import Work
 from itercast.compose.simulate.data_parallel import LayerBucket, Strategy, strategy
 from itercast.compose.simulate.timeline import Span, Task, simulate_shared
 
-SHARED = frozenset({"compute", "comm"})
+SHARED = {"compute": "rank", "comm": "rank"}  # lanes that slow each other
 LATENCY = "latency"  # lane of messages' latency, which slows nothing
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -134,17 +135,24 @@ def _in_order(tasks: Sequence[Task]) -> list[Span]:
     return spans
 
 
-def simulate_shared(tasks: Sequence[Task], shared: frozenset[str], contention: float) -> list[Span]:
-    """``simulate`` where tasks on different ``shared`` lanes slow each other while they overlap.
+def simulate_shared(
+    tasks: Sequence[Task],
+    shared: Mapping[str, str],
+    contention: float,
+    programs: Mapping[str, Sequence[int]] | None = None,
+) -> list[Span]:
+    """``simulate`` where tasks on lanes of one device slow each other while they overlap.
 
-    While two or more tasks on shared lanes run, each of them proceeds at 1/contention of its speed;
-    durations are those of a task alone. Contention 1 is ``simulate``, 2 is one core for both.
+    ``shared`` names the device of lanes that slow each other. While two or more tasks on lanes of a
+    device run, each of them proceeds at 1/contention of its speed; durations are those of a task
+    alone. Contention 1 is ``simulate``, 2 is one core for both.
     """
     if contention < 1:
         raise ValueError(f"contention must be at least 1, got {contention}")
     if contention == 1:
-        return simulate(tasks)
-    progress = _Progress(tasks, None)
+        return simulate(tasks, programs)
+    progress = _Progress(tasks, programs)
+    devices = [{shared[lane] for lane in task.lanes if lane in shared} for task in tasks]
     now = 0.0
     left: dict[int, float] = {}  # work of the running tasks
     start: dict[int, float] = {}
@@ -153,9 +161,9 @@ def simulate_shared(tasks: Sequence[Task], shared: frozenset[str], contention: f
         for i in progress.ready:
             left[i], start[i] = tasks[i].duration_us, now
         progress.ready.clear()
-        busy = {i for i in left if left[i] > 0 and not shared.isdisjoint(tasks[i].lanes)}
-        slow = contention if len(busy) > 1 else 1.0
-        needed = {i: work * (slow if i in busy else 1.0) for i, work in left.items()}
+        load = Counter(device for i in left if left[i] > 0 for device in devices[i])
+        slow = {i: contention if any(load[d] > 1 for d in devices[i]) else 1.0 for i in left}
+        needed = {i: work * slow[i] for i, work in left.items()}
         step = min(needed.values())
         now += step
         for i in list(left):
@@ -164,7 +172,7 @@ def simulate_shared(tasks: Sequence[Task], shared: frozenset[str], contention: f
                 spans[i] = Span(start[i], now)
                 progress.finish(i)
             else:
-                left[i] -= step / (slow if i in busy else 1.0)
+                left[i] -= step / slow[i]
     progress.check()
     return [spans[i] for i in range(len(tasks))]
 

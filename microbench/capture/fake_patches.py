@@ -19,8 +19,16 @@ from itercast.microbench.capture.fake import fake_tensor
 WARNS = "warn_if_padding_and_no_attention_mask"
 
 
+APPLY = torch.nn.Module._apply
+
+
 def _apply(module: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
-    """Replace ``Module._apply`` (to, half, ...): convert in place, where torch's fails on fakes."""
+    """Replace ``Module._apply`` (to, half, ...): convert in place, where torch's fails on fakes.
+
+    Modules on the meta device, and those with distributed tensors, are left to torch.
+    """
+    if any(p.is_meta or type(p.data) is not FakeTensor for p in module.parameters()):
+        return APPLY(module, fn, recurse)
     for owner in module.modules() if recurse else [module]:
         for parameter in owner.parameters(recurse=False):
             with torch.no_grad():

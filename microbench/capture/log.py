@@ -92,6 +92,7 @@ class OpLog(TorchDispatchMode):
         self.host = {"module_call": 0, "view_op": 0, "autograd_node": 0}
         self.phase = "forward"
         self.module = ""
+        self.stream = 0
         self.paused = 0
         self.names = DTYPES
         self._storages: dict[int, int] = {}
@@ -166,6 +167,7 @@ class OpLog(TorchDispatchMode):
                 outputs=tuple(self.describe(o) for o in outputs if isinstance(o, torch.Tensor)),
                 phase=self.phase,
                 module=self.module if self.phase == "forward" else "",
+                stream=self.stream,
             )
         )
 

@@ -1,0 +1,1 @@
+"""Forecasts captured programs: prices the launches of their ranks and simulates them together."""

@@ -1,0 +1,162 @@
+"""Simulates the ranks of a captured program together: hosts, streams, and messages between ranks.
+
+A collective among captured ranks is one task for all of them: it starts when the last one arrives.
+Ranks that were not captured do what one that was captured does, at the same time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+
+from itercast.compose.pricing.price_book import PricedOp
+from itercast.compose.pricing.work import Step, fold
+from itercast.compose.programs.price import PricedRank
+from itercast.compose.simulate.timeline import Span, Task, simulate_shared
+from itercast.microbench.opcall import OpCall
+from itercast.microbench.programs.log import (
+    COLLECTIVE,
+    FIRST_GROUP_STREAM,
+    HOST_WAIT,
+    RECORD,
+    WAIT,
+)
+
+
+@dataclass
+class Tasks:
+    """The tasks of all ranks, and by lane the order in which it runs them."""
+
+    tasks: list[Task] = field(default_factory=list)
+    programs: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    joint: dict[Hashable, int] = field(default_factory=dict)
+
+    def add(self, lanes: tuple[str, ...], us: float, after: tuple[int, ...], name: str) -> int:
+        """Add a task at the end of its lanes."""
+        self.tasks.append(Task(lanes, us, after, name))
+        return self._queue(len(self.tasks) - 1, lanes)
+
+    def join(
+        self, key: Hashable, lanes: tuple[str, ...], us: float, after: tuple[int, ...], name: str
+    ) -> int:
+        """Add a task that ranks run together, or take part in it where another rank added it."""
+        if key not in self.joint:
+            self.joint[key] = self.add(lanes, us, after, name)
+            return self.joint[key]
+        at = self.joint[key]
+        old = self.tasks[at]
+        self.tasks[at] = Task((*old.lanes, *lanes), old.duration_us, (*old.after, *after), old.name)
+        return self._queue(at, lanes)
+
+    def _queue(self, task: int, lanes: tuple[str, ...]) -> int:
+        for lane in lanes:
+            self.programs[lane].append(task)
+        return task
+
+
+class RankLanes:
+    """Turns the launches of one rank into tasks."""
+
+    def __init__(self, rank: int, priced: PricedRank, tasks: Tasks, slowdown: float) -> None:
+        self.rank, self.priced, self.tasks, self.slowdown = rank, priced, tasks, slowdown
+        self.last: dict[int, tuple[int, ...]] = defaultdict(tuple)  # stream -> its last tasks
+        self.waits: dict[int, tuple[int, ...]] = defaultdict(tuple)
+        self.points: dict[Hashable, tuple[int, ...]] = {}
+        self.host: tuple[int, ...] = ()
+        self.open: list[Step] = []
+        self.open_stream = 0
+        self.counts: dict[Hashable, int] = defaultdict(int)
+        self.ends: list[int] = []
+
+    def step(self, number: int) -> None:
+        """Add all launches of one step."""
+        for call, op in zip(self.priced.calls, self.priced.ops, strict=True):
+            stream = self._stream(call)
+            if call.op == RECORD:
+                self._close()
+                self.points[number, call.args[0]] = self.last[stream] + self.waits[stream]
+            elif call.op == WAIT:
+                self._close()
+                self.waits[stream] += self.points.get((number, call.args[0]), ())
+            elif call.op == HOST_WAIT:
+                self._close()
+                self.host += self.points.get((number, call.args[0]), ())
+            elif op is not None and call.op == COLLECTIVE:
+                self._close()
+                self._collective(call, op, stream)
+            elif op is not None:
+                self._op(op, stream)
+        self._close()
+        self.ends.append(len(self.tasks.tasks))
+
+    def _stream(self, call: OpCall) -> int:
+        """The stream of a launch; a CPU has one beside those of groups."""
+        return 0 if self.priced.on_cpu and call.stream < FIRST_GROUP_STREAM else call.stream
+
+    def _lane(self, stream: int) -> str:
+        return f"{self.rank} compute" if stream == 0 else f"{self.rank} stream {stream}"
+
+    def _op(self, op: PricedOp, stream: int) -> None:
+        if stream != self.open_stream:
+            self._close()
+        self.open_stream = stream
+        costs = self.priced.launches
+        self.open.append(Step(op.duration_us, costs.us(op), False, costs.kernels(op)))
+
+    def _close(self) -> None:
+        """Add the ops launched since the last mark as one piece of work."""
+        if not self.open:
+            return
+        work, stream = fold(self.open, self.priced.on_cpu), self.open_stream
+        self.open = []
+        after, self.waits[stream] = self.last[stream] + self.waits[stream], ()
+        us = self.slowdown * work.lane_us
+        if self.priced.on_cpu:
+            done = self.tasks.add((self._lane(stream),), us, after + self.host, "compute")
+            self.last[stream], self.host = (done,), ()
+            return
+        done = self.tasks.add((self._lane(stream),), us, after, "compute")
+        path_lane = f"{self.rank} path {len(self.tasks.tasks)}"
+        path = self.tasks.add((path_lane,), work.path_us, self.host, "launch")
+        self.host = (self.tasks.add((f"{self.rank} host",), work.host_us, self.host, "launch"),)
+        self.last[stream] = (done, path)
+
+    def _collective(self, call: OpCall, op: PricedOp, stream: int) -> None:
+        facts = call.kwargs
+        after = self.last[stream] + self.waits[stream] + self.host
+        self.waits[stream] = ()
+        key = self._key(call)
+        self.counts[key] += 1
+        lanes = (self._lane(stream),)
+        task = self.tasks.join((key, self.counts[key]), lanes, op.duration_us, after, facts["kind"])
+        self.last[stream] = (task,)
+
+    def _key(self, call: OpCall) -> Hashable:
+        """Equal for the launches of all ranks that take part in a collective or message."""
+        facts = call.kwargs
+        if facts["peer"] < 0:
+            return (facts["kind"], facts["ranks"])
+        pair = (self.rank, facts["peer"])
+        return ("message", *(pair if facts["kind"] == "send" else reversed(pair)))
+
+
+def simulate_program(
+    ranks: Mapping[int, PricedRank], contention: float, slowdown: float = 1.0
+) -> tuple[list[Task], list[Span], list[float]]:
+    """Two steps in a row: their tasks and spans, and when each of them ends, in us.
+
+    ``slowdown``: how much longer compute takes because ranks share the cores of a CPU.
+    """
+    tasks = Tasks()
+    lanes = [RankLanes(rank, priced, tasks, slowdown) for rank, priced in ranks.items()]
+    counts = []
+    for number in range(2):
+        for one in lanes:
+            one.step(number)
+        counts.append(len(tasks.tasks))
+    shared = {lane: lane.split()[0] for lane in tasks.programs if " host" not in lane}
+    shared = {lane: rank for lane, rank in shared.items() if " path " not in lane}
+    spans = simulate_shared(tasks.tasks, shared, contention, tasks.programs)
+    ends = [max((s.end_us for s in spans[:n]), default=0.0) for n in counts]
+    return tasks.tasks, spans, ends

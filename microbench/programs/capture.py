@@ -1,0 +1,134 @@
+"""Captures a training step of a distributed program, for each rank that does different work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from itercast.microbench.capture.fake_patches import behave_like_real_tensors, run_uncompiled
+from itercast.microbench.capture.log import WholeAttention
+from itercast.microbench.capture.watch import ModuleTracker
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.programs.fake_ranks import one_rank_of
+from itercast.microbench.programs.log import COLLECTIVE, ProgramLog
+from itercast.microbench.programs.objects import AwaitedError, Mailbox, objects_through
+from itercast.microbench.programs.streams import recorded_streams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramCapture:
+    """One step of a program over ``world_size`` ranks: the launches of one rank, by its number.
+
+    ``peak_bytes``: the most memory that a rank's tensors take during the step.
+    """
+
+    world_size: int
+    ranks: Mapping[int, StepCapture]
+    peak_bytes: Mapping[int, int]
+
+
+def capture_program(
+    program: Callable[[], Callable[[], Any]], world_size: int, ranks: Sequence[int] = ()
+) -> ProgramCapture:
+    """Capture the second step of ``program`` on some ranks; nothing is computed or sent.
+
+    ``program`` builds and parallelises the model as it would under torchrun, and returns a function
+    that runs one training step. Without ``ranks`` rank 0 is captured, and all that it exchanges
+    messages with, and those in turn: one rank of every pipeline stage.
+    """
+    wanted = list(ranks) or [0]
+    if not all(0 <= rank < world_size for rank in wanted):
+        raise ValueError(f"ranks {wanted}: allowed are 0 to {world_size - 1}")
+    mailbox, done = Mailbox(), dict[int, ProgramLog]()
+    while waiting := [rank for rank in wanted if rank not in done]:
+        progress = False
+        for rank in waiting:
+            before = len(mailbox.sent)
+            try:
+                done[rank] = _capture_rank(program, world_size, rank, mailbox)
+            except AwaitedError as exc:
+                wanted += [exc.rank] if exc.rank not in wanted else []
+                progress |= len(mailbox.sent) > before or exc.rank not in waiting
+                continue
+            progress = True
+            if not ranks:
+                wanted += sorted(_peers(done[rank]) - set(wanted))
+        if not progress:
+            raise ValueError(f"ranks {waiting} wait for each other's objects")
+    return ProgramCapture(
+        world_size=world_size,
+        ranks={r: StepCapture(calls=tuple(x.calls), host=x.host) for r, x in sorted(done.items())},
+        peak_bytes={rank: log.peak_bytes for rank, log in sorted(done.items())},
+    )
+
+
+def _peers(log: ProgramLog) -> set[int]:
+    """The ranks that a rank exchanges messages with, one by one."""
+    sent = (c.kwargs["peer"] for c in log.calls if c.op == COLLECTIVE)
+    return {peer for peer in sent if peer >= 0}
+
+
+def _capture_rank(
+    program: Callable[[], Callable[[], Any]], world_size: int, rank: int, mailbox: Mailbox
+) -> ProgramLog:
+    log = ProgramLog()
+    mailbox.begin(rank)
+    with ExitStack() as stack:
+        stack.enter_context(one_rank_of(world_size, rank, log))
+        stack.enter_context(objects_through(mailbox))
+        stack.enter_context(recorded_streams(log))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(behave_like_real_tensors())
+        stack.enter_context(run_uncompiled())
+        with log:
+            step = program()
+        stack.enter_context(_phases(log))
+        stack.enter_context(ModuleTracker(log))
+        stack.enter_context(WholeAttention(log, eager=False))
+        with log:
+            step()
+            log.reset()
+            log.phase = "forward"
+            step()
+    return log
+
+
+@contextmanager
+def _phases(log: ProgramLog) -> Iterator[None]:
+    """Tell the log which calls are backward's and which the optimizer's."""
+    backward = torch.autograd.backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        before, log.phase = log.phase, "backward"
+        log.host["backward"] = log.host.get("backward", 0) + 1
+        try:
+            return backward(*args, **kwargs)
+        finally:
+            log.phase = before
+
+    def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
+        log.phase = "optimizer"
+        kind = type(optimizer).__name__.lower()
+        tensors = sum(p.grad is not None for g in optimizer.param_groups for p in g["params"])
+        log.host[f"{kind}_step"] = log.host.get(f"{kind}_step", 0) + tensors
+
+    def end(optimizer: Any, args: Any, kwargs: Any) -> None:
+        log.phase = "forward"
+
+    hooks = (register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end))
+    try:
+        with patch.object(torch.autograd, "backward", run_backward):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,125 @@
+"""Reads the calls of ``torch.distributed`` that reach the dispatcher as collectives.
+
+Sizes are those of the whole buffer, as nccl-tests counts them:
+https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
+# Kind, and which tensors hold the whole buffer: those read, those written, or either.
+KINDS: Mapping[str, tuple[str, str]] = {
+    "allreduce_": ("all_reduce", "read"),
+    "allreduce_coalesced_": ("all_reduce", "read"),
+    "all_reduce": ("all_reduce", "read"),
+    "all_reduce_": ("all_reduce", "read"),
+    "all_reduce_coalesced": ("all_reduce", "read"),
+    "all_reduce_coalesced_": ("all_reduce", "read"),
+    "allgather_": ("all_gather", "written"),
+    "_allgather_base_": ("all_gather", "written"),
+    "allgather_coalesced_": ("all_gather", "written"),
+    "allgather_into_tensor_coalesced_": ("all_gather", "written"),
+    "all_gather_into_tensor": ("all_gather", "written"),
+    "all_gather_into_tensor_out": ("all_gather", "written"),
+    "all_gather_into_tensor_coalesced": ("all_gather", "written"),
+    "reduce_scatter_": ("reduce_scatter", "read"),
+    "_reduce_scatter_base_": ("reduce_scatter", "read"),
+    "reduce_scatter_tensor": ("reduce_scatter", "read"),
+    "reduce_scatter_tensor_out": ("reduce_scatter", "read"),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", "read"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "read"),
+    "alltoall_": ("all_to_all", "read"),
+    "alltoall_base_": ("all_to_all", "read"),
+    "all_to_all_single": ("all_to_all", "read"),
+    "shard_dim_alltoall": ("all_to_all", "read"),
+    "broadcast_": ("broadcast", "read"),
+    "broadcast": ("broadcast", "read"),
+    "reduce_": ("reduce", "read"),
+    "gather_": ("gather", "read"),
+    "scatter_": ("scatter", "written"),
+    "barrier": ("barrier", "read"),
+    "send": ("send", "read"),
+    "isend": ("send", "read"),
+    "recv_": ("recv", "written"),
+    "irecv": ("recv", "written"),
+}
+WRITTEN = ("output_tensors", "output_tensor", "output", "outputs", "output_lists", "out")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveCall:
+    """A call of a collective, or of a message to one rank (kinds send and recv).
+
+    ``buffers`` hold the whole buffer; ``read`` and ``written`` are its tensors. ``ranks`` are those
+    of its group in order of their number; ``peer`` the other rank of a message. ``blocking``: the
+    stream that launches it waits for it.
+    """
+
+    kind: str
+    buffers: tuple[Any, ...]
+    read: tuple[Any, ...]
+    written: tuple[Any, ...]
+    group: str
+    ranks: tuple[int, ...]
+    peer: int = -1
+    blocking: bool = False
+
+
+def is_collective(func: Any) -> bool:
+    """Whether an op is one of ``torch.distributed``'s."""
+    return func.namespace in NAMESPACES
+
+
+def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> CollectiveCall | None:
+    """The collective that a call launches; None for ``wait_tensor`` and other helpers.
+
+    NotImplementedError for a collective that is not known.
+    """
+    name = func._schema.name.partition("::")[2]
+    if name in ("wait_tensor", "mesh_get_process_group", "check_for_nan"):
+        return None
+    if name not in KINDS:
+        raise NotImplementedError(f"collective {name!r}: known are {', '.join(KINDS)}")
+    kind, whole = KINDS[name]
+    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    group = _group(given)
+    tensors = {k: _tensors(v) for k, v in given.items()}
+    named = [t for k in WRITTEN for t in tensors.get(k, ())]
+    written = named or _tensors(result)
+    read = [t for k, ts in tensors.items() if k not in WRITTEN for t in ts] or written
+    if kind == "recv":
+        written = read
+    if not written or func.namespace == "c10d" and not named:
+        written = read  # in place
+    peer = given.get("dst", given.get("src", given.get("root_rank", -1)))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return CollectiveCall(
+        kind=kind,
+        buffers=tuple(read if whole == "read" else written),
+        read=tuple(read),
+        written=tuple(written),
+        group=group.group_name,
+        ranks=ranks,
+        peer=ranks[peer] if kind in ("send", "recv") else -1,
+        blocking=name == "shard_dim_alltoall" or not given.get("async_op", True),
+    )
+
+
+def _group(given: Mapping[str, Any]) -> Any:
+    """The process group among a call's arguments: an object, or a name."""
+    group = given.get("process_group", given.get("group_name"))
+    if isinstance(group, str):
+        return torch._C._distributed_c10d._resolve_process_group(group)
+    return dist.ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group
+
+
+def _tensors(value: Any) -> list[Any]:
+    return [t for t in tree_leaves(value) if isinstance(t, torch.Tensor)]

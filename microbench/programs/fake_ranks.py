@@ -1,0 +1,168 @@
+"""Lets a program run as one rank of many: the other ranks and their messages do not exist."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import _collective_utils
+from torch.utils._python_dispatch import _disable_current_modes
+
+from itercast.microbench.programs.log import ProgramLog
+from itercast.microbench.programs.reducer import python_reducer
+
+# Methods of a process group that return the handle of a collective.
+LAUNCHES = (
+    *("allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_coalesced"),
+    *("allgather_into_tensor_coalesced", "reduce_scatter", "_reduce_scatter_base"),
+    *("reduce_scatter_tensor_coalesced", "broadcast", "reduce", "gather", "scatter"),
+    *("alltoall", "alltoall_base", "barrier", "send", "recv", "recv_anysource"),
+)
+
+
+@contextmanager
+def one_rank_of(world_size: int, rank: int, log: ProgramLog) -> Iterator[None]:
+    """Make this process rank ``rank`` of ``world_size`` inside the context, as torchrun would.
+
+    ``init_process_group`` of any backend makes groups that send nothing. Waiting for a collective's
+    handle, and memory that a storage gains or loses, are told to ``log``.
+    """
+    if dist.is_initialized():
+        raise ValueError("a process group exists already: capture before init_process_group")
+    variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank % 8}
+    texts = {name: str(value) for name, value in variables.items()}
+    texts |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "LOCAL_WORLD_SIZE": "8"}
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, texts))
+        stack.enter_context(_groups_that_send_nothing(world_size, rank))
+        stack.enter_context(_handles_tell(log))
+        stack.enter_context(_storages_tell(log))
+        stack.enter_context(_meshes_are_real())
+        stack.enter_context(python_reducer())
+        try:
+            yield
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+@contextmanager
+def _groups_that_send_nothing(world_size: int, rank: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    init, new_group = dist.init_process_group, dist.new_group
+
+    def fake_init(*args: Any, **kwargs: Any) -> None:
+        device = kwargs.get("device_id")
+        with _disable_current_modes():
+            init("fake", store=FakeStore(), rank=rank, world_size=world_size, device_id=device)
+
+    def fake_group(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return new_group(*args, **{**kwargs, "backend": "fake"})
+
+    places = (dist, dist.distributed_c10d)
+    with ExitStack() as stack:
+        for place in places:
+            stack.enter_context(patch.object(place, "init_process_group", fake_init))
+            stack.enter_context(patch.object(place, "new_group", fake_group))
+        yield
+
+
+@contextmanager
+def _handles_tell(log: ProgramLog) -> Iterator[None]:
+    """Tell the log when the current stream waits for a collective's handle."""
+    group, handles = dist.ProcessGroup, (dist.Work, FakeWork)
+    points: dict[int, tuple[int, Any]] = {}  # handles are kept, so that no id is used twice
+
+    def launching(method: Callable[..., Any]) -> Callable[..., Any]:
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            log.last_work = None
+            work = method(*args, **kwargs)
+            if log.last_work is not None and work is not None:
+                points[id(work)] = (log.last_work, work)
+            return work
+
+        return launch
+
+    def waiting(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            known = points.pop(id(work), None)
+            if known is not None:
+                log.wait(log.stream, known[0])
+            return method(work, *args, **kwargs)
+
+        return wait
+
+    with ExitStack() as stack:
+        for name in LAUNCHES:
+            stack.enter_context(patch.object(group, name, launching(getattr(group, name))))
+        for handle in handles:
+            stack.enter_context(patch.object(handle, "wait", waiting(handle.wait)))
+        yield
+
+
+@contextmanager
+def _storages_tell(log: ProgramLog) -> Iterator[None]:
+    """Tell the log of storages that are resized, as FSDP does to free what it gathered."""
+    resize = torch.UntypedStorage.resize_
+
+    def resizing(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        log.resized(storage._cdata, size)
+        return result
+
+    with patch.object(torch.UntypedStorage, "resize_", resizing):
+        yield
+
+
+MESH_METHODS = ("__getitem__", "_flatten", "_unflatten", "get_group", "get_coordinate")
+MESH_METHODS += ("get_local_rank", "get_all_groups", "from_group", "_get_all_submeshes")
+
+
+@contextmanager
+def _meshes_are_real() -> Iterator[None]:
+    """Make meshes of numbers that can be read, and move shards as CUDA does: by all_to_all."""
+    from torch.distributed.tensor import placement_types
+
+    def unmoded(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with _disable_current_modes(), torch.device("cpu"):
+                return method(*args, **kwargs)
+
+        return call
+
+    make = DeviceMesh.__init__
+
+    def making(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        """All devices are the CPU; the ranks that ``init_device_mesh`` counts up are real again."""
+        with _disable_current_modes(), torch.device("cpu"):
+            ranks = kwargs.get("_rank_map")
+            if isinstance(ranks, FakeTensor):
+                kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=torch.int)
+            make(mesh, "cpu", *args, **kwargs)
+
+    def move_shards(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, axis: int) -> Any:
+        group = mesh.get_group(axis).group_name
+        return torch.ops._dtensor.shard_dim_alltoall(tensor, gather_dim, shard_dim, group)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(DeviceMesh, "__init__", making))
+        for name in MESH_METHODS:
+            method = unmoded(getattr(DeviceMesh, name))
+            static = isinstance(inspect.getattr_static(DeviceMesh, name), staticmethod)
+            method = staticmethod(method) if static else method
+            stack.enter_context(patch.object(DeviceMesh, name, method))
+        for place in (_collective_utils, placement_types):
+            if hasattr(place, "shard_dim_alltoall"):
+                stack.enter_context(patch.object(place, "shard_dim_alltoall", move_shards))
+        yield

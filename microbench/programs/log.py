@@ -1,0 +1,173 @@
+"""Logs one rank's op calls, collectives and waits in the order in which a program launches them.
+
+Beside op calls the log has three kinds of marks, which launch nothing. A *point* is a number:
+
+    itercast.record      (point,)  all that its stream was given so far is done at this point
+    itercast.wait        (point,)  what its stream is given from now on waits for the point
+    itercast.host_wait   (point,)  the host waits for the point
+
+A collective is one call, ``itercast.collective``. If the program goes on beside it, it is on a
+stream of its group's own, between the marks that make it wait for its input and others for it;
+messages to and from a rank have a stream each, since NCCL runs them side by side.
+"""
+
+from __future__ import annotations
+
+import weakref
+from itertools import count
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+from itercast.microbench.capture.log import DTYPES, OpLog
+from itercast.microbench.capture.routing import Routing
+from itercast.microbench.opcall import OpCall
+from itercast.microbench.programs.collectives import CollectiveCall, collective_of, is_collective
+
+COLLECTIVE = "itercast.collective"
+RECORD, WAIT, HOST_WAIT = "itercast.record", "itercast.wait", "itercast.host_wait"
+FIRST_GROUP_STREAM = 1000  # the streams of groups are numbered from here
+
+
+class ProgramLog(OpLog):
+    """Logs a program's launches; ``live_bytes`` is the memory of tensors that are alive.
+
+    ``peak_bytes``: the most that it was since the last ``reset``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Routing())
+        self.points = count()
+        self.live_bytes = self.peak_bytes = 0
+        self._group_streams: dict[Any, int] = {}
+        self._arrives: dict[int, int] = {}  # storage -> point at which a collective has filled it
+        self._sizes: dict[int, int] = {}  # storage's number -> bytes
+        self._numbers = count()
+        self.last_work: int | None = None  # point of the last collective that was not blocking
+
+    def reset(self) -> None:
+        """Forget what was launched so far; memory in use stays."""
+        super().reset()
+        self.peak_bytes = self.live_bytes
+        self._arrives = {}
+
+    def storage(self, tensor: Any) -> int:
+        """The number of the memory behind a tensor; its bytes count until it is freed."""
+        memory = tensor.untyped_storage()
+        key = memory._cdata
+        if key not in self._storages:
+            self._storages[key] = next(self._numbers)
+            weakref.finalize(memory, self._freed, key)
+            self.resized(key, memory.nbytes())
+        return self._storages[key]
+
+    def resized(self, key: int, nbytes: int) -> None:
+        """Count the bytes of a storage that was made or resized."""
+        if key not in self._storages:
+            return
+        number = self._storages[key]
+        self.live_bytes += nbytes - self._sizes.get(number, 0)
+        self._sizes[number] = nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _freed(self, key: int) -> None:
+        number = self._storages.pop(key)
+        self.live_bytes -= self._sizes.pop(number, 0)
+        self._arrives.pop(number, None)
+
+    def _alias(self, tensor: Any, result: Any) -> None:
+        """Nothing: autograd's sums keep a memory of their own until they are freed."""
+
+    def record(self, stream: int) -> int:
+        """Number the point that a stream has reached."""
+        point = next(self.points)
+        self._mark(RECORD, point, stream)
+        return point
+
+    def wait(self, stream: int, point: int) -> None:
+        """Let a stream wait for a point of another one."""
+        self._mark(WAIT, point, stream)
+
+    def host_wait(self, point: int) -> None:
+        """Let the host wait for a point."""
+        self._mark(HOST_WAIT, point, self.stream)
+
+    def _mark(self, op: str, point: int, stream: int) -> None:
+        self.calls.append(OpCall(op=op, args=(point,), phase=self.phase, stream=stream))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(t) and t is not FakeTensor for t in types):
+            return NotImplemented  # DTensor and others call us again with what they wrap
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._read(func, types, args, kwargs)
+        if func.namespace == "fsdp":
+            return self._copied(func, args, kwargs)
+        if not is_collective(func):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        output = func(*args, **kwargs)
+        call = collective_of(func, args, kwargs, output)
+        if call is None:
+            self._arrived(args[:1])
+        else:
+            self._launch(call)
+        return output
+
+    def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """FSDP's copies into and out of its buffers: each is one kernel over all bytes."""
+        output = func(*args, **kwargs)
+        flat = [t.reshape(-1) for t in tree_leaves((args[0], kwargs)) if isinstance(t, torch.Tensor)]
+        whole = max(flat, key=torch.Tensor.numel)
+        if func is torch.ops.fsdp.all_gather_copy_in.default:
+            whole = output[0]
+        self.add("aten.copy_.default", (whole, whole), {}, whole)
+        return output
+
+    def _read(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """A number that the host reads and so waits for; 1 where it depends on data."""
+        self.host_wait(self.record(self.stream))
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except DataDependentOutputException:
+            dtype = args[0].dtype
+            return dtype == torch.bool or (1.0 if dtype.is_floating_point else 1)
+
+    def _arrived(self, tensors: Any) -> None:
+        """Let the current stream wait for the collective that fills a tensor, if one still does."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                point = self._arrives.pop(self.storage(tensor), None)
+                if point is not None:
+                    self.wait(self.stream, point)
+
+    def _launch(self, call: CollectiveCall) -> None:
+        self.names = DTYPES
+        read, written = (tuple(map(self.describe, ts)) for ts in (call.read, call.written))
+        sizes = [t.numel() * t.element_size() for t in call.buffers]
+        facts = {"kind": call.kind, "ranks": call.ranks, "peer": call.peer, "bytes": sum(sizes)}
+        facts["rank"] = dist.get_rank()
+        launched, own = self.stream, self.stream
+        if not call.blocking:
+            first = len(self._group_streams) + FIRST_GROUP_STREAM
+            queue = (call.group, call.kind if call.peer >= 0 else "", call.peer)
+            own = self._group_streams.setdefault(queue, first)
+            self.wait(own, self.record(launched))
+        self.calls.append(
+            OpCall(
+                op=COLLECTIVE,
+                args=read,
+                kwargs=facts,
+                outputs=written,
+                phase=self.phase,
+                stream=own,
+            )
+        )
+        self.last_work = None
+        if not call.blocking:
+            point = self.record(own)
+            self._arrives |= {t.storage: point for t in written}
+            self.last_work = point

@@ -1,0 +1,161 @@
+"""Streams and events of a captured program, which record what waits for what.
+
+Code that runs on any device takes its streams from ``torch.cuda`` or ``torch.cpu``. While a program
+is captured, both have the classes below: they do nothing but tell the log which stream ops are
+launched on, and where one stream waits for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import torch
+
+
+class Recorder(Protocol):
+    """What streams tell a log."""
+
+    stream: int
+
+    def record(self, stream: int) -> int:
+        """Number the point that a stream has reached: all it was given so far is done."""
+        ...
+
+    def wait(self, stream: int, point: int) -> None:
+        """Let all that is launched on a stream from now on wait for a point of another one."""
+        ...
+
+    def host_wait(self, point: int) -> None:
+        """Let the host wait for a point."""
+        ...
+
+
+class Streams:
+    """The streams of one program: makes them, and knows the current one."""
+
+    def __init__(self, log: Recorder) -> None:
+        self.log = log
+        self.numbers = count(1)
+        self.default = Stream(self, 0)
+        self.current = self.default
+
+    def make(self, *args: Any, **kwargs: Any) -> Stream:
+        """A new stream; device and priority change nothing."""
+        return Stream(self, next(self.numbers))
+
+    @contextmanager
+    def use(self, stream: Stream | None) -> Iterator[None]:
+        """Launch ops on ``stream`` inside the context; None changes nothing."""
+        before = self.current
+        self.select(stream or before)
+        try:
+            yield
+        finally:
+            self.select(before)
+
+    def select(self, stream: Stream) -> None:
+        """Launch ops on ``stream`` from now on."""
+        self.current, self.log.stream = stream, stream.number
+
+    def synchronize(self, device: Any = None) -> None:
+        """Let the host wait for the current stream: others are awaited by the program itself."""
+        self.current.synchronize()
+
+    def namespace(self) -> dict[str, Any]:
+        """The functions and classes to put into ``torch.cuda`` or ``torch.cpu``, by name."""
+        return {
+            "Stream": self.make,
+            "Event": lambda *args, **kwargs: Event(self),
+            "stream": self.use,
+            "StreamContext": self.use,
+            "set_stream": self.select,
+            "current_stream": lambda device=None: self.current,
+            "default_stream": lambda device=None: self.default,
+            "synchronize": self.synchronize,
+        }
+
+
+class Stream:
+    """A queue of launches, as ``torch.cuda.Stream``."""
+
+    def __init__(self, streams: Streams, number: int) -> None:
+        self.streams, self.number = streams, number
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Wait for all that the other stream was given so far."""
+        if stream is not self:
+            self.wait_event(stream.record_event())
+
+    def wait_event(self, event: Event) -> None:
+        """Wait for what an event recorded."""
+        event.wait(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        """An event at what this stream was given so far."""
+        event = event or Event(self.streams)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Let the host wait for all that this stream was given so far."""
+        self.record_event().synchronize()
+
+    def query(self) -> bool:
+        """Whether all is done; a program that asks is told so."""
+        return True
+
+    def __enter__(self) -> Stream:
+        self._outer = self.streams.current
+        self.streams.select(self)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.streams.select(self._outer)
+
+
+class Event:
+    """A point of a stream, as ``torch.cuda.Event``; its times are zero."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self.point: int | None = None
+        self.stream = 0
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Take the point that a stream has reached, by default the current one."""
+        at = stream or self.streams.current
+        self.stream, self.point = at.number, self.streams.log.record(at.number)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        """Let a stream, by default the current one, wait for the point; none was taken: go on."""
+        at = stream or self.streams.current
+        if self.point is not None and at.number != self.stream:
+            self.streams.log.wait(at.number, self.point)
+
+    def synchronize(self) -> None:
+        """Let the host wait for the point."""
+        if self.point is not None:
+            self.streams.log.host_wait(self.point)
+
+    def query(self) -> bool:
+        """Whether the point was reached; a program that asks is told so."""
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds between two events: nothing runs, so none."""
+        return 0.0
+
+
+@contextmanager
+def recorded_streams(log: Recorder) -> Iterator[Streams]:
+    """Put recording streams into ``torch.cuda`` and ``torch.cpu`` inside the context."""
+    streams = Streams(log)
+    with (
+        patch.multiple(torch.cpu, create=True, **streams.namespace()),
+        patch.multiple(torch.cuda, create=True, **streams.namespace()),
+    ):
+        yield streams
