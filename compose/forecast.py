@@ -141,15 +141,39 @@ def report(
     bundle_name: str,
     network: str,
 ) -> Forecast:
-    """Turns a simulated iteration into the numbers that ``predict`` reports."""
+    """Turns a simulated iteration of a plan into the numbers that ``predict`` reports."""
+    replicas = plan.microbatches * plan.dp
+    return report_step(
+        found,
+        book,
+        plan=str(plan),
+        bundle_name=bundle_name,
+        network=network,
+        world_size=plan.world_size,
+        samples=capture.samples * replicas,
+        tokens=capture.tokens * plan.cp * replicas,
+    )
+
+
+def report_step(
+    found: Outcome,
+    book: PriceBook,
+    *,
+    plan: str,
+    bundle_name: str,
+    network: str,
+    world_size: int,
+    samples: int,
+    tokens: int,
+) -> Forecast:
+    """Turns a simulated iteration into a forecast; samples and tokens are those of all ranks."""
     low_us, high_us = found.interval_us("cpu" if book.gpu.kind == "cpu" else "gpu")
     per_us = 1 / found.iteration_us if found.iteration_us else 0.0
     per_s = 1e6 * per_us
-    replicas = plan.microbatches * plan.dp
     idle = {"host": found.host_gap_us, "bubble": found.bubble_us, "waiting": found.waiting_us}
     return Forecast(
         gpu=book.gpu.name,
-        plan=str(plan),
+        plan=plan,
         bundle=bundle_name,
         iteration_us=found.iteration_us,
         iteration_us_p10=low_us,
@@ -160,8 +184,8 @@ def report(
         exposed_comm_us=found.exposed_comm_us,
         idle_us=found.idle_us,
         memory_bytes=found.memory_bytes,
-        samples_per_s=capture.samples * replicas * per_s,
-        tokens_per_s=capture.tokens * plan.cp * replicas * per_s,
+        samples_per_s=samples * per_s,
+        tokens_per_s=tokens * per_s,
         mfu_frac=found.matmul_s * per_s,
         unmodelled_frac=found.tally.unmodelled_frac,
         assumed_frac=min(1.0, sum(found.assumed_by_us.values()) * per_us),
@@ -169,7 +193,7 @@ def report(
         idle_by_us=idle,
         assumed_by_us=found.assumed_by_us,
         memory_by_bytes=found.memory,
-        world_size=plan.world_size,
+        world_size=world_size,
         fits=found.memory_bytes <= book.gpu.hbm_bytes,
         host="" if book.gpu.kind == "cpu" else book.host.name,
         stack=book.stack,

@@ -10,8 +10,9 @@ from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.cuda_variants import with_cuda_variants
 from itercast.compose.pricing.collectives import Cluster, Group, Message, price_messages
 from itercast.compose.pricing.host import Launches, launch_costs
-from itercast.compose.pricing.price_book import PriceBook, PricedOp, priceable
+from itercast.compose.pricing.price_book import Priceable, PriceBook, PricedOp, priceable
 from itercast.microbench.hardware.node import Node
+from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, StepCapture
 from itercast.microbench.programs.log import COLLECTIVE, HOST_WAIT, RECORD, WAIT
 
@@ -29,12 +30,16 @@ SAME_AS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedRank:
-    """A rank's launches in order; ``ops`` has None for marks, which take no time."""
+    """A rank's launches in order; ``ops`` has None for marks, which take no time.
+
+    ``matmul_s``: seconds of its matrix products at peak.
+    """
 
     calls: tuple[OpCall, ...]
     ops: tuple[PricedOp | None, ...]
     launches: Launches
     on_cpu: bool
+    matmul_s: float
 
 
 def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: int) -> PricedRank:
@@ -44,7 +49,9 @@ def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: 
     calls, cold = step.calls, cold_fractions(step, book.gpu)
     sent = [i for i, c in enumerate(calls) if c.op == COLLECTIVE]
     computed = [i for i, c in enumerate(calls) if c.op not in (COLLECTIVE, *MARKS)]
-    priced = dict(zip(sent, _collectives([calls[i] for i in sent], book, node, per_node), strict=True))
+    priced = dict(
+        zip(sent, _collectives([calls[i] for i in sent], book, node, per_node), strict=True)
+    )
     wanted = [priceable(calls[i], cold[i]) for i in computed]
     priced |= dict(zip(computed, book.price(wanted), strict=True))
     launched = StepCapture(calls=tuple(calls[i] for i in computed))
@@ -53,37 +60,51 @@ def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: 
         ops=tuple(priced.get(i) for i in range(len(calls))),
         launches=launch_costs(launched, step.host, book),
         on_cpu=on_cpu,
+        matmul_s=sum(_matmul_s(w, book.gpu) for w in wanted),
     )
+
+
+def _matmul_s(w: Priceable, gpu: Gpu) -> float:
+    if w.family is None or not w.family.matmul:
+        return 0.0
+    return float(w.family.flops(w.params)) / gpu.peak(w.params.dtype)
 
 
 def _collectives(
     calls: Sequence[OpCall], book: PriceBook, node: Node | None, per_node: int
 ) -> list[PricedOp]:
     """Collectives with durations; equal groups of ranks share a price."""
-    groups: dict[str, Group] = {}
-    messages = []
-    for call in calls:
-        group = group_of(call, per_node)
-        axis = f"{group.size} ranks, {group.per_node} on a node"
-        groups[axis] = group
-        kind = call.kwargs["kind"]
-        message = Message(
-            kind=SAME_AS.get(kind, kind),
-            axis=axis,
+    ranks = {_axis(call): _ranks(call) for call in calls}
+    where = cluster_of(ranks, book.gpu, node, per_node)
+    messages = [
+        Message(
+            kind=SAME_AS.get(call.kwargs["kind"], call.kwargs["kind"]),
+            axis=_axis(call),
             message_bytes=max(1, call.kwargs["bytes"]),
             dtype=call.args[0].dtype,
             phase="comm",
         )
-        messages.append(message)
-    where = Cluster(gpu=book.gpu, node=node, gpus_per_node=per_node, groups=groups)
+        for call in calls
+    ]
     return price_messages(messages, book, where)
 
 
-def group_of(call: OpCall, per_node: int) -> Group:
-    """How many ranks a collective has, and how many of them share a node at most.
-
-    Ranks fill one node after the other. A message has two: ``src`` and ``dst``.
-    """
+def _ranks(call: OpCall) -> tuple[int, ...]:
+    """The ranks of a collective, or the two of a message."""
     facts = call.kwargs
-    ranks = (facts["rank"], facts["peer"]) if facts["peer"] >= 0 else facts["ranks"]
-    return Group(size=len(ranks), per_node=max(Counter(r // per_node for r in ranks).values()))
+    return (facts["rank"], facts["peer"]) if facts["peer"] >= 0 else tuple(facts["ranks"])
+
+
+def _axis(call: OpCall) -> str:
+    return ",".join(map(str, _ranks(call)))
+
+
+def cluster_of(
+    ranks: Mapping[str, tuple[int, ...]], gpu: Gpu, node: Node | None, per_node: int
+) -> Cluster:
+    """Named groups of ranks on nodes that are filled one after the other."""
+    groups = {
+        name: Group(size=len(among), per_node=max(Counter(r // per_node for r in among).values()))
+        for name, among in ranks.items()
+    }
+    return Cluster(gpu=gpu, node=node, gpus_per_node=per_node, groups=groups)

@@ -23,6 +23,8 @@ from itercast.microbench.programs.log import (
     WAIT,
 )
 
+COMPUTE, LAUNCH = "compute", "launch"  # names of tasks; others have that of their collective
+
 
 @dataclass
 class Tasks:
@@ -113,13 +115,13 @@ class RankLanes:
         after, self.waits[stream] = self.last[stream] + self.waits[stream], ()
         us = self.slowdown * work.lane_us
         if self.priced.on_cpu:
-            done = self.tasks.add((self._lane(stream),), us, after + self.host, "compute")
+            done = self.tasks.add((self._lane(stream),), us, after + self.host, COMPUTE)
             self.last[stream], self.host = (done,), ()
             return
-        done = self.tasks.add((self._lane(stream),), us, after, "compute")
+        done = self.tasks.add((self._lane(stream),), us, after, COMPUTE)
         path_lane = f"{self.rank} path {len(self.tasks.tasks)}"
-        path = self.tasks.add((path_lane,), work.path_us, self.host, "launch")
-        self.host = (self.tasks.add((f"{self.rank} host",), work.host_us, self.host, "launch"),)
+        path = self.tasks.add((path_lane,), work.path_us, self.host, LAUNCH)
+        self.host = (self.tasks.add((f"{self.rank} host",), work.host_us, self.host, LAUNCH),)
         self.last[stream] = (done, path)
 
     def _collective(self, call: OpCall, op: PricedOp, stream: int) -> None:

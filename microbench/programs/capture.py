@@ -29,12 +29,15 @@ from itercast.microbench.programs.streams import recorded_streams
 class ProgramCapture:
     """One step of a program over ``world_size`` ranks: the launches of one rank, by its number.
 
-    ``peak_bytes``: the most memory that a rank's tensors take during the step.
+    ``peak_bytes``: the most memory that a rank's tensors take during the step. ``samples`` and
+    ``tokens`` of a rank's step, 0 where they are not known.
     """
 
     world_size: int
     ranks: Mapping[int, StepCapture]
     peak_bytes: Mapping[int, int]
+    samples: int = 0
+    tokens: int = 0
 
 
 def capture_program(
@@ -50,21 +53,18 @@ def capture_program(
     if not all(0 <= rank < world_size for rank in wanted):
         raise ValueError(f"ranks {wanted}: allowed are 0 to {world_size - 1}")
     mailbox, done = Mailbox(), dict[int, ProgramLog]()
+    before = (0, 0, 0)
     while waiting := [rank for rank in wanted if rank not in done]:
-        progress = False
         for rank in waiting:
-            before = len(mailbox.sent)
             try:
                 done[rank] = _capture_rank(program, world_size, rank, mailbox)
+                peers = _peers(done[rank]) if not ranks else set()
             except AwaitedError as exc:
-                wanted += [exc.rank] if exc.rank not in wanted else []
-                progress |= len(mailbox.sent) > before or exc.rank not in waiting
-                continue
-            progress = True
-            if not ranks:
-                wanted += sorted(_peers(done[rank]) - set(wanted))
-        if not progress:
+                peers = {exc.rank}
+            wanted += sorted(peers - set(wanted))
+        if (state := (len(done), len(wanted), mailbox.count)) == before:
             raise ValueError(f"ranks {waiting} wait for each other's objects")
+        before = state
     return ProgramCapture(
         world_size=world_size,
         ranks={r: StepCapture(calls=tuple(x.calls), host=x.host) for r, x in sorted(done.items())},

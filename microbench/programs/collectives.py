@@ -97,7 +97,7 @@ def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> CollectiveC
     read = [t for k, ts in tensors.items() if k not in WRITTEN for t in ts] or written
     if kind == "recv":
         written = read
-    if not written or func.namespace == "c10d" and not named:
+    if not written or (func.namespace == "c10d" and not named):
         written = read  # in place
     peer = given.get("dst", given.get("src", given.get("root_rank", -1)))
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -115,9 +115,9 @@ def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> CollectiveC
 
 def _group(given: Mapping[str, Any]) -> Any:
     """The process group among a call's arguments: an object, or a name."""
-    group = given.get("process_group", given.get("group_name"))
+    group: Any = given.get("process_group", given.get("group_name"))
     if isinstance(group, str):
-        return torch._C._distributed_c10d._resolve_process_group(group)
+        return torch._C._distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     return dist.ProcessGroup.unbox(group) if isinstance(group, torch.ScriptObject) else group
 
 

@@ -125,8 +125,10 @@ def _storages_tell(log: ProgramLog) -> Iterator[None]:
         yield
 
 
-MESH_METHODS = ("__getitem__", "_flatten", "_unflatten", "get_group", "get_coordinate")
-MESH_METHODS += ("get_local_rank", "get_all_groups", "from_group", "_get_all_submeshes")
+MESH_METHODS = (
+    *("__getitem__", "_flatten", "_unflatten", "get_group", "get_coordinate"),
+    *("get_local_rank", "get_all_groups", "from_group", "_get_all_submeshes"),
+)
 
 
 @contextmanager

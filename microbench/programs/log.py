@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
@@ -100,7 +100,7 @@ class ProgramLog(OpLog):
         self.calls.append(OpCall(op=op, args=(point,), phase=self.phase, stream=stream))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(is_traceable_wrapper_subclass_type(t) and t is not FakeTensor for t in types):
+        if any(map(is_traceable_wrapper_subclass_type, types)):
             return NotImplemented  # DTensor and others call us again with what they wrap
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -120,7 +120,9 @@ class ProgramLog(OpLog):
     def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
         """FSDP's copies into and out of its buffers: each is one kernel over all bytes."""
         output = func(*args, **kwargs)
-        flat = [t.reshape(-1) for t in tree_leaves((args[0], kwargs)) if isinstance(t, torch.Tensor)]
+        flat = [
+            t.reshape(-1) for t in tree_leaves((args[0], kwargs)) if isinstance(t, torch.Tensor)
+        ]
         whole = max(flat, key=torch.Tensor.numel)
         if func is torch.ops.fsdp.all_gather_copy_in.default:
             whole = output[0]

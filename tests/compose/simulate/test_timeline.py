@@ -13,7 +13,7 @@ from itercast.compose.simulate.timeline import (
     trace_json,
 )
 
-SHARED = frozenset({"compute", "comm"})
+SHARED = {"compute": "gpu", "comm": "gpu"}
 
 
 def test_all_reduce_waits_for_the_slower_rank() -> None:
@@ -88,3 +88,11 @@ def test_what_is_no_duration_is_refused(duration_us: float) -> None:
     for run in (simulate, lambda found: simulate_shared(found, SHARED, 2.0)):
         with pytest.raises(ValueError, match="task 1 needs lanes and a duration >= 0"):
             run(tasks)
+
+
+def test_tasks_of_different_devices_do_not_slow_each_other() -> None:
+    """Two ranks compute side by side; only the second also sends."""
+    tasks = [Task(("0 compute",), 4), Task(("1 compute",), 4), Task(("1 comm",), 3)]
+    devices = {"0 compute": "0", "1 compute": "1", "1 comm": "1"}
+    # rank 1: 3 us of both take 6, then 1 us of compute is left
+    assert simulate_shared(tasks, devices, 2) == [Span(0, 4), Span(0, 7), Span(0, 6)]

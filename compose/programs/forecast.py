@@ -1,0 +1,120 @@
+"""Forecasts one step of a captured program on GPUs that need not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from itercast.compose.forecast import Forecast, report_step
+from itercast.compose.pricing.collectives import gpus_per_domain
+from itercast.compose.pricing.gradient_buckets import default_contention
+from itercast.compose.pricing.price_book import PriceBook, price_book
+from itercast.compose.programs.price import PricedRank, cluster_of, price_rank
+from itercast.compose.programs.timeline import COMPUTE, LAUNCH, simulate_program
+from itercast.compose.simulate.breakdown import Tally, assumed_us, covered_us
+from itercast.compose.simulate.iteration import Outcome
+from itercast.compose.simulate.timeline import Span, Task
+from itercast.compose.target import Target
+from itercast.microbench.programs.capture import ProgramCapture
+from itercast.microbench.programs.log import COLLECTIVE
+
+
+def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
+    """The forecast of one step in a steady state: the second of two that follow each other."""
+    return _simulated(program, target)[0]
+
+
+def program_timeline(
+    program: ProgramCapture, target: Target
+) -> tuple[Sequence[Task], Sequence[Span]]:
+    """The tasks of two steps of all captured ranks, and when each of them ran."""
+    return _simulated(program, target)[1:]
+
+
+def _simulated(
+    program: ProgramCapture, target: Target
+) -> tuple[Forecast, Sequence[Task], Sequence[Span]]:
+    gpu, world = target.gpu, program.world_size
+    on_cpu = gpu.kind == "cpu"
+    threads = max(1, gpu.sm_count // world) if on_cpu else 0
+    book = price_book(target.bundle, gpu, threads, target.stack, target.host)
+    per_node = world if on_cpu else gpus_per_domain(gpu, target.node)
+    ranks = {r: price_rank(s, book, target.node, per_node) for r, s in program.ranks.items()}
+    slowdown = max(1.0, world * threads / gpu.sm_count) if on_cpu else 1.0
+    tasks, spans, ends = simulate_program(ranks, default_contention(gpu), slowdown)
+    iteration_us = ends[1] - ends[0]
+    slowest = max(ranks, key=lambda r: _busy_us(r, tasks, spans))
+    outcome = _outcome(slowest, program, ranks[slowest], book, iteration_us, tasks, spans)
+    everyone = tuple(range(world))
+    found = report_step(
+        outcome,
+        book,
+        plan=f"program on {world} ranks",
+        bundle_name=target.bundle_name,
+        network=cluster_of({"world": everyone}, book.gpu, target.node, per_node).network,
+        world_size=world,
+        samples=world * program.samples,
+        tokens=world * program.tokens,
+    )
+    return found, tasks, spans
+
+
+def _busy_us(rank: int, tasks: Sequence[Task], spans: Sequence[Span]) -> float:
+    return covered_us(_spans(rank, tasks, spans, (COMPUTE,)))
+
+
+def _spans(
+    rank: int, tasks: Sequence[Task], spans: Sequence[Span], names: Sequence[str] = ()
+) -> list[Span]:
+    """Spans of a rank's work of one of these kinds, of all but launches if none is named."""
+    return [
+        s
+        for t, s in zip(tasks, spans, strict=True)
+        if any(lane.split()[0] == str(rank) for lane in t.lanes)
+        and (t.name in names if names else t.name != LAUNCH)
+    ]
+
+
+def _outcome(
+    rank: int,
+    program: ProgramCapture,
+    priced: PricedRank,
+    book: PriceBook,
+    iteration_us: float,
+    tasks: Sequence[Task],
+    spans: Sequence[Span],
+) -> Outcome:
+    """A rank's step, broken down; its two steps count half each."""
+    tally = _tally(priced, book)
+    busy = _spans(rank, tasks, spans)
+    computing = _spans(rank, tasks, spans, (COMPUTE,))
+    busy_us = min(iteration_us, covered_us(busy) / 2)
+    compute_us = min(covered_us(computing) / 2, busy_us)
+    exposed_us, idle_us = busy_us - compute_us, iteration_us - busy_us
+    tally.widen_by_host(busy_us, book.host.spread)
+    gap_us = idle_us if len(program.ranks) == 1 else 0.0  # else it may wait for other ranks
+    return Outcome(
+        iteration_us=iteration_us,
+        compute_us=compute_us,
+        exposed_comm_us=exposed_us,
+        comm_us=covered_us([s for s in busy if s not in computing]) / 2,
+        host_gap_us=gap_us,
+        bubble_us=0.0,
+        waiting_us=idle_us - gap_us,
+        memory={"tensors": max(program.peak_bytes.values())},
+        tally=tally,
+        assumed_by_us=assumed_us(tally, compute_us, exposed_us, gap_us),
+        matmul_s=priced.matmul_s,
+        tasks=tuple(tasks),
+        spans=tuple(spans),
+    )
+
+
+def _tally(priced: PricedRank, book: PriceBook) -> Tally:
+    """The times of a rank's launches by family, and its host's."""
+    tally = Tally(book.gpu.kind == "cpu")
+    pairs = [(c, op) for c, op in zip(priced.calls, priced.ops, strict=True) if op is not None]
+    computed = [op for c, op in pairs if c.op != COLLECTIVE]
+    tally.add(computed)
+    tally.add_sent(op for c, op in pairs if c.op == COLLECTIVE)
+    tally.host.add_all(priced.launches.total(computed))
+    return tally

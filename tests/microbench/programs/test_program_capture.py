@@ -1,0 +1,247 @@
+"""Programs as users write them are captured as one rank of many launches them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from itercast.microbench.opcall import OpCall
+from itercast.microbench.programs.capture import ProgramCapture, capture_program
+from itercast.microbench.programs.log import COLLECTIVE, RECORD, WAIT
+
+Step = Callable[[], Any]
+
+
+def collectives(capture: ProgramCapture, rank: int = 0) -> list[OpCall]:
+    return [c for c in capture.ranks[rank].calls if c.op == COLLECTIVE]
+
+
+def counted(capture: ProgramCapture, rank: int = 0) -> Counter[tuple[str, int, int]]:
+    """Collectives by kind, bytes and number of ranks."""
+    return Counter(
+        (c.kwargs["kind"], c.kwargs["bytes"], len(c.kwargs["ranks"]))
+        for c in collectives(capture, rank)
+    )
+
+
+class Block(nn.Module):
+    """Two products without bias: 64 to 256 and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 256, bias=False)
+        self.down = nn.Linear(256, 64, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.down(torch.relu(self.up(x)))
+
+
+def training(model: Any, x: Any) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def sharded(mesh_shape: tuple[int, ...]) -> Callable[[], Step]:
+    """Blocks under tensor parallelism inside FSDP2, as (dp, tp)."""
+
+    def program() -> Step:
+        dist.init_process_group("nccl")
+        mesh = init_device_mesh("cuda", mesh_shape, mesh_dim_names=("dp", "tp"))
+        with torch.device("meta"):
+            model = nn.Sequential(Block(), Block())
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in model:
+            parallelize_module(block, mesh["tp"], plan)
+            fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+        fully_shard(model, mesh=mesh["dp"])
+        model.to_empty(device="cpu")
+        return training(model, torch.randn(8, 64, requires_grad=True))
+
+    return program
+
+
+@pytest.mark.parametrize(("dp", "tp"), [(8, 8), (512, 8)])
+def test_fsdp_and_tensor_parallelism(dp: int, tp: int) -> None:
+    """Per block 2 x 64 x 256 / tp weights, padded to whole rows of every rank.
+
+    A rank has 256 / 8 = 32 rows of ``up`` and 64 rows of ``down``. On 8 ranks they divide evenly;
+    on 512 every rank has a row of each, 64 + 32 elements.
+    """
+    capture = capture_program(sharded((dp, tp)), dp * tp)
+    gathered = 2 * 64 * 32 if dp == 8 else 512 * (64 + 32)
+    assert counted(capture) == {
+        ("all_gather", 2 * gathered, dp): 4,  # bf16, of both blocks, forward and backward
+        ("reduce_scatter", 4 * gathered, dp): 2,  # fp32
+        ("all_reduce", 8 * 64 * 2, tp): 4,  # outputs in forward, inputs' gradients in backward
+    }
+
+
+def test_fsdp_gathers_on_streams_of_its_own() -> None:
+    """The copy into the buffer, the gather and the scatter each have a stream."""
+    calls = capture_program(sharded((8, 8)), 64).ranks[0].calls
+    streams = {
+        kind: {c.stream for c in calls if c.op == COLLECTIVE and c.kwargs["kind"] == kind}
+        for kind in ("all_gather", "reduce_scatter")
+    }
+    assert streams["all_gather"] == {2} and streams["reduce_scatter"] == {3}
+
+
+def test_a_reduction_in_the_background_is_awaited_where_the_program_waits() -> None:
+    def program() -> Step:
+        dist.init_process_group("nccl")
+        pair = dist.new_group([0, 1])
+        x = torch.randn(256, 256)
+
+        def step() -> None:
+            work = dist.all_reduce(x, async_op=True)
+            x @ x
+            work.wait()
+            dist.all_reduce(x, group=pair)
+
+        return step
+
+    calls = capture_program(program, 8).ranks[0].calls
+    assert [(c.op.removeprefix("itercast."), c.stream) for c in calls] == [
+        ("record", 0),
+        ("wait", 1000),
+        ("collective", 1000),
+        ("record", 1000),
+        ("aten.mm.default", 0),
+        ("wait", 0),
+        ("collective", 0),
+    ]
+    assert calls[2].kwargs["ranks"] == tuple(range(8)) and calls[6].kwargs["ranks"] == (0, 1)
+    assert calls[2].kwargs["bytes"] == 4 * 256 * 256
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        ([Shard(0)], [Shard(1)], [("all_to_all", 4 * 8 * 16)]),
+        ([Shard(0)], [Replicate()], [("all_gather", 4 * 64 * 16)]),
+        ([Partial()], [Shard(0)], [("reduce_scatter", 4 * 8 * 16)]),
+        ([Partial()], [Replicate()], [("all_reduce", 4 * 8 * 16)]),
+        ([Replicate()], [Shard(0)], []),
+    ],
+)
+def test_resharding(source: Any, target: Any, expected: list[tuple[str, int]]) -> None:
+    """A local part of 8 x 16 numbers on each of 8 ranks; as CUDA moves it, not as gloo."""
+
+    def program() -> Step:
+        dist.init_process_group("nccl")
+        mesh = init_device_mesh("cuda", (8,))
+        x = DTensor.from_local(torch.randn(8, 16), mesh, source)
+        return lambda: x.redistribute(placements=target).to_local().sum()
+
+    sent = collectives(capture_program(program, 8))
+    assert [(c.kwargs["kind"], c.kwargs["bytes"]) for c in sent] == expected
+
+
+def test_a_pipeline_is_captured_on_every_stage() -> None:
+    """1F1B of 4 micro-batches on 3 stages: each boundary carries 4 activations and 4 gradients.
+
+    A message has 4 of 16 samples x 64 numbers in fp32 = 1,024 B.
+    """
+
+    def program() -> Step:
+        dist.init_process_group("nccl")
+        rank, world = dist.get_rank(), dist.get_world_size()
+        model = nn.Linear(64, 64)
+        stage = PipelineStage(model, rank, world, torch.device("cpu"))
+        schedule = Schedule1F1B(stage, 4, loss_fn=lambda y, t: ((y - t) ** 2).mean())
+        x, target = torch.randn(16, 64), torch.randn(16, 64)
+
+        def step() -> None:
+            if rank == 0:
+                schedule.step(x)
+            else:
+                schedule.step(target=target)
+
+        return step
+
+    capture = capture_program(program, 3)
+    assert list(capture.ranks) == [0, 1, 2]
+    sizes = {c.kwargs["bytes"] for rank in capture.ranks for c in collectives(capture, rank)}
+    kinds = [
+        Counter((c.kwargs["kind"], c.kwargs["peer"]) for c in collectives(capture, rank))
+        for rank in capture.ranks
+    ]
+    assert sizes == {1024}
+    assert kinds[0] == {("send", 1): 4, ("recv", 1): 4}
+    assert kinds[1] == {("recv", 0): 4, ("send", 0): 4, ("send", 2): 4, ("recv", 2): 4}
+    assert kinds[2] == {("send", 1): 4, ("recv", 1): 4}
+
+
+def test_ranks_that_wait_for_each_other_are_named() -> None:
+    def program() -> Step:
+        dist.init_process_group("nccl")
+        objects: list[Any] = [None]
+        dist.recv_object_list(objects, src=1 - dist.get_rank())
+        return lambda: None
+
+    with pytest.raises(ValueError, match=r"ranks \[0, 1\] wait for each other's objects"):
+        capture_program(program, 2)
+
+
+def test_a_number_that_the_host_reads_is_one_and_a_wait() -> None:
+    seen = []
+
+    def program() -> Step:
+        x = torch.randn(4)
+        return lambda: seen.append(x.sum().item())
+
+    calls = capture_program(program, 1).ranks[0].calls
+    assert [c.op for c in calls] == ["aten.sum.default", RECORD, "itercast.host_wait"]
+    assert seen == [1.0, 1.0]
+
+
+def test_memory_is_that_of_tensors_alive() -> None:
+    """Two tensors of 1,024 x 4 B before the step; a third lives during it, a fourth after that."""
+
+    def program() -> Step:
+        a, b = torch.randn(1024), torch.randn(1024)
+
+        def step() -> None:
+            c = a + b
+            del c
+            d = a * b
+            del d
+
+        return step
+
+    assert capture_program(program, 1).peak_bytes == {0: 3 * 4096}
+
+
+def test_ranks_outside_the_world_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"ranks \[8\]: allowed are 0 to 7"):
+        capture_program(sharded((8, 1)), 8, ranks=[8])
+
+
+def test_waits_name_points_that_were_recorded() -> None:
+    calls = capture_program(sharded((8, 8)), 64).ranks[0].calls
+    recorded: set[int] = set()
+    for call in calls:
+        recorded |= {call.args[0]} if call.op == RECORD else set()
+        assert call.op != WAIT or call.args[0] in recorded
