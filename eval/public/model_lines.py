@@ -23,6 +23,7 @@ SYNCHRONISED = ("BERT", "ResNet-50", "SSD300")
 CALIBRATED_ON = 32
 WIDE = 1024  # hidden size from which Megatron-LM's tests are not launch-bound
 DRAWN = 96  # models drawn at random of those that only timm can build
+DRAWN_LAYERS = 300  # layers of a line, drawn at random
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +107,7 @@ def model_lines() -> list[ModelLine]:
         *mlperf_lines(),
         *kernelbench_lines(),
         lora_line(),
+        *layer_lines(),
     ]
 
 
@@ -337,3 +339,33 @@ def beside_eager_calls(rows: Rows) -> np.ndarray:
     graphs = rows["engine"] == "eager+graph"
     machines = set(rows.loc[graphs, "machine"])
     return np.asarray(graphs | (rows["engine"].eq("eager") & rows["machine"].isin(machines)))
+
+
+def layer_lines() -> list[ModelLine]:
+    """Lines about single layers, each priced as the torch ops it consists of."""
+
+    def layers(direction: str, engine: str) -> Callable[[Rows], np.ndarray]:
+        def choose(rows: Rows) -> np.ndarray:
+            mine = ((rows["direction"] == direction) & (rows["engine"] == engine)).to_numpy()
+            drawn = np.random.default_rng(0).permutation(np.flatnonzero(mine))[:DRAWN_LAYERS]
+            return np.isin(np.arange(len(rows)), drawn)
+
+        return choose
+
+    kinds = [
+        ("Layers of LLMServingSim", "llmservingsim", "step", "eager"),
+        ("Layers of Liger, eager", "liger-kernel", "step", "eager"),
+        ("Layers of Liger, eager", "liger-kernel", "backward", "eager"),
+        ("Layers of Liger, compiled", "liger-kernel", "step", "compile"),
+    ]
+    return [
+        ModelLine(
+            name=name,
+            known_best="none published",
+            choose=layers(direction, engine),
+            folder=folder,
+            targets={"median_ape_pct": None, "bias_pct": None},
+            part=direction,
+        )
+        for name, folder, direction, engine in kinds
+    ]

@@ -1,33 +1,22 @@
-"""Reads published iteration times by folder; keeps the rows whose model can be built."""
+"""Reads published iteration times by folder, and NeuSight's measured nodes of whole models."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
 from pathlib import Path
+
+import numpy as np
+import pandas as pd
 
 from itercast.eval.compare import console, stated_rows
 from itercast.eval.public.benchmark import Rows
-from itercast.microbench.importers import neusight
-from itercast.microbench.importers.base import Imported
-from itercast.microbench.importers.published import (
-    iterations,
-    kernelbench,
-    megatron,
-    mlperf,
-    peft,
-    vtrain,
-)
+from itercast.microbench.importers.base import Hints
+from itercast.microbench.importers.sources import read_source
 
-READERS: Mapping[str, Callable[[Path], Imported]] = {
-    "NeuSight": neusight.read,
-    "iterations": iterations.read,
-    "iterations-h100": iterations.read,
-    "peft": peft.read,
-    "vtrain": vtrain.read,
-    "kernelbench": kernelbench.read,
-    "megatron-lm": megatron.read,
-    "mlperf-training": mlperf.read,
-}
+LABELS = Path("scripts/asplos/label")
+LAYER = r"(?:^|_)(?:layer|h|layers)_0|\.(?:layer|h|layers)\.0"  # as transformers names blocks
+NAMES = {"NeuSight": "neusight", "iterations-h100": "iterations"}  # importers where names differ
+BUILDERS = ("layer", "problem")  # of models that are neither cases nor configurations
 
 
 def read_iterations(public: Path, folder: str) -> Rows | None:
@@ -38,9 +27,29 @@ def read_iterations(public: Path, folder: str) -> Rows | None:
     if not (public / folder).is_dir():
         console.print(f"no folder {str(public / folder)!r}: its lines are left out")
         return None
-    found = READERS[folder](public / folder)
+    found = read_source(NAMES.get(folder, folder), public / folder, Hints())
     for reason, count in sorted(found.dropped.items(), key=lambda item: -item[1]):
         console.print(f"{folder}: {count} rows not imported: {reason}")
     rows = found.rows["iteration"]
     rows = rows[rows["status"] == "ok"].reset_index(drop=True)
-    return rows if "problem_source" in rows else stated_rows(rows)
+    return rows if set(rows["builder"]) & set(BUILDERS) else stated_rows(rows)
+
+
+def node_sums_us(root: Path) -> dict[str, dict[str, float]]:
+    """The error that is left when every op was measured: sums of NeuSight's nodes.
+
+    Summed times ``step`` and ``backward`` in us, by label file, for labels with a node table.
+
+    The tables hold the nodes of a model with one layer, in ms; nodes of that layer count
+    ``num_layer`` times. Accumulating gradients is part of the backward pass.
+    """
+    found = {}
+    for path in sorted((root / LABELS).rglob("*.csv")):
+        nodes, label = pd.read_csv(path), json.loads(path.with_suffix(".json").read_text())
+        inside = nodes["Name"].astype(str).str.contains(LAYER)
+        inside |= nodes["meta"].astype(str).str.contains(LAYER)
+        times = np.where(inside, float(label["num_layer"]), 1.0)
+        us = {c: float((nodes[f"{c}_latency"] * times).sum() * 1e3) for c in ("fw", "bw", "acc")}
+        origin = path.with_suffix(".json").relative_to(root / LABELS.parent)
+        found[str(origin)] = {"step": sum(us.values()), "backward": us["bw"] + us["acc"]}
+    return found

@@ -18,6 +18,7 @@ import pandas as pd
 from scipy.stats import kendalltau
 
 from itercast.compose.capture_model import capture
+from itercast.compose.forecast import Forecast
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.host_fit import MeasuredStep, fit_host
 from itercast.compose.parallel.plan import ParallelPlan
@@ -26,9 +27,8 @@ from itercast.eval.compare import ASKED, console, step_of
 from itercast.eval.iteration_parts import PARTS, parts_us
 from itercast.eval.progress import progress_bar
 from itercast.eval.public.benchmark import Rows
-from itercast.eval.public.measured_nodes import node_sums_us
 from itercast.eval.public.model_lines import CALIBRATED_ON, ModelLine, model_lines
-from itercast.eval.public.model_rows import read_iterations
+from itercast.eval.public.model_rows import node_sums_us, read_iterations
 from itercast.eval.public.table import WORKERS
 from itercast.eval.results import COVERAGE, LineResult
 from itercast.learners.train import errors
@@ -42,6 +42,7 @@ Answer = Mapping[str, float] | str  # forecasts by part, or the error message
 MEASURED = {"step": "time_us", "backward": "backward_us", "memory": "memory_bytes"}
 INTERVAL = ("step_p10", "step_p90")  # bounds of the 80 % interval of a step in us
 HOST = "host_file"
+OF_BUILDERS = ("problem_source", "rows", "cols", "inner", "timer")  # what describes other models
 ASSUMED = "assumed_frac"  # share of a step that rests on assumed numbers
 
 
@@ -94,7 +95,7 @@ def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, Answer], pool: Exec
     Rows that cannot be forecast are left out, counted by reason and printed. ``known`` keeps the
     forecasts of earlier lines.
     """
-    names = [c for c in (*ASKED, "hf_config", "problem_source", "backward_us", HOST) if c in rows]
+    names = [c for c in (*ASKED, "hf_config", "backward_us", HOST, *OF_BUILDERS) if c in rows]
     asked = rows[names].to_dict("records")
     keys = [tuple(map(str, values.values())) for values in asked]
     new = {k: v for k, v in zip(keys, asked, strict=True) if k not in known}
@@ -122,16 +123,23 @@ def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
     try:
         target = _target(asked, bundle)
         whole = forecast_step(_step(asked, target.plan), target)
-        step_us, backward_us = whole.iteration_us, 0.0
-        if np.isfinite(asked.get("backward_us", np.nan)) and not asked["plan"]:
-            ahead = forecast_step(step_of({**asked, "mode": "infer"}, target.plan), target)
-            backward_us = step_us - ahead.iteration_us if asked["mode"] != "infer" else 0.0
+        step_us, backward_us = _timed_us(asked, whole), 0.0
+        published = float(asked.get("backward_us") or 0.0)
+        if published > 0 and not asked["plan"] and asked["mode"] != "infer":
+            ahead = forecast_step(_step({**asked, "mode": "infer"}, target.plan), target)
+            backward_us = step_us - _timed_us(asked, ahead)
     except ValueError as exc:
         return str(exc)[:120]
-    bounds_us = (whole.iteration_us_p10, whole.iteration_us_p90)
+    share = step_us / whole.iteration_us
+    bounds_us = (whole.iteration_us_p10 * share, whole.iteration_us_p90 * share)
     parts = {"step": step_us, "backward": backward_us, "memory": float(whole.memory_bytes)}
     bounds = dict(zip(INTERVAL, bounds_us, strict=True))
     return {**parts, **bounds, ASSUMED: whole.assumed_frac, **parts_us(whole)}
+
+
+def _timed_us(asked: Mapping[str, Any], found: Forecast) -> float:
+    """What was timed of a step: its kernels alone where the timer was that of the device."""
+    return found.compute_us if asked.get("timer") == "device" else found.iteration_us
 
 
 def _target(asked: Mapping[str, Any], bundle: Path) -> Target:
@@ -168,13 +176,20 @@ def _write_host(path: Path, rows: Sequence[Mapping[str, Any]], bundle: Path) -> 
 
 
 def _step(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
-    """Capture what a row describes: a model under a plan, or a problem's text."""
-    if not isinstance(asked.get("problem_source"), str):
-        return step_of(asked, plan)
-    from itercast.microbench.cases.external.problem import problem  # needs torch
+    """Capture what a row describes: a model under a plan, a problem's text, or a layer."""
+    if asked.get("problem_source"):
+        from itercast.microbench.cases.external.problem import problem  # needs torch
 
-    source, options = str(asked["problem_source"]), {k: asked[k] for k in ("mode", "dtype")}
-    return with_engine(capture(lambda: problem(source), **options), str(asked["engine"]))
+        make = partial(problem, str(asked["problem_source"]))
+    elif asked.get("rows"):
+        from itercast.eval.public.layers import layer  # needs torch
+
+        sizes = [int(np.nan_to_num(asked[name])) for name in ("rows", "cols", "inner")]
+        make = partial(layer, str(asked["case"]), *sizes)
+    else:
+        return step_of(asked, plan)
+    how = {"mode": asked["mode"], "dtype": asked["dtype"], "loss": "none", "optimizer": "none"}
+    return with_engine(capture(make, **how), str(asked["engine"]))
 
 
 def judge(line: ModelLine, rows: Rows, seconds: float) -> Iterator[LineResult]:

@@ -292,7 +292,6 @@ def library_lines() -> list[Line]:
     """Lines about norms, cross-entropy and attention backward of libraries, and about experts."""
     liger, cudnn = {"liger-kernel": "liger-kernel"}, {"cudnn-frontend": "cudnn-frontend"}
     sequences = ["batch", "heads", "kv_heads", "q_len", "kv_len", "head_dim", "causal"]
-    losses = ("cross_entropy", "linear_cross_entropy")
 
     def line(name: str, family: str, importers: dict[str, str], splits: Splits) -> Line:
         return Line(
@@ -310,12 +309,6 @@ def library_lines() -> list[Line]:
     norms = every_shape(["rows", "cols", "channels", "groups"])
     return [
         line("norms of Liger and cuDNN, shapes left out", "norm", {**liger, **cudnn}, norms),
-        line(
-            "cross-entropy of Liger, shapes left out",
-            "module",
-            liger,
-            every_shape(["rows", "cols", "inner"], losses),
-        ),
         line(
             "SDPA backward of cuDNN, shapes left out",
             "attention",

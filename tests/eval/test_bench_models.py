@@ -11,20 +11,22 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import as_launched
 from itercast.compose.parallel.plan import ParallelPlan
 from itercast.eval.compare import compare_all, stated_rows, step_of
-from itercast.eval.public.measured_nodes import node_sums_us
+from itercast.eval.public.layers import LAYERS, layer
 from itercast.eval.public.model_lines import (
     ModelLine,
     beside_eager_calls,
     launch_bound_sample,
     model_lines,
 )
-from itercast.eval.public.model_rows import READERS, read_iterations
+from itercast.eval.public.model_rows import NAMES, node_sums_us, read_iterations
 from itercast.eval.public.models import Answer, add_forecasts, judge, judged, with_fitted_hosts
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import load_host
+from itercast.microbench.importers.sources import SOURCES
 
 
 def test_nodes_of_the_layer_count_once_per_layer(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_rows_of_images_alone_need_no_length() -> None:
 
 
 def test_every_line_reads_a_folder_that_has_a_reader() -> None:
-    assert {x.folder for x in model_lines()} == set(READERS)
+    assert {NAMES.get(x.folder, x.folder) for x in model_lines()} <= set(SOURCES)
 
 
 def test_a_missing_folder_leaves_its_lines_out(
@@ -282,3 +284,43 @@ def test_graphs_are_chosen_with_what_the_same_machine_ran_eagerly() -> None:
         columns=["engine", "machine"],
     )
     assert beside_eager_calls(rows).tolist() == [True, True, False, False]
+
+
+def test_a_layer_is_the_ops_that_eager_torch_runs() -> None:
+    """Forward of an RMS norm in bf16: to fp32, square, mean, + eps, rsqrt, *, to bf16, * scale."""
+    step = capture(lambda: layer("rms_norm", 64, 128, 0), mode="infer", dtype="bf16")
+    assert [call.op.split(".")[1] for call in step.calls] == [
+        *("_to_copy", "pow", "mean", "add", "rsqrt", "mul", "_to_copy", "mul")
+    ]
+    both = capture(lambda: layer("swiglu_mlp", 64, 32, 96), loss="none", optimizer="none")
+    products = [call.op for call in both.calls if call.op == "aten.mm.default"]
+    assert len(products) == 3 + 6  # and gradients of inputs and weights
+    with pytest.raises(ValueError, match="unknown layer 'gru'"):
+        layer("gru", 1, 1, 1)
+
+
+def test_layers_are_forecast_by_their_kernels_alone() -> None:
+    """A timer of the device leaves the launches out: 16 rows are all launches, 2**16 hardly any."""
+    row = {"gpu": "h100-sxm-80gb", "case": "swiglu", "plan": "", "dtype": "bf16", "engine": "eager"}
+    rows = pd.DataFrame(
+        {**row, "mode": mode, "timer": timer, "rows": n, "cols": 4096, "inner": np.nan}
+        for mode, timer, n in (
+            ("infer", "device", 16),
+            ("infer", "with_launch", 16),
+            ("train", "device", 2**16),
+            ("infer", "device", 2**16),
+        )
+    ).assign(backward_us=9.0, stack="torch")
+    with ThreadPoolExecutor(1) as pool:
+        found = add_forecasts(rows, SHIPPED, {}, pool)  # type: ignore[arg-type]
+    small, launched, both, forward = found["step"]
+    assert small < launched / 2
+    assert found["backward"].tolist() == pytest.approx([0, 0, both - forward, 0])
+    assert (found["step_p10"] < found["step"]).all() and (found["step"] < found["step_p90"]).all()
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_layer_can_be_captured(name: str) -> None:
+    """Forward and backward of all tensors, of which a constant needs none."""
+    step = capture(lambda: layer(name, 64, 128, 32), loss="none", optimizer="none")
+    assert {call.phase for call in step.calls} >= {"forward", "backward"}

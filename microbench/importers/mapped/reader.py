@@ -16,7 +16,7 @@ from itercast.microbench.importers.mapped.tables import read_table
 from itercast.microbench.ops import families
 
 TABLES = (".csv", ".csv.gz", ".parquet")
-ITERATION_SIZES = ("batch", "world_size")
+ITERATION_SIZES = ("batch", "world_size", "rows", "cols")
 
 
 def read(source: Source, path: Path) -> Imported:

@@ -68,7 +68,7 @@ def test_iterations_have_plans_that_parse_and_models_to_build(imports: dict[str,
     found = rows(imports, "iteration")
     for plan, mine in found.groupby("plan"):
         assert set(mine["world_size"]) == {ParallelPlan.parse(str(plan)).world_size}
-    assert set(found["builder"]) == {"hf", "timm", "case", "problem"}
+    assert set(found["builder"]) == {"hf", "timm", "case", "problem", "layer"}
     ours = found[found["builder"] == "case"]
     assert (
         {"dlrm-criteo", "transformer-xl-base", "ssd300"} <= set(ours["case"]) <= set(case_names())

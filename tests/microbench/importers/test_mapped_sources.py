@@ -230,9 +230,9 @@ CASES: list[tuple[str, str, str | bytes, str, dict[str, Any]]] = [
         "liger-kernel",
         "all_history.csv",
         liger("cross_entropy", "torchcompile", "full", ("V", 1000), B=8, T=16),
-        "module",
-        {"op": "cross_entropy", "direction": "full", "rows": 128, "cols": 1000, "dtype": "fp32"}
-        | {"stack": "inductor", "eager": False},
+        "iteration",
+        {"case": "cross_entropy", "mode": "train", "rows": 128, "cols": 1000, "dtype": "fp32"}
+        | {"stack": "inductor", "engine": "compile", "direction": "step"},
     ),
     # heads of 64 / 8 numbers, 8 of queries and 2 of keys
     (
@@ -248,8 +248,8 @@ CASES: list[tuple[str, str, str | bytes, str, dict[str, Any]]] = [
             num_kv_heads=2,
             dtype="torch.bfloat16",
         ),
-        "module",
-        {"op": "rope", "rows": 32, "cols": 80, "eager": True},
+        "iteration",
+        {"case": "rope", "rows": 32, "cols": 80, "mode": "infer", "engine": "eager"},
     ),
     (
         "liger-kernel",
@@ -264,8 +264,8 @@ CASES: list[tuple[str, str, str | bytes, str, dict[str, Any]]] = [
             intermediate_size=96,
             dtype="torch.bfloat16",
         ),
-        "module",
-        {"op": "geglu_mlp", "rows": 64, "cols": 64, "inner": 96},
+        "iteration",
+        {"case": "geglu_mlp", "rows": 64, "cols": 64},
     ),
     (
         "liger-kernel",
@@ -377,8 +377,8 @@ CASES: list[tuple[str, str, str | bytes, str, dict[str, Any]]] = [
         "llmservingsim",
         "perf_models/H100/meta-llama/Llama-3.1-8B/tp2/layers.csv",
         "layer_name,input,kv_cache,tp_size,latency(ns)\nact_fn,5,0,2,4500\n",
-        "module",
-        {"op": "swiglu", "rows": 5, "cols": 7168, "stack": "torch", "eager": True},
+        "iteration",
+        {"case": "swiglu", "rows": 5, "cols": 7168, "stack": "torch", "engine": "eager"},
     ),
     # column-major C (M, N) = A^T B is row-major (N, M) = B (A^T) with A as a transposed view
     (

@@ -1,0 +1,77 @@
+"""Single layers that others timed, as small torch modules: priced as the ops they consist of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def rms(x: Tensor, scale: Tensor) -> Tensor:
+    """The RMS norm of Hugging Face's models: computed in fp32, cast back, then scaled."""
+    wide = x.float()
+    return scale * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of all heads of one tensor, as Hugging Face's models write it."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos.detach() + torch.cat((-second, first), dim=-1) * sin.detach()
+
+
+def gated(act: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    """An MLP of three linear layers, whose gate has this activation."""
+
+    def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return F.linear(act(F.linear(x, gate)) * F.linear(x, up), down)
+
+    return mlp
+
+
+def cross_entropy(logits: Tensor) -> Tensor:
+    """Mean loss over rows; class 0 is right everywhere."""
+    return F.cross_entropy(logits, logits.new_zeros(len(logits), dtype=torch.int64))
+
+
+# By name: the function, and the shapes of its tensors in letters: n rows, c columns, i inner width.
+LAYERS: Mapping[str, tuple[Callable[..., Any], str]] = {
+    "cross_entropy": (cross_entropy, "nc"),
+    "linear_cross_entropy": (lambda x, w: cross_entropy(F.linear(x, w)), "nc ic"),
+    "rms_norm": (rms, "nc c"),
+    "add_rms_norm": (lambda x, y, w: rms(x + y, w), "nc nc c"),
+    "layer_norm": (lambda x, w, b: F.layer_norm(x, w.shape, w, b), "nc c c"),
+    "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), "nc c c"),
+    "group_norm": (lambda x, w, b: F.group_norm(x[..., None], 8, w, b), "nc c c"),
+    "rope": (rotary, "nc nc nc"),  # queries and keys in one tensor
+    "rope_apart": (lambda q, k, *by: (rotary(q, *by[:2]), rotary(k, *by[2:])), "nc ni nc nc ni ni"),
+    "swiglu": (lambda x, y: F.silu(x) * y, "nc nc"),
+    "relu_squared": (lambda x: F.relu(x).square(), "nc"),
+    "tvd": (lambda x, y: 0.5 * (x - y.detach()).abs().sum(-1).mean(), "nc nc"),
+    "swiglu_mlp": (gated(F.silu), "nc ic ic ci"),
+    "geglu_mlp": (gated(F.gelu), "nc ic ic ci"),
+}
+
+
+class Layer(nn.Module):
+    """A layer with its inputs as parameters: a backward pass also makes the inputs' gradients."""
+
+    def __init__(self, call: Callable[..., Any], shapes: Sequence[Sequence[int]]) -> None:
+        super().__init__()
+        self.call = call
+        self.tensors = nn.ParameterList(torch.empty(*shape) for shape in shapes)
+
+    def forward(self) -> Any:
+        """The layer's output."""
+        return self.call(*self.tensors)
+
+
+def layer(name: str, rows: int, cols: int, inner: int) -> tuple[Layer, tuple[()]]:
+    """A layer of these sizes, and its inputs: none. ValueError for an unknown name."""
+    if name not in LAYERS:
+        raise ValueError(f"unknown layer {name!r}; known: {sorted(LAYERS)}")
+    call, shapes = LAYERS[name]
+    sizes = {"n": rows, "c": cols, "i": inner}
+    return Layer(call, [[sizes[letter] for letter in shape] for shape in shapes.split()]), ()
