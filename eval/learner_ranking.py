@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def chart(medians: Medians) -> Any:
 
     figure = Figure(figsize=(8, 1 + 0.3 * len(medians)))
     axes = figure.add_subplot()
-    for colour, name in zip(COLOURS, NAMES, strict=True):
+    for colour, name in zip(cycle(COLOURS), NAMES, strict=False):
         known = [(some[name], row) for row, some in enumerate(medians.values()) if name in some]
         large = 70 if name == BLEND else 30
         x, y = [m for m, _ in known], [row for _, row in known]

@@ -23,8 +23,8 @@ from rich.table import Table
 
 from itercast.eval.speed import run_or_say
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
-from itercast.learners.train import train, widen_unseen_offsets
-from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from itercast.learners.train import joined, train
+from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.importers.sources import read_source
 from itercast.microbench.importers.write import write
@@ -96,28 +96,6 @@ def train_apart(data: Path, out: Path, names: Sequence[str]) -> Bundle:
             log.info("training %s", name)
             train([data], folder, [name], limit=MAX_ROWS[name], studies=out / "studies")
     return joined([Bundle.load(out / name) for name in names])
-
-
-def joined(bundles: Sequence[Bundle]) -> Bundle:
-    """One bundle of the families of all; intervals on unseen GPUs are widened over all of them.
-
-    ValueError where bundles were trained at different reference speeds of one machine.
-    """
-    gpus: dict[str, Gpu] = {name: gpu for bundle in bundles for name, gpu in bundle.gpus.items()}
-    models = {name: model for bundle in bundles for name, model in bundle.models.items()}
-    anchors: dict[tuple[str, int], tuple[float, float]] = {}
-    for bundle in bundles:
-        for key, us in bundle.anchors.items():
-            if anchors.setdefault(key, us) != us:
-                both = f"{anchors[key]}, {us}"
-                raise ValueError(
-                    f"families of {key[0]!r} refer to two speeds of the machine (times of "
-                    f"reference tasks in us): {both}; train them anew on the same rows"
-                )
-    machines = {name: machine for bundle in bundles for name, machine in bundle.machines.items()}
-    return Bundle(
-        models=widen_unseen_offsets(models), gpus=gpus, anchors=anchors, machines=machines
-    )
 
 
 def comparison(old: Bundle, new: Bundle) -> Table:

@@ -97,7 +97,11 @@ app.command(name="import")(import_rows)
 @app.command()
 @one_line_errors
 def train(
-    out: Annotated[Path, typer.Option(help="bundle folder to write")],
+    out: Annotated[Path | None, typer.Option(help="bundle folder to write")] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option(help="bundle folder to change: adds the families, or replaces them there"),
+    ] = None,
     data: Annotated[list[Path] | None, typer.Option(help="dataset root; repeatable")] = None,
     family: Families = None,
     trials: Annotated[int, typer.Option(help="hyperparameter trials per family; 0: defaults")] = 0,
@@ -109,7 +113,10 @@ def train(
     """Train one model per op family, compare it with baselines, and write a bundle."""
     from itercast.commands.shared import fit, report_table
 
-    report = fit(data or [Path("datasets")], out, family, trials, limit)
+    folder = into or out
+    if folder is None or (into and out):
+        raise ValueError("train needs --out, a bundle to write, or --into, one to change")
+    report = fit(data or [Path("datasets")], folder, family, trials, limit, into is not None)
     if as_json:
         typer.echo(json.dumps(report))
     else:

@@ -121,6 +121,14 @@ def load_held_out(folder: Path) -> pd.DataFrame:
     return pd.read_parquet(path) if path.is_file() else pd.DataFrame()
 
 
+def with_others(held_out: pd.DataFrame, before: pd.DataFrame) -> pd.DataFrame:
+    """Held-out forecasts with those of ``before`` of other families."""
+    if before.empty:
+        return held_out
+    others = before[~before["family"].isin(held_out["family"])]
+    return pd.concat([others, held_out], ignore_index=True)
+
+
 def has_held_out(folder: Path) -> bool:
     """Whether a folder holds a bundle and its held-out forecasts."""
     return (folder / "bundle.json").is_file() and (folder / FILE).is_file()

@@ -192,17 +192,25 @@ def train(
     on_progress: Callable[[str], None] | None = None,
     studies: Path = STUDIES,
     compare: bool = False,
+    into: Bundle | None = None,
 ) -> TrainReport:
     """Train the families that have rows and save the bundle; ValueError where there are none.
 
     ``limit`` is the maximum number of rows of a family, see ``subsample_evenly``. ``studies`` holds
     journals of hyperparameter trials; trials that are there already are not run again.
-    ``compare``: see ``train_family``.
+    ``compare``: see ``train_family``. ``into``: a bundle whose other families are saved too; times
+    are then corrected to the speed that its families refer to.
     """
     usable = usable_rows(roots, names)
     tables = {name: subsample_evenly(rows, limit) for name, rows in usable.items()}
-    anchors = reference_anchors(tables)
+    anchors = {**reference_anchors(tables), **(into.anchors if into else {})}
     tables = {name: undisturbed(rows, anchors) for name, rows in tables.items()}
+    few = [name for name, rows in tables.items() if into and len(rows) < MIN_ROWS]
+    if few:
+        raise ValueError(
+            f"{few[0]}: {len(tables[few[0]])} rows were measured at about the speed of the machine "
+            f"that the bundle's families refer to, {MIN_ROWS} are needed; train all families anew"
+        )
     reports, models, gpus = {}, {}, {}
     for name, rows in tables.items():
         if on_progress:
@@ -212,13 +220,33 @@ def train(
             rows, families()[name], hardware, anchors, trials, digest_of(rows), studies, compare
         )
         gpus.update(hardware)
-    Bundle(
-        models=widen_unseen_offsets(models),
-        gpus=gpus,
-        anchors=anchors,
-        machines=machines_of(roots, tables),
-    ).save(out)
+    machines = machines_of(roots, tables)
+    trained = Bundle(models=models, gpus=gpus, anchors=anchors, machines=machines)
+    joined([into, trained] if into else [trained]).save(out)
     return TrainReport(families=reports)
+
+
+def joined(bundles: Sequence[Bundle]) -> Bundle:
+    """One bundle of the families of all, the last one's if two have it.
+
+    Intervals on unseen GPUs are widened over all of them.
+    ValueError where bundles were trained at different reference speeds of one machine.
+    """
+    gpus = {name: gpu for bundle in bundles for name, gpu in bundle.gpus.items()}
+    models = {name: model for bundle in bundles for name, model in bundle.models.items()}
+    anchors: dict[tuple[str, int], tuple[float, float]] = {}
+    for bundle in bundles:
+        for key, us in bundle.anchors.items():
+            if anchors.setdefault(key, us) != us:
+                both = f"{anchors[key]}, {us}"
+                raise ValueError(
+                    f"families of {key[0]!r} refer to two speeds of the machine (times of "
+                    f"reference tasks in us): {both}; train them anew on the same rows"
+                )
+    machines = {name: machine for bundle in bundles for name, machine in bundle.machines.items()}
+    return Bundle(
+        models=widen_unseen_offsets(models), gpus=gpus, anchors=anchors, machines=machines
+    )
 
 
 def widen_unseen_offsets(models: Mapping[str, FamilyModel]) -> dict[str, FamilyModel]:

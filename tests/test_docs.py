@@ -11,7 +11,6 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
-from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,7 +28,6 @@ from itercast.microbench.assumptions import all_assumptions
 from itercast.microbench.campaign.stages import PLANS
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, TensorSpec
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -184,20 +182,10 @@ def load(name: str, folder: Path) -> ModuleType:
     return module
 
 
-def test_the_op_shown_is_a_family(tmp_path: Path) -> None:
-    """2 rows of 8 numbers: 2.5 * 2 * 8 * 3 flops; 16 reals in, 2 * 5 complex numbers out."""
-    fft = load("microbench/ops/memory/fft.py", tmp_path)
-    call = OpCall(
-        op="aten._fft_r2c.default",
-        args=(TensorSpec(shape=(2, 8), dtype="fp32"), (1,), 0, True),
-    )
-    (answer,) = fft.FAMILY.answers.values()
-    p = answer(call)
-    assert (fft.flops(p), fft.bytes_moved(p)) == (120, 4 * 16 + 8 * 10)
-    for point in islice(fft.sweep(), 5):
-        fft.build(point, "cpu").run()
-        gpu = Gpu(name="toy", peak_flops_per_s={"fp32": 1e12})
-        assert fft.features(point, gpu)["power_of_two"] in (0.0, 1.0)
+def test_the_op_shown_is_the_one_that_the_example_package_adds() -> None:
+    """``tests/test_own_package.py`` installs and uses it."""
+    name = "examples/own-package/itercast_fft/fft.py"
+    assert examples()[name] == (ROOT / name).read_text()
 
 
 def test_the_importer_shown_counts_what_it_leaves_out(tmp_path: Path) -> None:

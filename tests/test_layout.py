@@ -41,7 +41,7 @@ ROOMS = {
     "eval": ("tracking", "", "report", "drift", "public", "recommenders", "intervals"),
     "itercast": ("", "commands"),
 }
-LOADERS = ("microbench.assumptions", "microbench.yaml_text")
+LOADERS = ("microbench.assumptions", "microbench.extensions", "microbench.yaml_text")
 FILES_IN_A_ROOM = 14
 LINES_OF_A_FILE = 410
 
@@ -98,7 +98,7 @@ def test_packages_import_one_way_only(package: str) -> None:
 def test_rooms_import_one_way_only(package: str) -> None:
     """In the order of ``ROOMS``; the start of the command line collects the commands.
 
-    The loaders of assumptions and of YAML import no room: every room may use them.
+    The loaders of assumptions, extensions and YAML import no room: every room may use them.
     """
     known, order = modules(), ROOMS[package]
     assert {room(m, p) for m, p in known.items() if m.split(".")[0] == package} <= set(order)

@@ -119,7 +119,7 @@ def log_learner(
     """
     from mlflow.entities import LoggedModelOutput, Metric
 
-    colour = views.COLOURS[NAMES.index(one.learner)]
+    colour = views.COLOURS[NAMES.index(one.learner) % len(views.COLOURS)]
     tags = {
         "family": one.family,
         "learner": one.learner,

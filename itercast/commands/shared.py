@@ -98,16 +98,22 @@ def fit(
     families: Sequence[str] | None,
     trials: int,
     limit: int | None = None,
+    into: bool = False,
 ) -> dict[str, Any]:
     """Train a bundle with a progress bar, log it to MLflow; returns the report as plain values.
 
-    The forecasts of the held-out rows are written into the bundle's folder.
+    The forecasts of the held-out rows are written into the bundle's folder. ``into``: ``out`` is a
+    bundle that keeps its other families.
     """
     from itercast.eval.tracking.fits import log_fit
-    from itercast.learners.held_out import save_held_out
+    from itercast.learners.bundle import Bundle
+    from itercast.learners.held_out import load_held_out, save_held_out, with_others
     from itercast.learners.train import SCORES, train
     from itercast.microbench.store import write_atomic
 
+    kept = (Bundle.load(out), load_held_out(out)) if into else None
+    scored = into and (out / SCORES).is_file()
+    others = json.loads((out / SCORES).read_text()) if scored else {}
     for root in data:
         if not root.is_dir():
             raise ValueError(f"data {str(root)!r}: no such folder")
@@ -122,10 +128,11 @@ def fit(
             limit,
             on_progress=lambda name: bar.update(task, description=f"train {name}"),
             compare=True,
+            into=kept[0] if kept else None,
         )
-    save_held_out(out, trained.held_out())
-    report = trained.to_dict()
-    write_atomic(out / SCORES, json.dumps(report).encode())
+    report, held_out = trained.to_dict(), trained.held_out()
+    save_held_out(out, with_others(held_out, kept[1]) if kept else held_out)
+    write_atomic(out / SCORES, json.dumps(others | report).encode())
     trained_s = time.monotonic() - begin
     log_fit(report, machine_name(out), out, data)
     logged_s = time.monotonic() - begin - trained_s

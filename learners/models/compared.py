@@ -1,7 +1,8 @@
 """Other learners that the ensemble of a bundle is compared with, fitted to the same rows.
 
 Each fit takes the training rows as ``Inputs`` with their times, and returns a function that
-predicts times in us of other rows. ``LEARNERS`` names them, the simplest first.
+predicts times in us of other rows. ``LEARNERS`` names them, the simplest first; those that other
+packages add come last.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import xgboost as xgb
 from itercast.learners.models import baselines, trees
 from itercast.learners.models.tile_network import fit_tiles
 from itercast.learners.models.training_table import Array, Table
+from itercast.microbench.extensions import with_added
 
 BLEND = "blend"  # the ensemble that a bundle holds, with its corrections near measured points
 PHYSICS = "xgboost-physics"  # the ensemble's boosted trees alone
@@ -96,7 +98,7 @@ def fit_plain_trees(rows: Inputs, time_us: Array) -> Predict:
     return lambda asked: np.exp(booster.inplace_predict(asked.raw))
 
 
-LEARNERS: Mapping[str, Fit] = {
+OWN: Mapping[str, Fit] = {
     "roofline": fit_roofline,
     "linear": fit_linear,
     "nearest": fit_nearest,
@@ -104,4 +106,5 @@ LEARNERS: Mapping[str, Fit] = {
     "tile-mlp": fit_tile_network,
     "xgboost-plain": fit_plain_trees,
 }
+LEARNERS = with_added("learners", OWN, Callable)
 NAMES = (*LEARNERS, PHYSICS, BLEND)

@@ -1,6 +1,8 @@
-"""All cases by name; importable without torch."""
+"""All cases by name, those of other packages too; importable without torch."""
 
 from __future__ import annotations
+
+from functools import cache
 
 from itercast.microbench.cases.catalogue import MEASURED, PUBLISHED
 from itercast.microbench.cases.evalcase import EvalCase
@@ -8,21 +10,26 @@ from itercast.microbench.cases.examples import EXAMPLES
 from itercast.microbench.cases.gpu import GPU
 from itercast.microbench.cases.others import OTHERS
 from itercast.microbench.cases.recommenders.catalogue import RECOMMENDERS
+from itercast.microbench.extensions import with_added
 from itercast.microbench.hardware.nearest_names import unknown
 
 __all__ = ["EvalCase", "case", "case_names"]
 
-ALL = (*MEASURED, *PUBLISHED, *EXAMPLES, *GPU, *OTHERS, *RECOMMENDERS)
+OWN = (*MEASURED, *PUBLISHED, *EXAMPLES, *GPU, *OTHERS, *RECOMMENDERS)
+
+
+@cache
+def _cases() -> dict[str, EvalCase]:
+    return with_added("cases", {c.name: c for c in OWN}, EvalCase)
 
 
 def case_names() -> list[str]:
     """The names of all cases, as ``itercast list cases`` prints them."""
-    return [c.name for c in ALL]
+    return list(_cases())
 
 
 def case(name: str) -> EvalCase:
     """The case of this name; ValueError lists those most like it."""
-    for candidate in ALL:
-        if candidate.name == name:
-            return candidate
-    raise unknown("case", name, case_names())
+    if name not in _cases():
+        raise unknown("case", name, case_names())
+    return _cases()[name]

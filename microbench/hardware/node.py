@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from itercast.microbench.assumptions import assumed
+from itercast.microbench.extensions import with_added
 from itercast.microbench.hardware.spec import check_types, read_facts
 
 HERE = Path(__file__).parent / "nodes"
@@ -92,13 +94,18 @@ def load_node(name_or_path: str) -> Node:
         named = node_named(name_or_path)
         if named is None:
             raise ValueError(f"unknown node {name_or_path!r}; known: {node_names()}")
-        path = HERE / f"{named}.yaml"
+        path = _node_files()[named]
     return node_from_dict({"name": path.stem, **read_facts(path)}, str(path))
 
 
 def node_names() -> list[str]:
-    """Names of the nodes that ship with the project."""
-    return sorted(p.stem for p in HERE.glob("*.yaml"))
+    """Names of the nodes that ship with the project or that other packages add."""
+    return sorted(_node_files())
+
+
+@cache
+def _node_files() -> dict[str, Path]:
+    return with_added("nodes", {p.stem: p for p in HERE.glob("*.yaml")})
 
 
 def node_named(text: str) -> str | None:

@@ -6,12 +6,14 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from itercast.microbench.assumptions import FILE, assumed
+from itercast.microbench.extensions import with_added
 from itercast.microbench.hardware.nearest_names import unknown
 from itercast.microbench.yaml_text import load_yaml
 
@@ -154,15 +156,21 @@ def load_gpu(name_or_path: str) -> Gpu:
     """Load a GPU by its name in microbench/hardware, or from a YAML file of the same form."""
     path = Path(name_or_path)
     if path.suffix not in {".yaml", ".yml"}:
-        path = HERE / f"{name_or_path}.yaml"
-        if not path.is_file():
+        if name_or_path not in (known := _gpu_files()):
             raise unknown("gpu", name_or_path, gpu_names())
+        path = known[name_or_path]
     return gpu_from_dict({"name": path.stem, **read_facts(path)}, str(path))
 
 
 def gpu_names() -> list[str]:
-    """Names of the GPUs that ship with the project, and ``cpu``."""
-    return ["cpu", *sorted(p.stem for p in HERE.glob("*.yaml") if p.name != FILE)]
+    """Names of the GPUs that ship with the project or that other packages add, and ``cpu``."""
+    return ["cpu", *sorted(_gpu_files())]
+
+
+@cache
+def _gpu_files() -> dict[str, Path]:
+    own = {p.stem: p for p in HERE.glob("*.yaml") if p.name != FILE}
+    return with_added("gpus", own)
 
 
 def slug(model_name: str) -> str:

@@ -9,7 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.extensions import with_added
+from itercast.microbench.hardware.spec import Gpu, read_facts
 from itercast.microbench.yaml_text import load_yaml
 
 FILE = Path(__file__).parent / "stacks" / "known.yaml"
@@ -83,19 +84,24 @@ def pick_version(stacks: Sequence[str], wanted: str) -> str:
 
 @cache
 def known_stacks() -> Mapping[str, Stack]:
-    """All stacks of the file that ships, by name."""
-    found = load_yaml(FILE.read_text())
-    return {name: _stack(str(name), entry) for name, entry in found.items()}
+    """All stacks by name: of the file that ships, and one of each file that packages add."""
+    shipped = load_yaml(FILE.read_text())
+    found = {str(name): _stack(str(name), entry) for name, entry in shipped.items()}
+    files = with_added("stacks", dict.fromkeys(found, FILE))
+    added = {
+        name: _stack(name, read_facts(files[name]), files[name]) for name in files.keys() - found
+    }
+    return found | added
 
 
-def _stack(name: str, entry: Mapping[str, Any]) -> Stack:
+def _stack(name: str, entry: Mapping[str, Any], file: Path = FILE) -> Stack:
     unknown, kernels = set(entry) - KEYS, entry.get("attention", {})
     if unknown or OTHER not in kernels or not entry.get("source"):
-        raise ValueError(f"{FILE}: {name}: wants attention.{OTHER} and source, of {sorted(KEYS)}")
+        raise ValueError(f"{file}: {name}: wants attention.{OTHER} and source, of {sorted(KEYS)}")
     recomputes = entry.get("recomputes", NEEDED)
     if recomputes not in (NEEDED, WHOLE):
         raise ValueError(
-            f"{FILE}: {name}: recomputes is {recomputes!r}, not {NEEDED!r} or {WHOLE!r}"
+            f"{file}: {name}: recomputes is {recomputes!r}, not {NEEDED!r} or {WHOLE!r}"
         )
     return Stack(
         name=name,

@@ -1,12 +1,14 @@
-"""The importers by the name of their source on the command line."""
+"""The importers by the name of their source on the command line, those of other packages too."""
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from itercast.microbench.extensions import with_added
 from itercast.microbench.importers import aiconfigurator, nccl_tests, neusight, vidur
 from itercast.microbench.importers.base import Hints, Imported, Unreadable, read_text
 from itercast.microbench.importers.mapped import reader
@@ -21,7 +23,7 @@ from itercast.microbench.importers.published import (
 )
 from itercast.microbench.importers.traces import kineto, op_tables
 
-PLAIN: Mapping[str, Callable[[Path], Imported]] = {
+OWN: Mapping[str, Callable[..., Imported] | Path] = {  # reads a path, with or without hints
     "neusight": neusight.read,
     "aiconfigurator": aiconfigurator.read,
     "vidur": vidur.read,
@@ -32,13 +34,12 @@ PLAIN: Mapping[str, Callable[[Path], Imported]] = {
     "mlperf-training": mlperf.read,
     "peft": peft.read,
     "vtrain": vtrain.read,
-}
-HINTED: Mapping[str, Callable[[Path, Hints], Imported]] = {
     "nccl-tests": nccl_tests.read,
     "kineto": kineto.read,
+    **mapped_sources(),
 }
-MAPPED = mapped_sources()
-SOURCES = tuple(sorted([*PLAIN, *HINTED, *MAPPED]))
+READERS = with_added("importers", OWN, (Path, Callable))
+SOURCES = tuple(sorted(READERS))
 
 
 def read_source(source: str, path: Path, hints: Hints) -> Imported:
@@ -47,12 +48,11 @@ def read_source(source: str, path: Path, hints: Hints) -> Imported:
         raise ValueError(f"unknown source {source!r}; known: {list(SOURCES)}")
     if not path.exists():
         raise ValueError(f"{str(path)!r}: no such file or folder")
-    if source in MAPPED:
-        found = reader.read(load(MAPPED[source]), path)
-    elif source in HINTED:
-        found = HINTED[source](path, hints)
+    read = READERS[source]
+    if isinstance(read, Path):
+        found = reader.read(load(read), path)
     else:
-        found = PLAIN[source](path)
+        found = read(*(path, hints)[: len(inspect.signature(read).parameters)])
     return replace(found, commit=commit_of(path))
 
 

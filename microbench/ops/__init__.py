@@ -1,4 +1,4 @@
-"""Finds the op families, one file each in the folders here, and the one for a captured call."""
+"""Finds the op families, in the folders here and in other packages, and a captured call's one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pkgutil
 from functools import cache
 from typing import Any
 
+from itercast.microbench.extensions import with_added
 from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops.family import Family
 
@@ -16,14 +17,15 @@ _found: dict[int, tuple[OpCall, Family | None, Any]] = {}  # by identity: calls 
 
 @cache
 def families() -> dict[str, Family]:
-    """All families by name: of every module below this package that defines ``FAMILY``.
+    """All families by name: of modules below this package that define ``FAMILY``, and added ones.
 
     Modules whose name starts with an underscore hold no family and may need torch.
     """
     names = [i.name for i in pkgutil.walk_packages(__path__, f"{__name__}.")]
     modules = [importlib.import_module(n) for n in names if "._" not in n]
-    found: list[Family] = [m.FAMILY for m in modules if hasattr(m, "FAMILY")]
-    return {family.name: family for family in sorted(found, key=lambda family: family.name)}
+    own: list[Family] = [m.FAMILY for m in modules if hasattr(m, "FAMILY")]
+    found = with_added("families", {family.name: family for family in own}, Family)
+    return dict(sorted(found.items()))
 
 
 @cache

@@ -99,7 +99,10 @@ def test_rooflines_end_where_slow_kernels_take_20_ms_or_memory_does() -> None:
 def test_dtypes_are_those_of_iterations(name: str) -> None:
     asked = {i.dtype for i in gpu_iterations()}
     assert asked == {"fp32", "tf32", "bf16"}
-    dtypes = Counter(p.dtype for p in swept(name))
+    dtypes, stated = Counter(p.dtype for p in swept(name)), families()[name].gpu_sweep.dtypes
+    if len(stated) == 1:  # kernels of this one alone
+        assert dtypes.keys() == stated.keys()
+        return
     for dtype in asked if name in ("gemm", "conv", "attention") else {"fp32", "bf16"}:
         assert dtypes[dtype] > 0.05 * SWEPT
     assert 0 < dtypes["fp16"] <= 0.05 * SWEPT

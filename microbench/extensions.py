@@ -1,0 +1,58 @@
+"""Finds what other installed packages add, by their entry points.
+
+The name of an entry point is the name of what it adds. Its group says what that is:
+
+- ``itercast.families``: a ``Family``; ``itercast.cases``: an ``EvalCase``.
+- ``itercast.importers``: a function ``read(path)`` or ``read(path, hints)``, or the ``Path`` of a
+  mapping; ``itercast.learners``: a ``Fit`` of ``itercast.learners.models.compared``.
+- ``itercast.gpus``, ``itercast.nodes``, ``itercast.stacks``: the ``Path`` of a YAML file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def with_added(group: str, own: Mapping[str, T], kind: Any = Path) -> dict[str, T]:
+    """``own`` and what packages add to ``itercast.GROUP``, by name.
+
+    ValueError, in one line, for what cannot be loaded, is no ``kind``, or has a name that is taken.
+    """
+    found = dict(own)
+    for name, (value, where) in _added(group).items():
+        if not isinstance(value, kind):
+            raise ValueError(f"{where}: {type(value).__name__} is not what itercast.{group} holds")
+        stated = value.stem if isinstance(value, Path) else getattr(value, "name", name)
+        if stated != name:
+            raise ValueError(f"{where}: what it adds is called {stated!r}; name both alike")
+        if name in own:
+            raise ValueError(f"{where}: {name!r} is a name that itercast has; take another")
+        found[name] = value
+    return found
+
+
+@cache
+def _added(group: str) -> dict[str, tuple[Any, str]]:
+    """What packages add to a group, and where each comes from, by name."""
+    found: dict[str, tuple[Any, str]] = {}
+    for point in sorted(entry_points(group=f"itercast.{group}"), key=lambda point: point.value):
+        package = point.dist.name if point.dist else "?"
+        where = f"entry point {point.name!r} of itercast.{group} in package {package!r}"
+        if point.name in found:
+            raise ValueError(f"{where}: added twice, also by {found[point.name][1]}")
+        found[point.name] = (_loaded(point, where), where)
+    return found
+
+
+def _loaded(point: EntryPoint, where: str) -> Any:
+    try:
+        return point.load()
+    except Exception as exc:  # whatever the other package's modules raise
+        reason = " ".join(f"{type(exc).__name__}: {exc}".split())
+        raise ValueError(f"{where} cannot be loaded: {reason}; mend or uninstall it") from exc

@@ -1,0 +1,105 @@
+"""What other packages add by entry points: the example package is installed and used."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "examples/own-package"
+BROKEN = {
+    "itercast_gone:FAMILY": "ModuleNotFoundError: No module named 'itercast_gone'",
+    "itercast_fft.fft:NOTHING": "has no attribute 'NOTHING'",
+    "itercast_fft.fft:flops": "function is not what itercast.families holds",
+    "itercast_fft.fft:FAMILY": "what it adds is called 'fft'; name both alike",
+}
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process that has the package, installed from a copy of its folder."""
+    folder = tmp_path_factory.mktemp("installed")
+    copy = shutil.copytree(PACKAGE, folder / "source")
+    install = "-m pip install -q --no-deps --no-index --no-build-isolation --target"
+    words = [sys.executable, *install.split(), str(folder / "lib"), str(copy)]
+    subprocess.run(words, check=True)
+    return {**os.environ, "PYTHONPATH": f"{folder / 'lib'}{os.pathsep}{ROOT}"}
+
+
+def run(env: dict[str, str], folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """``python -m WORDS`` in a folder."""
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, cwd=folder, env=env, text=True, capture_output=True)
+
+
+def test_an_installed_package_adds_a_family_and_a_gpu(
+    installed: dict[str, str], tmp_path: Path
+) -> None:
+    """A kernel takes 2 us to start; 16 reals of 4 B and 10 complex of 8 B at 864 GB/s 0.167 ns."""
+    assert "fft" in run(installed, tmp_path, "itercast", "list", "families").stdout.split()
+    assert "l40" in run(installed, tmp_path, "itercast", "list", "gpus").stdout.split()
+    row = {"family": "fft", "op": "r2c", "gpu": "l40", "dtype": "fp32", "rows": 2, "size": 8}
+    pd.DataFrame([row]).to_parquet(tmp_path / "rows.parquet")
+    done = run(installed, tmp_path, "itercast", "price", "rows.parquet", "--out", "out.parquet")
+    assert done.returncode == 0, done.stderr
+    assert pd.read_parquet(tmp_path / "out.parquet")["predicted_us"].item() == pytest.approx(
+        2.0 + 1e6 * 144 / 864e9
+    )
+
+
+@pytest.mark.slow
+def test_all_tests_of_families_pass_for_the_added_one(installed: dict[str, str]) -> None:
+    """Those of every file that loops over families, and the package's own."""
+    files = [
+        p for p in sorted((ROOT / "tests").rglob("test_*.py")) if "families()" in p.read_text()
+    ]
+    words = ["-q", "-p", "no:cacheprovider", "-k", "fft", "-o", "addopts="]
+    done = run(installed, ROOT, "pytest", *words, str(PACKAGE / "tests"), *map(str, files))
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "[fft]" not in done.stdout and int(done.stdout.split(" passed")[0].split()[-1]) >= 8
+
+
+@pytest.mark.slow
+def test_its_family_is_measured_and_trained_into_a_bundle(
+    installed: dict[str, str], tmp_path: Path
+) -> None:
+    """The bundle keeps the families that it had, and its scores; a second training replaces it."""
+    shutil.copytree(ROOT / "learners/shipped-cpu", tmp_path / "bundle")
+    before = json.loads((tmp_path / "bundle/bundle.json").read_text())
+    (tmp_path / "bundle/scores.json").write_text('{"gemm": {}}')
+    for command in (
+        "collect --family fft --budget 12s --out rows",
+        "train --data rows --family fft --into bundle",
+        "train --data rows --family fft --limit 40 --into bundle",
+    ):
+        done = run(installed, tmp_path, "itercast", *command.split())
+        assert done.returncode == 0, done.stderr
+    after = json.loads((tmp_path / "bundle/bundle.json").read_text())
+    assert after["families"].keys() == {*before["families"], "fft"}
+    assert after["families"]["gemm"] == before["families"]["gemm"]
+    assert after["families"]["fft"]["facts"]["rows"] == 40
+    scores = json.loads((tmp_path / "bundle/scores.json").read_text())
+    assert scores.keys() == {"gemm", "fft"}
+
+
+@pytest.mark.parametrize("value", BROKEN)
+def test_a_broken_entry_point_is_one_line(
+    installed: dict[str, str], tmp_path: Path, value: str
+) -> None:
+    """It names the package, which can then be mended or uninstalled."""
+    info = tmp_path / "broken-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[itercast.families]\nbroken = {value}\n")
+    env = {**installed, "PYTHONPATH": f"{tmp_path}{os.pathsep}{installed['PYTHONPATH']}"}
+    done = run(env, tmp_path, "itercast", "list", "families")
+    start = "itercast: entry point 'broken' of itercast.families in package 'broken'"
+    assert done.returncode == 2 and done.stderr.startswith(start)
+    assert BROKEN[value] in done.stderr and done.stderr.count("\n") == 1
