@@ -14,13 +14,13 @@ from typing import Any
 
 from itercast.compose.parallel.fp8 import with_fp8
 from itercast.compose.parallel.plan import ParallelPlan, micro_batch
+from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.cases.external.huggingface import hf_case
 from itercast.microbench.cases.registry import EvalCase, case
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.step import ALLOWED, StepSettings
 
 DTYPES = (*ALLOWED["dtype"], "fp8")
-CAPTURES = Path(".cache/captures")
 MICROBENCH = Path(__file__).parents[1] / "microbench"
 
 
@@ -35,6 +35,7 @@ def capture_case(
     dtype: str = "fp32",
     attn: str = "sdpa",
     amp: bool = False,
+    channels_last: bool = False,
     shallow: bool = False,
 ) -> StepCapture:
     """Capture one step of a case on fake tensors, or read it from the cache.
@@ -44,7 +45,15 @@ def capture_case(
     """
     from itercast.microbench.capture.cache import cached
 
-    settings = _settings(dtype, mode=mode, optimizer=optimizer, loss=loss, attn=attn, amp=amp)
+    settings = _settings(
+        dtype,
+        mode=mode,
+        optimizer=optimizer,
+        loss=loss,
+        attn=attn,
+        amp=amp,
+        channels_last=channels_last,
+    )
     size = (int(batch or chosen.batch), int(seq or chosen.seq))
     if not size[0]:
         raise ValueError(f"{chosen.name}: a batch is required, and a seq for text")
@@ -53,7 +62,7 @@ def capture_case(
     def make() -> StepCapture:
         return _captured(chosen, settings, *size, shallow)
 
-    step = cached(hashlib.sha256(key.encode()).hexdigest()[:24], make, CAPTURES)
+    step = cached(hashlib.sha256(key.encode()).hexdigest()[:24], make, cache_folder("captures"))
     return with_fp8(step) if dtype == "fp8" else step
 
 
@@ -69,7 +78,7 @@ def _captured(
 ) -> StepCapture:
     from itercast.microbench.capture.log import capture_step
     from itercast.microbench.capture.truncate import build_shortened
-    from itercast.microbench.cases.external.user_module import is_own_error, one_line_error
+    from itercast.microbench.user_errors import is_own_error, one_line_error
 
     repeats: dict[str, int] = {}
 
@@ -89,7 +98,7 @@ def _captured(
             samples=batch,
             tokens=batch * seq,
         )
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:
         if is_own_error(exc):
             raise
         if shallow:  # a model that indexes its layers cannot be shortened
@@ -132,6 +141,7 @@ def capture(
     dtype: str | None = None,
     attn: str = "sdpa",
     amp: bool = False,
+    channels_last: bool = False,
     lora: int = 0,
     whole: bool = False,
 ) -> StepCapture:
@@ -145,12 +155,14 @@ def capture(
     starts backward from the output. ``dtype`` None keeps the dtypes of a module and is fp32 for all
     other models. fp8 applies to the linear layers of blocks, the rest is in bf16
     (``itercast.compose.parallel.fp8``). ``amp``: weights stay in fp32, the forward pass runs under
-    CUDA's autocast to ``dtype``. Three of many equal layers of published cases and configurations
+    CUDA's autocast to ``dtype``. ``channels_last``: the model and its images are turned to that
+    memory format (NHWC) first. Three of many equal layers of published cases and configurations
     are captured, unless ``whole``. ``optimizer``: that of ``optimizer_of`` where none is named.
     ``lora``: rank of adapters on a frozen configuration's model.
     """
     used = optimizer or optimizer_of(model)
     options: dict[str, Any] = {"mode": mode, "optimizer": used, "attn": attn, "amp": amp}
+    options["channels_last"] = channels_last
     options["loss"] = start = loss if isinstance(loss, str) else "default"
     if lora and not isinstance(model, Path):
         raise ValueError("lora adapts the model of a Hugging Face configuration only")

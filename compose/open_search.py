@@ -6,13 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from itercast.compose.capture_model import capture, optimizer_of
-from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.search import Search
-from itercast.compose.target import find_host, find_stack
-from itercast.learners.known_bundles import find_bundle, find_gpu
+from itercast.compose.target import Target, find_target
 from itercast.microbench.cases.registry import case
-from itercast.microbench.hardware.node import Node, load_node
-from itercast.microbench.hardware.spec import Gpu
 
 
 def open_search(
@@ -20,47 +17,38 @@ def open_search(
     gpu: str,
     gpus: int,
     *,
-    node: str,
-    batch: int | None,
-    seq: int | None,
-    dtype: str,
-    optimizer: str,
-    bundle: Path | None,
-    amp: bool = False,
+    node: str = "",
+    batch: int | None = None,
+    seq: int | None = None,
+    bundle: Path | None = None,
     host: str = "",
     stack: str = "",
-) -> tuple[Search, str]:
-    """Returns a search over plans of a model, and the name of the bundle that prices them.
+    optimizer: str = "",
+    **options: Any,
+) -> tuple[Search, Target]:
+    """Returns a search over plans of a model, and the target of all of them but for its plan.
 
     ``model`` is the name of a case or the path of a Hugging Face configuration. ``batch`` counts
     samples of a step over all GPUs; without it and ``seq`` a case has its own batch on each GPU.
+    ``options`` are others of ``capture``: dtype, amp, channels_last.
     """
     batch, seq = _size(model, gpus, batch, seq)
-    optimizer = optimizer or optimizer_of(model)
-    folder, models = find_bundle(gpu, bundle)
-    device = find_gpu(gpu, models)
-    threads = max(1, device.sm_count // gpus) if device.kind == "cpu" else 0
+    options["optimizer"] = optimizer or optimizer_of(model)
+    target = find_target(gpu, ParallelPlan(dp=gpus, node=node), bundle, host, stack)
 
     def capture_at(samples: int, length: int) -> Any:
-        size: dict[str, Any] = {"batch": samples, "seq": length or None}
-        return capture(model, dtype=dtype, optimizer=optimizer, amp=amp, **size)
+        return capture(model, batch=samples, seq=length or None, **options)
 
     search = Search(
         capture_at=capture_at,
-        book=PriceBook(
-            models,
-            device,
-            threads,
-            stack=find_stack(stack, device),
-            host=find_host(host, device),
-        ),
-        node=_node(node, device),
+        book=target.book,
+        node=target.node,
         batch=batch,
         seq=seq,
-        optimizer=optimizer,
-        amp=amp,
+        optimizer=options["optimizer"],
+        amp=options.get("amp", False),
     )
-    return search, str(folder)
+    return search, target
 
 
 def _size(model: str | Path, gpus: int, batch: int | None, seq: int | None) -> tuple[int, int]:
@@ -71,13 +59,3 @@ def _size(model: str | Path, gpus: int, batch: int | None, seq: int | None) -> t
     if not batch:
         raise ValueError("--hf-config needs --batch, and --seq for text")
     return batch, seq or 0
-
-
-def _node(name: str, gpu: Gpu) -> Node | None:
-    """Loads the node, if any; ValueError where it holds other GPUs."""
-    if not name:
-        return None
-    node = load_node(name)
-    if node.gpu != gpu.name:
-        raise ValueError(f"node {node.name!r} holds {node.gpu}, not {gpu.name}")
-    return node

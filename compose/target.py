@@ -8,6 +8,7 @@ from pathlib import Path
 
 from itercast.compose.forecast import Forecast, forecast, timeline
 from itercast.compose.parallel.plan import ParallelPlan
+from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.simulate.timeline import Span, Task
 from itercast.learners.bundle import Bundle
 from itercast.learners.known_bundles import find_bundle, find_gpu
@@ -66,16 +67,22 @@ class Target:
     host: HostMachine = REFERENCE
     stack: str = USUAL_STACK
 
+    @property
+    def book(self) -> PriceBook:
+        """The prices of ops on it, shared by all plans."""
+        return price_book(self.bundle, self.gpu, self.threads, self.stack, self.host)
+
 
 def find_target(
     gpu: str = "cpu",
-    plan: str = "",
+    plan: str | ParallelPlan = "",
     bundle: Path | None = None,
     host: str = "",
     stack: str = "",
 ) -> Target:
     """The target by the names of its device, plan, bundle, host and software."""
-    parsed, gpu = ParallelPlan.parse(plan), gpu_named(gpu) or gpu
+    parsed = ParallelPlan.parse(plan) if isinstance(plan, str) else plan
+    gpu = gpu_named(gpu) or gpu
     folder, found = find_bundle(gpu, bundle)
     device = find_gpu(gpu, found)
     return Target(

@@ -29,13 +29,13 @@ from itercast.eval.ranking import ranking_lines
 from itercast.eval.results import CaseResult, grouped, in_words
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import iterations_at_reference_us
+from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.cases.registry import case_names
 from itercast.microbench.hardware.stack import asked_stack
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops import find_family
 from itercast.microbench.store import read_rows, write_atomic
 
-CONFIGS = Path(".cache/configs")
 OPTIONAL: dict[str, Any] = {
     "plan": "",
     "seq": 0,
@@ -200,7 +200,8 @@ def model_of(asked: Mapping[str, Any]) -> str | Path:
     config = asked.get("hf_config")
     if not isinstance(config, str):
         return str(asked["case"])
-    path = CONFIGS / hashlib.sha256(config.encode()).hexdigest()[:16] / "config.json"
+    digest = hashlib.sha256(config.encode()).hexdigest()[:16]
+    path = cache_folder("configs") / digest / "config.json"
     if not path.is_file():
         write_atomic(path, config.encode())
     return path

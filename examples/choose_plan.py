@@ -6,7 +6,7 @@ from itercast.compose.search import best_plans
 
 def main() -> None:
     """Print the five fastest plans that fit into memory."""
-    search, bundle = open_search(
+    search, target = open_search(
         "gpt2-xl",
         "h100-sxm-80gb",
         gpus=16,
@@ -14,13 +14,11 @@ def main() -> None:
         batch=128,  # samples per step over all GPUs
         seq=1024,
         dtype="bf16",
-        optimizer="adamw",
-        bundle=None,
     )
     found = best_plans(search, 16, "time")
     print(f"{found.considered} plans considered, {found.simulated} simulated")
     for scored in found.best[:5]:
-        report = search.report(scored.plan, bundle)
+        report = search.report(scored.plan, target.bundle_name)
         print(
             f"{report.iteration_us / 1e3:8.1f} ms  {report.memory_bytes / 1e9:5.1f} GB  "
             f"{report.plan}"

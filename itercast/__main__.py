@@ -22,11 +22,11 @@ from itercast.commands.predict import predict
 from itercast.commands.shard import shard
 from itercast.errors import OneLineGroup, one_line_errors
 from itercast.microbench.durations import seconds
+from itercast.names import KINDS, kinds, listing
 from itercast.options import Bundle, Families, Json
 
 app = typer.Typer(
     cls=OneLineGroup,
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Forecast how long a training iteration takes.",
@@ -67,7 +67,7 @@ def collect(
     budget: Annotated[
         str, typer.Option(help="time for this dataset root, earlier runs included: 90s, 10m, 1h")
     ] = "5m",
-    out: Annotated[Path, typer.Option(help="dataset root")] = Path("datasets"),
+    out: Annotated[Path, typer.Option(file_okay=False, help="dataset root")] = Path("datasets"),
     seed: Annotated[int, typer.Option(help="seed of the order of points")] = 0,
     torchrun: Annotated[
         str,
@@ -97,7 +97,9 @@ app.command(name="import")(import_rows)
 @app.command()
 @one_line_errors
 def train(
-    out: Annotated[Path | None, typer.Option(help="bundle folder to write")] = None,
+    out: Annotated[
+        Path | None, typer.Option(file_okay=False, help="bundle folder to write")
+    ] = None,
     into: Annotated[
         Path | None,
         typer.Option(help="bundle folder to change: adds the families, or replaces them there"),
@@ -167,7 +169,9 @@ def evaluate(
         Path | None, typer.Option(help="dataset root with measured iterations")
     ] = None,
     bundle: Bundle = None,
-    out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/evaluate"),
+    out: Annotated[Path, typer.Option(file_okay=False, help="report folder")] = Path(
+        "reports/evaluate"
+    ),
     learners: Annotated[
         Path | None,
         typer.Option(help="dataset root: also rank other learners, trained on it; needs --bundle"),
@@ -223,11 +227,9 @@ def demo(
 @app.command(name="list")
 @one_line_errors
 def list_names(
-    what: Annotated[str, typer.Argument(help="gpus, hosts, stacks, cases, families or bundles")],
+    what: Annotated[str, typer.Argument(help=", ".join(KINDS), autocompletion=kinds)],
 ) -> None:
     """List names of one kind, one per line."""
-    from itercast.commands.shared import listing
-
     for name in listing(what):
         typer.echo(name)
 
@@ -235,7 +237,7 @@ def list_names(
 @app.command()
 @one_line_errors
 def ui(
-    port: Annotated[int, typer.Option(help="port on this machine")] = 5000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port on this machine")] = 5000,
 ) -> None:
     """Serve the MLflow UI of this project; its first page compares learners."""
     from itercast.eval.tracking.server import serve

@@ -1,12 +1,53 @@
-"""Command-line options that several commands share."""
+"""Command-line options that several commands share, and the question that some of them make up."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar, get_type_hints
 
 import typer
 
+from itercast.microbench.cases.external.huggingface import read_config
+from itercast.names import completing
+
+if TYPE_CHECKING:  # the command line starts without pandas
+    from itercast.compose.target import Target
+    from itercast.microbench.opcall import StepCapture
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"{str(path)!r}: no such folder")
+    return path
+
+
+def file_to_write(text: str) -> Any:
+    """An option whose value is a file to write, in a folder that exists."""
+    return typer.Option(help=text, dir_okay=False, callback=_in_a_folder)
+
+
+Case = Annotated[
+    str,
+    typer.Argument(
+        help="name of a model; `itercast list cases` prints them",
+        autocompletion=completing("cases"),
+    ),
+]
+GpuName = Annotated[
+    str, typer.Option(help="GPU name, YAML file, or cpu", autocompletion=completing("gpus"))
+]
+NodeName = Annotated[
+    str, typer.Option(help="node name or YAML file", autocompletion=completing("nodes"))
+]
 Bundle = Annotated[
     Path | None,
     typer.Option(
@@ -14,20 +55,37 @@ Bundle = Annotated[
         "else a shipped one"
     ),
 ]
+Model = Annotated[
+    str,
+    typer.Option(
+        metavar="MODULE:FUNCTION",
+        help="a function that returns a module, (module, inputs) or (module, inputs, loss). "
+        "inputs: a tensor, a tuple of arguments or a dict by name; loss(output) is a scalar. "
+        "Parameters batch and seq of the function get these options. A module without inputs "
+        "is a transformers model, or takes none.",
+    ),
+]
 HfConfig = Annotated[
     Path | None,
     typer.Option(help="Hugging Face or timm config.json; needs --batch, and --seq for text"),
 ]
+Seq = Annotated[int | None, typer.Option(min=1, help="sequence length")]
+Dtype = Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")]
+ChannelsLast = Annotated[
+    bool, typer.Option("--channels-last", help="model and images in torch.channels_last (NHWC)")
+]
 Host = Annotated[
     str,
     typer.Option(
-        help="host of the GPU: a name of `itercast list hosts` or a YAML file; default: usual"
+        help="host of the GPU: a name of `itercast list hosts` or a YAML file; default: usual",
+        autocompletion=completing("hosts"),
     ),
 ]
 Stack = Annotated[
     str,
     typer.Option(
-        help="software and version, of `itercast list stacks`; default: torch-2.11 on a GPU"
+        help="software and version, of `itercast list stacks`; default: torch-2.11 on a GPU",
+        autocompletion=completing("stacks"),
     ),
 ]
 Optimizer = Annotated[
@@ -36,5 +94,131 @@ Optimizer = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Families = Annotated[
-    list[str] | None, typer.Option("--family", help="only this op family; repeatable")
+    list[str] | None,
+    typer.Option(
+        "--family",
+        help="only this op family; repeatable",
+        autocompletion=completing("families"),
+    ),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """Which model, trained how and where: the options that ``predict`` and ``explain`` share."""
+
+    case: Case = ""
+    hf_config: HfConfig = None
+    model: Model = ""
+    gpu: GpuName = "cpu"
+    bundle: Bundle = None
+    batch: Annotated[int | None, typer.Option(min=1, help="samples per replica and step")] = None
+    seq: Seq = None
+    mode: Annotated[str, typer.Option(help="train or infer")] = "train"
+    loss: Annotated[str, typer.Option(help="default, or none: backward starts at the output")] = (
+        "default"
+    )
+    dtype: Dtype = "fp32"
+    attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa"
+    optimizer: Optimizer = ""
+    lora: Annotated[
+        int,
+        typer.Option(
+            min=0, help="train LoRA adapters of this rank on --hf-config, its own weights frozen"
+        ),
+    ] = 0
+    channels_last: ChannelsLast = False
+    plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2" or "dp=8,amp"')] = ""
+    compiled: Annotated[bool, typer.Option("--compile", help="the model under torch.compile")] = (
+        False
+    )
+    cuda_graph: Annotated[
+        bool, typer.Option("--cuda-graph", help="the whole step launched as one CUDA graph")
+    ] = False
+    host: Host = ""
+    stack: Stack = ""
+    indices: Annotated[
+        str,
+        typer.Option(
+            help="which rows embedding bags look up: uniform, zipf:1.05, or a file of lookups"
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.case, self.hf_config, self.model))) != 1:
+            raise ValueError("a model is one of CASE, --hf-config and --model: give one of them")
+        if self.hf_config is not None and self.batch is None:
+            raise ValueError("--hf-config needs --batch, and --seq for text")
+
+    @property
+    def name(self) -> str:
+        """The model's name, as reports say it."""
+        return read_config(self.hf_config).name if self.hf_config else self.case or self.model
+
+    def asked(self) -> Any:
+        """What ``itercast.api.predict`` takes as its model."""
+        if not self.model:
+            return self.case or self.hf_config
+        from itercast.microbench.cases.external.user_module import load_function  # needs torch
+
+        return load_function(self.model)
+
+    def arguments(self) -> dict[str, Any]:
+        """The other arguments of ``itercast.api.predict``."""
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        for name in ("case", "hf_config", "model", "compiled", "cuda_graph"):
+            del given[name]
+        engines = ["compile"] * self.compiled + ["graph"] * self.cuda_graph
+        return {**given, "engine": "+".join(engines) or "eager"}
+
+    def prepared(self, **more: Any) -> tuple[StepCapture, Target]:
+        """The captured micro-batch of a rank, and the target.
+
+        What the user's own code prints goes to the error output, away from the answer.
+        """
+        from itercast.compose.predict import prepare
+
+        with prints_aside():
+            step, target = prepare(self.asked(), **self.arguments(), **more)
+        warn_of_dtype(self.dtype, target)
+        return step, target
+
+
+@contextlib.contextmanager
+def prints_aside() -> Iterator[None]:
+    """Send what is printed inside the context to the error output."""
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def warn_of_dtype(dtype: str, target: Target) -> None:
+    """Say in one line that a GPU has no units for a dtype, and at which rate it is forecast."""
+    gpu = target.gpu
+    if gpu.kind == "gpu" and dtype != "fp32" and dtype not in gpu.peak_flops_per_s:
+        known = ", ".join(gpu.peak_flops_per_s)
+        rest = "its products are forecast at the rate of fp32"
+        typer.echo(f"itercast: {gpu.name} has no {dtype} units ({known}): {rest}", err=True)
+
+
+def asks(command: Callable[Concatenate[Question, P], R]) -> Callable[..., R]:
+    """Give a command the options of a ``Question``, which it takes as its first argument."""
+    hints = get_type_hints(Question, include_extras=True)
+    names = [f.name for f in fields(Question)]
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **options: P.kwargs) -> R:
+        given: dict[str, Any] = {name: options.pop(name) for name in names}
+        return command(Question(**given), *args, **options)
+
+    asked = [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
+        )
+        for f in fields(Question)
+    ]
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    signature = inspect.Signature([*asked, *keyword_only])
+    wrapped.__signature__ = signature  # type: ignore[attr-defined]
+    wrapped.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    return wrapped

@@ -31,6 +31,7 @@ from itercast.learners.models import baselines, trees
 from itercast.learners.models.compared import BLEND
 from itercast.learners.models.training_table import Table, frozen_split
 from itercast.microbench.assumptions import assumed
+from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family
@@ -40,7 +41,6 @@ MIN_ROWS = 20  # of a family that is trained
 UNSEEN_GPU_OFFSETS = assumed(__file__, "unseen_gpu_offsets")
 TEST_SHARE = 0.15  # of the shape groups, held out to score learners
 SCORES = "scores.json"  # in a bundle's folder: its ``TrainReport`` as plain values
-STUDIES = Path(".cache/optuna")  # journals of hyperparameter trials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +96,7 @@ def train_family(
     anchors: Anchors,
     trials: int,
     digest: str,
-    studies: Path = STUDIES,
+    studies: Path | None = None,
     compare: bool = False,
 ) -> tuple[FamilyReport, FamilyModel]:
     """Score learners on held-out shapes, then fit the final model to all rows of the family.
@@ -112,8 +112,8 @@ def train_family(
     places = shape_places(rows, family)
     known, held = frozen_split(places, TEST_SHARE, rows["op"].to_numpy().astype(str))
     train, test = table.take(known), table.take(held)
-    studies.mkdir(parents=True, exist_ok=True)
     journal = journal_of(family.name, digest, studies)
+    journal.parent.mkdir(parents=True, exist_ok=True)
     options = trees.tune(train, trials, 0, str(journal), family.name)
     learned = learn(prepared, known, options)
     guess = learned.predict_us(held)
@@ -161,9 +161,9 @@ def simplest_us(train: Table, test: Table) -> dict[str, np.ndarray]:
     return {name: predict(train, test.x, test.roofline_us) for name, predict in learners.items()}
 
 
-def journal_of(family: str, digest: str, studies: Path = STUDIES) -> Path:
+def journal_of(family: str, digest: str, studies: Path | None = None) -> Path:
     """The file with the hyperparameter trials of a family, tried on rows of this digest."""
-    return studies / f"{family}-{digest}.log"
+    return (studies or cache_folder("optuna")) / f"{family}-{digest}.log"
 
 
 def digest_of(rows: pd.DataFrame) -> str:
@@ -190,7 +190,7 @@ def train(
     trials: int = 0,
     limit: int | None = None,
     on_progress: Callable[[str], None] | None = None,
-    studies: Path = STUDIES,
+    studies: Path | None = None,
     compare: bool = False,
     into: Bundle | None = None,
 ) -> TrainReport:

@@ -21,6 +21,7 @@ class StepSettings:
     """What one step does: the command line has options of the same names.
 
     ``amp``: parameters are in fp32, and the forward pass runs under autocast to ``dtype``.
+    ``channels_last``: parameters and inputs of four dimensions lie in memory as NHWC.
     """
 
     mode: str = "train"
@@ -29,6 +30,7 @@ class StepSettings:
     dtype: str = "fp32"
     attn: str = "sdpa"
     amp: bool = False
+    channels_last: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in ALLOWED.items():

@@ -47,13 +47,14 @@ def turn(request: pytest.FixtureRequest, shared_folder: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def working_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The working directory of all tests: captures, studies and logs are written here.
+    """The working directory of all tests: caches and logs are written here.
 
     Processes that tests start find the packages by PYTHONPATH.
     """
     before, folder = Path.cwd(), tmp_path_factory.mktemp("work")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(ROOT))
+        patch.setenv("ITERCAST_CACHE", str(folder / "cache"))
         patch.setenv("HYPOTHESIS_STORAGE_DIRECTORY", str(folder / "hypothesis"))
         os.chdir(folder)
         yield folder

@@ -22,6 +22,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import StepCapture
 
 OTHER_GPUS = ("a100-sxm-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "b200-sxm")
+CONVOLUTION = "aten.convolution.default"
 TWIN = "twin"  # the same hardware under a name that no row has
 TWICE = "twice the "
 HARDWARE, SOFTWARE, PLAN, SIZE, GPU = "hardware", "software", "plan", "batch", "gpu"
@@ -97,6 +98,8 @@ def _other_questions(
         yield "fused attention", SOFTWARE, {**asked, "attn": "sdpa"}
     if gpu.kind != "cpu" and step.optimizer == "adamw":
         yield "fused AdamW", SOFTWARE, {**asked, "optimizer": "adamw_fused"}
+    if not asked.get("channels_last") and any(c.op == CONVOLUTION for c in step.calls):
+        yield "channels_last (NHWC)", SOFTWARE, {**asked, "channels_last": True}
     for dtype in _faster_dtypes(asked.get("dtype") or "fp32", gpu, plan):
         yield f"dtype {dtype}", SOFTWARE, {**asked, "dtype": dtype}
     batch = step.samples * plan.microbatches

@@ -13,7 +13,7 @@ import pandas as pd
 from itercast.compose.forecast import Forecast
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import price_model
-from itercast.compose.pricing.price_book import Priceable, price_book
+from itercast.compose.pricing.price_book import Priceable
 from itercast.compose.target import Target
 from itercast.learners.features.table import bounds_us, columns
 from itercast.microbench.opcall import StepCapture
@@ -85,7 +85,7 @@ def hot_ops(step: StepCapture, target: Target, limit: int) -> list[HotOp]:
     not among them.
     """
     plan, gpu = target.plan, target.gpu
-    book = price_book(target.bundle, gpu, target.threads, target.stack, target.host)
+    book = target.book
     model = price_model(step, plan, book, cluster(plan, gpu, target.node))
     calls: dict[tuple[Any, ...], int] = defaultdict(int)
     wanted: dict[tuple[Any, ...], Priceable] = {}

@@ -24,6 +24,7 @@ TRANSFORMS = ("split", "reorder", "fuse", "overlap")  # CoCoNeT, arXiv:2105.0572
 GREEDY = "greedy"  # of shard
 DEFAULT_STAGES_PER_RANK = "2"  # of schedule=interleaved
 DEFAULT_CHUNKS = "8"  # of coconet=...,overlap
+MOST = 99_999_999  # ranks or micro-batches of one kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,13 +160,12 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _degree(key: str, value: str) -> dict[str, Any]:
-    if not (value.isascii() and value.isdecimal() and len(value) < 9 and int(value)):
-        raise ValueError(f"{key} is a positive integer, got {value!r}")
-    return {key: int(value)}
+    return {key: _integer(key, value, 1, MOST)}
 
 
 def _integer(key: str, value: str, low: int, high: int) -> int:
-    if not (value.isascii() and value.isdecimal() and low <= int(value) <= high):
+    digits = value.isascii() and value.isdecimal() and len(value) <= len(str(high))
+    if not (digits and low <= int(value) <= high):
         raise ValueError(f"{key} is an integer from {low} to {high}, got {value!r}")
     return int(value)
 

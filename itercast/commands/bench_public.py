@@ -18,7 +18,9 @@ def bench_public(
             help="folder of published measurements: NeuSight, aiconfigurator, iterations..."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="report folder")] = Path("reports/bench-public"),
+    out: Annotated[Path, typer.Option(file_okay=False, help="report folder")] = Path(
+        "reports/bench-public"
+    ),
     line: Annotated[str, typer.Option(help="only results whose name contains this text")] = "",
     leave_out: Annotated[
         str,

@@ -19,7 +19,9 @@ def calibrate(
     rows: Annotated[
         list[Path], typer.Argument(help="Parquet files of measured rows, as in a dataset")
     ],
-    out: Annotated[Path | None, typer.Option(help="bundle folder to write")] = None,
+    out: Annotated[
+        Path | None, typer.Option(file_okay=False, help="bundle folder to write")
+    ] = None,
     bundle: Bundle = None,
     hardware: Annotated[
         Path | None,

@@ -12,19 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.commands.predict import (
-    Compiled,
-    CudaGraph,
-    Indices,
-    Lora,
-    Model,
-    engine_name,
-    named_function,
-    prepared,
-)
 from itercast.errors import one_line_errors
-from itercast.microbench.cases.external.huggingface import read_config
-from itercast.options import Bundle, HfConfig, Host, Json, Optimizer, Stack
+from itercast.options import Json, Question, asks, file_to_write, prints_aside
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.explain.changes import Change
@@ -37,61 +26,18 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 @one_line_errors
+@asks
 def explain(
-    case: Annotated[
-        str, typer.Argument(help="name of a model; `itercast list cases` prints them")
-    ] = "",
-    hf_config: HfConfig = None,
-    model: Model = "",
-    gpu: Annotated[str, typer.Option(help="GPU name, YAML file, or cpu")] = "cpu",
-    bundle: Bundle = None,
-    batch: Annotated[int | None, typer.Option(min=1, help="samples per replica and step")] = None,
-    seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
-    mode: Annotated[str, typer.Option(help="train or infer")] = "train",
-    loss: Annotated[
-        str, typer.Option(help="default, or none: backward starts at the output")
-    ] = "default",
-    dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "fp32",
-    attn: Annotated[str, typer.Option(help="sdpa or eager")] = "sdpa",
-    optimizer: Optimizer = "",
-    lora: Lora = 0,
-    plan: Annotated[str, typer.Option(help='parallel plan, e.g. "dp=2" or "dp=8,amp"')] = "",
-    compiled: Compiled = False,
-    cuda_graph: CudaGraph = False,
-    host: Host = "",
-    stack: Stack = "",
-    indices: Indices = "",
+    question: Question,
     picture: Annotated[
-        Path | None, typer.Option(help="picture of both tables to write: .png, .svg or .pdf")
+        Path | None, file_to_write("picture of both tables to write: .png, .svg or .pdf")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Show where an iteration's time goes and which change (software, plan, GPU) gains most."""
-    if sum(map(bool, (case, hf_config, model))) != 1:
-        raise ValueError("explain takes one of CASE, --hf-config and --model")
-    if hf_config is not None and batch is None:
-        raise ValueError("--hf-config needs --batch, and --seq for text")
     if picture is not None and picture.suffix not in PICTURES:
         raise ValueError(f"--picture {str(picture)!r}: allowed endings are {', '.join(PICTURES)}")
-    asked = case or hf_config or named_function(model)
-    question: dict[str, Any] = {
-        "batch": batch,
-        "seq": seq,
-        "gpu": gpu,
-        "plan": plan,
-        "bundle": bundle,
-        "host": host,
-        "stack": stack,
-        "indices": indices,
-        "engine": engine_name(compiled, cuda_graph),
-        "loss": loss,
-        "mode": mode,
-        "optimizer": optimizer,
-        "dtype": dtype,
-        "attn": attn,
-        "lora": lora,
-    }
-    step, target = prepared(asked, **question)
+    step, target = question.prepared()
     from itercast.compose.explain.changes import changes
     from itercast.compose.explain.time_parts import hot_ops, time_parts
     from itercast.compose.target import forecast_step
@@ -99,10 +45,14 @@ def explain(
 
     found = forecast_step(step, target)
     parts, ops = time_parts(found), hot_ops(step, target, OPS)
-    with progress_bar() as bar:
+    with progress_bar() as bar, prints_aside():
         task = bar.add_task("changes", total=None)
-        gains = changes(asked, question, lambda name: bar.update(task, description=name))
-    name = read_config(hf_config).name if hf_config else case or model
+        gains = changes(
+            question.asked(),
+            question.arguments(),
+            lambda name: bar.update(task, description=name),
+        )
+    name = question.name
     if picture is not None:
         _draw(picture, name, found, parts, gains)
     if as_json:

@@ -25,7 +25,7 @@ def import_rows(
         typer.Argument(help="name of the source, e.g. neusight; an unknown name lists all"),
     ],
     path: Annotated[Path, typer.Argument(help="clone, folder or file of that source")],
-    out: Annotated[Path, typer.Option(help="dataset root")] = Path("imported"),
+    out: Annotated[Path, typer.Option(file_okay=False, help="dataset root")] = Path("imported"),
     gpu: Annotated[
         str,
         typer.Option(help="nccl-tests, kineto: GPU name or YAML file, if the log does not say"),

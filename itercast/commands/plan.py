@@ -14,7 +14,22 @@ from rich.table import Table
 
 from itercast.errors import one_line_errors
 from itercast.microbench.cases.external.huggingface import read_config
-from itercast.options import Bundle, HfConfig, Host, Json, Optimizer, Stack
+from itercast.options import (
+    Bundle,
+    Case,
+    ChannelsLast,
+    Dtype,
+    GpuName,
+    HfConfig,
+    Host,
+    Json,
+    NodeName,
+    Optimizer,
+    Seq,
+    Stack,
+    prints_aside,
+    warn_of_dtype,
+)
 
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.forecast import Forecast
@@ -32,21 +47,20 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 
 @one_line_errors
 def plan(
-    gpu: Annotated[str, typer.Option(help="GPU name or YAML file")],
+    gpu: GpuName,
     gpus: Annotated[int, typer.Option(min=1, help="number of GPUs")],
-    case: Annotated[
-        str, typer.Argument(help="name of a model; `itercast list cases` prints them")
-    ] = "",
+    case: Case = "",
     hf_config: HfConfig = None,
     objective: Annotated[str, typer.Option(help="what to minimise: time, cost or memory")] = "time",
-    node: Annotated[str, typer.Option(help="node name or YAML file")] = "",
+    node: NodeName = "",
     batch: Annotated[
         int | None,
         typer.Option(min=1, help="samples per step over all GPUs; default: the case's on each GPU"),
     ] = None,
-    seq: Annotated[int | None, typer.Option(min=1, help="sequence length")] = None,
-    dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")] = "bf16",
+    seq: Seq = None,
+    dtype: Dtype = "fp32",
     optimizer: Optimizer = "",
+    channels_last: ChannelsLast = False,
     amp: Annotated[
         bool, typer.Option("--amp", help="mixed precision: weights in fp32, autocast to dtype")
     ] = False,
@@ -66,13 +80,16 @@ def plan(
         raise ValueError("plan takes one of CASE and --hf-config")
     name = read_config(hf_config).name if hf_config else case
     step: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "amp": amp}
+    step["channels_last"] = channels_last
     place: dict[str, Any] = {"node": node, "bundle": bundle, "host": host, "stack": stack}
-    search, bundle_name = open_search(
-        hf_config or case, gpu, gpus, batch=batch, seq=seq, **place, **step
-    )
+    with prints_aside():
+        search, target = open_search(
+            hf_config or case, gpu, gpus, batch=batch, seq=seq, **place, **step
+        )
+    warn_of_dtype(dtype, target)
     size = {"node": node, "host": host, "batch": search.batch, "seq": search.seq}
-    facts = {"case": name, "gpu": search.book.gpu.name, "gpus": gpus, "objective": objective}
-    facts |= {**size, **step, "optimizer": search.optimizer, "bundle": bundle_name}
+    facts = {"case": name, "gpu": target.gpu.name, "gpus": gpus, "objective": objective}
+    facts |= {**size, **step, "optimizer": search.optimizer, "bundle": target.bundle_name}
     counts, reports = run_search(search, facts, study)
     facts |= {**counts, "seconds": time.perf_counter() - begin}
     print_plans(facts, reports, as_json)

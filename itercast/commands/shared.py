@@ -222,34 +222,3 @@ def assumption_sources(parts: Sequence[AssumedPart]) -> list[str]:
         f"{', '.join(who)}{f' ({unit})' if unit else ''}: {source}"
         for (unit, source), who in names.items()
     ]
-
-
-def listing(what: str) -> list[str]:
-    """Names of all gpus, hosts, stacks, cases, families or bundles."""
-    if what == "gpus":
-        from itercast.microbench.hardware.spec import gpu_names
-
-        return gpu_names()
-    if what == "hosts":
-        from itercast.microbench.hardware.host import USUAL, host_names
-
-        return [USUAL, *host_names()]
-    if what == "stacks":
-        from itercast.microbench.hardware.stack import stack_names
-
-        return stack_names()
-    if what == "cases":
-        from itercast.microbench.cases.registry import case_names
-
-        return list(case_names())
-    if what == "families":
-        from itercast.microbench.ops import families
-
-        return sorted(families())
-    if what == "bundles":
-        from itercast.learners.bundle import SHIPPED, SHIPPED_CPU
-        from itercast.learners.known_bundles import LOCAL
-
-        folders = (*LOCAL, SHIPPED, SHIPPED_CPU)
-        return [str(p) for p in folders if (p / "bundle.json").is_file()]
-    raise ValueError(f"cannot list {what!r}; known: gpus, hosts, stacks, cases, families, bundles")

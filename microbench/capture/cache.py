@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.store import write_atomic
 
+log = logging.getLogger(__name__)
 TENSOR = "t"
 
 
@@ -108,11 +110,17 @@ def loads(data: bytes) -> StepCapture:
 
 
 def cached(key: str, make: Callable[[], StepCapture], folder: Path) -> StepCapture:
-    """Read the capture stored under ``key``; make and store it if it is missing or unreadable."""
+    """Read the capture stored under ``key``; make and store it if it is missing or unreadable.
+
+    Where nothing can be written it is made every time.
+    """
     path = folder / f"{key}.json.gz"
     try:
         return loads(path.read_bytes())
     except (OSError, ValueError):
         capture = make()
+    try:
         write_atomic(path, dumps(capture))
-        return capture
+    except OSError as exc:
+        log.warning("captures are not kept: %s", exc)
+    return capture

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from itercast.microbench.capture.attention import eager_attention
 from itercast.microbench.capture.autocast import autocast_as_on_cuda
@@ -39,6 +39,7 @@ from itercast.microbench.capture.watch import (
 from itercast.microbench.capture.zeros import mark_zeros
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.step import StepSettings, make_step
+from itercast.microbench.user_errors import source_line
 
 DTYPES = {
     torch.float64: "fp64",
@@ -324,10 +325,18 @@ def _build(
     made_fake = FakeSparseOps() if fake else nullcontext()
     with default_dtype(storage_dtype(settings.stored)), made_fake:
         model, inputs = build(), make_inputs()
+    if settings.channels_last:
+        model = model.to(memory_format=torch.channels_last)
+        inputs = tree_map(_in_channels_last, inputs)
     check_layouts((f"parameter {name}", p) for name, p in model.named_parameters())
     check_layouts((f"buffer {name}", b) for name, b in model.named_buffers())
     check_layouts((f"input {name}", t) for name, x in inputs.items() for t in tree_leaves(x))
     return model, inputs
+
+
+def _in_channels_last(value: Any) -> Any:
+    images = isinstance(value, torch.Tensor) and value.dim() == 4
+    return value.contiguous(memory_format=torch.channels_last) if images else value
 
 
 @contextmanager
@@ -337,7 +346,8 @@ def _logging(log: OpLog, eager: bool) -> Iterator[None]:
         try:
             yield
         except (DynamicOutputShapeException, DataDependentOutputException) as exc:
-            raise ValueError(f"the step depends on data in {exc.func}: cannot capture it") from exc
+            line = f"{exc.func}{source_line(exc)}"
+            raise ValueError(f"the step depends on data in {line}: cannot capture it") from exc
 
 
 def _parameters(

@@ -18,6 +18,8 @@ from itercast.microbench.hardware.nearest_names import unknown
 from itercast.microbench.yaml_text import load_yaml
 
 HERE = Path(__file__).parent
+NEEDED = ("sm_count", "peak_flops_per_s", "hbm_bytes_per_s")  # in every file
+SLOWEST, FASTEST = 1e9, 1e18  # rates of files outside these are in another unit
 BRIDGE = 2  # GPUs that an NVLink bridge joins
 UNSTATED = assumed(__file__, "unstated")
 
@@ -153,13 +155,26 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def load_gpu(name_or_path: str) -> Gpu:
-    """Load a GPU by its name in microbench/hardware, or from a YAML file of the same form."""
+    """Load a GPU by its name in microbench/hardware, or from a YAML file of the same form.
+
+    ValueError where a file lacks what every forecast needs, or states a rate in another unit.
+    """
     path = Path(name_or_path)
     if path.suffix not in {".yaml", ".yml"}:
         if name_or_path not in (known := _gpu_files()):
             raise unknown("gpu", name_or_path, gpu_names())
         path = known[name_or_path]
-    return gpu_from_dict({"name": path.stem, **read_facts(path)}, str(path))
+    values = read_facts(path)
+    if missing := [key for key in NEEDED if key not in values]:
+        raise ValueError(f"{path}: missing keys {missing}")
+    gpu = gpu_from_dict({"name": path.stem, **values}, str(path))
+    rates = {"hbm_bytes_per_s": gpu.hbm_bytes_per_s, "peak_flops_per_s": gpu.peak("fp32")}
+    for key, rate in rates.items():
+        if not SLOWEST <= rate <= FASTEST:
+            unit = key.partition("_")[2].replace("_per_s", " per second")
+            allowed = f"allowed are {SLOWEST:g} to {FASTEST:g}"
+            raise ValueError(f"{path}: {key} is in {unit}: {allowed}, got {rate:g}")
+    return gpu
 
 
 def gpu_names() -> list[str]:

@@ -122,12 +122,19 @@ def stack_names() -> list[str]:
 def load_stack(name: str = USUAL) -> Stack:
     """The stack of this name or release; ValueError, naming the known ones, where there is none.
 
-    ``torch-2.3`` is the newest known torch that is not newer; ``torch`` the newest of all.
+    ``torch-2.3`` is the newest known torch that is not newer; ``torch`` the newest of all. The
+    major version is that of a known release.
     """
     found = _find(name)
-    if found is None:
+    if found is None or software_version(name)[:1] > _newest(name)[:1]:
         raise ValueError(f"unknown stack {name!r}; known: {stack_names()}")
     return found
+
+
+def _newest(name: str) -> tuple[int, ...]:
+    """The newest known version of the software ``name``; that of ``name`` where none is stated."""
+    releases = [s for s in known_stacks() if software_name(s) == software_name(name)]
+    return max(map(software_version, releases), default=()) or software_version(name)
 
 
 def stack_of_row(stated: str) -> Stack:

@@ -15,13 +15,13 @@ run = CliRunner()
     [
         (
             ["list", "dogs"],
-            "cannot list 'dogs'; known: gpus, hosts, stacks, cases, families, bundles",
+            "cannot list 'dogs'; known: gpus, nodes, hosts, stacks, cases, families, bundles",
         ),
         (["collect", "--device", "tpu"], "device 'tpu': allowed are cpu and cuda"),
         (["collect", "--budget", "soon"], "budget 'soon': expected a duration like 90s, 10m or 1h"),
         (["collect", "--family", "gem"], "unknown family 'gem'; known:"),
         (["predict", "gpt9"], "unknown case 'gpt9'; known:"),
-        (["predict", "gpt-s", "--plan", "dp=0"], "dp is a positive integer, got '0'"),
+        (["predict", "gpt-s", "--plan", "dp=0"], "dp is an integer from 1 to 99999999, got '0'"),
         (["predict", "gpt-s", "--bundle", "nowhere"], "bundle 'nowhere': no readable bundle.json"),
         (
             ["predict", "gpt-s", "--gpu", "a10", "--host", "nuc"],
@@ -49,10 +49,11 @@ def test_bad_input_is_one_line_and_exit_code_2(words: list[str], message: str) -
 def test_lists() -> None:
     assert "gpt-s" in run.invoke(app, ["list", "cases"]).output.split()
     assert "gemm" in run.invoke(app, ["list", "families"]).output.split()
+    assert "dgx-h100" in run.invoke(app, ["list", "nodes"]).output.split()
 
 
 def test_predict_takes_one_model() -> None:
     for words in ([], ["gpt-s", "--hf-config", "x.json"], ["gpt-s", "--model", "a:b"]):
         result = run.invoke(app, ["predict", *words])
         assert result.exit_code == 2
-        assert "predict takes one of CASE, --hf-config and --model" in result.output
+        assert "a model is one of CASE, --hf-config and --model" in result.output

@@ -26,6 +26,7 @@ def bundle(tmp_path: Path) -> str:
 def test_mixed_precision_is_part_of_every_plan(bundle: str, mlflow_store: str) -> None:
     """Weights in fp32 take more memory than bf16 ones under the same plan."""
     words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "2", "--bundle", bundle, "--json"]
+    words += ["--dtype", "bf16"]
     found = {}
     for more in ([], ["--amp"]):
         result = run.invoke(app, [*words, *more])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +22,7 @@ from itercast.microbench.capture.sparse import check_layouts
 from itercast.microbench.cases.external.hf_inputs import make_inputs
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.step import StepSettings
-
-OUR_CODE = Path(__file__).parents[2]  # the package microbench
+from itercast.microbench.user_errors import is_own_error, one_line_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +48,8 @@ def load_function(name: str) -> Callable[..., Any]:
     sys.path[:0] = [] if here in sys.path else [here]
     try:
         loaded = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as exc:
-        raise ValueError(f"model {name!r}: {exc}") from exc
+    except (Exception, SystemExit) as exc:  # whatever the user's code raises
+        raise ValueError(f"model {name!r}: {one_line_error(exc)}") from exc
     if not callable(loaded):
         raise ValueError(f"model {name!r}: {function} is not a function")
     return loaded  # type: ignore[no-any-return]
@@ -107,7 +105,7 @@ def capture_user_model(
 
     try:
         step = capture_step(build, inputs, loss, settings)
-    except Exception as exc:  # whatever the user's code raises
+    except (Exception, SystemExit) as exc:  # whatever the user's code raises
         if is_own_error(exc):
             raise
         raise ValueError(f"the model fails without data: {one_line_error(exc)}") from exc
@@ -123,22 +121,6 @@ def _sizes(inputs: Any) -> tuple[int, int]:
         return 1, 0
     tokens = len(first.shape) > 1 and not first.is_floating_point()
     return first.shape[0], first.numel() // max(1, first.shape[0]) if tokens else 0
-
-
-def is_own_error(exc: Exception) -> bool:
-    """Whether an error is our own message about the user's input, not one raised by a model."""
-    last = traceback.extract_tb(exc.__traceback__)[-1]
-    return isinstance(exc, ValueError) and last.filename.startswith(str(OUR_CODE))
-
-
-def one_line_error(exc: Exception) -> str:
-    """An error's class and first line, with the file and line of the user's code it came from."""
-    frames = traceback.extract_tb(exc.__traceback__)
-    ours = (str(Path(torch.__file__).parent), str(OUR_CODE))
-    users = [f for f in frames if not f.filename.startswith(ours)]
-    where = f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
-    first = next(iter(str(exc).strip().splitlines()), "")
-    return f"{type(exc).__name__}: {first}{where}"
 
 
 def _fake_model(model: UserModel, dtype: torch.dtype | None) -> UserModel:

@@ -117,7 +117,7 @@ def test_explain_prints_json_and_draws(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "explain takes one of CASE"),
+        ([], "a model is one of CASE"),
         (["mlp-s", "--picture", "x.gif"], "allowed endings are .png, .svg, .pdf"),
         (["mlp-s", "--plan", "tp=3,zz=1"], "unknown key 'zz'"),
         (["no-such-case"], "no-such-case"),

@@ -34,8 +34,8 @@ GOOD = [
 BAD = {
     "tp=2,tp=2": "tp is given twice",
     "width=1": "unknown key 'width'; known",
-    "dp=0": "dp is a positive integer",
-    "dp=x": "dp is a positive integer",
+    "dp=0": "dp is an integer from 1 to 99999999",
+    "dp=x": "dp is an integer from 1 to 99999999",
     "sp": "sp needs tp > 1",
     "tp=4,tp_overlap": "tp_overlap needs sp",
     "amp=1": "amp takes no value",
