@@ -14,8 +14,7 @@ from itercast.compose.simulate.breakdown import Tally, assumed_us, covered_us
 from itercast.compose.simulate.iteration import Outcome
 from itercast.compose.simulate.timeline import Span, Task
 from itercast.compose.target import Target
-from itercast.microbench.programs.capture import ProgramCapture
-from itercast.microbench.programs.log import COLLECTIVE
+from itercast.microbench.programs.program import COLLECTIVE, ProgramCapture
 
 
 def forecast_program(program: ProgramCapture, target: Target) -> Forecast:

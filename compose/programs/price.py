@@ -14,7 +14,7 @@ from itercast.compose.pricing.price_book import Priceable, PriceBook, PricedOp, 
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, StepCapture
-from itercast.microbench.programs.log import COLLECTIVE, HOST_WAIT, RECORD, WAIT
+from itercast.microbench.programs.program import COLLECTIVE, HOST_WAIT, RECORD, WAIT
 
 MARKS = (RECORD, WAIT, HOST_WAIT)
 # Collectives that no family measures, as those that move the same bytes the same way.

@@ -15,7 +15,7 @@ from itercast.compose.pricing.work import Step, fold
 from itercast.compose.programs.price import PricedRank
 from itercast.compose.simulate.timeline import Span, Task, simulate_shared
 from itercast.microbench.opcall import OpCall
-from itercast.microbench.programs.log import (
+from itercast.microbench.programs.program import (
     COLLECTIVE,
     FIRST_GROUP_STREAM,
     HOST_WAIT,

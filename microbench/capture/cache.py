@@ -48,7 +48,7 @@ def _unpack(value: Any) -> Any:
 def dumps(capture: StepCapture) -> bytes:
     """The capture as gzip JSON."""
     calls = [
-        [c.op, _pack(c.args), _pack_all(c.kwargs), _pack(c.outputs), c.phase, c.module]
+        [c.op, _pack(c.args), _pack_all(c.kwargs), _pack(c.outputs), c.phase, c.module, c.stream]
         for c in capture.calls
     ]
     parameters = [
@@ -80,8 +80,9 @@ def loads(data: bytes) -> StepCapture:
                 outputs=_unpack(outputs),
                 phase=phase,
                 module=module,
+                stream=stream,
             )
-            for op, args, kwargs, outputs, phase, module in plain["calls"]
+            for op, args, kwargs, outputs, phase, module, stream in plain["calls"]
         )
         parameters = tuple(
             ParamSpec(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -20,24 +19,10 @@ from itercast.microbench.capture.log import WholeAttention
 from itercast.microbench.capture.watch import ModuleTracker
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.programs.fake_ranks import one_rank_of
-from itercast.microbench.programs.log import COLLECTIVE, ProgramLog
+from itercast.microbench.programs.log import ProgramLog
 from itercast.microbench.programs.objects import AwaitedError, Mailbox, objects_through
+from itercast.microbench.programs.program import COLLECTIVE, ProgramCapture
 from itercast.microbench.programs.streams import recorded_streams
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramCapture:
-    """One step of a program over ``world_size`` ranks: the launches of one rank, by its number.
-
-    ``peak_bytes``: the most memory that a rank's tensors take during the step. ``samples`` and
-    ``tokens`` of a rank's step, 0 where they are not known.
-    """
-
-    world_size: int
-    ranks: Mapping[int, StepCapture]
-    peak_bytes: Mapping[int, int]
-    samples: int = 0
-    tokens: int = 0
 
 
 def capture_program(
@@ -49,6 +34,22 @@ def capture_program(
     that runs one training step. Without ``ranks`` rank 0 is captured, and all that it exchanges
     messages with, and those in turn: one rank of every pipeline stage.
     """
+
+    def run(rank: int, log: ProgramLog) -> None:
+        step = program()
+        with runs_of_steps(log):
+            step()
+            log.reset()
+            log.phase = "forward"
+            step()
+
+    return capture_ranks(run, world_size, ranks)
+
+
+def capture_ranks(
+    run: Callable[[int, ProgramLog], None], world_size: int, ranks: Sequence[int] = ()
+) -> ProgramCapture:
+    """Capture what ``run`` launches as each rank after its last ``reset`` of the log."""
     wanted = list(ranks) or [0]
     if not all(0 <= rank < world_size for rank in wanted):
         raise ValueError(f"ranks {wanted}: allowed are 0 to {world_size - 1}")
@@ -57,7 +58,7 @@ def capture_program(
     while waiting := [rank for rank in wanted if rank not in done]:
         for rank in waiting:
             try:
-                done[rank] = _capture_rank(program, world_size, rank, mailbox)
+                done[rank] = _capture_rank(run, world_size, rank, mailbox)
                 peers = _peers(done[rank]) if not ranks else set()
             except AwaitedError as exc:
                 peers = {exc.rank}
@@ -79,7 +80,7 @@ def _peers(log: ProgramLog) -> set[int]:
 
 
 def _capture_rank(
-    program: Callable[[], Callable[[], Any]], world_size: int, rank: int, mailbox: Mailbox
+    run: Callable[[int, ProgramLog], None], world_size: int, rank: int, mailbox: Mailbox
 ) -> ProgramLog:
     log = ProgramLog()
     mailbox.begin(rank)
@@ -91,16 +92,15 @@ def _capture_rank(
         stack.enter_context(behave_like_real_tensors())
         stack.enter_context(run_uncompiled())
         with log:
-            step = program()
-        stack.enter_context(_phases(log))
-        stack.enter_context(ModuleTracker(log))
-        stack.enter_context(WholeAttention(log, eager=False))
-        with log:
-            step()
-            log.reset()
-            log.phase = "forward"
-            step()
+            run(rank, log)
     return log
+
+
+@contextmanager
+def runs_of_steps(log: ProgramLog) -> Iterator[None]:
+    """Log modules, attention as one op, and the phases of steps that run inside the context."""
+    with _phases(log), ModuleTracker(log), WholeAttention(log, eager=False):
+        yield
 
 
 @contextmanager

@@ -1,15 +1,4 @@
-"""Logs one rank's op calls, collectives and waits in the order in which a program launches them.
-
-Beside op calls the log has three kinds of marks, which launch nothing. A *point* is a number:
-
-    itercast.record      (point,)  all that its stream was given so far is done at this point
-    itercast.wait        (point,)  what its stream is given from now on waits for the point
-    itercast.host_wait   (point,)  the host waits for the point
-
-A collective is one call, ``itercast.collective``. If the program goes on beside it, it is on a
-stream of its group's own, between the marks that make it wait for its input and others for it;
-messages to and from a rank have a stream each, since NCCL runs them side by side.
-"""
+"""Logs one rank's op calls, collectives and waits in the order in which a program launches them."""
 
 from __future__ import annotations
 
@@ -27,10 +16,13 @@ from itercast.microbench.capture.log import DTYPES, OpLog
 from itercast.microbench.capture.routing import Routing
 from itercast.microbench.opcall import OpCall
 from itercast.microbench.programs.collectives import CollectiveCall, collective_of, is_collective
-
-COLLECTIVE = "itercast.collective"
-RECORD, WAIT, HOST_WAIT = "itercast.record", "itercast.wait", "itercast.host_wait"
-FIRST_GROUP_STREAM = 1000  # the streams of groups are numbered from here
+from itercast.microbench.programs.program import (
+    COLLECTIVE,
+    FIRST_GROUP_STREAM,
+    HOST_WAIT,
+    RECORD,
+    WAIT,
+)
 
 
 class ProgramLog(OpLog):
@@ -131,7 +123,8 @@ class ProgramLog(OpLog):
 
     def _read(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """A number that the host reads and so waits for; 1 where it depends on data."""
-        self.host_wait(self.record(self.stream))
+        if self.phase != "optimizer":  # it reads the numbers of its steps, which are on the host
+            self.host_wait(self.record(self.stream))
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except DataDependentOutputException:

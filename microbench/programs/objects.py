@@ -15,8 +15,11 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 
-class AwaitedError(Exception):
-    """Raised in a rank that waits for an object of a rank that has not sent it yet."""
+class AwaitedError(BaseException):
+    """Raised in a rank that waits for an object of a rank that has not sent it yet.
+
+    No ``except Exception`` of a program stops it.
+    """
 
     def __init__(self, rank: int) -> None:
         super().__init__(f"waits for an object of rank {rank}")

@@ -21,8 +21,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from itercast.microbench.opcall import OpCall
-from itercast.microbench.programs.capture import ProgramCapture, capture_program
-from itercast.microbench.programs.log import COLLECTIVE, RECORD, WAIT
+from itercast.microbench.programs.capture import capture_program
+from itercast.microbench.programs.program import COLLECTIVE, RECORD, WAIT, ProgramCapture
 
 Step = Callable[[], Any]
 

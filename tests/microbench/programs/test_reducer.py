@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from itercast.microbench.programs.capture import capture_program
-from itercast.microbench.programs.log import COLLECTIVE
+from itercast.microbench.programs.program import COLLECTIVE
 
 
 class Wide(nn.Module):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from itercast.microbench.programs.log import HOST_WAIT, RECORD, WAIT, ProgramLog
+from itercast.microbench.programs.log import ProgramLog
+from itercast.microbench.programs.program import HOST_WAIT, RECORD, WAIT
 from itercast.microbench.programs.streams import recorded_streams
 
 

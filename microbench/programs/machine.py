@@ -1,0 +1,210 @@
+"""Makes torch look like a machine with GPUs, while all tensors stay fake and on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from itercast.microbench.capture.autocast import autocast_as_on_cuda
+from itercast.microbench.hardware.spec import Gpu
+
+CAPABILITY = {  # https://developer.nvidia.com/cuda-gpus
+    "pascal": (6, 0),
+    "volta": (7, 0),
+    "turing": (7, 5),
+    "ampere": (8, 0),
+    "ada": (8, 9),
+    "hopper": (9, 0),
+    "blackwell": (10, 0),
+}
+
+
+@contextmanager
+def gpus_that_are_not_there(gpu: Gpu, per_node: int, local_rank: int) -> Iterator[None]:
+    """Let programs find ``per_node`` such GPUs in ``torch.cuda`` inside the context.
+
+    Tensors that they put on a GPU are on the CPU; autocast, foreach optimizers and gradient scalers
+    do as they do on GPUs.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(patch.dict(vars(torch.cuda), _cuda(gpu, per_node, local_rank)))
+        stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
+        for owner in (torch.Tensor, torch.nn.Module):
+            stack.enter_context(patch.object(owner, "cuda", _stay))
+        stack.enter_context(patch.object(torch.Tensor, "pin_memory", _stay))
+        stack.enter_context(_optimizers_as_on_gpus())
+        stack.enter_context(_autocast_as_on_gpus())
+        stack.enter_context(_collectives_as_on_gpus())
+        stack.enter_context(OnCpu())
+        yield
+
+
+def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return self
+
+
+class OnCpu(TorchFunctionMode):
+    """Takes every CUDA device that torch is given as the CPU."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is not torch.device:  # a program may look at the name of its device
+            args, kwargs = tree_map(_on_cpu, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+        return "cpu"
+    return value
+
+
+def _cuda(gpu: Gpu, per_node: int, local_rank: int) -> dict[str, Any]:
+    """What programs ask ``torch.cuda``, by name."""
+    major, minor = CAPABILITY.get(gpu.architecture, (9, 0))
+    total = int(gpu.hbm_bytes)
+    properties = SimpleNamespace(
+        name=gpu.name,
+        total_memory=total,
+        multi_processor_count=gpu.sm_count,
+        major=major,
+        minor=minor,
+        warp_size=32,
+        gcnArchName="",
+        uuid="",
+    )
+    answers = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": per_node,
+        "current_device": local_rank,
+        "get_device_name": f"NVIDIA {gpu.name}",
+        "get_device_capability": (major, minor),
+        "get_device_properties": properties,
+        "get_arch_list": [f"sm_{major}{minor}"],
+        "is_bf16_supported": major >= 8,
+        "mem_get_info": (total, total),
+        "memory_stats": {},
+        "memory_summary": "",
+        "get_rng_state_all": [],
+        "is_current_stream_capturing": False,
+        "utilization": 0,
+    }
+    zeros = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+    answers |= dict.fromkeys(zeros, 0)
+    silent = (
+        *("init", "set_device", "empty_cache", "reset_peak_memory_stats", "ipc_collect"),
+        *("reset_max_memory_allocated", "reset_accumulated_memory_stats", "manual_seed"),
+        *("manual_seed_all", "set_per_process_memory_fraction", "_lazy_init", "set_rng_state"),
+        *("seed", "seed_all", "set_rng_state_all", "_sleep", "memory_snapshot"),
+    )
+    found: dict[str, Any] = {name: _answering(value) for name, value in answers.items()}
+    found |= {name: _answering(None) for name in silent}
+    found["device"] = lambda *args, **kwargs: nullcontext()
+    found["device_of"] = found["device"]
+    found["get_rng_state"] = lambda *args, **kwargs: torch.get_rng_state()
+    return found
+
+
+def _answering(value: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: value
+
+
+@contextmanager
+def _optimizers_as_on_gpus() -> Iterator[None]:
+    """Optimizers take the foreach kernels that they take on GPUs; a scaler skips no step."""
+    from torch.amp import grad_scaler
+    from torch.optim import optimizer as base
+    from torch.utils import _foreach_utils
+
+    def step(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    devices = [*base._get_foreach_kernels_supported_devices(), "cpu"]
+    types, more = base._foreach_supported_types, _foreach_utils._foreach_supported_types
+    with (
+        patch.object(base, "_get_foreach_kernels_supported_devices", lambda: devices),
+        patch.object(base, "_foreach_supported_types", [*types, FakeTensor]),
+        patch.object(_foreach_utils, "_foreach_supported_types", [*more, FakeTensor]),
+        patch.object(grad_scaler.GradScaler, "_maybe_opt_step", step),
+    ):
+        yield
+
+
+@contextmanager
+def _autocast_as_on_gpus() -> Iterator[None]:
+    """``torch.autocast("cuda")`` casts the ops that it casts on GPUs."""
+    real = torch.autocast
+
+    class Autocast:
+        """A context or a decorator, as ``torch.autocast``."""
+
+        def __init__(
+            self,
+            device_type: str = "cuda",
+            dtype: torch.dtype | None = None,
+            enabled: bool = True,
+            cache_enabled: bool | None = None,
+        ) -> None:
+            if isinstance(device_type, bool):  # torch.cuda.amp.autocast(enabled)
+                device_type, enabled = "cuda", device_type
+            self.on_gpu, self.dtype = device_type != "cpu", dtype or torch.float16
+            self.given = (dtype, enabled, cache_enabled)
+            self.stack: list[Any] = []
+
+        def __enter__(self) -> Any:
+            dtype, enabled, cache = self.given
+            one: Any = real("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache)
+            if self.on_gpu:
+                off = real("cpu", enabled=False)
+                one = autocast_as_on_cuda(self.dtype) if enabled else off
+            self.stack.append(one)
+            one.__enter__()
+            return self
+
+        def __exit__(self, *exc: Any) -> Any:
+            return self.stack.pop().__exit__(*exc)
+
+        def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+            def cast(*args: Any, **kwargs: Any) -> Any:
+                with self:
+                    return function(*args, **kwargs)
+
+            return cast
+
+    places = [(torch, "autocast"), (torch.amp, "autocast"), (torch.cuda.amp, "autocast")]
+    with ExitStack() as stack:
+        for place, name in places:
+            stack.enter_context(patch.object(place, name, Autocast))
+        yield
+
+
+@contextmanager
+def _collectives_as_on_gpus() -> Iterator[None]:
+    """NCCL is there; DDP takes modules that it finds on the CPU as on the GPU that is named."""
+    from torch.nn.parallel import DistributedDataParallel as Ddp
+
+    make = Ddp.__init__
+
+    def making(self: Any, module: Any, device_ids: Any = None, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("output_device", None)
+        make(self, module, None, *(args[1:] if args else ()), **kwargs)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(Ddp, "__init__", making))
+        stack.enter_context(patch.object(dist, "is_nccl_available", lambda: True))
+        stack.enter_context(patch.object(dist, "get_backend", lambda group=None: "nccl"))
+        yield

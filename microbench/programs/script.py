@@ -1,0 +1,190 @@
+"""Runs an unchanged training script as one rank of many, on GPUs that need not exist.
+
+``python -m itercast.microbench.programs.script ORDER RESULT`` captures the script that the JSON
+text ORDER names, and writes what it launched in one step to the file RESULT.
+"""
+
+from __future__ import annotations
+
+import json
+import linecache
+import os
+import runpy
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.programs.batches import BatchTimes, real_batches
+from itercast.microbench.programs.capture import (
+    ProgramCapture,
+    capture_ranks,
+    runs_of_steps,
+)
+from itercast.microbench.programs.log import ProgramLog
+from itercast.microbench.programs.machine import gpus_that_are_not_there
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
+PACKAGES = str(Path(torch.__file__).parents[1])  # site-packages
+
+
+class EnoughSteps(BaseException):
+    """Ends a script when enough of its steps ran; no ``except Exception`` of it stops this."""
+
+
+class RefusedError(ValueError):
+    """Raised where a script does what a forecast cannot follow, with the line that does it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """A script with its arguments; ``steps`` of its optimizer run, the last one is captured."""
+
+    path: Path
+    arguments: Sequence[str] = ()
+    steps: int = 3
+
+    def __post_init__(self) -> None:
+        if self.steps < 2:
+            raise ValueError(f"steps {self.steps}: at least 2, the first one makes optimizer state")
+        if not self.path.is_file():
+            raise ValueError(f"script {str(self.path)!r}: no such file")
+
+
+def capture_script(
+    script: Script, gpu: Gpu, world_size: int, per_node: int, times: BatchTimes
+) -> ProgramCapture:
+    """Capture a step of a script: from one step of its optimizer to the next.
+
+    ``per_node`` GPUs share a node. RefusedError names the line of the script that cannot run so.
+    """
+    before = set(sys.modules)
+
+    def run(rank: int, log: ProgramLog) -> None:
+        for name in set(sys.modules) - before:  # each rank imports the script's own modules anew
+            if not str(getattr(sys.modules[name], "__file__", "")).startswith(PACKAGES):
+                del sys.modules[name]
+        with ExitStack() as stack:
+            if gpu.kind != "cpu":
+                machine = gpus_that_are_not_there(gpu, min(per_node, world_size), rank % per_node)
+                stack.enter_context(machine)
+            stack.enter_context(_nothing_outside())
+            stack.enter_context(real_batches(times))
+            _run_until(script, log)
+
+    captured = capture_ranks(run, world_size)
+    return replace(captured, samples=times.samples[-1] if times.samples else 0)
+
+
+def _run_until(script: Script, log: ProgramLog) -> None:
+    """Run the script until its first optimizer has made enough steps."""
+    done: list[int] = []
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        log.phase = "forward"
+        if done and done[0] != id(optimizer):
+            return
+        done.append(id(optimizer))
+        if len(done) == script.steps:
+            raise EnoughSteps
+        log.reset()
+
+    hook = register_optimizer_step_post_hook(stepped)
+    folder = str(script.path.resolve().parent)
+    argv = [str(script.path), *script.arguments]
+    try:
+        with (
+            patch.object(sys, "argv", argv),
+            patch.object(sys, "path", [folder, *sys.path]),
+            runs_of_steps(log),
+        ):
+            runpy.run_path(str(script.path), run_name="__main__")
+    except EnoughSteps:
+        return
+    except SystemExit as exc:
+        raise RefusedError(_too_few(done, script, f"exits with {exc.code!r}")) from exc
+    except Exception as exc:
+        raise RefusedError(f"{_first_line(exc)}{_where(exc, script)}") from exc
+    finally:
+        hook.remove()
+    raise RefusedError(_too_few(done, script, "ends"))
+
+
+def _too_few(done: Sequence[int], script: Script, how: str) -> str:
+    steps = f"{len(done)} steps of an optimizer, {script.steps} are needed"
+    return f"{script.path.name} {how} after {steps}"
+
+
+def _first_line(exc: BaseException) -> str:
+    text = next(iter(str(exc).strip().splitlines()), "")
+    return f"{type(exc).__name__}: {text}"
+
+
+def _where(exc: BaseException, script: Script) -> str:
+    """The last line of the user's own code that an error passed through."""
+    own = str(script.path.resolve().parent)
+    frames = traceback.extract_tb(exc.__traceback__)
+    users = [f for f in frames if str(Path(f.filename).resolve()).startswith(own)]
+    if not users:
+        return ""
+    last = users[-1]
+    line = linecache.getline(last.filename, last.lineno or 0).strip()
+    return f" ({Path(last.filename).name}:{last.lineno}: {line})"
+
+
+@contextmanager
+def _nothing_outside() -> Iterator[None]:
+    """Refuse sockets and processes of the script's own; workers of DataLoaders are left alone."""
+
+    def refuse(what: str) -> Callable[..., Any]:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            raise RefusedError(f"the script {what}, which a forecast does not allow")
+
+        return refused
+
+    import torch.multiprocessing as mp
+
+    with (
+        patch.dict(os.environ, OFFLINE),
+        patch.object(socket.socket, "connect", refuse("opens a connection")),
+        patch.object(socket.socket, "bind", refuse("opens a socket")),
+        patch.object(mp, "spawn", refuse("spawns processes")),
+        patch.object(mp, "start_processes", refuse("spawns processes")),
+    ):
+        yield
+
+
+def main(order: str, result: str) -> int:
+    """Capture the script of an order into a file; one line on stderr and 2 where it cannot be."""
+    from itercast.microbench.programs.files import write_program
+
+    asked = json.loads(order)
+    times = BatchTimes()
+    fork = os.fork
+    try:
+        script = Script(
+            path=Path(asked["script"]), arguments=asked["arguments"], steps=asked["steps"]
+        )
+        captured = capture_script(
+            script, Gpu(**asked["gpu"]), asked["world_size"], asked["per_node"], times
+        )
+    except ValueError as exc:
+        print(f"itercast: {str(exc).splitlines()[0]}", file=sys.__stderr__)
+        return 2
+    finally:
+        os.fork = fork
+    write_program(captured, Path(result), batch_s=times.seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main(*sys.argv[1:]))
