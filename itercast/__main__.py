@@ -19,6 +19,7 @@ from itercast.commands.import_rows import import_rows
 from itercast.commands.plan import plan
 from itercast.commands.points import points
 from itercast.commands.predict import predict
+from itercast.commands.run import run
 from itercast.commands.shard import shard
 from itercast.errors import OneLineGroup, one_line_errors
 from itercast.microbench.durations import seconds
@@ -57,6 +58,9 @@ app.command()(bench_public)
 app.command()(gpu_report)
 app.command()(shard)
 app.command()(check)
+app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
+    run
+)
 
 
 @app.command()

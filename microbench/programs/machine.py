@@ -133,7 +133,7 @@ def _optimizers_as_on_gpus() -> Iterator[None]:
     def step(scaler: Any, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
         return optimizer.step(*args, **kwargs)
 
-    devices = [*base._get_foreach_kernels_supported_devices(), "cpu"]
+    devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
     types, more = base._foreach_supported_types, _foreach_utils._foreach_supported_types
     with (
         patch.object(base, "_get_foreach_kernels_supported_devices", lambda: devices),

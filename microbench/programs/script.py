@@ -6,6 +6,7 @@ text ORDER names, and writes what it launched in one step to the file RESULT.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import linecache
 import os
@@ -22,17 +23,18 @@ from unittest.mock import patch
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import dataloader
 
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.programs.batches import BatchTimes, real_batches
-from itercast.microbench.programs.capture import (
-    ProgramCapture,
-    capture_ranks,
-    runs_of_steps,
-)
+from itercast.microbench.programs.capture import capture_ranks, runs_of_steps
+from itercast.microbench.programs.files import write_program
 from itercast.microbench.programs.log import ProgramLog
 from itercast.microbench.programs.machine import gpus_that_are_not_there
+from itercast.microbench.programs.program import ProgramCapture
+from itercast.microbench.store import write_atomic
 
+DATA = dataloader.__file__  # starts workers, which fork
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
 PACKAGES = str(Path(torch.__file__).parents[1])  # site-packages
 
@@ -153,7 +155,14 @@ def _nothing_outside() -> Iterator[None]:
 
     import torch.multiprocessing as mp
 
+    fork = os.fork
+
+    def fork_workers() -> int:
+        frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+        return fork() if DATA in frames else refuse("forks")()
+
     with (
+        patch.object(os, "fork", fork_workers),
         patch.dict(os.environ, OFFLINE),
         patch.object(socket.socket, "connect", refuse("opens a connection")),
         patch.object(socket.socket, "bind", refuse("opens a socket")),
@@ -165,11 +174,8 @@ def _nothing_outside() -> Iterator[None]:
 
 def main(order: str, result: str) -> int:
     """Capture the script of an order into a file; one line on stderr and 2 where it cannot be."""
-    from itercast.microbench.programs.files import write_program
-
     asked = json.loads(order)
     times = BatchTimes()
-    fork = os.fork
     try:
         script = Script(
             path=Path(asked["script"]), arguments=asked["arguments"], steps=asked["steps"]
@@ -180,10 +186,19 @@ def main(order: str, result: str) -> int:
     except ValueError as exc:
         print(f"itercast: {str(exc).splitlines()[0]}", file=sys.__stderr__)
         return 2
-    finally:
-        os.fork = fork
     write_program(captured, Path(result), batch_s=times.seconds)
+    own = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    files = {script.path.resolve(), *(Path(f).resolve() for f in own if f)}
+    users = [f for f in files if f.suffix == ".py" and f.is_file() and not _installed(f)]
+    read = {str(f): f.read_bytes() for f in users}
+    digests = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
+    write_atomic(Path(result).with_suffix(".files"), json.dumps(digests).encode())
     return 0
+
+
+def _installed(path: Path) -> bool:
+    """Whether a file belongs to Python or a package, not to the user."""
+    return str(path).startswith((PACKAGES, sys.prefix, sys.base_prefix))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,86 @@
+"""Captures a user's training script in a process of its own, and keeps what was captured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from itercast.compose.capture_model import MICROBENCH, code_digest
+from itercast.compose.pricing.collectives import gpus_per_domain
+from itercast.compose.target import Target
+from itercast.microbench.cache_folder import cache_folder
+from itercast.microbench.programs.files import read_program
+from itercast.microbench.programs.program import ProgramCapture
+
+MODULE = "itercast.microbench.programs.script"
+
+
+def captured_script(
+    script: Path,
+    arguments: Sequence[str],
+    target: Target,
+    world_size: int,
+    steps: int,
+    limit_s: int,
+) -> tuple[ProgramCapture, list[float]]:
+    """What a script launches in a step, and the seconds of its batches; kept by all files it read.
+
+    Its output goes to stderr. ValueError in one line where it cannot be captured, or not in
+    ``limit_s`` seconds; all processes that it started are gone then.
+    """
+    order = {
+        "script": str(script),
+        "arguments": list(arguments),
+        "steps": steps,
+        "gpu": target.gpu.to_dict(),
+        "world_size": world_size,
+        "per_node": gpus_per_domain(target.gpu, target.node),
+    }
+    key = repr((order, os.getcwd(), code_digest(MICROBENCH)))
+    path = cache_folder("programs") / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json.gz"
+    known = path.with_suffix(".files")
+    if known.is_file() and path.is_file() and _unchanged(json.loads(known.read_text())):
+        return read_program(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    _run([sys.executable, "-m", MODULE, json.dumps(order), str(path)], script, limit_s)
+    return read_program(path)
+
+
+def _unchanged(digests: dict[str, str]) -> bool:
+    """Whether files still have the contents that they had."""
+    return all(_digest(Path(name)) == digest for name, digest in digests.items())
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return ""
+
+
+def _run(command: Sequence[str], script: Path, limit_s: int) -> None:
+    """Run the capture; kill all that it started when it ends, fails or takes too long."""
+    process = subprocess.Popen(
+        command, stdout=sys.__stderr__, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        _, said = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"{script.name} made too few steps within {limit_s} s") from None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        lines = said.strip().splitlines()
+        ours = [line for line in lines if line.startswith("itercast: ")]
+        told = (ours or lines or [f"{script.name} ended with {process.returncode}"])[-1]
+        raise ValueError(told.removeprefix("itercast: "))

@@ -1,0 +1,65 @@
+"""``itercast run``: forecasts an unchanged training script on GPUs that are not there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from itercast.errors import one_line_errors
+from itercast.options import Bundle, Host, Json, Stack
+
+
+@one_line_errors
+def run(
+    script: Annotated[Path, typer.Argument(help="a training script as torchrun takes it")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="its own arguments")] = None,
+    gpu: Annotated[
+        str, typer.Option(help="a name of `itercast list gpus`, or a YAML file")
+    ] = "cpu",
+    gpus: Annotated[int, typer.Option(min=1, help="number of GPUs, one process each")] = 1,
+    node: Annotated[str, typer.Option(help="node that they sit in: a name or a YAML file")] = "",
+    steps: Annotated[int, typer.Option(min=2, help="optimizer steps; the last is forecast")] = 3,
+    limit: Annotated[int, typer.Option(min=1, help="seconds that the script may take")] = 600,
+    bundle: Bundle = None,
+    host: Host = "",
+    stack: Stack = "",
+    trace: Annotated[Path | None, typer.Option(help="write two steps as a Chrome trace")] = None,
+    as_json: Json = False,
+) -> None:
+    """Forecast a step of an unchanged training script on GPUs that need not exist.
+
+    The script runs as rank 0 of all ranks, on tensors without data. Options of itercast come before
+    the script, its own arguments after it.
+    """
+    from itercast.compose.programs.forecast import forecast_program, program_timeline
+    from itercast.compose.programs.scripts import captured_script
+    from itercast.compose.target import find_target
+
+    target = find_target(gpu, f"node={node}" if node else "", bundle, host, stack)
+    with Console(stderr=True).status(f"running {script.name} as rank 0 of {gpus}"):
+        program, batch_s = captured_script(script, arguments or [], target, gpus, steps, limit)
+    found = forecast_program(program, target)
+    if trace is not None:
+        from itercast.compose.simulate.timeline import trace_json
+        from itercast.microbench.store import write_atomic
+
+        write_atomic(trace, json.dumps(trace_json(*program_timeline(program, target))).encode())
+    batch_us = 1e6 * median(batch_s) if batch_s else 0.0
+    if as_json:
+        typer.echo(json.dumps({"case": script.name, **asdict(found), "batch_us": batch_us}))
+        return
+    from itercast.commands.shared import forecast_table
+
+    table = forecast_table(script.name, found)
+    if batch_s:
+        bound = (
+            "longer than a step: it waits for data" if batch_us > found.iteration_us else "hidden"
+        )
+        table.add_row("loading a batch here", f"{batch_us * 1e-3:.2f} ms, {bound}")
+    Console().print(table)

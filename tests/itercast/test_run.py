@@ -1,0 +1,63 @@
+"""``itercast run`` forecasts a script in a process of its own, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from itercast.__main__ import app
+
+EXAMPLE = Path(__file__).parents[2] / "examples/train_gpt.py"
+SMALL = ("--layers=1", "--width=64", "--heads=2", "--vocabulary=500", "--length=16")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def run(*words: str) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, ["run", *words])
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_a_script_on_64_gpus_and_its_trace(own_cache: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    asked = ("--gpu=h100-sxm-80gb", "--gpus=64", "--node=dgx-h100", "--json", f"--trace={trace}")
+    code, out, _ = run(*asked, str(EXAMPLE), *SMALL)
+    found = json.loads(out)
+    assert code == 0 and found["case"] == "train_gpt.py" and found["world_size"] == 64
+    parts = found["compute_us"] + found["exposed_comm_us"] + found["idle_us"]
+    assert found["iteration_us"] == pytest.approx(parts) and found["batch_us"] > 0
+    assert found["samples_per_s"] == pytest.approx(64 * 8 / found["iteration_us"] * 1e6)
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"compute", "launch", "all_reduce"} <= names
+    (kept,) = (own_cache / "programs").glob("*.json.gz")
+    written = kept.stat().st_mtime_ns
+    assert json.loads(run(*asked, str(EXAMPLE), *SMALL)[1])["batch_us"] == found["batch_us"]
+    assert kept.stat().st_mtime_ns == written  # read again, not captured again
+
+
+def test_a_changed_script_is_captured_again(own_cache: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    text = EXAMPLE.read_text()
+    script.write_text(text)
+    small = ("--gpus=2", "--json", str(script), *SMALL)
+    first = json.loads(run(*small)[1])
+    script.write_text(text.replace("4 * width", "8 * width"))
+    assert json.loads(run(*small)[1])["memory_bytes"] > first["memory_bytes"]
+
+
+def test_refusals_are_one_line_and_code_2(tmp_path: Path) -> None:
+    endless = tmp_path / "endless.py"
+    endless.write_text("while True: pass\n")
+    code, _, said = run("--limit=10", str(endless))
+    assert code == 2 and said.endswith("itercast: endless.py made too few steps within 10 s\n")
+    code, _, said = run(str(tmp_path / "none.py"))
+    assert code == 2 and "none.py': no such file" in said
+    code, _, said = run("--gpus=0", str(EXAMPLE))
+    assert code == 2 and "--gpus" in said

@@ -1,0 +1,137 @@
+"""Unchanged training scripts run as one rank on GPUs that are not there, or are refused."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.programs.batches import BatchTimes
+from itercast.microbench.programs.files import read_program, write_program
+from itercast.microbench.programs.program import COLLECTIVE, HOST_WAIT, ProgramCapture
+from itercast.microbench.programs.script import Script, capture_script
+
+H100 = load_gpu("h100-sxm-80gb")
+EXAMPLE = Path(__file__).parents[3] / "examples/train_gpt.py"
+SMALL = ("--layers=1", "--width=64", "--heads=2", "--vocabulary=500", "--length=16")
+TRAINING = """
+import torch
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(10):
+    model(torch.randn(4, 8, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def captured(path: Path, *arguments: str, gpu: Gpu = H100, gpus: int = 64) -> ProgramCapture:
+    return capture_script(Script(path=path, arguments=arguments), gpu, gpus, 8, BatchTimes())
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "train.py"
+    path.write_text(text)
+    return path
+
+
+def test_the_example_under_ddp_with_accumulation() -> None:
+    """Two micro-batches, one reduction of all gradients after the second.
+
+    Parameters: embeddings (500 + 16) x 64; a block 4 x 64^2 + 8 x 64^2 weights, biases 3 x 64 + 64
+    + 256 + 64 and two norms of 2 x 64; a last norm 2 x 64; the head 500 x 64.
+    """
+    parameters = 516 * 64 + 12 * 64**2 + (192 + 64 + 256 + 64) + 6 * 64 + 500 * 64
+    calls = captured(EXAMPLE, *SMALL, "--accumulate=2").ranks[0].calls
+    sent = [c.kwargs for c in calls if c.op == COLLECTIVE]
+    assert {(s["kind"], s["ranks"]) for s in sent} == {("all_reduce", tuple(range(64)))}
+    assert sum(s["bytes"] for s in sent) == 4 * parameters
+    ops = Counter(c.op for c in calls)
+    assert ops["itercast.sdpa"] == ops["itercast.sdpa_backward"] == 2
+    assert ops["aten._foreach_lerp_.Scalar"] == 1  # AdamW as on a GPU: foreach
+    assert ops[HOST_WAIT] == 1  # the loss that rank 0 prints
+
+
+def test_autocast_is_that_of_gpus() -> None:
+    """Products and attention in bf16, norms and the loss in fp32."""
+    calls = captured(EXAMPLE, *SMALL).ranks[0].calls
+    forward = [c for c in calls if c.phase == "forward" and c.tensors()]
+    dtypes = {c.op: c.tensors()[0].dtype for c in forward}
+    assert dtypes["itercast.sdpa"] == dtypes["aten.addmm.default"] == "bf16"
+    assert dtypes["aten.native_layer_norm.default"] == dtypes["aten._log_softmax.default"] == "fp32"
+
+
+def test_batches_are_loaded_for_real() -> None:
+    times = BatchTimes()
+    script = Script(path=EXAMPLE, arguments=[*SMALL, "--batch=3"])
+    program = capture_script(script, H100, 8, 8, times)
+    assert times.samples == [3, 3, 3] and program.samples == 3
+    assert all(seconds > 0 for seconds in times.seconds)
+
+
+def test_a_script_sees_the_gpus_that_were_asked_for(tmp_path: Path) -> None:
+    seen = tmp_path / "seen.txt"
+    look = f"""
+import os, torch
+open({str(seen)!r}, "w").write(repr((
+    torch.cuda.is_available(), torch.cuda.device_count(), torch.cuda.get_device_capability(),
+    os.environ["RANK"], os.environ["WORLD_SIZE"], torch.cuda.get_device_properties(0).total_memory,
+)))
+"""
+    captured(written(tmp_path, look + TRAINING), gpus=4)
+    assert seen.read_text() == repr((True, 4, (9, 0), "0", "4", int(H100.hbm_bytes)))
+
+
+def test_a_scaler_skips_no_step(tmp_path: Path) -> None:
+    """Gradients without data are neither finite nor not; the optimizer steps."""
+    text = TRAINING.replace("for step", "scaler = torch.amp.GradScaler('cuda')\nfor step")
+    text = text.replace(".sum().backward()", ".sum()").replace(
+        "    optimizer.step()", "    scaler.step(optimizer); scaler.update()"
+    )
+    text = text.replace("    model(", "    loss = model(").replace(
+        "    scaler.step", "    scaler.scale(loss).backward()\n    scaler.step"
+    )
+    calls = captured(written(tmp_path, text), gpus=1).ranks[0].calls
+    assert Counter(c.op for c in calls)["aten._foreach_lerp_.Scalar"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import sys; sys.exit(3)", r"train.py exits with 3 after 0 steps .* 3 are needed"),
+        ("print('no training')", r"train.py ends after 0 steps of an optimizer, 3 are needed"),
+        ("import os; os.fork()", r"the script forks"),
+        ("import socket; socket.socket().bind(('', 0))", r"opens a socket"),
+        ("import socket; socket.socket().connect(('localhost', 9))", r"opens a connection"),
+        ("import torch.multiprocessing as m; m.spawn(print)", r"spawns processes"),
+        ("import torch; torch.ops.my.kernel(1)", r"AttributeError: .*my.*\(train.py:1: "),
+        ("import torch; torch.randn(4).nonzero()", r"nonzero.*\(train.py:1: import torch; "),
+        ("import numpy_with_a_typo", r"ModuleNotFoundError: .* \(train.py:1: import numpy_with"),
+        ("def f(:", r"SyntaxError"),
+    ],
+)
+def test_what_cannot_be_forecast_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
+        captured(written(tmp_path, text))
+    assert "\n" not in str(refused.value)
+
+
+def test_too_few_steps_and_missing_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="steps 1: at least 2"):
+        Script(path=EXAMPLE, steps=1)
+    with pytest.raises(ValueError, match=r"none.py': no such file"):
+        Script(path=tmp_path / "none.py")
+
+
+def test_files_of_programs_are_read_back(tmp_path: Path) -> None:
+    program = captured(written(tmp_path, TRAINING), gpus=2)
+    write_program(program, tmp_path / "program.json.gz", batch_s=[0.5])
+    again, seconds = read_program(tmp_path / "program.json.gz")
+    assert seconds == [0.5] and again.ranks[0].calls == program.ranks[0].calls
+    assert again.peak_bytes == program.peak_bytes and again.world_size == 2
+    (tmp_path / "program.json.gz").write_bytes(b"\x1f\x8bnothing")
+    with pytest.raises(ValueError, match=re.escape("program.json.gz: not a captured program")):
+        read_program(tmp_path / "program.json.gz")
