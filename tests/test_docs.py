@@ -11,6 +11,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -102,7 +103,8 @@ def wrong_command(text: str) -> str:
     if command is None:
         return f"no command {words[1]}"
     allowed = {"--help", *(name for p in command.params for name in p.opts)}
-    options = [w for w in words[1:] if w.startswith("--")]
+    own = takewhile(lambda word: not word.endswith(".py"), words[1:])  # others are a script's
+    options = [w for w in own if w.startswith("--")]
     return next((f"no option {w}" for w in options if w not in allowed), "")
 
 
