@@ -6,6 +6,7 @@ Loading one executes nothing (no pickle).
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ from itercast.learners.models.ensemble import Ensemble, Smooth
 from itercast.learners.models.gaussian_process import GaussianProcess
 from itercast.learners.models.mlp import Network
 from itercast.learners.models.residuals import Residuals
+from itercast.learners.models.tree_files import read_trees
 from itercast.learners.models.trees import Trees
 from itercast.learners.transfer.calibration import Calibration
 from itercast.learners.transfer.source_gpus import SourceGpus
@@ -39,10 +41,13 @@ from itercast.microbench.ops import families
 SHIPPED = Path(__file__).parent / "shipped"
 SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # trained on one CPU, as an example
 SCHEMA_VERSION = 9
+FACTS = "bundle.json"
 XGBOOST_ERROR: type[Exception] = xgb.core.XGBoostError
 ROOFLINE_LOG_INTERVAL = assumed(__file__, "roofline_log_interval")
 DAMAGE = (
-    KeyError,
+    ValueError,
+    LookupError,
+    ArithmeticError,
     TypeError,
     AttributeError,
     BadZipFile,
@@ -51,6 +56,7 @@ DAMAGE = (
     zlib.error,
     XGBOOST_ERROR,
 )
+MODEL_FILES = ("*.ubj.gz", "*.npz", "*.near.parquet")
 COLUMNS = ["predicted_us", "predicted_us_p10", "predicted_us_p90", "in_envelope"]
 
 
@@ -111,14 +117,15 @@ class Bundle:
             save_smooth(model.ensemble, fresh / f"{name}.npz")
             if model.residuals is not None:
                 save_residuals(model.residuals, fresh / f"{name}.near.parquet")
-        facts = {
+        facts: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "gpus": {n: g.to_dict() for n, g in self.gpus.items()},
             "anchors": [[*key, *both_us] for key, both_us in self.anchors.items()],
             "machines": {name: asdict(machine) for name, machine in self.machines.items()},
             "families": {name: family_facts(name, m) for name, m in self.models.items()},
         }
-        (fresh / "bundle.json").write_text(json.dumps(facts, indent=1))
+        facts["digests"] = digests(fresh, facts)
+        (fresh / FACTS).write_text(json.dumps(facts, indent=1))
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(fresh, folder)
 
@@ -126,22 +133,43 @@ class Bundle:
     def load(cls, folder: Path) -> Bundle:
         """Read a bundle; ValueError, in one line, unless it is whole and of this version."""
         try:
-            facts = json.loads((folder / "bundle.json").read_text())
+            facts = json.loads((folder / FACTS).read_text())
             version = facts["schema_version"]
-        except (OSError, ValueError, KeyError, TypeError) as exc:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
             raise ValueError(f"bundle {str(folder)!r}: no readable bundle.json ({exc})") from exc
         if version != SCHEMA_VERSION:
             fits = f"schema version {version}, this code reads {SCHEMA_VERSION}"
             raise ValueError(f"bundle {str(folder)!r}: {fits}")
         try:
+            check_digests(folder, facts)
             gpus = {n: gpu_from_dict(g, str(folder)) for n, g in facts["gpus"].items()}
             models = {n: load_model(folder, n, f, gpus) for n, f in facts["families"].items()}
             anchors = {(str(g), int(n)): _pair(us) for g, n, *us in facts["anchors"]}
             machines = {n: _machine(m) for n, m in facts.get("machines", {}).items()}
         except DAMAGE as exc:
-            first = (str(exc).splitlines() or [""])[0]
-            raise ValueError(f"bundle {str(folder)!r}: damaged ({first})") from exc
+            first = (str(exc).splitlines() or [""])[0] or type(exc).__name__
+            raise ValueError(f"bundle {str(folder)!r} cannot be used: {first}") from exc
         return cls(models=models, gpus=gpus, anchors=anchors, machines=machines)
+
+
+def digests(folder: Path, facts: Mapping[str, Any]) -> dict[str, str]:
+    """SHA-256 of every file that ``Bundle.save`` writes, and of the other values of bundle.json."""
+    own = {name: value for name, value in facts.items() if name != "digests"}
+    texts = {FACTS: json.dumps(own, sort_keys=True).encode()}
+    files = [path for end in MODEL_FILES for path in folder.glob(end)]
+    texts |= {path.name: path.read_bytes() for path in sorted(files)}
+    return {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
+
+
+def check_digests(folder: Path, facts: Mapping[str, Any]) -> None:
+    """ValueError where a file differs from its digest; bundles of older versions have none."""
+    stated = facts.get("digests")
+    if stated is None:
+        return
+    found = digests(folder, facts)
+    other = sorted(name for name in {*stated, *found} if stated.get(name) != found.get(name))
+    if other:
+        raise ValueError(f"{other[0]} is not the file that was written, by its digest")
 
 
 def family_facts(name: str, model: FamilyModel) -> dict[str, Any]:
@@ -220,15 +248,20 @@ def save_trees(trees: Trees, folder: Path, name: str) -> None:
         (folder / f"{stem}.ubj.gz").write_bytes(packed)
 
 
-def load_trees(folder: Path, name: str, stems: Sequence[str]) -> Trees | None:
-    """Read trees that ``save_trees`` wrote; KeyError for a stem that is not the family's."""
+def load_trees(folder: Path, name: str, stems: Sequence[str], columns: int) -> Trees | None:
+    """Read trees of ``columns`` features; KeyError for a stem that is not the family's.
+
+    Trees that ship are part of the code: only their digests were checked.
+    """
     found: dict[str, xgb.Booster] = {}
+    shipped = folder.resolve() in (SHIPPED, SHIPPED_CPU)
     for stem in stems:
         if stem != name and not stem.removeprefix(f"{name}.").isdecimal():
             raise KeyError(stem)
         found[stem] = xgb.Booster({"nthread": 1})
-        packed = (folder / f"{stem}.ubj.gz").read_bytes()
-        found[stem].load_model(bytearray(gzip.decompress(packed)))
+        path = folder / f"{stem}.ubj.gz"
+        raw = gzip.decompress(path.read_bytes()) if shipped else read_trees(path, columns)
+        found[stem].load_model(bytearray(raw))
     common = found.pop(name, None)
     own = {int(stem.removeprefix(f"{name}.")): booster for stem, booster in found.items()}
     return Trees(common=common, own=own) if stems else None
@@ -274,11 +307,10 @@ def load_model(
 ) -> FamilyModel:
     """Read one family's model; ValueError for an unknown family."""
     if name not in families():
-        raise ValueError(
-            f"bundle {str(folder)!r}: unknown family {name!r}; known: {sorted(families())}"
-        )
-    trees, near = load_trees(folder, name, facts["trees"]), facts["residuals"]
+        raise ValueError(f"unknown family {name!r}; known: {sorted(families())}")
     encoder = Encoder(list(facts["features"]), dict(facts["vocabulary"]))
+    columns = len(encoder.places(encoder.names))
+    trees, near = load_trees(folder, name, facts["trees"], columns), facts["residuals"]
     own = {n: gpus[n] for n in {**facts["stacks"], **facts["measured"]}}
     return FamilyModel(
         ensemble=load_smooth(folder / f"{name}.npz", trees, float(facts["share"])),

@@ -1,0 +1,145 @@
+"""A bundle whose files were changed is refused in one line, before anything parses them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xgboost as xgb
+
+from itercast.learners.bundle import FACTS, SHIPPED, SHIPPED_CPU, Bundle, digests
+from itercast.learners.models.tree_files import PER_NODE, read_trees
+
+FLIPS = 200
+FEATURES = 2
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two families of the CPU bundle, saved: trees, a network or a process, near rows."""
+    whole = Bundle.load(SHIPPED_CPU)
+    models = {name: whole.models[name] for name in ("attention", "embedding")}
+    folder = tmp_path_factory.mktemp("bundles") / "two"
+    Bundle(models=models, gpus=whole.gpus, anchors=whole.anchors).save(folder)
+    return folder
+
+
+def one_line(load: Callable[[], object]) -> str:
+    """The message of the ValueError that this raises, which is one line."""
+    with pytest.raises(ValueError) as refused:
+        load()
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_any_flipped_bit_is_refused(bundle: Path, tmp_path: Path) -> None:
+    """Positions all over every file; the last ones of bundle.json are digests themselves."""
+    copy, rng = Path(shutil.copytree(bundle, tmp_path / "copy")), np.random.default_rng(0)
+    files = sorted(p for p in copy.iterdir() if p.is_file())
+    assert {p.suffix for p in files} >= {".json", ".gz", ".npz"}
+    for path in files:
+        whole = path.read_bytes()
+        for at in np.linspace(0, len(whole) - 1, FLIPS // len(files)).astype(int):
+            changed = bytearray(whole)
+            changed[at] ^= 1 << int(rng.integers(8))
+            path.write_bytes(changed)
+            if path.name != FACTS or differs(whole, bytes(changed)):
+                assert one_line(lambda: Bundle.load(copy)).startswith(f"bundle {str(copy)!r}")
+        path.write_bytes(whole)
+    assert Bundle.load(copy).models.keys() == {"attention", "embedding"}
+
+
+def differs(before: bytes, after: bytes) -> bool:
+    """Whether two texts of JSON mean different values; spaces between them mean none."""
+    try:
+        return bool(json.loads(before) != json.loads(after))
+    except ValueError:
+        return True
+
+
+def test_a_file_that_was_not_written_with_the_bundle_is_refused(
+    bundle: Path, tmp_path: Path
+) -> None:
+    copy = Path(shutil.copytree(bundle, tmp_path / "copy"))
+    (copy / "gemm.npz").write_bytes(b"")
+    assert "gemm.npz is not the file that was written" in one_line(lambda: Bundle.load(copy))
+    (copy / "gemm.npz").unlink()
+    (copy / "attention.ubj.gz").unlink()
+    assert "attention.ubj.gz is not the file" in one_line(lambda: Bundle.load(copy))
+
+
+@pytest.mark.parametrize("folder", [SHIPPED, SHIPPED_CPU], ids=lambda folder: folder.name)
+def test_shipped_bundles_are_what_was_written(folder: Path) -> None:
+    """Their trees would also be read from elsewhere; those of one family are."""
+    facts = json.loads((folder / FACTS).read_text())
+    assert facts["digests"] == digests(folder, facts)
+    model = Bundle.load(folder).models["norm"]
+    columns = len(model.encoder.places(model.encoder.names))
+    read_trees(folder / "norm.ubj.gz", columns)
+    assert "num_feature" in one_line(lambda: read_trees(folder / "norm.ubj.gz", columns + 1))
+
+
+@pytest.fixture(scope="module")
+def booster() -> xgb.Booster:
+    """Five trees of two features."""
+    x = np.random.default_rng(0).normal(size=(200, FEATURES))
+    return xgb.train({"nthread": 1, "max_depth": 3}, xgb.DMatrix(x, label=x.sum(1)), 5)
+
+
+def text(value: str) -> bytes:
+    """A key as UBJSON has it: its length and itself."""
+    return b"L" + len(value).to_bytes(8) + value.encode()
+
+
+def changed(raw: bytes, name: str, at: int, value: int | None) -> bytes:
+    """The file with one number of the second tree's array changed, or taken out for None."""
+    start = raw.index(text(name), raw.index(text(name)) + 1) + len(text(name))
+    count, size = start + len(b"[$l#L"), PER_NODE[name].itemsize
+    number = count + 8 + size * at
+    if value is not None:
+        return raw[:number] + value.to_bytes(size, signed=True) + raw[number + size :]
+    fewer = int.from_bytes(raw[count : count + 8]) - 1
+    return raw[:count] + fewer.to_bytes(8) + raw[count + 8 : number] + raw[number + size :]
+
+
+def test_trees_as_xgboost_writes_them_are_read(booster: xgb.Booster, tmp_path: Path) -> None:
+    raw = bytes(booster.save_raw("ubj"))
+    (tmp_path / "x.ubj.gz").write_bytes(gzip.compress(raw))
+    assert read_trees(tmp_path / "x.ubj.gz", FEATURES) == raw
+
+
+HOSTILE = {
+    "a child outside": ("left_children", 0, 10**6, "children"),
+    "a negative child": ("right_children", 0, -7, "children"),
+    "a circle": ("left_children", 1, 1, "two parents"),
+    "back to the root": ("left_children", 1, 0, "children"),
+    "one child": ("right_children", 0, -1, "one child"),
+    "a feature outside": ("split_indices", 0, 2, "split_indices"),
+    "a shorter array": ("split_conditions", 0, None, "arrays of tree 1"),
+    "fewer nodes": ("left_children", 0, None, "sizes"),
+    "a split by categories": ("split_type", 0, 1, "split_type"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_trees_that_would_lead_xgboost_astray_are_refused(
+    booster: xgb.Booster, tmp_path: Path, name: str
+) -> None:
+    """Also in a bundle whose digests fit."""
+    *where, reason = HOSTILE[name]
+    path = tmp_path / "x.ubj.gz"
+    path.write_bytes(gzip.compress(changed(bytes(booster.save_raw("ubj")), *where)))
+    assert reason in one_line(lambda: read_trees(path, FEATURES))
+
+
+def test_a_small_file_that_unpacks_without_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.ubj.gz"
+    path.write_bytes(gzip.compress(b"{" * 10**6)[:-9])
+    assert "cut off" in one_line(lambda: read_trees(path, FEATURES))
+    path.write_bytes(gzip.compress(b"[[$l#L" * 10**5))
+    assert "no trees of XGBoost" in one_line(lambda: read_trees(path, FEATURES))
