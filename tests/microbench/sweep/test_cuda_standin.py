@@ -17,6 +17,7 @@ from clockwork import order
 
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families
+from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.store import compact, read_rows, write_part
 from itercast.microbench.sweep import collect as collect_module
 from itercast.microbench.sweep import gpu_chunk_worker, worker
@@ -85,7 +86,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     )
     for name in makers:
         monkeypatch.setattr(torch, name, on_cpu(getattr(torch, name)))
-    monkeypatch.setattr("itercast.microbench.timing.cuda_device.WARM_UP_S", 0.01)
+    monkeypatch.setattr("itercast.microbench.timing.cuda_device.WARM_UP_S", 0.0)
     monkeypatch.setattr("itercast.microbench.timing.kernels.DETACH_S", 0.01)
     return found
 
@@ -185,6 +186,7 @@ def test_a_sweep_of_all_families_on_the_stand_in(
 ) -> None:
     """The worker as on a GPU, the small points of its space, really run: rows of every family."""
     monkeypatch.setattr("itercast.microbench.sweep.gpu_chunk_worker.CHUNK_POINTS", 39)
+    monkeypatch.setattr(gpu_chunk_worker, "ANCHOR", Gemm(m=16, n=16, k=16))  # bf16 is slow here
     chunks = iter([gpu_chunk_worker.choose_chunk])  # one, however slow the machine
     monkeypatch.setattr(
         gpu_chunk_worker, "choose_chunk", lambda s, now_s: next(chunks, lambda *_: [])(s, now_s)
