@@ -14,9 +14,9 @@ from itercast.compose.target import Target, forecast_step
 from itercast.microbench.hardware.host import HostMachine, scaled_host
 from itercast.microbench.opcall import StepCapture
 
-SLOWDOWNS = (0.2, 40.0)  # searched
+SLOWDOWNS = (0.2, 40.0)  # no assumption: the range that is searched
 HALVINGS = 10  # of that interval in log; leaves half a percent
-LEAST_SPREAD = 1.15  # of a host that was fitted to rows: other steps of it spread by 10 to 20 %
+LEAST_SPREAD = 1.15  # no assumption: a limit; other steps of a fitted host spread by 10 to 20 %
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ def fit_host(
         too_slow = np.median([row.log_error(host) for row in rows]) > 0
         low, high = (low, middle) if too_slow else (middle, high)
     slowdown = round(float(np.exp((low + high) / 2)), 2)
-    if slowdown <= 1.05 * SLOWDOWNS[0]:
+    if slowdown <= 1.05 * SLOWDOWNS[0]:  # no assumption: a tolerance
         raise ValueError(
             f"host {name!r}: the GPU sets the pace of these {len(rows)} rows, so the host's speed "
             "does not show; measure smaller batches"

@@ -19,7 +19,7 @@ SINGLE_GPU_WIDENING: float = assumed(__file__, "single_gpu_widening")
 MIN_GPUS = 3  # to learn errors on unseen GPUs by leaving GPUs out
 UNSEEN_TRAINING_ROWS, UNSEEN_TEST_ROWS = 20_000, 5_000  # at most, per fold of GPUs
 FOLDS = 3
-HELD_SHARE = 0.2  # of the shapes, to learn errors on measured GPUs without cross-validation
+HELD_SHARE = 0.2  # no assumption: of the shapes; to learn errors on measured GPUs
 
 
 def unseen_offsets(prepared: Prepared, options: dict[str, Any], seen: Offsets) -> Offsets:

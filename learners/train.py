@@ -39,7 +39,7 @@ from itercast.microbench.store import read_hardware, read_rows
 
 MIN_ROWS = 20  # of a family that is trained
 UNSEEN_GPU_OFFSETS = assumed(__file__, "unseen_gpu_offsets")
-TEST_SHARE = 0.15  # of the shape groups, held out to score learners
+TEST_SHARE = 0.15  # no assumption: of the shape groups; held out to score learners
 SCORES = "scores.json"  # in a bundle's folder: its ``TrainReport`` as plain values
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import itertools
+import math
+import re
 import textwrap
 from pathlib import Path
+from typing import TypeGuard
 
 import pytest
-import yaml
-from numbers_in_code import Name, numbers
 
 from itercast.microbench.assumptions import (
     FILE,
@@ -20,8 +22,9 @@ from itercast.microbench.assumptions import (
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("microbench", "learners", "compose", "eval", "itercast")
-EXPLAINED = Path(__file__).with_suffix("").with_name("numbers_in_code.yaml")
-KINDS = ("unit", "definition", "limit", "tolerance", "hyperparameter", "search")
+FORECASTING = ("compose", "learners", *(f"microbench/{x}" for x in ("ops", "capture", "hardware")))
+HYPERPARAMETERS = "learners/models"  # data decide what they do
+MARK = "# no assumption:"
 
 
 def uses() -> set[tuple[Path, str, str]]:
@@ -107,56 +110,71 @@ def test_a_neutral_value_has_the_form_of_the_value() -> None:
             assert isinstance(one.without, type(one.value) | float), one.name
 
 
-def listed() -> dict[Name, tuple[float, ...] | None]:
-    """Numbers that tests/numbers_in_code.yaml explains; None for constants, whatever they are."""
-    found: dict[Name, tuple[float, ...] | None] = {}
-    for file, entries in yaml.safe_load(EXPLAINED.read_text()).items():
-        for entry in entries:
-            assert set(entry) <= {"kind", "reason", "constants", "functions"}, (file, entry)
-            assert entry["kind"] in KINDS and entry["reason"].strip(), (file, entry)
-            found |= dict.fromkeys(Name(file, name) for name in entry.get("constants", ()))
-            for name, values in entry.get("functions", {}).items():
-                assert Name(file, name) not in found, (file, name)
-                found[Name(file, name)] = tuple(sorted(values))
-    return found
+def unexplained(source: str) -> list[str]:
+    """Statements with a float that neither assumptions.yaml nor a comment explains.
 
-
-def test_every_number_in_code_is_an_assumption_or_explained() -> None:
-    found, explained = numbers(), listed()
-    new = {k: v for k, v in found.items() if k not in explained or explained[k] not in (None, v)}
-    assert not new, (
-        f"numbers without a source: {new}. What decides a forecast belongs into assumptions.yaml "
-        f"beside the code; units, definitions and the like into {EXPLAINED.name} beside this test"
-    )
-    gone = sorted(set(explained) - set(found))
-    assert not gone, f"not in the code: {gone}; take them out of {EXPLAINED.name}"
-
-
-def test_numbers_are_found_where_they_decide_and_not_where_they_are_measured() -> None:
-    source = """
-    from itercast.microbench.ops.family import Family
-    SHARE, ROWS = 0.3, 2**14
-    COUNT: int = 2
-    MAX_SIZE = 4096
-    TABLE = {"a": 2, "b": 5}
-    TABLE |= {"c": 7}
-    KNOWN = assumed(__file__, "known")
-    @dataclass
-    class Facts:
-        count: int = 2
-        delay_us: float = 7.5
-    def flops(p):
-        return 2.0 * p.m * SHARE + 0.7 * p.n[5] / 1e6 + 2**20 * KNOWN
-    def sweep():
-        yield 512 * MAX_SIZE
-    FAMILY = Family(name="x", weight=0.3, sweep=sweep, flops=flops)
+    That is a float in a constant of a module or class, except one named MAX or MIN, and a fraction
+    in arithmetic. A whole number in arithmetic counts something.
     """
-    found = numbers({"microbench/ops/x.py": ast.parse(textwrap.dedent(source))})
-    assert {key.name: values for key, values in found.items()} == {
-        "SHARE": (0.3, 14),
-        "ROWS": (0.3, 14),
-        "COUNT": (2,),
-        "TABLE": (5, 7),
-        "Facts": (7.5,),
-        "flops": (0.7,),
+    tree, lines = ast.parse(source), source.splitlines()
+    bodies = [tree.body, *(node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]
+    found: set[ast.stmt | ast.expr] = set()
+    for statement in itertools.chain(*bodies):
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and statement.value is not None:
+            limit = lines[statement.lineno - 1].lstrip(" _").startswith(("MAX_", "MIN_", "FAMILY"))
+            floats = [node for node in ast.walk(statement.value) if _decides(node)]
+            found |= {statement} if floats and not limit else set()
+    for node in ast.walk(tree):
+        sides = (node.left, node.right) if isinstance(node, ast.BinOp) else ()
+        found |= {side for side in sides if _decides(side) and side.value % 1}
+    texts = {
+        node.lineno: lines[max(node.lineno - 2, 0) : node.end_lineno]  # and the line before
+        for node in found
     }
+    unmarked = [number for number, text in texts.items() if MARK not in "".join(text)]
+    return [lines[number - 1].strip() for number in sorted(unmarked)]
+
+
+def _decides(node: ast.AST) -> TypeGuard[ast.Constant]:
+    """Whether it is a float other than 0, 0.5, 1, 2 and the powers of ten."""
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, float):
+        return False
+    plain = node.value in (0.0, 0.5, 1.0, 2.0, math.inf)
+    return not plain and not re.fullmatch(r"1e[+-]?\d+|10*\.0|0\.0*1", repr(node.value))
+
+
+def test_every_number_that_may_decide_a_forecast_is_an_assumption() -> None:
+    paths = [path for folder in FORECASTING for path in sorted((ROOT / folder).rglob("*.py"))]
+    found = {str(p.relative_to(ROOT)): unexplained(p.read_text()) for p in paths}
+    found = {
+        path: lines
+        for path, lines in found.items()
+        if lines and not path.startswith(HYPERPARAMETERS)
+    }
+    assert not found, (
+        f"floats without a source: {found}. What decides a forecast belongs into assumptions.yaml "
+        f"beside the code; a definition, a limit or a share of a sweep says so: {MARK} ..."
+    )
+
+
+def test_numbers_are_found_in_constants_and_arithmetic() -> None:
+    source = """
+    SHARE = 0.3
+    COUNT, HALF, MIB = 3, 0.5, 1e6
+    MAX_FLOPS = 8e9
+    DTYPES = {"fp32": 0.7}  # no assumption: shares of a sweep
+    KNOWN = assumed(__file__, "known")
+    class Facts:
+        delay_us: float = 7.0
+    def flops(p):
+        return 3.0 * p.m * KNOWN + 0.7 * p.n / 1e6 if p.n else 2**20 * 1.5
+    def sweep():
+        yield 512 if rng.random() < 0.4 else MAX_SIZE
+    FAMILY = Family(name="x", weight=0.3)
+    """
+    found = unexplained(textwrap.dedent(source))
+    assert [line.partition(" = ")[0] for line in found] == [
+        "SHARE",
+        "delay_us: float",
+        "return 3.0 * p.m * KNOWN + 0.7 * p.n / 1e6 if p.n else 2**20 * 1.5",
+    ]

@@ -31,9 +31,8 @@ UNMODELLED = "unmodelled"
 ATTENTION = "attention"  # the family whose kernels stacks choose
 ROOFLINE_OVERHEAD_US: float = assumed(__file__, "roofline_overhead_us")
 UNCERTAINTY_FACTOR: float = assumed(__file__, "uncertainty_factor")
-DECILES_APART = (
-    2.563  # standard deviations between the 10 and 90 % quantiles of a normal distribution
-)
+# no assumption: standard deviations between the 10 and 90 % quantiles of a normal distribution
+DECILES_APART = 2.563
 
 
 class Pricer(Protocol):

@@ -16,7 +16,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family
 
 MIN_ROWS = 3  # of an op, to take their median
-LIST_SPAN = 4.0  # longest list of tensors over shortest, to fit a line
+LIST_SPAN = 4.0  # no assumption: longest list of tensors over shortest, to fit a line
 
 HostCalls = Mapping[str, Mapping[str, "HostCall"]]  # by GPU and op
 

@@ -17,6 +17,7 @@ from itercast.microbench.hardware.spec import Gpu, slug
 MIB = 2.0**20
 LAST_CACHE_BYTES = assumed(__file__, "last_cache_bytes")
 FP64_PEAK_FRAC = assumed(__file__, "fp64_peak_frac")
+# no assumption: sizes that are measured
 TOUCHED_MIB = (0.125, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 

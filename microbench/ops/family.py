@@ -13,6 +13,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall
 
 DRAWN = 2**16
+# no assumption: shares of a sweep
 TRAINING_DTYPES: Mapping[str, float] = {"fp32": 0.48, "bf16": 0.49, "fp16": 0.03}
 
 
@@ -119,9 +120,9 @@ class GpuSweep:
     retype: Callable[[Any, str, Gpu], Any] = _retyped
     resize: Callable[[Any, float, float], Any] = _unchanged
     allocated_bytes: Callable[[Any], float] = _nothing
-    slow_frac: float = 0.05
+    slow_frac: float = 0.05  # no assumption: share of a sweep
     compute_bound: bool = False
-    weight: float = 0.2
+    weight: float = 0.2  # no assumption: share of a sweep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

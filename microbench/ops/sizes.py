@@ -19,6 +19,7 @@ MAX_ROWS = 2**21
 MAX_NUMEL = 2**31 - 1
 MAX_PIXELS_A_SIDE = 512
 # As ``gpu_iterations`` trains, and a little fp16 to compare with published rows.
+# no assumption: shares of a sweep
 MATMUL_DTYPES = {"bf16": 0.47, "fp32": 0.25, "tf32": 0.25, "fp16": 0.03}
 TILE_EDGES: tuple[int, ...] = (
     *(64, 128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 1600, 2048, 2560, 3072),

@@ -19,7 +19,7 @@ LEAST = np.concatenate([[1.0], 2.0 ** np.arange(BINS - 1) + 1])  # times, by bin
 MOST = np.concatenate([2.0 ** np.arange(BINS - 1), [LAST]])
 DIGITS = 4  # of the shares in a text
 POISSON_TERMS = 4  # counts up to which the Poisson distribution is summed exactly
-LOGISTIC = 1.702  # slope of the logistic function nearest to the normal distribution function
+LOGISTIC = 1.702  # no assumption: logistic slope nearest to the normal distribution function
 CHUNK = 8192  # rows of a table of parameters whose histograms are expected at once
 
 
@@ -176,4 +176,5 @@ def draw_indices(
 
 def scatter_factor(rows: int) -> int:
     """A factor without a common divisor with ``rows``: products modulo rows are a permutation."""
+    # no assumption: the golden ratio
     return next(f for f in range(int(0.618 * rows) + 1, 2 * rows + 1) if gcd(f, rows) == 1)

@@ -38,6 +38,7 @@ GROUPED_ON = ("hopper", "blackwell", "blackwell-ultra")
 FP8_CAST_COLUMNS = assumed(__file__, "fp8_cast_columns")
 FP8_CAST_LEAST_COLUMNS = assumed(__file__, "fp8_cast_least_columns")
 SERVING = ("sglang", "trtllm", "vllm")  # software that AIConfigurator measures
+# no assumption: shares of a sweep
 GPU_DTYPES = {"bf16": 0.45, "fp32": 0.23, "tf32": 0.23, "fp16": 0.03, "fp8": 0.06}
 WHOLE_ROWS = {"grouped_mm": 8, "scaled_mm": 16}  # elements that 16 bytes hold: kernels want those
 THIN = 64  # a side of a product up to this stays: one token a sequence, few classes

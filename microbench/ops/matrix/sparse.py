@@ -31,7 +31,7 @@ from itercast.microbench.ops.lookup.random_streams import zipf_indices
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
 
-LAYOUTS = {"csr": 0.45, "csc": 0.25, "coo": 0.3}  # share of swept products
+LAYOUTS = {"csr": 0.45, "csc": 0.25, "coo": 0.3}  # no assumption: shares of a sweep
 MAX_NNZ = 2**21
 MAX_TERMS = 2**25  # nnz * width
 MAX_DENSE = 2**24  # elements of the larger dense matrix

@@ -25,6 +25,7 @@ from itercast.microbench.ops.family import (
 from itercast.microbench.ops.memory import elementwise_names as known
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
 
+# no assumption: shares of a sweep
 FORMS = {"same": 0.5, "scalar": 0.14, "row": 0.12, "col": 0.08, "strided": 0.08, "transposed": 0.08}
 KINDS = [(op, 1) for op in known.UNARY] + [(op, 2) for op in known.BINARY]
 KINDS += [(op, 3) for op in known.TERNARY]

@@ -93,6 +93,7 @@ def _chain(ops: int, results: int) -> FunctionType:
             if number % 3 == 2:
                 x = x - x.mean(-1, keepdim=True)
             else:
+                # no assumption: keeps values finite
                 x = (x * 0.9).sigmoid() + other if number % 3 else x * other
             middle = x if number == ops // 2 else middle
         return (x, middle)[:results]

@@ -28,7 +28,7 @@ from itercast.microbench.ops.family import (
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_BATCH, MAX_PIXELS_A_SIDE, MAX_ROWS, MAX_SIDE, spread
 
-FLOPS_PER_ELEMENT = {
+FLOPS_PER_ELEMENT = {  # no assumption: counted in the formula of each op
     "layer": 8.0,  # mean 1, variance 3, normalise 2, scale and shift 2
     "layer_backward": 12.0,
     "rms": 4.0,  # mean square 2, normalise 1, scale 1

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from itercast.microbench.ops.family import Workload
 
-TIMEOUT_S = 20.0  # of the group of one rank, which waits for nobody
+TIMEOUT_S = 20.0  # no assumption: of a group of one rank, which waits for nobody
 LAYERS = 4
 WIDTH = 4
 Pair = tuple[Callable[[], None], Callable[[], None]]  # a run, and its baseline
