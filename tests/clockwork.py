@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from itercast.microbench.iterations import measure
 from itercast.microbench.ops.family import Family, Workload
 from itercast.microbench.sweep.orders import WorkerOrder
 from itercast.microbench.timing.device import Launched
@@ -203,3 +207,15 @@ def order(root: Path, *names: str, budget_s: float = 60.0, run_id: str = "run") 
         hardware=HARDWARE,
         points=str(root / "none.json"),
     )
+
+
+def ticking(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The clock of iterations; it advances by 0.1 s whenever it is read. Its ``ns`` can be set."""
+    clock = {"ns": 0}
+
+    def read() -> int:
+        clock["ns"] += 10**8
+        return clock["ns"]
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter_ns=read))
+    return clock

@@ -30,21 +30,6 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
 
 
-@pytest.fixture(autouse=True)
-def turn(request: pytest.FixtureRequest, shared_folder: Path) -> Iterator[None]:
-    """Runs tests marked ``alone`` while no other worker runs any: a lock of readers and writers.
-
-    A second lock, of the door to the first, lets no reader pass a writer that waits.
-    """
-    alone = request.node.get_closest_marker("alone") is not None
-    how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
-    with (shared_folder / "lock").open("w") as lock, (shared_folder / "door").open("w") as door:
-        fcntl.flock(door, how)
-        fcntl.flock(lock, how)
-        fcntl.flock(door, fcntl.LOCK_UN)
-        yield
-
-
 @pytest.fixture(scope="session", autouse=True)
 def working_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The working directory of all tests: caches and logs are written here.

@@ -109,7 +109,6 @@ def test_too_few_rows_say_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 def test_this_cpu_is_measured_and_judged(tmp_path: Path) -> None:
     """Whatever the verdict on a noisy machine: points of most families, a verdict, its code."""
     found = CliRunner().invoke(app, ["check", "--budget", "30s", "--json"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -212,9 +211,7 @@ def test_an_iteration_that_hangs_is_a_row_and_one_cut_by_the_clock_is_not(
     wanted.append(Iteration(case="mlp-s", batch=3, engine="graph"))
     given = fake_process(monkeypatch, [(1, -1), (0, -1)])
     monkeypatch.setattr(rounds, "STALLED_S", {"eager": 1.0, "graph": 60.0})
-    began_s = time.monotonic()
     rounds.collect_iterations(tmp_path, "cuda", wanted, 0, budget_s=3.0, grace_s=0.2)
-    assert time.monotonic() - began_s < 10
     assert [len(g) for g in given] == [3, 1]
     rows = read_rows([tmp_path], "iteration").set_index("batch")
     assert rows["status"].to_dict() == {1: "ok", 2: "error"}
