@@ -50,6 +50,6 @@ def node_sums_us(root: Path) -> dict[str, dict[str, float]]:
         inside |= nodes["meta"].astype(str).str.contains(LAYER)
         times = np.where(inside, float(label["num_layer"]), 1.0)
         us = {c: float((nodes[f"{c}_latency"] * times).sum() * 1e3) for c in ("fw", "bw", "acc")}
-        origin = path.with_suffix(".json").relative_to(root / LABELS.parent)
-        found[str(origin)] = {"step": sum(us.values()), "backward": us["bw"] + us["acc"]}
+        origin = path.with_suffix(".json").relative_to(root)
+        found[f"{origin}:1"] = {"step": sum(us.values()), "backward": us["bw"] + us["acc"]}
     return found

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from itercast.microbench.extensions import with_added
-from itercast.microbench.importers import aiconfigurator, nccl_tests, neusight, vidur
+from itercast.microbench.importers import nccl_tests
 from itercast.microbench.importers.base import Hints, Imported, Unreadable, read_text
 from itercast.microbench.importers.mapped import reader
 from itercast.microbench.importers.mapped.source import load, mapped_sources
@@ -18,22 +18,15 @@ from itercast.microbench.importers.published import (
     kernelbench,
     megatron,
     mlperf,
-    peft,
-    vtrain,
 )
 from itercast.microbench.importers.traces import kineto, op_tables
 
 OWN: Mapping[str, Callable[..., Imported] | Path] = {  # reads a path, with or without hints
-    "neusight": neusight.read,
-    "aiconfigurator": aiconfigurator.read,
-    "vidur": vidur.read,
     "iterations": iterations.read,
     "kernelbench": kernelbench.read,
     "kineto-traces": op_tables.read,
     "megatron-lm": megatron.read,
     "mlperf-training": mlperf.read,
-    "peft": peft.read,
-    "vtrain": vtrain.read,
     "nccl-tests": nccl_tests.read,
     "kineto": kineto.read,
     **mapped_sources(),

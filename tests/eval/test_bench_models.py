@@ -42,7 +42,7 @@ def test_nodes_of_the_layer_count_once_per_layer(tmp_path: Path) -> None:
     }
     pd.DataFrame(nodes).to_csv(folder / "m-train-8-1.csv")
     (folder / "m-train-8-1.json").write_text(json.dumps({"num_layer": 3}))
-    found = node_sums_us(tmp_path)["label/Tesla_X/m-train-8-1.json"]
+    found = node_sums_us(tmp_path)["scripts/asplos/label/Tesla_X/m-train-8-1.json:1"]
     assert found == {"step": pytest.approx(20_500), "backward": pytest.approx(13_500)}
 
 

@@ -26,6 +26,8 @@ from itercast.eval.public.table import markdown, run
 from itercast.eval.results import LineResult
 from itercast.learners.models.training_table import Table
 from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.importers.base import Hints
+from itercast.microbench.importers.sources import read_source
 
 SIZES = [2.0**i for i in range(10, 28)]
 
@@ -182,10 +184,10 @@ def test_what_large_products_reach_is_told_to_one_column_only() -> None:
 @needs_public("NeuSight")
 def test_layernorm_of_the_public_data_beats_its_baselines() -> None:
     """On 600 of the V100's 1,478 rows: the least median error of all learners, below 2 %."""
-    from itercast.microbench.importers import neusight
-
     line = next(x for x in lines() if "layernorm" in x.name)
-    rows = neusight.read(PUBLIC / "NeuSight").rows["norm"].assign(source="NeuSight")
+    rows = (
+        read_source("neusight", PUBLIC / "NeuSight", Hints()).rows["norm"].assign(source="NeuSight")
+    )
     small = rows[rows["gpu"] == "v100-pcie-32gb"].sample(600, random_state=0)
     small = small.reset_index(drop=True)
     result = next(iter(run_line(line, small)))
@@ -198,10 +200,9 @@ def test_layernorm_of_the_public_data_beats_its_baselines() -> None:
 @needs_public("aiconfigurator")
 def test_collectives_of_a_system_left_out() -> None:
     """GB200 is as fast as B200; nothing measured is like A100: there others do as well."""
-    from itercast.microbench.importers import aiconfigurator
-
     line = next(x for x in lines() if x.name == "NCCL, system left out")
-    rows = aiconfigurator.read(PUBLIC / "aiconfigurator").rows["collective"]
+    rows = read_source("aiconfigurator", PUBLIC / "aiconfigurator", Hints())
+    rows = rows.rows["collective"]
     line = replace(line, baselines=("alpha_beta", "nearest"))
     results = {r.part: r.scores for r in run_line(line, rows.assign(source="aiconfigurator"))}
     ours, *others = (score["mape_pct"] for score in results["gb200"].values())

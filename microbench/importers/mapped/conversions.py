@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from itercast.microbench.hardware.names import gpu_named
-from itercast.microbench.importers.base import text_of
+from itercast.microbench.importers.base import Unreadable, read_json, text_of
 
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 HOLE = re.compile(r"\{([^{}]+)\}")
+DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro")  # keys of plans that are numbers
 UNITS = {"ns": 1e-3, "us": 1.0, "ms": 1e3, "s": 1e6}  # in us
 
 
@@ -33,18 +38,20 @@ ARITHMETIC: Mapping[str, Callable[..., Any]] = {
     "quotient": lambda a, b: a / b,
     "ceil_quotient": lambda a, b: np.ceil(a / b),
     "difference": lambda a, b: a - b,
+    "round": np.round,
     "giga_per_s": lambda count, rate: count / (rate * 1e3),  # time in us
     "tera_per_s": lambda count, rate: count / (rate * 1e6),  # time in us
 }
 OPERANDS: dict[str, int] = {
+    "json": 2,
     "quotient": 2,
     "ceil_quotient": 2,
     "difference": 2,
     "giga_per_s": 2,
     "tera_per_s": 2,
 }
-OPERANDS |= dict.fromkeys(UNITS, 1)
-OF_TEXT = ("gpu", "text", "lower", "first", "number", "of")
+OPERANDS |= dict.fromkeys([*UNITS, "round"], 1)
+OF_TEXT = ("gpu", "text", "lower", "first", "number", "of", "plan", "json", "file")
 
 
 def operands(expression: Any) -> tuple[str, list[Any]]:
@@ -75,11 +82,24 @@ def columns_of(expression: Any) -> Iterator[str]:
         yield expression
     elif not isinstance(expression, bool | int | float):
         name, given = operands(expression)
-        if name == "text":
+        if name in ("text", "file"):
             yield from HOLE.findall(str(given[0]))
             return
+        if name in ("plan", "json"):
+            given = list(given[-1].values())
         for operand in given[:1] if name in ("of", "number") else given:
             yield from columns_of(operand)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """The folder of a table, and the imported folder, outside of which no file is read."""
+
+    folder: Path
+    root: Path
+
+
+NOWHERE = Place(folder=Path(os.devnull), root=Path(os.devnull))
 
 
 class Cells:
@@ -88,8 +108,9 @@ class Cells:
     The reason is empty for rows that can.
     """
 
-    def __init__(self, frame: pd.DataFrame) -> None:
+    def __init__(self, frame: pd.DataFrame, place: Place = NOWHERE) -> None:
         self.frame = frame
+        self.place = place
         self.why = pd.Series("", index=frame.index, dtype=object)
 
     def refuse(self, hit: Any, reason: Any) -> None:
@@ -157,10 +178,58 @@ class Cells:
             found = found.where(found != "", self.texts(expression))
         return found
 
+    def _plan(self, keys: Mapping[str, Any]) -> pd.Series:
+        """A plan of these keys: without those that are empty, and without degrees of 1.
+
+        ``micro``, the micro-batches of a step, is ``accumulate`` where no pipeline has stages.
+        """
+        columns = {key: self.texts(value) for key, value in keys.items()}
+        for key in columns.keys() & set(DEGREES):
+            self.refuse(~columns[key].str.fullmatch(r"\d*"), f"{key} is not a whole number")
+        lines = zip(*columns.values(), strict=True)
+        plans = [_plan_of(dict(zip(columns, line, strict=True))) for line in lines]
+        return pd.Series(plans, index=self.frame.index, dtype=object)
+
+    def _json(self, constants: Mapping[str, Any], keys: Mapping[str, Any]) -> pd.Series:
+        """A JSON object of constants and of columns with numbers."""
+        columns = {key: self.texts(value).map(_integer) for key, value in keys.items()}
+        lines = pd.DataFrame(columns, index=self.frame.index).to_dict("records")
+        objects = [json.dumps({**constants, **line}, sort_keys=True) for line in lines]
+        return pd.Series(objects, index=self.frame.index, dtype=object)
+
+    def _file(self, pattern: str) -> pd.Series:
+        """The JSON object in a file, named from the folder of the table that is read."""
+        paths = self._text(pattern)
+        found = paths.map({path: _document(self.place, path) for path in paths.unique()})
+        self.refuse(found == "", "no readable file " + paths.map(lambda path: repr(path[-60:])))
+        return found
+
     def _number(self, expression: Any, at: int = 0) -> pd.Series:
         """The number at a position among those in a text: 8192 of "(128, 8192)" at 1."""
         digits = self.texts(expression).map(lambda text: NUMBER.findall(text[:1000])[at : at + 1])
         return digits.map(lambda found: float(found[0]) if found else np.nan).astype(float)
+
+
+def _plan_of(keys: Mapping[str, str]) -> str:
+    """The plan's text, from the texts of its keys."""
+    staged = keys.get("pp", "") not in ("", "1")
+    parts = {"accumulate" if k == "micro" and not staged else k: v for k, v in keys.items() if v}
+    return ",".join(f"{k}={v}" for k, v in parts.items() if v != "1" or k == "micro")
+
+
+def _integer(text: str) -> int | str:
+    """A whole number as JSON has it; other text stays text."""
+    return int(text) if text.isdecimal() else text
+
+
+def _document(place: Place, name: str) -> str:
+    """The JSON object in a file, its keys sorted; empty where there is none in the root."""
+    path = (place.folder / name).resolve()
+    try:
+        found = read_json(path) if path.is_relative_to(place.root.resolve()) else None
+    except Unreadable:
+        found = None
+    return json.dumps(found, sort_keys=True) if isinstance(found, dict) else ""
 
 
 def plain(value: Any) -> str:

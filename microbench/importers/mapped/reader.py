@@ -10,13 +10,14 @@ import numpy as np
 import pandas as pd
 
 from itercast.microbench.importers.base import MAX_SIZE, Imported, RowCollector, positive, refuse
-from itercast.microbench.importers.mapped.conversions import Cells
+from itercast.microbench.importers.mapped.conversions import Cells, Place
 from itercast.microbench.importers.mapped.source import CLOSED, Rule, Skip, Source, Table
 from itercast.microbench.importers.mapped.tables import read_table
 from itercast.microbench.ops import families
 
 TABLES = (".csv", ".csv.gz", ".parquet")
-ITERATION_SIZES = ("batch", "world_size", "rows", "cols")
+PARTS = {"elementwise": ("inner",)}  # sizes that are a part of another one: not multiplied by it
+ITERATION_SIZES = ("batch", "seq", "world_size", "ranks_per_node", "lora", "rows", "cols")
 
 
 def read(source: Source, path: Path) -> Imported:
@@ -24,6 +25,8 @@ def read(source: Source, path: Path) -> Imported:
     patterns = [pattern for table in source.tables for pattern in table.files]
     files = sorted(p for p in path.rglob("*") if not p.is_dir()) if path.is_dir() else [path]
     by_file = [(file, _tables(source, file)) for file in files]
+    order = {id(table): at for at, table in enumerate(source.tables)}
+    by_file.sort(key=lambda found: order[id(found[1][0])] if found[1] else len(order))
     if not any(found for _, found in by_file):
         raise refuse(path, f"a folder of {source.about.source}", ", ".join(patterns))
     collector = RowCollector(source.about, path)
@@ -68,7 +71,7 @@ def _collect(collector: RowCollector, path: Path, frame: pd.DataFrame, table: Ta
 def _add(collector: RowCollector, path: Path, frame: pd.DataFrame, rule: Rule) -> None:
     """Collect the rows of a rule; lines that it skips or cannot translate are counted."""
     frame = _unskipped(collector, Cells(frame), rule.skip)
-    cells = Cells(frame)
+    cells = Cells(frame, Place(folder=path.parent, root=collector.root))
     columns = {name: cells.value(expression) for name, expression in rule.columns.items()}
     columns = {name: _kept(name, values) for name, values in columns.items()}
     rows = pd.DataFrame({**_defaults(rule), **rule.constants, **columns}, index=frame.index)
@@ -99,7 +102,7 @@ def _printable(value: Any) -> Any:
 def _unskipped(collector: RowCollector, cells: Cells, skips: tuple[Skip, ...]) -> pd.DataFrame:
     """Lines that are not to be left out; the others are counted."""
     for skip in skips:
-        cells.refuse(_hit(cells, skip), skip.reason)
+        cells.refuse(_hit(cells, skip), cells.value({"text": skip.reason}))
     return _counted(collector, cells, cells.frame)
 
 
@@ -116,6 +119,8 @@ def _hit(cells: Cells, skip: Skip) -> Any:
         return cells.texts(skip.column).isin(skip.value) == (skip.test == "is")
     if skip.test == "differs":
         return cells.texts(skip.column) != cells.texts(skip.value)
+    if skip.test == "unlike":
+        return ~cells.texts(skip.column).str.fullmatch(skip.value)
     numbers = cells.numbers(skip.column)
     return numbers > skip.value if skip.test == "above" else numbers < skip.value
 
@@ -132,13 +137,13 @@ def _sizes(cells: Cells, rule: Rule, rows: pd.DataFrame) -> list[str]:
     """Return the parameters that must be positive whole numbers, for the caller to check.
 
     The other numbers are checked here, and rows refused: ints whose default is 0, such as padding,
-    must be whole and at least 0; floats must be finite.
+    and PARTS must be whole and at least 0; floats must be finite.
     """
     if rule.family == "iteration":
         return [name for name in ITERATION_SIZES if name in rows]
     sizes = []
     for f in fields(families()[rule.family].params):
-        if f.type == "int" and f.default == 0:
+        if f.type == "int" and (f.default == 0 or f.name in PARTS.get(rule.family, ())):
             numbers = pd.to_numeric(rows[f.name], errors="coerce").to_numpy(dtype=float)
             good = (numbers >= 0) & (numbers <= MAX_SIZE) & (np.floor(numbers) == numbers)
             cells.refuse(~good, f"{f.name} is not a whole number")

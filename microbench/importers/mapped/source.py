@@ -23,8 +23,7 @@ MORE_COLUMNS += ("module", "doubts", "load", "settings")
 JSON = "json."  # before the keys of unpacked objects
 TIMERS = ("device", "with_launch")
 CLOSED = ("op", "gpu", "dtype")  # whose text must not come from a file unchecked
-TESTS = ("is", "is_not", "above", "below", "differs")
-READERS = ("csv", "parquet", "sections")
+TESTS = ("is", "is_not", "above", "below", "differs", "unlike")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +63,6 @@ class Table:
     """
 
     files: tuple[str, ...]
-    reader: str = "csv"
     path: str = ""
     header: tuple[str, ...] = ()
     section: str = ""
@@ -78,8 +76,11 @@ class Table:
     def read(self) -> list[str]:
         """Lists the columns that the rules read, also those of the path and of JSON objects."""
         skips = [*self.skip, *(skip for rule in self.rules for skip in rule.skip)]
+        said = ({"text": skip.reason} for skip in skips)  # may name columns in braces
         found = dict.fromkeys(name for skip in skips for name in columns_of(skip.column))
-        found |= dict.fromkeys(skip.value for skip in skips if skip.test == "differs")
+        found |= dict.fromkeys(name for text in said for name in columns_of(text))
+        differing = (skip.value for skip in skips if skip.test == "differs")
+        found |= dict.fromkeys(name for value in differing for name in columns_of(value))
         for rule in self.rules:
             found |= dict.fromkeys(rule.where)
             for expression in rule.columns.values():
@@ -136,8 +137,6 @@ def _table(given: Any, source: Mapping[str, Any]) -> Table:
     _keys(given, ("files",), (*names, "constants", "columns"))
     texts = {key: str(given.get(key, "")) for key in ("path", "section", "unpack", "leave_out")}
     lists = {key: _list(given.get(key, [])) for key in ("files", "header", "optional", "named")}
-    if (reader := given.get("reader", "csv")) not in READERS:
-        raise ValueError(f"unknown reader {reader!r}; known: {READERS}")
     common = {**source, **given, "constants": _merged(source, given, "constants")}
     rules = tuple(_rule(rule, common) for rule in given.get("rules", ()))
     if bool(rules) == ("leave_out" in given):
@@ -145,7 +144,7 @@ def _table(given: Any, source: Mapping[str, Any]) -> Table:
     re.compile(texts["path"])
     facts: dict[str, Any] = {**texts, **lists}
     skip = tuple(map(_skip, given.get("skip", ())))
-    return Table(reader=reader, rules=rules, skip=skip, **facts)
+    return Table(rules=rules, skip=skip, **facts)
 
 
 def _rule(given: Any, table: Mapping[str, Any]) -> Rule:
@@ -185,6 +184,8 @@ def _skip(given: Any) -> Skip:
     value: Any = given[test]
     if test in ("is", "is_not"):
         value = _list(value)
+    elif test == "unlike":
+        value = re.compile(value).pattern
     return Skip(column=given["column"], test=test, value=value, reason=str(given["reason"]))
 
 

@@ -27,9 +27,11 @@ def read_table(collector: RowCollector, path: Path, table: Table) -> pd.DataFram
         collector.drop("file in an unknown folder or of an unknown name")
         return None
     needed = table.needed()
-    if table.reader == "parquet":
+    if path.suffix == ".parquet":
         frame = read_parquet(collector, path, needed, table.optional)
-    elif table.reader == "sections":
+    elif path.name.endswith((".json", ".json.gz")):
+        frame = read_object(collector, path, needed)
+    elif table.section:
         frame = read_section(collector, path, table.section, needed)
     else:
         frame = collector.csv(path, needed, table.header)
@@ -38,6 +40,19 @@ def read_table(collector: RowCollector, path: Path, table: Table) -> pd.DataFram
     frame = frame.assign(**{k: v or "" for k, v in named.groupdict().items()})
     frame = frame.assign(**{name: "" for name in table.optional if name not in frame})
     return unpacked(frame, table)
+
+
+def read_object(collector: RowCollector, path: Path, needed: Sequence[str]) -> pd.DataFrame | None:
+    """A JSON file of one object, as a table of one line; None, and counted, if unreadable."""
+    try:
+        values = _object(read_text(path))
+        if missing := [name for name in needed if name not in values]:
+            raise Unreadable(f"no key {missing[0]!r}")
+    except Unreadable as exc:
+        collector.unreadable(str(exc))
+        return None
+    collector.readable += 1
+    return pd.DataFrame([{**values, "line": 1}])
 
 
 def unpacked(frame: pd.DataFrame, table: Table) -> pd.DataFrame:

@@ -21,21 +21,16 @@ from itercast.microbench.importers.sources import SOURCES, read_source
 OPS = "OPName,Latency,Device,Torch Version,CUDNN Version,CUDA Version"
 OPS += ",B,M,N,K,Input_Channel,Output_Channel,Kernel_Szie,Input_Size,Stride,Padding"
 GOOD = "linear,0.05,Tesla T4,p2.1.0,8902,cu121,1,58,13,141,1,1,1,1,1,1"
-COLLECT = "scripts/asplos/data/dataset/train/collect/x.csv"
+COLLECT = "scripts/asplos/data/dataset/train/collect/linear/p2.1.0/x.csv"
 ODD_NUMBERS = ("nan", "-5", "inf", "", "1e999", "1e300", "9" * 400, "0", "0x10", "=1+1", "\x1b[31m")
 PLACES = {
-    "neusight": COLLECT,
-    "aiconfigurator": "systems/data/h100_sxm/gemm/vllm/1/gemm_perf.parquet",
-    "vidur": "data/profiling/network/a100_dgx/all_reduce.csv",
     "nccl-tests": "run.txt",
     "kineto": "trace.json",
     "iterations": "table.csv",
     "kineto-traces": "ops_x.csv",
     "kernelbench": "timing_all_history.csv.gz",
-    "vtrain": "data/ground_truth_single.csv",
     "megatron-lm": "golden_runs.csv.gz",
     "mlperf-training": "cells.csv.gz",
-    "peft": "method_comparison.csv.gz",
 }
 PLACES |= {
     name: load(path).tables[0].files[0].replace("*", "x") for name, path in mapped_sources().items()
@@ -162,7 +157,7 @@ def test_pipes_folders_and_links_to_nowhere_are_not_opened(tmp_path: Path) -> No
     (folder / "folder.csv").mkdir()
     (folder / "link.csv").symlink_to(tmp_path / "nowhere")
     found = neusight(tmp_path, f"{OPS}\n{GOOD}\n")
-    assert found.dropped == {"file unreadable: not a regular file": 3}
+    assert found.dropped == {"file unreadable: not a regular file": 2}
 
 
 def _nested(table: pd.DataFrame) -> pd.DataFrame:
@@ -183,7 +178,7 @@ def test_parquet_columns_of_other_kinds_give_no_rows(
 ) -> None:
     good = pd.DataFrame([{"framework": "VLLM", "version": "1", "latency": 0.25}])
     good = good.assign(gemm_dtype="bfloat16", m=3, n=5, k=7)
-    path = put(tmp_path / PLACES["aiconfigurator"], b"")
+    path = put(tmp_path / "systems/data/h100_sxm/gemm/vllm/1/gemm_perf.parquet", b"")
     change(good).to_parquet(path)
     other = path.with_name("gemm_perf.csv")
     good.to_csv(other, index=False)

@@ -52,12 +52,15 @@ def test_checkpointing_is_recomputation_and_a_scale_is_plain(tmp_path: Path) -> 
     ("change", "reason"),
     [
         ({"peft": "IA3"}, "method of fine-tuning is not LoRA: IA3"),
-        ({"exp": "lora/llama-3.2-3B-rank8-dora"}, "variant of LoRA: 'dora'"),
-        ({"exp": "lora/llama-3.2-3B-rank8-target-mlp"}, "variant of LoRA: 'target-mlp'"),
-        ({"optimizer": "lora-fa"}, "unknown optimizer: 'lora-fa'"),
-        ({"model": "flux"}, "no configuration for the model 'flux'"),
+        ({"exp": "lora/rank8-dora"}, "variant of LoRA: lora/rank8-dora"),
+        (
+            {"exp": "lora/rank8-target-mlp"},
+            "variant of LoRA: lora/rank8-target-mlp",
+        ),
+        ({"optimizer": "lora-fa"}, "unknown optimizer: lora-fa"),
+        ({"model": "flux"}, "no configuration for the model flux"),
         ({"device": "Abacus"}, "unknown gpu: 'Abacus'"),
-        ({"batch": "x"}, "batch or rate of tokens is not stated"),
+        ({"batch": "x"}, "batch is not a positive whole number"),
         ({"compile": "True"}, "base is not in bf16, or compiled"),
     ],
 )

@@ -12,7 +12,7 @@ import yaml
 
 from itercast.microbench.importers.base import Imported
 from itercast.microbench.importers.mapped import reader
-from itercast.microbench.importers.mapped.conversions import ARITHMETIC, Cells, known
+from itercast.microbench.importers.mapped.conversions import ARITHMETIC, Cells, Place, known
 from itercast.microbench.importers.mapped.source import load, mapped_sources
 
 TINY = """
@@ -121,9 +121,7 @@ def test_parquet_has_numbers_and_text(tmp_path: Path) -> None:
     frame = pd.DataFrame({"what": ["mm"], "type": ["half"], "M": [2], "N": [3], "K": [4.0]})
     frame = frame.assign(t=[0.5], note=[""])
     frame.to_parquet(tmp_path / "products_T4.parquet", compression="zstd")
-    text = TINY.replace(
-        '["products_*.csv", "products_*.csv.gz"]', '["*.parquet"]\n  reader: parquet'
-    )
+    text = TINY.replace('["products_*.csv", "products_*.csv.gz"]', '["*.parquet"]')
     content = (tmp_path / "products_T4.parquet").read_bytes()
     text = text.replace("[^.]+)\\.csv", "[^.]+)\\.parquet")
     found = tiny(tmp_path, text, products_T4__parquet=content, products_P4__parquet=b"PAR1" * 9)
@@ -150,12 +148,22 @@ CELLS = pd.DataFrame(
         ({"ceil_quotient": ["a", "b"]}, [2.0, np.nan]),
         ({"giga_per_s": [{"product": ["a", 1e9]}, "b"]}, [1.5e6, np.nan]),  # 6e9 at 4e9/s: 1.5 s
         ({"tera_per_s": [{"product": ["a", 1e12]}, "b"]}, [1.5e6, np.nan]),
+        ({"round": {"product": ["b", 0.4]}}, [2.0, 1.0]),  # 1.6 and 0.8
         ({"number": "t"}, [128.0, 0.19]),
         ({"number": ["t", 1]}, [8192.0, np.nan]),
         ({"first": ["e", "b"]}, ["4", "1"]),
         ({"text": "v{b}-{e}"}, ["v4-", "v2-1"]),
         ({"lower": {"text": "V{b}"}}, ["v4", "v2"]),
         ({"of": "b", "values": {"4": True, "2": 7}}, [True, 7]),
+        ({"plan": {"dp": "b", "tp": 1, "micro": 8}}, ["dp=4,accumulate=8", "dp=2,accumulate=8"]),
+        (
+            {"plan": {"pp": "b", "micro": 1, "recompute": {"text": "full"}}},
+            ["pp=4,micro=1,recompute=full", "pp=2,micro=1,recompute=full"],
+        ),
+        (
+            {"json": [{"kind": "t5"}, {"n": "b"}]},
+            ['{"kind": "t5", "n": 4}', '{"kind": "t5", "n": 2}'],
+        ),
     ],
 )
 def test_conversions_by_hand(expression: object, expected: list[object]) -> None:
@@ -167,11 +175,44 @@ def test_conversions_by_hand(expression: object, expected: list[object]) -> None
 
 
 def test_every_conversion_is_tested() -> None:
-    """Those above, and ``gpu``, which the first test takes."""
+    """Those above, ``gpu``, which the first test takes, and ``file``, which the next one does."""
     marks = test_conversions_by_hand.pytestmark  # type: ignore[attr-defined]
     tested = {name for expression, _ in marks[0].args[1] for name in expression}
     assert {*ARITHMETIC} <= tested
-    assert {*known()} - tested == {"gpu", "of + values"}
+    assert {*known()} - tested == {"gpu", "of + values", "file"}
+
+
+def test_a_file_is_read_inside_the_imported_folder_only(tmp_path: Path) -> None:
+    """Two folders up is the imported folder, three are outside; a list is no object."""
+    (tmp_path / "in/a/b").mkdir(parents=True)
+    for folder in ("in", "."):
+        (tmp_path / folder / "config.json").write_text('{"layers": 2, "heads": 4}')
+    (tmp_path / "in/list.json").write_text("[1]")
+    place = Place(folder=tmp_path / "in/a/b", root=tmp_path / "in")
+    names = ["../../config.json", "../../../config.json", "../../list.json", "none.json"]
+    cells = Cells(pd.DataFrame({"name": names}), place)
+    assert list(cells.value({"file": "{name}"})) == ['{"heads": 4, "layers": 2}', "", "", ""]
+    assert list(cells.why) == ["", *(f"no readable file {name!r}" for name in names[1:])]
+
+
+def test_degrees_of_a_plan_are_whole_numbers() -> None:
+    cells = Cells(pd.DataFrame({"dp": ["4", "2.5", ""]}))
+    assert list(cells.value({"plan": {"dp": "dp"}}))[::2] == ["dp=4", ""]
+    assert list(cells.why) == ["", "dp is not a whole number", ""]
+
+
+def test_a_json_file_is_a_table_of_one_line_and_a_reason_may_name_columns(tmp_path: Path) -> None:
+    text = TINY.replace('["products_*.csv", "products_*.csv.gz"]', '["products_*.json"]')
+    text = text.replace("[^.]+)\\.csv", "[^.]+)\\.json")
+    text = text.replace("the GPU was throttled", '"{what} was throttled"')
+    text = text.replace("      note: note\n", "")
+    good = '{"what": "mm", "type": "half", "M": 2, "N": 3, "K": 4, "t": 0.5, "note": ""}'
+    slow, half = good.replace('""}', '"throttled"}'), good.replace('"t": 0.5, ', "")
+    files = {"products_T4__json": good, "products_P4__json": slow, "products_L4__json": half}
+    found = tiny(tmp_path, text, **files)
+    (row,) = found.rows["gemm"].to_dict("records")
+    assert (row["k"], row["time_us"], row["origin"]) == (4, 500.0, "products_T4.json:1")
+    assert found.dropped == {"mm was throttled": 1, "file unreadable: no key 't'": 1}
 
 
 @pytest.mark.parametrize(
@@ -194,7 +235,8 @@ def test_every_conversion_is_tested() -> None:
         ("is: throttled", "was: throttled", "unknown key 'was'"),
         ("where: {what: mm}", "when: {what: mm}", "unknown key 'when'"),
         ("  leave_out: no times in it\n", "", "need either rules or leave_out"),
-        ('files: ["specs.csv"]', 'reader: xls\n  files: ["specs.csv"]', "unknown reader 'xls'"),
+        ("is: throttled", "unlike: '('", "missing )"),
+        ("m: M", "m: {json: [{}]}", "takes 2 operands, got 1"),
         ("path: 'products_(", "path: 'products_((", "missing )"),
         ("tables:", "tables: [", "mapping tiny.yaml"),
         ("values:\n", "values: !!python/name:os.system\n", "mapping tiny.yaml"),
