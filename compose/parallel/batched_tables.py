@@ -8,12 +8,12 @@ gradients are made in backward and summed over ranks with those of the dense par
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from itercast.compose.parallel.captured_tables import CapturedTable, Lookup
 from itercast.compose.parallel.placement import Shard
-from itercast.compose.parallel.tables import RankStep, shard_stream
+from itercast.compose.parallel.tables import RankStep, TableWork, shard_stream
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.stack import TableSoftware
 from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
@@ -109,31 +109,22 @@ class BatchedStep(RankStep):
     batched = True
 
     def __init__(
-        self,
-        capture: StepCapture,
-        held: Sequence[tuple[Shard, Lookup]],
-        rank: int,
-        ranks: int,
-        small_ops: Mapping[str, int],
+        self, capture: StepCapture, work: TableWork, ranks: int, optimizer: str, row: int
     ) -> None:
-        super().__init__(capture, held, rank, ranks, small_ops)
-        mine = [(s, x) for s, x in held if s.rank == rank]
+        super().__init__(capture, work, ranks, optimizer, row)
+        mine, copies = work.mine, [(s, x) for s, x in work.mine if s.local]
         self.own_shards = [s for s, _ in mine]
         self.weights = [
             TensorSpec(shape=(s.rows, s.columns), dtype=x.table.dtype, storage=next(self.ids))
             for s, x in mine
         ]
-        both, copies, parts = (
-            [batched_calls(some, ranks, capture.optimizer, self.ids)] if some else []
-            for some in (
-                mine,
-                [(s, x) for s, x in mine if s.local],
-                [(s, x) for s, x in mine if not s.local],
-            )
+        both, of_copies, parts = (
+            [batched_calls(some, ranks, optimizer, self.ids)] if some else []
+            for some in (mine, copies, work.own)
         )
         self.lookups = [self._on_tables(forward) for forward, _ in both]
         self.copied = [
-            self._on_tables(replace(c, phase="backward")) for _, back in copies for c in back
+            self._on_tables(replace(c, phase="backward")) for _, back in of_copies for c in back
         ]
         self.updates = [self._on_tables(c) for _, back in parts for c in back]
         self.own = parts
@@ -145,17 +136,15 @@ class BatchedStep(RankStep):
     def distribute_and_look_up(self, pooled: Sequence[TensorSpec]) -> None:
         """Add own lookups, the exchange of vectors, and that of the next step's row numbers."""
         self.made.calls += self.lookups
-        self._exchange(self._vector_bytes, "forward", pooled)
-        unread = self._buffer(1)  # by this step
-        self._exchange(self._length_bytes, "forward", (unread,))
-        self._exchange(self._index_bytes, "forward", (unread,))
+        self._part("send vectors", received=pooled)
+        self._part("send numbers", received=[self._buffer(1)])  # which this step does not read
 
-    def join(self) -> None:
+    def join(self, pooled: Sequence[TensorSpec]) -> None:
         """Vectors arrive in order."""
 
     def send_gradients(self) -> None:
         """Add the exchange of pooled vectors' gradients."""
-        self._exchange(self._vector_bytes, "backward", [c.args[0] for c in self.updates])
+        self._part("send gradients", received=[c.args[0] for c in self.updates])
 
     def update_shards(self) -> None:
         """Add the gradients of copies, the last ones of backward, and the update of own shards."""

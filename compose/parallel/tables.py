@@ -51,6 +51,25 @@ SMALL_OPS: Mapping[str, int] = assumed(__file__, "small_ops")
 PASSES_IN_PARTS: int = assumed(__file__, "passes_in_parts")
 PASSES: Mapping[str, int] = assumed(__file__, "passes")
 SPARSE_BACKWARD, SPARSE_UPDATE = "itercast.sparse_backward", "itercast.sparse_update"
+# Parts that tables add to a step, and their phases.
+PHASES: Mapping[str, str] = {
+    "pack numbers": "forward",
+    "send numbers": "forward",
+    "sort numbers": "forward",
+    "look up": "forward",
+    "pack vectors": "forward",
+    "send vectors": "forward",
+    "join vectors": "forward",
+    "pack gradients": "backward",
+    "send gradients": "backward",
+    "update tables": "optimizer",
+}
+LOOPS = (  # of small ops, by part
+    ("pack numbers", ("sent", "sent_in_parts")),
+    ("look up", ("held",)),
+    ("join vectors", ("joined",)),
+    ("update tables", ("updated",)),
+)
 PER_TENSOR = ("zero_grad", "accumulate_grad")  # host events that come once per parameter
 
 
@@ -73,7 +92,7 @@ def lookup_calls(
 
     ``tables`` like it are looked up one after the other.
     """
-    table, samples = lookup.table, ranks * lookup.samples
+    table, samples = lookup.table, (1 if shard.local else ranks) * lookup.samples
     looked_up = max(1, round(samples * table.pooling * shard.rows / table.rows))
     facts = shard_stream(table, shard.rows, samples)
     if tables > 1:
@@ -93,7 +112,7 @@ def lookup_calls(
         args = (received, index, shard.rows, mode, table.weighted)
         backward.append(OpCall(op=SPARSE_BACKWARD, args=args, outputs=(gradient,), **known))
     if optimizer != "none":
-        how = "sgd" if optimizer == "sgd" else "adam"
+        how = optimizer if optimizer in ("sgd", "adagrad") else "adam"
         update = OpCall(op=SPARSE_UPDATE, args=(weight, gradient, how), outputs=(weight,), **known)
         backward.append(update)
     after = tuple(replace(call, phase="optimizer") for call in backward)
@@ -153,107 +172,134 @@ def held_shards(
     ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableWork:
+    """What tables add to the step of one rank.
+
+    ``mine``: the shards that it holds. By part of the step (``PHASES``), in bytes: what it copies,
+    and the messages that all ranks exchange; and its small ops (``SMALL_OPS``; none on a GPU).
+    """
+
+    mine: Sequence[tuple[Shard, Lookup]]
+    copied: Mapping[str, Sequence[float]]
+    sent: Mapping[str, Sequence[float]]
+    small_ops: Mapping[str, int]
+
+    @property
+    def own(self) -> Sequence[tuple[Shard, Lookup]]:
+        """Shards that are looked up for the samples of all ranks."""
+        return [(s, x) for s, x in self.mine if not s.local]
+
+
+def table_work(
+    held: Sequence[tuple[Shard, Lookup]], rank: int, ranks: int, *, on_cpu: bool
+) -> TableWork:
+    """The work of one rank; a message takes as long as the most that any rank sends or receives."""
+    moved, spread = traffic(held, ranks), [(s, x) for s, x in held if not s.local]
+    own = sum(s.rank == rank for s, _ in spread)
+    cut = [x for s, x in spread if s.rows < x.table.rows]
+    chosen = [PASSES_IN_PARTS * INDEX_BYTES * x.samples * x.table.pooling for x in cut]
+    lengths = float(np.maximum(moved.lengths_sent, moved.lengths_received).max())
+    numbers = float(np.maximum(moved.index_sent, moved.index_received).max())
+    vectors = float(np.maximum(moved.vectors_sent, moved.vectors_received).max())
+    packed, received = moved.vectors_sent[rank], moved.vectors_received[rank]
+    rearranged = {
+        "sort numbers": [PASSES["row_numbers"] * moved.index_received[rank]],
+        "join vectors": [PASSES["joined"] * received],
+        "pack gradients": [PASSES["gradients"] * received],
+    }
+    counts = {"sent": len(spread) - len(cut), "sent_in_parts": len(cut), "held": own}
+    counts |= {"joined": len(spread), "updated": own}
+    small_ops = {part: sum(SMALL_OPS[k] * counts[k] for k in kinds) for part, kinds in LOOPS}
+    return TableWork(
+        mine=[(s, x) for s, x in held if s.rank == rank],
+        copied={
+            "pack numbers": [*chosen, lengths + numbers],
+            "pack vectors": [packed],
+            "update tables": [packed],
+            **(rearranged if on_cpu else {}),
+        },
+        sent={
+            "send numbers": [lengths, numbers],
+            "send vectors": [vectors],
+            "send gradients": [vectors],
+        },
+        small_ops=small_ops if on_cpu else {},
+    )
+
+
+def in_a_row(tables: Sequence[CapturedTable], ranks: int, *, on_cpu: bool) -> int:
+    """Lookups that a rank makes one after the other, on average; a GPU's follow other ops."""
+    return max(1, round(sum(len(t.lookups) for t in tables) / ranks)) if on_cpu else 1
+
+
 class RankStep:
-    """Builds the step of one rank whose tables are looked up one after the other."""
+    """Builds the step of one rank whose tables are looked up one after the other.
+
+    Calls that tables add have their part of the step as ``module``. ``row``: lookups in a row.
+    """
 
     batched = False
 
     def __init__(
-        self,
-        capture: StepCapture,
-        held: Sequence[tuple[Shard, Lookup]],
-        rank: int,
-        ranks: int,
-        small_ops: Mapping[str, int],
+        self, capture: StepCapture, work: TableWork, ranks: int, optimizer: str, row: int
     ) -> None:
-        self.capture, self.small_ops, self.repeated_ops = capture, small_ops, 0
+        self.capture, self.work, self.ranks, self.optimizer = capture, work, ranks, optimizer
         self.made, self.ids = StepBuilder(capture), fresh_storages(capture)
-        self.held = [(s, x) for s, x in held if not s.local]
-        self.sent = traffic(held, ranks)
-        self.rank = rank
-        own = [(s, x) for s, x in self.held if s.rank == rank]
-        usual = max(1, round(len(self.held) / ranks)) if small_ops else 1
-        self.own = [lookup_calls(s, x, ranks, capture.optimizer, self.ids, usual) for s, x in own]
-        self.own_shards = [s for s, _ in own]
         self.ready: dict[int, int] = {}  # by table, call that makes the gradient of a copy
+        self.own = [lookup_calls(s, x, ranks, optimizer, self.ids, row) for s, x in work.own]
+        self.own_shards = [s for s, _ in work.own]
         self.weights: list[TensorSpec] = [forward.args[0] for forward, _ in self.own]
 
     def distribute_and_look_up(self, pooled: Sequence[TensorSpec]) -> None:
         """Add the exchange of row numbers, own lookups, and the exchange of ``pooled`` vectors."""
-        for shard, lookup in self.held:
-            in_parts = shard.rows < lookup.table.rows
-            self._small("sent_in_parts" if in_parts else "sent")
-            if in_parts:
-                row_bytes = INDEX_BYTES * lookup.samples * lookup.table.pooling
-                self._copy(PASSES_IN_PARTS * row_bytes, "forward")
-        self._copy(self._length_bytes + self._index_bytes, "forward")
-        self._exchange(self._length_bytes, "forward", ())
-        self._exchange(self._index_bytes, "forward", ())
-        self._rearrange("row_numbers", self.sent.index_received[self.rank], "forward")
-        for forward, _ in self.own:
-            self._small("held")
-            self.made.calls.append(forward)
-        self._copy(self.sent.vectors_sent[self.rank], "forward")
-        self._exchange(self._vector_bytes, "forward", pooled)
+        for part in ("pack numbers", "send numbers", "sort numbers"):
+            self._part(part)
+        self._part("look up", [forward for forward, _ in self.own])
+        self._part("pack vectors")
+        self._part("send vectors", received=pooled)
 
-    def join(self) -> None:
+    def join(self, pooled: Sequence[TensorSpec]) -> None:
         """Add what puts the received vectors in order."""
-        for _ in self.held:
-            self._small("joined")
-        self._rearrange("joined", self.sent.vectors_received[self.rank], "forward")
+        self._part("join vectors", read=pooled[0].storage)
 
     def send_gradients(self) -> None:
         """Add the exchange of pooled vectors' gradients."""
-        self._rearrange("gradients", self.sent.vectors_received[self.rank], "backward")
+        self._part("pack gradients")
         first = [back[0] for _, back in self.own if back]
         gradients = [c.args[0 if c.op == SPARSE_BACKWARD else 1] for c in first]
-        self._exchange(self._vector_bytes, "backward", gradients)
+        self._part("send gradients", received=gradients)
 
     def update_shards(self) -> None:
         """Add the gradients of own shards' rows, and their addition to the tables."""
-        self._copy(self.sent.vectors_sent[self.rank], "optimizer")
-        for _, back in self.own:
-            self._small("updated")
-            self.made.calls += back
+        self._part("update tables", [call for _, back in self.own for call in back])
 
-    @property
-    def _length_bytes(self) -> float:
-        return float(np.maximum(self.sent.lengths_sent, self.sent.lengths_received).max())
+    def _part(
+        self,
+        part: str,
+        calls: Sequence[OpCall] = (),
+        received: Sequence[TensorSpec] = (),
+        read: int | None = None,
+    ) -> None:
+        """Add a part of the step: its copies (of the tensor ``read``), calls and messages."""
+        for nbytes in self.work.copied.get(part, ()):
+            source, made = self._buffer(nbytes), self._buffer(nbytes)
+            source = source if read is None else replace(source, storage=read)
+            copy = OpCall(op="aten.clone.default", args=(source,), outputs=(made,))
+            self._add([copy] if nbytes else [], part)
+        self._add(calls, part)
+        for nbytes in self.work.sent.get(part, ()):
+            message = collective(
+                "all_to_all", "dp", self._buffer(nbytes), "", received=tuple(received)
+            )
+            self._add([message] if nbytes else [], part)
 
-    @property
-    def _index_bytes(self) -> float:
-        return float(np.maximum(self.sent.index_sent, self.sent.index_received).max())
-
-    @property
-    def _vector_bytes(self) -> float:
-        return float(np.maximum(self.sent.vectors_sent, self.sent.vectors_received).max())
+    def _add(self, calls: Sequence[OpCall], part: str) -> None:
+        self.made.calls += [replace(c, phase=PHASES[part], module=part) for c in calls]
 
     def _buffer(self, nbytes: float) -> TensorSpec:
+        """A buffer that nothing else uses."""
         return TensorSpec(shape=(max(1, round(nbytes / 4)),), dtype="fp32", storage=next(self.ids))
-
-    def _copy(self, nbytes: float, phase: str) -> TensorSpec:
-        """Add a copy of a buffer that nothing else uses."""
-        a, b = self._buffer(nbytes), self._buffer(nbytes)
-        if nbytes:
-            made = OpCall(op="aten.clone.default", args=(a,), outputs=(b,), phase=phase)
-            self.made.calls.append(made)
-        return b
-
-    def _rearrange(self, part: str, nbytes: float, phase: str) -> None:
-        """Add the copies that ``PASSES`` counts, on a CPU."""
-        if self.small_ops:
-            self._copy(PASSES[part] * nbytes, phase)
-
-    def _small(self, kind: str) -> None:
-        """Count small ops of a loop over tables as host time."""
-        self.repeated_ops += self.small_ops.get(kind, 0)
-
-    def _exchange(self, nbytes: float, phase: str, received: Sequence[TensorSpec]) -> None:
-        if nbytes:
-            message = self._buffer(nbytes)
-            self.made.calls.append(
-                collective("all_to_all", "dp", message, phase, received=tuple(received))
-            )
 
 
 def rank_step(
@@ -266,10 +312,12 @@ def rank_step(
     *,
     on_cpu: bool,
     kind: type[RankStep] = RankStep,
+    optimizer: str = "",
 ) -> StepCapture:
     """The step of one rank under a sharding of the step's tables.
 
     Copies of a table are left to data parallelism, unless kernels over all tables take them too.
+    ``optimizer``: of spread tables; by default that of the step.
     """
     spread = [
         t
@@ -279,9 +327,9 @@ def rank_step(
     if not spread:
         return capture
     calls = capture.calls
-    step = kind(
-        capture, held_shards(tables, sharding, per_node), rank, ranks, SMALL_OPS if on_cpu else {}
-    )
+    held, row = held_shards(tables, sharding, per_node), in_a_row(tables, ranks, on_cpu=on_cpu)
+    work = table_work(held, rank, ranks, on_cpu=on_cpu)
+    step = kind(capture, work, ranks, optimizer or capture.optimizer, row)
     looked_up = {x.call for t in spread for x in t.lookups}
     pooled = [calls[i].outputs[0] for i in sorted(looked_up)]
     gradients = {i for t in spread for i in gradient_calls(capture, t)}
@@ -294,7 +342,7 @@ def rank_step(
         if i == first:
             step.distribute_and_look_up(pooled)
         if i == joined:
-            step.join()
+            step.join(pooled)
         kept = updates.without(call) if call.phase == "optimizer" else call
         if i not in looked_up and i not in gradients and kept is not None:
             step.made.add(i, kept)
@@ -326,8 +374,10 @@ def _finished(step: RankStep, spread: Sequence[CapturedTable]) -> StepCapture:
     lookups = sum(len(t.lookups) for t in spread)
     gone |= {"module_call": lookups, "autograd_node": max(0, lookups - len(step.own))}
     host = {name: max(0, n - gone.get(name, 0)) for name, n in made.host.items()}
-    host[REPEATED] = step.repeated_ops
-    if step.small_ops and any(back for _, back in step.own):  # their own backward and optimizer
+    host[REPEATED] = sum(step.work.small_ops.values())
+    if step.work.small_ops and any(
+        back for _, back in step.own
+    ):  # their own backward and optimizer
         host["backward"] = host.get("backward", 0) + 1
         if step.capture.optimizer == "sgd":
             host["sgd_step"] = host.get("sgd_step", 0) + len(step.own)

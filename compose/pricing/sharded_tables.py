@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 
 from itercast.compose.graph.identity_cache import cached_by_identity
-from itercast.compose.graph.rewrite import fresh_storages
 from itercast.compose.parallel.batched_tables import BatchedStep, as_stored, batched_calls
-from itercast.compose.parallel.captured_tables import CapturedTable, Lookup, captured_tables
+from itercast.compose.parallel.captured_tables import CapturedTable, captured_tables
 from itercast.compose.parallel.greedy import Way, balanced, placements
 from itercast.compose.parallel.placement import (
+    Placement,
     Shard,
     Sharding,
     check_sharding,
@@ -23,14 +24,12 @@ from itercast.compose.parallel.placement import (
     shards,
 )
 from itercast.compose.parallel.plan import GREEDY, ParallelPlan
-from itercast.compose.parallel.tables import RankStep, held_shards, lookup_calls, rank_step
+from itercast.compose.parallel.tables import RankStep, in_a_row, lookup_calls, rank_step
 from itercast.compose.pricing.collectives import Cluster
 from itercast.compose.pricing.optimizer import STATE_COPIES
-from itercast.compose.pricing.price_book import PriceBook, priceable
+from itercast.compose.pricing.price_book import Priceable, PriceBook, PricedOp, priceable
 from itercast.microbench.hardware.stack import TableSoftware, stack_of_row
 from itercast.microbench.opcall import StepCapture
-
-Held = Sequence[tuple[Shard, Lookup]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,18 +68,18 @@ def _slowest_rank(
 
     ``rate``: bytes/s of a rank's slowest link to others.
     """
-    software = _software(book)
+    software = table_software(book)
     tables = as_stored(captured_tables(capture), software)
     if not tables:
         raise ValueError("shard spreads embedding tables, and the model has none")
     state = float(STATE_COPIES[capture.optimizer])
+    times = ShardTimes(tables, capture.optimizer, ranks, per_node, rate, book)
     if text is not None:
         sharding = from_torchrec(text, [t.table for t in tables])
         check_sharding(sharding, [t.table for t in tables], ranks, per_node)
     else:
-        sharding = greedy_sharding(capture, tables, ranks, per_node, rate, book, state)
-    held = held_shards(tables, sharding, per_node)
-    rank = int(np.argmax(_rank_us(capture, held, ranks, rate, book)))
+        sharding = times.greedy(state)
+    rank = times.slowest(sharding)
     kind = BatchedStep if software.batched else RankStep
     spread = [kind.batched or p.kind != "data_parallel" for p in sharding]
     shared = [t.table for t, s in zip(tables, spread, strict=True) if s]
@@ -96,84 +95,115 @@ def _slowest_rank(
     )
 
 
-def _software(book: PriceBook) -> TableSoftware:
+def table_software(book: PriceBook) -> TableSoftware:
     """How the forecast stack looks tables up; on a CPU as torch does."""
     return TableSoftware() if book.gpu.kind == "cpu" else stack_of_row(book.stack).tables
 
 
-def greedy_sharding(
-    capture: StepCapture,
-    tables: Sequence[CapturedTable],
-    ranks: int,
-    per_node: int,
-    rate: float,
-    book: PriceBook,
-    state: float,
-) -> Sharding:
-    """Tables spread by the time of their lookups and messages, costly ones in columns and rows."""
-    listed = [t.table for t in tables]
-    ways = _ways(capture, tables, ranks, per_node, rate, book)
-    return balanced(listed, ways, ranks, per_node, book.gpu.hbm_bytes, state)
-
-
-def _ways(
-    capture: StepCapture,
-    tables: Sequence[CapturedTable],
-    ranks: int,
-    per_node: int,
-    rate: float,
-    book: PriceBook,
-) -> list[list[Way]]:
-    """The ways to place each table with the time in us that the first shard adds to a rank."""
-    copies = _software(book).batched
-    places = [list(placements(t.table, ranks, per_node, copies)) for t in tables]
-    held = [
-        (shards(found.table, i, place, per_node)[0], lookup)
-        for i, found in enumerate(tables)
-        for place in places[i]
-        for lookup in found.lookups
-    ]
-    priced = iter(_shard_us(capture, held, ranks, rate, book))
-    return [
-        [Way(place, sum(next(priced) for _ in found.lookups)) for place in mine]
-        for found, mine in zip(tables, places, strict=True)
-    ]
-
-
-def _rank_us(
-    capture: StepCapture, held: Held, ranks: int, rate: float, book: PriceBook
-) -> np.ndarray:
-    """Time in us of the lookups, updates and messages of each rank's shards."""
-    spread = [(s, x) for s, x in held if not s.local]
-    found = np.zeros(ranks)
-    for (shard, _), us in zip(spread, _shard_us(capture, spread, ranks, rate, book), strict=True):
-        found[shard.rank] += us
-    return found
-
-
-def _shard_us(
-    capture: StepCapture, held: Held, ranks: int, rate: float, book: PriceBook
-) -> list[float]:
-    """Time in us that each shard adds to its rank: lookups, updates, messages.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardTime:
+    """What a shard adds to its rank: its lookups, the ops of its update, and messages.
 
     The rank receives row numbers of the other ranks' samples and sends their pooled vectors; as
     many bytes of gradients come back. Of a copy the gradients of all rows are summed over ranks.
-    All at ``rate`` bytes/s.
     """
-    ids, optimizer = fresh_storages(capture), capture.optimizer
-    if _software(book).batched:
-        calls = [batched_calls([(s, x)], ranks, optimizer, ids) for s, x in held]
-    else:
-        calls = [lookup_calls(s, x, ranks, optimizer, ids) for s, x in held]
-    priced = iter(book.price([priceable(c, 1.0) for f, back in calls for c in (f, *back)]))
-    found = []
-    for (shard, lookup), (_, back) in zip(held, calls, strict=True):
-        ops = [next(priced) for _ in range(1 + len(back))]
-        numbers, vectors = message_bytes(shard, lookup.table, lookup.samples)
-        sent = (ranks - 1) * (numbers + (1 + bool(back)) * vectors)
-        if shard.local:
-            rows_bytes = shard.rows * shard.columns * lookup.table.sent_bytes
-            sent = bool(back) * 2 * (ranks - 1) / ranks * rows_bytes
-        sent_us = 1e6 * sent / rate
-        found.append(sum(max(op.duration_us, op.launch_us or 0.0) for op in ops) + sent_us)
-    return found
+
+    forward: tuple[PricedOp, ...]
+    backward: tuple[PricedOp, ...]
+    update: tuple[Priceable, ...]
+    sent_us: float
+
+    @property
+    def work_us(self) -> float:
+        """Time of lookups and updates."""
+        return sum(max(op.duration_us, op.launch_us or 0.0) for op in self.forward + self.backward)
+
+    @property
+    def total_us(self) -> float:
+        """Time of lookups, updates and messages."""
+        return self.work_us + self.sent_us
+
+
+class ShardTimes:
+    """What shards of a step's tables add to their ranks; equal shards are priced once.
+
+    ``rate``: bytes/s of a rank's slowest link to others.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[CapturedTable],
+        optimizer: str,
+        ranks: int,
+        per_node: int,
+        rate: float,
+        book: PriceBook,
+    ) -> None:
+        self.tables, self.optimizer, self.ranks = tables, optimizer, ranks
+        self.per_node, self.rate, self.book = per_node, rate, book
+        self.batched = table_software(book).batched
+        self.row = in_a_row(tables, ranks, on_cpu=book.gpu.kind == "cpu")
+        self.known: dict[tuple[int, int, int, bool], ShardTime] = {}
+
+    def of(self, held: Sequence[Shard]) -> list[ShardTime]:
+        """The time of each shard; those not known yet are priced in one call per family."""
+        keys = [(s.table, s.rows, s.columns, s.local) for s in held]
+        fresh = {key: s for key, s in zip(keys, held, strict=True) if key not in self.known}
+        wanted = {key: self._wanted(s) for key, s in fresh.items()}
+        self.book.prefetch([w for ops in wanted.values() for w in (*ops[0], *ops[1])])
+        for key, (forward, backward) in wanted.items():
+            self.known[key] = ShardTime(
+                forward=tuple(self.book.price(forward)),
+                backward=tuple(self.book.price(backward)),
+                update=tuple(backward),
+                sent_us=1e6 * self._sent_bytes(fresh[key]) / self.rate,
+            )
+        return [self.known[key] for key in keys]
+
+    def placed(self, table: int, place: Placement) -> list[Shard]:
+        """The shards of a placed table."""
+        return shards(self.tables[table].table, table, place, self.per_node)
+
+    def slowest(self, sharding: Sharding) -> int:
+        """The rank that spends most time on its shards; copies are alike on all."""
+        spent = np.zeros(self.ranks)
+        held = [s for i, place in enumerate(sharding) for s in self.placed(i, place) if not s.local]
+        for shard, time in zip(held, self.of(held), strict=True):
+            spent[shard.rank] += time.total_us
+        return int(np.argmax(spent))
+
+    def greedy(self, state: float) -> Sharding:
+        """Tables spread by the time of their shards, costly ones in columns and rows.
+
+        ``state``: numbers of the optimizer per weight.
+        """
+        listed = [t.table for t in self.tables]
+        places = [list(placements(t, self.ranks, self.per_node, self.batched)) for t in listed]
+        first = [self.placed(i, p)[0] for i, mine in enumerate(places) for p in mine]
+        us = iter([time.total_us for time in self.of(first)])
+        ways = [[Way(place, next(us)) for place in mine] for mine in places]
+        limit_bytes = self.book.gpu.hbm_bytes
+        return balanced(listed, ways, self.ranks, self.per_node, limit_bytes, state)
+
+    def _wanted(self, shard: Shard) -> tuple[list[Priceable], list[Priceable]]:
+        """Ops of a shard's lookups, and of its update."""
+        forward, backward, ids = list[Priceable](), list[Priceable](), count()
+        for x in self.tables[shard.table].lookups:
+            if self.batched:
+                first, back = batched_calls([(shard, x)], self.ranks, self.optimizer, ids)
+            else:
+                first, back = lookup_calls(shard, x, self.ranks, self.optimizer, ids, self.row)
+            forward.append(priceable(first))
+            backward += map(priceable, back)
+        return forward, backward
+
+    def _sent_bytes(self, shard: Shard) -> float:
+        """Bytes of messages between a shard and other ranks."""
+        trains, others = self.optimizer != "none", self.ranks - 1
+        found = 0.0
+        for x in self.tables[shard.table].lookups:
+            numbers, vectors = message_bytes(shard, x.table, x.samples)
+            gradient_bytes = shard.rows * shard.columns * x.table.sent_bytes
+            summed = trains * 2 * others / self.ranks * gradient_bytes
+            found += summed if shard.local else others * (numbers + (1 + trains) * vectors)
+        return found

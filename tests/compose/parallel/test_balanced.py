@@ -19,7 +19,7 @@ from itercast.compose.parallel.placement import (
 from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.price_book import price_book
-from itercast.compose.pricing.sharded_tables import greedy_sharding
+from itercast.compose.pricing.sharded_tables import ShardTimes
 from itercast.compose.target import find_target
 
 UNLIMITED = 1e15
@@ -109,6 +109,6 @@ def test_row_numbers_count_for_the_rank_that_holds_a_table() -> None:
     step = capture("dlrm-dcnv2", batch=135_168 // ranks, dtype="fp16")
     tables = captured_tables(step)
     rate = where.slowest_bytes_per_s("dp")
-    found = greedy_sharding(step, tables, ranks, 8, rate, book, 0.0)
+    found = ShardTimes(tables, step.optimizer, ranks, 8, rate, book).greedy(0.0)
     (hot,) = [p for t, p in zip(tables, found, strict=True) if t.table.pooling == 100]
     assert hot.kind == "grid_shard" and len(hot.ranks) >= 16
