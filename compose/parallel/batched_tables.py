@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from itercast.compose.parallel.captured_tables import CapturedTable, Lookup
 from itercast.compose.parallel.placement import Shard
-from itercast.compose.parallel.tables import RankStep, TableWork, shard_stream
+from itercast.compose.parallel.table_work import TableWork, shard_stream
+from itercast.compose.parallel.tables import RankStep
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.stack import TableSoftware
 from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec

@@ -273,7 +273,7 @@ def _exposed(
     op, call = ops[i], calls[i]
     beside_us = 0.0
     if call.kwargs["until_read"]:
-        beside_us = sum(ops[at].duration_us for at in _until_read(i, calls))
+        beside_us = sum(ops[at].duration_us for at in until_read(i, calls))
     elif call.kwargs["overlaps_next"] and i + 1 in ops:
         beside_us = ops[i + 1].duration_us
     elif "overlap" in plan.coconet and call.kwargs["axis"] == "tp" and i:
@@ -285,7 +285,7 @@ def _exposed(
     return replace(op, duration_us=us, low_us=op.low_us * scale, high_us=op.high_us * scale)
 
 
-def _until_read(i: int, calls: Sequence[OpCall]) -> Iterator[int]:
+def until_read(i: int, calls: Sequence[OpCall]) -> Iterator[int]:
     """The calls of a phase after collective ``i`` until one reads what it brings."""
     received = {t.storage for t in calls[i].outputs}
     for at in range(i + 1, len(calls)):

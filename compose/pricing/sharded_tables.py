@@ -24,7 +24,8 @@ from itercast.compose.parallel.placement import (
     shards,
 )
 from itercast.compose.parallel.plan import GREEDY, ParallelPlan
-from itercast.compose.parallel.tables import RankStep, in_a_row, lookup_calls, rank_step
+from itercast.compose.parallel.table_work import in_a_row, lookup_calls
+from itercast.compose.parallel.tables import RankStep, rank_step
 from itercast.compose.pricing.collectives import Cluster
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import Priceable, PriceBook, PricedOp, priceable
@@ -127,7 +128,8 @@ class ShardTime:
 class ShardTimes:
     """What shards of a step's tables add to their ranks; equal shards are priced once.
 
-    ``rate``: bytes/s of a rank's slowest link to others.
+    ``rate``: bytes/s of a rank's slowest link to others. ``cold``: the share of lookups and updates
+    that no cache holds.
     """
 
     def __init__(
@@ -138,7 +140,9 @@ class ShardTimes:
         per_node: int,
         rate: float,
         book: PriceBook,
+        cold: float = 1.0,
     ) -> None:
+        self.cold = cold
         self.tables, self.optimizer, self.ranks = tables, optimizer, ranks
         self.per_node, self.rate, self.book = per_node, rate, book
         self.batched = table_software(book).batched
@@ -164,12 +168,16 @@ class ShardTimes:
         """The shards of a placed table."""
         return shards(self.tables[table].table, table, place, self.per_node)
 
+    def held(self, sharding: Sharding) -> list[tuple[Shard, ShardTime]]:
+        """All shards with their times."""
+        held = [s for i, place in enumerate(sharding) for s in self.placed(i, place)]
+        return list(zip(held, self.of(held), strict=True))
+
     def slowest(self, sharding: Sharding) -> int:
         """The rank that spends most time on its shards; copies are alike on all."""
         spent = np.zeros(self.ranks)
-        held = [s for i, place in enumerate(sharding) for s in self.placed(i, place) if not s.local]
-        for shard, time in zip(held, self.of(held), strict=True):
-            spent[shard.rank] += time.total_us
+        for shard, time in self.held(sharding):
+            spent[shard.rank] += 0.0 if shard.local else time.total_us
         return int(np.argmax(spent))
 
     def greedy(self, state: float) -> Sharding:
@@ -193,8 +201,8 @@ class ShardTimes:
                 first, back = batched_calls([(shard, x)], self.ranks, self.optimizer, ids)
             else:
                 first, back = lookup_calls(shard, x, self.ranks, self.optimizer, ids, self.row)
-            forward.append(priceable(first))
-            backward += map(priceable, back)
+            forward.append(priceable(first, self.cold))
+            backward += [priceable(c, self.cold) for c in back]
         return forward, backward
 
     def _sent_bytes(self, shard: Shard) -> float:

@@ -20,8 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from itercast.compose.sharding.costs import Costs
-from itercast.compose.sharding.forecast import forecast_sharding
+from itercast.compose.sharding.forecast import Forecaster
 from itercast.compose.sharding.propose import random_sharding
 from itercast.compose.target import find_target
 from itercast.eval.progress import progress_bar
@@ -223,11 +222,11 @@ def speed_line(bundle: Path, ranks: int) -> str:
     model = heavy_task(rng)
     while len(model.tables) < SPEED_TABLES:
         model = heavy_task(rng)
-    costs = Costs(model, find_target("cpu", f"dp={ranks}", bundle), ranks)
-    forecast_sharding(random_sharding(rng, model, ranks), costs)
+    forecaster = Forecaster(model, find_target("cpu", f"dp={ranks}", bundle), ranks)
+    forecaster.forecast(random_sharding(rng, model, ranks))
     start = time.perf_counter()
     for _ in range(SPEED_SHARDINGS):
-        forecast_sharding(random_sharding(rng, model, ranks), costs)
+        forecaster.forecast(random_sharding(rng, model, ranks))
     seconds = time.perf_counter() - start
     return (
         f"{len(model.tables)} tables: {1e3 * seconds / SPEED_SHARDINGS:.1f} ms a sharding, "

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from itercast.compose.parallel.placement import Sharding
-from itercast.compose.sharding.costs import Costs
-from itercast.compose.sharding.forecast import ShardingForecast, forecast_sharding
+from itercast.compose.sharding.forecast import Forecaster, ShardingForecast
 from itercast.compose.sharding.propose import (
     greedy_by,
     improve,
@@ -79,7 +78,7 @@ def judge_iterations(
         Candidate(name=str(i), model=m, sharding=any_sharding(rng, m, ranks))
         for i, m in enumerate(models)
     ]
-    forecasts = [forecast_sharding(c.sharding, _costs(c.model, ranks, bundle)) for c in candidates]
+    forecasts = [_forecaster(c.model, ranks, bundle).forecast(c.sharding) for c in candidates]
     anchor_us = usual_anchor_us(bundle, threads)
     found = measure(candidates, ranks, threads, folder, 1, anchor_us, progress)
     return [judged(c, f, m) for c, f, m in zip(candidates, forecasts, found, strict=True)]
@@ -92,10 +91,10 @@ def judge_choices(
     rng = np.random.default_rng(seed)
     by_task, forecasts = [], []
     for _ in range(tasks):
-        costs = _costs(heavy_task(rng), ranks, bundle)
-        proposed = sharders(costs, rng)
+        forecaster = _forecaster(heavy_task(rng), ranks, bundle)
+        proposed = sharders(forecaster, rng)
         by_task.append(proposed)
-        forecasts += [forecast_sharding(c.sharding, costs) for c in proposed]
+        forecasts += [forecaster.forecast(c.sharding) for c in proposed]
     together, anchor_us = len(by_task[0]), usual_anchor_us(bundle, threads)
     every = [c for some in by_task for c in some]
     found = measure(every, ranks, threads, folder, together, anchor_us, progress)
@@ -133,14 +132,14 @@ def stages_of(forecast: ShardingForecast) -> tuple[float, ...]:
     return tuple(found)
 
 
-def sharders(costs: Costs, rng: np.random.Generator) -> list[Candidate]:
+def sharders(forecaster: Forecaster, rng: np.random.Generator) -> list[Candidate]:
     """Proposes shardings: at random, by six greedy rules, and by a search on our forecast."""
-    model = costs.model
-    found = {"random": random_sharding(rng, model, costs.world_size)}
-    for name, cost in table_costs(costs).items():
-        found[f"greedy by {name}"] = greedy_by(cost, costs)
-    best = min((forecast_sharding(s, costs) for s in found.values()), key=lambda f: f.iteration_us)
-    found["search"] = improve(best, costs).sharding
+    model = forecaster.model
+    found = {"random": random_sharding(rng, model, forecaster.world_size)}
+    for name, cost in table_costs(forecaster).items():
+        found[f"greedy by {name}"] = greedy_by(cost, forecaster)
+    best = min((forecaster.forecast(s) for s in found.values()), key=lambda f: f.iteration_us)
+    found["search"] = improve(best, forecaster).sharding
     return [Candidate(name=n, model=model, sharding=s) for n, s in found.items()]
 
 
@@ -155,9 +154,9 @@ def choices(judged: Sequence[Sequence[Judged]], ranks: int, bundle: Path) -> lis
     for task in judged:
         fastest_us = min(j.measured_us for j in task)
         regret = {id(j): j.measured_us / fastest_us - 1 for j in task}
-        costs = _costs(task[0].candidate.model, ranks, bundle)
+        forecaster = _forecaster(task[0].candidate.model, ranks, bundle)
         ours = min(task, key=lambda j: j.forecast_us)
-        theirs = min(task, key=lambda j: _slowest_rank_us(costs, j.candidate.sharding))
+        theirs = min(task, key=lambda j: _slowest_rank_us(forecaster, j.candidate.sharding))
         by_name["itercast"].append(regret[id(ours)])
         by_name["torchrec's formulas"].append(regret[id(theirs)])
         by_name["random pick"].append(float(np.mean(list(regret.values()))))
@@ -181,21 +180,21 @@ def correlations(judged: Sequence[Sequence[Judged]]) -> tuple[float, float]:
     return float(found[0, 1]), float(found[2, 3])
 
 
-def _slowest_rank_us(costs: Costs, sharding: Sharding) -> float:
+def _slowest_rank_us(forecaster: Forecaster, sharding: Sharding) -> float:
     """Cost of the slowest rank by torchrec's formulas; parts of a table cost their share."""
-    spent = np.zeros(costs.world_size)
-    for table, place in zip(costs.model.tables, sharding, strict=True):
-        spent[list(place.ranks)] += torchrec_us(table, costs) / len(place.ranks)
+    spent = np.zeros(forecaster.world_size)
+    for table, place in zip(forecaster.model.tables, sharding, strict=True):
+        spent[list(place.ranks)] += torchrec_us(table, forecaster) / len(place.ranks)
     return float(spent.max())
 
 
-_known: dict[tuple[RankingModel, int, Path], Costs] = {}
+_known: dict[tuple[RankingModel, int, Path], Forecaster] = {}
 
 
-def _costs(model: RankingModel, ranks: int, bundle: Path) -> Costs:
+def _forecaster(model: RankingModel, ranks: int, bundle: Path) -> Forecaster:
     key = (model, ranks, bundle)
     if key not in _known:
-        _known[key] = Costs(model, find_target("cpu", f"dp={ranks}", bundle), ranks)
+        _known[key] = Forecaster(model, find_target("cpu", f"dp={ranks}", bundle), ranks)
     return _known[key]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from itercast.compose.parallel.placement import Placement
 from itercast.microbench.ops import families, find_family
 from itercast.microbench.ops.family import log_uniform
 from itercast.microbench.ops.lookup import embedding_bag, sparse_update
@@ -78,7 +79,8 @@ def _updates(rng: np.random.Generator) -> Iterator[SparseUpdate]:
 
 def dense_points(seed: int) -> dict[str, list[Any]]:
     """Points by family of the ops in perceptrons of random DLRMs, and copies of all sizes."""
-    from itercast.compose.sharding.costs import dense_step  # torch is slow to import
+    from itercast.compose.parallel.tables import rank_step  # torch is slow to import
+    from itercast.compose.sharding.step import dlrm_step, tables_of
     from itercast.eval.recommenders.tasks import any_configuration, heavy_task
 
     rng = np.random.default_rng(seed)
@@ -87,7 +89,9 @@ def dense_points(seed: int) -> dict[str, list[Any]]:
         model = any_configuration(rng) if number % 2 else heavy_task(rng)
         wide = tuple(8 * log_uniform(rng, 4, 40) for _ in range(2))
         model = replace(model, batch=log_uniform(rng, 24, 320), bottom=wide, top=wide)
-        for call in dense_step(model, "sgd" if number % 3 else "adamw").calls:
+        model = replace(model, optimizer="sgd" if number % 3 else "adam")
+        step, elsewhere = dlrm_step(model), (Placement("table_wise", (1,)),) * len(model.tables)
+        for call in rank_step(step, tables_of(step, model), elsewhere, 0, 2, 2, on_cpu=True).calls:
             family, params = find_family(call)
             if family is not None:
                 found.setdefault(family.name, {})[params] = None

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 from rich.table import Table
 
-from itercast.compose.sharding.costs import Costs
-from itercast.compose.sharding.forecast import forecast_sharding
+from itercast.compose.sharding.forecast import Forecaster
 from itercast.compose.sharding.tables import RankingModel
 from itercast.compose.target import find_target
 from itercast.eval.recommenders.judge import usual_anchor_us
@@ -71,7 +70,7 @@ def measure_both(
     return [
         Witnessed(
             model=c.model,
-            forecast_us=forecast_sharding(c.sharding, Costs(c.model, target, ranks)).iteration_us,
+            forecast_us=Forecaster(c.model, target, ranks).forecast(c.sharding).iteration_us,
             torch_us=ours,
             torchrec_us=theirs,
         )

@@ -15,8 +15,7 @@ from itercast.errors import one_line_errors
 from itercast.options import Bundle, Json
 
 if TYPE_CHECKING:  # the command line starts without pandas
-    from itercast.compose.sharding.costs import Costs
-    from itercast.compose.sharding.forecast import ShardingForecast
+    from itercast.compose.sharding.forecast import Forecaster, ShardingForecast
 
 BAR = 32  # characters of the longest step
 Ranking = Sequence[tuple[str, "ShardingForecast"]]
@@ -41,7 +40,7 @@ def shard(
 ) -> None:
     """Rank shardings of embedding tables by forecast iteration time; nothing is run."""
     from itercast.compose.parallel.placement import to_torchrec
-    from itercast.compose.sharding.costs import Costs
+    from itercast.compose.sharding.forecast import Forecaster
     from itercast.compose.sharding.propose import choose
     from itercast.compose.sharding.tables import read_model
     from itercast.compose.target import find_target
@@ -50,20 +49,20 @@ def shard(
     model = read_model(tables)
     given = _given(sharding, model) if sharding else None
     target = find_target(gpu, f"dp={gpus},node={node}" if node else f"dp={gpus}", bundle)
-    costs = Costs(model, target, gpus)
-    ranking = choose(costs, seed, given)
+    forecaster = Forecaster(model, target, gpus)
+    ranking = choose(forecaster, seed, given)
     fastest = ranking[0][1]
     device = "cpu" if target.gpu.kind == "cpu" else "cuda"
-    plan = to_torchrec(fastest.sharding, model.tables, costs.per_node, device)
+    plan = to_torchrec(fastest.sharding, model.tables, forecaster.per_node, device)
     if out is not None:
         write_atomic(out, plan.encode())
     if as_json:
-        typer.echo(json.dumps(_facts(costs, ranking, json.loads(plan))))
+        typer.echo(json.dumps(_facts(forecaster, ranking, json.loads(plan))))
         return
     console = Console()
-    console.print(_ranking_table(costs, ranking))
+    console.print(_ranking_table(forecaster, ranking))
     console.print(_steps_table(*ranking[0]))
-    console.print(advice(fastest, costs))
+    console.print(advice(fastest, forecaster))
     if out is not None:
         console.print(f"plan written to {out}")
 
@@ -77,7 +76,7 @@ def _given(path: Path, model: Any) -> Any:
         raise ValueError(f"sharding {str(path)!r}: {exc}") from None
 
 
-def _facts(costs: Costs, ranking: Ranking, plan: Any) -> dict[str, Any]:
+def _facts(forecaster: Forecaster, ranking: Ranking, plan: Any) -> dict[str, Any]:
     """What ``--json`` prints: all candidates, fastest first, and the fastest one's plan."""
     entries = [
         {
@@ -91,17 +90,17 @@ def _facts(costs: Costs, ranking: Ranking, plan: Any) -> dict[str, Any]:
         for name, found in ranking
     ]
     return {
-        "gpu": costs.book.gpu.name,
-        "gpus": costs.world_size,
-        "bundle": costs.target.bundle_name,
-        "network": costs.where.network,
+        "gpu": forecaster.book.gpu.name,
+        "gpus": forecaster.world_size,
+        "bundle": forecaster.target.bundle_name,
+        "network": forecaster.where.network,
         "shardings": entries,
         "plan": plan,
     }
 
 
-def _ranking_table(costs: Costs, ranking: Ranking) -> Table:
-    table = Table(title=f"{len(costs.model.tables)} tables on {costs.world_size} ranks")
+def _ranking_table(forecaster: Forecaster, ranking: Ranking) -> Table:
+    table = Table(title=f"{len(forecaster.model.tables)} tables on {forecaster.world_size} ranks")
     table.add_column("proposed by", no_wrap=True)
     for name in ("step ms", "lookups ms", "imbalance", "memory GB"):
         table.add_column(name, justify="right")
@@ -123,14 +122,22 @@ def _steps_table(name: str, found: ShardingForecast) -> Table:
     return table
 
 
-def advice(found: ShardingForecast, costs: Costs) -> str:
+def advice(found: ShardingForecast, forecaster: Forecaster) -> str:
     """What to change first: the longest step, and the costliest table of the slowest rank."""
     step, us = max(found.steps_us.items(), key=lambda item: item[1])
     share = 100 * us / found.iteration_us
     text = f"first: {step}, {share:.0f} % of the iteration"
-    table, table_us = costs.costliest_table(found.sharding, found.lookup_us)
+    table, table_us = _costliest_table(found, forecaster)
     mean_us = sum(found.lookup_us) / len(found.lookup_us)
     return text + (
         f"; the slowest rank spends most on table {table!r}: {table_us / 1e3:.2f} ms of "
         f"{max(found.lookup_us) / 1e3:.2f} ms (mean of ranks {mean_us / 1e3:.2f} ms)"
     )
+
+
+def _costliest_table(found: ShardingForecast, forecaster: Forecaster) -> tuple[str, float]:
+    """Name of the table that the slowest rank spends most time on, and that time in us."""
+    slowest, times = found.lookup_us.index(max(found.lookup_us)), forecaster.times
+    mine = [(time.work_us, s.table) for s, time in times.held(found.sharding) if s.rank == slowest]
+    us, table = max(mine)
+    return forecaster.model.tables[table].name, us

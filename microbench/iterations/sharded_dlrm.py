@@ -9,7 +9,7 @@ part, which DDP replicates. Tables are updated by SGD with gradients of the rows
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from itercast.microbench.cases.models.dlrm import DenseDlrm
+from itercast.microbench.cases.models.dlrm import TablesDlrm
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.random_streams import draw_stream
 
@@ -87,30 +87,11 @@ def draw_lookups(batch: int, table: MeasuredTable) -> tuple[torch.Tensor, torch.
     return index, starts
 
 
-class LocalTables(nn.Module):
+def with_copies(model: ShardedModel) -> TablesDlrm:
     """The dense part with the tables that every rank has a copy of; DDP reduces their gradients."""
-
-    def __init__(self, model: ShardedModel) -> None:
-        super().__init__()
-        width = model.tables[0].dim
-        sizes = (model.features, model.bottom, len(model.tables), width, model.top)
-        self.dense = DenseDlrm(*sizes)
-        local = sorted({s.table for s in model.shards if s.local})
-        rows = {t: model.tables[t].rows for t in local}
-        self.copies = nn.ModuleDict(
-            {str(t): nn.EmbeddingBag(rows[t], width, mode="sum") for t in local}
-        )
-
-    def forward(
-        self, dense: torch.Tensor, lookups: Sequence[Any], wait: Callable[[], dict[int, Any]]
-    ) -> torch.Tensor:
-        """(batch, features), own lookups by table, and what returns the other tables' vectors."""
-        found = {int(t): bag(*lookups[int(t)]) for t, bag in self.copies.items()}
-        x = torch.relu(self.dense.bottom(dense))
-        found |= wait()
-        pooled = [x, *(found[t] for t in sorted(found))]
-        logits: torch.Tensor = self.dense.interact(x, torch.stack(pooled, dim=1))
-        return logits
+    sizes = (model.features, model.bottom, len(model.tables), model.tables[0].dim, model.top)
+    local = sorted({s.table for s in model.shards if s.local})
+    return TablesDlrm(sizes, {t: model.tables[t].rows for t in local})
 
 
 class ShardedStep:
@@ -126,7 +107,7 @@ class ShardedStep:
         self.by_rank = [[s for s in sharded if s.rank == r] for r in range(self.world)]
         self.own = self.by_rank[self.rank]
         self.weights = [nn.Parameter(torch.full((s.rows, s.columns), 0.01)) for s in self.own]
-        self.net = DistributedDataParallel(LocalTables(model))
+        self.net = DistributedDataParallel(with_copies(model))
         dense: Any = torch.optim.SGD if model.optimizer == "sgd" else torch.optim.AdamW
         self.optimizer = dense(self.net.parameters(), lr=LEARNING_RATE, foreach=True)
         held = self.weights or [nn.Parameter(torch.zeros(1))]  # an optimizer needs a parameter

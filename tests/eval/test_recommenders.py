@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 
 from itercast.compose.parallel.placement import Placement
-from itercast.compose.sharding.forecast import forecast_sharding
+from itercast.compose.sharding.forecast import Forecaster
+from itercast.compose.target import find_target
 from itercast.eval.recommenders.judge import (
     Choice,
     Judged,
@@ -109,12 +110,9 @@ def test_correlations_are_within_tasks() -> None:
 
 def test_stages_of_the_forecast_and_of_the_rank_that_works_longest() -> None:
     """Rank 1 looks up and updates for 9 us, rank 0 for 5; all steps are in one of five stages."""
-    from itercast.compose.sharding.costs import Costs
-    from itercast.compose.target import find_target
-
     one = candidate("a")
-    costs = Costs(one.model, find_target("cpu", "dp=2", SHIPPED_CPU), 2)
-    forecast = forecast_sharding(one.sharding, costs)
+    forecaster = Forecaster(one.model, find_target("cpu", "dp=2", SHIPPED_CPU), 2)
+    forecast = forecaster.forecast(one.sharding)
     stages = np.array([[1.0, 2.0, 8.0, 3.0, 1.0], [1.0, 5.0, 5.0, 4.0, 1.0]])
     found = judged(one, forecast, Measured(rounds_us=(16.0,), stages_us=stages))
     assert found.stages_us == (1.0, 5.0, 5.0, 4.0, 1.0)
@@ -154,12 +152,9 @@ def test_scores_by_hand() -> None:
 
 
 def test_there_are_eight_sharders() -> None:
-    from itercast.compose.sharding.costs import Costs
-    from itercast.compose.target import find_target
-
     model = candidate("a").model
-    costs = Costs(model, find_target("cpu", "dp=2", SHIPPED_CPU), 2)
-    names = [c.name for c in sharders(costs, np.random.default_rng(0))]
+    forecaster = Forecaster(model, find_target("cpu", "dp=2", SHIPPED_CPU), 2)
+    names = [c.name for c in sharders(forecaster, np.random.default_rng(0))]
     assert len(names) == len(set(names)) == 8
 
 

@@ -1,4 +1,4 @@
-"""The search among shardings: near the best of all, for any kind of placement, in time."""
+"""The search among shardings: near the best of all, for any kind of placement."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from itercast.compose.parallel.placement import Placement, Sharding, Table, check_sharding
-from itercast.compose.sharding.costs import Costs
-from itercast.compose.sharding.forecast import forecast_sharding, traffic
+from itercast.compose.parallel.table_work import held_shards, traffic
+from itercast.compose.sharding.forecast import Forecaster
 from itercast.compose.sharding.propose import choose, improve, random_sharding
 from itercast.compose.sharding.tables import RankingModel
 from itercast.compose.target import find_target
@@ -31,40 +31,40 @@ def model(count: int, seed: int, batch: int = 1024) -> RankingModel:
     return RankingModel(batch=batch, tables=tables, bottom=(64,), top=(64,))
 
 
-def costs_of(wanted: RankingModel, gpu: str, ranks: int) -> Costs:
-    return Costs(wanted, find_target(gpu, f"dp={ranks}"), ranks)
+def forecaster_of(wanted: RankingModel, gpu: str, ranks: int) -> Forecaster:
+    return Forecaster(wanted, find_target(gpu, f"dp={ranks}"), ranks)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_search_is_within_1_percent_of_the_best_of_all(seed: int) -> None:
     """Eight whole tables on two ranks: 2^7 shardings, since ranks may be swapped."""
-    costs = costs_of(model(8, seed), "cpu", 2)
+    forecaster = forecaster_of(model(8, seed), "cpu", 2)
     every = [
-        forecast_sharding(tuple(Placement("table_wise", (r,)) for r in (0, *others)), costs)
+        forecaster.forecast(tuple(Placement("table_wise", (r,)) for r in (0, *others)))
         for others in product((0, 1), repeat=7)
     ]
     best_us = min(f.iteration_us for f in every)
-    found = dict(choose(costs))["search"]
+    found = dict(choose(forecaster))["search"]
     assert found.iteration_us <= 1.01 * best_us
     assert max(f.iteration_us for f in every) > 1.3 * best_us  # it matters
 
 
 def test_the_search_only_gets_better_and_its_shardings_are_legal() -> None:
     """On two nodes of eight, where rows within a node and grids are tried too."""
-    costs = costs_of(model(12, 0, batch=8192), "h100-sxm-80gb", 16)
-    start = forecast_sharding(random_sharding(np.random.default_rng(0), costs.model, 16), costs)
-    found = improve(start, costs)
-    check_sharding(found.sharding, costs.model.tables, 16, costs.per_node)
-    assert costs.per_node == 8 and found.iteration_us < start.iteration_us
+    forecaster = forecaster_of(model(12, 0, batch=8192), "h100-sxm-80gb", 16)
+    start = forecaster.forecast(random_sharding(np.random.default_rng(0), forecaster.model, 16))
+    found = improve(start, forecaster)
+    check_sharding(found.sharding, forecaster.model.tables, 16, forecaster.per_node)
+    assert forecaster.per_node == 8 and found.iteration_us < start.iteration_us
 
 
 def test_the_search_finds_room_in_memory() -> None:
     """Four tables of 38 GB, all on one GPU of 80 GB; two a GPU fit."""
     small = model(4, 0, batch=64)
     huge = replace(small, tables=tuple(replace(t, rows=300_000_000) for t in small.tables))
-    costs = costs_of(huge, "h100-sxm-80gb", 4)
-    crowded = forecast_sharding(tuple(Placement("table_wise", (0,)) for _ in range(4)), costs)
-    assert not crowded.fits and improve(crowded, costs).fits
+    forecaster = forecaster_of(huge, "h100-sxm-80gb", 4)
+    crowded = forecaster.forecast(tuple(Placement("table_wise", (0,)) for _ in range(4)))
+    assert not crowded.fits and improve(crowded, forecaster).fits
 
 
 @pytest.mark.parametrize("kind", ["table_row_wise", "grid_shard", "row_wise"])
@@ -77,7 +77,8 @@ def test_cuts_over_nodes_send_less_beyond_the_node_than_rows_over_all(kind: str)
     one = model(1, 0, batch=4096)
     ranks = {"table_row_wise": tuple(range(8))}.get(kind, tuple(range(16)))
     sharding: Sharding = (Placement(kind, ranks),)
-    costs = costs_of(one, "h100-sxm-80gb", 16)
+    forecaster = forecaster_of(one, "h100-sxm-80gb", 16)
     sums = {"row_wise": 16, "grid_shard": 8, "table_row_wise": 8}[kind]
-    assert traffic(sharding, costs).vectors_received[0] == sums * 4096 * 32 * 4
-    assert forecast_sharding(sharding, costs).iteration_us > 0
+    sent = traffic(held_shards(forecaster.tables, sharding, 8), 16)
+    assert sent.vectors_received[0] == sums * 4096 * 32 * 4
+    assert forecaster.forecast(sharding).iteration_us > 0

@@ -23,8 +23,8 @@ from itercast.compose.parallel.placement import (
     shards,
     to_torchrec,
 )
-from itercast.compose.sharding.costs import Costs
-from itercast.compose.sharding.forecast import exchange, forecast_sharding, traffic
+from itercast.compose.parallel.table_work import held_shards, traffic
+from itercast.compose.sharding.forecast import Forecaster
 from itercast.compose.sharding.propose import (
     choose,
     greedy_by,
@@ -59,9 +59,9 @@ def model(count: int, **changed: Any) -> RankingModel:
 
 
 @pytest.fixture(scope="module")
-def costs() -> Costs:
+def forecaster() -> Forecaster:
     """Twelve tables on four H100."""
-    return Costs(model(12), find_target("h100-sxm-80gb"), 4)
+    return Forecaster(model(12), find_target("h100-sxm-80gb"), 4)
 
 
 def test_shards_by_hand() -> None:
@@ -108,69 +108,58 @@ def test_memory_counts_weights_and_optimizer_state() -> None:
     assert memory_bytes((where[1],), one.tables, 1.0, 2, 2) == [6400, 6400]
 
 
-def test_traffic_by_hand(costs: Costs) -> None:
+def test_traffic_by_hand(forecaster: Forecaster) -> None:
     """One table of 16 columns, 8 lookups a sample, batch 64, on rank 1 of 4.
 
     Each rank sends 64 lengths of bags and 64 * 8 row numbers of 8 bytes, rank 1 gets four times
     that. It sends 64 vectors of 16 floats to each of 4 ranks.
     """
-    one = replace(costs.model, tables=(replace(costs.model.tables[0], pooling=8.0),))
-    found = traffic((Placement("table_wise", (1,)),), Costs(one, costs.target, 4))
+    one = replace(forecaster.model, tables=(replace(forecaster.model.tables[0], pooling=8.0),))
+    tables = Forecaster(one, forecaster.target, 4).tables
+    found = traffic(held_shards(tables, (Placement("table_wise", (1,)),), 4), 4)
     assert found.lengths_sent.tolist() == [8 * 64] * 4
     assert found.lengths_received.tolist() == [0, 4 * 8 * 64, 0, 0]
     assert found.index_sent.tolist() == [8 * 512] * 4
     assert found.index_received.tolist() == [0, 4 * 8 * 512, 0, 0]
     assert found.vectors_sent.tolist() == [0, 4 * 64 * 16 * 4, 0, 0]
     assert found.vectors_received.tolist() == [64 * 16 * 4] * 4
-    assert found.forward_us[[0, 2, 3]].tolist() == [0, 0, 0] and found.forward_us[1] > 0
 
 
-def test_an_exchange_starts_when_the_last_rank_is_ready() -> None:
-    #  rank 0 ready at 10 |====bottom 6====|
-    #  rank 1 ready at 14     |====bottom 6====|
-    #  exchange               |==3==|
-    ready = np.array([10.0, 14.0])
-    assert exchange(ready, 3.0, 6.0, 1.0).tolist() == [17.0, 20.0]
-    assert exchange(ready, 3.0, 1.0, 1.0).tolist() == [17.0, 17.0]  # rank 0 is done before
-    # sharing one core while both run: 2 us of both take 4 on rank 0, 3 us take 6 on rank 1
-    assert exchange(ready, 3.0, 6.0, 2.0).tolist() == [14.0 + 2 * 2 + 1, 14.0 + 2 * 3 + 3]
-
-
-def test_steps_sum_to_the_iteration(costs: Costs) -> None:
+def test_steps_sum_to_the_iteration(forecaster: Forecaster) -> None:
     rng = np.random.default_rng(0)
     for _ in range(5):
-        found = forecast_sharding(random_sharding(rng, costs.model, 4), costs)
+        found = forecaster.forecast(random_sharding(rng, forecaster.model, 4))
         assert sum(found.steps_us.values()) == pytest.approx(found.iteration_us, rel=1e-6)
         assert min(found.steps_us.values()) > -1e-6
 
 
-def test_permuted_ranks_take_as_long(costs: Costs) -> None:
-    sharding = random_sharding(np.random.default_rng(1), costs.model, 4)
+def test_permuted_ranks_take_as_long(forecaster: Forecaster) -> None:
+    sharding = random_sharding(np.random.default_rng(1), forecaster.model, 4)
     permuted = tuple(Placement(p.kind, tuple((r + 1) % 4 for r in p.ranks)) for p in sharding)
-    first, second = (forecast_sharding(s, costs).iteration_us for s in (sharding, permuted))
+    first, second = (forecaster.forecast(s).iteration_us for s in (sharding, permuted))
     assert first == pytest.approx(second)
 
 
-def test_more_lookups_never_make_it_faster(costs: Costs) -> None:
-    more = tuple(replace(t, pooling=2 * t.pooling) for t in costs.model.tables)
+def test_more_lookups_never_make_it_faster(forecaster: Forecaster) -> None:
+    more = tuple(replace(t, pooling=2 * t.pooling) for t in forecaster.model.tables)
     for batch in (64, 32768):  # bound by the host's launches, and by the GPU
         once, twice = (
-            Costs(replace(costs.model, batch=batch, tables=x), costs.target, 4)
-            for x in (costs.model.tables, more)
+            Forecaster(replace(forecaster.model, batch=batch, tables=x), forecaster.target, 4)
+            for x in (forecaster.model.tables, more)
         )
-        sharding = random_sharding(np.random.default_rng(2), costs.model, 4)
-        fast, slow = (forecast_sharding(sharding, c) for c in (once, twice))
+        sharding = random_sharding(np.random.default_rng(2), forecaster.model, 4)
+        fast, slow = (c.forecast(sharding) for c in (once, twice))
         waits = fast.steps_us["wait for the host"]
         assert slow.iteration_us > fast.iteration_us or (waits and batch == 64)
         assert sum(slow.lookup_us) > sum(fast.lookup_us)
 
 
-def test_all_tables_on_one_rank_are_slower_than_spread(costs: Costs) -> None:
-    crowded = tuple(Placement("table_wise", (0,)) for _ in costs.model.tables)
-    spread = greedy_by(lambda t: t.pooling, costs)
-    times = [forecast_sharding(s, costs) for s in (spread, crowded)]
+def test_all_tables_on_one_rank_are_slower_than_spread(forecaster: Forecaster) -> None:
+    crowded = tuple(Placement("table_wise", (0,)) for _ in forecaster.model.tables)
+    spread = greedy_by(lambda t: t.pooling, forecaster)
+    times = [forecaster.forecast(s) for s in (spread, crowded)]
     assert times[0].iteration_us < times[1].iteration_us
-    assert improve(times[1], costs).iteration_us < times[1].iteration_us
+    assert improve(times[1], forecaster).iteration_us < times[1].iteration_us
 
 
 def test_greedy_balances_and_keeps_to_the_memory() -> None:
@@ -185,33 +174,35 @@ def test_greedy_balances_and_keeps_to_the_memory() -> None:
         assert sorted(map(ranks.count, (0, 1))) == held
 
 
-def test_torchrec_formula_by_hand(costs: Costs) -> None:
+def test_torchrec_formula_by_hand(forecaster: Forecaster) -> None:
     """W = 4, I = 64 * 8, O = 64, D = 128, b = 4, penalty 1."""
     table = Table(name="t", rows=1000, dim=128, pooling=8)
     moved = 8 * 512 * 4 + 512 * 4 * 128 * 4 + 64 * 4 * 128 * 4
     sent = 64 * 4 * 128 * 4
-    link = costs.where.slowest_bytes_per_s("dp")
-    us = 1e6 * (3 * moved / costs.book.gpu.hbm_bytes_per_s + 2 * sent / link)
-    assert torchrec_us(table, costs) == pytest.approx(us)
+    link = forecaster.where.slowest_bytes_per_s("dp")
+    us = 1e6 * (3 * moved / forecaster.book.gpu.hbm_bytes_per_s + 2 * sent / link)
+    assert torchrec_us(table, forecaster) == pytest.approx(us)
     narrow = replace(table, dim=64)
-    assert torchrec_us(narrow, costs) > us / 2  # the penalty of narrow tables
+    assert torchrec_us(narrow, forecaster) > us / 2  # the penalty of narrow tables
 
 
-def test_the_chosen_sharding_is_the_fastest_and_is_kept_in_torchrecs_form(costs: Costs) -> None:
-    ranking = choose(costs)
+def test_the_chosen_sharding_is_the_fastest_and_is_kept_in_torchrecs_form(
+    forecaster: Forecaster,
+) -> None:
+    ranking = choose(forecaster)
     times = [found.iteration_us for _, found in ranking]
     assert times == sorted(times) and len(ranking) >= 15
-    plan = to_torchrec(ranking[0][1].sharding, costs.model.tables, costs.per_node, "cuda")
-    assert from_torchrec(plan, costs.model.tables) == ranking[0][1].sharding
+    plan = to_torchrec(ranking[0][1].sharding, forecaster.model.tables, forecaster.per_node, "cuda")
+    assert from_torchrec(plan, forecaster.model.tables) == ranking[0][1].sharding
     entry = json.loads(plan)["t0"]
     assert set(entry) == {"sharding_type", "compute_kernel", "ranks", "sharding_spec"}
 
 
-def test_tables_too_large_for_the_memory_come_last(costs: Costs) -> None:
-    huge = tuple(replace(t, rows=600_000_000) for t in costs.model.tables)  # 38 GB each
-    ranking = choose(Costs(replace(costs.model, tables=huge), costs.target, 4))
+def test_tables_too_large_for_the_memory_come_last(forecaster: Forecaster) -> None:
+    huge = tuple(replace(t, rows=600_000_000) for t in forecaster.model.tables)  # 38 GB each
+    ranking = choose(Forecaster(replace(forecaster.model, tables=huge), forecaster.target, 4))
     assert not any(found.fits for _, found in ranking)  # 12 tables, 80 GB a rank
-    two = Costs(replace(costs.model, tables=huge[:4]), costs.target, 4)
+    two = Forecaster(replace(forecaster.model, tables=huge[:4]), forecaster.target, 4)
     found = choose(two)
     assert found[0][1].fits
     fits = [f.fits for _, f in found]
@@ -264,8 +255,10 @@ def test_greedy_balances_messages_over_a_slow_network() -> None:
 
     Two nodes of eight H100 and 16 equal tables: one table a rank.
     """
-    two_nodes = Costs(model(16, dim=128), find_target("h100-sxm-80gb", "dp=16,node=dgx-h100"), 16)
-    inside = Costs(model(16, dim=128), find_target("h100-sxm-80gb", "dp=8,node=dgx-h100"), 8)
+    two_nodes = Forecaster(
+        model(16, dim=128), find_target("h100-sxm-80gb", "dp=16,node=dgx-h100"), 16
+    )
+    inside = Forecaster(model(16, dim=128), find_target("h100-sxm-80gb", "dp=8,node=dgx-h100"), 8)
     cost = {name: table_costs(c)["forecast"] for name, c in (("far", two_nodes), ("near", inside))}
     table = two_nodes.model.tables[0]
     far_us = 2e6 * 15 * two_nodes.model.batch * table.row_bytes / 50e9
