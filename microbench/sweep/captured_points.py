@@ -6,7 +6,8 @@ Sizes are drawn at random for each model, so they are not those of the cases use
 from __future__ import annotations
 
 import json
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -157,26 +158,58 @@ MODELS: tuple[Callable[[np.random.Generator, int], RandomModel], ...] = (
 )
 LARGEST = {"cpu": 512, "cuda": 8192}  # width of the widest model
 MODEL_COUNT = 40
+CAPTURE_SHARE = 0.25  # of the time of a sweep that captures models between its points
+DONE, SECONDS = "models", "seconds"  # in a file of captured points, beside the families
 CAPTURED_PER_SWEPT = 2
 
 
-def captured_points(device: str, models: int, seed: int) -> dict[str, list[Any]]:
-    """Distinct points by family that ``models`` random models call."""
-    from itercast.microbench.capture.log import capture_step
-    from itercast.microbench.step import StepSettings
+class ModelCaptures:
+    """Captures the random models of a seed one by one; after each its points are in the file.
 
-    rng = np.random.default_rng(seed)
-    found: dict[str, dict[Any, None]] = {name: {} for name in families()}
-    for number in range(models):
-        model = MODELS[number % len(MODELS)](rng, LARGEST[device])
-        optimizer = "adamw" if number % 3 else "sgd"
-        settings = StepSettings(optimizer=optimizer)
-        capture = capture_step(model.build, model.inputs, model.loss, settings)
-        for call in capture.calls:
+    ``done``: models captured, by earlier processes too. A file that does not say so is complete.
+    """
+
+    def __init__(self, path: Path, device: str, seed: int) -> None:
+        stored = json.loads(path.read_text()) if path.is_file() else {DONE: 0}
+        rng = np.random.default_rng(seed)
+        self.path = path
+        self.done = int(stored.get(DONE, MODEL_COUNT))
+        self.seconds = float(stored.get(SECONDS, 0.0))
+        self.taken_s = 0.0  # by this process
+        self.models = [MODELS[n % len(MODELS)](rng, LARGEST[device]) for n in range(MODEL_COUNT)]
+        self.points: dict[str, dict[Any, None]] = {
+            name: dict.fromkeys(read_points(path, name) if self.done else ()) for name in families()
+        }
+
+    def due(self, elapsed_s: float, names: Sequence[str]) -> bool:
+        """Whether to capture a model now: captures take a fixed share of a sweep of families.
+
+        None if no kind of model calls these families.
+        """
+        left = self.done < MODEL_COUNT and self.taken_s < CAPTURE_SHARE * elapsed_s
+        return left and (self.done < len(MODELS) or any(self.points[name] for name in names))
+
+    def capture_next(self) -> None:
+        """Capture a model and write all points, with those of this model."""
+        from itercast.microbench.capture.log import capture_step
+        from itercast.microbench.step import StepSettings
+
+        begin_s, model = time.monotonic(), self.models[self.done]
+        settings = StepSettings(optimizer="adamw" if self.done % 3 else "sgd")
+        for call in capture_step(model.build, model.inputs, model.loss, settings).calls:
             family, params = find_family(call)
             if family is not None:
-                found[family.name][params] = None
-    return {name: list(points) for name, points in found.items()}
+                self.points[family.name][params] = None
+        self.done += 1
+        took_s = time.monotonic() - begin_s
+        self.taken_s, self.seconds = self.taken_s + took_s, self.seconds + took_s
+        done = {DONE: self.done, SECONDS: round(self.seconds, 3)}
+        write_points(self.path, {name: list(some) for name, some in self.points.items()}, done)
+
+
+def capture_seconds(path: Path) -> float:
+    """How long the captures of a file of points took; 0 where it does not say."""
+    return float(json.loads(path.read_text()).get(SECONDS, 0.0)) if path.is_file() else 0.0
 
 
 def points_path(root: Path, device: str, seed: int) -> Path:
@@ -185,17 +218,19 @@ def points_path(root: Path, device: str, seed: int) -> Path:
 
 
 def points_file(root: Path, device: str, seed: int) -> Path:
-    """Path of the captured points of this seed; captures and writes them if they are missing."""
-    path = points_path(root, device, seed)
-    if not path.is_file():
-        write_points(path, captured_points(device, MODEL_COUNT, seed))
-    return path
+    """Path of the captured points of this seed; captures the models that are missing there."""
+    captures = ModelCaptures(points_path(root, device, seed), device, seed)
+    while captures.done < MODEL_COUNT:
+        captures.capture_next()
+    return captures.path
 
 
-def write_points(path: Path, points: Mapping[str, Sequence[Any]]) -> None:
-    """Write points by family as JSON, as ``read_points`` reads them."""
+def write_points(
+    path: Path, points: Mapping[str, Sequence[Any]], more: Mapping[str, float] | None = None
+) -> None:
+    """Write points by family as JSON, as ``read_points`` reads them; ``more`` beside them."""
     plain = {name: [asdict(p) for p in some] for name, some in points.items()}
-    write_atomic(path, json.dumps(plain).encode())
+    write_atomic(path, json.dumps({**(more or {}), **plain}).encode())
 
 
 def read_points(path: Path, name: str) -> list[Any]:
@@ -263,18 +298,32 @@ def alternate(
 ) -> Iterator[Any]:
     """Two captured points, then one of the family's sweep, and so on; at last only the sweep.
 
-    Until the captured points are written: only the sweep. ``as_called`` turns captured points into
-    those that the measured device calls.
+    The file may be written, and grow, meanwhile. ``as_called`` turns captured points into those
+    that the measured device calls.
     """
-    while not path.is_file() and (point := next(grid, None)) is not None:
+    seen: set[Any] = set()
+    waiting: deque[Any] = deque()
+    written_ns, since = 0, 0
+    captured = as_called(_popped(waiting))
+    while True:
+        if path.is_file() and (now_ns := path.stat().st_mtime_ns) != written_ns:
+            fresh = [p for p in read_points(path, name) if p not in seen]
+            seen.update(fresh)
+            mixed, written_ns = by_turns([*waiting, *fresh], seed), now_ns
+            waiting.clear()
+            waiting.extend(mixed)
+            captured = as_called(_popped(waiting))
+        point = next(captured, None) if since < CAPTURED_PER_SWEPT else None
+        since = 0 if point is None else since + 1
+        if point is None and (point := next(grid, None)) is None:
+            yield from captured
+            return
         yield point
-    points = read_points(path, name) if path.is_file() else []
-    for number, captured in enumerate(as_called(iter(by_turns(points, seed))), start=1):
-        yield captured
-        point = next(grid, None) if number % CAPTURED_PER_SWEPT == 0 else None
-        if point is not None:
-            yield point
-    yield from grid
+
+
+def _popped(waiting: deque[Any]) -> Iterator[Any]:
+    while waiting:
+        yield waiting.popleft()
 
 
 def by_turns(points: Sequence[Any], seed: int) -> list[Any]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from itercast.microbench import store
-from itercast.microbench.hardware.machine import measure_cpu
+from itercast.microbench.hardware.machine import cpu_name, measure_cpu
 from itercast.microbench.timing.nvml import driver_version
 
 COMMIT = "ITERCAST_COMMIT"  # environment variable with the commit, where git is missing
@@ -20,15 +20,15 @@ def card_facts(root: Path, device: str) -> dict[str, Any]:
     """Facts for every card of this sweep: machine, versions, date."""
     import torch  # lazy: cards can be read without torch
 
-    gpu = measure_cpu() if device == "cpu" else cuda_gpu()
-    earlier = store.read_hardware([root]).get(gpu.name)
+    known = store.read_hardware([root])
+    gpu = known.get(cpu_name()) or measure_cpu() if device == "cpu" else cuda_gpu()
     return {
         "what": "single-op times swept by itercast collect",
         "when": datetime.date.today().isoformat(),
         "licence": "Apache-2.0",
         "versions": {"python": sys.version.split()[0], "torch": str(torch.__version__)}
         | (cuda_versions() if device == "cuda" else {}),
-        "hardware": (earlier or gpu).to_dict(),
+        "hardware": known.get(gpu.name, gpu).to_dict(),
     }
 
 

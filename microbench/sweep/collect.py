@@ -9,7 +9,7 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,12 @@ from typing import Any
 from itercast.microbench import store
 from itercast.microbench.processes.ranks import start_ranks
 from itercast.microbench.processes.watch import log_tail, never, watch
-from itercast.microbench.sweep.captured_points import check_points, points_file, points_path
+from itercast.microbench.sweep.captured_points import (
+    capture_seconds,
+    check_points,
+    points_file,
+    points_path,
+)
 from itercast.microbench.sweep.cards import card_facts
 from itercast.microbench.sweep.contention import measure_contention
 from itercast.microbench.sweep.gpu_chunk_worker import Pending
@@ -31,6 +36,7 @@ MAX_STARTS_WITHOUT_ROWS = 6  # in a row; more than it takes to isolate a point t
 STALLED_S = 40.0  # without progress; twice the time of a chunk
 GROUP_STALLED_S = 120.0  # the same of several ranks, which take longer to start
 GRACE_S = 30.0  # of a worker after its budget, before it is killed: a chunk and a half
+USUAL_START_S = 3.0  # of a phase's worker, until the first one was started
 START_S = 60.0  # for starting a worker, where the budget begins afterwards
 MIN_PHASE_S = 12.0  # a worker takes most of it to start
 MIN_LEFT_FRAC = 0.05  # of a budget; for less no worker is started
@@ -48,31 +54,48 @@ def collect(
 ) -> int:
     """Sweep families until a root's budget is spent; returns the number of new rows.
 
-    The budget belongs to the root: a resumed or repeated sweep spends what is left of it.
+    The budget belongs to the root: a resumed or repeated sweep spends what is left of it. Starts of
+    workers and captures of models count, but each phase measures for a second at least.
     ``wanted``: a file of points (from ``itercast points``); only these are measured, in its order.
     ``torchrun``: arguments such as ``--nnodes=2 --rdzv-endpoint=host:29500``; the same sweep is
     then started on every node, and the node with rank 0 keeps rows and budget.
     """
-    swept = named_families(names, wanted)
+    begin_s, swept = time.monotonic(), named_families(names, wanted)
     facts = card_facts(root, device)
     overlaps = device == "cpu" and "collective" in swept and (os.cpu_count() or 1) > 1
     if overlaps and not facts["hardware"]["contention"]:
         facts["hardware"]["contention"] = round(measure_contention(), 2)
     moved = store.compact(root, facts)
     points = wanted or captured_points_file(root, device, seed)
-    for phase in phases(device, swept, bool(torchrun)):
-        whole_s = budget_s * phase.share
-        left_s = whole_s - spent_s(root, facts["hardware"]["name"], phase)
-        if (
-            left_s < max(1.0, MIN_LEFT_FRAC * whole_s) and not torchrun
-        ):  # else other nodes would wait
-            log.info("skipped, the budget is spent: %s", " ".join(phase.families))
-            continue
+    asked = phases(device, swept, bool(torchrun))
+    left_s = dict(zip(asked, unspent(root, facts, asked, budget_s, points), strict=True))
+    if not torchrun:  # else other nodes would wait
+        left_s = {
+            p: s for p, s in left_s.items() if s >= max(1.0, MIN_LEFT_FRAC * budget_s * p.share)
+        }
+    end_s, start_s = begin_s + sum(left_s.values()), USUAL_START_S
+    while left_s:
+        wall_s = end_s - time.monotonic()
+        measure_s = max(wall_s / 2, wall_s - start_s * len(left_s))
+        share, phase = measure_s / sum(left_s.values()), next(iter(left_s))
         order = _order(root, device, facts, phase, points, seed)
-        order = replace(order, budget_s=max(left_s, 1.0), torchrun=torchrun, only=bool(wanted))
+        phase_s = max(1.0, min(1.0, share) * left_s.pop(phase))
+        order = replace(order, budget_s=phase_s, torchrun=torchrun, only=bool(wanted))
+        started_s = time.monotonic()
         run_worker(order, progress)
         moved += store.compact(root, facts)
+        start_s = max(0.0, time.monotonic() - started_s - phase_s)
     return moved
+
+
+def unspent(
+    root: Path, facts: Mapping[str, Any], asked: Sequence[Phase], budget_s: float, points: Path
+) -> list[float]:
+    """Seconds of a root's budget that are left for each phase; the first captures models."""
+    gpu = facts["hardware"]["name"]
+    spent = [spent_s(root, gpu, phase) for phase in asked]
+    spent[:1] = [s + capture_seconds(points) for s in spent[:1]]
+    return [budget_s * phase.share - s for phase, s in zip(asked, spent, strict=True)]
 
 
 def collect_for(
@@ -162,10 +185,12 @@ def named_families(names: Sequence[str] | None, wanted: Path | None) -> tuple[st
 
 
 def captured_points_file(root: Path, device: str, seed: int) -> Path:
-    """Path of the captured points; with a GPU a thread captures them while the GPU is busy."""
-    if device == "cpu":
-        return points_file(root, device, seed)
-    threading.Thread(target=points_file, args=(root, device, seed), daemon=True).start()
+    """Path of the captured points: a GPU's are captured by a thread while it is busy.
+
+    On a CPU that would disturb the sweep, whose worker captures models between its points.
+    """
+    if device != "cpu":
+        threading.Thread(target=points_file, args=(root, device, seed), daemon=True).start()
     return points_path(root, device, seed)
 
 

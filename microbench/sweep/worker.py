@@ -23,6 +23,7 @@ from itercast.microbench.processes.ranks import (
     rank0_value,
     time_collective,
 )
+from itercast.microbench.sweep.captured_points import ModelCaptures
 from itercast.microbench.sweep.gpu_chunk_worker import sweep_in_chunks
 from itercast.microbench.sweep.orders import WorkerOrder
 from itercast.microbench.sweep.rows import failure
@@ -115,8 +116,13 @@ def run(order: WorkerOrder) -> None:
         return
     clock = Clock(order.hardware["l2_bytes"], order.threads)
     anchor = Anchor(order.threads) if order.device == "cpu" else None
+    captures = None
+    if order.device == "cpu" and not (order.together or order.only):
+        captures = ModelCaptures(Path(order.points), order.device, order.seed)
     begin = order.begin_s or time.monotonic()
     while (now := agreed_s(order, time.monotonic() - begin)) < order.budget_s:
+        if captures is not None and captures.due(now, order.families):
+            captures.capture_next()
         chosen = sweep.choose(now)
         if chosen is None:
             break
