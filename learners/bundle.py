@@ -12,7 +12,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -21,11 +21,13 @@ import numpy as np
 import pandas as pd
 import xgboost as xgb
 
+from itercast.learners.compare import LearnerModel
 from itercast.learners.family_model import FamilyModel
 from itercast.learners.features.host_calls import HostCall
 from itercast.learners.features.machine_speed import Anchors
 from itercast.learners.features.table import Encoder, feature_table
 from itercast.learners.machine import Machine
+from itercast.learners.models.compared import PREDICTORS, Fitted
 from itercast.learners.models.ensemble import Ensemble, Smooth
 from itercast.learners.models.gaussian_process import GaussianProcess
 from itercast.learners.models.mlp import Network
@@ -115,6 +117,9 @@ class Bundle:
             if model.ensemble.trees is not None:
                 save_trees(model.ensemble.trees, fresh, name)
             save_smooth(model.ensemble, fresh / f"{name}.npz")
+            if isinstance(model, LearnerModel):
+                arrays = fitted(model).arrays
+                np.savez_compressed(fresh / f"{name}.learner.npz", **arrays)  # type: ignore[arg-type]
             if model.residuals is not None:
                 save_residuals(model.residuals, fresh / f"{name}.near.parquet")
         facts: dict[str, Any] = {
@@ -196,7 +201,34 @@ def family_facts(name: str, model: FamilyModel) -> dict[str, Any]:
         "envelope": model.envelope,
         "sensitivity": model.sensitivity,
         "facts": model.facts,
+        "learner": learner_facts(model) if isinstance(model, LearnerModel) else None,
     }
+
+
+def learner_facts(model: LearnerModel) -> dict[str, Any]:
+    """What bundle.json holds of a learner that prices in place of the blend."""
+    raw = {"features": model.raw.names, "vocabulary": model.raw.vocabulary}
+    return {"name": fitted(model).name, **raw}
+
+
+def fitted(model: LearnerModel) -> Fitted:
+    """The model's learner; TypeError for one of another package, which no bundle can hold."""
+    if not isinstance(model.learner, Fitted):
+        raise TypeError("only learners of itercast can be saved in a bundle")
+    return model.learner
+
+
+def load_learner(model: FamilyModel, path: Path, facts: Mapping[str, Any]) -> LearnerModel:
+    """A model that prices by the learner whose arrays are in a .npz file."""
+    with np.load(path, allow_pickle=False) as file:
+        arrays = dict(file)
+    if facts["name"] not in PREDICTORS:
+        raise KeyError(f"learner {facts['name']!r}")
+    return LearnerModel(
+        **{f.name: getattr(model, f.name) for f in fields(FamilyModel)},
+        learner=Fitted(name=facts["name"], arrays=arrays),
+        raw=Encoder(list(facts["features"]), dict(facts["vocabulary"])),
+    )
 
 
 def save_residuals(residuals: Residuals, path: Path) -> None:
@@ -312,7 +344,7 @@ def load_model(
     columns = len(encoder.places(encoder.names))
     trees, near = load_trees(folder, name, facts["trees"], columns), facts["residuals"]
     own = {n: gpus[n] for n in {**facts["stacks"], **facts["measured"]}}
-    return FamilyModel(
+    model = FamilyModel(
         ensemble=load_smooth(folder / f"{name}.npz", trees, float(facts["share"])),
         encoder=encoder,
         source_gpus=SourceGpus(encoder=encoder, measured=facts["measured"], gpus=own),
@@ -337,3 +369,6 @@ def load_model(
             for gpu, (kind, at, value) in facts["calibrations"].items()
         },
     )
+    if facts.get("learner"):
+        return load_learner(model, folder / f"{name}.learner.npz", facts["learner"])
+    return model

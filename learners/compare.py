@@ -1,9 +1,9 @@
-"""Scores the other learners of ``itercast.learners.models.compared`` and makes them price ops."""
+"""Scores the learners that the blend is compared with, and makes one of them price ops instead."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,16 @@ import pandas as pd
 from itercast.learners.family_model import FamilyModel, Forecasts, Learned, Prepared
 from itercast.learners.features.table import Encoder, Features, broadcast, columns, map_values
 from itercast.learners.models import trees
-from itercast.learners.models.compared import LEARNERS, PHYSICS, Inputs, Predict
-from itercast.learners.models.ensemble import QUICK_ROUNDS
+from itercast.learners.models.compared import (
+    BLEND,
+    LEARNERS,
+    NAMES,
+    PHYSICS,
+    Fitted,
+    Inputs,
+    Predict,
+)
+from itercast.learners.models.ensemble import QUICK_ROUNDS, Ensemble, folds_of
 from itercast.learners.models.training_table import Array
 from itercast.learners.models.trees import Rounds, Trees
 from itercast.microbench.hardware.spec import Gpu
@@ -78,15 +86,47 @@ def _trees(
     return trees.refit(table, options, rounds or usual)
 
 
+def out_of_fold_log_errors(learned: Learned, known: Array) -> dict[str, Array]:
+    """log(measured / forecast) of the rows ``known`` by each learner without their fold of shapes.
+
+    Of learners that a bundle can hold. The blend's are corrected near other shapes' errors.
+    """
+    prepared, crossed = learned.prepared, learned.crossed
+    train = prepared.table.take(known)
+    blend = crossed.residual
+    if learned.residuals is not None:
+        kind, at = prepared.kind[known], prepared.at[known]
+        blend = blend - learned.residuals.correction(kind, at, (train.group, train.group))
+    rows = inputs_of(prepared, raw_encoder(prepared)).take(known)
+    found = {BLEND: blend}
+    if crossed.trees_residual is not None:
+        found[PHYSICS] = crossed.trees_residual
+    for name, fit in LEARNERS.items():
+        guess = np.ones(len(known))
+        for held in folds_of(train):
+            rest = ~held if not held.all() else held
+            learner = fit(rows.take(rest), train.time_us[rest])
+            if not isinstance(learner, Fitted):
+                break
+            guess[held] = learner(rows.take(held))
+        else:
+            found[name] = np.log(train.time_us / guess)
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerModel(FamilyModel):
-    """A family's model that prices by another learner; intervals are those of the blend."""
+    """A family's model that prices by another learner where the GPU and the op were measured.
+
+    The blend prices other rows, and those of calibrated GPUs.
+    """
 
     learner: Predict
     raw: Encoder
 
     def predict(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> Forecasts:
         """Forecast rows in dataset form, in their order."""
+        blend = super(LearnerModel, self).predict(rows, family, gpus)
         query, table, roofline = self._query(rows, family, gpus)
         guess = self.learner(
             Inputs(
@@ -96,23 +136,31 @@ class LearnerModel(FamilyModel):
                 waves=tile_waves(query.rows, table, gpus),
             )
         )
-        low, high = self.offsets
-        return Forecasts(
-            time_us=guess,
-            p10_us=guess * np.exp(low),
-            p90_us=guess * np.exp(high),
-            inside=self._inside(query, table),
-            roofline_us=roofline,
+        others = self.source_gpus.unseen(query) | query.lent
+        others = others | np.isin(query.rows["gpu"].to_numpy(dtype=str), list(self.calibrations))
+        factor = np.where(others, 1.0, guess / blend.time_us)
+        return replace(
+            blend,
+            time_us=blend.time_us * factor,
+            p10_us=blend.p10_us * factor,
+            p90_us=blend.p90_us * factor,
         )
+
+
+def learner_model(model: FamilyModel, prepared: Prepared, name: str) -> FamilyModel:
+    """The family's model with another learner, fitted to all rows, in the place of the blend."""
+    model = replace(model, facts={**model.facts, "learner": name})
+    table = prepared.table
+    if name == PHYSICS:
+        every, options = np.arange(len(table.time_us)), trees.default_options(table)
+        alone = model.ensemble.trees or _trees(prepared, every, None, options)
+        return replace(model, ensemble=Ensemble(trees=alone), residuals=None)
+    raw = raw_encoder(prepared)
+    learner = LEARNERS[name](inputs_of(prepared, raw), table.time_us)
+    facts = {f.name: getattr(model, f.name) for f in fields(FamilyModel)}
+    return LearnerModel(**facts, learner=learner, raw=raw)
 
 
 def learner_models(model: FamilyModel, prepared: Prepared) -> dict[str, FamilyModel]:
     """The family's model with every other learner in the place of the blend, by name."""
-    raw = raw_encoder(prepared)
-    rows, time_us = inputs_of(prepared, raw), prepared.table.time_us
-    fitted = {name: fit(rows, time_us) for name, fit in LEARNERS.items()}
-    options = trees.default_options(prepared.table)
-    boosted = model.ensemble.trees or _trees(prepared, np.arange(len(time_us)), None, options)
-    fitted[PHYSICS] = lambda asked: trees.predict_us(boosted, asked.x, asked.roofline_us)
-    facts = {f.name: getattr(model, f.name) for f in fields(FamilyModel)}
-    return {name: LearnerModel(**facts, learner=one, raw=raw) for name, one in fitted.items()}
+    return {name: learner_model(model, prepared, name) for name in NAMES if name != BLEND}

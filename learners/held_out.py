@@ -11,6 +11,7 @@ import pandas as pd
 from itercast.learners.family_model import Learned, Prepared
 from itercast.learners.features.table import columns, is_number
 from itercast.learners.models.residuals import rows_by_kind
+from itercast.learners.transfer.offsets import Offsets
 from itercast.microbench.ops.family import Family
 from itercast.microbench.store import write_atomic
 
@@ -19,9 +20,15 @@ CONDITIONS = ("gpu", "threads", "cache")  # of a measurement, beside the op's pa
 
 
 def held_out_forecasts(
-    learned: Learned, rows: pd.DataFrame, family: Family, known: np.ndarray, held: np.ndarray
+    learned: Learned,
+    rows: pd.DataFrame,
+    family: Family,
+    known: np.ndarray,
+    held: np.ndarray,
+    guess: np.ndarray,
+    offsets: Offsets,
 ) -> pd.DataFrame:
-    """A row per held-out row: what was measured, forecast, and known about it.
+    """A row per held-out row: what was measured, forecast (``guess`` in us), and known about it.
 
     ``measured_us`` is at the machine's reference speed. ``outside``: the first feature beyond the
     values of the rows ``known``, empty where all are within. ``neighbour_log2``: distance in log2
@@ -29,7 +36,7 @@ def held_out_forecasts(
     20 to 80 % quantile of the samples; ``retest_pct``: difference of two measurements, or NaN.
     """
     prepared, some = learned.prepared, rows.iloc[held]
-    guess, (low, high) = learned.predict_us(held), learned.crossed.offsets
+    low, high = offsets
     empty = pd.Series(np.nan, index=some.index)
     quantiles = ("time_us_p20", "time_us_p80")
     p20, p80 = (some.get(name, empty).to_numpy(dtype=float) for name in quantiles)

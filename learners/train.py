@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,8 +13,8 @@ import numpy as np
 import pandas as pd
 
 from itercast.learners.bundle import Bundle
-from itercast.learners.compare import held_out_us
-from itercast.learners.family_model import FamilyModel, fit_model, learn, prepare
+from itercast.learners.compare import held_out_us, learner_model, out_of_fold_log_errors
+from itercast.learners.family_model import FamilyModel, Learned, fit_model, learn, prepare
 from itercast.learners.features.host_calls import learn_host_calls
 from itercast.learners.features.machine_speed import (
     Anchors,
@@ -27,9 +28,11 @@ from itercast.learners.features.table import shape_places, without_load
 from itercast.learners.held_out import held_out_forecasts
 from itercast.learners.intervals import MIN_GPUS, unseen_offsets
 from itercast.learners.machine import machines_of
-from itercast.learners.models import baselines, trees
-from itercast.learners.models.compared import BLEND
+from itercast.learners.models import trees
+from itercast.learners.models.compared import BLEND, LEARNERS, Inputs
+from itercast.learners.models.noise import medians
 from itercast.learners.models.training_table import Table, frozen_split
+from itercast.learners.transfer.offsets import Offsets
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.hardware.spec import Gpu, load_gpu
@@ -40,6 +43,7 @@ from itercast.microbench.store import read_hardware, read_rows
 MIN_ROWS = 20  # of a family that is trained
 UNSEEN_GPU_OFFSETS = assumed(__file__, "unseen_gpu_offsets")
 TEST_SHARE = 0.15  # no assumption: of the shape groups; held out to score learners
+SIMPLEST = ("roofline", "linear", "nearest")  # of the compared learners
 SCORES = "scores.json"  # in a bundle's folder: its ``TrainReport`` as plain values
 
 
@@ -47,10 +51,15 @@ SCORES = "scores.json"  # in a bundle's folder: its ``TrainReport`` as plain val
 class FamilyReport:
     """Scores of one family: errors on held-out shapes, interval coverage, noise floor.
 
-    ``held_out``: the forecasts that were scored (``itercast.learners.held_out``).
+    ``learner``: the one that prices the family, with its ``parameters``; ``learners``: errors of
+    each, and its ``rank``, which learners that differ by less than the noise share. ``held_out``:
+    the forecasts that were scored (``itercast.learners.held_out``).
     """
 
     rows: int
+    learner: str
+    parameters: Mapping[str, Any]
+    seconds: float
     retest_ape_pct: float | None
     coverage_pct: float
     learners: Mapping[str, Mapping[str, float]]
@@ -104,8 +113,10 @@ def train_family(
     ``gpus``: hardware by name; ``anchors``: reference times of the machine's speed; ``trials`` of
     hyperparameters are tried first, in the Optuna journal of ``digest`` in ``studies``. Intervals
     come from out-of-fold errors. ``compare`` scores all of ``itercast.learners.models.compared``,
-    not only the three simplest.
+    not only the three simplest, and lets the learner price the family whose out-of-fold errors are
+    the smallest by more than the noise; otherwise the blend does.
     """
+    begin = time.monotonic()
     speed = learn_speed(rows, family, anchors)
     prepared = prepare(rows, family, gpus, speed)
     table = prepared.table
@@ -116,22 +127,57 @@ def train_family(
     journal.parent.mkdir(parents=True, exist_ok=True)
     options = trees.tune(train, trials, 0, str(journal), family.name)
     learned = learn(prepared, known, options)
-    guess = learned.predict_us(held)
+    retest = retest_ape_pct(rows, family, speed)
     others = held_out_us(learned, known, held, options) if compare else simplest_us(train, test)
-    report = FamilyReport(
-        rows=len(rows),
-        retest_ape_pct=retest_ape_pct(rows, family, speed),
-        coverage_pct=_coverage_pct(np.log(test.time_us / guess), learned.crossed.offsets),
-        learners={name: errors(us, test.time_us) for name, us in {BLEND: guess, **others}.items()},
-        held_out=held_out_forecasts(learned, rows, family, known, held),
-    )
+    guesses = {BLEND: learned.predict_us(held), **others}
+    priced = _chosen(learned, known, retest) if compare else Priced.by_blend(learned)
+    guess = guesses[priced.learner]
     residual = np.log(table.time_us / learned.ensemble_us(np.arange(len(rows))))
     residual[known] = learned.crossed.residual
     crossed = replace(learned.crossed, residual=residual)
-    facts = _facts(report, rows, digest)
     unseen = unseen_offsets(prepared, options, crossed.offsets)
+    held_errors = {name: np.log(test.time_us / us) for name, us in guesses.items()}
+    ranks = medians(held_errors, test.group, retest).ranks()
+    report = FamilyReport(
+        rows=len(rows),
+        learner=priced.learner,
+        parameters={"share_of_smooth_model": learned.crossed.share, **options},
+        seconds=time.monotonic() - begin,
+        retest_ape_pct=retest,
+        coverage_pct=_coverage_pct(held_errors[priced.learner], priced.offsets),
+        learners={n: {**errors(us, test.time_us), "rank": ranks[n]} for n, us in guesses.items()},
+        held_out=held_out_forecasts(learned, rows, family, known, held, guess, priced.offsets),
+    )
+    facts = _facts(report, rows, digest)
     model = fit_model(prepared, options, crossed, speed.sensitivity, facts, unseen)
+    if priced.learner != BLEND:
+        model = replace(learner_model(model, prepared, priced.learner), offsets=priced.offsets)
     return report, replace(model, host_calls=learn_host_calls(rows, family, gpus))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """The learner that prices a family, with 10 and 90 % quantiles of its log error."""
+
+    learner: str
+    offsets: Offsets
+
+    @classmethod
+    def by_blend(cls, learned: Learned) -> Priced:
+        """The default."""
+        return cls(learner=BLEND, offsets=learned.crossed.offsets)
+
+
+def _chosen(learned: Learned, known: np.ndarray, retest_ape_pct: float | None) -> Priced:
+    """The learner whose errors in cross-validation are smaller than the blend's beyond the noise.
+
+    The blend where there is none.
+    """
+    tried = out_of_fold_log_errors(learned, known)
+    best = medians(tried, learned.prepared.table.group[known], retest_ape_pct).best(BLEND)
+    if best == BLEND:
+        return Priced.by_blend(learned)
+    return Priced(learner=best, offsets=replace(learned.crossed, residual=tried[best]).offsets)
 
 
 def _coverage_pct(log_error: np.ndarray, offsets: tuple[float, float]) -> float:
@@ -145,7 +191,8 @@ def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str) -> dict[str, A
     return {
         "digest": digest,
         "rows": len(rows),
-        "errors": dict(report.learners[BLEND]),
+        "learner": report.learner,
+        "errors": dict(report.learners[report.learner]),
         "retest_ape_pct": report.retest_ape_pct,
         "ops": ops_by_dtype(rows),
     }
@@ -153,12 +200,11 @@ def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str) -> dict[str, A
 
 def simplest_us(train: Table, test: Table) -> dict[str, np.ndarray]:
     """Forecasts in us of the held-out rows by the simplest learners, by name."""
-    learners = {
-        "roofline": baselines.predict_roofline,
-        "linear": baselines.predict_linear,
-        "nearest": baselines.predict_nearest,
-    }
-    return {name: predict(train, test.x, test.roofline_us) for name, predict in learners.items()}
+    rows, asked = (
+        Inputs(raw=t.x, x=t.x, roofline_us=t.roofline_us, waves=t.roofline_us)
+        for t in (train, test)
+    )
+    return {name: LEARNERS[name](rows, train.time_us)(asked) for name in SIMPLEST}
 
 
 def journal_of(family: str, digest: str, studies: Path | None = None) -> Path:

@@ -166,7 +166,9 @@ def learning_curve(root: Path, gpu: str) -> tuple[list[Step], pd.DataFrame]:
                 held, table = pool.held, pool.prepared.table
                 guesses.append(learned.predict_us(held) if learned else table.roofline_us[held])
                 if learned and share == SHARES[-1]:
-                    last.append(held_out_forecasts(learned, pool.rows, pool.family, known, held))
+                    facts = (pool.rows, pool.family, known, held)
+                    offsets = learned.crossed.offsets
+                    last.append(held_out_forecasts(learned, *facts, guesses[-1], offsets))
                 bar.advance(task)
             steps.append(_step(pools, share, np.concatenate(guesses)))
     return steps, pd.concat(last, ignore_index=True) if last else pd.DataFrame()

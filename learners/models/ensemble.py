@@ -105,13 +105,15 @@ def process_settings(table: Table) -> ProcessSettings | None:
 class CrossFit:
     """What cross-validation found: boosting rounds, weight of the smooth model, residuals.
 
-    ``residual`` is log(measured / predicted) of each row out of fold. ``rounds`` is None where
-    there are no trees, ``process`` where there is no Gaussian process.
+    ``residual`` is log(measured / predicted) of each row out of fold, ``trees_residual`` that of
+    the trees alone. ``rounds`` is None where there are no trees, ``process`` where there is no
+    Gaussian process.
     """
 
     rounds: Rounds | None
     share: float
     residual: Array
+    trees_residual: Array | None
     process: ProcessSettings | None
 
     @property
@@ -135,21 +137,25 @@ def fit_smooth(table: Table, members: int, settings: ProcessSettings | None) -> 
     return fit_network(x, ratio, members, steps_for(len(x)))
 
 
+def folds_of(train: Table) -> list[Array]:
+    """Masks of the rows that each fold of cross-validation leaves out; a shape is in one fold."""
+    names = np.random.default_rng(1).permutation(np.unique(train.group))
+    folds = SEVERAL_GPUS_FOLDS if train.origin else FOLDS
+    folds = min(folds if len(train.x) < boosted.LARGE_ROWS else LARGE_FOLDS, len(names))
+    return [np.isin(train.group, names[fold::folds]) for fold in range(folds)]
+
+
 def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     """Cross-validate: fit trees and a smooth model without each fold of shapes, and predict it.
 
     No trees are fitted where the family specifies the covariance of its Gaussian process.
     """
-    names = np.random.default_rng(1).permutation(np.unique(train.group))
-    folds = SEVERAL_GPUS_FOLDS if train.origin else FOLDS
-    folds = min(folds if len(train.x) < boosted.LARGE_ROWS else LARGE_FOLDS, len(names))
     fitted: list[Trees] = []
     by_trees, by_smooth = np.zeros(len(train.x)), np.zeros(len(train.x))
     settings = process_settings(train)
     settings = settings.learn(train) if settings is not None else None
     alone = settings is not None and settings.stated
-    for fold in range(folds):
-        held = np.isin(train.group, names[fold::folds])
+    for fold, held in enumerate(folds_of(train)):
         out = train.take(np.flatnonzero(held))
         rest = train.take(np.flatnonzero(~held)) if not held.all() else out
         if not alone:
@@ -165,6 +171,7 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
         share=shares[best],
         process=settings,
         residual=train.log_ratio - guesses[best],
+        trees_residual=None if alone else train.log_ratio - by_trees,
     )
 
 

@@ -38,8 +38,8 @@ class Network:
                 (x[start : start + CHUNK] - self.mean) * self.scale, -INPUT_LIMIT, INPUT_LIMIT
             )
             for i in range(members):
-                h = _silu(z @ w["w0"][i] + w["b0"][i])
-                h = _silu(h @ w["w1"][i] + w["b1"][i])
+                h = silu(z @ w["w0"][i] + w["b0"][i])
+                h = silu(h @ w["w1"][i] + w["b1"][i])
                 out[start : start + CHUNK] += (h @ w["w2"][i] + w["b2"][i])[:, 0] / members
         return out + self.centre
 
@@ -57,7 +57,8 @@ class Network:
         return cls(mean=arrays["mean"], scale=arrays["scale"], centre=centre, weights=weights)
 
 
-def _silu(x: Array) -> Array:
+def silu(x: Array) -> Array:
+    """x times its logistic function."""
     return x / (1.0 + np.exp(-np.clip(x, -30, 30)))
 
 

@@ -8,10 +8,11 @@ Source: NeuSight (ASPLOS 2025), https://github.com/sitar-lab/NeuSight.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import numpy as np
 
+from itercast.learners.models.mlp import silu
 from itercast.learners.models.training_table import Array
 
 WIDTH = 64  # of the hidden layers
@@ -22,11 +23,9 @@ FASTEST = 0.01  # quantile of time / roofline that counts as full utilisation
 LEAST_UTILISATION = 1e-3
 INPUT_LIMIT = 4.0  # standardised features are clipped here
 
-Predict = Callable[[Array, Array, Array], Array]
 
-
-def fit_tiles(x: Array, roofline_us: Array, waves: Array, time_us: Array) -> Predict:
-    """Train by mean absolute error of log time; returns a function of x, roofline in us, waves."""
+def fit_tiles(x: Array, roofline_us: Array, waves: Array, time_us: Array) -> dict[str, Array]:
+    """Train by mean absolute error of log time; returns the arrays that ``tiles_us`` needs."""
     import torch  # lazy: most commands do without
 
     torch.manual_seed(0)
@@ -41,15 +40,12 @@ def fit_tiles(x: Array, roofline_us: Array, waves: Array, time_us: Array) -> Pre
         torch.nn.Linear(WIDTH, 2),
     )
 
-    def inputs(x: Array) -> torch.Tensor:
-        scaled = np.clip((x - mean) * scale, -INPUT_LIMIT, INPUT_LIMIT)
-        return torch.tensor(scaled, dtype=torch.float32)
-
     def log_ratio(inputs: torch.Tensor, waves: torch.Tensor) -> torch.Tensor:
         alpha, beta = torch.sigmoid(network(inputs)).unbind(1)
         return best - torch.log(torch.clamp(alpha - beta / waves, min=LEAST_UTILISATION))
 
-    known, target = inputs(x), torch.tensor(ratio, dtype=torch.float32)
+    scaled = _standardised(x, mean, scale)
+    known, target = (torch.tensor(a, dtype=torch.float32) for a in (scaled, ratio))
     wave = torch.tensor(np.maximum(waves, 1.0), dtype=torch.float32)
     optimizer = torch.optim.AdamW(network.parameters(), lr=LEARNING_RATE, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, STEPS)
@@ -61,9 +57,19 @@ def fit_tiles(x: Array, roofline_us: Array, waves: Array, time_us: Array) -> Pre
         optimizer.step()
         schedule.step()
 
-    @torch.no_grad()
-    def predict(x: Array, roofline_us: Array, waves: Array) -> Array:
-        asked = torch.tensor(np.maximum(waves, 1.0), dtype=torch.float32)
-        return roofline_us * np.exp(log_ratio(inputs(x), asked).numpy())
+    weights = {name: value.detach().numpy() for name, value in network.named_parameters()}
+    return {"mean": mean, "scale": scale, "best": np.array(best), **weights}
 
-    return predict
+
+def tiles_us(fitted: Mapping[str, Array], x: Array, roofline_us: Array, waves: Array) -> Array:
+    """Predict times in us by a network that ``fit_tiles`` trained."""
+    h = _standardised(x, fitted["mean"], fitted["scale"])
+    for layer in ("0", "2"):
+        h = silu(h @ fitted[f"{layer}.weight"].T + fitted[f"{layer}.bias"])
+    alpha, beta = (1 / (1 + np.exp(-(h @ fitted["4.weight"].T + fitted["4.bias"])))).T
+    utilisation = np.maximum(alpha - beta / np.maximum(waves, 1.0), LEAST_UTILISATION)
+    return roofline_us * np.exp(fitted["best"]) / utilisation
+
+
+def _standardised(x: Array, mean: Array, scale: Array) -> Array:
+    return np.clip((x - mean) * scale, -INPUT_LIMIT, INPUT_LIMIT)

@@ -39,7 +39,8 @@ def found() -> pd.DataFrame:
     held = np.array(HELD)
     known = np.setdiff1d(np.arange(len(rows)), held)
     learned = learn(prepared, known, default_options(prepared.table.take(known)))
-    return held_out_forecasts(learned, rows, family, known, held)
+    guess, offsets = learned.predict_us(held), learned.crossed.offsets
+    return held_out_forecasts(learned, rows, family, known, held, guess, offsets)
 
 
 def test_a_row_says_what_was_measured_and_forecast(found: pd.DataFrame) -> None:

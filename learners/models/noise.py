@@ -1,0 +1,79 @@
+"""Which differences of forecast errors are real, and which are within the noise.
+
+The noise of a median error comes from the points that happened to be measured, and from measuring:
+both are drawn again, and the spread of the result is the noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from itercast.learners.models.training_table import Array
+
+RESAMPLES = 200
+LEVELS = (0.025, 0.975)  # of differences: what lies between is noise
+FEWEST = 10  # shapes; with fewer, no difference counts as real
+RETEST_SIGMAS = 0.954  # median |difference| of two equally noisy values, in their own sigmas
+
+
+def ape_pct(log_error: Array) -> Array:
+    """Absolute error in % of forecasts whose log(measured / forecast) is given."""
+    return 100 * np.abs(np.exp(-log_error) - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Medians:
+    """Median absolute errors in % by forecaster, and each of them over RESAMPLES resamples."""
+
+    pct: Mapping[str, float]
+    drawn: pd.DataFrame
+    shapes: int
+
+    def interval_pct(self, one: str, other: str) -> tuple[float, float]:
+        """LEVELS quantiles of the second's median error minus the first's; endless if too few."""
+        if self.shapes < FEWEST:
+            return -float("inf"), float("inf")
+        low, high = np.quantile(self.drawn[other] - self.drawn[one], LEVELS)
+        return float(low), float(high)
+
+    def better(self, one: str, other: str) -> bool:
+        """Whether the first has the smaller median error beyond the noise."""
+        return self.interval_pct(one, other)[0] > 0
+
+    def ranks(self) -> dict[str, int]:
+        """By forecaster, 1 + how many others are better beyond the noise."""
+        return {one: 1 + sum(self.better(o, one) for o in self.pct) for one in self.pct}
+
+    def best(self, default: str) -> str:
+        """The smallest of those better than the default beyond the noise, else the default."""
+        ahead = [name for name in self.pct if self.better(name, default)]
+        return min(ahead, key=lambda name: self.pct[name], default=default)
+
+
+def medians(
+    log_errors: Mapping[str, Array], shape: Array, retest_ape_pct: float | None = None
+) -> Medians:
+    """Median errors of several forecasts of the same measured points.
+
+    ``log_errors``: log(measured / forecast) by forecaster. A resample draws shapes with all their
+    points, and moves measured times by the noise that the ``retest_ape_pct`` of them shows.
+    """
+    names, errors = list(log_errors), np.stack([*log_errors.values()])
+    codes = pd.factorize(np.asarray(shape))[0]
+    shapes, rng = int(codes.max()) + 1, np.random.default_rng(0)
+    sigma = (retest_ape_pct or 0.0) / 100 / RETEST_SIGMAS
+    drawn = np.empty((RESAMPLES, len(names)))
+    for line in drawn:
+        often = np.bincount(rng.integers(0, shapes, shapes), minlength=shapes)[codes]
+        points = np.repeat(np.arange(len(codes)), often)
+        moved = errors[:, points] + rng.normal(0.0, sigma, len(points))
+        line[:] = np.median(ape_pct(moved), axis=1)
+    return Medians(
+        pct=dict(zip(names, np.median(ape_pct(errors), axis=1).tolist(), strict=True)),
+        drawn=pd.DataFrame(drawn, columns=names),
+        shapes=shapes,
+    )
