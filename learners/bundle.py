@@ -32,7 +32,7 @@ from itercast.learners.models.ensemble import Ensemble, Smooth
 from itercast.learners.models.gaussian_process import GaussianProcess
 from itercast.learners.models.mlp import Network
 from itercast.learners.models.residuals import Residuals
-from itercast.learners.models.tree_files import read_trees
+from itercast.learners.models.tree_files import check_trees, read_trees
 from itercast.learners.models.trees import Trees
 from itercast.learners.transfer.calibration import Calibration
 from itercast.learners.transfer.source_gpus import SourceGpus
@@ -222,12 +222,15 @@ def load_learner(model: FamilyModel, path: Path, facts: Mapping[str, Any]) -> Le
     """A model that prices by the learner whose arrays are in a .npz file."""
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
+    raw = Encoder(list(facts["features"]), dict(facts["vocabulary"]))
     if facts["name"] not in PREDICTORS:
         raise KeyError(f"learner {facts['name']!r}")
+    if "trees" in arrays:
+        check_trees(arrays["trees"].tobytes(), len(raw.places(raw.names)), path.name)
     return LearnerModel(
         **{f.name: getattr(model, f.name) for f in fields(FamilyModel)},
         learner=Fitted(name=facts["name"], arrays=arrays),
-        raw=Encoder(list(facts["features"]), dict(facts["vocabulary"])),
+        raw=raw,
     )
 
 

@@ -37,11 +37,16 @@ def read_trees(path: Path, features: int) -> bytes:
     raw = unpacker.decompress(path.read_bytes(), MAX_BYTES)
     if not unpacker.eof or unpacker.unused_data:
         raise ValueError(f"{path.name}: cut off, or larger than {MAX_BYTES} bytes")
+    check_trees(raw, features, path.name)
+    return raw
+
+
+def check_trees(raw: bytes, features: int, file: str) -> None:
+    """ValueError, which names the file, unless these bytes are trees of so many features."""
     try:
         _check_model(_Reader(raw).whole(), features)
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error) as exc:
-        raise ValueError(f"{path.name}: no trees of XGBoost ({exc!r:.80})") from exc
-    return raw
+        raise ValueError(f"{file}: no trees of XGBoost ({exc!r:.80})") from exc
 
 
 class _Reader:

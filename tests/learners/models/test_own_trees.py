@@ -86,10 +86,10 @@ def test_trees_are_saved_and_loaded(table: Table, tmp_path: Path) -> None:
         save_trees(trees, tmp_path, "gemm")
         names = tree_names("gemm", trees)
         assert names == ["gemm"] * (trees.common is not None) + ["gemm.1", "gemm.2"]
-        loaded = load_trees(tmp_path, "gemm", names)
+        loaded = load_trees(tmp_path, "gemm", names, some.x.shape[1])
         assert loaded is not None
         assert loaded.log_ratio(some.x) == pytest.approx(trees.log_ratio(some.x))
-    assert load_trees(tmp_path, "gemm", []) is None
+    assert load_trees(tmp_path, "gemm", [], 4) is None
     for hostile in ("../gemm", "gemm.x", "norm"):
         with pytest.raises(KeyError):
-            load_trees(tmp_path, "gemm", [hostile])
+            load_trees(tmp_path, "gemm", [hostile], 4)
