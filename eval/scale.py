@@ -83,7 +83,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:  # the fresh process that ``main`` starts
-        without_scikit_learn()  # as the command does
-        print(json.dumps(measure(float(sys.argv[1]))))
+        with without_scikit_learn():  # as the command does
+            found = measure(float(sys.argv[1]))
+        print(json.dumps(found))
     else:
         run_or_say(main)

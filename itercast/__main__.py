@@ -23,6 +23,7 @@ from itercast.commands.run import run
 from itercast.commands.shard import shard
 from itercast.errors import OneLineGroup, one_line_errors
 from itercast.microbench.durations import seconds
+from itercast.microbench.slow_imports import without_scikit_learn
 from itercast.names import KINDS, kinds, listing
 from itercast.options import Bundle, Families, Json
 
@@ -141,11 +142,9 @@ def price(
     ] = None,
 ) -> None:
     """Forecast the time of every op in a Parquet file; write its rows with their forecasts."""
-    from itercast.microbench.slow_imports import without_scikit_learn
-
-    without_scikit_learn()
-    from itercast.learners.known_bundles import find_bundle
-    from itercast.learners.score_file import read_file, write_forecasts
+    with without_scikit_learn():
+        from itercast.learners.known_bundles import find_bundle
+        from itercast.learners.score_file import read_file, write_forecasts
     from itercast.microbench.hardware.spec import load_gpu
 
     gpus = None

@@ -15,11 +15,35 @@ changes("gpt2-small", {"gpu": "h100-sxm-80gb"})  # what would gain most
 
 from __future__ import annotations
 
-from itercast.compose.capture_model import capture
-from itercast.compose.explain.changes import changes
-from itercast.compose.explain.time_parts import time_parts
-from itercast.compose.forecast import Forecast
-from itercast.compose.predict import predict
-from itercast.microbench.opcall import StepCapture
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:  # imported when used: together they take over a second
+    from itercast.compose.capture_model import capture
+    from itercast.compose.explain.changes import changes
+    from itercast.compose.explain.time_parts import time_parts
+    from itercast.compose.forecast import Forecast
+    from itercast.compose.predict import predict
+    from itercast.microbench.opcall import StepCapture
+
+MODULES = {
+    "Forecast": "compose.forecast",
+    "StepCapture": "microbench.opcall",
+    "capture": "compose.capture_model",
+    "changes": "compose.explain.changes",
+    "predict": "compose.predict",
+    "time_parts": "compose.explain.time_parts",
+}
 __all__ = ["Forecast", "StepCapture", "capture", "changes", "predict", "time_parts"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of this module when it is first used."""
+    if name not in MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"itercast.{MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The names of this module."""
+    return sorted(__all__)

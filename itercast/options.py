@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar, get_type_hints
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVa
 import typer
 
 from itercast.microbench.cases.external.huggingface import read_config
+from itercast.microbench.slow_imports import without_scikit_learn
 from itercast.names import completing
 
 if TYPE_CHECKING:  # the command line starts without pandas
@@ -176,18 +177,18 @@ class Question:
 
         What the user's own code prints goes to the error output, away from the answer.
         """
-        from itercast.compose.predict import prepare
+        with prints_aside(), nullcontext() if self.model else without_scikit_learn():
+            from itercast.compose.predict import prepare
 
-        with prints_aside():
             step, target = prepare(self.asked(), **self.arguments(), **more)
         warn_of_dtype(self.dtype, target)
         return step, target
 
 
-@contextlib.contextmanager
+@contextmanager
 def prints_aside() -> Iterator[None]:
     """Send what is printed inside the context to the error output."""
-    with contextlib.redirect_stdout(sys.stderr):
+    with redirect_stdout(sys.stderr):
         yield
 
 

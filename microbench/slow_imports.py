@@ -1,13 +1,24 @@
-"""Keep optional packages that are slow to import, and not needed, from being imported."""
+"""Keep an optional package that is slow to import, and not needed, from being imported."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-def without_scikit_learn() -> None:
-    """Make scikit-learn look uninstalled, so that xgboost and transformers do not import it.
+@contextmanager
+def without_scikit_learn() -> Iterator[None]:
+    """Inside the context xgboost and transformers do without scikit-learn, if it is not there yet.
 
-    The import takes 1.5 s, and no code of this project needs it.
+    Both import it where they find it, which takes 1.5 s, and no forecast needs it. Afterwards it
+    can be imported as ever.
     """
-    sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
+    if "sklearn" in sys.modules:
+        yield
+        return
+    sys.modules["sklearn"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["sklearn"]

@@ -37,7 +37,7 @@ def explain(
     """Show where an iteration's time goes and which change (software, plan, GPU) gains most."""
     if picture is not None and picture.suffix not in PICTURES:
         raise ValueError(f"--picture {str(picture)!r}: allowed endings are {', '.join(PICTURES)}")
-    step, target = question.prepared()
+    step, target = question.prepared()  # imports what is slow
     from itercast.compose.explain.changes import changes
     from itercast.compose.explain.time_parts import hot_ops, time_parts
     from itercast.compose.target import forecast_step

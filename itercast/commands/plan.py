@@ -14,6 +14,7 @@ from rich.table import Table
 
 from itercast.errors import one_line_errors
 from itercast.microbench.cases.external.huggingface import read_config
+from itercast.microbench.slow_imports import without_scikit_learn
 from itercast.options import (
     Bundle,
     Case,
@@ -73,8 +74,6 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Search parallel plans; prints the best ten and where time goes; logs to MLflow."""
-    from itercast.compose.open_search import open_search
-
     begin = time.perf_counter()
     if (not case) == (hf_config is None):
         raise ValueError("plan takes one of CASE and --hf-config")
@@ -82,7 +81,9 @@ def plan(
     step: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "amp": amp}
     step["channels_last"] = channels_last
     place: dict[str, Any] = {"node": node, "bundle": bundle, "host": host, "stack": stack}
-    with prints_aside():
+    with prints_aside(), without_scikit_learn():
+        from itercast.compose.open_search import open_search
+
         search, target = open_search(
             hf_config or case, gpu, gpus, batch=batch, seq=seq, **place, **step
         )

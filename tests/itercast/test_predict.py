@@ -84,7 +84,22 @@ def test_a_cached_forecast_imports_no_torch(folder: Path, bundle: Path) -> None:
     )
     again, loaded = predict_in_a_process(folder, *words)
     assert again == first
-    assert not loaded & {"torch", "transformers", "optuna", "mlflow", "pandera", "matplotlib"}
+    assert not loaded & {
+        "torch",
+        "transformers",
+        "optuna",
+        "mlflow",
+        "pandera",
+        "matplotlib",
+        "sklearn",
+    }
+
+
+def test_importing_the_api_imports_nothing_slow() -> None:
+    code = "import sys, itercast.api as api; print(*sys.modules); api.predict; import sklearn"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not set(done.stdout.split()) & {"torch", "pandas", "numpy", "xgboost", "sklearn"}
 
 
 def test_a_trace_has_every_op_and_strict_names_what_has_no_model(
