@@ -32,7 +32,7 @@ from itercast.learners.models.ensemble import Ensemble, Smooth
 from itercast.learners.models.gaussian_process import GaussianProcess
 from itercast.learners.models.mlp import Network
 from itercast.learners.models.residuals import Residuals
-from itercast.learners.models.tree_files import check_trees, read_trees
+from itercast.learners.models.tree_files import check_trees, read_trees, without_statistics
 from itercast.learners.models.trees import Trees
 from itercast.learners.transfer.calibration import Calibration
 from itercast.learners.transfer.source_gpus import SourceGpus
@@ -279,7 +279,7 @@ def save_trees(trees: Trees, folder: Path, name: str) -> None:
     boosters = [trees.common] if trees.common else []
     boosters += trees.own.values()
     for stem, booster in zip(tree_names(name, trees), boosters, strict=True):
-        packed = gzip.compress(bytes(booster.save_raw("ubj")), mtime=0)
+        packed = gzip.compress(without_statistics(bytes(booster.save_raw("ubj"))), mtime=0)
         (folder / f"{stem}.ubj.gz").write_bytes(packed)
 
 

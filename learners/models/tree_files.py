@@ -7,6 +7,7 @@ node has two parents.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from collections.abc import Mapping
@@ -28,7 +29,23 @@ PER_NODE: Mapping[str, np.dtype[Any]] = {
     **dict.fromkeys(("base_weights", "loss_changes", "split_conditions", "sum_hessian"), FLOAT),
     **dict.fromkeys(("default_left", "split_type"), UINT8),
 }
+STATISTICS = re.compile(rb"L.{8}(?:base_weights|loss_changes|sum_hessian)\[\$d#L", re.DOTALL)
 CATEGORIES = ("categories", "categories_nodes", "categories_segments", "categories_sizes")
+
+
+def without_statistics(raw: bytes) -> bytes:
+    """The same trees in UBJSON, with zeros for what training left in them: half of a packed file.
+
+    Predictions use neither the gain and the sum of second derivatives of a node, nor the weight it
+    would have as a leaf: that of a leaf is among the split conditions too.
+    """
+    zeroed = bytearray(raw)
+    for found in STATISTICS.finditer(raw):
+        (count,) = FORMATS[LENGTH].unpack_from(raw, found.end())
+        begin = found.end() + FORMATS[LENGTH].size
+        size = count * FLOAT.itemsize
+        zeroed[begin : begin + size] = bytes(size)
+    return bytes(zeroed)
 
 
 def read_trees(path: Path, features: int) -> bytes:
