@@ -88,7 +88,7 @@ def figures(bundle: Path) -> list[tuple[str, float, float]]:
     where = str(bundle.resolve())
     predict = ["-m", "itercast", "predict", "gpt2-small", "--gpu", "cpu", "--bundle", where]
     with tempfile.TemporaryDirectory() as folder:
-        import_s, _ = timed_s(["-c", "import itercast.api"], folder)
+        import_s, _ = timed_s(["-m", "itercast.api"], folder)
         cold_s, _ = timed_s(predict, folder)
         cached_s, _ = timed_s(predict, folder)
         _, printed = timed_s(["-m", "itercast.eval.speed", where, "--second-plan"], folder)
