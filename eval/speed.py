@@ -98,7 +98,7 @@ def figures(bundle: Path) -> list[tuple[str, float, float]]:
             price_rows_s(gpu, which, folder) for gpu, which in ((own, bundle), (UNSEEN, SHIPPED))
         )
     return [
-        ("import itercast.api, whole process", 0.3, import_s),
+        ("the API imported, whole process", 0.3, import_s),
         ("predict gpt2-small, whole process, cold", 2.5, cold_s),
         ("the same from a cached op graph", 0.8, cached_s),
         ("the same plan again in one process", 0.005, again_s),
