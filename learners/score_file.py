@@ -20,7 +20,7 @@ def read_file(path: Path) -> pd.DataFrame:
         rows = pd.read_parquet(path)
     except FileNotFoundError as exc:
         raise ValueError(f"rows {str(path)!r}: no such file") from exc
-    except (OSError, pa.ArrowInvalid) as exc:
+    except (OSError, pa.ArrowException, ValueError, LookupError, TypeError, AttributeError) as exc:
         raise ValueError(f"rows {str(path)!r}: not a readable Parquet file") from exc
     missing = [c for c in ("family", "gpu") if c not in rows]
     if missing:

@@ -315,7 +315,7 @@ class Encoder:
         """Encode features as a float32 matrix (rows, columns); unknown strings become zeros."""
         parts = []
         for name in self.names:
-            values, seen = table[name], self.vocabulary.get(name)
+            values, seen = _column(table, name), self.vocabulary.get(name)
             if seen is None:
                 parts.append(values.astype(np.float32)[:, None])
             else:
@@ -345,17 +345,25 @@ def in_envelope(
     """
     inside = np.ones(len(table["gpu"]), dtype=bool)
     for name, (low, high) in envelope.items():
-        inside &= (table[name] >= low - 1e-6) & (table[name] <= high + 1e-6)
+        values = _column(table, name)
+        inside &= (values >= low - 1e-6) & (values <= high + 1e-6)
     for name, seen in encoder.vocabulary.items():
         if name == "gpu":
             known = {value.partition(CLUSTER_SEPARATOR)[0] for value in seen}
-            codes, distinct = pd.factorize(table[name])
+            codes, distinct = pd.factorize(_column(table, name))
             inside &= np.array([str(v).partition(CLUSTER_SEPARATOR)[0] in known for v in distinct])[
                 codes
             ]
         elif name not in ORIGIN:
-            inside &= isin(table[name], seen)
+            inside &= isin(_column(table, name), seen)
     return inside
+
+
+def _column(table: Features, name: str) -> np.ndarray:
+    """A feature that a bundle states; ValueError where the family has none of this name."""
+    if name not in table:
+        raise ValueError(f"the bundle's feature {name!r} is none of {sorted(table)}")
+    return table[name]
 
 
 def is_number(values: np.ndarray) -> bool:
