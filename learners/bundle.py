@@ -50,6 +50,8 @@ DAMAGE = (
     ValueError,
     LookupError,
     ArithmeticError,
+    RuntimeError,  # zip files with unknown compression
+    MemoryError,  # arrays that state to be huge
     TypeError,
     AttributeError,
     BadZipFile,

@@ -18,6 +18,12 @@ MAX_CHARACTERS = 8192  # at most 128 levels by indentation: 1 + 2 + ... + 128 sp
 
 
 def load_yaml(text: str) -> Any:
-    """The values of a YAML text from anywhere, as ``yaml.safe_load`` returns them."""
+    """The values of a YAML text from anywhere, as ``yaml.safe_load`` returns them.
+
+    yaml.YAMLError also where PyYAML lets others through, as of ``!!bool x``.
+    """
     flat = len(text) <= MAX_CHARACTERS and len(OPENS_A_LEVEL.findall(text)) <= MAX_OPENED
-    return yaml.load(text, OwnLoader if flat else yaml.SafeLoader)
+    try:
+        return yaml.load(text, OwnLoader if flat else yaml.SafeLoader)
+    except (ValueError, LookupError, TypeError, AttributeError) as exc:
+        raise yaml.YAMLError(f"{type(exc).__name__} {exc}") from exc

@@ -31,3 +31,10 @@ def test_values_are_those_of_safe_load() -> None:
 def test_no_object_is_made_of_a_tag() -> None:
     with pytest.raises(yaml.YAMLError):
         load_yaml("!!python/object/apply:os.getcwd []")
+
+
+@pytest.mark.parametrize("text", ["- !!bool x\n", "!!timestamp x", "!!int ''", "!!float x4e12"])
+def test_a_tag_that_does_not_fit_its_value_is_an_error_of_yaml(text: str) -> None:
+    """PyYAML itself raises KeyError, AttributeError, IndexError and ValueError."""
+    with pytest.raises(yaml.YAMLError):
+        load_yaml(text)
