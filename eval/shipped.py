@@ -21,12 +21,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from itercast.eval.public.readers import read_source
 from itercast.eval.speed import run_or_say
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.learners.train import joined, train
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.importers.base import Hints, Imported
-from itercast.microbench.importers.sources import read_source
 from itercast.microbench.importers.write import write
 from itercast.microbench.ops import families
 

@@ -191,7 +191,7 @@ def test_the_op_shown_is_the_one_that_the_example_package_adds() -> None:
 
 
 def test_the_importer_shown_counts_what_it_leaves_out(tmp_path: Path) -> None:
-    mylab = load("microbench/importers/mylab.py", tmp_path)
+    mylab = load("eval/public/sources/mylab.py", tmp_path)
     (tmp_path / "h100.csv").write_text("M,N,K,ms\n128,128,128,0.02\n5,x,2,0.1\n")
     found = mylab.read(tmp_path)
     assert found.rows["gemm"]["time_us"].tolist() == [20.0]

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.eval.public.baselines import BASELINES
+from itercast.eval.public.readers import read_source
 from itercast.eval.results import LineResult
 from itercast.learners.family_model import Prepared, learn, learn_quickly, prepare
 from itercast.learners.models.trees import default_options
@@ -19,7 +20,6 @@ from itercast.learners.train import errors
 from itercast.learners.transfer.calibration import Calibration, points
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.importers.base import Hints
-from itercast.microbench.importers.sources import read_source
 from itercast.microbench.ops import families
 
 log = logging.getLogger(__name__)

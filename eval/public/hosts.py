@@ -22,9 +22,9 @@ from itercast.compose.host_fit import MeasuredStep, fit_host
 from itercast.compose.target import find_target
 from itercast.eval.compare import measured_steps
 from itercast.eval.public.model_rows import read_iterations
+from itercast.eval.public.sources.timm_models import timm_config
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import REFERENCE, HostMachine, host_yaml, usual_host
-from itercast.microbench.importers.published.timm_models import timm_config
 from itercast.microbench.opcall import StepCapture
 
 ROWS = 16  # of a source that has many

@@ -15,6 +15,7 @@ import pandas as pd
 
 from itercast.eval.public.benchmark import FOLDS, Rows
 from itercast.eval.public.left_out import compared
+from itercast.eval.public.readers import SOURCES, read_source
 from itercast.eval.results import LineResult
 from itercast.learners.family_model import FamilyModel, learn_quickly, prepare
 from itercast.learners.features.table import shape_groups, without_load
@@ -23,7 +24,6 @@ from itercast.learners.train import subsample_evenly
 from itercast.microbench.assumptions import leaving_out
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.importers.base import Hints
-from itercast.microbench.importers.sources import SOURCES, read_source
 from itercast.microbench.ops import families
 
 log = logging.getLogger(__name__)

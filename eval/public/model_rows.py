@@ -10,8 +10,8 @@ import pandas as pd
 
 from itercast.eval.compare import console, stated_rows
 from itercast.eval.public.benchmark import Rows
+from itercast.eval.public.readers import read_source
 from itercast.microbench.importers.base import Hints
-from itercast.microbench.importers.sources import read_source
 
 LABELS = Path("scripts/asplos/label")
 LAYER = r"(?:^|_)(?:layer|h|layers)_0|\.(?:layer|h|layers)\.0"  # as transformers names blocks

@@ -178,11 +178,11 @@ def _write_host(path: Path, rows: Sequence[Mapping[str, Any]], bundle: Path) -> 
 def _step(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
     """Capture what a row describes: a model under a plan, a problem's text, or a layer."""
     if asked.get("problem_source"):
-        from itercast.microbench.cases.external.problem import problem  # needs torch
+        from itercast.eval.public.sources.problem import problem  # needs torch
 
         make = partial(problem, str(asked["problem_source"]))
     elif asked.get("rows"):
-        from itercast.eval.public.layers import layer  # needs torch
+        from itercast.eval.public.sources.layers import layer  # needs torch
 
         sizes = [int(np.nan_to_num(asked[name])) for name in ("rows", "cols", "inner")]
         make = partial(layer, str(asked["case"]), *sizes)

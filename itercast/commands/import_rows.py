@@ -40,7 +40,7 @@ def import_rows(
     as_json: Json = False,
 ) -> None:
     """Convert published measurements into dataset rows; prints how many were left out, and why."""
-    from itercast.microbench.importers.sources import read_source
+    from itercast.eval.public.readers import read_source
     from itercast.microbench.importers.write import write
 
     hints, own = given(gpu, nodes, gpus_per_node, node)

@@ -1,4 +1,4 @@
-"""The importers by the name of their source on the command line, those of other packages too."""
+"""The importers of files that users have themselves, and how an importer is run."""
 
 from __future__ import annotations
 
@@ -8,40 +8,23 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from itercast.microbench.extensions import with_added
 from itercast.microbench.importers import nccl_tests
 from itercast.microbench.importers.base import Hints, Imported, Unreadable, read_text
 from itercast.microbench.importers.mapped import reader
-from itercast.microbench.importers.mapped.source import load, mapped_sources
-from itercast.microbench.importers.published import (
-    iterations,
-    kernelbench,
-    megatron,
-    mlperf,
-)
-from itercast.microbench.importers.traces import kineto, op_tables
+from itercast.microbench.importers.mapped.source import load
+from itercast.microbench.importers.traces import kineto
 
-OWN: Mapping[str, Callable[..., Imported] | Path] = {  # reads a path, with or without hints
-    "iterations": iterations.read,
-    "kernelbench": kernelbench.read,
-    "kineto-traces": op_tables.read,
-    "megatron-lm": megatron.read,
-    "mlperf-training": mlperf.read,
-    "nccl-tests": nccl_tests.read,
-    "kineto": kineto.read,
-    **mapped_sources(),
-}
-READERS = with_added("importers", OWN, (Path, Callable))
-SOURCES = tuple(sorted(READERS))
+Reader = Callable[..., Imported] | Path  # reads a path, with or without hints; or a mapping
+OWN: Mapping[str, Reader] = {"nccl-tests": nccl_tests.read, "kineto": kineto.read}
 
 
-def read_source(source: str, path: Path, hints: Hints) -> Imported:
+def read_by(readers: Mapping[str, Reader], source: str, path: Path, hints: Hints) -> Imported:
     """Import a source; ValueError for an unknown source, a missing path or a wrong folder."""
-    if source not in SOURCES:
-        raise ValueError(f"unknown source {source!r}; known: {list(SOURCES)}")
+    if source not in readers:
+        raise ValueError(f"unknown source {source!r}; known: {sorted(readers)}")
     if not path.exists():
         raise ValueError(f"{str(path)!r}: no such file or folder")
-    read = READERS[source]
+    read = readers[source]
     if isinstance(read, Path):
         found = reader.read(load(read), path)
     else:

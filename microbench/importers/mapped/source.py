@@ -16,7 +16,6 @@ from itercast.microbench.opcall import ITEMSIZE_BYTES
 from itercast.microbench.ops import families
 from itercast.microbench.yaml_text import OwnLoader
 
-HERE = Path(__file__).parent
 ROW_COLUMNS = ("op", "gpu", "stack", "timer", "dtype", "time_us")  # that every row states
 MORE_COLUMNS: tuple[str, ...] = ("time_us_p20", "time_us_p80", "samples", "cache", "kernel")
 MORE_COLUMNS += ("module", "doubts", "load", "settings")
@@ -100,11 +99,6 @@ class Source:
 
     about: About
     tables: tuple[Table, ...]
-
-
-def mapped_sources() -> dict[str, Path]:
-    """The mappings by name."""
-    return {path.stem: path for path in sorted(HERE.glob("*.yaml"))}
 
 
 def load(path: Path) -> Source:

@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 import yaml
 
+from itercast.eval.public.readers import MAPPINGS
 from itercast.microbench.importers.base import Imported
 from itercast.microbench.importers.mapped import reader
 from itercast.microbench.importers.mapped.conversions import ARITHMETIC, Cells, Place, known
-from itercast.microbench.importers.mapped.source import load, mapped_sources
+from itercast.microbench.importers.mapped.source import load
 
 TINY = """
 where: https://example.org
@@ -264,10 +265,10 @@ def test_the_mapping_in_the_documentation_works(tmp_path: Path) -> None:
     assert found.dropped == {"the GPU was throttled": 1}
 
 
-@pytest.mark.parametrize("name", mapped_sources())
-def test_mappings_that_ship_are_right(name: str) -> None:
+@pytest.mark.parametrize("path", MAPPINGS.glob("*.yaml"), ids=lambda path: path.stem)
+def test_mappings_that_ship_are_right(path: Path) -> None:
     """They load, and say origin, licence and units."""
-    source = load(mapped_sources()[name])
-    assert source.about.source == name and "https://" in source.about.where
+    source = load(path)
+    assert source.about.source == path.stem and "https://" in source.about.where
     assert len(source.about.conventions) > 60
-    assert "eval" not in yaml.safe_dump(yaml.safe_load(mapped_sources()[name].read_text()))
+    assert "eval" not in yaml.safe_dump(yaml.safe_load(path.read_text()))

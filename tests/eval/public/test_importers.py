@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from itercast.compose.parallel.plan import ParallelPlan
+from itercast.eval.public.readers import read_source
 from itercast.microbench.importers.base import Hints, Imported
-from itercast.microbench.importers.sources import read_source
 from itercast.microbench.ops import families
 from itercast.microbench.store import read_rows
 

@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
+from itercast.eval.public.readers import PUBLISHED, SOURCES, read_source
 from itercast.microbench.importers.base import MAX_REASONS, Hints, Imported
-from itercast.microbench.importers.mapped.source import load, mapped_sources
-from itercast.microbench.importers.sources import SOURCES, read_source
+from itercast.microbench.importers.mapped.source import load
 
 OPS = "OPName,Latency,Device,Torch Version,CUDNN Version,CUDA Version"
 OPS += ",B,M,N,K,Input_Channel,Output_Channel,Kernel_Szie,Input_Size,Stride,Padding"
@@ -33,7 +33,9 @@ PLACES = {
     "mlperf-training": "cells.csv.gz",
 }
 PLACES |= {
-    name: load(path).tables[0].files[0].replace("*", "x") for name, path in mapped_sources().items()
+    name: load(path).tables[0].files[0].replace("*", "x")
+    for name, path in PUBLISHED.items()
+    if isinstance(path, Path)
 }
 JUNK: dict[str, bytes] = {
     "nothing": b"",

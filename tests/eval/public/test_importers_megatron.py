@@ -12,14 +12,14 @@ import yaml
 from test_importers_hostile import JUNK
 
 from itercast.compose.parallel.plan import ParallelPlan
-from itercast.microbench.importers.base import Hints, Imported
-from itercast.microbench.importers.published.megatron import plan_of
-from itercast.microbench.importers.published.megatron_models import (
+from itercast.eval.public.readers import read_source
+from itercast.eval.public.sources.megatron import plan_of
+from itercast.eval.public.sources.megatron_models import (
     attention_of,
     model_of,
     padded_vocabulary,
 )
-from itercast.microbench.importers.sources import read_source
+from itercast.microbench.importers.base import Hints, Imported
 
 HEAD = "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,"
 HEAD += "tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)\n"

@@ -11,12 +11,12 @@ import pytest
 from public_data import PUBLIC, needs_public
 
 from itercast.compose.parallel.plan import ParallelPlan
+from itercast.eval.public.readers import SOURCES, read_source
 from itercast.learners.features.table import feature_table, is_number
 from itercast.microbench.cases.registry import case_names
 from itercast.microbench.hardware.node import node_names
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.importers.base import Hints, Imported
-from itercast.microbench.importers.sources import SOURCES, read_source
 from itercast.microbench.ops import families
 from itercast.microbench.ops.step.collective import OPS
 

@@ -27,7 +27,7 @@ ABOUT = About(
     conventions=(
         "time_us is the mean of 100 calls, each timed by CUDA events after a synchronise: the "
         "host's launch is in it. problem_source is the module's text, to be interpreted "
-        "(itercast.microbench.cases.external.problem), never executed. Neither eval() nor "
+        "(itercast.eval.public.sources.problem), never executed. Neither eval() nor "
         "autograd; fp32, convolutions in TF32."
     ),
 )

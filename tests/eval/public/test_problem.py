@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from itercast.compose.capture_model import capture
-from itercast.microbench.cases.external.problem import problem
+from itercast.eval.public.sources.problem import problem
 
 HEAD = "import torch\nimport torch.nn as nn\nimport torch.nn.functional as F\n"
 CONV = f"""{HEAD}

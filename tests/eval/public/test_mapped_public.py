@@ -9,14 +9,13 @@ import pandas as pd
 import pytest
 from public_data import PUBLIC, needs_public
 
+from itercast.eval.public.readers import MAPPINGS, read_source
 from itercast.learners.features.table import feature_table, is_number
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.importers.base import Hints, Imported
-from itercast.microbench.importers.mapped.source import mapped_sources
-from itercast.microbench.importers.sources import read_source
 from itercast.microbench.ops import families
 
-SOURCES = sorted([*mapped_sources(), "kineto-traces"])
+SOURCES = sorted([*(path.stem for path in MAPPINGS.glob("*.yaml")), "kineto-traces"])
 pytestmark = needs_public()
 
 

@@ -22,12 +22,12 @@ from itercast.eval.public.op_lines import (
     nccl_cells,
     nccl_tail,
 )
+from itercast.eval.public.readers import read_source
 from itercast.eval.public.table import markdown, run
 from itercast.eval.results import LineResult
 from itercast.learners.models.training_table import Table
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.importers.base import Hints
-from itercast.microbench.importers.sources import read_source
 
 SIZES = [2.0**i for i in range(10, 28)]
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from itercast.compose.parallel.plan import ParallelPlan
+from itercast.eval.public.readers import read_source
 from itercast.microbench.importers.base import Hints, Imported
-from itercast.microbench.importers.sources import read_source
 
 CELL = {
     **{"version": "v3.1", "submitter": "X", "system": "dgxh100_n2", "benchmark": "bert"},

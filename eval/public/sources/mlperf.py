@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from itercast.eval.public.sources.models import BERT
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.names import gpu_named
 from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, node_named
@@ -24,7 +25,6 @@ from itercast.microbench.importers.base import (
     text_of,
     whole,
 )
-from itercast.microbench.importers.published.models import BERT
 
 ABOUT = About(
     source="mlperf-training",

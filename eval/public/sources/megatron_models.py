@@ -7,9 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from itercast.eval.public.sources.models import gpt2_config
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.importers.base import whole
-from itercast.microbench.importers.published.models import gpt2_config
 
 Flags = Mapping[str, Any]
 DIVISIBLE_BY = 128  # --make-vocab-size-divisible-by, times the tensor-parallel degree

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from public_data import PUBLIC, needs_public
 
-from itercast.microbench.cases.external.problem import problem
+from itercast.eval.public.readers import read_source
+from itercast.eval.public.sources import kernelbench
+from itercast.eval.public.sources.kernelbench import OTHER_SHAPES, dtype_of
+from itercast.eval.public.sources.problem import problem
 from itercast.microbench.importers.base import Hints, Imported
-from itercast.microbench.importers.published import kernelbench
-from itercast.microbench.importers.published.kernelbench import OTHER_SHAPES, dtype_of
-from itercast.microbench.importers.sources import read_source
 
 RELU = """class Model(nn.Module):
     def forward(self, x):

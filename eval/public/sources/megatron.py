@@ -10,6 +10,14 @@ import numpy as np
 import pandas as pd
 import yaml
 
+from itercast.eval.public.sources.megatron_models import (
+    ENGINE,
+    Flags,
+    attention_of,
+    kind_of,
+    model_of,
+)
+from itercast.eval.public.sources.plans import sharded
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.importers.base import (
     About,
@@ -21,14 +29,6 @@ from itercast.microbench.importers.base import (
     refuse,
     whole,
 )
-from itercast.microbench.importers.published.megatron_models import (
-    ENGINE,
-    Flags,
-    attention_of,
-    kind_of,
-    model_of,
-)
-from itercast.microbench.importers.published.plans import sharded
 from itercast.microbench.yaml_text import load_yaml
 
 ABOUT = About(

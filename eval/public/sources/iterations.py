@@ -9,6 +9,9 @@ from typing import Any
 
 import pandas as pd
 
+from itercast.eval.public.sources.models import Model, model_of
+from itercast.eval.public.sources.plans import network_doubt, plan_of
+from itercast.eval.public.sources.timm_models import timm_config
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.names import gpu_named
 from itercast.microbench.importers.base import (
@@ -20,9 +23,6 @@ from itercast.microbench.importers.base import (
     refuse,
     whole,
 )
-from itercast.microbench.importers.published.models import Model, model_of
-from itercast.microbench.importers.published.plans import network_doubt, plan_of
-from itercast.microbench.importers.published.timm_models import timm_config
 
 ABOUT = About(
     source="iterations",

@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from itercast.eval.public.sources.models_experts import EXPERTS
+from itercast.eval.public.sources.timm_models import by_timm
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.importers.base import whole
-from itercast.microbench.importers.published.models_experts import EXPERTS
-from itercast.microbench.importers.published.timm_models import by_timm
 
 # layers, width, heads, key/value heads, hidden, vocabulary. Source: the config.json of each model
 # at https://huggingface.co/meta-llama.

@@ -15,7 +15,6 @@ from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import as_launched
 from itercast.compose.parallel.plan import ParallelPlan
 from itercast.eval.compare import compare_all, stated_rows, step_of
-from itercast.eval.public.layers import LAYERS, layer
 from itercast.eval.public.model_lines import (
     ModelLine,
     beside_eager_calls,
@@ -24,9 +23,10 @@ from itercast.eval.public.model_lines import (
 )
 from itercast.eval.public.model_rows import NAMES, node_sums_us, read_iterations
 from itercast.eval.public.models import Answer, add_forecasts, judge, judged, with_fitted_hosts
+from itercast.eval.public.readers import SOURCES
+from itercast.eval.public.sources.layers import LAYERS, layer
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import load_host
-from itercast.microbench.importers.sources import SOURCES
 
 
 def test_nodes_of_the_layer_count_once_per_layer(tmp_path: Path) -> None:
