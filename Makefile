@@ -45,10 +45,10 @@ bench-public: setup ## errors on other people's measurements beside baselines (P
 	$(CLI) bench-public $(PUBLIC)
 
 shipped: setup ## rebuild the GPU bundle from public measurements, compare (PUBLIC=folder REPLACE=yes; an hour)
-	$(PY) -m itercast.eval.shipped $(PUBLIC) $(if $(REPLACE),--replace)
+	$(PY) -m itercast.eval.public.shipped $(PUBLIC) $(if $(REPLACE),--replace)
 
 shipped-cpu: setup ## rebuild the CPU bundle from datasets/, compare (REPLACE=yes; 4 minutes)
-	$(PY) -m itercast.eval.shipped --cpu $(if $(REPLACE),--replace)
+	$(PY) -m itercast.eval.public.shipped --cpu $(if $(REPLACE),--replace)
 
 dlrm: setup ## recommendation models: lookups, iterations and choice of a sharding on this CPU (15 minutes)
 	$(PY) -m itercast.eval.recommenders

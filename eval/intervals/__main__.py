@@ -24,7 +24,7 @@ from itercast.eval.intervals import common_part, correlations
 from itercast.eval.intervals.iterations import cpu_iterations, public_iterations
 from itercast.eval.public.left_out_models import TRAINED_ON
 from itercast.eval.public.left_out_ops import KNOWN_ROWS, read_ops
-from itercast.eval.shipped import MAX_ROWS
+from itercast.eval.public.shipped import MAX_ROWS
 from itercast.eval.speed import run_or_say
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU
 from itercast.learners.family_model import Prepared, prepare

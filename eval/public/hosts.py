@@ -21,7 +21,7 @@ from itercast.compose.capture_model import capture
 from itercast.compose.host_fit import MeasuredStep, fit_host
 from itercast.compose.target import find_target
 from itercast.eval.compare import measured_steps
-from itercast.eval.public.model_rows import read_iterations
+from itercast.eval.public.readers import read_iterations
 from itercast.eval.public.sources.timm_models import timm_config
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import REFERENCE, HostMachine, host_yaml, usual_host

@@ -27,9 +27,9 @@ from itercast.eval.public.models import (
     judged,
     with_fitted_hosts,
 )
+from itercast.eval.public.shipped import MAX_ROWS, SOURCES
 from itercast.eval.public.table import WORKERS
 from itercast.eval.results import LineResult
-from itercast.eval.shipped import MAX_ROWS, SOURCES
 from itercast.learners.bundle import Bundle
 from itercast.learners.family_model import FamilyModel, prepare
 from itercast.learners.intervals import quick_model_with_intervals

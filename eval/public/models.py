@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +28,7 @@ from itercast.eval.iteration_parts import PARTS, parts_us
 from itercast.eval.progress import progress_bar
 from itercast.eval.public.benchmark import Rows
 from itercast.eval.public.model_lines import CALIBRATED_ON, ModelLine, model_lines
-from itercast.eval.public.model_rows import node_sums_us, read_iterations
+from itercast.eval.public.readers import node_sums_us, read_iterations
 from itercast.eval.public.table import WORKERS
 from itercast.eval.results import COVERAGE, LineResult
 from itercast.learners.train import errors
@@ -180,7 +180,7 @@ def _step(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
     if asked.get("problem_source"):
         from itercast.eval.public.sources.problem import problem  # needs torch
 
-        make = partial(problem, str(asked["problem_source"]))
+        make: Callable[[], Any] = partial(problem, str(asked["problem_source"]))
     elif asked.get("rows"):
         from itercast.eval.public.sources.layers import layer  # needs torch
 

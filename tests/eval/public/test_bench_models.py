@@ -21,9 +21,8 @@ from itercast.eval.public.model_lines import (
     launch_bound_sample,
     model_lines,
 )
-from itercast.eval.public.model_rows import NAMES, node_sums_us, read_iterations
 from itercast.eval.public.models import Answer, add_forecasts, judge, judged, with_fitted_hosts
-from itercast.eval.public.readers import SOURCES
+from itercast.eval.public.readers import NAMES, SOURCES, node_sums_us, read_iterations
 from itercast.eval.public.sources.layers import LAYERS, layer
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import load_host

@@ -1,6 +1,6 @@
 """Rebuilds the shipped bundles.
 
-`python -m itercast.eval.shipped PUBLIC` for GPUs, `python -m itercast.eval.shipped --cpu`.
+`python -m itercast.eval.public.shipped PUBLIC` for GPUs, with `--cpu` for CPUs.
 
 The GPU bundle is trained on measurements that others published (learners/shipped/CARD.md names
 them), read from clones under PUBLIC; the CPU bundle on datasets/. Families are trained one by one
@@ -168,7 +168,9 @@ def rebuild(public: Path | None, out: Path, names: Sequence[str], replace: bool)
 def main() -> None:
     """Rebuild the bundle that the command line names and compare it with the one that ships."""
     about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m itercast.eval.shipped", description=about)
+    parser = argparse.ArgumentParser(
+        prog="python -m itercast.eval.public.shipped", description=about
+    )
     parser.add_argument("public", nargs="?", type=Path, help=f"folder of {', '.join(SOURCES)}")
     parser.add_argument("--cpu", action="store_true", help="the CPU bundle, from datasets/")
     parser.add_argument("--out", type=Path, help="folder to work in (runs/shipped, -cpu)")

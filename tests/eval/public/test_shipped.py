@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from itercast.eval.shipped import (
+from itercast.eval.public.shipped import (
     MAX_ROWS,
     Source,
     comparison,
