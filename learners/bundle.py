@@ -292,8 +292,9 @@ def load_trees(folder: Path, name: str, stems: Sequence[str], columns: int) -> T
     """
     found: dict[str, xgb.Booster] = {}
     shipped = folder.resolve() in (SHIPPED, SHIPPED_CPU)
+    known = {name, *(f"{name}.{column}" for column in range(columns))}
     for stem in stems:
-        if stem != name and not stem.removeprefix(f"{name}.").isdecimal():
+        if stem not in known:
             raise KeyError(stem)
         found[stem] = xgb.Booster({"nthread": 1})
         path = folder / f"{stem}.ubj.gz"

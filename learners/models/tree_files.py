@@ -161,11 +161,13 @@ def _check_model(model: Any, features: int) -> None:
     _require(rounds[-1] == len(trees), "num_parallel_tree")
     _require(list(inner["iteration_indptr"]) == rounds, "iteration_indptr")
     _require(list(inner["tree_info"]) == [0] * len(trees), "tree_info")
-    _check_trees(trees, features)
+    _check_sizes(trees, features)
+    if trees:
+        _check_nodes(trees, features)
 
 
-def _check_trees(trees: list[dict[str, Any]], features: int) -> None:
-    """All trees at once: node 0 of each is its root, every other node has at most one parent."""
+def _check_sizes(trees: list[dict[str, Any]], features: int) -> None:
+    """Every array of a tree has as many entries as the tree has nodes."""
     for number, tree in enumerate(trees):
         stated = tree["tree_param"]
         nodes = len(tree["left_children"])
@@ -176,8 +178,10 @@ def _check_trees(trees: list[dict[str, Any]], features: int) -> None:
         kinds = all(tree[k].dtype == kind and len(tree[k]) == nodes for k, kind in PER_NODE.items())
         _require(kinds, f"arrays of tree {number}")
         _require(all(len(tree[name]) == 0 for name in CATEGORIES), "categories")
-    if not trees:
-        return
+
+
+def _check_nodes(trees: list[dict[str, Any]], features: int) -> None:
+    """All trees at once: node 0 of each is its root, every other node has at most one parent."""
     whole = {name: np.concatenate([tree[name] for tree in trees]) for name in PER_NODE}
     counts = np.array([len(tree["left_children"]) for tree in trees])
     nodes, first = np.repeat(counts, counts), np.repeat(np.cumsum(counts) - counts, counts)
