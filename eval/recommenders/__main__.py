@@ -12,7 +12,9 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,11 +22,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from itercast.compose.sharding.forecast import Forecaster
 from itercast.compose.sharding.propose import random_sharding
-from itercast.compose.target import find_target
 from itercast.eval.progress import progress_bar
 from itercast.eval.recommenders.judge import (
+    Bench,
     Choice,
     Judged,
     choices,
@@ -32,17 +33,12 @@ from itercast.eval.recommenders.judge import (
     error_statistics,
     judge_choices,
     judge_iterations,
+    judge_libraries,
 )
 from itercast.eval.recommenders.lookups import Score, from_uniform_streams, scores
 from itercast.eval.recommenders.plot import save_scatter
-from itercast.eval.recommenders.sweep import sweep, threads_of
+from itercast.eval.recommenders.sweep import sweep
 from itercast.eval.recommenders.tasks import heavy_task
-from itercast.eval.recommenders.witness import (
-    CONFIGURATIONS,
-    is_installed,
-    measure_both,
-    witness_table,
-)
 from itercast.eval.speed import run_or_say
 from itercast.learners.bundle import Bundle
 from itercast.learners.train import train
@@ -51,6 +47,7 @@ from itercast.microbench.iterations.sharded_dlrm import STAGES
 SHOWN = ("geomean_ape_pct", "median_ape_pct", "mape_pct", "p90_ape_pct", "bias_pct")
 RANKS = (2, 4)
 Found = TypeVar("Found")
+CONFIGURATIONS = 6  # that torchrec runs too
 SPEED_TABLES, SPEED_SHARDINGS = 64, 1000
 
 
@@ -87,18 +84,18 @@ def run(out: Path, budget_s: float, count: int, ranks: Sequence[int]) -> None:
     if rows or not (bundle / "bundle.json").is_file():
         train([out / "datasets" / "train"], bundle, None, studies=out / "studies")
     console.print(scores_table(out, Bundle.load(bundle)))
-    first = (ranks[0], threads_of(ranks[0]), bundle)
-    measured = partial(judge_iterations, count, *first, out / "iterations", 1)
-    iterations = _with_bar("measure iterations", measured)
+    first = Bench(ranks=ranks[0], bundle=bundle, out=out)
+    iterations = _with_bar("measure iterations", partial(judge_iterations, first, count))
     console.print(iterations_table(iterations, ranks[0]))
     console.print(stages_table(iterations))
-    if is_installed():
-        witness = partial(measure_both, CONFIGURATIONS, *first, out / "witness")
-        console.print(witness_table(_with_bar("measure torchrec", witness), ranks[0]))
+    if all(find_spec(name) for name in ("torchrec", "fbgemm_gpu")):
+        both = _with_bar("measure torchrec", partial(judge_libraries, first, CONFIGURATIONS))
+        console.print(libraries_table(both, ranks[0]))
     else:
         console.print("torchrec is not installed: no second witness, see docs/recommenders.md")
-    tasks = {n: _judge_tasks(console, out, count, n, bundle) for n in ranks}
-    console.print(speed_line(bundle, ranks[0]))
+    benches = {n: replace(first, ranks=n) for n in ranks}
+    tasks = {n: _judge_tasks(console, bench, count) for n, bench in benches.items()}
+    console.print(speed_line(first))
     (out / "results.json").write_text(json.dumps(plain(iterations, tasks)))
     groups = [("random configurations", iterations)]
     groups += [(f"heavy tasks, {n} processes", _flat(found)) for n, found in tasks.items()]
@@ -108,14 +105,11 @@ def run(out: Path, budget_s: float, count: int, ranks: Sequence[int]) -> None:
     )
 
 
-def _judge_tasks(
-    console: Console, out: Path, count: int, ranks: int, bundle: Path
-) -> list[list[Judged]]:
-    """Judge the choice of a sharding for ``ranks`` processes in ``count`` tasks, and print it."""
-    where = (ranks, threads_of(ranks), bundle, out / f"choices-{ranks}", 2)
-    name = f"measure shardings, {ranks} processes"
-    found = _with_bar(name, partial(judge_choices, count, *where))
-    console.print(choices_table(choices(found, ranks, bundle), ranks))
+def _judge_tasks(console: Console, bench: Bench, count: int) -> list[list[Judged]]:
+    """Judge the choice of a sharding in ``count`` tasks, and print it."""
+    name = f"measure shardings, {bench.ranks} processes"
+    found = _with_bar(name, partial(judge_choices, bench, count))
+    console.print(choices_table(choices(found, bench), bench.ranks))
     forecast, rounds = correlations(found)
     console.print(
         "correlation of step times within a task: forecast and measured "
@@ -178,13 +172,32 @@ def iterations_table(judged: Sequence[Judged], ranks: int) -> Table:
     title = f"iterations, {_processes(ranks)}"
     table = Table("tables", "batch", "optimizer", *names, title=title)
     for j in judged:
-        model, retest = j.candidate.model, 100 * abs(j.rounds_us[-1] / j.rounds_us[0] - 1)
-        times = (f"{us / 1e3:.1f}" for us in (j.forecast_us, j.measured_us))
+        retest = 100 * abs(j.rounds_us[-1] / j.rounds_us[0] - 1)
         error = 100 * (j.forecast_us / j.measured_us - 1)
-        sizes = (str(len(model.tables)), str(model.batch), model.optimizer)
-        table.add_row(*sizes, *times, f"{error:+.1f}", f"{retest:.1f}")
+        times = _in_ms(j.forecast_us, j.measured_us)
+        table.add_row(*_sizes(j), *times, f"{error:+.1f}", f"{retest:.1f}")
     table.caption = errors_line("DLRM iterations", judged)
     return table
+
+
+def libraries_table(found: Sequence[tuple[Judged, Judged]], ranks: int) -> Table:
+    """Measured steps of torch and torchrec beside the forecast of torch's."""
+    names = ("forecast ms", "torch ms", "torchrec ms", "torchrec / torch")
+    title = f"a second witness: torchrec's DistributedModelParallel, {ranks} processes"
+    table = Table("tables", "batch", "optimizer", *names, title=title)
+    for ours, theirs in found:
+        times = _in_ms(ours.forecast_us, ours.measured_us, theirs.measured_us)
+        table.add_row(*_sizes(ours), *times, f"{theirs.measured_us / ours.measured_us:.2f}")
+    return table
+
+
+def _sizes(j: Judged) -> tuple[str, ...]:
+    model = j.candidate.model
+    return str(len(model.tables)), str(model.batch), model.optimizer
+
+
+def _in_ms(*times_us: float) -> list[str]:
+    return [f"{us / 1e3:.1f}" for us in times_us]
 
 
 def errors_line(name: str, judged: Sequence[Judged]) -> str:
@@ -216,17 +229,17 @@ def choices_table(found: Sequence[Choice], ranks: int) -> Table:
     return table
 
 
-def speed_line(bundle: Path, ranks: int) -> str:
+def speed_line(bench: Bench) -> str:
     """Say in a line how long forecasts of shardings of many tables take, once ops are priced."""
     rng = np.random.default_rng(0)
     model = heavy_task(rng)
     while len(model.tables) < SPEED_TABLES:
         model = heavy_task(rng)
-    forecaster = Forecaster(model, find_target("cpu", f"dp={ranks}", bundle), ranks)
-    forecaster.forecast(random_sharding(rng, model, ranks))
+    forecaster = bench.forecaster(model)
+    forecaster.forecast(random_sharding(rng, model, bench.ranks))
     start = time.perf_counter()
     for _ in range(SPEED_SHARDINGS):
-        forecaster.forecast(random_sharding(rng, model, ranks))
+        forecaster.forecast(random_sharding(rng, model, bench.ranks))
     seconds = time.perf_counter() - start
     return (
         f"{len(model.tables)} tables: {1e3 * seconds / SPEED_SHARDINGS:.1f} ms a sharding, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from itercast.compose.sharding.propose import (
 from itercast.compose.sharding.tables import RankingModel
 from itercast.compose.target import find_target
 from itercast.eval.recommenders.measure import Measured, measure
+from itercast.eval.recommenders.sweep import threads_of
 from itercast.eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task
 from itercast.learners.bundle import Bundle
 from itercast.learners.train import errors
@@ -27,6 +28,7 @@ from itercast.microbench.iterations.sharded_dlrm import STAGES
 
 WITHIN = 1.10  # of the fastest measured: the published criterion of a successful choice
 FIRST_ROUND = "measuring once"
+TORCHREC_OPTIMIZERS = ("sgd", "adagrad")  # FBGEMM has no Adam on a CPU
 Progress = Callable[[int], None]
 
 
@@ -68,58 +70,98 @@ class Choice:
         return sum(r <= 0 for r in self.regrets)
 
 
-def judge_iterations(
-    count: int, ranks: int, threads: int, bundle: Path, folder: Path, seed: int, progress: Progress
-) -> list[Judged]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Where steps are forecast and measured: so many processes on this CPU, by one bundle."""
+
+    ranks: int
+    bundle: Path
+    out: Path
+
+    @property
+    def anchor_us(self) -> float:
+        """Time of the anchor (a reference task) at the machine speed that forecasts are for."""
+        threads = threads_of(self.ranks)
+        times = [us for (_, n), (us, _) in Bundle.load(self.bundle).anchors.items() if n == threads]
+        if not times:
+            raise ValueError(f"{self.bundle} has no reference times with {threads} threads")
+        return times[0]
+
+    def forecaster(self, model: RankingModel) -> Forecaster:
+        """What forecasts a model's shardings."""
+        key = (model, self.ranks, self.bundle)
+        if key not in _known:
+            target = find_target("cpu", f"dp={self.ranks}", self.bundle)
+            _known[key] = Forecaster(model, target, self.ranks)
+        return _known[key]
+
+    def judge(
+        self, candidates: Sequence[Candidate], folder: str, together: int, progress: Progress
+    ) -> list[Judged]:
+        """Forecast and measure candidates, of which ``together`` take turns."""
+        forecasts = [self.forecaster(c.model).forecast(c.sharding) for c in candidates]
+        where = (self.ranks, threads_of(self.ranks), self.out / folder)
+        found = measure(candidates, *where, together, self.anchor_us, progress)
+        return [judged(c, f, m) for c, f, m in zip(candidates, forecasts, found, strict=True)]
+
+
+_known: dict[tuple[RankingModel, int, Path], Forecaster] = {}
+
+
+def judge_iterations(bench: Bench, count: int, progress: Progress) -> list[Judged]:
     """Forecast and measure random models under random shardings."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(1)
     models = [any_configuration(rng) for _ in range(count)]
     candidates = [
-        Candidate(name=str(i), model=m, sharding=any_sharding(rng, m, ranks))
+        Candidate(name=str(i), model=m, sharding=any_sharding(rng, m, bench.ranks))
         for i, m in enumerate(models)
     ]
-    forecasts = [_forecaster(c.model, ranks, bundle).forecast(c.sharding) for c in candidates]
-    anchor_us = usual_anchor_us(bundle, threads)
-    found = measure(candidates, ranks, threads, folder, 1, anchor_us, progress)
-    return [judged(c, f, m) for c, f, m in zip(candidates, forecasts, found, strict=True)]
+    return bench.judge(candidates, "iterations", 1, progress)
 
 
-def judge_choices(
-    tasks: int, ranks: int, threads: int, bundle: Path, folder: Path, seed: int, progress: Progress
-) -> list[list[Judged]]:
+def judge_choices(bench: Bench, tasks: int, progress: Progress) -> list[list[Judged]]:
     """Forecast and measure the shardings that all methods propose for random heavy tasks."""
-    rng = np.random.default_rng(seed)
-    by_task, forecasts = [], []
-    for _ in range(tasks):
-        forecaster = _forecaster(heavy_task(rng), ranks, bundle)
-        proposed = sharders(forecaster, rng)
-        by_task.append(proposed)
-        forecasts += [forecaster.forecast(c.sharding) for c in proposed]
-    together, anchor_us = len(by_task[0]), usual_anchor_us(bundle, threads)
+    rng = np.random.default_rng(2)
+    by_task = [sharders(bench.forecaster(heavy_task(rng)), rng) for _ in range(tasks)]
     every = [c for some in by_task for c in some]
-    found = measure(every, ranks, threads, folder, together, anchor_us, progress)
-    pairs = iter(zip(forecasts, found, strict=True))
-    return [[judged(c, *next(pairs)) for c in some] for some in by_task]
+    found = iter(bench.judge(every, f"choices-{bench.ranks}", len(by_task[0]), progress))
+    return [[next(found) for _ in some] for some in by_task]
 
 
-def usual_anchor_us(bundle: Path, threads: int) -> float:
-    """Time of the anchor (a reference task) at the machine speed that forecasts are for."""
-    times = [us for (_, n), (us, _) in Bundle.load(bundle).anchors.items() if n == threads]
-    if not times:
-        raise ValueError(f"{bundle} has no reference times with {threads} threads")
-    return times[0]
+def judge_libraries(bench: Bench, count: int, progress: Progress) -> list[tuple[Judged, Judged]]:
+    """Measure random models by torch's step, which is forecast, and by torchrec's in turn.
+
+    torchrec looks all tables of a rank up in one call of FBGEMM's and updates them in their
+    backward pass; ours runs torch's ops table by table.
+    """
+    candidates = by_both_libraries(count, bench.ranks, seed=2)
+    found = bench.judge(candidates, "witness", 2, progress)
+    return list(zip(found[::2], found[1::2], strict=True))
+
+
+def by_both_libraries(count: int, ranks: int, seed: int) -> list[Candidate]:
+    """Random models under random shardings, each by torch and then by torchrec."""
+    rng, found = np.random.default_rng(seed), list[Candidate]()
+    while len(found) < 2 * count:
+        model = any_configuration(rng)
+        if model.optimizer in TORCHREC_OPTIMIZERS:
+            sharding = any_sharding(rng, model, ranks)
+            ours = Candidate(name=str(len(found) // 2), model=model, sharding=sharding)
+            found += [ours, replace(ours, library="torchrec")]
+    return found
 
 
 def judged(candidate: Candidate, forecast: ShardingForecast, measured: Measured) -> Judged:
     """A forecast beside its measurement; stages of the measured rank that works longest."""
-    own = [STAGES.index("look up"), STAGES.index("update tables")]
-    slowest = int(np.argmax(measured.stages_us[:, own].sum(axis=1)))
+    own = [i for i, name in enumerate(STAGES) if name in ("look up", "update tables")]
+    by_rank = measured.stages_us if candidate.library == "torch" else measured.stages_us[:, :0]
+    slowest = int(np.argmax(by_rank[:, own].sum(axis=1))) if by_rank.size else 0
     return Judged(
         candidate=candidate,
         forecast_us=forecast.iteration_us,
         rounds_us=measured.rounds_us,
         forecast_stages_us=stages_of(forecast),
-        stages_us=tuple(float(us) for us in measured.stages_us[slowest]),
+        stages_us=tuple(float(us) for us in by_rank[slowest]),
     )
 
 
@@ -143,7 +185,7 @@ def sharders(forecaster: Forecaster, rng: np.random.Generator) -> list[Candidate
     return [Candidate(name=n, model=model, sharding=s) for n, s in found.items()]
 
 
-def choices(judged: Sequence[Sequence[Judged]], ranks: int, bundle: Path) -> list[Choice]:
+def choices(judged: Sequence[Sequence[Judged]], bench: Bench) -> list[Choice]:
     """How well itercast, torchrec's formulas and a random pick choose among the proposals.
 
     Beside them a choice by the first round measured, which is judged by the last: no forecast can
@@ -154,7 +196,7 @@ def choices(judged: Sequence[Sequence[Judged]], ranks: int, bundle: Path) -> lis
     for task in judged:
         fastest_us = min(j.measured_us for j in task)
         regret = {id(j): j.measured_us / fastest_us - 1 for j in task}
-        forecaster = _forecaster(task[0].candidate.model, ranks, bundle)
+        forecaster = bench.forecaster(task[0].candidate.model)
         ours = min(task, key=lambda j: j.forecast_us)
         theirs = min(task, key=lambda j: _slowest_rank_us(forecaster, j.candidate.sharding))
         by_name["itercast"].append(regret[id(ours)])
@@ -186,16 +228,6 @@ def _slowest_rank_us(forecaster: Forecaster, sharding: Sharding) -> float:
     for table, place in zip(forecaster.model.tables, sharding, strict=True):
         spent[list(place.ranks)] += torchrec_us(table, forecaster) / len(place.ranks)
     return float(spent.max())
-
-
-_known: dict[tuple[RankingModel, int, Path], Forecaster] = {}
-
-
-def _forecaster(model: RankingModel, ranks: int, bundle: Path) -> Forecaster:
-    key = (model, ranks, bundle)
-    if key not in _known:
-        _known[key] = Forecaster(model, find_target("cpu", f"dp={ranks}", bundle), ranks)
-    return _known[key]
 
 
 def error_statistics(judged: Sequence[Judged]) -> dict[str, float]:

@@ -7,8 +7,8 @@ which models are scored are measured twice, before and after the others.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ from itercast.learners.features.machine_speed import Speed, at_reference_us
 from itercast.microbench import store
 from itercast.microbench.sweep.captured_points import write_points
 from itercast.microbench.sweep.cards import card_facts
-from itercast.microbench.sweep.collect import run_worker
+from itercast.microbench.sweep.collect import order_of, run_worker
 from itercast.microbench.sweep.contention import measure_contention
-from itercast.microbench.sweep.orders import Phase, WorkerOrder, spent_s
+from itercast.microbench.sweep.orders import Phase, spent_s
 
 TEST_SEED = 1
 SHARES: Mapping[str, float] = {"lookups": 0.5, "dense": 0.15, "messages": 0.2, "test": 0.15}
@@ -80,21 +80,8 @@ def _measure(
     path = root / ".journal" / f"points-{'-'.join(points)}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     write_points(path, points)
-    order = WorkerOrder(
-        root=str(root),
-        run_id=f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-t{threads}-r{ranks}",
-        device="cpu",
-        gpu=facts["hardware"]["name"],
-        families=phase.families,
-        threads=threads,
-        budget_s=left_s,
-        seed=0,
-        ranks=ranks,
-        hardware=facts["hardware"],
-        points=str(path),
-        only=True,
-    )
-    run_worker(order, progress)
+    order = order_of(root, "cpu", facts, phase, path, 0)
+    run_worker(replace(order, budget_s=left_s, only=True), progress)
     return store.compact(root, facts)
 
 

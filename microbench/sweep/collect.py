@@ -78,7 +78,7 @@ def collect(
         wall_s = end_s - time.monotonic()
         measure_s = max(wall_s / 2, wall_s - start_s * len(left_s))
         share, phase = measure_s / sum(left_s.values()), next(iter(left_s))
-        order = _order(root, device, facts, phase, points, seed)
+        order = order_of(root, device, facts, phase, points, seed)
         phase_s = max(1.0, min(1.0, share) * left_s.pop(phase))
         order = replace(order, budget_s=phase_s, torchrun=torchrun, only=bool(wanted))
         started_s = time.monotonic()
@@ -125,7 +125,7 @@ def collect_for(
         if budget_s < 1:
             log.info("skipped, no time is left: %s", " ".join(phase.families))
             continue
-        order = _order(root, device, facts, phase, points, seed)
+        order = order_of(root, device, facts, phase, points, seed)
         order = replace(order, budget_s=budget_s, begin_s=begin_s, only=bool(wanted))
         run_worker(order, progress, grace_s)
         moved += store.compact(root, facts)
@@ -148,12 +148,12 @@ def measure_points(
     alone = [p for p in phases(device, named_families(None, wanted)) if p.ranks == 1]
     whole = sum(p.share for p in alone)
     for phase in alone:
-        order = _order(root, device, facts, phase, wanted, seed)
+        order = order_of(root, device, facts, phase, wanted, seed)
         run_worker(replace(order, budget_s=budget_s * phase.share / whole, only=True), progress)
     return store.compact(root, facts)
 
 
-def _order(
+def order_of(
     root: Path, device: str, facts: dict[str, Any], phase: Phase, points: Path, seed: int
 ) -> WorkerOrder:
     """The order to a phase's worker, without its budget."""

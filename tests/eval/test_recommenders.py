@@ -10,11 +10,13 @@ import pandas as pd
 import pytest
 
 from itercast.compose.parallel.placement import Placement
-from itercast.compose.sharding.forecast import Forecaster
-from itercast.compose.target import find_target
+from itercast.eval.recommenders.__main__ import libraries_table
 from itercast.eval.recommenders.judge import (
+    TORCHREC_OPTIMIZERS,
+    Bench,
     Choice,
     Judged,
+    by_both_libraries,
     choices,
     correlations,
     error_statistics,
@@ -25,11 +27,12 @@ from itercast.eval.recommenders.lookups import score
 from itercast.eval.recommenders.measure import ROUNDS, Measured, at_one_speed, measurable, measure
 from itercast.eval.recommenders.points import dense_points, lookup_points, message_points
 from itercast.eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task
-from itercast.eval.recommenders.witness import OPTIMIZERS, Witnessed, drawn, witness_table
 from itercast.learners.bundle import SHIPPED_CPU
 from itercast.microbench.iterations.sharded_dlrm import STAGES
 from itercast.microbench.ops.lookup import embedding_bag
 from itercast.microbench.ops.lookup.random_streams import KINDS, stream_kind
+
+BENCH = Bench(ranks=2, bundle=SHIPPED_CPU, out=Path())
 
 
 def candidate(name: str, rank: int = 0) -> Candidate:
@@ -79,7 +82,7 @@ def test_choices_by_hand() -> None:
         Judged(candidate=crowded, forecast_us=120.0, rounds_us=(100.0,)),
         Judged(candidate=spread, forecast_us=110.0, rounds_us=(105.0,)),
     ]
-    by_name = {c.name: c for c in choices([task], 2, SHIPPED_CPU)}
+    by_name = {c.name: c for c in choices([task], BENCH)}
     assert by_name["itercast"].regrets == pytest.approx((0.05,))
     assert by_name["random pick"].regrets == pytest.approx((0.025,))
     assert by_name["itercast"].successes == 1 and by_name["itercast"].fastest == 0
@@ -92,7 +95,7 @@ def test_a_choice_by_one_round_is_judged_by_the_next() -> None:
         Judged(candidate=candidate("a"), forecast_us=1.0, rounds_us=(90.0, 120.0)),
         Judged(candidate=candidate("b"), forecast_us=2.0, rounds_us=(100.0, 100.0)),
     ]
-    by_name = {c.name: c for c in choices([task], 2, SHIPPED_CPU)}
+    by_name = {c.name: c for c in choices([task], BENCH)}
     assert by_name["measuring once"].regrets == pytest.approx((0.2,))
 
 
@@ -111,8 +114,7 @@ def test_correlations_are_within_tasks() -> None:
 def test_stages_of_the_forecast_and_of_the_rank_that_works_longest() -> None:
     """Rank 1 looks up and updates for 9 us, rank 0 for 5; all steps are in one of five stages."""
     one = candidate("a")
-    forecaster = Forecaster(one.model, find_target("cpu", "dp=2", SHIPPED_CPU), 2)
-    forecast = forecaster.forecast(one.sharding)
+    forecast = BENCH.forecaster(one.model).forecast(one.sharding)
     stages = np.array([[1.0, 2.0, 8.0, 3.0, 1.0], [1.0, 5.0, 5.0, 4.0, 1.0]])
     found = judged(one, forecast, Measured(rounds_us=(16.0,), stages_us=stages))
     assert found.stages_us == (1.0, 5.0, 5.0, 4.0, 1.0)
@@ -153,8 +155,7 @@ def test_scores_by_hand() -> None:
 
 def test_there_are_eight_sharders() -> None:
     model = candidate("a").model
-    forecaster = Forecaster(model, find_target("cpu", "dp=2", SHIPPED_CPU), 2)
-    names = [c.name for c in sharders(forecaster, np.random.default_rng(0))]
+    names = [c.name for c in sharders(BENCH.forecaster(model), np.random.default_rng(0))]
     assert len(names) == len(set(names)) == 8
 
 
@@ -179,16 +180,20 @@ def test_candidates_are_measured_by_real_ranks(tmp_path: Path) -> None:
 
 def test_torchrec_is_measured_on_what_torch_is() -> None:
     """Pairs of one model and sharding, with optimizers that FBGEMM has on a CPU."""
-    candidates = drawn(3, 2, seed=0)
+    candidates = by_both_libraries(3, 2, seed=0)
     assert [c.library for c in candidates] == 3 * ["torch", "torchrec"]
     for ours, theirs in zip(candidates[::2], candidates[1::2], strict=True):
         assert replace(ours, library="torchrec") == theirs
-        assert ours.model.optimizer in OPTIMIZERS
+        assert ours.model.optimizer in TORCHREC_OPTIMIZERS
         assert measurable(theirs, 2) == replace(measurable(ours, 2), library="torchrec")
 
 
-def test_the_witness_s_table_by_hand() -> None:
-    one = Witnessed(model=candidate("a").model, forecast_us=9e3, torch_us=10e3, torchrec_us=12.5e3)
-    table = witness_table([one], 2)
+def test_the_table_of_both_libraries_by_hand() -> None:
+    times_us = {"torch": 10e3, "torchrec": 12.5e3}
+    ours, theirs = (
+        Judged(candidate=replace(candidate("a"), library=x), forecast_us=9e3, rounds_us=(us,))
+        for x, us in times_us.items()
+    )
+    table = libraries_table([(ours, theirs)], 2)
     shown = [next(iter(column.cells)) for column in table.columns]
     assert shown == ["2", "4", "sgd", "9.0", "10.0", "12.5", "1.25"]
