@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from itercast.microbench.iterations.sharded_model import Shard
 from itercast.microbench.opcall import ITEMSIZE_BYTES
 from itercast.microbench.ops.lookup.index_streams import IndexStream
 
@@ -67,22 +68,6 @@ class Placement:
 
 
 Sharding = tuple[Placement, ...]  # one placement per table
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The part of a table on one rank: rows from ``first_row``, columns from ``first_column``.
-
-    A ``local`` one is a copy that a rank looks up for its own samples only.
-    """
-
-    table: int
-    rank: int
-    first_row: int
-    rows: int
-    first_column: int
-    columns: int
-    local: bool = False
 
 
 def shards(table: Table, number: int, place: Placement, per_node: int) -> list[Shard]:

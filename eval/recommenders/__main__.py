@@ -42,7 +42,7 @@ from itercast.eval.recommenders.tasks import heavy_task
 from itercast.eval.speed import run_or_say
 from itercast.learners.bundle import Bundle
 from itercast.learners.train import train
-from itercast.microbench.iterations.sharded_dlrm import STAGES
+from itercast.microbench.iterations.sharded_model import STAGES
 
 SHOWN = ("geomean_ape_pct", "median_ape_pct", "mape_pct", "p90_ape_pct", "bias_pct")
 RANKS = (2, 4)

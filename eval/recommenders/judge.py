@@ -24,7 +24,7 @@ from itercast.eval.recommenders.sweep import threads_of
 from itercast.eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task
 from itercast.learners.bundle import Bundle
 from itercast.learners.train import errors
-from itercast.microbench.iterations.sharded_dlrm import STAGES
+from itercast.microbench.iterations.sharded_model import STAGES
 
 WITHIN = 1.10  # of the fastest measured: the published criterion of a successful choice
 FIRST_ROUND = "measuring once"

@@ -13,7 +13,7 @@ import numpy as np
 
 from itercast.compose.parallel.placement import shards
 from itercast.eval.recommenders.tasks import Candidate
-from itercast.microbench.iterations.sharded_dlrm import MeasuredShard, MeasuredTable, ShardedModel
+from itercast.microbench.iterations.sharded_model import MeasuredTable, Shard, ShardedModel
 from itercast.microbench.processes.ranks import start_ranks
 from itercast.microbench.processes.watch import log_tail, never, watch
 
@@ -32,9 +32,9 @@ class Measured:
 
 def measurable(candidate: Candidate, ranks: int) -> ShardedModel:
     """Describes a candidate (model and sharding) to the processes that run it."""
-    model, placed = candidate.model, []
+    model, placed = candidate.model, list[Shard]()
     for i, (table, place) in enumerate(zip(model.tables, candidate.sharding, strict=True)):
-        placed += [MeasuredShard(**asdict(s)) for s in shards(table, i, place, ranks)]
+        placed += shards(table, i, place, ranks)
     return ShardedModel(
         batch=model.batch,
         features=model.features,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,57 +19,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from itercast.microbench.cases.models.dlrm import TablesDlrm
+from itercast.microbench.iterations.sharded_model import MeasuredTable, Shard, ShardedModel
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.random_streams import draw_stream
 
 LEARNING_RATE = 1e-3
-STAGES = ("distribute inputs", "look up", "exchange, dense part", "update tables", "optimizer")
 TABLE_OPTIMIZERS: dict[str, Any] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
     "adam": torch.optim.SparseAdam,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredTable:
-    """A table and its lookups: ``pooling`` rows a sample, drawn with the Zipf exponent ``skew``."""
-
-    rows: int
-    dim: int
-    pooling: int
-    skew: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredShard:
-    """The part of a table on one rank; a ``local`` one is a copy for the rank's own samples."""
-
-    table: int
-    rank: int
-    first_row: int
-    rows: int
-    first_column: int
-    columns: int
-    local: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedModel:
-    """A DLRM and where its tables are; ``batch`` is samples of each rank.
-
-    ``optimizer`` is that of sharded tables: sgd, adagrad or adam. ``library``: who runs the step,
-    torch (``ShardedStep``) or torchrec.
-    """
-
-    batch: int
-    features: int
-    bottom: tuple[int, ...]
-    top: tuple[int, ...]
-    tables: tuple[MeasuredTable, ...]
-    shards: tuple[MeasuredShard, ...]
-    optimizer: str = "sgd"
-    library: str = "torch"
 
 
 def draw_lookups(batch: int, table: MeasuredTable) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,7 +133,7 @@ class ShardedStep:
         rows = [torch.cat(pieces[i::own]) for i in range(own)] if own else []
         return rows, [got[:, i].reshape(-1) for i in range(own)]
 
-    def _of_shard(self, s: MeasuredShard) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of_shard(self, s: Shard) -> tuple[torch.Tensor, torch.Tensor]:
         """Row numbers within a shard and the lengths of bags, of this rank's samples."""
         index, starts = self.lookups[s.table]
         ends = torch.cat((starts[1:], torch.tensor([len(index)])))

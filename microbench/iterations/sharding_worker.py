@@ -9,12 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from itercast.microbench.iterations.sharded_dlrm import (
-    MeasuredShard,
-    MeasuredTable,
-    ShardedModel,
-    ShardedStep,
-)
+from itercast.microbench.iterations.sharded_dlrm import ShardedStep
+from itercast.microbench.iterations.sharded_model import ShardedModel, model_of
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
 from itercast.microbench.timing.clock import Anchor, keep_freed_memory
 
@@ -86,14 +82,6 @@ def step_of(model: ShardedModel, group: Any) -> Any:
     from itercast.microbench.iterations.torchrec_dlrm import TorchrecStep  # needs torchrec
 
     return TorchrecStep(model)
-
-
-def model_of(values: dict[str, Any]) -> ShardedModel:
-    """The model of plain values, as ``dataclasses.asdict`` gives them."""
-    tables = tuple(MeasuredTable(**t) for t in values["tables"])
-    shards = tuple(MeasuredShard(**s) for s in values["shards"])
-    widths = {name: tuple(values[name]) for name in ("bottom", "top")}
-    return ShardedModel(**{**values, "tables": tables, "shards": shards, **widths})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,13 +29,8 @@ from torchrec.distributed.types import (
 )
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from itercast.microbench.cases.models.dlrm import DenseDlrm
-from itercast.microbench.iterations.sharded_dlrm import (
-    LEARNING_RATE,
-    MeasuredShard,
-    ShardedModel,
-    draw_lookups,
-)
+from itercast.microbench.iterations.sharded_dlrm import LEARNING_RATE, draw_lookups, with_copies
+from itercast.microbench.iterations.sharded_model import Shard, ShardedModel
 
 TABLE_OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}
 CPU = torch.device("cpu")
@@ -45,8 +41,7 @@ class TorchrecDlrm(nn.Module):
 
     def __init__(self, model: ShardedModel) -> None:
         super().__init__()
-        width = model.tables[0].dim
-        self.dense = DenseDlrm(model.features, model.bottom, len(model.tables), width, model.top)
+        self.dense = with_copies(replace(model, shards=()))
         configs = [
             EmbeddingBagConfig(
                 name=name_of(i),
@@ -65,10 +60,12 @@ class TorchrecDlrm(nn.Module):
         Pooled vectors are waited for after the bottom perceptron.
         """
         waiting = self.tables(lookups)
-        x = torch.relu(self.dense.bottom(dense))
-        found = waiting.to_dict()
-        pooled = [x, *(found[name_of(i)] for i in range(len(found)))]
-        logits: torch.Tensor = self.dense.interact(x, torch.stack(pooled, dim=1))
+
+        def pooled() -> dict[int, torch.Tensor]:
+            found = waiting.to_dict()
+            return {i: found[name_of(i)] for i in range(len(found))}
+
+        logits: torch.Tensor = self.dense(dense, (), pooled)
         return logits
 
 
@@ -104,7 +101,7 @@ class TorchrecStep:
         self.clicked = torch.randint(0, 2, (model.batch,)).float()
         self.lookups = jagged([draw_lookups(model.batch, t) for t in model.tables])
 
-    def _sharded(self, by_table: Sequence[Sequence[MeasuredShard]]) -> set[str]:
+    def _sharded(self, by_table: Sequence[Sequence[Shard]]) -> set[str]:
         """Names of the parameters that FBGEMM updates."""
         cut = [i for i, shards in enumerate(by_table) if not shards[0].local]
         return {f"tables.embedding_bags.{name_of(i)}.weight" for i in cut}
@@ -138,7 +135,7 @@ def jagged(lookups: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> KeyedJaggedT
     )
 
 
-def _sharding(shards: Sequence[MeasuredShard]) -> ParameterSharding:
+def _sharding(shards: Sequence[Shard]) -> ParameterSharding:
     """Placement of one table in torchrec's words, by what its shards have cut."""
     ranks = [s.rank for s in shards]
     if shards[0].local:
@@ -150,7 +147,7 @@ def _sharding(shards: Sequence[MeasuredShard]) -> ParameterSharding:
     return ParameterSharding(_kind(shards), "fused", ranks, EnumerableShardingSpec(metadata))
 
 
-def _kind(shards: Sequence[MeasuredShard]) -> str:
+def _kind(shards: Sequence[Shard]) -> str:
     cut_rows, cut_columns = (
         len({getattr(s, n) for s in shards}) > 1 for n in ("first_row", "first_column")
     )

@@ -28,7 +28,7 @@ from itercast.eval.recommenders.measure import ROUNDS, Measured, at_one_speed, m
 from itercast.eval.recommenders.points import dense_points, lookup_points, message_points
 from itercast.eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task
 from itercast.learners.bundle import SHIPPED_CPU
-from itercast.microbench.iterations.sharded_dlrm import STAGES
+from itercast.microbench.iterations.sharded_model import STAGES
 from itercast.microbench.ops.lookup import embedding_bag
 from itercast.microbench.ops.lookup.random_streams import KINDS, stream_kind
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from itercast.microbench.iterations.sharded_dlrm import ShardedStep, draw_lookups
-from itercast.microbench.iterations.sharding_worker import model_of
+from itercast.microbench.iterations.sharded_model import model_of
 
 
 def run_step(order: dict[str, Any], path: Path) -> None:

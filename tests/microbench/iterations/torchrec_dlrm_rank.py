@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.comm_ops import set_gradient_division
 
-from itercast.microbench.iterations.sharded_dlrm import ShardedModel, ShardedStep
-from itercast.microbench.iterations.sharding_worker import model_of
+from itercast.microbench.iterations.sharded_dlrm import ShardedStep
+from itercast.microbench.iterations.sharded_model import ShardedModel, model_of
 from itercast.microbench.iterations.torchrec_dlrm import TorchrecStep, jagged, name_of
 
 Part = tuple[tuple[int, int, int], torch.Tensor]  # table, first row and column; numbers

@@ -1,0 +1,60 @@
+"""A DLRM and where its tables are, as it is measured and forecast; needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+STAGES = ("distribute inputs", "look up", "exchange, dense part", "update tables", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The part of a table on one rank: rows from ``first_row``, columns from ``first_column``.
+
+    A ``local`` one is a copy that a rank looks up for its own samples only.
+    """
+
+    table: int
+    rank: int
+    first_row: int
+    rows: int
+    first_column: int
+    columns: int
+    local: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTable:
+    """A table and its lookups: ``pooling`` rows a sample, drawn with the Zipf exponent ``skew``."""
+
+    rows: int
+    dim: int
+    pooling: int
+    skew: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedModel:
+    """A DLRM and where its tables are; ``batch`` is samples of each rank.
+
+    ``optimizer`` is that of sharded tables: sgd, adagrad or adam. ``library``: who runs the step,
+    torch (``ShardedStep``) or torchrec.
+    """
+
+    batch: int
+    features: int
+    bottom: tuple[int, ...]
+    top: tuple[int, ...]
+    tables: tuple[MeasuredTable, ...]
+    shards: tuple[Shard, ...]
+    optimizer: str = "sgd"
+    library: str = "torch"
+
+
+def model_of(values: dict[str, Any]) -> ShardedModel:
+    """The model of plain values, as ``dataclasses.asdict`` gives them."""
+    tables = tuple(MeasuredTable(**t) for t in values["tables"])
+    shards = tuple(Shard(**s) for s in values["shards"])
+    widths = {name: tuple(values[name]) for name in ("bottom", "top")}
+    return ShardedModel(**{**values, "tables": tables, "shards": shards, **widths})
