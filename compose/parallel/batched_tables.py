@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from itercast.compose.parallel.captured_tables import CapturedTable, Lookup
-from itercast.compose.parallel.placement import Shard
 from itercast.compose.parallel.table_work import TableWork, shard_stream
 from itercast.compose.parallel.tables import RankStep
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.stack import TableSoftware
+from itercast.microbench.iterations.sharded_model import Shard
 from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.lookup.batched_bags import BatchedBags
 from itercast.microbench.ops.lookup.random_streams import unique_rows

@@ -15,7 +15,6 @@ import numpy as np
 from itercast.compose.parallel.captured_tables import BAGS, ROWS, CapturedTable, Lookup
 from itercast.compose.parallel.placement import (
     INDEX_BYTES,
-    Shard,
     Sharding,
     Table,
     length_bytes,
@@ -23,6 +22,7 @@ from itercast.compose.parallel.placement import (
     shards,
 )
 from itercast.microbench.assumptions import assumed
+from itercast.microbench.iterations.sharded_model import Shard
 from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops.lookup.embedding_bag import MODES
 

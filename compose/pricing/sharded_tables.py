@@ -15,7 +15,6 @@ from itercast.compose.parallel.captured_tables import CapturedTable, captured_ta
 from itercast.compose.parallel.greedy import Way, balanced, placements
 from itercast.compose.parallel.placement import (
     Placement,
-    Shard,
     Sharding,
     check_sharding,
     from_torchrec,
@@ -30,6 +29,7 @@ from itercast.compose.pricing.collectives import Cluster
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import Priceable, PriceBook, PricedOp, priceable
 from itercast.microbench.hardware.stack import TableSoftware, stack_of_row
+from itercast.microbench.iterations.sharded_model import Shard
 from itercast.microbench.opcall import StepCapture
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log2
+from math import exp2, log2
 
 from itercast.compose.forecast import rank_of
 from itercast.compose.parallel.placement import Placement, Sharding, check_sharding, memory_bytes
@@ -320,7 +320,7 @@ def _grid(nbytes: float) -> int:
     """The size of the grid that is nearest to so many bytes."""
     exponent = round(GRID * log2(max(nbytes, 1.0)))
     doublings: float = min(max(exponent, GRID * SMALLEST), GRID * LARGEST) / GRID
-    return round(2.0**doublings)
+    return round(exp2(doublings))
 
 
 def _copy(nbytes: int) -> OpCall:

@@ -15,10 +15,11 @@ from itercast.compose.parallel.batched_tables import (
     bytes_of_lookups,
 )
 from itercast.compose.parallel.captured_tables import CapturedTable, Lookup, captured_tables
-from itercast.compose.parallel.placement import Placement, Shard, Sharding, Table
+from itercast.compose.parallel.placement import Placement, Sharding, Table
 from itercast.compose.parallel.tables import rank_step
 from itercast.compose.predict import predict
 from itercast.microbench.hardware.stack import TableSoftware, load_stack
+from itercast.microbench.iterations.sharded_model import Shard
 from itercast.microbench.opcall import StepCapture
 
 Held = tuple[Shard, Lookup]

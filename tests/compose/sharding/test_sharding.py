@@ -15,7 +15,6 @@ from itercast.compose.parallel.greedy import greedy
 from itercast.compose.parallel.placement import (
     KINDS,
     Placement,
-    Shard,
     Table,
     check_sharding,
     from_torchrec,
@@ -35,6 +34,7 @@ from itercast.compose.sharding.propose import (
 )
 from itercast.compose.sharding.tables import RankingModel, model_from, read_model
 from itercast.compose.target import find_target
+from itercast.microbench.iterations.sharded_model import Shard
 
 ALL = (0, 1, 2, 3)
 
