@@ -14,17 +14,20 @@ Plans never tried:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from itercast.compose.forecast import Forecast, rank_of, report
 from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.product_roles import alias_weight_casts
+from itercast.compose.graph.sizes import CapturesBySize
 from itercast.compose.parallel.captured_tables import captured_tables
 from itercast.compose.parallel.ep import expert_weights
 from itercast.compose.parallel.plan import GREEDY, ParallelPlan, micro_batch
 from itercast.compose.pricing.collectives import cluster, gpus_per_domain
-from itercast.compose.pricing.layer_prices import price_model
+from itercast.compose.pricing.layer_prices import prefetch_steps, price_model
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import evaluate, quick_us
@@ -74,17 +77,36 @@ class Search:
     seq: int
     optimizer: str
     amp: bool = False
-    captures: dict[tuple[int, int], StepCapture] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)  # plan -> the rule it breaks
+
+    @cached_property
+    def captures(self) -> CapturesBySize:
+        """The captured steps of micro-batches, by size."""
+        return CapturesBySize(self.capture_at)
+
+    def size(self, plan: ParallelPlan) -> tuple[int, int]:
+        """Samples of one micro-batch of a replica, and tokens of each on one rank."""
+        if self.batch % plan.dp:
+            raise ValueError(f"plan {str(plan)!r}: dp does not divide {self.batch} samples")
+        return micro_batch(plan, self.batch // plan.dp, self.seq)
+
+    def announce(self, plans: Iterable[ParallelPlan]) -> None:
+        """Name plans that will be asked for: few steps are captured, and all are priced at once."""
+        sizes = dict[ParallelPlan, tuple[int, int]]()
+        for plan in plans:
+            with suppress(ValueError):  # a rule forbids the plan: ``allowed`` says so
+                sizes[plan] = self.size(plan)
+        self.captures.announce(sizes.values())
+        asked = [
+            (self.captures.at(size), plan, cluster(plan, self.book.gpu, self.node))
+            for plan, size in sizes.items()
+            if not plan.shard
+        ]
+        prefetch_steps(asked, self.book)
 
     def capture(self, plan: ParallelPlan) -> StepCapture:
         """The captured step of one micro-batch of a replica."""
-        if self.batch % plan.dp:
-            raise ValueError(f"plan {str(plan)!r}: dp does not divide {self.batch} samples")
-        key = micro_batch(plan, self.batch // plan.dp, self.seq)
-        if key not in self.captures:
-            self.captures[key] = self.capture_at(*key)
-        return self.captures[key]
+        return self.captures.at(self.size(plan))
 
     def rank(self, plan: ParallelPlan) -> Rank:
         """A rank of the plan; plans with the same tp, cp and ep share its priced layers."""
@@ -158,7 +180,9 @@ def bounded_plans(
         worlds.append(worlds[-1] // 2)
     plans: list[Bounded] = []
     for world in worlds:
-        for plan in candidate_plans(search, world):
+        candidates = list(candidate_plans(search, world))
+        search.announce(candidates)
+        for plan in candidates:
             on_plan(len(plans))
             plans += _bounded(search, plan, objective)
     return sorted(plans, key=lambda b: b.lower_bound)
@@ -202,7 +226,7 @@ def best_plans(
 def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:
     """Yields the plans to try on ``world`` GPUs; rules about layers are checked later."""
     domain = gpus_per_domain(search.book.gpu, search.node)
-    first = search.capture_at(1, search.seq)
+    first = search.captures.at((1, search.seq))
     folded = split_layers(first)
     parameter_bytes = sum(x.parameter_bytes * x.count for x in folded)
     layers = sum(x.count for x in folded)

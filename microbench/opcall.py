@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -43,7 +44,7 @@ ITEMSIZE_BYTES: Mapping[str, int] = {
 INDEX_BYTES = 8  # of one index of a sparse tensor: int64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TensorSpec:
     """Shape, dtype and place in memory of a tensor that an op reads or writes.
 
@@ -63,12 +64,12 @@ class TensorSpec:
     layout: str = ""
     nnz: int = 0
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements in memory: of a sparse tensor its stored values."""
         return self.nnz if self.layout else prod(self.shape)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of these elements, and of the indices of a sparse tensor."""
         return stored_bytes(self.shape, self.dtype, self.layout, self.nnz)
@@ -97,7 +98,7 @@ def stored_bytes(shape: tuple[int, ...], dtype: str, layout: str = "", nnz: int 
     return nnz * ITEMSIZE_BYTES[dtype] + indices * INDEX_BYTES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class OpCall:
     """One call of one op in a step.
 
@@ -115,9 +116,13 @@ class OpCall:
     module: str = ""
     stream: int = 0
 
-    def tensors(self) -> list[TensorSpec]:
+    def tensors(self) -> tuple[TensorSpec, ...]:
         """All input tensors in order, also those inside lists."""
-        return list(_tensors((*self.args, *self.kwargs.values())))
+        return self._inputs
+
+    @cached_property
+    def _inputs(self) -> tuple[TensorSpec, ...]:
+        return tuple(_tensors((*self.args, *self.kwargs.values())))
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[TensorSpec]:

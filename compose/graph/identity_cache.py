@@ -4,12 +4,12 @@ All caches of this package, by what they keep:
 
 - ``cached_by_identity`` (below): what is computed from a capture or a bundle, large values that
   never change and cost too much to hash: rewritten steps and rank graphs, priced models of a
-  capture by cut and placement, price books of a bundle. The last 128 results of each function.
+  capture by cut and placement, price books of a bundle. The last 512 results of each function.
 - ``PriceBook`` (``pricing/price_book.py``): prices of ops, collectives and host calls by their
   parameters, for one bundle, GPU and number of threads; shared by all plans.
 - ``PricedModel.once`` (``pricing/layer_prices.py``): chunks of layers and their simulated times, by
   what of the plan they depend on; shared by all plans with the same rank graph.
-- ``Search.captures`` (``search.py``): captures by micro-batch and length, for one search.
+- ``CapturesBySize`` (``graph/sizes.py``): captures by micro-batch and length, for one search.
 - ``functools.lru_cache`` and ``cache``: results of a few small hashable values: pipeline schedules
   by degrees (``simulate/pipeline.py``), bundles by path and time of change (``target.py``).
 - ``functools.cached_property``: a value derived from one frozen object; lives as long as it.
@@ -23,7 +23,7 @@ from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
 R = TypeVar("R")
-MAX_RESULTS = 128  # per function
+MAX_RESULTS = 512  # per function
 
 
 class _ById:

@@ -171,32 +171,42 @@ def _crossed(group: Group, where: Cluster) -> dict[str, Any]:
     }
 
 
+Sent = tuple[Message, Group]
+
+
 def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster) -> list[PricedOp]:
     """Prices each message as if no other were sent; the book keeps prices by message and group."""
+    asked = [(m, where.groups[m.axis]) for m in messages]
+    prefetch_messages(asked, book, where)
+    return [book.sent[*one, where.node] for one in asked]
+
+
+def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> None:
+    """Prices in one call messages among groups of ranks, of which ``where`` says the links."""
     node = where.node  # itself: files of one name may state other rates
-    keys = [(m, where.groups[m.axis], node) for m in messages]
-    fresh = [m for m, key in zip(messages, keys, strict=True) if key not in book.sent]
-    if fresh:
-        on_cpu = where.gpu.kind == "cpu"
-        asked = list(dict.fromkeys([*fresh, *map(_empty, fresh if on_cpu else ())]))
-        learned = "collective" in book.models
-        made = _learned(asked, book, where) if learned else (_by_formula(m, where) for m in asked)
-        found = dict(zip(asked, made, strict=True))
-        for m, op in found.items():
-            if on_cpu and m.message_bytes > EMPTY_BYTES:
-                latency_us = min(op.duration_us, found[_empty(m)].duration_us)
-                op = replace(op, latency_us=latency_us)
-            book.sent[m, where.groups[m.axis], node] = op
-    return [book.sent[key] for key in keys]
+    fresh = [one for one in dict.fromkeys(asked) if (*one, node) not in book.sent]
+    if not fresh:
+        return
+    on_cpu = where.gpu.kind == "cpu"
+    wanted = list(dict.fromkeys([*fresh, *map(_empty, fresh if on_cpu else ())]))
+    learned = "collective" in book.models
+    made = _learned(wanted, book, where) if learned else (_by_formula(*x, where) for x in wanted)
+    found = dict(zip(wanted, made, strict=True))
+    for one, op in found.items():
+        if on_cpu and one[0].message_bytes > EMPTY_BYTES:
+            latency_us = min(op.duration_us, found[_empty(one)].duration_us)
+            op = replace(op, latency_us=latency_us)
+        book.sent[*one, node] = op
 
 
-def _empty(message: Message) -> Message:
+def _empty(one: Sent) -> Sent:
     """The same message with so few bytes that it takes its latency alone."""
-    return replace(message, message_bytes=min(EMPTY_BYTES, message.message_bytes))
+    message, group = one
+    return replace(message, message_bytes=min(EMPTY_BYTES, message.message_bytes)), group
 
 
-def _by_formula(message: Message, where: Cluster) -> PricedOp:
-    us = formula_us(message, where.groups[message.axis], where)
+def _by_formula(message: Message, group: Group, where: Cluster) -> PricedOp:
+    us = formula_us(message, group, where)
     bounds = (us, us / UNCERTAINTY_FACTOR, us * UNCERTAINTY_FACTOR)
     return _priced(message, UNMODELLED, bounds, ((LATENCY, 1.0),))
 
@@ -219,46 +229,47 @@ def _smaller(group: Group) -> Iterator[Group]:
         group = Group(size=half, per_node=min(half, group.per_node))
 
 
-def _learned(messages: Sequence[Message], book: PriceBook, where: Cluster) -> Iterator[PricedOp]:
-    nearest = _largest_known(messages, book, where)
-    modelled: dict[Message, Any] = {}
+def _learned(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> Iterator[PricedOp]:
+    nearest = _largest_known(asked, book, where)
+    modelled: dict[Sent, Any] = {}
     if nearest:
-        rows = _rows([(m, group) for m, (group, _) in nearest.items()], book, where)
+        rows = _rows([(m, group) for (m, _), (group, _) in nearest.items()], book, where)
         modelled = dict(
             zip(nearest, book.expected("collective", rows).to_dict("records"), strict=True)
         )
-    for message in messages:
-        if message not in nearest:  # a group of one rank sends nothing
+    for one in asked:
+        message, whole = one
+        if one not in nearest:  # a group of one rank sends nothing
             yield _priced(message, "collective", (0.0, 0.0, 0.0), inside=True)
             continue
-        (group, known), whole = nearest[message], where.groups[message.axis]
+        group, known = nearest[one]
         scale = formula_us(message, whole, where) / formula_us(message, group, where)
         columns = ("predicted_us", "predicted_us_p10", "predicted_us_p90")
-        us, low_us, high_us = (float(modelled[message][c]) * scale for c in columns)
+        us, low_us, high_us = (float(modelled[one][c]) * scale for c in columns)
         shares = _assumed_shares(whole, scale, where)
         inside = known and group == whole
         yield _priced(message, "collective", (us, low_us, high_us), shares, inside=inside)
 
 
 def _largest_known(
-    messages: Sequence[Message], book: PriceBook, where: Cluster
-) -> dict[Message, tuple[Group, bool]]:
+    asked: Sequence[Sent], book: PriceBook, where: Cluster
+) -> dict[Sent, tuple[Group, bool]]:
     """For each message the largest group inside the model's envelope, and whether there is one.
 
     Its own group where there is none.
     """
-    tried = [(m, g) for m in messages for g in _smaller(where.groups[m.axis])]
-    found: dict[Message, tuple[Group, bool]] = {}
+    tried = [(one, smaller) for one in asked for smaller in _smaller(one[1])]
+    found: dict[Sent, tuple[Group, bool]] = {}
     if tried:
-        rows = _rows(tried, book, where)
+        rows = _rows([(one[0], smaller) for one, smaller in tried], book, where)
         inside = book.pricer.inside("collective", rows, {where.gpu.name: where.gpu})
-        for (m, g), known in zip(tried, inside, strict=True):
-            if m not in found or (known and not found[m][1]):
-                found[m] = (g, bool(known))
+        for (one, smaller), known in zip(tried, inside, strict=True):
+            if one not in found or (known and not found[one][1]):
+                found[one] = (smaller, bool(known))
     return found
 
 
-def _rows(asked: Sequence[tuple[Message, Group]], book: PriceBook, where: Cluster) -> pd.DataFrame:
+def _rows(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> pd.DataFrame:
     facts = {"gpu": where.gpu.name, "threads": book.threads, "cache": "warm"}
     facts["node"] = where.node.name if where.node else where.gpu.name
     columns: dict[str, list[Any]] = {

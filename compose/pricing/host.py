@@ -198,15 +198,15 @@ def launch_costs(capture: StepCapture, events: Mapping[str, int], book: PriceBoo
 
 
 def led_by_graph(
-    layers: Sequence[Layer], ops: Sequence[PricedOp], costs: Launches
-) -> tuple[Layer | None, list[PricedOp]]:
+    layers: Sequence[Layer], ops: Mapping[int, PricedOp], costs: Launches
+) -> tuple[Layer | None, dict[int, PricedOp]]:
     """The layer with the op that the launch of a CUDA graph comes before, and the ops with it.
 
     A lone forward waits for its launch before its first op. Steps of training follow each other:
     the host launches the next while one runs, so that only the last op of backward waits for it.
     No layer where ops are launched one by one.
     """
-    led = list(ops)
+    led = dict(ops)
     backward = [(x, x.backward[1] - 1) for x in layers if x.backward[0] < x.backward[1]]
     forward = [(x, x.forward[0]) for x in layers if x.forward[0] < x.forward[1]]
     if costs.by_op or not (backward or forward):

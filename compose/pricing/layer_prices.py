@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
@@ -14,9 +15,15 @@ from itercast.compose.graph.layers import Layer
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.assumed_time import AssumedShares, AssumedTime
-from itercast.compose.pricing.collectives import Cluster, price_messages
+from itercast.compose.pricing.collectives import (
+    Cluster,
+    Group,
+    Message,
+    prefetch_messages,
+    price_messages,
+)
 from itercast.compose.pricing.gradient_buckets import default_contention
-from itercast.compose.pricing.gradient_copies import ADDED, gradient_copies
+from itercast.compose.pricing.gradient_copies import ADDED
 from itercast.compose.pricing.host import (
     PYTHON,
     Launches,
@@ -26,13 +33,14 @@ from itercast.compose.pricing.host import (
     python_op,
 )
 from itercast.compose.pricing.price_book import Priceable, PriceBook, PricedOp
-from itercast.compose.pricing.rank_graph import Cut, RankGraph, rank_graph
+from itercast.compose.pricing.rank_graph import Cut, RankGraph, rank_graph, until_read
 from itercast.compose.pricing.sharded_tables import slowest_rank
 from itercast.compose.pricing.work import Step, Work, fold, side_by_side_us
 from itercast.microbench.hardware.stack import WHOLE, stack_of_row
 from itercast.microbench.opcall import OpCall, StepCapture
 
 R = TypeVar("R")
+Ops = Mapping[int, PricedOp]  # by number of the call
 ATTENTION = ("itercast.sdpa", "aten.bmm.default", "aten._softmax.default", "aten.baddbmm.default")
 
 
@@ -61,7 +69,7 @@ class PricedLayer:
         """Whether it is one of a list of modules: those FSDP shards and checkpoints wrap."""
         return self.layer.name not in ("first", "last")
 
-    def fold(self, ops: Sequence[PricedOp]) -> Work:
+    def fold(self, ops: Ops) -> Work:
         """Sum up ops, given in launch order, to their time on the host and on the compute lane."""
         return fold([self._step(op) for op in ops], self.on_cpu)
 
@@ -171,12 +179,40 @@ def _models(capture: StepCapture) -> dict[Hashable, PricedModel]:
     return {}
 
 
+def prefetch_steps(
+    asked: Iterable[tuple[StepCapture, ParallelPlan, Cluster]], book: PriceBook
+) -> None:
+    """Price the ops and messages of many plans in one call of the pricer for each family.
+
+    Plans that a rule forbids, and those that spread tables, are left out.
+    """
+    graphs: dict[int, RankGraph] = {}
+    messages: dict[tuple[Message, Group], Cluster] = {}
+    done = set[tuple[object, ...]]()
+    for capture, plan, where in asked:
+        with suppress(ValueError):
+            graph = rank_graph(capture, plan, book.gpu)
+            graphs[id(graph)] = graph
+            key = (id(graph), *(where.groups[axis] for axis in ("tp", "cp", "ep")))
+            if key not in done:
+                done.add(key)
+                sent = graph.messages.values()
+                messages |= {(m, where.groups[m.axis]): where for m in sent}
+    _prefetch(list(graphs.values()), book)
+    for where in list(messages.values())[:1]:  # all are of one GPU and node
+        prefetch_messages(list(messages), book, where)
+
+
+def _prefetch(graphs: Sequence[RankGraph], book: PriceBook) -> None:
+    """Price the ops of rank graphs in one call of the pricer for each family."""
+    copies = (w for g in graphs for kinds in g.copies for one in kinds for w in one)
+    book.prefetch([*(w for g in graphs for w in g.wanted.values()), *copies])
+
+
 def _price_graph(
     graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cluster
 ) -> PricedModel:
-    copies = [gradient_copies(x, graph.step_bytes, book.gpu) for x in graph.layers]
-    more = [w for kinds in copies for one in kinds for w in one]
-    book.prefetch([*graph.wanted.values(), *more])  # one call of the pricer for all of them
+    _prefetch([graph], book)
     ops = _price_calls(graph, plan, book, where)
     steps = {name: n for name, n in graph.capture.host.items() if name.endswith("_step")}
     others = {name: n for name, n in graph.capture.host.items() if name not in steps}
@@ -184,7 +220,7 @@ def _price_graph(
     optimizer = host_cost(steps, book)
     host = _host_time(graph, ops, costs, optimizer)
     return PricedModel(
-        layers=tuple(_price_layers(graph, ops, copies, plan, book, costs)),
+        layers=tuple(_price_layers(graph, ops, plan, book, costs)),
         graph=graph,
         host_us=host.total_us,
         host_assumed=host.shares,
@@ -194,8 +230,7 @@ def _price_graph(
 
 def _price_layers(
     graph: RankGraph,
-    ops: Sequence[PricedOp],
-    copies: Sequence[Sequence[Sequence[Priceable]]],
+    ops: Ops,
     plan: ParallelPlan,
     book: PriceBook,
     costs: Launches,
@@ -207,7 +242,7 @@ def _price_layers(
     """
     kept, passed = replace(plan, recompute="", recomputed=1.0), 0
     leader, led = led_by_graph(graph.layers, ops, costs)
-    for layer, added in zip(graph.layers, copies, strict=True):
+    for layer, added in zip(graph.layers, graph.copies, strict=True):
         if layer is leader:
             one, how = replace(layer, count=1), plan if plan.recomputed == 1 else kept
             yield _price_layer(one, graph, led, added, how, book, costs)
@@ -224,20 +259,19 @@ def _price_layers(
         passed += layer.count
 
 
-def _host_time(
-    graph: RankGraph, ops: Sequence[PricedOp], costs: Launches, optimizer: PricedOp
-) -> AssumedTime:
+def _host_time(graph: RankGraph, ops: Ops, costs: Launches, optimizer: PricedOp) -> AssumedTime:
     """Host time of a micro-batch's ops, every layer as often as it is there, and the optimizer.
 
     ``optimizer`` is the captured optimizer's Python, over the captured parameters.
     """
     calls = graph.capture.calls
-    update = [op for op, c in zip(ops, calls, strict=True) if c.phase == "optimizer"]
+    update = [op for i, op in ops.items() if calls[i].phase == "optimizer"]
     host = costs.total(update)
     if not costs.by_op:
-        host.add_all(costs.total(led_by_graph(graph.layers, ops, costs)[1]))
+        led = led_by_graph(graph.layers, ops, costs)[1]
+        host.add_all(costs.total(list(led.values())))
     for layer in graph.layers:
-        layer_ops = [*ops[slice(*layer.forward)], *ops[slice(*layer.backward)]]
+        layer_ops = [ops[i] for span in (layer.forward, layer.backward) for i in range(*span)]
         host.add_all(costs.total(layer_ops), layer.count)
     tensors = sum(x.count * len(x.parameters) for x in graph.layers)
     captured = max(1, len(graph.capture.parameters))
@@ -245,9 +279,7 @@ def _host_time(
     return host
 
 
-def _price_calls(
-    graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cluster
-) -> list[PricedOp]:
+def _price_calls(graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cluster) -> Ops:
     """Calls and collectives with durations; of overlapped collectives the exposed time only."""
     messages = price_messages(list(graph.messages.values()), book, where)
     ops = dict(zip(graph.messages, messages, strict=True))
@@ -255,7 +287,7 @@ def _price_calls(
     calls = graph.capture.calls
     for i in graph.messages:
         ops[i] = _exposed(i, calls, ops, plan, default_contention(book.gpu))
-    return [ops[i] for i in range(len(calls))]
+    return ops
 
 
 def _exposed(
@@ -285,16 +317,6 @@ def _exposed(
     return replace(op, duration_us=us, low_us=op.low_us * scale, high_us=op.high_us * scale)
 
 
-def until_read(i: int, calls: Sequence[OpCall]) -> Iterator[int]:
-    """The calls of a phase after collective ``i`` until one reads what it brings."""
-    received = {t.storage for t in calls[i].outputs}
-    for at in range(i + 1, len(calls)):
-        other = calls[at].phase != calls[i].phase
-        if other or received & {t.storage for t in calls[at].tensors()}:
-            return
-        yield at
-
-
 def _product_us(i: int, calls: Sequence[OpCall], ops: Mapping[int, PricedOp]) -> float:
     """Time of the products that read what collective ``i`` gathers, or of the one it scatters."""
     if calls[i].kwargs["kind"] != "all_gather":
@@ -306,13 +328,14 @@ def _product_us(i: int, calls: Sequence[OpCall], ops: Mapping[int, PricedOp]) ->
 def _price_layer(
     layer: Layer,
     graph: RankGraph,
-    ops: Sequence[PricedOp],
+    ops: Ops,
     copies: Sequence[Sequence[Priceable]],
     plan: ParallelPlan,
     book: PriceBook,
     costs: Launches,
 ) -> PricedLayer:
-    forward, backward = (ops[a:b] for a, b in (layer.forward, layer.backward))
+    spans = (layer.forward, layer.backward)
+    forward, backward = ([ops[i] for i in range(*span)] for span in spans)
     again, saved = list[PricedOp](), layer.saved_bytes
     if plan.recompute and layer.name not in ("first", "last"):
         whole = stack_of_row(book.stack).recomputes == WHOLE
@@ -327,7 +350,6 @@ def _price_layer(
         )
         layer = replace(layer, parameters=moved)
     accumulate, into, out = (book.price(one) for one in copies)
-    spans = (layer.forward, layer.backward)
     return PricedLayer(
         layer=layer,
         forward=tuple(forward),
@@ -338,7 +360,7 @@ def _price_layer(
         launches=costs,
         on_cpu=book.gpu.kind == "cpu",
         saved_bytes=saved,
-        matmul_s=sum(graph.matmul_s[i] for a, b in spans for i in range(a, b)),
+        matmul_s=sum(map(graph.matmul_s, spans)),
         weight_us=_weight_us(layer, graph.capture, ops),
     )
 
@@ -346,7 +368,7 @@ def _price_layer(
 def _recomputed(
     layer: Layer,
     capture: StepCapture,
-    ops: Sequence[PricedOp],
+    ops: Ops,
     plan: ParallelPlan,
     *,
     whole: bool,
@@ -359,13 +381,13 @@ def _recomputed(
     """
     a, b = layer.forward
     if plan.recompute == "full" and whole:
-        return list(ops[a:b]), layer.output_bytes
+        return [ops[i] for i in range(a, b)], layer.output_bytes
     if plan.recompute == "full":
         read = {t.storage for c in capture.calls[slice(*layer.backward)] for t in c.tensors()}
         needed = (
             i + 1 for i in range(a, b) if any(t.storage in read for t in capture.calls[i].outputs)
         )
-        return list(ops[a : max(needed, default=a)]), layer.output_bytes
+        return [ops[i] for i in range(a, max(needed, default=a))], layer.output_bytes
     chosen = [i for i in range(a, b) if capture.calls[i].op in ATTENTION]
     if not chosen:
         return [], layer.saved_bytes
@@ -387,7 +409,7 @@ def _saved(layer: Layer, capture: StepCapture) -> int:
     return max(1, sum(t.storage in there for c in backward for t in c.tensors()))
 
 
-def _weight_us(layer: Layer, capture: StepCapture, ops: Sequence[PricedOp]) -> float:
+def _weight_us(layer: Layer, capture: StepCapture, ops: Ops) -> float:
     """Time of backward's products whose result has a weight's shape: only the optimizer waits."""
     shapes = {p.shape for p in layer.parameters if len(p.shape) > 1}
     a, b = layer.backward

@@ -128,6 +128,8 @@ class PriceBook:
         self.by_threads: dict[int, Prices] = {} if by_threads is None else by_threads
         self.by_threads.setdefault(threads, {})
         self.flops: dict[Any, float] = {}  # by parameters
+        self.parts: dict[Any, list[Part]] = {}  # by parameters and memory format
+        self.ops: dict[Any, PricedOp] = {}  # by all that an op to price states
         self.kernel_ratios: dict[Any, float] = {}  # by stated attention kernel and parameters
         self.sent: dict[Any, PricedOp] = {}  # collectives by message, group and node
         self.python: dict[Any, PricedOp] = {}  # parallel wrappers by event, count and share
@@ -177,7 +179,14 @@ class PriceBook:
     def price(self, wanted: Sequence[Priceable]) -> list[PricedOp]:
         """Every op with its price; one pricer call per family."""
         all_parts = self.prefetch(wanted)
-        return [self._one(w, parts) for w, parts in zip(wanted, all_parts, strict=True)]
+        return [self._known(w, parts) for w, parts in zip(wanted, all_parts, strict=True)]
+
+    def _known(self, w: Priceable, parts: Sequence[Part]) -> PricedOp:
+        """The op's price, computed once for ops that are equal."""
+        key = (w.op, w.phase, w.params, w.bytes_moved, w.cold, w.kernel, w.channels_last)
+        if key not in self.ops:
+            self.ops[key] = self._one(w, parts)
+        return self.ops[key]
 
     def prefetch(self, wanted: Sequence[Priceable]) -> list[list[Part]]:
         """Price in one call per family all that these ops need; returns each op's parts."""
@@ -191,6 +200,12 @@ class PriceBook:
 
     def _parts(self, w: Priceable) -> list[Part]:
         """The ops that an op is priced as: itself, its family's fallback, a copy, or none."""
+        key = (w.params, w.channels_last, w.params is None and w.bytes_moved)
+        if key not in self.parts:
+            self.parts[key] = self._found_parts(w)
+        return self.parts[key]
+
+    def _found_parts(self, w: Priceable) -> list[Part]:
         models, on_gpu = self.models, self.gpu.kind != "cpu"
         if found := fallback_parts(w.params, models, w.channels_last, self.gpu, self.stack):
             return found
@@ -253,7 +268,7 @@ class PriceBook:
             )
             us, low_us, high_us = us + one_us, low_us + one_low_us, high_us + one_high_us
             other_us += 0.0 if _same_op(part, w) else abs(one_us)
-            inside = inside and bool(warm["in_envelope"]) and part.params is w.params
+            inside = inside and bool(warm["in_envelope"]) and part.params == w.params
         if name not in self.models:
             name, inside = UNMODELLED, False
             dtype = getattr(w.params, "dtype", "fp32")
@@ -341,17 +356,21 @@ def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
     ``cold``: the share of its bytes that are read from memory, not from a cache.
     """
     family, params = find_family(call)
-    moved = sum(t.nbytes for t in (*call.tensors(), *call.outputs))
     return Priceable(
         op=call.op,
         phase=call.phase,
         family=family,
         params=params,
-        bytes_moved=moved,
+        bytes_moved=touched_bytes(call),
         cold=cold,
         kernel=str(call.kwargs.get("kernel", "")),
         channels_last=_channels_last(call),
     )
+
+
+def touched_bytes(call: OpCall) -> int:
+    """Bytes of all tensors that a call reads and writes."""
+    return sum(t.nbytes for t in (*call.tensors(), *call.outputs))
 
 
 def _channels_last(call: OpCall) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import takewhile
 
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.cuda_variants import with_cuda_variants
@@ -11,6 +13,7 @@ from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.launch_modes import as_launched
 from itercast.compose.graph.layers import Layer, split_layers
 from itercast.compose.graph.lifetimes import update_bytes
+from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
 from itercast.compose.parallel.ep import expert_parallel
@@ -18,7 +21,8 @@ from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.collectives import Message
 from itercast.compose.pricing.gradient_buckets import buffers
-from itercast.compose.pricing.price_book import Priceable, priceable
+from itercast.compose.pricing.gradient_copies import gradient_copies
+from itercast.compose.pricing.price_book import Priceable, priceable, touched_bytes
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 
@@ -44,22 +48,62 @@ class Cut:
 class RankGraph:
     """A rank's op calls of one micro-batch and their layers.
 
-    ``wanted`` are the ops to price and ``messages`` the collectives, by number of the call;
-    ``matmul_s``: seconds of each call's matrix products at peak. ``step_bytes``: bytes that all
-    calls touch; ``buffers``: running statistics by dtype; ``update_bytes``: temporary bytes of the
-    optimizer's step; ``tied``: weights of the first layer that the last one uses too.
+    ``cold``: the share of each call's bytes that no cache holds; ``copies``: by layer and parameter
+    what synchronising its gradient adds (``gradient_copies``). ``buffers``: running statistics by
+    dtype; ``update_bytes``: temporary bytes of the optimizer's step; ``tied``: weights of the first
+    layer that the last one uses too.
     """
 
     capture: StepCapture
+    gpu: Gpu
     layers: tuple[Layer, ...]
-    wanted: dict[int, Priceable]
-    messages: dict[int, Message]
-    matmul_s: tuple[float, ...]
-    optimizer: tuple[Priceable, ...]
-    step_bytes: float
+    cold: Sequence[float]
+    copies: Sequence[Sequence[Sequence[Priceable]]]
     buffers: dict[str, list[TensorSpec]]
     update_bytes: int
     tied: tuple[ParamSpec, ...]
+
+    @cached_property
+    def priced(self) -> tuple[int, ...]:
+        """Numbers of the calls whose times are asked for.
+
+        Those of one of several equal layers, the optimizer's, and what runs beside collectives.
+        """
+        calls = self.capture.calls
+        spans = [range(*span) for x in self.layers for span in (x.forward, x.backward)]
+        numbers = {i for span in spans for i in span}
+        numbers |= {i for i, c in enumerate(calls) if c.phase == "optimizer"}
+        sent = [i for i in numbers if calls[i].op == COLLECTIVE]
+        while sent:
+            more = set(beside(sent.pop(), calls)) - numbers
+            numbers |= more
+            sent += [i for i in more if calls[i].op == COLLECTIVE]
+        return tuple(sorted(numbers))
+
+    @cached_property
+    def messages(self) -> dict[int, Message]:
+        """The collectives among the priced calls, by number of the call."""
+        calls = self.capture.calls
+        return {i: _message(calls[i]) for i in self.priced if calls[i].op == COLLECTIVE}
+
+    @cached_property
+    def wanted(self) -> dict[int, Priceable]:
+        """The ops to price, by number of the call."""
+        return self.ops(i for i in self.priced if i not in self.messages)
+
+    def ops(self, numbers: Iterable[int]) -> dict[int, Priceable]:
+        """The calls with these numbers as ops to price."""
+        return {i: priceable(self.capture.calls[i], self.cold[i]) for i in numbers}
+
+    @property
+    def optimizer(self) -> tuple[Priceable, ...]:
+        """The ops of the optimizer's step."""
+        calls = self.capture.calls
+        return tuple(w for i, w in self.wanted.items() if calls[i].phase == "optimizer")
+
+    def matmul_s(self, span: tuple[int, int]) -> float:
+        """Seconds of the matrix products of a range of calls at the GPU's peak."""
+        return sum(_matmul_s(self.wanted.get(i), self.gpu) for i in range(*span))
 
 
 def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph:
@@ -78,22 +122,35 @@ def _rank_graph(capture: StepCapture, cut: Cut, gpu: Gpu) -> RankGraph:
             f"gpu {gpu.name!r}: no units for dtype 'fp8'; it has {sorted(gpu.peak_flops_per_s)}"
         )
     capture = capture if gpu.kind == "cpu" else with_cuda_variants(capture)
-    cold, calls = cold_fractions(capture, gpu), capture.calls
     layers = tuple(split_layers(capture))
-    messages = {i: _message(c) for i, c in enumerate(calls) if c.op == COLLECTIVE}
-    wanted = {i: priceable(c, cold[i]) for i, c in enumerate(calls) if i not in messages}
+    step_bytes = sum(touched_bytes(c) for c in capture.calls if c.op != COLLECTIVE)
     return RankGraph(
         capture=capture,
+        gpu=gpu,
         layers=layers,
-        wanted=wanted,
-        messages=messages,
-        matmul_s=tuple(_matmul_s(wanted.get(i), gpu) for i in range(len(calls))),
-        optimizer=tuple(w for i, w in wanted.items() if calls[i].phase == "optimizer"),
-        step_bytes=sum(w.bytes_moved for w in wanted.values()),
-        buffers=buffers(calls),
+        cold=cold_fractions(capture, gpu),
+        copies=[gradient_copies(x, step_bytes, gpu) for x in layers],
+        buffers=buffers(capture.calls),
         update_bytes=update_bytes(capture),
         tied=_tied(capture, layers),
     )
+
+
+def beside(i: int, calls: Sequence[OpCall]) -> list[int]:
+    """Numbers of the calls that may run beside collective ``i`` (``layer_prices``)."""
+    products = takewhile(lambda at: calls[at].op in LINEAR_PRODUCTS, range(i + 1, len(calls)))
+    later = until_read(i, calls) if calls[i].kwargs["until_read"] else ()
+    return [n for n in (i - 1, i + 1, *products, *later) if 0 <= n < len(calls)]
+
+
+def until_read(i: int, calls: Sequence[OpCall]) -> Iterator[int]:
+    """The calls of a phase after collective ``i`` until one reads what it brings."""
+    received = {t.storage for t in calls[i].outputs}
+    for at in range(i + 1, len(calls)):
+        other = calls[at].phase != calls[i].phase
+        if other or received & {t.storage for t in calls[at].tensors()}:
+            return
+        yield at
 
 
 def _matmul_s(w: Priceable | None, gpu: Gpu) -> float:

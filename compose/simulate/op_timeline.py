@@ -35,8 +35,9 @@ def op_timeline(
         capture, syncs = ddp_step(capture)
     launched = replace(capture, engine="eager")  # it is rewritten for its engine already
     graph = rank_graph(launched, ParallelPlan(), book.gpu)
-    ops = book.price(list(graph.wanted.values()))
-    _, ops = led_by_graph(graph.layers, ops, costs)
+    wanted = graph.ops(range(len(capture.calls)))
+    priced = dict(zip(wanted, book.price(list(wanted.values())), strict=True))
+    ops = list(led_by_graph(graph.layers, priced, costs)[1].values())
     added = [c.module == "DDP" for c in capture.calls]
     waits_us = [costs.us(op, added=a) for op, a in zip(ops, added, strict=True)]
     ops = [replace(op, kernels=costs.kernels(op)) for op in ops]

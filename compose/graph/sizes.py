@@ -1,0 +1,115 @@
+"""Derives captures of a model at many sizes of micro-batch from captures at a few.
+
+Lengths, strides and counts in a step are ``factor * b**i * (s + d)**j`` of the batch b and the
+sequence length s; only the factor depends on the model. Two captures tell which, and a third one
+must agree. A step with other numbers is captured at every size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from itertools import product
+from typing import Any
+
+from itercast.microbench.capture.zeros import mark_zeros
+from itercast.microbench.opcall import StepCapture
+
+Size = tuple[int, int]  # samples, and tokens of each
+CaptureAt = Callable[[int, int], StepCapture]
+POWERS = tuple(product((0, 1), (0, 1, 2)))  # of batch and length
+SHIFTS = (0, 1, -1)  # labels may be one token more or fewer than the text
+
+
+class _OtherStep(Exception):
+    """Raised where captures at two sizes are not the same step but for lengths."""
+
+
+class _Between:
+    """Rebuilds at another size what captures at two sizes have in common."""
+
+    def __init__(self, ends: tuple[Size, Size], size: Size) -> None:
+        self.sizes = (*ends, size)
+        self.integers: dict[tuple[int, int], int] = {}
+
+    def value(self, a: Any, b: Any) -> Any:
+        """The value that is ``a`` at the first size and ``b`` at the second."""
+        if a is b or (type(a) is type(b) and a == b):
+            return a
+        if type(a) is int and type(b) is int:
+            if (a, b) not in self.integers:
+                self.integers[a, b] = self._integer(a, b)
+            return self.integers[a, b]
+        if isinstance(a, tuple) and isinstance(b, tuple) and len(a) == len(b):
+            return tuple(map(self.value, a, b))
+        if isinstance(a, Mapping) and a.keys() == b.keys():
+            return {key: self.value(a[key], b[key]) for key in a}
+        if is_dataclass(a) and type(a) is type(b):
+            names = [f.name for f in fields(a) if f.name != "zero_frac"]  # see mark_zeros
+            return replace(a, **{n: self.value(getattr(a, n), getattr(b, n)) for n in names})
+        raise _OtherStep
+
+    def _integer(self, a: int, b: int) -> int:
+        for shift, (i, j) in product(SHIFTS, POWERS):
+            first, second, wanted = (n**i * (s + shift) ** j for n, s in self.sizes)
+            if a * second == b * first and first and a * wanted % first == 0:
+                return a * wanted // first
+        raise _OtherStep
+
+
+class CapturesBySize:
+    """The captures of a model by size; each is made when it is asked for.
+
+    Steps of one sample are derived from one another: a length of 1 has strides of its own.
+    """
+
+    def __init__(self, capture_at: CaptureAt) -> None:
+        self.capture_at = capture_at
+        self.made: dict[Size, StepCapture] = {}
+        self.agree: dict[tuple[Size, ...], bool] = {}
+        self.chosen: dict[Size, tuple[Size, ...]] = {}
+
+    def announce(self, sizes: Iterable[Size]) -> None:
+        """Choose at which of these sizes the model is captured, so that others are derived."""
+        wanted = set(sizes)
+        groups = [{s for s in wanted if (s[0] == 1) == alone} for alone in (True, False)]
+        self.chosen |= {s: _chosen(group) for group in groups for s in group}
+
+    def at(self, size: Size) -> StepCapture:
+        """The capture at a size; one that was not announced is captured."""
+        if size not in self.made:
+            chosen = self.chosen.get(size, ())
+            step = None if size in chosen else self._derived(chosen, size)
+            self.made[size] = self.capture_at(*size) if step is None else step
+        return self.made[size]
+
+    def _derived(self, chosen: tuple[Size, ...], size: Size) -> StepCapture | None:
+        """The capture derived from those at ``chosen`` sizes; None where these do not agree."""
+        if not chosen or not self.agree.get(chosen, True):
+            return None
+        small, large, control = chosen
+        try:
+            if chosen not in self.agree:
+                self.agree[chosen] = self._between(small, large, control) == self.at(control)
+            return self._between(small, large, size) if self.agree[chosen] else None
+        except (_OtherStep, ValueError):  # or the model cannot run at one of the sizes
+            self.agree[chosen] = False
+            return None
+
+    def _between(self, small: Size, large: Size, size: Size) -> StepCapture:
+        step: StepCapture = _Between((small, large), size).value(self.at(small), self.at(large))
+        return replace(step, calls=mark_zeros(step.calls))
+
+
+def _chosen(group: set[Size]) -> tuple[Size, ...]:
+    """The smallest and the largest size, and that with most samples of least length.
+
+    Empty where there are too few sizes to derive any.
+    """
+    ends = (min(group, key=_tokens), max(group, key=_tokens))
+    others = sorted(group - set(ends), key=lambda size: (-size[0], size[1]))
+    return (*ends, others[0]) if len(others) > 1 else ()
+
+
+def _tokens(size: Size) -> tuple[int, Size]:
+    return size[0] * size[1], size
