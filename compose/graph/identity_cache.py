@@ -18,7 +18,7 @@ All caches of this package, by what they keep:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
 from typing import Any, TypeVar
 
@@ -39,6 +39,27 @@ class _ById:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _ById) and self.value is other.value
+
+
+class Once:
+    """Results that are computed once per key, by functions of no arguments.
+
+    A key starts with a name that only one kind of result has.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, Any] = {}
+
+    def __call__(self, key: Hashable, compute: Callable[[], R]) -> R:
+        """The result that is kept under this key, else that of ``compute``."""
+        if key not in self._results:
+            self._results[key] = compute()
+        result: R = self._results[key]
+        return result
+
+    def __contains__(self, key: Hashable) -> bool:
+        """Whether a result is kept under this key."""
+        return key in self._results
 
 
 def cached_by_identity(function: Callable[..., R]) -> Callable[..., R]:

@@ -44,7 +44,7 @@ class _Between:
             return tuple(map(self.value, a, b))
         if isinstance(a, Mapping) and a.keys() == b.keys():
             return {key: self.value(a[key], b[key]) for key in a}
-        if is_dataclass(a) and type(a) is type(b):
+        if is_dataclass(a) and not isinstance(a, type) and type(a) is type(b):
             names = [f.name for f in fields(a) if f.name != "zero_frac"]  # see mark_zeros
             return replace(a, **{n: self.value(getattr(a, n), getattr(b, n)) for n in names})
         raise _OtherStep
@@ -53,7 +53,7 @@ class _Between:
         for shift, (i, j) in product(SHIFTS, POWERS):
             first, second, wanted = (n**i * (s + shift) ** j for n, s in self.sizes)
             if a * second == b * first and first and a * wanted % first == 0:
-                return a * wanted // first
+                return int(a * wanted // first)
         raise _OtherStep
 
 

@@ -20,6 +20,19 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 DEGREES = ("dp", "tp", "pp", "cp", "etp", "micro", "accumulate", "hsdp", "first", "last", "nodes")
 FLAGS = ("sp", "tp_overlap", "amp")
+# What each field of a plan changes, for the keys of caches: a rank's op calls; their prices; which
+# layers a stage has; how a stage runs. Nothing: its effect is in groups of ranks, in derived
+# properties, or in what is never kept. A field that is not listed changes all of it.
+CHANGES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("tp", "sp", "cp", "imbalance"), ("ops", "prices")),
+    "ep": ("ops", "prices", "runs"),
+    **dict.fromkeys(("tp_overlap", "recompute", "recomputed"), ("prices",)),
+    **dict.fromkeys(("coconet", "overlap"), ("prices", "runs")),
+    **dict.fromkeys(("pp", "virtual", "first", "last"), ("stages",)),
+    **dict.fromkeys(("zero", "hsdp", "cdp", "offload", "compress", "gossip"), ("runs",)),
+    **dict.fromkeys(("dp", "etp", "amp", "micro", "accumulate", "schedule"), ()),
+    **dict.fromkeys(("shard", "node", "nodes"), ()),
+}
 TRANSFORMS = ("split", "reorder", "fuse", "overlap")  # CoCoNeT, arXiv:2105.05720
 GREEDY = "greedy"  # of shard
 DEFAULT_STAGES_PER_RANK = "2"  # of schedule=interleaved
@@ -99,6 +112,11 @@ class ParallelPlan:
         if self.pp == 1:
             return max(self.micro, self.accumulate, 1)
         return self.micro or self.pp
+
+    def parts(self, changed: str) -> tuple[object, ...]:
+        """The values of all fields that change ``changed``: ops, prices, stages or runs."""
+        names = [f.name for f in fields(self) if changed in CHANGES.get(f.name, (changed,))]
+        return tuple(getattr(self, name) for name in names)
 
     @classmethod
     def parse(cls, text: str) -> ParallelPlan:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from math import floor
-from typing import TypeVar, cast
 
-from itercast.compose.graph.identity_cache import cached_by_identity
+from itercast.compose.graph.identity_cache import Once, cached_by_identity
 from itercast.compose.graph.layers import Layer
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.parallel.plan import ParallelPlan
@@ -33,13 +32,12 @@ from itercast.compose.pricing.host import (
     python_op,
 )
 from itercast.compose.pricing.price_book import Priceable, PriceBook, PricedOp
-from itercast.compose.pricing.rank_graph import Cut, RankGraph, rank_graph, until_read
+from itercast.compose.pricing.rank_graph import RankGraph, rank_graph, until_read
 from itercast.compose.pricing.sharded_tables import slowest_rank
 from itercast.compose.pricing.work import Step, Work, fold, side_by_side_us
 from itercast.microbench.hardware.stack import WHOLE, stack_of_row
 from itercast.microbench.opcall import OpCall, StepCapture
 
-R = TypeVar("R")
 Ops = Mapping[int, PricedOp]  # by number of the call
 ATTENTION = ("itercast.sdpa", "aten.bmm.default", "aten._softmax.default", "aten.baddbmm.default")
 
@@ -130,16 +128,7 @@ class PricedModel:
     host_assumed: AssumedShares
     optimizer_host_us: float
     added_bytes: Mapping[str, int] = field(default_factory=dict)
-    results: dict[Hashable, object] = field(default_factory=dict, compare=False)  # see ``once``
-
-    def once(self, key: Hashable, compute: Callable[[], R]) -> R:
-        """The result of ``compute``, computed once per key for all plans that share this model.
-
-        A key must start with a name that only one kind of result has.
-        """
-        if key not in self.results:
-            self.results[key] = compute()
-        return cast(R, self.results[key])
+    once: Once = field(default_factory=Once, compare=False)  # results of plans that share it
 
     @property
     def optimizer_tensors(self) -> int:
@@ -165,10 +154,8 @@ def price_model(
         model = price_model(sharded.step, replace(plan, shard=""), book, where)
         return replace(model, added_bytes=sharded.added_bytes)
     groups = tuple(where.groups[axis] for axis in ("tp", "cp", "ep"))
-    again = (plan.recompute, plan.recomputed)
-    cut = (Cut.of(plan), again, plan.tp_overlap, plan.overlap * ("overlap" in plan.coconet))
     models = _models(capture)
-    key = (cut, groups, where.node, book)
+    key = (plan.expert_tp, plan.parts("prices"), groups, where.node, book)
     if key not in models:
         models[key] = _price_graph(rank_graph(capture, plan, book.gpu), plan, book, where)
     return models[key]

@@ -40,8 +40,7 @@ class Cut:
     @classmethod
     def of(cls, plan: ParallelPlan) -> Cut:
         """Takes from a plan the parts that change a rank's op calls."""
-        degrees = (plan.tp, plan.sp, plan.cp, plan.ep, plan.expert_tp, plan.imbalance)
-        return cls(plan=plan, degrees=degrees)
+        return cls(plan=plan, degrees=(plan.expert_tp, *plan.parts("ops")))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.price_book import PricedOp
@@ -21,17 +20,12 @@ from itercast.microbench.assumptions import assumed
 SCHEDULE_SHARE: float = assumed(__file__, "schedule_share")
 
 
-def _cuts(plan: ParallelPlan) -> tuple[int, ...]:
-    """The parts of a plan that say which layers a stage has."""
-    return plan.pp, plan.virtual, plan.first, plan.last
-
-
 def chunks_of(rank: Rank) -> list[Chunk]:
     """The model's chunks of layers; plans with as many chunks share them.
 
     The last one has copies of weights that it ties to those of the first.
     """
-    key = ("chunks", *_cuts(rank.plan))
+    key = ("chunks", *rank.plan.parts("stages"))
     return rank.model.once(key, partial(_chunks, rank))
 
 
@@ -50,7 +44,7 @@ Held = tuple[Sizes, list[int]]  # of a rank's layers, and by chunk the bytes sav
 
 def _held(rank: Rank) -> list[Held]:
     """By rank of the pipeline the sizes of its layers, and by chunk what forward saves."""
-    key = ("held", *_cuts(rank.plan))
+    key = ("held", *rank.plan.parts("stages"))
     return rank.model.once(key, partial(_sizes_by_rank, rank))
 
 
@@ -93,7 +87,7 @@ def least_us(rank: Rank) -> float:
             x.layer.count * (x.forward_work.lane_us + x.backward_work.lane_us) for x in layers
         )
         return plan.microbatches * whole_us
-    key = ("loads", *_cuts(plan), plan.schedule)
+    key = ("loads", *plan.parts("stages"), plan.schedule)
     loads, ways = rank.model.once(key, partial(_loads_us, rank))
     least, before = 0.0, 0.0
     for load_us, way_us in zip(loads, ways, strict=True):
@@ -138,18 +132,10 @@ class StageRuns:
 
 
 def stage_facts(rank: Rank) -> tuple[object, ...]:
-    """The parts of a plan that change a stage's run, apart from its layers."""
-    plan, groups = rank.plan, rank.where.groups
-    facts = (
-        plan.compress,
-        plan.offload,
-        plan.ep,
-        plan.microbatches > 1,
-        rank.contention,
-        rank.ranks_per_core,
-        rank.where.node,
-    )
-    return (rank.strategy, *(groups[g] for g in ("shard", "replicate", "expert")), *facts)
+    """What changes a stage's run, apart from its layers."""
+    groups = (rank.where.groups[axis] for axis in ("shard", "replicate", "expert"))
+    shared = (rank.contention, rank.ranks_per_core, rank.where.node)
+    return (*rank.plan.parts("runs"), rank.plan.microbatches > 1, rank.strategy, *groups, *shared)
 
 
 def stage_messages(rank: Rank) -> list[Sequence[PricedOp]]:
@@ -203,7 +189,7 @@ def stage_tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tupl
         ("tail", tuple(map(id, stage.layers)), tied, optimizer, facts)
         for stage, tied in zip(stages, ties, strict=True)
     ]
-    fresh = [x for x, key in zip(stages, keys, strict=True) if key not in rank.model.results]
+    fresh = [x for x, key in zip(stages, keys, strict=True) if key not in rank.model.once]
     messages = [m for stage in fresh for m in reductions(stage.layers, stage.plan)]
     price_messages(messages, rank.book, rank.where)  # one call of the pricer for all of them
     return [

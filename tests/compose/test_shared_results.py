@@ -1,0 +1,91 @@
+"""Law: plans share results only where these are equal, whatever key of a plan they differ in."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from plan_case import GPU, Flat, capture_at, experts_at
+
+from itercast.compose.forecast import rank_of
+from itercast.compose.parallel.plan import CHANGES, ParallelPlan
+from itercast.compose.pricing.collectives import cluster
+from itercast.compose.pricing.layer_prices import price_model
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.simulate.iteration import evaluate
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import StepCapture
+
+DEVICE: Gpu = replace(GPU, peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, hbm_bytes_per_s=1e9)
+# A plan, and plans that differ from it in one key each.
+VARIANTS = {
+    "dp=4": "dp=8; tp=2; amp; zero=1; cdp=2; compress=0.5; compress=0.25; gossip=ring;"
+    "coconet=split; coconet=split,overlap:4; coconet=split,overlap:8; accumulate=2; micro=4;"
+    "recompute=full; recompute=full:0.5; recompute=selective; offload=optimizer; cp=2",
+    "dp=4,tp=2,sp,zero=1": "zero=2; zero=3; hsdp=2; tp_overlap; accumulate=2; pp=2; recompute=full",
+    "dp=2,pp=2,micro=4": "micro=8; schedule=gpipe; schedule=zb; schedule=interleaved:2; first=1;"
+    "last=1; zero=1; zero=3; tp=2; compress=0.5; gossip=ring; coconet=split; offload=activations;"
+    "recompute=full; offload=optimizer; cp=2",
+    "dp=4,zero=3,pp=2,micro=4": "hsdp=2; offload=activations; micro=2; recompute=selective",
+}
+MIXTURE = {
+    "dp=4,ep=2": "ep=4; ep=2:1.5; zero=1; pp=2; dp=8",
+    "dp=4,tp=2,sp,ep=2": "etp=1; ep=2:1.5",
+}
+# Of these a plan has one value, or they say where its ranks are: node files, files of shardings.
+ELSEWHERE = {"shard", "node", "nodes"}
+
+
+def plans(variants: dict[str, str]) -> list[ParallelPlan]:
+    """The plans and their variants, of which a key replaces one that the plan has."""
+    found = []
+    for base, keys in variants.items():
+        found.append(ParallelPlan.parse(base))
+        for key in keys.split(";"):
+            name = key.strip().partition("=")[0]
+            kept = [p for p in base.split(",") if p.partition("=")[0] != name]
+            found.append(ParallelPlan.parse(",".join([*kept, key])))
+    return list(dict.fromkeys(found))
+
+
+def forecast(step: StepCapture, plan: ParallelPlan, book: PriceBook) -> dict[str, Any]:
+    """Time, parts and memory of an iteration, or the rule that the plan breaks."""
+    where = cluster(plan, book.gpu)
+    try:
+        rank = rank_of(plan, price_model(step, plan, book, where), book, where)
+        found = evaluate(rank, "adamw")
+    except ValueError as exc:
+        return {"refused": str(exc)}
+    names = ("iteration_us", "compute_us", "exposed_comm_us", "comm_us", "bubble_us", "memory")
+    return {name: getattr(found, name) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("step", "variants"), [(capture_at(8, 64), VARIANTS), (experts_at(8, 64), MIXTURE)]
+)
+def test_plans_share_no_result_that_differs(step: StepCapture, variants: dict[str, str]) -> None:
+    """Forecasts one after the other, with all caches, are those of each plan on its own."""
+    book = PriceBook(Flat(), DEVICE, 0)
+    together = {str(plan): forecast(step, plan, book) for plan in plans(variants)}
+    alone = {
+        str(plan): forecast(replace(step), plan, PriceBook(Flat(), DEVICE, 0))
+        for plan in plans(variants)
+    }
+    assert together == alone
+    assert sum("refused" in found for found in alone.values()) < len(alone) / 4
+
+
+def test_every_key_is_varied() -> None:
+    """A key that someone adds is in one of the plans above, or the law does not hold it."""
+    found = [p for variants in (VARIANTS, MIXTURE) for p in plans(variants)]
+    values = {f.name: {getattr(p, f.name) for p in found} for f in fields(ParallelPlan)}
+    assert {name for name, held in values.items() if len(held) < 2} == ELSEWHERE
+
+
+def test_a_key_that_says_nothing_changes_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A field without an entry is part of every cache's key: then it costs time, not truth."""
+    plan, parts = ParallelPlan(dp=4, tp=2), ("ops", "prices", "stages", "runs")
+    assert not any(4 in plan.parts(part) for part in parts)
+    monkeypatch.delitem(CHANGES, "dp")
+    assert all(4 in plan.parts(part) for part in parts)
