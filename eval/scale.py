@@ -24,6 +24,8 @@ from itercast.microbench.slow_imports import without_scikit_learn
 
 GPU = "h100-sxm-80gb"
 MODEL = "gpt3-175b"
+SEARCHED = "llama-8b"
+SAMPLES = {64: 512, 1024: 2048}  # of 8,192 tokens in a step of the searched model, by GPUs
 
 
 def measure(begin_s: float) -> dict[str, float]:
@@ -62,11 +64,28 @@ def measure(begin_s: float) -> dict[str, float]:
     return found
 
 
+def search_s(gpus: int) -> float:
+    """CPU seconds of a plan search in this fresh process, without imports."""
+    from itercast.compose.open_search import open_search
+    from itercast.compose.search import best_plans
+
+    asked: dict[str, Any] = {"batch": SAMPLES[gpus], "seq": 8192, "dtype": "bf16"}
+    search, _ = open_search(
+        SEARCHED, GPU, gpus, node="dgx-h100", bundle=None, optimizer="adamw", **asked
+    )
+    start = time.process_time()
+    best_plans(search, gpus, "time")
+    return time.process_time() - start
+
+
 def main() -> None:
     """Print a table of measured times beside their targets."""
     with tempfile.TemporaryDirectory() as folder:
         _, printed = timed_s(["-m", "itercast.eval.scale", str(time.time())], folder)
-    found = json.loads(printed.splitlines()[-1])
+        found = json.loads(printed.splitlines()[-1])
+        for gpus in SAMPLES:
+            _, printed = timed_s(["-m", "itercast.eval.scale", "--search", str(gpus)], folder)
+            found[f"search_{gpus}"] = json.loads(printed.splitlines()[-1])
     table = Table("what", "target", "measured", title=f"scale, load {os.getloadavg()[0]:.1f}")
     for what, target, key in (
         ("GPT-3 175B on 16,384 H100, capture and imports included, s", "<= 10", "first_s"),
@@ -76,13 +95,17 @@ def main() -> None:
         ("most memory of all this, GB", "<= 2", "gb"),
         ("CPU time of a forecast on 100,000 GPUs over that on 24, times", "0.8 to 1.2", "growth"),
         ("plan search of GPT-3 175B on 1,024 GPUs, plans per CPU second", ">= 195", "plans_per_s"),
+        ("plan search of Llama-3 8B on 64 GPUs, CPU seconds", "<= 12", "search_64"),
+        ("plan search of Llama-3 8B on 1,024 GPUs, CPU seconds", "<= 20", "search_1024"),
     ):
         table.add_row(what, target, f"{found[key]:.2f}")
     Console().print(table)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:  # the fresh process that ``main`` starts
+    if sys.argv[1:2] == ["--search"]:
+        print(json.dumps(search_s(int(sys.argv[2]))))
+    elif len(sys.argv) > 1:  # the fresh process that ``main`` starts
         with without_scikit_learn():  # as the command does
             found = measure(float(sys.argv[1]))
         print(json.dumps(found))

@@ -67,7 +67,7 @@ class PricedLayer:
         """Whether it is one of a list of modules: those FSDP shards and checkpoints wrap."""
         return self.layer.name not in ("first", "last")
 
-    def fold(self, ops: Ops) -> Work:
+    def fold(self, ops: Sequence[PricedOp]) -> Work:
         """Sum up ops, given in launch order, to their time on the host and on the compute lane."""
         return fold([self._step(op) for op in ops], self.on_cpu)
 

@@ -58,6 +58,7 @@ class RankGraph:
     layers: tuple[Layer, ...]
     cold: Sequence[float]
     copies: Sequence[Sequence[Sequence[Priceable]]]
+    optimizer: tuple[Priceable, ...]
     buffers: dict[str, list[TensorSpec]]
     update_bytes: int
     tied: tuple[ParamSpec, ...]
@@ -94,12 +95,6 @@ class RankGraph:
         """The calls with these numbers as ops to price."""
         return {i: priceable(self.capture.calls[i], self.cold[i]) for i in numbers}
 
-    @property
-    def optimizer(self) -> tuple[Priceable, ...]:
-        """The ops of the optimizer's step."""
-        calls = self.capture.calls
-        return tuple(w for i, w in self.wanted.items() if calls[i].phase == "optimizer")
-
     def matmul_s(self, span: tuple[int, int]) -> float:
         """Seconds of the matrix products of a range of calls at the GPU's peak."""
         return sum(_matmul_s(self.wanted.get(i), self.gpu) for i in range(*span))
@@ -123,12 +118,14 @@ def _rank_graph(capture: StepCapture, cut: Cut, gpu: Gpu) -> RankGraph:
     capture = capture if gpu.kind == "cpu" else with_cuda_variants(capture)
     layers = tuple(split_layers(capture))
     step_bytes = sum(touched_bytes(c) for c in capture.calls if c.op != COLLECTIVE)
+    cold, calls = cold_fractions(capture, gpu), enumerate(capture.calls)
     return RankGraph(
         capture=capture,
         gpu=gpu,
         layers=layers,
-        cold=cold_fractions(capture, gpu),
+        cold=cold,
         copies=[gradient_copies(x, step_bytes, gpu) for x in layers],
+        optimizer=tuple(priceable(c, cold[i]) for i, c in calls if c.phase == "optimizer"),
         buffers=buffers(capture.calls),
         update_bytes=update_bytes(capture),
         tied=_tied(capture, layers),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import exp2, log2
 
 from itercast.compose.forecast import rank_of
+from itercast.compose.graph.identity_cache import Once
 from itercast.compose.parallel.placement import Placement, Sharding, check_sharding, memory_bytes
 from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.parallel.table_work import PHASES, TableWork, held_shards, table_work
@@ -20,8 +21,9 @@ from itercast.compose.parallel.tables import rank_step
 from itercast.compose.pricing.collectives import Message, cluster, price_messages
 from itercast.compose.pricing.gradient_buckets import default_contention
 from itercast.compose.pricing.host import Launches, host_cost
-from itercast.compose.pricing.layer_prices import PricedModel, price_model, until_read
+from itercast.compose.pricing.layer_prices import PricedModel, price_model
 from itercast.compose.pricing.price_book import PriceBook, PricedOp, price_book, priceable
+from itercast.compose.pricing.rank_graph import until_read
 from itercast.compose.pricing.sharded_tables import ShardTimes
 from itercast.compose.pricing.work import side_by_side_us
 from itercast.compose.sharding.step import dlrm_step, tables_of
@@ -126,7 +128,7 @@ class _Skeleton:
             else x
             for x in self.model.layers
         )
-        return replace(self.model, layers=layers, results={})
+        return replace(self.model, layers=layers, once=Once())
 
     def _parts_in(self, start: int, stop: int) -> list[str]:
         """The parts that calls belong to, in order."""

@@ -220,8 +220,8 @@ def from_call(call: OpCall) -> Elementwise | None:
     inputs, exponent = call.tensors(), call.args[1] if len(call.args) > 1 else None
     op = known.canonical(name, overload, exponent)
     if op in (*known.FILLS, *known.ALLOCATIONS):
-        inputs = []
-    sized = [*inputs, *call.outputs[:1]] or call.tensors()[:1]
+        inputs = ()
+    sized = [*inputs, *call.outputs[:1]] or [*call.tensors()[:1]]
     if not sized:
         return None
     numel = max(_distinct(t) for t in sized)
