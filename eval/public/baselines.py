@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from itercast.learners.models.baselines import predict_nearest, predict_roofline
+from itercast.learners.models.baselines import (
+    nearest_arrays,
+    nearest_us,
+    roofline_arrays,
+    roofline_us,
+)
 from itercast.learners.models.training_table import Table
 
 KNOWN_ROWS = 40_000
@@ -26,7 +31,8 @@ def _some(known: Index) -> Index:
 
 def roofline(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> np.ndarray:
     """Roofline time, scaled by the median ratio of measured to roofline time of the known rows."""
-    return np.asarray(predict_roofline(table.take(known), None, table.roofline_us[asked]))
+    fitted = roofline_arrays(table.take(known).log_ratio)
+    return np.asarray(roofline_us(fitted, table.x[asked], table.roofline_us[asked]))
 
 
 def nearest(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> np.ndarray:
@@ -35,7 +41,8 @@ def nearest(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> np.
     Nearest in standardised features.
     """
     train = table.take(_some(known))
-    return np.asarray(predict_nearest(train, table.x[asked], table.roofline_us[asked]))
+    fitted = nearest_arrays(train.x, train.log_ratio)
+    return np.asarray(nearest_us(fitted, table.x[asked], table.roofline_us[asked]))
 
 
 def mlp(table: Table, rows: pd.DataFrame, known: Index, asked: Index) -> np.ndarray:
