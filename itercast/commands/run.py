@@ -6,13 +6,16 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
 from itercast.errors import one_line_errors
 from itercast.options import Bundle, Host, Json, Stack
+
+if TYPE_CHECKING:
+    from itercast.compose.forecast import Forecast
 
 
 @one_line_errors
@@ -53,13 +56,16 @@ def run(
     batch_us = 1e6 * median(batch_s) if batch_s else 0.0
     if as_json:
         typer.echo(json.dumps({"case": script.name, **asdict(found), "batch_us": batch_us}))
-        return
+    else:
+        _print(script.name, found, batch_us)
+
+
+def _print(name: str, found: Forecast, batch_us: float) -> None:
+    """Print a forecast as a table, with the time that a batch took to load."""
     from itercast.commands.shared import forecast_table
 
-    table = forecast_table(script.name, found)
-    if batch_s:
-        bound = (
-            "longer than a step: it waits for data" if batch_us > found.iteration_us else "hidden"
-        )
-        table.add_row("loading a batch here", f"{batch_us * 1e-3:.2f} ms, {bound}")
+    table = forecast_table(name, found)
+    if batch_us:
+        hidden = "hidden" if batch_us <= found.iteration_us else "longer than a step"
+        table.add_row("loading a batch here", f"{batch_us * 1e-3:.2f} ms, {hidden}")
     Console().print(table)

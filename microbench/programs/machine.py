@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -72,20 +73,19 @@ def _on_cpu(value: Any) -> Any:
     return value
 
 
+SILENT = (
+    *("init", "set_device", "empty_cache", "reset_peak_memory_stats", "ipc_collect"),
+    *("reset_max_memory_allocated", "reset_accumulated_memory_stats", "manual_seed"),
+    *("manual_seed_all", "set_per_process_memory_fraction", "_lazy_init", "set_rng_state"),
+    *("seed", "seed_all", "set_rng_state_all", "_sleep", "memory_snapshot"),
+)
+ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+
+
 def _cuda(gpu: Gpu, per_node: int, local_rank: int) -> dict[str, Any]:
     """What programs ask ``torch.cuda``, by name."""
     major, minor = CAPABILITY.get(gpu.architecture, (9, 0))
     total = int(gpu.hbm_bytes)
-    properties = SimpleNamespace(
-        name=gpu.name,
-        total_memory=total,
-        multi_processor_count=gpu.sm_count,
-        major=major,
-        minor=minor,
-        warp_size=32,
-        gcnArchName="",
-        uuid="",
-    )
     answers = {
         "is_available": True,
         "is_initialized": True,
@@ -93,30 +93,35 @@ def _cuda(gpu: Gpu, per_node: int, local_rank: int) -> dict[str, Any]:
         "current_device": local_rank,
         "get_device_name": f"NVIDIA {gpu.name}",
         "get_device_capability": (major, minor),
-        "get_device_properties": properties,
+        "get_device_properties": _properties(gpu, major, minor),
         "get_arch_list": [f"sm_{major}{minor}"],
-        "is_bf16_supported": major >= 8,
+        "is_bf16_supported": major >= CAPABILITY["ampere"][0],
         "mem_get_info": (total, total),
         "memory_stats": {},
         "memory_summary": "",
         "get_rng_state_all": [],
         "is_current_stream_capturing": False,
         "utilization": 0,
+        **dict.fromkeys(ZERO, 0),
+        **dict.fromkeys(SILENT),
     }
-    zeros = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
-    answers |= dict.fromkeys(zeros, 0)
-    silent = (
-        *("init", "set_device", "empty_cache", "reset_peak_memory_stats", "ipc_collect"),
-        *("reset_max_memory_allocated", "reset_accumulated_memory_stats", "manual_seed"),
-        *("manual_seed_all", "set_per_process_memory_fraction", "_lazy_init", "set_rng_state"),
-        *("seed", "seed_all", "set_rng_state_all", "_sleep", "memory_snapshot"),
-    )
     found: dict[str, Any] = {name: _answering(value) for name, value in answers.items()}
-    found |= {name: _answering(None) for name in silent}
-    found["device"] = lambda *args, **kwargs: nullcontext()
-    found["device_of"] = found["device"]
+    found["device"] = found["device_of"] = lambda *args, **kwargs: nullcontext()
     found["get_rng_state"] = lambda *args, **kwargs: torch.get_rng_state()
     return found
+
+
+def _properties(gpu: Gpu, major: int, minor: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=gpu.name,
+        total_memory=int(gpu.hbm_bytes),
+        multi_processor_count=gpu.sm_count,
+        major=major,
+        minor=minor,
+        warp_size=32,
+        gcnArchName="",
+        uuid="",
+    )
 
 
 def _answering(value: Any) -> Callable[..., Any]:
@@ -144,51 +149,52 @@ def _optimizers_as_on_gpus() -> Iterator[None]:
         yield
 
 
+AUTOCAST = torch.autocast
+
+
+class AutocastAsOnGpus:
+    """A context or a decorator, as ``torch.autocast``; on "cuda" it casts what GPUs cast."""
+
+    def __init__(
+        self,
+        device_type: str = "cuda",
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+    ) -> None:
+        if isinstance(device_type, bool):  # torch.cuda.amp.autocast(enabled)
+            device_type, enabled = "cuda", device_type
+        self.on_gpu, self.dtype, self.enabled = device_type != "cpu", dtype, enabled
+        self.cache_enabled = cache_enabled
+        self.entered: list[Any] = []
+
+    def __enter__(self) -> Any:
+        one: Any = AUTOCAST("cpu", dtype=self.dtype, enabled=False)
+        if self.enabled and self.on_gpu:
+            one = autocast_as_on_cuda(self.dtype or torch.float16)
+        elif self.enabled:
+            one = AUTOCAST("cpu", dtype=self.dtype, cache_enabled=self.cache_enabled)
+        self.entered.append(one)
+        one.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> Any:
+        return self.entered.pop().__exit__(*exc)
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def cast(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return cast
+
+
 @contextmanager
 def _autocast_as_on_gpus() -> Iterator[None]:
-    """``torch.autocast("cuda")`` casts the ops that it casts on GPUs."""
-    real = torch.autocast
-
-    class Autocast:
-        """A context or a decorator, as ``torch.autocast``."""
-
-        def __init__(
-            self,
-            device_type: str = "cuda",
-            dtype: torch.dtype | None = None,
-            enabled: bool = True,
-            cache_enabled: bool | None = None,
-        ) -> None:
-            if isinstance(device_type, bool):  # torch.cuda.amp.autocast(enabled)
-                device_type, enabled = "cuda", device_type
-            self.on_gpu, self.dtype = device_type != "cpu", dtype or torch.float16
-            self.given = (dtype, enabled, cache_enabled)
-            self.stack: list[Any] = []
-
-        def __enter__(self) -> Any:
-            dtype, enabled, cache = self.given
-            one: Any = real("cpu", dtype=dtype, enabled=enabled, cache_enabled=cache)
-            if self.on_gpu:
-                off = real("cpu", enabled=False)
-                one = autocast_as_on_cuda(self.dtype) if enabled else off
-            self.stack.append(one)
-            one.__enter__()
-            return self
-
-        def __exit__(self, *exc: Any) -> Any:
-            return self.stack.pop().__exit__(*exc)
-
-        def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-            def cast(*args: Any, **kwargs: Any) -> Any:
-                with self:
-                    return function(*args, **kwargs)
-
-            return cast
-
-    places = [(torch, "autocast"), (torch.amp, "autocast"), (torch.cuda.amp, "autocast")]
     with ExitStack() as stack:
-        for place, name in places:
-            stack.enter_context(patch.object(place, name, Autocast))
+        for place in (torch, torch.amp, torch.cuda.amp):
+            stack.enter_context(patch.object(place, "autocast", AutocastAsOnGpus))
         yield
 
 

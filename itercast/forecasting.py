@@ -1,0 +1,60 @@
+"""``capture`` and ``predict`` a model's step under a plan, or a program that runs on many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from itercast.compose import capture_model
+from itercast.compose import predict as plans
+from itercast.compose.forecast import Forecast
+from itercast.microbench.programs.program import ProgramCapture
+
+if TYPE_CHECKING:
+    from itercast.microbench.opcall import StepCapture
+
+
+def capture(
+    model: Any, *inputs: Any, world_size: int = 0, ranks: Sequence[int] = (), **options: Any
+) -> StepCapture | ProgramCapture:
+    """Capture a training step of a model, or of a program over ``world_size`` ranks.
+
+    A model is captured as ``itercast.compose.capture_model.capture`` says. A program is a function
+    that builds and parallelises the model as under torchrun, and returns a function that runs one
+    training step. One rank of each pipeline stage is captured, or ``ranks``.
+    """
+    if not world_size:
+        return capture_model.capture(model, *inputs, **options)
+    if inputs or options or not callable(model):
+        raise ValueError("a program is a function without arguments, and has no other options")
+    from itercast.microbench.programs.capture import capture_program  # needs torch
+
+    return capture_program(model, world_size, ranks)
+
+
+def predict(
+    model: Any,
+    *inputs: Any,
+    gpu: str = "cpu",
+    plan: str = "",
+    bundle: Path | None = None,
+    host: str = "",
+    stack: str = "",
+    **options: Any,
+) -> Forecast:
+    """Forecast one iteration of a model under a plan, or of a captured program.
+
+    A model is forecast as ``itercast.compose.predict.predict`` says. Of a program the plan names at
+    most the node: ``node=dgx-h100``.
+    """
+    if not isinstance(model, ProgramCapture):
+        where: dict[str, Any] = {"gpu": gpu, "plan": plan, "bundle": bundle}
+        return plans.predict(model, *inputs, **where, host=host, stack=stack, **options)
+    from itercast.compose.programs.forecast import forecast_program
+    from itercast.compose.target import find_target
+
+    target = find_target(gpu, plan, bundle, host, stack)
+    if inputs or options or target.plan.world_size > 1:
+        raise ValueError(f"plan {plan!r}: a program brings its own, only node=NAME is allowed")
+    return forecast_program(model, target)
