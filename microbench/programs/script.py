@@ -153,6 +153,14 @@ def _nothing_outside() -> Iterator[None]:
 
         return refused
 
+    def local(name: str, refused: Callable[..., Any]) -> Callable[..., Any]:
+        method = getattr(socket.socket, name)
+
+        def call(own: socket.socket, *args: Any) -> Any:  # workers pass batches by Unix sockets
+            return method(own, *args) if own.family == socket.AF_UNIX else refused()
+
+        return call
+
     import torch.multiprocessing as mp
 
     fork = os.fork
@@ -164,8 +172,8 @@ def _nothing_outside() -> Iterator[None]:
     with (
         patch.object(os, "fork", fork_workers),
         patch.dict(os.environ, OFFLINE),
-        patch.object(socket.socket, "connect", refuse("opens a connection")),
-        patch.object(socket.socket, "bind", refuse("opens a socket")),
+        patch.object(socket.socket, "connect", local("connect", refuse("opens a connection"))),
+        patch.object(socket.socket, "bind", local("bind", refuse("opens a socket"))),
         patch.object(mp, "spawn", refuse("spawns processes")),
         patch.object(mp, "start_processes", refuse("spawns processes")),
     ):

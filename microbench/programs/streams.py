@@ -39,13 +39,11 @@ class Streams:
 
     def __init__(self, log: Recorder) -> None:
         self.log = log
-        self.numbers = count(1)
-        self.default = Stream(self, 0)
-        self.current = self.default
-
-    def make(self, *args: Any, **kwargs: Any) -> Stream:
-        """A new stream; device and priority change nothing."""
-        return Stream(self, next(self.numbers))
+        self.numbers = count()
+        # classes, which programs name in annotations; device and priority change nothing
+        self.stream_class = type("Stream", (Stream,), {"streams": self})
+        self.event_class = type("Event", (Event,), {"streams": self})
+        self.default = self.current = self.stream_class()
 
     @contextmanager
     def use(self, stream: Stream | None) -> Iterator[None]:
@@ -68,8 +66,8 @@ class Streams:
     def namespace(self) -> dict[str, Any]:
         """The functions and classes to put into ``torch.cuda`` or ``torch.cpu``, by name."""
         return {
-            "Stream": self.make,
-            "Event": lambda *args, **kwargs: Event(self),
+            "Stream": self.stream_class,
+            "Event": self.event_class,
             "stream": self.use,
             "StreamContext": self.use,
             "set_stream": self.select,
@@ -82,8 +80,10 @@ class Streams:
 class Stream:
     """A queue of launches, as ``torch.cuda.Stream``."""
 
-    def __init__(self, streams: Streams, number: int) -> None:
-        self.streams, self.number = streams, number
+    streams: Streams
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.number = next(self.streams.numbers)
 
     def wait_stream(self, stream: Stream) -> None:
         """Wait for all that the other stream was given so far."""
@@ -96,7 +96,7 @@ class Stream:
 
     def record_event(self, event: Event | None = None) -> Event:
         """An event at what this stream was given so far."""
-        event = event or Event(self.streams)
+        event = event or self.streams.event_class()
         event.record(self)
         return event
 
@@ -120,8 +120,9 @@ class Stream:
 class Event:
     """A point of a stream, as ``torch.cuda.Event``; its times are zero."""
 
-    def __init__(self, streams: Streams) -> None:
-        self.streams = streams
+    streams: Streams
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.point: int | None = None
         self.stream = 0
 
