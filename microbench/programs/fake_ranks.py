@@ -62,9 +62,8 @@ def _groups_that_send_nothing(world_size: int, rank: int) -> Iterator[None]:
     init, new_group = dist.init_process_group, dist.new_group
 
     def fake_init(*args: Any, **kwargs: Any) -> None:
-        device = kwargs.get("device_id")
         with _disable_current_modes():
-            init("fake", store=FakeStore(), rank=rank, world_size=world_size, device_id=device)
+            init("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
     def fake_group(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
