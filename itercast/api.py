@@ -9,6 +9,9 @@ step = capture(model, inputs, loss)  # once
 for plan in ("dp=1", "dp=8"):
     print(plan, predict(step, gpu="h100-sxm-80gb", plan=plan).iteration_us)
 
+program = capture(build_and_parallelise, world_size=64)  # as torchrun would run it
+predict(program, gpu="h100-sxm-80gb", plan="node=dgx-h100").iteration_us
+
 time_parts(predict("gpt2-small", gpu="h100-sxm-80gb"))  # where the time goes
 changes("gpt2-small", {"gpu": "h100-sxm-80gb"})  # what would gain most
 """
@@ -19,19 +22,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # imported when used: together they take over a second
-    from itercast.compose.capture_model import capture
     from itercast.compose.explain.changes import changes
     from itercast.compose.explain.time_parts import time_parts
     from itercast.compose.forecast import Forecast
-    from itercast.compose.predict import predict
+    from itercast.forecasting import capture, predict
     from itercast.microbench.opcall import StepCapture
 
 MODULES = {
     "Forecast": "compose.forecast",
     "StepCapture": "microbench.opcall",
-    "capture": "compose.capture_model",
+    "capture": "forecasting",
     "changes": "compose.explain.changes",
-    "predict": "compose.predict",
+    "predict": "forecasting",
     "time_parts": "compose.explain.time_parts",
 }
 __all__ = ["Forecast", "StepCapture", "capture", "changes", "predict", "time_parts"]
