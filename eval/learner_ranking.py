@@ -25,6 +25,8 @@ from itercast.learners.train import SCORES, hardware_of, usable_rows
 from itercast.microbench.ops import families
 from itercast.microbench.store import write_atomic
 
+# Colours that the colour-blind tell apart. Source: Okabe and Ito, https://jfly.uni-koeln.de/color/
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 END_TO_END = "whole iterations"
 Medians = Mapping[str, Mapping[str, float]]  # median error in % by family and learner
 
@@ -98,8 +100,6 @@ def markdown(medians: Medians) -> str:
 def chart(medians: Medians) -> Any:
     """A row of dots per family and one of whole iterations, a colour per learner."""
     from matplotlib.figure import Figure
-
-    from itercast.eval.tracking.views import COLOURS
 
     figure = Figure(figsize=(8, 1 + 0.3 * len(medians)))
     axes = figure.add_subplot()

@@ -243,13 +243,14 @@ def ui(
     port: Annotated[int, typer.Option(min=1, max=65535, help="port on this machine")] = 5000,
 ) -> None:
     """Serve the MLflow UI of this project; its first page compares learners."""
-    from itercast.eval.tracking.server import serve
+    from itercast.eval.tracking.start_page import HOST, run_server
     from itercast.eval.tracking.store import addresses, is_server, tracking_uri
 
     if is_server(uri := tracking_uri()):
         typer.echo("\n".join(addresses(uri)))
     else:
-        serve(port)
+        typer.echo(f"MLflow UI: http://{HOST}:{port}  (Ctrl-C ends it)")
+        raise typer.Exit(run_server(port))
 
 
 if __name__ == "__main__":

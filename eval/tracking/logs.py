@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from itercast.eval.tracking import store, views
+from itercast.eval.tracking import store
 
 ITERATIONS = "iterations"
 
@@ -16,7 +16,7 @@ def iterations_experiment(client: Any) -> str:
     """The id of the experiment of whole iterations, which is made if there is none."""
     known = client.get_experiment_by_name(ITERATIONS)
     note = "" if known else store.note(ITERATIONS, latest="Nothing compared yet")
-    return store.experiment(client, ITERATIONS, views.ITERATIONS, note)
+    return store.experiment(client, ITERATIONS, note)
 
 
 def _log(
@@ -64,7 +64,7 @@ def log_bench(scores: Sequence[tuple[str, str, str, Mapping[str, float]]], folde
     A score is line, part, learner and metrics.
     """
     client = store.connect()
-    place = store.experiment(client, "public", views.PUBLIC, store.note("public"))
+    place = store.experiment(client, "public", store.note("public"))
     whole = _log(client, place, folder.name, {}, {})
     client.log_artifacts(whole, str(folder))
     client.set_terminated(whole)
@@ -81,7 +81,7 @@ def log_active(gpu: str, passes: Mapping[str, Sequence[Mapping[str, float]]], fo
     from mlflow.entities import Metric
 
     client = store.connect()
-    place = store.experiment(client, "sweeps", {}, store.note("sweeps"))
+    place = store.experiment(client, "sweeps", store.note("sweeps"))
     for strategy, some in passes.items():
         run = _log(client, place, f"{gpu} · {strategy}", {"device": gpu, "strategy": strategy}, {})
         for one in some:
@@ -95,7 +95,7 @@ def log_active(gpu: str, passes: Mapping[str, Sequence[Mapping[str, float]]], fo
 def log_plans(facts: Mapping[str, Any], plans: Sequence[Mapping[str, Any]]) -> None:
     """Log a plan search to experiment plans: a run, and below it one per plan, the best first."""
     client = store.connect()
-    place = store.experiment(client, "plans", {}, store.note("plans"))
+    place = store.experiment(client, "plans", store.note("plans"))
     name = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}"
     search = _log(client, place, name, {}, {})
     for key, value in facts.items():

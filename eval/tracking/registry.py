@@ -22,6 +22,7 @@ import yaml
 
 from itercast.learners.bundle import Bundle
 from itercast.learners.held_out import FILE, load_held_out, save_held_out
+from itercast.learners.models.noise import medians
 from itercast.microbench.ops import families
 
 ALIAS = "champion"
@@ -31,7 +32,6 @@ REQUIREMENTS, CONDA, PYTHON = "requirements.txt", "conda.yaml", "python_env.yaml
 PINNED = ("mlflow", "xgboost-cpu", "numpy", "scipy", "pandas", "pyarrow", "pyyaml", "torch")
 TYPES = {"int": "long", "float": "double", "bool": "boolean", "str": "string"}
 FEWEST = 20  # common rows; with fewer two models are not compared
-RESAMPLES, NOISE_SIGMAS = 200, 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,34 +53,33 @@ class Verdict:
 def judge(new: pd.DataFrame, old: pd.DataFrame | None) -> Verdict:
     """Compare median errors of a new model and of the champion on points that both held out.
 
-    The noise of their difference is NOISE_SIGMAS standard deviations over bootstrap resamples of
-    the points.
+    ``itercast.learners.models.noise`` says what the noise of their difference is.
     """
     if old is None:
         return Verdict(promote=True, reason="the first model of this device and family")
-    both = _by_point(new).to_frame("new").join(_by_point(old).rename("old"), how="inner")
-    if len(both) < FEWEST:
-        reason = f"only {len(both)} validation rows in common with the champion, {FEWEST} needed"
+    errors = _log_errors(new).to_frame("new").join(_log_errors(old).rename("old"), how="inner")
+    if len(errors) < FEWEST:
+        reason = f"only {len(errors)} validation rows in common with the champion, {FEWEST} needed"
         return Verdict(promote=False, reason=reason)
-    errors = both.to_numpy()
-    drawn = np.random.default_rng(0).integers(0, len(errors), (RESAMPLES, len(errors)))
-    medians = np.median(errors[drawn], axis=1)
-    noise = NOISE_SIGMAS * float(np.std(medians[:, 1] - medians[:, 0]))
-    first, second = np.median(errors, axis=0)
-    gain = float(second - first)
-    text = f"median error {first:.2f} % on {len(both)} validation rows, champion {second:.2f} %"
-    kind = "more" if gain > noise else "no more"
+    both = medians(
+        {name: errors[name].to_numpy() for name in errors},
+        np.arange(len(errors)),
+        float(new["retest_pct"].median()) if "retest_pct" in new else 0.0,
+    )
+    low, high = both.interval_pct("new", "old")
+    gain, better = both.pct["old"] - both.pct["new"], both.better("new", "old")
+    text = f"median error {both.pct['new']:.2f} % on {len(errors)} validation rows, champion "
+    text += f"{both.pct['old']:.2f} %: better by {gain:.2f} ({low:.2f} to {high:.2f}), "
     return Verdict(
-        promote=gain > noise, reason=f"{text}: better by {gain:.2f}, {kind} than noise {noise:.2f}"
+        promote=better, reason=text + ("more than noise" if better else "no more than noise")
     )
 
 
-def _by_point(held_out: pd.DataFrame) -> pd.Series[float]:
-    """Mean absolute error in % of each point."""
+def _log_errors(held_out: pd.DataFrame) -> pd.Series[float]:
+    """Mean log(measured / forecast) of each point."""
     names = [n for n in ("op", "gpu", "dtype", "params", "threads", "cache") if n in held_out]
-    error = 100 * (held_out["predicted_us"] / held_out["measured_us"] - 1).abs()
-    keys = [held_out[n].astype(str) for n in names]
-    return error.groupby(keys).mean()
+    error = np.log(held_out["measured_us"] / held_out["predicted_us"])
+    return error.groupby([held_out[n].astype(str) for n in names]).mean()
 
 
 def offer(

@@ -1,21 +1,18 @@
-"""The MLflow store: where it is, and experiments with descriptions and saved views."""
+"""The MLflow store: where it is, and experiments with descriptions."""
 
 from __future__ import annotations
 
 import os
 import sqlite3
 import time
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from itercast.eval.tracking.views import FIRST, TAG, View
-
 DEFAULT_URI = "sqlite:///mlflow.db"
 NOTE = "mlflow.note.content"  # an experiment's description, in Markdown
 NOTES = Path(__file__).with_name("notes")
-KIND = {"mlflow.experimentKind": "custom_model_development"}
+NEWEST = "tags.newest = 'yes'"  # runs of the newest training of each family
 
 
 def tracking_uri() -> str:
@@ -63,19 +60,17 @@ def now_ms() -> int:
     return round(time.time() * 1000)
 
 
-def experiment(client: Any, name: str, views: Mapping[str, View], note: str) -> str:
-    """Find or make an experiment and renew its views and description; returns its id.
+def experiment(client: Any, name: str, note: str) -> str:
+    """Find or make an experiment and renew its description, unless empty; returns its id.
 
     Databases keep artifacts in the folder mlartifacts, tracking servers where they are told to.
     """
     known = client.get_experiment_by_name(name)
-    tags = {TAG + key: view.tag(now_ms()) for key, view in views.items()}
-    tags |= {NOTE: note} if note else {}
     if known is None:
         place = None if is_server(tracking_uri()) else Path("mlartifacts").resolve().as_uri()
-        return str(client.create_experiment(name, artifact_location=place, tags={**KIND, **tags}))
-    for key, value in tags.items():
-        client.set_experiment_tag(known.experiment_id, key, value)
+        return str(client.create_experiment(name, artifact_location=place, tags={NOTE: note}))
+    if note:
+        client.set_experiment_tag(known.experiment_id, NOTE, note)
     return str(known.experiment_id)
 
 
@@ -91,11 +86,10 @@ def describe(client: Any, name: str, note: str) -> None:
 
 
 def addresses(uri: str) -> list[str]:
-    """Name and address, on the server ``uri``, of every experiment with one of our views."""
-    client, found = connect(), []
-    for one in client.search_experiments(order_by=["last_update_time DESC"]):
-        if TAG + FIRST in one.tags:
-            place = f"#/experiments/{one.experiment_id}/runs"
-            asked = f"workflowType=machine_learning&viewStateShareKey={FIRST}"
-            found.append(f"{one.name}: {uri}/{place}?{asked}")
-    return found
+    """Name and address, on the server ``uri``, of every experiment of learners."""
+    found = connect().search_experiments(order_by=["last_update_time DESC"])
+    return [
+        f"{one.name}: {uri}/#/experiments/{one.experiment_id}/runs"
+        for one in found
+        if one.name.startswith("ops/")
+    ]

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,11 @@ import pandas as pd
 import pytest
 import yaml
 
-from itercast.eval.tracking.fits import log_fit, ranked
+from itercast.eval.tracking.fits import log_fit
 from itercast.eval.tracking.logs import log_evaluation
 from itercast.eval.tracking.registry import PINNED, judge
-from itercast.eval.tracking.views import FIRST, OPS, TAG
+from itercast.eval.tracking.start_page import lines
+from itercast.eval.tracking.store import NEWEST
 from itercast.learners.features.table import shape_places
 from itercast.learners.held_out import load_held_out, save_held_out
 from itercast.learners.models.compared import NAMES
@@ -63,6 +65,7 @@ def logged(
 
     root, report = trained
     monkeypatch.chdir(root)
+    monkeypatch.setenv("ITERCAST_CACHE", str(root / ".cache"))
     log_fit(report, "toy", root / "bundle", [root])
     return MlflowClient(mlflow_store)
 
@@ -73,43 +76,63 @@ def runs_of(client: Any, name: str, where: str = "") -> list[Any]:
     return list(client.search_runs([place], where, order_by=["tags.`family` ASC"]))
 
 
-def test_learners_are_ranked_by_their_median_error() -> None:
-    scores = {"a": 3.0, "b": 1.0, "c": 2.0}
-    found = ranked("gemm", {name: {"median_ape_pct": value} for name, value in scores.items()})
-    assert [(one.learner, one.rank, one.runner_up) for one in found] == [
-        ("b", 1, "c 2.0 %"),
-        ("c", 2, "a 3.0 %"),
-        ("a", 3, ""),
-    ]
-
-
-def test_every_learner_is_a_run_of_its_own_the_best_first(logged: Any) -> None:
-    """No run but the trials has a parent; every column of the first view has a value."""
-    found = runs_of(logged, "ops/toy", "metrics.rank > 0")
-    assert [run.data.metrics["rank"] for run in found] == list(range(1, len(NAMES) + 1))
-    assert {run.data.tags["learner"] for run in found} == set(NAMES)
-    assert not any("mlflow.parentRunId" in run.data.tags for run in found)
-    later = {"metrics.change_pct", "metrics.retest_ape_pct"}  # need an earlier training, retests
-    for column in set(OPS[FIRST].columns) - later:
-        kind, name = column.split(".")
-        if kind != "attributes":
-            assert name in getattr(found[0].data, kind), column
-
-
-def test_a_second_training_says_whether_it_got_better(
+def test_every_learner_is_a_run_with_parameters_duration_and_commit(
     logged: Any, trained: tuple[Path, dict[str, Any]]
 ) -> None:
-    """The same bundle again: no change, the newest run on top, and the champion stays."""
+    found = runs_of(logged, "ops/toy", "metrics.rank > 0")
+    assert {run.data.tags["learner"] for run in found} == set(NAMES)
+    assert not any("mlflow.parentRunId" in run.data.tags for run in found)
+    seconds = trained[1]["gemm"]["seconds"]
+    for run in found:
+        assert run.info.end_time - run.info.start_time == round(1000 * seconds) > 0
+        assert {"family", "learner", "device"} <= set(run.data.params)
+        assert len(run.data.tags["mlflow.source.git.commit"]) == 40
+    (blend,) = (run for run in found if run.data.tags["learner"] == "blend")
+    assert {"max_depth", "eta", "share_of_smooth_model"} <= set(blend.data.params)
+    (prices,) = (run for run in found if "prices" in run.data.tags)
+    assert prices.data.tags["learner"] == trained[1]["gemm"]["learner"]
+
+
+def test_a_second_training_takes_the_place_of_the_first(
+    logged: Any, trained: tuple[Path, dict[str, Any]]
+) -> None:
+    """The same bundle again: no change, each learner newest once, and the champion stays."""
     root, report = trained
     log_fit(report, "toy", root / "bundle", [root])
-    best = runs_of(logged, "ops/toy", "metrics.rank = 1")
-    assert [run.data.metrics.get("change_pct") for run in best] == [0.0, None]
+    newest = runs_of(logged, "ops/toy", NEWEST)
+    assert sorted(run.data.tags["learner"] for run in newest) == sorted(NAMES)
+    assert {run.data.metrics["change_pct"] for run in newest} == {0.0}
     versions = logged.search_model_versions("name = 'toy.gemm'")
     assert len(versions) == 2
     assert logged.get_model_version_by_alias("toy.gemm", "champion").version == 1
     reasons = {str(v.version): v.tags["champion_reason"] for v in versions}
     assert reasons["1"] == "the first model of this device and family"
     assert "no more than noise" in reasons["2"]
+
+
+def run(family: str, learner: str, rank: int, error: float, **tags: str) -> Any:
+    """What the first page reads of a run."""
+    data = SimpleNamespace(
+        tags={"family": family, "learner": learner, **tags},
+        metrics={"rank": rank, "median_ape_pct": error},
+    )
+    return SimpleNamespace(data=data, info=SimpleNamespace(run_id=f"{family}-{learner}"))
+
+
+def test_the_first_page_has_a_line_per_family_the_best_first() -> None:
+    """Of equals the one that prices comes first, then smaller errors; the runner-up is no equal."""
+    runs = [
+        run("norm", "a", 1, 9.0, prices="yes"),
+        run("norm", "b", 1, 8.0),
+        run("gemm", "a", 3, 5.0, prices="yes"),
+        run("gemm", "b", 1, 2.0),
+        run("gemm", "c", 2, 4.0),
+    ]
+    gemm_line, norm_line = lines(runs)
+    names = [r.data.tags["learner"] for r in (*gemm_line.first, *gemm_line.others)]
+    assert (gemm_line.family, names, gemm_line.prices) == ("gemm", ["b", "c", "a"], "a")
+    assert [r.data.tags["learner"] for r in norm_line.first] == ["a", "b"]
+    assert norm_line.ids == ["norm-a", "norm-b"]
 
 
 def test_datasets_have_our_digest_and_metrics_are_tied_to_model_and_dataset(logged: Any) -> None:
@@ -157,16 +180,7 @@ def test_trials_are_child_runs_with_plots(logged: Any) -> None:
     assert pictures == {"trials/optimization_history.png", "trials/param_importances.png"}
 
 
-def test_descriptions_answer_and_link(logged: Any, tmp_path: Path) -> None:
-    """The first line counts the families that a learner is best for; a report is linked."""
-    (best,) = runs_of(logged, "ops/toy", "metrics.rank = 1")
-    tags = logged.get_experiment_by_name("ops/toy").tags
-    first, *_, last = tags["mlflow.note.content"].strip().splitlines()
-    learner, median = best.data.tags["learner"], best.data.metrics["median_ape_pct"]
-    assert first.endswith(f"By median error: {learner} in 1 of 1 families")
-    assert f"**{median:.1f}**" in tags["mlflow.note.content"]
-    assert "experiment [iterations](#/experiments/" in last
-    assert json.loads(json.loads(tags[TAG + FIRST])["state"])["searchFilter"] == "metrics.rank = 1"
+def test_a_comparison_is_a_run_with_its_report(logged: Any, tmp_path: Path) -> None:
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "report.html").write_text("a page")
     log_evaluation("demo", "toy", ERRORS, {"gpt dp=2": -3.0}, tmp_path / "demo")
