@@ -185,7 +185,7 @@ def timm_lines() -> list[ModelLine]:
     Of the models that only timm can build, which must be installed then, some are drawn.
     """
 
-    def stated(column: Rows) -> Rows:
+    def stated(column: Any) -> Any:
         return column.str.contains('"architectures"', na=False).astype(bool)
 
     alone = where(source="timm", hf_config=lambda column: ~stated(column))
