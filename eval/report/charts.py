@@ -22,8 +22,8 @@ from itercast.eval.results import CaseResult, grouped
 
 Trace = dict[str, Any]
 Points = Callable[[np.ndarray], list[Trace]]
-COLOURS = ("@blue", "@orange", "@green", "@pink", "@sky", "@red")
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star")
+COLOURS = ("@blue", "@orange", "@green", "@pink", "@sky", "@red", "@violet", "@grey")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "triangle-down", "cross")
 LEAST_PCT = 0.05  # of the measured iteration: smaller parts get no bar
 BAND = (0.8, 1.2)  # of predicted / measured, shaded
 MOST_POINTS = 1500  # of a scatter chart; the worst are always among them
@@ -55,7 +55,7 @@ def figure(traces: Sequence[Trace], x: Mapping[str, Any], y: Mapping[str, Any]) 
 
 def marked(number: int) -> dict[str, Any]:
     """Colour and shape of the trace with this number."""
-    return {"color": COLOURS[number % 6], "symbol": SYMBOLS[number % 6]}
+    return {"color": COLOURS[number % len(COLOURS)], "symbol": SYMBOLS[number % len(SYMBOLS)]}
 
 
 def short(values: Any) -> list[float | None]:

@@ -1,8 +1,8 @@
 "use strict";
 // Colours: Okabe-Ito, lightened on dark paper so that each has a contrast of 3 or more.
 const COLOURS = {
-  light: { blue: "#0072B2", orange: "#D98A00", green: "#009E73", pink: "#C0609A", sky: "#3A9AD0", red: "#D55E00" },
-  dark: { blue: "#4AA8E0", orange: "#E69F00", green: "#2BC49A", pink: "#E59AC6", sky: "#8CCBF2", red: "#F27B2E" },
+  light: { blue: "#0072B2", orange: "#D98A00", green: "#009E73", pink: "#C0609A", sky: "#3A9AD0", red: "#D55E00", violet: "#6A4C93", grey: "#707070" },
+  dark: { blue: "#4AA8E0", orange: "#E69F00", green: "#2BC49A", pink: "#E59AC6", sky: "#8CCBF2", red: "#F27B2E", violet: "#B79CE0", grey: "#B0B0B0" },
 };
 const dark = matchMedia("(prefers-color-scheme: dark)");
 let figures = {};

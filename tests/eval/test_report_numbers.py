@@ -11,11 +11,13 @@ from report_facts import FIT, OPS, case, op
 
 from itercast.compose.forecast import Forecast
 from itercast.eval.iteration_parts import PARTS, parts_us
+from itercast.eval.report.charts import marked
 from itercast.eval.report.error_parts import error_parts, factors
 from itercast.eval.report.evaluation import machine_of
 from itercast.eval.report.intervals import LEVELS, at_stated, coverage_pct
 from itercast.eval.report.op_errors import by_condition, by_family, kinds, reason, sizes, worst
 from itercast.eval.report.sections import case_reason
+from itercast.learners.models.compared import NAMES
 
 FORECAST = Forecast(
     gpu="toy",
@@ -164,3 +166,9 @@ def test_the_day_of_a_comparison_is_not_taken_for_that_of_the_measurements() -> 
     found = machine_of(pd.DataFrame({"gpu": ["b", "a", "a"], "stack": "torch-2.13.0"}))
     assert list(found) == ["measured on", "stack", "compared"]
     assert (found["measured on"], found["stack"]) == ("a, b", "torch-2.13.0")
+
+
+def test_every_learner_has_a_colour_and_a_shape_of_its_own() -> None:
+    styles = [marked(number) for number in range(len(NAMES))]
+    assert len({style["color"] for style in styles}) == len(NAMES) == 8
+    assert len({style["symbol"] for style in styles}) == len(NAMES)
