@@ -1,6 +1,9 @@
-"""Progress bars on a terminal."""
+"""What programs show on a terminal: progress bars, and errors in one line."""
 
 from __future__ import annotations
+
+import sys
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress import Progress
@@ -9,3 +12,12 @@ from rich.progress import Progress
 def progress_bar() -> Progress:
     """A progress bar on stderr, so that --json output on stdout stays clean."""
     return Progress(console=Console(stderr=True))
+
+
+def run_or_say(run: Callable[[], None]) -> None:
+    """Run a function; an error ends the process with one line on stderr and exit code 2."""
+    try:
+        run()
+    except (RuntimeError, ValueError) as exc:
+        print(f"error: {exc}", file=sys.stderr)
+        sys.exit(2)

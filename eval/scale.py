@@ -19,7 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from itercast.eval.speed import run_or_say, timed_s
+from itercast.eval.progress import run_or_say
+from itercast.eval.speed import timed_s
 from itercast.microbench.slow_imports import without_scikit_learn
 
 GPU = "h100-sxm-80gb"

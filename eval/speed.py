@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -19,6 +18,7 @@ import pandas as pd
 from rich.console import Console
 from rich.table import Table
 
+from itercast.eval.progress import run_or_say
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.microbench.ops import families
 
@@ -114,15 +114,6 @@ def main(bundle: Path) -> None:
     for what, target_s, measured_s in figures(bundle):
         table.add_row(what, f"{target_s:g}", f"{measured_s:.3f}")
     Console().print(table)
-
-
-def run_or_say(run: Callable[[], None]) -> None:
-    """Run a function; an error ends the process with one line on stderr and exit code 2."""
-    try:
-        run()
-    except (RuntimeError, ValueError) as exc:
-        print(f"error: {exc}", file=sys.stderr)
-        sys.exit(2)
 
 
 if __name__ == "__main__":

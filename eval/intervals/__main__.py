@@ -22,10 +22,10 @@ import pandas as pd
 from itercast.compose.intervals.correlated_errors import ASSUMED
 from itercast.eval.intervals import common_part, correlations
 from itercast.eval.intervals.iterations import cpu_iterations, public_iterations
+from itercast.eval.progress import run_or_say
 from itercast.eval.public.left_out_models import TRAINED_ON
 from itercast.eval.public.left_out_ops import KNOWN_ROWS, read_ops
 from itercast.eval.public.shipped import MAX_ROWS
-from itercast.eval.speed import run_or_say
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU
 from itercast.learners.family_model import Prepared, prepare
 from itercast.learners.train import hardware_of, subsample_evenly, usable_rows

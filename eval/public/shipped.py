@@ -21,8 +21,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from itercast.eval.progress import run_or_say
 from itercast.eval.public.readers import read_source
-from itercast.eval.speed import run_or_say
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.learners.train import joined, train
 from itercast.microbench.hardware.spec import gpu_names, load_gpu

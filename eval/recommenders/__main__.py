@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.compose.sharding.propose import random_sharding
-from itercast.eval.progress import progress_bar
+from itercast.eval.progress import progress_bar, run_or_say
 from itercast.eval.recommenders.judge import (
     Bench,
     Choice,
@@ -39,10 +38,10 @@ from itercast.eval.recommenders.lookups import Score, from_uniform_streams, scor
 from itercast.eval.recommenders.plot import save_scatter
 from itercast.eval.recommenders.sweep import sweep
 from itercast.eval.recommenders.tasks import heavy_task
-from itercast.eval.speed import run_or_say
 from itercast.learners.bundle import Bundle
 from itercast.learners.train import train
 from itercast.microbench.iterations.sharded_model import STAGES
+from itercast.microbench.processes.ranks import threads_of
 
 SHOWN = ("geomean_ape_pct", "median_ape_pct", "mape_pct", "p90_ape_pct", "bias_pct")
 RANKS = (2, 4)
@@ -211,7 +210,7 @@ def errors_line(name: str, judged: Sequence[Judged]) -> str:
 
 def _processes(ranks: int) -> str:
     """How many processes share how many cores."""
-    cores = os.cpu_count() or 1
+    cores = threads_of(1)
     shared = f", which share {cores} cores" if ranks > cores else ""
     return f"{ranks} processes{shared}"
 

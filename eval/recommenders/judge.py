@@ -20,11 +20,11 @@ from itercast.compose.sharding.propose import (
 from itercast.compose.sharding.tables import RankingModel
 from itercast.compose.target import find_target
 from itercast.eval.recommenders.measure import Measured, measure
-from itercast.eval.recommenders.sweep import threads_of
 from itercast.eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task
 from itercast.learners.bundle import Bundle
 from itercast.learners.train import errors
 from itercast.microbench.iterations.sharded_model import STAGES
+from itercast.microbench.processes.ranks import threads_of
 
 WITHIN = 1.10  # of the fastest measured: the published criterion of a successful choice
 FIRST_ROUND = "measuring once"

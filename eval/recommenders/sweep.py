@@ -6,7 +6,6 @@ which models are scored are measured twice, before and after the others.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from itercast.eval.recommenders.points import dense_points, lookup_points, messa
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import Speed, at_reference_us
 from itercast.microbench import store
+from itercast.microbench.processes.ranks import threads_of
 from itercast.microbench.sweep.captured_points import write_points
 from itercast.microbench.sweep.cards import card_facts
 from itercast.microbench.sweep.collect import order_of, run_worker
@@ -30,11 +30,6 @@ MIN_LEFT_FRAC = 0.05  # of a phase; for less no worker is started
 Progress = Callable[[int, float], None]
 
 
-def threads_of(ranks: int) -> int:
-    """Threads of each rank: all cores together, at least one."""
-    return max(1, (os.cpu_count() or 1) // ranks)
-
-
 def sweep(root: Path, budget_s: float, ranks: Sequence[int], progress: Progress) -> int:
     """Sweep until each part has spent its share of the budget; returns the number of new rows.
 
@@ -42,25 +37,21 @@ def sweep(root: Path, budget_s: float, ranks: Sequence[int], progress: Progress)
     measurement of the shapes on which models are scored. Time that earlier runs spent counts.
     """
     facts = card_facts(root / "train", "cpu")
-    if not facts["hardware"]["contention"] and (os.cpu_count() or 1) > 1:
+    if not facts["hardware"]["contention"] and threads_of(1) > 1:
         facts["hardware"]["contention"] = round(measure_contention(), 2)
     kinds = sorted({threads_of(n) for n in ranks})
     test = lookup_points(TEST_SEED)
     points = {"lookups": lookup_points(0), "dense": dense_points(0)}
-    parts = [("test0", test, n, _together(n), SHARES["test"] / 2 / len(kinds)) for n in kinds]
+    parts = [("test0", test, n, threads_of(n), SHARES["test"] / 2 / len(kinds)) for n in kinds]
     for name, some in points.items():
-        parts += [("train", some, n, _together(n), SHARES[name] / len(kinds)) for n in kinds]
+        parts += [("train", some, n, threads_of(n), SHARES[name] / len(kinds)) for n in kinds]
     messages, share = message_points(0), SHARES["messages"] / len(ranks)
     parts += [("train", messages, 1, n, share) for n in ranks]
-    parts += [("test1", test, n, _together(n), SHARES["test"] / 2 / len(kinds)) for n in kinds]
+    parts += [("test1", test, n, threads_of(n), SHARES["test"] / 2 / len(kinds)) for n in kinds]
     return sum(
         _measure(root / folder, some, threads, together, part * budget_s, facts, progress)
         for folder, some, threads, together, part in parts
     )
-
-
-def _together(threads: int) -> int:
-    return max(1, (os.cpu_count() or 1) // threads)
 
 
 def _measure(

@@ -14,7 +14,7 @@ from itercast.microbench import store
 from itercast.microbench.cases.registry import EvalCase, case, case_names
 from itercast.microbench.iterations.measure import Iteration
 from itercast.microbench.iterations.worker import IterationOrder, iteration_key, iteration_row
-from itercast.microbench.processes.ranks import start_ranks
+from itercast.microbench.processes.ranks import start_ranks, threads_of
 from itercast.microbench.processes.watch import log_tail, never, watch
 from itercast.microbench.sweep.cards import card_facts
 from itercast.microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
@@ -96,13 +96,12 @@ def collect_iterations(
 
 def _order(root: Path, device: str, gpu: str, ranks: int, repeat: int) -> IterationOrder:
     """The order to workers with this number of ranks, without iterations and budget."""
-    cores = os.cpu_count() or 1
     return IterationOrder(
         root=str(root),
         run_id="",
         device=device,
         gpu=gpu,
-        threads=max(1, cores // ranks) if device == "cpu" else 0,
+        threads=threads_of(ranks) if device == "cpu" else 0,
         ranks=ranks,
         repeat=repeat,
         iterations=(),

@@ -22,6 +22,11 @@ QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 ON_A_GPU = {"TEARDOWN_CUPTI": "1", "PYTHONUNBUFFERED": "1"}
 
 
+def threads_of(ranks: int) -> int:
+    """Threads of each of several ranks on this CPU: all cores divided, at least one."""
+    return max(1, (os.cpu_count() or 1) // ranks)
+
+
 def start_ranks(
     module: str,
     order: Mapping[str, Any],

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from itercast.microbench import store
-from itercast.microbench.processes.ranks import start_ranks
+from itercast.microbench.processes.ranks import start_ranks, threads_of
 from itercast.microbench.processes.watch import log_tail, never, watch
 from itercast.microbench.sweep.captured_points import (
     capture_seconds,
@@ -62,7 +62,7 @@ def collect(
     """
     begin_s, swept = time.monotonic(), named_families(names, wanted)
     facts = card_facts(root, device)
-    overlaps = device == "cpu" and "collective" in swept and (os.cpu_count() or 1) > 1
+    overlaps = device == "cpu" and "collective" in swept and threads_of(1) > 1
     if overlaps and not facts["hardware"]["contention"]:
         facts["hardware"]["contention"] = round(measure_contention(), 2)
     moved = store.compact(root, facts)

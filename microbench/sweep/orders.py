@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from itercast.microbench import store
 from itercast.microbench.ops import families
+from itercast.microbench.processes.ranks import threads_of
 
 HOST_SHARE = 0.05  # of a GPU's sweep, for host times
 
@@ -72,7 +72,7 @@ def phases(device: str, swept: Sequence[str], nodes: bool = False) -> list[Phase
     """
     together = tuple(n for n in swept if families()[n].ranks > 1)
     single = tuple(n for n in swept if n not in together)
-    cores = os.cpu_count() or 1
+    cores = threads_of(1)
     if device == "cpu":
         found = [
             Phase(families=single, threads=cores, share=0.46),
