@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from itercast.compose.predict import predict
-from itercast.microbench.cases.recommenders.catalogue import ITEMS, MLPERF, MULTI_HOT, RECOMMENDERS
+from itercast.microbench.cases.recommenders.catalogue import ITEMS, RECOMMENDERS
 from itercast.microbench.cases.recommenders.ranking import CrossNetwork, DeepFm
 from itercast.microbench.cases.recommenders.sequences import Hstu
 from itercast.microbench.cases.registry import case, case_names
@@ -31,8 +31,6 @@ PARAMETERS = {
 
 def test_every_case_is_listed() -> None:
     assert {c.name for c in RECOMMENDERS} <= set(case_names())
-    assert sum(MLPERF) == 204_184_588 and len(MLPERF) == len(MULTI_HOT) == 26
-    assert sum(MULTI_HOT) == 214  # lookups of a sample
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

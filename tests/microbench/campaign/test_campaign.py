@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -40,15 +39,11 @@ def test_the_campaign_measures_every_kind_of_iteration() -> None:
     assert len(wanted) == len(set(wanted)) >= 60
     assert set(DLRM) <= {w.case for w in wanted}
     assert {w.dtype for w in wanted} == {"fp32", "tf32", "bf16"}
-    assert Counter(w.engine for w in wanted)["graph"] >= 5
+    assert {w.engine for w in wanted} >= {"eager", "graph", "compile"}
     first = wanted[: len(FIRST)]
-    assert len(first) == 25
     kinds = {w.case.split("-")[0] for w in first}
     assert {"gpt2", "bert", "llama", "vit", "resnet", "dlrm", "switch", "unet"} <= kinds
     assert {w.dtype for w in first} == {"fp32", "tf32", "bf16"}
-    assert Counter(w.engine for w in first) == {"eager": 22, "graph": 3}
-    assert {w.batch for w in first if w.case == "resnet-50"} == {2, 128}  # small and large
-    assert [w.engine for w in wanted].index("compile") == len(wanted) - 3
 
 
 def test_random_dlrms_are_as_in_the_paper() -> None:

@@ -16,7 +16,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import DRAWN, repeated
-from itercast.microbench.ops.matrix import attention, gemm
+from itercast.microbench.ops.matrix import gemm
 from itercast.microbench.ops.memory import elementwise, norm, reduction
 from itercast.microbench.ops.step import optimizer
 from itercast.microbench.store import read_rows
@@ -47,19 +47,22 @@ def test_large_tensors_repeat_what_was_drawn() -> None:
 @pytest.mark.parametrize("name", sorted(families()))
 def test_formulas_agree_on_one_point_and_on_columns(name: str) -> None:
     family = families()[name]
-    points = list(islice(family.sweep(), 12))
+    points = list(islice(family.sweep(), 200))
     columns = SimpleNamespace(
         **{f.name: np.array([getattr(p, f.name) for p in points]) for f in fields(points[0])}
     )
     for formula in (family.flops, family.bytes_moved):
-        assert np.allclose(formula(columns), [formula(p) for p in points])
+        one = [float(formula(p)) for p in points]
+        assert np.allclose(formula(columns), one)
+        assert min(one) >= 0
     wide = family.features(columns, TOY)
     for i, point in enumerate(points):
         for key, value in family.features(point, TOY).items():
+            found = np.broadcast_to(wide[key], len(points))[i]
             if isinstance(value, str):
-                assert wide[key][i] == value
+                assert found == value
             else:
-                assert np.broadcast_to(wide[key], len(points))[i] == pytest.approx(value)
+                assert np.isfinite(value) and found == pytest.approx(float(value))
 
 
 def spec(*shape: int) -> TensorSpec:
@@ -110,14 +113,6 @@ def test_elementwise_broadcast_moves_fewer_bytes() -> None:
     p = elementwise.from_call(call)
     assert p == elementwise.Elementwise(op="add", numel=128, inner=16, tensors=2, form="row")
     assert elementwise.bytes_moved(p) == 128 * 2 * 4  # one read, one write
-
-
-def test_causal_attention_does_half_the_work() -> None:
-    sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "q_len": 4, "kv_len": 4, "head_dim": 8}
-    full = attention.Attention(op="forward", causal=False, **sizes)
-    half = attention.Attention(op="forward", causal=True, **sizes)
-    assert attention.flops(full) == 2 * 2 * 2 * 4 * 4 * 8
-    assert attention.flops(half) == attention.flops(full) / 2
 
 
 def test_optimizer_call_counts_lists() -> None:

@@ -110,27 +110,14 @@ def test_a_point_runs_the_call_it_describes(name: str, points: dict[str, list[An
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_formulas_agree_on_columns_and_grow(name: str, points: dict[str, list[Any]]) -> None:
-    """Twice of any size never costs fewer operations or bytes."""
+def test_twice_of_any_size_never_costs_less(name: str, points: dict[str, list[Any]]) -> None:
     family, some = FAMILIES[name], points[name][:300]
-    names = [f.name for f in fields(some[0])]
-    columns = {n: np.array([getattr(p, n) for p in some]) for n in names}
+    columns = {f.name: np.array([getattr(p, f.name) for p in some]) for f in fields(some[0])}
     for formula in (family.flops, family.bytes_moved):
-        wide = formula(SimpleNamespace(**columns))
-        assert np.allclose(wide, [float(formula(p)) for p in some])
-        assert np.min(wide) >= 0
+        least = formula(SimpleNamespace(**columns))
         for key, values in columns.items():
             if values.dtype.kind == "i" and not key.startswith(("stride", "padding")):
-                assert np.all(formula(SimpleNamespace(**{**columns, key: 2 * values})) >= wide)
-    table = family.features(SimpleNamespace(**columns), TOY)
-    for i in range(0, len(some), 7):
-        for key, value in family.features(some[i], TOY).items():
-            found = np.broadcast_to(table[key], len(some))[i]
-            if isinstance(value, str):
-                assert found == value
-            else:
-                assert np.isfinite(value)
-                assert found == pytest.approx(float(value))
+                assert np.all(formula(SimpleNamespace(**{**columns, key: 2 * values})) >= least)
 
 
 def test_embedding_bag_by_hand() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from torch import nn
 
 from itercast.microbench.capture.log import OpLog
-from itercast.microbench.ops import families, find_family
+from itercast.microbench.ops import find_family
 from itercast.microbench.ops.matrix import conv, recurrent
 from itercast.microbench.ops.memory import pooling
 from itercast.microbench.ops.step import host
@@ -108,15 +106,3 @@ def test_a_host_is_timed_three_times_before_wrappers() -> None:
     first = next(i for i, op in enumerate(ops) if op in (*host.WRAPPERS, *host.SHARDED))
     assert all(ops[:first].count(event) == 4 for event in host.EVENTS)  # the fourth round's own
     assert all(ops.count(op) == 8 for op in (*host.EVENTS, *host.WRAPPERS))
-
-
-@pytest.mark.parametrize(
-    ("name", "op", "others"),
-    [
-        ("random", "bernoulli_", ("normal_", "native_dropout", "randperm")),
-        ("index", "index_put_accumulate_", ("index_put_accumulate", "index_put_", "flip")),
-    ],
-)
-def test_what_steps_run_is_drawn_more_often(name: str, op: str, others: tuple[str, ...]) -> None:
-    drawn = Counter(p.op for p in islice(families()[name].sweep(), 1000))
-    assert all(drawn[op] > 1.5 * drawn[other] for other in others)

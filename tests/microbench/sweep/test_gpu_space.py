@@ -253,16 +253,6 @@ def test_one_gpu_s_host_has_launches_and_events_first_and_no_wrappers(
     assert set(among[len(alone) :]) == {*WRAPPERS, *SHARDED} > set(FSDP)
 
 
-def test_weights_on_a_gpu_follow_where_iterations_spend_time(tmp_path: Path) -> None:
-    names = tuple(n for n, f in families().items() if f.ranks == 1 and not f.on_demand)
-    asked = replace(order(tmp_path, *names), device="cuda", hardware=H100.to_dict())
-    expected = {"gemm": 4.0, "conv": 2.0, "attention": 2.0, "embedding_bag": 2.0}
-    expected |= dict.fromkeys(("optimizer", "norm", "elementwise"), 1.5)
-    expected |= {"reduction": 1.0, "host": 1.0}
-    expected |= dict.fromkeys(("embedding", "index", "sparse_update"), 0.5)
-    assert Sweep(asked, set()).weight == {n: expected.get(n, 0.2) for n in names}
-
-
 def test_two_of_three_points_are_captured_and_small_ones_few_among_them(tmp_path: Path) -> None:
     """400 captured norms of 64 KB (0.02 us) and the family's own, mixed for a GPU."""
     path = tmp_path / "points.json"
