@@ -13,6 +13,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall
 
 DRAWN = 2**16
+Numbers = float | np.ndarray[tuple[int, ...], np.dtype[np.float64]]  # of one op; of columns
 # no assumption: shares of a sweep
 TRAINING_DTYPES: Mapping[str, float] = {"fp32": 0.48, "bf16": 0.49, "fp16": 0.03}
 
@@ -173,7 +174,7 @@ class Family:
     build: Callable[[Any, str], Workload]
     flops: Callable[[Any], Any]
     bytes_moved: Callable[[Any], Any]
-    features: Callable[[Any, Gpu], dict[str, Any]]
+    features: Callable[[Any, Gpu], Mapping[str, Numbers | str]]
     answers: Mapping[str, Callable[[OpCall], Any]]
     layouts: tuple[str, ...] = ("",)
     floor_us: Callable[[Any, Gpu], Any] | None = None
@@ -211,11 +212,11 @@ def autograd_call(leaves: int, device: str) -> Callable[[], object]:
     return lambda: torch.autograd.grad(outputs, inputs, gradients, retain_graph=True)
 
 
-def itemsize_bytes(dtype: Any) -> Any:
+def itemsize_bytes(dtype: str) -> Numbers:
     """Bytes per element of a dtype name, or of an array of names."""
     if isinstance(dtype, str):
         return ITEMSIZE_BYTES[dtype]
-    return np.fromiter(map(ITEMSIZE_BYTES.__getitem__, dtype), np.int64, len(dtype))
+    return np.fromiter(map(ITEMSIZE_BYTES.__getitem__, dtype), np.float64, len(dtype))
 
 
 def is_any(op: Any, names: Collection[str]) -> Any:

@@ -16,6 +16,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
+    Numbers,
     Workload,
     itemsize_bytes,
     log_uniform,
@@ -111,12 +112,12 @@ def _fbgemm() -> Any:
     return fbgemm
 
 
-def flops(p: Any) -> Any:
+def flops(p: BatchedBags) -> Numbers:
     """An addition per element looked up; backward a multiplication and an addition."""
     return np.where(np.equal(p.op, "forward"), 1.0, 2.0) * p.tables * p.lookups * p.dim
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: BatchedBags) -> Numbers:
     """Forward: a row read per lookup, one written per bag. Row numbers and offsets are int64.
 
     Backward: a bag's gradient read per lookup; touched rows read and written.
@@ -126,7 +127,7 @@ def bytes_moved(p: Any) -> Any:
     return p.tables * (rows * p.dim * itemsize_bytes(p.dtype) + 8.0 * (p.lookups + p.bags))
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: BatchedBags, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes of a table, of all of them, and how often rows are reused.
 
     Each table has an equal part of the cache.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
+    Numbers,
     Part,
     Workload,
     itemsize_bytes,
@@ -65,18 +65,18 @@ def build(p: Embedding, device: str) -> Workload:
     return Workload(run=lambda: aten.embedding_dense_backward(grad, index, p.rows, -1, False))
 
 
-def flops(p: Any) -> Any:
+def flops(p: Embedding) -> Numbers:
     """One addition per gradient element; a lookup has none."""
     return np.where(np.equal(p.op, "backward"), 1.0, 0.0) * p.lookups * p.dim
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: Embedding) -> Numbers:
     """A lookup reads and writes its rows; the gradient also zeroes the whole table."""
     table = np.where(np.equal(p.op, "backward"), 1.0, 0.0) * p.rows
     return (2.0 * p.lookups + table) * p.dim * itemsize_bytes(p.dtype) + 8.0 * p.lookups
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: Embedding, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes, and look-ups per row."""
     return {
         "op": p.op,
@@ -102,7 +102,7 @@ def from_backward(call: OpCall) -> Embedding:
     return Embedding(op="backward", rows=rows, dim=dim, lookups=index.numel, dtype=grad.dtype)
 
 
-def waits(p: Any, gpu: Gpu) -> Any:
+def waits(p: Embedding, gpu: Gpu) -> Numbers:
     """Numbers that each thread of a look-up copies, one after the other, when all threads run.
 
     A number is read once its row's index is known, and written before the next one is begun.

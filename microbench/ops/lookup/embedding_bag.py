@@ -14,6 +14,7 @@ from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
+    Numbers,
     Part,
     Workload,
     itemsize_bytes,
@@ -146,7 +147,7 @@ def _one_table(p: EmbeddingBag, index: Any, starts: Any, device: str) -> Callabl
     return lambda: aten._embedding_bag_backward(grad, *rest)
 
 
-def flops(p: Any) -> Any:
+def flops(p: EmbeddingBag) -> Any:
     """An addition (or comparison) per element of every row looked up, both ways.
 
     Where lookups have weights, a multiplication besides. A sparse gradient adds nothing.
@@ -155,7 +156,7 @@ def flops(p: Any) -> Any:
     return (adds + np.asarray(p.weighted)) * p.lookups * p.dim
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: EmbeddingBag) -> Numbers:
     """Forward: a row read per lookup, a row written per bag. Index and offset are int64.
 
     Backward: bags read, the whole gradient zeroed, a row read and written per lookup. Sparse
@@ -168,7 +169,7 @@ def bytes_moved(p: Any) -> Any:
     return rows * p.dim * itemsize + 8.0 * (p.lookups + p.bags) + weights
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: EmbeddingBag, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes, pooling, how often rows are reused, and the lookups that hit the last cache."""
     row_bytes = 1.0 * p.dim * itemsize_bytes(p.dtype)
     lines = np.ceil(row_bytes / LINE_BYTES)

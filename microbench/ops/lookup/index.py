@@ -12,6 +12,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
+    Numbers,
     Workload,
     is_any,
     itemsize_bytes,
@@ -206,17 +207,17 @@ def _part(p: IndexOp, part: Any, device: str) -> Callable[[], object]:
     return lambda: call(x, axis, 0, p.size)
 
 
-def moved(p: Any) -> Any:
+def moved(p: IndexOp) -> Numbers:
     """Number of elements picked or placed; an unfolded window holds k."""
     return 1.0 * p.outer * p.size * p.inner * np.where(is_any(p.op, ("unfold_backward",)), p.k, 1)
 
 
-def whole(p: Any) -> Any:
+def whole(p: IndexOp) -> Numbers:
     """Number of elements of the tensor that is indexed: outer * source * inner."""
     return 1.0 * p.outer * p.source * p.inner
 
 
-def flops(p: Any) -> Any:
+def flops(p: IndexOp) -> Numbers:
     """An addition per element added, log2(size) comparisons per element sorted, else none.
 
     topk: one comparison per element, and a sort of the k winners.
@@ -228,7 +229,7 @@ def flops(p: Any) -> Any:
     return np.where(is_any(p.op, ("topk",)), n + winners * np.log2(np.maximum(p.k, 2)), found)
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: IndexOp) -> Numbers:
     """Moved elements read and written once, an int64 index per element or slice.
 
     Where the result is as large as the source, that is written whole, and read unless it is only
@@ -247,7 +248,7 @@ def bytes_moved(p: Any) -> Any:
     return (read + written) * item + 8.0 * index
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: IndexOp, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes, how full the indexed side is, and the length of the run that one index moves."""
     n, item = moved(p), itemsize_bytes(p.dtype)
     return {

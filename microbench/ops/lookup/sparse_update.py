@@ -18,6 +18,7 @@ from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
+    Numbers,
     Part,
     Workload,
     is_any,
@@ -122,12 +123,12 @@ def optimizer_step(op: str, table: Any, gradient: Any) -> Callable[[], object]:
     return lambda: optimizer.step()
 
 
-def flops(p: Any) -> Any:
+def flops(p: SparseUpdate) -> Any:
     """A multiplication and an addition per element of the gradient, and the optimizer's own."""
     return (2.0 * p.lookups + _by_op(FLOPS, p.op) * unique_rows(p)) * p.dim
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: SparseUpdate) -> Any:
     """Gradient rows and int64 row numbers read, and a row read and written for each.
 
     Adagrad and Adam also read and write the touched rows of the table, of their state and of
@@ -138,11 +139,11 @@ def bytes_moved(p: Any) -> Any:
     return (3.0 * p.lookups + passes) * row_bytes + 8.0 * p.lookups
 
 
-def _by_op(values: Mapping[str, int], op: Any) -> Any:
+def _by_op(values: Mapping[str, int], op: str) -> Any:
     return sum(value * np.equal(op, name) for name, value in values.items())
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: SparseUpdate, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes, how often rows are reused, and how much of the cache they fill."""
     row_bytes = 1.0 * p.dim * itemsize_bytes(p.dtype)
     return {

@@ -16,6 +16,7 @@ from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
+    Numbers,
     Part,
     Workload,
     autograd_call,
@@ -121,7 +122,7 @@ def build(p: Attention, device: str) -> Workload:
     )
 
 
-def flops(p: Any) -> Any:
+def flops(p: Attention) -> Numbers:
     """Two products of 2 b h q k d each forward, five backward; a causal mask leaves a triangle.
 
     The triangle ignores the diagonal's half: query i sees i of kv_len keys.
@@ -133,7 +134,7 @@ def flops(p: Any) -> Any:
     return products * share * 2 * p.batch * p.heads * p.q_len * p.kv_len * p.head_dim
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: Attention) -> Any:
     """Q, K, V read and O written once; backward moves twice that; a mask has a byte per pair."""
     passes = np.where(np.equal(p.op, "forward"), 1.0, 2.0)
     rows = 2 * p.heads * p.q_len + 2 * p.kv_heads * p.kv_len
@@ -141,7 +142,7 @@ def bytes_moved(p: Any) -> Any:
     return passes * p.batch * rows * p.head_dim * itemsize_bytes(p.dtype) + mask
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: Attention, gpu: Gpu) -> dict[str, Numbers | str]:
     """Lengths, heads, and blocks of 128 queries per core."""
     blocks = p.batch * p.heads * np.ceil(p.q_len / 128)
     waves = blocks / gpu.sm_count

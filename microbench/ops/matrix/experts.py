@@ -18,6 +18,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
+    Numbers,
     Workload,
     by_name,
     is_any,
@@ -115,16 +116,16 @@ def build(p: Experts, device: str) -> Workload:
     return Workload(run=runs[p.op], through_aten=False)
 
 
-def _matrices(p: Any) -> Any:
+def _matrices(p: Experts) -> Numbers:
     return sum(np.asarray(is_any(p.op, (op,))) * count for op, count in MATRICES.items())
 
 
-def pairs(p: Any) -> Any:
+def pairs(p: Experts) -> Any:
     """Tokens of all local experts together, on the busiest rank."""
     return _sums(p)["pairs"]
 
 
-def used(p: Any) -> Any:
+def used(p: Experts) -> Any:
     """Local experts that get a token, as expected: each token picks one with chance load / tokens.
 
     local * (1 - (1 - topk/experts)^tokens) where experts are equally popular.
@@ -132,7 +133,7 @@ def used(p: Any) -> Any:
     return _sums(p)["used"]
 
 
-def _sums(p: Any) -> dict[str, Any]:
+def _sums(p: Experts) -> dict[str, Any]:
     """Sums over the experts of the busiest rank: pairs, used experts, tiles by rows of a tile."""
     counts: dict[str, Callable[[Any, Any], Any]] = {
         "pairs": lambda loads, _: loads,
@@ -153,12 +154,12 @@ def _tiles(rows: int, loads: Any, tokens: Any) -> Any:
     return picked * np.ceil(loads / picked / rows)
 
 
-def flops(p: Any) -> Any:
+def flops(p: Experts) -> Any:
     """2 * hidden * inner for each matrix of a token's expert."""
     return 2.0 * pairs(p) * p.hidden * p.inner * _matrices(p)
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: Experts) -> Any:
     """Lower bound: weights of the experts that are used, and the tokens in and out.
 
     All of them once, for down_full three times: the product and its two gradients.
@@ -171,7 +172,7 @@ def bytes_moved(p: Any) -> Any:
     return (weights + tokens) * itemsize_bytes(p.dtype)
 
 
-def floor_us(p: Any, gpu: Gpu) -> Any:
+def floor_us(p: Experts, gpu: Gpu) -> Numbers:
     """Time of the kernels one after the other, each as long as its flops or its bytes take.
 
     Of a layer: tokens are sorted by expert, gate and up, activation, down, weighted sum. Every
@@ -202,7 +203,7 @@ def floor_us(p: Any, gpu: Gpu) -> Any:
     return sum(np.where(is_any(p.op, (op,)), us, 0.0) for op, us in found.items())
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: Experts, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes, tokens of an expert, and waves of tiles as kernels cut the first product.
 
     How many experts other ranks hold no kernel sees: no feature says it.

@@ -15,6 +15,7 @@ from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
+    Numbers,
     Part,
     Workload,
     is_any,
@@ -136,17 +137,17 @@ def _grouped(p: Gemm, device: str) -> Workload:
     return Workload(run=lambda: torch._grouped_mm(a, b, ends), through_aten=False)
 
 
-def flops(p: Any) -> Any:
+def flops(p: Gemm) -> Numbers:
     """2*batch*m*n*k: a multiply and an add per term."""
     return 2.0 * p.batch * p.m * p.n * p.k
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: Gemm) -> Numbers:
     """Lower bound: A and B read once, C written once; real traffic is higher."""
     return 1.0 * p.batch * (p.m * p.k + p.k * p.n + p.m * p.n) * itemsize_bytes(p.dtype)
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: Gemm, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes, aspect ratios, and how many waves of usual tiles fill the SMs, and how well."""
     item = 1.0 * np.asarray(itemsize_bytes(p.dtype)) * p.batch / gpu.l2_bytes
     found = {
@@ -178,7 +179,7 @@ def features(p: Any, gpu: Gpu) -> dict[str, Any]:
     return found
 
 
-def rate(p: Any, gpu: Gpu) -> Any:
+def rate(p: Gemm, gpu: Gpu) -> Numbers:
     """Upper bound in FLOP/s where a row of an operand or of the result has an odd length.
 
     Tensor cores read 16-byte rows; for others NVIDIA's libraries take kernels of the generation

@@ -18,6 +18,7 @@ from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
+    Numbers,
     Part,
     Workload,
     autograd_call,
@@ -135,18 +136,18 @@ def _on_cuda(p: Recurrent, x: Any, h: Any, c: Any, w: list[Any], grad: Any) -> C
     return lambda: torch.autograd.grad(y, leaves, grad, retain_graph=True)
 
 
-def _backward(p: Any) -> Any:
+def _backward(p: Recurrent) -> Numbers:
     return np.where(np.equal(p.op, "lstm"), 0.0, 1.0)
 
 
-def flops(p: Any) -> Any:
+def flops(p: Recurrent) -> Numbers:
     """Products of inputs and state with the weights of four gates; twice that backward."""
     cells = 1.0 * p.steps * p.batch
     products = 2.0 * cells * GATES * p.hidden * (p.inputs + p.hidden)
     return (1 + _backward(p)) * (products + POINTWISE * cells * p.hidden)
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: Recurrent) -> Numbers:
     """Inputs, outputs, gates and weights once; backward these and their gradients."""
     cells = 1.0 * p.steps * p.batch
     values = cells * (p.inputs + (2 + GATES) * p.hidden)
@@ -154,7 +155,7 @@ def bytes_moved(p: Any) -> Any:
     return (1 + _backward(p)) * (values + weights) * itemsize_bytes(p.dtype)
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: Recurrent, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes, the work of one step, and the share of the cache that weights fill."""
     weights = 1.0 * GATES * p.hidden * p.hidden * itemsize_bytes(p.dtype)
     return {

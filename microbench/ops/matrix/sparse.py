@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import INDEX_BYTES, OpCall, TensorSpec
+from itercast.microbench.opcall import INDEX_BYTES, ITEMSIZE_BYTES, OpCall, TensorSpec
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
+    Numbers,
     Part,
     Workload,
     itemsize_bytes,
@@ -145,19 +146,19 @@ def _places(p: Sparse, device: str) -> Any:
     return places[kept].sort().values
 
 
-def flops(p: Any) -> Any:
+def flops(p: Sparse) -> Numbers:
     """2 * nnz * width: a multiply and an add per stored value and dense column."""
     return 2.0 * p.nnz * p.width
 
 
-def index_bytes(p: Any) -> Any:
+def index_bytes(p: Sparse) -> Numbers:
     """Bytes of int64 indices: COO two a value; CSR, CSC one, and a pointer a row or column."""
     pointers = np.where(np.equal(p.layout, "csc"), p.cols, p.rows) + 1.0
     coo = np.equal(p.layout, "coo")
     return INDEX_BYTES * np.where(coo, 2.0 * p.nnz, p.nnz + pointers)
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: Sparse) -> Any:
     """Lower bound: values, indices and the dense rows in use read once, the result written once.
 
     spmm: min(cols, nnz) rows read, ``rows`` written; sddmm: min(rows, nnz) + min(cols, nnz) rows
@@ -170,7 +171,7 @@ def bytes_moved(p: Any) -> Any:
     return (dense + values) * itemsize_bytes(p.dtype) + index_bytes(p)
 
 
-def longest_row(p: Any) -> Any:
+def longest_row(p: Sparse) -> Numbers:
     """Expected number of stored values in the longest row, at most ``cols``.
 
     Row lengths follow a power law: nnz / sum(r**-skew for r = 1..rows), the sum as an integral.
@@ -183,7 +184,7 @@ def longest_row(p: Any) -> Any:
     return np.minimum(longest, p.cols)
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: Sparse, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes, values per row and in the longest row, and how much of the cache B fills."""
     gathered = 1.0 * p.cols * p.width * itemsize_bytes(p.dtype)
     return {
@@ -249,7 +250,7 @@ def fallback(p: Sparse, measured: Measured) -> list[Part]:
         )
         rows = Part(family="index", params=gather)
     else:
-        rows = memory_copy(p.nnz * p.width * itemsize_bytes(p.dtype))
+        rows = memory_copy(p.nnz * p.width * ITEMSIZE_BYTES[p.dtype])
     return [rows, memory_copy(float(bytes_moved(p)))]
 
 

@@ -11,14 +11,13 @@ from typing import Any, cast
 import numpy as np
 
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall
+from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
     Part,
     Workload,
-    itemsize_bytes,
     log_uniform,
     torch_dtype,
 )
@@ -54,7 +53,7 @@ def sweep() -> Iterator[Fused]:
         rows, width = log_uniform(rng, 1, 8192), 32 * log_uniform(rng, 1, 128)
         numel, inputs, results = rows * width, int(rng.integers(1, 5)), int(rng.integers(1, 3))
         if numel <= MAX_ELEMENTS:
-            item = itemsize_bytes("fp32")
+            item = ITEMSIZE_BYTES["fp32"]
             yield Fused(
                 ops=int(rng.integers(max(results, inputs), 13)),
                 numel=numel,
@@ -69,7 +68,7 @@ def build(p: Fused, device: str) -> Workload:
 
     if device == "cpu" and not shutil.which("g++"):
         raise NotImplementedError("torch.compile needs a C++ compiler on a CPU")
-    size = p.numel * itemsize_bytes(p.dtype)
+    size = p.numel * ITEMSIZE_BYTES[p.dtype]
     width = next(n for n in range(min(4096, p.numel), 0, -1) if p.numel % n == 0)
     shape = (p.numel // width, width)
     inputs = [
@@ -139,13 +138,13 @@ def from_call(call: OpCall) -> Fused | None:
         written_bytes=sum(t.nbytes for t in call.outputs),
         again_bytes=call.kwargs.get("again_bytes", 0),
         row_bytes=call.kwargs.get("row_bytes", 0),
-        dtype=max((t.dtype for t in outputs), key=itemsize_bytes),
+        dtype=max((t.dtype for t in outputs), key=ITEMSIZE_BYTES.__getitem__),
     )
 
 
 def retype(p: Fused, dtype: str, gpu: Gpu) -> Fused:
     """The point in a dtype, its bytes scaled with the size of an element."""
-    factor = itemsize_bytes(dtype) / itemsize_bytes("fp32")
+    factor = ITEMSIZE_BYTES[dtype] / ITEMSIZE_BYTES["fp32"]
     read, written = round(p.read_bytes * factor), round(p.written_bytes * factor)
     return replace(p, read_bytes=read, written_bytes=written, dtype=dtype)
 

@@ -14,9 +14,11 @@ import numpy as np
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import ITEMSIZE_BYTES
 from itercast.microbench.ops.family import (
     Family,
     KernelTerm,
+    Numbers,
     Workload,
     itemsize_bytes,
     log_uniform,
@@ -83,7 +85,7 @@ def build(p: Collective, device: str) -> Workload:
     if not dist.is_initialized() or dist.get_world_size() != p.world_size:
         raise ValueError(f"{p.op} needs a process group of {p.world_size} ranks")
     dtype = torch_dtype(p.dtype)
-    per_rank = max(1, p.message_bytes // itemsize_bytes(p.dtype) // p.world_size)
+    per_rank = max(1, p.message_bytes // ITEMSIZE_BYTES[p.dtype] // p.world_size)
     whole = torch.zeros(per_rank * p.world_size, dtype=dtype, device=device)
     part = torch.zeros(per_rank, dtype=dtype, device=device)
     return Workload(run=_runs(p.op, whole, part), through_aten=False)
@@ -117,14 +119,14 @@ def _ring(send: Any, receive: Any) -> None:
             work.wait()
 
 
-def flops(p: Any) -> Any:
+def flops(p: Collective) -> Numbers:
     """One addition per element that a reducing rank receives."""
     reduces = np.isin(p.op, ["all_reduce", "reduce_scatter"])
     n = np.asarray(p.world_size, dtype=float)
     return np.where(reduces, (n - 1) / n, 0.0) * p.message_bytes / itemsize_bytes(p.dtype)
 
 
-def place(p: Any) -> Any:
+def place(p: Collective) -> Numbers:
     """The cluster's name, or its network rate, where a network is crossed; else empty."""
     rate = np.asarray(p.network_bytes_per_s, dtype=float).round().astype(str).astype(object)
     named = np.not_equal(p.node, "")
@@ -132,7 +134,7 @@ def place(p: Any) -> Any:
     return np.where(across_nodes(p), name, "")
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: Collective, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes of the whole, of a rank's share and of what crosses the links; ranks and nodes.
 
     ``log_bus_us`` is the time that the bytes need, by which NCCL chooses its protocol.

@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.family import Family, GpuSweep, Workload, autograd_call, log_uniform
+from itercast.microbench.ops.family import (
+    Family,
+    GpuSweep,
+    Numbers,
+    Workload,
+    autograd_call,
+    log_uniform,
+)
 from itercast.microbench.ops.step.small_ops import small_ops
 
 CALLS = 6  # even and few, so that they run nearly as cold as in a step
@@ -244,17 +251,17 @@ def _optimizer(p: Host, device: str) -> Workload:
     return Workload(run=optimizer.step, baseline=kernels, through_aten=False)
 
 
-def flops(p: Any) -> Any:
+def flops(p: Host) -> Numbers:
     """0: no arithmetic."""
     return np.zeros_like(p.trial, dtype=float)
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: Host) -> Numbers:
     """0: no bytes worth counting."""
     return np.zeros_like(p.trial, dtype=float)
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: Host, gpu: Gpu) -> dict[str, Numbers | str]:
     """The kind and, for an optimizer step, the number of parameters."""
     return {"op": p.op, "dtype": p.dtype, "log_tensors": np.log2(p.tensors)}
 

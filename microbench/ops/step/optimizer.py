@@ -14,6 +14,7 @@ from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
+    Numbers,
     Workload,
     itemsize_bytes,
     log_uniform,
@@ -149,22 +150,22 @@ def _fused(op: str, tensors: Callable[[], list[Any]]) -> Callable[[], object]:
     return lambda: call(*lists, **rates, amsgrad=amsgrad, maximize=False)
 
 
-def _of_op(p: Any, table: Mapping[str, int], default: int) -> Any:
+def _of_op(p: OptimizerOp, table: Mapping[str, int], default: int) -> Any:
     """The table's value for each op, or the default."""
     return sum(np.equal(p.op, op) * (n - default) for op, n in table.items()) + default
 
 
-def flops(p: Any) -> Any:
+def flops(p: OptimizerOp) -> Any:
     """Two per element; fused Adam 16 (two averages, decay, root, division), SGD 4 to 6."""
     return 1.0 * _of_op(p, FLOPS, 2) * p.numel
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: OptimizerOp) -> Any:
     """Every operand once each time it is read or written; step counters are neglected."""
     return 1.0 * _of_op(p, OPERANDS, 2) * p.numel * itemsize_bytes(p.dtype)
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: OptimizerOp, gpu: Gpu) -> dict[str, Numbers | str]:
     """Number of tensors, and elements per tensor."""
     return {
         "op": p.op,
