@@ -326,7 +326,8 @@ def _build(
     with default_dtype(storage_dtype(settings.stored)), made_fake:
         model, inputs = build(), make_inputs()
     if settings.channels_last:
-        model = model.to(memory_format=torch.channels_last)
+        move: Any = model.to  # whose types leave out the memory format
+        model = move(memory_format=torch.channels_last)
         inputs = tree_map(_in_channels_last, inputs)
     check_layouts((f"parameter {name}", p) for name, p in model.named_parameters())
     check_layouts((f"buffer {name}", b) for name, b in model.named_buffers())
