@@ -143,11 +143,15 @@ class Search:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The best plans; ``considered`` counts legal plans, ``simulated`` those of them simulated."""
+    """The best plans; ``considered`` counts legal plans, ``simulated`` those of them simulated.
+
+    ``stopped``: the search was interrupted before it had seen all plans.
+    """
 
     best: list[Scored]
     considered: int
     simulated: int
+    stopped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,14 +167,16 @@ class Bounded:
         return self.rank.plan
 
 
-def bounded_plans(
-    search: Search, gpus: int, objective: str, on_plan: Callable[[int], None] = lambda n: None
-) -> list[Bounded]:
+def bounded_plans(search: Search, gpus: int, objective: str) -> list[Bounded]:
     """Returns all legal plans on ``gpus`` GPUs, by the lower bound of their score.
 
-    For objective "cost" also plans on a half, a quarter... of the GPUs. The order is deterministic,
-    so that workers on many machines agree on it.
+    The order is deterministic, so that workers on many machines agree on it.
     """
+    return sorted(legal_plans(search, gpus, objective), key=lambda b: b.lower_bound)
+
+
+def legal_plans(search: Search, gpus: int, objective: str) -> Iterator[Bounded]:
+    """Yields legal plans; for objective "cost" also those on a half, a quarter... of the GPUs."""
     if objective not in OBJECTIVES:
         raise ValueError(f"objective {objective!r}: allowed are {', '.join(OBJECTIVES)}")
     if gpus < 1:
@@ -178,14 +184,11 @@ def bounded_plans(
     worlds = [gpus]
     while objective == "cost" and worlds[-1] % 2 == 0:
         worlds.append(worlds[-1] // 2)
-    plans: list[Bounded] = []
     for world in worlds:
         candidates = list(candidate_plans(search, world))
         search.announce(candidates)
         for plan in candidates:
-            on_plan(len(plans))
-            plans += _bounded(search, plan, objective)
-    return sorted(plans, key=lambda b: b.lower_bound)
+            yield from _bounded(search, plan, objective)
 
 
 def _bounded(search: Search, plan: ParallelPlan, objective: str) -> Iterator[Bounded]:
@@ -204,23 +207,36 @@ def best_plans(
     gpus: int,
     objective: str,
     count: int = 10,
-    on_plan: Callable[[int], None] = lambda n: None,
+    on_plan: Callable[[int, ParallelPlan], None] = lambda n, best: None,
 ) -> SearchResult:
     """Returns the ``count`` best plans, found by branch and bound.
 
     Plans are simulated in order of their lower bounds, until the next bound is no better than the
-    score of the last of the best.
+    score of the last of the best. ``on_plan`` is told how many plans are considered, and the best
+    so far. KeyboardInterrupt ends the listing of plans; a second one, the simulation.
     """
-    waiting = bounded_plans(search, gpus, objective, on_plan)
+    waiting: list[Bounded] = []
     best: list[Scored] = []
-    simulated = 0
-    for bounded in waiting:
-        if len(best) == count and bounded.lower_bound >= best[-1].score(objective):
-            break
-        simulated += 1
-        best.append(search.simulated(bounded.rank))
-        best = sorted(best, key=lambda s: s.score(objective))[:count]
-    return SearchResult(best=best, considered=len(waiting), simulated=simulated)
+    simulated, stopped = 0, False
+    try:
+        for bounded in legal_plans(search, gpus, objective):
+            waiting.append(bounded)
+            if bounded.lower_bound < waiting[0].lower_bound:  # the first stays the best
+                waiting[0], waiting[-1] = waiting[-1], waiting[0]
+            on_plan(len(waiting), waiting[0].plan)
+    except KeyboardInterrupt:
+        stopped = True
+    try:
+        for bounded in sorted(waiting, key=lambda b: b.lower_bound):
+            if len(best) == count and bounded.lower_bound >= best[-1].score(objective):
+                break
+            simulated += 1
+            best.append(search.simulated(bounded.rank))
+            best = sorted(best, key=lambda s: s.score(objective))[:count]
+            on_plan(len(waiting), best[0].plan)
+    except KeyboardInterrupt:
+        stopped = True
+    return SearchResult(best=best, considered=len(waiting), simulated=simulated, stopped=stopped)
 
 
 def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:

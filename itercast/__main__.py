@@ -118,7 +118,7 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train one model per op family, compare it with baselines, and write a bundle."""
-    from itercast.commands.shared import fit, report_table
+    from itercast.commands.shared import fit, report_table, say_logged
 
     folder = into or out
     if folder is None or (into and out):
@@ -128,6 +128,7 @@ def train(
         typer.echo(json.dumps(report))
     else:
         Console().print(report_table(report))
+    say_logged()
 
 
 @app.command()
@@ -183,7 +184,7 @@ def evaluate(
     """Compare forecasts with measured iterations; measures this CPU unless --measured is given."""
     if learners is not None and bundle is None:
         raise ValueError("--learners needs --bundle, whose models are compared with them")
-    from itercast.commands.shared import iterations
+    from itercast.commands.shared import iterations, say_logged
     from itercast.eval.compare import compare_all, measured_rows
     from itercast.eval.report.write import report_comparison
 
@@ -197,6 +198,7 @@ def evaluate(
         from itercast.eval.learner_ranking import rank_learners
 
         rank_learners(rows, results, bundle, learners, out)
+    say_logged()
 
 
 @app.command()

@@ -211,8 +211,12 @@ def changes(
 
 
 def _threads(tables: Mapping[str, pd.DataFrame], bundle: Bundle, gpu: str) -> tuple[str, str]:
-    """Numbers of threads that the bundle has anchors of, and that were measured with now."""
+    """Numbers of threads that the bundle has anchors of, and that were measured with now.
+
+    The same twice where all that were measured with are among the bundle's.
+    """
     known = sorted(n for name, n in bundle.anchors if name == gpu)
     now = sorted({int(n) for rows in tables.values() for n in rows["threads"].unique()})
-    both = [" ".join(map(str, numbers)) for numbers in (known or now, now)]
+    same = not known or set(now) <= set(known)  # a check may measure with some of them only
+    both = [" ".join(map(str, numbers)) for numbers in (now if same else known, now)]
     return both[0], both[1]

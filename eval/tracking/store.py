@@ -34,6 +34,7 @@ def connect() -> Any:
     """A client of the store."""
     without_telemetry()
     os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("MLFLOW_SKIP_PIP_REQUIREMENTS_CHECK", "true")  # they are pinned
     import mlflow  # lazy: forecasts must not pay for it
 

@@ -39,6 +39,7 @@ def bench_public(
     A second table leaves sources out: errors on the rows of each source by forecasts that use
     neither its rows nor assumed numbers that were fitted on it.
     """
+    from itercast.commands.shared import say_logged
     from itercast.eval.public.report import line_names, report
     from itercast.eval.tracking.logs import log_bench
     from itercast.learners.bundle import SHIPPED
@@ -51,3 +52,4 @@ def bench_public(
     scores = [(r.line, r.part, name, s) for r in results for name, s in r.scores.items()]
     log_bench(scores, out)
     typer.echo(text)
+    say_logged()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from itercast.commands.shared import fit, iterations, report_table, sweep
+from itercast.commands.shared import fit, iterations, report_table, say_logged, sweep
 from itercast.eval.compare import compare_all, console, measured_rows
 from itercast.eval.report.write import report_comparison
 from itercast.learners.held_out import has_held_out
@@ -37,3 +37,4 @@ def run_demo(budget_s: float) -> None:
     found = measured_rows(data, None)
     results = compare_all(found, bundle)
     report_comparison(Path("reports/demo"), results, found, report, data, bundle)
+    say_logged()

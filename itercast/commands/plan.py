@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.forecast import Forecast
     from itercast.compose.search import Search
 
-BAR = 24  # characters of a waterfall
+BAR = 8  # characters of a waterfall
 PARTS: tuple[tuple[str, str, str], ...] = (
     ("compute", "█", "green"),
     ("exposed comm", "▓", "red"),
@@ -98,6 +99,7 @@ def plan(
 
 def print_plans(facts: dict[str, Any], reports: Sequence[Forecast], as_json: bool) -> None:
     """Log the plans to MLflow and print them as a table or as one JSON object."""
+    from itercast.commands.shared import say_logged
     from itercast.eval.tracking.logs import log_plans
 
     plain = [asdict(r) for r in reports]
@@ -106,6 +108,7 @@ def print_plans(facts: dict[str, Any], reports: Sequence[Forecast], as_json: boo
         typer.echo(json.dumps({**facts, "plans": plain}))
     else:
         Console().print(plans_table(facts, reports))
+    say_logged()
 
 
 def run_search(
@@ -118,12 +121,26 @@ def run_search(
     """
     from itercast.compose.search import best_plans
     from itercast.compose.shared_search import shared_search
+    from itercast.eval.progress import progress_bar
 
     gpus, objective = facts["gpus"], facts["objective"]
     if study:
         found = shared_search(search, gpus, objective, study, facts)
     else:
-        found = best_plans(search, gpus, objective)
+        bar = progress_bar()
+        bar.disable = not bar.console.is_terminal
+        with bar:
+            task = bar.add_task("plans", total=None)
+            found = best_plans(
+                search,
+                gpus,
+                objective,
+                on_plan=lambda n, best: bar.update(task, description=f"{n} plans, best {best}"),
+            )
+    if found.stopped and not found.best:
+        raise typer.Abort
+    if found.stopped:
+        typer.echo("itercast: stopped early; these are the best plans so far", err=True)
     if not found.best:
         rule = next(iter(search.refused.values()), "no degrees multiply to that many GPUs")
         raise ValueError(f"no legal plan of {facts['case']} for {gpus} GPUs: {rule}")
@@ -133,30 +150,42 @@ def run_search(
 
 def plans_table(facts: dict[str, Any], reports: Sequence[Forecast]) -> Table:
     """A table of plans, the best first, each with a bar of where the slowest rank's time goes."""
-    title = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}, best by {facts['objective']}"
-    table = Table(title=title)
-    for head in ("plan", "ms", "samples/s", "GB", "MFU %", "where the slowest rank's time goes"):
-        table.add_column(head, justify="left" if head in ("plan",) else "right", overflow="fold")
+    step = f"{facts['batch']} samples a step in {facts['dtype']}"
+    title = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}, {step}, by {facts['objective']}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("plan", overflow="fold")
+    for head in ("ms", "GB", "MFU %"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("time", no_wrap=True)
     for r in reports:
+        memory = f"{r.memory_bytes / 1e9:.1f}"
         table.add_row(
             r.plan.partition(",node=")[0],
             f"{r.iteration_us / 1e3:.1f}",
-            f"{r.samples_per_s:.1f}",
-            f"{r.memory_bytes / 1e9:.1f}" + ("" if r.fits else " [red]too much[/]"),
+            memory if r.fits else f"[red]{memory}![/]",
             f"{100 * r.mfu_frac:.1f}",
             waterfall(r),
         )
-    legend = ", ".join(f"[{color}]{mark}[/] {name}" for name, mark, color in PARTS)
-    guessed = max(r.unmodelled_frac for r in reports)
-    table.caption = (
-        f"{legend}\n{facts['considered']} plans considered, {facts['simulated']} simulated in "
-        f"{facts['seconds']:.1f} s; up to {100 * guessed:.0f} % of the time has no learned model"
+    legend = "slowest rank: " + ", ".join(
+        f"[{color}]{mark}[/] {name}" for name, mark, color in PARTS
     )
+    guessed = max(r.unmodelled_frac for r in reports)
+    lines = [
+        legend,
+        f"{facts['considered']} plans considered, {facts['simulated']} simulated in "
+        f"{facts['seconds']:.1f} s",
+        f"up to {100 * guessed:.0f} % of the time has no learned model",
+    ]
+    if not all(r.fits for r in reports):
+        lines.append("!: more memory than the GPU has")
+    if network := reports[0].network:
+        lines.append(network)
+    table.caption = "\n".join(lines)
     return table
 
 
 def waterfall(r: Forecast) -> str:
-    """A bar that shows the parts of an iteration in order, and the share of compute in %."""
+    """A bar that shows the parts of an iteration in order."""
     idle = r.idle_by_us
     parts_us = (
         r.compute_us,
@@ -171,4 +200,4 @@ def waterfall(r: Forecast) -> str:
         upto = round(BAR * min(1.0, total_us / r.iteration_us)) if r.iteration_us else 0
         bar += f"[{color}]{mark * (upto - drawn)}[/]" if upto > drawn else ""
         drawn = max(drawn, upto)
-    return f"{bar} {100 * r.compute_us / r.iteration_us:.0f} %"
+    return bar

@@ -141,6 +141,13 @@ def fit(
     return report
 
 
+def say_logged() -> None:
+    """Say, as a command's last line, that it wrote to the MLflow store, and where that is."""
+    from itercast.eval.tracking.store import tracking_uri
+
+    typer.echo(f"logged to MLflow at {tracking_uri()}; `itercast ui` shows it", err=True)
+
+
 def machine_name(bundle: Path) -> str:
     """The name of the bundle's GPU, or ``all`` where it has several."""
     from itercast.learners.bundle import Bundle

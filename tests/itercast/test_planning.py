@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from plan_case import GPU, search_of
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from itercast.compose.search import best_plans
+from itercast.compose.search import best_plans, legal_plans
 from itercast.compose.shared_search import open_study, shared_search
 from itercast.learners.bundle import Bundle
 
@@ -45,6 +46,8 @@ def test_the_best_plans_are_printed_and_logged(bundle: str, mlflow_store: str) -
     words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "2", "--bundle", bundle, "--json"]
     result = run.invoke(app, words)
     assert result.exit_code == 0, result.output
+    assert result.stderr.splitlines()[-1].startswith("logged to MLflow at sqlite:///")
+    assert "INFO" not in result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
     times = [p["iteration_us"] for p in found["plans"]]
     assert 1 < len(times) <= 10 and times == sorted(times)
@@ -119,3 +122,32 @@ def test_a_killed_workers_plans_are_done_by_another(tmp_path: Path) -> None:
     assert states[0] == optuna.trial.TrialState.RUNNING
     assert len(states) == shared.simulated + 1
     assert alone.simulated <= shared.simulated < alone.considered
+
+
+def test_the_table_fits_80_columns_with_a_line_for_each_plan(
+    bundle: str, mlflow_store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    words = ["plan", "gpt-s", "--gpu", GPU.name, "--gpus", "8", "--bundle", bundle]
+    lines = run.invoke(app, words).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "in fp32" in lines[0]
+    plans = [line.split()[0] for line in lines if line.strip().startswith("dp=")]
+    again = json.loads(run.invoke(app, [*words, "--json"]).stdout.splitlines()[-1])["plans"]
+    assert plans == [p["plan"] for p in again]
+
+
+def test_an_interrupted_search_keeps_what_it_has_found() -> None:
+    """Stopped at the third plan of the list: the best of the first three are simulated."""
+    told: list[int] = []
+
+    def stop(count: int, best: object) -> None:
+        told.append(count)
+        if told == [1, 2, 3]:
+            raise KeyboardInterrupt
+
+    found = best_plans(search_of(), 2, "time", on_plan=stop)
+    assert found.stopped and found.considered == 3
+    listed = [b.plan for b in itertools.islice(legal_plans(search_of(), 2, "time"), 3)]
+    assert 0 < len(found.best) <= 3 and {s.plan for s in found.best} <= set(listed)
+    assert not best_plans(search_of(), 2, "time").stopped
