@@ -221,9 +221,9 @@ def best_plans(
     try:
         for bounded in legal_plans(search, gpus, objective):
             waiting.append(bounded)
-            if bounded.lower_bound < waiting[0].lower_bound:  # the first stays the best
-                waiting[0], waiting[-1] = waiting[-1], waiting[0]
-            on_plan(len(waiting), waiting[0].plan)
+            if len(waiting) == 1 or bounded.lower_bound < leader.lower_bound:
+                leader = bounded
+            on_plan(len(waiting), leader.plan)
     except KeyboardInterrupt:
         stopped = True
     try:
