@@ -216,13 +216,13 @@ def best_plans(
     so far. KeyboardInterrupt ends the listing of plans; a second one, the simulation.
     """
     waiting: list[Bounded] = []
+    leader: Bounded | None = None  # of the plans listed so far
     best: list[Scored] = []
     simulated, stopped = 0, False
     try:
         for bounded in legal_plans(search, gpus, objective):
             waiting.append(bounded)
-            if len(waiting) == 1 or bounded.lower_bound < leader.lower_bound:
-                leader = bounded
+            leader = min(leader or bounded, bounded, key=lambda b: b.lower_bound)
             on_plan(len(waiting), leader.plan)
     except KeyboardInterrupt:
         stopped = True
