@@ -62,7 +62,7 @@ def judge(new: pd.DataFrame, old: pd.DataFrame | None) -> Verdict:
         reason = f"only {len(errors)} validation rows in common with the champion, {FEWEST} needed"
         return Verdict(promote=False, reason=reason)
     both = medians(
-        {name: errors[name].to_numpy() for name in errors},
+        {name: errors[name].to_numpy() for name in ("new", "old")},
         np.arange(len(errors)),
         float(new["retest_pct"].median()) if "retest_pct" in new else 0.0,
     )
@@ -78,7 +78,8 @@ def judge(new: pd.DataFrame, old: pd.DataFrame | None) -> Verdict:
 def _log_errors(held_out: pd.DataFrame) -> pd.Series[float]:
     """Mean log(measured / forecast) of each point."""
     names = [n for n in ("op", "gpu", "dtype", "params", "threads", "cache") if n in held_out]
-    error = np.log(held_out["measured_us"] / held_out["predicted_us"])
+    ratio = held_out["measured_us"] / held_out["predicted_us"]
+    error = pd.Series(np.log(ratio.to_numpy()), index=held_out.index)
     return error.groupby([held_out[n].astype(str) for n in names]).mean()
 
 
