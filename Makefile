@@ -4,7 +4,7 @@ BUDGET ?= 5m
 OUT ?= datasets
 PYTHON ?= python3
 
-.PHONY: help setup demo collect campaign train learners evaluate others bench-public shipped shipped-cpu bench-speed bench-scale active dlrm predict check ui report test test-slow docs lint endurance forecasts clean
+.PHONY: help setup demo collect campaign train learners evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm predict check ui report test test-slow docs lint endurance forecasts clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -44,6 +44,9 @@ others: setup ## after a demo: ten kinds of models that it does not measure, for
 bench-public: setup ## errors on other people's measurements beside baselines (PUBLIC=folder)
 	$(CLI) bench-public $(PUBLIC)
 
+ablate: setup ## what each rule and assumed number buys on other people's measurements (PUBLIC=folder SAMPLE=1)
+	$(PY) -m itercast.eval.ablation $(PUBLIC) --sample $(or $(SAMPLE),1)
+
 shipped: setup ## rebuild the GPU bundle from public measurements, compare (PUBLIC=folder REPLACE=yes; an hour)
 	$(PY) -m itercast.eval.public.shipped $(PUBLIC) $(if $(REPLACE),--replace)
 
@@ -61,9 +64,6 @@ check: setup ## does the bundle still fit this machine? a minute, exit code 1 if
 
 bench-speed: setup ## how fast predict and price answer (BUNDLE=learners/shipped-cpu)
 	$(PY) -m itercast.eval.speed $(or $(BUNDLE),learners/shipped-cpu)
-
-active: setup ## error against minutes of sweep, at random and where models disagree (DATA=datasets GPU=name)
-	$(PY) -m itercast.eval.active $(or $(DATA),datasets) --gpu $(GPU)
 
 bench-scale: setup ## how forecasts and plan searches of thousands of GPUs scale
 	$(PY) -m itercast.eval.scale

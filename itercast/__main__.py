@@ -17,7 +17,6 @@ from itercast.commands.explain import explain
 from itercast.commands.gpu_report import gpu_report
 from itercast.commands.import_rows import import_rows
 from itercast.commands.plan import plan
-from itercast.commands.points import points
 from itercast.commands.predict import predict
 from itercast.commands.run import run
 from itercast.commands.shard import shard
@@ -83,7 +82,7 @@ def collect(
     ] = "",
     points: Annotated[
         Path | None,
-        typer.Option(help="measure only the points of this file of `itercast points`"),
+        typer.Option(help="measure only the points of this file (JSON)"),
     ] = None,
 ) -> None:
     """Measure ops on this machine into a dataset; continues an interrupted sweep."""
@@ -95,7 +94,6 @@ def collect(
     typer.echo(f"{rows} new rows in {out}")
 
 
-app.command()(points)
 app.command(name="import")(import_rows)
 
 

@@ -1,4 +1,4 @@
-"""A bundle: trained models of op families in a folder, as JSON, UBJSON, NumPy arrays and Parquet.
+"""A bundle: trained models of op families in a folder, as JSON, UBJSON and NumPy arrays.
 
 Loading one executes nothing (no pickle).
 """
@@ -31,7 +31,6 @@ from itercast.learners.models.compared import PREDICTORS, Fitted
 from itercast.learners.models.ensemble import Ensemble, Smooth
 from itercast.learners.models.gaussian_process import GaussianProcess
 from itercast.learners.models.mlp import Network
-from itercast.learners.models.residuals import Residuals
 from itercast.learners.models.tree_files import check_trees, read_trees, without_statistics
 from itercast.learners.models.trees import Trees
 from itercast.learners.transfer.calibration import Calibration
@@ -60,7 +59,7 @@ DAMAGE = (
     zlib.error,
     XGBOOST_ERROR,
 )
-MODEL_FILES = ("*.ubj.gz", "*.npz", "*.near.parquet")
+MODEL_FILES = ("*.ubj.gz", "*.npz")
 COLUMNS = ["predicted_us", "predicted_us_p10", "predicted_us_p90", "in_envelope"]
 
 
@@ -122,8 +121,6 @@ class Bundle:
             if isinstance(model, LearnerModel):
                 arrays = fitted(model).arrays
                 np.savez_compressed(fresh / f"{name}.learner.npz", **arrays)  # type: ignore[arg-type]
-            if model.residuals is not None:
-                save_residuals(model.residuals, fresh / f"{name}.near.parquet")
         facts: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
             "gpus": {n: g.to_dict() for n, g in self.gpus.items()},
@@ -195,7 +192,6 @@ def family_facts(name: str, model: FamilyModel) -> dict[str, Any]:
             gpu: {op: [*astuple(call)] for op, call in calls.items()}
             for gpu, calls in model.host_calls.items()
         },
-        "residuals": model.residuals and [model.residuals.width, model.residuals.nugget],
         "calibrations": {
             gpu: [c.kind.tolist(), c.at.tolist(), c.value.tolist()]
             for gpu, c in model.calibrations.items()
@@ -233,28 +229,6 @@ def load_learner(model: FamilyModel, path: Path, facts: Mapping[str, Any]) -> Le
         **{f.name: getattr(model, f.name) for f in fields(FamilyModel)},
         learner=Fitted(name=facts["name"], arrays=arrays),
         raw=raw,
-    )
-
-
-def save_residuals(residuals: Residuals, path: Path) -> None:
-    """Write residuals as Parquet; log errors as integer thousandths."""
-    table = pd.DataFrame({"kind": pd.Categorical(residuals.kind)})
-    for i, column in enumerate(residuals.at.T):
-        table[f"at{i}"] = column
-    table["thousandths"] = np.round(np.clip(residuals.value, -30, 30) * 1000).astype(np.int16)
-    table.to_parquet(path, index=False, compression="zstd")
-
-
-def load_residuals(path: Path, width: float, nugget: float) -> Residuals:
-    """Read residuals that ``save_residuals`` wrote."""
-    table = pd.read_parquet(path)
-    at = [c for c in table if str(c).startswith("at")]
-    return Residuals(
-        kind=table["kind"].astype(object).to_numpy(),
-        at=table[at].to_numpy(dtype=np.float32),
-        value=table["thousandths"].to_numpy(dtype=float) / 1000,
-        width=width,
-        nugget=nugget,
     )
 
 
@@ -348,7 +322,7 @@ def load_model(
         raise ValueError(f"unknown family {name!r}; known: {sorted(families())}")
     encoder = Encoder(list(facts["features"]), dict(facts["vocabulary"]))
     columns = len(encoder.places(encoder.names))
-    trees, near = load_trees(folder, name, facts["trees"], columns), facts["residuals"]
+    trees = load_trees(folder, name, facts["trees"], columns)
     own = {n: gpus[n] for n in {**facts["stacks"], **facts["measured"]}}
     model = FamilyModel(
         ensemble=load_smooth(folder / f"{name}.npz", trees, float(facts["share"])),
@@ -365,7 +339,6 @@ def load_model(
             str(gpu): {str(op): _host_call(call) for op, call in calls.items()}
             for gpu, calls in facts["host_calls"].items()
         },
-        residuals=near and load_residuals(folder / f"{name}.near.parquet", *_pair(near)),
         calibrations={
             gpu: Calibration(
                 kind=np.array(kind, dtype=object),

@@ -12,8 +12,7 @@ import pandas as pd
 from itercast.learners.bundle import Bundle
 from itercast.learners.family_model import FamilyModel
 from itercast.learners.features.table import without_load
-from itercast.learners.models.residuals import coordinates
-from itercast.learners.transfer.calibration import Calibration, points
+from itercast.learners.transfer.calibration import Calibration, coordinates, points
 from itercast.microbench.hardware.host import EVENT_US, REFERENCE, HostMachine, call_launches
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops import families

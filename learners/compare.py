@@ -89,16 +89,12 @@ def _trees(
 def out_of_fold_log_errors(learned: Learned, known: Array) -> dict[str, Array]:
     """log(measured / forecast) of the rows ``known`` by each learner without their fold of shapes.
 
-    Of learners that a bundle can hold. The blend's are corrected near other shapes' errors.
+    Of learners that a bundle can hold.
     """
     prepared, crossed = learned.prepared, learned.crossed
     train = prepared.table.take(known)
-    blend = crossed.residual
-    if learned.residuals is not None:
-        kind, at = prepared.kind[known], prepared.at[known]
-        blend = blend - learned.residuals.correction(kind, at, (train.group, train.group))
     rows = inputs_of(prepared, raw_encoder(prepared)).take(known)
-    found = {BLEND: blend}
+    found = {BLEND: crossed.residual}
     if crossed.trees_residual is not None:
         found[PHYSICS] = crossed.trees_residual
     for name, fit in LEARNERS.items():
@@ -154,7 +150,7 @@ def learner_model(model: FamilyModel, prepared: Prepared, name: str) -> FamilyMo
     if name == PHYSICS:
         every, options = np.arange(len(table.time_us)), trees.default_options(table)
         alone = model.ensemble.trees or _trees(prepared, every, None, options)
-        return replace(model, ensemble=Ensemble(trees=alone), residuals=None)
+        return replace(model, ensemble=Ensemble(trees=alone))
     raw = raw_encoder(prepared)
     learner = LEARNERS[name](inputs_of(prepared, raw), table.time_us)
     facts = {f.name: getattr(model, f.name) for f in fields(FamilyModel)}

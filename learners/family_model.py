@@ -1,4 +1,4 @@
-"""Fits and holds one op family's model: ensemble, transfer, residuals, calibrations, intervals."""
+"""Fits and holds one op family's model: ensemble, corrections, calibrations, intervals."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ from itercast.learners.features.table import (
     shape_groups,
     usual_stacks,
 )
-from itercast.learners.models import residuals
 from itercast.learners.models.ensemble import CrossFit, Ensemble, cross_fit, fit_quick, refit
 from itercast.learners.models.kernels import stated_kernel
 from itercast.learners.models.training_table import Table
-from itercast.learners.transfer.calibration import Calibration, points
+from itercast.learners.transfer.calibration import Calibration, coordinates, kind_keys, points
 from itercast.learners.transfer.offsets import Offsets, offsets_of_rows
 from itercast.learners.transfer.query_rows import (
     EQUAL_SPEED_DTYPE,
@@ -77,7 +76,6 @@ class FamilyModel:
     stacks: Mapping[str, str] = field(default_factory=dict)
     launch: Mapping[str, float] = field(default_factory=dict)
     host_calls: Mapping[str, Mapping[str, HostCall]] = field(default_factory=dict)
-    residuals: residuals.Residuals | None = None
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
 
     def predict(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> Forecasts:
@@ -90,11 +88,8 @@ class FamilyModel:
         if unseen.any():
             known = np.where(unseen, in_envelope(table, self.envelope, self.encoder), inside)
         low, high = offsets_of_rows(self.offsets, self.unseen_offsets, unseen, known)
-        if self.residuals is not None or self.calibrations:
-            kind, at = residuals.coordinates(query.rows, family)
-            if self.residuals is not None:
-                near = self.residuals.correction(residuals.kind_keys(kind, table), at)
-                guess = guess * np.exp(near)
+        if self.calibrations:
+            kind, at = coordinates(query.rows, family)
             for gpu, calibration in self.calibrations.items():
                 mine = query.rows["gpu"].to_numpy(dtype=object) == gpu
                 where = points(at[mine], roofline[mine])
@@ -232,7 +227,7 @@ class FamilyModel:
 class Prepared:
     """Measured rows as learners need them: training table, features, encoder, launch times.
 
-    ``kind`` and ``at`` are the coordinates that residuals use.
+    ``kind`` and ``at`` are the coordinates that calibrations use.
     """
 
     table: Table
@@ -283,7 +278,7 @@ def prepare(
         gpus=encoder.places(["gpu"]) if "gpu" in varying else (),
         stated_kernel=stated_kernel(family, encoder.places),
     )
-    kind, at = residuals.coordinates(rows, family)
+    kind, at = coordinates(rows, family)
     return Prepared(
         table=table,
         features=features,
@@ -293,33 +288,24 @@ def prepare(
         query=QueryRows.of(
             rows.assign(stack=origin["stack"]), {**features, **origin}, gpus, family, launch
         ),
-        kind=residuals.kind_keys(kind, {**features, **origin}),
+        kind=kind_keys(kind, {**features, **origin}),
         at=at,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
-    """An ensemble with residuals fitted to some of the rows, to be scored on the others."""
+    """An ensemble fitted to some of the rows, to be scored on the others."""
 
     prepared: Prepared
     crossed: CrossFit
     ensemble: Ensemble
-    residuals: residuals.Residuals | None
     source_gpus: SourceGpus
-
-    def ensemble_us(self, rows: np.ndarray) -> np.ndarray:
-        """Forecast rows of the prepared table in us, without the residuals."""
-        table, query = self.prepared.table.take(rows), self.prepared.query.take(rows)
-        return self.source_gpus.predict(self.ensemble, table.x, table.roofline_us, query)
 
     def predict_us(self, rows: np.ndarray) -> np.ndarray:
         """Forecast rows of the prepared table in us."""
-        guess = self.ensemble_us(rows)
-        if self.residuals is not None:
-            kind, at = self.prepared.kind[rows], self.prepared.at[rows]
-            guess = guess * np.exp(self.residuals.correction(kind, at))
-        return guess
+        table, query = self.prepared.table.take(rows), self.prepared.query.take(rows)
+        return self.source_gpus.predict(self.ensemble, table.x, table.roofline_us, query)
 
 
 def learn(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> Learned:
@@ -330,7 +316,6 @@ def learn(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> Lea
         prepared=prepared,
         crossed=crossed,
         ensemble=refit(train, options, crossed),
-        residuals=fit_residuals(prepared, known, crossed),
         source_gpus=prepared.source_gpus(known),
     )
 
@@ -359,16 +344,15 @@ def fit_model(
     facts: Mapping[str, Any],
     unseen: Offsets,
 ) -> FamilyModel:
-    """Fit a model to all rows, with the rounds, weight and residuals of cross-validation.
+    """Fit a model to all rows, with the rounds and weight of cross-validation.
 
     ``unseen``: its offsets on GPUs that were left out
     (``itercast.learners.intervals.unseen_offsets``).
     """
-    every_row = np.arange(len(prepared.kind))
     return FamilyModel(
         ensemble=refit(prepared.table, options, crossed),
         encoder=prepared.encoder,
-        source_gpus=prepared.source_gpus(every_row),
+        source_gpus=prepared.source_gpus(np.arange(len(prepared.kind))),
         offsets=crossed.offsets,
         unseen_offsets=unseen,
         envelope=prepared.envelope,
@@ -376,18 +360,4 @@ def fit_model(
         facts=facts,
         stacks=prepared.stacks,
         launch=prepared.launch,
-        residuals=fit_residuals(prepared, every_row, crossed),
     )
-
-
-def fit_residuals(
-    prepared: Prepared, known: np.ndarray, crossed: CrossFit
-) -> residuals.Residuals | None:
-    """Fit the correction near the rows ``known``; None where it does not help.
-
-    A Gaussian process over all features of one GPU needs none.
-    """
-    if crossed.process is not None and not prepared.table.origin:
-        return None
-    kind, at, group = prepared.kind[known], prepared.at[known], prepared.table.group[known]
-    return residuals.choose(kind, at, crossed.residual, group)

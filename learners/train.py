@@ -132,7 +132,7 @@ def train_family(
     guesses = {BLEND: learned.predict_us(held), **others}
     priced = _chosen(learned, known, retest) if compare else Priced.by_blend(learned)
     guess = guesses[priced.learner]
-    residual = np.log(table.time_us / learned.ensemble_us(np.arange(len(rows))))
+    residual = np.log(table.time_us / learned.predict_us(np.arange(len(rows))))
     residual[known] = learned.crossed.residual
     crossed = replace(learned.crossed, residual=residual)
     unseen = unseen_offsets(prepared, options, crossed.offsets)

@@ -38,7 +38,7 @@ ROOMS = {
         "sharding",
         "explain",
     ),
-    "eval": ("tracking", "", "report", "drift", "public", "recommenders", "intervals"),
+    "eval": ("tracking", "", "report", "drift", "public", "recommenders", "intervals", "ablation"),
     "itercast": ("", "commands"),
 }
 LOADERS = ("microbench.assumptions", "microbench.extensions", "microbench.yaml_text")

@@ -16,7 +16,6 @@ from itercast.compose.pricing.fallbacks import fallback_parts, has_model
 from itercast.compose.pricing.power_limit import sustained_flops_per_s
 from itercast.learners.family_model import FamilyModel
 from itercast.learners.features.host_calls import HostCall
-from itercast.learners.transfer.bytes_in_flight import waits_us
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.host import REFERENCE, USUAL, HostMachine, call_launches
 from itercast.microbench.hardware.spec import Gpu
@@ -261,9 +260,8 @@ class PriceBook:
         inside, ratio = True, self._kernel_ratio(w)
         for part in parts:
             warm, cool = self.prices[part.family][part.params]
-            least_us = waits_us(part.waits) if part.waits else -np.inf  # parts may be negative
             one_us, one_low_us, one_high_us = (
-                max(least_us, ratio * part.times * ((1 - w.cold) * warm[k] + w.cold * cool[k]))
+                ratio * part.times * ((1 - w.cold) * warm[k] + w.cold * cool[k])
                 for k in ("predicted_us", "predicted_us_p10", "predicted_us_p90")
             )
             us, low_us, high_us = us + one_us, low_us + one_low_us, high_us + one_high_us

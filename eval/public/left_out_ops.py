@@ -156,7 +156,7 @@ def _forecast(job: tuple[str, Rows, Rows]) -> np.ndarray:
 
 
 def quick_model(name: str, rows: Rows) -> FamilyModel:
-    """A family's model of these rows, without cross-validation, residuals and intervals."""
+    """A family's model of these rows, without cross-validation and intervals."""
     gpus = {str(g): load_gpu(str(g)) for g in rows["gpu"].unique()}
     prepared = prepare(rows, families()[name], gpus)
     options = default_options(prepared.table)

@@ -121,13 +121,13 @@ def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
     from itercast.compose.target import forecast_step
 
     try:
-        target = _target(asked, bundle)
-        whole = forecast_step(_step(asked, target.plan), target)
-        step_us, backward_us = _timed_us(asked, whole), 0.0
+        target = row_target(asked, bundle)
+        whole = forecast_step(captured_step(asked, target.plan), target)
+        step_us, backward_us = timed_us(asked, whole), 0.0
         published = float(asked.get("backward_us") or 0.0)
         if published > 0 and not asked["plan"] and asked["mode"] != "infer":
-            ahead = forecast_step(_step({**asked, "mode": "infer"}, target.plan), target)
-            backward_us = step_us - _timed_us(asked, ahead)
+            ahead = forecast_step(captured_step({**asked, "mode": "infer"}, target.plan), target)
+            backward_us = step_us - timed_us(asked, ahead)
     except ValueError as exc:
         return str(exc)[:120]
     share = step_us / whole.iteration_us
@@ -137,12 +137,12 @@ def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
     return {**parts, **bounds, ASSUMED: whole.assumed_frac, **parts_us(whole)}
 
 
-def _timed_us(asked: Mapping[str, Any], found: Forecast) -> float:
+def timed_us(asked: Mapping[str, Any], found: Forecast) -> float:
     """What was timed of a step: its kernels alone where the timer was that of the device."""
     return found.compute_us if asked.get("timer") == "device" else found.iteration_us
 
 
-def _target(asked: Mapping[str, Any], bundle: Path) -> Target:
+def row_target(asked: Mapping[str, Any], bundle: Path) -> Target:
     """What a row ran on: its GPU, plan and software, and its host where one was fitted."""
     stack, host = asked_stack(asked.get("stack")), str(asked.get(HOST) or "")
     return find_target(str(asked["gpu"]), str(asked["plan"]), bundle, host=host, stack=stack)
@@ -168,14 +168,14 @@ def _write_host(path: Path, rows: Sequence[Mapping[str, Any]], bundle: Path) -> 
     """Fit a host to rows and write its file."""
     steps = []
     for row in rows:
-        target = _target({**row, HOST: ""}, bundle)
-        step, time_us = _step(row, target.plan), float(row["time_us"])
+        target = row_target({**row, HOST: ""}, bundle)
+        step, time_us = captured_step(row, target.plan), float(row["time_us"])
         steps.append(MeasuredStep(label=row["case"], time_us=time_us, step=step, target=target))
     path.write_text(host_yaml(fit_host(path.stem, steps, source=f"{len(steps)} rows of it")))
     return str(path)
 
 
-def _step(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
+def captured_step(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
     """Capture what a row describes: a model under a plan, a problem's text, or a layer."""
     if asked.get("problem_source"):
         from itercast.eval.public.sources.problem import problem  # needs torch

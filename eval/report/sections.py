@@ -157,8 +157,8 @@ def case_reason(r: CaseResult) -> str:
 
 
 def sweep_sections(device: Device) -> list[Section]:
-    """The learning curve, and what to sweep next."""
-    steps, following = device.sweep.learning, device.sweep.following
+    """The learning curve."""
+    steps = device.sweep.learning
     if not device.data:
         return []
     if not steps:
@@ -170,7 +170,7 @@ def sweep_sections(device: Device) -> list[Section]:
         [f"{s.minutes:.2f}", str(s.points), number(s.median_ape_pct), number(s.p90_ape_pct)]
         for s in steps
     ]
-    found = [
+    return [
         Section(
             anchor="learning",
             title="More sweep, smaller error?",
@@ -184,14 +184,3 @@ def sweep_sections(device: Device) -> list[Section]:
             table=Table(head=head, rows=rows, wide=()),
         )
     ]
-    if following:
-        rows = [[n.family, str(n.points), "; ".join(n.examples)] for n in following]
-        text = (
-            "Points where models disagree most per second of measuring, for five more minutes: "
-            f"`itercast points --gpu {device.name} --data {device.data} --out next.json`, then "
-            f"`itercast collect --points next.json --out {device.data}`."
-        )
-        table = Table(head=["family", "points", "the first of them"], rows=rows, wide=(0, 2))
-        title = "What to sweep next"
-        found.append(Section(anchor="next", title=title, text=[text], table=table, folded=False))
-    return found

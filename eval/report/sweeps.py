@@ -1,20 +1,17 @@
-"""The learning curve of a sweep (error against its minutes), and the points to measure next."""
+"""The learning curve of a sweep: error against its minutes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from itercast.eval.active import row_cost_s
 from itercast.eval.progress import progress_bar
-from itercast.learners.active import next_pass, point_ids
 from itercast.learners.family_model import Learned, Prepared, learn, prepare
 from itercast.learners.features.machine_speed import learn_speed, reference_anchors, undisturbed
 from itercast.learners.features.table import shape_places
@@ -25,10 +22,10 @@ from itercast.learners.train import MIN_ROWS, TEST_SHARE, errors, hardware_of, u
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family
 from itercast.microbench.store import write_atomic
+from itercast.microbench.sweep.gpu_chunks import SAMPLES, SAMPLING_US
 
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)  # of the sweep's minutes
-NEXT_S = 300.0  # length of the sweep to propose
-EXAMPLES = 3  # points shown of each family
+POINT_S = 0.02  # time to build and probe a point, where rows have no cost_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +39,14 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Next:
-    """What to sweep next of one family: how many points, the first of them as text."""
-
-    family: str
-    points: int
-    examples: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SweepFacts:
-    """The learning curve of a sweep, and by family the points to measure next.
+    """The learning curve of a sweep.
 
     ``held_out``: forecasts of the held-out rows at the curve's end
     (``itercast.learners.held_out``).
     """
 
     learning: Sequence[Step] = ()
-    following: Sequence[Next] = ()
     held_out: pd.DataFrame = field(default_factory=pd.DataFrame)
 
 
@@ -77,12 +64,10 @@ def sweep_facts(folder: Path, root: Path, gpu: str, compute: bool) -> SweepFacts
             return SweepFacts()
         steps, held_out = learning_curve(root, gpu)
         write_atomic(table, held_out.to_parquet(index=False))
-        lists: dict[str, Sequence[Any]] = {"learning": steps, "following": next_points(root, gpu)}
-        facts = {name: [asdict(one) for one in some] for name, some in lists.items()}
-        write_atomic(path, json.dumps({"digest": digest, **facts}, indent=1).encode())
+        facts = {"digest": digest, "learning": [asdict(step) for step in steps]}
+        write_atomic(path, json.dumps(facts, indent=1).encode())
     return SweepFacts(
         learning=[Step(**step) for step in facts["learning"]],
-        following=[Next(**one) for one in facts["following"]],
         held_out=pd.read_parquet(table),
     )
 
@@ -148,6 +133,23 @@ def _pools(root: Path, gpu: str) -> Iterator[Pool]:
         )
 
 
+def point_ids(rows: pd.DataFrame, group: Array) -> Array:
+    """A number per point of a sweep (shape, dtype, threads); warm and cold rows share it."""
+    varying = rows[[c for c in ("dtype", "threads") if c in rows]].assign(group=group)
+    return varying.groupby(list(varying), dropna=False).ngroup().to_numpy()
+
+
+def row_cost_s(rows: pd.DataFrame) -> Array:
+    """Seconds that measuring each row took: its ``cost_s``, or an estimate from its time.
+
+    The estimate is POINT_S plus the samples that a chunk of a GPU sweep would take.
+    """
+    if "cost_s" in rows and rows["cost_s"].notna().all():
+        return rows["cost_s"].to_numpy(dtype=float)
+    us = rows["time_us"].to_numpy(dtype=float)
+    return POINT_S + 1e-6 * us * np.clip(SAMPLING_US / us, *SAMPLES)
+
+
 def learning_curve(root: Path, gpu: str) -> tuple[list[Step], pd.DataFrame]:
     """Errors on held-out rows of models trained on the first SHARES of a sweep.
 
@@ -183,25 +185,3 @@ def _step(pools: Sequence[Pool], share: float, predicted_us: Array) -> Step:
         median_ape_pct=scores["median_ape_pct"],
         p90_ape_pct=scores["p90_ape_pct"],
     )
-
-
-def next_points(root: Path, gpu: str) -> list[Next]:
-    """What ``itercast points`` chooses to measure next, families with most points first.
-
-    Empty for rows that do not say what measuring them took.
-    """
-    try:
-        found = next_pass([root], gpu, None, NEXT_S, 0)
-    except ValueError:  # rows that no sweep of ours measured
-        return []
-    return [
-        Next(family=name, points=len(some), examples=[_text(p) for p in some[:EXAMPLES]])
-        for name, some in sorted(found.items(), key=lambda item: -len(item[1]))
-    ]
-
-
-def _text(point: Any) -> str:
-    """A point's parameters that are not their defaults, as text."""
-    told = (f for f in fields(point) if getattr(point, f.name) != f.default and f.name != "op")
-    op = [getattr(point, "op", "")]
-    return " ".join([*op, *(f"{f.name}={getattr(point, f.name)}" for f in told)]).strip()

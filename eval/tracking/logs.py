@@ -73,25 +73,6 @@ def log_bench(scores: Sequence[tuple[str, str, str, Mapping[str, float]]], folde
         client.set_terminated(_log(client, place, f"{line} · {part} · {learner}", tags, metrics))
 
 
-def log_active(gpu: str, passes: Mapping[str, Sequence[Mapping[str, float]]], folder: Path) -> None:
-    """Log how fast a sweep's errors fall by strategy of choosing points, to experiment sweeps.
-
-    ``passes`` by strategy: metrics after so many ``minutes``. A run each; steps are seconds.
-    """
-    from mlflow.entities import Metric
-
-    client = store.connect()
-    place = store.experiment(client, "sweeps", store.note("sweeps"))
-    for strategy, some in passes.items():
-        run = _log(client, place, f"{gpu} · {strategy}", {"device": gpu, "strategy": strategy}, {})
-        for one in some:
-            step = round(60 * one["minutes"])
-            shown = [Metric(k, float(v), store.now_ms(), step) for k, v in one.items()]
-            client.log_batch(run, metrics=shown)
-        client.log_artifacts(run, str(folder))
-        client.set_terminated(run)
-
-
 def log_plans(facts: Mapping[str, Any], plans: Sequence[Mapping[str, Any]]) -> None:
     """Log a plan search to experiment plans: a run, and below it one per plan, the best first."""
     client = store.connect()

@@ -58,9 +58,8 @@ def correction(query: QueryRows, source_gpus: SourceGpus) -> np.ndarray:
 def least_us(query: QueryRows) -> np.ndarray:
     """What each row's time in us cannot fall below: its ``Family.waits`` * the latency of memory.
 
-    Few long rows occupy few SMs, and each of these waits as often as its row is long; a thread that
-    copies one number at a time waits once for each. These are torch's kernels: rows that state
-    other software (``inductor``, ``liger``) are not bound by them.
+    Few long rows occupy few SMs, and each of these waits as often as its row is long. These are
+    torch's kernels: rows that state other software (``inductor``, ``liger``) are not bound by them.
     """
     family, found = query.family, np.zeros(len(query.gpu))
     if family.waits is None:
@@ -71,13 +70,8 @@ def least_us(query: QueryRows) -> np.ndarray:
         mine = torch & (query.rows["gpu"] == name).to_numpy()
         if query.gpus[name].kind != "cpu" and mine.any():
             waits = family.waits(columns(query.rows[mine], family), query.gpus[name])
-            found[mine] = waits_us(np.asarray(waits, dtype=float))
+            found[mine] = np.asarray(waits, dtype=float) * LATENCY_NS * 1e-3
     return found
-
-
-def waits_us(waits: Any) -> Any:
-    """Time in us of ``waits`` reads of memory, each of which starts when the last has arrived."""
-    return waits * LATENCY_NS * 1e-3
 
 
 def slowdown(gpu: Gpu, thread_bytes: float) -> float:

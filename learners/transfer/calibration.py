@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
+import pandas as pd
 
+from itercast.learners.features.table import Features, columns
 from itercast.microbench.assumptions import assumed
+from itercast.microbench.ops.family import Family
 
 # Standard deviations of the log error that rows of one GPU share: all rows, rows of one kind (op,
 # dtype...), rows of similar sizes, rows of similar duration; lengths are over log2.
@@ -18,8 +21,29 @@ NOISE = assumed(__file__, "noise")  # of a single measurement
 MIN_INTERVAL_SHARE = assumed(__file__, "min_interval_share")
 
 
+def coordinates(rows: pd.DataFrame, family: Family) -> tuple[np.ndarray, np.ndarray]:
+    """The kind of each row (its parameters that are no sizes, as text) and log2(1 + sizes)."""
+    p, sizes, kind = columns(rows, family), [], np.full(len(rows), "", dtype=object)
+    for f in fields(family.params):
+        values = np.asarray(getattr(p, f.name))
+        if f.type in ("int", "float"):
+            sizes.append(np.log2(1.0 + values.astype(float)))
+        else:
+            kind = kind + "|" + values.astype(str).astype(object)
+    return kind, np.stack(sizes, axis=1).astype(np.float32)
+
+
+def kind_keys(kind: np.ndarray, table: Features) -> np.ndarray:
+    """Kinds extended by GPU, software and the conditions of measurement (threads, cold cache)."""
+    found = table["gpu"] + "|" + table["stack"]
+    for name in ("threads", "cold"):
+        codes, distinct = pd.factorize(table[name])
+        found = found + np.array([f"|{value}" for value in distinct], dtype=object)[codes]
+    return np.asarray(found + "|" + kind)
+
+
 def points(at: np.ndarray, roofline_us: np.ndarray) -> np.ndarray:
-    """Coordinates of rows: log2 of their sizes (``residuals.coordinates``) and of the roofline."""
+    """Coordinates of rows: log2 of their sizes (``coordinates``) and of the roofline."""
     return np.asarray(np.c_[at, np.log2(roofline_us)])
 
 

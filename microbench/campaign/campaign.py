@@ -167,9 +167,7 @@ def arguments() -> argparse.Namespace:
         "--archive", type=Path, help="default: $OUT/campaign.tar.gz, or <--out>.tar.gz"
     )
     parser.add_argument("--from", type=Path, dest="start", help="archive of an earlier run")
-    parser.add_argument(
-        "--points", type=Path, help="file of points (itercast points) for stage second or points"
-    )
+    parser.add_argument("--points", type=Path, help="file of points for stage second or points")
     parser.add_argument("--seed", type=int, default=0, help="of random points and models")
     parser.add_argument(
         "--prepare", action="store_true", help="capture models, choose points; needs no GPU"

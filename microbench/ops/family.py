@@ -50,16 +50,11 @@ class KernelTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """An op that is priced in place of another, ``times`` times.
-
-    ``waits``: its kernel waits so often for memory, one time after the other; it takes at least as
-    long as these waits.
-    """
+    """An op that is priced in place of another, ``times`` times."""
 
     family: str
     params: Any
     times: float = 1.0
-    waits: float = 0.0
 
 
 class Measured(Protocol):

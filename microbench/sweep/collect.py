@@ -56,7 +56,7 @@ def collect(
 
     The budget belongs to the root: a resumed or repeated sweep spends what is left of it. Starts of
     workers and captures of models count, but each phase measures for a second at least.
-    ``wanted``: a file of points (from ``itercast points``); only these are measured, in its order.
+    ``wanted``: a file of points (``write_points``); only these are measured, in its order.
     ``torchrun``: arguments such as ``--nnodes=2 --rdzv-endpoint=host:29500``; the same sweep is
     then started on every node, and the node with rank 0 keeps rows and budget.
     """

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops.family import (
@@ -23,8 +22,6 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import resize_along
-
-LOOKUP_THREADS: int = assumed(__file__, "lookup_threads")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +99,6 @@ def from_backward(call: OpCall) -> Embedding:
     return Embedding(op="backward", rows=rows, dim=dim, lookups=index.numel, dtype=grad.dtype)
 
 
-def waits(p: Embedding, gpu: Gpu) -> Numbers:
-    """Numbers that each thread of a look-up copies, one after the other, when all threads run.
-
-    A number is read once its row's index is known, and written before the next one is begun.
-    """
-    steps = np.ceil(1.0 * p.lookups * p.dim / (gpu.sm_count * LOOKUP_THREADS))
-    return np.where(np.equal(p.op, "forward"), steps, 0.0)
-
-
 def allocated_bytes(p: Embedding) -> float:
     """The whole table, of which the rows looked up are read."""
     return 1.0 * p.rows * p.dim * float(itemsize_bytes(p.dtype))
@@ -136,7 +124,6 @@ FAMILY = Family(
         "aten.embedding_dense_backward.default": from_backward,
     },
     fallback=fallback,
-    waits=waits,
     gpu_sweep=GpuSweep(
         resize=resize_along({"lookups": 2**20, "dim": 8192, "rows": 2**18}),
         allocated_bytes=allocated_bytes,

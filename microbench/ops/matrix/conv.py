@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from itercast.microbench.ops.family import (
 from itercast.microbench.ops.matrix.conv_layers import KINDS
 from itercast.microbench.ops.matrix.gemm import TENSOR_CORES, Gemm
 from itercast.microbench.ops.memory.elementwise import memory_copy
-from itercast.microbench.ops.memory.instructions import copy_with_instructions
 from itercast.microbench.ops.sizes import (
     MATMUL_DTYPES,
     MAX_BATCH,
@@ -40,7 +39,6 @@ GROUPED = " in groups"
 HALF = ("fp16", "bf16")
 TERMS_OF_PASS = assumed(__file__, "terms_of_pass")
 CUDNN_DEPTHWISE_TAPS = assumed(__file__, "cudnn_depthwise_taps")
-DEPTHWISE: Mapping[str, int] = assumed(__file__, "depthwise_instructions")
 NHWC_GROUPS = assumed(__file__, "nhwc_groups")
 NHWC_TERMS_OF_PASS = assumed(__file__, "nhwc_terms_of_pass")
 STRIDED_INPUT_GRADIENT: float = assumed(__file__, "strided_input_gradient")
@@ -302,7 +300,7 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
     moved = (x + y) * int(itemsize_bytes(p.dtype))
     pixels, terms = p.batch * out_h * out_w, p.in_channels // p.groups * p.kernel_h * p.kernel_w
     if p.groups > 1:
-        return _grouped(p, terms, moved, y, measured)
+        return [replace(memory_copy(moved), times=_grouped_passes(p, terms, measured))]
     plain = p.dtype == "tf32" and not (measured.channels_last or p.transposed)
     if plain and _faster_in_fp32(p, moved, measured):
         return [Part(family="conv", params=replace(forward, dtype="fp32"), times=forwards)]
@@ -341,21 +339,6 @@ def _faster_in_fp32(p: Conv, moved: int, measured: Measured) -> bool:
         for d in ("tf32", "fp32")
     )
     return measured.seen("conv", "forward", "fp32") and cuda_s < tensor_s + 2 * memory_s
-
-
-def _grouped(p: Conv, terms: int, moved: int, outputs: int, measured: Measured) -> list[Part]:
-    """A grouped convolution as passes over its tensors; ``terms`` are summed per output.
-
-    A depthwise one of fp32 tensors in NCHW runs torch's kernel forward: a thread for each output
-    computes where its inputs are (Convolution.cpp and DepthwiseConv2d.cu).
-    """
-    own = p.groups == p.in_channels and p.dtype not in HALF and p.op == "forward"
-    if not own or p.transposed or measured.channels_last:
-        return [replace(memory_copy(moved), times=_grouped_passes(p, terms, measured))]
-    rows = DEPTHWISE["row"] * p.kernel_h + DEPTHWISE["tap"] * p.kernel_h * p.kernel_w
-    unrolled = p.kernel_h == p.kernel_w == DEPTHWISE["unrolled_side"]
-    each = DEPTHWISE["unrolled"] if unrolled else DEPTHWISE["output"] + rows
-    return [copy_with_instructions(moved, 1.0 * outputs * each, measured.gpu)]
 
 
 def _grouped_passes(p: Conv, terms: int, measured: Measured) -> float:

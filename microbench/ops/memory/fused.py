@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall
 from itercast.microbench.ops.family import (
@@ -22,10 +23,10 @@ from itercast.microbench.ops.family import (
     torch_dtype,
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
-from itercast.microbench.ops.memory.norm import RESIDENT_BLOCKS
 
 CALL = "itercast.fused"
 MAX_ELEMENTS = 2**23
+RESIDENT_BLOCKS: int = assumed(__file__, "resident_blocks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,9 +160,7 @@ def resize(p: Fused, factor: float, lean: float) -> Fused:
 def fallback(p: Fused, measured: Measured) -> list[Part]:
     """A pass over memory, and a second reading of rows that no longer are in the last cache.
 
-    All SMs together are at work on RESIDENT_BLOCKS rows each: a row comes back after these. Checked
-    on liger-kernel: a compiled cross entropy of fp32 rows on an A100 PCIe reads 32 KB once (1.4
-    times), 131 and 262 KB twice.
+    All SMs together are at work on RESIDENT_BLOCKS rows each: a row comes back after these.
     """
     gpu = measured.gpu
     if gpu.kind == "cpu" or measured.seen("fused", p.op, p.dtype):

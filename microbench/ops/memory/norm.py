@@ -44,10 +44,6 @@ MAX_ELEMENTS = 2**23
 PASSES: Mapping[str, int] = assumed(__file__, "passes")
 ROW_THREADS: int = assumed(__file__, "row_threads")
 ROW_PASSES: int = assumed(__file__, "row_passes")
-CHANNEL_THREADS: Mapping[str, int] = assumed(__file__, "channel_threads")
-CHANNEL_READS: Mapping[str, int] = assumed(__file__, "channel_reads")
-CHANNEL_VECTOR_BYTES: Mapping[str, int] = assumed(__file__, "channel_vector_bytes")
-RESIDENT_BLOCKS: int = assumed(__file__, "resident_blocks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,36 +298,12 @@ def resize(p: Norm, factor: float, lean: float) -> Norm:
 
 
 def fallback(p: Norm, measured: Measured) -> list[Part]:
-    """Prices a norm as a copy of as many bytes as its passes over the tensor read and write.
-
-    In NCHW a block of threads takes a channel of a batch norm, or a group of a group norm: a few
-    large ones occupy few SMs, and these wait for memory (``_block_waits``).
-    """
+    """Prices a norm as a copy of as many bytes as its passes over the tensor read and write."""
     unknown = measured.gpu.kind == "cpu" or p.op not in PASSES
     if unknown or measured.seen("norm", p.op, p.dtype):
         return []
     elements, item = p.rows * p.cols * p.channels, int(itemsize_bytes(p.dtype))
-    whole = memory_copy(PASSES[p.op] * elements * item)
-    kind = p.op.removesuffix("_backward")
-    if kind not in CHANNEL_READS or measured.channels_last or p.cols == 1:
-        return [whole]
-    waits = _block_waits(p, kind, item, measured.gpu)
-    if p.op != "group":
-        return [replace(whole, waits=waits)]
-    statistics = replace(memory_copy(elements * item), waits=waits)
-    return [statistics, memory_copy((PASSES[p.op] - 1) * elements * item)]
-
-
-def _block_waits(p: Norm, kind: str, item: int, gpu: Gpu) -> float:
-    """Reads one after the other of an SM's blocks, of which each takes a channel or a group.
-
-    An SM runs RESIDENT_BLOCKS at a time; with more, the next ones follow.
-    """
-    blocks = p.channels if kind == "batch" else p.rows * p.groups
-    mine = p.rows * p.cols * p.channels / blocks  # elements of a block
-    vector = max(1, CHANNEL_VECTOR_BYTES[kind] // item)
-    reads = CHANNEL_READS[kind] * float(np.ceil(mine / (CHANNEL_THREADS[kind] * vector)))
-    return reads * max(1.0, blocks / (RESIDENT_BLOCKS * gpu.sm_count))
+    return [memory_copy(PASSES[p.op] * elements * item)]
 
 
 def waits(p: Any, gpu: Gpu) -> Any:

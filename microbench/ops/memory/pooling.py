@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
-    Measured,
-    Part,
     Workload,
     is_any,
     itemsize_bytes,
     log_uniform,
     torch_dtype,
 )
-from itercast.microbench.ops.memory.instructions import copy_with_instructions
 from itercast.microbench.ops.sizes import MAX_BATCH, resize_along
 
 WINDOWED = ("max_pool2d_with_indices", "avg_pool2d")
@@ -36,7 +32,6 @@ SAME_AS = {"_upsample_nearest_exact2d": "upsample_nearest2d"}
 IN_2D = {"upsample_trilinear3d": "upsample_bilinear2d"}
 IN_2D |= {o.replace("2d", "3d"): o for o in (*WINDOWED, *ADAPTIVE, "upsample_nearest2d")}
 MAX_ELEMENTS = 2**23
-INSTRUCTIONS: Mapping[str, Mapping[str, int]] = assumed(__file__, "integer_instructions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,22 +286,6 @@ def _channels_last(t: TensorSpec) -> bool:
     return not t.contiguous and len(t.stride) == 4 and t.stride[1] == 1 and t.shape[1] > 1
 
 
-def fallback(p: Pooling, measured: Measured) -> list[Part]:
-    """Prices windows that no model has seen on a GPU as a copy that computes addresses.
-
-    A thread makes an output and loops over its window. NHWC goes channel by channel instead.
-    """
-    known = measured.gpu.kind == "cpu" or measured.seen("pooling", p.op, p.dtype)
-    if known or p.op not in (*WINDOWED, *ADAPTIVE) or p.channels_last:
-        return []
-    each = INSTRUCTIONS["maximum" if "max" in p.op else "average"]
-    tall = min(p.kernel_h, p.h) if p.op in WINDOWED else -(-p.h // p.out_h)
-    window = each["row"] * tall + each["tap"] * float(taps(p))
-    outputs = p.batch * p.channels * p.out_h * p.out_w
-    instructions = outputs * (each["output"] + window)
-    return [copy_with_instructions(float(bytes_moved(p)), instructions, measured.gpu)]
-
-
 NAMES = (*FORWARD, *SAME_AS)
 FAMILY = Family(
     name="pooling",
@@ -323,5 +302,4 @@ FAMILY = Family(
     gpu_sweep=GpuSweep(
         resize=resize_along({"batch": MAX_BATCH, "channels": 2048}),
     ),
-    fallback=fallback,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -24,7 +24,6 @@ from itercast.microbench.ops.family import (
     torch_dtype,
 )
 from itercast.microbench.ops.memory.elementwise import Elementwise, memory_copy
-from itercast.microbench.ops.memory.reduction_kernels import loss_part, nll_waits, scan_part
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, spread
 
 SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
@@ -294,27 +293,20 @@ def allocated_bytes(p: Reduction) -> float:
 
 
 def fallback(p: Reduction, measured: Measured) -> list[Part]:
-    """Prices a reduction that no model has seen on a GPU by the kernels that torch runs.
+    """Prices a reduction that no model has seen on a GPU as a copy of the bytes that it moves.
 
-    Most read each element once, as a copy of their bytes does. A softmax backward is one of its own
-    size and a product of two tensors, gradient and output (torch 2.1, SoftMax.cu).
+    A softmax backward is one of its own size and a product of two tensors, gradient and output
+    (torch 2.1, SoftMax.cu).
     """
-    gpu, item = measured.gpu, int(itemsize_bytes(p.dtype))
-    if gpu.kind == "cpu" or measured.seen("reduction", p.op, p.dtype):
+    if measured.gpu.kind == "cpu" or measured.seen("reduction", p.op, p.dtype):
         return []
-    itself = Part(family="reduction", params=p)
-    if p.op == "nll_loss_forward":
-        return [replace(itself, waits=nll_waits(p.outer))]
     if p.op == "_softmax_backward_data":
         numel = p.outer * p.size * p.inner
         product = Elementwise(op="mul", numel=numel, inner=numel, tensors=2, dtype=p.dtype)
+        itself = Part(family="reduction", params=p)
         return [itself, Part(family="elementwise", params=product)]
     if p.op in SOFTMAX + NLL:
         return []
-    if p.op in SCANS:
-        return [scan_part(p.outer, p.size, p.inner, item, gpu)]
-    if p.op in PAIRED:
-        return [loss_part(p.op, p.outer, p.size, item)]
     return [memory_copy(float(bytes_moved(p)))]
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -14,14 +12,10 @@ from itercast.learners.transfer.bytes_in_flight import (
     LATENCY_NS,
     THREADS_PER_SM,
     bytes_per_thread,
-    least_us,
     slowdown,
 )
-from itercast.learners.transfer.query_rows import QueryRows
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops import families
-from itercast.microbench.ops.lookup import embedding
-from itercast.microbench.ops.lookup.embedding import Embedding
 
 SHIPS = Bundle.load(SHIPPED)
 LARGE = 2**28
@@ -109,23 +103,3 @@ def test_a_long_row_is_read_by_one_block_that_waits_for_each_piece_of_it() -> No
 def test_waits_of_usual_rows_are_shorter_than_their_reads() -> None:
     """8,192 rows of 4,096 move 268 MB: 132 us of an A100's bandwidth, 10 us of waits."""
     assert layer_norm_us("a100-sxm-80gb", 8192, 4096) > 132
-
-
-def test_each_thread_of_a_lookup_waits_for_one_number_after_the_other() -> None:
-    """2,048 rows of 4,096 numbers by 1,024 threads on each of 132 SMs: 63 waits."""
-    p = Embedding(op="forward", rows=128_256, dim=4096, lookups=2048, dtype="bf16")
-    assert embedding.waits(p, load_gpu("h100-sxm-80gb")) == 63  # 2**23 / (132 * 1024) = 62.06
-    assert embedding.waits(replace(p, op="backward"), load_gpu("h100-sxm-80gb")) == 0
-
-
-def test_fused_lookups_are_not_bound_by_torch_s_threads() -> None:
-    """16,384 rows of 4,096 on an A100: 607 waits of torch's kernel, 381 us; none of inductor's."""
-    found = {}
-    for stack in ("torch", "inductor"):
-        row = {"family": "embedding", "gpu": "a100-sxm-80gb", "stack": stack, "op": "forward"}
-        sizes = {"rows": 2**17, "dim": 4096, "lookups": 2**14, "dtype": "fp32"}
-        rows = pd.DataFrame([{**row, **sizes}])
-        gpus = {"a100-sxm-80gb": load_gpu("a100-sxm-80gb")}
-        query = QueryRows.of(rows, {"gpu": rows["gpu"].to_numpy()}, gpus, embedding.FAMILY, {})
-        found[stack] = float(least_us(query)[0])
-    assert found == {"torch": pytest.approx(607 * LATENCY_NS * 1e-3), "inductor": 0.0}

@@ -13,7 +13,6 @@ import pytest
 from itercast.learners.bundle import Bundle
 from itercast.learners.calibrate import calibrate
 from itercast.learners.features.table import launch_us, learn_launch_us
-from itercast.learners.models.residuals import Residuals
 from itercast.learners.train import train
 from itercast.learners.transfer.calibration import (
     DURATION,
@@ -87,9 +86,7 @@ def test_a_gpu_never_seen_is_priced_as_its_twin(bundle: Bundle) -> None:
     known = bundle.price("gemm", rows)
     found = bundle.price("gemm", twin, {"twin": replace(toy("three"), name="twin")})
     assert median_ape(bundle, rows) < 6
-    near = bundle.models["gemm"].residuals
-    tolerance = 1e-5 if near is None else 0.1
-    assert found["predicted_us"].to_numpy() == pytest.approx(known["predicted_us"], rel=tolerance)
+    assert found["predicted_us"].to_numpy() == pytest.approx(known["predicted_us"], rel=1e-5)
     assert not found["in_envelope"].any()
 
 
@@ -214,12 +211,3 @@ def test_errors_of_rows_of_similar_duration_are_correlated() -> None:
     found = covariance(kinds[:1], at[:1], kinds, at)[0]
     expected = SHIFT**2 + DURATION**2 * np.exp(-0.5 * np.array([1, 64]) / 9)
     assert found[1:] == pytest.approx(expected)
-
-
-def test_residuals_by_hand() -> None:
-    """A neighbour of the same kind at distance 0 counts 1 / (1 + nugget); another kind nothing."""
-    known = np.array(["a", "b"], dtype=object)
-    at = np.zeros((2, 1), dtype=np.float32)
-    found = Residuals(kind=known, at=at, value=np.array([0.2, 9.0]), width=0.5, nugget=1.0)
-    asked = np.array(["a", "c"], dtype=object)
-    assert found.correction(asked, at).tolist() == pytest.approx([0.1, 0.0])

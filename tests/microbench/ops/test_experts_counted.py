@@ -1,8 +1,7 @@
-"""Ops that libraries run as a whole: mixtures of experts, and modules such as losses and norms."""
+"""Mixtures of experts, which libraries run as a whole."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -12,8 +11,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.matrix import experts
 from itercast.microbench.ops.matrix.expert_loads import DRAWS, busiest_loads
 from itercast.microbench.ops.matrix.experts import Experts
-from itercast.microbench.ops.memory import elementwise, module
-from itercast.microbench.ops.memory.module import DIRECTIONS, KERNEL_US, MEMORY_SHARE, OPS, Module
+from itercast.microbench.ops.memory import elementwise
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12})
 
@@ -100,68 +98,8 @@ def test_experts_build_and_run(op: str) -> None:
         experts.build(layer(local=2), "cpu")
 
 
-def test_modules_counted_by_hand() -> None:
-    """8 rows of 32 classes; an MLP of 3 products, whose weights are read, then read and written."""
-    loss = Module(op="cross_entropy", direction="forward", rows=8, cols=32, eager=False)
-    assert module.bytes_moved(loss) == 8 * 32 * 4
-    full = Module(op="cross_entropy", direction="full", rows=8, cols=32, eager=False)
-    assert module.bytes_moved(full) == 3 * 8 * 32 * 4
-    mlp = Module(op="swiglu_mlp", direction="backward", rows=8, cols=32, inner=64)
-    assert module.flops(mlp) == 2 * (3 * 2 * 8 * 32 * 64) + 5 * 8 * 32
-    assert module.bytes_moved(mlp) == 4 * (4 * 8 * 32 + 2 * 3 * 32 * 64)
-
-
-def test_an_eager_chain_moves_the_bytes_of_each_of_its_ops() -> None:
-    """An RMS norm in bf16: cast 6 bytes a number, square 8, mean 4, scale 8, cast 6, weights 4."""
-    norm = Module(op="rms_norm", direction="forward", rows=8, cols=32, dtype="bf16")
-    assert module.bytes_moved(norm) == 8 * 32 * (6 + 8 + 4 + 8 + 6 + 4)
-    wide = Module(op="rms_norm", direction="forward", rows=8, cols=32)  # fp32 needs no casts
-    assert module.bytes_moved(wide) == 8 * 32 * (8 + 4 + 8 + 8)
-    fused = Module(op="rms_norm", direction="forward", rows=8, cols=32, dtype="bf16", eager=False)
-    assert module.bytes_moved(fused) == 8 * 32 * (2 + 2)
-
-
-def test_a_short_chain_takes_the_time_of_its_kernels() -> None:
-    """Silu and product of one number: two kernels eager, one fused; 3 products of an MLP."""
-    gate = Module(op="swiglu", direction="forward", rows=1, cols=1)
-    mlp = replace(gate, op="swiglu_mlp", inner=1, eager=False)
-    points = (gate, replace(gate, eager=False), mlp)
-    found = [float(module.floor_us(p, TOY)) for p in points]
-    assert found == pytest.approx([2 * KERNEL_US, KERNEL_US, 4 * KERNEL_US], rel=1e-3)
-
-
-def test_a_long_chain_takes_the_time_of_its_bytes() -> None:
-    """2**30 numbers of fp32, 5 passes eager and 3 fused, each at its share of the memory's peak."""
-    for eager, passes, share in (
-        (True, 5, MEMORY_SHARE["eager"]),
-        (False, 3, MEMORY_SHARE["fused"]),
-    ):
-        p = Module(op="swiglu", direction="forward", rows=2**15, cols=2**15, eager=eager)
-        moved_us = 1e6 * passes * 2**32 / (TOY.hbm_bytes_per_s * share)
-        assert float(module.floor_us(p, TOY)) == pytest.approx(moved_us, rel=1e-2)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_both_directions_add_up_and_run(op: str) -> None:
-    """Forward and backward make a full pass; each builds, with gradients of the module's inputs."""
-    inner = 64 if op in module.MATRICES else 0
-    p = {d: Module(op=op, direction=d, rows=16, cols=32, inner=inner) for d in DIRECTIONS}
-    for formula in (module.flops, module.bytes_moved):
-        assert formula(p["full"]) == formula(p["forward"]) + formula(p["backward"])
-    for point in p.values():
-        assert module.build(point, "cpu").run() is not None
-
-
-def test_features_tell_directions_and_sizes_apart() -> None:
-    a = Module(op="rope", direction="forward", rows=16, cols=32)
-    b = Module(op="rope", direction="backward", rows=16, cols=64)
-    found = [module.features(p, TOY) for p in (a, b)]
-    assert [f["direction"] for f in found] == ["forward", "backward"]
-    assert found[1]["log_elements"] - found[0]["log_elements"] == 1
-    assert module.op_name(a) == "rope forward"
-    assert [f["eager"] for f in found] == [1.0, 1.0]
-    skewed = experts.features(layer(skew=1.2), TOY)
-    assert skewed["skew"] == 1.2
+def test_features_tell_how_uneven_loads_are() -> None:
+    assert experts.features(layer(skew=1.2), TOY)["skew"] == 1.2
 
 
 def test_a_cast_to_fp8_writes_one_byte() -> None:

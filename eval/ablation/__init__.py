@@ -1,0 +1,1 @@
+"""Switches rules of forecasts off, one by one."""

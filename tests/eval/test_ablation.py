@@ -1,0 +1,39 @@
+"""What a rule buys is judged by sources that it has not seen."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from itercast.eval.ablation.__main__ import gain, line_of, report, switches
+from itercast.eval.public.left_out import assumptions
+from itercast.microbench.assumptions import Assumption
+from itercast.microbench.switches import RULES
+
+NUMBER = Assumption(
+    module="m", name="n", value=2, unit="-", source="-", holds="-", checked_on=("Seen",), without=1
+)
+WITH_IT = {"seen": 10.0, "a": 10.0, "b": 20.0}
+WITHOUT = {"seen": 30.0, "a": 11.0, "b": 20.0}
+
+
+def test_sources_that_a_number_was_checked_on_have_no_vote() -> None:
+    """Of a and b the mean goes from 15 to 15.5; a rule that has seen nothing counts all three."""
+    assert gain(NUMBER, WITH_IT, WITHOUT) == pytest.approx(0.5)
+    assert gain(None, WITH_IT, WITHOUT) == pytest.approx((20 + 1 + 0) / 3)
+    assert math.isnan(gain(NUMBER, {"seen": 1.0}, {"seen": 2.0}))
+
+
+def test_a_line_names_the_sources_that_change() -> None:
+    found = line_of("m.n", 0.5, WITH_IT, WITHOUT)
+    assert found == "| m.n | +0.50 | pays | seen 10.0 -> 30.0, a 10.0 -> 11.0 |"
+    assert line_of("m.n", 0.2, {"b": 20.0}, {"b": 20.0}) == "| m.n | +0.20 |  |  |"
+
+
+def test_rules_and_numbers_with_a_neutral_value_are_switched_off() -> None:
+    found = switches(assumptions())
+    assert set(RULES) < set(found) and found["power_limit"] is None
+    assert all(number is None or number.without is not None for number in found.values())
+    with pytest.raises(ValueError, match="unknown rule 'gravity'"):
+        next(report([], ["gravity"]))
