@@ -49,8 +49,8 @@ def predict(
     most the node: ``node=dgx-h100``.
     """
     if not isinstance(model, ProgramCapture):
-        where: dict[str, Any] = {"gpu": gpu, "plan": plan, "bundle": bundle}
-        return plans.predict(model, *inputs, **where, host=host, stack=stack, **options)
+        options |= {"gpu": gpu, "plan": plan, "bundle": bundle, "host": host, "stack": stack}
+        return plans.predict(model, *inputs, **options)
     from itercast.compose.programs.forecast import forecast_program
     from itercast.compose.target import find_target
 

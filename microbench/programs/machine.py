@@ -86,7 +86,7 @@ def _cuda(gpu: Gpu, per_node: int, local_rank: int) -> dict[str, Any]:
     """What programs ask ``torch.cuda``, by name."""
     major, minor = CAPABILITY.get(gpu.architecture, (9, 0))
     total = int(gpu.hbm_bytes)
-    answers = {
+    answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
         "device_count": per_node,
