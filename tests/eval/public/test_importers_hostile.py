@@ -146,7 +146,8 @@ def test_names_of_files_and_gpus_cannot_leave_the_folder(tmp_path: Path) -> None
     parts = list(tmp_path.rglob("part-*.parquet"))
     assert [p.parent for p in parts] == [tmp_path / "out/deep/gemm/t4/neusight"]
     assert pd.read_parquet(parts[0])["origin"].map(str.isprintable).all()
-    own = put(tmp_path / "gpu.yaml", "name: ../../x\npeak_flops_per_s: {fp32: 1e12}\n")
+    facts = "peak_flops_per_s: {fp32: 1e12}\nsm_count: 8\nhbm_bytes_per_s: 1e11\n"
+    own = put(tmp_path / "gpu.yaml", f"name: ../../x\n{facts}")
     result = CliRunner().invoke(app, ["import", "kineto", str(base), "--gpu", str(own)])
     assert (result.exit_code, "lower-case letters" in result.output) == (2, True)
 
