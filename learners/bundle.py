@@ -199,7 +199,7 @@ def family_facts(name: str, model: FamilyModel) -> dict[str, Any]:
         "envelope": model.envelope,
         "sensitivity": model.sensitivity,
         "facts": model.facts,
-        "learner": learner_facts(model) if isinstance(model, LearnerModel) else None,
+        **({"learner": learner_facts(model)} if isinstance(model, LearnerModel) else {}),
     }
 
 

@@ -6,7 +6,9 @@ import fcntl
 import gc
 import os
 import random
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +98,8 @@ def _empty_store(folder: Path) -> bytes:
 
     path = folder / "empty.db"
     MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path.read_bytes()
+    with closing(sqlite3.connect(path)) as whole:  # with what lies in its log beside it
+        return whole.serialize()
 
 
 @pytest.fixture(scope="session")

@@ -54,7 +54,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checked([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], folder)
     (wheel,) = folder.glob("*.whl")
     python = str(folder / "venv/bin/python")
-    checked([*pip, "--python", python, "install", "--no-deps", "--no-index", str(wheel)], folder)
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    install = ["install", "--no-deps", "--no-index", "--ignore-installed", str(wheel)]
+    checked([*pip, "--python", python, *install], folder, plain)
     return folder / "venv"
 
 
