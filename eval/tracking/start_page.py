@@ -7,9 +7,11 @@ server --app-name itercast``; ``itercast ui`` runs that. MLflow's own pages are 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,8 +110,11 @@ def run_server(port: int) -> int:
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     environment = {**os.environ, **quiet, "MLFLOW_TRACKING_URI": uri}
     command = [sys.executable, "-m", "mlflow", "server", *words]
-    with subprocess.Popen(command, env=environment) as server:
+    with subprocess.Popen(command, env=environment, start_new_session=True) as server:
         try:
             return server.wait()
         except KeyboardInterrupt:
             return 0
+        finally:
+            with suppress(ProcessLookupError):  # its workers too
+                os.killpg(server.pid, signal.SIGTERM)
