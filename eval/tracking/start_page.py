@@ -110,6 +110,7 @@ def run_server(port: int) -> int:
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     environment = {**os.environ, **quiet, "MLFLOW_TRACKING_URI": uri}
     command = [sys.executable, "-m", "mlflow", "server", *words]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     with subprocess.Popen(command, env=environment, start_new_session=True) as server:
         try:
             return server.wait()
