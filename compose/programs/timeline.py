@@ -69,7 +69,6 @@ class RankLanes:
         self.open: list[Step] = []
         self.open_stream = 0
         self.counts: dict[Hashable, int] = defaultdict(int)
-        self.ends: list[int] = []
 
     def step(self, number: int) -> None:
         """Add all launches of one step."""
@@ -90,7 +89,6 @@ class RankLanes:
             elif op is not None:
                 self._op(op, stream)
         self._close()
-        self.ends.append(len(self.tasks.tasks))
 
     def _stream(self, call: OpCall) -> int:
         """The stream of a launch; a CPU has one beside those of groups."""

@@ -55,6 +55,11 @@ class Script:
     arguments: Sequence[str] = ()
     steps: int = 3
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the script and of the modules that it imports from beside it."""
+        return self.path.resolve().parent
+
     def __post_init__(self) -> None:
         if self.steps < 2:
             raise ValueError(f"steps {self.steps}: at least 2, the first one makes optimizer state")
@@ -69,11 +74,10 @@ def capture_script(
 
     ``per_node`` GPUs share a node. RefusedError names the line of the script that cannot run so.
     """
-    before = set(sys.modules)
 
     def run(rank: int, log: ProgramLog) -> None:
-        for name in set(sys.modules) - before:  # each rank imports the script's own modules anew
-            if not str(getattr(sys.modules[name], "__file__", "")).startswith(PACKAGES):
+        for name, module in list(sys.modules.items()):  # each rank imports the script's own anew
+            if str(getattr(module, "__file__", None)).startswith(str(script.folder)):
                 del sys.modules[name]
         with ExitStack() as stack:
             if gpu.kind != "cpu":
@@ -101,12 +105,11 @@ def _run_until(script: Script, log: ProgramLog) -> None:
         log.reset()
 
     hook = register_optimizer_step_post_hook(stepped)
-    folder = str(script.path.resolve().parent)
     argv = [str(script.path), *script.arguments]
     try:
         with (
             patch.object(sys, "argv", argv),
-            patch.object(sys, "path", [folder, *sys.path]),
+            patch.object(sys, "path", [str(script.folder), *sys.path]),
             runs_of_steps(log),
         ):
             runpy.run_path(str(script.path), run_name="__main__")
@@ -133,9 +136,8 @@ def _first_line(exc: BaseException) -> str:
 
 def _where(exc: BaseException, script: Script) -> str:
     """The last line of the user's own code that an error passed through."""
-    own = str(script.path.resolve().parent)
     frames = traceback.extract_tb(exc.__traceback__)
-    users = [f for f in frames if str(Path(f.filename).resolve()).startswith(own)]
+    users = [f for f in frames if Path(f.filename).resolve().is_relative_to(script.folder)]
     if not users:
         return ""
     last = users[-1]
