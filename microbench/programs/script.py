@@ -60,6 +60,11 @@ class Script:
         """The folder of the script and of the modules that it imports from beside it."""
         return self.path.resolve().parent
 
+    def owns(self, file: str) -> bool:
+        """Whether a file lies in that folder and not in an environment inside it."""
+        path = Path(file).resolve()
+        return path.is_file() and path.is_relative_to(self.folder) and not _installed(path)
+
     def __post_init__(self) -> None:
         if self.steps < 2:
             raise ValueError(f"steps {self.steps}: at least 2, the first one makes optimizer state")
@@ -77,7 +82,7 @@ def capture_script(
 
     def run(rank: int, log: ProgramLog) -> None:
         for name, module in list(sys.modules.items()):  # each rank imports the script's own anew
-            if str(getattr(module, "__file__", None)).startswith(str(script.folder)):
+            if not name.startswith(("__main__", "itercast")) and script.owns(_file(module)):
                 del sys.modules[name]
         with ExitStack() as stack:
             if gpu.kind != "cpu":
@@ -137,7 +142,7 @@ def _first_line(exc: BaseException) -> str:
 def _where(exc: BaseException, script: Script) -> str:
     """The last line of the user's own code that an error passed through."""
     frames = traceback.extract_tb(exc.__traceback__)
-    users = [f for f in frames if Path(f.filename).resolve().is_relative_to(script.folder)]
+    users = [f for f in frames if script.owns(f.filename)]
     if not users:
         return ""
     last = users[-1]
@@ -197,13 +202,18 @@ def main(order: str, result: str) -> int:
         print(f"itercast: {str(exc).splitlines()[0]}", file=sys.__stderr__)
         return 2
     write_program(captured, Path(result), batch_s=times.seconds)
-    own = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    own = [_file(module) for module in list(sys.modules.values())]
     files = {script.path.resolve(), *(Path(f).resolve() for f in own if f)}
     users = [f for f in files if f.suffix == ".py" and f.is_file() and not _installed(f)]
     read = {str(f): f.read_bytes() for f in users}
     digests = {name: hashlib.sha256(content).hexdigest() for name, content in read.items()}
     write_atomic(Path(result).with_suffix(".files"), json.dumps(digests).encode())
     return 0
+
+
+def _file(module: Any) -> str:
+    """The file of a module; empty for one without."""
+    return str(getattr(module, "__file__", None) or "")
 
 
 def _installed(path: Path) -> bool:
