@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -53,19 +52,19 @@ def run(
         from itercast.microbench.store import write_atomic
 
         write_atomic(trace, json.dumps(trace_json(*program_timeline(program, target))).encode())
-    batch_us = 1e6 * median(batch_s) if batch_s else 0.0
+    loading_us = 1e6 * sum(batch_s)
     if as_json:
-        typer.echo(json.dumps({"case": script.name, **asdict(found), "batch_us": batch_us}))
+        typer.echo(json.dumps({"case": script.name, **asdict(found), "loading_us": loading_us}))
     else:
-        _print(script.name, found, batch_us)
+        _print(script.name, found, loading_us)
 
 
-def _print(name: str, found: Forecast, batch_us: float) -> None:
-    """Print a forecast as a table, with the time that a batch took to load."""
+def _print(name: str, found: Forecast, loading_us: float) -> None:
+    """Print a forecast as a table, with the time that a step's batches took to load."""
     from itercast.commands.shared import forecast_table
 
     table = forecast_table(name, found)
-    if batch_us:
-        hidden = "hidden" if batch_us <= found.iteration_us else "longer than a step"
-        table.add_row("loading a batch here", f"{batch_us * 1e-3:.2f} ms, {hidden}")
+    if loading_us:
+        hidden = "hidden" if loading_us <= found.iteration_us else "longer than a step"
+        table.add_row("loading its batches here", f"{loading_us * 1e-3:.2f} ms, {hidden}")
     Console().print(table)

@@ -17,9 +17,16 @@ from itercast.microbench.capture.fake import fake_tensor
 
 
 class BatchTimes:
-    """Seconds that each batch of a program's DataLoaders took, and its samples."""
+    """Seconds that the batches of a program's DataLoaders took, and the samples of each.
+
+    Of one step: all since the last ``begin_step``.
+    """
 
     def __init__(self) -> None:
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the batches so far."""
         self.seconds: list[float] = []
         self.samples: list[int] = []
 

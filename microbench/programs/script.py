@@ -90,13 +90,13 @@ def capture_script(
                 stack.enter_context(machine)
             stack.enter_context(_nothing_outside())
             stack.enter_context(real_batches(times))
-            _run_until(script, log)
+            _run_until(script, log, times)
 
     captured = capture_ranks(run, world_size)
-    return replace(captured, samples=times.samples[-1] if times.samples else 0)
+    return replace(captured, samples=sum(times.samples))
 
 
-def _run_until(script: Script, log: ProgramLog) -> None:
+def _run_until(script: Script, log: ProgramLog, times: BatchTimes) -> None:
     """Run the script until its first optimizer has made enough steps."""
     done: list[int] = []
 
@@ -108,6 +108,7 @@ def _run_until(script: Script, log: ProgramLog) -> None:
         if len(done) == script.steps:
             raise EnoughSteps
         log.reset()
+        times.begin_step()
 
     hook = register_optimizer_step_post_hook(stepped)
     argv = [str(script.path), *script.arguments]

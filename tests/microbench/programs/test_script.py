@@ -64,11 +64,12 @@ def test_autocast_is_that_of_gpus() -> None:
     assert dtypes["aten.native_layer_norm.default"] == dtypes["aten._log_softmax.default"] == "fp32"
 
 
-def test_batches_are_loaded_for_real() -> None:
+def test_batches_are_loaded_for_real_and_counted_by_step() -> None:
+    """Two micro-batches of three samples in the step that is captured."""
     times = BatchTimes()
-    script = Script(path=EXAMPLE, arguments=[*SMALL, "--batch=3"])
+    script = Script(path=EXAMPLE, arguments=[*SMALL, "--batch=3", "--accumulate=2"])
     program = capture_script(script, H100, 8, 8, times)
-    assert times.samples == [3, 3, 3] and program.samples == 3
+    assert times.samples == [3, 3] and program.samples == 6
     assert all(seconds > 0 for seconds in times.seconds)
 
 
