@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from itercast.compose.parallel.fp8 import with_fp8
-from itercast.compose.parallel.plan import ParallelPlan, micro_batch
 from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.cases.external.huggingface import hf_case
 from itercast.microbench.cases.registry import EvalCase, case
 from itercast.microbench.opcall import StepCapture
+from itercast.microbench.plan import ParallelPlan, micro_batch
 from itercast.microbench.step import ALLOWED, StepSettings
 
 DTYPES = (*ALLOWED["dtype"], "fp8")

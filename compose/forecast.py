@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.collectives import Cluster, cluster
 from itercast.compose.pricing.gradient_buckets import default_contention
 from itercast.compose.pricing.layer_prices import PricedModel, price_model
@@ -19,6 +18,7 @@ from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL
 from itercast.microbench.opcall import StepCapture
+from itercast.microbench.plan import ParallelPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from itercast.compose.capture_model import capture, optimizer_of
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.search import Search
 from itercast.compose.target import Target, find_target
 from itercast.microbench.cases.registry import case
+from itercast.microbench.plan import ParallelPlan
 
 
 def open_search(

@@ -10,9 +10,9 @@ from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import with_engine
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.target import Target, find_target, forecast_step
 from itercast.microbench.opcall import StepCapture
+from itercast.microbench.plan import ParallelPlan
 
 
 def predict(

@@ -25,7 +25,6 @@ from itercast.compose.graph.product_roles import alias_weight_casts
 from itercast.compose.graph.sizes import CapturesBySize
 from itercast.compose.parallel.captured_tables import captured_tables
 from itercast.compose.parallel.ep import expert_weights
-from itercast.compose.parallel.plan import GREEDY, ParallelPlan, micro_batch
 from itercast.compose.pricing.collectives import cluster, gpus_per_domain
 from itercast.compose.pricing.layer_prices import prefetch_steps, price_model
 from itercast.compose.pricing.optimizer import STATE_COPIES
@@ -36,6 +35,7 @@ from itercast.compose.simulate.stage_rank import chunks_of, least_us, memory
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.opcall import StepCapture
+from itercast.microbench.plan import GREEDY, ParallelPlan, micro_batch
 
 OBJECTIVES = ("time", "cost", "memory")
 MISFIT_PENALTY = 1e18  # added to the score of plans that exceed the memory: they come last

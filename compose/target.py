@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from itercast.compose.forecast import Forecast, forecast, timeline
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.simulate.timeline import Span, Task
 from itercast.learners.bundle import Bundle
@@ -19,6 +18,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL as USUAL_STACK
 from itercast.microbench.hardware.stack import load_stack
 from itercast.microbench.opcall import StepCapture
+from itercast.microbench.plan import ParallelPlan
 
 
 def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:

@@ -21,7 +21,6 @@ from itercast.compose.graph.attention_kernels import with_attention_kernel
 from itercast.compose.graph.launch_modes import as_launched, with_engine
 from itercast.compose.graph.memory_format import with_memory_format
 from itercast.compose.host_fit import MeasuredStep
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.target import find_target, forecast_step
 from itercast.eval.iteration_parts import parts_us
 from itercast.eval.progress import progress_bar
@@ -34,6 +33,7 @@ from itercast.microbench.cases.registry import case_names
 from itercast.microbench.hardware.stack import asked_stack
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops import find_family
+from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.store import read_rows, write_atomic
 
 OPTIONAL: dict[str, Any] = {

@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.compose.forecast import forecast
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.learners.bundle import Bundle
 from itercast.microbench.capture.log import capture_step
 from itercast.microbench.cases.registry import EvalCase, case
 from itercast.microbench.hardware.spec import load_gpu
-from itercast.microbench.iterations.measured_plan import MeasuredPlan
+from itercast.microbench.iterations.measured_plan import measurable
 from itercast.microbench.iterations.plan_steps import checkpoint_layers, parallel
+from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.step import StepSettings, make_optimizer
 
 CASES = ("gpt-m", "resnet-m")
@@ -80,7 +80,7 @@ def tracked_bytes(chosen: EvalCase, plan: str) -> int:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    parsed = MeasuredPlan.parse(plan)
+    parsed = measurable(plan)
     _join(fake=parsed.zero > 0)
     given = chosen.inputs(chosen.batch, chosen.seq)
     model = chosen.build()

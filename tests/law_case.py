@@ -12,7 +12,6 @@ from torch import nn
 
 from itercast.compose.capture_model import capture
 from itercast.compose.forecast import rank_of
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook, Pricer
@@ -22,6 +21,7 @@ from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops import families
+from itercast.microbench.plan import ParallelPlan
 
 KIB = 1024
 WIDTH = 64

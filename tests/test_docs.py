@@ -23,12 +23,12 @@ import yaml
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.learners.bundle import SCHEMA_VERSION
 from itercast.microbench.assumptions import all_assumptions
 from itercast.microbench.campaign.stages import PLANS
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.plan import ParallelPlan
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -128,8 +128,8 @@ def test_names_are_in_the_file_that_is_stated(page: Path) -> None:
 
 
 def test_wrong_names_are_found() -> None:
-    assert resolves("itercast.compose.parallel.plan.ParallelPlan")
-    assert not resolves("itercast.compose.parallel.plan.Nothing")
+    assert resolves("itercast.microbench.plan.ParallelPlan")
+    assert not resolves("itercast.microbench.plan.Nothing")
     assert not resolves("itercast.compose.nothing.plan")
     assert wrong_command("itercast predict gpt-s --gpu cpu") == ""
     assert wrong_command("itercast predict --gqu cpu") == "no option --gqu"

@@ -12,8 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from itercast.compose.graph.rewrite import StepBuilder, collective
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.plan import ParallelPlan
 
 
 def context_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:

@@ -19,9 +19,9 @@ from itercast.compose.graph.product_roles import (
     weight_copies,
 )
 from itercast.compose.graph.rewrite import StepBuilder, collective, with_shape, with_tensors
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.microbench.capture.truncate import layer_key
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.plan import ParallelPlan
 
 
 def expert_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:

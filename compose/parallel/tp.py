@@ -33,8 +33,8 @@ from itercast.compose.graph.rewrite import (
 )
 from itercast.compose.parallel.cuts import Cut, aligned_dim, cut_along, first_dim, result_dim
 from itercast.compose.parallel.parallel_loss import LOSS, parallel_loss
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.plan import ParallelPlan
 
 PRODUCTS = (*LINEAR_PRODUCTS, *EXPERT_PRODUCTS, "aten.baddbmm.default")
 WITH_BIAS = ("aten.addmm.default", "aten.baddbmm.default")

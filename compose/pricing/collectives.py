@@ -16,7 +16,6 @@ from typing import Any
 
 import pandas as pd
 
-from itercast.compose.parallel.plan import ParallelPlan, ranks_per_node
 from itercast.compose.pricing.assumed_time import AssumedShares
 from itercast.compose.pricing.price_book import UNCERTAINTY_FACTOR, UNMODELLED, PriceBook, PricedOp
 from itercast.microbench.assumptions import assumed
@@ -24,6 +23,7 @@ from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.step.alpha_beta import CPU_COPIES, NETWORK_BYTES_PER_S, floor_us
 from itercast.microbench.ops.step.collective import Collective
+from itercast.microbench.plan import ParallelPlan, ranks_per_node
 
 LATENCY = "alpha_beta.step_us"  # the assumption that times by formula rest on
 EMPTY_BYTES: int = assumed(__file__, "empty_bytes")  # so few bytes take the latency alone

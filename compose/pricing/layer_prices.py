@@ -12,7 +12,6 @@ from math import floor
 from itercast.compose.graph.identity_cache import Once, cached_by_identity
 from itercast.compose.graph.layers import Layer
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.assumed_time import AssumedShares, AssumedTime
 from itercast.compose.pricing.collectives import (
     Cluster,
@@ -37,6 +36,7 @@ from itercast.compose.pricing.sharded_tables import slowest_rank
 from itercast.compose.pricing.work import Step, Work, fold, side_by_side_us
 from itercast.microbench.hardware.stack import WHOLE, stack_of_row
 from itercast.microbench.opcall import OpCall, StepCapture
+from itercast.microbench.plan import ParallelPlan
 
 Ops = Mapping[int, PricedOp]  # by number of the call
 ATTENTION = ("itercast.sdpa", "aten.bmm.default", "aten._softmax.default", "aten.baddbmm.default")
@@ -295,8 +295,8 @@ def _exposed(
         beside_us = sum(ops[at].duration_us for at in until_read(i, calls))
     elif call.kwargs["overlaps_next"] and i + 1 in ops:
         beside_us = ops[i + 1].duration_us
-    elif "overlap" in plan.coconet and call.kwargs["axis"] == "tp" and i:
-        beside_us = (plan.overlap - 1) / plan.overlap * ops[i - 1].duration_us
+    elif plan.chunks > 1 and call.kwargs["axis"] == "tp" and i:
+        beside_us = (plan.chunks - 1) / plan.chunks * ops[i - 1].duration_us
     elif plan.tp_overlap and call.kwargs["axis"] == "tp":
         beside_us = (plan.tp - 1) / plan.tp * _product_us(i, calls, ops)
     us = side_by_side_us(beside_us, op.duration_us, contention) - beside_us

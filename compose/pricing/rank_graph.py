@@ -17,7 +17,6 @@ from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
 from itercast.compose.parallel.ep import expert_parallel
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.collectives import Message
 from itercast.compose.pricing.gradient_buckets import buffers
@@ -25,6 +24,7 @@ from itercast.compose.pricing.gradient_copies import gradient_copies
 from itercast.compose.pricing.price_book import Priceable, priceable, touched_bytes
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.plan import ParallelPlan
 
 
 @dataclass(frozen=True, kw_only=True)

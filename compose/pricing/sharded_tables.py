@@ -22,7 +22,6 @@ from itercast.compose.parallel.placement import (
     message_bytes,
     shards,
 )
-from itercast.compose.parallel.plan import GREEDY, ParallelPlan
 from itercast.compose.parallel.table_work import in_a_row, lookup_calls
 from itercast.compose.parallel.tables import RankStep, rank_step
 from itercast.compose.pricing.collectives import Cluster
@@ -31,6 +30,7 @@ from itercast.compose.pricing.price_book import Priceable, PriceBook, PricedOp, 
 from itercast.microbench.hardware.stack import TableSoftware, stack_of_row
 from itercast.microbench.iterations.sharded_model import Shard
 from itercast.microbench.opcall import StepCapture
+from itercast.microbench.plan import GREEDY, ParallelPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

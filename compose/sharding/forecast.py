@@ -15,7 +15,6 @@ from math import exp2, log2
 from itercast.compose.forecast import rank_of
 from itercast.compose.graph.identity_cache import Once
 from itercast.compose.parallel.placement import Placement, Sharding, check_sharding, memory_bytes
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.parallel.table_work import PHASES, TableWork, held_shards, table_work
 from itercast.compose.parallel.tables import rank_step
 from itercast.compose.pricing.collectives import Message, cluster, price_messages
@@ -32,6 +31,7 @@ from itercast.compose.simulate.iteration import Outcome, evaluate
 from itercast.compose.target import Target
 from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops.step.host import REPEATED
+from itercast.microbench.plan import ParallelPlan
 
 BESIDE = {"send vectors": "bottom perceptron", "send gradients": "bottom perceptron, backward"}
 STEPS = (

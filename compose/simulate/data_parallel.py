@@ -20,11 +20,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from itercast.compose.parallel.ep import is_expert
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.collectives import Message
 from itercast.compose.pricing.gradient_buckets import fill_buckets
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.microbench.assumptions import assumed
+from itercast.microbench.plan import ParallelPlan
 
 # Compression ratio at which fp32 gradients are sent in fp16, at most.
 FP16_RATIO: float = assumed(__file__, "fp16_ratio")
@@ -81,7 +81,7 @@ def strategy(plan: ParallelPlan) -> Strategy:
         copies_out=packing if reorder else 1 + packing,
         share_update=reorder,
         fused_update="fuse" in plan.coconet,
-        chunks=plan.overlap if "overlap" in plan.coconet else 1,
+        chunks=plan.chunks,
         buckets=True,
         broadcast=True,
     )

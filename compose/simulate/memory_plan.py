@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.simulate.data_parallel import strategy
+from itercast.microbench.plan import ParallelPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

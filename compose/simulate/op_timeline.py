@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from itercast.compose.graph.cuda_variants import with_cuda_variants
 from itercast.compose.graph.launch_modes import as_launched
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.collectives import cluster, price_messages
 from itercast.compose.pricing.gradient_buckets import Sync, ddp_step, default_contention
 from itercast.compose.pricing.host import launch_costs, led_by_graph
@@ -20,6 +19,7 @@ from itercast.compose.pricing.rank_graph import rank_graph
 from itercast.compose.simulate.rank import LATENCY, SHARED
 from itercast.compose.simulate.timeline import Span, Task, simulate_shared
 from itercast.microbench.opcall import StepCapture
+from itercast.microbench.plan import ParallelPlan
 
 
 def op_timeline(

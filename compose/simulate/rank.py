@@ -11,13 +11,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.collectives import Cluster, Message, price_messages
 from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
 from itercast.compose.pricing.price_book import PriceBook, PricedOp
 from itercast.compose.pricing.work import Work
 from itercast.compose.simulate.data_parallel import LayerBucket, Strategy, strategy
 from itercast.compose.simulate.timeline import Span, Task, simulate_shared
+from itercast.microbench.plan import ParallelPlan
 
 SHARED = {"compute": "rank", "comm": "rank"}  # lanes that slow each other
 LATENCY = "latency"  # lane of messages' latency, which slows nothing

@@ -21,7 +21,6 @@ from itercast.compose.capture_model import capture
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.host_fit import MeasuredStep, fit_host
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.target import Target, find_target
 from itercast.eval.compare import ASKED, console, step_of
 from itercast.eval.iteration_parts import PARTS, parts_us
@@ -36,6 +35,7 @@ from itercast.microbench.hardware.host import host_yaml
 from itercast.microbench.hardware.stack import asked_stack
 from itercast.microbench.importers.base import positive
 from itercast.microbench.opcall import StepCapture
+from itercast.microbench.plan import ParallelPlan
 
 Answer = Mapping[str, float] | str  # forecasts by part, or the error message
 # What is compared, and the column of its measurement: us of a step and of its backward pass, bytes.

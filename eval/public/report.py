@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.eval.iteration_parts import PARTS
 from itercast.eval.public.left_out import assumptions, check_source, left_out_markdown
 from itercast.eval.public.left_out_models import run_models_left_out, sampled
@@ -19,6 +18,7 @@ from itercast.eval.report.evaluation import Evaluation
 from itercast.eval.report.write import write_pages
 from itercast.eval.results import CaseResult, LineResult
 from itercast.microbench.ops import families
+from itercast.microbench.plan import ParallelPlan
 
 TOLD = ("batch", "seq", "mode", "dtype", "engine")  # settings that tell rows of a model apart
 HEADING = "Errors in % on a source's rows, with the source and all that was fitted on it left out:"

@@ -11,7 +11,7 @@ from typing import Any
 
 from itercast.microbench.cases.registry import EvalCase
 from itercast.microbench.iterations.engines import ENGINES, captured_in_graph, on_device
-from itercast.microbench.iterations.measured_plan import MeasuredPlan, PlanStep
+from itercast.microbench.iterations.measured_plan import PlanStep, measurable
 from itercast.microbench.iterations.plan_steps import make_plan_step
 from itercast.microbench.processes.ranks import max_over_ranks, rank0_value
 from itercast.microbench.step import StepSettings, make_step
@@ -53,7 +53,7 @@ class Iteration:
     @property
     def ranks(self) -> int:
         """Number of processes; ValueError for a plan that cannot be measured."""
-        return MeasuredPlan.parse(self.plan).ranks
+        return measurable(self.plan).world_size
 
     def settings(self) -> StepSettings:
         """The settings of the step."""

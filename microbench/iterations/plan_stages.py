@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from itercast.microbench.iterations.measured_plan import MeasuredPlan, OnPhase
+from itercast.microbench.iterations.measured_plan import OnPhase
+from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.step import StepSettings, make_optimizer
 
 
@@ -79,7 +80,7 @@ def make_pipeline_step(
     model: Any,
     batch: dict[str, Any],
     loss_of: Callable[[Any, dict[str, Any]], Any],
-    plan: MeasuredPlan,
+    plan: ParallelPlan,
     settings: StepSettings,
     on_phase: OnPhase,
 ) -> Callable[[], None]:

@@ -17,7 +17,8 @@ from typing import Any
 from itercast.microbench.capture.truncate import layer_key
 from itercast.microbench.cases.registry import EvalCase
 from itercast.microbench.iterations.engines import on_device
-from itercast.microbench.iterations.measured_plan import MeasuredPlan, OnPhase, PlanStep
+from itercast.microbench.iterations.measured_plan import OnPhase, PlanStep, measurable
+from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.step import StepSettings, make_optimizer
 
 
@@ -31,7 +32,7 @@ def make_plan_step(
     on_phase: OnPhase,
 ) -> PlanStep:
     """Makes the step of this rank; ``batch`` is that of a replica, over all its micro-batches."""
-    plan = MeasuredPlan.parse(text)
+    plan = measurable(text)
     if batch % plan.microbatches:
         raise ValueError(f"plan {text!r}: {batch} samples do not divide by {plan.microbatches}")
 
@@ -85,7 +86,7 @@ def _checkpointed(checkpoint: Any, forward: Callable[..., Any]) -> Callable[...,
     return run
 
 
-def parallel(model: Any, plan: MeasuredPlan, device: str) -> tuple[Any, Callable[[bool], Any]]:
+def parallel(model: Any, plan: ParallelPlan, device: str) -> tuple[Any, Callable[[bool], Any]]:
     """Wraps the model for the plan's parallelism (DDP, FSDP2, tensor parallelism).
 
     Also returns a function that gets whether a micro-batch is the last one of the step and returns
@@ -102,7 +103,7 @@ def parallel(model: Any, plan: MeasuredPlan, device: str) -> tuple[Any, Callable
     return model, lambda last: nullcontext()
 
 
-def _replicated(model: Any, plan: MeasuredPlan) -> tuple[Any, Callable[[bool], Any]]:
+def _replicated(model: Any, plan: ParallelPlan) -> tuple[Any, Callable[[bool], Any]]:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # lazy, as above
     from torch.nn.parallel import DistributedDataParallel
 
@@ -112,7 +113,7 @@ def _replicated(model: Any, plan: MeasuredPlan) -> tuple[Any, Callable[[bool], A
     return model, lambda last: nullcontext() if last else model.no_sync()
 
 
-def _sharded(model: Any, plan: MeasuredPlan, device: str) -> tuple[Any, Callable[[bool], Any]]:
+def _sharded(model: Any, plan: ParallelPlan, device: str) -> tuple[Any, Callable[[bool], Any]]:
     from torch.distributed.device_mesh import init_device_mesh  # lazy, as above
     from torch.distributed.fsdp import fully_shard
 

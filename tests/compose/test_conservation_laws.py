@@ -27,7 +27,6 @@ from itercast.compose.graph.product_roles import alias_weight_casts
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
 from itercast.compose.parallel.ep import expert_parallel, expert_weights
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.parallel.tp import PRODUCTS, tensor_parallel
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import price_model
@@ -36,6 +35,7 @@ from itercast.compose.pricing.rank_graph import rank_graph
 from itercast.microbench.cases.registry import case
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops import find_family
+from itercast.microbench.plan import ParallelPlan
 
 BATCH, SEQ, WIDTH, HEADS, VOCAB = 2, 16, 64, 8, 192
 SIZES = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": HEADS}

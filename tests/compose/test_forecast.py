@@ -11,12 +11,12 @@ import pytest
 from memory_walk import peak_bytes
 
 from itercast.compose.forecast import forecast
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.price_book import PriceBook, PricedOp, priceable
 from itercast.compose.simulate.op_timeline import lanes
 from itercast.compose.simulate.timeline import simulate
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.plan import ParallelPlan
 
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=4000)
 

@@ -9,7 +9,6 @@ import pytest
 from plan_case import GPU, capture_at, experts_at, search_of
 
 from itercast.compose.capture_model import capture_case
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.collectives import Group
 from itercast.compose.search import Search, best_plans, candidate_plans
 from itercast.compose.simulate.iteration import evaluate, quick_us
@@ -18,6 +17,7 @@ from itercast.microbench.cases.registry import case
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.opcall import StepCapture
+from itercast.microbench.plan import ParallelPlan
 
 
 @pytest.fixture(scope="module")

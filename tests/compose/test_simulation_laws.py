@@ -14,7 +14,6 @@ from law_case import CASES, Bare, Knowing, model, outcome, rank_for
 from plan_case import CPU, GPU
 
 from itercast.compose.capture_model import capture
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import UNMODELLED, PriceBook
@@ -22,6 +21,7 @@ from itercast.compose.simulate.iteration import evaluate, quick_us
 from itercast.compose.simulate.stage_rank import stages_of
 from itercast.compose.target import find_target, forecast_step
 from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.plan import ParallelPlan
 
 
 @pytest.mark.parametrize("gpu", [CPU, GPU], ids=["cpu", "gpu"])

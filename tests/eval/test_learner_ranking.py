@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 from itercast.__main__ import app
 from itercast.commands.shared import fit
 from itercast.compose.forecast import forecast
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.eval.learner_ranking import chart, family_medians, learner_bundles, markdown
 from itercast.eval.learner_table import cells, error_text
 from itercast.learners.bundle import Bundle
@@ -21,6 +20,7 @@ from itercast.learners.models.compared import NAMES
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops.matrix import gemm
+from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.store import write_card, write_part
 
 TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from itercast.compose.capture_model import capture, micro_size
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.microbench.opcall import StepCapture
+from itercast.microbench.plan import ParallelPlan
 
 
 def products(step: StepCapture, phase: str) -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""Parses published parallel plans into plan text as in ``itercast.compose.parallel.plan``."""
+"""Parses published parallel plans into plan text as in ``itercast.microbench.plan``."""
 
 from __future__ import annotations
 

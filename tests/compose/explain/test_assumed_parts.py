@@ -11,7 +11,6 @@ import pytest
 
 from itercast.compose.explain.assumptions import assumed_parts
 from itercast.compose.forecast import Forecast, forecast
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.collectives import Message, cluster, formula_us, price_messages
 from itercast.compose.pricing.price_book import Priceable, PriceBook
 from itercast.microbench.hardware.node import Node
@@ -19,6 +18,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.matrix.gemm import FAMILY as GEMM
 from itercast.microbench.ops.matrix.gemm import Gemm
+from itercast.microbench.plan import ParallelPlan
 
 GPU = Gpu(
     name="toy-gpu",

@@ -16,11 +16,11 @@ from itercast.compose.parallel.placement import (
     memory_bytes,
     shards,
 )
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.price_book import price_book
 from itercast.compose.pricing.sharded_tables import ShardTimes
 from itercast.compose.target import find_target
+from itercast.microbench.plan import ParallelPlan
 
 UNLIMITED = 1e15
 

@@ -14,12 +14,12 @@ from itercast.compose.graph.product_roles import DTYPE_CAST, alias_weight_casts
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.ep import expert_parallel, expert_weights
 from itercast.compose.parallel.fp8 import FP8_CAST
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.price_book import PriceBook, priceable
 from itercast.microbench.cases.registry import case
 from itercast.microbench.opcall import OpCall, StepCapture
 from itercast.microbench.ops.matrix.gemm import GROUPED, Gemm, from_grouped
+from itercast.microbench.plan import ParallelPlan
 
 TOKENS, WIDTH, HIDDEN, EXPERTS = 64, 16, 32, 4
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from itercast.compose.parallel.plan import ParallelPlan, ranks_per_node
+from itercast.microbench.plan import ParallelPlan, ranks_per_node
 
 GOOD = [
     "",

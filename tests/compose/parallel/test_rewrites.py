@@ -15,12 +15,12 @@ from itercast.compose.graph.product_roles import DTYPE_CAST, weight_roles
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
 from itercast.compose.parallel.ep import expert_parallel
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.work import side_by_side_us
 from itercast.microbench.cases.registry import case
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops import find_family
+from itercast.microbench.plan import ParallelPlan
 
 ACTIVATION_BYTES = 4 * 64 * 96 * 4  # batch * tokens * width * fp32
 

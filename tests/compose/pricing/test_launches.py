@@ -13,7 +13,6 @@ from unseen_ops import GPU, MODELS, Fixed, learned
 from itercast.compose.forecast import forecast
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.intervals.correlated_errors import SHARED
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.host import host_cost, launch_costs
 from itercast.compose.pricing.price_book import PriceBook, priceable
 from itercast.compose.pricing.work import Step, Work, fold
@@ -21,6 +20,7 @@ from itercast.compose.simulate.op_timeline import op_timeline
 from itercast.learners.features.host_calls import HostCall
 from itercast.microbench.hardware.host import HostMachine
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.plan import ParallelPlan
 
 LAUNCH_US, MODULE_US = (
     5.0,

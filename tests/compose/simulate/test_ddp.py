@@ -13,7 +13,6 @@ import pytest
 
 from itercast.compose.forecast import forecast
 from itercast.compose.intervals.correlated_errors import SHARED, WITHIN
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.compose.pricing.collectives import (
     EMPTY_BYTES,
     Message,
@@ -28,6 +27,7 @@ from itercast.compose.simulate.timeline import Span, simulate
 from itercast.microbench.hardware.node import Node, load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.plan import ParallelPlan
 
 CPU = Gpu(name="toy", kind="cpu", sm_count=2, peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e9)
 GPU = Gpu(name="toy-gpu", peak_flops_per_s={"fp32": 1e12}, l2_bytes=1e9, link_bytes_per_s=1e11)

@@ -13,7 +13,6 @@ from plan_case import CPU, GPU, Flat
 
 from itercast.compose.forecast import Forecast, forecast, rank_of
 from itercast.compose.graph.attention_kernels import with_attention_kernel
-from itercast.compose.parallel.plan import ParallelPlan, micro_batch
 from itercast.compose.pricing.collectives import Message, cluster, formula_us
 from itercast.compose.pricing.gradient_buckets import default_contention
 from itercast.compose.pricing.host import WRAPPERS
@@ -29,6 +28,7 @@ from itercast.compose.simulate.stages import partition
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.step.alpha_beta import START_US
+from itercast.microbench.plan import ParallelPlan, micro_batch
 
 PLANS = [
     "dp=2,accumulate=2",

@@ -13,7 +13,6 @@ import pytest
 
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import as_launched
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.eval.compare import compare_all, stated_rows, step_of
 from itercast.eval.public.model_lines import (
     ModelLine,
@@ -26,6 +25,7 @@ from itercast.eval.public.readers import NAMES, SOURCES, node_sums_us, read_iter
 from itercast.eval.public.sources.layers import LAYERS, layer
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import load_host
+from itercast.microbench.plan import ParallelPlan
 
 
 def test_nodes_of_the_layer_count_once_per_layer(tmp_path: Path) -> None:

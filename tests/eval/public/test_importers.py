@@ -15,10 +15,10 @@ import yaml
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.eval.public.readers import read_source
 from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.ops import families
+from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.store import read_rows
 
 OPS = "OPName,Latency,Device,Torch Version,CUDNN Version,Kernel Name,CUDA Version"

@@ -10,12 +10,12 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.eval.public.readers import read_source
 from itercast.eval.public.sources.models import model_of
 from itercast.eval.public.sources.plans import plan_of
 from itercast.eval.public.sources.timm_models import timm_config
 from itercast.microbench.importers.base import Hints, Imported
+from itercast.microbench.plan import ParallelPlan
 
 MPT = {
     **{"model": "125m", "model_note": "MPT (mpt_causal_lm)", "num_params": "125311488"},

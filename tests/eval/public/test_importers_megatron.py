@@ -11,7 +11,6 @@ import pytest
 import yaml
 from test_importers_hostile import JUNK
 
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.eval.public.readers import read_source
 from itercast.eval.public.sources.megatron import plan_of
 from itercast.eval.public.sources.megatron_models import (
@@ -20,6 +19,7 @@ from itercast.eval.public.sources.megatron_models import (
     padded_vocabulary,
 )
 from itercast.microbench.importers.base import Hints, Imported
+from itercast.microbench.plan import ParallelPlan
 
 HEAD = "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,"
 HEAD += "tensor parallelism,data parallelism,pipeline parallelism,iteration time (ms)\n"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.eval.public.readers import read_source
 from itercast.microbench.importers.base import Hints, Imported
+from itercast.microbench.plan import ParallelPlan
 
 CELL = {
     **{"version": "v3.1", "submitter": "X", "system": "dgxh100_n2", "benchmark": "bert"},

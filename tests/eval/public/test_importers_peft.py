@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.eval.compare import stated_rows, step_of
 from itercast.eval.public.readers import read_source
 from itercast.microbench.importers.base import Hints, Imported
+from itercast.microbench.plan import ParallelPlan
 
 RUN = {
     **{"exp": "lora/llama-3.2-3B-rank8", "model": "meta-llama/Llama-3.2-3B", "dtype": "bfloat16"},

@@ -10,7 +10,6 @@ import pandas as pd
 import pytest
 from public_data import PUBLIC, needs_public
 
-from itercast.compose.parallel.plan import ParallelPlan
 from itercast.eval.public.readers import SOURCES, read_source
 from itercast.learners.features.table import feature_table, is_number
 from itercast.microbench.cases.registry import case_names
@@ -19,6 +18,7 @@ from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.ops import families
 from itercast.microbench.ops.step.collective import OPS
+from itercast.microbench.plan import ParallelPlan
 
 FOLDERS = {"neusight": "NeuSight"}
 pytestmark = needs_public()

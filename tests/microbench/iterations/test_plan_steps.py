@@ -11,7 +11,7 @@ import torch
 from itercast.microbench.cases.registry import case
 from itercast.microbench.iterations.collect import collect_iterations
 from itercast.microbench.iterations.measure import Iteration
-from itercast.microbench.iterations.measured_plan import MeasuredPlan
+from itercast.microbench.iterations.measured_plan import measurable
 from itercast.microbench.iterations.plan_stages import edges, own_parameters
 from itercast.microbench.iterations.plan_steps import make_plan_step, numbered_layers
 from itercast.microbench.step import StepSettings
@@ -22,20 +22,14 @@ from itercast.microbench.store import read_rows
     ("text", "message"),
     [
         ("dp=2,tp=2", "allowed: one of dp, tp and pp"),
-        ("gossip=ring", "plan 'gossip=ring' cannot be measured; known keys"),
+        ("dp=2,gossip=ring", "plan 'dp=2,gossip=ring' cannot be measured; allowed: known keys"),
         ("pp=2,schedule=zb", "allowed: schedule 1f1b or gpipe"),
-        ("dp=2,zero=3,compress=0.5", "allowed: compress with DDP only"),
+        ("dp=2,cdp=1,compress=0.5", "allowed: compress with DDP only"),
     ],
 )
 def test_a_plan_that_cannot_be_run_names_the_rule(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        MeasuredPlan.parse(text)
-
-
-def test_ranks_and_micro_batches_of_a_plan() -> None:
-    assert MeasuredPlan.parse("").ranks == 1
-    assert MeasuredPlan.parse("pp=4").microbatches == 4
-    assert MeasuredPlan.parse("dp=2,zero=3,accumulate=8").microbatches == 8
+        measurable(text)
 
 
 def gradients(plan: str, dtype: str = "fp32") -> torch.Tensor:

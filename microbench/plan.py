@@ -1,0 +1,332 @@
+"""Parallel plans: how a training step is split over ranks, read from text such as ``dp=8,zero=3``.
+
+Each key is a field of ``ParallelPlan`` that says how its text is read and what it changes. Rules
+that need no model are checked here; those that do (heads, layers, samples) are checked by the
+rewrites that apply them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from math import ceil
+from typing import Any, TypeVar
+
+TRANSFORMS = ("split", "reorder", "fuse", "overlap")  # CoCoNeT, arXiv:2105.05720
+GREEDY = "greedy"  # of shard
+DEFAULT_CHUNKS = 8  # of coconet=...,overlap
+MOST = 99_999_999  # ranks or micro-batches of one kind
+FLAG = "a flag has no value"  # in place of a reader
+Value = TypeVar("Value")
+Read = Callable[[str, str], Value]  # a value from its key and text
+
+
+def _key(
+    read: Read[Value] | str,
+    default: Value,
+    changes: str | None = None,
+    *,
+    short: Mapping[str, str] | None = None,
+) -> Value:
+    """A key of plans: how its text is read, its value where it is not given, and what it changes.
+
+    ``changes`` names what is kept for plans that agree in it: a rank's ``ops``, their ``prices``,
+    which layers a stage has (``stages``), how a stage ``runs``. Empty: its effect is in groups of
+    ranks, in derived properties, or in what is never kept. None: it changes all of it. ``short``:
+    texts that stand for longer ones.
+    """
+    facts: dict[str, object] = {"read": read, "short": short or {}}
+    if changes is not None:
+        facts["changes"] = changes.split()
+    return field(default=default, metadata=facts)
+
+
+def _behind(key: str, read: Read[Value], default: Value, changes: str) -> Value:
+    """A number that may follow the value of a key and a colon."""
+    metadata = {"behind": key, "read": read, "changes": changes.split()}
+    return field(default=default, metadata=metadata)
+
+
+def _integer(low: int, high: int) -> Read[int]:
+    def read(key: str, text: str) -> int:
+        digits = text.isascii() and text.isdecimal() and len(text) <= len(str(high))
+        if not (digits and low <= int(text) <= high):
+            raise ValueError(f"{key} is an integer from {low} to {high}, got {text!r}")
+        return int(text)
+
+    return read
+
+
+_degree = _integer(1, MOST)
+
+
+def _number(rule: str) -> Read[float]:
+    def read(key: str, text: str) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            raise ValueError(f"{key} is a number {rule}, got {text!r}") from None
+
+    return read
+
+
+_share = _number("above 0 and up to 1")
+
+
+def _one_of(*names: str) -> Read[str]:
+    def read(key: str, text: str) -> str:
+        if text not in names:
+            raise ValueError(f"{key} is one of {', '.join(names)}, got {text!r}")
+        return text
+
+    return read
+
+
+def _text(what: str) -> Read[str]:
+    def read(key: str, text: str) -> str:
+        if not text:
+            raise ValueError(f"{key} {what}")
+        return text
+
+    return read
+
+
+def _transforms(key: str, text: str) -> str:
+    """CoCoNeT's transforms, the chunks of an overlap behind a colon."""
+    found: dict[str, str] = {}
+    for step in text.split("+"):
+        name, _, count = step.partition(":")
+        if name not in TRANSFORMS or name in found or (count and name != "overlap"):
+            raise ValueError(f"{key} takes split, reorder, fuse, overlap:N once each, got {step!r}")
+        chunks = _integer(2, 1024)(name, count or str(DEFAULT_CHUNKS))
+        found[name] = f"overlap:{chunks}" if name == "overlap" else name
+    return ",".join(found.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelPlan:
+    """Degrees of parallelism and options of one training step; the defaults are one rank.
+
+    ``ep`` ranks hold an expert each part, among those of dp, or of tp and dp with etp=1.
+    ``coconet`` is a text such as ``split,overlap:8``.
+    """
+
+    dp: int = _key(_degree, 1, "")  # data parallel replicas
+    tp: int = _key(_degree, 1, "ops prices")  # tensor parallel ranks
+    pp: int = _key(_degree, 1, "stages")  # pipeline stages
+    cp: int = _key(_degree, 1, "ops prices")  # context parallel ranks
+    ep: int = _key(_degree, 1, "ops prices runs")  # expert parallel ranks
+    imbalance: float = _behind("ep", _number(">= 1"), 1.0, "ops prices")  # of experts: most / mean
+    etp: int = _key(_degree, 0, "")  # ranks of each expert, 1 or tp; 0: tp if ep divides dp, else 1
+    sp: bool = _key(FLAG, False, "ops prices")  # activations between tp's layers cut by tokens
+    tp_overlap: bool = _key(FLAG, False, "prices")  # tp's collectives run beside their products
+    amp: bool = _key(FLAG, False, "")  # autocast, weights in fp32
+    zero: int = _key(_integer(0, 3), 0, "runs")  # ZeRO stage
+    hsdp: int = _key(_degree, 0, "runs")  # ranks among which ZeRO shards; 0: all replicas
+    micro: int = _key(_degree, 0, "")  # micro-batches per replica and step; 0: as many as stages
+    first: int = _key(_degree, 0, "stages")  # equal layers on the first stage; 0: as on others
+    last: int = _key(_degree, 0, "stages")
+    schedule: str = _key(
+        _one_of("1f1b", "gpipe", "interleaved", "zb"),
+        "1f1b",
+        "",
+        short={"interleaved": "interleaved:2"},
+    )
+    virtual: int = _behind("schedule", _integer(2, 1000), 1, "stages")  # interleaved, per rank
+    accumulate: int = _key(_degree, 1, "")  # micro-batches without a pipeline
+    cdp: int = _key(_integer(1, 2), 0, "runs")  # version of cyclic data parallelism
+    recompute: str = _key(_one_of("full", "selective"), "", "prices")
+    recomputed: float = _behind("recompute", _share, 1.0, "prices")  # share of layers
+    offload: str = _key(_one_of("optimizer", "activations"), "", "runs")
+    compress: float = _key(_share, 1.0, "runs")  # bytes of gradients sent over their bytes
+    gossip: str = _key(_one_of("ring", "exp2"), "", "runs")  # averages in place of all_reduce
+    coconet: str = _key(_transforms, "", "prices runs")
+    shard: str = _key(_text(f"is {GREEDY} or a JSON file of a sharding"), "", "")
+    node: str = _key(_text("needs a name or a YAML file"), "", "")
+    nodes: int = _key(_degree, 0, "")  # 0: as many as the ranks need
+
+    def __post_init__(self) -> None:
+        for broken, rule in _rules(self):
+            if broken:
+                raise ValueError(f"plan {str(self)!r}: {rule}")
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor-parallel ranks of each expert; 1: experts are spread over tp x dp ranks."""
+        return self.etp or (1 if self.dp % self.ep else self.tp)
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks of one pipeline stage that hold the same part of the same experts."""
+        return self.tp * self.cp * self.dp // (self.expert_tp * self.ep)
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which parameters, gradients and states are shared out."""
+        return self.hsdp or self.dp * self.cp
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of CoCoNeT's overlap; 1: messages and products do not overlap."""
+        return int((re.findall(r"overlap:(\d+)", self.coconet) or [1])[0])
+
+    @property
+    def plain(self) -> bool:
+        """Whether the plan is one process, or DDP without any option."""
+        return set(self.stated) <= {"dp", "micro", "amp"} and self.microbatches == 1
+
+    @property
+    def microbatches(self) -> int:
+        """Micro-batches per step and data-parallel replica."""
+        if self.pp == 1:
+            return max(self.micro, self.accumulate, 1)
+        return self.micro or self.pp
+
+    @property
+    def stated(self) -> list[str]:
+        """Names of the fields that have another value than by default."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+
+    def parts(self, changed: str) -> tuple[object, ...]:
+        """The values of all fields that change ``changed``: ops, prices, stages or runs."""
+        every = [changed]
+        names = [f.name for f in fields(self) if changed in f.metadata.get("changes", every)]
+        return tuple(getattr(self, name) for name in names)
+
+    @classmethod
+    def parse(cls, text: str) -> ParallelPlan:
+        """Reads a plan such as ``dp=8,zero=3``; ValueError names the wrong part and the rule."""
+        values: dict[str, Any] = {}
+        joined = re.sub(rf",\s*(?=(?:{'|'.join(TRANSFORMS)})\b)", "+", text)  # to coconet=...
+        for part in filter(None, (p.strip() for p in joined.split(","))):
+            key, given, value = (s.strip() for s in part.partition("="))
+            try:
+                if key in values:
+                    raise ValueError(f"{key} is given twice")
+                values |= _read(key, value, flag=not given)
+            except ValueError as exc:
+                raise ValueError(f"plan {text!r}: {exc}") from None
+        return cls(**values)
+
+    def __str__(self) -> str:
+        """The text that ``parse`` reads: dp, and each option that is not the default."""
+        stated, parts = self.stated, [f"dp={self.dp}"]
+        for name in stated:
+            if name != "dp" and name in _KEYS:
+                value, number = getattr(self, name), _NUMBERS.get(name, "")
+                behind = f":{getattr(self, number):g}" if number in stated else ""
+                parts.append(name if value is True else f"{name}={value}{behind}")
+        return ",".join(parts)
+
+
+_FIELDS = {f.name: f.metadata for f in fields(ParallelPlan)}
+_NUMBERS = {facts["behind"]: name for name, facts in _FIELDS.items() if "behind" in facts}
+_KEYS = [name for name in _FIELDS if name not in _NUMBERS.values()]
+
+
+def _read(key: str, text: str, *, flag: bool) -> dict[str, Any]:
+    """The values of a key's text: its own, and that of a number behind it."""
+    if key not in _KEYS:
+        raise ValueError(f"unknown key {key!r}; known: {_KEYS}")
+    facts, number = _FIELDS[key], _NUMBERS.get(key)
+    if facts["read"] == FLAG:
+        if not flag:
+            raise ValueError(f"{key} takes no value, got {text!r}")
+        return {key: True}
+    text = facts["short"].get(text, text)
+    if number is None:
+        return {key: facts["read"](key, text)}
+    value, colon, count = text.partition(":")
+    found = {key: facts["read"](key, value)}
+    return found | ({number: _FIELDS[number]["read"](f"{key}:N", count)} if colon else {})
+
+
+def _rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
+    """Yields (whether the plan breaks the rule, the rule); later rules rely on earlier ones."""
+    yield from _degree_rules(p)
+    yield from _schedule_rules(p)
+    yield from _gradient_rules(p)
+    yield p.nodes > 0 and not p.node, "nodes needs node=NAME"
+
+
+def _degree_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
+    for name in ("dp", "tp", "pp", "cp", "ep", "accumulate", "virtual"):
+        yield getattr(p, name) < 1, f"{name} is a positive integer"
+    yield p.etp not in (0, 1, p.tp), f"etp is 1 or tp, got {p.etp}"
+    ranks = p.dp * p.tp // p.expert_tp
+    yield ranks % p.ep != 0, f"ep divides dp, or tp x dp with etp=1: ep={p.ep}, dp={p.dp}"
+    spread = p.expert_tp < p.tp
+    yield spread and p.ep == 1, f"etp={p.etp} needs ep > 1"
+    yield spread and not p.sp, "experts over tp x dp ranks need sp: each rank sends its own tokens"
+    yield not 1 <= p.imbalance <= p.ep, f"imbalance is from 1 to ep, got {p.imbalance}"
+    yield p.sp and p.tp == 1, "sp needs tp > 1"
+    yield p.tp_overlap and not p.sp, "tp_overlap needs sp"
+
+
+def _schedule_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
+    yield p.pp > 1 and p.accumulate > 1, "with pp > 1 give micro instead of accumulate"
+    both = p.micro > 1 and p.accumulate > 1
+    yield both, "micro and accumulate both count micro-batches: give one"
+    uneven = p.first + p.last > 0
+    yield uneven and p.pp == 1, "first and last need pp > 1"
+    yield uneven and p.virtual > 1, "first and last are of stages of one piece: not interleaved"
+    yield not 0 < p.recomputed <= 1, f"recompute's share is above 0 and up to 1: {p.recomputed}"
+    yield p.pp == 1 and p.schedule != "1f1b", f"schedule={p.schedule} needs pp > 1"
+    interleaved = p.schedule == "interleaved"
+    yield p.virtual > 1 and not interleaved, "only interleaved takes a number of stages per rank"
+    yield (
+        interleaved and p.microbatches % p.pp != 0,
+        f"interleaved needs micro divisible by pp: micro={p.microbatches}, pp={p.pp}",
+    )
+
+
+def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
+    """Rules of what replicas do with parameters and gradients."""
+    yield p.zero > 0 and p.dp * p.cp == 1, f"zero={p.zero} needs dp > 1 or cp > 1"
+    yield p.hsdp > 0 and p.zero == 0, f"hsdp={p.hsdp} needs zero"
+    groups = p.hsdp == 1 or p.dp * p.cp % max(1, p.hsdp) != 0
+    yield groups, f"hsdp is from 2 and divides dp * cp, got {p.hsdp}"
+    yield not 0 < p.compress <= 1, f"compress is above 0 and up to 1, got {p.compress}"
+    yield p.compress < 1 and p.dp == 1, "compress needs dp > 1"
+    yield p.compress < 1 and p.zero > 0, "compress acts on all_reduce: zero=0"
+    yield p.gossip != "" and p.dp == 1, f"gossip={p.gossip} needs dp > 1"
+    yield p.gossip != "" and p.zero > 0, f"gossip={p.gossip} keeps whole replicas: zero=0"
+    yield p.cdp > 0 and p.dp == 1, f"cdp={p.cdp} needs dp > 1"
+    alone = p.pp == 1 and p.microbatches == 1 and not p.gossip and p.zero == 0 and p.ep == 1
+    yield p.cdp > 0 and not alone, "cdp staggers whole replicas: no pp, micro, gossip, zero or ep"
+    yield bool(p.coconet) and p.dp == 1, "coconet rewrites the gradient all_reduce: dp > 1"
+    plain = p.zero == 0 and not p.gossip and p.cdp == 0
+    yield bool(p.coconet) and not plain, "coconet rewrites DDP: no zero, gossip or cdp"
+    yield bool(p.coconet) and "split" not in p.coconet, "coconet starts with split"
+    yield "fuse" in p.coconet and "reorder" not in p.coconet, "coconet: fuse needs reorder"
+    yield p.shard != "" and p.dp == 1, "shard spreads tables over dp ranks: dp > 1"
+    ddp = {"dp", "micro", "amp", "compress", "shard", "node", "nodes"}
+    alone = set(p.stated) <= ddp and p.microbatches == 1
+    yield p.shard != "" and not alone, "shard goes with dp, amp, compress and node alone"
+
+
+def micro_batch(plan: ParallelPlan, batch: int, seq: int) -> tuple[int, int]:
+    """Returns (samples, tokens of each on one rank) of a micro-batch, from a replica's batch."""
+    micro = plan.microbatches
+    if batch % micro:
+        raise ValueError(
+            f"plan {str(plan)!r}: {batch} samples do not divide by {micro} micro-batches"
+        )
+    if plan.cp > 1 and (seq == 0 or seq % (2 * plan.cp)):
+        raise ValueError(f"plan {str(plan)!r}: a length of {seq} does not divide by 2 * cp")
+    return batch // micro, seq // plan.cp
+
+
+def ranks_per_node(plan: ParallelPlan, gpus_per_node: int) -> int:
+    """Returns the ranks on each node; ValueError where the plan's nodes cannot hold its ranks."""
+    nodes = plan.nodes or ceil(plan.world_size / gpus_per_node)
+    if plan.world_size > nodes * gpus_per_node:
+        place = f"{nodes} nodes of {gpus_per_node} GPUs"
+        raise ValueError(f"plan {str(plan)!r}: {plan.world_size} ranks do not fit {place}")
+    return ceil(plan.world_size / nodes)
