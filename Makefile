@@ -37,7 +37,7 @@ learners: setup ## after a demo: eight learners ranked per op family and on whol
 evaluate: setup ## predicted against measured iterations
 	$(CLI) evaluate
 
-OTHERS = $(shell $(PY) -c "from itercast.microbench.cases.others import OTHERS as o; print(*(f'--case {c.name}' for c in o))")
+OTHERS = $(shell $(PY) -c "from itercast.microbench.cases.registry import cases_of; print(*(f'--case {c.name}' for c in cases_of('others')))")
 others: setup ## after a demo: ten kinds of models that it does not measure, forecast and measured on this CPU
 	$(CLI) evaluate $(OTHERS) --out reports/others
 

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # names need no torch
+    import torch
+
+Inputs = dict[str, Any]  # by argument name of the model's forward: tensors, seldom flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +24,9 @@ class EvalCase:
     """
 
     name: str
-    build: Callable[[], Any]
-    inputs: Callable[[int, int], dict[str, Any]]
-    loss: Callable[[Any, dict[str, Any]], Any]
+    build: Callable[[], torch.nn.Module]
+    inputs: Callable[[int, int], Inputs]
+    loss: Callable[[Any, Inputs], torch.Tensor]
     batch: int
     seq: int = 0
     measured: bool = True

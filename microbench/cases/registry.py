@@ -3,24 +3,73 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
-from itercast.microbench.cases.catalogue import MEASURED, PUBLISHED
+import numpy as np
+import yaml
+
 from itercast.microbench.cases.evalcase import EvalCase
-from itercast.microbench.cases.examples import EXAMPLES
-from itercast.microbench.cases.gpu import GPU
-from itercast.microbench.cases.others import OTHERS
-from itercast.microbench.cases.recommenders.catalogue import RECOMMENDERS
+from itercast.microbench.cases.kinds import Sizes, make_case
 from itercast.microbench.extensions import with_added
 from itercast.microbench.hardware.nearest_names import unknown
+from itercast.microbench.yaml_text import OwnLoader
 
-__all__ = ["EvalCase", "case", "case_names"]
+__all__ = ["EvalCase", "case", "case_names", "cases_of"]
 
-OWN = (*MEASURED, *PUBLISHED, *EXAMPLES, *GPU, *OTHERS, *RECOMMENDERS)
+FILE = Path(__file__).with_name("cases.yaml")
+MEASURED, LISTS = "measured", "lists"  # a group of the file; what is no group
+DLRMS = 20
+
+
+@cache
+def _groups() -> dict[str, tuple[EvalCase, ...]]:
+    """The cases of the file, and random DLRMs, by group."""
+    stated: dict[str, dict[str, Sizes]] = yaml.load(FILE.read_text(), OwnLoader)
+    found = {
+        group: tuple(_stated_case(name, group, facts) for name, facts in cases.items())
+        for group, cases in stated.items()
+        if group != LISTS
+    }
+    return {**found, "gpu": (*found["gpu"], *map(random_dlrm, range(DLRMS)))}
+
+
+def _stated_case(name: str, group: str, facts: Sizes) -> EvalCase:
+    plain: Sizes = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()}
+    return make_case(name, measured=group == MEASURED, **plain)
+
+
+def random_dlrm(number: int) -> EvalCase:
+    """A random DLRM; every second one has at least 20 lookups per bag.
+
+    Perceptrons, 36 to 66 tables and batches of 512 to 4096 as in arXiv:2404.12674; tables of 1,000
+    to a million rows, so that their dense gradients fit into memory.
+    """
+    rng = np.random.default_rng([2404, number])
+    tables = int(rng.integers(36, 67))
+    rows = np.exp(rng.uniform(np.log(1e3), np.log(1e6), tables)).astype(int)
+    return make_case(
+        f"dlrm-r{number:02d}",
+        "dlrm",
+        batch=int(rng.choice([512, 1024, 2048, 4096])),
+        features=512,
+        bottom=(1024, 256),
+        tables=tables,
+        rows=tuple(int(n) for n in rows),
+        bag=int(rng.integers(20, 81) if number % 2 else rng.integers(1, 20)),
+        width=int(rng.choice([32, 64, 128])),
+        top=(1024, 512, 256),
+    )
+
+
+def cases_of(group: str) -> tuple[EvalCase, ...]:
+    """The cases of a group of the file."""
+    return _groups()[group]
 
 
 @cache
 def _cases() -> dict[str, EvalCase]:
-    return with_added("cases", {c.name: c for c in OWN}, EvalCase)
+    own = {c.name: c for cases in _groups().values() for c in cases}
+    return with_added("cases", own, EvalCase)
 
 
 def case_names() -> list[str]:

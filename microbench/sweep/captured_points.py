@@ -9,115 +9,102 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from itercast.microbench.cases import kinds
-from itercast.microbench.cases.kinds import clicks, graphs, images, language
+from itercast.microbench.cases.evalcase import EvalCase
+from itercast.microbench.cases.kinds import Sizes, make_case
 from itercast.microbench.ops import families, find_family
 from itercast.microbench.ops.family import Family, log_uniform
 from itercast.microbench.store import read_rows, write_atomic
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomModel:
-    """Builders of a model, its inputs and its loss, as ``capture_step`` takes them."""
-
-    build: Callable[[], Any]
-    inputs: Callable[[], dict[str, Any]]
-    loss: Callable[[Any, dict[str, Any]], Any]
-
-
-def from_case(case: Any) -> RandomModel:
-    """The builders of a case."""
-    return RandomModel(
-        build=case.build, inputs=lambda: case.inputs(case.batch, case.seq), loss=case.loss
-    )
-
-
-def transformer(rng: np.random.Generator, largest: int) -> RandomModel:
+def transformer(rng: np.random.Generator, largest: int) -> EvalCase:
     """One block in the style of GPT, BERT or Llama, some with experts; further blocks are equal."""
     heads = int(rng.choice([2, 4, 6, 8, 12, 16] if largest < 2048 else [8, 12, 16, 20, 25, 32, 40]))
     per_head = min(int(rng.choice([16, 32, 48, 64, 80, 96, 128])), max(16, largest // heads))
     style = str(rng.choice(["gpt", "bert", "llama"]))
     heads -= heads % 2 if style == "llama" else 0  # two heads share a key
-    sizes: dict[str, Any] = {
-        "style": style,
-        "width": heads * per_head,
-        "layers": 1,
-        "heads": heads,
-    }
+    sizes: Sizes = {"width": heads * per_head, "layers": 1, "heads": heads}
     if rng.random() < 0.3:
-        sizes |= {"experts": int(rng.choice([4, 6, 8, 12])), "top": int(rng.choice([1, 2]))}
+        more = {"experts": int(rng.choice([4, 6, 8, 12])), "top": int(rng.choice([1, 2]))}
+        sizes = {**sizes, **more}
     batch, seq = log_uniform(rng, 2, 16), log_uniform(rng, 24, largest // 2)
     vocab = log_uniform(rng, 256, 24 * largest)
-    return from_case(language("random", "Transformer", batch, seq, vocab=vocab, **sizes))
+    return make_case(
+        "random", "transformer", batch=batch, seq=seq, vocab=vocab, style=style, **sizes
+    )
 
 
-def perceptron(rng: np.random.Generator, largest: int) -> RandomModel:
+def perceptron(rng: np.random.Generator, largest: int) -> EvalCase:
     """A perceptron of three layers."""
     widths = tuple(8 * log_uniform(rng, 4, largest // 2) for _ in range(4))
-    return from_case(kinds.perceptron("random", widths, log_uniform(rng, 16, largest)))
+    return make_case("random", "perceptron", widths=widths, batch=log_uniform(rng, 16, largest))
 
 
-def vit(rng: np.random.Generator, largest: int) -> RandomModel:
+def vit(rng: np.random.Generator, largest: int) -> EvalCase:
     """A vision transformer with one block."""
     heads, patch = int(rng.choice([2, 3, 4, 6, 8])), int(rng.choice([4, 6, 8, 16]))
     heads *= 1 if largest < 2048 else 3
     width = heads * int(rng.choice([32, 48, 64]))
     size = patch * log_uniform(rng, 4, 12 if largest < 2048 else 24)
-    sizes: dict[str, Any] = {"width": width, "layers": 1, "heads": heads, "patch": patch}
+    sizes: Sizes = {"size": size, "patch": patch, "width": width, "heads": heads, "layers": 1}
     batch, classes = log_uniform(rng, 2, largest // 32), log_uniform(rng, 10, 1000)
-    return from_case(images("random", "Vit", batch, size, size=size, classes=classes, **sizes))
+    return make_case("random", "vit", batch=batch, classes=classes, **sizes)
 
 
-def resnet(rng: np.random.Generator, largest: int) -> RandomModel:
+def resnet(rng: np.random.Generator, largest: int) -> EvalCase:
     """A ResNet of four stages with one or two blocks each."""
-    sizes: dict[str, Any] = {
-        "width": 8 * log_uniform(rng, 1, min(largest // 64, 16)),
-        "stages": tuple(int(n) for n in rng.integers(1, 3, 4)),
-        "bottleneck": bool(rng.random() < 0.5),
-    }
-    batch = log_uniform(rng, 2, largest // 32)
-    image = 32 * log_uniform(rng, 1, 4 if largest < 2048 else 8)
-    return from_case(images("random", "ResNet", batch, image, classes=100, **sizes))
+    return make_case(
+        "random",
+        "resnet",
+        width=8 * log_uniform(rng, 1, min(largest // 64, 16)),
+        stages=tuple(int(n) for n in rng.integers(1, 3, 4)),
+        bottleneck=bool(rng.random() < 0.5),
+        **_image_sizes(rng, largest),
+    )
 
 
-def convnet(rng: np.random.Generator, largest: int) -> RandomModel:
+def convnet(rng: np.random.Generator, largest: int) -> EvalCase:
     """An EfficientNet, ConvNeXt or DenseNet of two stages."""
-    name = str(rng.choice(["EfficientNet", "ConvNext", "DenseNet"]))
+    kind = str(rng.choice(["efficientnet", "convnext", "densenet"]))
     width = 8 * log_uniform(rng, 2, min(largest // 32, 48))
-    sizes: dict[str, Any] = {"widths": (width, 2 * width, 3 * width), "depth": 1}
-    if name == "DenseNet":
+    sizes: Sizes = {"widths": (width, 2 * width, 3 * width), "depth": 1}
+    if kind == "densenet":
         sizes = {"width": width, "growth": 8 * int(rng.integers(1, 5)), "depth": 3}
+    return make_case("random", kind, **sizes, **_image_sizes(rng, largest))
+
+
+def _image_sizes(rng: np.random.Generator, largest: int) -> Sizes:
     batch = log_uniform(rng, 2, largest // 32)
     image = 32 * log_uniform(rng, 1, 4 if largest < 2048 else 8)
-    return from_case(images("random", name, batch, image, classes=100, module="convnets", **sizes))
+    return {"batch": batch, "image": image, "classes": 100}
 
 
-def recurrent(rng: np.random.Generator, largest: int) -> RandomModel:
+def recurrent(rng: np.random.Generator, largest: int) -> EvalCase:
     """A GRU or LSTM language model of one or two layers."""
-    sizes: dict[str, Any] = {"width": 8 * log_uniform(rng, 4, largest // 8)}
-    sizes |= {"layers": int(rng.integers(1, 3)), "kind": str(rng.choice(["gru", "lstm"]))}
+    width, layers = 8 * log_uniform(rng, 4, largest // 8), int(rng.integers(1, 3))
+    cell = str(rng.choice(["gru", "lstm"]))
     batch, seq = log_uniform(rng, 4, 64), log_uniform(rng, 8, 40)
-    vocab = log_uniform(rng, 256, 8 * largest)
-    more: dict[str, Any] = {"vocab": vocab, "module": "recurrent", **sizes}
-    return from_case(language("random", "RecurrentLM", batch, seq, **more))
+    sizes: Sizes = {"vocab": log_uniform(rng, 256, 8 * largest), "width": width, "layers": layers}
+    return make_case("random", "recurrent", batch=batch, seq=seq, cell=cell, **sizes)
 
 
-def recommender(rng: np.random.Generator, largest: int) -> RandomModel:
+def recommender(rng: np.random.Generator, largest: int) -> EvalCase:
     """A DLRM; on a GPU each embedding table has its own size."""
     wide = 8 * log_uniform(rng, 8, largest // 8)
     tables = log_uniform(rng, 3, 24 if largest < 2048 else 64)
     rows: int | tuple[int, ...] = log_uniform(rng, 500, 64 * largest)
     if largest >= 2048:
         rows = tuple(log_uniform(rng, 1000, 2_000_000) for _ in range(tables))
-    case = clicks(
+    return make_case(
         "random",
-        log_uniform(rng, 64, 4 * largest),
+        "dlrm",
+        batch=log_uniform(rng, 64, 4 * largest),
         features=log_uniform(rng, 8, 64),
         bottom=(wide, wide // 2),
         tables=tables,
@@ -126,14 +113,14 @@ def recommender(rng: np.random.Generator, largest: int) -> RandomModel:
         width=int(rng.choice([16, 32, 48, 64, 96] if largest < 2048 else [32, 64, 96, 128])),
         top=(2 * wide, wide),
     )
-    return from_case(case)
 
 
-def graph(rng: np.random.Generator, largest: int) -> RandomModel:
+def graph(rng: np.random.Generator, largest: int) -> EvalCase:
     """A graph network of two layers on random edges, with or without attention."""
-    case = graphs(
+    return make_case(
         "random",
-        log_uniform(rng, 4, largest // 16),
+        "graph",
+        batch=log_uniform(rng, 4, largest // 16),
         nodes=log_uniform(rng, 20, 200),
         degree=log_uniform(rng, 3, 16),
         features=log_uniform(rng, 16, 128),
@@ -142,10 +129,9 @@ def graph(rng: np.random.Generator, largest: int) -> RandomModel:
         classes=log_uniform(rng, 5, 50),
         attention=bool(rng.random() < 0.4),
     )
-    return from_case(case)
 
 
-MODELS: tuple[Callable[[np.random.Generator, int], RandomModel], ...] = (
+MODELS: tuple[Callable[[np.random.Generator, int], EvalCase], ...] = (
     transformer,
     perceptron,
     vit,
@@ -196,7 +182,8 @@ class ModelCaptures:
 
         begin_s, model = time.monotonic(), self.models[self.done]
         settings = StepSettings(optimizer="adamw" if self.done % 3 else "sgd")
-        for call in capture_step(model.build, model.inputs, model.loss, settings).calls:
+        inputs = partial(model.inputs, model.batch, model.seq)
+        for call in capture_step(model.build, inputs, model.loss, settings).calls:
             family, params = find_family(call)
             if family is not None:
                 self.points[family.name][params] = None

@@ -10,14 +10,14 @@ import pytest
 from clockwork import ticking
 
 from itercast.microbench.capture.log import capture_step
-from itercast.microbench.cases.others import OTHERS
-from itercast.microbench.cases.registry import case, case_names
+from itercast.microbench.cases.registry import case, case_names, cases_of
 from itercast.microbench.iterations.collect import iteration_of
 from itercast.microbench.iterations.measure import PHASES, Iteration, measure_iteration
 from itercast.microbench.opcall import TensorSpec
 from itercast.microbench.step import StepSettings
 
 MEASURED = [n for n in case_names() if case(n).measured]
+OTHERS = [c.name for c in cases_of("others")]
 
 PUBLISHED_PARAMETERS = {
     "gpt2-small": 124_439_808,
@@ -67,7 +67,9 @@ def sequence(name: str, fake: bool) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", [*MEASURED, *(c.name for c in OTHERS if "lstm" not in c.name)])
+@pytest.mark.parametrize(
+    "name", [*MEASURED, *(c.name for c in cases_of("others") if "lstm" not in c.name)]
+)
 def test_a_measured_case_runs_and_its_capture_equals_its_run(name: str) -> None:
     assert sequence(name, fake=True) == sequence(name, fake=False)
 

@@ -12,10 +12,10 @@ class RecurrentLM(nn.Module):
     On a CPU an LSTM layer is one oneDNN call, a GRU layer many products and elementwise calls.
     """
 
-    def __init__(self, width: int, layers: int, vocab: int, kind: str = "gru") -> None:
+    def __init__(self, width: int, layers: int, vocab: int, cell: str = "gru") -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
-        cells = {"gru": nn.GRU, "lstm": nn.LSTM}[kind]
+        cells = {"gru": nn.GRU, "lstm": nn.LSTM}[cell]
         self.cells = cells(width, width, layers, batch_first=True)
         self.head = nn.Linear(width, vocab)
 

@@ -50,13 +50,14 @@ class CrossNetwork(nn.Module):
 
 
 class Ranker(nn.Module):
-    """Dense features and tables with ``pooling`` lookups a sample each."""
+    """Dense features and tables with ``pooling`` lookups a sample each; empty: one."""
 
     def __init__(
         self, rows: Sequence[int], pooling: Sequence[int], width: int, sparse: bool = False
     ) -> None:
         super().__init__()
-        self.pooling, self.tables = tuple(pooling), Tables(rows, width, sparse)
+        self.pooling = tuple(pooling) or (1,) * len(rows)
+        self.tables = Tables(rows, width, sparse)
 
     def pooled(self, batch: int, indices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """Pooled vectors (batch, tables * width)."""
@@ -106,10 +107,10 @@ class DcnV2(Ranker):
         self,
         features: int,
         rows: tuple[int, ...],
-        pooling: tuple[int, ...],
         width: int,
         hidden: tuple[int, ...],
         layers: int,
+        pooling: tuple[int, ...] = (),
     ) -> None:
         super().__init__(rows, pooling, width)
         read = features + width * len(rows)
@@ -136,9 +137,9 @@ class DeepFm(Ranker):
         self,
         features: int,
         rows: tuple[int, ...],
-        pooling: tuple[int, ...],
         width: int,
         hidden: tuple[int, ...],
+        pooling: tuple[int, ...] = (),
     ) -> None:
         super().__init__(rows, pooling, width)
         self.weights, self.dense = Tables(rows, 1), nn.Linear(features, 1)
