@@ -210,7 +210,9 @@ class PriceBook:
             return found
         if w.family is not None and w.family.name in models:
             return [Part(family=w.family.name, params=w.params)]
-        return [memory_copy(_moved(w))] if on_gpu and has_model(models, "elementwise") else []
+        if on_gpu and has_model(models, "elementwise"):
+            return [memory_copy(_moved(w, self.gpu))]
+        return []
 
     def _flops(self, family: Family, params: Any) -> float:
         if params not in self.flops:
@@ -271,7 +273,7 @@ class PriceBook:
             name, inside = UNMODELLED, False
             dtype = getattr(w.params, "dtype", "fp32")
             if not parts:
-                us = _moved(w) / self.gpu.hbm_bytes_per_s * 1e6 + ROOFLINE_OVERHEAD_US
+                us = _moved(w, self.gpu) / self.gpu.hbm_bytes_per_s * 1e6 + ROOFLINE_OVERHEAD_US
             us = max(us, flops / self.gpu.peak(dtype) * 1e6)
             low_us, high_us, other_us = us / UNCERTAINTY_FACTOR, us * UNCERTAINTY_FACTOR, us
         throttled = self._throttled(w, us, flops)
@@ -322,9 +324,13 @@ def answers(model: Any, gpu: Gpu) -> bool:
     return not isinstance(model, FamilyModel) or model.covers_kind(gpu)
 
 
-def _moved(w: Priceable) -> float:
+def _moved(w: Priceable, gpu: Gpu) -> float:
     """Bytes read and written: by the family's formula, else every tensor once."""
-    return float(w.family.bytes_moved(w.params)) if w.family is not None else w.bytes_moved
+    if w.family is None:
+        return w.bytes_moved
+    if w.family.cached_bytes is not None:
+        return float(w.family.cached_bytes(w.params, gpu))
+    return float(w.family.bytes_moved(w.params))
 
 
 @cached_by_identity

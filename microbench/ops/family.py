@@ -137,6 +137,8 @@ class Family:
 
     Bounds and features:
     ``rate`` is the FLOP/s that an op's kernels cannot pass, whatever the dtype's peak.
+    ``cached_bytes(params, gpu)`` prices an op without a learned model in place of ``bytes_moved``
+    where what it reads may be in the last cache.
     ``floor_us`` replaces max(flops / peak, bytes / memory bandwidth) where that is not the bound.
     ``waits`` is how often a thread of torch's kernel waits for memory, one time after the other.
     ``op_name`` is the op under which a row is counted as measured; None: parameter ``op``.
@@ -172,6 +174,7 @@ class Family:
     features: Callable[[Any, Gpu], Mapping[str, Numbers | str]]
     answers: Mapping[str, Callable[[OpCall], Any]]
     layouts: tuple[str, ...] = ("",)
+    cached_bytes: Callable[[Any, Gpu], Any] | None = None
     floor_us: Callable[[Any, Gpu], Any] | None = None
     rate: Callable[[Any, Gpu], Any] | None = None
     waits: Callable[[Any, Gpu], Any] | None = None

@@ -26,6 +26,7 @@ from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.lookup.random_streams import (
     LINE_BYTES,
     draw_stream,
+    row_bytes_from_memory,
     stream_features,
     table_features,
     with_random_stream,
@@ -169,6 +170,18 @@ def bytes_moved(p: EmbeddingBag) -> Numbers:
     return rows * p.dim * itemsize + 8.0 * (p.lookups + p.bags) + weights
 
 
+def cached_bytes(p: EmbeddingBag, gpu: Gpu) -> Any:
+    """``bytes_moved``, with rows of the table that the last cache holds counted as such.
+
+    Forward reads the row of each lookup, backward reads and writes it; a sparse gradient does not
+    touch the table.
+    """
+    passes = np.where(np.equal(p.op, "forward"), 1.0, 2.0 * np.equal(p.op, "backward"))
+    row_bytes = 1.0 * p.dim * itemsize_bytes(p.dtype)
+    saved = p.lookups * row_bytes - row_bytes_from_memory(p, row_bytes, gpu.l2_bytes)
+    return bytes_moved(p) - passes * saved
+
+
 def features(p: EmbeddingBag, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes, pooling, how often rows are reused, and the lookups that hit the last cache."""
     row_bytes = 1.0 * p.dim * itemsize_bytes(p.dtype)
@@ -298,6 +311,7 @@ FAMILY = Family(
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,
+    cached_bytes=cached_bytes,
     features=features,
     answers={
         "aten._embedding_bag.default": from_forward,

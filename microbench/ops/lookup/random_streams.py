@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from itercast.microbench.assumptions import assumed
 from itercast.microbench.ops.lookup.reuse import (
     LEAST,
     MOST,
     draw_indices,
+    expected_hit_frac,
     histogram,
     histogram_text,
     hit_frac,
@@ -31,6 +33,9 @@ DRAWN_ROWS = 4096
 SHOWN_BINS = (0, 2, 5, 9, 13)  # of the histogram, as features
 RECENT = 1024
 LINE_BYTES = 64
+# Of a GPU's last cache: the share that holds rows, and a hit's time over that of memory.
+HOLDS_ROWS: float = assumed(__file__, "holds_rows")
+HIT_COST: float = assumed(__file__, "hit_cost")
 
 
 def with_random_stream(rng: np.random.Generator, p: Any) -> Any:
@@ -123,6 +128,19 @@ def zipf_indices(p: Any, device: str) -> Any:
 def unique_rows(p: Any) -> Any:
     """Distinct rows that a call looks up: as stated, else as expected of its skew and repeats."""
     return reuse_of(p)[0]
+
+
+def row_bytes_from_memory(p: Any, row_bytes: Any, cache_bytes: Any) -> Any:
+    """Bytes that take as long to stream from memory as the rows of all lookups take to be read.
+
+    Rows are whole lines of 64 bytes. A lookup whose row the last cache holds counts ``HIT_COST``.
+    """
+    line_bytes = LINE_BYTES * np.ceil(row_bytes / LINE_BYTES)
+    kept = HOLDS_ROWS * cache_bytes / line_bytes
+    hits = expected_hit_frac(p.rows, p.lookups, p.skew, p.repeats, kept)
+    if np.any(np.not_equal(p.reuse, "")):
+        hits = np.where(np.not_equal(p.reuse, ""), hit_frac(p.lookups, *reuse_of(p), kept), hits)
+    return p.lookups * line_bytes * (1 - (1 - HIT_COST) * hits)
 
 
 def table_features(p: Any, row_bytes: Any, cache_bytes: Any) -> dict[str, Any]:

@@ -76,7 +76,33 @@ def hit_frac(lookups: Any, unique: Any, shares: Any, cache_rows: Any) -> np.ndar
     rows = unique[..., None] * np.asarray(shares)
     hotter = rows[..., ::-1].cumsum(axis=-1)[..., ::-1] - rows
     kept = np.clip(np.asarray(cache_rows, dtype=float)[..., None] - hotter, 0.0, rows)
-    return np.asarray((kept * (times - 1)).sum(axis=-1) / np.asarray(lookups, dtype=float))
+    again = (rows * (times - 1)).sum(axis=-1)  # lookups but the first of a row
+    share = (kept * (times - 1)).sum(axis=-1) / np.where(again > 0, again, 1.0)
+    return np.asarray(share * (1 - unique / np.asarray(lookups, dtype=float)))
+
+
+def expected_hit_frac(rows: Any, lookups: Any, skew: Any, repeats: Any, cache_rows: Any) -> Any:
+    """``hit_frac`` of lookups drawn as in ``expected_reuse``; a larger skew never lowers it.
+
+    The ``cache_rows`` likeliest rows miss once, if they are drawn: 1 - (1 - p)^n of n drawn. All
+    others miss whenever they are drawn: n * p. A repeated lookup hits.
+    """
+    columns = (rows, lookups, skew, repeats, cache_rows)
+    arrays = np.broadcast_arrays(*(np.asarray(c, dtype=float) for c in columns))
+    missed = [
+        _missed(*(a.reshape(-1, 1)[start : start + CHUNK] for a in arrays))
+        for start in range(0, arrays[0].size, CHUNK)
+    ]
+    return 1 - np.concatenate(missed).reshape(arrays[0].shape)
+
+
+def _missed(rows: Any, lookups: Any, skew: Any, repeats: Any, cache_rows: Any) -> Any:
+    width, chance = _chances(rows, skew)
+    drawn = np.maximum(1.0, lookups * (1 - repeats))
+    seen = -np.expm1(drawn * np.log1p(-np.minimum(chance, 1 - 1e-12)))
+    kept = np.clip(cache_rows - (np.cumsum(width, axis=-1) - width), 0.0, width)
+    missed = (kept * seen + (width - kept) * drawn * chance).sum(axis=-1)
+    return np.minimum(missed / lookups[:, 0], 1.0)
 
 
 def expected_reuse(rows: Any, lookups: Any, skew: Any, repeats: Any) -> tuple[Any, Any]:
@@ -97,12 +123,18 @@ def expected_reuse(rows: Any, lookups: Any, skew: Any, repeats: Any) -> tuple[An
     return unique.reshape(shape), shares.reshape(*shape, BINS)
 
 
-def _expected(rows: Any, lookups: Any, skew: Any, repeats: Any) -> tuple[Any, Any]:
+def _chances(rows: Any, skew: Any) -> tuple[Any, Any]:
+    """Numbers of rows (n, bins) in bins of about equal width in log rank, and one row's chance."""
     steps = np.arange(RANK_BINS + 1) / RANK_BINS
-    edges = 0.5 * (2 * rows + 1) ** steps  # from 1/2 to rows + 1/2
-    width = edges[:, 1:] - edges[:, :-1]
-    weight = np.sqrt(edges[:, 1:] * edges[:, :-1]) ** -skew
-    chance = weight / (width * weight).sum(axis=-1, keepdims=True)
+    ends = np.floor(0.5 * (2 * rows + 1) ** steps + 1e-9 + 0.5) - 1  # from 0 to rows
+    ends[:, 0], ends[:, -1:] = 0.0, rows
+    width = np.diff(ends)
+    weight = np.sqrt((ends[:, :-1] + 1) * np.maximum(ends[:, 1:], 1.0)) ** -skew
+    return width, weight / (width * weight).sum(axis=-1, keepdims=True)
+
+
+def _expected(rows: Any, lookups: Any, skew: Any, repeats: Any) -> tuple[Any, Any]:
+    width, chance = _chances(rows, skew)
     drawn = np.maximum(1.0, lookups * (1 - repeats))
     mean = drawn * np.minimum(chance, 1 - 1e-12)
     seen = -np.expm1(drawn * np.log1p(-np.minimum(chance, 1 - 1e-12)))

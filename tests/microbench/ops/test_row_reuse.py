@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.lookup import reuse
-from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag, features
-from itercast.microbench.ops.lookup.random_streams import draw_stream
+from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
+from itercast.microbench.ops.lookup import reuse, sparse_update
+from itercast.microbench.ops.lookup.embedding_bag import (
+    EmbeddingBag,
+    bytes_moved,
+    cached_bytes,
+    features,
+)
+from itercast.microbench.ops.lookup.random_streams import HIT_COST, HOLDS_ROWS, draw_stream
 
 TOY = Gpu(name="toy", sm_count=4, peak_flops_per_s={"fp32": 1e12}, l2_bytes=64 * 100)
 
@@ -53,6 +59,48 @@ def test_expected_reuse_agrees_with_drawn_indices(rows: int, lookups: int, skew:
     assert unique == pytest.approx((counts > 0).sum(), rel=0.05)
     coarse = np.cumsum(shares)[::4], np.cumsum(reuse.histogram(counts))[::4]
     assert coarse[0] == pytest.approx(coarse[1], abs=0.03)
+
+
+def test_bytes_of_a_lookup_behind_a_cache_by_hand() -> None:
+    """16 lookups of rows of 128 bytes: 8 rows once, 2 rows 4 times; 2 bags.
+
+    A cache of 64 * 100 bytes holds 0.9 * 50 = 45 rows: the 6 repeated lookups hit. A dense gradient
+    reads and writes a row per lookup.
+    """
+    p = EmbeddingBag(
+        op="forward", rows=50, dim=32, bags=2, lookups=16, unique=10, reuse="0.8 0 0.2"
+    )
+    assert bytes_moved(p) == (16 + 2) * 128 + 8 * (16 + 2)
+    assert cached_bytes(p, TOY) == pytest.approx((10 + 6 * HIT_COST + 2) * 128 + 8 * (16 + 2))
+    saved = 6 * (1 - HIT_COST) * 128
+    back = replace(p, op="backward")
+    assert cached_bytes(back, TOY) == pytest.approx(bytes_moved(back) - 2 * saved)
+    tiny = replace(TOY, l2_bytes=2 * 128 / HOLDS_ROWS / 2)  # holds one row: 3 lookups hit
+    assert bytes_moved(p) - cached_bytes(p, tiny) == pytest.approx(saved / 2)
+
+
+@pytest.mark.parametrize("rows, lookups", [(40, 2_000_000), (50_000, 9000), (40_000_000, 200_000)])
+def test_more_reuse_is_never_slower_on_any_gpu(rows: int, lookups: int) -> None:
+    """Neither a larger skew nor more repeats, for lookups, gradients and updates of tables."""
+    for name in gpu_names():
+        gpu = TOY if name == "cpu" else load_gpu(name)
+        for change in ("skew", "repeats"):
+            values = np.arange(0, 10, 0.25) if change == "skew" else np.arange(0, 1, 0.05)
+            known = {"skew": 0.7, "repeats": 0.3, change: values}
+            stream = {
+                **{k: np.broadcast_to(v, len(values)) for k, v in known.items()},
+                **{"rows": rows, "lookups": lookups, "dim": 64, "bags": 500, "unique": 0},
+                **{"reuse": "", "dtype": "fp32", "weighted": False},
+            }
+            for op, formula in (
+                ("forward", cached_bytes),
+                ("backward", cached_bytes),
+                ("sgd", sparse_update.cached_bytes),
+                ("adam", sparse_update.cached_bytes),
+            ):
+                found = formula(SimpleNamespace(op=op, **stream), gpu)  # type: ignore[arg-type]
+                assert np.all(np.diff(found) <= 1e-9 * found[0]), (name, op, change)
+                assert rows == 40 or found[-1] < found[0]  # 40 rows are in any cache
 
 
 @pytest.mark.parametrize("text", ["1", "0.9 0.1", "0.5 0.2 0.1 0.1 0 0 0.1", "0 0 0 0 0 1"])

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.family import Part, Workload
 from itercast.microbench.ops.lookup import embedding_bag, sparse_update
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
@@ -27,9 +27,9 @@ UPDATE = SparseUpdate(op="sgd", rows=10, dim=4, lookups=6, unique=3, reuse="0.33
 
 
 class Seen:
-    """What a fallback may ask: a GPU whose rows show some ops."""
+    """What a fallback may ask: a CPU whose rows show some ops."""
 
-    gpu = load_gpu("h100-sxm-80gb")
+    gpu = Gpu(name="toy", kind="cpu", peak_flops_per_s={"fp32": 1e12})
     channels_last = False
 
     def __init__(self, *ops: str) -> None:
