@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import exp
 
 from itercast.compose.pricing.collectives import Cluster, cluster
 from itercast.compose.pricing.gradient_buckets import default_contention
@@ -13,6 +14,7 @@ from itercast.compose.simulate.iteration import Outcome, evaluate
 from itercast.compose.simulate.op_timeline import op_timeline
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.timeline import Span, Task
+from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.host import REFERENCE, HostMachine
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
@@ -20,11 +22,14 @@ from itercast.microbench.hardware.stack import USUAL
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
 
+HALF_WIDTH: Mapping[str, float] = assumed(__file__, "half_width")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
     """What ``predict --json`` reports of the slowest rank; iteration = compute + exposed + idle.
 
+    The 80 % interval is from iteration / e**h to iteration * e**h, with h of ``HALF_WIDTH``.
     ``idle_by_us`` splits idle time into host gaps, pipeline bubble and waiting for other stages.
     ``host_us``: all work of the rank's host in a step, whether or not the device waits for it.
     ``fits``: the peak memory is within the device's. ``host``: the host of the GPU, empty on a CPU.
@@ -167,7 +172,7 @@ def report_step(
     tokens: int,
 ) -> Forecast:
     """Turns a simulated iteration into a forecast; samples and tokens are those of all ranks."""
-    low_us, high_us = found.interval_us("cpu" if book.gpu.kind == "cpu" else "gpu")
+    wide = exp(HALF_WIDTH["cpu" if book.gpu.kind == "cpu" else "gpu"])
     per_us = 1 / found.iteration_us if found.iteration_us else 0.0
     per_s = 1e6 * per_us
     idle = {"host": found.host_gap_us, "bubble": found.bubble_us, "waiting": found.waiting_us}
@@ -176,8 +181,8 @@ def report_step(
         plan=plan,
         bundle=bundle_name,
         iteration_us=found.iteration_us,
-        iteration_us_p10=low_us,
-        iteration_us_p90=high_us,
+        iteration_us_p10=found.iteration_us / wide,
+        iteration_us_p90=found.iteration_us * wide,
         host_us=found.tally.host.total_us,
         compute_us=found.compute_us,
         comm_us=found.comm_us,

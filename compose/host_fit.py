@@ -16,7 +16,6 @@ from itercast.microbench.opcall import StepCapture
 
 SLOWDOWNS = (0.2, 40.0)  # no assumption: the range that is searched
 HALVINGS = 10  # of that interval in log; leaves half a percent
-LEAST_SPREAD = 1.15  # no assumption: a limit; other steps of a fitted host spread by 10 to 20 %
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +38,8 @@ def fit_host(
 ) -> HostMachine:
     """Finds the slowdown at which the median signed error of the rows is 0, by bisection.
 
-    ``spread`` of the host covers 80 % of the errors that remain. ValueError where the rows are
-    limited by the GPU rather than the host: no slowdown makes their forecasts right.
+    ValueError where the rows are limited by the GPU rather than the host: no slowdown makes their
+    forecasts right.
     """
     low, high = np.log(SLOWDOWNS)
     for _ in range(HALVINGS):
@@ -54,7 +53,4 @@ def fit_host(
             f"host {name!r}: the GPU sets the pace of these {len(rows)} rows, so the host's speed "
             "does not show; measure smaller batches"
         )
-    host = scaled_host(name, slowdown, source=source)
-    left = np.quantile([abs(row.log_error(host)) for row in rows], 0.8)
-    spread = round(max(LEAST_SPREAD, float(np.exp(left))), 2)
-    return scaled_host(name, slowdown, spread=spread, cpu=cpu, source=source, fitted_on=fitted_on)
+    return scaled_host(name, slowdown, cpu=cpu, source=source, fitted_on=fitted_on)

@@ -31,14 +31,13 @@ ROOMS = {
         "graph",
         "parallel",
         "pricing",
-        "intervals",
         "simulate",
         "",
         "programs",
         "sharding",
         "explain",
     ),
-    "eval": ("tracking", "", "report", "drift", "public", "recommenders", "intervals", "ablation"),
+    "eval": ("tracking", "", "report", "drift", "public", "recommenders", "ablation"),
     "itercast": ("", "commands"),
 }
 LOADERS = ("microbench.assumptions", "microbench.extensions", "microbench.yaml_text")

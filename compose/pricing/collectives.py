@@ -17,7 +17,7 @@ from typing import Any
 import pandas as pd
 
 from itercast.compose.pricing.assumed_time import AssumedShares
-from itercast.compose.pricing.price_book import UNCERTAINTY_FACTOR, UNMODELLED, PriceBook, PricedOp
+from itercast.compose.pricing.price_book import UNMODELLED, PriceBook, PricedOp
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, Node
 from itercast.microbench.hardware.spec import Gpu
@@ -207,8 +207,7 @@ def _empty(one: Sent) -> Sent:
 
 def _by_formula(message: Message, group: Group, where: Cluster) -> PricedOp:
     us = formula_us(message, group, where)
-    bounds = (us, us / UNCERTAINTY_FACTOR, us * UNCERTAINTY_FACTOR)
-    return _priced(message, UNMODELLED, bounds, ((LATENCY, 1.0),))
+    return _priced(message, UNMODELLED, us, ((LATENCY, 1.0),))
 
 
 def _assumed_shares(group: Group, scale: float, where: Cluster) -> AssumedShares:
@@ -233,39 +232,34 @@ def _learned(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> Iterator
     nearest = _largest_known(asked, book, where)
     modelled: dict[Sent, Any] = {}
     if nearest:
-        rows = _rows([(m, group) for (m, _), (group, _) in nearest.items()], book, where)
+        rows = _rows([(m, group) for (m, _), group in nearest.items()], book, where)
         modelled = dict(
             zip(nearest, book.expected("collective", rows).to_dict("records"), strict=True)
         )
     for one in asked:
         message, whole = one
         if one not in nearest:  # a group of one rank sends nothing
-            yield _priced(message, "collective", (0.0, 0.0, 0.0), inside=True)
+            yield _priced(message, "collective", 0.0)
             continue
-        group, known = nearest[one]
+        group = nearest[one]
         scale = formula_us(message, whole, where) / formula_us(message, group, where)
-        columns = ("predicted_us", "predicted_us_p10", "predicted_us_p90")
-        us, low_us, high_us = (float(modelled[one][c]) * scale for c in columns)
+        us = float(modelled[one]["predicted_us"]) * scale
         shares = _assumed_shares(whole, scale, where)
-        inside = known and group == whole
-        yield _priced(message, "collective", (us, low_us, high_us), shares, inside=inside)
+        yield _priced(message, "collective", us, shares)
 
 
-def _largest_known(
-    asked: Sequence[Sent], book: PriceBook, where: Cluster
-) -> dict[Sent, tuple[Group, bool]]:
-    """For each message the largest group inside the model's envelope, and whether there is one.
-
-    Its own group where there is none.
-    """
+def _largest_known(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> dict[Sent, Group]:
+    """For each message the largest group inside the model's envelope; its own where none is."""
     tried = [(one, smaller) for one in asked for smaller in _smaller(one[1])]
-    found: dict[Sent, tuple[Group, bool]] = {}
+    found: dict[Sent, Group] = {}
     if tried:
         rows = _rows([(one[0], smaller) for one, smaller in tried], book, where)
         inside = book.pricer.inside("collective", rows, {where.gpu.name: where.gpu})
         for (one, smaller), known in zip(tried, inside, strict=True):
-            if one not in found or (known and not found[one][1]):
-                found[one] = (smaller, bool(known))
+            if known:
+                found.setdefault(one, smaller)
+        for one, smaller in tried:
+            found.setdefault(one, smaller)
     return found
 
 
@@ -284,19 +278,14 @@ def _rows(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> pd.DataFram
 def _priced(
     message: Message,
     family: str,
-    us: tuple[float, float, float],
+    us: float,
     shares: AssumedShares = (),
-    *,
-    inside: bool = False,
 ) -> PricedOp:
     return PricedOp(
         op=message.kind,
         family=family,
         phase=message.phase,
-        duration_us=us[0],
-        low_us=us[1],
-        high_us=us[2],
+        duration_us=us,
         flops=0.0,
-        in_envelope=inside,
         assumed=shares,
     )

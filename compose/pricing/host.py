@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import exp, log
 from typing import Any
 
 from itercast.compose.graph.launch_modes import launches
 from itercast.compose.graph.layers import Layer
 from itercast.compose.pricing.assumed_time import AssumedShares, AssumedTime
-from itercast.compose.pricing.price_book import UNCERTAINTY_FACTOR, PriceBook, PricedOp, price_book
+from itercast.compose.pricing.price_book import PriceBook, PricedOp, price_book
 from itercast.learners.family_model import FamilyModel
 from itercast.learners.transfer.source_gpus import gpu_distance
 from itercast.microbench.hardware.host import EVENT_US
@@ -54,8 +53,7 @@ def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
     A host that the user named prices all events. Else the model of family "host" prices those that
     it has seen: on a CPU all but the events of parallel wrappers (DDP, FSDP) and of loops over
     tables; on a GPU, and for these, only inside its training range. Other events take the assumed
-    times of the book's host; their share is in ``assumed``. ``in_envelope`` is false where any
-    event is assumed or was measured on the host of another GPU.
+    times of the book's host; their share is in ``assumed``.
     """
     unknown = sorted(set(counts) - set(EVENT_US))
     if unknown:
@@ -65,42 +63,34 @@ def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
     points = [Host(op=event, tensors=n) for event, n in tensors.items()]
     measured = _measured_book(book)
     rows = measured.points("host", points) if "host" in book.models else {}
-    us = low_us = high_us = 0.0
-    inside = measured is book
+    us = 0.0
     by_assumption = AssumedTime()
     for event, point in zip(events, points, strict=True):
         times = 1 if event in EVENTS_OVER_TENSORS else counts[event]
         row = rows[point][0] if rows else None
-        one_us, one_low_us, one_high_us, shares = _event_us(event, point.tensors, row, book)
-        inside = inside and not shares and bool(row is not None and row["in_envelope"])
-        us, low_us = us + times * one_us, low_us + times * one_low_us
-        high_us += times * one_high_us
+        one_us, shares = _event_us(event, point.tensors, row, book)
+        us += times * one_us
         by_assumption.add(times * one_us, shares)
     return PricedOp(
         op="host",
         family="host",
         phase="host",
         duration_us=us,
-        low_us=low_us,
-        high_us=high_us,
         flops=0.0,
-        in_envelope=inside,
         assumed=by_assumption.shares,
     )
 
 
 def _event_us(
     event: str, tensors: int, row: Mapping[str, Any] | None, book: PriceBook
-) -> tuple[float, float, float, AssumedShares]:
-    """Time of one event with its bounds, and the assumption it rests on; ``row``: the model's."""
+) -> tuple[float, AssumedShares]:
+    """Time of one event, and the assumption it rests on; ``row``: the model's."""
     on_this_cpu = book.gpu.kind == "cpu" and event not in (*WRAPPERS, REPEATED)
     if row is not None and not book.host_is_named and (on_this_cpu or row["in_envelope"]):
-        return row["predicted_us"], row["predicted_us_p10"], row["predicted_us_p90"], ()
-    host = book.host
-    us = host.event_us(event, tensors)
+        return row["predicted_us"], ()
     known = book.host_is_named and event not in WRAPPERS
     shares = () if known else ((f"host.event_us.{event}", 1.0),)
-    return us, us / host.spread, us * host.spread, shares
+    return book.host.event_us(event, tensors), shares
 
 
 def _measured_book(book: PriceBook) -> PriceBook:
@@ -217,24 +207,13 @@ def led_by_graph(
 
 
 def step_work(time_us: float, shares: AssumedShares, book: PriceBook) -> PricedOp:
-    """All host work of a step on a CPU as one op, with the error that its family's model states.
-
-    Without such a model times are wrong by a factor of UNCERTAINTY_FACTOR.
-    """
-    model = book.models.get("host")
-    learned = isinstance(model, FamilyModel)
-    low, high = (
-        model.offsets if model and learned else (-log(UNCERTAINTY_FACTOR), log(UNCERTAINTY_FACTOR))
-    )
+    """All host work of a step on a CPU as one op."""
     return PricedOp(
         op="host",
         family="host",
         phase="host",
         duration_us=time_us,
-        low_us=time_us * exp(low),
-        high_us=time_us * exp(high),
         flops=0.0,
-        in_envelope=learned,
         assumed=shares,
     )
 
@@ -252,7 +231,5 @@ def python_op(event: str, count: int, book: PriceBook, share: float = 1.0) -> Pr
             op=event,
             phase=PYTHON,
             duration_us=share * cost.duration_us,
-            low_us=share * cost.low_us,
-            high_us=share * cost.high_us,
         )
     return book.python[key]

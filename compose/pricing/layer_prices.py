@@ -300,8 +300,7 @@ def _exposed(
     elif plan.tp_overlap and call.kwargs["axis"] == "tp":
         beside_us = (plan.tp - 1) / plan.tp * _product_us(i, calls, ops)
     us = side_by_side_us(beside_us, op.duration_us, contention) - beside_us
-    scale = us / op.duration_us if op.duration_us else 0.0
-    return replace(op, duration_us=us, low_us=op.low_us * scale, high_us=op.high_us * scale)
+    return replace(op, duration_us=us)
 
 
 def _product_us(i: int, calls: Sequence[OpCall], ops: Mapping[int, PricedOp]) -> float:

@@ -29,7 +29,6 @@ from itercast.microbench.ops.memory.elementwise import memory_copy
 UNMODELLED = "unmodelled"
 ATTENTION = "attention"  # the family whose kernels stacks choose
 ROOFLINE_OVERHEAD_US: float = assumed(__file__, "roofline_overhead_us")
-UNCERTAINTY_FACTOR: float = assumed(__file__, "uncertainty_factor")
 # no assumption: standard deviations between the 10 and 90 % quantiles of a normal distribution
 DECILES_APART = 2.563
 
@@ -70,10 +69,7 @@ class PricedOp:
     family: str
     phase: str
     duration_us: float
-    low_us: float
-    high_us: float
     flops: float
-    in_envelope: bool
     latency_us: float = 0.0
     launch_us: float | None = None
     kernels: int = 1
@@ -258,26 +254,22 @@ class PriceBook:
     def _one(self, w: Priceable, parts: Sequence[Part]) -> PricedOp:
         name = w.family.name if w.family is not None else UNMODELLED
         flops = self._flops(w.family, w.params) if w.family else 0.0
-        us = low_us = high_us = other_us = 0.0
-        inside, ratio = True, self._kernel_ratio(w)
+        us = other_us = 0.0
+        ratio = self._kernel_ratio(w)
         for part in parts:
             warm, cool = self.prices[part.family][part.params]
-            one_us, one_low_us, one_high_us = (
-                ratio * part.times * ((1 - w.cold) * warm[k] + w.cold * cool[k])
-                for k in ("predicted_us", "predicted_us_p10", "predicted_us_p90")
-            )
-            us, low_us, high_us = us + one_us, low_us + one_low_us, high_us + one_high_us
+            one_us = (1 - w.cold) * warm["predicted_us"] + w.cold * cool["predicted_us"]
+            one_us *= ratio * part.times
+            us += one_us
             other_us += 0.0 if _same_op(part, w) else abs(one_us)
-            inside = inside and bool(warm["in_envelope"]) and part.params == w.params
         if name not in self.models:
-            name, inside = UNMODELLED, False
+            name = UNMODELLED
             dtype = getattr(w.params, "dtype", "fp32")
             if not parts:
                 us = _moved(w, self.gpu) / self.gpu.hbm_bytes_per_s * 1e6 + ROOFLINE_OVERHEAD_US
             us = max(us, flops / self.gpu.peak(dtype) * 1e6)
-            low_us, high_us, other_us = us / UNCERTAINTY_FACTOR, us * UNCERTAINTY_FACTOR, us
-        throttled = self._throttled(w, us, flops)
-        us, low_us, high_us = us * throttled, low_us * throttled, high_us * throttled
+            other_us = us
+        us *= self._throttled(w, us, flops)
         call = self._call(w)
         shares = _assumed_shares(w, parts, min(1.0, other_us / us) if us > 0 else 0.0)
         if ratio != 1.0:
@@ -287,10 +279,7 @@ class PriceBook:
             family=name,
             phase=w.phase,
             duration_us=us,
-            low_us=low_us,
-            high_us=high_us,
             flops=flops,
-            in_envelope=inside,
             launch_us=call.us(getattr(w.params, "tensors", 1)) if call else None,
             kernels=max(1, round(call.kernels)) if call else 1,
             call_launches=_call_launches(w),

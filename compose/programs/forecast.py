@@ -89,7 +89,6 @@ def _outcome(
     busy_us = min(iteration_us, covered_us(busy) / 2)
     compute_us = min(covered_us(computing) / 2, busy_us)
     exposed_us, idle_us = busy_us - compute_us, iteration_us - busy_us
-    tally.widen_by_host(busy_us, book.host.spread)
     gap_us = idle_us if len(program.ranks) == 1 else 0.0  # else it may wait for other ranks
     return Outcome(
         iteration_us=iteration_us,

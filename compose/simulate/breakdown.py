@@ -1,12 +1,10 @@
-"""Splits a simulated rank program's time: by family with errors, by lane, by assumption."""
+"""Splits a simulated rank program's time: by family, by lane, by assumption."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import log
 
-from itercast.compose.intervals.correlated_errors import HalfWidths, OpErrors
 from itercast.compose.pricing.assumed_time import AssumedTime
 from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.price_book import UNMODELLED, PricedOp
@@ -16,17 +14,14 @@ from itercast.compose.simulate.timeline import Span
 
 @dataclass
 class Tally:
-    """Sums the times of a rank's ops by family, their errors, and the assumptions they rest on.
+    """Sums the times of a rank's ops by family, and the assumptions they rest on.
 
     ``us``: time by family; host work is among it on a CPU alone, where it is on the compute lane.
-    ``errors``: what is uncertain of these times; ``host_error`` of the iteration by a host that a
-    GPU waits for. ``compute``, ``comm`` and ``host`` are sums by lane.
+    ``compute``, ``comm`` and ``host`` are sums by lane.
     """
 
     on_cpu: bool
     us: dict[str, float] = field(default_factory=dict)
-    errors: OpErrors = field(default_factory=OpErrors)
-    host_error: HalfWidths = (0.0, 0.0)
     compute: AssumedTime = field(default_factory=AssumedTime)
     comm: AssumedTime = field(default_factory=AssumedTime)
     host: AssumedTime = field(default_factory=AssumedTime)
@@ -35,39 +30,24 @@ class Tally:
         """Add ops of the compute lane that run ``times`` times; collectives among them block it."""
         for op in ops:
             if self.on_cpu or op.phase != PYTHON:
-                self._add_family(op, times, on_comm=op.phase == "comm")
+                self._add_family(op, times)
             lane = {"comm": self.comm, PYTHON: self.host}.get(op.phase, self.compute)
             lane.add(times * op.duration_us, op.assumed)
 
     def add_sent(self, messages: Iterable[PricedOp], times: float = 1.0) -> None:
         """Add messages beside compute that are sent ``times`` times."""
         for op in messages:
-            self._add_family(op, times, on_comm=True)
+            self._add_family(op, times)
             self.comm.add(times * op.duration_us, op.assumed)
 
     def add_host(self, cost: PricedOp, times: float) -> None:
         """Add a step's host work; on a CPU it lengthens ops."""
         self.host.add(times * cost.duration_us, cost.assumed)
         if self.on_cpu and cost.duration_us:
-            self._add_family(cost, times, on_comm=False)
+            self._add_family(cost, times)
 
-    def widen_by_host(self, busy_us: float, spread: float) -> None:
-        """State the error of an iteration whose host's work may take ``spread`` times as long.
-
-        Or as little of it. A GPU that works or waits for messages for ``busy_us`` hides as much of
-        the host's time: the iteration changes as max(host, busy) does.
-        """
-        if self.on_cpu:
-            return
-        host_us = self.host.total_us
-        now_us = max(host_us, busy_us)
-        if now_us > 0:
-            below = log(now_us / max(host_us / spread, busy_us))
-            self.host_error = (below, log(max(host_us * spread, busy_us) / now_us))
-
-    def _add_family(self, op: PricedOp, times: float, *, on_comm: bool) -> None:
+    def _add_family(self, op: PricedOp, times: float) -> None:
         self.us[op.family] = self.us.get(op.family, 0.0) + times * op.duration_us
-        self.errors.add(op, times, on_comm=on_comm)
 
     @property
     def unmodelled_frac(self) -> float:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from itercast.compose.intervals.correlated_errors import interval
 from itercast.compose.pricing.collectives import price_messages
 from itercast.compose.pricing.host import python_op, step_work
 from itercast.compose.pricing.layer_prices import PricedLayer
@@ -57,20 +56,6 @@ class Outcome:
     def idle_us(self) -> float:
         """Time in which the compute lane neither computes nor waits for a message."""
         return max(0.0, self.iteration_us - self.compute_us - self.exposed_comm_us)
-
-    def interval_us(self, kind: str) -> tuple[float, float]:
-        """The 10 and 90 % quantiles of the iteration in us; ``kind`` of device: cpu or gpu.
-
-        Bubble and waiting are as uncertain as what the rank does else; of messages counts what is
-        not hidden.
-        """
-        us = self.compute_us + self.exposed_comm_us + self.host_gap_us
-        per_us = 1 / us if us else 0.0
-        exposed_frac = self.exposed_comm_us / self.comm_us if self.comm_us else 0.0
-        ops = self.tally.errors.half_widths(per_us, exposed_frac * per_us)
-        assumed_us = sum(self.assumed_by_us.values())
-        assumed_frac = min(1.0, assumed_us / self.iteration_us) if self.iteration_us else 0.0
-        return interval(self.iteration_us, ops, self.tally.host_error, assumed_frac, kind)
 
     @property
     def memory_bytes(self) -> int:
@@ -123,9 +108,7 @@ def _without_pipeline(rank: Rank, optimizer: str) -> Outcome:
     _tally_layers(tally, rank.layers, micro, _accumulations(rank))
     _tally_run(tally, run)
     tally.add_host(step_work(rank.model.host_us, rank.model.host_assumed, rank.book), micro)
-    busy_us = found.compute_us + found.exposed_us
-    tally.widen_by_host(busy_us, rank.book.host.spread)
-    idle_us = max(0.0, found.end_us - busy_us)
+    idle_us = max(0.0, found.end_us - found.compute_us - found.exposed_us)
     return Outcome(
         iteration_us=found.end_us,
         compute_us=found.compute_us,
@@ -290,7 +273,6 @@ def _pipelined(rank: Rank, optimizer: str) -> Outcome:
     gaps_us = min(idle_us, max(0.0, lanes.end_us - compute_us - lanes.exposed_us))
     bubble_us = min(bubble_us, idle_us - gaps_us)
     tally = _stage_tally(found, slowest)
-    tally.widen_by_host(compute_us + exposed_us, rank.book.host.spread)
     assumed_by_us = assumed_us(tally, compute_us, exposed_us, gaps_us)
     scale = iteration_us / max(1e-9, compute_us + exposed_us + gaps_us)  # bubble and waiting alike
     return Outcome(

@@ -10,7 +10,7 @@ from itercast.compose.pricing.gradient_copies import buffer_copies
 from itercast.compose.pricing.host import host_cost
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import STATE_COPIES, fused_update, scaled_update
-from itercast.compose.pricing.price_book import UNCERTAINTY_FACTOR, UNMODELLED, PricedOp
+from itercast.compose.pricing.price_book import UNMODELLED, PricedOp
 from itercast.compose.pricing.work import Work
 from itercast.compose.simulate.data_parallel import LayerBucket, layer_buckets
 from itercast.compose.simulate.fsdp import hooks, sharded_backward, sharded_bytes, sharded_forward
@@ -166,10 +166,7 @@ class RankProgram(RankTasks):
             family=UNMODELLED,
             phase="comm",
             duration_us=us,
-            low_us=us / UNCERTAINTY_FACTOR,
-            high_us=us * UNCERTAINTY_FACTOR,
             flops=0.0,
-            in_envelope=False,
             assumed=(("rank_program.offload_frac", 1.0),),
         )
         self.sent.append(found)

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 Rows = pd.DataFrame
 Mask = np.ndarray
 FOLDS = 5
+WORKERS = 2  # processes
 TAIL_BYTES = 16 * 2**20
 BASELINE_ROWS = 4000
 FIRST_IMPORTERS = {  # by folder

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from itercast.eval.public.benchmark import Rows
+from itercast.eval.public.benchmark import WORKERS, Rows
 from itercast.eval.public.left_out import assumptions, compared, fitted_sources
 from itercast.eval.public.left_out_ops import KNOWN_ROWS, read_ops, source_in
 from itercast.eval.public.model_lines import ModelLine
@@ -28,7 +28,6 @@ from itercast.eval.public.models import (
     with_fitted_hosts,
 )
 from itercast.eval.public.shipped import MAX_ROWS, SOURCES
-from itercast.eval.public.table import WORKERS
 from itercast.eval.results import LineResult
 from itercast.learners.bundle import Bundle
 from itercast.learners.family_model import FamilyModel, prepare

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from itercast.eval.public.benchmark import FOLDS, Rows
+from itercast.eval.public.benchmark import FOLDS, WORKERS, Rows
 from itercast.eval.public.left_out import compared
 from itercast.eval.public.readers import SOURCES, read_source
 from itercast.eval.results import LineResult
@@ -27,7 +27,6 @@ from itercast.microbench.importers.base import Hints
 from itercast.microbench.ops import families
 
 log = logging.getLogger(__name__)
-WORKERS = 2
 KNOWN_ROWS = 8_000  # of a family to learn from, at most
 HELD_ROWS = 1_000  # of a family and source to forecast, at most
 MIN_HELD_ROWS = 5

@@ -25,10 +25,9 @@ from itercast.compose.target import Target, find_target
 from itercast.eval.compare import ASKED, console, step_of
 from itercast.eval.iteration_parts import PARTS, parts_us
 from itercast.eval.progress import progress_bar
-from itercast.eval.public.benchmark import Rows
+from itercast.eval.public.benchmark import WORKERS, Rows
 from itercast.eval.public.model_lines import CALIBRATED_ON, ModelLine, model_lines
 from itercast.eval.public.readers import node_sums_us, read_iterations
-from itercast.eval.public.table import WORKERS
 from itercast.eval.results import COVERAGE, LineResult
 from itercast.learners.train import errors
 from itercast.microbench.hardware.host import host_yaml

@@ -21,8 +21,6 @@ USUAL = "usual"  # the host of a GPU where none is named
 EVENT_US: Mapping[str, float] = assumed(__file__, "event_us")
 EVENT_US_PER_TENSOR: Mapping[str, float] = assumed(__file__, "event_us_per_tensor")
 CALL_LAUNCHES: Mapping[str, float] = assumed(__file__, "call_launches")
-SPREAD: Mapping[str, float] = assumed(__file__, "spread")
-DECILE = 1.2816  # no assumption: 90 % quantile of the standard normal distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +31,6 @@ class HostMachine:
       ``host.event_us``).
     - ``launch_us``: the host's time of one PyTorch call that launches one pointwise kernel,
       dispatcher and driver together.
-    - ``spread``: times lie between value / spread and value * spread with 80 % probability.
     - ``source``: what was measured, and by which command the numbers were found.
     - ``fitted_on``: sources of published rows, separated by commas.
     """
@@ -41,16 +38,15 @@ class HostMachine:
     name: str
     slowdown: float
     launch_us: float
-    spread: float = SPREAD["measured"]
     cpu: str = ""
     source: str
     fitted_on: str = ""
 
     def __post_init__(self) -> None:
-        if min(self.slowdown, self.launch_us) <= 0 or self.spread < 1:
+        if min(self.slowdown, self.launch_us) <= 0:
             raise ValueError(
-                f"{self.name}: slowdown and launch_us are above 0 and spread at least 1, got "
-                f"{self.slowdown:g}, {self.launch_us:g} and {self.spread:g}"
+                f"{self.name}: slowdown and launch_us are above 0, got {self.slowdown:g} and "
+                f"{self.launch_us:g}"
             )
 
     @property
@@ -73,7 +69,6 @@ REFERENCE = HostMachine(
     name="reference",
     slowdown=1.0,
     launch_us=EVENT_US["launch"],
-    spread=SPREAD["assumed"],
     source="the host of the assumed table host.event_us",
 )
 
@@ -98,6 +93,7 @@ def load_host(name_or_path: str = USUAL) -> HostMachine:
         if name_or_path not in host_names():
             raise ValueError(f"unknown host {name_or_path!r}; known: {[USUAL, *host_names()]}")
     values = {"name": path.stem, **read_facts(path)}
+    values.pop("spread", None)  # of files that versions before 0.6 wrote; nothing uses it
     return HostMachine(**check_types(values, fields(HostMachine), str(path)))
 
 
@@ -113,19 +109,16 @@ def host_names() -> list[str]:
 
 
 def usual_host(known: Sequence[HostMachine]) -> HostMachine:
-    """Returns the median of these hosts; ``spread`` covers 80 % of them, taken as log-normal."""
+    """Returns the median of these hosts."""
     if not known:
         return REFERENCE
     slowdown, launch_us = (
         np.log([getattr(host, name) for host in known]) for name in ("slowdown", "launch_us")
     )
-    deviation = max(float(np.std(slowdown)), float(np.std(launch_us)))
-    own = np.median([np.log(host.spread) for host in known])
     return HostMachine(
         name=USUAL,
         slowdown=float(np.exp(np.median(slowdown))),
         launch_us=float(np.exp(np.median(launch_us))),
-        spread=float(np.exp(np.hypot(DECILE * deviation, own))),
         source=f"median of the hosts {', '.join(host.name for host in known)}",
         fitted_on=", ".join(sorted({source for host in known for source in host.sources})),
     )

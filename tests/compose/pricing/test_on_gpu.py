@@ -129,12 +129,11 @@ def test_images_in_nhwc_are_seen() -> None:
     assert with_memory_format(normed, "nhwc") is normed
 
 
-def test_a_stand_in_is_outside_the_envelope() -> None:
+def test_a_stand_in_is_priced_as_what_it_consists_of() -> None:
     args = (tensor(0, "fp16", (2, 16, 8, 8)), tensor(1, "fp16", (32, 16, 3, 3)), None)
     steps = ((1, 1), (1, 1), (1, 1), False, (0, 0), 1)
     op = priceable(OpCall(op="aten.convolution.default", args=(*args, *steps)))
     (found,) = PriceBook(Fixed(), GPU, 0).price([op])
-    assert not found.in_envelope
     assert found.family == "conv"
     assert found.duration_us == pytest.approx(20)  # a product and a turn
 

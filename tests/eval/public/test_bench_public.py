@@ -23,7 +23,7 @@ from itercast.eval.public.op_lines import (
     nccl_tail,
 )
 from itercast.eval.public.readers import read_source
-from itercast.eval.public.table import markdown, run
+from itercast.eval.public.report import markdown, run
 from itercast.eval.results import LineResult
 from itercast.learners.models.training_table import Table
 from itercast.microbench.hardware.spec import load_gpu

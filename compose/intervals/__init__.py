@@ -1,1 +1,0 @@
-"""The interval of a forecast iteration, from those of its ops."""

@@ -1,1 +1,0 @@
-"""Fits the assumed numbers behind 80 % intervals: how errors correlate and add up."""
