@@ -135,12 +135,6 @@ class PricedModel:
         """Parameters that the captured optimizer updates."""
         return sum(p.ready_after >= 0 for p in self.graph.capture.parameters)
 
-    @property
-    def update_share(self) -> float:
-        """Temporary bytes of the optimizer's step over bytes of gradients."""
-        trained = sum(p.nbytes for p in self.graph.capture.parameters if p.ready_after >= 0)
-        return self.graph.update_bytes / trained if trained else 0.0
-
 
 def price_model(
     capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster

@@ -49,8 +49,8 @@ class RankGraph:
 
     ``cold``: the share of each call's bytes that no cache holds; ``copies``: by layer and parameter
     what synchronising its gradient adds (``gradient_copies``). ``buffers``: running statistics by
-    dtype; ``update_bytes``: temporary bytes of the optimizer's step; ``tied``: weights of the first
-    layer that the last one uses too.
+    dtype; ``update_share``: temporary bytes of the optimizer's step over bytes of gradients;
+    ``tied``: weights of the first layer that the last one uses too.
     """
 
     capture: StepCapture
@@ -60,7 +60,7 @@ class RankGraph:
     copies: Sequence[Sequence[Sequence[Priceable]]]
     optimizer: tuple[Priceable, ...]
     buffers: dict[str, list[TensorSpec]]
-    update_bytes: int
+    update_share: float
     tied: tuple[ParamSpec, ...]
 
     @cached_property
@@ -109,6 +109,7 @@ def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph:
 
 @cached_by_identity
 def _rank_graph(capture: StepCapture, cut: Cut, gpu: Gpu) -> RankGraph:
+    trained = sum(p.nbytes for p in capture.parameters if p.ready_after >= 0)
     capture = context_parallel(expert_parallel(capture, cut.plan), cut.plan)
     capture = as_launched(tensor_parallel(capture, cut.plan, summed=gpu.kind != "cpu"))
     if "fp8" not in gpu.peak_flops_per_s and any(map(_in_fp8, capture.calls)):
@@ -127,7 +128,7 @@ def _rank_graph(capture: StepCapture, cut: Cut, gpu: Gpu) -> RankGraph:
         copies=[gradient_copies(x, step_bytes, gpu) for x in layers],
         optimizer=tuple(priceable(c, cold[i]) for i, c in calls if c.phase == "optimizer"),
         buffers=buffers(capture.calls),
-        update_bytes=update_bytes(capture),
+        update_share=update_bytes(capture) / max(1, trained),  # its calls are those of all ranks
         tied=_tied(capture, layers),
     )
 

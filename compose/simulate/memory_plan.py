@@ -57,8 +57,9 @@ def rank_memory(
 
     ``update_share``: temporary bytes of the optimizer's step over bytes of gradients. ``held``:
     bytes of activations in flight in a pipeline; None: one micro-batch at a time, whose activations
-    are freed as its gradients are made. Not counted: the allocator's rounding, workspaces, the CUDA
-    context.
+    are freed as its gradients are made. Gathered parameters are there until the end of backward,
+    offloaded state only in the optimizer's step. Not counted: the allocator's rounding,
+    workspaces, the CUDA context.
     """
     how, n = strategy(plan), plan.shards
     whole, trained = sizes.parameters, sizes.trained
@@ -68,17 +69,22 @@ def rank_memory(
     if how.regather:  # two layers at a time, and the root
         gathered += sizes.pair - sizes.numbered
     state = STATE_COPIES[optimizer] * trained // (n if how.share_update else 1)
+    fetched = state if plan.offload == "optimizer" else 0  # for the update alone
     kept = trained // (n if how.share_gradients else 1)
-    updating = (kept, 0, round(update_share * trained / (n if how.share_update else 1)))
-    backward = _peak(sizes, plan, trained, n if how.share_gradients else 1, held)
-    gradients, activations, work = max(backward, updating, key=sum)
+    made = round(update_share * trained / (n if how.share_update else 1))
+    updating = (kept, 0, made + fetched)
+    gradients, activations, work = _peak(
+        sizes, plan, trained, n if how.share_gradients else 1, held
+    )
+    backward = (gradients, activations, work + gathered)
+    gradients, activations, temporary = max(backward, updating, key=sum)
     return {
         "parameters": parameters,
         "gradients": gradients,
-        "optimizer": 0 if plan.offload == "optimizer" else state,
+        "optimizer": state - fetched,
         "activations": activations,
         "buckets": trained if how.buckets else 0,
-        "temporary": work + gathered + (state if plan.offload == "optimizer" else 0),
+        "temporary": temporary,
     }
 
 

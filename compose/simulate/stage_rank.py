@@ -62,7 +62,7 @@ def _sizes_by_rank(rank: Rank) -> list[Held]:
 def memory(rank: Rank, optimizer: str) -> dict[str, int]:
     """Peak memory of the fullest rank, by purpose."""
     plan = rank.plan
-    update = rank.model.update_share
+    update = rank.model.graph.update_share
     if plan.pp == 1:
         alone = rank_memory(Sizes.of(rank.layers), plan, optimizer, update)
         added = rank.model.added_bytes

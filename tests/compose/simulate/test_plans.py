@@ -304,6 +304,33 @@ def test_folded_memory_is_the_walk_over_all_calls(gpt: StepCapture) -> None:
     assert found == pytest.approx(peak_bytes(gpt, "adamw"), rel=0.1)
 
 
+def test_offloaded_state_is_there_in_the_optimizer_s_step_alone() -> None:
+    """100 bytes of parameters and of gradients, Adam's state of 200, 50 of work in a layer.
+
+    With 500 of activations the peak is in backward: 100 + 100 + 500 + 50, and the state where it is
+    not offloaded. Without any it is in the update: 100 + 100, 200 of state and 100 of temporaries.
+    """
+    sizes = Sizes(layers=(), parameters=100, trained=100, numbered=0, pair=0, work=50)
+
+    def peak(offload: str, held: float) -> int:
+        plan = ParallelPlan(offload=offload)
+        return sum(rank_memory(sizes, plan, "adamw", 1.0, held).values())
+
+    assert (peak("", 500), peak("optimizer", 500)) == (950, 750)
+    assert (peak("", 0), peak("optimizer", 0)) == (500, 500)
+
+
+def test_tensor_parallel_ranks_share_the_optimizer_s_temporaries(gpt: StepCapture) -> None:
+    """AdamW's temporaries are in proportion to a rank's own parameters; whole, tp=1 and tp=2."""
+    one, two = (rank(text, gpt).model for text in ("", "tp=2"))
+    assert one.graph.update_share == two.graph.update_share > 0
+    size = sum(p.nbytes for p in gpt.parameters)
+    own = sum(p.nbytes for p in two.graph.capture.parameters)
+    assert own < 0.7 * size  # the embedding table and position vectors are whole
+    updates = [rank_memory(Sizes.of(m.layers), ParallelPlan(), "adamw", 100.0) for m in (one, two)]
+    assert [m["temporary"] for m in updates] == [100 * size, 100 * own]
+
+
 def test_recomputing_and_offloading_trade_time_for_memory(gpt: StepCapture) -> None:
     plain = of("accumulate=2", gpt)
     for text in ("recompute=full", "recompute=selective", "offload=activations"):
