@@ -322,12 +322,12 @@ def test_offloaded_state_is_there_in_the_optimizer_s_step_alone() -> None:
 
 def test_tensor_parallel_ranks_share_the_optimizer_s_temporaries(gpt: StepCapture) -> None:
     """AdamW's temporaries are in proportion to a rank's own parameters; whole, tp=1 and tp=2."""
-    one, two = (rank(text, gpt).model for text in ("", "tp=2"))
-    assert one.graph.update_share == two.graph.update_share > 0
+    one, two = (rank(text, gpt) for text in ("", "tp=2"))
+    assert one.model.graph.update_share == two.model.graph.update_share > 0
     size = sum(p.nbytes for p in gpt.parameters)
-    own = sum(p.nbytes for p in two.graph.capture.parameters)
+    own = sum(p.nbytes for p in two.model.graph.capture.parameters)
     assert own < 0.7 * size  # the embedding table and position vectors are whole
-    updates = [rank_memory(Sizes.of(m.layers), ParallelPlan(), "adamw", 100.0) for m in (one, two)]
+    updates = [rank_memory(Sizes.of(r.layers), ParallelPlan(), "adamw", 100.0) for r in (one, two)]
     assert [m["temporary"] for m in updates] == [100 * size, 100 * own]
 
 
