@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import exp
 
+from itercast.compose.graph.identity_cache import Once
 from itercast.compose.pricing.collectives import Cluster, cluster
 from itercast.compose.pricing.gradient_buckets import default_contention
 from itercast.compose.pricing.layer_prices import PricedModel, price_model
 from itercast.compose.pricing.price_book import PriceBook, Pricer, price_book
 from itercast.compose.simulate.iteration import Outcome, evaluate
-from itercast.compose.simulate.op_timeline import op_timeline
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.timeline import Span, Task
 from itercast.microbench.assumptions import assumed
@@ -116,14 +116,13 @@ def timeline(
 ) -> tuple[Sequence[Task], Sequence[Span]]:
     """Simulates the step that ``forecast`` reports and returns its tasks and when each of them ran.
 
-    Every op is a task where the plan is one process or plain DDP and the capture is whole. Else ops
-    between two synchronisation points are one task; of a pipeline only the last micro-batch and the
-    optimizer's step are shown.
+    Every op is a task. Micro-batches without messages of their own are one task all together; of a
+    pipeline only the last micro-batch and the optimizer's step are shown.
     """
-    if plan.plain and not capture.repeats and node is None:
-        return op_timeline(capture, price_book(pricer, gpu, threads, stack, host), plan)
     book, where = price_book(pricer, gpu, threads, stack, host), cluster(plan, gpu, node)
     model = price_model(capture, plan, book, where)
+    layers = tuple(replace(x, shown=True) for x in model.layers)
+    model = replace(model, layers=layers, once=Once())
     outcome = evaluate(rank_of(plan, model, book, where), optimizer)
     return outcome.tasks, outcome.spans
 

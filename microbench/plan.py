@@ -177,11 +177,6 @@ class ParallelPlan:
         return int((re.findall(r"overlap:(\d+)", self.coconet) or [1])[0])
 
     @property
-    def plain(self) -> bool:
-        """Whether the plan is one process, or DDP without any option."""
-        return set(self.stated) <= {"dp", "micro", "amp"} and self.microbatches == 1
-
-    @property
     def microbatches(self) -> int:
         """Micro-batches per step and data-parallel replica."""
         if self.pp == 1:

@@ -47,7 +47,7 @@ class PricedLayer:
     """A layer's ops with durations, and by parameter the copies that gradients may need.
 
     ``saved_bytes``: activations that forward keeps for backward, those that are recomputed left
-    out. ``launches``: host time of each op.
+    out. ``launches``: host time of each op. ``shown``: a timeline is to show each op.
     """
 
     layer: Layer
@@ -61,6 +61,7 @@ class PricedLayer:
     saved_bytes: int
     matmul_s: float  # matrix products at peak, forward and backward without recomputation
     weight_us: float  # part of backward that computes gradients of weights
+    shown: bool = False
 
     @property
     def numbered(self) -> bool:
@@ -69,13 +70,16 @@ class PricedLayer:
 
     def fold(self, ops: Sequence[PricedOp]) -> Work:
         """Sum up ops, given in launch order, to their time on the host and on the compute lane."""
-        return fold([self._step(op) for op in ops], self.on_cpu)
+        return fold([self._step(op) for op in ops], self.on_cpu, shown=self.shown)
 
     def _step(self, op: PricedOp) -> Step:
         if op.phase == PYTHON:
-            return Step(0.0, op.duration_us)
-        launch_us = self.launches.us(op, added=op.phase == ADDED)
-        return Step(op.duration_us, launch_us, op.phase == "comm", self.launches.kernels(op))
+            return Step(0.0, op.duration_us, name=op.op)
+        launch_us, kernels = (
+            self.launches.us(op, added=op.phase == ADDED),
+            self.launches.kernels(op),
+        )
+        return Step(op.duration_us, launch_us, op.phase == "comm", kernels, op.op)
 
     @cached_property
     def forward_work(self) -> Work:

@@ -18,13 +18,15 @@ class Work:
 
     ``host_us``: launching all of them; ``lane_us``: all kernels one after the other; ``path_us``:
     from the first launch to the end of the last kernel where nothing else delays them; ``comm_us``:
-    the part of ``lane_us`` in which compute waits for collectives.
+    the part of ``lane_us`` in which compute waits for collectives. ``steps``: the ops, where a
+    timeline is to show each of them.
     """
 
     host_us: float = 0.0
     lane_us: float = 0.0
     path_us: float = 0.0
     comm_us: float = 0.0
+    steps: tuple[Step, ...] = ()
 
     def then(self, other: Work) -> Work:
         """These ops followed by others."""
@@ -33,10 +35,11 @@ class Work:
             self.lane_us + other.lane_us,
             max(self.path_us + other.lane_us, self.host_us + other.path_us),
             self.comm_us + other.comm_us,
+            self.steps + other.steps,
         )
 
     def times(self, n: int) -> Work:
-        """These ops n times in a row."""
+        """These ops n times in a row, without showing each of them."""
         if n == 0:
             return Work()
         more = n - 1
@@ -69,13 +72,18 @@ class Step:
     launch_us: float = 0.0
     comm: bool = False
     kernels: int = 1
+    name: str = ""
 
 
-def fold(steps: Sequence[Step], on_cpu: bool) -> Work:
-    """Sum ops, in launch order, into one piece of work; on a CPU host time adds to each op's."""
+def fold(steps: Sequence[Step], on_cpu: bool, *, shown: bool = False) -> Work:
+    """Sum ops, in launch order, into one piece of work; on a CPU host time adds to each op's.
+
+    ``shown``: a timeline is to show each op.
+    """
+    each = tuple(steps) if shown else ()
     if on_cpu:
         total = sum(s.us + s.launch_us for s in steps)
-        return Work(0.0, total, total, sum(s.us for s in steps if s.comm))
+        return Work(0.0, total, total, sum(s.us for s in steps if s.comm), each)
     host = lane = path = comm = 0.0
     for s in steps:
         first = host + s.launch_us / s.kernels
@@ -83,4 +91,4 @@ def fold(steps: Sequence[Step], on_cpu: bool) -> Work:
         lane += s.us
         path = max(max(path, first) + s.us, host + s.us / s.kernels)
         comm += s.us if s.comm else 0.0
-    return Work(host, lane, path, comm)
+    return Work(host, lane, path, comm, each)

@@ -14,7 +14,7 @@ from functools import cached_property
 from itercast.compose.pricing.collectives import Cluster, Message, price_messages
 from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
 from itercast.compose.pricing.price_book import PriceBook, PricedOp
-from itercast.compose.pricing.work import Work
+from itercast.compose.pricing.work import Step, Work
 from itercast.compose.simulate.data_parallel import LayerBucket, Strategy, strategy
 from itercast.compose.simulate.timeline import Span, Task, simulate_shared
 from itercast.microbench.plan import ParallelPlan
@@ -48,6 +48,10 @@ class Lanes:
         """Add ops in a row; they start when compute is free and awaited messages have arrived."""
         if work == Work():
             return
+        if work.steps:
+            for step in work.steps:
+                self._op(step)
+            return
         after, self.waits = self.done + self.waits, ()
         self.comm_us += work.comm_us
         busy_us = self.ranks_per_core * (work.lane_us - work.comm_us)
@@ -57,6 +61,20 @@ class Lanes:
             path = self._add(f"path {len(self.tasks)}", work.path_us, self.host, f"launch {name}")
             self.host = (self._add("host", work.host_us, self.host, f"launch {name}"),)
             self.done = (compute, path)
+
+    def _op(self, op: Step) -> None:
+        """Add one op, as many tasks as it has kernels; its own host time lengthens it on a CPU."""
+        self.comm_us += op.us if op.comm else 0.0
+        slower = 1.0 if op.comm else self.ranks_per_core
+        for _ in range(op.kernels):
+            after, self.waits = self.done + self.waits, ()
+            us, launch_us = slower * op.us / op.kernels, op.launch_us / op.kernels
+            if self.on_cpu:
+                us += self.ranks_per_core * launch_us
+            else:
+                self.host = (self._add("host", launch_us, self.host, f"launch {op.name}"),)
+                after += self.host
+            self.done = (self._add("compute", us, after, op.name),)
 
     def send(self, op: PricedOp, lane: str = "comm", after: tuple[int, ...] | None = None) -> int:
         """Add a message that starts once all compute so far (or ``after``) is done."""

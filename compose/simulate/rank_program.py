@@ -11,7 +11,7 @@ from itercast.compose.pricing.host import host_cost
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import STATE_COPIES, fused_update, scaled_update
 from itercast.compose.pricing.price_book import UNMODELLED, PricedOp
-from itercast.compose.pricing.work import Work
+from itercast.compose.pricing.work import Step, Work, fold
 from itercast.compose.simulate.data_parallel import LayerBucket, layer_buckets
 from itercast.compose.simulate.fsdp import hooks, sharded_backward, sharded_bytes, sharded_forward
 from itercast.compose.simulate.rank import Rank, RankTasks
@@ -33,8 +33,8 @@ class RankProgram(RankTasks):
             forward = forward.then(python).then(x.forward_work)
             first = x.backward_work.then(first)
             later = x.later_work.then(later)
-        once = forward.then(first)
-        self.lanes.work(once.then(forward.then(later).times(micro - 1)), f"{micro} micro-batches")
+        each = forward.then(first).then(forward.then(later).times(micro - 1))
+        self.lanes.work(replace(each, steps=()), f"{micro} micro-batches")
 
     def forward(self, *, last: bool = True) -> None:
         """Add the forward of one micro-batch; ``last``: the last one of a step without a pipeline.
@@ -215,7 +215,7 @@ class RankProgram(RankTasks):
 
 
 def _update_work(ops: Sequence[PricedOp], rank: Rank, python_us: float) -> Work:
-    work = rank.layers[0].fold(ops) if rank.layers else Work()
-    if rank.book.gpu.kind == "cpu":
-        return work.then(Work(0.0, python_us, python_us))
-    return Work(python_us, 0.0, python_us).then(work)
+    """The optimizer's ops after its Python."""
+    layer, python = rank.layers[0], [Step(0.0, python_us, name="optimizer's Python")]
+    first = fold(python if python_us else (), layer.on_cpu, shown=layer.shown)
+    return first.then(layer.fold(ops))

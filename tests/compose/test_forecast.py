@@ -12,8 +12,9 @@ import pytest
 from memory_walk import peak_bytes
 
 from itercast.compose.forecast import HALF_WIDTH, forecast
-from itercast.compose.pricing.price_book import PriceBook, PricedOp, priceable
-from itercast.compose.simulate.op_timeline import lanes
+from itercast.compose.pricing.price_book import PriceBook, priceable
+from itercast.compose.pricing.work import Step, fold
+from itercast.compose.simulate.rank import Lanes
 from itercast.compose.simulate.timeline import simulate
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
@@ -45,16 +46,6 @@ def product(a: int, b: int, c: int) -> OpCall:
     return OpCall(op="aten.mm.default", args=args, outputs=(tensor(c, 10, 10),))
 
 
-def priced(us: float, family: str = "gemm") -> PricedOp:
-    return PricedOp(
-        op="x",
-        family=family,
-        phase="forward",
-        duration_us=us,
-        flops=0,
-    )
-
-
 def test_host_events_add_to_ops_on_a_cpu() -> None:
     capture = StepCapture(calls=(product(0, 1, 2),), host={"module_call": 2, "view_op": 1})
     found = forecast(
@@ -79,8 +70,10 @@ def test_an_op_without_a_family_is_priced_by_its_bytes_and_counted() -> None:
 def test_the_device_waits_for_a_slow_host() -> None:
     #  host   |-5-|-5-|-5-|
     #  device     |=2=|   |==20==|...   second op launched at 10, third at 15 waits for the second
-    tasks = lanes([priced(2), priced(20), priced(1)], [5.0] * 3, on_cpu=False)
-    compute = [s for s, t in zip(simulate(tasks), tasks, strict=True) if t.lanes == ("compute",)]
+    lanes = Lanes(on_cpu=False)
+    lanes.work(fold([Step(2, 5), Step(20, 5), Step(1, 5)], on_cpu=False, shown=True), "forward")
+    pairs = zip(simulate(lanes.tasks), lanes.tasks, strict=True)
+    compute = [s for s, t in pairs if t.lanes == ("compute",)]
     assert [s.start_us for s in compute] == [5, 10, 30]
     assert compute[-1].end_us == 31  # 10 + 20 + 1
 

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from itercast.compose.forecast import forecast
+from itercast.compose.forecast import forecast, timeline
 from itercast.compose.pricing.collectives import (
     EMPTY_BYTES,
     Message,
@@ -18,10 +18,9 @@ from itercast.compose.pricing.collectives import (
     formula_us,
     price_messages,
 )
-from itercast.compose.pricing.gradient_buckets import buckets, ddp_step
+from itercast.compose.pricing.gradient_buckets import fill_buckets
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.simulate.op_timeline import op_timeline
-from itercast.compose.simulate.timeline import Span, simulate
+from itercast.compose.simulate.timeline import Span, Task, simulate
 from itercast.microbench.hardware.node import Node, load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
@@ -81,25 +80,30 @@ def step(host: Mapping[str, int] | None = None) -> StepCapture:
 
 
 def test_buckets_close_with_the_gradient_that_fills_them() -> None:
-    parameters = [weight("a", 20, 9), weight("b", 20, 7), weight("c", 0.5, 5), weight("d", 2, 3)]
-    parameters += [weight("e", 0.5, 2), weight("frozen", 9, -1)]
-    # ready e d c b a: 0.5 + 2 passes 1 MiB; then 0.5 + 20 is under 25 MiB, + 20 passes it
-    assert [b.names for b in buckets(parameters)] == [("e", "d"), ("c", "b", "a")]
-    assert [b.message_bytes for b in buckets(parameters)] == [2.5 * MIB, 40.5 * MIB]
-    assert [b.ready_after for b in buckets(parameters)] == [3, 9]
-    # any other limit than the default holds for the first bucket too
-    assert [b.names for b in buckets(parameters, 21 * MIB)] == [("e", "d", "c", "b"), ("a",)]
+    """The first at 1 MiB, the next at 25; what stays open closes last."""
+    ready = [("e", 0.5), ("d", 2), ("c", 0.5), ("b", 20), ("a", 20), ("z", 1)]
+    found = fill_buckets(("fp32", int(mib * MIB), name) for name, mib in ready)
+    # 0.5 + 2 passes 1 MiB; then 0.5 + 20 is under 25 MiB, + 20 passes it
+    assert found == [("fp32", ["e", "d"]), ("fp32", ["c", "b", "a"]), ("fp32", ["z"])]
 
 
 def test_a_bucket_holds_one_dtype() -> None:
-    found = buckets([weight("a", 0.5, 1), weight("b", 0.5, 2, "bf16"), weight("c", 0.5, 3)])
-    assert [b.names for b in found] == [("b",), ("a", "c")]
+    ready = [("a", "fp32"), ("b", "bf16"), ("c", "fp32")]
+    found = fill_buckets((dtype, MIB // 2, name) for name, dtype in ready)
+    assert found == [("fp32", ["a", "c"]), ("bf16", ["b"])]
+
+
+def tasks_of(step: StepCapture) -> tuple[list[Task], list[Span]]:
+    """Every op of a step under DDP on two ranks of a CPU."""
+    plan, settings = ParallelPlan(dp=2), {"threads": 1, "optimizer": "adamw"}
+    tasks, spans = timeline(step, Fixed(), CPU, plan, **settings)
+    return list(tasks), list(spans)
 
 
 def test_reduces_overlap_backward_and_the_optimizer_waits() -> None:
     #  compute |=10=|=10=|1|=10=|1|   |1|     |1|=10=|    mul into the bucket, copy back
     #  comm                |==6==|    |==6==|             ready at 21 and 32
-    tasks, _ = op_timeline(step(), PriceBook(Fixed(), CPU, 1), ParallelPlan(dp=2))
+    tasks, _ = tasks_of(step())
     spans = simulate(tasks)  # nothing contended
     by_lane = [(t.lanes[0], s) for t, s in zip(tasks, spans, strict=True)]
     assert [s for lane, s in by_lane if lane == "comm"] == [Span(21, 27), Span(32, 38)]
@@ -127,42 +131,29 @@ def test_compute_is_not_slowed_while_ranks_sleep(monkeypatch: pytest.MonkeyPatch
     #  latency             |=4=|       |4|
     #  comm                    |==8=| slowed, 2 alone
     monkeypatch.setitem(globals(), "EMPTY_US", 4.0)
-    tasks, spans = op_timeline(step(), PriceBook(Fixed(), CPU, 1), ParallelPlan(dp=2))
+    tasks, spans = tasks_of(step())
     lanes = [(t.lanes[0], s) for t, s in zip(tasks, spans, strict=True)]
     assert [s for lane, s in lanes if lane == "latency"] == [Span(21, 25), Span(34, 38)]
     assert [s for lane, s in lanes if lane == "comm"] == [Span(25, 29), Span(38, 40)]
 
 
 def test_ddp_adds_a_product_and_a_copy_per_gradient() -> None:
-    made, syncs = ddp_step(step())
-    added = [(i, c.op, c.args[0].shape) for i, c in enumerate(made.calls) if c.module == "DDP"]
-    shape = (MIB // 4,)
-    assert added == [
-        (2, "aten.mul.Tensor", shape),
-        (4, "aten.mul.Tensor", shape),
-        (5, "aten.copy_.default", shape),
-        (6, "aten.copy_.default", shape),
-    ]
-    assert [(s.message.kind, s.after, s.before) for s in syncs] == [
-        ("all_reduce", 2, 5),
-        ("all_reduce", 4, 6),
-    ]
-    gradients = {c.args[0].storage for c in made.calls if c.op == "aten.mul.Tensor"}
-    assert len(gradients) == 2 and {made.calls[i].args[0].storage for i in (5, 6)} == gradients
+    """Into the bucket when the gradient is ready, out of it when the bucket has arrived."""
+    tasks, _ = tasks_of(step())
+    mm, mul, copy = (f"aten.{name}" for name in ("mm.default", "mul.Tensor", "copy_.default"))
+    sent = "all_reduce"
+    made = [mm, mm, mul, sent, mm, mul, sent, copy, copy, mm]
+    assert [t.name for t in tasks] == made
 
 
 def test_running_statistics_are_broadcast_before_forward() -> None:
+    """Mean and variance together, and the counter of steps: a message for each dtype."""
     x, stat = (TensorSpec(shape=shape, dtype="fp32", storage=0) for shape in ((4, 8), (8,)))
     norm = OpCall(op="aten.native_batch_norm.default", args=(x, stat, stat, stat, stat, True))
-    made, syncs = ddp_step(StepCapture(calls=(norm,)))
-    # mean and variance of 8 fp32 together, and one int64 counter of steps
-    assert [(s.message.kind, s.message.message_bytes) for s in syncs] == [
-        ("broadcast", 64),
-        ("broadcast", 8),
-    ]
-    assert [c.op.split(".")[1] for c in made.calls] == [
-        "cat", "copy_", "copy_", "cat", "copy_", "native_batch_norm"
-    ]  # fmt: skip
+    tasks, _ = tasks_of(StepCapture(calls=(norm,)))
+    names = [t.name.removeprefix("aten.").partition(".")[0] for t in tasks]
+    joined = ["cat", "broadcast", "copy_"]
+    assert names == [*joined, "copy_", *joined, "native_batch_norm"]
 
 
 @pytest.mark.parametrize("dp", [1, 2, 16])

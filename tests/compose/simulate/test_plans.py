@@ -21,7 +21,6 @@ from itercast.compose.pricing.price_book import PriceBook, Pricer
 from itercast.compose.simulate.cyclic import steady_us
 from itercast.compose.simulate.data_parallel import LayerBucket
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
-from itercast.compose.simulate.op_timeline import op_timeline
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stages import partition
@@ -125,20 +124,24 @@ def test_all_is_assumed_without_models_and_nothing_with_all(
 
 
 @pytest.mark.parametrize("gpu", [CPU, GPU], ids=["cpu", "gpu"])
-def test_folded_ddp_is_ddp_op_by_op(gpu: Gpu, gpt: StepCapture) -> None:
-    """Layers, max-plus folding and buckets against a task for every op."""
+@pytest.mark.parametrize("text", PLANS)
+def test_folded_layers_take_as_long_as_their_ops_one_by_one(
+    text: str, gpu: Gpu, gpt: StepCapture
+) -> None:
+    """A task for every op of a rank's last micro-batch, and one for many ops in a row."""
     counted = replace(gpt, host={"module_call": 100})
-    tasks, spans = op_timeline(counted, PriceBook(Launches(), gpu, 1), ParallelPlan(dp=2))
-    made = RankProgram(rank("dp=2", counted, gpu, Launches()))
-    made.forward()
-    made.backward(later=False, sync=True)
-    made.update("adamw")
-    run = made.run()
-    exact, folded = ([s for s, t in pairs if t.lanes == ("comm",)] for pairs in (
-        list(zip(spans, tasks, strict=True)), list(zip(run.spans, run.tasks, strict=True))
-    ))  # fmt: skip
-    assert [s.duration_us for s in folded] == pytest.approx([s.duration_us for s in exact])
-    assert run.end_us == pytest.approx(max(s.end_us for s in spans), rel=1e-3)
+    folded = rank(text, counted, gpu, Launches())
+    each = replace(folded, layers=tuple(replace(x, shown=True) for x in folded.layers))
+    ends = []
+    for one in (folded, each):
+        made = RankProgram(one)
+        made.forward()
+        made.backward(later=False, sync=True)
+        made.update("adamw")
+        ends.append(made.run())
+    assert len(ends[1].tasks) > len(ends[0].tasks) + 90
+    assert ends[1].end_us == pytest.approx(ends[0].end_us, rel=1e-3)
+    assert ends[1].blocking_us == pytest.approx(ends[0].blocking_us)
 
 
 def test_one_degree_of_anything_is_no_plan(gpt: StepCapture) -> None:
