@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import exp
 
 from itercast.compose.graph.identity_cache import Once
-from itercast.compose.pricing.collectives import Cluster, cluster
-from itercast.compose.pricing.gradient_buckets import default_contention
+from itercast.compose.pricing.collectives import Cluster, cluster, default_contention
 from itercast.compose.pricing.layer_prices import PricedModel, price_model
 from itercast.compose.pricing.price_book import PriceBook, Pricer, price_book
 from itercast.compose.simulate.iteration import Outcome, evaluate

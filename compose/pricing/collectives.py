@@ -25,6 +25,7 @@ from itercast.microbench.ops.step.alpha_beta import CPU_COPIES, NETWORK_BYTES_PE
 from itercast.microbench.ops.step.collective import Collective
 from itercast.microbench.plan import ParallelPlan, ranks_per_node
 
+CONTENTION: Mapping[str, float] = assumed(__file__, "contention")  # by kind of device
 LATENCY = "alpha_beta.step_us"  # the assumption that times by formula rest on
 EMPTY_BYTES: int = assumed(__file__, "empty_bytes")  # so few bytes take the latency alone
 
@@ -144,6 +145,15 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     groups["intra_node"] = Group(size=2, per_node=2)
     groups["inter_node"] = Group(size=2, per_node=1)
     return Cluster(gpu=gpu, node=node, gpus_per_node=per_node, groups=groups)
+
+
+def default_contention(gpu: Gpu) -> float:
+    """Slowdown of compute and messages while they overlap.
+
+    Both proceed at 1/contention of their speed (``timeline.simulate_shared``). It is the device's
+    where it was measured (``sweep.contention``).
+    """
+    return gpu.contention or CONTENTION["cpu" if gpu.kind == "cpu" else "gpu"]
 
 
 def formula_us(message: Message, group: Group, where: Cluster) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from itercast.compose.graph.cache_reuse import cold_share
@@ -11,6 +12,7 @@ from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, ParamSpec, TensorSpec
 
+BATCH_NORM = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
 ADDED = "added"  # phase of ops that no module calls: C++ launches them
 COPY_BACK_DELAY: float = assumed(__file__, "copy_back_delay")
 
@@ -34,6 +36,25 @@ def gradient_copies(layer: Layer, step_bytes: float, gpu: Gpu) -> list[list[Pric
         pairs = zip(layer.parameters, cold, strict=True)
         found.append([priceable(make(p), c) for p, c in pairs])
     return found
+
+
+def buffers(calls: Sequence[OpCall]) -> dict[str, list[TensorSpec]]:
+    """Running statistics of batch norms in training by dtype, and their step counters."""
+    found: dict[str, list[TensorSpec]] = {}
+    for t in _running(calls):
+        found.setdefault(t.dtype, []).append(t)
+        found.setdefault("int64", [])
+    if found:
+        norms = sum(len(t) for t in found.values()) // 2
+        found["int64"] += [TensorSpec(shape=(), dtype="int64")] * norms
+    return found
+
+
+def _running(calls: Sequence[OpCall]) -> Iterator[TensorSpec]:
+    """Running mean and variance: the fourth and fifth argument of a forward batch norm."""
+    for call in calls:
+        if call.phase == "forward" and call.op.split(".")[1:2] in [[n] for n in BATCH_NORM]:
+            yield from (t for t in call.args[3:5] if isinstance(t, TensorSpec))
 
 
 def buffer_copies(tensors: list[TensorSpec], gpu: Gpu) -> list[Priceable]:

@@ -17,10 +17,10 @@ from itercast.compose.pricing.collectives import (
     Cluster,
     Group,
     Message,
+    default_contention,
     prefetch_messages,
     price_messages,
 )
-from itercast.compose.pricing.gradient_buckets import default_contention
 from itercast.compose.pricing.gradient_copies import ADDED
 from itercast.compose.pricing.host import (
     PYTHON,
@@ -28,18 +28,16 @@ from itercast.compose.pricing.host import (
     host_cost,
     launch_costs,
     led_by_graph,
-    python_op,
 )
 from itercast.compose.pricing.price_book import Priceable, PriceBook, PricedOp
 from itercast.compose.pricing.rank_graph import RankGraph, rank_graph, until_read
+from itercast.compose.pricing.recompute import recomputed
 from itercast.compose.pricing.sharded_tables import slowest_rank
 from itercast.compose.pricing.work import Step, Work, fold, side_by_side_us
-from itercast.microbench.hardware.stack import WHOLE, stack_of_row
 from itercast.microbench.opcall import OpCall, StepCapture
 from itercast.microbench.plan import ParallelPlan
 
 Ops = Mapping[int, PricedOp]  # by number of the call
-ATTENTION = ("itercast.sdpa", "aten.bmm.default", "aten._softmax.default", "aten.baddbmm.default")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,14 +320,9 @@ def _price_layer(
     forward, backward = ([ops[i] for i in range(*span)] for span in spans)
     again, saved = list[PricedOp](), layer.saved_bytes
     if plan.recompute and layer.name not in ("first", "last"):
-        whole = stack_of_row(book.stack).recomputes == WHOLE
-        again, saved = _recomputed(layer, graph.capture, ops, plan, whole=whole)
-    if again:
-        again = [replace(op, leads=0.0) for op in again]
-        again = [python_op("checkpoint_layer", _saved(layer, graph.capture), book), *again]
-        shift = len(again)
+        again, saved = recomputed(layer, graph.capture, ops, plan.recompute, book)
         moved = tuple(
-            replace(p, ready_after=p.ready_after + shift) if p.ready_after >= 0 else p
+            replace(p, ready_after=p.ready_after + len(again)) if p.ready_after >= 0 else p
             for p in layer.parameters
         )
         layer = replace(layer, parameters=moved)
@@ -347,50 +340,6 @@ def _price_layer(
         matmul_s=sum(map(graph.matmul_s, spans)),
         weight_us=_weight_us(layer, graph.capture, ops),
     )
-
-
-def _recomputed(
-    layer: Layer,
-    capture: StepCapture,
-    ops: Ops,
-    plan: ParallelPlan,
-    *,
-    whole: bool,
-) -> tuple[list[PricedOp], int]:
-    """Forward ops that backward runs again first, and the bytes that forward still saves.
-
-    full: the ``whole`` layer, or from its input up to the last result that its backward reads,
-    where torch.utils.checkpoint of torch 2.1 and later stops. selective: attention only
-    (arXiv:2205.05198).
-    """
-    a, b = layer.forward
-    if plan.recompute == "full" and whole:
-        return [ops[i] for i in range(a, b)], layer.output_bytes
-    if plan.recompute == "full":
-        read = {t.storage for c in capture.calls[slice(*layer.backward)] for t in c.tensors()}
-        needed = (
-            i + 1 for i in range(a, b) if any(t.storage in read for t in capture.calls[i].outputs)
-        )
-        return [ops[i] for i in range(a, max(needed, default=a))], layer.output_bytes
-    chosen = [i for i in range(a, b) if capture.calls[i].op in ATTENTION]
-    if not chosen:
-        return [], layer.saved_bytes
-    weights = {p.storage for p in layer.parameters}
-    chosen = [
-        i
-        for i in range(chosen[0], chosen[-1] + 1)
-        if not any(t.storage in weights for t in capture.calls[i].tensors())
-    ]
-    dropped = sum(t.nbytes for i in chosen for t in capture.calls[i].outputs)
-    return [ops[i] for i in chosen], max(layer.output_bytes, layer.saved_bytes - dropped)
-
-
-def _saved(layer: Layer, capture: StepCapture) -> int:
-    """How many tensors autograd saves of a layer: those of forward that backward's calls read."""
-    forward = capture.calls[slice(*layer.forward)]
-    there = {t.storage for c in forward for t in (*c.tensors(), *c.outputs)}
-    backward = capture.calls[slice(*layer.backward)]
-    return max(1, sum(t.storage in there for c in backward for t in c.tensors()))
 
 
 def _weight_us(layer: Layer, capture: StepCapture, ops: Ops) -> float:

@@ -19,8 +19,7 @@ from itercast.compose.parallel.cp import context_parallel
 from itercast.compose.parallel.ep import expert_parallel
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.collectives import Message
-from itercast.compose.pricing.gradient_buckets import buffers
-from itercast.compose.pricing.gradient_copies import gradient_copies
+from itercast.compose.pricing.gradient_copies import buffers, gradient_copies
 from itercast.compose.pricing.price_book import Priceable, priceable, touched_bytes
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from itercast.compose.forecast import Forecast, report_step
-from itercast.compose.pricing.collectives import gpus_per_domain
-from itercast.compose.pricing.gradient_buckets import default_contention
+from itercast.compose.pricing.collectives import default_contention, gpus_per_domain
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.programs.price import PricedRank, cluster_of, price_rank
 from itercast.compose.programs.timeline import COMPUTE, LAUNCH, simulate_program

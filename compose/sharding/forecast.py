@@ -17,8 +17,12 @@ from itercast.compose.graph.identity_cache import Once
 from itercast.compose.parallel.placement import Placement, Sharding, check_sharding, memory_bytes
 from itercast.compose.parallel.table_work import PHASES, TableWork, held_shards, table_work
 from itercast.compose.parallel.tables import rank_step
-from itercast.compose.pricing.collectives import Message, cluster, price_messages
-from itercast.compose.pricing.gradient_buckets import default_contention
+from itercast.compose.pricing.collectives import (
+    Message,
+    cluster,
+    default_contention,
+    price_messages,
+)
 from itercast.compose.pricing.host import Launches, host_cost
 from itercast.compose.pricing.layer_prices import PricedModel, price_model
 from itercast.compose.pricing.price_book import PriceBook, PricedOp, price_book, priceable

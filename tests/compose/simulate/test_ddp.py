@@ -18,8 +18,8 @@ from itercast.compose.pricing.collectives import (
     formula_us,
     price_messages,
 )
-from itercast.compose.pricing.gradient_buckets import fill_buckets
 from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.simulate.data_parallel import fill_buckets
 from itercast.compose.simulate.timeline import Span, Task, simulate
 from itercast.microbench.hardware.node import Node, load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu

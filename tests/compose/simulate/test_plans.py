@@ -13,8 +13,7 @@ from plan_case import CPU, GPU, Flat
 
 from itercast.compose.forecast import Forecast, forecast, rank_of
 from itercast.compose.graph.attention_kernels import with_attention_kernel
-from itercast.compose.pricing.collectives import Message, cluster, formula_us
-from itercast.compose.pricing.gradient_buckets import default_contention
+from itercast.compose.pricing.collectives import Message, cluster, default_contention, formula_us
 from itercast.compose.pricing.host import WRAPPERS
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook, Pricer
