@@ -21,9 +21,10 @@ import numpy as np
 
 from itercast.compose.target import forecast_step
 from itercast.eval.progress import run_or_say
-from itercast.eval.public.benchmark import WORKERS, Rows
+from itercast.eval.public.benchmark import WORKERS
 from itercast.eval.public.left_out import assumptions, fitted_sources
 from itercast.eval.public.left_out_models import TRAINED_ON, sampled, train_without
+from itercast.eval.public.lines import Rows
 from itercast.eval.public.models import captured_step, read_lines, row_target, timed_us
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.assumptions import Assumption, leaving_out

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from itercast.eval.public.baselines import BASELINES
-from itercast.eval.public.readers import read_source
+from itercast.eval.public.lines import OpLine, Rows
+from itercast.eval.public.readers import read_source, reader_of
 from itercast.eval.results import LineResult
 from itercast.learners.family_model import Prepared, learn, learn_quickly, prepare
 from itercast.learners.models.trees import default_options
@@ -23,54 +24,13 @@ from itercast.microbench.importers.base import Hints
 from itercast.microbench.ops import families
 
 log = logging.getLogger(__name__)
-Rows = pd.DataFrame
-Mask = np.ndarray
-FOLDS = 5
 WORKERS = 2  # processes
-TAIL_BYTES = 16 * 2**20
 BASELINE_ROWS = 4000
-FIRST_IMPORTERS = {  # by folder
-    "NeuSight": "neusight",
-    "aiconfigurator": "aiconfigurator",
-    "vidur": "vidur",
-    "nccl-tests": "nccl-tests",
-}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """Masks of the rows to learn from and of those to forecast; ``part`` names the GPU or op."""
-
-    part: str
-    known: Mask
-    held: Mask
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One line of the benchmark: which rows, how they are split, and the target.
-
-    ``targets`` are by part ("" for all), of the error statistic ``metric``. Splits with the same
-    ``part`` are folds whose errors are pooled. ``few``: numbers of measured rows of the held-out
-    GPU that calibrate the forecast, each scored apart. ``importers``, by folder, read the rows;
-    without them they are those of ``read_public``.
-    """
-
-    name: str
-    family: str
-    metric: str
-    targets: Mapping[str, float]
-    known_best: str
-    choose: Callable[[Rows], Mask]
-    splits: Callable[[Rows], Iterator[Split]]
-    baselines: tuple[str, ...] = ("roofline", "nearest", "mlp")
-    few: tuple[int, ...] = ()
-    importers: Mapping[str, str] = field(default_factory=dict)
-
-
-def run_line(line: Line, rows: Rows) -> Iterator[LineResult]:
+def run_line(line: OpLine, rows: Rows) -> Iterator[LineResult]:
     """Fit and score every split of a line; yields a result for each part."""
-    rows = rows[line.choose(rows)].reset_index(drop=True)
+    rows = line.choose(rows)
     gpus = {str(g): load_gpu(str(g)) for g in rows["gpu"].unique()}
     family = families()[line.family]
     prepared = prepare(rows, family, gpus)
@@ -105,7 +65,7 @@ def run_line(line: Line, rows: Rows) -> Iterator[LineResult]:
 
 
 def forecasts(
-    line: Line, prepared: Prepared, rows: Rows, known: np.ndarray, held: np.ndarray
+    line: OpLine, prepared: Prepared, rows: Rows, known: np.ndarray, held: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Forecasts in us of the held rows, by learner; NaN where a learner gives none.
 
@@ -151,19 +111,14 @@ def calibrated(prepared: Prepared, held: np.ndarray, guess: np.ndarray, few: int
     return found
 
 
-def read_public(root: Path) -> dict[str, Rows]:
-    """Rows by family, imported from NeuSight, AIConfigurator, Vidur and nccl-tests in a folder.
+def read_folders(root: Path, folders: Iterable[str]) -> dict[str, Rows]:
+    """Rows by family of some folders below ``root``; their column ``source`` names the folder.
 
-    Nothing is written. ValueError where one of the four is missing.
+    Nothing is written. ValueError where a folder is missing.
     """
-    return read_folders(root, FIRST_IMPORTERS)
-
-
-def read_folders(root: Path, importers: Mapping[str, str]) -> dict[str, Rows]:
-    """Rows by family of some folders below ``root``; their column ``source`` names the folder."""
     frames: dict[str, list[Rows]] = {}
-    for name, importer in importers.items():
-        for family, rows in read_source(importer, root / name, Hints()).rows.items():
+    for name in folders:
+        for family, rows in read_source(reader_of(name), root / name, Hints()).rows.items():
             ok = rows[rows["status"] == "ok"].assign(source=name)
             frames.setdefault(family, []).append(ok)
     return {family: pd.concat(parts, ignore_index=True) for family, parts in frames.items()}

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from itercast.eval.public.benchmark import WORKERS, Rows
+from itercast.eval.public.benchmark import WORKERS
 from itercast.eval.public.left_out import assumptions, compared, fitted_sources
 from itercast.eval.public.left_out_ops import KNOWN_ROWS, read_ops, source_in
-from itercast.eval.public.model_lines import ModelLine
+from itercast.eval.public.lines import ModelLine, Rows
 from itercast.eval.public.models import (
     ASSUMED,
     INTERVAL,
@@ -89,7 +89,7 @@ def _rows_of(found: ForecastLine, source: str) -> Rows:
 
 def sampled(line: ModelLine, rows: Rows, most: int = ROWS) -> Rows:
     """At most ``most`` of the rows, drawn at random, and all that fit hosts, in their order."""
-    fits = np.zeros(len(rows), bool) if line.fits_hosts is None else line.fits_hosts(rows)
+    fits = line.fits(rows)
     others = np.flatnonzero(~fits)
     drawn = others[np.random.default_rng(0).permutation(len(others))[:most]]
     return rows[fits | np.isin(np.arange(len(rows)), drawn)].reset_index(drop=True)

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from itercast.eval.public.benchmark import FOLDS, WORKERS, Rows
+from itercast.eval.public.benchmark import WORKERS
 from itercast.eval.public.left_out import compared
-from itercast.eval.public.readers import SOURCES, read_source
+from itercast.eval.public.lines import FOLDS, Rows
+from itercast.eval.public.readers import SOURCES, read_source, reader_of
 from itercast.eval.results import LineResult
 from itercast.learners.family_model import FamilyModel, learn_quickly, prepare
 from itercast.learners.features.table import shape_groups, without_load
@@ -31,7 +32,6 @@ KNOWN_ROWS = 8_000  # of a family to learn from, at most
 HELD_ROWS = 1_000  # of a family and source to forecast, at most
 MIN_HELD_ROWS = 5
 NAME = "{}, source left out"  # of a family's results
-READERS = {"NeuSight": "neusight", "vidur-h100": "vidur"}  # importers by folder, where names differ
 PARTS_OF = {"aiconfigurator-more": "aiconfigurator"}  # folders that hold more of another source
 # Raw traces, whose importer needs to be told the GPU; iterations of several sources.
 NOT_READ = ("kineto", "iterations")
@@ -54,7 +54,7 @@ class Split:
 
 def readers(public: Path) -> dict[Path, str]:
     """Finds each folder's importer; skips folders without op rows and of several sources."""
-    found = {path: READERS.get(path.name, path.name) for path in sorted(public.iterdir())}
+    found = {path: reader_of(path.name) for path in sorted(public.iterdir())}
     return {
         path: reader
         for path, reader in found.items()
@@ -64,8 +64,7 @@ def readers(public: Path) -> dict[Path, str]:
 
 def source_in(folder: str) -> str:
     """The source whose measurements a folder of this name holds."""
-    reader = READERS.get(folder, folder)
-    return PARTS_OF.get(reader, reader)
+    return PARTS_OF.get(reader_of(folder), reader_of(folder))
 
 
 def op_sources(public: Path) -> list[str]:

@@ -25,8 +25,8 @@ from itercast.compose.target import Target, find_target
 from itercast.eval.compare import ASKED, console, step_of
 from itercast.eval.iteration_parts import PARTS, parts_us
 from itercast.eval.progress import progress_bar
-from itercast.eval.public.benchmark import WORKERS, Rows
-from itercast.eval.public.model_lines import CALIBRATED_ON, ModelLine, model_lines
+from itercast.eval.public.benchmark import WORKERS
+from itercast.eval.public.lines import ModelLine, Rows, model_lines
 from itercast.eval.public.readers import node_sums_us, read_iterations
 from itercast.eval.results import COVERAGE, LineResult
 from itercast.learners.train import errors
@@ -41,6 +41,7 @@ Answer = Mapping[str, float] | str  # forecasts by part, or the error message
 MEASURED = {"step": "time_us", "backward": "backward_us", "memory": "memory_bytes"}
 INTERVAL = ("step_p10", "step_p90")  # bounds of the 80 % interval of a step in us
 HOST = "host_file"
+CALIBRATED_ON = 32  # models, or cases of a machine
 OF_BUILDERS = ("problem_source", "rows", "cols", "inner", "timer")  # what describes other models
 ASSUMED = "assumed_frac"  # share of a step that rests on assumed numbers
 
@@ -62,9 +63,7 @@ def read_lines(public: Path, only: str) -> list[tuple[ModelLine, Rows]]:
     lines = [line for line in model_lines() if only in line.name]
     tables = {name: read_iterations(public, name) for name in {x.folder: None for x in lines}}
     return [
-        (line, table[line.choose(table)].reset_index(drop=True))
-        for line in lines
-        if (table := tables[line.folder]) is not None
+        (line, line.choose(table)) for line in lines if (table := tables[line.folder]) is not None
     ]
 
 
@@ -151,9 +150,9 @@ def with_fitted_hosts(
     line: ModelLine, rows: Rows, bundle: Path, pool: Executor, folder: Path
 ) -> Rows:
     """Rows of a line with files of their machines' hosts, where it fits them (``fits_hosts``)."""
-    if line.fits_hosts is None:
+    if not line.fits_hosts:
         return rows
-    known, hosts = rows[line.fits_hosts(rows)], dict[str, str]()
+    known, hosts = rows[line.fits(rows)], dict[str, str]()
     for machine, mine in known.groupby("machine"):
         of_cases = mine.sort_values("time_us").drop_duplicates("case")
         fastest = of_cases.head(CALIBRATED_ON).to_dict("records")
@@ -235,8 +234,8 @@ def coverage(line: ModelLine, rows: Rows) -> dict[str, float]:
 
 def judged(line: ModelLine, rows: Rows) -> Rows:
     """The rows that a line is judged on: without those that calibrate it or fit its hosts."""
-    if line.fits_hosts is not None:
-        return rows[~line.fits_hosts(rows)].reset_index(drop=True)
+    if line.fits_hosts:
+        return rows[~line.fits(rows)].reset_index(drop=True)
     if not line.calibrated:
         return rows
     chosen = _sample(rows["case"])

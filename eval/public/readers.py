@@ -28,8 +28,13 @@ READERS = with_added("importers", {**OWN, **PUBLISHED}, (Path, Callable))
 SOURCES = tuple(sorted(READERS))
 LABELS = Path("scripts/asplos/label")
 LAYER = r"(?:^|_)(?:layer|h|layers)_0|\.(?:layer|h|layers)\.0"  # as transformers names blocks
-NAMES = {"NeuSight": "neusight", "iterations-h100": "iterations"}  # importers where names differ
+READER_OF = {"NeuSight": "neusight", "iterations-h100": "iterations", "vidur-h100": "vidur"}
 BUILDERS = ("layer", "problem")  # of models that are neither cases nor configurations
+
+
+def reader_of(folder: str) -> str:
+    """The importer of a folder of published measurements: mostly its name."""
+    return READER_OF.get(folder, folder)
 
 
 def read_source(source: str, path: Path, hints: Hints) -> Imported:
@@ -45,7 +50,7 @@ def read_iterations(public: Path, folder: str) -> pd.DataFrame | None:
     if not (public / folder).is_dir():
         console.print(f"no folder {str(public / folder)!r}: its lines are left out")
         return None
-    found = read_source(NAMES.get(folder, folder), public / folder, Hints())
+    found = read_source(reader_of(folder), public / folder, Hints())
     for reason, count in sorted(found.dropped.items(), key=lambda item: -item[1]):
         console.print(f"{folder}: {count} rows not imported: {reason}")
     rows = found.rows["iteration"]

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from itercast.eval.iteration_parts import PARTS
-from itercast.eval.public.benchmark import WORKERS, Rows, read_folders, read_public, run_line
+from itercast.eval.public.benchmark import WORKERS, read_folders, run_line
 from itercast.eval.public.left_out import assumptions, check_source, left_out_markdown
 from itercast.eval.public.left_out_models import run_models_left_out, sampled
 from itercast.eval.public.left_out_ops import NAME, op_sources, run_left_out
-from itercast.eval.public.model_lines import model_lines
+from itercast.eval.public.lines import FIRST_FOLDERS, Rows, model_lines, op_lines
 from itercast.eval.public.models import ForecastLine, forecast_lines, judge, read_lines
-from itercast.eval.public.op_lines import lines
 from itercast.eval.report.evaluation import Evaluation
 from itercast.eval.report.write import write_pages
 from itercast.eval.results import COVERAGE, CaseResult, LineResult
@@ -37,20 +36,18 @@ SPREAD_NAMES = ("mean", "bias", "median", "p90", "worst")  # of itercast's error
 def run(public: Path, only: str = "") -> list[LineResult]:
     """Run all lines about single ops whose name contains ``only``, WORKERS at a time.
 
-    Lines with importers of their own are left out where one of their folders is missing.
+    Lines are left out where one of their folders is missing, but for those that most need.
     """
     chosen = [
         (i, line)
-        for i, line in enumerate(lines())
-        if only in line.name and all((public / folder).exists() for folder in line.importers)
+        for i, line in enumerate(op_lines())
+        if only in line.name
+        and (line.folders == FIRST_FOLDERS or all((public / f).exists() for f in line.folders))
     ]
-    if not chosen:
+    read = {x.folders: read_folders(public, x.folders) for x in dict(chosen).values()}
+    jobs = [(i, read[line.folders][line.family]) for i, line in chosen]
+    if not jobs:
         return []
-    first = {} if all(line.importers for _, line in chosen) else read_public(public)
-    jobs = [
-        (i, (read_folders(public, line.importers) if line.importers else first)[line.family])
-        for i, line in chosen
-    ]
     workers = min(WORKERS, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         return [result for results in pool.map(_line, jobs) for result in results]
@@ -58,7 +55,7 @@ def run(public: Path, only: str = "") -> list[LineResult]:
 
 def _line(job: tuple[int, Rows]) -> list[LineResult]:
     index, rows = job
-    return list(run_line(lines()[index], rows))
+    return list(run_line(op_lines()[index], rows))
 
 
 def markdown(results: Sequence[LineResult]) -> str:
@@ -100,7 +97,7 @@ def _number(metric: str, value: float | None) -> str:
 
 def line_names() -> list[str]:
     """Names of all lines of the benchmark, also of those with a source left out."""
-    own = {x.name for x in lines()} | {x.name for x in model_lines()}
+    own = {x.name for x in op_lines()} | {x.name for x in model_lines()}
     return sorted(own | {NAME.format(family) for family in families()})
 
 

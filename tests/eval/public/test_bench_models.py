@@ -14,14 +14,9 @@ import pytest
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import as_launched
 from itercast.eval.compare import compare_all, stated_rows, step_of
-from itercast.eval.public.model_lines import (
-    ModelLine,
-    beside_eager_calls,
-    launch_bound_sample,
-    model_lines,
-)
+from itercast.eval.public.lines import ModelLine, model_lines
 from itercast.eval.public.models import Answer, add_forecasts, judge, judged, with_fitted_hosts
-from itercast.eval.public.readers import NAMES, SOURCES, node_sums_us, read_iterations
+from itercast.eval.public.readers import SOURCES, node_sums_us, read_iterations, reader_of
 from itercast.eval.public.sources.layers import LAYERS, layer
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import load_host
@@ -72,44 +67,34 @@ def test_a_row_is_forecast_for_the_software_that_it_states() -> None:
     assert compared["gpt-s torch-2.11.0+cu130"] == pytest.approx(step[0])
 
 
-def test_compiled_and_split_labels_are_not_chosen() -> None:
-    common = {"source": "neusight", "gpu": "a100-pcie-80gb", "mode": "train"}
-    rows = pd.DataFrame(
-        {**common, "compile": compiled, "plan": plan}
-        for compiled, plan in ((False, ""), (True, ""), (False, "dp=4"))
-    )
-    assert model_lines()[0].choose(rows).tolist() == [True, False, False]
+def chosen(rows: pd.DataFrame, text: str, folder: str) -> dict[str, list[int]]:
+    """By line of a folder whose name contains a text: numbers of the rows that it chooses."""
+    lines = [x for x in model_lines() if text in x.name and x.folder == folder]
+    return {x.name: x.choose(rows.assign(at=range(len(rows))))["at"].tolist() for x in lines}
 
 
-def test_mixtures_of_experts_have_a_line_beside_dense_models() -> None:
-    """By the plan; rows of other tables are in neither."""
-    plans = ["dp=8,ep=8", "ep=8", "dp=8,tp=2,sp", "dp=8,ep=8"]
-    rows = pd.DataFrame({"source": ["megatron-bridge"] * 3 + ["timm"], "plan": plans})
-    dense, experts = (x for x in model_lines() if x.name.startswith("Megatron-Core"))
-    assert dense.choose(rows).tolist() == [False, False, True, False]
-    assert experts.choose(rows).tolist() == [True, True, False, False]
-
-
-def test_examples_on_one_gpu_and_on_several_have_lines_of_their_own() -> None:
-    """Of the models that exchange gradients; timm's rows of the same name are timm's."""
-    rows = pd.DataFrame(
-        {"source": source, "case": case, "world_size": gpus}
-        for source, case, gpus in (
-            ("nvidia-dle", "resnet50v1.5", 1),
-            ("lambda-deeplearning-benchmark", "resnet50", 8),
-            ("timm", "resnet50", 1),
-            ("nvidia-dle", "dlrm-criteo", 1),
-        )
-    )
-    chosen = {
-        x.name: x.choose(rows).tolist()
-        for x in model_lines()
-        if x.folder == "iterations" and "ResNet" in x.name
+def test_lines_choose_their_rows() -> None:
+    """No compiled or split labels; experts by the plan; examples by source and number of GPUs."""
+    labels = pd.DataFrame({"compile": [False, True, False], "plan": ["", "", "dp=4"]})
+    labels = labels.assign(source="neusight", gpu="a100-pcie-80gb", mode="train")
+    assert chosen(labels, "A100-80GB train", "NeuSight") == {
+        "NeuSight labels, A100-80GB train": [0]
     }
-    assert chosen == {
-        "ResNet-50 on one GPU": [True, False, False, False],
-        "ResNet-50 under DDP": [False, True, False, False],
+    plans = pd.DataFrame({"plan": ["dp=8,ep=8", "ep=8", "dp=8,tp=2,sp", "dp=8,ep=8"]})
+    plans["source"] = ["megatron-bridge"] * 3 + ["timm"]
+    dense, experts = chosen(plans, "Megatron-Core", "iterations").values()
+    assert (dense, experts) == ([2], [0, 1])
+    runs = [("nvidia-dle", "resnet50v1.5", 1), ("lambda-deeplearning-benchmark", "resnet50", 8)]
+    runs += [("timm", "resnet50", 1), ("nvidia-dle", "dlrm-criteo", 1)]
+    examples = pd.DataFrame(runs, columns=["source", "case", "world_size"])
+    assert chosen(examples, "ResNet", "iterations") == {
+        "ResNet-50 on one GPU": [0],
+        "ResNet-50 under DDP": [1],
     }
+    h100 = [("llm-foundry", 8), ("lambda-deeplearning-benchmark", 1)]
+    h100 += [("lambda-deeplearning-benchmark", 8)]
+    networks = pd.DataFrame(h100, columns=["source", "world_size"])
+    assert [*chosen(networks, "", "iterations-h100").values()] == [[0, 1, 2], [0], [1], [2]]
 
 
 def test_forecasts_are_of_the_rows_asked_and_others_are_counted() -> None:
@@ -134,11 +119,10 @@ def test_models_that_timm_alone_builds_have_a_line_of_some_of_them() -> None:
     cases = [f"m{i}" for i in range(200)] * 2 + ["resnet50"]
     config = ['{"architecture": "m"}'] * 400 + ['{"architectures": ["ResNet"]}']
     rows = pd.DataFrame({"source": "timm", "case": cases, "hf_config": config})
-    own, alone = (x.choose(rows) for x in model_lines() if x.name.startswith("timm"))
-    assert own.tolist() == [False] * 400 + [True]
-    assert alone.sum() == 2 * 96
-    assert (alone[:200] == alone[200:400]).all()
-    assert not alone[400]
+    own, alone = chosen(rows, "timm", "iterations").values()
+    assert own == [400]
+    assert len(alone) == 2 * 96
+    assert {i + 200 for i in alone if i < 200} == {i for i in alone if i >= 200}
 
 
 def test_mixed_precision_is_what_a_row_states_but_under_fsdp() -> None:
@@ -165,7 +149,7 @@ def test_rows_of_images_alone_need_no_length() -> None:
 
 
 def test_every_line_reads_a_folder_that_has_a_reader() -> None:
-    assert {NAMES.get(x.folder, x.folder) for x in model_lines()} <= set(SOURCES)
+    assert {reader_of(x.folder) for x in model_lines()} <= set(SOURCES)
 
 
 def test_a_missing_folder_leaves_its_lines_out(
@@ -175,15 +159,6 @@ def test_a_missing_folder_leaves_its_lines_out(
     assert "its lines are left out" in capsys.readouterr().out
 
 
-def test_runs_on_h100_have_lines_by_source_and_number_of_gpus() -> None:
-    """Each row is in the line of all and in one of three others."""
-    runs = [("llm-foundry", 8), ("lambda-deeplearning-benchmark", 1)]
-    runs += [("lambda-deeplearning-benchmark", 8)]
-    rows = pd.DataFrame(runs, columns=["source", "world_size"])
-    chosen = [x.choose(rows).tolist() for x in model_lines() if x.folder == "iterations-h100"]
-    assert chosen == [[True, True, True], *np.eye(3, dtype=bool).tolist()]
-
-
 def test_peak_memory_is_judged_where_it_was_measured() -> None:
     rows = pd.DataFrame({"memory_bytes": [2e9, np.nan, 4e9], "memory": [3e9, 1e9, 6e9]})
     (result,) = judge(line(part="memory"), rows.assign(time_us=1.0, nodes=np.nan), 1.0)
@@ -191,7 +166,7 @@ def test_peak_memory_is_judged_where_it_was_measured() -> None:
 
 
 def line(**changed: object) -> ModelLine:
-    facts = {"name": "x", "known_best": "", "choose": len, "targets": {"mape_pct": 5.0}}
+    facts = {"name": "x", "known_best": "", "targets": {"mape_pct": 5.0}}
     return ModelLine(**{**facts, **changed})  # type: ignore[arg-type]
 
 
@@ -242,7 +217,7 @@ def test_a_machines_host_is_found_from_what_it_ran_eagerly(tmp_path: Path) -> No
     slow = {"this": 2.0, "that": 6.0}
     parts = [forwards(e, m, 256, 1024) for m in slow for e in ("eager", "eager+graph")]
     rows = pd.concat(parts, ignore_index=True)
-    fits = line(fits_hosts=lambda rows: np.asarray(rows["engine"] == "eager"))
+    fits = line(fits_hosts="engine == 'eager'")
     with ThreadPoolExecutor(1) as pool:
         files = dict[str, str]()
         for name, slowdown in slow.items():
@@ -267,22 +242,14 @@ def test_runs_of_a_test_that_fits_hosts_are_judged_nowhere() -> None:
     names = [f"gpt/{n}" for n in range(200) for _ in range(2)]
     small = pd.DataFrame({"case": names, "d_model": 512})
     rows = pd.concat([small, small.assign(d_model=2048)], ignore_index=True)
-    fits = rows[launch_bound_sample(rows)]
-    assert 60 < len(fits) < 100 and len(fits) == 2 * fits["case"].nunique()
-    assert (fits["d_model"] == 512).all()
     by_name = {line.name: line for line in model_lines()}
     wide = by_name["Megatron golden values, models >= 1024 wide, host from 32 steps"]
-    chosen = rows[wide.choose(rows)].reset_index(drop=True)
-    assert len(chosen) == len(fits) + 400
-    assert (judged(wide, chosen)["d_model"] == 2048).all()
-
-
-def test_graphs_are_chosen_with_what_the_same_machine_ran_eagerly() -> None:
-    rows = pd.DataFrame(
-        [("eager", "a"), ("eager+graph", "a"), ("compile", "a"), ("eager", "b")],
-        columns=["engine", "machine"],
-    )
-    assert beside_eager_calls(rows).tolist() == [True, True, False, False]
+    fits = rows[wide.fits(rows)]
+    assert 60 < len(fits) < 100 and len(fits) == 2 * fits["case"].nunique()
+    assert (fits["d_model"] == 512).all()
+    some = wide.choose(rows)
+    assert len(some) == len(fits) + 400
+    assert (judged(wide, some)["d_model"] == 2048).all()
 
 
 def test_a_layer_is_the_ops_that_eager_torch_runs() -> None:

@@ -14,14 +14,7 @@ from public_data import PUBLIC, needs_public
 
 from itercast.eval.public.baselines import alpha_beta, interpolation
 from itercast.eval.public.benchmark import calibrated, run_line
-from itercast.eval.public.op_lines import (
-    clusters,
-    every_shape,
-    gemm_sites,
-    lines,
-    nccl_cells,
-    nccl_tail,
-)
+from itercast.eval.public.lines import OpLine, op_lines
 from itercast.eval.public.readers import read_source
 from itercast.eval.public.report import markdown, run
 from itercast.eval.results import LineResult
@@ -43,10 +36,15 @@ def curve(gpu: str, op: str = "all_reduce", world_size: int = 2) -> pd.DataFrame
     return pd.DataFrame(rows)
 
 
-def test_a_cell_is_never_on_both_sides() -> None:
+def named(text: str) -> OpLine:
+    return next(x for x in op_lines() if text in x.name)
+
+
+def test_no_row_is_on_both_sides_and_every_cell_is_held_out_once() -> None:
+    """A cell is a collective of one size on one GPU, in all dtypes."""
     rows = pd.concat([curve("a"), curve("b")], ignore_index=True)
     held = np.zeros(len(rows), dtype=int)
-    for split in nccl_cells(rows):
+    for split in named("cells left out").splits(rows):
         assert not (split.known & split.held).any()
         for side in (split.known, split.held):
             sizes = rows[side].groupby(["gpu", "message_bytes"])["dtype"].nunique()
@@ -63,16 +61,17 @@ def test_a_site_is_left_out_on_every_gpu_and_stack() -> None:
         for stack in ("x", "y")
         for n, k in sites
     )
-    splits = list(gemm_sites(rows))
+    splits = list(named("sites").splits(rows))
     held = [set(zip(rows["n"][s.held], rows["k"][s.held], strict=True)) for s in splits]
     known = [set(zip(rows["n"][s.known], rows["k"][s.known], strict=True)) for s in splits]
     assert held[0] == held[1]
     assert not held[0] & (known[0] | known[1])
 
 
-def test_the_tail_is_all_above_16_mib() -> None:
-    split = next(nccl_tail(curve("a")))
+def test_of_a_tail_only_sizes_above_16_mib_are_left_out() -> None:
+    split = next(named("16 MiB").splits(curve("a")))
     assert set(curve("a")["message_bytes"][split.held]) == {2.0**25, 2.0**26, 2.0**27}
+    assert (split.known == ~split.held).all()
 
 
 def test_all_runs_of_a_cluster_go_at_once() -> None:
@@ -81,7 +80,8 @@ def test_all_runs_of_a_cluster_go_at_once() -> None:
         | {"source": "nccl-tests", "op": op, "message_bytes": 2.0**24, "run_id": run}
         for nic, run, op in ((1.0, "r1", "all_reduce"), (1.0, "r2", "all_gather"))
     )
-    assert [s.held.tolist() for s in clusters(rows)] == [[True, True]]
+    (split,) = named("cluster").splits(rows)
+    assert (split.part, split.held.tolist()) == ("all", [True, True])
 
 
 def test_baselines_along_a_curve() -> None:
@@ -161,7 +161,7 @@ def products() -> pd.DataFrame:
 
 def test_a_dtype_left_out_is_lent_by_who_was_measured_in_it() -> None:
     """The B200 tells the H100 that fp8 reaches a quarter of the peak: twice as slow as it is."""
-    line = next(x for x in lines() if x.name.startswith("GEMM fp8"))
+    line = next(x for x in op_lines() if x.name.startswith("GEMM fp8"))
     results = {r.part: r.scores for r in run_line(replace(line, baselines=()), products())}
     assert list(results) == ["b200-sxm", "h100-sxm-80gb"]
     assert all("stated rate" in scores for scores in results.values())  # priced as what ships
@@ -171,7 +171,7 @@ def test_a_dtype_left_out_is_lent_by_who_was_measured_in_it() -> None:
 
 def test_what_large_products_reach_is_told_to_one_column_only() -> None:
     """789 of an H100's 989.4 TFLOP/s, 1700 of a B200's 2250: by 5.5 % less of its peak."""
-    line = next(x for x in lines() if x.name == "GEMM bf16, GPU left out")
+    line = next(x for x in op_lines() if x.name == "GEMM bf16, GPU left out")
     half = products().query("dtype == 'bf16' and m * n * k >= 2**36")
     told = {}
     for result in run_line(replace(line, baselines=(), few=()), half):
@@ -184,7 +184,7 @@ def test_what_large_products_reach_is_told_to_one_column_only() -> None:
 @needs_public("NeuSight")
 def test_layernorm_of_the_public_data_beats_its_baselines() -> None:
     """On 600 of the V100's 1,478 rows: the least median error of all learners, below 2 %."""
-    line = next(x for x in lines() if "layernorm" in x.name)
+    line = next(x for x in op_lines() if "layernorm" in x.name)
     rows = (
         read_source("neusight", PUBLIC / "NeuSight", Hints()).rows["norm"].assign(source="NeuSight")
     )
@@ -200,7 +200,7 @@ def test_layernorm_of_the_public_data_beats_its_baselines() -> None:
 @needs_public("aiconfigurator")
 def test_collectives_of_a_system_left_out() -> None:
     """GB200 is as fast as B200; nothing measured is like A100: there others do as well."""
-    line = next(x for x in lines() if x.name == "NCCL, system left out")
+    line = next(x for x in op_lines() if x.name == "NCCL, system left out")
     rows = read_source("aiconfigurator", PUBLIC / "aiconfigurator", Hints())
     rows = rows.rows["collective"]
     line = replace(line, baselines=("alpha_beta", "nearest"))
@@ -210,17 +210,16 @@ def test_collectives_of_a_system_left_out() -> None:
     assert results["a100-sxm-80gb"]["itercast"]["mape_pct"] < 23
 
 
-def test_every_shape_is_held_out_once_and_scored_on_its_ops() -> None:
-    """Ten widths, both directions each: a shape's forward is never known while its backward is."""
-    rows = pd.DataFrame(
-        {"op": op, "rows": 64, "cols": cols} for cols in range(10) for op in ("rms", "rms_backward")
-    )
+def test_a_shapes_forward_is_never_known_while_its_backward_is_scored() -> None:
+    """Ten lengths, both directions each."""
+    line = replace(named("SDPA backward"), folds=("q_len",))
+    rows = pd.DataFrame({"op": op, "q_len": n} for n in range(10) for op in ("forward", "backward"))
     held = np.zeros(len(rows), dtype=int)
-    for split in every_shape(["rows", "cols"], ("rms_backward",))(rows):
-        assert set(rows["op"][split.held]) == {"rms_backward"}
-        assert not set(rows["cols"][split.held]) & set(rows["cols"][split.known])
+    for split in line.splits(rows):
+        assert set(rows["op"][split.held]) == {"backward"}
+        assert not set(rows["q_len"][split.held]) & set(rows["q_len"][split.known])
         held += split.held
-    assert (held == (rows["op"] == "rms_backward")).all()
+    assert (held == (rows["op"] == "backward")).all()
 
 
 def test_lines_of_folders_that_are_not_there_are_left_out(tmp_path: Path) -> None:

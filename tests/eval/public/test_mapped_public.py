@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from public_data import PUBLIC, needs_public
 
-from itercast.eval.public.readers import MAPPINGS, NAMES, read_source
+from itercast.eval.public.readers import MAPPINGS, READER_OF, read_source
 from itercast.learners.features.table import feature_table, is_number
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.importers.base import Hints, Imported
@@ -22,7 +22,7 @@ pytestmark = needs_public()
 @cache
 def imported(name: str) -> Imported:
     """A source's rows; skips where its folder is not at hand."""
-    folder = PUBLIC / next((key for key, source in NAMES.items() if source == name), name)
+    folder = PUBLIC / next((key for key, source in READER_OF.items() if source == name), name)
     if not folder.is_dir():
         pytest.skip(f"no public data at {folder}")
     return read_source(name, folder, Hints())
