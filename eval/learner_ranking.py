@@ -6,14 +6,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
+from math import log
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from rich.table import Table
 
 from itercast.eval.compare import compare_all, console
-from itercast.eval.learner_table import add_line, cells, empty_table
+from itercast.eval.learner_table import Scores, add_line, cells, empty_table
 from itercast.eval.results import CaseResult, summary
 from itercast.eval.tracking.logs import log_evaluation
 from itercast.learners.bundle import Bundle
@@ -21,6 +23,7 @@ from itercast.learners.compare import learner_models
 from itercast.learners.family_model import FamilyModel, prepare
 from itercast.learners.features.machine_speed import learn_speed, undisturbed
 from itercast.learners.models.compared import BLEND, NAMES
+from itercast.learners.models.noise import medians
 from itercast.learners.train import SCORES, hardware_of, usable_rows
 from itercast.microbench.ops import families
 from itercast.microbench.store import write_atomic
@@ -28,7 +31,7 @@ from itercast.microbench.store import write_atomic
 # Colours that the colour-blind tell apart. Source: Okabe and Ito, https://jfly.uni-koeln.de/color/
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 END_TO_END = "whole iterations"
-Medians = Mapping[str, Mapping[str, float]]  # median error in % by family and learner
+ByFamily = Mapping[str, Scores]  # of learners
 
 
 def learner_bundles(bundle: Bundle, data: Path) -> dict[str, Bundle]:
@@ -57,12 +60,10 @@ def rank_learners(
     found = {BLEND: list(results)}
     for name, bundle in learner_bundles(Bundle.load(folder), data).items():
         found[name] = compare_all(rows, folder, bundle)
-    medians = {**family_medians(folder), END_TO_END: {}}
-    for name, some in found.items():
-        medians[END_TO_END] = {**medians[END_TO_END], name: summary(some)["median_ape_pct"]}
-    console.print(ranking_table(medians))
-    write_atomic(out / "learners.md", markdown(medians).encode())
-    chart(medians).savefig(out / "learners.png", dpi=120, bbox_inches="tight")
+    scores = {**family_scores(folder), END_TO_END: iteration_scores(found)}
+    console.print(ranking_table(scores))
+    write_atomic(out / "learners.md", markdown(scores).encode())
+    chart(scores).savefig(out / "learners.png", dpi=120, bbox_inches="tight")
     device = ", ".join(sorted(set(rows["gpu"])))
     for name, some in found.items():
         if name != BLEND:
@@ -70,45 +71,59 @@ def rank_learners(
             log_evaluation(f"{out.name} · {name}", device, summary(some), errors_pct, out, name)
 
 
-def family_medians(folder: Path) -> dict[str, Mapping[str, float]]:
-    """Median errors on held-out shapes, as the training of a bundle left them."""
+def family_scores(folder: Path) -> dict[str, Scores]:
+    """Errors and ranks on held-out shapes, as the training of a bundle left them."""
     path = folder / SCORES
     report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    return {
-        family: {name: s["median_ape_pct"] for name, s in entry["learners"].items()}
-        for family, entry in sorted(report.items())
-    }
+    return {family: entry["learners"] for family, entry in sorted(report.items())}
 
 
-def ranking_table(medians: Medians) -> Table:
-    """A line per family and one of whole iterations, a column per learner, the best in bold."""
-    table = empty_table("median absolute error, %: unseen shapes, whole iterations", ())
-    for family, some in medians.items():
+def iteration_scores(found: Mapping[str, Sequence[CaseResult]]) -> Scores:
+    """Median errors in % and ranks of learners on the iterations that all of them forecast."""
+    errors = pd.DataFrame(
+        {
+            name: {(r.gpu, r.model, r.plan): log(r.measured_us / r.predicted_us) for r in some}
+            for name, some in found.items()
+        }
+    ).dropna()
+    retest = summary(found[BLEND]).get("noise_floor_pct")
+    logs = {name: errors[name].to_numpy() for name in found}
+    both = medians(logs, np.arange(len(errors)), retest)
+    ranks = both.ranks()
+    return {name: {"median_ape_pct": both.pct[name], "rank": ranks[name]} for name in found}
+
+
+def ranking_table(scores: ByFamily) -> Table:
+    """A line per family and one of whole iterations, a column per learner."""
+    title = "median absolute error, %: unseen shapes, whole iterations"
+    table = empty_table(f"{title}; bold: none is better beyond the noise", ())
+    for family, some in scores.items():
         add_line(table, family, (), some)
     return table
 
 
-def markdown(medians: Medians) -> str:
+def markdown(scores: ByFamily) -> str:
     """The same table as Markdown."""
     lines = [f"| | {' | '.join(reversed(NAMES))} |", f"|---|{'--:|' * len(NAMES)}"]
-    for family, some in medians.items():
-        texts = [f"**{t}**" if best else t for t, best in cells(some)]
+    for family, some in scores.items():
+        texts = [f"**{t}**" if ahead else t for t, ahead in cells(some)]
         lines.append(f"| {family} | {' | '.join(texts)} |")
-    return "\n".join(["Median absolute error in %, the smallest in bold", "", *lines, ""])
+    head = "Median absolute error in %; bold: no learner is better beyond the noise"
+    return "\n".join([head, "", *lines, ""])
 
 
-def chart(medians: Medians) -> Any:
+def chart(scores: ByFamily) -> Any:
     """A row of dots per family and one of whole iterations, a colour per learner."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 1 + 0.3 * len(medians)))
+    figure = Figure(figsize=(8, 1 + 0.3 * len(scores)))
     axes = figure.add_subplot()
     for colour, name in zip(cycle(COLOURS), NAMES, strict=False):
-        known = [(some[name], row) for row, some in enumerate(medians.values()) if name in some]
+        rows = [(some[name], row) for row, some in enumerate(scores.values()) if name in some]
         large = 70 if name == BLEND else 30
-        x, y = [m for m, _ in known], [row for _, row in known]
+        x, y = [s["median_ape_pct"] for s, _ in rows], [row for _, row in rows]
         axes.scatter(x, y, s=large, color=colour, label=name, edgecolors="black", linewidths=0.4)
-    axes.set_yticks(range(len(medians)), list(medians))
+    axes.set_yticks(range(len(scores)), list(scores))
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter("{x:g}")

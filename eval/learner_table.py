@@ -17,6 +17,8 @@ HEADS = {  # in two lines, so that all columns fit; other names stand as they ar
     "roofline": "roof-\nline",
 }
 WHOLE_PCT = 99.95  # from here on without decimals
+BEST_RANK = 1  # of all learners whose errors differ from the smallest by no more than the noise
+Scores = Mapping[str, Mapping[str, float]]  # by learner: errors in % and ``rank``
 
 
 def empty_table(title: str, facts: Sequence[str], learners: Sequence[str] = NAMES) -> Table:
@@ -32,19 +34,23 @@ def add_line(
     table: Table,
     family: str,
     facts: Sequence[str],
-    medians: Mapping[str, float],
+    scores: Scores,
     learners: Sequence[str] = NAMES,
 ) -> None:
-    """Add a family's facts and median errors in %, the smallest in bold; a dash for none."""
-    errors = (f"[bold]{t}[/]" if best else t for t, best in cells(medians, learners))
+    """Add a family's facts and median errors in %; a dash for none.
+
+    Bold are the learners that no other is better than beyond the noise: one, or several that tie.
+    """
+    errors = (f"[bold]{t}[/]" if ahead else t for t, ahead in cells(scores, learners))
     table.add_row(family, *facts, *errors)
 
 
-def cells(medians: Mapping[str, float], learners: Sequence[str] = NAMES) -> list[tuple[str, bool]]:
-    """The errors of all learners as text, the blend first, and which one is the smallest."""
-    best = min(medians.values(), default=None)
-    errors = [medians.get(name) for name in reversed(learners)]
-    return [("-" if e is None else error_text(e), e is not None and e == best) for e in errors]
+def cells(scores: Scores, learners: Sequence[str] = NAMES) -> list[tuple[str, bool]]:
+    """The median errors of all learners as text, the blend first, and whether none is better."""
+    found = [scores.get(name, {}) for name in reversed(learners)]
+    return [
+        (error_text(s["median_ape_pct"]) if s else "-", s.get("rank") == BEST_RANK) for s in found
+    ]
 
 
 def error_text(error_pct: float) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from itercast.eval.learner_table import BEST_RANK
 from itercast.eval.report import charts
 from itercast.eval.report.blocks import Device, Section, Table, number
 from itercast.eval.report.op_errors import Group, by_condition, by_family
@@ -96,10 +97,7 @@ def learner_section(fit: Mapping[str, Any]) -> Section:
         ]
         for learner in learners
     }
-    best = [
-        min((values[i], name) for name, values in medians.items() if values[i] is not None)[1]
-        for i in range(len(order))
-    ]
+    ahead = sum(fit[name]["learners"][BLEND].get("rank") == BEST_RANK for name in order)
     head = ["family", "rows", "retest %", "80 % intervals cover %", *medians]
     rows = [
         [
@@ -114,9 +112,7 @@ def learner_section(fit: Mapping[str, Any]) -> Section:
     return Section(
         anchor="learners",
         title="Against other learners",
-        text=[
-            f"{OURS} has the smallest median error in {best.count(OURS)} of {len(order)} families."
-        ],
+        text=[f"In {ahead} of {len(order)} families no learner beats {OURS} beyond the noise."],
         charts=[charts.dots("Median error by learner", order, medians, "median error, %")],
         table=Table(head=head, rows=rows),
     )

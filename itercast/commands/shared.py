@@ -163,17 +163,16 @@ def report_table(report: dict[str, Any]) -> Table:
 
     scored = {name for entry in report.values() for name in entry["learners"]}
     learners = [name for name in NAMES if name in scored]
-    title = "median absolute error on held-out shapes, %"
+    title = "median absolute error on held-out shapes, %; bold: none is better beyond the noise"
     table = empty_table(title, ("rows", "re-\ntest", "co-\nvered"), learners)
     for name, entry in report.items():
-        medians = {k: scores["median_ape_pct"] for k, scores in entry["learners"].items()}
         floor, share = entry.get("retest_ape_pct"), entry.get("coverage_pct")
         facts = (
             str(entry["rows"]),
             "-" if floor is None else f"{floor:.1f}",
             "-" if share is None else f"{share:.0f}",
         )
-        add_line(table, name, facts, medians, learners)
+        add_line(table, name, facts, entry["learners"], learners)
     covered = [(e["rows"], e["coverage_pct"]) for e in report.values() if e.get("coverage_pct")]
     if covered:
         share = sum(n * pct for n, pct in covered) / sum(n for n, _ in covered)

@@ -13,8 +13,15 @@ from typer.testing import CliRunner
 from itercast.__main__ import app
 from itercast.commands.shared import fit
 from itercast.compose.forecast import forecast
-from itercast.eval.learner_ranking import chart, family_medians, learner_bundles, markdown
+from itercast.eval.learner_ranking import (
+    chart,
+    family_scores,
+    iteration_scores,
+    learner_bundles,
+    markdown,
+)
 from itercast.eval.learner_table import cells, error_text
+from itercast.eval.results import CaseResult
 from itercast.learners.bundle import Bundle
 from itercast.learners.models.compared import NAMES
 from itercast.microbench.hardware.spec import Gpu
@@ -24,7 +31,16 @@ from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.store import write_card, write_part
 
 TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
-MEDIANS = {"gemm": {"blend": 2.0, "forest": 4.0}, "norm": {"blend": 3.0, "forest": 1.0}}
+
+
+def scored(median_ape_pct: float, rank: int) -> dict[str, float]:
+    return {"median_ape_pct": median_ape_pct, "rank": rank}
+
+
+SCORES = {  # linear and blend differ by no more than the noise
+    "gemm": {"blend": scored(2.0, 1), "linear": scored(1.9, 1), "forest": scored(4.0, 3)},
+    "norm": {"blend": scored(3.0, 2), "forest": scored(1.0, 1)},
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,21 +56,38 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_the_smallest_error_of_a_line_is_bold() -> None:
-    text = markdown(MEDIANS)
-    gemm_line, norm_line = text.strip().splitlines()[-2:]
-    assert "**2.0**" in gemm_line and "| 4.0 |" in gemm_line
+def test_learners_that_tie_within_the_noise_are_all_bold() -> None:
+    gemm_line, norm_line = markdown(SCORES).strip().splitlines()[-2:]
+    assert "**2.0**" in gemm_line and "**1.9**" in gemm_line and "| 4.0 |" in gemm_line
     assert "**1.0**" in norm_line and "| 3.0 |" in norm_line
-    assert [t for t, best in cells(MEDIANS["gemm"]) if best] == ["2.0"]
     assert cells({}) == [("-", False)] * len(NAMES)
     assert [error_text(e) for e in (8.84, 99.94, 99.96, 1313.4)] == ["8.8", "99.9", "100", "1313"]
 
 
+def test_iterations_rank_learners_beyond_the_noise() -> None:
+    """Off by 10 %, by 9 or 11 in turn, and by 50: the first two tie."""
+    off = {"blend": [1.1, 1.1], "linear": [1.09, 1.11], "forest": [1.5, 1.5]}
+    found = {
+        name: [result(100 * pair[i % 2], str(i)) for i in range(20)] for name, pair in off.items()
+    }
+    ranks = {name: s["rank"] for name, s in iteration_scores(found).items()}
+    assert ranks == {"blend": 1, "linear": 1, "forest": 3}
+
+
+def result(predicted_us: float, case: str) -> CaseResult:
+    """An iteration of 100 us."""
+    bounds = {"predicted_us_p10": 0.0, "predicted_us_p90": 1e3}
+    facts = {"plan": "", "model": case, "ranks": 1, "samples": 1, "rounds_us": (100.0,)}
+    facts |= {"raw_us": 100.0, "retest_ape_pct": None, "by_family_us": {}, "unmodelled_frac": 0.0}
+    times = {"predicted_us": predicted_us, "measured_us": 100.0, **bounds}
+    return CaseResult(case=case, **times, **facts)  # type: ignore[arg-type]
+
+
 def test_the_chart_has_a_dot_per_family_and_learner() -> None:
-    (axes,) = chart(MEDIANS).axes
+    (axes,) = chart(SCORES).axes
     dots = {c.get_label(): c.get_offsets().tolist() for c in axes.collections}
     assert dots["forest"] == [[4.0, 0.0], [1.0, 1.0]]
-    assert dots["linear"] == []
+    assert dots["nearest"] == []
 
 
 def test_iterations_are_composed_of_each_learners_prices(
@@ -63,7 +96,7 @@ def test_iterations_are_composed_of_each_learners_prices(
     """A training leaves its scores in the bundle; every learner forecasts another iteration."""
     folder = tmp_path / "bundle"
     fit([data], folder, None, 0)
-    assert set(family_medians(folder)["gemm"]) == set(NAMES)
+    assert set(family_scores(folder)["gemm"]) == set(NAMES)
     bundle = Bundle.load(folder)
     others = learner_bundles(bundle, data)
     assert {*others, "blend"} == set(NAMES)
