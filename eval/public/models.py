@@ -155,22 +155,28 @@ def with_fitted_hosts(
     known, hosts = rows[line.fits(rows)], dict[str, str]()
     for machine, mine in known.groupby("machine"):
         of_cases = mine.sort_values("time_us").drop_duplicates("case")
-        fastest = of_cases.head(CALIBRATED_ON).to_dict("records")
-        asked = [{str(k): v for k, v in row.items()} for row in fastest]
+        fastest = of_cases.head(CALIBRATED_ON)
         path = folder / f"{machine}.yaml"
-        hosts[str(machine)] = pool.submit(_write_host, path, asked, bundle).result()
+        hosts[str(machine)] = pool.submit(_write_host, path, fastest, bundle).result()
     return rows.assign(**{HOST: rows["machine"].map(hosts)})
 
 
-def _write_host(path: Path, rows: Sequence[Mapping[str, Any]], bundle: Path) -> str:
+def _write_host(path: Path, rows: Rows, bundle: Path) -> str:
     """Fit a host to rows and write its file."""
-    steps = []
-    for row in rows:
-        target = row_target({**row, HOST: ""}, bundle)
-        step, time_us = captured_step(row, target.plan), float(row["time_us"])
-        steps.append(MeasuredStep(label=row["case"], time_us=time_us, step=step, target=target))
+    steps = measured_steps(rows, bundle)
     path.write_text(host_yaml(fit_host(path.stem, steps, source=f"{len(steps)} rows of it")))
     return str(path)
+
+
+def measured_steps(rows: Rows, bundle: Path) -> list[MeasuredStep]:
+    """Published rows as steps that a host can be fitted to."""
+    steps = []
+    for record in rows.to_dict("records"):
+        row = {**{str(k): v for k, v in record.items()}, HOST: ""}
+        target = row_target(row, bundle)
+        step, time_us = captured_step(row, target.plan), float(row["time_us"])
+        steps.append(MeasuredStep(label=row["case"], time_us=time_us, step=step, target=target))
+    return steps
 
 
 def captured_step(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
