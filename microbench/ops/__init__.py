@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from functools import cache
-from typing import Any
 
 from itercast.microbench.extensions import with_added
 from itercast.microbench.opcall import OpCall
-from itercast.microbench.ops.family import Family
+from itercast.microbench.ops.family import Family, Point
 
 MAX_FOUND = 2**16
-_found: dict[int, tuple[OpCall, Family | None, Any]] = {}  # by identity: calls never change
+_found: dict[int, tuple[OpCall, Family | None, Point]] = {}  # by identity: calls never change
 
 
 @cache
@@ -39,16 +38,16 @@ def _answering() -> dict[str, list[Family]]:
 
 
 @cache
-def _by_params() -> dict[type[Any], Family]:
+def _by_params() -> dict[type[Point], Family]:
     return {family.params: family for family in families().values()}
 
 
-def family_of(params: Any) -> Family | None:
+def family_of(params: Point) -> Family | None:
     """The family whose parameters these are; None for other values."""
     return _by_params().get(type(params))
 
 
-def find_family(call: OpCall) -> tuple[Family | None, Any]:
+def find_family(call: OpCall) -> tuple[Family | None, Point]:
     """The family that describes a call, and the call's parameters; (None, None) where none does."""
     known = _found.get(id(call))
     if known is None or known[0] is not call:
@@ -58,7 +57,7 @@ def find_family(call: OpCall) -> tuple[Family | None, Any]:
     return known[1], known[2]
 
 
-def _find(call: OpCall) -> tuple[Family | None, Any]:
+def _find(call: OpCall) -> tuple[Family | None, Point]:
     layouts = {t.layout for t in call.tensors() if t.layout} or {""}
     for family in _answering().get(call.op, ()):
         if not layouts.issubset(family.layouts):

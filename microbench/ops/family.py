@@ -5,14 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall
 
+if TYPE_CHECKING:  # formulas must import where torch is absent
+    import torch
+
 DRAWN = 2**16
+Tensor: TypeAlias = "torch.Tensor"
+Point = Any  # parameters of an op of any family; of columns, where formulas take them
+Values = Any  # a number, mask or text of one op; arrays of them of columns
 Numbers = float | np.ndarray[tuple[int, ...], np.dtype[np.float64]]  # of one op; of columns
 # no assumption: shares of a sweep
 TRAINING_DTYPES: Mapping[str, float] = {"fp32": 0.48, "bf16": 0.49, "fp16": 0.03}
@@ -53,7 +59,7 @@ class Part:
     """An op that is priced in place of another, ``times`` times."""
 
     family: str
-    params: Any
+    params: Point
     times: float = 1.0
 
 
@@ -81,15 +87,15 @@ class Measured(Protocol):
         """Weight of each software (torch, vllm...) whose rows forecast this op on this GPU."""
 
 
-def _unchanged(p: Any, *_: Any) -> Any:
+def _unchanged(p: Point, *_: Point) -> Point:
     return p
 
 
-def _retyped(p: Any, dtype: str, gpu: Gpu) -> Any:
+def _retyped(p: Point, dtype: str, gpu: Gpu) -> Point:
     return replace(p, dtype=dtype)
 
 
-def _nothing(p: Any) -> float:
+def _nothing(p: Point) -> float:
     return 0.0
 
 
@@ -110,12 +116,12 @@ class GpuSweep:
     - ``weight``: its share of the sweep's time relative to other families.
     """
 
-    points: Callable[[np.random.Generator], Iterator[Any]] | None = None
+    points: Callable[[np.random.Generator], Iterator[Point]] | None = None
     dtypes: Mapping[str, float] = field(default_factory=lambda: TRAINING_DTYPES)
-    variant: Callable[[Any, np.random.Generator], Any] = _unchanged
-    retype: Callable[[Any, str, Gpu], Any] = _retyped
-    resize: Callable[[Any, float, float], Any] = _unchanged
-    allocated_bytes: Callable[[Any], float] = _nothing
+    variant: Callable[[Point, np.random.Generator], Point] = _unchanged
+    retype: Callable[[Point, str, Gpu], Point] = _retyped
+    resize: Callable[[Point, float, float], Point] = _unchanged
+    allocated_bytes: Callable[[Point], float] = _nothing
     slow_frac: float = 0.05  # no assumption: share of a sweep
     compute_bound: bool = False
     weight: float = 0.2  # no assumption: share of a sweep
@@ -166,27 +172,27 @@ class Family:
     """
 
     name: str
-    params: type[Any]
-    sweep: Callable[[], Iterator[Any]]
-    build: Callable[[Any, str], Workload]
-    flops: Callable[[Any], Any]
-    bytes_moved: Callable[[Any], Any]
-    features: Callable[[Any, Gpu], Mapping[str, Numbers | str]]
-    answers: Mapping[str, Callable[[OpCall], Any]]
+    params: type[Point]
+    sweep: Callable[[], Iterator[Point]]
+    build: Callable[[Point, str], Workload]
+    flops: Callable[[Point], Numbers]
+    bytes_moved: Callable[[Point], Numbers]
+    features: Callable[[Point, Gpu], Mapping[str, Numbers | str]]
+    answers: Mapping[str, Callable[[OpCall], Point]]
     layouts: tuple[str, ...] = ("",)
-    cached_bytes: Callable[[Any, Gpu], Any] | None = None
-    floor_us: Callable[[Any, Gpu], Any] | None = None
-    rate: Callable[[Any, Gpu], Any] | None = None
-    waits: Callable[[Any, Gpu], Any] | None = None
-    op_name: Callable[[Any], Any] | None = None
+    cached_bytes: Callable[[Point, Gpu], Numbers] | None = None
+    floor_us: Callable[[Point, Gpu], Numbers] | None = None
+    rate: Callable[[Point, Gpu], Numbers] | None = None
+    waits: Callable[[Point, Gpu], Numbers] | None = None
+    op_name: Callable[[Point], Point] | None = None
     kernel: Sequence[KernelTerm] = ()
     along: tuple[str, ...] = ()
     ends: tuple[float, float] = (0.0, np.inf)
     op_aliases: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     tiled: bool = False
-    large: Callable[[str], Any] | None = None
-    place: Callable[[Any], Any] | None = None
-    fallback: Callable[[Any, Measured], Sequence[Part]] | None = None
+    large: Callable[[str], Point] | None = None
+    place: Callable[[Point], Numbers] | None = None
+    fallback: Callable[[Point, Measured], Sequence[Part]] | None = None
     matmul: bool = False
     fusible: bool = False
     compiled: bool = False
@@ -217,21 +223,21 @@ def itemsize_bytes(dtype: str) -> Numbers:
     return np.fromiter(map(ITEMSIZE_BYTES.__getitem__, dtype), np.float64, len(dtype))
 
 
-def is_any(op: Any, names: Collection[str]) -> Any:
+def is_any(op: str, names: Collection[str]) -> Values:
     """Whether a name is one of these; an array of names gives a mask."""
     if isinstance(op, str):
         return op in names
     return np.fromiter(map(frozenset(names).__contains__, op), bool, len(op))
 
 
-def by_name(op: Any, values: Mapping[str, float]) -> Any:
+def by_name(op: str, values: Mapping[str, float]) -> Values:
     """Looks up the value of a name, or of each of an array of names; all must have one."""
     if isinstance(op, str):
         return values[op]
     return np.fromiter(map(values.__getitem__, op), float, len(op))
 
 
-def torch_dtype(name: str) -> Any:
+def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a dtype name; tf32 is stored as fp32."""
     import torch  # lazy: formulas must import where torch is absent
 
@@ -248,7 +254,7 @@ def torch_dtype(name: str) -> Any:
     }[name]
 
 
-def repeated(draw: Callable[..., Any], shape: tuple[int, ...], device: str) -> Any:
+def repeated(draw: Callable[..., Tensor], shape: tuple[int, ...], device: str) -> Tensor:
     """A tensor of 65,536 random numbers repeated, drawn by a torch function.
 
     Drawing all of a large tensor takes longer than timing an op on it.

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import gcd
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 
-from itercast.microbench.ops.family import log_uniform
+from itercast.microbench.ops.family import Point, log_uniform
 
-Point = TypeVar("Point")
+P = TypeVar("P")
 MAX_ALIGNMENT = 128
 MAX_SIDE = 2**18  # of a matrix: tokens of a batch, a vocabulary
 MAX_BATCH = 1024
@@ -49,7 +49,7 @@ def aligned(wanted: float, old: int) -> int:
     return max(1, unit * round(wanted / unit))
 
 
-def spread(p: Point, factor: float, lean: float, limits: Mapping[str, int]) -> Point:
+def spread(p: P, factor: float, lean: float, limits: Mapping[str, int]) -> P:
     """The point with ``factor`` times the elements, factor**lean along the first axis.
 
     The other axes of ``limits`` take the rest, in their order; none passes its limit."""
@@ -59,10 +59,11 @@ def spread(p: Point, factor: float, lean: float, limits: Mapping[str, int]) -> P
         share = lean if number + 1 < len(limits) else 1.0
         changes[name] = min(max(limit, old), aligned(old * left**share, old))
         left *= old / changes[name]
-    return cast(Point, replace(cast(Any, p), **changes))
+    same: Point = p
+    return cast(P, replace(same, **changes))
 
 
-def resize_along(limits: Mapping[str, int]) -> Callable[[Any, float, float], Any]:
+def resize_along(limits: Mapping[str, int]) -> Callable[[Point, float, float], Point]:
     """Make a family's ``resize(point, factor, lean)``, which changes the amount of work of a point.
 
     ``limits``: the largest value of each axis that may change, by name, first axis first. The first

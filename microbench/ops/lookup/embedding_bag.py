@@ -16,6 +16,8 @@ from itercast.microbench.ops.family import (
     Measured,
     Numbers,
     Part,
+    Tensor,
+    Values,
     Workload,
     itemsize_bytes,
     log_uniform,
@@ -131,7 +133,7 @@ def one_after_the_other(runs: list[Callable[[], object]]) -> Callable[[], object
     return run
 
 
-def _one_table(p: EmbeddingBag, index: Any, starts: Any, device: str) -> Callable[[], object]:
+def _one_table(p: EmbeddingBag, index: Tensor, starts: Tensor, device: str) -> Callable[[], object]:
     """The call on one table, with row numbers (lookups,) and starts of bags (bags,)."""
     import torch  # lazy: formulas must import where torch is absent
 
@@ -148,7 +150,7 @@ def _one_table(p: EmbeddingBag, index: Any, starts: Any, device: str) -> Callabl
     return lambda: aten._embedding_bag_backward(grad, *rest)
 
 
-def flops(p: EmbeddingBag) -> Any:
+def flops(p: EmbeddingBag) -> Values:
     """An addition (or comparison) per element of every row looked up, both ways.
 
     Where lookups have weights, a multiplication besides. A sparse gradient adds nothing.

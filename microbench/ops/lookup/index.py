@@ -13,6 +13,7 @@ from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Numbers,
+    Tensor,
     Workload,
     is_any,
     itemsize_bytes,
@@ -110,7 +111,7 @@ def build(p: IndexOp, device: str) -> Workload:
     return Workload(run=_copying(p, device))
 
 
-def _random(p: IndexOp, device: str, *shape: int) -> Any:
+def _random(p: IndexOp, device: str, *shape: int) -> Tensor:
     import torch  # lazy: formulas must import where torch is absent
 
     if p.dtype == "int64":
@@ -191,7 +192,7 @@ def _copying(p: IndexOp, device: str) -> Callable[[], object]:
     return lambda: call(part, *extra)
 
 
-def _part(p: IndexOp, part: Any, device: str) -> Callable[[], object]:
+def _part(p: IndexOp, part: Tensor, device: str) -> Callable[[], object]:
     import torch  # lazy: formulas must import where torch is absent
 
     call, axis, full = getattr(torch.ops.aten, p.op), _axis(p), _shape(p, p.source)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from itercast.microbench.assumptions import assumed
+from itercast.microbench.ops.family import Numbers, Tensor, Values
 from itercast.microbench.ops.lookup.reuse import (
     LEAST,
     MOST,
@@ -27,6 +28,7 @@ from itercast.microbench.ops.lookup.reuse import (
     scatter_factor,
 )
 
+Stream = Any  # parameters with a stream, of any family
 KINDS = ("uniform", "zipf", "trace", "histogram")
 MAX_SIGMA = 2.0  # of the logarithm of how often rows are looked up
 DRAWN_ROWS = 4096
@@ -38,7 +40,7 @@ HOLDS_ROWS: float = assumed(__file__, "holds_rows")
 HIT_COST: float = assumed(__file__, "hit_cost")
 
 
-def with_random_stream(rng: np.random.Generator, p: Any) -> Any:
+def with_random_stream(rng: np.random.Generator, p: Stream) -> Stream:
     """The point with an index stream of a random kind: uniform, Zipf, as a trace, by histogram.
 
     As a trace: Zipf, and a share of the lookups repeats rows looked up shortly before. By
@@ -54,7 +56,7 @@ def with_random_stream(rng: np.random.Generator, p: Any) -> Any:
     )
 
 
-def _with_random_histogram(rng: np.random.Generator, p: Any) -> Any:
+def _with_random_histogram(rng: np.random.Generator, p: Stream) -> Stream:
     """Rows looked up exp(N(log m, s**2)) times, for random m and s."""
     middle = np.exp(rng.uniform(0, np.log(max(1.0, p.lookups / 4))))
     times = rng.lognormal(np.log(middle), rng.uniform(0, MAX_SIGMA), DRAWN_ROWS)
@@ -65,14 +67,14 @@ def _with_random_histogram(rng: np.random.Generator, p: Any) -> Any:
     return replace(p, unique=unique, reuse=histogram_text(shares)) if unique else p
 
 
-def stream_kind(p: Any) -> str:
+def stream_kind(p: Stream) -> str:
     """The kind of a point's stream, one of ``KINDS``."""
     if p.reuse:
         return "histogram"
     return "trace" if p.repeats else "zipf" if p.skew else "uniform"
 
 
-def draw_rows(p: Any, device: str) -> Any:
+def draw_rows(p: Stream, device: str) -> Tensor:
     """Random row numbers (lookups,) of the point's stream, int64 on the device."""
     import torch  # lazy: formulas must import where torch is absent
 
@@ -83,7 +85,7 @@ def draw_rows(p: Any, device: str) -> Any:
     return torch.tensor(index, device=device)
 
 
-def bag_starts(p: Any) -> np.ndarray:
+def bag_starts(p: Stream) -> np.ndarray:
     """Starts of bags whose lengths have the mean lookups / bags and the relative ``spread``."""
     import torch  # lazy: formulas must import where torch is absent
 
@@ -96,7 +98,7 @@ def bag_starts(p: Any) -> np.ndarray:
     return np.asarray(np.concatenate([[0], whole[:-1]]))
 
 
-def draw_stream(p: Any, device: str) -> tuple[Any, Any]:
+def draw_stream(p: Stream, device: str) -> tuple[Tensor, Tensor]:
     """Row numbers (lookups,) and the starts (bags,) of bags, int64 on the device."""
     import torch  # lazy: formulas must import where torch is absent
 
@@ -104,7 +106,7 @@ def draw_stream(p: Any, device: str) -> tuple[Any, Any]:
     return draw_rows(p, device), starts
 
 
-def zipf_indices(p: Any, device: str) -> Any:
+def zipf_indices(p: Stream, device: str) -> Tensor:
     """Random row numbers with P(rank r) ~ r**-skew; popular rows are scattered over the table.
 
     Drawn on the device by the inverse of the continuous distribution on [1/2, rows + 1/2].
@@ -122,15 +124,16 @@ def zipf_indices(p: Any, device: str) -> Any:
         back = torch.randint(1, RECENT + 1, rank.shape, device=device)
         at = (torch.arange(p.lookups, device=device) - back).clamp(min=0)
         rank = torch.where(torch.rand(rank.shape, device=device) < p.repeats, rank[at], rank)
-    return rank * scatter_factor(p.rows) % p.rows
+    scattered: Tensor = rank * scatter_factor(p.rows) % p.rows
+    return scattered
 
 
-def unique_rows(p: Any) -> Any:
+def unique_rows(p: Stream) -> Numbers:
     """Distinct rows that a call looks up: as stated, else as expected of its skew and repeats."""
     return reuse_of(p)[0]
 
 
-def row_bytes_from_memory(p: Any, row_bytes: Any, cache_bytes: Any) -> Any:
+def row_bytes_from_memory(p: Stream, row_bytes: Numbers, cache_bytes: Numbers) -> Values:
     """Bytes that take as long to stream from memory as the rows of all lookups take to be read.
 
     Rows are whole lines of 64 bytes. A lookup whose row the last cache holds counts ``HIT_COST``.
@@ -143,7 +146,7 @@ def row_bytes_from_memory(p: Any, row_bytes: Any, cache_bytes: Any) -> Any:
     return p.lookups * line_bytes * (1 - (1 - HIT_COST) * hits)
 
 
-def table_features(p: Any, row_bytes: Any, cache_bytes: Any) -> dict[str, Any]:
+def table_features(p: Stream, row_bytes: Numbers, cache_bytes: Numbers) -> dict[str, Numbers]:
     """How many tables follow each other, and all their lookups over the size of the last cache."""
     return {
         "log_tables": np.log2(p.tables),
@@ -151,7 +154,7 @@ def table_features(p: Any, row_bytes: Any, cache_bytes: Any) -> dict[str, Any]:
     }
 
 
-def stream_features(p: Any, row_bytes: Any, cache_bytes: Any) -> dict[str, Any]:
+def stream_features(p: Stream, row_bytes: Numbers, cache_bytes: Numbers) -> dict[str, Numbers]:
     """How often rows are reused, and the lookups that hit the last cache.
 
     ``rows_to_4`` is the share of touched rows that are looked up at most 4 times.

@@ -7,10 +7,12 @@ times in one batch; the last bin is above 2**15 times. Source: arXiv 2404.12674,
 from __future__ import annotations
 
 from math import gcd
-from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
+
+from itercast.microbench.ops.family import Point
 
 BINS = 17
 RANK_BINS = 24
@@ -23,7 +25,7 @@ LOGISTIC = 1.702  # no assumption: logistic slope nearest to the normal distribu
 CHUNK = 8192  # rows of a table of parameters whose histograms are expected at once
 
 
-def histogram(counts: Any) -> np.ndarray:
+def histogram(counts: ArrayLike) -> np.ndarray:
     """Shares (17,) of rows by how often each is looked up; rows with a count of 0 are left out."""
     counts = np.asarray(counts)
     counts = counts[counts > 0]
@@ -31,7 +33,7 @@ def histogram(counts: Any) -> np.ndarray:
     return np.asarray(np.bincount(bins, minlength=BINS) / max(1, len(counts)))
 
 
-def histogram_text(shares: Any) -> str:
+def histogram_text(shares: np.ndarray) -> str:
     """A histogram as text: shares by bin, with a space between, without zeros at the end."""
     rounded = [f"{float(s):.{DIGITS}f}".rstrip("0").rstrip(".") for s in shares]
     while rounded and rounded[-1] == "0":
@@ -53,7 +55,7 @@ def parse_histogram(text: str) -> np.ndarray:
     return np.asarray(padded / padded.sum())
 
 
-def times_by_bin(lookups: Any, unique: Any, shares: Any) -> np.ndarray:
+def times_by_bin(lookups: ArrayLike, unique: ArrayLike, shares: ArrayLike) -> np.ndarray:
     """Estimate how often a row of each bin is looked up on average, shape (n, 17).
 
     mean[b] = LEAST[b] + f * (MOST[b] - LEAST[b]), with the one f (0 to 1) for all bins that gives
@@ -66,7 +68,9 @@ def times_by_bin(lookups: Any, unique: Any, shares: Any) -> np.ndarray:
     return np.asarray(LEAST + np.clip(place, 0.0, 1.0)[..., None] * (MOST - LEAST))
 
 
-def hit_frac(lookups: Any, unique: Any, shares: Any, cache_rows: Any) -> np.ndarray:
+def hit_frac(
+    lookups: ArrayLike, unique: ArrayLike, shares: ArrayLike, cache_rows: ArrayLike
+) -> np.ndarray:
     """Share of lookups that find their row in a cache of ``cache_rows`` rows.
 
     The cache keeps the rows that are looked up most; the first lookup of each row misses.
@@ -81,7 +85,9 @@ def hit_frac(lookups: Any, unique: Any, shares: Any, cache_rows: Any) -> np.ndar
     return np.asarray(share * (1 - unique / np.asarray(lookups, dtype=float)))
 
 
-def expected_hit_frac(rows: Any, lookups: Any, skew: Any, repeats: Any, cache_rows: Any) -> Any:
+def expected_hit_frac(
+    rows: ArrayLike, lookups: ArrayLike, skew: ArrayLike, repeats: ArrayLike, cache_rows: ArrayLike
+) -> np.ndarray:
     """``hit_frac`` of lookups drawn as in ``expected_reuse``; a larger skew never lowers it.
 
     The ``cache_rows`` likeliest rows miss once, if they are drawn: 1 - (1 - p)^n of n drawn. All
@@ -96,16 +102,24 @@ def expected_hit_frac(rows: Any, lookups: Any, skew: Any, repeats: Any, cache_ro
     return 1 - np.concatenate(missed).reshape(arrays[0].shape)
 
 
-def _missed(rows: Any, lookups: Any, skew: Any, repeats: Any, cache_rows: Any) -> Any:
+def _missed(
+    rows: np.ndarray,
+    lookups: np.ndarray,
+    skew: np.ndarray,
+    repeats: np.ndarray,
+    cache_rows: np.ndarray,
+) -> np.ndarray:
     width, chance = _chances(rows, skew)
     drawn = np.maximum(1.0, lookups * (1 - repeats))
     seen = -np.expm1(drawn * np.log1p(-np.minimum(chance, 1 - 1e-12)))
     kept = np.clip(cache_rows - (np.cumsum(width, axis=-1) - width), 0.0, width)
     missed = (kept * seen + (width - kept) * drawn * chance).sum(axis=-1)
-    return np.minimum(missed / lookups[:, 0], 1.0)
+    return np.asarray(np.minimum(missed / lookups[:, 0], 1.0))
 
 
-def expected_reuse(rows: Any, lookups: Any, skew: Any, repeats: Any) -> tuple[Any, Any]:
+def expected_reuse(
+    rows: ArrayLike, lookups: ArrayLike, skew: ArrayLike, repeats: ArrayLike
+) -> tuple[np.ndarray, np.ndarray]:
     """Expected distinct rows (n,) and histogram (n, 17) of lookups drawn with P(r) ~ r**-skew.
 
     A row of chance p is drawn Poisson(lookups * p) times. A share ``repeats`` of the lookups
@@ -123,7 +137,7 @@ def expected_reuse(rows: Any, lookups: Any, skew: Any, repeats: Any) -> tuple[An
     return unique.reshape(shape), shares.reshape(*shape, BINS)
 
 
-def _chances(rows: Any, skew: Any) -> tuple[Any, Any]:
+def _chances(rows: np.ndarray, skew: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of rows (n, bins) in bins of about equal width in log rank, and one row's chance."""
     steps = np.arange(RANK_BINS + 1) / RANK_BINS
     ends = np.floor(0.5 * (2 * rows + 1) ** steps + 1e-9 + 0.5) - 1  # from 0 to rows
@@ -133,7 +147,9 @@ def _chances(rows: Any, skew: Any) -> tuple[Any, Any]:
     return width, weight / (width * weight).sum(axis=-1, keepdims=True)
 
 
-def _expected(rows: Any, lookups: Any, skew: Any, repeats: Any) -> tuple[Any, Any]:
+def _expected(
+    rows: np.ndarray, lookups: np.ndarray, skew: np.ndarray, repeats: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     width, chance = _chances(rows, skew)
     drawn = np.maximum(1.0, lookups * (1 - repeats))
     mean = drawn * np.minimum(chance, 1 - 1e-12)
@@ -147,7 +163,7 @@ def _expected(rows: Any, lookups: Any, skew: Any, repeats: Any) -> tuple[Any, An
     return unique, np.clip(np.diff(cumulated, axis=-1, prepend=0.0), 0.0, 1.0)
 
 
-def _poisson_cdf(mean: Any, most: Any) -> Any:
+def _poisson_cdf(mean: np.ndarray, most: np.ndarray) -> np.ndarray:
     """P(N <= most) of a Poisson variable: summed for few, else Wilson and Hilferty's cube root.
 
     Source: doi:10.1073/pnas.17.12.684 with the normal distribution function as a logistic one.
@@ -160,10 +176,10 @@ def _poisson_cdf(mean: Any, most: Any) -> Any:
     for n in range(1, POISSON_TERMS + 1):
         term = term * mean / n
         exact = exact + np.where(n <= most, term, 0.0)
-    return np.where(most <= POISSON_TERMS, exact, cube)
+    return np.asarray(np.where(most <= POISSON_TERMS, exact, cube))
 
 
-def reuse_of(p: Any) -> tuple[np.ndarray, np.ndarray]:
+def reuse_of(p: Point) -> tuple[np.ndarray, np.ndarray]:
     """Distinct rows (n,) and histogram (n, 17) of calls: as stated, else as their skew says."""
     texts = np.asarray(p.reuse, dtype=object)
     unique, shares = expected_reuse(p.rows, p.lookups, p.skew, p.repeats)
@@ -178,7 +194,9 @@ def reuse_of(p: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.maximum(unique, 1.0), np.where(is_stated[..., None], stated, shares)
 
 
-def draw_counts(rng: np.random.Generator, lookups: int, unique: int, shares: Any) -> np.ndarray:
+def draw_counts(
+    rng: np.random.Generator, lookups: int, unique: int, shares: np.ndarray
+) -> np.ndarray:
     """Times (unique,) that each touched row is looked up, hottest bin first; sum ``lookups``.
 
     Within a bin they are spread evenly around the mean of ``times_by_bin``.
@@ -197,7 +215,7 @@ def draw_counts(rng: np.random.Generator, lookups: int, unique: int, shares: Any
 
 
 def draw_indices(
-    rng: np.random.Generator, rows: int, lookups: int, unique: int, shares: Any
+    rng: np.random.Generator, rows: int, lookups: int, unique: int, shares: np.ndarray
 ) -> np.ndarray:
     """Row numbers (lookups,) of this histogram in random order; hot rows are anywhere."""
     counts = draw_counts(rng, lookups, unique, shares)

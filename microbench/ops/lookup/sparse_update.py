@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,8 @@ from itercast.microbench.ops.family import (
     Measured,
     Numbers,
     Part,
+    Tensor,
+    Values,
     Workload,
     is_any,
     itemsize_bytes,
@@ -99,7 +100,7 @@ def build(p: SparseUpdate, device: str) -> Workload:
     return Workload(run=one_after_the_other(runs), calls=p.tables, through_aten=False)
 
 
-def operands(p: SparseUpdate, index: Any, device: str) -> tuple[Any, Any]:
+def operands(p: SparseUpdate, index: Tensor, device: str) -> tuple[Tensor, Tensor]:
     """A table, and a gradient of the rows ``index`` (1, lookups) in the order of their lookups."""
     import torch  # lazy: formulas must import where torch is absent
 
@@ -110,7 +111,7 @@ def operands(p: SparseUpdate, index: Any, device: str) -> tuple[Any, Any]:
     return table, gradient
 
 
-def optimizer_step(op: str, table: Any, gradient: Any) -> Callable[[], object]:
+def optimizer_step(op: str, table: Tensor, gradient: Tensor) -> Callable[[], object]:
     """The optimizer's step on this table; its state is there already."""
     import torch  # lazy, as above
 
@@ -124,12 +125,12 @@ def optimizer_step(op: str, table: Any, gradient: Any) -> Callable[[], object]:
     return lambda: optimizer.step()
 
 
-def flops(p: SparseUpdate) -> Any:
+def flops(p: SparseUpdate) -> Values:
     """A multiplication and an addition per element of the gradient, and the optimizer's own."""
     return (2.0 * p.lookups + _by_op(FLOPS, p.op) * unique_rows(p)) * p.dim
 
 
-def bytes_moved(p: SparseUpdate) -> Any:
+def bytes_moved(p: SparseUpdate) -> Values:
     """Gradient rows and int64 row numbers read, and a row read and written for each.
 
     Adagrad and Adam also read and write the touched rows of the table, of their state and of
@@ -140,14 +141,14 @@ def bytes_moved(p: SparseUpdate) -> Any:
     return (3.0 * p.lookups + passes) * row_bytes + 8.0 * p.lookups
 
 
-def cached_bytes(p: SparseUpdate, gpu: Gpu) -> Any:
+def cached_bytes(p: SparseUpdate, gpu: Gpu) -> Values:
     """``bytes_moved``, with rows to add to that the last cache holds counted as such."""
     row_bytes = 1.0 * p.dim * itemsize_bytes(p.dtype)
     saved = p.lookups * row_bytes - row_bytes_from_memory(p, row_bytes, gpu.l2_bytes)
     return bytes_moved(p) - 2 * saved
 
 
-def _by_op(values: Mapping[str, int], op: str) -> Any:
+def _by_op(values: Mapping[str, int], op: str) -> Values:
     return sum(value * np.equal(op, name) for name, value in values.items())
 
 

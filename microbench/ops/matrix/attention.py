@@ -18,6 +18,8 @@ from itercast.microbench.ops.family import (
     Measured,
     Numbers,
     Part,
+    Tensor,
+    Values,
     Workload,
     autograd_call,
     itemsize_bytes,
@@ -97,7 +99,7 @@ def build(p: Attention, device: str) -> Workload:
     """
     import torch  # lazy: formulas must import where torch is absent
 
-    def tensor(heads: int, length: int) -> Any:
+    def tensor(heads: int, length: int) -> Tensor:
         shape = (p.batch, heads, length, p.head_dim)
         return torch.randn(shape, device=device).to(torch_dtype(p.dtype))
 
@@ -110,13 +112,14 @@ def build(p: Attention, device: str) -> Workload:
         options["attn_mask"] = mask
     options["dropout_p"] = 0.1 if p.dropout else 0.0
     trains = p.op == "backward" or (device != "cpu" and p.q_len > 1)
-    leaves = [t.requires_grad_(trains) for t in (q, k, v)]
+    for leaf in (q, k, v):
+        leaf.requires_grad_(trains)
     if p.op == "forward":
-        return Workload(run=lambda: sdpa(*leaves, **options), through_aten=False)
-    out = sdpa(*leaves, **options)
+        return Workload(run=lambda: sdpa(q, k, v, **options), through_aten=False)
+    out = sdpa(q, k, v, **options)
     grad = torch.randn_like(out)
     return Workload(
-        run=lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True),
+        run=lambda: torch.autograd.grad(out, (q, k, v), grad, retain_graph=True),
         baseline=autograd_call(3, device),
         through_aten=False,
     )
@@ -134,7 +137,7 @@ def flops(p: Attention) -> Numbers:
     return products * share * 2 * p.batch * p.heads * p.q_len * p.kv_len * p.head_dim
 
 
-def bytes_moved(p: Attention) -> Any:
+def bytes_moved(p: Attention) -> Values:
     """Q, K, V read and O written once; backward moves twice that; a mask has a byte per pair."""
     passes = np.where(np.equal(p.op, "forward"), 1.0, 2.0)
     rows = 2 * p.heads * p.q_len + 2 * p.kv_heads * p.kv_len

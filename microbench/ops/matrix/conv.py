@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,10 @@ from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
+    Numbers,
     Part,
+    Tensor,
+    Values,
     Workload,
     itemsize_bytes,
     log_uniform,
@@ -103,7 +105,7 @@ def build(p: Conv, device: str) -> Workload:
     """Random input and weight; the output gradient has the shape of a real output."""
     import torch  # lazy: formulas must import where torch is absent
 
-    def tensor(*shape: int) -> Any:
+    def tensor(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(torch_dtype(p.dtype))
 
     x = tensor(p.batch, p.in_channels, p.h, p.w)
@@ -121,10 +123,10 @@ def build(p: Conv, device: str) -> Workload:
     return Workload(run=lambda: back(grad, x, weight, sizes, *how, mask))
 
 
-def out_sizes(p: Any) -> tuple[Any, Any]:
+def out_sizes(p: Conv) -> tuple[Numbers, Numbers]:
     """Height and width of the output; ignores output_padding, less than one stride."""
 
-    def out(size: Any, kernel: Any, padding: Any) -> Any:
+    def out(size: int, kernel: int, padding: int) -> Numbers:
         reach = p.dilation * (kernel - 1) + 1
         grown = (size - 1) * p.stride - 2 * padding + reach
         return np.where(p.transposed, grown, (size + 2 * padding - reach) // p.stride + 1)
@@ -132,13 +134,13 @@ def out_sizes(p: Any) -> tuple[Any, Any]:
     return out(p.h, p.kernel_h, p.padding_h), out(p.w, p.kernel_w, p.padding_w)
 
 
-def _passes(p: Any) -> Any:
+def _passes(p: Conv) -> Numbers:
     """Number of convolutions of the forward's size: 1, or backward one per gradient."""
     grads = np.where(p.need_input_grad, 1.0, 0.0) + np.where(p.need_weight_grad, 1.0, 0.0)
     return np.where(np.equal(p.op, "forward"), 1.0, grads)
 
 
-def flops(p: Any) -> Any:
+def flops(p: Conv) -> Numbers:
     """2 per kernel tap, channel pair of a group and output pixel (transposed: input pixel)."""
     out_h, out_w = out_sizes(p)
     pixels = np.where(p.transposed, 1.0 * p.h * p.w, 1.0 * out_h * out_w)
@@ -146,7 +148,7 @@ def flops(p: Any) -> Any:
     return _passes(p) * 2 * p.batch * pixels * taps
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: Conv) -> Numbers:
     """Input, weight and output once; a backward reads what each gradient needs and writes it."""
     out_h, out_w = out_sizes(p)
     x = 1.0 * p.batch * p.in_channels * p.h * p.w
@@ -159,7 +161,7 @@ def bytes_moved(p: Any) -> Any:
     return elements * itemsize_bytes(p.dtype)
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: Conv, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes of the equivalent matrix product per group, its tile fill and waves."""
     out_h, out_w = out_sizes(p)
     m, n = 1.0 * p.batch * out_h * out_w, p.out_channels / p.groups
@@ -275,7 +277,7 @@ def resize(p: Conv, factor: float, lean: float) -> Conv:
     return replace(p, batch=batch, h=h, w=side(p.w, p.kernel_w, p.padding_w))
 
 
-def op_name(p: Any) -> Any:
+def op_name(p: Conv) -> Values:
     """The op's name; grouped convolutions are ops of their own, since other kernels run them."""
     return np.where(np.asarray(p.groups, dtype=float) > 1, p.op + GROUPED, p.op)
 

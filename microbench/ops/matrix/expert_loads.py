@@ -7,18 +7,23 @@ busiest one counts, since the others wait for it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from itercast.microbench.assumptions import assumed
 
-Array = Any  # numpy arrays of float
+if TYPE_CHECKING:  # it imports this module
+    from itercast.microbench.ops.matrix.experts import Experts
+
+Column = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+Count = Callable[[Column, float], Column]  # of tokens by expert, and of all tokens
 DRAWS = 16  # of the experts' popularity, to take the mean over
 POPULAR_SHARE: float = assumed(__file__, "popular_share")
 
 
-def busiest_loads(tokens: float, experts: int, topk: float, local: int, skew: float) -> Array:
+def busiest_loads(tokens: float, experts: int, topk: float, local: int, skew: float) -> Column:
     """Tokens of each of the ``local`` experts on the busiest rank, (draws, local).
 
     Equal ones, tokens * topk / experts, where skew is 0. No expert gets more than all tokens. Each
@@ -33,10 +38,10 @@ def busiest_loads(tokens: float, experts: int, topk: float, local: int, skew: fl
     loads = np.minimum(share * (tokens * topk / share.sum(1, keepdims=True)), tokens)
     ranks = experts // local
     by_rank = loads[:, : ranks * local].reshape(DRAWS, ranks, local)
-    return by_rank[np.arange(DRAWS), by_rank.sum(2).argmax(1)]
+    return np.asarray(by_rank[np.arange(DRAWS), by_rank.sum(2).argmax(1)])
 
 
-def summed(p: Any, counts: dict[str, Any]) -> dict[str, Array]:
+def summed(p: Experts, counts: Mapping[str, Count]) -> dict[str, Column]:
     """Sums over the busiest rank's experts of functions of their tokens, by name; means of draws.
 
     ``counts``: functions of (an array of tokens of experts, all tokens). One value per row of p, of

@@ -6,10 +6,9 @@ Serving software and libraries run them in one or two kernels. A captured step h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -19,6 +18,8 @@ from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Numbers,
+    Tensor,
+    Values,
     Workload,
     by_name,
     is_any,
@@ -27,7 +28,7 @@ from itercast.microbench.ops.family import (
     repeated,
     torch_dtype,
 )
-from itercast.microbench.ops.matrix.expert_loads import summed
+from itercast.microbench.ops.matrix.expert_loads import Column, Count, summed
 from itercast.microbench.ops.sizes import MAX_ROWS, resize_along
 
 # Products with matrices of hidden x inner numbers, by op.
@@ -89,7 +90,7 @@ def build(p: Experts, device: str) -> Workload:
     if device == "cuda" and p.dtype != "bf16":
         raise NotImplementedError("experts are timed in bf16 alone: others wait for the host")
 
-    def operand(*shape: int) -> Any:
+    def operand(*shape: int) -> Tensor:
         return repeated(torch.randn, shape, device).to(torch_dtype(p.dtype))
 
     pairs = p.tokens * p.topk
@@ -98,12 +99,12 @@ def build(p: Experts, device: str) -> Workload:
     x, wide = operand(p.tokens, p.hidden), operand(pairs, p.inner)
     up, down = operand(p.experts, p.hidden, 2 * p.inner), operand(p.experts, p.inner, p.hidden)
 
-    def layer() -> Any:
+    def layer() -> Tensor:
         gate, other = torch._grouped_mm(x[source], up, ends).chunk(2, dim=-1)
         y = torch._grouped_mm(torch.nn.functional.silu(gate) * other, down, ends)
         return torch.zeros_like(x).index_add_(0, source, y)
 
-    def full() -> Any:
+    def full() -> tuple[Tensor, ...]:
         y = torch._grouped_mm(wide.requires_grad_(), down.requires_grad_(), ends)
         return torch.autograd.grad(y, (wide, down), torch.ones_like(y))
 
@@ -120,12 +121,12 @@ def _matrices(p: Experts) -> Numbers:
     return sum(np.asarray(is_any(p.op, (op,))) * count for op, count in MATRICES.items())
 
 
-def pairs(p: Experts) -> Any:
+def pairs(p: Experts) -> Numbers:
     """Tokens of all local experts together, on the busiest rank."""
     return _sums(p)["pairs"]
 
 
-def used(p: Experts) -> Any:
+def used(p: Experts) -> Numbers:
     """Local experts that get a token, as expected: each token picks one with chance load / tokens.
 
     local * (1 - (1 - topk/experts)^tokens) where experts are equally popular.
@@ -133,9 +134,9 @@ def used(p: Experts) -> Any:
     return _sums(p)["used"]
 
 
-def _sums(p: Experts) -> dict[str, Any]:
+def _sums(p: Experts) -> dict[str, Column]:
     """Sums over the experts of the busiest rank: pairs, used experts, tiles by rows of a tile."""
-    counts: dict[str, Callable[[Any, Any], Any]] = {
+    counts: dict[str, Count] = {
         "pairs": lambda loads, _: loads,
         "used": _picked,
     }
@@ -143,23 +144,23 @@ def _sums(p: Experts) -> dict[str, Any]:
     return summed(p, counts)
 
 
-def _picked(loads: Any, tokens: Any) -> Any:
+def _picked(loads: Column, tokens: float) -> Column:
     """Chance that any token picks an expert of this load."""
     return 1.0 - (1.0 - np.minimum(1.0, loads / tokens)) ** tokens
 
 
-def _tiles(rows: int, loads: Any, tokens: Any) -> Any:
+def _tiles(rows: int, loads: Column, tokens: float) -> Column:
     """Tiles of so many rows that an expert's tokens fill, as expected."""
     picked = np.maximum(_picked(loads, tokens), 2**-40)
     return picked * np.ceil(loads / picked / rows)
 
 
-def flops(p: Experts) -> Any:
+def flops(p: Experts) -> Numbers:
     """2 * hidden * inner for each matrix of a token's expert."""
     return 2.0 * pairs(p) * p.hidden * p.inner * _matrices(p)
 
 
-def bytes_moved(p: Experts) -> Any:
+def bytes_moved(p: Experts) -> Values:
     """Lower bound: weights of the experts that are used, and the tokens in and out.
 
     All of them once, for down_full three times: the product and its two gradients.
@@ -186,7 +187,7 @@ def floor_us(p: Experts, gpu: Gpu) -> Numbers:
     result = np.maximum(item, RESULT_BYTES)
     wide, out = count * inner * item, count * hidden * result
 
-    def stage(bytes_moved: Any, products: float = 0.0) -> Any:
+    def stage(bytes_moved: Numbers, products: float = 0.0) -> Values:
         memory_us = 1e6 * bytes_moved / gpu.hbm_bytes_per_s
         return np.maximum(memory_us, products * flops_us) + KERNEL_US
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,8 @@ from itercast.microbench.ops.family import (
     Measured,
     Numbers,
     Part,
+    Point,
+    Tensor,
     Workload,
     is_any,
     itemsize_bytes,
@@ -97,7 +98,7 @@ def build(p: Gemm, device: str) -> Workload:
             raise NotImplementedError("grouped_mm is timed in bf16 alone: others wait for the host")
         return _grouped(p, device)
 
-    def operand(rows: int, cols: int, transposed: bool) -> Any:
+    def operand(rows: int, cols: int, transposed: bool) -> Tensor:
         shape = (p.batch, cols, rows) if transposed else (p.batch, rows, cols)
         tensor = repeated(torch.randn, shape, device).to(torch_dtype(p.dtype))
         return tensor.transpose(1, 2) if transposed else tensor
@@ -123,7 +124,7 @@ def _grouped(p: Gemm, device: str) -> Workload:
     """A grouped_mm of equal shares; tokens are sorted by expert as in Hugging Face's models."""
     import torch  # lazy, as above
 
-    def operand(*shape: int) -> Any:
+    def operand(*shape: int) -> Tensor:
         return repeated(torch.randn, shape, device).to(torch_dtype(p.dtype))
 
     tokens = p.k if p.layout == "tn" else p.m
@@ -271,7 +272,7 @@ def resize(p: Gemm, factor: float, lean: float) -> Gemm:
     sides = {side: getattr(p, side) for side in "mnk"}
     wide = [side for side, n in sides.items() if n > THIN] or list(sides)
     step = factor ** (1 / len(wide))
-    changed: dict[str, Any] = {s: min(MAX_SIDE, aligned(sides[s] * step, sides[s])) for s in wide}
+    changed: Point = {s: min(MAX_SIDE, aligned(sides[s] * step, sides[s])) for s in wide}
     if p.op in WHOLE_ROWS:
         unit = WHOLE_ROWS[p.op]
         changed = {s: unit * max(1, round(n / unit)) for s, n in changed.items()}

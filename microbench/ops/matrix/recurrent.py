@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -20,6 +19,8 @@ from itercast.microbench.ops.family import (
     Measured,
     Numbers,
     Part,
+    Point,
+    Tensor,
     Workload,
     autograd_call,
     itemsize_bytes,
@@ -77,7 +78,7 @@ def build(p: Recurrent, device: str) -> Workload:
     """oneDNN's layer on a CPU, cuDNN's on a GPU, its backward through autograd."""
     import torch  # lazy: formulas must import where torch is absent
 
-    def tensor(*shape: int) -> Any:
+    def tensor(*shape: int) -> Tensor:
         return (torch.randn(shape, device=device) * 0.1).to(torch_dtype(p.dtype))
 
     x, h, c = (
@@ -98,13 +99,15 @@ def build(p: Recurrent, device: str) -> Workload:
     )
 
 
-def _on_cpu(p: Recurrent, x: Any, h: Any, c: Any, w: list[Any], grad: Any) -> Callable[[], object]:
+def _on_cpu(
+    p: Recurrent, x: Tensor, h: Tensor, c: Tensor, w: list[Tensor], grad: Tensor
+) -> Callable[[], object]:
     import torch  # lazy: formulas must import where torch is absent
 
     aten = torch.ops.aten
     how = (MODE, p.hidden, 1, True)
 
-    def forward() -> Any:
+    def forward() -> Point:
         return aten.mkldnn_rnn_layer(x, *w, h, c, False, [], *how, False, False, True)
 
     if p.op == "lstm":
@@ -115,7 +118,9 @@ def _on_cpu(p: Recurrent, x: Any, h: Any, c: Any, w: list[Any], grad: Any) -> Ca
     return lambda: back(*(x, *w, *states, *grads, False, *how), True, False, [], False, workspace)
 
 
-def _on_cuda(p: Recurrent, x: Any, h: Any, c: Any, w: list[Any], grad: Any) -> Callable[[], object]:
+def _on_cuda(
+    p: Recurrent, x: Tensor, h: Tensor, c: Tensor, w: list[Tensor], grad: Tensor
+) -> Callable[[], object]:
     import torch  # lazy: formulas must import where torch is absent
 
     module = torch.nn.LSTM(p.inputs, p.hidden, device=x.device, dtype=x.dtype)
@@ -126,7 +131,7 @@ def _on_cuda(p: Recurrent, x: Any, h: Any, c: Any, w: list[Any], grad: Any) -> C
         own.data.copy_(given)
     states = (h[None], c[None])
 
-    def forward() -> Any:
+    def forward() -> Tensor:
         return torch.lstm(x, states, flat, True, 1, 0.0, True, False, False)[0]
 
     if p.op == "lstm":

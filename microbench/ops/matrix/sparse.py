@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -21,6 +20,8 @@ from itercast.microbench.ops.family import (
     Measured,
     Numbers,
     Part,
+    Tensor,
+    Values,
     Workload,
     itemsize_bytes,
     log_uniform,
@@ -93,7 +94,7 @@ def build(p: Sparse, device: str) -> Workload:
     dtype = torch_dtype(p.dtype)
     matrix = _matrix(p, device)
 
-    def dense(*shape: int) -> Any:
+    def dense(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
 
     if p.op == "sddmm":
@@ -106,7 +107,7 @@ def build(p: Sparse, device: str) -> Workload:
     return Workload(run=lambda: call(matrix, b), through_aten=False)
 
 
-def _matrix(p: Sparse, device: str) -> Any:
+def _matrix(p: Sparse, device: str) -> Tensor:
     """The sparse matrix; a csc one is a transposed CSR one, as a backward has it."""
     import torch  # lazy, as above
 
@@ -129,7 +130,7 @@ def _matrix(p: Sparse, device: str) -> Any:
     return matrix.t() if p.layout == "csc" else matrix
 
 
-def _places(p: Sparse, device: str) -> Any:
+def _places(p: Sparse, device: str) -> Tensor:
     """Sorted places row * cols + col of the values, all different.
 
     Rows are drawn like look-ups in a table; values that a full row cannot hold go anywhere.
@@ -142,8 +143,8 @@ def _places(p: Sparse, device: str) -> Any:
     while len(places) < p.nnz:
         more = torch.randint(0, p.rows * p.cols, (p.nnz,), device=device)
         places = torch.unique(torch.cat((places, more)))
-    kept = torch.randperm(len(places), device=device)[: p.nnz]
-    return places[kept].sort().values
+    kept: Tensor = places[torch.randperm(len(places), device=device)[: p.nnz]]
+    return kept.sort().values
 
 
 def flops(p: Sparse) -> Numbers:
@@ -158,7 +159,7 @@ def index_bytes(p: Sparse) -> Numbers:
     return INDEX_BYTES * np.where(coo, 2.0 * p.nnz, p.nnz + pointers)
 
 
-def bytes_moved(p: Sparse) -> Any:
+def bytes_moved(p: Sparse) -> Values:
     """Lower bound: values, indices and the dense rows in use read once, the result written once.
 
     spmm: min(cols, nnz) rows read, ``rows`` written; sddmm: min(rows, nnz) + min(cols, nnz) rows

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import isqrt, prod
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,9 @@ from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
+    Numbers,
     Part,
+    Tensor,
     Workload,
     is_any,
     itemsize_bytes,
@@ -100,7 +101,7 @@ def build(p: Elementwise, device: str) -> Workload:
 
     dtype, rows = torch_dtype(p.dtype), p.numel // p.inner
 
-    def operand(*shape: int) -> Any:
+    def operand(*shape: int) -> Tensor:
         x = repeated(torch.rand if p.op in (*POSITIVE, "mul_") else torch.randn, shape, device)
         if p.op in POSITIVE:
             x = x.mul_(0.5).add_(0.25)
@@ -123,7 +124,7 @@ def build(p: Elementwise, device: str) -> Workload:
     return Workload(run=_call(p, [operand(1, p.inner) for _ in range(max(2, p.tensors))]))
 
 
-def _scalar(op: str, x: Any) -> Callable[[], object]:
+def _scalar(op: str, x: Tensor) -> Callable[[], object]:
     import torch  # lazy: formulas must import where torch is absent
 
     value: float = {"mul_": 1.0, "pow_general": 1.7}.get(op, 2.0)
@@ -132,7 +133,7 @@ def _scalar(op: str, x: Any) -> Callable[[], object]:
     return lambda: call(x, value)
 
 
-def _broadcast(p: Elementwise, x: Any, small: Any) -> Callable[[], object]:
+def _broadcast(p: Elementwise, x: Tensor, small: Tensor) -> Callable[[], object]:
     import torch  # lazy: formulas must import where torch is absent
 
     call = getattr(torch.ops.aten, p.op)
@@ -148,7 +149,7 @@ def _broadcast(p: Elementwise, x: Any, small: Any) -> Callable[[], object]:
     return lambda: call(x, small)
 
 
-def _call(p: Elementwise, operands: list[Any]) -> Callable[[], object]:
+def _call(p: Elementwise, operands: list[Tensor]) -> Callable[[], object]:
     """The call on operands of one shape; the first may be strided."""
     import torch  # lazy: formulas must import where torch is absent
 
@@ -180,12 +181,12 @@ def _call(p: Elementwise, operands: list[Any]) -> Callable[[], object]:
     return lambda: call(x, y, *rest)
 
 
-def flops(p: Any) -> Any:
+def flops(p: Elementwise) -> Numbers:
     """One per element; transcendental functions cost more, which the model learns."""
     return 1.0 * p.numel
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: Elementwise) -> Numbers:
     """Full-size operands read once, the result written once; a mask counts as an operand.
 
     Fills and copies do not read what they overwrite; an allocation moves nothing. A cast to fp8
@@ -200,7 +201,7 @@ def bytes_moved(p: Any) -> Any:
     return 1.0 * p.numel * (operands * item - narrowed)
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: Elementwise, gpu: Gpu) -> dict[str, Numbers | str]:
     """Size, run length and form."""
     return {
         "op": p.op,

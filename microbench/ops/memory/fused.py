@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import FunctionType
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -17,7 +17,9 @@ from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
+    Numbers,
     Part,
+    Tensor,
     Workload,
     log_uniform,
     torch_dtype,
@@ -86,7 +88,7 @@ def build(p: Fused, device: str) -> Workload:
 def _chain(ops: int, results: int) -> FunctionType:
     """A function of as many ops as asked for that reads all of its inputs."""
 
-    def chain(*inputs: Any) -> Any:
+    def chain(*inputs: Tensor) -> tuple[Tensor | None, ...]:
         x, middle = inputs[0], None
         for number in range(ops):
             other = inputs[number % len(inputs)]
@@ -101,17 +103,17 @@ def _chain(ops: int, results: int) -> FunctionType:
     return cast(FunctionType, chain)
 
 
-def flops(p: Any) -> Any:
+def flops(p: Fused) -> Numbers:
     """One per element and op."""
     return 1.0 * p.numel * p.ops
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: Fused) -> Numbers:
     """Inputs read once, results written once."""
     return 1.0 * p.read_bytes + p.written_bytes
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: Fused, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes, bytes per element each way, length of the chain."""
     numel = np.maximum(p.numel, 1)
     return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,10 @@ from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
+    Numbers,
     Part,
+    Tensor,
+    Values,
     Workload,
     autograd_call,
     by_name,
@@ -101,7 +103,7 @@ def build(p: Norm, device: str) -> Workload:
     return kinds[p.op.split("_")[0]](p, x, grad, w)
 
 
-def _layer(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
+def _layer(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
     import torch  # lazy: formulas must import where torch is absent
 
     aten, shape, mask = torch.ops.aten, [p.cols], [True, True, True]
@@ -112,7 +114,7 @@ def _layer(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
     return Workload(run=lambda: back(grad, x, shape, mean, rstd, w, w, mask))
 
 
-def _rms(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
+def _rms(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
     """The RMS norm; its backward goes through autograd, as a CPU decomposes it."""
     import torch  # lazy: formulas must import where torch is absent
 
@@ -128,7 +130,7 @@ def _rms(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
     )
 
 
-def _batch(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
+def _batch(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
     import torch  # lazy: formulas must import where torch is absent
 
     aten, train, mask = torch.ops.aten, "eval" not in p.op, [True, True, True]
@@ -142,7 +144,7 @@ def _batch(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
     return Workload(run=lambda: back(grad, x, w, *saved, train, 1e-5, mask))
 
 
-def _batch_of_models(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
+def _batch_of_models(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
     """The call of ``nn.BatchNorm``, where torch chooses between cuDNN and its own kernels.
 
     The choice goes by dtype, number of samples, mode and axes (_select_batch_norm_backend in
@@ -165,7 +167,7 @@ def _batch_of_models(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
     )
 
 
-def _group(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
+def _group(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
     import torch  # lazy: formulas must import where torch is absent
 
     aten, sizes, mask = torch.ops.aten, (p.rows, p.channels, p.cols, p.groups), [True, True, True]
@@ -176,24 +178,24 @@ def _group(p: Norm, x: Any, grad: Any, w: Any) -> Workload:
     return Workload(run=lambda: back(grad, x, mean, rstd, w, *sizes, mask))
 
 
-def _is(p: Any, *kinds: str) -> Any:
+def _is(p: Norm, *kinds: str) -> Values:
     return is_any(p.op, kinds)
 
 
-def _backward(p: Any) -> Any:
+def _backward(p: Norm) -> Values:
     return _is(p, *(o for o in FLOPS_PER_ELEMENT if o.endswith("backward")))
 
 
-def _by_row(p: Any) -> Any:
+def _by_row(p: Norm) -> Values:
     return _is(p, "layer", "layer_backward", "rms", "rms_backward")
 
 
-def flops(p: Any) -> Any:
+def flops(p: Norm) -> Values:
     """FLOPS_PER_ELEMENT times the elements."""
     return by_name(p.op, FLOPS_PER_ELEMENT) * p.rows * p.cols * p.channels
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: Norm) -> Values:
     """Forward reads x, writes y, reads the weights; backward reads x and dy, writes dx and dw.
 
     Lower bound: statistics are left out, and a forward reads x once although it needs it twice.
@@ -205,7 +207,7 @@ def bytes_moved(p: Any) -> Any:
     return (passes * p.rows * p.cols * p.channels + weights) * itemsize_bytes(p.dtype)
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: Norm, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes; how many statistics there are, over how many elements; statistics per core."""
     batch = _is(p, *(o for o in FLOPS_PER_ELEMENT if o.startswith("batch")))
     elements = 1.0 * p.rows * p.cols * p.channels
@@ -306,7 +308,7 @@ def fallback(p: Norm, measured: Measured) -> list[Part]:
     return [memory_copy(PASSES[p.op] * elements * item)]
 
 
-def waits(p: Any, gpu: Gpu) -> Any:
+def waits(p: Norm, gpu: Gpu) -> Numbers:
     """Reads one after the other of a layer norm: passes * columns / (threads of a row * 4).
 
     A block of threads takes a whole row, however long, and each thread reads 4 elements at a time.

@@ -13,6 +13,9 @@ from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
+    Numbers,
+    Tensor,
+    Values,
     Workload,
     is_any,
     itemsize_bytes,
@@ -103,14 +106,14 @@ def build(p: Pooling, device: str) -> Workload:
 
     layout = torch.channels_last if p.channels_last else torch.contiguous_format
 
-    def image(h: int, w: int) -> Any:
+    def image(h: int, w: int) -> Tensor:
         values = torch.randn(p.batch, p.channels, h, w, device=device).to(torch_dtype(p.dtype))
         return values.to(memory_format=layout)
 
     return Workload(run=_runner(p, image(p.h, p.w), image(p.out_h, p.out_w)))
 
 
-def _runner(p: Pooling, x: Any, grad: Any) -> Callable[[], object]:
+def _runner(p: Pooling, x: Tensor, grad: Tensor) -> Callable[[], object]:
     import torch  # lazy: formulas must import where torch is absent
 
     base = p.op.removesuffix("_backward")
@@ -136,11 +139,11 @@ def _runner(p: Pooling, x: Any, grad: Any) -> Callable[[], object]:
     return lambda: call(grad, x, *extra)
 
 
-def _is(p: Any, ops: tuple[str, ...]) -> Any:
+def _is(p: Pooling, ops: tuple[str, ...]) -> Values:
     return is_any(p.op, (*ops, *(f"{op}_backward" for op in ops)))
 
 
-def taps(p: Any) -> Any:
+def taps(p: Pooling) -> Numbers:
     """Input pixels behind an output pixel; a resized one costs 1, 4 or 16 multiply-adds.
 
     A window larger than the image is cut to it.
@@ -152,13 +155,13 @@ def taps(p: Any) -> Any:
     return np.where(_is(p, RESIZED[2:]), 2 * 16.0, found)
 
 
-def flops(p: Any) -> Any:
+def flops(p: Pooling) -> Numbers:
     """A comparison or addition per output pixel and tap; a winner's gradient is one addition."""
     chosen = _is(p, INDEXED) & np.char.endswith(np.asarray(p.op, dtype=str), "backward")
     return np.where(chosen, 1.0, taps(p)) * p.batch * p.channels * p.out_h * p.out_w
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: Pooling) -> Numbers:
     """One side read and the other written once, plus int64 indices of winners where it has them."""
     planes = 1.0 * p.batch * p.channels
     pixels = 1.0 * p.h * p.w + p.out_h * p.out_w
@@ -166,7 +169,7 @@ def bytes_moved(p: Any) -> Any:
     return planes * (pixels * itemsize_bytes(p.dtype) + winners)
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: Pooling, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes, taps, overlap of windows, scale."""
     planes = 1.0 * p.batch * p.channels
     return {

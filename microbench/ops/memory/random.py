@@ -14,6 +14,7 @@ from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
+    Numbers,
     Workload,
     is_any,
     itemsize_bytes,
@@ -77,7 +78,7 @@ def build(p: RandomOp, device: str) -> Workload:
 
     aten, dtype = torch.ops.aten, torch_dtype(p.dtype)
     if p.op in NEW:
-        return Workload(run=_creation(p, dtype, device))
+        return Workload(run=_creation(p, device))
     x = torch.rand(p.rows, p.size, device=device).to(dtype)
     if p.op == "multinomial":
         return Workload(run=lambda: aten.multinomial(x, p.draws, p.replacement))
@@ -91,7 +92,7 @@ def build(p: RandomOp, device: str) -> Workload:
     return Workload(run=lambda: call(x, *extra))
 
 
-def _creation(p: RandomOp, dtype: Any, device: str) -> Callable[[], object]:
+def _creation(p: RandomOp, device: str) -> Callable[[], object]:
     import torch  # lazy: formulas must import where torch is absent
 
     if p.op == "randperm":
@@ -99,10 +100,10 @@ def _creation(p: RandomOp, dtype: Any, device: str) -> Callable[[], object]:
     if p.op == "randint":
         return lambda: torch.randint(0, 1000, (p.size,), device=device)
     call = {"rand": torch.rand, "randn": torch.randn}[p.op]
-    return lambda: call(p.size, dtype=dtype, device=device)
+    return lambda: call(p.size, dtype=torch_dtype(p.dtype), device=device)
 
 
-def flops(p: Any) -> Any:
+def flops(p: RandomOp) -> Numbers:
     """FLOPS_PER_NUMBER per number drawn; a mask's product one.
 
     Multinomial draws a number per category without replacement, else makes a running sum.
@@ -111,7 +112,7 @@ def flops(p: Any) -> Any:
     return each * p.rows * p.size
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: RandomOp) -> Numbers:
     """Numbers written once, inputs of dropout and of probabilities read once, a byte per mask."""
     numbers = 1.0 * p.rows * p.size
     reads = is_any(p.op, READS)
@@ -121,7 +122,7 @@ def bytes_moved(p: Any) -> Any:
     return np.where(np.equal(p.op, "multinomial"), sampled, plain)
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: RandomOp, gpu: Gpu) -> dict[str, Numbers | str]:
     """Size, numbers per core, draws per row."""
     numbers = 1.0 * p.rows * p.size
     return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,9 @@ from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Measured,
+    Numbers,
     Part,
+    Tensor,
     Workload,
     is_any,
     itemsize_bytes,
@@ -105,7 +106,7 @@ def build(p: Reduction, device: str) -> Workload:
     return Workload(run=_reducer(p.op, x))
 
 
-def _reducer(op: str, x: Any) -> Callable[[], object]:
+def _reducer(op: str, x: Tensor) -> Callable[[], object]:
     import torch  # lazy: formulas must import where torch is absent
 
     call = getattr(torch.ops.aten, op)
@@ -120,7 +121,7 @@ def _reducer(op: str, x: Any) -> Callable[[], object]:
     return lambda: call(x, [1])
 
 
-def _nll(p: Reduction, x: Any) -> Workload:
+def _nll(p: Reduction, x: Tensor) -> Workload:
     import torch  # lazy: formulas must import where torch is absent
 
     flat = "2d" not in p.op
@@ -135,7 +136,7 @@ def _nll(p: Reduction, x: Any) -> Workload:
     return Workload(run=lambda: call(grad, x, target, None, 1, -100, total))
 
 
-def _paired(p: Reduction, x: Any) -> Workload:
+def _paired(p: Reduction, x: Tensor) -> Workload:
     import torch  # lazy: formulas must import where torch is absent
 
     aten, target, mode = torch.ops.aten, torch.rand_like(x), 0 if p.size == 1 else 1
@@ -148,7 +149,7 @@ def _paired(p: Reduction, x: Any) -> Workload:
     return Workload(run=lambda: aten.mse_loss_backward(grad, x, target, mode))
 
 
-def flops(p: Any) -> Any:
+def flops(p: Reduction) -> Numbers:
     """Per element: softmax 5, moments 4, logsumexp 3, cross entropy of logits 8, else 2.
 
     nll: 2 per sample forward and backward; it touches one class of each.
@@ -160,7 +161,7 @@ def flops(p: Any) -> Any:
     return per_element * p.outer * p.inner * np.where(is_any(p.op, NLL), 1, p.size)
 
 
-def bytes_moved(p: Any) -> Any:
+def bytes_moved(p: Reduction) -> Numbers:
     """Inputs read once, outputs written once (as if of the input's dtype).
 
     Softmax and scans write what they read; backwards read two tensors and write one; a sum writes
@@ -177,7 +178,7 @@ def bytes_moved(p: Any) -> Any:
     return np.where(is_any(p.op, NLL), nll, plain)
 
 
-def features(p: Any, gpu: Gpu) -> dict[str, Any]:
+def features(p: Reduction, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes, results per core, and how well rows fill vectors."""
     waves = 1.0 * p.outer * p.inner / gpu.sm_count
     return {

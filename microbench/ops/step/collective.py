@@ -19,6 +19,7 @@ from itercast.microbench.ops.family import (
     Family,
     KernelTerm,
     Numbers,
+    Tensor,
     Workload,
     itemsize_bytes,
     log_uniform,
@@ -91,7 +92,7 @@ def build(p: Collective, device: str) -> Workload:
     return Workload(run=_runs(p.op, whole, part), through_aten=False)
 
 
-def _runs(op: str, whole: Any, part: Any) -> Callable[[], object]:
+def _runs(op: str, whole: Tensor, part: Tensor) -> Callable[[], object]:
     import torch.distributed as dist  # lazy, as above
 
     gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -108,7 +109,7 @@ def _runs(op: str, whole: Any, part: Any) -> Callable[[], object]:
     return runs[op]
 
 
-def _ring(send: Any, receive: Any) -> None:
+def _ring(send: Tensor, receive: Tensor) -> None:
     """Sends to the next rank and receives from the previous one."""
     import torch.distributed as dist  # lazy, as above
 

@@ -15,6 +15,8 @@ from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
     Numbers,
+    Tensor,
+    Values,
     Workload,
     itemsize_bytes,
     log_uniform,
@@ -91,7 +93,7 @@ def build(p: OptimizerOp, device: str) -> Workload:
     """
     import torch  # lazy: formulas must import where torch is absent
 
-    def tensors() -> list[Any]:
+    def tensors() -> list[Tensor]:
         large = max(1, (p.tensors + 1) // 2)
         small = max(1, min(256, p.numel // p.tensors // 2))
         each = max(1, (p.numel - small * (p.tensors - large)) // large)
@@ -125,7 +127,7 @@ def build(p: OptimizerOp, device: str) -> Workload:
     return Workload(run=runs[p.op], through_aten=False)
 
 
-def _fused(op: str, tensors: Callable[[], list[Any]]) -> Callable[[], object]:
+def _fused(op: str, tensors: Callable[[], list[Tensor]]) -> Callable[[], object]:
     """A fused step with rates so small that a thousand steps hardly change the values."""
     import torch  # lazy: formulas must import where torch is absent
 
@@ -150,17 +152,17 @@ def _fused(op: str, tensors: Callable[[], list[Any]]) -> Callable[[], object]:
     return lambda: call(*lists, **rates, amsgrad=amsgrad, maximize=False)
 
 
-def _of_op(p: OptimizerOp, table: Mapping[str, int], default: int) -> Any:
+def _of_op(p: OptimizerOp, table: Mapping[str, int], default: int) -> Values:
     """The table's value for each op, or the default."""
     return sum(np.equal(p.op, op) * (n - default) for op, n in table.items()) + default
 
 
-def flops(p: OptimizerOp) -> Any:
+def flops(p: OptimizerOp) -> Values:
     """Two per element; fused Adam 16 (two averages, decay, root, division), SGD 4 to 6."""
     return 1.0 * _of_op(p, FLOPS, 2) * p.numel
 
 
-def bytes_moved(p: OptimizerOp) -> Any:
+def bytes_moved(p: OptimizerOp) -> Values:
     """Every operand once each time it is read or written; step counters are neglected."""
     return 1.0 * _of_op(p, OPERANDS, 2) * p.numel * itemsize_bytes(p.dtype)
 
