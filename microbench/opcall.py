@@ -25,6 +25,9 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+Argument = Any  # of a call, or a result: tensor, number, flag, text, or a list of such
+Args = tuple[Argument, ...]
+Kwargs = dict[str, Argument]
 ITEMSIZE_BYTES: Mapping[str, int] = {
     "fp64": 8,
     "fp32": 4,

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+if TYPE_CHECKING:  # settings must be checkable without torch
+    import torch
+
+Inputs = dict[str, Any]  # by argument name of the model's forward: tensors, seldom flags
+Loss = Callable[[Any, Inputs], "torch.Tensor"]  # of the model's output
 ALLOWED = {
     "mode": ("train", "infer"),
     "optimizer": ("adamw", "adamw_fused", "sgd", "lamb", "none"),
@@ -66,7 +71,7 @@ def make_optimizer(parameters: Any, name: str, capturable: bool = False) -> Any:
     return torch.optim.AdamW(parameters, lr=1e-4, **how)
 
 
-def first_float(output: Any) -> Any:
+def first_float(output: Any) -> torch.Tensor:
     """The first floating-point tensor in the output of a model; ValueError if there is none."""
     import torch  # lazy, as above
 
@@ -80,9 +85,9 @@ def first_float(output: Any) -> Any:
 
 
 def make_step(
-    model: Any,
-    inputs: dict[str, Any],
-    loss_fn: Callable[[Any, dict[str, Any]], Any],
+    model: torch.nn.Module,
+    inputs: Inputs,
+    loss_fn: Loss,
     settings: StepSettings,
     on_phase: Callable[[str], None] = lambda name: None,
     capturable: bool = False,
@@ -121,8 +126,8 @@ def make_step(
 
 
 def _inference_step(
-    model: Any,
-    inputs: dict[str, Any],
+    model: torch.nn.Module,
+    inputs: Inputs,
     on_phase: Callable[[str], None],
     precision: Callable[[], AbstractContextManager[None]],
 ) -> Callable[[], None]:

@@ -9,18 +9,21 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
+
+from itercast.microbench.opcall import Args, Argument, Kwargs
 
 
 def eager_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Any:
+) -> Tensor:
     """Compute scaled_dot_product_attention by separate ops, as models do in eager mode.
 
     They are a product, a mask, softmax, dropout and a product. Softmax runs in fp32 under autocast,
@@ -64,7 +67,9 @@ def flex_as_sdpa() -> Iterator[None]:
         yield
         return
 
-    def attention(q: Any, k: Any, v: Any, score: Any, mask: Any, scale: Any, *rest: Any) -> Any:
+    def attention(
+        q: Tensor, k: Tensor, v: Tensor, score: object, mask: Args, scale: float, *rest: Argument
+    ) -> Argument:
         output = torch.nn.functional.scaled_dot_product_attention(
             *(q, k, v),
             is_causal=mask[-1] is not flex.noop_mask,
@@ -73,7 +78,7 @@ def flex_as_sdpa() -> Iterator[None]:
         )
         return output, q.new_empty(q.shape[:-1]), q.new_empty(q.shape[:-1])
 
-    changed: dict[str, Any] = {"flex_attention_hop": attention}
+    changed: Kwargs = {"flex_attention_hop": attention}
     changed["_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"] = True
     changed["_validate_device"] = lambda *tensors: None  # it has no backward on CPUs
     with patch.multiple(flex, **changed):

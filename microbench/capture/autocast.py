@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+
+from itercast.microbench.opcall import Args, Argument
 
 # Ops that run in fp32; below, ops that take fp32 as their dtype if none is given. Source:
 # https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/autocast_mode.h
@@ -45,9 +48,9 @@ class _OnCuda(TorchFunctionMode):
         self,
         func: Callable[..., Any],
         types: Any,
-        args: tuple[Any, ...] = (),
+        args: Args = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> Argument:
         kwargs = dict(kwargs or {})
         if func in self.in_fp32:
             args = tuple(map(_to_fp32, args))
@@ -60,16 +63,16 @@ class _OnCuda(TorchFunctionMode):
             kwargs |= {} if stated else {"dtype": torch.float32}
         return func(*args, **kwargs)
 
-    def _to_dtype(self, value: Any) -> Any:
+    def _to_dtype(self, value: Argument) -> Argument:
         wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
         return value.to(self.dtype) if wide else value
 
 
-def _is_half(value: Any) -> bool:
+def _is_half(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, torch.Tensor) and value.dtype in HALF
 
 
-def _to_fp32(value: Any) -> Any:
+def _to_fp32(value: Argument) -> Argument:
     return value.float() if _is_half(value) else value
 
 

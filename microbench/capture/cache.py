@@ -8,16 +8,15 @@ import logging
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.opcall import Argument, OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.store import write_atomic
 
 log = logging.getLogger(__name__)
 TENSOR = "t"
 
 
-def _pack(value: Any) -> Any:
+def _pack(value: Argument) -> Argument:
     if isinstance(value, TensorSpec):
         place = (value.stride, value.storage, value.zero_frac, value.layout, value.nnz)
         return {TENSOR: [value.shape, value.dtype, *place]}
@@ -26,11 +25,11 @@ def _pack(value: Any) -> Any:
     return value
 
 
-def _pack_all(values: Mapping[str, Any]) -> dict[str, Any]:
+def _pack_all(values: Mapping[str, Argument]) -> dict[str, Argument]:
     return {k: _pack(v) for k, v in values.items()}
 
 
-def _unpack(value: Any) -> Any:
+def _unpack(value: Argument) -> Argument:
     if isinstance(value, dict):
         shape, dtype, stride, storage, zeros, layout, nnz = value[TENSOR]
         return TensorSpec(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isinf
-from typing import Any
 
 import torch
+from torch import Tensor
+
+from itercast.microbench.opcall import Args, Argument, Kwargs
 
 KNOWN_LIMIT = 2**24  # elements of the largest tensor whose values are computed: 0.1 s each
 
@@ -22,21 +25,21 @@ class Fact:
 
     mean: float | None = None
     top: float | None = None
-    values: Any = None
+    values: Tensor | None = None
 
 
-def is_small_integer(tensor: Any) -> bool:
+def is_small_integer(tensor: Tensor) -> bool:
     """Whether a tensor holds integers or a mask, and is small enough to compute its values."""
     integers = not (tensor.is_floating_point() or tensor.is_complex())
     return integers and tensor.layout == torch.strided and tensor.numel() <= KNOWN_LIMIT
 
 
-def flatten_lists(values: Any) -> list[Any]:
+def flatten_lists(values: Sequence[Argument]) -> list[Argument]:
     """The values with lists among them replaced by their elements, one level deep."""
     return [v for item in values for v in (item if isinstance(item, list | tuple) else [item])]
 
 
-def share_passing_finite_check(name: str, args: Any) -> float | None:
+def share_passing_finite_check(name: str, args: Args) -> float | None:
     """Share of elements for which a check for NaN or infinity is true, all numbers being finite.
 
     ``x == x`` is such a check, and ``x == inf``. None for any other op.
@@ -50,17 +53,17 @@ def share_passing_finite_check(name: str, args: Any) -> float | None:
     return float((name == "eq") == same) if same or infinite else None
 
 
-def is_mask(value: Any) -> bool:
+def is_mask(value: object) -> bool:
     """Whether a value selects elements when it is used as an index."""
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
 
 
-def is_number(value: Any, number: int) -> bool:
+def is_number(value: Argument, number: int) -> bool:
     """Whether a value is this number, and not a tensor."""
     return isinstance(value, int | float) and value == number
 
 
-def index_axis(name: str, args: Any, kwargs: Any) -> int | None:
+def index_axis(name: str, args: Args, kwargs: Kwargs) -> int | None:
     """The axis of which topk, sort, argmax, max or min return indices; None for all elements."""
     place = {"topk": 2, "sort": 1}.get(name, 1)
     default = {"topk": -1, "sort": -1}.get(name)
@@ -69,7 +72,7 @@ def index_axis(name: str, args: Any, kwargs: Any) -> int | None:
 
 
 def fact_of_comparison(
-    name: str, known: Fact | None, other: Any, second: Fact | None, args: Any
+    name: str, known: Fact | None, other: Argument, second: Fact | None, args: Args
 ) -> Fact | None:
     """The fact about a comparison's result, or that of masks combined; None if nothing follows.
 
@@ -94,7 +97,7 @@ def fact_of_comparison(
     return None
 
 
-def _compared_uniform(name: str, top: float, other: Any) -> Fact | None:
+def _compared_uniform(name: str, top: float, other: Argument) -> Fact | None:
     """Share of elements uniform over 0..top that equal, exceed or stay below a number."""
     shares = {"eq": 1 / top, "ne": 1 - 1 / top}
     if isinstance(other, int | float):

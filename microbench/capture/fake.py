@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -16,14 +17,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from itercast.microbench.capture.sparse import check_layouts, fake_sparse, is_sparse
 
+Module = TypeVar("Module", bound=torch.nn.Module)
+Made = TypeVar("Made")
 
-def fake_module(module: Any, dtype: torch.dtype | None = None) -> Any:
+
+def fake_module(module: Module, dtype: torch.dtype | None = None) -> Module:
     """A copy of a module with fake tensors on the CPU; strides and tied weights are kept.
 
     Floating-point tensors take ``dtype`` if one is given. ValueError for a module that cannot be
     copied, or has a tensor in an unknown layout.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, Tensor] = {}
     tensors = [*module.named_parameters(), *module.named_buffers()]
     check_layouts((f"{type(module).__name__}.{name}", tensor) for name, tensor in tensors)
     for _, tensor in tensors:
@@ -38,7 +42,7 @@ def fake_module(module: Any, dtype: torch.dtype | None = None) -> Any:
             raise ValueError(f"cannot copy the structure of the module: {exc}") from exc
 
 
-def build_fake_else_real(build: Callable[[], Any]) -> Any:
+def build_fake_else_real(build: Callable[[], Made]) -> Made:
     """Call ``build`` under the current fake mode; without it if it reads values of tensors.
 
     An example is timm's rate of dropped layers, a number read off ``torch.linspace``. Weights have
@@ -51,7 +55,7 @@ def build_fake_else_real(build: Callable[[], Any]) -> Any:
             return build()
 
 
-def fake_tensor(tensor: Any, dtype: torch.dtype | None) -> Any:
+def fake_tensor(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """A tensor or parameter of the same shape and layout under the current fake mode.
 
     Floating-point tensors take ``dtype`` if one is given.

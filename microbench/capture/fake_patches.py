@@ -11,10 +11,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 
 from itercast.microbench.capture.attention import flex_as_sdpa
 from itercast.microbench.capture.fake import fake_tensor
+from itercast.microbench.opcall import Argument
 
 WARNS = "warn_if_padding_and_no_attention_mask"
 
@@ -22,7 +24,7 @@ WARNS = "warn_if_padding_and_no_attention_mask"
 APPLY = torch.nn.Module._apply
 
 
-def _apply(module: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+def _apply(module: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Argument:
     """Replace ``Module._apply`` (to, half, ...): convert in place, where torch's fails on fakes.
 
     Modules on the meta device, and those with distributed tensors, are left to torch.
@@ -41,13 +43,13 @@ def _apply(module: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
     return module
 
 
-def _on_cpu(tensor: Any) -> Any:
+def _on_cpu(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu":
         raise ValueError(f"a capture is made on the CPU: do not move the model to {tensor.device}")
     return tensor
 
 
-def _format(tensor: Any, spec: str) -> str:
+def _format(tensor: Tensor, spec: str) -> str:
     """Format a tensor without axes as its number if that is known, any other as its repr."""
     try:
         return format(tensor.item() if tensor.dim() == 0 else repr(tensor), spec)
@@ -55,7 +57,7 @@ def _format(tensor: Any, spec: str) -> str:
         return format(repr(tensor), spec)
 
 
-def _deepcopy(tensor: Any, memo: dict[int, Any]) -> Any:
+def _deepcopy(tensor: Tensor, memo: dict[int, Tensor]) -> Tensor:
     """A new fake tensor of the same form; torch would copy the missing storage and fail."""
     if id(tensor) not in memo:
         memo[id(tensor)] = fake_tensor(tensor, None)

@@ -8,6 +8,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -37,8 +39,16 @@ from itercast.microbench.capture.watch import (
     storage_dtype,
 )
 from itercast.microbench.capture.zeros import mark_zeros
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
-from itercast.microbench.step import StepSettings, make_step
+from itercast.microbench.opcall import (
+    Args,
+    Argument,
+    Kwargs,
+    OpCall,
+    ParamSpec,
+    StepCapture,
+    TensorSpec,
+)
+from itercast.microbench.step import Inputs, Loss, StepSettings, make_step
 from itercast.microbench.user_errors import source_line
 
 DTYPES = {
@@ -97,14 +107,14 @@ class OpLog(TorchDispatchMode):
         self.paused = 0
         self.names = DTYPES
         self._storages: dict[int, int] = {}
-        self._kept: list[Any] = []  # alive, so that no address is used twice
+        self._kept: list[torch.UntypedStorage] = []  # alive, so that no address is used twice
 
     def reset(self) -> None:
         """Forget the calls and host events, and keep the numbers of storages."""
         self.calls = []
         self.host = dict.fromkeys(self.host, 0)
 
-    def storage(self, tensor: Any) -> int:
+    def storage(self, tensor: Tensor) -> int:
         """The number of the memory behind a tensor, of a sparse one that behind its values."""
         memory = values_of(tensor).untyped_storage()
         key = memory._cdata
@@ -113,13 +123,13 @@ class OpLog(TorchDispatchMode):
             self._storages[key] = len(self._storages)
         return self._storages[key]
 
-    def _alias(self, tensor: Any, result: Any) -> None:
+    def _alias(self, tensor: Tensor, result: Tensor) -> None:
         """Give an op's result the storage of the tensor that it would have overwritten."""
         if tensor.stride() == result.stride():
             self.storage(result)  # keeps it alive
             self._storages[result.untyped_storage()._cdata] = self.storage(tensor)
 
-    def describe(self, value: Any) -> Any:
+    def describe(self, value: Argument) -> Argument:
         """Convert an op's argument: tensors to TensorSpec, dtypes and devices to text."""
         if isinstance(value, torch.Tensor):
             return self._sparse_spec(value) if is_sparse(value) else self._spec(value)
@@ -129,7 +139,7 @@ class OpLog(TorchDispatchMode):
             return value
         return str(value)
 
-    def _spec(self, tensor: Any) -> TensorSpec:
+    def _spec(self, tensor: Tensor) -> TensorSpec:
         shape, stride, dtype = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
         if tensor.is_complex():  # pairs of real numbers
             shape, stride = (*shape, 2), (*(2 * step for step in stride), 1)
@@ -138,7 +148,7 @@ class OpLog(TorchDispatchMode):
             shape=shape, dtype=self.names[dtype], stride=stride, storage=self.storage(tensor)
         )
 
-    def _sparse_spec(self, tensor: Any) -> TensorSpec:
+    def _sparse_spec(self, tensor: Tensor) -> TensorSpec:
         """A sparse tensor; ``nnz`` of one that stores whole rows counts their elements."""
         return TensorSpec(
             shape=tuple(tensor.shape),
@@ -148,10 +158,10 @@ class OpLog(TorchDispatchMode):
             nnz=values_of(tensor).numel(),
         )
 
-    def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
+    def add(self, op: str, args: Args, kwargs: Kwargs, output: Argument) -> None:
         """Log one call."""
         self.names = TF32_DTYPES if self.tf32 and op in TF32_OPS else DTYPES
-        outputs = output if isinstance(output, list | tuple) else (output,)
+        outputs = tuple(output) if isinstance(output, list | tuple) else (output,)
         sparse = any(map(is_sparse, (*args, *outputs)))
         if sparse:
             op, args, outputs = as_row_ops(op, args, outputs)
@@ -172,7 +182,9 @@ class OpLog(TorchDispatchMode):
             )
         )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Argument:
         kwargs = kwargs or {}
         if self.routing is None:
             output = func(*args, **kwargs)
@@ -198,8 +210,8 @@ class _LoggedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, log: OpLog, mask: Any, options: dict[str, Any], q: Any, k: Any, v: Any
-    ) -> Any:
+        ctx: Any, log: OpLog, mask: Tensor | None, options: Kwargs, q: Tensor, k: Tensor, v: Tensor
+    ) -> Argument:
         ctx.log, ctx.mask, ctx.options = log, mask, options
         ctx.save_for_backward(q, k, v)
         log.paused += 1
@@ -215,7 +227,7 @@ class _LoggedAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Argument:  # type: ignore[override]
         q, k, v = ctx.saved_tensors
         log = ctx.log
         log.paused += 1
@@ -234,7 +246,7 @@ class _LoggedAttention(torch.autograd.Function):
         return None, None, None, *grads
 
 
-def _attention_options(mask: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _attention_options(mask: Tensor | None, options: Kwargs) -> Kwargs:
     return {
         "is_causal": bool(options.get("is_causal", False)),
         "dropout_p": float(options.get("dropout_p", 0.0)),
@@ -250,7 +262,13 @@ class WholeAttention(TorchFunctionMode):
         super().__init__()
         self.log, self.eager = log, eager
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Argument],
+        types: object,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Argument:
         kwargs = dict(kwargs or {})
         if func is not torch.nn.functional.scaled_dot_product_attention or self.log.paused:
             return func(*args, **kwargs)
@@ -264,8 +282,8 @@ class WholeAttention(TorchFunctionMode):
 
 def capture_step(
     build: Callable[[], torch.nn.Module],
-    make_inputs: Callable[[], dict[str, Any]],
-    loss_fn: Callable[[Any, dict[str, Any]], Any],
+    make_inputs: Callable[[], Inputs],
+    loss_fn: Loss,
     settings: StepSettings,
     *,
     fake: bool = True,
@@ -308,7 +326,7 @@ def capture_step(
     )
 
 
-def _inputs(inputs: dict[str, Any], log: OpLog) -> tuple[TensorSpec, ...]:
+def _inputs(inputs: Inputs, log: OpLog) -> tuple[TensorSpec, ...]:
     """The tensors of a batch, those without a layout of their own."""
     log.names = DTYPES
     tensors = [t for t in tree_leaves(inputs) if isinstance(t, torch.Tensor)]
@@ -317,10 +335,10 @@ def _inputs(inputs: dict[str, Any], log: OpLog) -> tuple[TensorSpec, ...]:
 
 def _build(
     build: Callable[[], torch.nn.Module],
-    make_inputs: Callable[[], dict[str, Any]],
+    make_inputs: Callable[[], Inputs],
     settings: StepSettings,
     fake: bool,
-) -> tuple[torch.nn.Module, dict[str, Any]]:
+) -> tuple[torch.nn.Module, Inputs]:
     """The model and its inputs in the dtype of the settings, all in layouts that are known."""
     made_fake = FakeSparseOps() if fake else nullcontext()
     with default_dtype(storage_dtype(settings.stored)), made_fake:
@@ -335,7 +353,7 @@ def _build(
     return model, inputs
 
 
-def _in_channels_last(value: Any) -> Any:
+def _in_channels_last(value: Argument) -> Argument:
     images = isinstance(value, torch.Tensor) and value.dim() == 4
     return value.contiguous(memory_format=torch.channels_last) if images else value
 

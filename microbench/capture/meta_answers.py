@@ -6,14 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from itercast.microbench.opcall import Args, Argument
 
 
-def corrected_result(name: str, args: tuple[Any, ...]) -> Any:
+def corrected_result(name: str, args: Args) -> Argument:
     """The fake result of an aten op, given without ``aten::``; None where torch's own is right."""
     return RESULTS[name](*args) if name in RESULTS else None
 
 
-def _grouped_mm(a: Any, b: Any, ends: Any, *rest: Any) -> Any:
+def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, *rest: Argument) -> Tensor:
     """The products of each expert's tokens and weights, or the stack of weight gradients.
 
     Torch supports fake tensors in bf16 only.
@@ -22,7 +25,7 @@ def _grouped_mm(a: Any, b: Any, ends: Any, *rest: Any) -> Any:
     return a.new_empty((*stack, a.shape[0], b.shape[-1]))
 
 
-def _ctc_loss(log_probs: Any, labels: Any, *rest: Any) -> Any:
+def _ctc_loss(log_probs: Tensor, labels: Tensor, *rest: Argument) -> Argument:
     """One loss per sample, and the forward variables (alphas) of shape (batch, steps, 2 * L + 1).
 
     L is the longest label sequence; all samples are taken to be that long.
@@ -33,7 +36,7 @@ def _ctc_loss(log_probs: Any, labels: Any, *rest: Any) -> Any:
     return log_probs.new_empty((batch,)), alphas
 
 
-def _layer_norm_gradients(grad: Any, x: Any, *rest: Any) -> Any:
+def _layer_norm_gradients(grad: Tensor, x: Tensor, *rest: Argument) -> Argument:
     """Contiguous gradients, as the CPU kernel makes them; torch copies the strides of the input."""
     *_, weight, bias, wanted = rest
     leaves = zip((x, weight, bias), wanted, strict=True)

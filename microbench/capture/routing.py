@@ -15,6 +15,8 @@ from math import ceil, inf, prod
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -33,6 +35,8 @@ from itercast.microbench.capture.facts import (
 )
 from itercast.microbench.capture.meta_answers import corrected_result
 from itercast.microbench.capture.sparse import makes_or_takes_sparse, run_with_sparse
+from itercast.microbench.opcall import Args, Argument, Kwargs
+from itercast.microbench.step import Inputs
 
 ONES = ("ones", "ones_like", "new_ones")
 INDEX_OUTPUT = {"argmax": 0, "argmin": 0, "topk": 1, "sort": 1, "max": 1, "min": 1}
@@ -50,13 +54,13 @@ class Routing:
     def __init__(self) -> None:
         self.facts: Any = WeakIdKeyDictionary()
 
-    def note_inputs(self, inputs: Any) -> None:
+    def note_inputs(self, inputs: Inputs) -> None:
         """Note that integer inputs without values are tokens, of which no number is known."""
         for tensor in tree_leaves(inputs):
             if isinstance(tensor, FakeTensor) and tensor.dtype in (torch.int32, torch.int64):
                 self.facts[tensor] = Fact(top=inf)
 
-    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
         """The op's result; a value or a shape that depends on data follows the convention."""
         name = func._schema.name.removeprefix("aten::")
         if makes_or_takes_sparse(name, args):
@@ -84,7 +88,7 @@ class Routing:
         return output
 
     def _note_output(
-        self, func: Any, args: Any, kwargs: Any, output: Any, known: Fact | None
+        self, func: OpOverload, args: Args, kwargs: Kwargs, output: Argument, known: Fact | None
     ) -> None:
         """Keep what follows from an op for its output; ``known`` is about its first argument."""
         name = func._schema.name.removeprefix("aten::")
@@ -101,7 +105,7 @@ class Routing:
         elif known is not None or name in INDEX_OUTPUT or name in ("scatter", "scatter_", "eq"):
             self._note_derived(name, args, kwargs, output, known)
 
-    def _scalar(self, tensor: Any, fact: Fact) -> Any:
+    def _scalar(self, tensor: Tensor, fact: Fact) -> Argument:
         """The number in a tensor without axes; None if nothing says what it is."""
         if fact.values is not None:
             with _disable_current_modes():
@@ -112,7 +116,7 @@ class Routing:
             return fact.mean >= 0.5
         return fact.mean if tensor.is_floating_point() else round(fact.mean)
 
-    def _count(self, mask: Any) -> int | None:
+    def _count(self, mask: Tensor) -> int | None:
         """How many elements of a mask are true: its mean times its size, rounded up."""
         fact = self._fact(mask)
         if fact is None or (fact.mean is None and fact.values is None):
@@ -124,7 +128,7 @@ class Routing:
         count: int = ceil(share * mask.numel() - 1e-6)
         return count
 
-    def _nonzero(self, mask: Any) -> Any:
+    def _nonzero(self, mask: Tensor) -> Argument:
         """As many positions as elements are expected to be true; the first ones of a vector."""
         count = self._count(mask)
         if count is None:
@@ -135,14 +139,14 @@ class Routing:
                 self.facts[output] = Fact(values=torch.arange(count)[:, None])
         return output
 
-    def _bincount(self, args: Any, kwargs: Any, top: float) -> Any:
+    def _bincount(self, args: Args, kwargs: Kwargs, top: float) -> Argument:
         """Return the bincount of balanced routing: every number below ``top`` is as frequent."""
-        least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+        least = kwargs.get("minlength", args[2] if len(args) > 2 else 0) or 0
         output = args[0].new_empty((max(int(top), least),), dtype=torch.int64)
         self._spread(output, args[0].numel(), int(top))
         return output
 
-    def _spread(self, output: Any, total: int, over: int) -> None:
+    def _spread(self, output: Argument, total: int, over: int) -> None:
         """Note counts in ``output`` that differ by at most one and add up to ``total``."""
         with _disable_current_modes():
             values = torch.zeros(output.shape, dtype=torch.int64)
@@ -150,9 +154,9 @@ class Routing:
             values[: total % over] += 1
         self.facts[output] = Fact(values=values)
 
-    def _positions(self, indices: Any) -> list[Any]:
+    def _positions(self, indices: Tensor) -> list[Argument]:
         """Indices with each mask replaced by positions, one index tensor per axis of the mask."""
-        positions: list[Any] = []
+        positions: list[Argument] = []
         for index in indices:
             if not is_mask(index):
                 positions.append(index)
@@ -164,7 +168,7 @@ class Routing:
         return positions
 
     def _note_derived(
-        self, name: str, args: Any, kwargs: Any, output: Any, known: Fact | None
+        self, name: str, args: Args, kwargs: Kwargs, output: Argument, known: Fact | None
     ) -> None:
         """Keep what follows from indices, copies, sums and comparisons."""
         first = args[0]
@@ -192,7 +196,7 @@ class Routing:
             if fact is not None:
                 self.facts[output] = fact
 
-    def _note_sum(self, first: Any, output: Any, known: Fact) -> None:
+    def _note_sum(self, first: Tensor, output: Argument, known: Fact) -> None:
         """Note what a sum over routed tokens gives on average; sums per expert are equal counts."""
         if known.mean is None:
             return
@@ -202,7 +206,7 @@ class Routing:
         else:
             self.facts[output] = Fact(mean=total / max(1, prod(output.shape)))
 
-    def _fact(self, value: Any) -> Fact | None:
+    def _fact(self, value: Argument) -> Fact | None:
         """What is known of a tensor; of a real one that is small, its values."""
         if not isinstance(value, torch.Tensor):
             return None
@@ -211,12 +215,12 @@ class Routing:
             return Fact(values=value)
         return fact
 
-    def _known_by_value(self, args: Any) -> bool:
+    def _known_by_value(self, args: Args) -> bool:
         """Whether there are tensors among the arguments, all with known values."""
         facts = [self._fact(a) for a in flatten_lists(args) if isinstance(a, torch.Tensor)]
         return bool(facts) and all(f is not None and f.values is not None for f in facts)
 
-    def _note_values(self, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def _note_values(self, func: OpOverload, args: Args, kwargs: Kwargs, output: Argument) -> None:
         """Keep the values of an op's outputs, computed by the same op; integers and masks only."""
         outputs = [t for t in flatten_lists([output]) if isinstance(t, torch.Tensor)]
         random = torch.Tag.nondeterministic_seeded in func.tags
@@ -230,7 +234,7 @@ class Routing:
             if isinstance(tensor, torch.Tensor):
                 self.facts[tensor] = Fact(values=values)
 
-    def _compute_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _compute_values(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
         """The fake outputs of an op whose shapes follow from the known values of its arguments."""
         with _disable_current_modes():
             result = func(*self._with_values(args), **kwargs)
@@ -240,7 +244,7 @@ class Routing:
             self.facts[tensor] = Fact(values=known)
         return tuple(outputs) if isinstance(result, tuple) else outputs[0]
 
-    def _with_values(self, value: Any) -> Any:
+    def _with_values(self, value: Argument) -> Argument:
         """Arguments with their tensors replaced by known values."""
         if isinstance(value, list | tuple):
             return [self._with_values(v) for v in value]

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
@@ -22,25 +24,27 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from itercast.microbench.opcall import Args, Argument, Kwargs
+
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 SPARSE = (torch.sparse_coo, *COMPRESSED)
 NAMES = {torch.sparse_coo: "coo", torch.sparse_csr: "csr", torch.sparse_csc: "csc"}
 ACCEPTED = (torch.strided, torch.sparse_coo, torch.sparse_csr)  # of parameters and inputs
 
 
-def is_sparse(value: Any) -> bool:
+def is_sparse(value: object) -> TypeGuard[Tensor]:
     """Whether this is a tensor in one of torch's sparse layouts."""
     if not isinstance(value, torch.Tensor) or value.layout is torch.strided:
         return False  # decided first, for speed: nearly all tensors are
     return value.layout in SPARSE
 
 
-def is_row_sparse(value: Any) -> bool:
+def is_row_sparse(value: object) -> TypeGuard[Tensor]:
     """Whether this is a COO tensor of whole rows, as gradients of sparse embedding tables are."""
     return is_sparse(value) and value.layout == torch.sparse_coo and value.dense_dim() > 0
 
 
-def check_layouts(tensors: Iterable[tuple[str, Any]]) -> None:
+def check_layouts(tensors: Iterable[tuple[str, object]]) -> None:
     """Raise ValueError for the first named tensor in a layout that a capture cannot start from."""
     for name, tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.layout not in ACCEPTED:
@@ -53,19 +57,19 @@ def unknown_layout(name: str, layout: torch.layout) -> ValueError:
     return ValueError(f"{name} has layout {text}: captures describe sparse_coo and sparse_csr only")
 
 
-def layout_name(tensor: Any) -> str:
+def layout_name(tensor: Tensor) -> str:
     """The layout as ``TensorSpec`` names it; ValueError for block layouts."""
     if tensor.layout not in NAMES:
         raise unknown_layout("a tensor of the step", tensor.layout)
     return NAMES[tensor.layout]
 
 
-def values_of(tensor: Any) -> Any:
+def values_of(tensor: Tensor) -> Tensor:
     """The stored values of a sparse tensor, any other tensor as it is."""
     return parts_of(tensor)[-1] if is_sparse(tensor) else tensor
 
 
-def parts_of(tensor: Any) -> tuple[Any, ...]:
+def parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
     """The index tensors and the values of a sparse tensor.
 
     COO: indices, values. CSR and CSC: pointers, indices, values.
@@ -80,22 +84,22 @@ def parts_of(tensor: Any) -> tuple[Any, ...]:
     raise unknown_layout("a tensor of the step", tensor.layout)
 
 
-def _nnz(tensor: Any) -> int:
+def _nnz(tensor: Tensor) -> int:
     nnz: int = parts_of(tensor)[-1].shape[0]
     return nnz
 
 
-def _is_coalesced(tensor: Any) -> bool:
+def _is_coalesced(tensor: Tensor) -> bool:
     with nullcontext() if isinstance(tensor, FakeTensor) else _disable_current_modes():
         return bool(tensor.is_coalesced())
 
 
-def fake_sparse(tensor: Any, dtype: torch.dtype) -> Any:
+def fake_sparse(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A sparse tensor of the same form and nnz under the current fake mode."""
     return _like(tensor, dtype)
 
 
-def as_row_ops(op: str, args: Any, outputs: Any) -> tuple[str, Any, Any]:
+def as_row_ops(op: str, args: Args, outputs: Args) -> tuple[str, Args, Args]:
     """Ops on the gradient of a sparse embedding table as ops on the rows that it holds.
 
     The gradient of a bag is spread over its lookups (``index_select``), and added to the table
@@ -114,11 +118,13 @@ def as_row_ops(op: str, args: Any, outputs: Any) -> tuple[str, Any, Any]:
 class FakeSparseOps(TorchDispatchMode):
     """Gives sparse fake tensors their nnz while a model and its inputs are made."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Argument:
         return run_with_sparse(func, args, kwargs or {})
 
 
-def makes_or_takes_sparse(name: str, args: Any) -> bool:
+def makes_or_takes_sparse(name: str, args: Args) -> bool:
     """Whether an op (named without ``aten::``) reads a sparse tensor or makes one of dense ones."""
     if name in MAKERS:
         return True
@@ -128,7 +134,7 @@ def makes_or_takes_sparse(name: str, args: Any) -> bool:
     )
 
 
-def run_with_sparse(func: Any, args: Any, kwargs: Any) -> Any:
+def run_with_sparse(func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
     """Compute the fake result of an op that reads or makes sparse tensors.
 
     How many values (nnz) a sparse result stores follows the convention in the module's docstring.
@@ -155,13 +161,13 @@ def run_with_sparse(func: Any, args: Any, kwargs: Any) -> Any:
     return _like(first, output.dtype)
 
 
-def _coo(indices: Any, values: Any, size: Any, coalesced: bool) -> Any:
+def _coo(indices: Tensor, values: Tensor, size: Argument, coalesced: bool) -> Tensor:
     return torch.sparse_coo_tensor(
         indices, values, size, check_invariants=False, is_coalesced=coalesced
     )
 
 
-def _compressed(parts: Sequence[Any], size: Any, layout: torch.layout) -> Any:
+def _compressed(parts: Sequence[Tensor], size: Sequence[int], layout: torch.layout) -> Tensor:
     """A fake CSR or CSC tensor of pointers, indices and values; torch cannot make it of fakes."""
     mode: Any = torch._guards.detect_fake_mode(parts)
     pointers, indices, values = (
@@ -181,7 +187,7 @@ def _compressed(parts: Sequence[Any], size: Any, layout: torch.layout) -> Any:
         return FakeTensor(mode, made, torch.device("cpu"))
 
 
-def _like(tensor: Any, dtype: torch.dtype | None = None) -> Any:
+def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """New values at the pattern of a sparse tensor."""
     *indices, values = parts_of(tensor)
     values = torch.empty(values.shape, dtype=dtype or tensor.dtype)
@@ -190,7 +196,7 @@ def _like(tensor: Any, dtype: torch.dtype | None = None) -> Any:
     return _compressed((*indices, values), tensor.shape, tensor.layout)
 
 
-def _transposed(tensor: Any, *dims: int) -> Any:
+def _transposed(tensor: Tensor, *dims: int) -> Argument:
     """The transpose of a sparse matrix: of CSR a CSC one with the same parts, and back."""
     if not is_sparse(tensor) or tensor.dim() != 2 or is_row_sparse(tensor):
         return None
@@ -204,18 +210,18 @@ def _transposed(tensor: Any, *dims: int) -> Any:
     return _compressed((*indices, values), size, layout)
 
 
-def _product(a: Any, b: Any) -> Any:
+def _product(a: Tensor, b: Tensor) -> Argument:
     """mm or mv with one sparse operand; the nnz of a product of two depends on data."""
     if is_sparse(a) and is_sparse(b):
         return NotImplemented
     return torch.empty((a.shape[0], *b.shape[1:]), dtype=a.dtype)
 
 
-def _sum_of_product(c: Any, a: Any, b: Any, **options: Any) -> Any:
+def _sum_of_product(c: Tensor, a: Tensor, b: Tensor, **options: object) -> Argument:
     return NotImplemented if is_sparse(c) else _product(a, b)
 
 
-def _sum(a: Any, b: Any, **options: Any) -> Any:
+def _sum(a: Tensor, b: Tensor, **options: object) -> Argument:
     """a + b: dense if one of them is, else with the entries of both."""
     if not isinstance(b, torch.Tensor):
         return None
@@ -231,17 +237,17 @@ def _sum(a: Any, b: Any, **options: Any) -> Any:
     return _coo(indices, values, a.shape, coalesced)
 
 
-def _sum_in_place(tensor: Any, other: Any, **options: Any) -> Any:
+def _sum_in_place(tensor: Tensor, other: Tensor, **options: object) -> Argument:
     """Torch would add zeros of the dense shape."""
     return tensor if is_sparse(other) and not is_sparse(tensor) else None
 
 
-def _coalesced(tensor: Any) -> Any:
+def _coalesced(tensor: Tensor) -> Tensor:
     indices, values = parts_of(tensor)
     return _coo(indices, torch.empty_like(values), tensor.shape, coalesced=True)
 
 
-def _to_csr(tensor: Any, dense_dim: int | None = None) -> Any:
+def _to_csr(tensor: Tensor, dense_dim: int | None = None) -> Argument:
     if not is_sparse(tensor) or tensor.dim() != 2 or is_row_sparse(tensor):
         return NotImplemented
     if tensor.layout == torch.sparse_csr:
@@ -252,7 +258,12 @@ def _to_csr(tensor: Any, dense_dim: int | None = None) -> Any:
     return _compressed((pointers, indices, values), tensor.shape, torch.sparse_csr)
 
 
-def _to_sparse(tensor: Any, *rest: Any, layout: Any = torch.sparse_coo, **options: Any) -> Any:
+def _to_sparse(
+    tensor: Tensor,
+    *rest: object,
+    layout: torch.layout | None = torch.sparse_coo,
+    **options: object,
+) -> Argument:
     if not is_sparse(tensor) or layout not in (None, torch.sparse_coo, torch.sparse_csr):
         return NotImplemented
     if layout == torch.sparse_csr:
@@ -262,7 +273,9 @@ def _to_sparse(tensor: Any, *rest: Any, layout: Any = torch.sparse_coo, **option
     return _coo(indices, values, tensor.shape, coalesced=True)
 
 
-def _from_parts(pointers: Any, indices: Any, values: Any, *size: Any, **options: Any) -> Any:
+def _from_parts(
+    pointers: Tensor, indices: Tensor, values: Tensor, *size: Sequence[int], **options: Argument
+) -> Argument:
     if not size:
         return NotImplemented  # the number of columns is that of the largest index
     layout = options["layout"]
@@ -271,7 +284,7 @@ def _from_parts(pointers: Any, indices: Any, values: Any, *size: Any, **options:
     return _compressed((pointers, indices, values), size[0], layout)
 
 
-def _bag_gradient(grad: Any, index: Any, *facts: Any) -> Any:
+def _bag_gradient(grad: Tensor, index: Tensor, *facts: Argument) -> Argument:
     """The gradient of a sparse embedding table: one row per lookup; torch returns None for it."""
     _offsets, _bag_of, _sizes, _largest, rows, _by_frequency, _mode, sparse, *_ = facts
     if not sparse:
@@ -288,7 +301,7 @@ MAKERS = frozenset(
     }
 )
 EMPTY = ("zeros_like", "empty_like")  # these store no value of a COO tensor
-RULES: Mapping[str, Callable[..., Any]] = {
+RULES: Mapping[str, Callable[..., Argument]] = {
     "mm": _product,
     "mv": _product,
     "addmm": _sum_of_product,

@@ -76,10 +76,10 @@ class ModuleTracker:
         for handle in self.handles:
             handle.remove()
 
-    def _enter(self, module: Any, args: Any) -> None:
+    def _enter(self, module: torch.nn.Module, args: object) -> None:
         self.log.host["module_call"] += 1
         self.outer.append(self.log.module)
         self.log.module = type(module).__name__
 
-    def _leave(self, module: Any, args: Any, output: Any) -> None:
+    def _leave(self, module: torch.nn.Module, args: object, output: object) -> None:
         self.log.module = self.outer.pop()

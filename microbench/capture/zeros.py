@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from itercast.microbench.opcall import OpCall, TensorSpec
 
@@ -53,5 +52,5 @@ def _marked(call: OpCall, zeros: dict[int, float]) -> OpCall:
     return call
 
 
-def _with_zeros(tensors: Any, zeros: dict[int, float]) -> tuple[TensorSpec, ...]:
+def _with_zeros(tensors: Sequence[TensorSpec], zeros: dict[int, float]) -> tuple[TensorSpec, ...]:
     return tuple(replace(t, zero_frac=zeros.get(t.storage, 0.0)) for t in tensors)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from itercast.microbench.step import Inputs, Loss
 
 if TYPE_CHECKING:  # names need no torch
     import torch
-
-Inputs = dict[str, Any]  # by argument name of the model's forward: tensors, seldom flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class EvalCase:
     name: str
     build: Callable[[], torch.nn.Module]
     inputs: Callable[[int, int], Inputs]
-    loss: Callable[[Any, Inputs], torch.Tensor]
+    loss: Loss
     batch: int
     seq: int = 0
     measured: bool = True

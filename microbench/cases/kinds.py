@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from itercast.microbench.cases.evalcase import EvalCase, Inputs
+from itercast.microbench.cases.evalcase import EvalCase
+from itercast.microbench.step import Inputs, Loss
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +32,7 @@ class Kind:
 
     model: str
     inputs: Callable[[int, int, Sizes], Inputs]
-    loss: Callable[[Any, Inputs], Tensor]
+    loss: Loss
     beside: tuple[str, ...] = ()
     fixed: Sizes = field(default_factory=dict)
     with_seq: bool = False
