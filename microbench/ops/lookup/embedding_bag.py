@@ -172,7 +172,7 @@ def bytes_moved(p: EmbeddingBag) -> Numbers:
     return rows * p.dim * itemsize + 8.0 * (p.lookups + p.bags) + weights
 
 
-def cached_bytes(p: EmbeddingBag, gpu: Gpu) -> Any:
+def cached_bytes(p: EmbeddingBag, gpu: Gpu) -> Values:
     """``bytes_moved``, with rows of the table that the last cache holds counted as such.
 
     Forward reads the row of each lookup, backward reads and writes it; a sparse gradient does not
