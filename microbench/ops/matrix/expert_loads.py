@@ -8,14 +8,11 @@ busiest one counts, since the others wait for it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from itercast.microbench.assumptions import assumed
-
-if TYPE_CHECKING:  # it imports this module
-    from itercast.microbench.ops.matrix.experts import Experts
+from itercast.microbench.ops.family import Point
 
 Column = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 Count = Callable[[Column, float], Column]  # of tokens by expert, and of all tokens
@@ -41,7 +38,7 @@ def busiest_loads(tokens: float, experts: int, topk: float, local: int, skew: fl
     return np.asarray(by_rank[np.arange(DRAWS), by_rank.sum(2).argmax(1)])
 
 
-def summed(p: Experts, counts: Mapping[str, Count]) -> dict[str, Column]:
+def summed(p: Point, counts: Mapping[str, Count]) -> dict[str, Column]:
     """Sums over the busiest rank's experts of functions of their tokens, by name; means of draws.
 
     ``counts``: functions of (an array of tokens of experts, all tokens). One value per row of p, of

@@ -8,16 +8,12 @@ one (https://github.com/NVIDIA/nccl, src/graph/tuning.cc). Link domains are told
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.family import Values
-
-if TYPE_CHECKING:  # it imports this module
-    from itercast.microbench.ops.step.collective import Collective
+from itercast.microbench.ops.family import Point, Values
 
 HALVES = ("all_gather", "reduce_scatter")  # each half of an all_reduce's steps
 PAIRS = ("all_to_all", "send_recv")  # sent straight from rank to rank
@@ -35,7 +31,7 @@ SWITCHES_ADD = ("hopper", "blackwell", "blackwell-ultra")  # whose NVSwitches ad
 NVLINK_ONLY = "ll128"  # a protocol that relies on stores of 128 bytes staying whole
 
 
-def bus_factor(p: Collective) -> Values:
+def bus_factor(p: Point) -> Values:
     """busbw / algbw: all_reduce 2(n-1)/n; gather, scatter and all_to_all (n-1)/n; else 1."""
     n = np.asarray(p.world_size, dtype=float)
     share = (n - 1) / n
@@ -43,49 +39,49 @@ def bus_factor(p: Collective) -> Values:
     return np.where(np.equal(p.op, "all_reduce"), 2 * share, np.where(whole, 1.0, share))
 
 
-def bytes_moved(p: Collective) -> Values:
+def bytes_moved(p: Point) -> Values:
     """Bytes over each rank's link."""
     return bus_factor(p) * p.message_bytes
 
 
-def across_nodes(p: Collective) -> Values:
+def across_nodes(p: Point) -> Values:
     """Whether some ranks reach each other only over the network."""
     stated = np.isin(p.link, ["nvlink", "pairwise", "bridged", "pcie"])
     return np.greater(p.world_size, p.ranks_per_node) & ~stated
 
 
-def link(p: Collective, gpu: Gpu) -> Values:
+def link(p: Point, gpu: Gpu) -> Values:
     """The slowest kind of link that a collective crosses; the GPU's usual one if not stated."""
     usual = np.where(across_nodes(p), "network", gpu.usual_link)
     return np.where(np.equal(p.link, ""), usual, p.link)
 
 
-def over_pcie(p: Collective, gpu: Gpu) -> Values:
+def over_pcie(p: Point, gpu: Gpu) -> Values:
     """Whether ranks of a node reach each other over PCIe, of one or of several nodes."""
     kind = link(p, gpu)
     return np.isin(np.where(np.equal(kind, "network"), gpu.usual_link, kind), ["pcie", "bridged"])
 
 
-def link_rate(p: Collective, gpu: Gpu) -> Values:
+def link_rate(p: Point, gpu: Gpu) -> Values:
     """Bytes/s of one direction of the links inside a node: those stated, else the GPU's."""
     fast = gpu.link_bytes_per_s or gpu.pcie_bytes_per_s or NETWORK_BYTES_PER_S
     usual = np.where(over_pcie(p, gpu), gpu.pcie_bytes_per_s or fast, fast)
     return np.where(np.greater(p.link_bytes_per_s, 0), p.link_bytes_per_s, usual)
 
 
-def link_us(p: Collective, gpu: Gpu) -> Values:
+def link_us(p: Point, gpu: Gpu) -> Values:
     """Time of the bytes over the links inside a node."""
     alone = np.equal(p.ranks_per_node, 1) & across_nodes(p)
     return np.where(alone, 0.0, bytes_moved(p) / link_rate(p, gpu) * 1e6)
 
 
-def network_rate(p: Collective) -> Values:
+def network_rate(p: Point) -> Values:
     """A GPU's share of the network in bytes/s: that stated, else the usual one."""
     stated = np.greater(p.network_bytes_per_s, 0)
     return np.where(stated, np.where(stated, p.network_bytes_per_s, 1.0), NETWORK_BYTES_PER_S)
 
 
-def ring_network_us(p: Collective) -> Values:
+def ring_network_us(p: Point) -> Values:
     """Time of the bytes over the network, of a ring or of pairs.
 
     A ring enters and leaves each node once per byte and its channels spread over the NICs of all
@@ -99,7 +95,7 @@ def ring_network_us(p: Collective) -> Values:
     return np.where(across_nodes(p), seconds * 1e6, 0.0)
 
 
-def network_us(p: Collective) -> Values:
+def network_us(p: Point) -> Values:
     """Time of the bytes over the network: of an all_reduce by a tree, else ``ring_network_us``.
 
     A tree adds up within nodes first, so that nodes count, not ranks.
@@ -111,7 +107,7 @@ def network_us(p: Collective) -> Values:
     return np.where(tree, by_tree, ring_network_us(p))
 
 
-def floor_us(p: Collective, gpu: Gpu) -> Values:
+def floor_us(p: Point, gpu: Gpu) -> Values:
     """Time of NCCL's fastest algorithm and protocol: start + steps * step + bytes / (rate * share).
 
     On a CPU: bytes through memory, plus ``cpu_step_us`` * log2(n).
@@ -125,7 +121,7 @@ def floor_us(p: Collective, gpu: Gpu) -> Values:
     return found
 
 
-def _algorithms(p: Collective, gpu: Gpu) -> Iterator[Values]:
+def _algorithms(p: Point, gpu: Gpu) -> Iterator[Values]:
     """Time by each algorithm and protocol; infinite where it does not serve the collective."""
     world = np.asarray(p.world_size, dtype=float)
     nodes = np.where(across_nodes(p), world / np.minimum(p.ranks_per_node, world), 1.0)
@@ -152,7 +148,7 @@ def _algorithms(p: Collective, gpu: Gpu) -> Iterator[Values]:
             yield np.where(serves, time_us, np.inf)
 
 
-def _in_switches_us(p: Collective, gpu: Gpu, nodes: Values) -> Values:
+def _in_switches_us(p: Point, gpu: Gpu, nodes: Values) -> Values:
     """Time of an all_reduce that NVSwitches add up (NVLS), with a tree over nodes.
 
     Each GPU sends its data once and receives the sum once. Infinite where there are no such
