@@ -103,7 +103,7 @@ def table_software(book: PriceBook) -> TableSoftware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTime:
-    """What a shard adds to its rank: its lookups, the ops of its update, and messages.
+    """What a shard adds to its rank: its lookups, its update, and messages.
 
     The rank receives row numbers of the other ranks' samples and sends their pooled vectors; as
     many bytes of gradients come back. Of a copy the gradients of all rows are summed over ranks.
@@ -111,7 +111,6 @@ class ShardTime:
 
     forward: tuple[PricedOp, ...]
     backward: tuple[PricedOp, ...]
-    update: tuple[Priceable, ...]
     sent_us: float
 
     @property
@@ -128,8 +127,7 @@ class ShardTime:
 class ShardTimes:
     """What shards of a step's tables add to their ranks; equal shards are priced once.
 
-    ``rate``: bytes/s of a rank's slowest link to others. ``cold``: the share of lookups and updates
-    that no cache holds.
+    ``rate``: bytes/s of a rank's slowest link to others.
     """
 
     def __init__(
@@ -140,9 +138,7 @@ class ShardTimes:
         per_node: int,
         rate: float,
         book: PriceBook,
-        cold: float = 1.0,
     ) -> None:
-        self.cold = cold
         self.tables, self.optimizer, self.ranks = tables, optimizer, ranks
         self.per_node, self.rate, self.book = per_node, rate, book
         self.batched = table_software(book).batched
@@ -159,7 +155,6 @@ class ShardTimes:
             self.known[key] = ShardTime(
                 forward=tuple(self.book.price(forward)),
                 backward=tuple(self.book.price(backward)),
-                update=tuple(backward),
                 sent_us=1e6 * self._sent_bytes(fresh[key]) / self.rate,
             )
         return [self.known[key] for key in keys]
@@ -201,8 +196,8 @@ class ShardTimes:
                 first, back = batched_calls([(shard, x)], self.ranks, self.optimizer, ids)
             else:
                 first, back = lookup_calls(shard, x, self.ranks, self.optimizer, ids, self.row)
-            forward.append(priceable(first, self.cold))
-            backward += [priceable(c, self.cold) for c in back]
+            forward.append(priceable(first))
+            backward += [priceable(c) for c in back]
         return forward, backward
 
     def _sent_bytes(self, shard: Shard) -> float:

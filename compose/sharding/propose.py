@@ -120,7 +120,7 @@ def improve(start: ShardingForecast, forecaster: Forecaster) -> ShardingForecast
     """
     best = start
     for _ in range(SWEEPS * len(forecaster.model.tables)):
-        tried = [forecaster.forecast(s) for s in _balanced(best, forecaster)]
+        tried = forecaster.forecasts(_balanced(best, forecaster))
         better = min(tried, key=_score, default=best)
         if _score(better) >= _score(best):
             return best
@@ -198,10 +198,11 @@ def choose(
     "search" is the better of two local searches: from the fastest proposal, and from the fastest
     that cuts no table. Shardings that do not fit the memory come last.
     """
-    found = [(p.name, forecaster.forecast(p.sharding)) for p in proposals(forecaster, seed)]
+    proposed = list(proposals(forecaster, seed))
     if given is not None:
-        found.append(("given", forecaster.forecast(given)))
-    order = sorted(found, key=_rank_key)
+        proposed.append(Proposal(name="given", sharding=given))
+    forecasts = forecaster.forecasts([p.sharding for p in proposed])
+    order = sorted(zip((p.name for p in proposed), forecasts, strict=True), key=_rank_key)
     if forecaster.world_size > 1:
         whole = [f for _, f in order if {p.kind for p in f.sharding} == {"table_wise"}]
         starts = {f.sharding: f for f in (order[0][1], *whole[:1])}

@@ -1,8 +1,8 @@
 """Judges forecasts of recommendation models on this CPU: `python -m itercast.eval.recommenders`.
 
-Sweeps what they run, trains, then prints errors of lookups and updates on shapes and index streams
-that training did not see, of random DLRM iterations, and how well shardings are chosen in random
-heavy tasks, under several numbers of processes.
+Sweeps what they run, trains, then prints errors of ops on held-out shapes, of random DLRM
+iterations, and how well shardings are chosen in random heavy tasks, under several numbers of
+processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,22 +31,18 @@ from itercast.eval.recommenders.judge import (
     error_statistics,
     judge_choices,
     judge_iterations,
-    judge_libraries,
 )
-from itercast.eval.recommenders.lookups import Score, from_uniform_streams, scores
 from itercast.eval.recommenders.plot import save_scatter
 from itercast.eval.recommenders.sweep import sweep
 from itercast.eval.recommenders.tasks import heavy_task
 from itercast.learners.bundle import Bundle
 from itercast.learners.train import train
-from itercast.microbench.iterations.sharded_model import STAGES
 from itercast.microbench.processes.ranks import threads_of
 
 SHOWN = ("geomean_ape_pct", "median_ape_pct", "mape_pct", "p90_ape_pct", "bias_pct")
 RANKS = (2, 4)
 Found = TypeVar("Found")
-CONFIGURATIONS = 6  # that torchrec runs too
-SPEED_TABLES, SPEED_SHARDINGS = 64, 1000
+SPEED_TABLES, SPEED_SHARDINGS, SPEED_TOGETHER = 64, 1000, 10
 
 
 def main() -> None:
@@ -81,17 +76,11 @@ def run(out: Path, budget_s: float, count: int, ranks: Sequence[int]) -> None:
             lambda n, frac: bar.update(task, completed=frac, description=f"sweep: {n}"),
         )
     if rows or not (bundle / "bundle.json").is_file():
-        train([out / "datasets" / "train"], bundle, None, studies=out / "studies")
-    console.print(scores_table(out, Bundle.load(bundle)))
+        train([out / "datasets"], bundle, None, studies=out / "studies")
+    console.print(scores_table(Bundle.load(bundle)))
     first = Bench(ranks=ranks[0], bundle=bundle, out=out)
     iterations = _with_bar("measure iterations", partial(judge_iterations, first, count))
     console.print(iterations_table(iterations, ranks[0]))
-    console.print(stages_table(iterations))
-    if all(find_spec(name) for name in ("torchrec", "fbgemm_gpu")):
-        both = _with_bar("measure torchrec", partial(judge_libraries, first, CONFIGURATIONS))
-        console.print(libraries_table(both, ranks[0]))
-    else:
-        console.print("torchrec is not installed: no second witness, see docs/recommenders.md")
     benches = {n: replace(first, ranks=n) for n in ranks}
     tasks = {n: _judge_tasks(console, bench, count) for n, bench in benches.items()}
     console.print(speed_line(first))
@@ -129,39 +118,14 @@ def _with_bar(name: str, work: Callable[[Callable[[int], None]], Found]) -> Foun
         return work(lambda n: bar.update(task, completed=n, description=f"{name}: {n}"))
 
 
-def scores_table(out: Path, bundle: Bundle) -> Table:
-    """Errors of lookups and updates on shapes and streams that training did not see."""
-    names = [e.removesuffix("_pct") for e in SHOWN]
-    title = "unseen shapes and index streams, error in %; retest: second measurement, geomean"
-    table = Table("op", "shapes", *names, "retest", title=title)
-    data = out / "datasets"
-
-    def add(score: Score) -> None:
-        shown = [f"{score.errors[e]:.1f}" for e in SHOWN]
-        table.add_row(score.name, str(score.rows), *shown, f"{score.retest['geomean_ape_pct']:.1f}")
-
-    for score in scores(data, bundle):
-        add(score)
-    table.add_section()
-    for score in from_uniform_streams(data, bundle, out / "studies"):
-        add(score)
-    for name in ("gemm", "collective"):
-        if name in bundle.models:
-            facts = bundle.models[name].facts
-            shown = [f"{facts['errors'].get(e, np.nan):.1f}" for e in SHOWN]
-            table.add_row(f"{name}, held out", str(facts["rows"]), *shown, "")
-    return table
-
-
-def stages_table(judged: Sequence[Judged]) -> Table:
-    """Forecast beside measured stages on the rank that works longest, means over models."""
-    table = Table("stage", "forecast ms", "measured ms", title="stages of an iteration, mean")
-    forecast, measured = (
-        np.mean(times, axis=0) / 1e3
-        for times in ([j.forecast_stages_us for j in judged], [j.stages_us for j in judged])
-    )
-    for name, ours, theirs in zip(STAGES, forecast, measured, strict=True):
-        table.add_row(name, f"{ours:.2f}", f"{theirs:.2f}")
+def scores_table(bundle: Bundle) -> Table:
+    """Errors of the families' models on shapes and index streams that were held out."""
+    names = [name.removesuffix("_pct") for name in SHOWN]
+    table = Table("family", "rows", *names, title="held-out shapes, error in %")
+    for name, model in bundle.models.items():
+        errors_pct = model.facts["errors"]
+        shown = [f"{errors_pct.get(which, np.nan):.1f}" for which in SHOWN]
+        table.add_row(name, str(model.facts["rows"]), *shown)
     return table
 
 
@@ -173,30 +137,11 @@ def iterations_table(judged: Sequence[Judged], ranks: int) -> Table:
     for j in judged:
         retest = 100 * abs(j.rounds_us[-1] / j.rounds_us[0] - 1)
         error = 100 * (j.forecast_us / j.measured_us - 1)
-        times = _in_ms(j.forecast_us, j.measured_us)
-        table.add_row(*_sizes(j), *times, f"{error:+.1f}", f"{retest:.1f}")
+        model, times_ms = j.candidate.model, (j.forecast_us / 1e3, j.measured_us / 1e3)
+        sizes = (str(len(model.tables)), str(model.batch), model.optimizer)
+        table.add_row(*sizes, *(f"{ms:.1f}" for ms in times_ms), f"{error:+.1f}", f"{retest:.1f}")
     table.caption = errors_line("DLRM iterations", judged)
     return table
-
-
-def libraries_table(found: Sequence[tuple[Judged, Judged]], ranks: int) -> Table:
-    """Measured steps of torch and torchrec beside the forecast of torch's."""
-    names = ("forecast ms", "torch ms", "torchrec ms", "torchrec / torch")
-    title = f"a second witness: torchrec's DistributedModelParallel, {ranks} processes"
-    table = Table("tables", "batch", "optimizer", *names, title=title)
-    for ours, theirs in found:
-        times = _in_ms(ours.forecast_us, ours.measured_us, theirs.measured_us)
-        table.add_row(*_sizes(ours), *times, f"{theirs.measured_us / ours.measured_us:.2f}")
-    return table
-
-
-def _sizes(j: Judged) -> tuple[str, ...]:
-    model = j.candidate.model
-    return str(len(model.tables)), str(model.batch), model.optimizer
-
-
-def _in_ms(*times_us: float) -> list[str]:
-    return [f"{us / 1e3:.1f}" for us in times_us]
 
 
 def errors_line(name: str, judged: Sequence[Judged]) -> str:
@@ -237,8 +182,10 @@ def speed_line(bench: Bench) -> str:
     forecaster = bench.forecaster(model)
     forecaster.forecast(random_sharding(rng, model, bench.ranks))
     start = time.perf_counter()
-    for _ in range(SPEED_SHARDINGS):
-        forecaster.forecast(random_sharding(rng, model, bench.ranks))
+    for _ in range(SPEED_SHARDINGS // SPEED_TOGETHER):
+        forecaster.forecasts(
+            [random_sharding(rng, model, bench.ranks) for _ in range(SPEED_TOGETHER)]
+        )
     seconds = time.perf_counter() - start
     return (
         f"{len(model.tables)} tables: {1e3 * seconds / SPEED_SHARDINGS:.1f} ms a sharding, "
@@ -258,8 +205,6 @@ def plain(
             "tables": len(j.candidate.model.tables),
             "forecast_us": j.forecast_us,
             "rounds_us": list(j.rounds_us),
-            "forecast_stages_us": list(j.forecast_stages_us),
-            "stages_us": list(j.stages_us),
         }
 
     return {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from itercast.compose.parallel.placement import Sharding
-from itercast.compose.sharding.forecast import Forecaster, ShardingForecast
+from itercast.compose.sharding.forecast import Forecaster
 from itercast.compose.sharding.propose import (
     greedy_by,
     improve,
@@ -19,32 +20,24 @@ from itercast.compose.sharding.propose import (
 )
 from itercast.compose.sharding.tables import RankingModel
 from itercast.compose.target import find_target
-from itercast.eval.recommenders.measure import Measured, measure
+from itercast.eval.recommenders.measure import measure
 from itercast.eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task
 from itercast.learners.bundle import Bundle
 from itercast.learners.train import errors
-from itercast.microbench.iterations.sharded_model import STAGES
 from itercast.microbench.processes.ranks import threads_of
 
 WITHIN = 1.10  # of the fastest measured: the published criterion of a successful choice
 FIRST_ROUND = "measuring once"
-TORCHREC_OPTIMIZERS = ("sgd", "adagrad")  # FBGEMM has no Adam on a CPU
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A model under a sharding: its forecast step in us, and a measured median per round.
-
-    ``forecast_stages_us`` and ``stages_us``: of the stages of ``sharded_dlrm.STAGES`` on the rank
-    whose lookups and updates take longest.
-    """
+    """A model under a sharding: its forecast step in us, and a measured median per round."""
 
     candidate: Candidate
     forecast_us: float
     rounds_us: tuple[float, ...]
-    forecast_stages_us: tuple[float, ...] = ()
-    stages_us: tuple[float, ...] = ()
 
     @property
     def measured_us(self) -> float:
@@ -89,23 +82,27 @@ class Bench:
 
     def forecaster(self, model: RankingModel) -> Forecaster:
         """What forecasts a model's shardings."""
-        key = (model, self.ranks, self.bundle)
-        if key not in _known:
-            target = find_target("cpu", f"dp={self.ranks}", self.bundle)
-            _known[key] = Forecaster(model, target, self.ranks)
-        return _known[key]
+        return _forecaster(model, self.ranks, self.bundle)
 
     def judge(
         self, candidates: Sequence[Candidate], folder: str, together: int, progress: Progress
     ) -> list[Judged]:
         """Forecast and measure candidates, of which ``together`` take turns."""
-        forecasts = [self.forecaster(c.model).forecast(c.sharding) for c in candidates]
-        where = (self.ranks, threads_of(self.ranks), self.out / folder)
-        found = measure(candidates, *where, together, self.anchor_us, progress)
-        return [judged(c, f, m) for c, f, m in zip(candidates, forecasts, found, strict=True)]
+        where = self.out / folder
+        times_us = measure(candidates, self.ranks, where, together, self.anchor_us, progress)
+        return [
+            Judged(
+                candidate=c,
+                forecast_us=self.forecaster(c.model).forecast(c.sharding).iteration_us,
+                rounds_us=rounds_us,
+            )
+            for c, rounds_us in zip(candidates, times_us, strict=True)
+        ]
 
 
-_known: dict[tuple[RankingModel, int, Path], Forecaster] = {}
+@cache
+def _forecaster(model: RankingModel, ranks: int, bundle: Path) -> Forecaster:
+    return Forecaster(model, find_target("cpu", f"dp={ranks}", bundle), ranks)
 
 
 def judge_iterations(bench: Bench, count: int, progress: Progress) -> list[Judged]:
@@ -126,52 +123,6 @@ def judge_choices(bench: Bench, tasks: int, progress: Progress) -> list[list[Jud
     every = [c for some in by_task for c in some]
     found = iter(bench.judge(every, f"choices-{bench.ranks}", len(by_task[0]), progress))
     return [[next(found) for _ in some] for some in by_task]
-
-
-def judge_libraries(bench: Bench, count: int, progress: Progress) -> list[tuple[Judged, Judged]]:
-    """Measure random models by torch's step, which is forecast, and by torchrec's in turn.
-
-    torchrec looks all tables of a rank up in one call of FBGEMM's and updates them in their
-    backward pass; ours runs torch's ops table by table.
-    """
-    candidates = by_both_libraries(count, bench.ranks, seed=2)
-    found = bench.judge(candidates, "witness", 2, progress)
-    return list(zip(found[::2], found[1::2], strict=True))
-
-
-def by_both_libraries(count: int, ranks: int, seed: int) -> list[Candidate]:
-    """Random models under random shardings, each by torch and then by torchrec."""
-    rng, found = np.random.default_rng(seed), list[Candidate]()
-    while len(found) < 2 * count:
-        model = any_configuration(rng)
-        if model.optimizer in TORCHREC_OPTIMIZERS:
-            sharding = any_sharding(rng, model, ranks)
-            ours = Candidate(name=str(len(found) // 2), model=model, sharding=sharding)
-            found += [ours, replace(ours, library="torchrec")]
-    return found
-
-
-def judged(candidate: Candidate, forecast: ShardingForecast, measured: Measured) -> Judged:
-    """A forecast beside its measurement; stages of the measured rank that works longest."""
-    own = [i for i, name in enumerate(STAGES) if name in ("look up", "update tables")]
-    by_rank = measured.stages_us if candidate.library == "torch" else measured.stages_us[:, :0]
-    slowest = int(np.argmax(by_rank[:, own].sum(axis=1))) if by_rank.size else 0
-    return Judged(
-        candidate=candidate,
-        forecast_us=forecast.iteration_us,
-        rounds_us=measured.rounds_us,
-        forecast_stages_us=stages_of(forecast),
-        stages_us=tuple(float(us) for us in by_rank[slowest]),
-    )
-
-
-def stages_of(forecast: ShardingForecast) -> tuple[float, ...]:
-    """The forecast's steps, added up to the stages that are measured."""
-    between = STAGES.index("exchange, dense part")
-    found = [0.0] * len(STAGES)
-    for name, us in forecast.steps_us.items():
-        found[STAGES.index(name) if name in STAGES else between] += us
-    return tuple(found)
 
 
 def sharders(forecaster: Forecaster, rng: np.random.Generator) -> list[Candidate]:

@@ -19,8 +19,7 @@ from itercast.microbench.ops.lookup.sparse_update import SparseUpdate
 from itercast.microbench.ops.step.collective import Collective
 from itercast.microbench.ops.step.host import EVENTS, OPTIMIZERS, REPEATED
 
-LOOKUPS = ("embedding_bag", "sparse_update")
-MOST_POINTS = 8000  # of a family; more than any sweep measures
+MOST_POINTS = 4000  # of a family; more than any sweep measures
 HOST_EVENTS = (*EVENTS, *OPTIMIZERS, REPEATED)  # of no parallel wrapper
 MODELS = 24  # dense parts that are captured
 MOST_LOOKUPS = 2**16
@@ -29,20 +28,17 @@ MOST_TABLES = 32  # looked up or updated one after the other
 MOST_TABLE_ELEMENTS = 2**25  # of all of them
 
 
-def lookup_points(seed: int) -> dict[str, list[Any]]:
-    """Points of embedding bags and sparse updates by family.
-
-    Tables of the sizes of ``itercast.eval.recommenders.tasks`` alternate with points of the
-    family's sweep.
-    """
-    rng = np.random.default_rng(seed)
-    skipped = 10 * MOST_POINTS * seed  # a family's sweep has no seed
-    found: dict[str, list[Any]] = {}
-    for name, drawn in (("embedding_bag", _bags(rng)), ("sparse_update", _updates(rng))):
-        swept = islice(families()[name].sweep(), skipped, None)
-        both = (p for pair in zip(drawn, swept, strict=False) for p in pair)
-        found[name] = list(islice(both, MOST_POINTS))
-    return found
+def lookup_points() -> dict[str, list[Any]]:
+    """Embedding bags and sparse updates of tables as in ``itercast.eval.recommenders.tasks``."""
+    rng = np.random.default_rng(0)
+    drawn: dict[str, list[Any]] = {"embedding_bag": [], "sparse_update": []}
+    for sizes in islice(_tables(rng), MOST_POINTS):
+        op = str(rng.choice(embedding_bag.OPS))
+        drawn["embedding_bag"].append(with_random_stream(rng, EmbeddingBag(op=op, **sizes)))
+        op, sizes = str(rng.choice(sparse_update.OPS)), {**sizes}
+        del sizes["bags"]
+        drawn["sparse_update"].append(with_random_stream(rng, SparseUpdate(op=op, **sizes)))
+    return drawn
 
 
 def _tables(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
@@ -64,27 +60,14 @@ def _tables(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
             yield sizes
 
 
-def _bags(rng: np.random.Generator) -> Iterator[EmbeddingBag]:
-    for sizes in _tables(rng):
-        op = str(rng.choice(embedding_bag.OPS))
-        yield with_random_stream(rng, EmbeddingBag(op=op, **sizes))
-
-
-def _updates(rng: np.random.Generator) -> Iterator[SparseUpdate]:
-    for sizes in _tables(rng):
-        op = str(rng.choice(sparse_update.OPS))
-        sizes.pop("bags")
-        yield with_random_stream(rng, SparseUpdate(op=op, **sizes))
-
-
-def dense_points(seed: int) -> dict[str, list[Any]]:
+def dense_points() -> dict[str, list[Any]]:
     """Points by family of the ops in perceptrons of random DLRMs, and copies of all sizes."""
     from itercast.compose.parallel.tables import rank_step  # torch is slow to import
     from itercast.compose.sharding.step import dlrm_step, tables_of
     from itercast.eval.recommenders.tasks import any_configuration, heavy_task
 
-    rng = np.random.default_rng(seed)
-    found: dict[str, dict[Any, None]] = {}
+    rng = np.random.default_rng(0)
+    points: dict[str, dict[Any, None]] = {}
     for number in range(MODELS):
         model = any_configuration(rng) if number % 2 else heavy_task(rng)
         wide = tuple(8 * log_uniform(rng, 4, 40) for _ in range(2))
@@ -94,20 +77,18 @@ def dense_points(seed: int) -> dict[str, list[Any]]:
         for call in rank_step(step, tables_of(step, model), elsewhere, 0, 2, 2, on_cpu=True).calls:
             family, params = find_family(call)
             if family is not None:
-                found.setdefault(family.name, {})[params] = None
-    points = {name: list(some) for name, some in found.items()}
-    events = (p for p in families()["host"].sweep() if p.op in HOST_EVENTS)
-    points["host"] = list(events)
+                points.setdefault(family.name, {})[params] = None
     copies = (p for p in families()["elementwise"].sweep() if p.op in ("copy_", "clone"))
-    points["elementwise"] = [*islice(copies, 100), *points.get("elementwise", [])]
-    mixed = {name: [some[i] for i in rng.permutation(len(some))] for name, some in points.items()}
-    return mixed
+    points["elementwise"] = dict.fromkeys([*islice(copies, 100), *points.get("elementwise", ())])
+    points["host"] = dict.fromkeys(p for p in families()["host"].sweep() if p.op in HOST_EVENTS)
+    listed = {name: list(some) for name, some in points.items()}
+    return {name: [some[i] for i in rng.permutation(len(some))] for name, some in listed.items()}
 
 
-def message_points(seed: int) -> dict[str, list[Any]]:
+def message_points() -> dict[str, list[Any]]:
     """Messages of 256 bytes to 16 MiB: all_to_all of vectors, all_reduce of gradients."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     ops = rng.choice(["all_to_all", "all_reduce"], size=MOST_POINTS, p=[0.6, 0.4])
     sizes = [64 * log_uniform(rng, 4, 2**18) for _ in ops]
-    found = [Collective(op=str(op), message_bytes=n) for op, n in zip(ops, sizes, strict=True)]
-    return {"collective": found}
+    messages = [Collective(op=str(op), message_bytes=n) for op, n in zip(ops, sizes, strict=True)]
+    return {"collective": messages}

@@ -16,12 +16,11 @@ SKEWS = (0.0, 0.8, 1.05, 1.2)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A sharding of a model, the rule that proposed it, and the library that is measured."""
+    """A sharding of a model, and the rule that proposed it."""
 
     name: str
     model: RankingModel
     sharding: Sharding
-    library: str = "torch"
 
 
 def heavy_task(rng: np.random.Generator) -> RankingModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -61,8 +61,9 @@ def shard(
         return
     console = Console()
     console.print(_ranking_table(forecaster, ranking))
-    console.print(_steps_table(*ranking[0]))
-    console.print(advice(fastest, forecaster))
+    steps_us = forecaster.steps_us(fastest.sharding)
+    console.print(_steps_table(ranking[0][0], steps_us))
+    console.print(advice(fastest, steps_us, forecaster))
     if out is not None:
         console.print(f"plan written to {out}")
 
@@ -83,7 +84,7 @@ def _facts(forecaster: Forecaster, ranking: Ranking, plan: Any) -> dict[str, Any
             "name": name,
             "iteration_us": found.iteration_us,
             "fits": found.fits,
-            "steps_us": found.steps_us,
+            "steps_us": forecaster.steps_us(found.sharding),
             "lookup_us": found.lookup_us,
             "memory_bytes": found.memory_bytes,
         }
@@ -112,19 +113,19 @@ def _ranking_table(forecaster: Forecaster, ranking: Ranking) -> Table:
     return table
 
 
-def _steps_table(name: str, found: ShardingForecast) -> Table:
+def _steps_table(name: str, steps_us: Mapping[str, float]) -> Table:
     """The slowest rank's steps as bars, one after the other."""
     table = Table(title=f"slowest rank under {name!r}", show_header=False)
-    longest_us = max(found.steps_us.values())
-    for step, us in found.steps_us.items():
+    longest_us = max(steps_us.values())
+    for step, us in steps_us.items():
         bar = "█" * round(BAR * us / longest_us) if longest_us else ""
         table.add_row(step, f"{max(0.0, us) / 1e3:.2f} ms", bar)
     return table
 
 
-def advice(found: ShardingForecast, forecaster: Forecaster) -> str:
+def advice(found: ShardingForecast, steps_us: Mapping[str, float], forecaster: Forecaster) -> str:
     """What to change first: the longest step, and the costliest table of the slowest rank."""
-    step, us = max(found.steps_us.items(), key=lambda item: item[1])
+    step, us = max(steps_us.items(), key=lambda item: item[1])
     share = 100 * us / found.iteration_us
     text = f"first: {step}, {share:.0f} % of the iteration"
     table, table_us = _costliest_table(found, forecaster)

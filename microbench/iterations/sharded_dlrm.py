@@ -8,7 +8,6 @@ part, which DDP replicates. Tables are updated by SGD with gradients of the rows
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -53,10 +52,7 @@ def with_copies(model: ShardedModel) -> TablesDlrm:
 
 
 class ShardedStep:
-    """The step of this rank; calling it runs one iteration.
-
-    ``stages_us`` are the times of ``STAGES`` in the latest one.
-    """
+    """The step of this rank; calling it runs one iteration."""
 
     def __init__(self, model: ShardedModel, group: Any = None) -> None:
         self.model, self.exchange = model, group
@@ -71,15 +67,12 @@ class ShardedStep:
         held = self.weights or [nn.Parameter(torch.zeros(1))]  # an optimizer needs a parameter
         torch.sparse.check_sparse_tensor_invariants.disable()  # the default, of which torch warns
         self.table_optimizer = TABLE_OPTIMIZERS[model.optimizer](held, lr=LEARNING_RATE)
-        self.stages_us: list[float] = []
-        self.began_ns = 0
         self.dense = torch.randn(model.batch, model.features)
         self.clicked = torch.randint(0, 2, (model.batch,)).float()
         self.lookups = [draw_lookups(model.batch, t) for t in model.tables]
 
     def __call__(self) -> None:
         """Run one iteration."""
-        self.stages_us, self.began_ns = [], time.perf_counter_ns()
         self.optimizer.zero_grad()
         self.table_optimizer.zero_grad()
         logits, bags, received = self.forward()
@@ -88,24 +81,12 @@ class ShardedStep:
         loss.backward()
         got, work = returned.result
         work.wait()
-        self._stage_ends()
         self._update(bags, got)
-        self._stage_ends()
         self.optimizer.step()
-        self._stage_ends()
-
-    def _stage_ends(self) -> None:
-        """Note the time since the stage before ended."""
-        now_ns = time.perf_counter_ns()
-        self.stages_us.append((now_ns - self.began_ns) / 1e3)
-        self.began_ns = now_ns
 
     def forward(self) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
         """Logits (batch,), pooled vectors of own shards, and those received, by rank."""
-        inputs = self._distribute_inputs()
-        self._stage_ends()
-        bags = self._look_up(*inputs)
-        self._stage_ends()
+        bags = self._look_up(*self._distribute_inputs())
         received, work = self._send_vectors(bags)
         logits = self.net(self.dense, self.lookups, lambda: self._pooled(received, work))
         return logits, bags, received

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-STAGES = ("distribute inputs", "look up", "exchange, dense part", "update tables", "optimizer")
-
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -38,8 +36,7 @@ class MeasuredTable:
 class ShardedModel:
     """A DLRM and where its tables are; ``batch`` is samples of each rank.
 
-    ``optimizer`` is that of sharded tables: sgd, adagrad or adam. ``library``: who runs the step,
-    torch (``ShardedStep``) or torchrec.
+    ``optimizer`` is that of sharded tables: sgd, adagrad or adam.
     """
 
     batch: int
@@ -49,7 +46,6 @@ class ShardedModel:
     tables: tuple[MeasuredTable, ...]
     shards: tuple[Shard, ...]
     optimizer: str = "sgd"
-    library: str = "torch"
 
 
 def model_of(values: dict[str, Any]) -> ShardedModel:
