@@ -90,18 +90,18 @@ def _lookup(i: int, call: OpCall, p: ParamSpec, positions: set[int]) -> Lookup |
     return Lookup(call=i, samples=samples, table=table, mode=params.mode if bag else "sum")
 
 
-def gradient_calls(capture: StepCapture, table: CapturedTable) -> set[int]:
-    """The calls that make a table's gradient from those of its pooled vectors."""
-    calls, p = capture.calls, table.parameter
+def gradient_calls(capture: StepCapture, tables: Sequence[CapturedTable]) -> set[int]:
+    """The calls that make tables' gradients from those of their pooled vectors."""
+    calls, shapes = capture.calls, {t.parameter.shape for t in tables}
     makers: dict[int, list[int]] = {}
     for i, call in enumerate(calls):
         for t in call.outputs if call.phase == "backward" else ():
             makers.setdefault(t.storage, []).append(i)
-    found, waiting = set[int](), [p.ready_after]
+    found, waiting = set[int](), [t.parameter.ready_after for t in tables]
     while waiting:
         i = waiting.pop()
         call = calls[i]
-        sums = call.op in SUMS and call.outputs[0].shape == p.shape
+        sums = call.op in SUMS and call.outputs[0].shape in shapes
         if i >= 0 and i not in found and (sums or call.op in GRADIENTS):
             found.add(i)
             waiting += [j for t in call.tensors() for j in makers.get(t.storage, ()) if j < i]

@@ -142,7 +142,7 @@ def rank_step(
     step = kind(capture, work, ranks, optimizer or capture.optimizer, row)
     looked_up = {x.call for t in spread for x in t.lookups}
     pooled = [calls[i].outputs[0] for i in sorted(looked_up)]
-    gradients = {i for t in spread for i in gradient_calls(capture, t)}
+    gradients = gradient_calls(capture, spread)
     first, joined = _first_and_joined(calls, looked_up, {t.storage for t in pooled})
     last = max((i for i, c in enumerate(calls) if c.phase == "backward"), default=-1)
     arrived = _gradients_made(calls, gradients)
