@@ -9,7 +9,7 @@ import io
 import json
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ MAX_PRODUCT = 2.0**62  # of all sizes of a row: formulas multiply them as intege
 MAX_TIME_US = 1e12  # eleven days
 MAX_REASONS = 200
 HUGE = 1e30  # larger numbers are invalid; products of a few such numbers stay finite
+Row = dict[str, Any]
 FIRST = ("family", "op", "gpu", "stack", "timer", "dtype", "status", "reason", "time_us")
 
 
@@ -216,6 +217,23 @@ class RowCollector:
         kept = pd.DataFrame(ordered, index=frame.index)[good]
         if len(kept):
             self.frames.setdefault(family, []).append(kept)
+
+    def iterations(
+        self, path: Path, frame: pd.DataFrame | None, row_of: Callable[[Mapping[str, str]], Row]
+    ) -> None:
+        """Add an iteration for each line of a table; ValueError of ``row_of`` says why not."""
+        rows = []
+        for line in [] if frame is None else frame.to_dict("records"):
+            given = {str(k): str(v) for k, v in line.items()}
+            try:
+                row = row_of(given)
+            except ValueError as exc:
+                self.drop(str(exc))
+                continue
+            rows.append({**row, "origin": f"{self.name(path)}:{given['line']}"})
+        if rows:
+            made = pd.DataFrame(rows).assign(run_id=self.run_id(path))
+            self.add("iteration", made, ("batch", "world_size", "ranks_per_node"))
 
     def done(self) -> Imported:
         """The collected rows; ValueError if no file could be read."""

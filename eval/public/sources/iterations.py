@@ -97,25 +97,9 @@ def read(path: Path) -> Imported:
     for file in files:
         if file.name.startswith("benchmark-"):
             _timm(collector, file)
-        elif (frame := collector.csv(file, TABLE)) is not None:
-            _table(collector, file, frame)
+        else:
+            collector.iterations(file, collector.csv(file, TABLE), _row)
     return collector.done()
-
-
-def _table(collector: RowCollector, path: Path, frame: pd.DataFrame) -> None:
-    """Collect the rows of a table with a column per fact, empty where it was not stated."""
-    rows = []
-    for line in frame.to_dict("records"):
-        given = {str(k): str(v) for k, v in line.items()}
-        try:
-            row = _row(given)
-        except ValueError as exc:
-            collector.drop(str(exc))
-            continue
-        rows.append({**row, "origin": f"{collector.name(path)}:{given['line']}"})
-    if rows:
-        rows_frame = pd.DataFrame(rows).assign(run_id=collector.run_id(path))
-        collector.add("iteration", rows_frame, ("batch", "world_size", "ranks_per_node"))
 
 
 def _row(given: Mapping[str, str]) -> dict[str, Any]:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import yaml
 
-from itercast.eval.public.sources.megatron_models import (
-    ENGINE,
-    Flags,
-    attention_of,
-    kind_of,
-    model_of,
-)
-from itercast.eval.public.sources.plans import sharded
+from itercast.eval.public.sources import plans
+from itercast.eval.public.sources.models import gpt2_config, transformer
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.importers.base import (
     About,
@@ -46,10 +40,22 @@ ABOUT = About(
 )
 RUNS, CONFIGS = "golden_runs.csv.gz", "model_configs.json.gz"
 GPUS = 8
-MACHINE = "dgx-a100"
 GPU = assumed(__file__, "gpu")
-# Flags that no plan states, and the word for each.
-UNKNOWN_PLANS = {
+DROPOUT = assumed(__file__, "dropout")
+ENGINE = assumed(__file__, "engine")
+VOCABULARIES = assumed(__file__, "vocabularies")
+DIVISIBLE_BY = 128  # --make-vocab-size-divisible-by, times the tensor-parallel degree
+# Flags of what no configuration and no plan states, and the word for each.
+REFUSED = {
+    "--num-experts": "experts without a gate",
+    "--is-hybrid-model": "state-space layers",
+    "--img-h": "images beside text",
+    "--encoder-seq-length": "encoder and decoder of different lengths",
+    "--multi-latent-attention": "multi-latent attention",
+    "--qk-layernorm": "norms of queries and keys",
+    "--group-query-attention": "grouped queries in a GPT of layer norms",
+    "--swiglu": "gated layers in a GPT of layer norms",
+    "--spec": "a layer specification",
     "--account-for-embedding-in-pipeline-split": "an embedding counted as a layer of its stage",
     "--account-for-loss-in-pipeline-split": "a loss counted as a layer of its stage",
     "--encoder-pipeline-model-parallel-size": "a pipeline of the encoder by itself",
@@ -59,18 +65,26 @@ UNKNOWN_PLANS = {
     "--freeze-LM": "frozen weights",
     "--use-packed-sequence": "packed sequences",
 }
+SPEC_AS_DEFAULT = ("local",)
+STATED = {  # columns of published plans (``plans.plan_of``), and the flags that state them
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "global_batch": "--global-batch-size",
+    "micro_batch_per_gpu": "--micro-batch-size",
+    "activation_recompute": "--recompute-granularity",
+}
 STAGES = {
     "first": "--decoder-first-pipeline-num-layers",
     "last": "--decoder-last-pipeline-num-layers",
 }
-INSTANCES = "--num-distributed-optimizer-instances"  # groups of replicas that shard by themselves
-AXES = {
-    "tp": "--tensor-model-parallel-size",
-    "pp": "--pipeline-model-parallel-size",
-    "cp": "--context-parallel-size",
-    "ep": "--expert-model-parallel-size",
-    "etp": "--expert-tensor-parallel-size",
+SIZES = {  # of a model; positions come last
+    "layers": "--num-layers",
+    "width": "--hidden-size",
+    "heads": "--num-attention-heads",
+    "positions": "--max-position-embeddings",
 }
+Flags = Mapping[str, Any]
 
 
 def read(path: Path) -> Imported:
@@ -80,10 +94,7 @@ def read(path: Path) -> Imported:
             raise refuse(path, "a folder of Megatron-LM's golden values", f"{RUNS} and {CONFIGS}")
     collector = RowCollector(ABOUT, path)
     frame = collector.csv(path / RUNS, ("case", "cfg", "median_s", "mem_max_allocated", "date"))
-    rows = list(_rows(collector, frame, _flags(path / CONFIGS))) if frame is not None else []
-    if rows:
-        made = pd.DataFrame(rows).assign(run_id=collector.run_id(path / RUNS))
-        collector.add("iteration", made, ("batch", "world_size", "ranks_per_node"))
+    collector.iterations(path / RUNS, frame, partial(_row, _flags(path / CONFIGS)))
     return collector.done()
 
 
@@ -104,45 +115,29 @@ def _flags(path: Path) -> dict[str, Flags]:
     return found
 
 
-def _rows(
-    collector: RowCollector, frame: pd.DataFrame, flags: Mapping[str, Flags]
-) -> Iterator[dict[str, Any]]:
-    for given in frame.to_dict("records"):
-        try:
-            if given["cfg"] not in flags:
-                raise ValueError("configuration of the run is missing")
-            row = _row(flags[given["cfg"]], str(given["case"]))
-        except ValueError as exc:
-            collector.drop(str(exc))
-            continue
-        peak = number(given["mem_max_allocated"]) if "pp=" not in row["plan"] else 0.0
-        yield {
-            **row,
-            "time_us": number(given["median_s"]) * 1e6,
-            "memory_bytes": peak or np.nan,
-            "stack": f"megatron-lm-{given['date']}",
-            "origin": f"{collector.name(collector.root / RUNS)}:{given['line']}",
-        }
-
-
-def _row(flags: Flags, case: str) -> dict[str, Any]:
-    """What the flags of a run state; ValueError names what cannot be said."""
-    config = model_of(flags)
-    plan, batch = plan_of(flags)
+def _row(known: Mapping[str, Flags], given: Mapping[str, str]) -> dict[str, Any]:
+    """One run; ValueError names what cannot be said."""
+    if given["cfg"] not in known:
+        raise ValueError("configuration of the run is missing")
+    flags = known[given["cfg"]]
+    config, (plan, dp) = model_of(flags), plan_of(flags)
+    peak = number(given["mem_max_allocated"]) if "pp=" not in plan else 0.0
     return {
         "op": "train_step",
         "gpu": GPU,
         "timer": "with_launch",
+        "stack": f"megatron-lm-{given['date']}",
         "dtype": "bf16" if flags.get("--bf16") else "fp16" if flags.get("--fp16") else "fp32",
         "amp": False,
-        "case": case,
-        "kind": kind_of(case),
+        "time_us": number(given["median_s"]) * 1e6,
+        "memory_bytes": peak or np.nan,
+        "case": given["case"],
         "d_model": whole(flags.get("--hidden-size")),
         "builder": "hf",
         "hf_config": config,
         "mode": "train",
         "plan": plan,
-        "batch": batch,
+        "batch": whole(flags.get("--global-batch-size")) // dp,
         "seq": whole(flags.get("--seq-length")),
         "loss": "default",
         "optimizer": "adamw",
@@ -150,61 +145,107 @@ def _row(flags: Flags, case: str) -> dict[str, Any]:
         "engine": ENGINE,
         "compile": False,
         "source": ABOUT.source,
-        "machine": MACHINE,
+        "machine": "dgx-a100",
         "world_size": GPUS,
         "ranks_per_node": GPUS,
     }
 
 
+def model_of(flags: Flags) -> str:
+    """The model's configuration as JSON; ValueError names a part that no configuration has."""
+    for flag, word in REFUSED.items():
+        if flags.get(flag) and flags[flag] not in SPEC_AS_DEFAULT:
+            raise ValueError(f"run has {word} ({flag})")
+    sizes = [whole(flags.get(flag)) for flag in SIZES.values()]
+    for (ours, flag), size in zip(SIZES.items(), sizes, strict=True):
+        if not size:
+            raise ValueError(f"model's {ours} is not stated ({flag})")
+    *sizes, positions = sizes
+    sizes.append(whole(flags.get("--ffn-hidden-size")) or 4 * sizes[1])
+    kind = "bert" if "bert" in str(flags.get("--data-path", "")) else "gpt"
+    vocabulary = _padded(VOCABULARIES[kind], whole(flags.get(STATED["tp"])) or 1)
+    dropout = _dropout(flags)
+    tied = not flags.get("--untie-embeddings-and-output-weights")
+    if kind == "bert":
+        rates = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), dropout)
+        return transformer("BertForPreTraining", "bert", sizes, vocabulary, positions, **rates)
+    if flags.get("--position-embedding-type") == "rope":
+        return transformer(
+            *("GPTNeoXForCausalLM", "gpt_neox", sizes, vocabulary, positions),
+            rotary_pct=1.0,
+            use_parallel_residual=False,  # layers one after the other
+            attention_bias=not flags.get("--disable-bias-linear"),
+            hidden_dropout=dropout,
+            attention_dropout=dropout,
+            tie_word_embeddings=tied,
+        )
+    names = dict(zip(("n_layer", "n_embd", "n_head", "n_inner"), sizes, strict=True))
+    names |= {"vocab_size": vocabulary, "n_positions": positions, "tie_word_embeddings": tied}
+    return gpt2_config(**names, dropout=dropout)
+
+
+def _padded(tokens: int, tp: int) -> int:
+    """Rows of Megatron's embedding: a multiple of 128 on each tensor-parallel rank."""
+    each = DIVISIBLE_BY * tp
+    return -(-tokens // each) * each
+
+
+def _dropout(flags: Flags) -> float:
+    """The dropout of hidden values and of attention, which must be one."""
+    stated = {float(flags.get(f"--{what}-dropout", DROPOUT)) for what in ("hidden", "attention")}
+    if len(stated) > 1:
+        raise ValueError("dropout of hidden values differs from that of attention")
+    return stated.pop()
+
+
+def attention_of(flags: Flags) -> str:
+    """How attention is computed: ``sdpa`` by a fused kernel, ``eager`` by products and softmax.
+
+    Transformer Engine takes a fused kernel unless told otherwise; the local layers never do.
+    """
+    backend = flags.get("--attention-backend")
+    if backend in ("flash", "fused"):
+        return "sdpa"
+    local = flags.get("--transformer-impl") == "local" or flags.get("--use-legacy-models")
+    return "eager" if backend in ("unfused", "local") or local else "sdpa"
+
+
 def plan_of(flags: Flags) -> tuple[str, int]:
-    """Plan text, and sequences of a replica and step; ValueError names what no plan states."""
-    for flag, word in UNKNOWN_PLANS.items():
-        if flags.get(flag):
-            raise ValueError(f"plan has {word} ({flag})")
-    n = {axis: whole(flags.get(flag)) or 1 for axis, flag in AXES.items()}
-    dp, rest = divmod(GPUS, n["tp"] * n["pp"] * n["cp"])
-    if rest:
-        raise ValueError("degrees of the plan do not fit the number of GPUs")
-    batch, each = whole(flags.get("--global-batch-size")), whole(flags.get("--micro-batch-size"))
-    if not batch or not each or batch % (dp * each):
-        raise ValueError("global batch is not a multiple of dp and micro-batch")
-    micro = batch // (dp * each)
-    if _virtual(flags, n["pp"]) > 1 and micro % n["pp"]:
-        raise ValueError("plan has interleaved stages and micro-batches that pp does not divide")
-    parts: dict[str, Any] = {"dp": dp, **{axis: n[axis] for axis in ("tp", "pp", "cp", "ep")}}
-    parts = {axis: degree for axis, degree in parts.items() if degree > 1}
-    if n["ep"] > 1 and flags.get(AXES["etp"]) and n["etp"] != n["tp"]:
-        parts["etp"] = n["etp"]
-    if micro > 1:
-        parts["micro" if n["pp"] > 1 else "accumulate"] = micro
-    parts |= _options(flags, dp * n["cp"], n["pp"], n["tp"])
-    return ",".join(f"{k}={v}".rstrip("=") for k, v in parts.items()), batch // dp
-
-
-def _options(flags: Flags, replicas: int, stages: int, tp: int) -> dict[str, Any]:
-    """Options of the plan beside its degrees."""
-    parts: dict[str, Any] = {}
-    if (virtual := _virtual(flags, stages)) > 1:
-        parts["schedule"] = f"interleaved:{virtual}"
-    parts |= {
-        key: n for key, flag in STAGES.items() if stages > 1 and (n := whole(flags.get(flag)))
+    """Plan text, and dp; ValueError names what no plan states."""
+    given = {column: str(flags.get(flag) or "") for column, flag in STATED.items()}
+    stages = whole(given["pp"]) or 1
+    virtual = _virtual(flags, stages)
+    whole_model = flags.get("--data-parallel-sharding-strategy") == "optim_grads_params"
+    sharded = "distributed optimizer" if flags.get("--use-distributed-optimizer") else ""
+    given |= {
+        "n_gpus": str(GPUS),
+        "vp": str(virtual),
+        "sharding": "FULL_SHARD" if whole_model else sharded,
+        "framework": "Megatron" if flags.get("--sequence-parallel") else "",
     }
-    if virtual > 1 and parts.keys() & STAGES.keys():
+    text, dp = plans.plan_of(given)
+    each = whole(given["micro_batch_per_gpu"])
+    if not each or whole(given["global_batch"]) % (dp * each):
+        raise ValueError("global batch is not a multiple of dp and micro-batch")
+    parts = text.split(",")
+    if instances := whole(flags.get("--num-distributed-optimizer-instances")):
+        parts = _in_instances(parts, instances, dp * (whole(given["cp"]) or 1))
+    uneven = {key: n for key, flag in STAGES.items() if (n := whole(flags.get(flag)))}
+    if uneven and virtual > 1:
         raise ValueError("plan has uneven first and last stages, and interleaved ones")
-    if flags.get("--sequence-parallel") and tp > 1:
-        parts["sp"] = ""
-    if flags.get("--recompute-granularity"):
-        parts["recompute"] = flags["--recompute-granularity"]
-    if replicas > 1:
-        whole_model = flags.get("--data-parallel-sharding-strategy") == "optim_grads_params"
-        zero = 3 if whole_model else 1 if flags.get("--use-distributed-optimizer") else 0
-        inner, rest = divmod(replicas, whole(flags.get(INSTANCES)) or 1)
-        if rest or not inner:
-            raise ValueError(
-                f"replicas do not divide into instances of the optimizer ({INSTANCES})"
-            )
-        parts |= sharded(zero, inner, replicas) if zero else {}
-    return parts
+    parts += [f"{key}={n}" for key, n in uneven.items() if stages > 1]
+    return ",".join(parts), dp
+
+
+def _in_instances(parts: list[str], instances: int, replicas: int) -> list[str]:
+    """A plan whose replicas shard in groups by themselves: instances of the optimizer."""
+    inner, rest = divmod(replicas, instances)
+    if rest:
+        raise ValueError("replicas do not divide into instances of the optimizer")
+    zero = sum(int(part.removeprefix("zero=")) for part in parts if part.startswith("zero="))
+    sharded = plans.sharded(zero, inner, replicas) if zero else {}
+    kept = [part for part in parts if not part.startswith("zero=")]
+    return [*kept, *(f"{key}={n}" for key, n in sharded.items())]
 
 
 def _virtual(flags: Flags, stages: int) -> int:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
-from itercast.eval.public.sources.models import BERT
+from itercast.eval.public.sources.models import BERT, BERT_VOCABULARY, RESNET50, transformer
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.names import gpu_named
 from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, node_named
@@ -56,7 +53,6 @@ OTHER_SOFTWARE = re.compile("tinygrad|paddle", re.IGNORECASE)  # kernels and pre
 RECOMMENDERS = {"dlrm": "dlrm-mlperf", "dlrm_dcnv2": "dlrm-dcnv2"}  # cases, by benchmark
 IMAGES = 1281167  # of ImageNet's training set, an epoch of ResNet
 BERT_LENGTH = assumed(__file__, "bert_length")
-BERT_VOCABULARY = assumed(__file__, "bert_vocabulary")
 PRECISION = assumed(__file__, "precision")
 SYSTEMS = assumed(__file__, "systems")
 DLRM_SOFTWARE = assumed(__file__, "dlrm_software")
@@ -70,18 +66,7 @@ def read(path: Path) -> Imported:
         raise refuse(path, "a folder of MLPerf results", CELLS)
     collector = RowCollector(ABOUT, path)
     frame = collector.csv(file, (*COLUMNS, "step_ms_from_throughput", "epoch_ms_median"))
-    rows = []
-    for line in [] if frame is None else frame.to_dict("records"):
-        given = {str(k): str(v) for k, v in line.items()}
-        try:
-            row = _row(given)
-        except ValueError as exc:
-            collector.drop(str(exc))
-            continue
-        rows.append({**row, "origin": f"{collector.name(file)}:{given['line']}"})
-    if rows:
-        made = pd.DataFrame(rows).assign(run_id=collector.run_id(file))
-        collector.add("iteration", made, ("batch", "world_size", "ranks_per_node"))
+    collector.iterations(file, frame, _row)
     return collector.done()
 
 
@@ -174,37 +159,20 @@ def _plan(given: Mapping[str, str]) -> tuple[str, int]:
     return ",".join(parts), dp
 
 
-def _resnet() -> dict[str, Any]:
-    """ResNet-50 v1.5 over images of 224 x 224, channels last."""
-    config = {
-        "architectures": ["ResNetForImageClassification"],
-        "model_type": "resnet",
-        "embedding_size": 64,
-        "layer_type": "bottleneck",
-        "depths": [3, 4, 6, 3],
-        "hidden_sizes": [256, 512, 1024, 2048],
-        "num_labels": 1000,
-    }
-    text = json.dumps(config, sort_keys=True)
-    return {"hf_config": text, "optimizer": "sgd", "attn": "eager", "memory_format": "nhwc"}
-
-
 def _bert() -> dict[str, Any]:
     """BERT-large for pre-training, every sample at the mean length."""
-    layers, width, heads, hidden = BERT["large"]
-    config = {
-        "architectures": ["BertForPreTraining"],
-        "model_type": "bert",
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": hidden,
-        "num_attention_heads": heads,
-        "vocab_size": BERT_VOCABULARY,
-        "max_position_embeddings": 512,
-        "hidden_act": "gelu",
+    config = transformer("BertForPreTraining", "bert", BERT["large"], BERT_VOCABULARY, 512)
+    return {"hf_config": config, "optimizer": "lamb", "attn": "sdpa", "seq": BERT_LENGTH}
+
+
+def _resnet() -> dict[str, Any]:
+    """ResNet-50 v1.5 over images of 224 x 224, channels last."""
+    return {
+        "hf_config": RESNET50,
+        "optimizer": "sgd",
+        "attn": "eager",
+        "memory_format": "nhwc",
     }
-    text = json.dumps(config, sort_keys=True)
-    return {"hf_config": text, "optimizer": "lamb", "attn": "sdpa", "seq": BERT_LENGTH}
 
 
 def _recommender(benchmark: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from itercast.eval.public.sources.models_experts import EXPERTS
@@ -12,15 +12,15 @@ from itercast.eval.public.sources.timm_models import by_timm
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.importers.base import whole
 
-# layers, width, heads, key/value heads, hidden, vocabulary. Source: the config.json of each model
+# key/value heads, vocabulary, layers, width, heads, hidden. Source: the config.json of each model
 # at https://huggingface.co/meta-llama.
 LLAMA = {
-    ("2", "7"): (32, 4096, 32, 32, 11008, 32000),
-    ("2", "13"): (40, 5120, 40, 40, 13824, 32000),
-    ("2", "70"): (80, 8192, 64, 8, 28672, 32000),
-    ("3", "8"): (32, 4096, 32, 8, 14336, 128256),
-    ("3", "70"): (80, 8192, 64, 8, 28672, 128256),
-    ("3.1", "405"): (126, 16384, 128, 8, 53248, 128256),
+    ("2", "7"): (32, 32000, 32, 4096, 32, 11008),
+    ("2", "13"): (40, 32000, 40, 5120, 40, 13824),
+    ("2", "70"): (8, 32000, 80, 8192, 64, 28672),
+    ("3", "8"): (8, 128256, 32, 4096, 32, 14336),
+    ("3", "70"): (8, 128256, 80, 8192, 64, 28672),
+    ("3.1", "405"): (8, 128256, 126, 16384, 128, 53248),
 }
 # layers, width, heads, hidden. Sources: arXiv:2005.14165, table 2.1; conf/training/gpt3
 # of https://github.com/NVIDIA/NeMo-Framework-Launcher; the vocabulary is assumed.
@@ -95,10 +95,7 @@ def model_of(given: Mapping[str, str]) -> Model:
         doubt = f"taken as BERT-{BERT_SIZE}, the default of the recipe"
         return _bert(BERT_SIZE, given, doubt)
     if name in ("resnet50", "resnet50v1.5"):
-        sizes = {"depths": [3, 4, 6, 3], "hidden_sizes": [256, 512, 1024, 2048]}
-        config = {"model_type": "resnet", "embedding_size": 64, "layer_type": "bottleneck"}
-        config |= {"architectures": ["ResNetForImageClassification"], **sizes, "num_labels": 1000}
-        return Model(hf_config=_text(config), optimizer="sgd")
+        return Model(hf_config=RESNET50, optimizer="sgd")
     _check_one_gpu(given)
     if name in CASES:
         optimizer, doubt = OPTIMIZERS.get(name, "adamw"), DOUBTS.get(name, "")
@@ -123,7 +120,44 @@ def _text(config: Mapping[str, object]) -> str:
     return json.dumps(config, sort_keys=True)
 
 
-def _stated(given: Mapping[str, str], known: tuple[int, ...]) -> None:
+def transformer(
+    architecture: str,
+    model_type: str,
+    sizes: Sequence[int],
+    vocabulary: int,
+    positions: int,
+    **own: object,
+) -> str:
+    """A configuration of transformers as JSON; ``sizes``: layers, width, heads, hidden width."""
+    layers, width, heads, hidden = sizes
+    config = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "intermediate_size": hidden,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+        "hidden_act": "gelu",
+    }
+    return _text(config | own)
+
+
+RESNET50 = _text(
+    {
+        "architectures": ["ResNetForImageClassification"],
+        "model_type": "resnet",
+        "embedding_size": 64,
+        "layer_type": "bottleneck",
+        "depths": [3, 4, 6, 3],
+        "hidden_sizes": [256, 512, 1024, 2048],
+        "num_labels": 1000,
+    }
+)
+
+
+def _stated(given: Mapping[str, str], known: Sequence[int]) -> None:
     """ValueError where the sizes in a row differ from those of the model it names."""
     for column, size in zip(STATED, known, strict=True):
         if given.get(column) and whole(given[column]) != size:
@@ -139,23 +173,20 @@ def _length(given: Mapping[str, str]) -> int:
 def _llama(version: str, size: str, given: Mapping[str, str]) -> Model:
     if (version, size) not in LLAMA:
         raise ValueError(f"no configuration for the model {given['model'][:40]!r}")
-    layers, width, heads, kv_heads, hidden, vocabulary = LLAMA[version, size]
-    _stated(given, (layers, width, heads, hidden))
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": hidden,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": _length(given),
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-    }
-    return Model(hf_config=_text(config))
+    kv_heads, vocabulary, *sizes = LLAMA[version, size]
+    _stated(given, sizes)
+    config = transformer(
+        "LlamaForCausalLM",
+        "llama",
+        sizes,
+        vocabulary,
+        _length(given),
+        hidden_act="silu",
+        num_key_value_heads=kv_heads,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+    )
+    return Model(hf_config=config)
 
 
 def _gpt3(size: str, given: Mapping[str, str]) -> Model:
@@ -194,17 +225,7 @@ def gpt2_config(*, dropout: float = 0.0, **sizes: int) -> str:
 
 
 def _bert(size: str, given: Mapping[str, str], doubt: str = "") -> Model:
-    layers, width, heads, hidden = BERT[size]
     _stated(given, BERT[size])
-    config = {
-        "architectures": ["BertForQuestionAnswering"],
-        "model_type": "bert",
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "intermediate_size": hidden,
-        "num_attention_heads": heads,
-        "vocab_size": BERT_VOCABULARY,
-        "hidden_act": "gelu",
-        "max_position_embeddings": max(512, _length(given)),
-    }
-    return Model(hf_config=_text(config), attn="eager", doubt=doubt)
+    length = max(512, _length(given))
+    config = transformer("BertForQuestionAnswering", "bert", BERT[size], BERT_VOCABULARY, length)
+    return Model(hf_config=config, attn="eager", doubt=doubt)

@@ -16,6 +16,7 @@ RECOMPUTE = {
     "false": "",
     "none": "",
     "": "",
+    "selective": "selective",
     "selective layer": "selective",
     "selective op": "selective",
 }
