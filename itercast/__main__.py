@@ -13,6 +13,7 @@ from rich.console import Console
 from itercast.commands.bench_public import bench_public
 from itercast.commands.calibrate import calibrate
 from itercast.commands.check import check
+from itercast.commands.compare import compare
 from itercast.commands.explain import explain
 from itercast.commands.gpu_report import gpu_report
 from itercast.commands.import_rows import import_rows
@@ -58,6 +59,7 @@ app.command()(bench_public)
 app.command()(gpu_report)
 app.command()(shard)
 app.command()(check)
+app.command()(compare)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
     run
 )

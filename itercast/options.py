@@ -93,6 +93,7 @@ Optimizer = Annotated[
     str,
     typer.Option(help="adamw, adamw_fused, sgd, lamb or none; default: the case's own, else adamw"),
 ]
+Trace = Annotated[Path | None, file_to_write("timeline to write, for Perfetto or chrome://tracing")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Families = Annotated[
     list[str] | None,

@@ -123,6 +123,14 @@ def _retest_pct(prepared: Prepared, rows: pd.DataFrame, family: Family) -> np.nd
     return np.where(same.transform("size") > 1, 100 * (ratio - 1), np.nan)
 
 
+def log_errors(held_out: pd.DataFrame) -> pd.Series[float]:
+    """Mean log(measured / forecast) of each held-out point."""
+    names = [n for n in ("op", "gpu", "dtype", "params", "threads", "cache") if n in held_out]
+    ratio = held_out["measured_us"] / held_out["predicted_us"]
+    error = pd.Series(np.log(ratio.to_numpy()), index=held_out.index)
+    return error.groupby([held_out[n].astype(str) for n in names]).mean()
+
+
 def save_held_out(folder: Path, held_out: pd.DataFrame) -> None:
     """Write held-out forecasts into a bundle's folder."""
     write_atomic(folder / FILE, held_out.to_parquet(index=False, compression="zstd"))

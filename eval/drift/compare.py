@@ -159,13 +159,24 @@ def compare_family(name: str, rows: pd.DataFrame, bundle: Bundle) -> Compared | 
     if not len(rows):
         return None
     speed = Speed(anchors=bundle.anchors, sensitivity=model.sensitivity)
-    log_ratio = np.log(at_reference_us(rows, speed) / bundle.price(name, rows)["predicted_us"])
+    log_ratio = log_ratios(name, rows, bundle)
     point = [f.name for f in fields(family.params) if f.name in rows]
     return Compared(
         log_ratios=log_ratio.groupby([rows[c] for c in point], dropna=False).mean().to_numpy(),
         held_out_pct=float(model.facts["errors"]["median_ape_pct"]),
         retest_pct=retest_ape_pct(rows, family, speed),
     )
+
+
+def log_ratios(
+    name: str, rows: pd.DataFrame, bundle: Bundle, gpus: Mapping[str, Gpu] | None = None
+) -> pd.Series[float]:
+    """log(measured / forecast) of a family's rows, at the speed of the machine at training."""
+    speed = Speed(anchors=bundle.anchors, sensitivity=bundle.models[name].sensitivity)
+    ratio: pd.Series[float] = (
+        at_reference_us(rows, speed) / bundle.price(name, rows, gpus)["predicted_us"]
+    )
+    return ratio.map(np.log)
 
 
 def slowdown(tables: Mapping[str, pd.DataFrame], bundle: Bundle, gpu: str) -> float | None:

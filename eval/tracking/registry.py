@@ -21,7 +21,7 @@ import pandas as pd
 import yaml
 
 from itercast.learners.bundle import Bundle
-from itercast.learners.held_out import FILE, load_held_out, save_held_out
+from itercast.learners.held_out import FILE, load_held_out, log_errors, save_held_out
 from itercast.learners.models.noise import medians
 from itercast.microbench.ops import families
 
@@ -57,7 +57,7 @@ def judge(new: pd.DataFrame, old: pd.DataFrame | None) -> Verdict:
     """
     if old is None:
         return Verdict(promote=True, reason="the first model of this device and family")
-    errors = _log_errors(new).to_frame("new").join(_log_errors(old).rename("old"), how="inner")
+    errors = log_errors(new).to_frame("new").join(log_errors(old).rename("old"), how="inner")
     if len(errors) < FEWEST:
         reason = f"only {len(errors)} validation rows in common with the champion, {FEWEST} needed"
         return Verdict(promote=False, reason=reason)
@@ -73,14 +73,6 @@ def judge(new: pd.DataFrame, old: pd.DataFrame | None) -> Verdict:
     return Verdict(
         promote=better, reason=text + ("more than noise" if better else "no more than noise")
     )
-
-
-def _log_errors(held_out: pd.DataFrame) -> pd.Series[float]:
-    """Mean log(measured / forecast) of each point."""
-    names = [n for n in ("op", "gpu", "dtype", "params", "threads", "cache") if n in held_out]
-    ratio = held_out["measured_us"] / held_out["predicted_us"]
-    error = pd.Series(np.log(ratio.to_numpy()), index=held_out.index)
-    return error.groupby([held_out[n].astype(str) for n in names]).mean()
 
 
 def offer(

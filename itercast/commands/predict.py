@@ -11,14 +11,13 @@ import typer
 from rich.console import Console
 
 from itercast.errors import one_line_errors
-from itercast.options import Json, Question, asks, file_to_write
+from itercast.options import Json, Question, Trace, asks
 
 if TYPE_CHECKING:  # no command but predict pays for these
     from itercast.compose.forecast import Forecast
     from itercast.compose.target import Target
     from itercast.microbench.opcall import StepCapture
 
-Trace = Annotated[Path | None, file_to_write("timeline to write, for Perfetto or chrome://tracing")]
 Explain = Annotated[
     bool,
     typer.Option(

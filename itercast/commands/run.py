@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from itercast.errors import one_line_errors
-from itercast.options import Bundle, Host, Json, Stack
+from itercast.options import Bundle, GpuName, Host, Json, NodeName, Stack, Trace
 
 if TYPE_CHECKING:
     from itercast.compose.forecast import Forecast
@@ -21,17 +21,15 @@ if TYPE_CHECKING:
 def run(
     script: Annotated[Path, typer.Argument(help="a training script as torchrun takes it")],
     arguments: Annotated[list[str] | None, typer.Argument(help="its own arguments")] = None,
-    gpu: Annotated[
-        str, typer.Option(help="a name of `itercast list gpus`, or a YAML file")
-    ] = "cpu",
+    gpu: GpuName = "cpu",
     gpus: Annotated[int, typer.Option(min=1, help="number of GPUs, one process each")] = 1,
-    node: Annotated[str, typer.Option(help="node that they sit in: a name or a YAML file")] = "",
+    node: NodeName = "",
     steps: Annotated[int, typer.Option(min=2, help="optimizer steps; the last is forecast")] = 3,
     limit: Annotated[int, typer.Option(min=1, help="seconds that the script may take")] = 600,
     bundle: Bundle = None,
     host: Host = "",
     stack: Stack = "",
-    trace: Annotated[Path | None, typer.Option(help="write two steps as a Chrome trace")] = None,
+    trace: Trace = None,
     as_json: Json = False,
 ) -> None:
     """Forecast a step of an unchanged training script on GPUs that need not exist.

@@ -66,6 +66,8 @@ def test_refusals_are_one_line_and_code_2(tmp_path: Path) -> None:
     assert code == 2 and "none.py': no such file" in said
     code, _, said = run("--gpus=0", str(EXAMPLE))
     assert code == 2 and "--gpus" in said
+    code, _, said = run(f"--trace={tmp_path / 'nodir' / 'x.json'}", str(EXAMPLE))
+    assert code == 2 and "no such folder" in said.replace("\n", " ")
 
 
 def test_a_program_is_captured_and_forecast_from_python() -> None:

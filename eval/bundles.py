@@ -1,0 +1,123 @@
+"""Compares two bundles: which forecasts which op family better, beyond the noise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from itercast.eval.compare import compare_all, measured_rows
+from itercast.eval.drift.compare import log_ratios
+from itercast.learners.bundle import Bundle
+from itercast.learners.features.machine_speed import Speed, retest_ape_pct, undisturbed
+from itercast.learners.features.table import shape_places
+from itercast.learners.held_out import load_held_out, log_errors
+from itercast.learners.models.noise import medians
+from itercast.learners.train import hardware_of, usable_rows
+from itercast.microbench.ops import families
+
+ITERATIONS = "whole iterations"
+ONE, OTHER = "one", "other"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Median absolute errors in % of two bundles on the same measured points of a GPU.
+
+    ``difference_pct``: what lies between is the noise of the second error minus the first.
+    ``better``: 1 or 2, or 0 where the difference is within the noise.
+    """
+
+    family: str
+    gpu: str
+    points: int
+    retest_pct: float | None
+    errors_pct: tuple[float, float]
+    difference_pct: tuple[float, float]
+    better: int
+
+
+def compare_bundles(one: Path, other: Path, roots: Sequence[Path]) -> list[Comparison]:
+    """Compare on the rows of dataset roots, else on the points that both trainings held out.
+
+    ValueError where nothing can be compared.
+    """
+    bundles = Bundle.load(one), Bundle.load(other)
+    for root in roots:
+        if not root.is_dir():
+            raise ValueError(f"data {str(root)!r}: no such folder")
+    found = list(_on_rows(*bundles, roots) if roots else _held_out(one, other))
+    for root in roots:
+        if (root / "iteration").is_dir():
+            found += _iterations(one, other, root)
+    if not found:
+        where = ", ".join(map(str, roots)) or "the points that both trainings held out"
+        raise ValueError(f"bundles {str(one)!r} and {str(other)!r}: nothing to compare in {where}")
+    return found
+
+
+def _held_out(one: Path, other: Path) -> Iterator[Comparison]:
+    tables = [load_held_out(folder) for folder in (one, other)]
+    for folder, table in zip((one, other), tables, strict=True):
+        if table.empty:
+            text = "keeps no held-out rows; name measured rows with --data"
+            raise ValueError(f"bundle {str(folder)!r} {text}")
+    for (family, gpu), first in tables[0].groupby(["family", "gpu"]):
+        second = tables[1][(tables[1]["family"] == family) & (tables[1]["gpu"] == gpu)]
+        errors = log_errors(first).to_frame(ONE).join(log_errors(second).rename(OTHER), how="inner")
+        retest = first["retest_pct"].median()
+        floor = None if np.isnan(retest) else float(retest)
+        yield from _compared(str(family), str(gpu), errors, np.arange(len(errors)), floor)
+
+
+def _on_rows(one: Bundle, other: Bundle, roots: Sequence[Path]) -> Iterator[Comparison]:
+    shared = sorted({*one.models} & {*other.models})
+    names = [name for name in shared if any((root / name).is_dir() for root in roots)]
+    for name, rows in (usable_rows(roots, names) if names else {}).items():
+        rows = undisturbed(undisturbed(rows, one.anchors), other.anchors)
+        gpus, family = hardware_of(roots, rows), families()[name]
+        for gpu, part in rows.groupby("gpu"):
+            part = part.reset_index(drop=True)
+            sides = {ONE: one, OTHER: other}
+            errors = pd.DataFrame({s: log_ratios(name, part, b, gpus) for s, b in sides.items()})
+            speed = Speed(anchors=one.anchors, sensitivity=one.models[name].sensitivity)
+            retest = retest_ape_pct(part, family, speed)
+            yield from _compared(name, str(gpu), errors, shape_places(part, family), retest)
+
+
+def _iterations(one: Path, other: Path, root: Path) -> Iterator[Comparison]:
+    rows = measured_rows(root, None)
+    for gpu, part in rows.groupby("gpu"):
+        sides = {side: compare_all(part, b) for side, b in ((ONE, one), (OTHER, other))}
+        logs = {
+            side: pd.Series(
+                {(r.model, r.plan): np.log(r.measured_us / r.predicted_us) for r in results}
+            )
+            for side, results in sides.items()
+        }
+        retests = [r.retest_ape_pct for r in sides[ONE] if r.retest_ape_pct is not None]
+        errors = pd.DataFrame(logs).dropna()
+        models = pd.factorize(errors.index.get_level_values(0))[0]
+        floor = float(np.median(retests)) if retests else None
+        yield from _compared(ITERATIONS, str(gpu), errors, models, floor)
+
+
+def _compared(
+    family: str, gpu: str, errors: pd.DataFrame, shape: np.ndarray, retest_pct: float | None
+) -> Iterator[Comparison]:
+    """One comparison of log(measured / forecast) by both bundles; none without points."""
+    if errors.empty:
+        return
+    both = medians({n: errors[n].to_numpy() for n in (ONE, OTHER)}, shape, retest_pct)
+    yield Comparison(
+        family=family,
+        gpu=gpu,
+        points=len(errors),
+        retest_pct=retest_pct,
+        errors_pct=(both.pct[ONE], both.pct[OTHER]),
+        difference_pct=both.interval_pct(ONE, OTHER),
+        better=1 if both.better(ONE, OTHER) else 2 if both.better(OTHER, ONE) else 0,
+    )

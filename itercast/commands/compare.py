@@ -1,0 +1,65 @@
+"""The command ``itercast compare``: which of two bundles forecasts better, and where."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from itercast.errors import one_line_errors
+from itercast.options import Json
+
+if TYPE_CHECKING:
+    from itercast.eval.bundles import Comparison
+
+HEADS = ("family", "gpu", "points", "re-\ntest", "1st", "2nd", "2nd - 1st", "better")
+
+
+@one_line_errors
+def compare(
+    first: Annotated[Path, typer.Argument(help="bundle folder")],
+    second: Annotated[Path, typer.Argument(help="bundle folder")],
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="dataset root with rows that neither was trained on, iterations included; "
+            "repeatable; default: the points that both trainings held out"
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare two bundles: median errors by op family, and which is better beyond the noise."""
+    from itercast.eval.bundles import compare_bundles
+
+    found = compare_bundles(first, second, data or [])
+    if as_json:
+        typer.echo(json.dumps([asdict(one) for one in found]))
+        return
+    Console().print(_table(found))
+    for number, folder in ((1, first), (2, second)):
+        ahead = [one.family for one in found if one.better == number]
+        typer.echo(f"{folder} is better in {len(ahead)} of {len(found)}: {', '.join(ahead) or '-'}")
+
+
+def _table(found: list[Comparison]) -> Table:
+    """A line per family and GPU; the better error is bold, both where they are within the noise."""
+    table = Table(title="median absolute error, %", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    for head in HEADS:
+        table.add_column(head, justify="left" if head in HEADS[:2] else "right")
+    for one in found:
+        errors = [
+            f"{error:.1f}" if one.better == other else f"[bold]{error:.1f}[/]"
+            for error, other in zip(one.errors_pct, (2, 1), strict=True)
+        ]
+        low, high = one.difference_pct
+        retest = "-" if one.retest_pct is None else f"{one.retest_pct:.1f}"
+        better = ("no difference", "1st", "2nd")[one.better]
+        between = f"{low:+.1f} to {high:+.1f}"
+        table.add_row(one.family, one.gpu, str(one.points), retest, *errors, between, better)
+    return table
