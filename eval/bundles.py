@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +10,18 @@ import numpy as np
 import pandas as pd
 
 from itercast.eval.compare import compare_all, measured_rows
-from itercast.eval.drift.compare import log_ratios
 from itercast.learners.bundle import Bundle
-from itercast.learners.features.machine_speed import Speed, retest_ape_pct, undisturbed
+from itercast.learners.features.machine_speed import (
+    Speed,
+    at_reference_us,
+    retest_ape_pct,
+    undisturbed,
+)
 from itercast.learners.features.table import shape_places
 from itercast.learners.held_out import load_held_out, log_errors
 from itercast.learners.models.noise import medians
 from itercast.learners.train import hardware_of, usable_rows
+from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
 
 ITERATIONS = "whole iterations"
@@ -86,6 +91,17 @@ def _on_rows(one: Bundle, other: Bundle, roots: Sequence[Path]) -> Iterator[Comp
             speed = Speed(anchors=one.anchors, sensitivity=one.models[name].sensitivity)
             retest = retest_ape_pct(part, family, speed)
             yield from _compared(name, str(gpu), errors, shape_places(part, family), retest)
+
+
+def log_ratios(
+    name: str, rows: pd.DataFrame, bundle: Bundle, gpus: Mapping[str, Gpu] | None = None
+) -> pd.Series[float]:
+    """log(measured / forecast) of a family's rows, at the speed of the machine at training."""
+    speed = Speed(anchors=bundle.anchors, sensitivity=bundle.models[name].sensitivity)
+    ratio: pd.Series[float] = (
+        at_reference_us(rows, speed) / bundle.price(name, rows, gpus)["predicted_us"]
+    )
+    return ratio.map(np.log)
 
 
 def _iterations(one: Path, other: Path, root: Path) -> Iterator[Comparison]:

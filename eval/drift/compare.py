@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from itercast.eval.bundles import log_ratios
 from itercast.eval.drift.judge import Compared, FamilyDrift, judge
 from itercast.eval.drift.points import checkable, stratified_points
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import (
     MAX_SLOWDOWN,
     Speed,
-    at_reference_us,
     log_slowness,
     retest_ape_pct,
     undisturbed,
@@ -166,17 +166,6 @@ def compare_family(name: str, rows: pd.DataFrame, bundle: Bundle) -> Compared | 
         held_out_pct=float(model.facts["errors"]["median_ape_pct"]),
         retest_pct=retest_ape_pct(rows, family, speed),
     )
-
-
-def log_ratios(
-    name: str, rows: pd.DataFrame, bundle: Bundle, gpus: Mapping[str, Gpu] | None = None
-) -> pd.Series[float]:
-    """log(measured / forecast) of a family's rows, at the speed of the machine at training."""
-    speed = Speed(anchors=bundle.anchors, sensitivity=bundle.models[name].sensitivity)
-    ratio: pd.Series[float] = (
-        at_reference_us(rows, speed) / bundle.price(name, rows, gpus)["predicted_us"]
-    )
-    return ratio.map(np.log)
 
 
 def slowdown(tables: Mapping[str, pd.DataFrame], bundle: Bundle, gpu: str) -> float | None:
