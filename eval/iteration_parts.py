@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itercast.compose.forecast import Forecast
-from itercast.compose.pricing.price_book import UNMODELLED
+from itercast.compose.pricing.priced_op import UNMODELLED
 
 PARTS = ("kernels", "host", "communication", "synchronisation", "assumed", "uncovered")
 LANE_OF_ASSUMPTION = {  # by the module that states it; ops of the compute lane otherwise

@@ -13,7 +13,7 @@ import pandas as pd
 from itercast.compose.forecast import Forecast
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import price_model
-from itercast.compose.pricing.price_book import Priceable
+from itercast.compose.pricing.priced_op import Priceable
 from itercast.compose.target import Target
 from itercast.learners.features.table import bounds_us, columns
 from itercast.microbench.opcall import StepCapture

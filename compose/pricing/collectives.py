@@ -16,8 +16,8 @@ from typing import Any
 
 import pandas as pd
 
-from itercast.compose.pricing.assumed_time import AssumedShares
-from itercast.compose.pricing.price_book import UNMODELLED, PriceBook, PricedOp
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import UNMODELLED, AssumedShares, PricedOp
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, Node
 from itercast.microbench.hardware.spec import Gpu

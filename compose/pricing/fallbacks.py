@@ -16,6 +16,8 @@ from itercast.microbench.ops import families, family_of
 from itercast.microbench.ops.family import Part
 from itercast.microbench.switches import is_on
 
+Models = Mapping[str, FamilyModel | None]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredRows:
@@ -26,38 +28,38 @@ class MeasuredRows:
     ``stack`` is the software that is forecast.
     """
 
-    models: Mapping[str, Any]
+    models: Models
     gpu: Gpu
     channels_last: bool
     stack: str
 
     def has_model(self, family: str) -> bool:
         """Whether the family has a model learned from rows."""
-        return has_model(self.models, family)
+        return self.models.get(family) is not None
 
     def seen(self, family: str, op: str, dtype: str) -> bool:
         """Whether rows of this GPU, or of others close enough, show this op in this dtype."""
-        return self.has_model(family) and bool(self.models[family].covers(self.gpu, op, dtype))
+        model = self.models.get(family)
+        return model is not None and bool(model.covers(self.gpu, op, dtype))
 
     def measured_here(self, family: str, op: str, dtype: str) -> bool:
         """Whether this very GPU has rows of this op in this dtype."""
-        return self.has_model(family) and bool(
-            self.models[family].has_measured(self.gpu, op, dtype)
-        )
+        model = self.models.get(family)
+        return model is not None and bool(model.has_measured(self.gpu, op, dtype))
 
     def software_shares(self, family: str, op: str, dtype: str) -> Mapping[str, float]:
         """Weight of each software (torch, vllm...) whose rows forecast this op on this GPU."""
-        if not self.has_model(family):
-            return {}
+        model, described = self.models.get(family), families()[family]
         known: dict[str, float] = {}
-        model, described = self.models[family], families()[family]
-        for stack, share in model.stack_shares(self.gpu, op, dtype, self.stack, described).items():
-            known[software_name(stack)] = known.get(software_name(stack), 0.0) + share
+        if model is not None:
+            stacks = model.stack_shares(self.gpu, op, dtype, self.stack, described)
+            for stack, share in stacks.items():
+                known[software_name(stack)] = known.get(software_name(stack), 0.0) + share
         return known
 
 
 def fallback_parts(
-    params: Any, models: Mapping[str, Any], channels_last: bool, gpu: Gpu, stack: str = USUAL
+    params: Any, models: Models, channels_last: bool, gpu: Gpu, stack: str = USUAL
 ) -> list[Part]:
     """Returns the ops by which an op is priced; empty where its own model can price it on this GPU.
 
@@ -69,8 +71,3 @@ def fallback_parts(
     rows = MeasuredRows(models=models, gpu=gpu, channels_last=channels_last, stack=stack)
     parts = list(family.fallback(params, rows))
     return parts if all(rows.has_model(part.family) for part in parts) else []
-
-
-def has_model(models: Mapping[str, Any], family: str) -> bool:
-    """Whether a family has a model that was learned from rows."""
-    return isinstance(models.get(family), FamilyModel)

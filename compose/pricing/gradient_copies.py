@@ -7,7 +7,7 @@ from typing import Any
 
 from itercast.compose.graph.cache_reuse import cold_share
 from itercast.compose.graph.layers import Layer
-from itercast.compose.pricing.price_book import Priceable, priceable
+from itercast.compose.pricing.priced_op import Priceable, priceable
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, ParamSpec, TensorSpec

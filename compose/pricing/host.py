@@ -8,9 +8,8 @@ from typing import Any
 
 from itercast.compose.graph.launch_modes import launches
 from itercast.compose.graph.layers import Layer
-from itercast.compose.pricing.assumed_time import AssumedShares, AssumedTime
-from itercast.compose.pricing.price_book import PriceBook, PricedOp, price_book
-from itercast.learners.family_model import FamilyModel
+from itercast.compose.pricing.price_book import PriceBook, price_book
+from itercast.compose.pricing.priced_op import AssumedShares, AssumedTime, PricedOp
 from itercast.learners.transfer.source_gpus import gpu_distance
 from itercast.microbench.hardware.host import EVENT_US
 from itercast.microbench.opcall import StepCapture
@@ -99,7 +98,7 @@ def _measured_book(book: PriceBook) -> PriceBook:
     Python runs on the host, so its time depends on the GPU only through the machine it sits in.
     """
     model = book.models.get("host")
-    if not isinstance(model, FamilyModel) or book.gpu.kind == "cpu":
+    if model is None or book.gpu.kind == "cpu":
         return book
     known = [model.source_gpus.gpus[name] for name in model.source_gpus.measured]
     known = [gpu for gpu in known if gpu.kind == book.gpu.kind]

@@ -12,7 +12,6 @@ from math import floor
 from itercast.compose.graph.identity_cache import Once, cached_by_identity
 from itercast.compose.graph.layers import Layer
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
-from itercast.compose.pricing.assumed_time import AssumedShares, AssumedTime
 from itercast.compose.pricing.collectives import (
     Cluster,
     Group,
@@ -29,7 +28,8 @@ from itercast.compose.pricing.host import (
     launch_costs,
     led_by_graph,
 )
-from itercast.compose.pricing.price_book import Priceable, PriceBook, PricedOp
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import AssumedShares, AssumedTime, Priceable, PricedOp
 from itercast.compose.pricing.rank_graph import RankGraph, rank_graph, until_read
 from itercast.compose.pricing.recompute import recomputed
 from itercast.compose.pricing.sharded_tables import slowest_rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from itercast.compose.pricing.price_book import Priceable
+from itercast.compose.pricing.priced_op import Priceable
 from itercast.microbench.ops.step.optimizer import FUSED, OptimizerOp, as_fused, of_rank
 
 # Tensors like the parameter, in its own dtype, that an optimizer keeps.

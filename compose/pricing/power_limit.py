@@ -48,3 +48,10 @@ def _same_sms(one: Gpu, other: Gpu) -> bool:
     """Whether both have the same tensor cores: bf16 FLOP per SM and clock within SAME_SMS."""
     rates = [g.full_rate("bf16") / (g.sm_count * g.clock_hz) for g in (one, other)]
     return max(rates) <= (1 + SAME_SMS) * min(rates)
+
+
+def throttled_us(gpu: Gpu, dtype: str, us: float, flops: float) -> float:
+    """Time of a matrix product, not below that at the rate which the power limit sustains."""
+    if gpu.kind == "cpu" or not us:
+        return us
+    return max(us, 1e6 * flops / sustained_flops_per_s(gpu, dtype))

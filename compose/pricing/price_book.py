@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,22 +11,19 @@ import pandas as pd
 
 from itercast.compose.graph.attention_kernels import SIXTEEN_BIT, kernel_ratio
 from itercast.compose.graph.identity_cache import cached_by_identity
-from itercast.compose.pricing.assumed_time import AssumedShares
-from itercast.compose.pricing.fallbacks import fallback_parts, has_model
-from itercast.compose.pricing.power_limit import sustained_flops_per_s
+from itercast.compose.pricing.fallbacks import fallback_parts
+from itercast.compose.pricing.power_limit import throttled_us
+from itercast.compose.pricing.priced_op import UNMODELLED, Priceable, PricedOp
 from itercast.learners.family_model import FamilyModel
 from itercast.learners.features.host_calls import HostCall
 from itercast.microbench.assumptions import assumed
-from itercast.microbench.hardware.host import REFERENCE, USUAL, HostMachine, call_launches
+from itercast.microbench.hardware.host import REFERENCE, USUAL, HostMachine
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL as USUAL_STACK
 from itercast.microbench.hardware.stack import stack_of_row
-from itercast.microbench.opcall import OpCall
-from itercast.microbench.ops import find_family
-from itercast.microbench.ops.family import Family, Part
+from itercast.microbench.ops.family import Part
 from itercast.microbench.ops.memory.elementwise import memory_copy
 
-UNMODELLED = "unmodelled"
 ATTENTION = "attention"  # the family whose kernels stacks choose
 ROOFLINE_OVERHEAD_US: float = assumed(__file__, "roofline_overhead_us")
 # no assumption: standard deviations between the 10 and 90 % quantiles of a normal distribution
@@ -37,8 +34,8 @@ class Pricer(Protocol):
     """Anything that prices rows of a family, as ``itercast.learners.bundle.Bundle`` does."""
 
     @property
-    def models(self) -> Mapping[str, Any]:
-        """Families that have a model."""
+    def models(self) -> Mapping[str, FamilyModel | None]:
+        """Families that have a model; None for one of which nothing but its prices is known."""
 
     def price(
         self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
@@ -52,48 +49,6 @@ class Pricer(Protocol):
         self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
     ) -> Sequence[bool]:
         """Returns the column in_envelope of ``price`` alone, which is cheap to compute."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PricedOp:
-    """One call with its duration; ``family`` is "unmodelled" where no learned model priced it.
-
-    ``latency_us``: the part of a message on a CPU during which ranks sleep. ``launch_us``: host
-    time of the call on a GPU, None where it was not measured; it launches ``kernels`` kernels of
-    equal length. ``call_launches``: host time of its call over that of a pointwise op.
-    ``assumed``: shares of ``duration_us`` that rest on assumptions, by their names. ``leads``: the
-    share of the step's host time that comes before it, where a CUDA graph launches all ops.
-    """
-
-    op: str
-    family: str
-    phase: str
-    duration_us: float
-    flops: float
-    latency_us: float = 0.0
-    launch_us: float | None = None
-    kernels: int = 1
-    call_launches: float = 1.0
-    assumed: AssumedShares = ()
-    leads: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Priceable:
-    """An op to price: its parameters in the family that answers for it, and its tensors' bytes.
-
-    ``cold``: the share of its bytes that no cache holds. ``kernel``: the attention kernel, where
-    the step states one; ``channels_last``: images are NHWC in memory.
-    """
-
-    op: str
-    phase: str
-    family: Family | None
-    params: Any
-    bytes_moved: float
-    cold: float
-    kernel: str = ""
-    channels_last: bool = False
 
 
 Prices = dict[str, dict[Any, tuple[dict[str, float], dict[str, float]]]]
@@ -119,10 +74,13 @@ class PriceBook:
     ) -> None:
         self.pricer, self.gpu, self.threads, self.stack = pricer, gpu, threads, stack
         self.host = host
-        self.models = {n: m for n, m in pricer.models.items() if answers(m, gpu)}
+        self.models: Mapping[str, FamilyModel | None] = {
+            name: model
+            for name, model in pricer.models.items()
+            if model is None or model.covers_kind(gpu)
+        }
         self.by_threads: dict[int, Prices] = {} if by_threads is None else by_threads
         self.by_threads.setdefault(threads, {})
-        self.flops: dict[Any, float] = {}  # by parameters
         self.parts: dict[Any, list[Part]] = {}  # by parameters and memory format
         self.ops: dict[Any, PricedOp] = {}  # by all that an op to price states
         self.kernel_ratios: dict[Any, float] = {}  # by stated attention kernel and parameters
@@ -180,7 +138,7 @@ class PriceBook:
         """The op's price, computed once for ops that are equal."""
         key = (w.op, w.phase, w.params, w.bytes_moved, w.cold, w.kernel, w.channels_last)
         if key not in self.ops:
-            self.ops[key] = self._one(w, parts)
+            self.ops[key] = self._new(w, parts)
         return self.ops[key]
 
     def prefetch(self, wanted: Sequence[Priceable]) -> list[list[Part]]:
@@ -204,122 +162,75 @@ class PriceBook:
         models, on_gpu = self.models, self.gpu.kind != "cpu"
         if found := fallback_parts(w.params, models, w.channels_last, self.gpu, self.stack):
             return found
-        if w.family is not None and w.family.name in models:
-            return [Part(family=w.family.name, params=w.params)]
-        if on_gpu and has_model(models, "elementwise"):
-            return [memory_copy(_moved(w, self.gpu))]
+        if w.name in models:
+            return [Part(family=w.name, params=w.params)]
+        if on_gpu and models.get("elementwise") is not None:
+            return [memory_copy(w.bytes_on(self.gpu))]
         return []
-
-    def _flops(self, family: Family, params: Any) -> float:
-        if params not in self.flops:
-            self.flops[params] = float(family.flops(params))
-        return self.flops[params]
 
     def _call(self, w: Priceable) -> HostCall | None:
         """Measured host time of a call on a GPU; on a CPU it is part of the op."""
-        if w.family is None or self.gpu.kind == "cpu" or self.host_is_named:
+        model = self.models.get(w.name)
+        if model is None or self.gpu.kind == "cpu" or self.host_is_named:
             return None
-        key = (w.family.name, getattr(w.params, "op", ""))
+        key = (w.name, w.kind)
         if key not in self.calls:
-            model = self.models.get(key[0])
-            measured = isinstance(model, FamilyModel)
-            self.calls[key] = model.host_call(self.gpu.name, key[1]) if model and measured else None
+            self.calls[key] = model.host_call(self.gpu.name, w.kind)
         return self.calls[key]
 
     def _kernel_ratio(self, w: Priceable) -> float:
         """Time of the attention kernel that runs over that of the kernels its rows measured."""
-        p, model = w.params, self.models.get(ATTENTION)
-        if w.family is None or w.family.name != ATTENTION or self.gpu.kind == "cpu":
+        p, family, model = w.params, w.family, self.models.get(w.name)
+        if family is None or family.name != ATTENTION or self.gpu.kind == "cpu":
             return 1.0
         if p.dtype not in SIXTEEN_BIT:
             return 1.0
         key = (w.kernel, p)
         if key not in self.kernel_ratios:
             kernel = w.kernel or stack_of_row(self.stack).attention_on(self.gpu)
-            rows: dict[tuple[str, str], float] = {}
+            rows: Mapping[tuple[str, str], float] = {}
             gpus = {self.gpu.name: self.gpu}
-            if isinstance(model, FamilyModel):
+            if model is not None:
                 op = p.op if model.covers(self.gpu, p.op, p.dtype) else "forward"
-                rows = model.row_sources(self.gpu, op, p.dtype, self.stack, w.family)
+                rows = model.row_sources(self.gpu, op, p.dtype, self.stack, family)
                 gpus = {**model.source_gpus.gpus, **gpus}
-            self.kernel_ratios[key] = kernel_ratio(kernel, w.family, p, self.gpu, rows, gpus)
+            self.kernel_ratios[key] = kernel_ratio(kernel, family, p, self.gpu, rows, gpus)
         return self.kernel_ratios[key]
 
-    def _throttled(self, w: Priceable, us: float, flops: float) -> float:
-        """Returns the factor by which a busy GPU's power limit lengthens an op."""
-        if w.family is None or not w.family.matmul or self.gpu.kind == "cpu" or not us:
-            return 1.0
-        return max(1.0, 1e6 * flops / sustained_flops_per_s(self.gpu, w.params.dtype) / us)
+    def _part_us(self, part: Part, cold: float) -> float:
+        """Time of a part of an op; its share ``cold`` reads from memory, the rest from caches."""
+        warm, cool = (row["predicted_us"] for row in self.prices[part.family][part.params])
+        return part.times * ((1 - cold) * warm + cold * cool)
 
-    def _one(self, w: Priceable, parts: Sequence[Part]) -> PricedOp:
-        name = w.family.name if w.family is not None else UNMODELLED
-        flops = self._flops(w.family, w.params) if w.family else 0.0
-        us = other_us = 0.0
-        ratio = self._kernel_ratio(w)
-        for part in parts:
-            warm, cool = self.prices[part.family][part.params]
-            one_us = (1 - w.cold) * warm["predicted_us"] + w.cold * cool["predicted_us"]
-            one_us *= ratio * part.times
-            us += one_us
-            other_us += 0.0 if _same_op(part, w) else abs(one_us)
-        if name not in self.models:
-            name = UNMODELLED
-            dtype = getattr(w.params, "dtype", "fp32")
-            if not parts:
-                us = _moved(w, self.gpu) / self.gpu.hbm_bytes_per_s * 1e6 + ROOFLINE_OVERHEAD_US
-            us = max(us, flops / self.gpu.peak(dtype) * 1e6)
-            other_us = us
-        us *= self._throttled(w, us, flops)
-        call = self._call(w)
-        shares = _assumed_shares(w, parts, min(1.0, other_us / us) if us > 0 else 0.0)
-        if ratio != 1.0:
-            shares = (("attention_kernels.over_flash_2", 1.0),)
+    def _roofline_us(self, w: Priceable, flops: float, parts_us: float) -> float:
+        """Time of an op without a model: of its parts or its bytes, and not below its flops'."""
+        bytes_us = w.bytes_on(self.gpu) / self.gpu.hbm_bytes_per_s * 1e6 + ROOFLINE_OVERHEAD_US
+        peak = self.gpu.peak(getattr(w.params, "dtype", "fp32"))
+        return max(parts_us or bytes_us, flops / peak * 1e6)
+
+    def _new(self, w: Priceable, parts: Sequence[Part]) -> PricedOp:
+        """Prices an op: parts added up, attention's kernel, power limit, host time of its call."""
+        flops = float(w.family.flops(w.params)) if w.family is not None else 0.0
+        ratio, known, call = self._kernel_ratio(w), w.name in self.models, self._call(w)
+        times_us = [(part, ratio * self._part_us(part, w.cold)) for part in parts]
+        us = sum(part_us for _, part_us in times_us)
+        other_us = sum(abs(part_us) for part, part_us in times_us if not w.is_priced_as(part))
+        if not known:
+            us = other_us = self._roofline_us(w, flops, us)
+        if w.family is not None and w.family.matmul:
+            us = throttled_us(self.gpu, w.params.dtype, us, flops)
+        shares = w.assumed_shares(len(parts), min(1.0, other_us / us) if us > 0 else 0.0)
         return PricedOp(
             op=w.op,
-            family=name,
+            family=w.name if known else UNMODELLED,
             phase=w.phase,
             duration_us=us,
             flops=flops,
             launch_us=call.us(getattr(w.params, "tensors", 1)) if call else None,
             kernels=max(1, round(call.kernels)) if call else 1,
-            call_launches=_call_launches(w),
-            assumed=shares,
+            call_launches=w.call_launches,
+            assumed=shares if ratio == 1.0 else (("attention_kernels.over_flash_2", 1.0),),
         )
-
-
-def _same_op(part: Part, w: Priceable) -> bool:
-    """Whether a part is priced by the op's own family as the same op."""
-    same_family = w.family is not None and part.family == w.family.name
-    return same_family and getattr(part.params, "op", "") == getattr(w.params, "op", "")
-
-
-def _assumed_shares(w: Priceable, parts: Sequence[Part], other_frac: float) -> AssumedShares:
-    """Assumption of the ``other_frac`` of an op's time that its own model does not price."""
-    if not parts:
-        return (("price_book.roofline_overhead_us", other_frac),)
-    family = w.family.name if w.family is not None else UNMODELLED
-    return ((f"fallbacks.{family}", other_frac),) if other_frac else ()
-
-
-def _call_launches(w: Priceable) -> float:
-    """Host time of the call over that of a pointwise op."""
-    if w.family is None:
-        return 1.0
-    return call_launches(w.family.name, getattr(w.params, "op", ""))
-
-
-def answers(model: Any, gpu: Gpu) -> bool:
-    """Whether a family's model was learned from devices of this kind."""
-    return not isinstance(model, FamilyModel) or model.covers_kind(gpu)
-
-
-def _moved(w: Priceable, gpu: Gpu) -> float:
-    """Bytes read and written: by the family's formula, else every tensor once."""
-    if w.family is None:
-        return w.bytes_moved
-    if w.family.cached_bytes is not None:
-        return float(w.family.cached_bytes(w.params, gpu))
-    return float(w.family.bytes_moved(w.params))
 
 
 @cached_by_identity
@@ -341,32 +252,3 @@ def price_book(
     if threads not in books:
         books[threads] = PriceBook(pricer, gpu, threads, stack=stack, host=host)
     return books[threads]
-
-
-def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
-    """Finds an op call's family and parameters, so that it can be priced.
-
-    ``cold``: the share of its bytes that are read from memory, not from a cache.
-    """
-    family, params = find_family(call)
-    return Priceable(
-        op=call.op,
-        phase=call.phase,
-        family=family,
-        params=params,
-        bytes_moved=touched_bytes(call),
-        cold=cold,
-        kernel=str(call.kwargs.get("kernel", "")),
-        channels_last=_channels_last(call),
-    )
-
-
-def touched_bytes(call: OpCall) -> int:
-    """Bytes of all tensors that a call reads and writes."""
-    return sum(t.nbytes for t in (*call.tensors(), *call.outputs))
-
-
-def _channels_last(call: OpCall) -> bool:
-    """Whether the images that an op reads are NHWC; one channel is both, and counts as NCHW."""
-    images = [t for t in call.tensors() if len(t.shape) == 4 and t.shape[1] > 1 and t.stride]
-    return bool(images) and images[0].stride[1] == 1 and not images[0].contiguous

@@ -20,7 +20,7 @@ from itercast.compose.parallel.ep import expert_parallel
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.collectives import Message
 from itercast.compose.pricing.gradient_copies import buffers, gradient_copies
-from itercast.compose.pricing.price_book import Priceable, priceable, touched_bytes
+from itercast.compose.pricing.priced_op import Priceable, priceable, touched_bytes
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.plan import ParallelPlan

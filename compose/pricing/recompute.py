@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from itercast.compose.graph.layers import Layer
 from itercast.compose.pricing.host import python_op
-from itercast.compose.pricing.price_book import PriceBook, PricedOp
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import PricedOp
 from itercast.microbench.hardware.stack import WHOLE, stack_of_row
 from itercast.microbench.opcall import StepCapture
 

@@ -26,7 +26,8 @@ from itercast.compose.parallel.table_work import in_a_row, lookup_calls
 from itercast.compose.parallel.tables import RankStep, rank_step
 from itercast.compose.pricing.collectives import Cluster
 from itercast.compose.pricing.optimizer import STATE_COPIES
-from itercast.compose.pricing.price_book import Priceable, PriceBook, PricedOp, priceable
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable
 from itercast.microbench.hardware.stack import TableSoftware, stack_of_row
 from itercast.microbench.iterations.sharded_model import Shard
 from itercast.microbench.opcall import StepCapture

@@ -10,7 +10,8 @@ from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.cuda_variants import with_cuda_variants
 from itercast.compose.pricing.collectives import Cluster, Group, Message, price_messages
 from itercast.compose.pricing.host import Launches, launch_costs
-from itercast.compose.pricing.price_book import Priceable, PriceBook, PricedOp, priceable
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, StepCapture

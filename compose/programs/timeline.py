@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
-from itercast.compose.pricing.price_book import PricedOp
+from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import Step, fold
 from itercast.compose.programs.price import PricedRank
 from itercast.compose.simulate.timeline import Span, Task, simulate_shared

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from itercast.compose.pricing.assumed_time import AssumedTime
 from itercast.compose.pricing.host import PYTHON
-from itercast.compose.pricing.price_book import UNMODELLED, PricedOp
+from itercast.compose.pricing.priced_op import UNMODELLED, AssumedTime, PricedOp
 from itercast.compose.simulate.rank import LATENCY, Run
 from itercast.compose.simulate.timeline import Span
 

@@ -9,7 +9,7 @@ from functools import partial
 from itercast.compose.pricing.collectives import price_messages
 from itercast.compose.pricing.host import python_op, step_work
 from itercast.compose.pricing.layer_prices import PricedLayer
-from itercast.compose.pricing.price_book import PricedOp
+from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.simulate.breakdown import Shares, Tally, assumed_us, shares
 from itercast.compose.simulate.cyclic import send_to_next_replica, slot_message, steady_us
 from itercast.compose.simulate.pipeline import StageTimes, finish_us

@@ -13,7 +13,8 @@ from functools import cached_property
 
 from itercast.compose.pricing.collectives import Cluster, Message, price_messages
 from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
-from itercast.compose.pricing.price_book import PriceBook, PricedOp
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import Step, Work
 from itercast.compose.simulate.data_parallel import LayerBucket, Strategy, strategy
 from itercast.compose.simulate.timeline import Span, Task, simulate_shared

@@ -10,7 +10,7 @@ from itercast.compose.pricing.gradient_copies import buffer_copies
 from itercast.compose.pricing.host import host_cost
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import STATE_COPIES, fused_update, scaled_update
-from itercast.compose.pricing.price_book import UNMODELLED, PricedOp
+from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp
 from itercast.compose.pricing.work import Step, Work, fold
 from itercast.compose.simulate.data_parallel import LayerBucket, layer_buckets
 from itercast.compose.simulate.fsdp import hooks, sharded_backward, sharded_bytes, sharded_forward

@@ -8,7 +8,7 @@ from functools import partial
 
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op
-from itercast.compose.pricing.price_book import PricedOp
+from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.simulate.data_parallel import reductions
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.compose.simulate.pipeline import StageTimes, in_flight

@@ -78,7 +78,7 @@ def _print(name: str, found: Forecast, *, as_json: bool, explain: bool) -> None:
 def _not_modelled(found: Forecast, step: StepCapture, target: Target) -> int:
     """Print which ops have no model; returns exit code 1."""
     from itercast.compose.graph.launch_modes import as_launched
-    from itercast.compose.pricing.price_book import UNMODELLED, priceable
+    from itercast.compose.pricing.priced_op import UNMODELLED, priceable
 
     ops = target.book.price([priceable(c) for c in as_launched(step).calls])
     names = sorted({op.op for op in ops if op.family == UNMODELLED})

@@ -30,7 +30,8 @@ from itercast.compose.parallel.ep import expert_parallel, expert_weights
 from itercast.compose.parallel.tp import PRODUCTS, tensor_parallel
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import price_model
-from itercast.compose.pricing.price_book import PriceBook, priceable
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.pricing.rank_graph import rank_graph
 from itercast.microbench.cases.registry import case
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec

@@ -12,7 +12,8 @@ import pytest
 from memory_walk import peak_bytes
 
 from itercast.compose.forecast import HALF_WIDTH, forecast
-from itercast.compose.pricing.price_book import PriceBook, priceable
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.pricing.work import Step, fold
 from itercast.compose.simulate.rank import Lanes
 from itercast.compose.simulate.timeline import simulate

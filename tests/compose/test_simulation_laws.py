@@ -16,7 +16,8 @@ from plan_case import CPU, GPU
 from itercast.compose.capture_model import capture
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import price_model
-from itercast.compose.pricing.price_book import UNMODELLED, PriceBook
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import UNMODELLED
 from itercast.compose.simulate.iteration import evaluate, quick_us
 from itercast.compose.simulate.stage_rank import stages_of
 from itercast.compose.target import find_target, forecast_step

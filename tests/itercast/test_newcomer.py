@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from itercast.__main__ import app
 from itercast.compose.capture_model import capture
 from itercast.compose.predict import predict
-from itercast.compose.pricing.price_book import priceable
+from itercast.compose.pricing.priced_op import priceable
 from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.opcall import OpCall
 

@@ -9,7 +9,7 @@ import torch
 
 from itercast.compose.capture_model import capture
 from itercast.compose.pricing.optimizer import STATE_COPIES, fused_update, scaled_update
-from itercast.compose.pricing.price_book import priceable
+from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.target import find_target, forecast_step
 from itercast.microbench.lamb import DECAY, Lamb
 from itercast.microbench.opcall import StepCapture

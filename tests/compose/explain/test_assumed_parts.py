@@ -12,7 +12,8 @@ import pytest
 from itercast.compose.explain.assumptions import assumed_parts
 from itercast.compose.forecast import Forecast, forecast
 from itercast.compose.pricing.collectives import Message, cluster, formula_us, price_messages
-from itercast.compose.pricing.price_book import Priceable, PriceBook
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import Priceable
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec

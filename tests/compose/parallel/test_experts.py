@@ -15,7 +15,8 @@ from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.ep import expert_parallel, expert_weights
 from itercast.compose.parallel.fp8 import FP8_CAST
 from itercast.compose.pricing.fallbacks import fallback_parts
-from itercast.compose.pricing.price_book import PriceBook, priceable
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import priceable
 from itercast.microbench.cases.registry import case
 from itercast.microbench.opcall import OpCall, StepCapture
 from itercast.microbench.ops.matrix.gemm import GROUPED, Gemm, from_grouped

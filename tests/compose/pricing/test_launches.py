@@ -12,7 +12,8 @@ from unseen_ops import GPU, MODELS, Fixed, learned
 from itercast.compose.forecast import forecast, timeline
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.pricing.host import host_cost, launch_costs
-from itercast.compose.pricing.price_book import PriceBook, priceable
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.pricing.work import Step, Work, fold
 from itercast.learners.features.host_calls import HostCall
 from itercast.microbench.hardware.host import HostMachine

@@ -14,7 +14,8 @@ from itercast.compose.graph.cuda_variants import with_cuda_variants
 from itercast.compose.graph.memory_format import with_memory_format
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.optimizer import scaled_update
-from itercast.compose.pricing.price_book import PriceBook, priceable
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import priceable
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.ops.memory.elementwise import Elementwise
 from itercast.microbench.ops.memory.reduction import Reduction

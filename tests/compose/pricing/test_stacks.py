@@ -14,7 +14,8 @@ from itercast.compose.graph.attention_kernels import (
     with_attention_kernel,
 )
 from itercast.compose.pricing.power_limit import sustained_flops_per_s
-from itercast.compose.pricing.price_book import Priceable, PriceBook, PricedOp
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import Priceable, PricedOp
 from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.matrix.attention import FAMILY as ATTENTION

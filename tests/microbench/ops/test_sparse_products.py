@@ -12,7 +12,8 @@ from torch import nn
 from unseen_ops import GPU, MODELS, learned
 
 from itercast.compose.pricing.fallbacks import fallback_parts
-from itercast.compose.pricing.price_book import UNMODELLED, PriceBook, PricedOp, priceable
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp, priceable
 from itercast.microbench.capture.log import OpLog
 from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops import families, find_family

@@ -1,0 +1,151 @@
+"""Ops to price, priced ops, and sums of time that rests on assumed numbers.
+
+Names of assumptions are ``module.entry`` of an ``assumptions.yaml``, with a key behind it where the
+entry is a table (``host.event_us.launch``), or ``fallbacks.<family>`` where other ops are priced
+instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from itercast.microbench.hardware.host import call_launches
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall
+from itercast.microbench.ops import find_family
+from itercast.microbench.ops.family import Family, Part
+
+UNMODELLED = "unmodelled"
+AssumedShares = tuple[tuple[str, float], ...]  # name of an assumption, share of a time
+
+
+@dataclass
+class AssumedTime:
+    """Times added up: all of them, and by assumption the part that rests on it."""
+
+    total_us: float = 0.0
+    by_name_us: dict[str, float] = field(default_factory=dict)
+
+    def add(self, time_us: float, shares: AssumedShares = ()) -> None:
+        """Add a time, of which each assumption has its share."""
+        self.total_us += time_us
+        for name, share in shares:
+            self.by_name_us[name] = self.by_name_us.get(name, 0.0) + share * time_us
+
+    def add_all(self, other: AssumedTime, times: float = 1.0) -> None:
+        """Add all of another sum, ``times`` times."""
+        self.total_us += times * other.total_us
+        for name, us in other.by_name_us.items():
+            self.by_name_us[name] = self.by_name_us.get(name, 0.0) + times * us
+
+    @property
+    def shares(self) -> AssumedShares:
+        """Each assumption's share of the whole sum."""
+        if not self.total_us:
+            return ()
+        return tuple((name, us / self.total_us) for name, us in self.by_name_us.items())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedOp:
+    """One call with its duration; ``family`` is "unmodelled" where no learned model priced it.
+
+    ``latency_us``: the part of a message on a CPU during which ranks sleep. ``launch_us``: host
+    time of the call on a GPU, None where it was not measured; it launches ``kernels`` kernels of
+    equal length. ``call_launches``: host time of its call over that of a pointwise op.
+    ``assumed``: shares of ``duration_us`` that rest on assumptions, by their names. ``leads``: the
+    share of the step's host time that comes before it, where a CUDA graph launches all ops.
+    """
+
+    op: str
+    family: str
+    phase: str
+    duration_us: float
+    flops: float
+    latency_us: float = 0.0
+    launch_us: float | None = None
+    kernels: int = 1
+    call_launches: float = 1.0
+    assumed: AssumedShares = ()
+    leads: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priceable:
+    """An op to price: its parameters in the family that answers for it, and its tensors' bytes.
+
+    ``cold``: the share of its bytes that no cache holds. ``kernel``: the attention kernel, where
+    the step states one; ``channels_last``: images are NHWC in memory.
+    """
+
+    op: str
+    phase: str
+    family: Family | None
+    params: Any
+    bytes_moved: float
+    cold: float
+    kernel: str = ""
+    channels_last: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the family that answers for it."""
+        return self.family.name if self.family is not None else UNMODELLED
+
+    @property
+    def kind(self) -> str:
+        """Which of its family's ops it is."""
+        return str(getattr(self.params, "op", ""))
+
+    @property
+    def call_launches(self) -> float:
+        """Host time of the call over that of a pointwise op."""
+        return call_launches(self.name, self.kind) if self.family is not None else 1.0
+
+    def is_priced_as(self, part: Part) -> bool:
+        """Whether a part is priced by the op's own family as the same op."""
+        return part.family == self.name and getattr(part.params, "op", "") == self.kind
+
+    def bytes_on(self, gpu: Gpu) -> float:
+        """Bytes read and written: by the family's formula, else every tensor once."""
+        if self.family is None:
+            return self.bytes_moved
+        if self.family.cached_bytes is not None:
+            return float(self.family.cached_bytes(self.params, gpu))
+        return float(self.family.bytes_moved(self.params))
+
+    def assumed_shares(self, parts: int, other_frac: float) -> AssumedShares:
+        """Assumption of the ``other_frac`` of its time that its own model does not price."""
+        if not parts:
+            return (("price_book.roofline_overhead_us", other_frac),)
+        return ((f"fallbacks.{self.name}", other_frac),) if other_frac else ()
+
+
+def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
+    """Finds an op call's family and parameters, so that it can be priced.
+
+    ``cold``: the share of its bytes that are read from memory, not from a cache.
+    """
+    family, params = find_family(call)
+    return Priceable(
+        op=call.op,
+        phase=call.phase,
+        family=family,
+        params=params,
+        bytes_moved=touched_bytes(call),
+        cold=cold,
+        kernel=str(call.kwargs.get("kernel", "")),
+        channels_last=_channels_last(call),
+    )
+
+
+def touched_bytes(call: OpCall) -> int:
+    """Bytes of all tensors that a call reads and writes."""
+    return sum(t.nbytes for t in (*call.tensors(), *call.outputs))
+
+
+def _channels_last(call: OpCall) -> bool:
+    """Whether the images that an op reads are NHWC; one channel is both, and counts as NCHW."""
+    images = [t for t in call.tensors() if len(t.shape) == 4 and t.shape[1] > 1 and t.stride]
+    return bool(images) and images[0].stride[1] == 1 and not images[0].contiguous
