@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import exp
 
 from itercast.compose.graph.identity_cache import Once
+from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import Cluster, cluster, default_contention
 from itercast.compose.pricing.layer_prices import PricedModel, price_model
 from itercast.compose.pricing.price_book import PriceBook, Pricer, price_book
@@ -31,7 +32,8 @@ class Forecast:
     The 80 % interval is from iteration / e**h to iteration * e**h, with h of ``HALF_WIDTH``.
     ``idle_by_us`` splits idle time into host gaps, pipeline bubble and waiting for other stages.
     ``host_us``: all work of the rank's host in a step, whether or not the device waits for it.
-    ``fits``: the peak memory is within the device's. ``host``: the host of the GPU, empty on a CPU.
+    ``memory_room_bytes``: memory for tensors, without that of CUDA's context, NCCL and torch's
+    allocator; ``fits``: the peak memory is within it. ``host``: the GPU's host, empty on a CPU.
     ``stack``: the software that is forecast. ``network``: the node, links and network that messages
     are priced by; empty for one rank and on a CPU.
 
@@ -68,6 +70,7 @@ class Forecast:
     assumed_by_us: dict[str, float] = field(default_factory=dict)
     memory_by_bytes: dict[str, int] = field(default_factory=dict)
     world_size: int = 1
+    memory_room_bytes: int = 0
     fits: bool = True
     host: str = ""
     stack: str = USUAL
@@ -152,6 +155,7 @@ def report(
         plan=str(plan),
         bundle_name=bundle_name,
         network=network,
+        room=room_bytes(book.gpu, plan),
         world_size=plan.world_size,
         samples=capture.samples * replicas,
         tokens=capture.tokens * plan.cp * replicas,
@@ -165,6 +169,7 @@ def report_step(
     plan: str,
     bundle_name: str,
     network: str,
+    room: int,
     world_size: int,
     samples: int,
     tokens: int,
@@ -197,7 +202,8 @@ def report_step(
         assumed_by_us=found.assumed_by_us,
         memory_by_bytes=found.memory,
         world_size=world_size,
-        fits=found.memory_bytes <= book.gpu.hbm_bytes,
+        memory_room_bytes=room,
+        fits=found.memory_bytes <= room,
         host="" if book.gpu.kind == "cpu" else book.host.name,
         stack=book.stack,
         network=network,

@@ -24,6 +24,7 @@ from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.product_roles import alias_weight_casts
 from itercast.compose.graph.sizes import CapturesBySize
 from itercast.compose.parallel.captured_tables import captured_tables
+from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.ep import expert_weights
 from itercast.compose.pricing.collectives import cluster, gpus_per_domain
 from itercast.compose.pricing.layer_prices import prefetch_steps, price_model
@@ -126,7 +127,7 @@ class Search:
     def scored(self, rank: Rank, iteration_us: float) -> Scored:
         """The rank's plan with this time, and its memory."""
         nbytes = sum(memory(rank, self.optimizer).values())
-        fits = nbytes <= self.book.gpu.hbm_bytes
+        fits = nbytes <= room_bytes(self.book.gpu, rank.plan)
         return Scored(plan=rank.plan, iteration_us=iteration_us, memory_bytes=nbytes, fits=fits)
 
     def simulated(self, rank: Rank) -> Scored:
@@ -290,7 +291,8 @@ def _variants(
     sizes = [replica] if tables else small
     for zero, hsdp in _sharding(search, degrees):
         sharded = replace(degrees, zero=zero, hsdp=hsdp)
-        if _least_bytes(search, sharded, parameter_bytes) > search.book.gpu.hbm_bytes:
+        room = room_bytes(search.book.gpu, sharded)
+        if _least_bytes(search, sharded, parameter_bytes) > room:
             continue
         for sp in (False, True) if degrees.tp > 1 else (False,):
             for schedule, virtual in _schedules(pp):

@@ -19,7 +19,7 @@ GPU = Gpu(
     name="toy-gpu",
     peak_flops_per_s={"fp32": 1e12},
     l2_bytes=1e12,
-    hbm_bytes=1e9,
+    hbm_bytes=16e9,
     link_bytes_per_s=1e11,
     pcie_bytes_per_s=1e10,
 )

@@ -12,6 +12,7 @@ import numpy as np
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.parallel.batched_tables import BatchedStep, as_stored, batched_calls
 from itercast.compose.parallel.captured_tables import CapturedTable, captured_tables
+from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.greedy import Way, balanced, placements
 from itercast.compose.parallel.placement import (
     Placement,
@@ -186,7 +187,8 @@ class ShardTimes:
         first = [self.placed(i, p)[0] for i, mine in enumerate(places) for p in mine]
         us = iter([time.total_us for time in self.of(first)])
         ways = [[Way(place, next(us)) for place in mine] for mine in places]
-        limit_bytes = self.book.gpu.hbm_bytes
+        plan = ParallelPlan(dp=self.ranks, shard=GREEDY)
+        limit_bytes = room_bytes(self.book.gpu, plan)
         return balanced(listed, ways, self.ranks, self.per_node, limit_bytes, state)
 
     def _wanted(self, shard: Shard) -> tuple[list[Priceable], list[Priceable]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from itercast.compose.forecast import Forecast, report_step
+from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import default_contention, gpus_per_domain
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.programs.price import PricedRank, cluster_of, price_rank
@@ -13,6 +14,7 @@ from itercast.compose.simulate.breakdown import Tally, assumed_us, covered_us
 from itercast.compose.simulate.iteration import Outcome
 from itercast.compose.simulate.timeline import Span, Task
 from itercast.compose.target import Target
+from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.programs.program import COLLECTIVE, ProgramCapture
 
 
@@ -48,6 +50,7 @@ def _simulated(
         book,
         plan=f"program on {world} ranks",
         bundle_name=target.bundle_name,
+        room=room_bytes(book.gpu, ParallelPlan(dp=world)),
         network=cluster_of({"world": everyone}, book.gpu, target.node, per_node).network,
         world_size=world,
         samples=world * program.samples,

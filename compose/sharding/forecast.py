@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from itercast.compose.forecast import rank_of
+from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.placement import Sharding, check_sharding, memory_bytes
 from itercast.compose.parallel.tables import rank_step
 from itercast.compose.pricing.collectives import cluster
@@ -24,7 +25,7 @@ from itercast.compose.simulate.iteration import evaluate, quick_us
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.target import Target
 from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.plan import GREEDY, ParallelPlan
 
 # The step of an iteration that each part of ``table_work.PHASES`` belongs to.
 STEP_OF_PART: Mapping[str, str] = {
@@ -73,6 +74,7 @@ class Forecaster:
         self.target = replace(target, plan=plan, threads=threads)
         self.book = price_book(target.bundle, gpu, threads, target.stack, target.host)
         self.where = cluster(plan, gpu, target.node)
+        self.room_bytes = room_bytes(gpu, replace(plan, shard=GREEDY))
         self.per_node = self.where.groups["dp"].per_node
         self.step = dlrm_step(model)
         self.tables = tables_of(self.step, model)
@@ -121,7 +123,7 @@ class Forecaster:
             iteration_us=quick_us(self._rank(step), step.optimizer),
             lookup_us=tuple(lookup_us),
             memory_bytes=tuple(memory),
-            fits=max(memory) <= self.book.gpu.hbm_bytes,
+            fits=max(memory) <= self.room_bytes,
         )
 
     def steps_us(self, sharding: Sharding) -> dict[str, float]:

@@ -74,8 +74,8 @@ def greedy_by(cost: Callable[[Table], float], forecaster: Forecaster, parts: int
     """Gives each table, by falling cost, to the rank with the least cost so far (``greedy``)."""
     model, state = forecaster.model, STATE_PER_WEIGHT[forecaster.model.optimizer]
     by_table = [cost(t) for t in model.tables]
-    limit_bytes = forecaster.book.gpu.hbm_bytes
-    return greedy(model.tables, by_table, forecaster.world_size, limit_bytes, state, parts)
+    room = forecaster.room_bytes
+    return greedy(model.tables, by_table, forecaster.world_size, room, state, parts)
 
 
 def random_sharding(rng: np.random.Generator, model: RankingModel, ranks: int) -> Sharding:

@@ -177,7 +177,8 @@ def plans_table(facts: dict[str, Any], reports: Sequence[Forecast]) -> Table:
         f"up to {100 * guessed:.0f} % of the time has no learned model",
     ]
     if not all(r.fits for r in reports):
-        lines.append("!: more memory than the GPU has")
+        room = max(r.memory_room_bytes for r in reports) / 1e9
+        lines.append(f"!: more than the {room:.1f} GB that a GPU has left for tensors")
     if network := reports[0].network:
         lines.append(network)
     table.caption = "\n".join(lines)

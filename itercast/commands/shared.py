@@ -191,6 +191,9 @@ def forecast_table(case: str, found: Forecast) -> Table:
     table.add_row("80 % interval", f"{low:.2f} to {high:.2f} ms")
     table.add_row("samples per second", f"{found.samples_per_s:.1f}")
     table.add_row("peak memory", f"{found.memory_bytes / 1e6:.0f} MB")
+    if not found.fits:
+        room = f"{found.memory_room_bytes / 1e6:.0f} MB are left for tensors"
+        table.add_row("[red]does not fit[/]", room)
     table.add_row("not covered by a model", f"{100 * found.unmodelled_frac:.1f} % of the time")
     table.add_row("rests on assumed numbers", f"{100 * found.assumed_frac:.1f} % of the iteration")
     table.add_row("bundle", found.bundle)

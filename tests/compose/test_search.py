@@ -77,13 +77,18 @@ def test_a_plan_across_hosts_of_one_rack_is_simulated() -> None:
     assert rank.where.groups["tp"] == Group(size=16, per_node=16)
 
 
+def gpu_with_room(nbytes: float) -> Gpu:
+    """A device all of whose memory is for tensors."""
+    return Gpu(**{**GPU.to_dict(), "kind": "cpu", "hbm_bytes": float(nbytes)})
+
+
 def test_a_gpu_too_small_for_all_experts_holds_some_of_them() -> None:
     """A rank's bytes shrink with ep, so that the lower bound of memory keeps plans with ep."""
     search = search_of(capture_at=experts_at)
     plans = [p for p in candidate_plans(search, 4) if p.pp * p.tp == 1 and p.ep > 1]
     ranks = [r for p in plans if (r := search.allowed(p)) is not None]
     spread = min(sum(memory(r, "adamw").values()) for r in ranks)
-    tight = Gpu(**{**GPU.to_dict(), "hbm_bytes": spread * 1.01})
+    tight = gpu_with_room(spread * 1.01)
     best = best_plans(search_of(tight, experts_at), 4, "memory", count=3).best
     assert best[0].fits and best[0].memory_bytes <= spread
 
@@ -106,7 +111,7 @@ def test_best_plans_use_all_gpus_but_for_cost(search: Search) -> None:
 def test_plans_that_exceed_the_memory_come_last(search: Search) -> None:
     ranks = [r for p in candidate_plans(search, 4) if (r := search.allowed(p)) is not None]
     sizes = sorted(sum(memory(r, "adamw").values()) for r in ranks)
-    tight = Gpu(**{**GPU.to_dict(), "hbm_bytes": float(sizes[len(sizes) // 2])})
+    tight = gpu_with_room(sizes[len(sizes) // 2])
     best = best_plans(search_of(tight), 4, "time", count=1000).best
     fits = [s.fits for s in best]
     assert True in fits and fits == sorted(fits, reverse=True)
@@ -146,7 +151,7 @@ def test_tables_are_spread_where_their_copies_do_not_fit() -> None:
         for text in ("dp=4", "dp=4,shard=greedy")
     )
     assert spread.memory_bytes < copies.memory_bytes / 2
-    tight = Gpu(**{**GPU.to_dict(), "hbm_bytes": copies.memory_bytes / 2})
+    tight = gpu_with_room(copies.memory_bytes / 2)
     best = best_plans(ranking_search(tight), 4, "time").best
     assert best[0].fits and best[0].plan.shard == "greedy"
     assert not any(s.fits for s in best if str(s.plan) == "dp=4")

@@ -13,6 +13,7 @@ from plan_case import CPU, GPU, Flat
 
 from itercast.compose.forecast import Forecast, forecast, rank_of
 from itercast.compose.graph.attention_kernels import with_attention_kernel
+from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import Message, cluster, default_contention, formula_us
 from itercast.compose.pricing.host import WRAPPERS
 from itercast.compose.pricing.layer_prices import price_model
@@ -23,7 +24,7 @@ from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stages import partition
-from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.step.alpha_beta import START_US
 from itercast.microbench.plan import ParallelPlan, micro_batch
@@ -342,10 +343,21 @@ def test_recomputing_and_offloading_trade_time_for_memory(gpt: StepCapture) -> N
     assert of("accumulate=2,offload=optimizer", gpt).memory_by_bytes["optimizer"] == 0
 
 
+def test_room_for_tensors_by_hand() -> None:
+    """CUDA shows 99 % of 80 GiB; less a context, NCCL by axis, and 4 % that the allocator keeps."""
+    gpu = load_gpu("h100-sxm-80gb")
+    seen = 0.99 * 80 * 2**30
+    assert room_bytes(gpu, ParallelPlan()) == int((seen - 0.5e9) / 1.04)
+    three = ParallelPlan.parse("dp=2,tp=2,pp=2")
+    assert room_bytes(gpu, three) == int((seen - 0.5e9 - 3 * 0.56e9) / 1.04)
+    experts = ParallelPlan.parse("dp=8,ep=8")
+    assert room_bytes(gpu, experts) == int((seen - 0.5e9 - 2 * 0.56e9 - 3.28e9) / 1.04)
+    assert room_bytes(CPU, three) == CPU.hbm_bytes
+
+
 def test_a_plan_that_does_not_fit_says_so(gpt: StepCapture) -> None:
-    tiny: dict[str, Any] = {"hbm_bytes": 1e6}
-    assert of("tp=2", gpt).fits
-    assert not of("tp=2", gpt, replace(GPU, **tiny)).fits
+    assert of("tp=2", gpt, replace(GPU, hbm_bytes=2e9)).fits
+    assert not of("tp=2", gpt, replace(GPU, hbm_bytes=1e9)).fits  # context and NCCL take it all
 
 
 def test_bad_plans_of_a_model_name_the_rule(gpt: StepCapture) -> None:

@@ -1,0 +1,26 @@
+"""What CUDA, NCCL and torch's allocator leave of a GPU's memory for tensors."""
+
+from __future__ import annotations
+
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.plan import ParallelPlan
+
+VISIBLE_FRAC: float = assumed(__file__, "visible_frac")
+CONTEXT_BYTES: float = assumed(__file__, "context_bytes")
+NCCL_BYTES: dict[str, float] = assumed(__file__, "nccl_bytes")
+RESERVED_OVER_ALLOCATED: float = assumed(__file__, "reserved_over_allocated")
+
+
+def room_bytes(gpu: Gpu, plan: ParallelPlan) -> int:
+    """Bytes of tensors that fit a rank's GPU; a CPU's memory takes as many as it has.
+
+    Every axis of the plan with more than one rank has an NCCL communicator; those of experts and of
+    sharded tables also connect every pair of ranks, for all_to_all.
+    """
+    if gpu.kind == "cpu":
+        return int(gpu.hbm_bytes)
+    communicators = sum(n > 1 for n in (plan.dp, plan.tp, plan.pp, plan.cp, plan.ep))
+    pairs = (plan.ep > 1) + bool(plan.shard)
+    taken = CONTEXT_BYTES + communicators * NCCL_BYTES["rings"] + pairs * NCCL_BYTES["pairs"]
+    return max(0, int((VISIBLE_FRAC * gpu.hbm_bytes - taken) / RESERVED_OVER_ALLOCATED))
