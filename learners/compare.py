@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,7 +22,7 @@ from itercast.learners.models.compared import (
 )
 from itercast.learners.models.ensemble import QUICK_ROUNDS, Ensemble, folds_of
 from itercast.learners.models.training_table import Array
-from itercast.learners.models.trees import Rounds, Trees
+from itercast.learners.models.trees import Options, Rounds, Trees
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family
 
@@ -65,9 +64,7 @@ def raw_encoder(prepared: Prepared) -> Encoder:
     return Encoder.fit(raw_features(query.rows, prepared.features, query.family))
 
 
-def held_out_us(
-    learned: Learned, known: Array, held: Array, options: dict[str, Any]
-) -> dict[str, Array]:
+def held_out_us(learned: Learned, known: Array, held: Array, options: Options) -> dict[str, Array]:
     """Forecasts in us of the rows ``held`` by each other learner, fitted to the rows ``known``."""
     prepared = learned.prepared
     rows, time_us = inputs_of(prepared, raw_encoder(prepared)), prepared.table.time_us
@@ -77,9 +74,7 @@ def held_out_us(
     return {**found, PHYSICS: trees.predict_us(boosted, asked.x, asked.roofline_us)}
 
 
-def _trees(
-    prepared: Prepared, known: Array, rounds: Rounds | None, options: dict[str, Any]
-) -> Trees:
+def _trees(prepared: Prepared, known: Array, rounds: Rounds | None, options: Options) -> Trees:
     """The boosted trees of a family whose ensemble has none."""
     table = prepared.table.take(known)
     usual = Rounds(common=trees.SHARED_ROUNDS + QUICK_ROUNDS)

@@ -29,6 +29,7 @@ from itercast.learners.features.table import (
 from itercast.learners.models.ensemble import CrossFit, Ensemble, cross_fit, fit_quick, refit
 from itercast.learners.models.kernels import stated_kernel
 from itercast.learners.models.training_table import Table
+from itercast.learners.models.trees import Options
 from itercast.learners.transfer.calibration import Calibration, coordinates, kind_keys, points
 from itercast.learners.transfer.offsets import Offsets, offsets_of_rows
 from itercast.learners.transfer.query_rows import (
@@ -308,7 +309,7 @@ class Learned:
         return self.source_gpus.predict(self.ensemble, table.x, table.roofline_us, query)
 
 
-def learn(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> Learned:
+def learn(prepared: Prepared, known: np.ndarray, options: Options) -> Learned:
     """Fit to the rows ``known``; GPUs that none of them is of count as unseen."""
     train = prepared.table.take(known)
     crossed = cross_fit(train, options)
@@ -320,7 +321,7 @@ def learn(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> Lea
     )
 
 
-def learn_quickly(prepared: Prepared, known: np.ndarray, options: dict[str, Any]) -> FamilyModel:
+def learn_quickly(prepared: Prepared, known: np.ndarray, options: Options) -> FamilyModel:
     """Fit to the rows ``known``, to forecast GPUs absent from them; skips the intervals."""
     return FamilyModel(
         ensemble=fit_quick(prepared.table.take(known), options),
@@ -338,7 +339,7 @@ def learn_quickly(prepared: Prepared, known: np.ndarray, options: dict[str, Any]
 
 def fit_model(
     prepared: Prepared,
-    options: dict[str, Any],
+    options: Options,
     crossed: CrossFit,
     sensitivity: Sensitivity,
     facts: Mapping[str, Any],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,6 +11,7 @@ import pandas as pd
 from itercast.learners.family_model import FamilyModel, Prepared, learn_quickly
 from itercast.learners.features.table import CLUSTER_SEPARATOR
 from itercast.learners.models.training_table import group_split
+from itercast.learners.models.trees import Options
 from itercast.learners.transfer.offsets import Offsets
 from itercast.microbench.assumptions import assumed
 
@@ -22,7 +22,7 @@ FOLDS = 3
 HELD_SHARE = 0.2  # no assumption: of the shapes; to learn errors on measured GPUs
 
 
-def unseen_offsets(prepared: Prepared, options: dict[str, Any], seen: Offsets) -> Offsets:
+def unseen_offsets(prepared: Prepared, options: Options, seen: Offsets) -> Offsets:
     """10 and 90 % quantiles of the log error on GPUs left out, a third of them at a time.
 
     At least as wide as ``seen``; SINGLE_GPU_WIDENING times that where fewer than MIN_GPUS were
@@ -44,7 +44,7 @@ def names_of_gpus(prepared: Prepared) -> list[str]:
 
 
 def errors_on_unseen(
-    prepared: Prepared, options: dict[str, Any], folds: Sequence[Sequence[str]]
+    prepared: Prepared, options: Options, folds: Sequence[Sequence[str]]
 ) -> pd.DataFrame:
     """Log errors (``error``) of rows of each fold of GPUs (``gpu``), by models of all other rows.
 
@@ -64,7 +64,7 @@ def errors_on_unseen(
     return pd.concat(parts, ignore_index=True)
 
 
-def quick_model_with_intervals(prepared: Prepared, options: dict[str, Any]) -> FamilyModel:
+def quick_model_with_intervals(prepared: Prepared, options: Options) -> FamilyModel:
     """A model of all rows that was not cross-validated, with the envelope and intervals of one.
 
     ``offsets`` are quantiles of the errors on a fifth of the shapes, by a model of the others.

@@ -18,13 +18,15 @@ from itercast.microbench.hardware.spec import Gpu, gpu_from_dict
 from itercast.microbench.yaml_text import load_yaml
 
 log = logging.getLogger(__name__)
+Row = dict[str, Any]  # of a dataset: values by column
+Facts = Mapping[str, Any]  # of a row or a card, by name
 SOURCE = "itercast"
 FOLDER = re.compile(
     r"[\w+-][\w.+-]*"
 )  # of a family, a GPU or a source; never a path out of the root
 
 
-def point_key(row: Mapping[str, Any]) -> str:
+def point_key(row: Facts) -> str:
     """Hash that identifies one measurement: family, GPU, threads, cache, repeat and parameters."""
     key = {"family": row["family"], "gpu": row["gpu"], "threads": row["threads"]}
     key |= {"cache": row["cache"], "repeat": row["repeat"], "point": row["point"]}
@@ -52,7 +54,7 @@ class Journal:
         if self._file.tell():  # an earlier worker may have been killed in mid-line: end that line
             self._file.write(b"\n")
 
-    def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def append(self, rows: Iterable[Facts]) -> None:
         """Append the rows of one point in one write, and wait until they are on disk."""
         self._file.write(b"".join(json.dumps(r).encode() + b"\n" for r in rows))
         self._file.flush()
@@ -63,7 +65,7 @@ class Journal:
         self._file.close()
 
 
-def read_journal(path: Path) -> list[dict[str, Any]]:
+def read_journal(path: Path) -> list[Row]:
     """Rows of a journal, without lines that were cut off when a worker was killed."""
     rows = []
     for line in path.read_bytes().split(b"\n"):
@@ -74,7 +76,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def compact(root: Path, hardware: Mapping[str, Any]) -> int:
+def compact(root: Path, hardware: Facts) -> int:
     """Turn journals into part files and update the cards; returns the number of rows moved.
 
     A part has its journal's name, so that a compaction which was killed half-way can be repeated. A
@@ -93,9 +95,7 @@ def compact(root: Path, hardware: Mapping[str, Any]) -> int:
     return moved
 
 
-def _write_parts(
-    root: Path, rows: list[dict[str, Any]], name: str, hardware: Mapping[str, Any]
-) -> None:
+def _write_parts(root: Path, rows: list[Row], name: str, hardware: Facts) -> None:
     """Write one part per family and GPU, and update the cards."""
     if not rows:
         return
@@ -117,7 +117,7 @@ def write_part(
     return path
 
 
-def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
+def write_card(folder: Path, facts: Facts) -> None:
     """Write card.yaml: the given facts, the number of rows by status, a SHA-256 of every part."""
     parts = sorted(folder.glob("part-*.parquet"))
     status = pd.concat([pd.read_parquet(p, columns=["status"]) for p in parts])["status"]

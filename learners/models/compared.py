@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import xgboost as xgb
@@ -21,7 +20,7 @@ from itercast.microbench.extensions import with_added
 
 BLEND = "blend"  # the ensemble that a bundle holds, with its corrections near measured points
 PHYSICS = "xgboost-physics"  # the ensemble's boosted trees alone
-FOREST: dict[str, Any] = {  # one round of many deep trees
+FOREST: trees.Options = {  # one round of many deep trees
     "num_parallel_tree": 60,
     "eta": 1.0,
     "subsample": 0.63,
@@ -32,7 +31,7 @@ FOREST: dict[str, Any] = {  # one round of many deep trees
     "seed": 0,
 }
 PLAIN_ROUNDS = 300
-PLAIN: dict[str, Any] = {**trees.DEFAULTS, "objective": "reg:squarederror", "nthread": 1, "seed": 0}
+PLAIN: trees.Options = {**trees.DEFAULTS, "objective": "reg:squarederror", "nthread": 1, "seed": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +109,7 @@ def fit_plain_trees(rows: Inputs, time_us: Array) -> Fitted:
     return Fitted(name="xgboost-plain", arrays=_boosted(rows, time_us, PLAIN, PLAIN_ROUNDS))
 
 
-def _boosted(rows: Inputs, time_us: Array, options: dict[str, Any], rounds: int) -> Arrays:
+def _boosted(rows: Inputs, time_us: Array, options: trees.Options, rounds: int) -> Arrays:
     """Trees of log time on the raw parameters, as the bytes of XGBoost's file."""
     booster = xgb.train(options, xgb.DMatrix(rows.raw, label=np.log(time_us)), rounds)
     return {"trees": np.frombuffer(bytes(booster.save_raw("ubj")), dtype=np.uint8)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from itercast.learners.models.gaussian_process import (
 )
 from itercast.learners.models.mlp import Network, fit_network
 from itercast.learners.models.training_table import Array, Table
-from itercast.learners.models.trees import Rounds, Trees
+from itercast.learners.models.trees import Options, Rounds, Trees
 
 FOLDS = 5
 SEVERAL_GPUS_FOLDS = 3  # tables of several GPUs have more rows
@@ -145,7 +144,7 @@ def folds_of(train: Table) -> list[Array]:
     return [np.isin(train.group, names[fold::folds]) for fold in range(folds)]
 
 
-def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
+def cross_fit(train: Table, options: Options) -> CrossFit:
     """Cross-validate: fit trees and a smooth model without each fold of shapes, and predict it.
 
     No trees are fitted where the family specifies the covariance of its Gaussian process.
@@ -175,7 +174,7 @@ def cross_fit(train: Table, options: dict[str, Any]) -> CrossFit:
     )
 
 
-def refit(table: Table, options: dict[str, Any], crossed: CrossFit) -> Ensemble:
+def refit(table: Table, options: Options, crossed: CrossFit) -> Ensemble:
     """Fit on all rows, with the numbers of trees and the weight that cross-validation found."""
     settings, rounds = _with_new_columns(crossed.process, table), crossed.rounds
     return Ensemble(
@@ -195,7 +194,7 @@ def _with_new_columns(settings: ProcessSettings | None, table: Table) -> Process
     return replace(settings, length_scales=scales).learn(table)
 
 
-def fit_quick(table: Table, options: dict[str, Any]) -> Ensemble:
+def fit_quick(table: Table, options: Options) -> Ensemble:
     """Fit without cross-validation, to estimate errors on unseen GPUs.
 
     A Gaussian process, or trees alone: on unseen GPUs networks neither help nor harm.

@@ -11,7 +11,8 @@ import xgboost as xgb
 
 from itercast.learners.models.training_table import Array, Table, group_split
 
-DEFAULTS: dict[str, Any] = {
+Options = dict[str, Any]  # of XGBoost, by name
+DEFAULTS: Options = {
     "max_depth": 7,
     "eta": 0.05,
     "min_child_weight": 2.0,
@@ -20,8 +21,8 @@ DEFAULTS: dict[str, Any] = {
     "lambda": 1.0,
 }
 LARGE_ROWS = 50_000  # tables of this many rows get the options of LARGE
-LARGE: dict[str, Any] = {"max_depth": 9, "eta": 0.08, "colsample_bytree": 0.4}
-SEVERAL_GPUS: dict[str, Any] = {"eta": 0.1}  # fewer, larger steps: networks smooth the remainder
+LARGE: Options = {"max_depth": 9, "eta": 0.08, "colsample_bytree": 0.4}
+SEVERAL_GPUS: Options = {"eta": 0.1}  # fewer, larger steps: networks smooth the remainder
 ROUNDS = 800  # boosting rounds of a table of one device, at most
 SEVERAL_GPUS_ROUNDS = 300  # after the shared rounds; more would price under 20,000 rows a second
 SHARED_ROUNDS = 150  # first rounds of a table of several GPUs, which do not see the GPU
@@ -29,7 +30,7 @@ THREADED_ROWS = 4_096  # batches of this many rows are predicted with all thread
 OWN_ROWS = 1_000  # a GPU with this many rows gets trees of its own ...
 OWN_TABLE = 10_000  # ... in tables of this many rows
 OWN_ROUNDS = 600
-OWN: dict[str, Any] = {"max_depth": 7, "colsample_bytree": 0.8}
+OWN: Options = {"max_depth": 7, "colsample_bytree": 0.8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +72,11 @@ class Rounds:
     own: Mapping[int, int] = field(default_factory=dict)
 
 
-def fit(rest: Table, held: Table, options: dict[str, Any], seed: int = 0) -> Trees:
+def fit(rest: Table, held: Table, options: Options, seed: int = 0) -> Trees:
     """Fit by squared error of the log ratio; stop early by mean absolute error of ``held``."""
 
     def early_stopped(
-        rest: Table, held: Table, changes: dict[str, Any], rounds: int, first: xgb.Booster | None
+        rest: Table, held: Table, changes: Options, rounds: int, first: xgb.Booster | None
     ) -> xgb.Booster:
         return xgb.train(
             {**_parameters({**options, **changes}, seed), "eval_metric": "mae"},
@@ -98,7 +99,7 @@ def fit(rest: Table, held: Table, options: dict[str, Any], seed: int = 0) -> Tre
     return Trees(common=early_stopped(rest, held, {}, rounds, shared), own=own)
 
 
-def refit(table: Table, options: dict[str, Any], rounds: Rounds) -> Trees:
+def refit(table: Table, options: Options, rounds: Rounds) -> Trees:
     """Fit on all rows of the table with known numbers of rounds."""
     parameters = _parameters(options, 0)
     own = {
@@ -141,13 +142,13 @@ def predict_us(trees: Trees, x: Array, roofline_us: Array) -> Array:
     return roofline_us * np.exp(trees.log_ratio(x))
 
 
-def default_options(table: Table) -> dict[str, Any]:
+def default_options(table: Table) -> Options:
     """XGBoost options without tuning; large tables get deeper trees on fewer columns each."""
     large = LARGE if len(table.x) >= LARGE_ROWS else {}
     return {**DEFAULTS, **large, **(SEVERAL_GPUS if table.origin else {})}
 
 
-def tune(train: Table, trials: int, seed: int, journal: str, name: str) -> dict[str, Any]:
+def tune(train: Table, trials: int, seed: int, journal: str, name: str) -> Options:
     """Best XGBoost options of a resumable Optuna study; the defaults where ``trials`` is 0."""
     if trials == 0:
         return default_options(train)
@@ -180,7 +181,7 @@ def open_study(journal: str, name: str) -> Any:
     return optuna.create_study(study_name=name, storage=storage, load_if_exists=True)
 
 
-def suggested_options(trial: Any) -> dict[str, Any]:
+def suggested_options(trial: Any) -> Options:
     """The search space of ``tune``: XGBoost options drawn by one Optuna trial."""
     return {
         "max_depth": trial.suggest_int("max_depth", 3, 10),
@@ -192,11 +193,11 @@ def suggested_options(trial: Any) -> dict[str, Any]:
     }
 
 
-def _parameters(options: dict[str, Any], seed: int) -> dict[str, Any]:
+def _parameters(options: Options, seed: int) -> Options:
     return {**options, "objective": "reg:squarederror", "nthread": 1, "seed": seed}
 
 
-def _shared(table: Table, options: dict[str, Any], seed: int) -> xgb.Booster | None:
+def _shared(table: Table, options: Options, seed: int) -> xgb.Booster | None:
     """Fit SHARED_ROUNDS on features without origin; None where all rows are one GPU's."""
     if not table.origin:
         return None

@@ -15,6 +15,7 @@ from itercast.microbench.iterations.measured_plan import PlanStep, measurable
 from itercast.microbench.iterations.plan_steps import make_plan_step
 from itercast.microbench.processes.ranks import max_over_ranks, rank0_value
 from itercast.microbench.step import StepSettings, make_step
+from itercast.microbench.store import Row
 from itercast.microbench.sweep.rows import failure
 from itercast.microbench.timing.clock import summarise
 from itercast.microbench.timing.gpu_watch import GpuWatch
@@ -74,7 +75,7 @@ def measure_iteration(
     repetitions: int = REPETITIONS,
     anchor: Callable[[], dict[str, float]] | None = None,
     watch: GpuWatch | None = None,
-) -> dict[str, Any]:
+) -> Row:
     """Measure an iteration and return the measured columns of its row.
 
     Runs at least ``repetitions`` steps, for at least 0.4 s (1 s on a GPU). With several ranks each
@@ -157,7 +158,7 @@ class _StepTimer:
         self.phases: dict[str, list[float]] = {}
         self.anchors: list[dict[str, float]] = []
 
-    def repeat(self, repetitions: int) -> dict[str, Any]:
+    def repeat(self, repetitions: int) -> Row:
         """Warm up, repeat the step and return the measured columns."""
         for _ in range(WARMUP):
             self.once()
@@ -177,7 +178,7 @@ class _StepTimer:
             **self._memory(),
         }
 
-    def _times(self, count: int) -> tuple[list[float], dict[str, Any]]:
+    def _times(self, count: int) -> tuple[list[float], Row]:
         """Times of ``count`` steps, and columns with the GPU's clocks and power meanwhile."""
         if self.watch is None:
             return [self.once() for _ in range(count)], {}

@@ -7,7 +7,6 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from itercast.microbench import store
 from itercast.microbench.cases.registry import EvalCase, case
 from itercast.microbench.iterations.measure import Iteration, measure_iteration
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
+from itercast.microbench.store import Facts, Row
 from itercast.microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
 from itercast.microbench.sweep.rows import make_row
 from itercast.microbench.timing.clock import Anchor, keep_freed_memory
@@ -55,9 +55,7 @@ def iteration_key(order: IterationOrder, iteration: Iteration) -> str:
     return store.point_key({**row, "repeat": order.repeat, "point": point})
 
 
-def iteration_row(
-    order: IterationOrder, iteration: Iteration, measured: Mapping[str, Any]
-) -> dict[str, Any]:
+def iteration_row(order: IterationOrder, iteration: Iteration, measured: Facts) -> Row:
     """The dataset row of an iteration; ``measured`` has its status, times and more."""
     return make_row(
         order,
@@ -124,9 +122,9 @@ class RetryWhenDisturbed:
         least_us = min(anchors_us)
         self.least_us = max_over_ranks([least_us])[0] if together else least_us
 
-    def measure(self, chosen: EvalCase, iteration: Iteration) -> dict[str, Any]:
+    def measure(self, chosen: EvalCase, iteration: Iteration) -> Row:
         """The least disturbed of up to three measurements; all ranks decide by the same anchors."""
-        rows: list[dict[str, Any]] = []
+        rows: list[Row] = []
         while len(rows) < TRIES:
             rows.append(measure_iteration(chosen, iteration, "cpu", anchor=self.anchor))
             if rows[-1]["status"] != "ok" or rows[-1]["anchor_us"] <= RETRY_ABOVE * self.least_us:
@@ -145,7 +143,7 @@ class SingleGpu:
         self.watch = GpuWatch(Nvml(uuid))
         self.broken = False
 
-    def after(self, iteration: Iteration, measured: dict[str, Any]) -> dict[str, Any]:
+    def after(self, iteration: Iteration, measured: Row) -> Row:
         """Clean up; returns the columns with status throttled where the GPU was.
 
         Sets ``broken`` where the next iteration needs another process.
@@ -167,6 +165,6 @@ class SingleGpu:
 
 
 if __name__ == "__main__":
-    fields: dict[str, Any] = json.loads(sys.argv[1])
+    fields: Row = json.loads(sys.argv[1])
     listed = tuple(Iteration(**values) for values in fields["iterations"])
     run(IterationOrder(**{**fields, "iterations": listed}))

@@ -8,18 +8,19 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from itercast.microbench.cases.evalcase import EvalCase
 from itercast.microbench.cases.kinds import Sizes, make_case
 from itercast.microbench.ops import families, find_family
-from itercast.microbench.ops.family import Family, log_uniform
+from itercast.microbench.ops.family import Family, Point, log_uniform
 from itercast.microbench.store import read_rows, write_atomic
 
 
@@ -163,7 +164,7 @@ class ModelCaptures:
         self.seconds = float(stored.get(SECONDS, 0.0))
         self.taken_s = 0.0  # by this process
         self.models = [MODELS[n % len(MODELS)](rng, LARGEST[device]) for n in range(MODEL_COUNT)]
-        self.points: dict[str, dict[Any, None]] = {
+        self.points: dict[str, dict[Point, None]] = {
             name: dict.fromkeys(read_points(path, name) if self.done else ()) for name in families()
         }
 
@@ -213,14 +214,14 @@ def points_file(root: Path, device: str, seed: int) -> Path:
 
 
 def write_points(
-    path: Path, points: Mapping[str, Sequence[Any]], more: Mapping[str, float] | None = None
+    path: Path, points: Mapping[str, Sequence[Point]], more: Mapping[str, float] | None = None
 ) -> None:
     """Write points by family as JSON, as ``read_points`` reads them; ``more`` beside them."""
     plain = {name: [asdict(p) for p in some] for name, some in points.items()}
     write_atomic(path, json.dumps({**(more or {}), **plain}).encode())
 
 
-def read_points(path: Path, name: str) -> list[Any]:
+def read_points(path: Path, name: str) -> list[Point]:
     """The points of one family in a file, in its order."""
     return [families()[name].params(**p) for p in json.loads(path.read_text()).get(name, ())]
 
@@ -234,13 +235,13 @@ def check_points(path: Path) -> int:
         raise ValueError(f"points {str(path)!r}: not a file of points ({reason})") from exc
 
 
-def points_of_rows(root: Path, gpu: str) -> dict[str, list[Any]]:
+def points_of_rows(root: Path, gpu: str) -> dict[str, list[Point]]:
     """Distinct points by family that a GPU has ok rows of under ``root``, without collectives.
 
     Kinds take turns, so that the beginning of the list is spread evenly. Sustained products
     (column ``load``) are not points of a sweep.
     """
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[Point]] = {}
     for name, family in families().items():
         rows = read_rows([root], name)
         if family.ranks > 1 or rows.empty:
@@ -254,19 +255,14 @@ def points_of_rows(root: Path, gpu: str) -> dict[str, list[Any]]:
     return found
 
 
-def _point_of_row(family: Family, row: Mapping[Any, Any]) -> Any:
+def _point_of_row(family: Family, row: Mapping[Hashable, Any]) -> Point:
     """The parameters in a row; missing columns and NaN leave a parameter at its default.
 
     In columns with empty cells pandas has read integers and booleans as floats.
     """
-    kinds: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "bool": bool, "str": str}
-    columns = {f.name: (kinds[str(f.type)], row.get(f.name)) for f in fields(family.params)}
-    params = {name: kind(value) for name, (kind, value) in columns.items() if not _empty(value)}
-    return family.params(**params)
-
-
-def _empty(value: Any) -> bool:
-    return value is None or value != value  # only NaN differs from itself
+    kinds = {"int": int, "float": float, "bool": bool, "str": str}
+    stated = {f.name: (kinds[str(f.type)], row.get(f.name)) for f in fields(family.params)}
+    return family.params(**{n: kind(v) for n, (kind, v) in stated.items() if not pd.isna(v)})
 
 
 def write_measured_points(root: Path, gpu: str, path: Path) -> int:
@@ -279,17 +275,17 @@ def write_measured_points(root: Path, gpu: str, path: Path) -> int:
 def alternate(
     path: Path,
     name: str,
-    grid: Iterator[Any],
+    grid: Iterator[Point],
     seed: int,
-    as_called: Callable[[Iterator[Any]], Iterator[Any]] = iter,
-) -> Iterator[Any]:
+    as_called: Callable[[Iterator[Point]], Iterator[Point]] = iter,
+) -> Iterator[Point]:
     """Two captured points, then one of the family's sweep, and so on; at last only the sweep.
 
     The file may be written, and grow, meanwhile. ``as_called`` turns captured points into those
     that the measured device calls.
     """
-    seen: set[Any] = set()
-    waiting: deque[Any] = deque()
+    seen: set[Point] = set()
+    waiting: deque[Point] = deque()
     written_ns, since = 0, 0
     captured = as_called(_popped(waiting))
     while True:
@@ -308,12 +304,12 @@ def alternate(
         yield point
 
 
-def _popped(waiting: deque[Any]) -> Iterator[Any]:
+def _popped(waiting: deque[Point]) -> Iterator[Point]:
     while waiting:
         yield waiting.popleft()
 
 
-def by_turns(points: Sequence[Any], seed: int) -> list[Any]:
+def by_turns(points: Sequence[Point], seed: int) -> list[Point]:
     """Orders points at random so that all kinds (op, form, dtype) come early.
 
     A kind with n points comes sqrt(n) times as often as a kind with one.

@@ -11,12 +11,13 @@ from typing import Any
 
 from itercast.microbench import store
 from itercast.microbench.hardware.machine import cpu_name, measure_cpu
+from itercast.microbench.store import Row
 from itercast.microbench.timing.nvml import driver_version
 
 COMMIT = "ITERCAST_COMMIT"  # environment variable with the commit, where git is missing
 
 
-def card_facts(root: Path, device: str) -> dict[str, Any]:
+def card_facts(root: Path, device: str) -> Row:
     """Facts for every card of this sweep: machine, versions, date."""
     import torch  # lazy: cards can be read without torch
 

@@ -9,14 +9,14 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from itercast.microbench import store
 from itercast.microbench.processes.ranks import start_ranks, threads_of
 from itercast.microbench.processes.watch import log_tail, never, watch
+from itercast.microbench.store import Facts, Row
 from itercast.microbench.sweep.captured_points import (
     capture_seconds,
     check_points,
@@ -89,7 +89,7 @@ def collect(
 
 
 def unspent(
-    root: Path, facts: Mapping[str, Any], asked: Sequence[Phase], budget_s: float, points: Path
+    root: Path, facts: Facts, asked: Sequence[Phase], budget_s: float, points: Path
 ) -> list[float]:
     """Seconds of a root's budget that are left for each phase; the first captures models."""
     gpu = facts["hardware"]["name"]
@@ -154,7 +154,7 @@ def measure_points(
 
 
 def order_of(
-    root: Path, device: str, facts: dict[str, Any], phase: Phase, points: Path, seed: int
+    root: Path, device: str, facts: Row, phase: Phase, points: Path, seed: int
 ) -> WorkerOrder:
     """The order to a phase's worker, without its budget."""
     label = f"t{phase.threads}-r{phase.ranks}"

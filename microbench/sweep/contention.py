@@ -67,7 +67,7 @@ def _on_rank() -> float:
     for mib in SIZES_MIB:
         bucket = torch.zeros(mib * 2**18)
 
-        def reduce(bucket: Any = bucket) -> None:
+        def reduce(bucket: torch.Tensor = bucket) -> None:
             dist.all_reduce(bucket)
 
         reduce()
@@ -79,7 +79,7 @@ def _on_rank() -> float:
             for _ in range(count):
                 torch.mm(a, a)
 
-        def both(bucket: Any = bucket, compute: Callable[[], None] = compute) -> None:
+        def both(bucket: torch.Tensor = bucket, compute: Callable[[], None] = compute) -> None:
             work: Any = dist.all_reduce(bucket, async_op=True)
             compute()
             work.wait()

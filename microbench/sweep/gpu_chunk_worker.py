@@ -17,13 +17,14 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import pandas as pd
 
 from itercast.microbench import store
 from itercast.microbench.ops import families
 from itercast.microbench.ops.matrix.gemm import Gemm
+from itercast.microbench.store import Row
 from itercast.microbench.sweep.gpu_chunks import CHUNK_POINTS, PROFILING, Bench, Broken, Chunk
 from itercast.microbench.sweep.scheduler import Chosen, Sweep
 from itercast.microbench.sweep.sustained import measure_sustained
@@ -119,11 +120,11 @@ class Unfinished:
         return [*([self.now] if whole else _split(self.now, self.suspect)), *self.after]
 
 
-def _plain(chosen: Sequence[Chosen]) -> list[dict[str, Any]]:
+def _plain(chosen: Sequence[Chosen]) -> list[Row]:
     return [{"family": f.name, "point": asdict(p), "repeat": n} for f, p, n in chosen]
 
 
-def _chosen(plain: Sequence[dict[str, Any]]) -> list[Chosen]:
+def _chosen(plain: Sequence[Row]) -> list[Chosen]:
     known = families()
     return [
         (known[c["family"]], known[c["family"]].params(**c["point"]), c["repeat"]) for c in plain
@@ -206,7 +207,7 @@ class ChunkWorker:
         self.pending.write([], [*groups, *self.groups])
         raise SystemExit(EXIT_BROKEN) from broken
 
-    def _log_chunk(self, rows: list[dict[str, Any]], wall_s: float) -> None:
+    def _log_chunk(self, rows: list[Row], wall_s: float) -> None:
         """Log one line on a chunk: rows, seconds, whether events and profiler agree."""
         checked, disagreeing = timing_disagreement(pd.DataFrame(rows))
         self.checked, self.disagreeing = self.checked + checked, self.disagreeing + disagreeing
@@ -274,6 +275,6 @@ def choose_chunk(sweep: Sweep, now_s: float) -> list[Chosen]:
     return chosen
 
 
-def failed_row(sweep: Sweep, chosen: Chosen, reason: str) -> dict[str, Any]:
+def failed_row(sweep: Sweep, chosen: Chosen, reason: str) -> Row:
     """The row of a point that ended its worker."""
     return sweep.row(chosen, "warm", {"status": "error", "reason": reason, "cost_s": 0.0})

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any
 
 from itercast.microbench.ops.family import Workload
+from itercast.microbench.store import Row
 from itercast.microbench.sweep.rows import failure, one_line
 from itercast.microbench.sweep.scheduler import Chosen, Sweep
 from itercast.microbench.timing.clock import CallCost, summarise
@@ -75,7 +75,7 @@ class Measured:
     chosen: Chosen
     number: int
     workload: Workload | None = None
-    failed: dict[str, Any] | None = None
+    failed: Row | None = None
     launches_us: list[float] = field(default_factory=list)
     baselines_us: list[float] = field(default_factory=list)
     device_us: float = math.inf
@@ -83,7 +83,7 @@ class Measured:
     busy_s: float = 0.0  # time of the host on this point, waiting for the device included
     times_us: dict[str, list[float]] = field(default_factory=dict)  # samples by cache
     starved: dict[str, bool] = field(default_factory=dict)  # by cache: all samples starved
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Row = field(default_factory=dict)
 
 
 class Chunk:
@@ -99,12 +99,12 @@ class Chunk:
         self.bench, self.device = bench, bench.device
         self.begin_s, self.until_s = time.monotonic(), until_s
         self.points = [Measured(chosen=c, number=n) for n, c in enumerate(chosen)]
-        self.readings: list[dict[str, Any]] = []
+        self.readings: list[Row] = []
         self.later: list[Chosen] = []
         self.rest: list[Chosen] = []
         self.lost = False
 
-    def measure(self, sweep: Sweep, profiled: bool = False) -> list[dict[str, Any]]:
+    def measure(self, sweep: Sweep, profiled: bool = False) -> list[Row]:
         """Rows of all points but ``later`` and ``rest``; Broken after a sticky error."""
         before = self.device.conditions()
         self._build()
@@ -265,22 +265,20 @@ class Chunk:
         for point, kernels in zip(sampled, found, strict=True):
             point.facts = kernel_facts(kernels)
 
-    def _rows(self, sweep: Sweep, shared: dict[str, Any], wall_s: float) -> list[dict[str, Any]]:
+    def _rows(self, sweep: Sweep, shared: Row, wall_s: float) -> list[Row]:
         """Rows of all points; the chunk's time is divided among them as they kept the host busy."""
         status = "throttled" if is_throttled(shared) else "ok"
         waiting = {id(chosen) for chosen in self.later}
         points = [p for p in self.points if id(p.chosen) not in waiting]
         busy_s = sum(p.busy_s + 1e-4 for p in self.points)
-        rows: list[dict[str, Any]] = []
+        rows: list[Row] = []
         for point in points:
             found = self._point_rows(sweep, point, {**shared, "status": status})
             cost_s = wall_s * (point.busy_s + 1e-4) / busy_s
             rows += [{**row, "cost_s": cost_s / len(found)} for row in found]
         return rows
 
-    def _point_rows(
-        self, sweep: Sweep, point: Measured, shared: dict[str, Any]
-    ) -> list[dict[str, Any]]:
+    def _point_rows(self, sweep: Sweep, point: Measured, shared: Row) -> list[Row]:
         """Rows of one point: one of a failure or a host call, else a cold and a warm one."""
         if point.failed is not None:
             return [sweep.row(point.chosen, "warm", point.failed)]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
-from itercast.microbench.ops.family import Family
+from itercast.microbench.ops.family import Family, Point
 
 SMALL_US = 3.0  # roofline below which starting a kernel takes longer than its work
 SMALL_SHARE = 0.15  # of a family's points at most
@@ -21,7 +20,7 @@ SIZE_ROUNDS = 6
 SIZE_TOLERANCE = 1.1
 
 
-def grid(name: str, seed: int) -> Iterator[Any]:
+def grid(name: str, seed: int) -> Iterator[Point]:
     """Yields a family's points, endless but for ``host``, mostly fp32; ``on_gpu`` sizes them."""
     family = families()[name]
     points = family.gpu_sweep.points
@@ -29,8 +28,8 @@ def grid(name: str, seed: int) -> Iterator[Any]:
 
 
 def on_gpu(
-    name: str, points: Iterator[Any], gpu: Gpu, seed: int, captured: bool = False
-) -> Iterator[Any]:
+    name: str, points: Iterator[Point], gpu: Gpu, seed: int, captured: bool = False
+) -> Iterator[Point]:
     """Yields points as a GPU trains with them: in its dtypes, resized to take 3 us up to a limit.
 
     Rooflines are log-uniform in this range. Sizes of ``captured`` points stay as models have them,
@@ -56,7 +55,7 @@ def _rng(name: str, seed: int) -> np.random.Generator:
     return np.random.default_rng([seed, *name.encode()])
 
 
-def roofline_us(family: Family, p: Any, gpu: Gpu) -> float:
+def roofline_us(family: Family, p: Point, gpu: Gpu) -> float:
     """Roofline in us: the larger of flops / peak and bytes / memory bandwidth."""
     flops_s = float(family.flops(p)) / gpu.peak(getattr(p, "dtype", "fp32"))
     return 1e6 * max(flops_s, float(family.bytes_moved(p)) / gpu.hbm_bytes_per_s)
@@ -76,14 +75,14 @@ def limits_us(family: Family, gpu: Gpu) -> tuple[float, float]:
     return min(SMALL_US, high / 10), high
 
 
-def fits(family: Family, p: Any, gpu: Gpu) -> bool:
+def fits(family: Family, p: Point, gpu: Gpu) -> bool:
     """Whether a point is short and small enough to be measured among many others."""
     held = max(float(family.bytes_moved(p)), family.gpu_sweep.allocated_bytes(p))
     short = roofline_us(family, p, gpu) <= SIZE_TOLERANCE * limits_us(family, gpu)[1]
     return short and held <= MAX_BYTES_FRAC * gpu.hbm_bytes
 
 
-def retyped(family: Family, p: Any, gpu: Gpu, rng: np.random.Generator) -> Any | None:
+def retyped(family: Family, p: Point, gpu: Gpu, rng: np.random.Generator) -> Point:
     """Converts a point to a GPU's call, fp32 to dtypes GPUs train in; None if there is none."""
     sweep = family.gpu_sweep
     p = sweep.variant(p, rng)
@@ -95,7 +94,7 @@ def retyped(family: Family, p: Any, gpu: Gpu, rng: np.random.Generator) -> Any |
     return sweep.retype(p, dtype, gpu)
 
 
-def resized(family: Family, p: Any, gpu: Gpu, rng: np.random.Generator, captured: bool) -> Any:
+def resized(family: Family, p: Point, gpu: Gpu, rng: np.random.Generator, captured: bool) -> Point:
     """Resizes a point to a roofline drawn log-uniformly, one in ten below 3 us, if it can grow."""
     low, high = limits_us(family, gpu)
     us, lean = roofline_us(family, p, gpu), float(rng.random())

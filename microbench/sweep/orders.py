@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from itercast.microbench import store
 from itercast.microbench.ops import families
 from itercast.microbench.processes.ranks import threads_of
+from itercast.microbench.store import Row
 
 HOST_SHARE = 0.05  # of a GPU's sweep, for host times
 
@@ -27,7 +27,7 @@ class WorkerOrder:
     budget_s: float
     seed: int
     ranks: int
-    hardware: dict[str, Any]
+    hardware: Row
     points: str
     torchrun: str = ""  # its arguments, where ranks are on several nodes
     only: bool = False  # only the points of the file, in their order

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
+
+from itercast.microbench.store import Facts, Row
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate", "alloc_failed")
 UNSUPPORTED = (
@@ -45,12 +46,12 @@ def make_row(
     order: Order,
     *,
     family: str,
-    params: Mapping[str, Any],
+    params: Facts,
     repeat: int,
     key: str,
     timer: str,
-    measured: Mapping[str, Any],
-) -> dict[str, Any]:
+    measured: Facts,
+) -> Row:
     """One row: the parameters of a point, how it was measured, and what was measured.
 
     ``timer``: "device" for GPU time, "with_launch" for host time until the work is done.
@@ -72,7 +73,7 @@ def make_row(
     }
 
 
-def failure(exc: Exception) -> dict[str, Any]:
+def failure(exc: Exception) -> Row:
     """Columns ``status`` and ``reason`` of a measurement that raised this exception."""
     return {"status": failure_status(exc), "reason": one_line(exc)}
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from itercast.microbench import store
 from itercast.microbench.hardware.spec import Gpu, gpu_from_dict
 from itercast.microbench.ops import families
-from itercast.microbench.ops.family import Family
+from itercast.microbench.ops.family import Family, Point
 from itercast.microbench.processes.ranks import rank0_value
+from itercast.microbench.store import Facts, Row
 from itercast.microbench.sweep.captured_points import alternate, read_points
 from itercast.microbench.sweep.gpu_space import grid, on_gpu
 from itercast.microbench.sweep.orders import WorkerOrder
@@ -26,7 +26,7 @@ RETEST_EVERY = 10  # points
 MIN_RETEST_AGE_FRAC = 0.3  # of the budget, between the two measurements
 FIRST_COST_S = 0.01  # of a point, before one of its family was measured
 FIRST_COST_ON_DEMAND_S = 3.0
-Chosen = tuple[Family, Any, int]  # family, point, and how often the point was measured before
+Chosen = tuple[Family, Point, int]  # family, point, and how often the point was measured before
 
 
 class Sweep:
@@ -45,11 +45,11 @@ class Sweep:
         on_cpu = order.device == "cpu"
         known = [families()[n] for n in order.families]
         self.weight = {f.name: f.weight if on_cpu else f.gpu_sweep.weight for f in known}
-        self.retests: deque[tuple[float, Family, Any]] = deque()
+        self.retests: deque[tuple[float, Family, Point]] = deque()
         self.count = 0
         self.streams = {n: self._stream(n) for n in order.families}
 
-    def _stream(self, name: str) -> Iterator[Any]:
+    def _stream(self, name: str) -> Iterator[Point]:
         """Points of a family: those of the order's file, where only these count, or all."""
         order = self.order
         if order.only:
@@ -82,7 +82,7 @@ class Sweep:
         self.charged_s[name] += cost_s
         return cost_s
 
-    def settle(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def settle(self, rows: Sequence[Facts]) -> None:
         """Replace what was charged by the cost of the rows that were measured."""
         for name, charged_s in self.charged_s.items():
             self.cost_s[name] -= charged_s
@@ -91,7 +91,7 @@ class Sweep:
             self.cost_s[row["family"]] += row["cost_s"]
             self.points[row["family"]] += row["cache"] == "warm"
 
-    def _fresh(self) -> tuple[Family, Any] | None:
+    def _fresh(self) -> tuple[Family, Point] | None:
         """The next unmeasured point of the family furthest behind its share; None at the end."""
         while self.streams:
             name = min(self.streams, key=lambda n: self.cost_s[n] / self.weight[n])
@@ -107,7 +107,7 @@ class Sweep:
                 return family, point
         return None
 
-    def row_keys(self, family: Family, point: Any, repeat: int) -> dict[str, str]:
+    def row_keys(self, family: Family, point: Point, repeat: int) -> dict[str, str]:
         """Keys of a point's rows by cache; collectives and GPUs' host calls are timed warm only."""
         row = {
             "family": family.name,
@@ -120,7 +120,7 @@ class Sweep:
         caches = ("warm",) if once else ("warm", "cold")
         return {cache: store.point_key({**row, "cache": cache}) for cache in caches}
 
-    def row(self, chosen: Chosen, cache: str, measured: Mapping[str, Any]) -> dict[str, Any]:
+    def row(self, chosen: Chosen, cache: str, measured: Facts) -> Row:
         """The row of a point and cache state; ``measured`` has its status, times and more."""
         family, point, repeat = chosen
         return make_row(
@@ -134,19 +134,19 @@ class Sweep:
         )
 
 
-def space(name: str, captured: Path, gpu: Gpu | None, seed: int) -> Iterator[Any]:
+def space(name: str, captured: Path, gpu: Gpu | None, seed: int) -> Iterator[Point]:
     """Points of a family, captured and swept in turn; on a GPU with its sizes and dtypes."""
     if gpu is None or gpu.kind == "cpu":
         return alternate(captured, name, families()[name].sweep(), seed)
     swept = on_gpu(name, grid(name, seed), gpu, seed)
 
-    def as_called(points: Iterator[Any]) -> Iterator[Any]:
+    def as_called(points: Iterator[Point]) -> Iterator[Point]:
         return on_gpu(name, points, gpu, seed, captured=True)
 
     return alternate(captured, name, swept, seed, as_called)
 
 
-def placed(point: Any, node: str) -> Any:
+def placed(point: Point, node: str) -> Point:
     """A collective's point over all the ranks that torchrun started."""
     world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
     return replace(point, world_size=world, ranks_per_node=local, node=node)

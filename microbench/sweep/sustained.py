@@ -11,11 +11,11 @@ import json
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from itercast.microbench import store
 from itercast.microbench.ops import families
 from itercast.microbench.ops.matrix.gemm import LARGE, Gemm
+from itercast.microbench.store import Row
 from itercast.microbench.sweep.gpu_chunks import Broken
 from itercast.microbench.sweep.rows import failure
 from itercast.microbench.sweep.scheduler import Sweep
@@ -53,7 +53,7 @@ def measure_sustained(sweep: Sweep, device: Device, journal: store.Journal) -> N
         if begin + COST_S > end_s:
             return
         if tries.count(dtype) > MAX_TRIES:
-            measured: dict[str, Any] = {"status": "error", "reason": "its worker process died"}
+            measured: Row = {"status": "error", "reason": "its worker process died"}
         else:
             measured = _measured(device, point)
         measured |= {"key": key, "load": "sustained", "cost_s": time.monotonic() - begin}
@@ -81,7 +81,7 @@ class Tries:
         return int(begun[dtype])
 
 
-def _measured(device: Device, point: Gemm) -> dict[str, Any]:
+def _measured(device: Device, point: Gemm) -> Row:
     """Measured columns of a row; Broken after a sticky error."""
     try:
         device.settings(point.dtype)
@@ -92,7 +92,7 @@ def _measured(device: Device, point: Gemm) -> dict[str, Any]:
         return failure(exc)
 
 
-def sustained_times(device: Device, run: Run) -> dict[str, Any]:
+def sustained_times(device: Device, run: Run) -> Row:
     """Times, clocks and power of a run repeated for two seconds, without the first half second.
 
     The host queues runs for a tenth of a second, reads clocks and power, and waits for the device.

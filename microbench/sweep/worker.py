@@ -13,16 +13,16 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from itercast.microbench import store
-from itercast.microbench.ops.family import Family, Workload
+from itercast.microbench.ops.family import Family, Point, Workload
 from itercast.microbench.processes.ranks import (
     join_process_group,
     max_over_ranks,
     rank0_value,
     time_collective,
 )
+from itercast.microbench.store import Row
 from itercast.microbench.sweep.captured_points import ModelCaptures
 from itercast.microbench.sweep.gpu_chunk_worker import sweep_in_chunks
 from itercast.microbench.sweep.orders import WorkerOrder
@@ -34,7 +34,7 @@ from itercast.microbench.timing.cuda_device import CudaDevice
 TIMES = ("time_us", "time_us_p20", "time_us_p80", "anchor_us", "serial_us", "cost_s")
 
 
-def build_together(order: WorkerOrder, family: Family, point: Any) -> Workload:
+def build_together(order: WorkerOrder, family: Family, point: Point) -> Workload:
     """Build a point's workload; RuntimeError where another rank could not build it."""
     raised: Exception | None = None
     try:
@@ -48,13 +48,11 @@ def build_together(order: WorkerOrder, family: Family, point: Any) -> Workload:
     return workload
 
 
-def measure_point(
-    sweep: Sweep, clock: Clock, anchor: Anchor | None, chosen: Chosen
-) -> list[dict[str, Any]]:
+def measure_point(sweep: Sweep, clock: Clock, anchor: Anchor | None, chosen: Chosen) -> list[Row]:
     """The warm and the cold row of a point; one row of a collective, or of a failure."""
     family, point, _ = chosen
     begin = time.monotonic()
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     try:
         workload = build_together(sweep.order, family, point)
         before = anchor.times_us() if anchor else None
@@ -80,7 +78,7 @@ def agreed_s(order: WorkerOrder, now_s: float) -> float:
     return max_over_ranks([now_s])[0] if order.together else now_s
 
 
-def slowest_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def slowest_rows(rows: list[Row]) -> list[Row]:
     """Replace times by those of the slowest rank; a point that failed on one rank has failed."""
     times = [[float(row.get(name, math.inf)) for name in TIMES] for row in rows]
     times += [[math.inf] * len(TIMES)] * (2 - len(rows))  # a failure is one row, a success two

@@ -14,9 +14,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from itercast.microbench.timing.device import Launched, Run
+from itercast.microbench.timing.device import Events, Launched, Run
 from itercast.microbench.timing.kernels import kernels_by_run, profile
-from itercast.microbench.timing.nvml import Nvml
+from itercast.microbench.timing.nvml import Nvml, Reading
 
 log = logging.getLogger(__name__)
 MEMORY_FRAC = 0.9  # of the GPU's memory, for torch; CUDA modules, CUPTI and NCCL need the rest
@@ -90,7 +90,7 @@ class CudaDevice:
         """Launch a kernel that negates one number."""
         self._one.neg_()
 
-    def _events(self) -> tuple[Any, Any]:
+    def _events(self) -> Events:
         """Two events, recorded once, as CUDA creates an event at its first record."""
         begin, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -101,7 +101,7 @@ class CudaDevice:
         if us > 0:
             self.torch.cuda._sleep(int(min(us, MAX_SLEEP_US) * self._cycles_per_us))
 
-    def _between(self, events: tuple[Any, Any], run: Run) -> Launched:
+    def _between(self, events: Events, run: Run) -> Launched:
         begin, end = events
         begin.record()
         start = time.perf_counter_ns()
@@ -165,7 +165,7 @@ class CudaDevice:
         self._failed_profiles = 0
         return found
 
-    def conditions(self) -> dict[str, Any]:
+    def conditions(self) -> Reading:
         """Clocks, power and temperature by NVML, and the energy since the driver was loaded."""
         found, energy_j = self.nvml.read(), self.nvml.energy_j()
         return found if energy_j is None else {**found, "energy_j": energy_j}

@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from itercast.microbench.timing.nvml import Reading
+
 Run = Callable[[], object]
+Events = tuple[Any, Any]  # before a run and after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +20,7 @@ class Launched:
     event before the host queued the second one, so it may have waited for the host in between.
     """
 
-    events: Any
+    events: Events
     host_us: float
     starved: bool
 
@@ -58,7 +61,7 @@ class Device(Protocol):
     def kernels(self, runs: Sequence[Run]) -> list[list[tuple[str, float]]]:
         """Names and durations in us of the kernels that each run launches, by a profiler."""
 
-    def conditions(self) -> dict[str, Any]:
+    def conditions(self) -> Reading:
         """Current clocks, power and temperature, as columns of a row."""
 
     def reset(self) -> None:

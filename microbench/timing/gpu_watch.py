@@ -6,7 +6,7 @@ import statistics
 import time
 from typing import Any
 
-from itercast.microbench.timing.nvml import Nvml
+from itercast.microbench.timing.nvml import Nvml, Reading
 
 READ_EVERY_S = 0.1
 MIN_ENERGY_S = 0.3  # the driver updates its energy counter every few tens of milliseconds
@@ -21,7 +21,7 @@ class GpuWatch:
 
     def begin(self) -> None:
         """Drop earlier readings and restart the energy counter."""
-        self.readings: list[dict[str, Any]] = []
+        self.readings: list[Reading] = []
         self._begin_s, self._begin_j = time.monotonic(), self.nvml.energy_j()
         self._read_s = 0.0
 
@@ -34,13 +34,13 @@ class GpuWatch:
         self.readings.append(self.nvml.read())
         self._read_s = time.monotonic()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Reading:
         """Columns of a row; call it right after the last step.
 
         Medians of clocks and temperature, the lowest SM clock, all throttle reasons, and the mean
         power: energy / time where the time suffices, else the mean of the readings.
         """
-        found: dict[str, Any] = {}
+        found: Reading = {}
         clocks_hz = self._all("sm_clock_hz")
         for name in ("sm_clock_hz", "memory_clock_hz", "temperature_c"):
             if values := self._all(name):

@@ -6,11 +6,11 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 from itercast.microbench.ops.family import Workload
 from itercast.microbench.timing.clock import CallCost, summarise
 from itercast.microbench.timing.device import Run
+from itercast.microbench.timing.nvml import Reading
 
 HOST_SAMPLES = 10
 MIN_HOST_US = 0.5  # lower bound: no call from Python is faster
@@ -28,7 +28,7 @@ def launch_us(
     return max(min(launches_us) - less_us, MIN_HOST_US) / workload.calls
 
 
-def host_timing(workload: Workload, wait: Callable[[], None]) -> dict[str, Any]:
+def host_timing(workload: Workload, wait: Callable[[], None]) -> Reading:
     """Host time of a call minus the baseline's, as columns; the device is idle before each run."""
 
     def once(run: Run) -> float:

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from itercast.microbench.timing.nvml import Reading
+
+Json = Any  # a value of a trace
 MARK = "itercast run "
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
@@ -32,7 +35,7 @@ def profile(
     runs: Sequence[Callable[[], object]],
     wait: Callable[[], None],
     first: Callable[[], object],
-) -> dict[str, Any]:
+) -> dict[str, Json]:
     """Profile runs; returns a Chrome trace in which run n is inside an annotation ``MARK`` n.
 
     Each run is preceded by the same run without annotation, so that caches are warm. ``first``
@@ -61,11 +64,11 @@ def profile(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         session.export_chrome_trace(str(path))
-        found: dict[str, Any] = json.loads(path.read_text(errors="replace"))
+        found: dict[str, Json] = json.loads(path.read_text(errors="replace"))
     return found
 
 
-def kernels_by_run(trace: Mapping[str, Any], runs: int) -> list[list[tuple[str, float]]]:
+def kernels_by_run(trace: Mapping[str, Json], runs: int) -> list[list[tuple[str, float]]]:
     """(name, duration in us) of the kernels, copies and fills of each run, in launch order.
 
     A kernel belongs to the run during which the host launched it, on any thread. Where the trace
@@ -105,16 +108,16 @@ def kernels_by_run(trace: Mapping[str, Any], runs: int) -> list[list[tuple[str, 
     ]
 
 
-def _launches(event: Mapping[str, Any]) -> bool:
+def _launches(event: Mapping[str, Json]) -> bool:
     """Whether an event is a call of the CUDA runtime that launches a kernel."""
     return event.get("cat") == "cuda_runtime" and "LaunchKernel" in event["name"]
 
 
-def _correlation(event: Mapping[str, Any]) -> Any:
+def _correlation(event: Mapping[str, Json]) -> Json:
     return event.get("args", {}).get("correlation")
 
 
-def kernel_facts(kernels: Sequence[tuple[str, float]]) -> dict[str, Any]:
+def kernel_facts(kernels: Sequence[tuple[str, float]]) -> Reading:
     """Returns columns of a row: distinct kernel names in launch order, number, summed times."""
     if not kernels:
         return {}

@@ -28,6 +28,9 @@ def reasons(bits: int) -> tuple[str, ...]:
     return tuple(name for bit, name in REASONS.items() if bits & bit)
 
 
+Reading = dict[str, Any]  # columns of a row, by name
+
+
 class Nvml:
     """Readings of one GPU, without those that the driver does not support; none without NVML."""
 
@@ -58,7 +61,7 @@ class Nvml:
         millijoules = self._query("nvmlDeviceGetTotalEnergyConsumption")
         return None if millijoules is None else millijoules / 1e3
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Reading:
         """Columns of a row: current clocks, power, temperature and throttle reasons."""
         bits = self._query("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:
@@ -88,15 +91,15 @@ def _times(value: Any, factor: float) -> float | None:
     return None if value is None else value * factor
 
 
-def is_throttled(reading: dict[str, Any]) -> bool:
+def is_throttled(reading: Reading) -> bool:
     """Whether a reading has a throttle reason of heat or power supply."""
     return bool(THROTTLED & set(str(reading.get("throttle", "")).split()))
 
 
-def combined(readings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def combined(readings: Sequence[Reading]) -> Reading:
     """Combine readings: medians, the lowest SM clock, all throttle reasons."""
     names = dict.fromkeys(name for reading in readings for name in reading)
-    found: dict[str, Any] = {}
+    found: Reading = {}
     for name in names:
         values = [reading[name] for reading in readings if name in reading]
         if name == "throttle":
