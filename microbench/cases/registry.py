@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import numpy as np
-import yaml
 
 from itercast.microbench.cases.evalcase import EvalCase
-from itercast.microbench.cases.kinds import Sizes, make_case
+from itercast.microbench.cases.kinds import KINDS, Sizes, make_case, stated
 from itercast.microbench.extensions import with_added
 from itercast.microbench.hardware.nearest_names import unknown
-from itercast.microbench.yaml_text import OwnLoader
 
 __all__ = ["EvalCase", "case", "case_names", "cases_of"]
 
-FILE = Path(__file__).with_name("cases.yaml")
-MEASURED, LISTS = "measured", "lists"  # a group of the file; what is no group
+MEASURED = "measured"  # a group of the file
 DLRMS = 20
 
 
 @cache
 def _groups() -> dict[str, tuple[EvalCase, ...]]:
     """The cases of the file, and random DLRMs, by group."""
-    stated: dict[str, dict[str, Sizes]] = yaml.load(FILE.read_text(), OwnLoader)
     found = {
         group: tuple(_stated_case(name, group, facts) for name, facts in cases.items())
-        for group, cases in stated.items()
-        if group != LISTS
+        for group, cases in stated().items()
+        if group != KINDS
     }
     return {**found, "gpu": (*found["gpu"], *map(random_dlrm, range(DLRMS)))}
 

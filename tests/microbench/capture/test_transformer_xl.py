@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from itercast.microbench.capture.log import capture_step
-from itercast.microbench.cases.kinds import token_loss
+from itercast.microbench.cases.inputs import token_loss
 from itercast.microbench.cases.models.transformer_xl import TransformerXL, by_distance
 from itercast.microbench.step import StepSettings
 

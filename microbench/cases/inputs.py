@@ -1,0 +1,180 @@
+"""What models of cases read, drawn at random, and their losses; ``cases.yaml`` names them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from itercast.microbench.cases.kinds import Sizes
+from itercast.microbench.cases.models.detection import detection_loss
+from itercast.microbench.step import Inputs
+
+RARE = 0.01  # no assumption: share of an image's default boxes that hold an object, drawn at random
+
+
+def tokens(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Random tokens (batch, seq)."""
+    return {"tokens": torch.randint(0, sizes["vocab"], (batch, seq))}
+
+
+def token_loss(logits: Tensor, inputs: Inputs) -> Tensor:
+    """Cross-entropy with the input tokens as labels."""
+    labels = inputs["tokens"].reshape(-1)
+    return F.cross_entropy(logits.reshape(len(labels), -1), labels)
+
+
+def first_token_loss(output: tuple[Tensor, Tensor], inputs: Inputs) -> Tensor:
+    """``token_loss`` of the first output."""
+    return token_loss(output[0], inputs)
+
+
+def with_memory(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Words (seq, batch), and the states of a segment before as long as this one."""
+    memory = torch.randn(sizes["layers"], seq, batch, sizes["width"])
+    return {"tokens": torch.randint(0, sizes["vocab"], (seq, batch)), "memory": memory}
+
+
+def vectors(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Vectors as wide as the first layer."""
+    return {"x": torch.randn(batch, sizes["widths"][0])}
+
+
+def mean_square(y: Tensor, inputs: Inputs) -> Tensor:
+    """The mean of squares."""
+    return y.square().mean()
+
+
+def _images(batch: int, sizes: Sizes, *labels: int) -> Inputs:
+    """Square images; ``labels`` is the shape of the labels of one image."""
+    side = sizes["image"] if "image" in sizes else sizes["size"]
+    images = torch.randn(batch, 3, side, side)
+    return {"images": images, "labels": torch.randint(0, sizes["classes"], (batch, *labels))}
+
+
+def labelled_images(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Images with a class each."""
+    return _images(batch, sizes)
+
+
+def labelled_pixels(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Images with a class for every pixel."""
+    return _images(batch, sizes, sizes["image"], sizes["image"])
+
+
+def label_loss(logits: Tensor, inputs: Inputs) -> Tensor:
+    """Cross-entropy of class labels."""
+    return F.cross_entropy(logits, inputs["labels"])
+
+
+def signals(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Signals with a label for every frame."""
+    labels = torch.randint(0, sizes["classes"], (batch, seq))
+    return {"signal": torch.randn(batch, seq, sizes["channels"]), "labels": labels}
+
+
+def noisy_images(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Images, times, and the noise to predict."""
+    images, noise = (torch.randn(batch, 3, sizes["image"], sizes["image"]) for _ in range(2))
+    return {"images": images, "times": torch.rand(batch), "noise": noise}
+
+
+def noise_loss(predicted: Tensor, inputs: Inputs) -> Tensor:
+    """Mean squared error of the noise."""
+    return F.mse_loss(predicted, inputs["noise"])
+
+
+def boxes(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Images with the ``places`` of default boxes, of which 1 % hold an object."""
+    places, image = (batch, sizes["places"]), sizes["image"]
+    labels = torch.randint(1, sizes["classes"], places) * (torch.rand(places) < RARE)
+    images = torch.randn(batch, 3, image, image)
+    return {"images": images, "boxes": torch.randn(batch, 4, sizes["places"]), "labels": labels}
+
+
+def ssd_loss(output: tuple[Tensor, Tensor], inputs: Inputs) -> Tensor:
+    """Loss of boxes and classes."""
+    return detection_loss(output, inputs["boxes"], inputs["labels"])
+
+
+def clicks(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """``bag`` lookups per sample and table; ``rows`` is a number for all tables or one for each."""
+    tables, rows, lookups = sizes["tables"], sizes["rows"], batch * sizes["bag"]
+    dense = torch.randn(batch, sizes["features"])
+    if isinstance(rows, int):
+        indices = torch.randint(0, rows, (tables, lookups))
+    else:
+        indices = torch.stack([torch.randint(0, n, (lookups,)) for n in rows])
+    return {
+        "dense": dense,
+        "indices": indices,
+        "offsets": torch.arange(0, lookups, sizes["bag"]),
+        "clicked": torch.randint(0, 2, (batch,)).to(torch.get_default_dtype()),
+    }
+
+
+def click_loss(logits: Tensor, inputs: Inputs) -> Tensor:
+    """Binary cross-entropy of clicks."""
+    return F.binary_cross_entropy_with_logits(logits, inputs["clicked"])
+
+
+def rankings(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """``pooling`` lookups per sample and table, by default one."""
+    rows = sizes["rows"]
+    pairs = list(zip(rows, sizes.get("pooling", (1,) * len(rows)), strict=True))
+    return {
+        "dense": torch.randn(batch, sizes["features"]),
+        "indices": torch.cat([torch.randint(0, n, (batch * k,)) for n, k in pairs]),
+        "offsets": torch.stack([torch.arange(0, batch * k, k) for _, k in pairs]),
+    }
+
+
+def ranking_loss(logits: Tensor, inputs: Inputs) -> Tensor:
+    """A click where the first dense feature is positive."""
+    clicked = (inputs["dense"][:, 0] > 0).to(logits.dtype)
+    return F.binary_cross_entropy_with_logits(logits, clicked)
+
+
+def users_and_items(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Users, their histories, and the item that each took."""
+    return {
+        "user": torch.randint(0, sizes["users"], (batch,)),
+        "history": torch.randint(0, sizes["items"], (batch, seq)),
+        "item": torch.randint(0, sizes["items"], (batch,)),
+    }
+
+
+def own_item_loss(scores: Tensor, inputs: Inputs) -> Tensor:
+    """Users took their own item: the others of the batch are the wrong ones."""
+    own = torch.arange(len(scores), device=scores.device)
+    return F.cross_entropy(scores, own)
+
+
+def histories(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Histories of items, and candidates for each next one, the right one first."""
+    candidates = (batch, seq, 1 + sizes["negatives"])
+    return {
+        "history": torch.randint(0, sizes["items"], (batch, seq)),
+        "candidates": torch.randint(0, sizes["items"], candidates),
+    }
+
+
+def first_loss(logits: Tensor, inputs: Inputs) -> Tensor:
+    """Cross-entropy, the first candidate being the right one."""
+    first = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    return F.cross_entropy(logits, first)
+
+
+def graphs(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Random graphs of ``nodes`` nodes with ``degree`` edges each on average."""
+    nodes, degree = sizes["nodes"], sizes["degree"]
+    edges = batch * nodes * degree
+    first = torch.arange(batch).mul(nodes).repeat_interleave(nodes * degree, output_size=edges)
+    return {
+        "nodes": torch.randn(batch * nodes, sizes["features"]),
+        "source": first + torch.randint(0, nodes, (edges,)),
+        "target": first + torch.randint(0, nodes, (edges,)),
+        "weight": torch.full((edges, 1), 1 / degree),
+        "graph": torch.arange(batch).repeat_interleave(nodes, output_size=batch * nodes),
+        "labels": torch.randint(0, sizes["classes"], (batch,)),
+    }
