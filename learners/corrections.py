@@ -67,14 +67,8 @@ def with_bytes_in_flight(time_us: np.ndarray, asked: Asked) -> np.ndarray:
     return np.asarray(time_us * bytes_in_flight.correction(asked.query, asked.source_gpus))
 
 
-def with_memory_latency(time_us: np.ndarray, asked: Asked) -> np.ndarray:
-    """Times not below what threads wait for memory."""
-    return np.asarray(np.maximum(time_us, bytes_in_flight.least_us(asked.query)))
-
-
 CORRECTIONS = (
     Correction(name="limited_tensor_cores", corrected_us=with_limited_tensor_cores),
     Correction(name="achieved_rate", corrected_us=with_achieved_rate),
     Correction(name="bytes_in_flight", corrected_us=with_bytes_in_flight),
-    Correction(name="memory_latency", corrected_us=with_memory_latency),
 )

@@ -55,25 +55,6 @@ def correction(query: QueryRows, source_gpus: SourceGpus) -> np.ndarray:
     return factors
 
 
-def least_us(query: QueryRows) -> np.ndarray:
-    """What each row's time in us cannot fall below: its ``Family.waits`` * the latency of memory.
-
-    Few long rows occupy few SMs, and each of these waits as often as its row is long. These are
-    torch's kernels: rows that state other software (``inductor``, ``liger``) are not bound by them.
-    """
-    family, found = query.family, np.zeros(len(query.gpu))
-    if family.waits is None:
-        return found
-    codes, stacks = pd.factorize(query.stack)
-    torch = np.array([software_name(stack) in ("", "torch") for stack in stacks], dtype=bool)[codes]
-    for name in pd.unique(query.rows["gpu"]):
-        mine = torch & (query.rows["gpu"] == name).to_numpy()
-        if query.gpus[name].kind != "cpu" and mine.any():
-            waits = family.waits(columns(query.rows[mine], family), query.gpus[name])
-            found[mine] = np.asarray(waits, dtype=float) * LATENCY_NS * 1e-3
-    return found
-
-
 def slowdown(gpu: Gpu, thread_bytes: float) -> float:
     """Peak bandwidth / the rate that threads with ``thread_bytes`` in flight reach; 1 on a CPU."""
     if gpu.kind == "cpu":

@@ -146,7 +146,6 @@ class Family:
     ``cached_bytes(params, gpu)`` prices an op without a learned model in place of ``bytes_moved``
     where what it reads may be in the last cache.
     ``floor_us`` replaces max(flops / peak, bytes / memory bandwidth) where that is not the bound.
-    ``waits`` is how often a thread of torch's kernel waits for memory, one time after the other.
     ``op_name`` is the op under which a row is counted as measured; None: parameter ``op``.
     ``op_aliases`` names ops that run the same kernels, with the parameters to change along with
     the op: one that was not measured in a dtype is priced as the first of them that was.
@@ -183,7 +182,6 @@ class Family:
     cached_bytes: Callable[[Point, Gpu], Numbers] | None = None
     floor_us: Callable[[Point, Gpu], Numbers] | None = None
     rate: Callable[[Point, Gpu], Numbers] | None = None
-    waits: Callable[[Point, Gpu], Numbers] | None = None
     op_name: Callable[[Point], Point] | None = None
     kernel: Sequence[KernelTerm] = ()
     along: tuple[str, ...] = ()

@@ -12,7 +12,7 @@ from clockwork import ticking
 from itercast.microbench.capture.log import capture_step
 from itercast.microbench.cases.registry import case, case_names, cases_of
 from itercast.microbench.iterations.collect import iteration_of
-from itercast.microbench.iterations.measure import PHASES, Iteration, measure_iteration
+from itercast.microbench.iterations.measure import PHASES, measure_iteration
 from itercast.microbench.opcall import TensorSpec
 from itercast.microbench.step import StepSettings
 

@@ -44,8 +44,6 @@ FLOPS_PER_ELEMENT = {  # no assumption: counted in the formula of each op
 }
 MAX_ELEMENTS = 2**23
 PASSES: Mapping[str, int] = assumed(__file__, "passes")
-ROW_THREADS: int = assumed(__file__, "row_threads")
-ROW_PASSES: int = assumed(__file__, "row_passes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,15 +306,6 @@ def fallback(p: Norm, measured: Measured) -> list[Part]:
     return [memory_copy(PASSES[p.op] * elements * item)]
 
 
-def waits(p: Norm, gpu: Gpu) -> Numbers:
-    """Reads one after the other of a layer norm: passes * columns / (threads of a row * 4).
-
-    A block of threads takes a whole row, however long, and each thread reads 4 elements at a time.
-    """
-    steps = ROW_PASSES * np.ceil(np.asarray(p.cols, dtype=float) / (4 * ROW_THREADS))
-    return np.where(np.equal(p.op, "layer"), steps, 0.0)
-
-
 FAMILY = Family(
     name="norm",
     params=Norm,
@@ -332,7 +321,6 @@ FAMILY = Family(
         "aten.native_group_norm_backward.default": from_group,
     },
     fusible=True,
-    waits=waits,
     fallback=fallback,
     weight=1.5,
     gpu_sweep=GpuSweep(

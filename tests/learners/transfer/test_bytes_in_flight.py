@@ -77,29 +77,3 @@ def test_a_measured_gpu_is_not_corrected_and_a_tiny_op_hardly() -> None:
     assert tiny[0] == pytest.approx(tiny[1], rel=0.01)
     large = [share_of_peak("b200-sxm", "fp16", s) for s in ("torch-2.11", "torch-2.3")]
     assert large[1] < 0.9 * large[0]
-
-
-def layer_norm_us(name: str, rows: int, cols: int) -> float:
-    """Forecast time in us of a layer norm in fp32."""
-    row = {
-        "family": "norm",
-        "gpu": name,
-        "op": "layer",
-        "rows": rows,
-        "cols": cols,
-        "dtype": "fp32",
-    }
-    priced = SHIPS.price("norm", pd.DataFrame([row]), {name: load_gpu(name)})
-    return float(priced["predicted_us"].iloc[0])
-
-
-def test_a_long_row_is_read_by_one_block_that_waits_for_each_piece_of_it() -> None:
-    """2**20 columns by 128 threads of 4 elements: twice 2,048 waits, for one row as for 16."""
-    for name in ("h100-pcie-80gb", "a100-sxm-80gb"):
-        for rows in (1, 16):
-            assert layer_norm_us(name, rows, 2**20) == pytest.approx(4096 * LATENCY_NS * 1e-3)
-
-
-def test_waits_of_usual_rows_are_shorter_than_their_reads() -> None:
-    """8,192 rows of 4,096 move 268 MB: 132 us of an A100's bandwidth, 10 us of waits."""
-    assert layer_norm_us("a100-sxm-80gb", 8192, 4096) > 132
