@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from itercast.eval.public.baselines import BASELINES
+from itercast.eval.public.baselines import CURVES, by_learner
 from itercast.eval.public.lines import OpLine, Rows
 from itercast.eval.public.readers import read_source, reader_of
 from itercast.eval.results import LineResult
@@ -73,8 +73,7 @@ def forecasts(
     knows the FLOP/s that large products are published to reach on it (``achieved_flops_per_s``).
     Baselines forecast a random sample of the rows only.
     """
-    table = prepared.table
-    options = default_options(table.take(known))
+    options = default_options(prepared.table.take(known))
     gpu, asked = prepared.query.gpu, prepared.query.take(held)
     new = not np.isin(gpu[held], np.unique(gpu[known])).any()
     out = {}
@@ -93,7 +92,10 @@ def forecasts(
     some = np.sort(rng.permutation(len(held))[:BASELINE_ROWS])
     for name in line.baselines:
         guess = np.full(len(held), np.nan)
-        guess[some] = BASELINES[name](table, rows, known, held[some])
+        if name in CURVES:
+            guess[some] = CURVES[name](rows, known, held[some])
+        else:
+            guess[some] = by_learner(name, prepared, known, held[some])
         out[name] = guess
     return out
 

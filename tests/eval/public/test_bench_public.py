@@ -18,7 +18,6 @@ from itercast.eval.public.lines import OpLine, op_lines
 from itercast.eval.public.readers import read_source
 from itercast.eval.public.report import markdown, run
 from itercast.eval.results import LineResult
-from itercast.learners.models.training_table import Table
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.importers.base import Hints
 
@@ -86,16 +85,10 @@ def test_all_runs_of_a_cluster_go_at_once() -> None:
 
 def test_baselines_along_a_curve() -> None:
     rows = curve("a").iloc[::2].reset_index(drop=True)
-    table = Table(
-        x=np.zeros((len(rows), 1)),
-        roofline_us=np.ones(len(rows)),
-        time_us=rows["time_us"].to_numpy(),
-        group=np.arange(len(rows)),
-    )
     known, asked = np.arange(0, len(rows), 2), np.arange(1, len(rows) - 1, 2)
-    found = alpha_beta(table, rows, known, asked)
+    found = alpha_beta(rows, known, asked)
     assert found == pytest.approx(rows["time_us"].to_numpy()[asked], rel=1e-3)
-    middle = interpolation(table, rows, known, asked[-1:])
+    middle = interpolation(rows, known, asked[-1:])
     left, right = rows["time_us"].to_numpy()[[asked[-1] - 1, asked[-1] + 1]]
     assert middle[0] == pytest.approx((left * right) ** 0.5)
 
