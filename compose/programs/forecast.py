@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itercast.compose.forecast import Forecast, report_step
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import default_contention, gpus_per_domain
+from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.programs.price import PricedRank, cluster_of, price_rank
 from itercast.compose.programs.timeline import COMPUTE, LAUNCH, simulate_program
@@ -39,8 +40,8 @@ def _simulated(
     book = price_book(target.bundle, gpu, threads, target.stack, target.host)
     per_node = world if on_cpu else gpus_per_domain(gpu, target.node)
     ranks = {r: price_rank(s, book, target.node, per_node) for r, s in program.ranks.items()}
-    slowdown = max(1.0, world * threads / gpu.sm_count) if on_cpu else 1.0
-    tasks, spans, ends = simulate_program(ranks, default_contention(gpu), slowdown)
+    cores_frac = world * threads / gpu.sm_count / len(ranks) if on_cpu else 0.0
+    tasks, spans, ends = simulate_program(ranks, default_contention(gpu), cores_frac)
     iteration_us = ends[1] - ends[0]
     slowest = max(ranks, key=lambda r: _busy_us(r, tasks, spans))
     outcome = _outcome(slowest, program, ranks[slowest], book, iteration_us, tasks, spans)
@@ -116,5 +117,5 @@ def _tally(priced: PricedRank, book: PriceBook) -> Tally:
     computed = [op for c, op in pairs if c.op != COLLECTIVE]
     tally.add(computed)
     tally.add_sent(op for c, op in pairs if c.op == COLLECTIVE)
-    tally.host.add_all(priced.launches.total(computed))
+    tally.host.add_all(priced.launches.total([op for op in computed if op.phase != PYTHON]))
     return tally

@@ -9,15 +9,19 @@ from dataclasses import dataclass
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.cuda_variants import with_cuda_variants
 from itercast.compose.pricing.collectives import Cluster, Group, Message, price_messages
-from itercast.compose.pricing.host import Launches, launch_costs
+from itercast.compose.pricing.host import Launches, launch_costs, python_op
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable
+from itercast.compose.simulate.fsdp import FORWARD_SHARE
+from itercast.compose.simulate.stage_rank import SCHEDULE_SHARE
+from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, StepCapture
-from itercast.microbench.programs.program import COLLECTIVE, HOST_WAIT, RECORD, WAIT
+from itercast.microbench.programs.program import COLLECTIVE, HOST, HOST_WAIT, RECORD, WAIT
 
 MARKS = (RECORD, WAIT, HOST_WAIT)
+DISPATCH_SHARE: float = assumed(__file__, "dispatch_share")
 # Collectives that no family measures, as those that move the same bytes the same way.
 SAME_AS: Mapping[str, str] = {
     "send": "send_recv",
@@ -49,10 +53,11 @@ def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: 
     step = step if on_cpu else with_cuda_variants(step)
     calls, cold = step.calls, cold_fractions(step, book.gpu)
     sent = [i for i, c in enumerate(calls) if c.op == COLLECTIVE]
-    computed = [i for i, c in enumerate(calls) if c.op not in (COLLECTIVE, *MARKS)]
+    computed = [i for i, c in enumerate(calls) if c.op not in (COLLECTIVE, HOST, *MARKS)]
     priced = dict(
         zip(sent, _collectives([calls[i] for i in sent], book, node, per_node), strict=True)
     )
+    priced |= {i: _python(c, book) for i, c in enumerate(calls) if c.op == HOST}
     wanted = [priceable(calls[i], cold[i]) for i in computed]
     priced |= dict(zip(computed, book.price(wanted), strict=True))
     launched = StepCapture(calls=tuple(calls[i] for i in computed))
@@ -63,6 +68,20 @@ def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: 
         on_cpu=on_cpu,
         matmul_s=sum(_matmul_s(w, book.gpu) for w in wanted),
     )
+
+
+def _python(call: OpCall, book: PriceBook) -> PricedOp:
+    """Python of a parallel wrapper: what of its event's time is spent at this call."""
+    event, tensors = call.args
+    if event == "dtensor_op":
+        return python_op("tp_product", 1, book, DISPATCH_SHARE)
+    backward = call.phase == "backward"
+    share = 1.0
+    if event.startswith("fsdp_layer"):
+        share = 1 - FORWARD_SHARE if backward else FORWARD_SHARE
+    elif event == "pipeline_micro":
+        share = 1 - SCHEDULE_SHARE if backward else SCHEDULE_SHARE
+    return python_op(event, tensors, book, share)
 
 
 def _matmul_s(w: Priceable, gpu: Gpu) -> float:

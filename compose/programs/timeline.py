@@ -7,12 +7,14 @@ Ranks that were not captured do what one that was captured does, at the same tim
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.pricing.work import Step, fold
 from itercast.compose.programs.price import PricedRank
+from itercast.compose.simulate.rank import LATENCY
 from itercast.compose.simulate.timeline import Span, Task, simulate_shared
 from itercast.microbench.opcall import OpCall
 from itercast.microbench.programs.program import (
@@ -23,6 +25,7 @@ from itercast.microbench.programs.program import (
     WAIT,
 )
 
+SHARED = ("compute", "stream")  # lanes of a rank that slow each other
 COMPUTE, LAUNCH = "compute", "launch"  # names of tasks; others have that of their collective
 
 
@@ -102,7 +105,10 @@ class RankLanes:
             self._close()
         self.open_stream = stream
         costs = self.priced.launches
-        self.open.append(Step(op.duration_us, costs.us(op), False, costs.kernels(op)))
+        if op.phase == PYTHON:
+            self.open.append(Step(0.0, op.duration_us))
+        else:
+            self.open.append(Step(op.duration_us, costs.us(op), False, costs.kernels(op)))
 
     def _close(self) -> None:
         """Add the ops launched since the last mark as one piece of work."""
@@ -128,9 +134,14 @@ class RankLanes:
         self.waits[stream] = ()
         key = self._key(call)
         self.counts[key] += 1
+        once, copied_us = (key, self.counts[key]), op.duration_us
+        if op.latency_us:  # it slows nothing; the copy waits for that of all ranks
+            lanes = (f"{self.rank} latency {stream}",)
+            latency_us = min(op.latency_us, op.duration_us)
+            begun = self.tasks.join((LATENCY, once), lanes, latency_us, after, facts["kind"])
+            after, copied_us = (begun,), op.duration_us - latency_us
         lanes = (self._lane(stream),)
-        task = self.tasks.join((key, self.counts[key]), lanes, op.duration_us, after, facts["kind"])
-        self.last[stream] = (task,)
+        self.last[stream] = (self.tasks.join(once, lanes, copied_us, after, facts["kind"]),)
 
     def _key(self, call: OpCall) -> Hashable:
         """Equal for the launches of all ranks that take part in a collective or message."""
@@ -142,12 +153,37 @@ class RankLanes:
 
 
 def simulate_program(
-    ranks: Mapping[int, PricedRank], contention: float, slowdown: float = 1.0
+    ranks: Mapping[int, PricedRank], contention: float, cores_frac: float = 0.0
 ) -> tuple[list[Task], list[Span], list[float]]:
     """Two steps in a row: their tasks and spans, and when each of them ends, in us.
 
-    ``slowdown``: how much longer compute takes because ranks share the cores of a CPU.
+    ``cores_frac``: the share of a CPU's cores that a captured rank takes while it computes, with
+    those that do as it does. Where all together take more than there are, compute is slower: by
+    what they take on average while any of them computes.
     """
+    found = _simulated(ranks, contention, 1.0)
+    if cores_frac * len(ranks) <= 1:
+        return found
+    return _simulated(ranks, contention, _shared_cores(*found[:2], cores_frac))
+
+
+def _shared_cores(tasks: Sequence[Task], spans: Sequence[Span], cores_frac: float) -> float:
+    """Mean of the shares of cores that ranks ask for, at least 1, while any of them computes."""
+    computing = [s for t, s in zip(tasks, spans, strict=True) if t.name == COMPUTE]
+    changes = [(s.start_us, 1) for s in computing] + [(s.end_us, -1) for s in computing]
+    total_us = asked_us = before_us = 0.0
+    ranks = 0
+    for at_us, change in sorted(changes):
+        if ranks:
+            total_us += at_us - before_us
+            asked_us += (at_us - before_us) * max(1.0, ranks * cores_frac)
+        ranks, before_us = ranks + change, at_us
+    return asked_us / total_us if total_us else 1.0
+
+
+def _simulated(
+    ranks: Mapping[int, PricedRank], contention: float, slowdown: float
+) -> tuple[list[Task], list[Span], list[float]]:
     tasks = Tasks()
     lanes = [RankLanes(rank, priced, tasks, slowdown) for rank, priced in ranks.items()]
     counts = []
@@ -155,8 +191,8 @@ def simulate_program(
         for one in lanes:
             one.step(number)
         counts.append(len(tasks.tasks))
-    shared = {lane: lane.split()[0] for lane in tasks.programs if " host" not in lane}
-    shared = {lane: rank for lane, rank in shared.items() if " path " not in lane}
+    named = [lane.split() for lane in tasks.programs]
+    shared = {" ".join(words): words[0] for words in named if words[1] in SHARED}
     spans = simulate_shared(tasks.tasks, shared, contention, tasks.programs)
     ends = [max((s.end_us for s in spans[:n]), default=0.0) for n in counts]
     return tasks.tasks, spans, ends

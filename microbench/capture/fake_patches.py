@@ -13,6 +13,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import _get_current_function_mode_stack
 
 from itercast.microbench.capture.attention import flex_as_sdpa
 from itercast.microbench.capture.fake import fake_tensor
@@ -98,6 +100,26 @@ def run_uncompiled() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def modes_in_backward() -> Iterator[None]:
+    """Let torch function modes that are on now be on in backward, where checkpoints run forward.
+
+    Torch switches them off while it calls ``backward``.
+    """
+    modes, run = _get_current_function_mode_stack(), _engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        on = _get_current_function_mode_stack()
+        with ExitStack() as stack:
+            for mode in modes:
+                if mode not in on:
+                    stack.enter_context(mode)
+            return run(*args, **kwargs)
+
+    with patch.object(torch.autograd, "_engine_run_backward", run_backward):
+        yield
 
 
 @contextmanager

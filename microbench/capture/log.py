@@ -21,7 +21,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from itercast.microbench.capture.attention import eager_attention
 from itercast.microbench.capture.autocast import autocast_as_on_cuda
-from itercast.microbench.capture.fake_patches import behave_like_real_tensors, run_uncompiled
+from itercast.microbench.capture.fake_patches import (
+    behave_like_real_tensors,
+    modes_in_backward,
+    run_uncompiled,
+)
 from itercast.microbench.capture.routing import Routing
 from itercast.microbench.capture.sparse import (
     FakeSparseOps,
@@ -159,7 +163,12 @@ class OpLog(TorchDispatchMode):
         )
 
     def add(self, op: str, args: Args, kwargs: Kwargs, output: Argument) -> None:
-        """Log one call."""
+        """Log one call; one that is given its output, as that which makes it."""
+        if op.endswith(".out"):
+            op = op.removesuffix("out")
+            known = getattr(torch.ops.aten, op.split(".")[1]).overloads()
+            op += "Tensor" if "Tensor" in known else "default"
+            kwargs = {k: v for k, v in kwargs.items() if k != "out"}
         self.names = TF32_DTYPES if self.tf32 and op in TF32_OPS else DTYPES
         outputs = tuple(output) if isinstance(output, list | tuple) else (output,)
         sparse = any(map(is_sparse, (*args, *outputs)))
@@ -361,7 +370,7 @@ def _in_channels_last(value: Argument) -> Argument:
 @contextmanager
 def _logging(log: OpLog, eager: bool) -> Iterator[None]:
     """Log ops, modules and attention inside the context; name the op that depends on data."""
-    with run_uncompiled(), ModuleTracker(log), WholeAttention(log, eager), log:
+    with run_uncompiled(), ModuleTracker(log), WholeAttention(log, eager), modes_in_backward(), log:
         try:
             yield
         except (DynamicOutputShapeException, DataDependentOutputException) as exc:

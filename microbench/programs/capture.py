@@ -9,12 +9,17 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from itercast.microbench.capture.fake_patches import behave_like_real_tensors, run_uncompiled
+from itercast.microbench.capture.fake_patches import (
+    behave_like_real_tensors,
+    modes_in_backward,
+    run_uncompiled,
+)
 from itercast.microbench.capture.log import WholeAttention
 from itercast.microbench.capture.watch import ModuleTracker
 from itercast.microbench.opcall import StepCapture
@@ -23,6 +28,9 @@ from itercast.microbench.programs.log import ProgramLog
 from itercast.microbench.programs.objects import AwaitedError, Mailbox, objects_through
 from itercast.microbench.programs.program import COLLECTIVE, ProgramCapture
 from itercast.microbench.programs.streams import recorded_streams
+from itercast.microbench.programs.wrappers import logged_wrappers
+
+OPTIMIZERS = {"SGD": "sgd", "LAMB": "lamb"}  # whose Python is measured; others' is as AdamW's
 
 
 def capture_program(
@@ -99,7 +107,8 @@ def _capture_rank(
 @contextmanager
 def runs_of_steps(log: ProgramLog) -> Iterator[None]:
     """Log modules, attention as one op, and the phases of steps that run inside the context."""
-    with _phases(log), ModuleTracker(log), WholeAttention(log, eager=False):
+    whole = WholeAttention(log, eager=False)
+    with _phases(log), logged_wrappers(log), ModuleTracker(log), whole, modes_in_backward():
         yield
 
 
@@ -118,9 +127,13 @@ def _phases(log: ProgramLog) -> Iterator[None]:
 
     def begin(optimizer: Any, args: Any, kwargs: Any) -> None:
         log.phase = "optimizer"
-        kind = type(optimizer).__name__.lower()
-        tensors = sum(p.grad is not None for g in optimizer.param_groups for p in g["params"])
-        log.host[f"{kind}_step"] = log.host.get(f"{kind}_step", 0) + tensors
+        kind = OPTIMIZERS.get(type(optimizer).__name__, "adamw")
+        trained = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        log.python(f"{kind}_step", len(trained))
+        if sharded := sum(isinstance(p, DTensor) for p in trained):
+            log.python(f"{kind}_dtensor_step", sharded)
+        for event, times in (("accumulate_grad", log.host.get("backward", 0)), ("zero_grad", 1)):
+            log.host[event] = log.host.get(event, 0) + times * len(trained)
 
     def end(optimizer: Any, args: Any, kwargs: Any) -> None:
         log.phase = "forward"

@@ -19,10 +19,13 @@ from itercast.microbench.programs.collectives import CollectiveCall, collective_
 from itercast.microbench.programs.program import (
     COLLECTIVE,
     FIRST_GROUP_STREAM,
+    HOST,
     HOST_WAIT,
     RECORD,
     WAIT,
 )
+
+LOSS = (torch.ops.aten._log_softmax.default,)  # of logits cut by vocabulary
 
 
 class ProgramLog(OpLog):
@@ -88,11 +91,19 @@ class ProgramLog(OpLog):
         """Let the host wait for a point."""
         self._mark(HOST_WAIT, point, self.stream)
 
+    def python(self, event: str, tensors: int = 1) -> None:
+        """Log Python of a parallel wrapper that no op stands for."""
+        self.calls.append(
+            OpCall(op=HOST, args=(event, tensors), phase=self.phase, stream=self.stream)
+        )
+
     def _mark(self, op: str, point: int, stream: int) -> None:
         self.calls.append(OpCall(op=op, args=(point,), phase=self.phase, stream=stream))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
+            if self.phase != "optimizer":  # whose step is an event of its own
+                self.python("tp_loss" if func in LOSS else "dtensor_op")
             return NotImplemented  # DTensor and others call us again with what they wrap
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itercast.microbench.opcall import StepCapture
 
 COLLECTIVE = "itercast.collective"
+HOST = "itercast.host"
 RECORD, WAIT, HOST_WAIT = "itercast.record", "itercast.wait", "itercast.host_wait"
 FIRST_GROUP_STREAM = 1000  # the streams of groups are numbered from here
 
@@ -16,7 +17,8 @@ FIRST_GROUP_STREAM = 1000  # the streams of groups are numbered from here
 class ProgramCapture:
     """One step of a program over ``world_size`` ranks: the launches of some, by their number.
 
-    Beside op calls the launches are marks of three kinds, which take no time. A *point* is a
+    Beside op calls the launches are Python of parallel wrappers, ``itercast.host`` with the name of
+    an event and its number of tensors, and marks of three kinds, which take no time. A *point* is a
     number:
 
         itercast.record      (point,)  all that its stream was given so far is done at this point

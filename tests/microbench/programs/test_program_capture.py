@@ -19,10 +19,17 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 from itercast.microbench.opcall import OpCall
 from itercast.microbench.programs.capture import capture_program
-from itercast.microbench.programs.program import COLLECTIVE, RECORD, WAIT, ProgramCapture
+from itercast.microbench.programs.program import (
+    COLLECTIVE,
+    HOST,
+    RECORD,
+    WAIT,
+    ProgramCapture,
+)
 
 Step = Callable[[], Any]
 
@@ -245,3 +252,36 @@ def test_waits_name_points_that_were_recorded() -> None:
     for call in calls:
         recorded |= {call.args[0]} if call.op == RECORD else set()
         assert call.op != WAIT or call.args[0] in recorded
+
+
+def test_python_of_wrappers_is_logged_where_it_runs() -> None:
+    """FSDP2's hooks of two blocks and of the root, which holds nothing; SGD over DTensors."""
+    calls = [c for c in capture_program(sharded((8, 1)), 8).ranks[0].calls if c.op == HOST]
+    layers = [(c.args, c.phase) for c in calls if c.args[0] == "fsdp_layer"]
+    assert layers == [(("fsdp_layer", 2), p) for p in ("forward",) * 2 + ("backward",) * 2]
+    assert [c.args for c in calls if c.phase == "optimizer"] == [
+        ("sgd_step", 4),
+        ("sgd_dtensor_step", 4),
+    ]
+
+
+def test_what_a_checkpoint_runs_again_is_what_forward_ran() -> None:
+    """Attention in a checkpoint: once in forward, once in backward, and its gradient."""
+
+    def program() -> Step:
+        x = torch.randn(2, 4, 8, 16, requires_grad=True)
+
+        def block(x: Any) -> Any:
+            return nn.functional.scaled_dot_product_attention(x, x, x).sin()
+
+        return lambda: checkpoint(block, x, use_reentrant=False).sum().backward()
+
+    calls = capture_program(program, 1).ranks[0].calls
+    ops = [(c.op, c.phase) for c in calls if c.op.startswith("itercast.sdpa")]
+    assert ops == [
+        ("itercast.sdpa", "forward"),
+        ("itercast.sdpa", "backward"),
+        ("itercast.sdpa_backward", "backward"),
+    ]
+    (event,) = [c.args for c in calls if c.op == HOST]
+    assert event == ("checkpoint_layer", 4)  # q, k, v and the input of sin

@@ -68,6 +68,8 @@ def test_buckets_are_those_of_torch(one_process: None, mebibytes: float | None) 
     calls = [c for c in capture_program(program, 8).ranks[0].calls if c.op == COLLECTIVE]
     assert [c.kwargs["bytes"] for c in calls if c.kwargs["kind"] == "all_reduce"] == expected
     broadcast = [c.kwargs["bytes"] for c in calls if c.kwargs["kind"] == "broadcast"]
+    ops = [c.op for c in capture_program(program, 8).ranks[0].calls]
+    assert ops.count("aten.mul.Tensor") == 8  # each gradient into its bucket
     assert sorted(broadcast) == [8, 2 * 700 * 4]  # running mean and variance; their count
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
