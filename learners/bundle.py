@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -259,24 +259,48 @@ def save_trees(trees: Trees, folder: Path, name: str) -> None:
         (folder / f"{stem}.ubj.gz").write_bytes(packed)
 
 
+@dataclass(frozen=True, slots=True)
+class ShippedTrees(Mapping[int, xgb.Booster]):
+    """Boosters by column from files that ship, each read when it is first used."""
+
+    paths: Mapping[int, Path]
+    loaded: dict[int, xgb.Booster] = field(default_factory=dict)
+
+    def __getitem__(self, column: int) -> xgb.Booster:
+        if column not in self.loaded:
+            self.loaded[column] = booster(gzip.decompress(self.paths[column].read_bytes()))
+        return self.loaded[column]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+
+def booster(raw: bytes) -> xgb.Booster:
+    """Trees from UBJSON; they predict on one thread."""
+    made = xgb.Booster({"nthread": 1})
+    made.load_model(bytearray(raw))
+    return made
+
+
 def load_trees(folder: Path, name: str, stems: Sequence[str], columns: int) -> Trees | None:
     """Read trees of ``columns`` features; KeyError for a stem that is not the family's.
 
     Trees that ship are part of the code: only their digests were checked.
     """
-    found: dict[str, xgb.Booster] = {}
-    shipped = folder.resolve() in (SHIPPED, SHIPPED_CPU)
-    known = {name, *(f"{name}.{column}" for column in range(columns))}
-    for stem in stems:
-        if stem not in known:
-            raise KeyError(stem)
-        found[stem] = xgb.Booster({"nthread": 1})
-        path = folder / f"{stem}.ubj.gz"
-        raw = gzip.decompress(path.read_bytes()) if shipped else read_trees(path, columns)
-        found[stem].load_model(bytearray(raw))
-    common = found.pop(name, None)
-    own = {int(stem.removeprefix(f"{name}.")): booster for stem, booster in found.items()}
-    return Trees(common=common, own=own) if stems else None
+    if not stems:
+        return None
+    known = {f"{name}.{column}": column for column in range(columns)}
+    paths = {known[stem]: folder / f"{stem}.ubj.gz" for stem in stems if stem != name}
+    common = folder / f"{name}.ubj.gz" if name in stems else None
+    if folder.resolve() in (SHIPPED, SHIPPED_CPU):
+        first = booster(gzip.decompress(common.read_bytes())) if common else None
+        return Trees(common=first, own=ShippedTrees(paths))
+    first = booster(read_trees(common, columns)) if common else None
+    own = {column: booster(read_trees(path, columns)) for column, path in paths.items()}
+    return Trees(common=first, own=own)
 
 
 def load_smooth(path: Path, trees: Trees | None, share: float) -> Ensemble:

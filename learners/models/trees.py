@@ -47,10 +47,10 @@ class Trees:
     def log_ratio(self, x: Array) -> Array:
         """Predict log(time / roofline); ValueError for a GPU for which there are no trees."""
         out, rest = np.zeros(len(x)), np.ones(len(x), dtype=bool)
-        for column, booster in self.own.items():
+        for column in self.own:
             mine = x[:, column] > 0
             if mine.any():
-                out[mine] = _predict(booster, x[mine])
+                out[mine] = _predict(self.own[column], x[mine])
             rest &= ~mine
         if rest.any():
             if self.common is None:

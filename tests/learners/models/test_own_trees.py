@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from itercast.learners.bundle import load_trees, save_trees, tree_names
+from itercast.learners.bundle import (
+    SHIPPED,
+    Bundle,
+    ShippedTrees,
+    load_trees,
+    save_trees,
+    tree_names,
+)
 from itercast.learners.models.training_table import Table, group_split
 from itercast.learners.models.trees import Trees, default_options, fit, refit, rounds_for_all
 
@@ -93,3 +101,15 @@ def test_trees_are_saved_and_loaded(table: Table, tmp_path: Path) -> None:
     for hostile in ("../gemm", "gemm.x", "norm"):
         with pytest.raises(KeyError):
             load_trees(tmp_path, "gemm", [hostile], 4)
+
+
+def test_trees_that_ship_are_read_when_they_are_used(tmp_path: Path) -> None:
+    """A copy elsewhere is checked and read whole; both hold the same trees."""
+    trees = Bundle.load(SHIPPED).models["attention"].ensemble.trees
+    shutil.copytree(SHIPPED, tmp_path / "copy")
+    copy = Bundle.load(tmp_path / "copy").models["attention"].ensemble.trees
+    assert trees is not None and copy is not None
+    assert isinstance(trees.own, ShippedTrees) and not trees.own.loaded
+    assert [*trees.own] == [*copy.own] and len(trees.own) == 5
+    assert all(trees.own[c].save_raw() == copy.own[c].save_raw() for c in copy.own)
+    assert len(trees.own.loaded) == 5
