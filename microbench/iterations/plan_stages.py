@@ -6,7 +6,7 @@ also has the embedding, the last one the final norm and head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +18,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from itercast.microbench.iterations.measured_plan import OnPhase
 from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.step import StepSettings, make_optimizer
+
+Batch = dict[str, torch.Tensor]
+Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 
 
 class Stage(nn.Module):
@@ -51,6 +54,11 @@ def edges(blocks: int, stages: int) -> list[int]:
     return found
 
 
+def spans(model: Any, stages: int) -> list[tuple[int, int]]:
+    """First block of each stage, and the first of the next."""
+    return list(pairwise(edges(len(model.blocks), stages)))
+
+
 def own_parameters(model: Any, first: int, stop: int) -> list[nn.Parameter]:
     """Parameters of a stage; a tied embedding belongs to the first stage and to the last."""
     numbered = {id(p) for p in model.blocks.parameters()}
@@ -70,117 +78,120 @@ def _tied(model: Any) -> bool:
     return hasattr(model, "tokens") and model.head.weight is model.tokens.weight
 
 
-def _first_input(batch: dict[str, Any]) -> torch.Tensor:
+def _first_input(batch: Batch) -> torch.Tensor:
     """The model's input; labels come after it."""
-    first: torch.Tensor = next(iter(batch.values()))
-    return first
+    return next(iter(batch.values()))
 
 
-def make_pipeline_step(
-    model: Any,
-    batch: dict[str, Any],
-    loss_of: Callable[[Any, dict[str, Any]], Any],
-    plan: ParallelPlan,
-    settings: StepSettings,
-    on_phase: OnPhase,
-) -> Callable[[], None]:
-    """Makes a step of this rank's stage: micro-batches by schedule, tied gradients, optimizer."""
-    rank, micro = dist.get_rank(), plan.microbatches
-    spans = list(pairwise(edges(len(model.blocks), plan.pp)))
-    parameters = own_parameters(model, *spans[rank])
-    name, labels = list(batch.items())[-1]
-    inputs = _first_input(batch)
+class PipelineStep:
+    """Runs a step of this rank's stage: micro-batches by schedule, tied gradients, optimizer."""
 
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = loss_of(output, {name: target})
-        return found
+    def __init__(
+        self,
+        model: Any,
+        batch: Batch,
+        loss_of: Loss,
+        plan: ParallelPlan,
+        settings: StepSettings,
+        on_phase: OnPhase,
+    ) -> None:
+        self.rank, self.last, self.on_phase = dist.get_rank(), plan.pp - 1, on_phase
+        span = spans(model, plan.pp)[self.rank]
+        self.parameters = own_parameters(model, *span)
+        self.optimizer = make_optimizer(self.parameters, settings.optimizer)
+        self.inputs, (name, self.labels) = _first_input(batch), list(batch.items())[-1]
+        stage = PipelineStage(Stage(model, *span), self.rank, plan.pp, self.inputs.device)
+        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[plan.schedule]
 
-    stage = PipelineStage(Stage(model, *spans[rank]), rank, plan.pp, inputs.device)
-    kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[plan.schedule]
-    schedule = kind(stage, micro, loss, scale_grads=False)
-    optimizer = make_optimizer(parameters, settings.optimizer)
-    ends = rank in (0, plan.pp - 1) and _tied(model)
-    together = dist.new_group([0, plan.pp - 1]) if plan.pp > 1 else None
+        def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            return loss_of(output, {name: target})
 
-    def step() -> None:
-        on_phase("zero_grad")
-        for parameter in parameters:
+        self.schedule = kind(stage, plan.microbatches, loss, scale_grads=False)
+        self.ends = dist.new_group([0, self.last])
+        at_an_end = self.rank in (0, self.last) and _tied(model)
+        self.tied = model.head.weight if at_an_end else None
+
+    def __call__(self) -> None:
+        """Run one step."""
+        self.on_phase("zero_grad")
+        for parameter in self.parameters:
             parameter.grad = None
-        on_phase("forward")
-        if rank == 0:
-            schedule.step(inputs)
-        elif rank == plan.pp - 1:
-            schedule.step(target=labels)
-        else:
-            schedule.step()
-        on_phase("optimizer")
-        if ends:
-            dist.all_reduce(model.head.weight.grad, group=together)
-        if optimizer is not None:
-            optimizer.step()
-
-    return step
+        self.on_phase("forward")
+        given = (self.inputs,) if self.rank == 0 else ()
+        self.schedule.step(*given, target=self.labels if self.rank == self.last else None)
+        self.on_phase("optimizer")
+        if self.tied is not None:
+            dist.all_reduce(self.tied.grad, group=self.ends)
+        if self.optimizer is not None:
+            self.optimizer.step()
 
 
-def _parameters_by_stage(model: Any, spans: list[tuple[int, int]]) -> list[list[nn.Parameter]]:
+def _parameters_by_stage(model: Any, parts: Sequence[tuple[int, int]]) -> list[list[nn.Parameter]]:
     """Parameters of each stage; a tied embedding belongs to the first stage only."""
     seen: set[int] = set()
     owned = []
-    for span in spans:
+    for span in parts:
         mine = [p for p in own_parameters(model, *span) if id(p) not in seen]
         seen |= {id(p) for p in mine}
         owned.append(mine)
     return owned
 
 
-def make_cyclic_step(
-    model: Any,
-    batch: dict[str, Any],
-    loss_of: Callable[[Any, dict[str, Any]], Any],
-    settings: StepSettings,
-    on_phase: OnPhase,
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Makes a step of this replica, and a function to call after the last step.
+class CyclicStep:
+    """Runs a step of this replica; ``links.drain`` is to be called after the last one.
 
     Cyclic data parallelism, version 1 (arXiv:2403.08837): replica r adds a stage's gradients to the
     sum received from replica r - 1 and sends the sum to the next one. The last replica updates the
     stage and sends its weights round the ring; the others use them one step later. No replica waits
     for all others: the chain of sums keeps neighbours two stages apart.
     """
-    rank, n = dist.get_rank(), dist.get_world_size()
-    spans = list(pairwise(edges(len(model.blocks), n)))
-    stages = [Stage(model, *span) for span in spans]
-    owned = _parameters_by_stage(model, spans)
-    links = _Links(owned, rank, n)
-    last = rank == n - 1
-    optimizers = [make_optimizer(ps, settings.optimizer) for ps in owned] if last else []
 
-    def step() -> None:
-        for parameter in model.parameters():
+    def __init__(
+        self,
+        model: Any,
+        batch: Batch,
+        loss_of: Loss,
+        settings: StepSettings,
+        on_phase: OnPhase,
+    ) -> None:
+        self.model, self.batch, self.loss_of, self.on_phase = model, batch, loss_of, on_phase
+        rank, n = dist.get_rank(), dist.get_world_size()
+        parts = spans(model, n)
+        self.stages = [Stage(model, *span) for span in parts]
+        owned = _parameters_by_stage(model, parts)
+        self.links = _Links(owned, rank, n)
+        self.optimizers: list[Any] = []  # of the last replica, by stage
+        if rank == n - 1:
+            self.optimizers = [make_optimizer(mine, settings.optimizer) for mine in owned]
+
+    def __call__(self) -> None:
+        """Run one step."""
+        for parameter in self.model.parameters():
             parameter.grad = None
-        on_phase("forward")
-        x, cuts = _first_input(batch), list[tuple[torch.Tensor, torch.Tensor]]()
-        for s, stage in enumerate(stages):
-            links.take_weights(s)
+        self.on_phase("forward")
+        x, cuts = _first_input(self.batch), list[tuple[torch.Tensor, torch.Tensor]]()
+        for s, stage in enumerate(self.stages):
+            self.links.take_weights(s)
             before = x.detach().requires_grad_(s > 0)
             x = stage(before)
             cuts.append((before, x))
-        on_phase("backward")
+        self.on_phase("backward")
         gradient = None
-        for s in reversed(range(n)):
-            before, after = cuts[s]
+        for s, (before, after) in reversed(list(enumerate(cuts))):
             if gradient is None:
-                loss_of(after, batch).backward()
+                self.loss_of(after, self.batch).backward()
             else:
                 after.backward(gradient)
             gradient = before.grad
-            links.pass_gradients(s)
-            if last:
-                if optimizers[s] is not None:
-                    optimizers[s].step()
-                links.pass_weights(s)
+            self.links.pass_gradients(s)
+            self._update(s)
 
-    return step, links.drain
+    def _update(self, s: int) -> None:
+        """Update a stage on the last replica, and send its weights."""
+        if self.optimizers:
+            if self.optimizers[s] is not None:
+                self.optimizers[s].step()
+            self.links.pass_weights(s)
 
 
 class _Links:

@@ -35,34 +35,36 @@ def make_plan_step(
     plan = measurable(text)
     if batch % plan.microbatches:
         raise ValueError(f"plan {text!r}: {batch} samples do not divide by {plan.microbatches}")
-
-    def inputs(samples: int) -> dict[str, Any]:
-        with on_device(device, settings.dtype):
-            return chosen.inputs(samples, seq)
-
     with on_device(device, settings.dtype):
         model = chosen.build()
+        count = 1 if plan.pp > 1 else plan.microbatches  # a schedule cuts the batch itself
+        batches = [chosen.inputs(batch // count, seq) for _ in range(count)]
     model.train()
     if plan.recompute:
         checkpoint_layers(model)
     if plan.pp > 1 or plan.cdp:
-        from itercast.microbench.iterations.plan_stages import (  # needs torch
-            make_cyclic_step,
-            make_pipeline_step,
-        )
-
-        if not hasattr(model, "through"):
-            raise ValueError(f"plan {text!r}: {chosen.name} has no stages")
-        whole = inputs(batch)
-        if plan.pp > 1:
-            run = make_pipeline_step(model, whole, chosen.loss, plan, settings, on_phase)
-            return PlanStep(run=run)
-        run, finish = make_cyclic_step(model, whole, chosen.loss, settings, on_phase)
-        return PlanStep(run=run, barrier=False, finish=finish)
-    micro_batches = [inputs(batch // plan.microbatches) for _ in range(plan.microbatches)]
+        return _staged(chosen, model, batches[0], plan, settings, on_phase)
     model, micro = parallel(model, plan, device)
-    run = _accumulated(chosen, model, micro_batches, settings, micro, on_phase)
-    return PlanStep(run=run)
+    return PlanStep(run=_accumulated(chosen, model, batches, settings, micro, on_phase))
+
+
+def _staged(
+    chosen: EvalCase,
+    model: Any,
+    batch: dict[str, Any],
+    plan: ParallelPlan,
+    settings: StepSettings,
+    on_phase: OnPhase,
+) -> PlanStep:
+    """The step of a model cut into stages."""
+    from itercast.microbench.iterations.plan_stages import CyclicStep, PipelineStep  # needs torch
+
+    if not hasattr(model, "through"):
+        raise ValueError(f"plan {str(plan)!r}: {chosen.name} has no stages")
+    if plan.pp > 1:
+        return PlanStep(run=PipelineStep(model, batch, chosen.loss, plan, settings, on_phase))
+    run = CyclicStep(model, batch, chosen.loss, settings, on_phase)
+    return PlanStep(run=run, barrier=False, finish=run.links.drain)
 
 
 def numbered_layers(model: Any) -> list[Any]:

@@ -12,11 +12,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks, start_ranks
+
+if TYPE_CHECKING:
+    import torch
 
 RANKS = 2
 SIZES_MIB = (1, 4, 16)  # of gradient buckets
@@ -52,41 +56,45 @@ def _on_rank() -> float:
 
     torch.set_num_threads(1)
     join_process_group("cpu")
-    a = torch.randn(256, 256)
-
-    def typical_us(run: Callable[[], object]) -> float:
-        times = []
-        for _ in range(REPETITIONS):
-            dist.barrier()
-            start = time.perf_counter_ns()
-            run()
-            times.append((time.perf_counter_ns() - start) / 1e3)
-        return statistics.median(max_over_ranks(times))
-
-    factors = []
-    for mib in SIZES_MIB:
-        bucket = torch.zeros(mib * 2**18)
-
-        def reduce(bucket: torch.Tensor = bucket) -> None:
-            dist.all_reduce(bucket)
-
-        reduce()
-        message_us = typical_us(reduce)
-        one_us = typical_us(lambda: torch.mm(a, a))
-        count = max(1, round(message_us / one_us))
-
-        def compute(count: int = count) -> None:
-            for _ in range(count):
-                torch.mm(a, a)
-
-        def both(bucket: torch.Tensor = bucket, compute: Callable[[], None] = compute) -> None:
-            work: Any = dist.all_reduce(bucket, async_op=True)
-            compute()
-            work.wait()
-
-        factors.append(factor(typical_us(compute), message_us, typical_us(both)))
+    factors = [_beside(torch.zeros(mib * 2**18)) for mib in SIZES_MIB]
     dist.destroy_process_group()
     return statistics.median(factors)
+
+
+def _beside(bucket: torch.Tensor) -> float:
+    """Contention of the all_reduce of a bucket and products that take about as long."""
+    import torch  # lazy, as above
+    import torch.distributed as dist
+
+    a = torch.randn(256, 256)
+    reduce, product = partial(dist.all_reduce, bucket), partial(torch.mm, a, a)
+    reduce()
+    message_us = _typical_us(reduce)
+    count = max(1, round(message_us / _typical_us(product)))
+
+    def compute() -> None:
+        for _ in range(count):
+            product()
+
+    def both() -> None:
+        work = dist.all_reduce(bucket, async_op=True)
+        compute()
+        work.wait()
+
+    return factor(_typical_us(compute), message_us, _typical_us(both))
+
+
+def _typical_us(run: Callable[[], object]) -> float:
+    """Median time on the slower rank; ranks wait for each other before each run."""
+    import torch.distributed as dist  # lazy, as above
+
+    times_us = []
+    for _ in range(REPETITIONS):
+        dist.barrier()
+        start_ns = time.perf_counter_ns()
+        run()
+        times_us.append((time.perf_counter_ns() - start_ns) / 1e3)
+    return statistics.median(max_over_ranks(times_us))
 
 
 if __name__ == "__main__":
