@@ -19,7 +19,7 @@ Tables that stay data-parallel are left as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from itercast.compose.graph.rewrite import StepBuilder, collective, fresh_storages
 from itercast.compose.parallel.captured_tables import (
@@ -136,32 +136,67 @@ def rank_step(
     ]
     if not spread:
         return capture
-    calls = capture.calls
     held, row = held_shards(tables, sharding, per_node), in_a_row(tables, ranks, on_cpu=on_cpu)
     work = table_work(held, rank, ranks, on_cpu=on_cpu)
     step = kind(capture, work, ranks, optimizer or capture.optimizer, row)
-    looked_up = {x.call for t in spread for x in t.lookups}
-    pooled = [calls[i].outputs[0] for i in sorted(looked_up)]
-    gradients = gradient_calls(capture, spread)
-    first, joined = _first_and_joined(calls, looked_up, {t.storage for t in pooled})
-    last = max((i for i, c in enumerate(calls) if c.phase == "backward"), default=-1)
-    arrived = _gradients_made(calls, gradients)
-    gone = {t.storage for i in gradients for t in calls[i].outputs}
-    gone |= {t.parameter.storage for t in spread}
-    updates = OptimizerLists(calls, gone)
-    for i, call in enumerate(calls):
-        if i == first:
-            step.distribute_and_look_up(pooled)
-        if i == joined:
-            step.join(pooled)
+    gone = _CallsOfTables.of(capture, spread)
+    updates = OptimizerLists(capture.calls, gone.storages)
+    for i, call in enumerate(capture.calls):
+        if i == gone.first:
+            step.distribute_and_look_up(gone.pooled)
+        if i == gone.joined:
+            step.join(gone.pooled)
         kept = updates.without(call) if call.phase == "optimizer" else call
-        if i not in looked_up and i not in gradients and kept is not None:
+        if i not in gone.numbers and kept is not None:
             step.made.add(i, kept)
-        if gradients and i == arrived:
+        if i == gone.arrived:
             step.send_gradients()
-        if gradients and i == last:
+        if i == gone.last:
             step.update_shards()
     return _finished(step, spread)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CallsOfTables:
+    """The calls of a step that go with spread tables, and the places of what comes instead.
+
+    ``storages``: tables and their gradients. ``pooled``: vectors that are looked up. Row numbers
+    are sent before call ``first``; ``joined`` is the first that reads a pooled vector. After
+    ``arrived`` the gradients of all pooled vectors are there, ``last`` is the last call of
+    backward; both are -1 without gradients.
+    """
+
+    numbers: set[int]
+    storages: set[int]
+    pooled: Sequence[TensorSpec]
+    first: int
+    joined: int
+    arrived: int
+    last: int
+
+    @classmethod
+    def of(cls, capture: StepCapture, spread: Sequence[CapturedTable]) -> _CallsOfTables:
+        """Those of a captured step."""
+        calls, looked_up = capture.calls, sorted({x.call for t in spread for x in t.lookups})
+        gradients = gradient_calls(capture, spread)
+        pooled = [calls[i].outputs[0] for i in looked_up]
+        makers = {t.storage: i for i, c in enumerate(calls) for t in c.outputs}
+        made = [makers.get(calls[i].args[1].storage, -1) for i in looked_up]  # row numbers
+        forward = next(i for i, c in enumerate(calls) if c.phase == "forward")
+        vectors = {t.storage for t in pooled}
+        reads = (i for i, c in enumerate(calls) if vectors & {t.storage for t in c.tensors()})
+        joined = next((i for i in reads if i not in looked_up), len(calls))
+        backward = [i for i, c in enumerate(calls) if c.phase == "backward" and gradients]
+        return cls(
+            numbers={*looked_up, *gradients},
+            storages={t.storage for i in gradients for t in calls[i].outputs}
+            | {t.parameter.storage for t in spread},
+            pooled=pooled,
+            first=min(max(max(made) + 1, forward), joined),
+            joined=joined,
+            arrived=_gradients_made(calls, gradients) if gradients else -1,
+            last=max(backward, default=-1),
+        )
 
 
 def _finished(step: RankStep, spread: Sequence[CapturedTable]) -> StepCapture:
@@ -200,19 +235,3 @@ def _gradients_made(calls: Sequence[OpCall], gradients: set[int]) -> int:
     makers = {t.storage: i for i, c in enumerate(calls) if i not in gradients for t in c.outputs}
     reads = (t for i in gradients for t in calls[i].tensors())
     return max((makers[t.storage] for t in reads if t.storage in makers), default=-1)
-
-
-def _first_and_joined(
-    calls: Sequence[OpCall], looked_up: set[int], pooled: set[int]
-) -> tuple[int, int]:
-    """The call before which row numbers are sent, and the first one that reads a pooled vector."""
-    makers = {t.storage: i for i, c in enumerate(calls) for t in c.outputs}
-    numbers = max(makers.get(calls[i].args[1].storage, -1) for i in looked_up)
-    phases = [i for i, c in enumerate(calls) if c.phase == "forward"]
-    reads = (
-        i
-        for i, c in enumerate(calls)
-        if i not in looked_up and any(t.storage in pooled for t in c.tensors())
-    )
-    joined = next(reads, len(calls))
-    return min(max(numbers + 1, phases[0]), joined), joined

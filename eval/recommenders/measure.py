@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -53,19 +54,29 @@ def measure(
     reference task timed beside the steps. Equal candidates of one turn are measured once.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    out, order_file, log = (folder / n for n in ("times.jsonl", "order.json", "ranks.log"))
-    out.unlink(missing_ok=True)
     models = [asdict(measurable(c, ranks)) for c in candidates]
     alias = [i - i % together + models[i - i % together :].index(m) for i, m in enumerate(models)]
     order = {
         "threads": threads_of(ranks),
         "steps": STEPS,
         "rounds": ROUNDS,
-        "out": str(out),
         "models": models,
         "groups": [sorted(set(alias[i : i + together])) for i in range(0, len(alias), together)],
     }
-    order_file.write_text(json.dumps(order))
+    rounds: dict[int, list[float]] = {}
+    for line in _run(order, ranks, folder, ROUNDS * len(set(alias)), progress):
+        speed = usual_us / np.median(line["anchors_us"])
+        rounds.setdefault(line["model"], []).append(float(np.median(line["times_us"]) * speed))
+    return [tuple(rounds[i]) for i in alias]
+
+
+def _run(
+    order: dict[str, Any], ranks: int, folder: Path, wanted: int, progress: Callable[[int], None]
+) -> list[dict[str, Any]]:
+    """The lines that the ranks write for an order; RuntimeError if there are fewer than wanted."""
+    out, order_file, log = (folder / n for n in ("times.jsonl", "order.json", "ranks.log"))
+    out.unlink(missing_ok=True)
+    order_file.write_text(json.dumps({**order, "out": str(out)}))
 
     def done() -> int:
         count = len(out.read_text().splitlines()) if out.is_file() else 0
@@ -75,11 +86,6 @@ def measure(
     worker = "itercast.microbench.iterations.sharding_worker"
     process = start_ranks(worker, {"order": str(order_file)}, ranks, log=log)
     ended = watch(process, done, never, time.monotonic() + LIMIT_S)
-    wanted = ROUNDS * len(set(alias))
     if done() < wanted:
         raise RuntimeError(f"measured {done()} of {wanted} shardings, {ended}: {log_tail(log)}")
-    rounds: dict[int, list[float]] = {}
-    for line in map(json.loads, out.read_text().splitlines()):
-        speed = usual_us / np.median(line["anchors_us"])
-        rounds.setdefault(line["model"], []).append(float(np.median(line["times_us"]) * speed))
-    return [tuple(rounds[i]) for i in alias]
+    return [json.loads(line) for line in out.read_text().splitlines()]
