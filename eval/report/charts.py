@@ -6,7 +6,7 @@ Colours are names such as ``@blue``, which the page replaces by those of its lig
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,19 @@ from itercast.eval.report.op_errors import Group, kinds, off_log, records
 from itercast.eval.report.sweeps import Step
 from itercast.eval.results import CaseResult, grouped
 
-Trace = dict[str, Any]
+Json = object  # plain values
+Figure = Mapping[str, Json]
+Trace = dict[str, Json]
 Points = Callable[[np.ndarray], list[Trace]]
 COLOURS = ("@blue", "@orange", "@green", "@pink", "@sky", "@red", "@violet", "@grey")
+DASHES = ("solid", "dash", "dot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "triangle-down", "cross")
 LEAST_PCT = 0.05  # of the measured iteration: smaller parts get no bar
 BAND = (0.8, 1.2)  # of predicted / measured, shaded
 MOST_POINTS = 1500  # of a scatter chart; the worst are always among them
 WORST_POINTS = 100
 ROW_PX, FRAME_PX = 26, 130  # of charts with a row per name
+NAMED_ROWS: Figure = {"autorange": "reversed", "type": "category", "title": {"text": ""}}
 TIMES, RATIO = "predicted and measured", "ratio of the two"
 RATIO_TICKS = (0.1, 0.2, 0.5, 0.8, 1.0, 1.2, 2.0, 5.0, 10.0)
 RATIO_AXIS = {
@@ -44,21 +48,44 @@ class Chart:
     """A chart: its name for those who cannot see it, and the figures a reader can choose from."""
 
     name: str
-    figures: Mapping[str, Mapping[str, Any]]
+    figures: Mapping[str, Figure]
     height_px: int = 420
 
 
-def figure(traces: Sequence[Trace], x: Mapping[str, Any], y: Mapping[str, Any]) -> dict[str, Any]:
+def figure(traces: Sequence[Trace], x: Figure, y: Figure) -> Figure:
     """A figure of traces and two axes."""
     return {"data": list(traces), "layout": {"xaxis": dict(x), "yaxis": dict(y)}}
 
 
-def marked(number: int) -> dict[str, Any]:
+def marked(number: int, size: float = 8) -> Trace:
     """Colour and shape of the trace with this number."""
-    return {"color": COLOURS[number % len(COLOURS)], "symbol": SYMBOLS[number % len(SYMBOLS)]}
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "symbol": SYMBOLS[number % len(SYMBOLS)],
+        "size": size,
+        "opacity": 0.85,
+    }
 
 
-def short(values: Any) -> list[float | None]:
+def dots_of(number: int, name: str, x: Json, y: Json, hover: str, size: float = 8) -> Trace:
+    """The trace with this number as dots, each with what hovering over it shows."""
+    shown = {"name": name, "mode": "markers", "marker": marked(number, size)}
+    return {**shown, "x": x, "y": y, "hovertemplate": f"{hover}<extra></extra>"}
+
+
+def curve_of(number: int, name: str, x: Json, y: Json, hover: str) -> Trace:
+    """The trace with this number as dots joined by a line."""
+    line = {"color": COLOURS[number % len(COLOURS)], "dash": DASHES[number % len(DASHES)]}
+    return {**dots_of(number, name, x, y, hover), "mode": "lines+markers", "line": line}
+
+
+def line_of(name: str, x: Json, y: Json) -> Trace:
+    """A thin line to compare with."""
+    line = {"color": "@muted", "width": 1}
+    return {"name": name, "mode": "lines", "line": line, "x": x, "y": y, "hoverinfo": "skip"}
+
+
+def short(values: Sequence[float] | np.ndarray) -> list[float | None]:
     """Numbers with four digits, so that pages stay small; None for those that are not finite."""
     numbers = np.asarray(values, dtype=float)
     return [float(f"{v:.4g}") if np.isfinite(v) else None for v in numbers]
@@ -68,21 +95,13 @@ def _ideal(low: float, high: float, ratio: bool) -> list[Trace]:
     """The line of perfect forecasts (y = x, or y = 1 for a ``ratio``) in a band of 20 %."""
     x = np.array([low, high])
     y = np.ones(2) if ratio else x
-    line = {"x": short(x), "y": short(y), "mode": "lines", "hoverinfo": "skip"}
-    band = {
-        "x": short([*x, *x[::-1]]),
-        "y": short([*(BAND[1] * y), *(BAND[0] * y[::-1])]),
-        "fill": "toself",
-        "fillcolor": "@band",
-        "line": {"width": 0},
-        "mode": "lines",
-        "hoverinfo": "skip",
-        "name": "within 20 %",
-    }
-    return [band, {**line, "line": {"color": "@muted", "width": 1}, "name": "perfect forecast"}]
+    around = short([*(BAND[1] * y), *(BAND[0] * y[::-1])])
+    band = line_of("within 20 %", short([*x, *x[::-1]]), around)
+    band |= {"fill": "toself", "fillcolor": "@band", "line": {"width": 0}}
+    return [band, line_of("perfect forecast", short(x), short(y))]
 
 
-def _log_axis(title: str, values: Any) -> dict[str, Any]:
+def _log_axis(title: str, values: Iterable[float | None]) -> Trace:
     """A log axis whose ticks get fewer as its range gets wider.
 
     Up to a factor of 10: 1, 1.5, 2, 3, 5, 7 of each decade; up to three decades: 1, 2, 5; else 1.
@@ -105,7 +124,7 @@ def predicted_measured(
     """
     low, high = min(measured) / 1.5, max(measured) * 1.5
     x = _log_axis(f"measured, {unit}", measured)
-    both = {
+    both: Mapping[str, tuple[np.ndarray, Figure]] = {
         TIMES: (np.ones(len(measured)), _log_axis(f"predicted, {unit}", predicted)),
         RATIO: (np.asarray(measured), RATIO_AXIS),
     }
@@ -130,25 +149,15 @@ def iterations(results: Sequence[CaseResult]) -> Chart:
         for number, name in enumerate(grouped(results)):
             mine = group_of == name
             up, down = (high - predicted) / over, (predicted - low) / over
+            y, text = short((predicted / over)[mine]), texts[mine].tolist()
+            one = dots_of(number, name, short(measured[mine]), y, "%{text}")
             bars = {"array": short(up[mine]), "arrayminus": short(down[mine])}
-            one = _markers(number, measured[mine], (predicted / over)[mine], texts[mine], 8)
             style = {"type": "data", "symmetric": False, "thickness": 1, "width": 0}
-            traces.append({**one, "name": name, "error_y": {**style, **bars}})
+            traces.append({**one, "text": text, "error_y": {**style, **bars}})
         return traces
 
     name = "Predicted against measured iterations"
     return predicted_measured(name, "ms", measured.tolist(), predicted.tolist(), points)
-
-
-def _markers(number: int, x: Any, y: Any, texts: np.ndarray, size: int) -> Trace:
-    return {
-        "x": short(x),
-        "y": short(y),
-        "mode": "markers",
-        "marker": {**marked(number), "size": size, "opacity": 0.8},
-        "text": texts.tolist(),
-        "hovertemplate": "%{text}<extra></extra>",
-    }
 
 
 def case_text(r: CaseResult) -> str:
@@ -178,8 +187,9 @@ def ops(held_out: pd.DataFrame) -> Chart:
         traces = []
         for number, name in enumerate(sorted(set(kind))):
             mine = kind == name
-            one = _markers(number, measured[mine], (predicted / over)[mine], texts[mine], 5)
-            traces.append({**one, "name": name})
+            y = short((predicted / over)[mine])
+            one = dots_of(number, name, short(measured[mine]), y, "%{text}", 5)
+            traces.append({**one, "text": texts[mine].tolist()})
         return traces
 
     name = "Predicted against measured ops"
@@ -215,18 +225,12 @@ def dots(
     name: str, rows: Sequence[str], columns: Mapping[str, Sequence[float | None]], axis: str
 ) -> Chart:
     """A row per name with a dot for each column, on a log axis of errors in %."""
-    traces = [
-        {
-            "x": [None if v is None else float(f"{max(v, 0.1):.3g}") for v in values],
-            "y": list(rows),
-            "mode": "markers",
-            "marker": {**marked(number), "size": 10, "opacity": 0.85},
-            "name": column,
-            "hovertemplate": f"%{{y}}<br>{column} %{{x}} %<extra></extra>",
-        }
-        for number, (column, values) in enumerate(columns.items())
-    ]
-    y = {"autorange": "reversed", "type": "category", "title": {"text": ""}}
+    traces = []
+    for number, (column, values) in enumerate(columns.items()):
+        x = [None if v is None else float(f"{max(v, 0.1):.3g}") for v in values]
+        hover = f"%{{y}}<br>{column} %{{x}} %"
+        traces.append(dots_of(number, column, x, list(rows), hover, 10))
+    y = NAMED_ROWS
     values = [v for column in columns.values() for v in column]
     figures = {"": figure(traces, _log_axis(axis, values), y)}
     return Chart(name=name, figures=figures, height_px=FRAME_PX + ROW_PX * len(rows))
@@ -251,14 +255,14 @@ def waterfall(found: Sequence[ErrorParts]) -> Chart:
     )
 
 
-def _waterfall(one: ErrorParts) -> dict[str, Any]:
+def _waterfall(one: ErrorParts) -> Figure:
     parts = [p for p in PARTS if one.forecast[p] >= LEAST_PCT]
     steps = [(p, one.forecast[p], "relative") for p in parts]
     steps.append(("<b>forecast</b>", sum(one.forecast.values()), "total"))
     steps += [(f"error of {p}", one.correction[p], "relative") for p in parts]
     steps += [("not attributed", one.unexplained, "relative"), ("<b>measured</b>", 100.0, "total")]
     names, values, measures = zip(*steps, strict=True)
-    trace = {
+    trace: Trace = {
         "type": "waterfall",
         "orientation": "h",
         "y": names,
@@ -274,41 +278,23 @@ def _waterfall(one: ErrorParts) -> dict[str, Any]:
         "hovertemplate": "%{y}: %{text} %<extra></extra>",
         "showlegend": False,
     }
-    key = [  # a waterfall has no legend of its own
+    key: list[Trace] = [  # a waterfall has no legend of its own
         {"type": "bar", "x": [None], "y": [None], "name": name, "marker": {"color": colour}}
         for name, colour in (("adds", "@blue"), ("takes away", "@orange"), ("sum", "@muted"))
     ]
     longest = max(sum(one.forecast.values()), 100.0)
     x = {"title": {"text": "% of the measured iteration"}, "range": [0, 1.2 * longest]}
-    y = {"autorange": "reversed", "type": "category", "title": {"text": ""}}
+    y = NAMED_ROWS
     return figure([trace, *key], x, y)
 
 
 def calibration(covered: Mapping[str, Sequence[float]]) -> Chart:
     """Share of measurements inside intervals against their nominal level."""
     levels = [100 * level for level in LEVELS]
-    traces: list[Trace] = [
-        {
-            "x": [0, 100],
-            "y": [0, 100],
-            "mode": "lines",
-            "line": {"color": "@muted", "width": 1},
-            "name": "ideal",
-            "hoverinfo": "skip",
-        }
-    ]
+    traces = [line_of("ideal", [0, 100], [0, 100])]
     for number, (name, values) in enumerate(covered.items()):
-        traces.append(
-            {
-                "x": levels,
-                "y": short(values),
-                "mode": "lines+markers",
-                "marker": {**marked(number), "size": 8},
-                "line": {"color": COLOURS[number], "dash": ("solid", "dash", "dot")[number % 3]},
-                "name": name,
-                "hovertemplate": f"{name}<br>nominal %{{x}} %, covered %{{y}} %<extra></extra>",
-            }
-        )
+        hover = f"{name}<br>nominal %{{x}} %, covered %{{y}} %"
+        traces.append(curve_of(number, name, levels, short(values), hover))
     x = {"title": {"text": "nominal level, %"}, "range": [0, 100]}
     y = {"title": {"text": "measurements covered, %"}, "range": [0, 102]}
     return Chart(name="Calibration of the intervals", figures={"": figure(traces, x, y)})
@@ -325,7 +311,7 @@ def learning(steps: Sequence[Step]) -> Chart:
     )
 
 
-def _learning(at: Sequence[float], title: str, steps: Sequence[Step]) -> dict[str, Any]:
+def _learning(at: Sequence[float], title: str, steps: Sequence[Step]) -> Figure:
     curves = {
         "median error": [s.median_ape_pct for s in steps],
         "90 % of errors are below": [s.p90_ape_pct for s in steps],
@@ -333,16 +319,10 @@ def _learning(at: Sequence[float], title: str, steps: Sequence[Step]) -> dict[st
     text = [f"{s.points} points, {s.minutes:.2f} minutes" for s in steps]
     traces = [
         {
-            "x": short(at),
-            "y": short(values),
+            **curve_of(n, name, short(at), short(values), f"%{{text}}<br>{name} %{{y}} %"),
             "text": text,
-            "mode": "lines+markers",
-            "marker": {**marked(number), "size": 9},
-            "line": {"color": COLOURS[number], "dash": ("solid", "dash")[number]},
-            "name": name,
-            "hovertemplate": f"%{{text}}<br>{name} %{{y}} %<extra></extra>",
         }
-        for number, (name, values) in enumerate(curves.items())
+        for n, (name, values) in enumerate(curves.items())
     ]
     values = [v for curve in curves.values() for v in curve]
     y = _log_axis("error on held-out shapes, %", values)
