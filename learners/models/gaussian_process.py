@@ -28,7 +28,6 @@ MERGE_DISTANCE = 0.5  # log2 units
 MAX_POINTS = 3500  # kept at most; predicting takes time in proportion
 STUDENT_T_FREEDOM = assumed(__file__, "student_t_freedom")
 CHUNK = 128  # rows at a time, so that their covariances stay in the cache
-NEGLIGIBLE = -14.0  # log covariance below which points are left out of the sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +114,10 @@ class GaussianProcess:
     def predict(self, x: Array) -> Array:
         """Predict the log ratio of each row of encoded features."""
         z, along = self.kernel.saturated(x[:, self.columns]), self.kernel.along
-        return interpolated(z, along, self.predict_by_kind) if along else self.predict_rows(z)
+        return interpolated(z, along, self.predict_rows) if along else self.predict_rows(z)
 
     def predict_rows(self, z: Array) -> Array:
-        """Log ratio of rows of inputs that mostly differ from each other."""
+        """Log ratios of rows of inputs: of rows that share their flags those are summed once."""
         out = np.full(len(z), self.centre)
         (flags, names), (shift, parts) = self._flags, self._known
         key = z[:, flags] @ names
@@ -133,31 +132,6 @@ class GaussianProcess:
                 near = u[rows] @ v
                 near += (p[mine] @ q)[which]
                 out[rows] += np.exp(near, out=near) @ weight
-        return out
-
-    def predict_by_kind(self, z: Array) -> Array:
-        """Log ratios of rows that form few kinds: rows of a kind differ only in ``along`` inputs.
-
-        Faster than ``predict_rows``: training points whose covariance with a kind is negligible are
-        left out.
-        """
-        out = np.full(len(z), self.centre)
-        still = np.arange(z.shape[1]) >= self.kernel.along
-        key = z[:, still] @ np.random.default_rng(0).random(int(still.sum()))
-        first, kind = np.unique(key, return_index=True, return_inverse=True)[1:]
-        members = np.split(np.argsort(kind, kind="stable"), np.cumsum(np.bincount(kind))[:-1])
-        shift = self.at.mean(0)  # near 0 float32 is fine enough
-        for inverse, amplitude in zip(self.kernel.inverse, self.kernel.amplitude, strict=True):
-            near, known = ((t - shift) * inverse for t in (z, self.at))
-            p, q = left_factor(near[first][:, still]), right_factor(known[:, still])
-            u = left_factor(near[:, ~still]).astype(np.float32)
-            v = right_factor(known[:, ~still]).astype(np.float32)
-            for rows, apart in zip(members, p @ q, strict=True):
-                kept = np.flatnonzero(apart > NEGLIGIBLE)
-                weight = amplitude**2 * self.weight[kept] * np.exp(apart[kept])
-                for start in range(0, len(rows) if len(kept) else 0, CHUNK):
-                    some = rows[start : start + CHUNK]
-                    out[some] += np.exp(u[some] @ v[:, kept]) @ weight.astype(np.float32)
         return out
 
     def to_arrays(self) -> dict[str, Array]:

@@ -100,17 +100,20 @@ def curve(gpu: str, op: str, latency_us: float, busbw_bytes_per_s: float) -> pd.
     return pd.DataFrame({**common, "message_bytes": size, "time_us": time_us})
 
 
+def fitted(
+    rows: pd.DataFrame, known: np.ndarray, gpus: dict[str, Gpu]
+) -> tuple[GaussianProcess, Table]:
+    """The process of the known rows, and the table of all."""
+    table = prepare(rows, families()["collective"], gpus).table
+    stated = table.stated_kernel
+    assert stated is not None
+    columns: dict[int, tuple[float, ...]] = dict.fromkeys(stated.columns, ())
+    return fit_process(table.x[known], table.log_ratio[known], columns, stated.kernel), table
+
+
 def left_out_pct(rows: pd.DataFrame, known: np.ndarray, gpus: dict[str, Gpu]) -> np.ndarray:
     """Absolute errors of the rows that are not known, in per cent."""
-    table = prepare(rows, families()["collective"], gpus).table
-    assert table.stated_kernel is not None
-    columns = {column: () for column in table.stated_kernel.columns}
-    found = fit_process(
-        table.x[known],
-        table.log_ratio[known],
-        columns,
-        table.stated_kernel.kernel,
-    )
+    found, table = fitted(rows, known, gpus)
     guess = table.roofline_us[~known] * np.exp(found.predict(table.x[~known]))
     return np.asarray(100 * np.abs(guess / table.time_us[~known] - 1))
 
@@ -149,30 +152,23 @@ def test_few_points_stand_for_a_curve_of_many() -> None:
     assert asked[0] <= 2 * (10 * 4 + 4)
 
 
-def test_points_of_other_kinds_are_left_out_of_the_sum_only_where_they_tell_nothing() -> None:
-    """A process of many kinds, priced kind by kind, is the full sum over all its points."""
+def test_a_forecast_is_the_sum_over_all_points() -> None:
     rows = pd.concat(
         [curve("h100-sxm-80gb", op, 6.0, 250e9) for op in ("all_gather", "all_reduce")]
     ).reset_index(drop=True)
-    prepared = prepare(rows, families()["collective"], {"h100-sxm-80gb": load_gpu("h100-sxm-80gb")})
-    x, stated = prepared.table.x, prepared.table.stated_kernel
-    assert stated is not None
-    columns: dict[int, tuple[float, ...]] = {column: () for column in stated.columns}
-    found = fit_process(x, prepared.table.log_ratio, columns, stated.kernel)
-    z = found.kernel.saturated(x[:, found.columns])
+    gpus = {"h100-sxm-80gb": load_gpu("h100-sxm-80gb")}
+    found, table = fitted(rows, np.arange(len(rows)), gpus)
+    z = found.kernel.saturated(table.x[:, found.columns])
     whole = found.centre + found.kernel(z, found.at) @ found.weight
-    assert found.predict_by_kind(z) == pytest.approx(whole, abs=1e-3)
+    assert found.predict_rows(z) == pytest.approx(whole, abs=1e-3)
 
 
 def test_far_beyond_the_sizes_measured_a_curve_is_level() -> None:
     """Rows up to 64 MiB tell of 512 MiB: twice the bytes take twice as long."""
     rows = curve("h100-sxm-80gb", "all_gather", 6.0, 350e9)
     gpus = {"h100-sxm-80gb": load_gpu("h100-sxm-80gb")}
-    table = prepare(rows, families()["collective"], gpus).table
-    assert table.stated_kernel is not None
-    columns: dict[int, tuple[float, ...]] = {column: () for column in table.stated_kernel.columns}
     known = (rows["message_bytes"] <= 2**26).to_numpy()
-    found = fit_process(table.x[known], table.log_ratio[known], columns, table.stated_kernel.kernel)
+    found, table = fitted(rows, known, gpus)
     guess = table.roofline_us * np.exp(found.predict(table.x))
     assert guess[-1] / guess[-2] == pytest.approx(2, rel=0.02)
     assert left_out_pct(rows, known, gpus).max() < 4
@@ -222,11 +218,8 @@ def test_far_from_all_rows_the_roofline_is_the_forecast() -> None:
     asked = slow.assign(op="send_recv", node="alps", link="network", network_bytes_per_s=12.5e9)
     rows = pd.concat([slow, asked], ignore_index=True)
     gpus = {"h100-sxm-80gb": load_gpu("h100-sxm-80gb")}
-    table = prepare(rows, families()["collective"], gpus).table
-    stated, known = table.stated_kernel, np.arange(len(slow))
-    assert stated is not None
-    columns: dict[int, tuple[float, ...]] = {column: () for column in stated.columns}
-    found = fit_process(table.x[known], table.log_ratio[known], columns, stated.kernel)
+    known = np.arange(len(slow))
+    found, table = fitted(rows, known, gpus)
     of = np.abs(found.predict(table.x))
     own, others = of[known].mean(), of[known + len(slow)].mean()
     assert found.centre == 0.0
