@@ -123,7 +123,8 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
       it, and ``replicate`` the outer part.
     - ``ep``: the inner part of dp, or of all ranks where tp does not cut experts; ``expert``: the
       replicas of its experts.
-    - ``intra_node``: two ranks of one node; ``inter_node``: two of different nodes; ``world``: all.
+    - ``intra_node``: two ranks of one node; ``inter_node``: two of different nodes; ``near``: the
+      ranks of ``shard`` in one node; ``world``: all.
 
     A CPU is one node of any number of ranks.
     """
@@ -144,6 +145,7 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     }
     groups["intra_node"] = Group(size=2, per_node=2)
     groups["inter_node"] = Group(size=2, per_node=1)
+    groups["near"] = replace(groups["shard"], size=groups["shard"].per_node)
     return Cluster(gpu=gpu, node=node, gpus_per_node=per_node, groups=groups)
 
 

@@ -8,7 +8,9 @@
   after it, a copy for each, the optimizer on 1/n. Frozen parameters are sharded and gathered from
   zero=2 on. Memory: optimizer state / n; from 2 on gradients / n; with 3 two whole layers at a
   time.
-- gossip: messages to neighbours and an average instead of the all_reduce (Bluefog).
+- gossip (Bluefog, arXiv:2111.04287): parameters are averaged with neighbours, from the start of
+  forward on; the optimizer waits for the average. Replicas of one node are averaged first
+  (reduce_scatter, all_gather after it), so that each sends its part to the next node's.
 - compress: messages of the ratio times the gradients' bytes, fp32 gradients in fp16 where the ratio
   is at most one half; a pass to pack and one to unpack each.
 - coconet (ASPLOS'22): split: all_reduce as reduce_scatter and all_gather. reorder: the optimizer on
@@ -19,11 +21,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from itercast.compose.parallel.ep import is_expert
-from itercast.compose.pricing.collectives import Message
+from itercast.compose.pricing.collectives import Cluster, Message
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.plan import ParallelPlan
@@ -54,6 +56,7 @@ class Strategy:
     chunks: int = 1
     buckets: bool = False  # a second copy of the gradients
     broadcast: bool = False  # running statistics before forward
+    early: bool = False  # what is sent is known before forward
 
 
 def strategy(plan: ParallelPlan) -> Strategy:
@@ -76,7 +79,11 @@ def strategy(plan: ParallelPlan) -> Strategy:
         sent = {"ring": 2, "exp2": 1}[plan.gossip]
         passes = 1 + packing
         return Strategy(
-            reduce=("send_recv",) * sent, copies_in=passes, copies_out=passes, buckets=True
+            reduce=("send_recv",) * sent,
+            copies_in=passes,
+            copies_out=passes,
+            buckets=True,
+            early=True,
         )
     split, reorder = "split" in plan.coconet, "reorder" in plan.coconet
     parts = ("reduce_scatter", "all_gather") if split else ("all_reduce",)
@@ -113,6 +120,19 @@ class LayerBucket:
         dtype = "fp16" if self.dtype == "fp32" and plan.compress <= FP16_RATIO else self.dtype
         return Message(kind=kind, axis=self.axis, message_bytes=wire, dtype=dtype)
 
+    def messages(self, plan: ParallelPlan, where: Cluster) -> list[Message]:
+        """What replicas send of the bucket once it is full; by gossip first within nodes."""
+        sent = [self.message(kind, plan) for kind in strategy(plan).reduce]
+        group = where.groups[self.axis]
+        if not plan.gossip or self.axis != "shard":
+            return sent
+        if group.size == group.per_node:
+            return [replace(m, axis="intra_node") for m in sent]
+        own_bytes = -(-sent[0].message_bytes // group.per_node)
+        far = [replace(m, axis="inter_node", message_bytes=own_bytes) for m in sent]
+        near = replace(sent[0], axis="near", kind="reduce_scatter")
+        return [near, *far, replace(near, kind="all_gather")]
+
 
 def fill_buckets(gradients: Iterable[tuple[K, int, T]]) -> list[tuple[K, list[T]]]:
     """Buckets of gradients as DDP fills them, in the order in which they close.
@@ -141,10 +161,11 @@ def layer_buckets(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Lay
     return sorted(found, key=lambda b: (-b.instance, b.offset))
 
 
-def reductions(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Message]:
+def reductions(layers: Sequence[PricedLayer], plan: ParallelPlan, where: Cluster) -> list[Message]:
     """Messages between replicas of these layers in backward: one per bucket and kind."""
-    kinds = strategy(plan).reduce
-    return [b.message(k, plan) for b in layer_buckets(layers, plan) for k in kinds] if kinds else []
+    if not strategy(plan).reduce:
+        return []
+    return [m for b in layer_buckets(layers, plan) for m in b.messages(plan, where)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,8 @@ def _accumulations(rank: Rank) -> int:
     """
     if rank.strategy.every_micro:
         return 0
-    return max(0, rank.plan.microbatches - 1 - bool(rank.strategy.reduce))
+    how = rank.strategy
+    return max(0, rank.plan.microbatches - 1 - (bool(how.reduce) and not how.early))
 
 
 def _tally_run(tally: Tally, run: Run, times: int = 1) -> None:

@@ -148,6 +148,7 @@ class RankTasks:
         self.copies: list[PricedOp] = []
         self.updates: list[PricedOp] = []
         self.filled: list[LayerBucket] = []
+        self.averaged: list[int] = []  # messages of parameters that the optimizer waits for
 
     def run(self) -> Run:
         """Simulate the program."""

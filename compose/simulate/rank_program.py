@@ -44,6 +44,8 @@ class RankProgram(RankTasks):
         gather = self.how.every_micro or last
         if self.how.broadcast and last:
             self._broadcast()
+        if self.how.early and last:
+            self._average()
         if self.how.by_layer:
             sharded_forward(self, gather=gather)
         elif self.rank.plan.offload == "activations":
@@ -55,6 +57,14 @@ class RankProgram(RankTasks):
             for x in self.rank.layers:
                 total = total.then(x.forward_work)
             self.lanes.work(total, "forward")
+
+    def _average(self) -> None:
+        """Add the average of parameters with other replicas, first layers first."""
+        self.filled = layer_buckets(self.rank.layers, self.rank.plan)[::-1]
+        for bucket in self.filled:
+            self._copy_bucket(bucket, into=True)
+            sent = self.price(bucket.messages(self.rank.plan, self.rank.where))
+            self.averaged += [self.lanes.send(m) for m in sent]
 
     def _broadcast(self) -> None:
         """Add the broadcast of running statistics from the first replica, a message per dtype."""
@@ -74,11 +84,13 @@ class RankProgram(RankTasks):
         if self.how.by_layer:
             sharded_backward(self, scatter=sync, later=later)
             return
-        self.filled = layer_buckets(layers, self.rank.plan) if sync and self.how.reduce else []
-        kinds = [b.message(k, self.rank.plan) for b in self.filled for k in self.how.reduce]
+        reduces = sync and self.how.reduce and not self.how.early
+        filled = layer_buckets(layers, self.rank.plan) if reduces else []
+        self.filled = filled or self.filled
+        kinds = [m for b in filled for m in b.messages(self.rank.plan, self.rank.where)]
         price_messages(kinds, self.rank.book, self.rank.where)  # one call of the pricer
         due: dict[int, list[LayerBucket]] = {}
-        for b in self.filled:
+        for b in filled:
             due.setdefault(b.instance, []).append(b)
         reduced: list[list[int]] = []
         waiting, marker = Work(), self.lanes.done
@@ -88,14 +100,14 @@ class RankProgram(RankTasks):
                 fetched = self.lanes.send(self._copy(layers[i].saved_bytes, "h2d"), "h2d", marker)
                 waiting, marker = Work(), self.lanes.done
                 self.lanes.wait([fetched])
-            if self.filled:
+            if filled:
                 waiting = self._layer_backward(i, due.get(i, []), waiting, reduced, later=later)
             else:
                 waiting = waiting.then(layers[i].later_work if later else layers[i].backward_work)
         self.lanes.work(waiting, "backward")
-        for bucket, tasks in zip(self.filled, reduced, strict=True):
+        for bucket, tasks in zip(filled, reduced, strict=True):
             self.lanes.wait(tasks)
-            self._copy_out(bucket)
+            self._copy_bucket(bucket, into=False)
 
     def _layer_backward(
         self,
@@ -120,7 +132,7 @@ class RankProgram(RankTasks):
                 ops = [*ops[:-1], replace(ops[-1], duration_us=part)]
             self.lanes.work(waiting.then(x.fold(ops)), f"backward {x.layer.name}")
             waiting, start = Work(), stop
-            messages = self.price([bucket.message(k, self.rank.plan) for k in self.how.reduce])
+            messages = self.price(bucket.messages(self.rank.plan, self.rank.where))
             if early:
                 share = (self.how.chunks - 1) / self.how.chunks
                 first = [
@@ -147,13 +159,14 @@ class RankProgram(RankTasks):
             ops += [x.backward[i], *ready.get(i, [])]
         return ops
 
-    def _copy_out(self, bucket: LayerBucket) -> None:
+    def _copy_bucket(self, bucket: LayerBucket, *, into: bool) -> None:
         layers, work = self.rank.layers, Work()
+        times = self.how.copies_in if into else self.how.copies_out
         for i, at in bucket.members:
-            ops = [layers[i].out_of_bucket[at]] * self.how.copies_out
+            ops = [(layers[i].into_bucket if into else layers[i].out_of_bucket)[at]] * times
             self.copies += ops
             work = work.then(layers[i].fold(ops))
-        self.lanes.work(work, "out of bucket")
+        self.lanes.work(work, "into bucket" if into else "out of bucket")
 
     def _copy(self, nbytes: float, lane: str) -> PricedOp:
         """A copy over PCIe at its peak rate, or within memory where there is no PCIe."""
@@ -183,6 +196,10 @@ class RankProgram(RankTasks):
     def update(self, optimizer: str) -> None:
         """Add the optimizer and the messages after it; offloaded state moves over PCIe."""
         rank = self.rank
+        if self.averaged:
+            self.lanes.wait(self.averaged)
+            for bucket in self.filled:
+                self._copy_bucket(bucket, into=False)
         replicas = rank.plan.shards if self.how.share_update else 1
         layers = [x.layer for x in rank.layers]
         nbytes = sum(x.trained_bytes for x in layers)

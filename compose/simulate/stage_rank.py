@@ -190,7 +190,7 @@ def stage_tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tupl
         for stage, tied in zip(stages, ties, strict=True)
     ]
     fresh = [x for x, key in zip(stages, keys, strict=True) if key not in rank.model.once]
-    messages = [m for stage in fresh for m in reductions(stage.layers, stage.plan)]
+    messages = [m for stage in fresh for m in reductions(stage.layers, stage.plan, stage.where)]
     price_messages(messages, rank.book, rank.where)  # one call of the pricer for all of them
     return [
         rank.model.once(key, partial(_tail, stage, tied, optimizer))

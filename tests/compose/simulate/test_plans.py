@@ -246,6 +246,7 @@ def test_an_old_attention_kernel_is_slower() -> None:
     assert with_attention_kernel(step, "flash") is step
 
 
+KINDS = ("reduce_scatter", "send_recv", "all_gather")
 COMPRESSIONS = ("dp=2", "dp=2,compress=0.75", "dp=2,compress=0.5")
 
 
@@ -256,6 +257,29 @@ def test_compression_and_gossip_send_less(gpt: StepCapture) -> None:
     )
     assert wire_bytes("dp=8,gossip=exp2", gpt) == pytest.approx(gradients)
     assert wire_bytes("dp=8,gossip=ring", gpt) == pytest.approx(2 * gradients)
+
+
+@pytest.mark.parametrize(("text", "neighbours"), [("ring", 2), ("exp2", 1)])
+def test_gossip_averages_within_nodes_first(text: str, neighbours: int, gpt: StepCapture) -> None:
+    """16 replicas on two nodes, 1 us per KiB: each GPU sends an eighth over the network.
+
+    Messages start before forward has ended; the optimizer waits for them, backward does not.
+    """
+    program = RankProgram(rank(f"dp=16,gossip={text}", gpt, GPU))
+    program.forward()
+    program.backward(later=False, sync=True)
+    program.update("adamw")
+    run, whole_us = program.run(), sum(p.nbytes for p in gpt.parameters) / 1024
+    spent = {kind: sum(op.duration_us for op in run.sent if op.op == kind) for kind in KINDS}
+    assert spent["send_recv"] == pytest.approx(neighbours * whole_us / 8, rel=1e-3)
+    assert spent["reduce_scatter"] == spent["all_gather"] == pytest.approx(whole_us)
+    spans = {
+        name: [s for t, s in zip(run.tasks, run.spans, strict=True) if t.name == name]
+        for name in ("reduce_scatter", "forward", "backward", "all_gather", "optimizer")
+    }
+    assert spans["reduce_scatter"][0].start_us < spans["forward"][0].end_us
+    assert spans["backward"][0].start_us < spans["all_gather"][-1].end_us
+    assert spans["optimizer"][0].start_us >= spans["all_gather"][-1].end_us
 
 
 def test_half_of_a_fp32_gradient_goes_in_fp16() -> None:
