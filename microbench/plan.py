@@ -32,9 +32,9 @@ def _key(
     """A key of plans: how its text is read, its value where it is not given, and what it changes.
 
     ``changes`` names what is kept for plans that agree in it: a rank's ``ops``, their ``prices``,
-    which layers a stage has (``stages``), how a stage ``runs``. Empty: its effect is in groups of
-    ranks, in derived properties, or in what is never kept. None: it changes all of it. ``short``:
-    texts that stand for longer ones.
+    which layers a stage has (``stages``). Empty: its effect is in groups of ranks, in how replicas
+    are kept equal (``itercast.compose.simulate.data_parallel.Strategy``), or in what is never kept.
+    None: it changes all of it. ``short``: texts that stand for longer ones.
     """
     facts: dict[str, object] = {"read": read, "short": short or {}}
     if changes is not None:
@@ -116,14 +116,14 @@ class ParallelPlan:
     tp: int = _key(_degree, 1, "ops prices")  # tensor parallel ranks
     pp: int = _key(_degree, 1, "stages")  # pipeline stages
     cp: int = _key(_degree, 1, "ops prices")  # context parallel ranks
-    ep: int = _key(_degree, 1, "ops prices runs")  # expert parallel ranks
+    ep: int = _key(_degree, 1, "ops prices")  # expert parallel ranks
     imbalance: float = _behind("ep", _number(">= 1"), 1.0, "ops prices")  # of experts: most / mean
     etp: int = _key(_degree, 0, "")  # ranks of each expert, 1 or tp; 0: tp if ep divides dp, else 1
     sp: bool = _key(FLAG, False, "ops prices")  # activations between tp's layers cut by tokens
     tp_overlap: bool = _key(FLAG, False, "prices")  # tp's collectives run beside their products
     amp: bool = _key(FLAG, False, "")  # autocast, weights in fp32
-    zero: int = _key(_integer(0, 3), 0, "runs")  # ZeRO stage
-    hsdp: int = _key(_degree, 0, "runs")  # ranks among which ZeRO shards; 0: all replicas
+    zero: int = _key(_integer(0, 3), 0, "")  # ZeRO stage
+    hsdp: int = _key(_degree, 0, "")  # ranks among which ZeRO shards; 0: all replicas
     micro: int = _key(_degree, 0, "")  # micro-batches per replica and step; 0: as many as stages
     first: int = _key(_degree, 0, "stages")  # equal layers on the first stage; 0: as on others
     last: int = _key(_degree, 0, "stages")
@@ -135,13 +135,13 @@ class ParallelPlan:
     )
     virtual: int = _behind("schedule", _integer(2, 1000), 1, "stages")  # interleaved, per rank
     accumulate: int = _key(_degree, 1, "")  # micro-batches without a pipeline
-    cdp: int = _key(_integer(1, 2), 0, "runs")  # version of cyclic data parallelism
+    cdp: int = _key(_integer(1, 2), 0, "")  # version of cyclic data parallelism
     recompute: str = _key(_one_of("full", "selective"), "", "prices")
     recomputed: float = _behind("recompute", _share, 1.0, "prices")  # share of layers
-    offload: str = _key(_one_of("optimizer", "activations"), "", "runs")
-    compress: float = _key(_share, 1.0, "runs")  # bytes of gradients sent over their bytes
-    gossip: str = _key(_one_of("ring", "exp2"), "", "runs")  # averages in place of all_reduce
-    coconet: str = _key(_transforms, "", "prices runs")
+    offload: str = _key(_one_of("optimizer", "activations"), "", "")
+    compress: float = _key(_share, 1.0, "")  # bytes of gradients sent over their bytes
+    gossip: str = _key(_one_of("ring", "exp2"), "", "")  # averages in place of all_reduce
+    coconet: str = _key(_transforms, "", "prices")
     shard: str = _key(_text(f"is {GREEDY} or a JSON file of a sharding"), "", "")
     node: str = _key(_text("needs a name or a YAML file"), "", "")
     nodes: int = _key(_degree, 0, "")  # 0: as many as the ranks need
@@ -189,7 +189,7 @@ class ParallelPlan:
         return [f.name for f in fields(self) if getattr(self, f.name) != f.default]
 
     def parts(self, changed: str) -> tuple[object, ...]:
-        """The values of all fields that change ``changed``: ops, prices, stages or runs."""
+        """The values of all fields that change ``changed``: ops, prices or stages."""
         every = [changed]
         names = [f.name for f in fields(self) if changed in f.metadata.get("changes", every)]
         return tuple(getattr(self, name) for name in names)

@@ -40,7 +40,11 @@ FP16_RATIO: float = assumed(__file__, "fp16_ratio")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """How replicas exchange gradients and weights: messages, when, and what is sharded."""
+    """How replicas exchange gradients and weights: messages, when, what is sharded and offloaded.
+
+    All of a plan that changes how a rank runs, apart from its layers and groups of ranks: equal
+    strategies share what is simulated.
+    """
 
     reduce: tuple[str, ...] = ()  # after a bucket is full
     after_update: tuple[str, ...] = ()  # once the optimizer is done
@@ -57,15 +61,23 @@ class Strategy:
     buckets: bool = False  # a second copy of the gradients
     broadcast: bool = False  # running statistics before forward
     early: bool = False  # what is sent is known before forward
+    ratio: float = 1.0  # bytes sent of a gradient over its bytes
+    cyclic: bool = False  # replicas are staggered (``cyclic``)
+    experts: bool = False  # experts have replicas of their own
+    offload: str = ""  # optimizer, activations
 
 
 def strategy(plan: ParallelPlan) -> Strategy:
     """Returns how the replicas of a plan are kept equal: DDP, ZeRO, gossip..."""
+    replicas = Strategy() if plan.dp * plan.cp == 1 else _replicas(plan)
+    experts = plan.ep > 1
+    return replace(replicas, ratio=plan.compress, experts=experts, offload=plan.offload)
+
+
+def _replicas(plan: ParallelPlan) -> Strategy:
     packing = int(plan.compress < 1)
-    if plan.dp * plan.cp == 1:
-        return Strategy()
     if plan.cdp:
-        return Strategy(buckets=True)  # itercast.compose.simulate.cyclic says what is sent
+        return Strategy(buckets=True, cyclic=True)
     if plan.zero:
         return Strategy(
             by_layer=True,
@@ -114,17 +126,17 @@ class LayerBucket:
     axis: str
     members: tuple[tuple[int, int], ...]  # (instance, parameter)
 
-    def message(self, kind: str, plan: ParallelPlan) -> Message:
+    def message(self, kind: str, how: Strategy) -> Message:
         """One collective over the bucket."""
-        wire = max(1, round(self.nbytes * plan.compress))
-        dtype = "fp16" if self.dtype == "fp32" and plan.compress <= FP16_RATIO else self.dtype
+        wire = max(1, round(self.nbytes * how.ratio))
+        dtype = "fp16" if self.dtype == "fp32" and how.ratio <= FP16_RATIO else self.dtype
         return Message(kind=kind, axis=self.axis, message_bytes=wire, dtype=dtype)
 
-    def messages(self, plan: ParallelPlan, where: Cluster) -> list[Message]:
+    def messages(self, how: Strategy, where: Cluster) -> list[Message]:
         """What replicas send of the bucket once it is full; by gossip first within nodes."""
-        sent = [self.message(kind, plan) for kind in strategy(plan).reduce]
+        sent = [self.message(kind, how) for kind in how.reduce]
         group = where.groups[self.axis]
-        if not plan.gossip or self.axis != "shard":
+        if not how.early or self.axis != "shard":
             return sent
         if group.size == group.per_node:
             return [replace(m, axis="intra_node") for m in sent]
@@ -154,18 +166,17 @@ def fill_buckets(gradients: Iterable[tuple[K, int, T]]) -> list[tuple[K, list[T]
     return [*closed, *open_.items()]
 
 
-def layer_buckets(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[LayerBucket]:
+def layer_buckets(layers: Sequence[PricedLayer], how: Strategy) -> list[LayerBucket]:
     """Buckets of a rank's layers in the order in which they fill; experts have their own."""
-    closed = fill_buckets(_ready_gradients(layers, plan))
+    closed = fill_buckets(_ready_gradients(layers, how))
     found = [_layer_bucket(*key, members) for key, members in closed]
     return sorted(found, key=lambda b: (-b.instance, b.offset))
 
 
-def reductions(layers: Sequence[PricedLayer], plan: ParallelPlan, where: Cluster) -> list[Message]:
+def reductions(layers: Sequence[PricedLayer], how: Strategy, where: Cluster) -> list[Message]:
     """Messages between replicas of these layers in backward: one per bucket and kind."""
-    if not strategy(plan).reduce:
-        return []
-    return [m for b in layer_buckets(layers, plan) for m in b.messages(plan, where)]
+    buckets = layer_buckets(layers, how) if how.reduce else []
+    return [m for b in buckets for m in b.messages(how, where)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +190,7 @@ class _Gradient:
 
 
 def _ready_gradients(
-    layers: Sequence[PricedLayer], plan: ParallelPlan
+    layers: Sequence[PricedLayer], how: Strategy
 ) -> Iterator[tuple[tuple[str, str], int, _Gradient]]:
     """((dtype, axis), bytes, gradient) in the order in which backward computes them."""
     for instance in range(len(layers) - 1, -1, -1):
@@ -188,7 +199,7 @@ def _ready_gradients(
         for at in order:
             p = parameters[at]
             if p.ready_after >= 0:
-                axis = "expert" if plan.ep > 1 and is_expert(p) else "shard"
+                axis = "expert" if how.experts and is_expert(p) else "shard"
                 yield (p.dtype, axis), p.nbytes, _Gradient(instance, at, p.ready_after, p.nbytes)
 
 

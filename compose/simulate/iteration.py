@@ -76,10 +76,10 @@ def _micro_batches(rank: Rank, optimizer: str) -> tuple[list[tuple[Run, int]], R
     The former with how often each runs; none where they send nothing: then they are part of the
     last one's run.
     """
-    plan, micro = rank.plan, rank.plan.microbatches
+    micro = rank.plan.microbatches
     every = rank.strategy.every_micro
     before, final = list[tuple[Run, int]](), RankProgram(rank)
-    if micro > 1 and (every or plan.offload == "activations"):
+    if micro > 1 and (every or rank.strategy.offload == "activations"):
         before = [(_one_micro_batch(rank, later=every), micro - 1 if every else 1)]
         if micro > 2 and not every:
             before.append((_one_micro_batch(rank, later=True), micro - 2))
@@ -87,7 +87,7 @@ def _micro_batches(rank: Rank, optimizer: str) -> tuple[list[tuple[Run, int]], R
         final.unsynchronised(micro - 1)
     final.forward()
     final.backward(later=micro > 1, sync=True)
-    if plan.cdp:
+    if rank.strategy.cyclic:
         send_to_next_replica(final)
     final.update(optimizer)
     return before, final.run()
@@ -101,7 +101,7 @@ def _without_pipeline(rank: Rank, optimizer: str) -> Outcome:
     for one, times in before:
         found = found.plus(shares(one), times)
         _tally_run(tally, one, times)
-    if plan.cdp:
+    if rank.strategy.cyclic:
         message = _slot_message(rank)
         found = _cyclic(rank, found, message)
         tally.comm.add(2 * plan.dp * message.duration_us, message.assumed)
@@ -252,7 +252,7 @@ def quick_us(rank: Rank, optimizer: str) -> float:
     """Time of the iteration as ``evaluate`` simulates it, without its breakdown."""
     if rank.plan.pp == 1:
         before, run = _micro_batches(rank, optimizer)
-        if rank.plan.cdp:
+        if rank.strategy.cyclic:
             return _cyclic(rank, shares(run), _slot_message(rank)).end_us
         return run.end_us + sum(one.end_us * times for one, times in before)
     return max(_pipeline(rank, optimizer).totals_us())

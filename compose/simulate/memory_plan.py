@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import STATE_COPIES
-from itercast.compose.simulate.data_parallel import strategy
+from itercast.compose.simulate.data_parallel import Strategy, strategy
 from itercast.microbench.plan import ParallelPlan
 
 
@@ -69,13 +69,11 @@ def rank_memory(
     if how.regather:  # two layers at a time, and the root
         gathered += sizes.pair - sizes.numbered
     state = STATE_COPIES[optimizer] * trained // (n if how.share_update else 1)
-    fetched = state if plan.offload == "optimizer" else 0  # for the update alone
+    fetched = state if how.offload == "optimizer" else 0  # for the update alone
     kept = trained // (n if how.share_gradients else 1)
     made = round(update_share * trained / (n if how.share_update else 1))
     updating = (kept, 0, made + fetched)
-    gradients, activations, work = _peak(
-        sizes, plan, trained, n if how.share_gradients else 1, held
-    )
+    gradients, activations, work = _peak(sizes, plan, how, held)
     backward = (gradients, activations, work + gathered)
     gradients, activations, temporary = max(backward, updating, key=sum)
     return {
@@ -89,13 +87,14 @@ def rank_memory(
 
 
 def _peak(
-    sizes: Sizes, plan: ParallelPlan, trained: int, share: int, held: float | None
+    sizes: Sizes, plan: ParallelPlan, how: Strategy, held: float | None
 ) -> tuple[int, int, int]:
     """(gradients, activations, temporary) where their sum is largest in backward."""
-    if held is not None and plan.offload != "activations":
+    trained, share = sizes.trained, plan.shards if how.share_gradients else 1
+    if held is not None and how.offload != "activations":
         return trained // share, int(held), sizes.work
     saved = [x.saved_bytes for x in sizes.layers]
-    if plan.offload == "activations":
+    if how.offload == "activations":
         return trained // share, sum(sorted(saved)[-2:]), sizes.work
     if plan.microbatches > 1:
         return trained // share, sum(saved), sizes.work

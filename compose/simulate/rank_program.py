@@ -48,7 +48,7 @@ class RankProgram(RankTasks):
             self._average()
         if self.how.by_layer:
             sharded_forward(self, gather=gather)
-        elif self.rank.plan.offload == "activations":
+        elif self.how.offload == "activations":
             for x in self.rank.layers:
                 self.lanes.work(x.forward_work, f"forward {x.layer.name}")
                 self.lanes.send(self._copy(x.saved_bytes, "d2h"), "d2h")
@@ -60,10 +60,10 @@ class RankProgram(RankTasks):
 
     def _average(self) -> None:
         """Add the average of parameters with other replicas, first layers first."""
-        self.filled = layer_buckets(self.rank.layers, self.rank.plan)[::-1]
+        self.filled = layer_buckets(self.rank.layers, self.how)[::-1]
         for bucket in self.filled:
             self._copy_bucket(bucket, into=True)
-            sent = self.price(bucket.messages(self.rank.plan, self.rank.where))
+            sent = self.price(bucket.messages(self.how, self.rank.where))
             self.averaged += [self.lanes.send(m) for m in sent]
 
     def _broadcast(self) -> None:
@@ -85,9 +85,9 @@ class RankProgram(RankTasks):
             sharded_backward(self, scatter=sync, later=later)
             return
         reduces = sync and self.how.reduce and not self.how.early
-        filled = layer_buckets(layers, self.rank.plan) if reduces else []
+        filled = layer_buckets(layers, self.how) if reduces else []
         self.filled = filled or self.filled
-        kinds = [m for b in filled for m in b.messages(self.rank.plan, self.rank.where)]
+        kinds = [m for b in filled for m in b.messages(self.how, self.rank.where)]
         price_messages(kinds, self.rank.book, self.rank.where)  # one call of the pricer
         due: dict[int, list[LayerBucket]] = {}
         for b in filled:
@@ -95,7 +95,7 @@ class RankProgram(RankTasks):
         reduced: list[list[int]] = []
         waiting, marker = Work(), self.lanes.done
         for i in range(len(layers) - 1, -1, -1):
-            if self.rank.plan.offload == "activations":  # fetched one layer ahead
+            if self.how.offload == "activations":  # fetched one layer ahead
                 self.lanes.work(waiting, "backward")
                 fetched = self.lanes.send(self._copy(layers[i].saved_bytes, "h2d"), "h2d", marker)
                 waiting, marker = Work(), self.lanes.done
@@ -132,7 +132,7 @@ class RankProgram(RankTasks):
                 ops = [*ops[:-1], replace(ops[-1], duration_us=part)]
             self.lanes.work(waiting.then(x.fold(ops)), f"backward {x.layer.name}")
             waiting, start = Work(), stop
-            messages = self.price(bucket.messages(self.rank.plan, self.rank.where))
+            messages = self.price(bucket.messages(self.how, self.rank.where))
             if early:
                 share = (self.how.chunks - 1) / self.how.chunks
                 first = [
@@ -211,7 +211,7 @@ class RankProgram(RankTasks):
         ops = rank.book.price(wanted) if nbytes else []
         self.updates += ops
         state = STATE_COPIES[optimizer] * nbytes // replicas
-        offloaded = rank.plan.offload == "optimizer" and state
+        offloaded = self.how.offload == "optimizer" and state
         if offloaded:
             self.lanes.wait([self.lanes.send(self._copy(state, "h2d"), "h2d")])
         if ops:
@@ -224,7 +224,7 @@ class RankProgram(RankTasks):
             self.lanes.work(_update_work(ops, rank, python_us), "optimizer")
         if offloaded:
             self.lanes.wait([self.lanes.send(self._copy(state, "d2h"), "d2h")])
-        kinds = [b.message(k, rank.plan) for b in self.filled for k in self.how.after_update]
+        kinds = [b.message(k, self.how) for b in self.filled for k in self.how.after_update]
         if self.how.by_layer and not self.how.every_micro and rank.plan.pp > 1:
             size = sum(sharded_bytes(x, self.how) for x in rank.layers)
             kinds.append(Message(kind="all_gather", axis="shard", message_bytes=size))

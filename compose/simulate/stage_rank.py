@@ -135,7 +135,7 @@ def stage_facts(rank: Rank) -> tuple[object, ...]:
     """What changes a stage's run, apart from its layers."""
     groups = (rank.where.groups[axis] for axis in ("shard", "replicate", "expert"))
     shared = (rank.contention, rank.ranks_per_core, rank.where.node)
-    return (*rank.plan.parts("runs"), rank.plan.microbatches > 1, rank.strategy, *groups, *shared)
+    return (rank.plan.microbatches > 1, rank.strategy, *groups, *shared)
 
 
 def stage_messages(rank: Rank) -> list[Sequence[PricedOp]]:
@@ -190,7 +190,7 @@ def stage_tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tupl
         for stage, tied in zip(stages, ties, strict=True)
     ]
     fresh = [x for x, key in zip(stages, keys, strict=True) if key not in rank.model.once]
-    messages = [m for stage in fresh for m in reductions(stage.layers, stage.plan, stage.where)]
+    messages = [m for stage in fresh for m in reductions(stage.layers, stage.strategy, stage.where)]
     price_messages(messages, rank.book, rank.where)  # one call of the pricer for all of them
     return [
         rank.model.once(key, partial(_tail, stage, tied, optimizer))

@@ -92,6 +92,6 @@ class WiderPlan(ParallelPlan):
 
 def test_a_key_that_says_nothing_changes_everything() -> None:
     """It is part of every cache's key: then it costs time, not truth."""
-    for part in ("ops", "prices", "stages", "runs"):
+    for part in ("ops", "prices", "stages"):
         assert 4 not in WiderPlan(dp=4).parts(part)
         assert 4 in WiderPlan(bucket=4).parts(part)

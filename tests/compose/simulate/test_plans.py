@@ -19,7 +19,7 @@ from itercast.compose.pricing.host import WRAPPERS
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook, Pricer
 from itercast.compose.simulate.cyclic import steady_us
-from itercast.compose.simulate.data_parallel import LayerBucket
+from itercast.compose.simulate.data_parallel import LayerBucket, strategy
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.rank_program import RankProgram
@@ -284,7 +284,7 @@ def test_gossip_averages_within_nodes_first(text: str, neighbours: int, gpt: Ste
 
 def test_half_of_a_fp32_gradient_goes_in_fp16() -> None:
     bucket = LayerBucket(instance=0, offset=0, nbytes=64, dtype="fp32", axis="shard", members=())
-    sent = {p: bucket.message("all_reduce", ParallelPlan.parse(p)) for p in COMPRESSIONS}
+    sent = {p: bucket.message("all_reduce", strategy(ParallelPlan.parse(p))) for p in COMPRESSIONS}
     assert [m.message_bytes for m in sent.values()] == [64, 48, 32]
     assert [m.dtype for m in sent.values()] == ["fp32", "fp32", "fp16"]
 
