@@ -12,6 +12,19 @@ from itercast.compose.parallel.placement import Placement, Sharding, Table
 MIN_COLUMNS = 4  # of a part of a table
 
 
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to place a table, told by its placement on the first ranks, and a shard's cost."""
+
+    place: Placement
+    cost: float
+
+    @property
+    def total(self) -> float:
+        """Cost of all of its shards."""
+        return self.cost * len(self.place.ranks)
+
+
 def greedy(
     tables: Sequence[Table],
     costs: Sequence[float],
@@ -26,36 +39,19 @@ def greedy(
     so many parts. Where no rank has room, the one with most room takes the table. ``state``:
     numbers of the optimizer per weight.
     """
-    spent, used = np.zeros(ranks), np.zeros(ranks)
-    found: dict[int, Placement] = {}
-    for i in sorted(range(len(tables)), key=lambda i: -costs[i]):
-        cut = parts if _cut(tables[i], parts, costs[i], sum(costs) / ranks) else 1
-        nbytes = tables[i].nbytes * (1 + state) / cut
-        room = used + nbytes <= limit_bytes
-        order = np.lexsort((spent, used if not room.any() else ~room))
-        chosen = tuple(int(r) for r in order[:cut])
-        spent[list(chosen)] += costs[i] / cut
-        used[list(chosen)] += nbytes
-        found[i] = Placement("table_wise" if cut == 1 else "column_wise", chosen)
-    return tuple(found[i] for i in range(len(tables)))
+    half = sum(costs) / ranks / 2
+    ways = [
+        Way(Placement("column_wise", tuple(range(parts))), cost / parts)
+        if cost > half and _divides(table, parts)
+        else Way(Placement("table_wise", (0,)), cost)
+        for table, cost in zip(tables, costs, strict=True)
+    ]
+    return _spread(tables, ways, ranks, 1, limit_bytes, state)[0]
 
 
-def _cut(table: Table, parts: int, cost: float, mean: float) -> bool:
-    fits = parts > 1 and table.dim % parts == 0 and table.dim // parts >= MIN_COLUMNS
-    return fits and cost > mean / 2
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to place a table, told by its placement on the first ranks, and a shard's cost."""
-
-    place: Placement
-    cost: float
-
-    @property
-    def total(self) -> float:
-        """Cost of all of its shards."""
-        return self.cost * len(self.place.ranks)
+def _divides(table: Table, parts: int) -> bool:
+    """Whether a table's columns can be cut into so many equal parts."""
+    return parts > 1 and table.dim % parts == 0 and table.dim // parts >= MIN_COLUMNS
 
 
 def placements(
