@@ -14,8 +14,9 @@
 - compress: messages of the ratio times the gradients' bytes, fp32 gradients in fp16 where the ratio
   is at most one half; a pass to pack and one to unpack each.
 - coconet (ASPLOS'22): split: all_reduce as reduce_scatter and all_gather. reorder: the optimizer on
-  1/n between the two. fuse: its arithmetic as one pass. overlap:C: a message may start when 1/C of
-  the op that computes it is done.
+  1/n between the two. fuse: reduce_scatter, optimizer and all_gather of a bucket are one kernel on
+  the tensors where they lie, so that nothing is copied into buckets, nor updated after backward.
+  overlap:C: a message may start when 1/C of the op that computes it is done.
 """
 
 from __future__ import annotations
@@ -97,7 +98,15 @@ def _replicas(plan: ParallelPlan) -> Strategy:
             buckets=True,
             early=True,
         )
-    split, reorder = "split" in plan.coconet, "reorder" in plan.coconet
+    split, reorder, fuse = (x in plan.coconet for x in ("split", "reorder", "fuse"))
+    if fuse:  # packing is a pass of the same kernel
+        return Strategy(
+            reduce=("all_reduce",),
+            share_update=True,
+            fused_update=True,
+            chunks=plan.chunks,
+            broadcast=True,
+        )
     parts = ("reduce_scatter", "all_gather") if split else ("all_reduce",)
     return Strategy(
         reduce=parts[:1] if reorder else parts,
@@ -105,7 +114,6 @@ def _replicas(plan: ParallelPlan) -> Strategy:
         copies_in=1 + packing,
         copies_out=packing if reorder else 1 + packing,
         share_update=reorder,
-        fused_update="fuse" in plan.coconet,
         chunks=plan.chunks,
         buckets=True,
         broadcast=True,

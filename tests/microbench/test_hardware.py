@@ -220,7 +220,7 @@ def test_device_names_of_others_are_ours(theirs: str, ours: str | None) -> None:
         ("DGX-GB200", "gb200-nvl72"),
         ("DGX-GB300", "gb300-nvl72"),
         ("GB300-NVL72", "gb300-nvl72"),
-        ("DGX-2", None),
+        ("DGX-9", None),
         ("", None),
     ],
 )

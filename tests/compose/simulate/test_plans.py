@@ -259,6 +259,25 @@ def test_compression_and_gossip_send_less(gpt: StepCapture) -> None:
     assert wire_bytes("dp=8,gossip=ring", gpt) == pytest.approx(2 * gradients)
 
 
+def test_a_fused_all_reduce_copies_nothing_into_buckets(gpt: StepCapture) -> None:
+    """As many bytes as DDP's, in one message a bucket, none after the update, 1/8 of the state."""
+    runs = {}
+    for text in ("dp=8", "dp=8,coconet=split,reorder,fuse"):
+        program = RankProgram(rank(text, gpt, GPU))
+        program.forward()
+        program.backward(later=False, sync=True)
+        program.update("adamw")
+        runs[text] = program.run()
+    ddp, fused = runs.values()
+    sent = [[(op.op, op.duration_us) for op in run.sent] for run in (ddp, fused)]
+    assert sent[0] == sent[1] and {kind for kind, _ in sent[1]} == {"all_reduce"}
+    assert len(ddp.copies) == 2 * len(gpt.parameters) and not fused.copies
+    assert max(s.end_us for s in fused.spans) < max(s.end_us for s in ddp.spans)
+    memory = of("dp=8,coconet=split,reorder,fuse", gpt).memory_by_bytes
+    size = sum(p.nbytes for p in gpt.parameters)
+    assert (memory["buckets"], memory["optimizer"]) == (0, 2 * size // 8)
+
+
 @pytest.mark.parametrize(("text", "neighbours"), [("ring", 2), ("exp2", 1)])
 def test_gossip_averages_within_nodes_first(text: str, neighbours: int, gpt: StepCapture) -> None:
     """16 replicas on two nodes, 1 us per KiB: each GPU sends an eighth over the network.
