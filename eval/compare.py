@@ -21,7 +21,7 @@ from itercast.compose.graph.attention_kernels import with_attention_kernel
 from itercast.compose.graph.launch_modes import as_launched, with_engine
 from itercast.compose.graph.memory_format import with_memory_format
 from itercast.compose.host_fit import MeasuredStep
-from itercast.compose.target import find_target, forecast_step
+from itercast.compose.target import Target, find_target, forecast_step
 from itercast.eval.iteration_parts import parts_us
 from itercast.eval.progress import progress_bar
 from itercast.eval.ranking import ranking_lines
@@ -130,12 +130,7 @@ def _compare(
     ``varied`` are settings that differ between rows of the same case; they become part of the
     model's name.
     """
-    stack = asked_stack(asked.get("stack"))
-    target = find_target(str(asked["gpu"]), str(asked["plan"]), folder, stack=stack)
-    if prices is not None:
-        target = replace(target, bundle=prices)
-    if target.gpu.kind == "cpu":
-        target = replace(target, threads=int(rows["threads"].iloc[0]))
+    target = _target(asked, rows, folder, prices)
     step = step_of(asked, target.plan)
     found = forecast_step(step, target)
     times = list(_at_reference_us(rows, target.bundle, found, step))
@@ -160,6 +155,19 @@ def _compare(
         parts_us=parts_us(found),
         assumed_frac=found.assumed_frac,
     )
+
+
+def _target(
+    asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None, prices: Bundle | None
+) -> Target:
+    """What measured rows ran on, priced by ``prices`` where they are given."""
+    stack = asked_stack(asked.get("stack"))
+    target = find_target(str(asked["gpu"]), str(asked["plan"]), folder, stack=stack)
+    if prices is not None:
+        target = replace(target, bundle=prices)
+    if target.gpu.kind == "cpu":
+        target = replace(target, threads=int(rows["threads"].iloc[0]))
+    return target
 
 
 def measured_steps(rows: pd.DataFrame, folder: Path | None) -> list[MeasuredStep]:

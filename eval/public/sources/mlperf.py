@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +58,28 @@ DLRM_SOFTWARE = assumed(__file__, "dlrm_software")
 ENGINE = assumed(__file__, "engine")
 
 
+MODELS: Mapping[str, Mapping[str, str | int]] = {
+    "bert": {  # for pre-training, every sample at the mean length
+        "hf_config": transformer(
+            "BertForPreTraining", "bert", BERT["large"], BERT_VOCABULARY, positions=512
+        ),
+        "optimizer": "lamb",
+        "attn": "sdpa",
+        "seq": BERT_LENGTH,
+    },
+    "resnet": {
+        "hf_config": RESNET50,
+        "optimizer": "sgd",
+        "attn": "eager",
+        "memory_format": "nhwc",
+    },
+    **{
+        name: {"case": case, "builder": "case", "optimizer": "sgd", "attn": "sdpa"}
+        for name, case in RECOMMENDERS.items()
+    },
+}
+
+
 def read(path: Path) -> Imported:
     """Read the table of medians by system and benchmark."""
     file = path / CELLS if path.is_dir() else path
@@ -72,13 +93,7 @@ def read(path: Path) -> Imported:
 
 def _row(given: Mapping[str, str]) -> dict[str, Any]:
     """Builds one row of the dataset; ValueError says what a row cannot express."""
-    benchmark = given["benchmark"]
-    if benchmark in REFUSED:
-        raise ValueError(f"{benchmark}: {REFUSED[benchmark]}")
-    if benchmark not in PRECISION:
-        raise ValueError(f"unknown benchmark: {text_of(benchmark)[:40]!r}")
-    if found := OTHER_SOFTWARE.search(given.get("framework", "")):
-        raise ValueError(f"software is not known: {found[0]}")
+    benchmark = _benchmark(given)
     gpu, doubts = _gpu(given["accelerator"])
     plan, dp = _plan(given)
     batch = whole(given["global_batch"])
@@ -102,7 +117,7 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
         "time_us": _step_ms(given, batch) * 1e3,
         "case": benchmark,
         "builder": "hf",
-        **MODELS[benchmark](),
+        **MODELS[benchmark],
         "mode": "train",
         "plan": plan,
         "batch": batch // dp,
@@ -116,6 +131,18 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
         "ranks_per_node": whole(given["per_node"]),
         "doubts": "; ".join(doubts),
     }
+
+
+def _benchmark(given: Mapping[str, str]) -> str:
+    """The benchmark of a row; ValueError where its model or its software cannot be said."""
+    benchmark = given["benchmark"]
+    if benchmark in REFUSED:
+        raise ValueError(f"{benchmark}: {REFUSED[benchmark]}")
+    if benchmark not in PRECISION:
+        raise ValueError(f"unknown benchmark: {text_of(benchmark)[:40]!r}")
+    if found := OTHER_SOFTWARE.search(given.get("framework", "")):
+        raise ValueError(f"software is not known: {found[0]}")
+    return benchmark
 
 
 def _step_ms(given: Mapping[str, str], batch: int) -> float:
@@ -157,31 +184,3 @@ def _plan(given: Mapping[str, str]) -> tuple[str, int]:
     elif each > USUAL_GPUS_PER_NODE or (nodes > 1 and each < USUAL_GPUS_PER_NODE):
         raise ValueError(f"hosts of {each} GPUs, whose links are not known")
     return ",".join(parts), dp
-
-
-def _bert() -> dict[str, Any]:
-    """BERT-large for pre-training, every sample at the mean length."""
-    config = transformer("BertForPreTraining", "bert", BERT["large"], BERT_VOCABULARY, 512)
-    return {"hf_config": config, "optimizer": "lamb", "attn": "sdpa", "seq": BERT_LENGTH}
-
-
-def _resnet() -> dict[str, Any]:
-    """ResNet-50 v1.5 over images of 224 x 224, channels last."""
-    return {
-        "hf_config": RESNET50,
-        "optimizer": "sgd",
-        "attn": "eager",
-        "memory_format": "nhwc",
-    }
-
-
-def _recommender(benchmark: str) -> dict[str, Any]:
-    """DLRM or DLRM-DCNv2 over Criteo Terabyte: a case, whose tables are row by row updated."""
-    return {"case": RECOMMENDERS[benchmark], "builder": "case", "optimizer": "sgd", "attn": "sdpa"}
-
-
-MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
-    "bert": _bert,
-    "resnet": _resnet,
-    **{name: partial(_recommender, name) for name in RECOMMENDERS},
-}
