@@ -6,32 +6,11 @@ from dataclasses import replace
 from io import StringIO
 
 import pytest
+from report_facts import RESULTS
 from rich.console import Console
 
 from itercast.eval.compare import results_table
-from itercast.eval.results import CaseResult, in_words, summary
-
-
-def result(case: str, predicted_us: float, measured_us: float) -> CaseResult:
-    return CaseResult(
-        case=case,
-        plan="",
-        model=case,
-        ranks=1,
-        samples=1,
-        predicted_us=predicted_us,
-        predicted_us_p10=predicted_us * 0.9,
-        predicted_us_p90=predicted_us * 1.1,
-        measured_us=measured_us,
-        rounds_us=(measured_us,),
-        raw_us=measured_us,
-        retest_ape_pct=2.0,
-        by_family_us={"gemm": predicted_us},
-        unmodelled_frac=0.0,
-    )
-
-
-RESULTS = [result("a", 1100, 1000), result("b", 900, 1000), result("c", 1600, 2000)]
+from itercast.eval.results import in_words, summary
 
 
 def test_a_case_measured_once_has_no_noise_floor() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 
-import pandas as pd
 import pytest
+from report_facts import case
+from toy_products import TOY, write_products
 from typer.testing import CliRunner
 
 from itercast.__main__ import app
@@ -21,16 +20,10 @@ from itercast.eval.learner_ranking import (
     markdown,
 )
 from itercast.eval.learner_table import cells, error_text
-from itercast.eval.results import CaseResult
 from itercast.learners.bundle import Bundle
 from itercast.learners.models.compared import NAMES
-from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import StepCapture
-from itercast.microbench.ops.matrix import gemm
 from itercast.microbench.plan import ParallelPlan
-from itercast.microbench.store import write_card, write_part
-
-TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 
 
 def scored(median_ape_pct: float, rank: int) -> dict[str, float]:
@@ -45,15 +38,7 @@ SCORES = {  # linear and blend differ by no more than the noise
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Products on a device of 8 cores: three times the roofline, more for few rows."""
-    root, rows = tmp_path_factory.mktemp("data"), []
-    for p in islice(gemm.sweep(), 60):
-        roof_us = max(gemm.flops(p) / 1e13, gemm.bytes_moved(p) / 1e12) * 1e6 + 2
-        facts = {"family": "gemm", "gpu": "toy", "threads": 0, "cache": "warm", "status": "ok"}
-        rows.append({**asdict(p), **facts, "time_us": 3 * roof_us * (1 + 8 / p.m**0.5)})
-    path = write_part(root, "gemm", "toy", pd.DataFrame(rows), "0")
-    write_card(path.parent, {"hardware": TOY.to_dict()})
-    return root
+    return write_products(tmp_path_factory.mktemp("data"), 60, noise=0.0)
 
 
 def test_learners_that_tie_within_the_noise_are_all_bold() -> None:
@@ -68,19 +53,11 @@ def test_iterations_rank_learners_beyond_the_noise() -> None:
     """Off by 10 %, by 9 or 11 in turn, and by 50: the first two tie."""
     off = {"blend": [1.1, 1.1], "linear": [1.09, 1.11], "forest": [1.5, 1.5]}
     found = {
-        name: [result(100 * pair[i % 2], str(i)) for i in range(20)] for name, pair in off.items()
+        name: [case(str(i), 100 * pair[i % 2], 100) for i in range(20)]
+        for name, pair in off.items()
     }
     ranks = {name: s["rank"] for name, s in iteration_scores(found).items()}
     assert ranks == {"blend": 1, "linear": 1, "forest": 3}
-
-
-def result(predicted_us: float, case: str) -> CaseResult:
-    """An iteration of 100 us."""
-    bounds = {"predicted_us_p10": 0.0, "predicted_us_p90": 1e3}
-    facts = {"plan": "", "model": case, "ranks": 1, "samples": 1, "rounds_us": (100.0,)}
-    facts |= {"raw_us": 100.0, "retest_ape_pct": None, "by_family_us": {}, "unmodelled_frac": 0.0}
-    times = {"predicted_us": predicted_us, "measured_us": 100.0, **bounds}
-    return CaseResult(case=case, **times, **facts)  # type: ignore[arg-type]
 
 
 def test_the_chart_has_a_dot_per_family_and_learner() -> None:

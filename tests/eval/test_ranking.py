@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_eval import result
+from report_facts import case
 
 from itercast.eval.ranking import choices, ranking_lines, ranking_metrics, rankings
 from itercast.eval.results import CaseResult
@@ -13,7 +13,7 @@ from itercast.eval.results import CaseResult
 
 def of(plan: str, predicted_us: float, measured_us: float, ranks: int, samples: int) -> CaseResult:
     """A plan of one model."""
-    one = replace(result("a", predicted_us, measured_us), plan=plan)
+    one = replace(case("a", predicted_us, measured_us), plan=plan)
     return replace(one, ranks=ranks, samples=samples)
 
 

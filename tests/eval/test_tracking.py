@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from toy_products import products, write_products
 
 from itercast.eval.tracking.fits import log_fit
 from itercast.eval.tracking.logs import log_evaluation
@@ -24,32 +23,16 @@ from itercast.learners.held_out import load_held_out, save_held_out
 from itercast.learners.models.compared import NAMES
 from itercast.learners.models.training_table import frozen_split
 from itercast.learners.train import train
-from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.matrix import gemm
-from itercast.microbench.store import write_card, write_part
 
-TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 TRIALS = 5
 ERRORS = {"mape_pct": 5.0, "median_ape_pct": 4.0, "p90_ape_pct": 9.0, "bias_pct": 0.5}
-
-
-def rows(count: int, noise: float = 0.02) -> pd.DataFrame:
-    """Products on a device of 8 cores: three times the roofline, more for few rows."""
-    rng, found = np.random.default_rng(0), []
-    for p in islice(gemm.sweep(), count):
-        roof_us = max(gemm.flops(p) / 1e13, gemm.bytes_moved(p) / 1e12) * 1e6 + 2
-        facts = {"family": "gemm", "gpu": "toy", "threads": 0, "cache": "warm", "status": "ok"}
-        law = 3 * roof_us * (1 + 8 / p.m**0.5) * rng.lognormal(0, noise)
-        found.append({**asdict(p), **facts, "time_us": law})
-    return pd.DataFrame(found)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A bundle of products, trained with trials and all learners, and its scores."""
-    root = tmp_path_factory.mktemp("data")
-    path = write_part(root, "gemm", "toy", rows(160), "0")
-    write_card(path.parent, {"hardware": TOY.to_dict()})
+    root = write_products(tmp_path_factory.mktemp("data"), 160)
     studies = root / ".cache" / "optuna"
     report = train([root], root / "bundle", None, TRIALS, studies=studies, compare=True)
     save_held_out(root / "bundle", report.held_out())
@@ -212,7 +195,7 @@ def test_a_champion_is_replaced_only_by_more_than_the_noise() -> None:
 
 def test_a_shape_stays_held_out_when_rows_are_added() -> None:
     """Of 100 shapes and of 200, and of these rows in another order."""
-    many = rows(200)
+    many = products(200)
 
     def held(some: pd.DataFrame) -> set[tuple[Any, ...]]:
         index = frozen_split(shape_places(some, gemm.FAMILY), 0.15, some["op"].to_numpy(str))[1]

@@ -11,22 +11,17 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from toy_products import write_products
 
 from itercast.eval.tracking.fits import log_fit
 from itercast.eval.tracking.store import addresses
 from itercast.learners.held_out import save_held_out
 from itercast.learners.train import train
-from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.matrix import gemm
-from itercast.microbench.store import write_card, write_part
 
-TOY = Gpu(name="toy", sm_count=8, peak_flops_per_s={"fp32": 1e13}, hbm_bytes_per_s=1e12)
 PATIENCE_S = 90
 POSTGRES = next(
     (
@@ -109,14 +104,8 @@ def server(postgres: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
-    """A bundle of products at three times the roofline, and its scores."""
-    root, rows = tmp_path_factory.mktemp("data"), []
-    for p in islice(gemm.sweep(), 60):
-        roof_us = max(gemm.flops(p) / 1e13, gemm.bytes_moved(p) / 1e12) * 1e6 + 2
-        facts = {"family": "gemm", "gpu": "toy", "threads": 0, "cache": "warm", "status": "ok"}
-        rows.append({**asdict(p), **facts, "time_us": 3 * roof_us})
-    path = write_part(root, "gemm", "toy", pd.DataFrame(rows), "0")
-    write_card(path.parent, {"hardware": TOY.to_dict()})
+    """A bundle of products, and its scores."""
+    root = write_products(tmp_path_factory.mktemp("data"), 60)
     report = train([root], root / "bundle", studies=root)
     save_held_out(root / "bundle", report.held_out())
     return root / "bundle", report.to_dict()
