@@ -52,6 +52,23 @@ class Layer:
         return tuple(p for p in self.parameters if p.ready_after >= 0)
 
     @cached_property
+    def _padded(self) -> dict[tuple[int, bool], int]:
+        return {}
+
+    def padded_bytes(self, ranks: int, *, trained: bool) -> int:
+        """Bytes of one layer's parameters where each of ``ranks`` holds whole rows of each.
+
+        FSDP2 cuts the first dimension, and pads it where it does not divide. ``trained``: only of
+        those with a gradient.
+        """
+        if (ranks, trained) not in self._padded:
+            parameters = self.trained if trained else self.parameters
+            rows = [(p.nbytes, p.shape[0] if p.shape else 1) for p in parameters]
+            whole = sum(nbytes // n * (-(-n // ranks) * ranks) for nbytes, n in rows if n)
+            self._padded[ranks, trained] = whole
+        return self._padded[ranks, trained]
+
+    @cached_property
     def trained_numel(self) -> int:
         """Elements of one layer's gradients."""
         return sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in self.trained)

@@ -21,7 +21,6 @@ from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.work import Work
-from itercast.compose.simulate.data_parallel import Strategy
 from itercast.compose.simulate.rank import RankTasks
 from itercast.microbench.assumptions import assumed
 
@@ -31,8 +30,8 @@ FORWARD_SHARE: float = assumed(__file__, "forward_share")
 def sharded_forward(program: RankTasks, *, gather: bool) -> None:
     """Add the forward of one micro-batch; ``gather``: parameters are sharded at its start."""
     layers = program.rank.layers
-    root = sum(sharded_bytes(x, program.how) for x in layers if not x.numbered)
-    sizes = {root} | {sharded_bytes(x, program.how) for x in layers if x.numbered}
+    root = sum(sharded_bytes(x, program) for x in layers if not x.numbered)
+    sizes = {root} | {sharded_bytes(x, program) for x in layers if x.numbered}
     kinds = ("all_gather", "reduce_scatter")
     messages = [_message(program, kind, n) for kind in kinds for n in sorted(sizes) if n]
     price_messages(messages, program.rank.book, program.rank.where)  # one call of the pricer
@@ -65,17 +64,21 @@ def sharded_backward(program: RankTasks, *, scatter: bool, later: bool) -> None:
         program.lanes.work(work, x.layer.name)
         markers.append(program.lanes.done)
         if scatter and x.numbered and x.layer.trained_bytes:
-            last += _reduce(program, x.layer.trained_bytes)
+            last += _reduce(program, sharded_bytes(x, program, trained=True))
             _wait_on_cpu(program, last)
-    root = sum(x.layer.trained_bytes for x in layers if not x.numbered)
+    root = sum(sharded_bytes(x, program, trained=True) for x in layers if not x.numbered)
     if scatter and root:
         last += _reduce(program, root)
     program.lanes.wait(last)
 
 
-def sharded_bytes(x: PricedLayer, how: Strategy) -> int:
-    """Bytes of a layer's parameters that are sharded over replicas, and so gathered before use."""
-    return x.layer.trained_bytes if how.frozen_whole else x.layer.parameter_bytes
+def sharded_bytes(x: PricedLayer, program: RankTasks, *, trained: bool = False) -> int:
+    """Bytes of a layer's parameters that are sharded over replicas, and so gathered before use.
+
+    ``trained``: of their gradients.
+    """
+    ranks, only = program.rank.plan.shards, trained or program.how.frozen_whole
+    return x.layer.padded_bytes(ranks, trained=only)
 
 
 def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> Work:
@@ -94,7 +97,7 @@ def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> W
 
 def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> Work:
     """Gather parameters, one layer ahead of compute; returns the copies out of the message."""
-    nbytes = sharded_bytes(x, program.how)
+    nbytes = sharded_bytes(x, program)
     if not x.numbered or not nbytes:
         return Work()
     on_cpu = program.lanes.on_cpu

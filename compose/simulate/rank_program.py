@@ -226,7 +226,7 @@ class RankProgram(RankTasks):
             self.lanes.wait([self.lanes.send(self._copy(state, "d2h"), "d2h")])
         kinds = [b.message(k, self.how) for b in self.filled for k in self.how.after_update]
         if self.how.by_layer and not self.how.every_micro and rank.plan.pp > 1:
-            size = sum(sharded_bytes(x, self.how) for x in rank.layers)
+            size = sum(sharded_bytes(x, self) for x in rank.layers)
             kinds.append(Message(kind="all_gather", axis="shard", message_bytes=size))
         self.lanes.wait([self.lanes.send(m) for m in self.price(kinds)])
 

@@ -9,7 +9,7 @@ from itercast.microbench.plan import ParallelPlan
 
 OnPhase = Callable[[str], None]
 KEYS = (
-    *("dp", "tp", "pp", "zero", "micro", "accumulate"),
+    *("dp", "tp", "pp", "zero", "hsdp", "micro", "accumulate"),
     *("cdp", "schedule", "recompute", "compress"),
 )
 
@@ -20,7 +20,8 @@ def measurable(text: str) -> ParallelPlan:
     others = [name for name in plan.stated if name not in KEYS]
     for broken, rule in (
         (others != [], f"known keys {', '.join(KEYS)}"),
-        (sum(n > 1 for n in (plan.dp, plan.tp, plan.pp)) > 1, "one of dp, tp and pp"),
+        (plan.pp > 1 and plan.dp * plan.tp > 1, "pp alone"),
+        (plan.dp > 1 and plan.tp > 1 and not plan.zero, "dp beside tp with zero"),
         (plan.recompute not in ("", "full"), "recompute=full"),
         (plan.schedule not in ("1f1b", "gpipe"), "schedule 1f1b or gpipe"),
         (plan.compress not in (0.5, 1.0), "compress=0.5"),

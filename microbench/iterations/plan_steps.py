@@ -3,7 +3,8 @@
 - dp: DDP; with zero, FSDP2 over the numbered layers and the root. zero=3: parameters are resharded
   after forward; zero=2: after backward; zero=1: kept, gradients are reduced after the last
   micro-batch.
-- tp: DTensor; products split by columns, then rows; vocabulary-parallel embedding, head and loss.
+- tp: DTensor; products split by columns, then rows; vocabulary-parallel embedding, head and loss;
+  inside FSDP2 where there are replicas.
 - pp and cdp: see ``plan_stages``.
 - recompute=full: a checkpoint per numbered layer. compress=0.5: gradients are sent in fp16.
 """
@@ -97,9 +98,13 @@ def parallel(model: Any, plan: ParallelPlan, device: str) -> tuple[Any, Callable
     if plan.tp > 1:
         from torch.distributed.tensor.parallel import loss_parallel  # lazy, as above
 
-        return _tensor_parallel(model, plan.tp, device), lambda last: loss_parallel()
+        mesh = _mesh(plan, device)
+        model = _tensor_parallel(model, plan.tp, mesh["tp"])
+        if plan.zero:
+            _sharded(model, plan, mesh["dp"])
+        return model, lambda last: loss_parallel()
     if plan.zero:
-        return _sharded(model, plan, device)
+        return _sharded(model, plan, _mesh(plan, device))
     if plan.dp > 1:
         return _replicated(model, plan)
     return model, lambda last: nullcontext()
@@ -115,11 +120,21 @@ def _replicated(model: Any, plan: ParallelPlan) -> tuple[Any, Callable[[bool], A
     return model, lambda last: nullcontext() if last else model.no_sync()
 
 
-def _sharded(model: Any, plan: ParallelPlan, device: str) -> tuple[Any, Callable[[bool], Any]]:
+def _mesh(plan: ParallelPlan, device: str) -> Any:
+    """The mesh of replicas and tensor-parallel ranks, or of replicas by groups that shard."""
     from torch.distributed.device_mesh import init_device_mesh  # lazy, as above
-    from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(device, (plan.dp,))
+    if plan.tp > 1:
+        return init_device_mesh(device, (plan.dp, plan.tp), mesh_dim_names=("dp", "tp"))
+    if plan.hsdp:
+        shape = (plan.dp // plan.hsdp, plan.hsdp)
+        return init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device, (plan.dp,))
+
+
+def _sharded(model: Any, plan: ParallelPlan, mesh: Any) -> tuple[Any, Callable[[bool], Any]]:
+    from torch.distributed.fsdp import fully_shard  # lazy, as above
+
     for layer in numbered_layers(model):
         fully_shard(layer, mesh=mesh, reshard_after_forward=plan.zero == 3)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -133,9 +148,8 @@ def _sharded(model: Any, plan: ParallelPlan, device: str) -> tuple[Any, Callable
     return model, micro
 
 
-def _tensor_parallel(model: Any, tp: int, device: str) -> Any:
+def _tensor_parallel(model: Any, tp: int, mesh: Any) -> Any:
     """Split attention and MLP of each block, embedding and head as Megatron-LM does."""
-    from torch.distributed.device_mesh import init_device_mesh  # lazy, as above
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -156,7 +170,7 @@ def _tensor_parallel(model: Any, tp: int, device: str) -> Any:
     tied = hasattr(model, "tokens") and model.head.weight is model.tokens.weight
     if hasattr(model, "tokens"):
         cuts["tokens"] = RowwiseParallel(input_layouts=Replicate())
-    model = parallelize_module(model, init_device_mesh(device, (tp,)), cuts)
+    model = parallelize_module(model, mesh, cuts)
     if tied:
         model.head.weight = model.tokens.weight
     for block in getattr(model, "blocks", ()):

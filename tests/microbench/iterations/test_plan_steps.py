@@ -21,7 +21,7 @@ from itercast.microbench.store import read_rows
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("dp=2,tp=2", "allowed: one of dp, tp and pp"),
+        ("dp=2,tp=2", "allowed: dp beside tp with zero"),
         ("dp=2,gossip=ring", "plan 'dp=2,gossip=ring' cannot be measured; allowed: known keys"),
         ("pp=2,schedule=zb", "allowed: schedule 1f1b or gpipe"),
         ("dp=2,cdp=1,compress=0.5", "allowed: compress with DDP only"),

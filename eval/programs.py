@@ -1,0 +1,132 @@
+"""Forecast programs beside the clock: ``python -m itercast.eval.programs [ROOT] [--measure]``.
+
+A program is what torch runs under a plan: DDP, FSDP2, HSDP, DTensor, pipelines, and messages sent
+by hand (cdp). Each is captured as it is and forecast, beside the forecast of the plan in words.
+ROOT holds measured iterations; ``--measure`` measures ``PROGRAMS`` into it, twice, on this CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+from rich.table import Table
+
+from itercast.compose.programs.forecast import forecast_program
+from itercast.compose.target import find_target
+from itercast.eval.compare import compare_all, measured_rows
+from itercast.eval.progress import run_or_say
+from itercast.eval.results import CaseResult, summary
+from itercast.microbench.cases.registry import case
+from itercast.microbench.iterations.collect import collect_iterations, iteration_of
+from itercast.microbench.iterations.measure import Iteration
+from itercast.microbench.programs.program import ProgramCapture
+
+TWO = ("dp=2", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "dp=2,cdp=1")
+STAGES = ("pp=2,micro=4", "pp=2,micro=2,schedule=gpipe")
+FOUR = ("dp=4", "dp=4,zero=3", "dp=4,hsdp=2,zero=3", "dp=2,tp=2,zero=3", "pp=4,micro=4")
+PROGRAMS = {
+    "gpt-m": (*TWO, *STAGES, *FOUR),
+    "llama-m": ("dp=2", "dp=2,zero=3", *FOUR[2:]),
+    "vit-m": ("dp=2", "tp=2", "pp=2,micro=4"),
+    "resnet-m": ("dp=2", "dp=2,zero=3"),
+    "mlp-m": ("dp=2", "dp=4"),
+}
+DISTURBED_PCT = 30.0  # no assumption: two measurements that differ more say little
+GEOMEAN, BIAS = "geomean_ape_pct", "bias_pct"
+
+
+def captured(iteration: Iteration) -> ProgramCapture:
+    """The program of a measured iteration, on every rank that does different work."""
+    from itercast.microbench.iterations.plan_steps import make_plan_step  # needs torch
+    from itercast.microbench.processes.ranks import join_process_group
+    from itercast.microbench.programs.capture import capture_program
+
+    sizes = (iteration.batch, iteration.seq)
+
+    def program() -> Any:
+        join_process_group("cpu")
+        chosen, settings = case(iteration.case), iteration.settings()
+        return make_plan_step(
+            chosen, iteration.plan, *sizes, settings, "cpu", lambda phase: None
+        ).run
+
+    return capture_program(program, iteration.ranks)
+
+
+def as_program(plan: CaseResult, rows: pd.DataFrame) -> CaseResult:
+    """The result of a plan with the forecast of its captured program in place of the plan's."""
+    mine = rows[(rows["case"] == plan.case) & (rows["plan"] == plan.plan)].iloc[0]
+    names = ("batch", "seq")
+    sizes: dict[str, Any] = {name: int(mine[name]) for name in names}
+    program = captured(Iteration(case=plan.case, plan=plan.plan, **sizes))
+    found = forecast_program(program, find_target(str(mine["gpu"])))
+    return replace(
+        plan,
+        predicted_us=found.iteration_us,
+        predicted_us_p10=found.iteration_us_p10,
+        predicted_us_p90=found.iteration_us_p90,
+        unmodelled_frac=found.unmodelled_frac,
+    )
+
+
+def results(root: Path) -> list[tuple[CaseResult, CaseResult]]:
+    """Of each measured iteration on several ranks the program's result and the plan's.
+
+    Left out are plans with compressed gradients: DDP's communication hooks are not followed.
+    """
+    rows = measured_rows(root, None)
+    several = rows["plan"].str.contains("[dtp]p=") & ~rows["plan"].str.contains("compress")
+    rows = rows[several & ~rows["case"].str.startswith("dlrm-sharded")]
+    return [(as_program(plan, rows), plan) for plan in compare_all(rows, None)]
+
+
+def table_of(pairs: Sequence[tuple[CaseResult, CaseResult]]) -> Table:
+    """Errors of programs and plans in %, beside those of measuring again."""
+    table = Table(title="programs against the clock, errors in %", box=None)
+    for head in ("case", "plan", "measured ms", "program", "plan", "retest", "no model"):
+        table.add_column(head, justify="left" if head in ("case", "plan") else "right")
+    for program, plan in pairs:
+        errors = (f"{program.error_pct:+.1f}", f"{plan.error_pct:+.1f}", plan.retest_text)
+        no_model = f"{100 * program.unmodelled_frac:.1f}"
+        table.add_row(plan.case, plan.plan, f"{plan.measured_us / 1e3:.1f}", *errors, no_model)
+    return table
+
+
+def lines(pairs: Sequence[tuple[CaseResult, CaseResult]]) -> list[str]:
+    """Geometric mean and bias of all, and of those that measuring again confirms."""
+    found = []
+    calm = [p for p in pairs if (p[1].retest_ape_pct or 0.0) <= DISTURBED_PCT]
+    steady = f"measured twice within {DISTURBED_PCT:.0f} %"
+    for name, part in (("all", pairs), (steady, calm)):
+        programs, plans = (summary([pair[i] for pair in part]) for i in (0, 1))
+        floor = programs.get("noise_floor_pct", float("nan"))
+        found.append(
+            f"{len(part)} ({name}): programs {programs[GEOMEAN]:.1f} %, bias {programs[BIAS]:+.1f};"
+            f" plans {plans[GEOMEAN]:.1f} %, bias {plans[BIAS]:+.1f}; retest {floor:.1f} %"
+        )
+    return found
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure if asked to, forecast, and print the table."""
+    paths = [Path(word) for word in arguments if not word.startswith("--")]
+    root = paths[0] if paths else Path("datasets")
+    if "--measure" in arguments:
+        wanted = [iteration_of(case(n), plan) for n, plans in PROGRAMS.items() for plan in plans]
+        for repeat in (0, 1):
+            collect_iterations(root, "cpu", wanted, repeat)
+    pairs = results(root)
+    console = Console()
+    console.print(table_of(pairs))
+    for line in lines(pairs):
+        console.print(line)
+
+
+if __name__ == "__main__":
+    run_or_say(lambda: main(sys.argv[1:]))
