@@ -33,6 +33,7 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import evaluate, quick_us
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stage_rank import chunks_of, least_us, memory
+from itercast.compose.simulate.stages import uneven
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.opcall import StepCapture
@@ -193,12 +194,17 @@ def legal_plans(search: Search, gpus: int, objective: str) -> Iterator[Bounded]:
 
 
 def _bounded(search: Search, plan: ParallelPlan, objective: str) -> Iterator[Bounded]:
-    """Yields a legal plan with its bound; where it exceeds the memory, with recomputation too."""
+    """Yields a legal plan with its bound, also with uneven stages where they are better balanced.
+
+    Where it exceeds the memory, with recomputation too.
+    """
     rank = search.allowed(plan)
     if rank is None:
         return
     scored = search.scored(rank, least_us(rank))
     yield Bounded(lower_bound=scored.score(objective), rank=rank)
+    if plan.first == plan.last == 0 and (other := uneven(rank.model.layers, plan)):
+        yield from _bounded(search, other, objective)
     if not scored.fits and not plan.recompute and not plan.shard:
         yield from _bounded(search, replace(plan, recompute="full"), objective)
 

@@ -49,9 +49,7 @@ def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
         return [Chunk(runs=tuple(found))]
     if chunks > total:
         raise ValueError(f"plan {str(plan)!r}: {chunks} stages, the model has {total} layers")
-    lists = {x.layer.name.rpartition(".")[0] for x, _ in found if x.numbered}
-    equal = len(lists) == 1 and len({len(x.forward) for x, _ in found if x.numbered}) <= 2
-    if equal and numbered:
+    if _are_equal(layers):
         sizes = _sizes(plan, numbered if chunks <= numbered else total)
         ends = _count_cuts(found, sizes, whole=chunks > numbered)
     elif plan.first or plan.last:
@@ -59,6 +57,47 @@ def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
     else:
         ends = _cost_cuts(found, chunks)
     return [Chunk(runs=_between(found, a, b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def uneven(layers: Sequence[PricedLayer], plan: ParallelPlan) -> ParallelPlan | None:
+    """The plan with the numbers of equal layers on its first and last stage that balance it best.
+
+    The stage that takes longest is then fastest: the embedding is part of the first stage, the head
+    of the last. None where an even split is as good, and where layers are not counted.
+    """
+    numbered = [x for x in layers if x.numbered]
+    total, pp = sum(x.layer.count for x in numbered), plan.pp
+    if pp == 1 or plan.virtual > 1 or total < 2 * pp or not _are_equal(layers):
+        return None
+    us = [(x.forward_work.alone_us + x.backward_work.alone_us) * x.layer.count for x in layers]
+    at = [i for i, x in enumerate(layers) if x.numbered]
+    block_us = sum(us[i] for i in at) / total
+    ahead_us, behind_us = sum(us[: at[0]]), sum(us[at[-1] + 1 :])
+
+    def slowest_us(first: int, last: int) -> float:
+        inner = -(-(total - first - last) // (pp - 2)) if pp > 2 else 0
+        return max(ahead_us + first * block_us, inner * block_us, behind_us + last * block_us)
+
+    even = _sizes(plan, total)
+    most, least = -(-total // pp) + 1, pp - 2
+    ends = ((f, n) for f in range(1, most + 1) for n in range(1, most + 1 if pp > 2 else total))
+    legal = [(f, n) for f, n in ends if (f + n == total if pp == 2 else f + n + least <= total)]
+    usual = (even[0], even[-1])
+
+    def badness(end: tuple[int, int]) -> tuple[float, int]:
+        return slowest_us(*end), abs(end[0] - usual[0]) + abs(end[1] - usual[1])
+
+    best = min(legal, key=badness, default=usual)
+    if slowest_us(*best) >= slowest_us(*usual):
+        return None
+    return replace(plan, first=best[0], last=best[1])
+
+
+def _are_equal(layers: Sequence[PricedLayer]) -> bool:
+    """Whether all numbered layers are of one list and of one or two kinds."""
+    numbered = [x for x in layers if x.numbered]
+    lists = {x.layer.name.rpartition(".")[0] for x in numbered}
+    return len(lists) == 1 and len({len(x.forward) for x in numbered}) <= 2
 
 
 def with_tied(chunk: Chunk, model: PricedModel) -> Chunk:

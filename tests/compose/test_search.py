@@ -10,9 +10,10 @@ from plan_case import GPU, capture_at, experts_at, search_of
 
 from itercast.compose.capture_model import capture_case
 from itercast.compose.pricing.collectives import Group
-from itercast.compose.search import Search, best_plans, candidate_plans
+from itercast.compose.search import Search, _bounded, best_plans, candidate_plans, legal_plans
 from itercast.compose.simulate.iteration import evaluate, quick_us
 from itercast.compose.simulate.stage_rank import least_us, memory
+from itercast.compose.simulate.stages import partition, uneven
 from itercast.microbench.cases.registry import case
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu
@@ -29,11 +30,38 @@ def search() -> Search:
 def test_no_better_plan_is_pruned(capture: Callable[[int, int], StepCapture]) -> None:
     search = search_of(capture_at=capture)
     result = best_plans(search, 4, "time", count=5)
-    ranks = [r for p in candidate_plans(search, 4) if (r := search.allowed(p)) is not None]
+    ranks = [bounded.rank for bounded in legal_plans(search, 4, "time")]
     times = sorted(quick_us(r, "adamw") for r in ranks)
     assert [s.iteration_us for s in result.best] == pytest.approx(times[:5])
     assert result.simulated < result.considered == len(ranks)
     assert all(least_us(r) <= quick_us(r, "adamw") for r in ranks)
+
+
+def gpt2_at(batch: int, seq: int) -> StepCapture:
+    """One step of GPT-2 small: 12 layers between an embedding and a head."""
+    return capture_case(case("gpt2-small"), batch=batch, seq=seq, shallow=True)
+
+
+@pytest.mark.parametrize(("text", "better"), [("pp=2", False), ("pp=5", True)])
+def test_uneven_stages_are_the_best_balanced_of_all(text: str, better: bool) -> None:
+    """Of 12 equal layers, tried one by one: no first and last stage makes the slowest faster."""
+    plan, search = ParallelPlan.parse(f"{text},micro=8"), search_of(capture_at=gpt2_at)
+    rank = search.rank(plan)
+    assert rank is not None
+
+    def slowest_us(other: ParallelPlan) -> float:
+        chunks = partition(rank.model.layers, other)
+        works = [[(x.forward_work, x.backward_work, n) for x, n in c.runs] for c in chunks]
+        return max(sum(n * (f.alone_us + b.alone_us) for f, b, n in work) for work in works)
+
+    found = uneven(rank.model.layers, plan)
+    ends = [(f, n) for f in range(1, 12) for n in range(1, 13 - f)]
+    legal = [e for e in ends if (sum(e) == 12 if plan.pp == 2 else sum(e) + plan.pp - 2 <= 12)]
+    least = min(slowest_us(replace(plan, first=f, last=n)) for f, n in legal)
+    assert (found is not None) == better
+    assert slowest_us(found or plan) == pytest.approx(min(least, slowest_us(plan)))
+    if found:
+        assert str(found) in {str(b.rank.plan) for b in _bounded(search, plan, "time")}
 
 
 def test_ep_divides_dp_and_the_experts(search: Search) -> None:
