@@ -101,7 +101,7 @@ def forecast(
     book, where = price_book(pricer, gpu, threads, stack, host), cluster(plan, gpu, node)
     model = price_model(capture, plan, book, where)
     outcome = evaluate(rank_of(plan, model, book, where), optimizer)
-    return report(outcome, capture, plan, model, book, bundle_name, where.network)
+    return report(outcome, capture, plan, book, bundle_name, where.network)
 
 
 def timeline(
@@ -142,7 +142,6 @@ def report(
     found: Outcome,
     capture: StepCapture,
     plan: ParallelPlan,
-    model: PricedModel,
     book: PriceBook,
     bundle_name: str,
     network: str,

@@ -139,8 +139,8 @@ class Search:
         """The whole forecast of a plan."""
         rank = self.rank(plan)
         outcome = evaluate(rank, self.optimizer)
-        model, network = rank.model, rank.where.network
-        return report(outcome, self.capture(plan), plan, model, self.book, bundle_name, network)
+        network = rank.where.network
+        return report(outcome, self.capture(plan), plan, self.book, bundle_name, network)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,11 @@ import numpy as np
 
 from itercast.compose.target import forecast_step
 from itercast.eval.progress import run_or_say
-from itercast.eval.public.benchmark import WORKERS
 from itercast.eval.public.left_out import assumptions, fitted_sources
 from itercast.eval.public.left_out_models import TRAINED_ON, sampled, train_without
 from itercast.eval.public.lines import Rows
 from itercast.eval.public.models import captured_step, read_lines, row_target, timed_us
+from itercast.eval.public.readers import processes
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.assumptions import Assumption, leaving_out
 from itercast.microbench.importers.base import positive
@@ -82,7 +80,7 @@ def read_sources(public: Path, only: str, most: int, folder: Path) -> list[Sourc
 
 def _in_new_process(call: Any, *args: Any) -> Any:
     """What a function returns in a process that imports everything anew."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with processes(1) as pool:
         return pool.submit(call, *args).result()
 
 
@@ -106,7 +104,7 @@ def errors_pct(sources: Sequence[Source], rule: str) -> dict[str, float]:
         with (
             leaving_out(left_out),
             switching_off(rule),
-            ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool,
+            processes() as pool,
         ):
             jobs = [(source.bundle, row) for source in mine for row in source.rows]
             times = iter(list(pool.map(forecast_us, jobs, chunksize=4)))

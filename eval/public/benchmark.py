@@ -13,27 +13,23 @@ import pandas as pd
 
 from itercast.eval.public.baselines import CURVES, by_learner
 from itercast.eval.public.lines import OpLine, Rows
-from itercast.eval.public.readers import read_source, reader_of
+from itercast.eval.public.readers import gpus_of, read_source, reader_of
 from itercast.eval.results import LineResult
 from itercast.learners.family_model import Prepared, learn, learn_quickly, prepare
 from itercast.learners.models.trees import default_options
 from itercast.learners.train import errors
 from itercast.learners.transfer.calibration import Calibration, points
-from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.importers.base import Hints
 from itercast.microbench.ops import families
 
 log = logging.getLogger(__name__)
-WORKERS = 2  # processes
 BASELINE_ROWS = 4000
 
 
 def run_line(line: OpLine, rows: Rows) -> Iterator[LineResult]:
     """Fit and score every split of a line; yields a result for each part."""
     rows = line.choose(rows)
-    gpus = {str(g): load_gpu(str(g)) for g in rows["gpu"].unique()}
-    family = families()[line.family]
-    prepared = prepare(rows, family, gpus)
+    prepared = prepare(rows, families()[line.family], gpus_of(rows))
     found: dict[str, list[tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]]] = {}
     spent: dict[str, float] = {}
     for split in line.splits(rows):

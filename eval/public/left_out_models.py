@@ -5,14 +5,11 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from itercast.eval.public.benchmark import WORKERS
 from itercast.eval.public.left_out import assumptions, compared, fitted_sources
 from itercast.eval.public.left_out_ops import KNOWN_ROWS, read_ops, source_in
 from itercast.eval.public.lines import ModelLine, Rows
@@ -27,6 +24,7 @@ from itercast.eval.public.models import (
     judged,
     with_fitted_hosts,
 )
+from itercast.eval.public.readers import gpus_of, processes
 from itercast.eval.public.shipped import MAX_ROWS, SOURCES
 from itercast.eval.results import LineResult
 from itercast.learners.bundle import Bundle
@@ -35,7 +33,7 @@ from itercast.learners.intervals import quick_model_with_intervals
 from itercast.learners.models.trees import default_options
 from itercast.learners.train import subsample_evenly, widen_unseen_offsets
 from itercast.microbench.assumptions import leaving_out
-from itercast.microbench.hardware.spec import Gpu, load_gpu
+from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.importers.base import positive
 from itercast.microbench.ops import families
 
@@ -103,7 +101,7 @@ def forecasts_without(
     with (
         tempfile.TemporaryDirectory() as folder,
         leaving_out(source),
-        ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool,
+        processes() as pool,
     ):
         if source.casefold() in TRAINED_ON:
             bundle = pool.submit(train_without, source, public, Path(folder) / "bundle").result()
@@ -124,7 +122,7 @@ def train_without(source: str, public: Path, folder: Path) -> Path:
     for name, table in read_ops(public).items():
         rows = table[table["source"].isin(others)].reset_index(drop=True)
         if name in MAX_ROWS and len(rows):
-            own = {str(gpu): load_gpu(str(gpu)) for gpu in rows["gpu"].unique()}
+            own = gpus_of(rows)
             some = subsample_evenly(rows, KNOWN_ROWS).reset_index(drop=True)
             prepared = prepare(some, families()[name], own)
             models[name] = quick_model_with_intervals(prepared, default_options(prepared.table))

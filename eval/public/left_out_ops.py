@@ -5,25 +5,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from itercast.eval.public.benchmark import WORKERS
 from itercast.eval.public.left_out import compared
 from itercast.eval.public.lines import FOLDS, Rows
-from itercast.eval.public.readers import SOURCES, read_source, reader_of
+from itercast.eval.public.readers import SOURCES, gpus_of, processes, read_source, reader_of
 from itercast.eval.results import LineResult
 from itercast.learners.family_model import FamilyModel, learn_quickly, prepare
 from itercast.learners.features.table import shape_groups, without_load
 from itercast.learners.models.trees import default_options
 from itercast.learners.train import subsample_evenly
 from itercast.microbench.assumptions import leaving_out
-from itercast.microbench.hardware.spec import gpu_names, load_gpu
+from itercast.microbench.hardware.spec import gpu_names
 from itercast.microbench.importers.base import Hints
 from itercast.microbench.ops import families
 
@@ -137,25 +134,19 @@ def run_left_out(public: Path, only: str = "", source: str = "") -> Iterator[Lin
 
 def _forecasts_without(source: str, jobs: list[tuple[str, Rows, Rows]]) -> list[np.ndarray]:
     """Forecasts in us of jobs (family, rows to learn from, rows to forecast), in new processes."""
-    with leaving_out(source), _pool(len(jobs)) as pool:
+    with leaving_out(source), processes(len(jobs)) as pool:
         return list(pool.map(_forecast, jobs))
-
-
-def _pool(jobs: int) -> ProcessPoolExecutor:
-    """Processes that import everything anew, and so take values as they are to be now."""
-    return ProcessPoolExecutor(min(WORKERS, jobs), mp_context=get_context("spawn"))
 
 
 def _forecast(job: tuple[str, Rows, Rows]) -> np.ndarray:
     name, known, held = job
-    model, gpus = quick_model(name, known), {str(g): load_gpu(str(g)) for g in held["gpu"].unique()}
-    gpus |= model.source_gpus.gpus
+    model = quick_model(name, known)
+    gpus = {**gpus_of(held), **model.source_gpus.gpus}
     return np.asarray(model.predict(held.reset_index(drop=True), families()[name], gpus).time_us)
 
 
 def quick_model(name: str, rows: Rows) -> FamilyModel:
     """A family's model of these rows, without cross-validation and intervals."""
-    gpus = {str(g): load_gpu(str(g)) for g in rows["gpu"].unique()}
-    prepared = prepare(rows, families()[name], gpus)
+    prepared = prepare(rows, families()[name], gpus_of(rows))
     options = default_options(prepared.table)
     return learn_quickly(prepared, np.arange(len(rows)), options)

@@ -6,10 +6,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,8 @@ from itercast.compose.target import Target, find_target
 from itercast.eval.compare import ASKED, console, step_of
 from itercast.eval.iteration_parts import PARTS, parts_us
 from itercast.eval.progress import progress_bar
-from itercast.eval.public.benchmark import WORKERS
 from itercast.eval.public.lines import ModelLine, Rows, model_lines
-from itercast.eval.public.readers import node_sums_us, read_iterations
+from itercast.eval.public.readers import node_sums_us, processes, read_iterations
 from itercast.eval.results import COVERAGE, LineResult
 from itercast.learners.train import errors
 from itercast.microbench.hardware.host import host_yaml
@@ -76,7 +74,7 @@ def forecast_lines(
     known: dict[Any, Answer] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool,
+        processes() as pool,
     ):
         for line, rows in lines:
             start = time.monotonic()

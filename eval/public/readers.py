@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +14,11 @@ import pandas as pd
 from itercast.eval.compare import console, stated_rows
 from itercast.eval.public.sources import iterations, kernelbench, megatron, mlperf, op_tables
 from itercast.microbench.extensions import with_added
+from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.importers.sources import OWN, Reader, read_by
 
+WORKERS = 2
 MAPPINGS = Path(__file__).parent / "sources/mappings"
 PUBLISHED: Mapping[str, Reader] = {
     "iterations": iterations.read,
@@ -30,6 +34,16 @@ LABELS = Path("scripts/asplos/label")
 LAYER = r"(?:^|_)(?:layer|h|layers)_0|\.(?:layer|h|layers)\.0"  # as transformers names blocks
 READER_OF = {"NeuSight": "neusight", "iterations-h100": "iterations", "vidur-h100": "vidur"}
 BUILDERS = ("layer", "problem")  # of models that are neither cases nor configurations
+
+
+def processes(most: int = WORKERS) -> ProcessPoolExecutor:
+    """Processes that import everything anew, and so take assumed numbers as they are to be now."""
+    return ProcessPoolExecutor(min(WORKERS, most), mp_context=get_context("spawn"))
+
+
+def gpus_of(rows: pd.DataFrame) -> dict[str, Gpu]:
+    """The GPUs that rows were measured on, by name."""
+    return {str(name): load_gpu(str(name)) for name in rows["gpu"].unique()}
 
 
 def reader_of(folder: str) -> str:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from itercast.eval.iteration_parts import PARTS
-from itercast.eval.public.benchmark import WORKERS, read_folders, run_line
+from itercast.eval.public.benchmark import read_folders, run_line
 from itercast.eval.public.left_out import assumptions, check_source, left_out_markdown
 from itercast.eval.public.left_out_models import run_models_left_out, sampled
 from itercast.eval.public.left_out_ops import NAME, op_sources, run_left_out
 from itercast.eval.public.lines import FIRST_FOLDERS, Rows, model_lines, op_lines
 from itercast.eval.public.models import ForecastLine, forecast_lines, judge, read_lines
+from itercast.eval.public.readers import processes
 from itercast.eval.report.evaluation import Evaluation
 from itercast.eval.report.write import write_pages
 from itercast.eval.results import COVERAGE, CaseResult, LineResult
@@ -34,7 +33,7 @@ SPREAD_NAMES = ("mean", "bias", "median", "p90", "worst")  # of itercast's error
 
 
 def run(public: Path, only: str = "") -> list[LineResult]:
-    """Run all lines about single ops whose name contains ``only``, WORKERS at a time.
+    """Run all lines about single ops whose name contains ``only``, in two processes.
 
     Lines are left out where one of their folders is missing, but for those that most need.
     """
@@ -48,8 +47,7 @@ def run(public: Path, only: str = "") -> list[LineResult]:
     jobs = [(i, read[line.folders][line.family]) for i, line in chosen]
     if not jobs:
         return []
-    workers = min(WORKERS, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    with processes(os.cpu_count() or 1) as pool:
         return [result for results in pool.map(_line, jobs) for result in results]
 
 
