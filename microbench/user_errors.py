@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def is_own_error(exc: BaseException) -> bool:
 def source_line(exc: BaseException) -> str:
     """The last file and line that is neither ours nor torch's, in brackets; or nothing."""
     frames = traceback.extract_tb(exc.__traceback__)
-    ours = (str(Path(torch.__file__).parent), str(OUR_CODE), "<frozen importlib")
+    ours = (f"{Path(torch.__file__).parent}{os.sep}", str(OUR_CODE), "<frozen importlib")
     users = [f for f in frames if not f.filename.startswith(ours)]
     return f" ({Path(users[-1].filename).name}:{users[-1].lineno})" if users else ""
 

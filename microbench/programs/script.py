@@ -22,10 +22,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import dataloader
 
 from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import OpCall
 from itercast.microbench.programs.batches import BatchTimes, real_batches
 from itercast.microbench.programs.capture import capture_ranks, runs_of_steps
 from itercast.microbench.programs.files import write_program
@@ -33,6 +35,7 @@ from itercast.microbench.programs.log import ProgramLog
 from itercast.microbench.programs.machine import gpus_that_are_not_there
 from itercast.microbench.programs.program import ProgramCapture
 from itercast.microbench.store import write_atomic
+from itercast.microbench.user_errors import source_line
 
 DATA = dataloader.__file__  # starts workers, which fork
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
@@ -99,13 +102,16 @@ def capture_script(
 def _run_until(script: Script, log: ProgramLog, times: BatchTimes) -> None:
     """Run the script until its first optimizer has made enough steps."""
     done: list[int] = []
+    kept: list[tuple[list[OpCall], dict[str, int], int]] = []
 
     def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
         log.phase = "forward"
         if done and done[0] != id(optimizer):
             return
         done.append(id(optimizer))
-        if len(done) == script.steps:
+        if len(done) >= script.steps:
+            kept.append((log.calls, log.host, log.peak_bytes))
+            log.reset()  # what the script does on its way out
             raise EnoughSteps
         log.reset()
         times.begin_step()
@@ -119,15 +125,25 @@ def _run_until(script: Script, log: ProgramLog, times: BatchTimes) -> None:
             runs_of_steps(log),
         ):
             runpy.run_path(str(script.path), run_name="__main__")
-    except EnoughSteps:
-        return
-    except SystemExit as exc:
-        raise RefusedError(_too_few(done, script, f"exits with {exc.code!r}")) from exc
-    except Exception as exc:
-        raise RefusedError(f"{_first_line(exc)}{_where(exc, script)}") from exc
+    except (Exception, SystemExit, EnoughSteps) as exc:
+        if not kept:  # else it fails on its way out, where a step is captured already
+            raise _refusal(exc, done, script) from exc
     finally:
         hook.remove()
-    raise RefusedError(_too_few(done, script, "ends"))
+    if not kept:
+        raise RefusedError(_too_few(done, script, "ends"))
+    log.calls, log.host, log.peak_bytes = kept[0]
+
+
+def _refusal(exc: BaseException, done: Sequence[int], script: Script) -> RefusedError:
+    """The one line that says what of a script cannot be forecast, and where it is."""
+    if isinstance(exc, SystemExit):
+        return RefusedError(_too_few(done, script, f"exits with {exc.code!r}"))
+    if isinstance(exc, DynamicOutputShapeException):
+        what = f"the shape of {exc.func} depends on data{source_line(exc)}"
+        advice = "; use torch.where or fixed sizes there"
+        return RefusedError(f"{what}{_where(exc, script)}{advice}")
+    return RefusedError(f"{_first_line(exc)}{_where(exc, script)}")
 
 
 def _too_few(done: Sequence[int], script: Script, how: str) -> str:
