@@ -192,7 +192,9 @@ def toy_family(device: Clockwork, points: Sequence[Toy], name: str = "toy") -> F
     )
 
 
-def order(root: Path, *names: str, budget_s: float = 60.0, run_id: str = "run") -> WorkerOrder:
+def order(
+    root: Path, *names: str, budget_s: float = 60.0, run_id: str = "run", begin_s: float = 0.0
+) -> WorkerOrder:
     """An order to sweep toy families."""
     return WorkerOrder(
         root=str(root),
@@ -206,6 +208,7 @@ def order(root: Path, *names: str, budget_s: float = 60.0, run_id: str = "run") 
         ranks=1,
         hardware=HARDWARE,
         points=str(root / "none.json"),
+        begin_s=begin_s,
     )
 
 
