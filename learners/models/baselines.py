@@ -49,12 +49,12 @@ def nearest_arrays(x: Array, log_ratio: Array) -> Arrays:
     return {"x": x, "log_ratio": log_ratio}
 
 
-def nearest_us(fitted: Arrays, x: Array, roofline_us: Array, k: int = 3) -> Array:
-    """Predict the mean log ratio of the k nearest training rows in standardised features."""
+def nearest_us(fitted: Arrays, x: Array, roofline_us: Array) -> Array:
+    """Predict the mean log ratio of the three nearest training rows in standardised features."""
     from scipy.spatial import cKDTree  # lazy: pricing does without
 
     rows, ratio = fitted["x"], fitted["log_ratio"]
     mean, spread = rows.mean(0), rows.std(0) + 1e-6
     known, queried = (rows - mean) / spread, (x - mean) / spread
-    near = cKDTree(known).query(queried, k=min(k, len(known)))[1].reshape(len(queried), -1)
+    near = cKDTree(known).query(queried, k=min(3, len(known)))[1].reshape(len(queried), -1)
     return roofline_us * np.exp(ratio[near].mean(1))

@@ -69,17 +69,8 @@ def frozen_split(place: Array, share: float, op: Array) -> tuple[Array, Array]:
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 
-def group_split(
-    group: Array, share: float, seed: int, op: Array | None = None
-) -> tuple[Array, Array]:
-    """Split row indices into training and held-out rows; no shape group is in both.
-
-    ``share`` of the groups is held out. With ``op`` given, one group of every op stays in training:
-    an op that was never measured would be no test of unseen shapes.
-    """
+def group_split(group: Array, share: float, seed: int) -> tuple[Array, Array]:
+    """Split row indices into training rows and those of a share of the shape groups, held out."""
     names = np.random.default_rng(seed).permutation(np.unique(group))
-    kept = [] if op is None else group[np.unique(op.astype(str), return_index=True)[1]]
-    free = names[~np.isin(names, kept)]
-    count = max(1, int(share * len(names)))
-    held = np.isin(group, (free if len(free) else names)[:count])
+    held = np.isin(group, names[: max(1, int(share * len(names)))])
     return np.flatnonzero(~held), np.flatnonzero(held)

@@ -17,6 +17,9 @@ from itercast.microbench.timing.clock import MIN_US, Timing, other_ops, summaris
 
 CALLS = 4  # of a collective, between two barriers
 ROUNDS = 4  # of other ops before each call, half a millisecond per round
+BACK_TO_BACK_US = 3e4  # of all samples of a collective on GPUs, of DEVICE_CALLS calls each
+BETWEEN_OPS_US = 1.5e5  # the same on CPUs
+DEVICE_CALLS = 5
 QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 # TEARDOWN_CUPTI: torch's profiler detaches CUPTI after a session, which would slow launches
 ON_A_GPU = {"TEARDOWN_CUPTI": "1", "PYTHONUNBUFFERED": "1"}
@@ -103,7 +106,7 @@ def time_collective(run: Callable[[], object], device: str) -> Timing:
     return _back_to_back(run) if device == "cuda" else _between_other_ops(run)
 
 
-def _back_to_back(run: Callable[[], object], target_s: float = 0.03) -> Timing:
+def _back_to_back(run: Callable[[], object]) -> Timing:
     """Mean device time of five calls back to back; 5 to 40 samples, a barrier before each."""
     import torch.distributed as dist  # lazy, as above
 
@@ -113,11 +116,11 @@ def _back_to_back(run: Callable[[], object], target_s: float = 0.03) -> Timing:
 
     once()
     first_us = max_over_ranks([once()])[0]
-    repetitions = min(40, max(5, int(target_s * 1e6 / max(first_us, 1.0))))
+    repetitions = min(40, max(5, int(BACK_TO_BACK_US / max(first_us, 1.0))))
     return summarise(max_over_ranks([once() for _ in range(repetitions)]))
 
 
-def _between_other_ops(run: Callable[[], object], target_s: float = 0.15) -> Timing:
+def _between_other_ops(run: Callable[[], object]) -> Timing:
     """Time a call as the time in us that it adds to other ops of a few ms; 4 to 8 samples.
 
     Right after a barrier, when all ranks and threads are awake, a call is three times faster than
@@ -141,7 +144,7 @@ def _between_other_ops(run: Callable[[], object], target_s: float = 0.15) -> Tim
 
     once(run)
     first_us = max_over_ranks([once(run)])[0]
-    repetitions = min(8, max(4, int(target_s * 1e6 / max(first_us, 1.0))))
+    repetitions = min(8, max(4, int(BETWEEN_OPS_US / max(first_us, 1.0))))
     pairs = [(once(run), once(nothing)) for _ in range(repetitions)]
     with_us = max_over_ranks([t for t, _ in pairs])
     without_us = max_over_ranks([t for _, t in pairs])
@@ -149,14 +152,14 @@ def _between_other_ops(run: Callable[[], object], target_s: float = 0.15) -> Tim
     return summarise([max(MIN_US, t - alone_us) / CALLS for t in with_us])
 
 
-def _device_us(run: Callable[[], object], calls: int = 5) -> float:
-    """Device time per call, between CUDA events around several calls."""
+def _device_us(run: Callable[[], object]) -> float:
+    """Device time per call, between CUDA events around five calls."""
     import torch  # lazy, as above
 
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    for _ in range(calls):
+    for _ in range(DEVICE_CALLS):
         run()
     end.record()
     end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e3 / calls
+    return float(begin.elapsed_time(end)) * 1e3 / DEVICE_CALLS

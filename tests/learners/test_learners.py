@@ -13,7 +13,6 @@ import pytest
 
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.table import shape_groups
-from itercast.learners.models.training_table import group_split
 from itercast.learners.score_file import read_file, write_forecasts
 from itercast.learners.train import errors, train
 from itercast.microbench.hardware.spec import Gpu, load_gpu
@@ -53,14 +52,6 @@ def bundle(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert 70 <= report.coverage_pct <= 92
     assert report.retest_ape_pct is not None and report.retest_ape_pct < 6
     return folder
-
-
-def test_no_op_is_held_out_whole() -> None:
-    """Ten shapes of a product, one of another op: that one is always learned from."""
-    group, op = np.arange(11), np.array(["mm"] * 10 + ["bmm"])
-    for seed in range(20):
-        known, held = group_split(group, 0.5, seed, op)
-        assert len(held) == 5 and 10 in known and 0 in known
 
 
 def test_repeated_events_of_the_host_count_as_shapes() -> None:

@@ -203,62 +203,49 @@ def from_call(call: OpCall) -> Conv | None:
 
     A 3-d call is described as a 2-d one on slices, whose channels are those of all slices under the
     kernel. Where strides or dilations differ between the sides of an image, those of the height
-    stand for both, on a width that gives as many outputs (``_width``).
+    stand for both, on a width that gives as many outputs.
     """
     backward = "backward" in call.op
-    x, weight, bias, stride, padding, dilation, transposed, _, groups = (
-        call.args[1:10] if backward else call.args[:9]
-    )
+    x, weight, bias, *options, transposed, _, groups = call.args[backward : backward + 9]
+    mask = call.args[10] if backward else (True, True, bias is not None)
     rank = len(x.shape) - 2
-    stride, padding, dilation = (tuple(v) * (rank // len(v)) for v in (stride, padding, dilation))
     if rank > 3:
         return None
-    first = max(0, rank - 2)  # the axis of the height; in one dimension there is the width alone
-    width = _width(call, stride[first], dilation[first])
-    slices, spanned = 1, 1
-    if rank == 3:
-        spanned, reach = weight.shape[2], dilation[0] * (weight.shape[2] - 1) + 1
-        slices = (x.shape[2] + 2 * padding[0] - reach) // stride[0] + 1
-        slices = x.shape[2] if transposed else slices
-    h, kernel_h = (1, 1) if rank == 1 else (x.shape[-2], weight.shape[-2])
-    mask = call.args[10] if backward else (True, True, True)
+    flat = (0,) * (3 - rank)  # in one dimension there is the width alone
+    stride, padding, dilation = (flat + tuple(v) * (rank // len(v)) for v in options)
+    sizes, kernel = ((1,) * len(flat) + t.shape[2:] for t in (x, weight))
+    first = max(1, 3 - rank)  # the axis that the height's stride and dilation are of
+
+    def outputs(axis: int) -> int:
+        """As many as a plain convolution gives; a transposed one multiplies each input."""
+        reach = dilation[axis] * (kernel[axis] - 1) + 1
+        given = (sizes[axis] + 2 * padding[axis] - reach) // max(1, stride[axis]) + 1
+        return int(sizes[axis] if transposed else given)
+
+    width = sizes[2]
+    if not transposed and (stride[first], dilation[first]) != (stride[2], dilation[2]):
+        reach = dilation[first] * (kernel[2] - 1) + 1
+        width = max(1, (outputs(2) - 1) * stride[first] + reach - 2 * padding[2])
     return Conv(
         op="backward" if backward else "forward",
-        batch=x.shape[0] * slices,
-        in_channels=x.shape[1] * (1 if transposed else spanned),
-        out_channels=weight.shape[1] * groups * spanned if transposed else weight.shape[0],
-        h=h,
+        batch=x.shape[0] * outputs(0),
+        in_channels=x.shape[1] * (1 if transposed else kernel[0]),
+        out_channels=weight.shape[1] * groups * kernel[0] if transposed else weight.shape[0],
+        h=sizes[1],
         w=width,
-        kernel_h=kernel_h,
-        kernel_w=weight.shape[-1],
+        kernel_h=kernel[1],
+        kernel_w=kernel[2],
         stride=stride[first],
-        padding_h=0 if rank == 1 else padding[-2],
-        padding_w=padding[-1],
+        padding_h=padding[1],
+        padding_w=padding[2],
         dilation=dilation[first],
         groups=groups,
-        bias=bool(mask[2]) if backward else bias is not None,
+        bias=bool(mask[2]),
         transposed=transposed,
         need_input_grad=bool(mask[0]),
         need_weight_grad=bool(mask[1]),
         dtype=x.dtype,
     )
-
-
-def _width(call: OpCall, stride: int, dilation: int) -> int:
-    """Width of an image that has as many outputs at this stride and dilation as the call's has.
-
-    A transposed convolution multiplies every pixel of its input, whose width stays.
-    """
-    backward = "backward" in call.op
-    x, weight, _, strides, padding, dilations, transposed = (
-        call.args[1:8] if backward else call.args[:7]
-    )
-    width: int = x.shape[-1]
-    if transposed or (stride, dilation) == (strides[-1], dilations[-1]):
-        return width
-    taps = weight.shape[-1] - 1
-    outputs = (width + 2 * padding[-1] - dilations[-1] * taps - 1) // strides[-1] + 1
-    return int(max(1, (outputs - 1) * stride + dilation * taps + 1 - 2 * padding[-1]))
 
 
 def resize(p: Conv, factor: float, lean: float) -> Conv:
