@@ -160,11 +160,11 @@ class Forecaster:
 
 def _lane_us(rank: Rank) -> dict[int, float]:
     """Time of each call of forward and backward on the compute lane, by its number."""
-    found: dict[int, float] = {}
+    lane_us: dict[int, float] = {}
     for x in rank.model.layers:
         numbers = (*range(*x.layer.forward), *range(*x.layer.backward))
         for i, op in zip(numbers, (*x.forward, *x.backward), strict=True):
             work = x.fold([op])
             busy_us = rank.ranks_per_core * (work.lane_us - work.comm_us)
-            found[i] = work.comm_us + busy_us
-    return found
+            lane_us[i] = work.comm_us + busy_us
+    return lane_us

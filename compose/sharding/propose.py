@@ -128,25 +128,25 @@ def improve(start: ShardingForecast, forecaster: Forecaster) -> ShardingForecast
     return best
 
 
-def _score(found: ShardingForecast) -> tuple[bool, float, float]:
+def _score(forecast: ShardingForecast) -> tuple[bool, float, float]:
     """What the search minimises: whether memory overflows, then iteration, then slowest lookups."""
-    return not found.fits, found.iteration_us, max(found.lookup_us)
+    return not forecast.fits, forecast.iteration_us, max(forecast.lookup_us)
 
 
-def _balanced(found: ShardingForecast, forecaster: Forecaster) -> list[Sharding]:
+def _balanced(forecast: ShardingForecast, forecaster: Forecaster) -> list[Sharding]:
     """The TRIED changes of a sharding whose fullest rank has the least load.
 
     Load is the time of lookups and updates, or bytes while the sharding does not fit the memory.
     """
-    sharding = found.sharding
-    loads = [_load(i, place, forecaster, found.fits) for i, place in enumerate(sharding)]
+    sharding = forecast.sharding
+    loads = [_load(i, place, forecaster, forecast.fits) for i, place in enumerate(sharding)]
     total = sum(loads, np.zeros(forecaster.world_size))
     fullest, idle = int(np.argmax(total)), [int(r) for r in np.argsort(total)]
     scored: list[tuple[float, float, dict[int, Placement]]] = []
 
     def add(changed: dict[int, Placement]) -> None:
         after = total + sum(
-            _load(i, place, forecaster, found.fits) - loads[i] for i, place in changed.items()
+            _load(i, place, forecaster, forecast.fits) - loads[i] for i, place in changed.items()
         )
         scored.append((float(after.max()), float(np.square(after).sum()), changed))
 

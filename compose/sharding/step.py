@@ -51,6 +51,6 @@ def _lookups(batch: int, table: Table) -> tuple[Any, ...]:
 def tables_of(step: StepCapture, model: RankingModel) -> tuple[CapturedTable, ...]:
     """The step's tables, as the file describes them."""
     return tuple(
-        replace(found, lookups=tuple(replace(x, table=table) for x in found.lookups))
-        for found, table in zip(captured_tables(step), model.tables, strict=True)
+        replace(captured, lookups=tuple(replace(x, table=table) for x in captured.lookups))
+        for captured, table in zip(captured_tables(step), model.tables, strict=True)
     )

@@ -67,12 +67,12 @@ def assumed_us(
     compute.add_all(tally.compute)
     if tally.on_cpu:
         compute.add_all(tally.host)
-    found: dict[str, float] = {}
+    by_name_us: dict[str, float] = {}
     lanes = ((compute, compute_us), (tally.comm, exposed_comm_us), (tally.host, host_gap_us))
     for lane, time_us in lanes:
         for name, share in lane.shares:
-            found[name] = found.get(name, 0.0) + share * time_us
-    return {name: us for name, us in sorted(found.items(), key=lambda kv: -kv[1]) if us > 0}
+            by_name_us[name] = by_name_us.get(name, 0.0) + share * time_us
+    return {name: us for name, us in sorted(by_name_us.items(), key=lambda kv: -kv[1]) if us > 0}
 
 
 def lane_spans(run: Run, *lanes: str) -> list[Span]:

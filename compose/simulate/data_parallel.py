@@ -177,8 +177,8 @@ def fill_buckets(gradients: Iterable[tuple[K, int, T]]) -> list[tuple[K, list[T]
 def layer_buckets(layers: Sequence[PricedLayer], how: Strategy) -> list[LayerBucket]:
     """Buckets of a rank's layers in the order in which they fill; experts have their own."""
     closed = fill_buckets(_ready_gradients(layers, how))
-    found = [_layer_bucket(*key, members) for key, members in closed]
-    return sorted(found, key=lambda b: (-b.instance, b.offset))
+    buckets = [_layer_bucket(*key, members) for key, members in closed]
+    return sorted(buckets, key=lambda b: (-b.instance, b.offset))
 
 
 def reductions(layers: Sequence[PricedLayer], how: Strategy, where: Cluster) -> list[Message]:

@@ -90,9 +90,9 @@ def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> W
     count = len(x.layer.trained if program.how.frozen_whole else x.layer.parameters)
     if not count:
         return Work()
-    found = python_op(event, count, program.rank.book, share)
-    program.copies += [found] * times
-    return x.fold([found])
+    python = python_op(event, count, program.rank.book, share)
+    program.copies += [python] * times
+    return x.fold([python])
 
 
 def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> Work:

@@ -97,29 +97,29 @@ def _without_pipeline(rank: Rank, optimizer: str) -> Outcome:
     """The iteration of one stage: micro-batches one after the other."""
     plan, micro = rank.plan, rank.plan.microbatches
     before, run = _micro_batches(rank, optimizer)
-    found, tally = shares(run), Tally(rank.book.gpu.kind == "cpu")
+    lanes, tally = shares(run), Tally(rank.book.gpu.kind == "cpu")
     for one, times in before:
-        found = found.plus(shares(one), times)
+        lanes = lanes.plus(shares(one), times)
         _tally_run(tally, one, times)
     if rank.strategy.cyclic:
         message = _slot_message(rank)
-        found = _cyclic(rank, found, message)
+        lanes = _cyclic(rank, lanes, message)
         tally.comm.add(2 * plan.dp * message.duration_us, message.assumed)
     _tally_layers(tally, rank.layers, micro, _accumulations(rank))
     _tally_run(tally, run)
     tally.add_host(step_work(rank.model.host_us, rank.model.host_assumed, rank.book), micro)
-    idle_us = max(0.0, found.end_us - found.compute_us - found.exposed_us)
+    idle_us = max(0.0, lanes.end_us - lanes.compute_us - lanes.exposed_us)
     return Outcome(
-        iteration_us=found.end_us,
-        compute_us=found.compute_us,
-        exposed_comm_us=found.exposed_us,
-        comm_us=found.comm_us,
+        iteration_us=lanes.end_us,
+        compute_us=lanes.compute_us,
+        exposed_comm_us=lanes.exposed_us,
+        comm_us=lanes.comm_us,
         host_gap_us=idle_us,
         bubble_us=0.0,
         waiting_us=0.0,
         memory=memory(rank, optimizer),
         tally=tally,
-        assumed_by_us=assumed_us(tally, found.compute_us, found.exposed_us, idle_us),
+        assumed_by_us=assumed_us(tally, lanes.compute_us, lanes.exposed_us, idle_us),
         matmul_s=micro * sum(x.matmul_s for x in rank.layers),
         tasks=run.tasks,
         spans=run.spans,
@@ -214,11 +214,11 @@ class _Pipeline:
         """A rank's time on its lanes: all micro-batches, synchronisation and optimizer."""
         pp, micro = self.rank.plan.pp, self.rank.plan.microbatches
         tail, alone = self.tails[r]
-        found = shares(tail).plus(shares(alone), -1)
+        lanes = shares(tail).plus(shares(alone), -1)
         for x in self.runs[r::pp]:
-            found = found.plus(shares(x.forward), micro).plus(shares(x.backward), micro)
-            found = found.plus(Shares(x.accumulate_us, x.accumulate_us, 0.0, 0.0), -1)
-        return found
+            lanes = lanes.plus(shares(x.forward), micro).plus(shares(x.backward), micro)
+            lanes = lanes.plus(Shares(x.accumulate_us, x.accumulate_us, 0.0, 0.0), -1)
+        return lanes
 
     def schedule_us(self, slowest: int) -> tuple[float, float]:
         """Time that messages between stages add, and the bubble if all stages were the slowest."""
@@ -260,20 +260,20 @@ def quick_us(rank: Rank, optimizer: str) -> float:
 
 def _pipelined(rank: Rank, optimizer: str) -> Outcome:
     """The iteration of a pipeline, broken down on its slowest rank."""
-    found = _pipeline(rank, optimizer)
+    pipeline = _pipeline(rank, optimizer)
     micro, pp = rank.plan.microbatches, rank.plan.pp
-    totals, loads = found.totals_us(), found.loads_us()
+    totals, loads = pipeline.totals_us(), pipeline.loads_us()
     iteration_us = max(totals)
     slowest = max(range(pp), key=lambda r: (loads[r], totals[r]))
-    stage, (tail, _) = found.stages[slowest], found.tails[slowest]
-    lanes = found.shares_of(slowest)
+    stage, (tail, _) = pipeline.stages[slowest], pipeline.tails[slowest]
+    lanes = pipeline.shares_of(slowest)
     compute_us = lanes.compute_us
-    sends_us, bubble_us = found.schedule_us(slowest)
+    sends_us, bubble_us = pipeline.schedule_us(slowest)
     exposed_us = min(lanes.exposed_us + sends_us, max(0.0, iteration_us - compute_us))
     idle_us = max(0.0, iteration_us - compute_us - exposed_us)
     gaps_us = min(idle_us, max(0.0, lanes.end_us - compute_us - lanes.exposed_us))
     bubble_us = min(bubble_us, idle_us - gaps_us)
-    tally = _stage_tally(found, slowest)
+    tally = _stage_tally(pipeline, slowest)
     assumed_by_us = assumed_us(tally, compute_us, exposed_us, gaps_us)
     scale = iteration_us / max(1e-9, compute_us + exposed_us + gaps_us)  # bubble and waiting alike
     return Outcome(
@@ -293,23 +293,23 @@ def _pipelined(rank: Rank, optimizer: str) -> Outcome:
     )
 
 
-def _stage_tally(found: _Pipeline, stage: int) -> Tally:
+def _stage_tally(pipeline: _Pipeline, stage: int) -> Tally:
     """Sum up the time of one pipeline rank: layers, messages, host, synchronisation, optimizer.
 
     The model's own host time is divided equally among the stages; it is not part of the times by op
     family.
     """
-    rank, micro, pp = found.rank, found.rank.plan.microbatches, found.rank.plan.pp
-    tally, (tail, alone) = Tally(rank.book.gpu.kind == "cpu"), found.tails[stage]
-    _tally_layers(tally, found.stages[stage].layers, micro, _accumulations(rank))
+    rank, micro, pp = pipeline.rank, pipeline.rank.plan.microbatches, pipeline.rank.plan.pp
+    tally, (tail, alone) = Tally(rank.book.gpu.kind == "cpu"), pipeline.tails[stage]
+    _tally_layers(tally, pipeline.stages[stage].layers, micro, _accumulations(rank))
     _tally_run(tally, tail)
     _tally_run(tally, alone, -1)
-    for chunk in range(stage, len(found.chunks), pp):
-        _tally_run(tally, found.runs[chunk].forward, micro)
-        _tally_run(tally, found.runs[chunk].backward, micro)
+    for chunk in range(stage, len(pipeline.chunks), pp):
+        _tally_run(tally, pipeline.runs[chunk].forward, micro)
+        _tally_run(tally, pipeline.runs[chunk].backward, micro)
         for boundary in (chunk - 1, chunk):
-            if 0 <= boundary < len(found.chunks) - 1:
-                tally.add_sent(found.sends[boundary], 2 * micro)  # forth and back
+            if 0 <= boundary < len(pipeline.chunks) - 1:
+                tally.add_sent(pipeline.sends[boundary], 2 * micro)  # forth and back
         schedule = python_op("pipeline_micro", 1, rank.book)
         tally.host.add(micro * schedule.duration_us, schedule.assumed)
     tally.host.add(micro * rank.model.host_us / pp, rank.model.host_assumed)

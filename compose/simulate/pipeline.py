@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from itercast.compose.simulate.timeline import DeadlockError, Task
+from itercast.compose.simulate.timeline import DeadlockError
 
 Action = tuple[str, int, int]  # F, B or W; micro-batch; chunk of the rank
 
@@ -210,67 +210,3 @@ def finish_us(
         ends[a:b] = end
         arrives[a:b] = np.maximum(end, arrives[behind[a:b]]) + sending[a:b]
     return tuple(float(t) for t in ends[order.last])
-
-
-def tasks(
-    schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
-) -> tuple[list[Task], dict[str, list[int]]]:
-    """The schedule as tasks and programs of ``timeline.simulate``, which checks ``finish_us``."""
-    virtual, found = len(chunks) // stages, list[Task]()
-    index: dict[tuple[str, int, int], int] = {}
-    programs: dict[str, list[int]] = {}
-    for i in range(micro):
-        for c in range(len(chunks)):
-            _forward(found, index, chunks, stages, i, c)
-        for c in reversed(range(len(chunks))):
-            _backward(found, index, chunks, stages, i, c, split=schedule == "zb")
-    for r in range(stages):
-        order = program(schedule, stages, r, micro, virtual)
-        programs[f"rank {r}"] = [index[(k, i, v * stages + r)] for k, i, v in order]
-    return found, programs
-
-
-def _add(found: list[Task], lane: str, us: float, after: Sequence[int], name: str) -> int:
-    found.append(Task((lane,), us, tuple(after), name))
-    return len(found) - 1
-
-
-def _forward(
-    found: list[Task],
-    index: dict[tuple[str, int, int], int],
-    chunks: Sequence[StageTimes],
-    stages: int,
-    i: int,
-    c: int,
-) -> None:
-    after = [index[("send", i, c - 1)]] if c else []
-    lane = f"rank {c % stages}"
-    index[("F", i, c)] = _add(found, lane, chunks[c].forward_us, after, f"F{i} of {c}")
-    if c + 1 < len(chunks):
-        after = [index[("F", i, c)]]
-        sent = _add(found, f"link {c}>{c + 1}", chunks[c].send_us, after, f"send {i}")
-        index[("send", i, c)] = sent
-
-
-def _backward(
-    found: list[Task],
-    index: dict[tuple[str, int, int], int],
-    chunks: Sequence[StageTimes],
-    stages: int,
-    i: int,
-    c: int,
-    *,
-    split: bool,
-) -> None:
-    last, lane = c + 1 == len(chunks), f"rank {c % stages}"
-    after = [index[("F", i, c)] if last else index[("back", i, c + 1)]]
-    us = chunks[c].backward_us - (chunks[c].weight_us if split else 0.0)
-    us -= chunks[c].accumulate_us if i == 0 else 0.0
-    index[("B", i, c)] = _add(found, lane, us, after, f"B{i} of {c}")
-    if split:
-        done = [index[("B", i, c)]]
-        index[("W", i, c)] = _add(found, lane, chunks[c].weight_us, done, f"W{i} of {c}")
-    if c:
-        done = [index[("B", i, c)]]
-        sent = _add(found, f"link {c}>{c - 1}", chunks[c - 1].send_us, done, f"return {i}")
-        index[("back", i, c)] = sent

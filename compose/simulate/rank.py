@@ -152,10 +152,10 @@ class RankTasks:
 
     def run(self) -> Run:
         """Simulate the program."""
-        found = simulate_shared(self.lanes.tasks, SHARED, self.rank.contention)
+        spans = simulate_shared(self.lanes.tasks, SHARED, self.rank.contention)
         return Run(
             tasks=tuple(self.lanes.tasks),
-            spans=tuple(found),
+            spans=tuple(spans),
             blocking_us=self.lanes.comm_us,
             sent=tuple(self.sent),
             updates=tuple(self.updates),
@@ -165,6 +165,6 @@ class RankTasks:
     def price(self, messages: Sequence[Message]) -> list[PricedOp]:
         """Messages with durations; the run lists them as sent."""
         rank = self.rank
-        found = price_messages(messages, rank.book, rank.where)
-        self.sent += found
-        return found
+        ops = price_messages(messages, rank.book, rank.where)
+        self.sent += ops
+        return ops

@@ -150,10 +150,10 @@ class RankProgram(RankTasks):
         ready: dict[int, list[PricedOp]] = {}
         for at, p in enumerate(x.layer.parameters):
             if start <= p.ready_after < stop:
-                found = [x.accumulate[at]] if later else []
-                found += [x.into_bucket[at]] * self.how.copies_in
-                self.copies += found
-                ready.setdefault(p.ready_after, []).extend(found)
+                added = [x.accumulate[at]] if later else []
+                added += [x.into_bucket[at]] * self.how.copies_in
+                self.copies += added
+                ready.setdefault(p.ready_after, []).extend(added)
         ops: list[PricedOp] = []
         for i in range(start, stop):
             ops += [x.backward[i], *ready.get(i, [])]
@@ -174,7 +174,7 @@ class RankProgram(RankTasks):
         pcie_bytes_per_s = gpu.pcie_bytes_per_s * OFFLOAD_FRAC["pcie"]
         rate = pcie_bytes_per_s or gpu.hbm_bytes_per_s * OFFLOAD_FRAC["memory"]
         us = nbytes / rate * 1e6
-        found = PricedOp(
+        copy = PricedOp(
             op=lane,
             family=UNMODELLED,
             phase="comm",
@@ -182,8 +182,8 @@ class RankProgram(RankTasks):
             flops=0.0,
             assumed=(("rank_program.offload_frac", 1.0),),
         )
-        self.sent.append(found)
-        return found
+        self.sent.append(copy)
+        return copy
 
     def reduce_tied(self, nbytes: int) -> None:
         """Add the all_reduce of a tied weight's gradient between first and last stage."""

@@ -67,12 +67,12 @@ def memory(rank: Rank, optimizer: str) -> dict[str, int]:
         alone = rank_memory(Sizes.of(rank.layers), plan, optimizer, update)
         added = rank.model.added_bytes
         return {name: n + added.get(name, 0) for name, n in alone.items()}
-    found = []
+    by_rank = []
     for r, (sizes, saved) in enumerate(_held(rank)):
         held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
         kept = sum(n * nbytes for n, nbytes in zip(held, saved, strict=True))
-        found.append(rank_memory(sizes, plan, optimizer, update, kept))
-    return max(found, key=lambda m: sum(m.values()))
+        by_rank.append(rank_memory(sizes, plan, optimizer, update, kept))
+    return max(by_rank, key=lambda m: sum(m.values()))
 
 
 def least_us(rank: Rank) -> float:

@@ -42,21 +42,21 @@ def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
     possible.
     """
     chunks = plan.pp * plan.virtual
-    found = [(x, x.layer.count) for x in layers]
-    total = sum(n for _, n in found)
-    numbered = sum(n for x, n in found if x.numbered)
+    runs = [(x, x.layer.count) for x in layers]
+    total = sum(n for _, n in runs)
+    numbered = sum(n for x, n in runs if x.numbered)
     if chunks == 1:
-        return [Chunk(runs=tuple(found))]
+        return [Chunk(runs=tuple(runs))]
     if chunks > total:
         raise ValueError(f"plan {str(plan)!r}: {chunks} stages, the model has {total} layers")
     if _are_equal(layers):
         sizes = _sizes(plan, numbered if chunks <= numbered else total)
-        ends = _count_cuts(found, sizes, whole=chunks > numbered)
+        ends = _count_cuts(runs, sizes, whole=chunks > numbered)
     elif plan.first or plan.last:
         raise ValueError(f"plan {str(plan)!r}: first and last count equal layers; there are none")
     else:
-        ends = _cost_cuts(found, chunks)
-    return [Chunk(runs=_between(found, a, b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+        ends = _cost_cuts(runs, chunks)
+    return [Chunk(runs=_between(runs, a, b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def uneven(layers: Sequence[PricedLayer], plan: ParallelPlan) -> ParallelPlan | None:
@@ -140,18 +140,18 @@ def _sizes(plan: ParallelPlan, counted: int) -> list[int]:
 
 
 def _count_cuts(
-    found: Sequence[tuple[PricedLayer, int]], sizes: Sequence[int], *, whole: bool
+    runs: Sequence[tuple[PricedLayer, int]], sizes: Sequence[int], *, whole: bool
 ) -> list[int]:
     """Returns where chunks of these numbers of layers end; ``whole``: all layers are counted."""
-    total = sum(n for _, n in found)
-    ahead = [n for _, n in takewhile(lambda run: not run[0].numbered, found)]
+    total = sum(n for _, n in runs)
+    ahead = [n for _, n in takewhile(lambda run: not run[0].numbered, runs)]
     ends = list(accumulate(sizes, initial=0 if whole else sum(ahead)))[1:]
     return [*ends[:-1], total]
 
 
-def _cost_cuts(found: Sequence[tuple[PricedLayer, int]], chunks: int) -> list[int]:
+def _cost_cuts(runs: Sequence[tuple[PricedLayer, int]], chunks: int) -> list[int]:
     """Returns where chunks end so that the slowest is fastest, none empty; by bisection."""
-    costs = [x.forward_work.alone_us + x.backward_work.alone_us for x, n in found for _ in range(n)]
+    costs = [x.forward_work.alone_us + x.backward_work.alone_us for x, n in runs for _ in range(n)]
     low, high = max(costs), sum(costs)
     for _ in range(40):
         middle = (low + high) / 2
@@ -174,12 +174,12 @@ def _pack(costs: Sequence[float], limit: float, chunks: int) -> list[int]:
 
 
 def _between(
-    found: Sequence[tuple[PricedLayer, int]], start: int, stop: int
+    runs: Sequence[tuple[PricedLayer, int]], start: int, stop: int
 ) -> tuple[tuple[PricedLayer, int], ...]:
-    runs, at = [], 0
-    for layer, count in found:
+    between, at = [], 0
+    for layer, count in runs:
         taken = min(stop, at + count) - max(start, at)
         if taken > 0:
-            runs.append((layer, taken))
+            between.append((layer, taken))
         at += count
-    return tuple(runs)
+    return tuple(between)

@@ -86,7 +86,9 @@ def run(out: Path, budget_s: float, count: int, ranks: Sequence[int]) -> None:
     console.print(speed_line(first))
     (out / "results.json").write_text(json.dumps(plain(iterations, tasks)))
     groups = [("random configurations", iterations)]
-    groups += [(f"heavy tasks, {n} processes", _flat(found)) for n, found in tasks.items()]
+    groups += [
+        (f"heavy tasks, {n} processes", _flat(tasks_judged)) for n, tasks_judged in tasks.items()
+    ]
     save_scatter(out / "scatter.png", groups)
     console.print(
         f"{(time.monotonic() - begin) / 60:.1f} minutes; results.json, scatter.png: {out}"
@@ -96,15 +98,15 @@ def run(out: Path, budget_s: float, count: int, ranks: Sequence[int]) -> None:
 def _judge_tasks(console: Console, bench: Bench, count: int) -> list[list[Judged]]:
     """Judge the choice of a sharding in ``count`` tasks, and print it."""
     name = f"measure shardings, {bench.ranks} processes"
-    found = _with_bar(name, partial(judge_choices, bench, count))
-    console.print(choices_table(choices(found, bench), bench.ranks))
-    forecast, rounds = correlations(found)
+    judged = _with_bar(name, partial(judge_choices, bench, count))
+    console.print(choices_table(choices(judged, bench), bench.ranks))
+    forecast, rounds = correlations(judged)
     console.print(
         "correlation of step times within a task: forecast and measured "
         f"{forecast:.2f}, first and last round {rounds:.2f}"
     )
-    console.print(errors_line("iterations of all proposed shardings", _flat(found)))
-    return found
+    console.print(errors_line("iterations of all proposed shardings", _flat(judged)))
+    return judged
 
 
 def _flat(tasks: Sequence[Sequence[Judged]]) -> list[Judged]:
@@ -146,9 +148,9 @@ def iterations_table(judged: Sequence[Judged], ranks: int) -> Table:
 
 def errors_line(name: str, judged: Sequence[Judged]) -> str:
     """Error statistics in one line."""
-    found = error_statistics(judged)
+    errors_pct = error_statistics(judged)
     shown = ", ".join(
-        f"{k.removesuffix('_pct')} {found[k]:.1f}" for k in (*SHOWN, "retest_ape_pct")
+        f"{k.removesuffix('_pct')} {errors_pct[k]:.1f}" for k in (*SHOWN, "retest_ape_pct")
     )
     return f"{name}: {shown} % ({len(judged)})"
 
@@ -160,13 +162,13 @@ def _processes(ranks: int) -> str:
     return f"{ranks} processes{shared}"
 
 
-def choices_table(found: Sequence[Choice], ranks: int) -> Table:
+def choices_table(methods: Sequence[Choice], ranks: int) -> Table:
     """How often each method's choice was within 10 % of the fastest or fastest, and its regret."""
     names = ("within 10 %", "fastest", "mean regret %", "worst regret %")
     table = Table(
         "chosen by", *names, title=f"choice among 8 proposals per task, {_processes(ranks)}"
     )
-    for c in found:
+    for c in methods:
         regrets = [f"{100 * x:.1f}" for x in (np.mean(c.regrets), np.max(c.regrets))]
         counts = [f"{n} of {len(c.regrets)}" for n in (c.successes, c.fastest)]
         table.add_row(c.name, *counts, *regrets)
@@ -210,8 +212,10 @@ def plain(
     return {
         "iterations": [one(j, i) for i, j in enumerate(iterations)],
         **{
-            f"choices of {n} processes": [one(j, i) for i, some in enumerate(found) for j in some]
-            for n, found in tasks.items()
+            f"choices of {n} processes": [
+                one(j, i) for i, some in enumerate(judged_tasks) for j in some
+            ]
+            for n, judged_tasks in tasks.items()
         },
     }
 

@@ -121,19 +121,19 @@ def judge_choices(bench: Bench, tasks: int, progress: Progress) -> list[list[Jud
     rng = np.random.default_rng(2)
     by_task = [sharders(bench.forecaster(heavy_task(rng)), rng) for _ in range(tasks)]
     every = [c for some in by_task for c in some]
-    found = iter(bench.judge(every, f"choices-{bench.ranks}", len(by_task[0]), progress))
-    return [[next(found) for _ in some] for some in by_task]
+    judged = iter(bench.judge(every, f"choices-{bench.ranks}", len(by_task[0]), progress))
+    return [[next(judged) for _ in some] for some in by_task]
 
 
 def sharders(forecaster: Forecaster, rng: np.random.Generator) -> list[Candidate]:
     """Proposes shardings: at random, by six greedy rules, and by a search on our forecast."""
     model = forecaster.model
-    found = {"random": random_sharding(rng, model, forecaster.world_size)}
+    proposed = {"random": random_sharding(rng, model, forecaster.world_size)}
     for name, cost in table_costs(forecaster).items():
-        found[f"greedy by {name}"] = greedy_by(cost, forecaster)
-    best = min((forecaster.forecast(s) for s in found.values()), key=lambda f: f.iteration_us)
-    found["search"] = improve(best, forecaster).sharding
-    return [Candidate(name=n, model=model, sharding=s) for n, s in found.items()]
+        proposed[f"greedy by {name}"] = greedy_by(cost, forecaster)
+    best = min((forecaster.forecast(s) for s in proposed.values()), key=lambda f: f.iteration_us)
+    proposed["search"] = improve(best, forecaster).sharding
+    return [Candidate(name=n, model=model, sharding=s) for n, s in proposed.items()]
 
 
 def choices(judged: Sequence[Sequence[Judged]], bench: Bench) -> list[Choice]:
@@ -155,7 +155,7 @@ def choices(judged: Sequence[Sequence[Judged]], bench: Bench) -> list[Choice]:
         by_name["random pick"].append(float(np.mean(list(regret.values()))))
         again = min(task, key=lambda j: j.rounds_us[0]).rounds_us[-1]
         by_name[FIRST_ROUND].append(again / min(j.rounds_us[-1] for j in task) - 1)
-    return [Choice(name=name, regrets=tuple(found)) for name, found in by_name.items()]
+    return [Choice(name=name, regrets=tuple(regrets)) for name, regrets in by_name.items()]
 
 
 def correlations(judged: Sequence[Sequence[Judged]]) -> tuple[float, float]:
@@ -169,8 +169,8 @@ def correlations(judged: Sequence[Sequence[Judged]]) -> tuple[float, float]:
         for task in judged
     ]
     logs = np.concatenate([np.log(us) - np.log(us).mean(axis=0) for us in times_us])
-    found = np.corrcoef(logs, rowvar=False)
-    return float(found[0, 1]), float(found[2, 3])
+    correlation = np.corrcoef(logs, rowvar=False)
+    return float(correlation[0, 1]), float(correlation[2, 3])
 
 
 def _slowest_rank_us(forecaster: Forecaster, sharding: Sharding) -> float:

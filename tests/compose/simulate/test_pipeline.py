@@ -6,10 +6,42 @@ import random
 
 import pytest
 
-from itercast.compose.simulate.pipeline import StageTimes, finish_us, in_flight, tasks
-from itercast.compose.simulate.timeline import simulate
+from itercast.compose.simulate.pipeline import StageTimes, finish_us, in_flight, program
+from itercast.compose.simulate.timeline import Task, simulate
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zb", 1)]
+
+
+def as_tasks(
+    schedule: str, chunks: list[StageTimes], stages: int, micro: int
+) -> tuple[list[Task], dict[str, list[int]]]:
+    """The schedule as tasks on ranks and links, and the order of each rank's tasks."""
+    made, index = list[Task](), dict[tuple[str, int, int], int]()
+
+    def add(key: tuple[str, int, int], lane: str, us: float, *after: tuple[str, int, int]) -> None:
+        index[key] = len(made)
+        made.append(Task((lane,), us, tuple(index[other] for other in after)))
+
+    last, zero_bubble = len(chunks) - 1, schedule == "zb"
+    for i in range(micro):
+        for c, x in enumerate(chunks):
+            add(("F", i, c), f"rank {c % stages}", x.forward_us, *[("send", i, c - 1)][: c > 0])
+            add(("send", i, c), f"link {c}", x.send_us, ("F", i, c))
+        for c, x in reversed(list(enumerate(chunks))):
+            rank, late_us = f"rank {c % stages}", x.weight_us * zero_bubble
+            before = ("back", i, c + 1) if c < last else ("F", i, c)
+            add(("B", i, c), rank, x.backward_us - late_us, before)
+            add(("back", i, c), f"link back {c}", chunks[c - 1].send_us, ("B", i, c))
+            if zero_bubble:
+                add(("W", i, c), rank, late_us, ("B", i, c))
+    virtual = len(chunks) // stages
+    return made, {
+        f"rank {r}": [
+            index[kind, i, v * stages + r]
+            for kind, i, v in program(schedule, stages, r, micro, virtual)
+        ]
+        for r in range(stages)
+    }
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
@@ -29,8 +61,8 @@ def test_the_longest_path_is_what_the_simulation_finds(
         )
         for _ in range(stages * virtual)
     ]
-    found, programs = tasks(schedule, chunks, stages, micro)
-    spans = simulate(found, programs)
+    tasks, programs = as_tasks(schedule, chunks, stages, micro)
+    spans = simulate(tasks, programs)
     ends = [max(spans[i].end_us for i in programs[f"rank {r}"]) for r in range(stages)]
     assert finish_us(schedule, chunks, stages, micro) == pytest.approx(ends)
 
