@@ -1,4 +1,4 @@
-"""A plan's rewritten graph does what torch's own parallel program does: flops, shards, messages."""
+"""A plan's rewritten graph does what torch's own parallel program does: its flops, its messages."""
 
 from __future__ import annotations
 
