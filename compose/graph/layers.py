@@ -58,12 +58,13 @@ class Layer:
     def padded_bytes(self, ranks: int, *, trained: bool) -> int:
         """Bytes of one layer's parameters where each of ``ranks`` holds whole rows of each.
 
-        FSDP2 cuts the first dimension, and pads it where it does not divide. ``trained``: only of
-        those with a gradient.
+        FSDP2 cuts the first dimension, and pads it where it does not divide. Of stacked experts,
+        where they are fewer than ranks, the next one is cut, as torchtitan does. ``trained``: only
+        of those with a gradient.
         """
         if (ranks, trained) not in self._padded:
             parameters = self.trained if trained else self.parameters
-            rows = [(p.nbytes, p.shape[0] if p.shape else 1) for p in parameters]
+            rows = [(p.nbytes, _cut_length(p, ranks)) for p in parameters]
             whole = sum(nbytes // n * (-(-n // ranks) * ranks) for nbytes, n in rows if n)
             self._padded[ranks, trained] = whole
         return self._padded[ranks, trained]
@@ -72,6 +73,15 @@ class Layer:
     def trained_numel(self) -> int:
         """Elements of one layer's gradients."""
         return sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in self.trained)
+
+
+def _cut_length(parameter: ParamSpec, ranks: int) -> int:
+    """Length of the dimension that FSDP cuts."""
+    shape = parameter.shape or (1,)
+    stacked = len(shape) == 3 and layer_key(
+        parameter.name
+    )  # experts of a block: (experts, in, out)
+    return shape[1] if stacked and shape[0] < ranks else shape[0]
 
 
 @dataclass(frozen=True, slots=True)

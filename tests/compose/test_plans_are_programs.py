@@ -57,7 +57,7 @@ def planned(name: str, text: str) -> tuple[float, Sent]:
 
 @pytest.mark.parametrize(("name", "text"), CASES)
 def test_a_plan_does_what_the_program_does(name: str, text: str) -> None:
-    """Messages are those that torch sends, byte for byte; so are the gradients of all shards.
+    """Messages are those that torch sends, byte for byte.
 
     FSDP2 pads a parameter to whole rows of every rank: its messages are longer than its bytes.
     """

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from itercast.compose.capture_model import capture_case
-from itercast.compose.graph.layers import split_layers
+from itercast.compose.graph.layers import Layer, split_layers
 from itercast.compose.pricing.work import Step, Work, fold
 from itercast.microbench.capture.truncate import layer_key
 from itercast.microbench.cases.registry import case
-from itercast.microbench.opcall import StepCapture
+from itercast.microbench.opcall import ParamSpec, StepCapture
 
 
 def test_a_block_starts_after_the_residual_sum(gpt: StepCapture) -> None:
@@ -64,3 +64,17 @@ def test_folded_work_is_the_host_and_the_lane_op_by_op() -> None:
         many = many.then(work)
     assert work.times(7) == many
     assert fold(steps, on_cpu=True) == Work(0, 44, 44)
+
+
+def test_shards_hold_whole_rows() -> None:
+    """Eight ranks: ten rows are padded to 16; of two stacked experts their 24 rows are cut."""
+    shapes = {"weight": (10, 5), "blocks.0.experts": (2, 24, 3), "scale": (1,)}
+    parameters = tuple(
+        ParamSpec(name=name, shape=shape, dtype="fp32", storage=i, ready_after=-1 if i else 0)
+        for i, (name, shape) in enumerate(shapes.items())
+    )
+    none = {"forward": (0, 0), "backward": (0, 0)}
+    sizes = {"saved_bytes": 0, "output_bytes": 0, "work_bytes": 0}
+    layer = Layer(name="blocks.0", parameters=parameters, **none, **sizes)
+    assert layer.padded_bytes(8, trained=False) == 4 * (16 * 5 + 2 * 24 * 3 + 8)
+    assert layer.padded_bytes(8, trained=True) == 4 * 16 * 5
