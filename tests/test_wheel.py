@@ -118,12 +118,22 @@ def first_page(address: str) -> bytes:
     return b""
 
 
+def heed_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def test_the_ui_answers_and_stops(installed: Path, here: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     words = [str(installed / "bin/itercast"), "ui", "--port", str(port)]
-    server = subprocess.Popen(words, cwd=here, env=environment(here), stdout=subprocess.PIPE)
+    server = subprocess.Popen(
+        words,
+        cwd=here,
+        env=environment(here),
+        stdout=subprocess.PIPE,
+        preexec_fn=heed_interrupts,  # tests that a shell started in the background ignore them
+    )
     try:
         assert server.stdout is not None
         assert f"127.0.0.1:{port}" in server.stdout.readline().decode()
