@@ -51,10 +51,6 @@ class Layer:
         """One layer's parameters with a gradient."""
         return tuple(p for p in self.parameters if p.ready_after >= 0)
 
-    @cached_property
-    def _padded(self) -> dict[tuple[int, bool], int]:
-        return {}
-
     def padded_bytes(self, ranks: int, *, trained: bool) -> int:
         """Bytes of one layer's parameters where each of ``ranks`` holds whole rows of each.
 
@@ -62,12 +58,8 @@ class Layer:
         where they are fewer than ranks, the next one is cut, as torchtitan does. ``trained``: only
         of those with a gradient.
         """
-        if (ranks, trained) not in self._padded:
-            parameters = self.trained if trained else self.parameters
-            rows = [(p.nbytes, _cut_length(p, ranks)) for p in parameters]
-            whole = sum(nbytes // n * (-(-n // ranks) * ranks) for nbytes, n in rows if n)
-            self._padded[ranks, trained] = whole
-        return self._padded[ranks, trained]
+        rows = [(p, _cut_length(p, ranks)) for p in (self.trained if trained else self.parameters)]
+        return sum(p.nbytes // n * (-(-n // ranks) * ranks) for p, n in rows if n)
 
     @cached_property
     def trained_numel(self) -> int:
@@ -75,13 +67,15 @@ class Layer:
         return sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in self.trained)
 
 
+def is_expert(parameter: ParamSpec) -> bool:
+    """Whether a parameter has the shape of a block's stacked experts: (experts, in, out)."""
+    return len(parameter.shape) == 3 and bool(layer_key(parameter.name))
+
+
 def _cut_length(parameter: ParamSpec, ranks: int) -> int:
     """Length of the dimension that FSDP cuts."""
     shape = parameter.shape or (1,)
-    stacked = len(shape) == 3 and layer_key(
-        parameter.name
-    )  # experts of a block: (experts, in, out)
-    return shape[1] if stacked and shape[0] < ranks else shape[0]
+    return shape[1] if is_expert(parameter) and shape[0] < ranks else shape[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from itercast.compose.graph.layers import is_expert
 from itercast.compose.graph.product_roles import (
     DTYPE_CAST,
     EXPERT_PRODUCTS,
@@ -52,11 +53,6 @@ def expert_weights(capture: StepCapture) -> dict[int, ParamSpec]:
     """Returns the stacked weights that batched or grouped products multiply, by storage."""
     used = {c.args[1].storage for c in capture.calls if c.op in EXPERT_PRODUCTS}
     return {p.storage: p for p in capture.parameters if is_expert(p) and p.storage in used}
-
-
-def is_expert(p: ParamSpec) -> bool:
-    """Whether a parameter has the shape of stacked expert weights: (experts, in, out)."""
-    return len(p.shape) == 3
 
 
 def _local_experts(p: ParamSpec, plan: ParallelPlan) -> ParamSpec:

@@ -25,7 +25,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from itercast.compose.parallel.ep import is_expert
+from itercast.compose.graph.layers import is_expert
 from itercast.compose.pricing.collectives import Cluster, Message
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.microbench.assumptions import assumed
