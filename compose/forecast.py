@@ -34,8 +34,9 @@ class Forecast:
     ``host_us``: all work of the rank's host in a step, whether or not the device waits for it.
     ``memory_room_bytes``: memory for tensors, without that of CUDA's context, NCCL and torch's
     allocator; ``fits``: the peak memory is within it. ``host``: the GPU's host, empty on a CPU.
-    ``stack``: the software that is forecast. ``network``: the node, links and network that messages
-    are priced by; empty for one rank and on a CPU.
+    ``energy_j``: of all GPUs in the iteration at their power limit, an upper bound; 0 where the
+    limit is not stated. ``stack``: the software that is forecast. ``network``: the node, links and
+    network that messages are priced by; empty for one rank and on a CPU.
 
     ``assumed_frac`` is the share of the iteration that rests on assumed numbers: (compute and
     exposed communication priced by an assumption + host gaps, as far as the host's time is assumed)
@@ -66,6 +67,7 @@ class Forecast:
     unmodelled_frac: float
     assumed_frac: float
     by_family_us: dict[str, float]
+    energy_j: float = 0.0
     idle_by_us: dict[str, float] = field(default_factory=dict)
     assumed_by_us: dict[str, float] = field(default_factory=dict)
     memory_by_bytes: dict[str, int] = field(default_factory=dict)
@@ -197,6 +199,7 @@ def report_step(
         unmodelled_frac=found.tally.unmodelled_frac,
         assumed_frac=min(1.0, sum(found.assumed_by_us.values()) * per_us),
         by_family_us=dict(sorted(found.tally.us.items(), key=lambda item: -item[1])),
+        energy_j=world_size * book.gpu.power_w * found.iteration_us * 1e-6,
         idle_by_us=idle,
         assumed_by_us=found.assumed_by_us,
         memory_by_bytes=found.memory,

@@ -20,6 +20,8 @@ from itercast.commands.import_rows import import_rows
 from itercast.commands.plan import plan
 from itercast.commands.predict import predict
 from itercast.commands.run import run
+from itercast.commands.schedulers.replay import replay
+from itercast.commands.schedulers.throughput import throughput
 from itercast.commands.shard import shard
 from itercast.errors import OneLineGroup, one_line_errors
 from itercast.microbench.durations import seconds
@@ -58,6 +60,8 @@ app.command()(calibrate)
 app.command()(bench_public)
 app.command()(gpu_report)
 app.command()(shard)
+app.command()(throughput)
+app.command()(replay)
 app.command()(check)
 app.command()(compare)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(

@@ -149,8 +149,6 @@ class Question:
     def __post_init__(self) -> None:
         if sum(map(bool, (self.case, self.hf_config, self.model))) != 1:
             raise ValueError("a model is one of CASE, --hf-config and --model: give one of them")
-        if self.hf_config is not None and self.batch is None:
-            raise ValueError("--hf-config needs --batch, and --seq for text")
 
     @property
     def name(self) -> str:
@@ -178,6 +176,8 @@ class Question:
 
         What the user's own code prints goes to the error output, away from the answer.
         """
+        if self.hf_config is not None and self.batch is None:
+            raise ValueError("--hf-config needs --batch, and --seq for text")
         with prints_aside(), nullcontext() if self.model else without_scikit_learn():
             from itercast.compose.predict import prepare
 
@@ -203,9 +203,13 @@ def warn_of_dtype(dtype: str, target: Target) -> None:
 
 
 def asks(command: Callable[Concatenate[Question, P], R]) -> Callable[..., R]:
-    """Give a command the options of a ``Question``, which it takes as its first argument."""
+    """Give a command the options of a ``Question``, which it takes as its first argument.
+
+    An option that the command has itself, such as several GPUs, is not the question's.
+    """
     hints = get_type_hints(Question, include_extras=True)
-    names = [f.name for f in fields(Question)]
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    names = [f.name for f in fields(Question) if f.name not in {p.name for p in own}]
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **options: P.kwargs) -> R:
@@ -217,8 +221,8 @@ def asks(command: Callable[Concatenate[Question, P], R]) -> Callable[..., R]:
             f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
         )
         for f in fields(Question)
+        if f.name in names
     ]
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
     signature = inspect.Signature([*asked, *keyword_only])
     wrapped.__signature__ = signature  # type: ignore[attr-defined]

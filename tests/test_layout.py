@@ -36,6 +36,7 @@ ROOMS = {
         "programs",
         "sharding",
         "explain",
+        "schedulers",
     ),
     "eval": ("tracking", "", "report", "drift", "public", "recommenders", "ablation"),
     "itercast": ("", "commands"),

@@ -1,0 +1,1 @@
+"""Forecasts for cluster schedulers: a table of throughputs, and a replay of jobs with it."""

@@ -1,0 +1,1 @@
+"""Commands that forecast for cluster schedulers."""
