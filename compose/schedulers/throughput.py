@@ -29,7 +29,7 @@ from itercast.microbench.yaml_text import load_yaml
 
 OTHER_DEGREES = re.compile(r"(?:^|,)\s*(?:tp|pp|cp)\s*=\s*(\d+)")
 STATES_DP = re.compile(r"(?:^|,)\s*dp\s*=")
-SECONDS_PER_HOUR = 3600.0
+SECONDS_PER_HOUR = 3600
 MAX_DIGIT = 9  # replicas on a node, which Sia writes as one digit
 
 
