@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from rich.table import Table
 
 from itercast.eval.results import CaseResult
@@ -58,6 +59,38 @@ def measured_table(root: Path, gpu: str) -> Table:
         failed = rows[rows["status"] != "ok"]
         reason = failed["reason"].mode().iloc[0][:60] if len(failed) else ""
         table.add_row(name, str(len(rows)), str(len(rows) - len(failed)), str(len(failed)), reason)
+    return table
+
+
+def machines_table(root: Path, gpu: str) -> Table | None:
+    """A table of the single GPUs of this kind, by the anchor: a product timed in every chunk.
+
+    A GPU is slow where three quarters of its anchor times are longer than three quarters of the
+    others'. None where fewer than two were measured.
+    """
+    rows = pd.concat([read_rows([root], n) for n in families()], ignore_index=True)
+    rows = rows[rows["gpu"] == gpu] if "gpu" in rows else rows
+    anchor = next((n for n in ("drift_us", "anchor_us") if n in rows), None)
+    names = [n for n in ("host", "gpu_index", "gpu_uuid") if n in rows]
+    if anchor is None or not names or len(rows.drop_duplicates(names)) < 2:
+        return None
+    table = Table(title=f"single machines of {gpu}, by a product timed in every chunk")
+    heads = (*names, "rows", "throttled %", "SM MHz", "anchor us", "against the others %", "")
+    for head in heads:
+        table.add_column(head, justify="left" if head in ("host", "gpu_uuid", "") else "right")
+    for where, mine in rows.groupby(names, dropna=False):
+        own, others = mine[anchor].dropna(), rows[anchor].drop(mine.index).dropna()
+        slow = own.quantile(0.25) > others.quantile(0.75)
+        clock = 1e-6 * mine["sm_clock_hz"].median() if "sm_clock_hz" in mine else np.nan
+        table.add_row(
+            *(f"{v:g}" if isinstance(v, float) else str(v) for v in where),
+            str(len(mine)),
+            f"{100 * (mine['status'] == 'throttled').mean():.0f}",
+            "-" if np.isnan(clock) else f"{clock:.0f}",
+            f"{own.median():.1f}",
+            f"{100 * (own.median() / others.median() - 1):+.1f}",
+            "slow" if slow else "",
+        )
     return table
 
 

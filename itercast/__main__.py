@@ -90,13 +90,18 @@ def collect(
         Path | None,
         typer.Option(help="measure only the points of this file (JSON)"),
     ] = None,
+    devices: Annotated[
+        str, typer.Option(help="GPUs of this node to use, one worker each: all, or a number")
+    ] = "1",
 ) -> None:
     """Measure ops on this machine into a dataset; continues an interrupted sweep."""
     from itercast.commands.shared import sweep
+    from itercast.microbench.processes.lanes import gpu_count
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: allowed are cpu and cuda")
-    rows = sweep(out, device, family, seconds(budget), seed, torchrun, points)
+    gpus = gpu_count(devices, device)
+    rows = sweep(out, device, family, seconds(budget), seed, torchrun, points, gpus)
     typer.echo(f"{rows} new rows in {out}")
 
 

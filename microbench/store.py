@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import yaml
 
 from itercast.microbench.hardware.spec import Gpu, gpu_from_dict
@@ -21,6 +24,9 @@ log = logging.getLogger(__name__)
 Row = dict[str, Any]  # of a dataset: values by column
 Facts = Mapping[str, Any]  # of a row or a card, by name
 SOURCE = "itercast"
+FACTS = b"card"  # key of a part's metadata: the facts of its card, as JSON
+MACHINE = ("host", "gpu_uuid")  # columns that say where a row was measured
+OF_PARTS = ("machines", "rows", "sha256")  # of a card; computed from the parts
 FOLDER = re.compile(
     r"[\w+-][\w.+-]*"
 )  # of a family, a GPU or a source; never a path out of the root
@@ -76,7 +82,7 @@ def read_journal(path: Path) -> list[Row]:
     return rows
 
 
-def compact(root: Path, hardware: Facts) -> int:
+def compact(root: Path, facts: Facts) -> int:
     """Turn journals into part files and update the cards; returns the number of rows moved.
 
     A part has its journal's name, so that a compaction which was killed half-way can be repeated. A
@@ -86,7 +92,7 @@ def compact(root: Path, hardware: Facts) -> int:
     for path in sorted((root / ".journal").glob("*.jsonl")):
         rows = read_journal(path)
         try:
-            _write_parts(root, rows, path.stem, hardware)
+            _write_parts(root, rows, path.stem, facts)
         except (ValueError, TypeError) as exc:  # pyarrow's errors are of these kinds
             log.error("journal %s was kept: its rows form no table (%s)", path, exc)
             continue
@@ -95,38 +101,89 @@ def compact(root: Path, hardware: Facts) -> int:
     return moved
 
 
-def _write_parts(root: Path, rows: list[Row], name: str, hardware: Facts) -> None:
+def _write_parts(root: Path, rows: list[Row], name: str, facts: Facts) -> None:
     """Write one part per family and GPU, and update the cards."""
     if not rows:
         return
     for (family, gpu), group in pd.DataFrame(rows).groupby(["family", "gpu"]):
-        write_part(root, str(family), str(gpu), group, name)
-        write_card(root / str(family) / str(gpu) / SOURCE, hardware)
+        part = write_part(root, str(family), str(gpu), group, name, facts=facts)
+        write_card(part.parent, facts)
 
 
 def write_part(
-    root: Path, family: str, gpu: str, rows: pd.DataFrame, name: str, source: str = SOURCE
+    root: Path,
+    family: str,
+    gpu: str,
+    rows: pd.DataFrame,
+    name: str,
+    source: str = SOURCE,
+    facts: Facts | None = None,
 ) -> Path:
-    """Write one Parquet part at once; columns without any value are left out."""
+    """Write one Parquet part at once; columns without any value are left out.
+
+    ``facts`` of its card are kept in the part too, from which cards are written anew.
+    """
     for folder in (family, gpu, source):
         if not FOLDER.fullmatch(folder):
             raise ValueError(f"{folder!r}: folder names have letters, digits and .+-_ only")
     path = root / family / gpu / source / f"part-{name}.parquet"
-    data = rows.dropna(axis=1, how="all").to_parquet(None, index=False, compression="zstd")
-    write_atomic(path, data)
+    table = pa.Table.from_pandas(rows.dropna(axis=1, how="all"), preserve_index=False)
+    stated = {FACTS: json.dumps(dict(facts)).encode()} if facts else {}
+    table = table.replace_schema_metadata({**(table.schema.metadata or {}), **stated})
+    data = io.BytesIO()
+    pq.write_table(table, data, compression="zstd")
+    write_atomic(path, data.getvalue())
     return path
 
 
-def write_card(folder: Path, facts: Facts) -> None:
-    """Write card.yaml: the given facts, the number of rows by status, a SHA-256 of every part."""
+def write_card(folder: Path, facts: Facts | None = None) -> None:
+    """Write card.yaml: facts, rows by status, SHA-256 of every part, machines that measured them.
+
+    Without ``facts`` they are those of the card that is there, else of the newest part.
+    """
     parts = sorted(folder.glob("part-*.parquet"))
-    status = pd.concat([pd.read_parquet(p, columns=["status"]) for p in parts])["status"]
-    card = {
+    stated = [part_facts(p) for p in parts]
+    card = folder / "card.yaml"
+    if facts is None and card.is_file():
+        known = load_yaml(card.read_text()) or {}
+        facts = {k: v for k, v in known.items() if k not in OF_PARTS}
+    if facts is None:
+        facts = max(stated, key=lambda one: str(one.get("when", "")), default={})
+    columns = [pd.read_parquet(p, columns=_some(p, ("status", *MACHINE))) for p in parts]
+    whole = {
         **facts,
-        "rows": {str(k): int(v) for k, v in status.value_counts().items()},
+        "machines": _machines(stated, columns),
+        "rows": {str(k): int(v) for k, v in pd.concat(columns)["status"].value_counts().items()},
         "sha256": {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in parts},
     }
-    write_atomic(folder / "card.yaml", yaml.safe_dump(card, sort_keys=False).encode())
+    whole = {k: v for k, v in whole.items() if k != "machines" or v}
+    write_atomic(card, yaml.safe_dump(whole, sort_keys=False).encode())
+
+
+def part_facts(path: Path) -> Row:
+    """The facts of its card that a part keeps; none in parts of other origin."""
+    return dict(json.loads((pq.read_schema(path).metadata or {}).get(FACTS, b"{}")))
+
+
+def _some(path: Path, names: Sequence[str]) -> list[str]:
+    """Those of the columns that a part has."""
+    return [name for name in names if name in pq.read_schema(path).names]
+
+
+def _machines(stated: Sequence[Facts], columns: Sequence[pd.DataFrame]) -> list[Row]:
+    """Each host and GPU with rows in these parts, with the software it had and its rows' number."""
+    found: dict[str, Row] = {}
+    for facts, rows in zip(stated, columns, strict=True):
+        names = [name for name in MACHINE if name in rows]
+        for values, mine in rows[names].fillna("").groupby(names) if names else ():
+            where = {n: str(value) for n, value in zip(names, values, strict=True) if value}
+            software = {n: facts[n] for n in ("versions", "when") if n in facts}
+            if "gpu_uuid" in where and "versions" in software:  # there of the host's first GPU
+                software["versions"] = {**software["versions"], "gpu_uuid": where["gpu_uuid"]}
+            one = {**where, **software}
+            one = found.setdefault(json.dumps(one, default=str), {**one, "rows": 0})
+            one["rows"] += len(mine)
+    return [found[key] for key in sorted(found)]
 
 
 def read_rows(roots: Sequence[Path], family: str) -> pd.DataFrame:

@@ -35,6 +35,8 @@ def gpu_report(
         tables.only_gpu(data, gpu, root)
         other = tables.only_gpu(data, unseen, Path(folder) / "unseen") if unseen else None
         console.print(tables.measured_table(data, gpu))
+        if (machines := tables.machines_table(data, gpu)) is not None:
+            console.print(machines)
         trained = tables.family_errors(train([root], bundle, None, trials).to_dict())
         console.print(tables.error_table(f"{gpu}: ops, shapes left out", trained))
         found = tables.iteration_errors(_compared(root, bundle))

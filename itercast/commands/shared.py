@@ -29,6 +29,7 @@ def sweep(
     seed: int,
     torchrun: str = "",
     wanted: Path | None = None,
+    devices: int = 1,
 ) -> int:
     """Sweep op families with a progress bar; returns the number of new rows.
 
@@ -43,7 +44,7 @@ def sweep(
         families = [f for f in families if f != "iteration"]
         known_families(families)
         limit_s = budget_s if device == "cuda" else math.inf
-        rows = iterations(out, device, (0, 1), budget_s=limit_s)
+        rows = iterations(out, device, (0, 1), budget_s=limit_s, devices=devices)
         if not families:
             return rows
     known_families(families)  # before the bar, so that a wrong name is one line
@@ -58,6 +59,7 @@ def sweep(
             lambda rows, frac: bar.update(task, completed=frac, description=f"sweep {rows} rows"),
             torchrun,
             wanted,
+            devices,
         )
 
 
@@ -67,6 +69,7 @@ def iterations(
     repeats: Sequence[int],
     names: Sequence[str] | None = None,
     budget_s: float = math.inf,
+    devices: int = 1,
 ) -> int:
     """Measure the iterations that a dataset root lacks; returns the number of new rows.
 
@@ -84,7 +87,7 @@ def iterations(
             task = bar.add_task(f"iterations, round {repeat + 1}", total=len(wanted))
             show = partial(_completed, bar, task)
             left_s = end - time.monotonic()
-            rows += collect_iterations(out, device, wanted, repeat, show, left_s)
+            rows += collect_iterations(out, device, wanted, repeat, show, left_s, devices=devices)
     return rows
 
 

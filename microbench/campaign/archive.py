@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from itercast.microbench import store
-from itercast.microbench.yaml_text import load_yaml
 
 NAME = r"[\w+-][\w.+-]*"
 KINDS = re.compile(
@@ -55,8 +54,8 @@ def pack(root: Path, archive: Path) -> list[Path]:
 def unpack(archive: Path, root: Path) -> int:
     """Unpack the archive's files that are missing under the root; returns their number.
 
-    Existing files stay. A folder that gets Parquet files gets a new card.yaml, as row count and
-    digest change. ValueError where the archive holds any other kind of file.
+    Existing files stay. A folder that gets Parquet files gets a new card.yaml, which names the
+    machines of all its parts. ValueError where the archive holds any other kind of file.
     """
     packed: dict[str, bytes] = {}
     for name, data in _members(archive):
@@ -69,9 +68,7 @@ def unpack(archive: Path, root: Path) -> int:
     for name in missing:
         store.write_atomic(root / name, packed[name])
     for folder in {(root / name).parent for name in missing if name.endswith(".parquet")}:
-        card = folder / "card.yaml"  # missing if the campaign was killed right before writing it
-        facts = load_yaml(card.read_text()) if card.is_file() else {}
-        store.write_card(folder, {k: v for k, v in facts.items() if k not in ("rows", "sha256")})
+        store.write_card(folder)
     return len(missing)
 
 

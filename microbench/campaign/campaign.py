@@ -29,6 +29,7 @@ from itercast.microbench.campaign.prepare import UNSEEN, prepare, use_prepared
 from itercast.microbench.campaign.stages import PLANS, Run, Stage, chosen_stages
 from itercast.microbench.campaign.summary import summary
 from itercast.microbench.durations import seconds
+from itercast.microbench.processes.lanes import gpu_count
 from itercast.microbench.sweep.captured_points import check_points
 from itercast.microbench.sweep.cards import card_facts
 from itercast.microbench.sweep.collect import GRACE_S
@@ -168,6 +169,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--from", type=Path, dest="start", help="archive of an earlier run")
     parser.add_argument("--points", type=Path, help="file of points for stage second or points")
+    parser.add_argument("--devices", default="1", help="GPUs to use, one worker each: all, or 1, 2")
     parser.add_argument("--seed", type=int, default=0, help="of random points and models")
     parser.add_argument(
         "--prepare", action="store_true", help="capture models, choose points; needs no GPU"
@@ -196,13 +198,14 @@ def campaign(args: argparse.Namespace) -> int:
         points = args.prepared / UNSEEN
     if points is not None:
         log.info("%d points in %s", check_points(points), points)
+    devices = gpu_count(args.devices, "cuda")
     if args.start:
         log.info("%d files from %s", unpack(args.start, args.out), args.start)
     use_prepared(args.prepared, args.out, args.seed)
     log_to(args.out)
     budget_s = args.budget or sum(stage.seconds for stage in stages)
     this = Campaign(
-        run=Run(root=args.out, seed=args.seed, points=points),
+        run=Run(root=args.out, seed=args.seed, points=points, devices=devices),
         archive=archive_path(args),
         end_s=began_s + budget_s - min(FINISH_S, FINISH_FRAC * budget_s),
         began_s=began_s,

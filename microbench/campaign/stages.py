@@ -31,6 +31,7 @@ class Run:
     root: Path
     seed: int
     points: Path | None
+    devices: int = 1  # GPUs that share the work
     notes: list[str] = field(default_factory=list)
     on_progress: Callable[[], None] = lambda: None
 
@@ -52,7 +53,15 @@ class Run:
     ) -> int:
         """Sweep families on the GPU for ``budget_s`` of wall time; returns the new rows' number."""
         return collect_for(
-            self.root, "cuda", names, budget_s, self.seed, self.progress, wanted, grace_s
+            self.root,
+            "cuda",
+            names,
+            budget_s,
+            self.seed,
+            self.progress,
+            wanted,
+            grace_s,
+            self.devices,
         )
 
 
@@ -96,7 +105,7 @@ def second(run: Run, budget_s: float, grace_s: float) -> int:
     measured = measured_iterations(run.root, gpu)
     again = [i for i in gpu_iterations() if i in measured][::RETEST_EVERY]
     rows = collect_iterations(
-        run.root, "cuda", again, 1, run.progress, RETEST_FRAC * budget_s, grace_s
+        run.root, "cuda", again, 1, run.progress, RETEST_FRAC * budget_s, grace_s, run.devices
     )
     names = tuple(
         n for n in known_families(None) if not families()[n].on_host
@@ -111,7 +120,9 @@ def points(run: Run, budget_s: float, grace_s: float) -> int:
 
 def _iterations(run: Run, which: slice, repeat: int, budget_s: float, grace_s: float) -> int:
     wanted = gpu_iterations()[which]
-    return collect_iterations(run.root, "cuda", wanted, repeat, run.progress, budget_s, grace_s)
+    return collect_iterations(
+        run.root, "cuda", wanted, repeat, run.progress, budget_s, grace_s, run.devices
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,14 +21,21 @@ FP64_PEAK_FRAC = assumed(__file__, "fp64_peak_frac")
 TOUCHED_MIB = (0.125, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 
 
+def cores() -> int:
+    """Number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # Linux: fewer in a container or under taskset
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def cpu_name() -> str:
-    """Slug of the CPU model and its core count, e.g. intel-xeon-2.50ghz-2c."""
+    """Slug of the CPU model and the number of cores, e.g. intel-xeon-2.50ghz-2c."""
     model = platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.M)
         model = found.group(1) if found else model
-    return f"{slug(model)}-{os.cpu_count() or 1}c"
+    return f"{slug(model)}-{cores()}c"
 
 
 def last_cache_bytes() -> float:
@@ -92,7 +99,7 @@ def measure_cpu() -> Gpu:
         kind="cpu",
         vendor="cpu",
         architecture=platform.machine(),
-        sm_count=os.cpu_count() or 1,
+        sm_count=cores(),
         peak_flops_per_s={"fp32": peak, "fp64": FP64_PEAK_FRAC * peak},
         hbm_bytes_per_s=bandwidth,
         hbm_bytes=float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),

@@ -8,14 +8,17 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 
 from itercast.microbench import store
 from itercast.microbench.cases.registry import EvalCase, case, case_names
 from itercast.microbench.iterations.measure import Iteration
 from itercast.microbench.iterations.worker import IterationOrder, iteration_key, iteration_row
+from itercast.microbench.processes.lanes import run_lanes
 from itercast.microbench.processes.ranks import start_ranks, threads_of
 from itercast.microbench.processes.watch import log_tail, never, watch
+from itercast.microbench.store import Row
 from itercast.microbench.sweep.cards import card_facts
 from itercast.microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
 from itercast.microbench.sweep.scheduler import finished_keys
@@ -62,12 +65,14 @@ def collect_iterations(
     progress: Progress | None = None,
     budget_s: float = math.inf,
     grace_s: float = GRACE_S,
+    devices: int = 1,
 ) -> int:
     """Measure the iterations without a row of this repeat; returns the number of new rows.
 
     On a CPU the ranks of a plan share its cores. On a GPU the budget is wall time, starts of
     workers included: no iteration is begun that would exceed it, an iteration that ends its process
-    gets an error row, and a worker is killed ``grace_s`` after the budget.
+    gets an error row, and a worker is killed ``grace_s`` after the budget. ``devices``: GPUs that
+    share the iterations of one process.
     """
     end_s = time.monotonic() + budget_s
     facts = {**card_facts(root, device), "what": "training iterations measured by itercast collect"}
@@ -77,21 +82,44 @@ def collect_iterations(
     for ranks in sorted({w.ranks for w in wanted}):
         order = _order(root, device, facts["hardware"]["name"], ranks, repeat)
         left = [w for w in wanted if w.ranks == ranks and iteration_key(order, w) not in done]
-        while left and (left_s := end_s - (begin_s := time.monotonic())) > 0:
-            part = replace(order, iterations=tuple(left), run_id=_run_id(order))
-            part = replace(part, budget_s=left_s, begin_s=begin_s)
-            ended, code, rows = _run(part, moved, progress, grace_s)
+        order = replace(order, lanes=min(devices, len(left)) if ranks == 1 and left else 1)
+        measure = partial(_measure, order, left, end_s, grace_s)
+        try:
+            run_lanes(order.lanes, measure, partial(_show, progress, moved))
+        finally:
             moved += store.compact(root, facts)
-            left = left[rows:]
-            if code == 0 or ended == "late" or not left:  # gloo may abort when ranks end
-                break
-            if device == "cpu":
-                stuck = part.iterations[min(rows, len(part.iterations) - 1)]
-                raise RuntimeError(f"measuring {stuck.case} {stuck.plan} failed; see above")
-            if left and code != EXIT_BROKEN:  # the process crashed or hung
-                _write_failure(part, left.pop(0), code)
-                moved += store.compact(root, facts)
     return moved
+
+
+def _show(progress: Progress | None, before: int, told: Sequence[int]) -> None:
+    if progress:
+        progress(before + sum(told))
+
+
+def _measure(
+    order: IterationOrder,
+    wanted: Sequence[Iteration],
+    end_s: float,
+    grace_s: float,
+    lane: int,
+    tell: Progress,
+) -> None:
+    """Measure those iterations that are this lane's, with further processes where one ends."""
+    order = replace(order, lane=lane)
+    left, before = list(wanted[lane :: order.lanes]), 0
+    while left and (left_s := end_s - (begin_s := time.monotonic())) > 0:
+        part = replace(order, iterations=tuple(left), run_id=_run_id(order))
+        part = replace(part, budget_s=left_s, begin_s=begin_s)
+        ended, code, rows = _run(part, before, tell, grace_s)
+        before, left = before + rows, left[rows:]
+        if code == 0 or ended == "late" or not left:  # gloo may abort when ranks end
+            return
+        if order.device == "cpu":
+            stuck = part.iterations[min(rows, len(part.iterations) - 1)]
+            raise RuntimeError(f"measuring {stuck.case} {stuck.plan} failed; see above")
+        if code != EXIT_BROKEN:  # the process crashed or hung
+            _write_failure(part, left.pop(0), code)
+            before += 1
 
 
 def _order(root: Path, device: str, gpu: str, ranks: int, repeat: int) -> IterationOrder:
@@ -110,19 +138,20 @@ def _order(root: Path, device: str, gpu: str, ranks: int, repeat: int) -> Iterat
 
 def _run_id(order: IterationOrder) -> str:
     now = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.monotonic_ns() % 10**6:06d}"
-    return f"{now}-{os.getpid()}-i{order.repeat}-r{order.ranks}"
+    return f"{now}-{os.getpid()}-i{order.repeat}-r{order.ranks}-{order.lane}"
 
 
 def _write_failure(order: IterationOrder, culprit: Iteration, code: int) -> None:
     """Write an error row for the iteration that ended its process."""
-    failed = {"status": "error", "reason": f"its process ended with code {code}"}
+    failed: Row = {"status": "error", "reason": f"its process ended with code {code}"}
+    failed |= {"gpu_uuid": None, "gpu_index": None}  # this process sees other GPUs than a lane
     journal = store.Journal(Path(order.root), f"{order.run_id}-mark")
     journal.append([iteration_row(order, culprit, failed)])
     journal.close()
 
 
 def _run(
-    order: IterationOrder, before: int, progress: Progress | None, grace_s: float
+    order: IterationOrder, before: int, progress: Progress, grace_s: float
 ) -> tuple[str, int, int]:
     """Run one process or group of ranks: how it ended, its exit code, iterations finished."""
     on_gpu = order.device == "cuda"
@@ -134,8 +163,7 @@ def _run(
 
     def rows() -> int:
         found = journal.read_bytes().count(b"\n") if journal.is_file() else 0
-        if progress:
-            progress(before + found)
+        progress(before + found)
         return found
 
     def stalled_s() -> float:

@@ -43,6 +43,8 @@ class IterationOrder:
     iterations: tuple[Iteration, ...]
     budget_s: float = math.inf  # no iteration is begun that would exceed it
     begin_s: float = 0.0  # time.monotonic() when the budget begins; 0: when the worker is ready
+    lane: int = 0  # number among ``lanes`` that measure at once, a GPU each
+    lanes: int = 1
 
 
 def iteration_key(order: IterationOrder, iteration: Iteration) -> str:

@@ -13,6 +13,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from itercast.microbench.hardware.machine import cores
+from itercast.microbench.processes.lanes import visible_gpus
 from itercast.microbench.timing.clock import MIN_US, Timing, other_ops, summarise
 
 CALLS = 4  # of a collective, between two barriers
@@ -27,7 +29,7 @@ ON_A_GPU = {"TEARDOWN_CUPTI": "1", "PYTHONUNBUFFERED": "1"}
 
 def threads_of(ranks: int) -> int:
     """Threads of each of several ranks on this CPU: all cores divided, at least one."""
-    return max(1, (os.cpu_count() or 1) // ranks)
+    return max(1, cores() // ranks)
 
 
 def start_ranks(
@@ -41,6 +43,7 @@ def start_ranks(
 
     ``torchrun``: its arguments for several nodes; without them all ranks are on this node. The
     process leads a process group and is killed when this process ends; ``log`` gets its output.
+    One of several lanes sees the GPU of its number only.
     """
     launcher = [sys.executable, "-m", "itercast.microbench.processes.leash"]
     several = ranks > 1 or bool(torchrun)
@@ -53,6 +56,8 @@ def start_ranks(
         environment = {"OMP_NUM_THREADS": "1", **environment}
     if order.get("device") == "cuda":
         environment = {**environment, **ON_A_GPU}
+    if order.get("lanes", 1) > 1:
+        environment["CUDA_VISIBLE_DEVICES"] = visible_gpus()[order["lane"]]
     if log is not None:
         log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") if log else nullcontext() as output:

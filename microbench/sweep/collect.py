@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from itercast.microbench import store
+from itercast.microbench.processes.lanes import run_lanes
 from itercast.microbench.processes.ranks import start_ranks, threads_of
 from itercast.microbench.processes.watch import log_tail, never, watch
 from itercast.microbench.store import Facts, Row
@@ -51,6 +52,7 @@ def collect(
     progress: Progress | None = None,
     torchrun: str = "",
     wanted: Path | None = None,
+    devices: int = 1,
 ) -> int:
     """Sweep families until a root's budget is spent; returns the number of new rows.
 
@@ -59,6 +61,7 @@ def collect(
     ``wanted``: a file of points (``write_points``); only these are measured, in its order.
     ``torchrun``: arguments such as ``--nnodes=2 --rdzv-endpoint=host:29500``; the same sweep is
     then started on every node, and the node with rank 0 keeps rows and budget.
+    ``devices``: GPUs of this node that share the points, one worker each.
     """
     begin_s, swept = time.monotonic(), named_families(names, wanted)
     facts = card_facts(root, device)
@@ -67,7 +70,7 @@ def collect(
         facts["hardware"]["contention"] = round(measure_contention(), 2)
     moved = store.compact(root, facts)
     points = wanted or captured_points_file(root, device, seed)
-    asked = phases(device, swept, bool(torchrun))
+    asked = phases(device, swept, bool(torchrun), devices)
     left_s = dict(zip(asked, unspent(root, facts, asked, budget_s, points), strict=True))
     if not torchrun:  # else other nodes would wait
         left_s = {
@@ -82,7 +85,7 @@ def collect(
         phase_s = max(1.0, min(1.0, share) * left_s.pop(phase))
         order = replace(order, budget_s=phase_s, torchrun=torchrun, only=bool(wanted))
         started_s = time.monotonic()
-        run_worker(order, progress)
+        run_workers(order, progress)
         moved += store.compact(root, facts)
         start_s = max(0.0, time.monotonic() - started_s - phase_s)
     return moved
@@ -107,6 +110,7 @@ def collect_for(
     progress: Progress | None = None,
     wanted: Path | None = None,
     grace_s: float = GRACE_S,
+    devices: int = 1,
 ) -> int:
     """Sweep for ``seconds`` of wall time, starts of workers included; returns the new rows' number.
 
@@ -117,7 +121,7 @@ def collect_for(
     facts = card_facts(root, device)
     moved = store.compact(root, facts)
     points = wanted or captured_points_file(root, device, seed)
-    left = phases(device, named_families(names, wanted))
+    left = phases(device, named_families(names, wanted), devices=devices)
     while left:
         begin_s, share = time.monotonic(), left[0].share / sum(p.share for p in left)
         left_s, phase = end_s - begin_s, left.pop(0)
@@ -127,7 +131,7 @@ def collect_for(
             continue
         order = order_of(root, device, facts, phase, points, seed)
         order = replace(order, budget_s=budget_s, begin_s=begin_s, only=bool(wanted))
-        run_worker(order, progress, grace_s)
+        run_workers(order, progress, grace_s)
         moved += store.compact(root, facts)
     return moved
 
@@ -171,6 +175,7 @@ def order_of(
         ranks=phase.ranks,
         hardware=facts["hardware"],
         points=str(points),
+        lanes=phase.lanes,
     )
 
 
@@ -192,6 +197,23 @@ def captured_points_file(root: Path, device: str, seed: int) -> Path:
     if device != "cpu":
         threading.Thread(target=points_file, args=(root, device, seed), daemon=True).start()
     return points_path(root, device, seed)
+
+
+def run_workers(
+    order: WorkerOrder, progress: Progress | None = None, grace_s: float = GRACE_S
+) -> None:
+    """Run the order's workers, one per GPU where there are several, which share its points."""
+
+    def run(lane: int, tell: Callable[[tuple[int, float]], None]) -> None:
+        mine = f"{order.run_id}-g{lane}" if order.lanes > 1 else order.run_id
+        lane_order = replace(order, lane=lane, run_id=mine)
+        run_worker(lane_order, lambda rows, frac: tell((rows, frac)), grace_s)
+
+    def show(told: list[tuple[int, float]]) -> None:
+        if progress and told:
+            progress(sum(rows for rows, _ in told), max(frac for _, frac in told))
+
+    run_lanes(order.lanes, run, show)
 
 
 def run_worker(
@@ -270,7 +292,7 @@ def count_lines(order: WorkerOrder) -> int:
 
 
 def _pending_path(order: WorkerOrder) -> Path:
-    return Pending(Path(order.root), order.gpu).path
+    return Pending(order).path
 
 
 def _pending_since(order: WorkerOrder) -> int:

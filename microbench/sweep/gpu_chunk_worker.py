@@ -26,6 +26,7 @@ from itercast.microbench.ops import families
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.store import Row
 from itercast.microbench.sweep.gpu_chunks import CHUNK_POINTS, PROFILING, Bench, Broken, Chunk
+from itercast.microbench.sweep.orders import WorkerOrder
 from itercast.microbench.sweep.scheduler import Chosen, Sweep
 from itercast.microbench.sweep.sustained import measure_sustained
 from itercast.microbench.timing.clock import CallCost
@@ -48,9 +49,10 @@ class Pending:
     sees that the worker lives.
     """
 
-    def __init__(self, root: Path, gpu: str, run_id: str = "") -> None:
-        self.path = root / ".journal" / f"pending-{gpu}.json"
-        self.run_id = run_id
+    def __init__(self, order: WorkerOrder) -> None:
+        lane = f"-{order.lane}" if order.lanes > 1 else ""
+        self.path = Path(order.root) / ".journal" / f"pending-{order.gpu}{lane}.json"
+        self.run_id = order.run_id
         self._file: int | None = None
 
     def write(self, now: Sequence[Chosen], after: Sequence[Sequence[Chosen]]) -> None:
@@ -146,7 +148,7 @@ class ChunkWorker:
         order = sweep.order
         self.sweep, self.device, self.journal = sweep, device, journal
         self.begin_s = order.begin_s or time.monotonic()
-        self.pending = Pending(Path(order.root), order.gpu, order.run_id)
+        self.pending = Pending(order)
         # a profiler would slow later host times
         self.profiles = not all(families()[n].on_host for n in order.families)
         self.groups = self._unfinished_groups()

@@ -32,6 +32,8 @@ class WorkerOrder:
     torchrun: str = ""  # its arguments, where ranks are on several nodes
     only: bool = False  # only the points of the file, in their order
     begin_s: float = 0.0  # time.monotonic() when the budget begins; 0: when the worker is ready
+    lane: int = 0  # number among the ``lanes`` that share this order's points, a GPU each
+    lanes: int = 1
 
     @property
     def together(self) -> bool:
@@ -47,10 +49,11 @@ class Phase:
     threads: int
     share: float
     ranks: int = 1
+    lanes: int = 1  # workers side by side, one per GPU
 
 
 def spent_s(root: Path, gpu: str, phase: Phase) -> float:
-    """Seconds of measuring that the rows under a root cost in this phase."""
+    """Seconds of measuring that the rows under a root cost in this phase, by the clock."""
     total = 0.0
     for name in phase.families:
         rows = store.read_rows([root], name)
@@ -59,16 +62,16 @@ def spent_s(root: Path, gpu: str, phase: Phase) -> float:
             if "ranks_per_node" in rows:
                 mine &= rows["ranks_per_node"] == phase.ranks
             total += float(rows["cost_s"][mine].sum())
-    return total
+    return total / phase.lanes
 
 
-def phases(device: str, swept: Sequence[str], nodes: bool = False) -> list[Phase]:
+def phases(device: str, swept: Sequence[str], nodes: bool = False, devices: int = 1) -> list[Phase]:
     """The phases of a sweep; shares of phases without families go to the others.
 
     On a CPU: ops on all cores; then the same op on every core at once, one rank each; then
     collectives of two ranks. On a GPU: host calls, in a process without a profiler; then all other
-    ops; then collectives over two, four, ... and all GPUs. With several ``nodes``: collectives
-    over all GPUs only.
+    ops, on so many ``devices`` at once; then collectives over two, four, ... and all GPUs. With
+    several ``nodes``: collectives over all GPUs only.
     """
     together = tuple(n for n in swept if families()[n].ranks > 1)
     single = tuple(n for n in swept if n not in together)
@@ -89,7 +92,7 @@ def phases(device: str, swept: Sequence[str], nodes: bool = False) -> list[Phase
         rest = tuple(n for n in single if n not in host)
         found = [
             Phase(families=host, threads=0, share=HOST_SHARE * (not nodes)),
-            Phase(families=rest, threads=0, share=(0.9 - HOST_SHARE) * (not nodes)),
+            Phase(families=rest, threads=0, share=(0.9 - HOST_SHARE) * (not nodes), lanes=devices),
         ]
         found += [
             Phase(families=together, threads=0, share=0.1 / len(groups), ranks=ranks)

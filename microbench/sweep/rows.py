@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import socket
 from typing import Protocol
 
 from itercast.microbench.store import Facts, Row
+from itercast.microbench.timing.nvml import Nvml
 
 OUT_OF_MEMORY = ("out of memory", "can't allocate", "alloc_failed")
 UNSUPPORTED = (
@@ -21,6 +25,10 @@ REASON_LETTERS = 200
 
 class Order(Protocol):
     """Where and how a worker measures: its GPU or CPU, its threads, the run it belongs to."""
+
+    @property
+    def device(self) -> str:
+        """cpu or cuda."""
 
     @property
     def gpu(self) -> str:
@@ -40,6 +48,21 @@ def software() -> str:
     import torch  # lazy: rows are read where torch is absent
 
     return f"torch-{torch.__version__}"
+
+
+@functools.cache
+def machine(device: str) -> Row:
+    """Columns ``host``, and of a GPU ``gpu_uuid`` and ``gpu_index``, its number on the host."""
+    import torch  # lazy, as above
+
+    if device != "cuda" or not torch.cuda.is_available():
+        return {"host": socket.gethostname()}
+    uuid = str(torch.cuda.get_device_properties(0).uuid)  # the rank that writes rows has GPU 0
+    index = Nvml(uuid).index()
+    if index is None:  # without NVML: by what this process may see
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+        index = int(visible[0]) if visible[0].isdigit() else 0
+    return {"host": socket.gethostname(), "gpu_uuid": uuid, "gpu_index": index}
 
 
 def make_row(
@@ -62,6 +85,7 @@ def make_row(
         **params,
         "family": family,
         "gpu": order.gpu,
+        **machine(order.device),
         "stack": software(),
         "timer": timer,
         "threads": order.threads,

@@ -101,11 +101,15 @@ class Sweep:
                 continue
             point = placed(point, self.order.gpu) if family.ranks > 1 else point
             key = self.row_keys(family, point, 0)["warm"]
-            done = int(key in self.done)
+            done = int(key in self.done or not self.mine(key))
             if not (rank0_value(done) if self.order.together else done):
                 self.done.add(key)  # a random sweep may have a point twice
                 return family, point
         return None
+
+    def mine(self, key: str) -> bool:
+        """Whether the point of this key is this lane's; lanes share points by their keys."""
+        return int(key, 16) % self.order.lanes == self.order.lane
 
     def row_keys(self, family: Family, point: Point, repeat: int) -> dict[str, str]:
         """Keys of a point's rows by cache; collectives and GPUs' host calls are timed warm only."""

@@ -47,7 +47,7 @@ def measure_sustained(sweep: Sweep, device: Device, journal: store.Journal) -> N
             dtype=dtype,
         )
         key = sustained_key(sweep, point)
-        if dtype not in peaks or key in sweep.done:
+        if dtype not in peaks or key in sweep.done or not sweep.mine(key):
             continue
         begin = time.monotonic()
         if begin + COST_S > end_s:

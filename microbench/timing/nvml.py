@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -55,6 +56,16 @@ class Nvml:
             return function(self._handle, *args) if function else None
         except self._nvml.NVMLError:
             return None
+
+    def index(self) -> int | None:
+        """The GPU's number on its host; None without NVML."""
+        index = self._query("nvmlDeviceGetIndex")
+        return None if index is None else int(index)
+
+    def others(self) -> int:
+        """Number of other processes that compute on this GPU now; 0 without NVML."""
+        running = self._query("nvmlDeviceGetComputeRunningProcesses") or ()
+        return sum(process.pid != os.getpid() for process in running)
 
     def energy_j(self) -> float | None:
         """Energy in joules used since the driver was loaded; None where it is not supported."""

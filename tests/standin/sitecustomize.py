@@ -25,7 +25,7 @@ CYCLES_PER_US = 2000.0
 MEMORY_BYTES = 2**31
 PROPERTIES = SimpleNamespace(
     name="standin",
-    uuid="standin",
+    uuid=f"standin-{os.environ.get('CUDA_VISIBLE_DEVICES') or 0}",
     major=9,
     minor=0,
     multi_processor_count=4,
@@ -71,6 +71,12 @@ class Event:
         """Nothing is left to wait for."""
 
 
+def device_count() -> int:
+    """``STANDIN_GPUS``, or 1; fewer where CUDA_VISIBLE_DEVICES lists fewer."""
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return len(listed.split(",")) if listed else int(os.environ.get("STANDIN_GPUS") or 1)
+
+
 def on_cpu(value: Any) -> Any:
     """The value, the CPU where it names the GPU."""
     if isinstance(value, str) and value.split(":")[0] == "cuda":
@@ -82,7 +88,7 @@ def stand_in_for_cuda(torch: Any) -> None:
     """What torch.cuda is asked for; graphs cannot be captured."""
     found: dict[str, Any] = {
         "is_available": lambda: True,
-        "device_count": lambda: 1,
+        "device_count": device_count,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
         "get_device_properties": lambda device=None: PROPERTIES,
