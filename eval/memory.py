@@ -26,6 +26,7 @@ from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.iterations.measured_plan import measurable
 from itercast.microbench.iterations.plan_steps import checkpoint_layers, parallel
 from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.slow_imports import dist, torch
 from itercast.microbench.step import StepSettings, make_optimizer
 
 CASES = ("gpt-m", "resnet-m")
@@ -76,7 +77,6 @@ def forecast_bytes(chosen: EvalCase, plan: str) -> int:
 
 def tracked_bytes(chosen: EvalCase, plan: str) -> int:
     """Peak memory in bytes that torch's tracker reports for the third step of rank 0."""
-    import torch  # lazy: tables can be made without torch
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -116,7 +116,6 @@ def _join(*, fake: bool) -> None:
 
     DDP does not run on the fake group.
     """
-    import torch.distributed as dist  # lazy, as above
     from torch._C._distributed_c10d import HashStore
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

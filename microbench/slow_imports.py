@@ -1,10 +1,38 @@
-"""Keep an optional package that is slow to import, and not needed, from being imported."""
+"""Packages that are slow to import: torch waits until it is used, scikit-learn is left out.
+
+``from itercast.microbench.slow_imports import torch`` imports nothing yet. Formulas, names and
+readers of files do without torch, also where it is not installed.
+"""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+__all__ = ["dist", "torch", "without_scikit_learn"]
+
+
+class LazyModule:
+    """A module that is imported when one of its names is first asked for."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __getattr__(self, name: str) -> Any:
+        module = importlib.import_module(self.__name__)
+        self.__dict__ = module.__dict__  # the same, so that timed calls take no longer
+        return getattr(module, name)
+
+
+if not TYPE_CHECKING:
+    torch, dist = LazyModule("torch"), LazyModule("torch.distributed")
 
 
 @contextmanager

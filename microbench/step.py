@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # settings must be checkable without torch
-    import torch
+from itercast.microbench.slow_imports import torch
 
 Inputs = dict[str, Any]  # by argument name of the model's forward: tensors, seldom flags
 Loss = Callable[[Any, Inputs], "torch.Tensor"]  # of the model's output
@@ -56,8 +55,6 @@ def make_optimizer(parameters: Any, name: str, capturable: bool = False) -> Any:
 
     None for the name "none". ``capturable``: its step can be captured in a CUDA graph.
     """
-    import torch  # lazy: settings must be checkable without torch
-
     if name == "none":
         return None
     if name == "sgd":
@@ -73,8 +70,6 @@ def make_optimizer(parameters: Any, name: str, capturable: bool = False) -> Any:
 
 def first_float(output: Any) -> torch.Tensor:
     """The first floating-point tensor in the output of a model; ValueError if there is none."""
-    import torch  # lazy, as above
-
     values = output.values() if isinstance(output, dict) else output
     if isinstance(output, torch.Tensor):
         return output
@@ -99,8 +94,6 @@ def make_step(
     forward pass and the loss run inside the context ``precision``. ``capturable``: the step can be
     captured in a CUDA graph.
     """
-    import torch  # lazy, as above
-
     if settings.mode == "infer":
         return _inference_step(model, inputs, on_phase, precision)
     model.train()
@@ -132,8 +125,6 @@ def _inference_step(
     precision: Callable[[], AbstractContextManager[None]],
 ) -> Callable[[], None]:
     """One forward pass in eval mode without gradients, as a function."""
-    import torch  # lazy, as above
-
     model.eval()
 
     def infer() -> None:

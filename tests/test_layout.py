@@ -41,7 +41,12 @@ ROOMS = {
     "eval": ("tracking", "", "report", "drift", "public", "recommenders", "ablation"),
     "itercast": ("", "commands"),
 }
-LOADERS = ("microbench.assumptions", "microbench.extensions", "microbench.yaml_text")
+LOADERS = (
+    "microbench.assumptions",
+    "microbench.extensions",
+    "microbench.slow_imports",
+    "microbench.yaml_text",
+)
 FILES_IN_A_ROOM = 14
 LINES_OF_A_FILE = 400
 
@@ -98,7 +103,7 @@ def test_packages_import_one_way_only(package: str) -> None:
 def test_rooms_import_one_way_only(package: str) -> None:
     """In the order of ``ROOMS``; the start of the command line collects the commands.
 
-    The loaders of assumptions, extensions and YAML import no room: every room may use them.
+    The loaders of assumptions, extensions, slow packages and YAML import no room: all may use them.
     """
     known, order = modules(), ROOMS[package]
     assert {room(m, p) for m, p in known.items() if m.split(".")[0] == package} <= set(order)

@@ -15,6 +15,7 @@ from scipy.linalg import solve
 
 from itercast.learners.models.interpolate import interpolated
 from itercast.microbench.assumptions import assumed
+from itercast.microbench.slow_imports import torch
 
 Array = Any  # numpy arrays of float
 # Where the fit of hyperparameters starts: three terms (common trend, offsets of a curve, details).
@@ -200,8 +201,6 @@ def learn_kernel(
     ``length_scales``: by column of x, the initial length of each term. Distance from them is
     penalised by LENGTH_PENALTY * (log length - initial log length)^2.
     """
-    import torch  # lazy: pricing needs numpy only
-
     z, value, count = merge_points(x[:, list(length_scales)], log_ratio, merge_distance)
     start = torch.tensor(np.log(np.array(list(length_scales.values())).T))
     lengths = start.clone().requires_grad_()

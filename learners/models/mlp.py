@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from itercast.microbench.slow_imports import torch
+
 Array = Any  # numpy arrays of float
 WIDTH = 128  # of the hidden layers
 INPUT_LIMIT = 4.0  # standardised inputs are clipped here, so that extrapolation stays bounded
@@ -64,8 +66,6 @@ def silu(x: Array) -> Array:
 
 def fit_network(x: Array, log_ratio: Array, members: int, steps: int) -> Network:
     """Train by mean absolute error of the log ratio: AdamW, one-cycle rate, one thread."""
-    import torch  # lazy: pricing needs numpy only
-
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     spread = x.std(0)
@@ -82,8 +82,6 @@ def fit_network(x: Array, log_ratio: Array, members: int, steps: int) -> Network
 
 def _train(inputs: Any, target: Any, members: int, steps: int) -> dict[str, Array]:
     """Train all members at once, each on batches of its own; returns their weights."""
-    import torch  # lazy, as above
-
     torch.manual_seed(0)
     sizes = ((inputs.shape[1], WIDTH), (WIDTH, WIDTH), (WIDTH, 1))
     weights: dict[str, Any] = {}

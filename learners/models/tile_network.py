@@ -14,6 +14,7 @@ import numpy as np
 
 from itercast.learners.models.mlp import silu
 from itercast.learners.models.training_table import Array
+from itercast.microbench.slow_imports import torch
 
 WIDTH = 64  # of the hidden layers
 STEPS = 400
@@ -26,8 +27,6 @@ INPUT_LIMIT = 4.0  # standardised features are clipped here
 
 def fit_tiles(x: Array, roofline_us: Array, waves: Array, time_us: Array) -> dict[str, Array]:
     """Train by mean absolute error of log time; returns the arrays that ``tiles_us`` needs."""
-    import torch  # lazy: most commands do without
-
     torch.manual_seed(0)
     mean, scale = x.mean(0), 1.0 / (x.std(0) + 1e-6)
     ratio = np.log(time_us / roofline_us)

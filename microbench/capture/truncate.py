@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from itercast.microbench.slow_imports import torch
+
 KEPT = 3  # the middle one stands for those left out: work beside the first and last is done once
 NUMBERED = re.compile(r"((?:[^.\d][^.]*\.)*\d+(?:\.\d+)*)\.")
 FILLS = ("normal_", "uniform_", "zero_", "fill_", "kaiming_uniform_", "trunc_normal_")
@@ -23,8 +25,6 @@ def shorten_lists(model: Any) -> dict[str, int]:
     Modules are equal if their classes and parameter shapes are. A model that indexes such a list,
     or knows its length, breaks: capture it whole.
     """
-    import torch  # lazy: readers of captures need no torch
-
     cut: dict[str, int] = {}
     for name, module in list(model.named_modules()):
         listed = isinstance(module, torch.nn.ModuleList | torch.nn.Sequential)
@@ -40,8 +40,6 @@ def shorten_lists(model: Any) -> dict[str, int]:
 
 def _is_tables(modules: Any) -> bool:
     """Whether these are embedding tables, which are used side by side, not one after the other."""
-    import torch  # lazy, as above
-
     return all(isinstance(m, torch.nn.EmbeddingBag | torch.nn.Embedding) for m in modules)
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from itercast.microbench.slow_imports import torch
 from itercast.microbench.step import Inputs, Loss
-
-if TYPE_CHECKING:  # names need no torch
-    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

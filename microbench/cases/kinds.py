@@ -10,15 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from itercast.microbench.cases.evalcase import EvalCase
+from itercast.microbench.slow_imports import torch
 from itercast.microbench.yaml_text import OwnLoader
-
-if TYPE_CHECKING:
-    import torch
 
 FILE = Path(__file__).with_name("cases.yaml")
 LISTS, KINDS = "lists", "kinds"  # in the file, beside groups of cases

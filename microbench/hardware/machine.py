@@ -13,6 +13,7 @@ from typing import Any
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu, slug
+from itercast.microbench.slow_imports import torch
 
 MIB = 2.0**20
 LAST_CACHE_BYTES = assumed(__file__, "last_cache_bytes")
@@ -62,8 +63,6 @@ def measure_cold_share() -> dict[str, float]:
     Returns (t - t_warm) / (t_cold - t_warm), 0 to 1 and never falling, by MiB of other data that
     are read and written between two runs of a small add; t is the time of the second run.
     """
-    import torch  # lazy, as below
-
     x, far = torch.ones(32 * 2**10), torch.ones(2**24)
     y, copied = torch.empty_like(x), torch.empty(2**24)
     b = torch.ones(16, 16)
@@ -89,8 +88,6 @@ def measure_cold_share() -> dict[str, float]:
 
 def measure_cpu() -> Gpu:
     """Measure this CPU: its peak by a 1024^3 product, its bandwidth by a 64 MB sum; takes 2 s."""
-    import torch  # lazy: names and cache sizes must be readable without torch
-
     a, x = torch.randn(1024, 1024), torch.randn(16 * 2**20)
     peak = 2 * 1024**3 / _best_s(lambda: torch.mm(a, a), 10)
     bandwidth = 3 * x.nbytes / _best_s(lambda: torch.add(x, x), 6)

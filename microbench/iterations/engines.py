@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from itercast.microbench.slow_imports import torch
+
 ENGINES = ("eager", "graph", "compile", "compile+graph")
 
 
@@ -14,8 +16,6 @@ def on_device(device: str, dtype: str) -> Iterator[None]:
 
     Also turns TF32 products on for dtype tf32, and off for others; this outlasts the context.
     """
-    import torch  # lazy: iterations are listed without torch
-
     from itercast.microbench.capture.watch import default_dtype, storage_dtype
 
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
@@ -30,8 +30,6 @@ def captured_in_graph(step: Callable[[], None], device: str, warmup: int) -> Cal
     Warm-up steps run on a side stream, as PyTorch requires:
     https://docs.pytorch.org/docs/stable/notes/cuda.html#whole-network-capture
     """
-    import torch  # lazy, as above
-
     if device != "cuda":
         raise NotImplementedError("engine 'graph' is not supported on a CPU")
     side = torch.cuda.Stream()

@@ -14,6 +14,7 @@ from itercast.microbench.iterations.engines import ENGINES, captured_in_graph, o
 from itercast.microbench.iterations.measured_plan import PlanStep, measurable
 from itercast.microbench.iterations.plan_steps import make_plan_step
 from itercast.microbench.processes.ranks import max_over_ranks, rank0_value
+from itercast.microbench.slow_imports import torch
 from itercast.microbench.step import StepSettings, make_step
 from itercast.microbench.store import Row
 from itercast.microbench.sweep.rows import failure
@@ -128,8 +129,6 @@ def _one_process(
     case: EvalCase, iteration: Iteration, device: str, on_phase: Callable[[str], None]
 ) -> Callable[[], None]:
     """The step of one process, run by the iteration's engine."""
-    import torch  # lazy: cases are listed without torch
-
     with on_device(device, iteration.dtype):
         model: Any = case.build()
         inputs = case.inputs(iteration.batch, iteration.seq)
@@ -194,8 +193,6 @@ class _StepTimer:
 
     def _watched(self) -> None:
         """Read the GPU during a step that is not timed; a reading takes a millisecond or more."""
-        import torch  # lazy, as above
-
         self.step.run()
         if self.watch is not None:
             self.watch.read()
@@ -213,16 +210,12 @@ class _StepTimer:
 
     def _memory(self) -> dict[str, int]:
         """Peak memory of the step, on a GPU."""
-        import torch  # lazy, as above
-
         if self.device != "cuda":
             return {}
         return {"peak_memory_bytes": int(torch.cuda.max_memory_allocated())}
 
     def once(self) -> float:
         """Run one step; returns its time in us, keeps the times of its phases and the anchor."""
-        import torch  # lazy, as above
-
         self.marks.clear()
         if self.together and self.step.barrier:
             torch.distributed.barrier()

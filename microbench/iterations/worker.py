@@ -9,12 +9,12 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from itercast.microbench import store
 from itercast.microbench.cases.registry import EvalCase, case
 from itercast.microbench.iterations.measure import Iteration, measure_iteration
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
+from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Facts, Row
 from itercast.microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
 from itercast.microbench.sweep.rows import make_row
@@ -76,8 +76,6 @@ def run(order: IterationOrder) -> None:
     SystemExit where the process cannot use its GPU any more: after a sticky error, or after a CUDA
     graph that failed, as the random generator may stay in capture mode and every dropout fail.
     """
-    import torch  # lazy: the parent must not pay for it
-
     torch.set_num_threads(max(1, order.threads))
     torch.manual_seed(0)
     rank = 0
@@ -138,9 +136,6 @@ class SingleGpu:
     """Cleans up a GPU after each iteration: frees memory, marks rows taken while throttled."""
 
     def __init__(self) -> None:
-        import torch  # lazy, as above
-
-        self.torch: Any = torch
         uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
         self.watch = GpuWatch(Nvml(uuid))
         self.broken = False
@@ -156,11 +151,11 @@ class SingleGpu:
         self.broken = failed and iteration.engine != "eager"
         try:
             if "compile" in iteration.engine:
-                self.torch._dynamo.reset()
+                torch._dynamo.reset()
             gc.collect()
-            self.torch.cuda.synchronize()
-            self.torch.cuda.empty_cache()
-            self.torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         except RuntimeError:
             self.broken = True
         return measured

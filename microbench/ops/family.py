@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall
-
-if TYPE_CHECKING:  # formulas must import where torch is absent
-    import torch
+from itercast.microbench.slow_imports import torch
 
 DRAWN = 2**16
 Tensor: TypeAlias = "torch.Tensor"
@@ -206,8 +204,6 @@ def autograd_call(leaves: int, device: str) -> Callable[[], object]:
 
     Its time is the overhead of ``torch.autograd.grad`` itself.
     """
-    import torch  # lazy: formulas must import where torch is absent
-
     inputs = [torch.ones(1, device=device, requires_grad=True) for _ in range(leaves)]
     outputs = [x.view(1) for x in inputs]
     gradients = [torch.ones(1, device=device) for _ in inputs]
@@ -237,8 +233,6 @@ def by_name(op: str, values: Mapping[str, float]) -> Values:
 
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a dtype name; tf32 is stored as fp32."""
-    import torch  # lazy: formulas must import where torch is absent
-
     return {
         "fp64": torch.float64,
         "fp32": torch.float32,

@@ -15,6 +15,7 @@ from typing import Any
 
 from itercast.microbench.hardware.machine import cores
 from itercast.microbench.processes.lanes import visible_gpus
+from itercast.microbench.slow_imports import dist, torch
 from itercast.microbench.timing.clock import MIN_US, Timing, other_ops, summarise
 
 CALLS = 4  # of a collective, between two barriers
@@ -72,9 +73,6 @@ def start_ranks(
 
 def join_process_group(device: str) -> tuple[int, int]:
     """Join the process group that torchrun describes; returns (rank, world size)."""
-    import torch  # lazy: orders are made without torch
-    import torch.distributed as dist
-
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -83,9 +81,6 @@ def join_process_group(device: str) -> tuple[int, int]:
 
 def rank0_value(value: int) -> int:
     """Broadcasts rank 0's value: returns it on every rank."""
-    import torch  # lazy, as above
-    import torch.distributed as dist
-
     tensor = torch.tensor([value], device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.broadcast(tensor, src=0)
     return int(tensor.item())
@@ -93,9 +88,6 @@ def rank0_value(value: int) -> int:
 
 def max_over_ranks(samples: list[float]) -> list[float]:
     """The maximum over all ranks, sample by sample."""
-    import torch  # lazy, as above
-    import torch.distributed as dist
-
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     tensor = torch.tensor(samples, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -113,7 +105,6 @@ def time_collective(run: Callable[[], object], device: str) -> Timing:
 
 def _back_to_back(run: Callable[[], object]) -> Timing:
     """Mean device time of five calls back to back; 5 to 40 samples, a barrier before each."""
-    import torch.distributed as dist  # lazy, as above
 
     def once() -> float:
         dist.barrier()
@@ -131,8 +122,6 @@ def _between_other_ops(run: Callable[[], object]) -> Timing:
     Right after a barrier, when all ranks and threads are awake, a call is three times faster than
     in a step, where ranks arrive at different times and threads sleep.
     """
-    import torch.distributed as dist  # lazy, as above
-
     other = other_ops()
 
     def nothing() -> None:
@@ -159,8 +148,6 @@ def _between_other_ops(run: Callable[[], object]) -> Timing:
 
 def _device_us(run: Callable[[], object]) -> float:
     """Device time per call, between CUDA events around five calls."""
-    import torch  # lazy, as above
-
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     for _ in range(DEVICE_CALLS):

@@ -11,6 +11,7 @@ from typing import Any
 
 from itercast.microbench import store
 from itercast.microbench.hardware.machine import cpu_name, measure_cpu
+from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Row
 from itercast.microbench.timing.nvml import driver_version
 
@@ -19,8 +20,6 @@ COMMIT = "ITERCAST_COMMIT"  # environment variable with the commit, where git is
 
 def card_facts(root: Path, device: str) -> Row:
     """Facts for every card of this sweep: machine, versions, date."""
-    import torch  # lazy: cards can be read without torch
-
     known = store.read_hardware([root])
     gpu = known.get(cpu_name()) or measure_cpu() if device == "cpu" else cuda_gpu()
     return {
@@ -35,8 +34,6 @@ def card_facts(root: Path, device: str) -> Row:
 
 def cuda_versions() -> dict[str, str]:
     """Versions of CUDA, cuDNN, NCCL and driver, the GPU's UUID and the commit, where known."""
-    import torch  # lazy, as above
-
     found = {
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
@@ -60,8 +57,6 @@ def commit() -> str:
 
 def cuda_gpu() -> Any:
     """The first CUDA device as a ``Gpu``: from its hardware file, else from torch's properties."""
-    import torch  # lazy: CPU sweeps must run where torch has no CUDA
-
     from itercast.microbench.hardware.cuda import gpu_of
 
     if not torch.cuda.is_available():

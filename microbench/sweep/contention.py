@@ -14,13 +14,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks, start_ranks
-
-if TYPE_CHECKING:
-    import torch
+from itercast.microbench.slow_imports import dist, torch
 
 RANKS = 2
 SIZES_MIB = (1, 4, 16)  # of gradient buckets
@@ -51,9 +48,6 @@ def measure_contention() -> float:
 
 def _on_rank() -> float:
     """Measure on this rank; the result is the same on all ranks."""
-    import torch  # lazy: the parent does not need it
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
     join_process_group("cpu")
     factors = [_beside(torch.zeros(mib * 2**18)) for mib in SIZES_MIB]
@@ -63,9 +57,6 @@ def _on_rank() -> float:
 
 def _beside(bucket: torch.Tensor) -> float:
     """Contention of the all_reduce of a bucket and products that take about as long."""
-    import torch  # lazy, as above
-    import torch.distributed as dist
-
     a = torch.randn(256, 256)
     reduce, product = partial(dist.all_reduce, bucket), partial(torch.mm, a, a)
     reduce()
@@ -86,8 +77,6 @@ def _beside(bucket: torch.Tensor) -> float:
 
 def _typical_us(run: Callable[[], object]) -> float:
     """Median time on the slower rank; ranks wait for each other before each run."""
-    import torch.distributed as dist  # lazy, as above
-
     times_us = []
     for _ in range(REPETITIONS):
         dist.barrier()

@@ -9,6 +9,7 @@ from pathlib import Path
 from itercast.microbench import store
 from itercast.microbench.ops import families
 from itercast.microbench.processes.ranks import threads_of
+from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Row
 
 HOST_SHARE = 0.05  # of a GPU's sweep, for host times
@@ -83,8 +84,6 @@ def phases(device: str, swept: Sequence[str], nodes: bool = False, devices: int 
             Phase(families=together, threads=1, share=0.2, ranks=2),
         ]
     else:
-        import torch  # lazy: CPU sweeps do not ask
-
         gpus = torch.cuda.device_count()
         groups = sorted({2**n for n in range(1, gpus.bit_length())} | {gpus} - {1})
         groups = [gpus] if nodes else groups

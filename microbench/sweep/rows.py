@@ -7,6 +7,7 @@ import os
 import socket
 from typing import Protocol
 
+from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Facts, Row
 from itercast.microbench.timing.nvml import Nvml
 
@@ -45,8 +46,6 @@ class Order(Protocol):
 
 def software() -> str:
     """The measuring software and its version, as in the column ``stack``."""
-    import torch  # lazy: rows are read where torch is absent
-
     return f"torch-{torch.__version__}"
 
 

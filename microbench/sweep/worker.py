@@ -22,6 +22,7 @@ from itercast.microbench.processes.ranks import (
     rank0_value,
     time_collective,
 )
+from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Row
 from itercast.microbench.sweep.captured_points import ModelCaptures
 from itercast.microbench.sweep.gpu_chunk_worker import sweep_in_chunks
@@ -96,8 +97,6 @@ def slowest_rows(rows: list[Row]) -> list[Row]:
 
 def run(order: WorkerOrder) -> None:
     """Measure points until the budget is spent; every tenth point again, much later."""
-    import torch  # lazy: the parent must not pay for it
-
     torch.set_num_threads(max(1, order.threads))
     torch.manual_seed(order.seed)
     if order.device == "cpu":

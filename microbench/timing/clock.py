@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from itercast.microbench.ops.family import Workload
 from itercast.microbench.ops.step.small_ops import small_ops
+from itercast.microbench.slow_imports import torch
 
 WARM_TIME_S = 0.008
 WARM_SAMPLES = (5, 9)
@@ -135,8 +136,6 @@ class CallCost:
     """
 
     def __init__(self, disturb: Callable[[], object], now_ns: NowNs = time.perf_counter_ns) -> None:
-        import torch  # lazy: summaries must work where torch is absent
-
         self._now_ns = now_ns
         x, aten = torch.ones(8), torch.ops.aten
 
@@ -173,8 +172,6 @@ class Clock:
     """Times workloads on the CPU with warm and cold caches, by the clock of so many ``threads``."""
 
     def __init__(self, cache_bytes: float, threads: int = 0) -> None:
-        import torch  # lazy: summaries must work where torch is absent
-
         self._now_ns = clock_of(threads)
         self._flush = torch.zeros(int(1.5 * cache_bytes) // 4).sum
         self._call_cost = CallCost(other_ops(), self._now_ns)
@@ -205,8 +202,6 @@ class Anchor:
     """
 
     def __init__(self, threads: int = 0) -> None:
-        import torch  # lazy: summaries must work where torch is absent
-
         self._now_ns = clock_of(threads)
         a, x = torch.randn(192, 192), torch.ones(1)
 

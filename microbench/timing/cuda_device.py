@@ -12,8 +12,8 @@ import gc
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any
 
+from itercast.microbench.slow_imports import torch
 from itercast.microbench.timing.device import Events, Launched, Run
 from itercast.microbench.timing.kernels import kernels_by_run, profile
 from itercast.microbench.timing.nvml import Nvml, Reading
@@ -40,9 +40,6 @@ class CudaDevice:
     name = "cuda"
 
     def __init__(self, l2_bytes: float) -> None:
-        import torch  # lazy: the parent and CPU sweeps do without CUDA
-
-        self.torch: Any = torch
         self.nvml = Nvml(str(torch.cuda.get_device_properties(0).uuid))
         self._failed_profiles = 0
         torch.cuda.set_per_process_memory_fraction(MEMORY_FRAC)
@@ -58,11 +55,10 @@ class CudaDevice:
 
     def _take(self, size: int) -> None:
         """Allocate and free a block: torch's caching allocator keeps it."""
-        self.torch.empty(size, dtype=self.torch.uint8, device="cuda")
+        torch.empty(size, dtype=torch.uint8, device="cuda")
 
     def _calibrate(self) -> float:
         """Sleep cycles per microsecond, measured after half a second of work."""
-        torch = self.torch
         x = torch.randn(2048, 2048, device="cuda")
         end = time.monotonic() + WARM_UP_S
         while time.monotonic() < end:
@@ -79,12 +75,12 @@ class CudaDevice:
 
     def settings(self, dtype: str) -> None:
         """Turn TF32 on for dtype tf32, and off for all others."""
-        self.torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
-        self.torch.backends.cudnn.allow_tf32 = dtype == "tf32"
+        torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
+        torch.backends.cudnn.allow_tf32 = dtype == "tf32"
 
     def allocated_bytes(self) -> int:
         """Bytes of live tensors."""
-        return int(self.torch.cuda.memory_allocated())
+        return int(torch.cuda.memory_allocated())
 
     def tiny(self) -> None:
         """Launch a kernel that negates one number."""
@@ -92,14 +88,14 @@ class CudaDevice:
 
     def _events(self) -> Events:
         """Two events, recorded once, as CUDA creates an event at its first record."""
-        begin, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         end.record()
         return begin, end
 
     def _sleep(self, us: float) -> None:
         if us > 0:
-            self.torch.cuda._sleep(int(min(us, MAX_SLEEP_US) * self._cycles_per_us))
+            torch.cuda._sleep(int(min(us, MAX_SLEEP_US) * self._cycles_per_us))
 
     def _between(self, events: Events, run: Run) -> Launched:
         begin, end = events
@@ -137,12 +133,12 @@ class CudaDevice:
 
     def wait(self) -> None:
         """Wait until all queued work is done."""
-        self.torch.cuda.synchronize()
+        torch.cuda.synchronize()
 
     def broken(self) -> bool:
         """Whether a sticky error has occurred: then even waiting fails."""
         try:
-            self.torch.cuda.synchronize()
+            torch.cuda.synchronize()
         except RuntimeError:
             return True
         return False
@@ -177,11 +173,11 @@ class CudaDevice:
         keeps it, and allocating most of the free memory besides would leave none for CUDA itself.
         """
         gc.collect()  # the garbage collector is off during a chunk
-        self.torch.cuda.empty_cache()
-        reserved_bytes = self.torch.cuda.memory_reserved()
+        torch.cuda.empty_cache()
+        reserved_bytes = torch.cuda.memory_reserved()
         if reserved_bytes >= self.arena_bytes / 2:
             return
-        free_bytes, _ = self.torch.cuda.mem_get_info()
+        free_bytes, _ = torch.cuda.mem_get_info()
         try:
             self._take(min(int(ARENA_FRAC * free_bytes), self.arena_bytes - reserved_bytes))
         except RuntimeError as exc:  # points then wait for cudaMalloc once each

@@ -18,6 +18,7 @@ from itercast.microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
+from itercast.microbench.slow_imports import torch  # when it is used: formulas do without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,6 @@ def resize(p: Fft, factor: float, lean: float) -> Fft:
 
 def build(p: Fft, device: str) -> Workload:
     """Allocate the input; ``run`` only launches."""
-    import torch  # lazy: formulas must import where torch is absent
-
     x = torch.randn(p.rows, p.size, device=device).to(torch_dtype(p.dtype))
     return Workload(run=lambda: torch.fft.rfft(x), through_aten=False)
 

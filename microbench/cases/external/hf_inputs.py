@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from itercast.microbench.assumptions import assumed
+from itercast.microbench.slow_imports import torch
 
 PER_SAMPLE = (
     *("ForSequenceClassification", "ForImageClassification", "ForVideoClassification"),
@@ -83,8 +84,6 @@ def _adds_masks(model: Any, config: Any) -> bool:
 
 def _mask(batch: int, seq: int) -> Any:
     """What is added to scores of full sequences, as encoders make it of a tokenizer's mask."""
-    import torch  # lazy: names need no torch
-
     return torch.zeros(batch, 1, 1, seq)
 
 
@@ -101,8 +100,6 @@ def _labels(
     inputs: dict[str, Any], accepted: Any, kind: str, batch: int, seq: int
 ) -> dict[str, Any]:
     """Labels: the input tokens, class 0 per sample or pixel, or a transcript of audio."""
-    import torch  # lazy: names need no torch
-
     classes = torch.zeros(batch, dtype=torch.int64)
     if "start_positions" in accepted:
         return {"start_positions": classes, "end_positions": classes}
@@ -132,7 +129,6 @@ def _labels(
 
 def _with_values(rows: list[Any]) -> Any:
     """Return a real integer tensor even under FakeTensorMode, for models that read its values."""
-    import torch  # lazy, as above
     from torch.utils._python_dispatch import _disable_current_modes
 
     with _disable_current_modes():
@@ -145,8 +141,6 @@ def _class_name(model: Any) -> str:
 
 def _tokens(config: Any, kind: str, batch: int, seq: int) -> Any:
     """Random tokens (batch, seq); ValueError beyond the model's positions."""
-    import torch  # lazy, as above
-
     _check_length(seq, kind)
     text = config.get_text_config(decoder=True)
     limit = _first(text, "max_target_positions", "max_position_embeddings")
@@ -162,8 +156,6 @@ def _check_length(seq: int, kind: str) -> None:
 
 def _images(config: Any, batch: int) -> Any:
     """Images (batch, channels, height, width), or videos (batch, frames, channels, ...)."""
-    import torch  # lazy, as above
-
     vision = getattr(config, "vision_config", config)
     size = _first(vision, "image_size", "crop_size") or IMAGE_SIZE
     height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -174,8 +166,6 @@ def _images(config: Any, batch: int) -> Any:
 
 def _waves(config: Any, kind: str, batch: int, seq: int) -> Any:
     """Waveforms (batch, samples), of codecs (batch, channels, samples), or a spectrogram."""
-    import torch  # lazy, as above
-
     if getattr(config, "num_mel_bins", None) and getattr(config, "max_length", None):
         return torch.randn(batch, config.max_length, config.num_mel_bins)
     _check_length(seq, kind)
@@ -185,8 +175,6 @@ def _waves(config: Any, kind: str, batch: int, seq: int) -> Any:
 
 def _spectrograms(config: Any, kind: str, batch: int, seq: int) -> Any:
     """Spectrograms (batch, frames, features); of models like Whisper (batch, features, frames)."""
-    import torch  # lazy, as above
-
     sound = _first(config, "encoder_config", "audio_config") or config
     features = _first(sound, "feature_projection_input_dim", "input_feat_per_channel", "input_dim")
     bins, frames = _first(sound, "num_mel_bins"), _first(sound, "max_source_positions")

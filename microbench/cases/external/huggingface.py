@@ -16,6 +16,7 @@ from typing import Any
 
 from itercast.microbench.cases.evalcase import EvalCase
 from itercast.microbench.cases.external.hf_inputs import make_inputs
+from itercast.microbench.slow_imports import torch
 
 # Settings of a configuration file that are ignored: code to run, dtypes, caches, attention.
 DROPPED = (
@@ -180,7 +181,6 @@ def say_eager(architecture: str) -> None:
 
 def _built(kind: Any, config: Any) -> Any:
     """Construct the model; on the meta device if its constructor reads values of tensors."""
-    import torch  # lazy: names need no torch
     from torch._subclasses.fake_tensor import DataDependentOutputException
     from torch.utils._python_dispatch import _disable_current_modes
 

@@ -28,6 +28,7 @@ from itercast.microbench.ops.lookup.random_streams import (
     unique_rows,
     with_random_stream,
 )
+from itercast.microbench.slow_imports import torch
 
 OPS = ("forward", "sgd", "rowwise_adagrad")
 DIMS = (8, 16, 32, 64, 128, 256)
@@ -78,8 +79,6 @@ def sweep() -> Iterator[BatchedBags]:
 
 def build(p: BatchedBags, device: str) -> Workload:
     """FBGEMM's module and row numbers; a backward pass repeats that of one forward pass."""
-    import torch  # lazy: formulas must import where torch is absent
-
     fbgemm = _fbgemm()
     on = ("HOST", "CPU") if device == "cpu" else ("DEVICE", "CUDA")
     place = fbgemm.EmbeddingLocation[on[0]], fbgemm.ComputeDevice[on[1]]

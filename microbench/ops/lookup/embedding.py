@@ -22,6 +22,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import resize_along
+from itercast.microbench.slow_imports import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +52,6 @@ def sweep() -> Iterator[Embedding]:
 
 def build(p: Embedding, device: str) -> Workload:
     """A random table and random valid indices."""
-    import torch  # lazy: formulas must import where torch is absent
-
     aten = torch.ops.aten
     index = torch.randint(0, p.rows, (p.lookups,), device=device)
     if p.op == "forward":

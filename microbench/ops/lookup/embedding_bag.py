@@ -34,6 +34,7 @@ from itercast.microbench.ops.lookup.random_streams import (
     with_random_stream,
 )
 from itercast.microbench.ops.sizes import aligned
+from itercast.microbench.slow_imports import torch
 
 MODES = ("sum", "mean", "max")  # as numbered by aten
 OPS = ("forward", "backward", "sparse_backward")
@@ -135,8 +136,6 @@ def one_after_the_other(runs: list[Callable[[], object]]) -> Callable[[], object
 
 def _one_table(p: EmbeddingBag, index: Tensor, starts: Tensor, device: str) -> Callable[[], object]:
     """The call on one table, with row numbers (lookups,) and starts of bags (bags,)."""
-    import torch  # lazy: formulas must import where torch is absent
-
     aten, mode = torch.ops.aten, MODES.index(p.mode)
     table = repeated(torch.randn, (p.rows, p.dim), device).to(torch_dtype(p.dtype))
     weight = torch.rand(p.lookups, device=device).to(table.dtype) if p.weighted else None

@@ -22,6 +22,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.lookup.index_calls import ANSWERS, IndexOp
 from itercast.microbench.ops.sizes import MAX_NUMEL, aligned, spread
+from itercast.microbench.slow_imports import torch
 
 ELEMENTWISE_INDEX = ("gather", "scatter", "scatter_", "scatter_add", "scatter_add_")
 SLICE_INDEX = ("index_select", "index", "index_add", "index_add_")
@@ -112,8 +113,6 @@ def build(p: IndexOp, device: str) -> Workload:
 
 
 def _random(p: IndexOp, device: str, *shape: int) -> Tensor:
-    import torch  # lazy: formulas must import where torch is absent
-
     if p.dtype == "int64":
         return torch.randint(0, 2**30, shape, device=device)
     return torch.rand(shape, device=device).to(torch_dtype(p.dtype))
@@ -134,8 +133,6 @@ def _axis(p: IndexOp) -> int:
 
 
 def _indexed(p: IndexOp, device: str) -> Callable[[], object]:
-    import torch  # lazy: formulas must import where torch is absent
-
     call, axis = getattr(torch.ops.aten, p.op.replace("_accumulate", "")), _axis(p)
     x = _random(p, device, *_shape(p, p.source))
     if p.op in ELEMENTWISE_INDEX:
@@ -156,8 +153,6 @@ def _indexed(p: IndexOp, device: str) -> Callable[[], object]:
 
 
 def _copying(p: IndexOp, device: str) -> Callable[[], object]:
-    import torch  # lazy: formulas must import where torch is absent
-
     call, axis = getattr(torch.ops.aten, p.op), _axis(p)
     if p.op in JOIN:
         sizes = [p.size // p.tensors] * p.tensors
@@ -193,8 +188,6 @@ def _copying(p: IndexOp, device: str) -> Callable[[], object]:
 
 
 def _part(p: IndexOp, part: Tensor, device: str) -> Callable[[], object]:
-    import torch  # lazy: formulas must import where torch is absent
-
     call, axis, full = getattr(torch.ops.aten, p.op), _axis(p), _shape(p, p.source)
     if p.op == "slice_backward":
         return lambda: call(part, full, axis, 0, p.size, 1)

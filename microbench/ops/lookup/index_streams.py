@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from itercast.microbench.ops.lookup.reuse import histogram, histogram_text
+from itercast.microbench.slow_imports import torch
 
 MAX_SKEW = 10.0
 UNREADABLE = (RuntimeError, EOFError, OSError, KeyError)
@@ -131,8 +132,6 @@ def _parquet(path: Path) -> list[Lookups]:
 
 
 def _tensors(path: Path) -> list[Lookups]:
-    import torch  # lazy: formulas must import where torch is absent
-
     unpickling: Any = torch.serialization.pickle.UnpicklingError  # type: ignore[attr-defined]
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

@@ -27,6 +27,7 @@ from itercast.microbench.ops.lookup.reuse import (
     reuse_of,
     scatter_factor,
 )
+from itercast.microbench.slow_imports import torch
 
 Stream = Any  # parameters with a stream, of any family
 KINDS = ("uniform", "zipf", "trace", "histogram")
@@ -76,8 +77,6 @@ def stream_kind(p: Stream) -> str:
 
 def draw_rows(p: Stream, device: str) -> Tensor:
     """Random row numbers (lookups,) of the point's stream, int64 on the device."""
-    import torch  # lazy: formulas must import where torch is absent
-
     if not p.reuse:
         return zipf_indices(p, device)
     rng = np.random.default_rng(int(torch.randint(2**31, ()).item()))
@@ -87,8 +86,6 @@ def draw_rows(p: Stream, device: str) -> Tensor:
 
 def bag_starts(p: Stream) -> np.ndarray:
     """Starts of bags whose lengths have the mean lookups / bags and the relative ``spread``."""
-    import torch  # lazy: formulas must import where torch is absent
-
     if not p.spread:
         return np.asarray(np.arange(p.bags) * p.lookups // p.bags)
     rng = np.random.default_rng(int(torch.randint(2**31, ()).item()))
@@ -100,8 +97,6 @@ def bag_starts(p: Stream) -> np.ndarray:
 
 def draw_stream(p: Stream, device: str) -> tuple[Tensor, Tensor]:
     """Row numbers (lookups,) and the starts (bags,) of bags, int64 on the device."""
-    import torch  # lazy: formulas must import where torch is absent
-
     starts = torch.tensor(bag_starts(p), device=device)
     return draw_rows(p, device), starts
 
@@ -111,8 +106,6 @@ def zipf_indices(p: Stream, device: str) -> Tensor:
 
     Drawn on the device by the inverse of the continuous distribution on [1/2, rows + 1/2].
     """
-    import torch  # lazy: formulas must import where torch is absent
-
     u = torch.rand(p.lookups, dtype=torch.float64, device=device)
     low, high, power = 0.5, p.rows + 0.5, 1 - p.skew
     if abs(power) < 1e-6:

@@ -41,6 +41,7 @@ from itercast.microbench.ops.lookup.random_streams import (
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import spread
+from itercast.microbench.slow_imports import torch
 
 OPS = ("sgd", "adagrad", "adam")  # torch.optim.SGD, Adagrad, SparseAdam
 COALESCED = ("adagrad", "adam")
@@ -102,8 +103,6 @@ def build(p: SparseUpdate, device: str) -> Workload:
 
 def operands(p: SparseUpdate, index: Tensor, device: str) -> tuple[Tensor, Tensor]:
     """A table, and a gradient of the rows ``index`` (1, lookups) in the order of their lookups."""
-    import torch  # lazy: formulas must import where torch is absent
-
     dtype = torch_dtype(p.dtype)
     table = torch.nn.Parameter(repeated(torch.randn, (p.rows, p.dim), device).to(dtype))
     values = repeated(torch.randn, (p.lookups, p.dim), device).to(dtype)
@@ -113,8 +112,6 @@ def operands(p: SparseUpdate, index: Tensor, device: str) -> tuple[Tensor, Tenso
 
 def optimizer_step(op: str, table: Tensor, gradient: Tensor) -> Callable[[], object]:
     """The optimizer's step on this table; its state is there already."""
-    import torch  # lazy, as above
-
     if op == "sgd":  # without the loop over parameters, which costs more than a small addition
         return lambda: table.data.add_(gradient, alpha=-LEARNING_RATE)
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, of which torch warns

@@ -27,6 +27,7 @@ from itercast.microbench.ops.family import (
     torch_dtype,
 )
 from itercast.microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, aligned, tile_edge_or_any
+from itercast.microbench.slow_imports import torch
 
 BACKWARD_OVER_FORWARD: float = assumed(__file__, "backward_over_forward")
 MAX_FLOPS = 8e9
@@ -97,7 +98,6 @@ def build(p: Attention, device: str) -> Workload:
     training, except for a single query, as in decoding (sdp_utils.cpp in
     aten/src/ATen/native/transformers/cuda).
     """
-    import torch  # lazy: formulas must import where torch is absent
 
     def tensor(heads: int, length: int) -> Tensor:
         shape = (p.batch, heads, length, p.head_dim)

@@ -33,6 +33,7 @@ from itercast.microbench.ops.sizes import (
     MAX_SIDE,
     aligned,
 )
+from itercast.microbench.slow_imports import torch
 
 MAX_FLOPS = 3e9
 MAX_GROUPED_FLOPS = 2e8  # grouped kernels reach a fraction of the peak
@@ -103,7 +104,6 @@ def layers(rng: np.random.Generator) -> Iterator[Conv]:
 
 def build(p: Conv, device: str) -> Workload:
     """Random input and weight; the output gradient has the shape of a real output."""
-    import torch  # lazy: formulas must import where torch is absent
 
     def tensor(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(torch_dtype(p.dtype))

@@ -30,6 +30,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.matrix.expert_loads import Column, Count, summed
 from itercast.microbench.ops.sizes import MAX_ROWS, resize_along
+from itercast.microbench.slow_imports import torch
 
 # Products with matrices of hidden x inner numbers, by op.
 MATRICES = {"layer": 3, "gate_up": 2, "down": 1, "down_full": 3}
@@ -83,8 +84,6 @@ def sweep() -> Iterator[Experts]:
 
 def build(p: Experts, device: str) -> Workload:
     """Tokens in the order of their experts, equal shares; all experts on this device."""
-    import torch  # lazy: formulas must import where torch is absent
-
     if p.skew or p.local != p.experts:
         raise NotImplementedError("experts are timed with equal shares and all on one device")
     if device == "cuda" and p.dtype != "bf16":

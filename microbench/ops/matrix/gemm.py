@@ -27,6 +27,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_SIDE, aligned, tile_edge_or_any
+from itercast.microbench.slow_imports import torch
 
 TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64), (32, 64))
 LARGE: int = assumed(__file__, "large_side")
@@ -91,8 +92,6 @@ def build(p: Gemm, device: str) -> Workload:
     Outside bf16 torch runs grouped_mm one expert after the other, and waits for the GPU to learn
     how many tokens each has (_grouped_mm_fallback in ATen/native/GroupedMMUtils.h): not one op.
     """
-    import torch  # lazy: formulas must import where torch is absent
-
     if p.op == "grouped_mm":
         if device == "cuda" and p.dtype != "bf16":
             raise NotImplementedError("grouped_mm is timed in bf16 alone: others wait for the host")
@@ -122,7 +121,6 @@ def build(p: Gemm, device: str) -> Workload:
 
 def _grouped(p: Gemm, device: str) -> Workload:
     """A grouped_mm of equal shares; tokens are sorted by expert as in Hugging Face's models."""
-    import torch  # lazy, as above
 
     def operand(*shape: int) -> Tensor:
         return repeated(torch.randn, shape, device).to(torch_dtype(p.dtype))

@@ -30,6 +30,7 @@ from itercast.microbench.ops.family import (
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_BATCH, resize_along
+from itercast.microbench.slow_imports import torch
 
 GATES = 4  # input, forget, cell, output
 MODE = 2  # an LSTM's number among recurrent networks, in torch and cuDNN
@@ -76,7 +77,6 @@ def sweep() -> Iterator[Recurrent]:
 
 def build(p: Recurrent, device: str) -> Workload:
     """oneDNN's layer on a CPU, cuDNN's on a GPU, its backward through autograd."""
-    import torch  # lazy: formulas must import where torch is absent
 
     def tensor(*shape: int) -> Tensor:
         return (torch.randn(shape, device=device) * 0.1).to(torch_dtype(p.dtype))
@@ -102,8 +102,6 @@ def build(p: Recurrent, device: str) -> Workload:
 def _on_cpu(
     p: Recurrent, x: Tensor, h: Tensor, c: Tensor, w: list[Tensor], grad: Tensor
 ) -> Callable[[], object]:
-    import torch  # lazy: formulas must import where torch is absent
-
     aten = torch.ops.aten
     how = (MODE, p.hidden, 1, True)
 
@@ -121,8 +119,6 @@ def _on_cpu(
 def _on_cuda(
     p: Recurrent, x: Tensor, h: Tensor, c: Tensor, w: list[Tensor], grad: Tensor
 ) -> Callable[[], object]:
-    import torch  # lazy: formulas must import where torch is absent
-
     module = torch.nn.LSTM(p.inputs, p.hidden, device=x.device, dtype=x.dtype)
     flat: list[torch.Tensor] = list(
         module.parameters()

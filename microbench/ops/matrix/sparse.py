@@ -32,6 +32,7 @@ from itercast.microbench.ops.lookup.index_calls import IndexOp
 from itercast.microbench.ops.lookup.random_streams import zipf_indices
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
+from itercast.microbench.slow_imports import torch
 
 LAYOUTS = {"csr": 0.45, "csc": 0.25, "coo": 0.3}  # no assumption: shares of a sweep
 MAX_NNZ = 2**21
@@ -89,8 +90,6 @@ def sweep() -> Iterator[Sparse]:
 
 def build(p: Sparse, device: str) -> Workload:
     """A random sparse matrix and random dense ones."""
-    import torch  # lazy: formulas must import where torch is absent
-
     dtype = torch_dtype(p.dtype)
     matrix = _matrix(p, device)
 
@@ -109,8 +108,6 @@ def build(p: Sparse, device: str) -> Workload:
 
 def _matrix(p: Sparse, device: str) -> Tensor:
     """The sparse matrix; a csc one is a transposed CSR one, as a backward has it."""
-    import torch  # lazy, as above
-
     shape = (p.cols, p.rows) if p.layout == "csc" else (p.rows, p.cols)
     place = _places(p, device)
     row, col = place // p.cols, place % p.cols
@@ -135,8 +132,6 @@ def _places(p: Sparse, device: str) -> Tensor:
 
     Rows are drawn like look-ups in a table; values that a full row cannot hold go anywhere.
     """
-    import torch  # lazy, as above
-
     lookups = EmbeddingBag(op="forward", rows=p.rows, dim=1, bags=1, lookups=p.nnz, skew=p.skew)
     col = torch.randint(0, p.cols, (p.nnz,), device=device)
     places = torch.unique(zipf_indices(lookups, device) * p.cols + col)

@@ -25,6 +25,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.memory import elementwise_names as known
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
+from itercast.microbench.slow_imports import torch
 
 # no assumption: shares of a sweep
 FORMS = {"same": 0.5, "scalar": 0.14, "row": 0.12, "col": 0.08, "strided": 0.08, "transposed": 0.08}
@@ -97,8 +98,6 @@ def sweep() -> Iterator[Elementwise]:
 
 def build(p: Elementwise, device: str) -> Workload:
     """Random operands, positive where a function needs it; in-place ops keep their magnitude."""
-    import torch  # lazy: formulas must import where torch is absent
-
     dtype, rows = torch_dtype(p.dtype), p.numel // p.inner
 
     def operand(*shape: int) -> Tensor:
@@ -125,8 +124,6 @@ def build(p: Elementwise, device: str) -> Workload:
 
 
 def _scalar(op: str, x: Tensor) -> Callable[[], object]:
-    import torch  # lazy: formulas must import where torch is absent
-
     value: float = {"mul_": 1.0, "pow_general": 1.7}.get(op, 2.0)
     value = value if x.is_floating_point() else int(value)
     call = getattr(torch.ops.aten, op.removesuffix("_general"))
@@ -134,8 +131,6 @@ def _scalar(op: str, x: Tensor) -> Callable[[], object]:
 
 
 def _broadcast(p: Elementwise, x: Tensor, small: Tensor) -> Callable[[], object]:
-    import torch  # lazy: formulas must import where torch is absent
-
     call = getattr(torch.ops.aten, p.op)
     if p.op == "clone":
         wide = small.expand_as(x)
@@ -151,8 +146,6 @@ def _broadcast(p: Elementwise, x: Tensor, small: Tensor) -> Callable[[], object]
 
 def _call(p: Elementwise, operands: list[Tensor]) -> Callable[[], object]:
     """The call on operands of one shape; the first may be strided."""
-    import torch  # lazy: formulas must import where torch is absent
-
     aten, (x, y) = torch.ops.aten, operands[:2]
     call = getattr(aten, p.op.removesuffix("_general"))
     if p.op == "clone":

@@ -25,6 +25,7 @@ from itercast.microbench.ops.family import (
     torch_dtype,
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.slow_imports import torch
 
 CALL = "itercast.fused"
 MAX_ELEMENTS = 2**23
@@ -67,8 +68,6 @@ def sweep() -> Iterator[Fused]:
 
 def build(p: Fused, device: str) -> Workload:
     """A compiled chain, every third op a row's mean; NotImplementedError without a compiler."""
-    import torch  # lazy: formulas must import where torch is absent
-
     if device == "cpu" and not shutil.which("g++"):
         raise NotImplementedError("torch.compile needs a C++ compiler on a CPU")
     size = p.numel * ITEMSIZE_BYTES[p.dtype]

@@ -29,6 +29,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_BATCH, MAX_PIXELS_A_SIDE, MAX_ROWS, MAX_SIDE, spread
+from itercast.microbench.slow_imports import torch
 
 FLOPS_PER_ELEMENT = {  # no assumption: counted in the formula of each op
     "layer": 8.0,  # mean 1, variance 3, normalise 2, scale and shift 2
@@ -88,8 +89,6 @@ def sweep() -> Iterator[Norm]:
 
 def build(p: Norm, device: str) -> Workload:
     """Random tensors; a backward gets the statistics of a real forward."""
-    import torch  # lazy: formulas must import where torch is absent
-
     dtype = torch_dtype(p.dtype)
     by_row = p.op.startswith(("layer", "rms"))
     shape = (p.rows, p.cols) if by_row else (p.rows, p.channels, p.cols, 1)
@@ -102,8 +101,6 @@ def build(p: Norm, device: str) -> Workload:
 
 
 def _layer(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
-    import torch  # lazy: formulas must import where torch is absent
-
     aten, shape, mask = torch.ops.aten, [p.cols], [True, True, True]
     if p.op == "layer":
         return Workload(run=lambda: aten.native_layer_norm(x, shape, w, w, 1e-5))
@@ -114,8 +111,6 @@ def _layer(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
 
 def _rms(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
     """The RMS norm; its backward goes through autograd, as a CPU decomposes it."""
-    import torch  # lazy: formulas must import where torch is absent
-
     fused = torch.ops.aten._fused_rms_norm
     if p.op == "rms":
         return Workload(run=lambda: fused(x, [p.cols], w, 1e-5))
@@ -129,8 +124,6 @@ def _rms(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
 
 
 def _batch(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
-    import torch  # lazy: formulas must import where torch is absent
-
     aten, train, mask = torch.ops.aten, "eval" not in p.op, [True, True, True]
     mean, var = torch.zeros_like(w), torch.ones_like(w)
     if not p.op.endswith("backward"):
@@ -148,8 +141,6 @@ def _batch_of_models(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
     The choice goes by dtype, number of samples, mode and axes (_select_batch_norm_backend in
     ATen/native/Normalization.cpp); two axes, where there is one position, are never cuDNN's.
     """
-    import torch  # lazy: formulas must import where torch is absent
-
     x, grad = (t.flatten(1) if p.cols == 1 else t for t in (x, grad))
     mean, var, bias = torch.zeros_like(w), torch.ones_like(w), torch.zeros_like(w)
     settings = ("eval" not in p.op, 0.1, 1e-5, True)
@@ -166,8 +157,6 @@ def _batch_of_models(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
 
 
 def _group(p: Norm, x: Tensor, grad: Tensor, w: Tensor) -> Workload:
-    import torch  # lazy: formulas must import where torch is absent
-
     aten, sizes, mask = torch.ops.aten, (p.rows, p.channels, p.cols, p.groups), [True, True, True]
     if p.op == "group":
         return Workload(run=lambda: aten.native_group_norm(x, w, w, *sizes, 1e-5))

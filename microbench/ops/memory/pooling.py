@@ -23,6 +23,7 @@ from itercast.microbench.ops.family import (
     torch_dtype,
 )
 from itercast.microbench.ops.sizes import MAX_BATCH, resize_along
+from itercast.microbench.slow_imports import torch
 
 WINDOWED = ("max_pool2d_with_indices", "avg_pool2d")
 ADAPTIVE = ("_adaptive_avg_pool2d", "adaptive_max_pool2d")
@@ -102,8 +103,6 @@ def sweep() -> Iterator[Pooling]:
 
 def build(p: Pooling, device: str) -> Workload:
     """Random images; a backward gets the results of its forward."""
-    import torch  # lazy: formulas must import where torch is absent
-
     layout = torch.channels_last if p.channels_last else torch.contiguous_format
 
     def image(h: int, w: int) -> Tensor:
@@ -114,8 +113,6 @@ def build(p: Pooling, device: str) -> Workload:
 
 
 def _runner(p: Pooling, x: Tensor, grad: Tensor) -> Callable[[], object]:
-    import torch  # lazy: formulas must import where torch is absent
-
     base = p.op.removesuffix("_backward")
     call, forward = getattr(torch.ops.aten, p.op), getattr(torch.ops.aten, base)
     out, size = [p.out_h, p.out_w], [p.batch, p.channels, p.h, p.w]

@@ -22,6 +22,7 @@ from itercast.microbench.ops.family import (
     torch_dtype,
 )
 from itercast.microbench.ops.sizes import MAX_NUMEL, spread
+from itercast.microbench.slow_imports import torch
 
 DROPOUT = ("native_dropout", "native_dropout_backward")
 IN_PLACE = ("bernoulli_", "normal_", "uniform_", "exponential_", "random_")
@@ -74,8 +75,6 @@ def sweep() -> Iterator[RandomOp]:
 
 def build(p: RandomOp, device: str) -> Workload:
     """Operands as in a model; draws overwrite them, so that values never drift."""
-    import torch  # lazy: formulas must import where torch is absent
-
     aten, dtype = torch.ops.aten, torch_dtype(p.dtype)
     if p.op in NEW:
         return Workload(run=_creation(p, device))
@@ -93,8 +92,6 @@ def build(p: RandomOp, device: str) -> Workload:
 
 
 def _creation(p: RandomOp, device: str) -> Callable[[], object]:
-    import torch  # lazy: formulas must import where torch is absent
-
     if p.op == "randperm":
         return lambda: torch.randperm(p.size, device=device)
     if p.op == "randint":

@@ -26,6 +26,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.memory.elementwise import Elementwise, memory_copy
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_ROWS, MAX_SIDE, spread
+from itercast.microbench.slow_imports import torch
 
 SOFTMAX = ("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 SUMS = ("sum", "mean", "amax", "amin", "linalg_vector_norm", "logsumexp", "prod")
@@ -87,8 +88,6 @@ def sweep() -> Iterator[Reduction]:
 
 def build(p: Reduction, device: str) -> Workload:
     """Random tensors: probabilities where a backward needs them, valid targets for losses."""
-    import torch  # lazy: formulas must import where torch is absent
-
     dtype = torch_dtype(p.dtype)
     shape = (p.outer, p.size) if p.inner == 1 else (p.outer, p.size, p.inner)
     x = repeated(torch.randn, shape, device)
@@ -107,8 +106,6 @@ def build(p: Reduction, device: str) -> Workload:
 
 
 def _reducer(op: str, x: Tensor) -> Callable[[], object]:
-    import torch  # lazy: formulas must import where torch is absent
-
     call = getattr(torch.ops.aten, op)
     if op == "linalg_vector_norm":
         return lambda: call(x, 2, [1])
@@ -122,8 +119,6 @@ def _reducer(op: str, x: Tensor) -> Callable[[], object]:
 
 
 def _nll(p: Reduction, x: Tensor) -> Workload:
-    import torch  # lazy: formulas must import where torch is absent
-
     flat = "2d" not in p.op
     x = x if flat else x.reshape(p.outer, p.size, p.inner, 1)
     target_shape = (p.outer,) if flat else (p.outer, p.inner, 1)
@@ -137,8 +132,6 @@ def _nll(p: Reduction, x: Tensor) -> Workload:
 
 
 def _paired(p: Reduction, x: Tensor) -> Workload:
-    import torch  # lazy: formulas must import where torch is absent
-
     aten, target, mode = torch.ops.aten, torch.rand_like(x), 0 if p.size == 1 else 1
     if p.op == "mse_loss":
         return Workload(run=lambda: aten.mse_loss(x, target, mode))

@@ -34,6 +34,7 @@ from itercast.microbench.ops.step.alpha_beta import (
     link_us,
     network_us,
 )
+from itercast.microbench.slow_imports import dist, torch
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 ALONG = ("log_bus_us", "log_message", "log_share")
@@ -80,9 +81,6 @@ def sweep() -> Iterator[Collective]:
 
 def build(p: Collective, device: str) -> Workload:
     """Buffers for a process group of ``p.world_size`` ranks, which must exist."""
-    import torch  # lazy: formulas must import where torch is absent
-    import torch.distributed as dist
-
     if not dist.is_initialized() or dist.get_world_size() != p.world_size:
         raise ValueError(f"{p.op} needs a process group of {p.world_size} ranks")
     dtype = torch_dtype(p.dtype)
@@ -93,8 +91,6 @@ def build(p: Collective, device: str) -> Workload:
 
 
 def _runs(op: str, whole: Tensor, part: Tensor) -> Callable[[], object]:
-    import torch.distributed as dist  # lazy, as above
-
     gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     other = whole.clone()
@@ -111,8 +107,6 @@ def _runs(op: str, whole: Tensor, part: Tensor) -> Callable[[], object]:
 
 def _ring(send: Tensor, receive: Tensor) -> None:
     """Sends to the next rank and receives from the previous one."""
-    import torch.distributed as dist  # lazy, as above
-
     rank, n = dist.get_rank(), dist.get_world_size()
     works = [dist.isend(send, (rank + 1) % n), dist.irecv(receive, (rank - 1) % n)]
     for work in works:

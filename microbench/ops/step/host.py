@@ -18,6 +18,7 @@ from itercast.microbench.ops.family import (
     log_uniform,
 )
 from itercast.microbench.ops.step.small_ops import small_ops
+from itercast.microbench.slow_imports import torch
 
 CALLS = 6  # even and few, so that they run nearly as cold as in a step
 REPEATED = "repeated_op"  # a small op of a loop over embedding tables, on a CPU
@@ -125,8 +126,6 @@ def _launches(device: str) -> Workload:
 
 def _repeated_ops(device: str) -> Workload:
     """Bag lengths and starts of several tables, computed one table after the other."""
-    import torch  # lazy, as above
-
     starts = torch.arange(64, device=device)
     end = torch.tensor([64], device=device)
 
@@ -139,8 +138,6 @@ def _repeated_ops(device: str) -> Workload:
 
 
 def _module_calls(device: str) -> Callable[[], object]:
-    import torch  # lazy: formulas must import where torch is absent
-
     x, module = torch.ones(1, device=device), torch.nn.Identity()
 
     def run() -> None:
@@ -151,8 +148,6 @@ def _module_calls(device: str) -> Callable[[], object]:
 
 
 def _views(device: str) -> Callable[[], object]:
-    import torch  # lazy, as above
-
     x = torch.ones(1, device=device)
 
     def run() -> None:
@@ -167,8 +162,6 @@ def _nodes(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
 
     A sum passes its gradient through: no op runs in the backward.
     """
-    import torch  # lazy, as above
-
     x, leaf = torch.ones(1, device=device), torch.ones(1, device=device, requires_grad=True)
     empty = autograd_call(1, device)
 
@@ -188,8 +181,6 @@ def _nodes(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
 
 
 def _leaf_backward(count: int, device: str) -> Callable[[], object]:
-    import torch  # lazy, as above
-
     leaves = [torch.ones(1, device=device, requires_grad=True) for _ in range(count)]
     gradients = [torch.ones(1, device=device) for _ in range(count)]
 
@@ -208,8 +199,6 @@ def _leaves(device: str) -> tuple[Callable[[], object], Callable[[], object]]:
 
 def _zero_grads(device: str) -> Callable[[], object]:
     """Sets every gradient of a module to None, as ``zero_grad`` does."""
-    import torch  # lazy, as above
-
     module = torch.nn.ModuleList(torch.nn.Linear(1, 1, device=device) for _ in range(CALLS // 2))
 
     def run() -> None:
@@ -221,7 +210,6 @@ def _zero_grads(device: str) -> Callable[[], object]:
 
 def _optimizer(p: Host, device: str) -> Workload:
     """Builds a foreach step on tensors of one element; its foreach calls alone as baseline."""
-    import torch  # lazy, as above
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Log(TorchDispatchMode):
@@ -268,8 +256,6 @@ def features(p: Host, gpu: Gpu) -> dict[str, Numbers | str]:
 
 def gpu_points(rng: np.random.Generator) -> Iterator[Host]:
     """Yields the events of ``on_one_gpu``; with several GPUs also those of parallel wrappers."""
-    import torch  # lazy: sizes are drawn where torch is absent
-
     yield from on_one_gpu(rng)
     if torch.cuda.device_count() > 1:
         for trial in range(8):

@@ -23,6 +23,7 @@ from itercast.microbench.ops.family import (
     repeated,
     torch_dtype,
 )
+from itercast.microbench.slow_imports import torch
 
 ONE = ("_foreach_mul_", "_foreach_add_", "_foreach_sqrt", "_foreach_div_", "_foreach_neg")
 ROOT = "_foreach_sqrt"
@@ -91,7 +92,6 @@ def build(p: OptimizerOp, device: str) -> Workload:
 
     Repeated calls keep values in range.
     """
-    import torch  # lazy: formulas must import where torch is absent
 
     def tensors() -> list[Tensor]:
         large = max(1, (p.tensors + 1) // 2)
@@ -129,8 +129,6 @@ def build(p: OptimizerOp, device: str) -> Workload:
 
 def _fused(op: str, tensors: Callable[[], list[Tensor]]) -> Callable[[], object]:
     """A fused step with rates so small that a thousand steps hardly change the values."""
-    import torch  # lazy: formulas must import where torch is absent
-
     params, grads = tensors(), tensors()
     if op.startswith("_fused_sgd"):
         momenta = tensors() if op.endswith("momentum") else []

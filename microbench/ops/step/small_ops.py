@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from itercast.microbench.slow_imports import torch
+
 
 def small_ops(device: str) -> list[Callable[[], object]]:
     """Calls of some thirty kinds of ops on tensors of a few hundred elements."""
-    import torch  # lazy: summaries must work where torch is absent
-
     functions = torch.nn.functional
     shapes = ((16, 32), (32, 32), (2, 16, 32), (1, 2, 8, 16))
     x, w, cube, heads = (torch.randn(*shape, device=device) for shape in shapes)
