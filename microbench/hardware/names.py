@@ -3,46 +3,130 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
 
-from itercast.microbench.hardware.spec import gpu_names
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.node import load_node, node_named, node_names
+from itercast.microbench.hardware.spec import gpu_names, load_gpu
 
-# By nvidia-smi, torch and published tables, where they differ from the file's name in more than
-# punctuation, case and maker.
-NAMES = {
-    "Tesla V100-SXM2-16GB": "v100-sxm-16gb",
-    "Tesla V100-SXM2-32GB": "v100-sxm-32gb",
-    "Tesla V100-DGXS-32GB": "v100-sxm-32gb",
-    "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
-    "NVIDIA A100-SXM4-40GB": "a100-sxm-40gb",
-    "NVIDIA A100-SXM4-80GB": "a100-sxm-80gb",
-    "NVIDIA H100 80GB HBM3": "h100-sxm-80gb",
-    "NVIDIA H100-SXM5-80GB": "h100-sxm-80gb",
-    "NVIDIA H100 PCIe": "h100-pcie-80gb",
-    "NVIDIA H200": "h200-sxm-141gb",
-    "NVIDIA H800": "h800-sxm-80gb",
-    "NVIDIA H200-SXM5-141GB": "h200-sxm-141gb",
-    "NVIDIA GH200 120GB": "gh200",
-    "NVIDIA B200": "b200-sxm",
-    "NVIDIA B300": "b300-sxm",
-    "NVIDIA B300 SXM6 AC": "b300-sxm",
-    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx-pro-6000",
-    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtx-pro-6000",
-    "AMD Instinct MI100": "mi100",
-    "AMD Instinct MI210": "mi210",
-    "AMD Instinct MI250": "mi250",
-    "AMD Instinct MI300X": "mi300x",
-}
+# What a word says about the card's form; the memory of an H100 tells it, too.
+FORMS = {"dgx": "sxm", "dgxs": "sxm", "hgx": "sxm", "hbm3": "sxm"}
+FORMS |= dict.fromkeys(("pcie", "nvl", "sxm"), "") | {f"sxm{n}": "sxm" for n in range(2, 7)}
+# Words that tell no GPU from another one: makers, architectures, packages, virtual functions.
+SILENT = {"nvidia", "tesla", "geforce", "amd", "instinct", "radeon", "gpu", "nvlink", "gb", "oam"}
+SILENT |= {"blackwell", "hopper", "ampere", "turing", "volta", "pascal", "tensor", "core"}
+SILENT |= {"server", "workstation", "edition", "ac", "vf"}
+# By LLVM and a count of compute units in hex, as ROCm names files.
+COMPUTE_UNITS = {"gfx90878": "mi100", "gfx90a68": "mi210", "gfx90a6e": "mi250"}
+COMPUTE_UNITS |= {"gfx942130": "mi300x", "gfx94250": "mi308x", "gfx950100": "mi355x"}
+USUAL: Mapping[str, str] = assumed(__file__, "usual_forms")
 
 
-def _plain(text: str) -> str:
-    words = re.sub(r"[^a-z0-9]+", " ", text.lower()).split()
-    return " ".join(w for w in words if w not in ("nvidia", "tesla", "geforce", "amd"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Name:
+    """A name taken apart: model in one word, form (sxm, pcie, nvl) and GB of memory if stated."""
+
+    model: str
+    form: str = ""
+    memory: str = ""
 
 
-KNOWN = {_plain(name): ours for name, ours in NAMES.items()}
-KNOWN |= {_plain(name): name for name in gpu_names()}
+def parse(text: str) -> Name:
+    """Takes a name of a GPU apart; what it does not say stays empty."""
+    words = re.sub(r"(\d) ?gb\b", r"\1gb", text.lower())
+    words = re.sub(r"[^a-z0-9]+", " ", words).strip()
+    model, form, memory = "", "", ""
+    for word in words.split():
+        if word in FORMS:
+            form = FORMS[word] or word
+        elif size := re.fullmatch(r"(\d+)gb", word) or (model and re.fullmatch(r"(\d{2,3})", word)):
+            memory = size[1]
+        elif word not in SILENT:
+            model += COMPUTE_UNITS.get(word, word)
+    return Name(model=model, form=form, memory=memory)
+
+
+@cache
+def _by_model() -> dict[str, dict[str, Name]]:
+    """Hardware files and what their names state, by model; RTX cards also without that word."""
+    found: dict[str, dict[str, Name]] = {}
+    for file in gpu_names():
+        name = parse(file)
+        for model in {name.model, name.model.removeprefix("rtx")} - {""}:
+            found.setdefault(model, {})[file] = name
+    return found
+
+
+def _agrees(stated: Name, file: Name) -> bool:
+    pairs = ((stated.form, file.form), (stated.memory, file.memory))
+    return all(not theirs or not ours or theirs == ours for theirs, ours in pairs)
+
+
+def _fitting(text: str) -> list[str]:
+    """Hardware files that a name fits: one of exactly that name, else the usual ones first."""
+    stated = parse(text)
+    files = _by_model().get(stated.model, {})
+    found = [file for file, name in files.items() if _agrees(stated, name)]
+    exact = [file for file in found if files[file] == stated]
+    usual = [file for file in USUAL.get(stated.model, ()) if file in found]
+    return exact or [*usual, *(file for file in found if file not in usual)]
 
 
 def gpu_named(text: str) -> str | None:
-    """The name of a device's hardware file, given any of its names; None without a file."""
-    return KNOWN.get(_plain(text))
+    """The name of a device's hardware file, given any of its names; None without a file.
+
+    Where a name fits several files, the usual form of the card is taken (``usual_forms``). A node
+    names its GPU.
+    """
+    if found := _fitting(text):
+        return found[0]
+    known = parse(text).model in _by_model()
+    node = None if known else node_named(text)
+    return load_node(node).gpu if node else None
+
+
+def form_assumed(text: str) -> str:
+    """A note if several hardware files fit a name, and one was taken; empty if just one does."""
+    found = _fitting(text)
+    if len(found) < 2:
+        return ""
+    form = "" if parse(text).form else parse(found[0]).form.upper()
+    return f"{form or found[0]} assumed"
+
+
+def memory_is_open(text: str) -> bool:
+    """Whether the usual form of a named GPU comes with several sizes of memory."""
+    found = [parse(file) for file in _fitting(text)]
+    return len({name.memory for name in found if name.form == found[0].form}) > 1
+
+
+def unknown_gpu(text: str) -> str:
+    """Why a name is refused, with the hardware files whose names are like it."""
+    models = _by_model()
+    like = get_close_matches(parse(text).model[:40], models, n=3)
+    known = ", ".join(sorted({file for model in like for file in models[model]}))
+    return f"unknown gpu: {text[:40]!r}" + (f"; known: {known}" if known else "")
+
+
+@cache
+def node_of(text: str) -> str:
+    """The node of a named system: itself, else the usual host of its GPU; empty without a file."""
+    if named := node_named(text):
+        return named
+    gpu = gpu_named(text)
+    ours = [name for name in node_names() if gpu and load_node(name).gpu == gpu]
+    usual = [name for name in ours if re.match(r"dgx-|hgx-", name)]
+    unbridged = [name for name in ours if load_node(name).topology != "pairwise"]
+    return next(iter([*usual, *unbridged]), "")
+
+
+@cache
+def link_of(text: str, ranks: int = 2) -> str:
+    """The kind of link among GPUs of a named system; empty where its GPU has no file."""
+    if node := node_of(text):
+        return load_node(node).link_among(ranks)
+    gpu = gpu_named(text)
+    return load_gpu(gpu).usual_link if gpu in gpu_names()[1:] else ""

@@ -14,7 +14,21 @@ from itercast.microbench.extensions import with_added
 from itercast.microbench.hardware.spec import check_types, read_facts
 
 HERE = Path(__file__).parent / "nodes"
-RACKS = {"dgx-gb200": "gb200-nvl72", "dgx-gb300": "gb300-nvl72"}  # racks of 18 DGX hosts
+# How published tables and clouds write them, where no file has that name.
+WRITTEN = (
+    (r"\bp4de\b", "aws-p4de"),
+    (r"\bp4d\b", "aws-p4d"),
+    (r"\bp5\b", "aws-p5"),
+    (r"\ba3 high\b", "gcp-a3-high"),
+    (r"\ba3 mega\b", "gcp-a3-mega"),
+    (r"\ba3 ultra\b", "gcp-a3-ultra"),
+    (r"\bgcp a4\b", "gcp-a4"),
+    (r"\ba100\b.*\boci\b", "oci-bm-gpu4-8"),
+    (r"\balps\b", "alps-gh200"),
+    (r"\bkestrel\b", "kestrel-h100"),
+    (r"\bgb200\b", "gb200-nvl72"),
+    (r"\bgb300\b", "gb300-nvl72"),
+)
 USUAL_GPUS_PER_NODE: int = assumed(__file__, "usual_gpus_per_node")  # where no node is named
 TOPOLOGIES = ("nvswitch", "mesh", "hypercube", "pairwise", "pcie")
 
@@ -109,7 +123,9 @@ def _node_files() -> dict[str, Path]:
 
 
 def node_named(text: str) -> str | None:
-    """The name of a node's file, in any case and with spaces for hyphens; None without a file."""
-    plain = re.sub(r"[\s_-]+", "-", text.strip().lower())
-    plain = RACKS.get(plain, plain)
-    return plain if plain in node_names() else None
+    """The name of a node's file, in any spelling or within a longer text; None without a file."""
+    words = re.sub(r"[^a-z0-9]+", " ", text.lower()).removesuffix(" nvlink").split()
+    for spelling in ("-".join(words), "-".join(reversed(words))):
+        if spelling in _node_files():
+            return spelling
+    return next((name for said, name in WRITTEN if re.search(said, " ".join(words))), None)

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.microbench.hardware.names import gpu_named
-from itercast.microbench.hardware.node import Node, load_node
+from itercast.microbench.hardware.node import Node, load_node, node_named
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.importers.base import (
     About,
@@ -50,26 +50,7 @@ OPS = {
     "send_recv": "send_recv",
     "all_to_all": "all_to_all",
 }
-NODES = (
-    (r"p4de\.", "aws-p4de"),
-    (r"p4d\.", "aws-p4d"),
-    (r"p5\.", "aws-p5"),
-    (r"A3 High", "gcp-a3-high"),
-    (r"A3 Mega", "gcp-a3-mega"),
-    (r"A3 Ultra", "gcp-a3-ultra"),
-    (r"GCP A4", "gcp-a4"),
-    (r"A100.*OCI", "oci-bm-gpu4-8"),
-    (r"Alps", "alps-gh200"),
-    (r"Kestrel", "kestrel-h100"),
-    (r"GB200", "gb200-nvl72"),
-    (r"GB300", "gb300-nvl72"),
-)
-FALLBACK = {
-    "h100": "h100-sxm-80gb",
-    "h200": "h200-sxm-141gb",
-    "b200": "b200-sxm",
-    "b300": "b300-sxm",
-}
+VARIANT = re.compile(r"[A-Z]+\d+-SXM\d?-\d+GB")  # at the start of a longer text
 
 
 def read(path: Path, hints: Hints = Hints()) -> Imported:  # noqa: B008  # frozen
@@ -153,12 +134,12 @@ def _named(file_name: str) -> str:
 def machine(log: Log, stated: Mapping[str, Any], hints: Hints) -> dict[str, Any]:
     """gpu, nodes and gpus_per_node of a run; empty or 0 where they are not stated."""
     variant, short = text_of(stated.get("gpu_variant")), text_of(stated.get("gpu"))
-    part = re.match(r"[A-Z]+\d+-SXM\d?-\d+GB", variant)
-    gpu = gpu_named(part[0]) if part else FALLBACK.get(short) or gpu_named(short)
+    part = VARIANT.match(variant)
+    gpu = gpu_named(part[0]) if part else gpu_named(log.gpu)
     hosts = set(log.ranks.values())
     per_node = len(log.ranks) // len(hosts) if hosts else 0
     return {
-        "gpu": gpu or gpu_named(log.gpu) or hints.gpu,
+        "gpu": gpu or gpu_named(short) or hints.gpu,
         "nodes": whole(stated.get("nodes")) or len(hosts) or hints.nodes,
         "gpus_per_node": whole(stated.get("gpus_per_node")) or per_node or hints.gpus_per_node,
     }
@@ -170,7 +151,7 @@ def _rows(
     """All rows of a run; a row with wrong data has status error."""
     _, sizes, dtypes, in_place, times, wrong = zip(*log.rows, strict=True)
     variant = text_of(stated.get("gpu_variant"))
-    named = next((name for pattern, name in NODES if re.search(pattern, variant)), "")
+    named = node_named(variant)
     node = load_node(named) if named else hints.node
     nic = number(stated.get("nic_bytes_per_s_per_gpu"))
     nic = nic or (hints.node.network_bytes_per_s if hints.node else 0.0)

@@ -30,6 +30,17 @@ def read_parquet(
     return frame.assign(line=np.arange(len(frame)))
 
 
+def parquet_columns(path: Path) -> list[str]:
+    """Names of the columns of a Parquet file; raises Unreadable where it is none."""
+    import pyarrow as pa  # lazy: most importers do without
+    import pyarrow.parquet as pq
+
+    try:
+        return list(pq.read_schema(path).names)
+    except (pa.ArrowException, OSError, ValueError) as exc:
+        raise Unreadable("not a Parquet table") from exc
+
+
 def _parsed(data: bytes, needed: Sequence[str], optional: Sequence[str]) -> pd.DataFrame:
     import pyarrow as pa  # lazy: most importers do without
     import pyarrow.parquet as pq

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from itercast.microbench.hardware.names import NAMES, gpu_named
+from itercast.microbench.hardware.names import (
+    USUAL,
+    form_assumed,
+    gpu_named,
+    link_of,
+    node_of,
+    unknown_gpu,
+)
 from itercast.microbench.hardware.node import Node, load_node, node_named, node_names
 from itercast.microbench.hardware.spec import HERE, gpu_names, load_gpu
 
@@ -202,7 +209,22 @@ def test_unknown_names_list_the_known() -> None:
         ("B300", "b300-sxm"),
         ("GB300", "gb300"),
         ("RTX_4090", "rtx-4090"),
-        ("H100", None),  # in three forms
+        ("H100", "h100-sxm-80gb"),  # in three forms: the usual one
+        ("A100 PCIe", "a100-pcie-80gb"),
+        ("A6000", "rtx-a6000"),
+        ("rtx3090", "rtx-3090"),
+        ("NVIDIA H800", "h800-sxm-80gb"),
+        ("h200_sxm", "h200-sxm-141gb"),
+        ("NVIDIA Blackwell GPU (B200-SXM-180GB)", "b200-sxm"),
+        ("AMD Instinct MI300X VF", "mi300x"),
+        ("gfx942130", "mi300x"),  # 304 compute units in hex
+        ("a100_40", "a100-sxm-40gb"),
+        ("h100_pairwise_nvlink", "h100-nvl"),  # a node names its GPU
+        ("p4d.24xlarge", "a100-sxm-40gb"),
+        ("NVIDIA H100-SXM5-96GB", None),  # no such memory in a file
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("RTX 4090 Laptop GPU", None),
+        ("L40", None),
         ("Quadro RTX 5000", None),
         ("", None),
     ],
@@ -228,5 +250,34 @@ def test_nodes_are_found_in_any_spelling(theirs: str, ours: str | None) -> None:
     assert node_named(theirs) == ours
 
 
-def test_every_foreign_name_leads_to_a_file() -> None:
-    assert set(NAMES.values()) <= set(SHIPPED)
+def test_usual_forms_are_files() -> None:
+    assert {file for files in USUAL.values() for file in files} <= set(SHIPPED)
+
+
+def test_a_name_that_several_files_fit_says_which_one_was_taken() -> None:
+    assert form_assumed("A100 80GB") == "SXM assumed"
+    assert form_assumed("A100 SXM") == "a100-sxm-80gb assumed"
+    assert form_assumed("NVIDIA A100 80GB PCIe") == form_assumed("A40") == ""
+
+
+def test_a_refused_name_comes_with_those_like_it() -> None:
+    assert unknown_gpu("NVIDIA L40") == "unknown gpu: 'NVIDIA L40'; known: a40, l4, l40s"
+    assert unknown_gpu("Abacus") == "unknown gpu: 'Abacus'"
+
+
+@pytest.mark.parametrize(
+    ("system", "ranks", "node", "link"),
+    [
+        ("h200_sxm", 8, "dgx-h200", "nvlink"),
+        ("NVIDIA H800", 8, "hgx-h800", "nvlink"),
+        ("a40_pairwise_nvlink", 2, "a40-pairwise", "pairwise"),
+        ("a40_pairwise_nvlink", 4, "a40-pairwise", "bridged"),
+        ("rtx_pro_6000_server", 2, "rtx-pro-6000-pcie", "pcie"),
+        ("AMD Instinct MI300X", 2, "", "nvlink"),  # no file of a node
+        ("Abacus", 2, "", ""),
+    ],
+)
+def test_systems_have_the_usual_node_of_their_gpu(
+    system: str, ranks: int, node: str, link: str
+) -> None:
+    assert (node_of(system), link_of(system, ranks)) == (node, link)

@@ -12,8 +12,12 @@ import pandas as pd
 from itercast.eval.public.sources.models import Model, model_of
 from itercast.eval.public.sources.plans import network_doubt, plan_of
 from itercast.eval.public.sources.timm_models import timm_config
-from itercast.microbench.assumptions import assumed
-from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.hardware.names import (
+    form_assumed,
+    gpu_named,
+    memory_is_open,
+    unknown_gpu,
+)
 from itercast.microbench.importers.base import (
     About,
     Imported,
@@ -41,7 +45,6 @@ ABOUT = About(
 TABLE = ("model", "n_gpus", "precision", "global_batch", "step_time_s", "gpu", "gpu_detail")
 TIMM = ("model", "train_step_time", "train_batch_size", "train_img_size")
 TIMM_NAME = re.compile(r"benchmark-train-amp-(nhwc|nchw)-pt(\d)(\d+)-cu(\d+)-(\w+)\.csv(\.gz)?")
-TIMM_GPUS = {"rtx3090": "rtx-3090", "rtx4090": "rtx-4090", "a100": "a100-sxm-40gb"}
 COPIED: tuple[str, ...] = (
     "source",
     "framework",
@@ -66,13 +69,6 @@ ENGINES = (
     ("TE ", "fused"),
     (".*CUDA graphs", "graph"),
 )
-# As llm-foundry names GPUs; the peaks that it takes for them are of SXM modules.
-BY_MEMORY = {
-    "a100_80gb": "a100-sxm-80gb",
-    "a100_40gb": "a100-sxm-40gb",
-    "h100_80gb": "h100-sxm-80gb",
-}
-A100_FORM = assumed(__file__, "a100_form")
 COUNTS = ("num_params", "layers", "d_model", "heads", "ffn", "vocab")
 DTYPES = (
     (r"^pure bf16|^bf16$|^BF16$", "bf16", False),  # Megatron-LM keeps weights in bf16, too
@@ -184,23 +180,20 @@ def optimizer_of(stated: str, usual: str) -> tuple[str, str]:
 
 def gpu_of(gpu: str, detail: str) -> tuple[str, str]:
     """Returns a GPU's name, and a note if it was assumed; ValueError if missing or unknown."""
-    found = BY_MEMORY.get(gpu) or gpu_named(gpu)
-    if found:
-        return found, ""
-    size = re.search(r"(\d+) ?G", detail.partition("(")[2] or detail)
-    memory = size[1] if size else ""
-    dgx = re.search(r"DGX|SXM", detail) is not None
-    if gpu == "A100" and memory in ("40", "80"):
-        return f"a100-{A100_FORM}-{memory}gb", "" if dgx else f"{A100_FORM.upper()} assumed"
-    if gpu == "V100" and dgx and memory in ("16", "32"):
-        return f"v100-sxm-{memory}gb", ""
-    if gpu == "H100" and dgx:
-        return "h100-sxm-80gb", ""
     if not gpu:
         raise ValueError("gpu is not stated")
-    if gpu in ("A100", "V100", "H100"):
+    size = re.search(r"(\d+) ?G", detail.partition("(")[2] or detail)
+    form = re.search(r"DGX|SXM|PCIe", detail.partition(" assumed")[0])
+    whole_name = f"{gpu} {form[0] if form else ''} {size[1] + 'GB' if size else ''}"
+    for name in (gpu, whole_name):  # a detail may contradict the name, or speak of the host
+        if (found := gpu_named(name)) and not form_assumed(name):
+            return found, ""
+    found = gpu_named(whole_name) or gpu_named(gpu)
+    if found is None:
+        raise ValueError(unknown_gpu(gpu))
+    if memory_is_open(whole_name):
         raise ValueError(f"gpu variant is not stated: {gpu!r}")
-    raise ValueError(f"unknown gpu: {gpu[:40]!r}")
+    return found, form_assumed(whole_name)
 
 
 def dtype_of(precision: str) -> tuple[str, bool]:
@@ -214,13 +207,14 @@ def dtype_of(precision: str) -> tuple[str, bool]:
 def _timm(collector: RowCollector, path: Path) -> None:
     """Collect one benchmark file of timm; its name states memory format, torch and GPU."""
     named = TIMM_NAME.fullmatch(path.name)
-    if named is None or named[5] not in TIMM_GPUS:
+    gpu = gpu_named(named[5]) if named else None
+    if named is None or gpu is None:
         return collector.drop("file of timm whose name states no layout, torch and known gpu")
     frame = collector.csv(path, TIMM)
     if frame is None:
         return None
     rows = _timm_columns(frame) | {
-        "gpu": TIMM_GPUS[named[5]],
+        "gpu": gpu,
         "stack": f"torch-{named[2]}.{named[3]}+cu{named[4]}",
         "memory_format": named[1],
         "run_id": collector.run_id(path),

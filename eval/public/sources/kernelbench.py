@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.hardware.names import gpu_named, unknown_gpu
 from itercast.microbench.importers.base import (
     About,
     Imported,
@@ -60,8 +60,9 @@ def read(path: Path) -> Imported:
     frame["engine"] = frame["file"].str.extract(r"/([a-z0-9_-]+)\.json$")[0].map(ENGINES)
     keys = zip(frame["problems_tree"], frame["problem"], strict=True)
     frame["problem_source"] = [sources.get(key) for key in keys]
+    unknown = frame["hardware"][frame["gpu"] == ""].map(str).unique()
     reasons = {
-        "unknown gpu": frame["gpu"] == "",
+        **{unknown_gpu(name): frame["hardware"].map(str) == name for name in unknown},
         "compiled in a way that no engine states": frame["engine"].isna(),
         "timed with other shapes than those of its commit": frame["file"].isin(OTHER_SHAPES),
         "problem is not in its archive": frame["problem_source"].isna(),

@@ -7,9 +7,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from itercast.eval.public.sources.models import BERT, BERT_VOCABULARY, RESNET50, transformer
+from itercast.eval.public.sources.models import (
+    BERT,
+    BERT_VOCABULARY,
+    RESNET50,
+    model_of,
+    transformer,
+)
 from itercast.microbench.assumptions import assumed
-from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.hardware.names import gpu_named, unknown_gpu
 from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, node_named
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.importers.base import (
@@ -46,6 +52,7 @@ REFUSED = {
     "stable_diffusion": "no configuration for the model: latent diffusion",
     "gnn": "graphs are sampled while training",
     "llama2_70b_lora": "only a part of the weights is trained (LoRA)",
+    "llama31_405b": "plan of tensor and pipeline parallelism is not stated",
     "minigo": "rate is not that of a training step",
 }
 OTHER_SOFTWARE = re.compile("tinygrad|paddle", re.IGNORECASE)  # kernels and precision of its own
@@ -72,6 +79,12 @@ MODELS: Mapping[str, Mapping[str, str | int]] = {
         "optimizer": "sgd",
         "attn": "eager",
         "memory_format": "nhwc",
+    },
+    "llama31_8b": {
+        "hf_config": str(model_of({"model": "llama31_8b", "seq_len_tokens": "8192"}).hf_config),
+        "optimizer": "adamw_fused",
+        "attn": "sdpa",
+        "seq": 8192,
     },
     **{
         name: {"case": case, "builder": "case", "optimizer": "sgd", "attn": "sdpa"}
@@ -160,7 +173,7 @@ def _gpu(accelerator: str) -> tuple[str, list[str]]:
     plain = re.sub(r" *(CTS|\(\d+W\))$", "", accelerator)
     found = gpu_named(plain)
     if found is None:
-        raise ValueError(f"unknown gpu: {text_of(accelerator)[:40]!r}")
+        raise ValueError(unknown_gpu(text_of(accelerator)))
     return found, ["custom cooling and power limit"] if accelerator.endswith("CTS") else []
 
 

@@ -20,8 +20,12 @@ LLAMA = {
     ("2", "70"): (8, 32000, 80, 8192, 64, 28672),
     ("3", "8"): (8, 128256, 32, 4096, 32, 14336),
     ("3", "70"): (8, 128256, 80, 8192, 64, 28672),
-    ("3.1", "405"): (8, 128256, 126, 16384, 128, 53248),
+    ("3", "405"): (8, 128256, 126, 16384, 128, 53248),
 }
+# "Llama-3.1-8B", "llama31_8b", "meta-llama/Meta-Llama-3-70B": 3.1 differs from 3 in its positions.
+LLAMA_NAME = re.compile(
+    r"(?:[\w-]+/)?(?:meta-)?llama[-_ ]?(\d)(?:[._]?\d(?=[-_ ]))?[-_ ]?(\d+)b", re.IGNORECASE
+)
 # layers, width, heads, hidden. Sources: arXiv:2005.14165, table 2.1; conf/training/gpt3
 # of https://github.com/NVIDIA/NeMo-Framework-Launcher; the vocabulary is assumed.
 GPT3 = {
@@ -73,7 +77,7 @@ def model_of(given: Mapping[str, str]) -> Model:
     name = given["model"]
     if any(ADAPTERS.search(given.get(column, "")) for column in SAID_IN):
         raise ValueError("only a part of the weights is trained (LoRA)")
-    if found := re.match(r"llama-?(\d(?:\.\d)?)[-_](\d+)b$", name, re.IGNORECASE):
+    if found := LLAMA_NAME.fullmatch(name):
         return _llama(found[1], found[2], given)
     if name in EXPERTS:
         config, doubt = EXPERTS[name]

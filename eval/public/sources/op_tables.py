@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.hardware.names import gpu_named, unknown_gpu
 from itercast.microbench.importers.base import About, Imported, RowCollector, number, refuse, whole
 from itercast.microbench.importers.traces.kineto_ops import answered, describe
 
@@ -62,7 +62,7 @@ def _row(line: dict[Any, Any]) -> tuple[str, dict[str, Any]]:
     """Family and row of one op; ValueError says why it is left out."""
     op, gpu = str(line["op"]), gpu_named(str(line["device"]))
     if gpu is None:
-        raise ValueError(f"unknown gpu: {str(line['device'])[:40]!r}")
+        raise ValueError(unknown_gpu(str(line["device"])))
     if any(way in str(line["kernel_names"]) for way in ("HtoD", "DtoH")):
         raise ValueError("copy between host and device")
     dims, types, values = (_list(line[c]) for c in ("input_dims", "input_types", "concrete"))

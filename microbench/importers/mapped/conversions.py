@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from itercast.microbench.hardware.names import gpu_named
+from itercast.microbench.hardware.names import gpu_named, link_of, node_of, unknown_gpu
 from itercast.microbench.importers.base import Unreadable, read_json, text_of
 
+OTHERS = "*"  # key of a table of values: what all values have that it does not list
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 HOLE = re.compile(r"\{([^{}]+)\}")
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro")  # keys of plans that are numbers
@@ -51,7 +52,7 @@ OPERANDS: dict[str, int] = {
     "tera_per_s": 2,
 }
 OPERANDS |= dict.fromkeys([*UNITS, "round"], 1)
-OF_TEXT = ("gpu", "text", "lower", "first", "number", "of", "plan", "json", "file")
+OF_TEXT = ("gpu", "node", "link", "text", "lower", "first", "number", "of", "plan", "json", "file")
 
 
 def operands(expression: Any) -> tuple[str, list[Any]]:
@@ -149,16 +150,26 @@ class Cells:
         """Values translated by a table; a row whose value is not in it is refused."""
         given = self.texts(expression)
         named = expression if isinstance(expression, str) else "value"
-        unknown = ~given.isin(list(names))
+        unknown = ~given.isin(list(names)) & (OTHERS not in names)
         self.refuse(unknown, f"unknown {named}: " + given.map(lambda text: repr(text[:40])))
-        return given.map(names)
+        return given.map(lambda text: names.get(text, names.get(OTHERS)))
 
     def _gpu(self, expression: Any) -> pd.Series:
         """Names of GPUs' hardware files by any of their names."""
         given = self.texts(expression)
-        found = given.map(lambda text: gpu_named(text) or "")
-        self.refuse(found == "", "unknown gpu: " + given.map(lambda text: repr(text[:40])))
+        found = _each(given, lambda text: gpu_named(text) or "")
+        self.refuse(found == "", _each(given, unknown_gpu))
         return found
+
+    def _node(self, expression: Any) -> pd.Series:
+        """Names of nodes' files, by the name of a system or of the GPU in it; empty without one."""
+        return _each(self.texts(expression), node_of)
+
+    def _link(self, expression: Any, ranks: Any = 2) -> pd.Series:
+        """The kind of link among so many GPUs of a system, by the name of it or of its GPU."""
+        pairs = zip(self.texts(expression), self.texts(ranks), strict=True)
+        links = [link_of(name, int(n) if n.isdecimal() else 2) for name, n in pairs]
+        return pd.Series(links, index=self.frame.index, dtype=object)
 
     def _text(self, pattern: str) -> pd.Series:
         """A text with columns' values in place of their names in braces."""
@@ -208,6 +219,11 @@ class Cells:
         """The number at a position among those in a text: 8192 of "(128, 8192)" at 1."""
         digits = self.texts(expression).map(lambda text: NUMBER.findall(text[:1000])[at : at + 1])
         return digits.map(lambda found: float(found[0]) if found else np.nan).astype(float)
+
+
+def _each(texts: pd.Series, function: Callable[[str], str]) -> pd.Series:
+    """A function of every text, called once for equal ones."""
+    return texts.map({text: function(text) for text in texts.unique()})
 
 
 def _plan_of(keys: Mapping[str, str]) -> str:

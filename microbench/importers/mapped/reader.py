@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pandas as pd
 from itercast.microbench.importers.base import MAX_SIZE, Imported, RowCollector, positive, refuse
 from itercast.microbench.importers.mapped.conversions import Cells, Place
 from itercast.microbench.importers.mapped.source import CLOSED, Rule, Skip, Source, Table
-from itercast.microbench.importers.mapped.tables import read_table
+from itercast.microbench.importers.mapped.tables import columns_in, read_table, titles_in
 from itercast.microbench.ops import families
 
 TABLES = (".csv", ".csv.gz", ".parquet")
@@ -42,9 +43,18 @@ def read(source: Source, path: Path) -> Imported:
 
 
 def _tables(source: Source, file: Path) -> list[Table]:
-    """The first table that a file belongs to; of sheets all with that file's sections."""
+    """The first table that a file belongs to; of sheets all whose section the file has.
+
+    A file is known by its name, or else by what it holds: all columns that a table needs.
+    """
     found = [t for t in source.tables if any(file.match(pattern) for pattern in t.files)]
-    return found if found and found[0].section else found[:1]
+    if not found and file.name.endswith(TABLES):
+        names, place = columns_in(file), file.absolute().as_posix()
+        found = [t for t in source.tables if t.rules and not (t.header or t.section)]
+        found = [t for t in found if names.issuperset(t.needed()) and re.search(t.path, place)]
+    if found and found[0].section:
+        return [t for t in found if t.section in titles_in(file)] or found[:1]
+    return found[:1]
 
 
 def _collect(collector: RowCollector, path: Path, frame: pd.DataFrame, table: Table) -> None:

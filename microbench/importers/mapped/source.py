@@ -219,7 +219,10 @@ def _check(columns: Mapping[str, Any], constants: Mapping[str, Any], family: str
         raise ValueError(f"rows of {family} lack {missing}")
     for name, expression in columns.items():
         list(columns_of(expression))
-        free = not isinstance(expression, dict) or not {"of", "gpu"} & expression.keys()
+        free = (
+            not isinstance(expression, dict)
+            or not {"of", "gpu", "node", "link"} & expression.keys()
+        )
         if free and (name in CLOSED or types.get(name) in ("str", "bool")):
             raise ValueError(f"{name} must be a constant, a table of values or a gpu")
     for name in stated:

@@ -15,8 +15,9 @@ import pandas as pd
 
 from itercast.microbench.importers.base import RowCollector, Unreadable, read_text
 from itercast.microbench.importers.mapped.source import JSON, Table
-from itercast.microbench.importers.parquet import read_parquet
+from itercast.microbench.importers.parquet import parquet_columns, read_parquet
 
+MAX_HEADER = 2**16  # characters that the names of columns may take
 MAX_KEYS = 200  # of the objects in a column of JSON
 
 
@@ -40,6 +41,24 @@ def read_table(collector: RowCollector, path: Path, table: Table) -> pd.DataFram
     frame = frame.assign(**{k: v or "" for k, v in named.groupdict().items()})
     frame = frame.assign(**{name: "" for name in table.optional if name not in frame})
     return unpacked(frame, table)
+
+
+def columns_in(path: Path) -> set[str]:
+    """Names of the columns of a CSV or Parquet file; none where it is unreadable."""
+    try:
+        if path.suffix == ".parquet":
+            return set(parquet_columns(path))
+        return set(next(csv.reader(io.StringIO(read_text(path)[:MAX_HEADER])), []))
+    except (csv.Error, Unreadable):
+        return set()
+
+
+def titles_in(path: Path) -> set[str]:
+    """The first cells of a CSV file's rows, among them the titles of sections."""
+    try:
+        return {row[0].strip() for row in csv.reader(io.StringIO(read_text(path))) if row}
+    except (csv.Error, Unreadable):
+        return set()
 
 
 def read_object(collector: RowCollector, path: Path, needed: Sequence[str]) -> pd.DataFrame | None:

@@ -118,6 +118,16 @@ def test_a_folder_without_such_files_is_refused_in_one_line(tmp_path: Path) -> N
         tiny(tmp_path, readme__txt="hello")
 
 
+def test_a_file_of_another_name_is_known_by_its_columns(tmp_path: Path) -> None:
+    """All columns that the table needs; what lacks one of them is left out and counted."""
+    text = TINY.replace("  path: 'products_(?P<card>[^.]+)\\.csv'\n", "")
+    head, line = HEADER.replace("what", "card,what"), "A6000," + GOOD
+    short = head.replace(",note", "") + line.replace(",\n", "\n")
+    found = tiny(tmp_path, text, renamed__csv=head + line, notes__csv=short)
+    assert list(found.rows["gemm"]["gpu"]) == ["rtx-a6000"]
+    assert found.dropped == {"file not imported: 'notes.csv'": 1}
+
+
 def test_parquet_has_numbers_and_text(tmp_path: Path) -> None:
     frame = pd.DataFrame({"what": ["mm"], "type": ["half"], "M": [2], "N": [3], "K": [4.0]})
     frame = frame.assign(t=[0.5], note=[""])
@@ -156,6 +166,9 @@ CELLS = pd.DataFrame(
         ({"text": "v{b}-{e}"}, ["v4-", "v2-1"]),
         ({"lower": {"text": "V{b}"}}, ["v4", "v2"]),
         ({"of": "b", "values": {"4": True, "2": 7}}, [True, 7]),
+        ({"of": "b", "values": {"4": "four", "*": "other"}}, ["four", "other"]),
+        ({"node": {"text": "h{b}00_sxm"}}, ["", "dgx-h200"]),  # no GPU is called H400
+        ({"link": [{"text": "a40_pairwise"}, "b"]}, ["bridged", "pairwise"]),
         ({"plan": {"dp": "b", "tp": 1, "micro": 8}}, ["dp=4,accumulate=8", "dp=2,accumulate=8"]),
         (
             {"plan": {"pp": "b", "micro": 1, "recompute": {"text": "full"}}},
