@@ -84,8 +84,6 @@ def prepare(
         step = with_engine(with_indices(model, indices), engine)
         return step, find_target(gpu, plan, bundle, host, stack)
     parsed = ParallelPlan.parse(plan)
-    if options.get("lora") and parsed.tp > 1:
-        raise ValueError(f"plan {plan!r}: --lora allows tp=1 only, got tp={parsed.tp}")
     size = micro_size(model, parsed, options.pop("batch", None), options.pop("seq", None))
     target = find_target(gpu, plan, bundle, host, stack)
     step = capture(model, inputs, loss, **size, **{"amp": parsed.amp, **options})

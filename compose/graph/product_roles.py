@@ -3,7 +3,9 @@
 A linear layer whose result reaches another one without a norm of the whole width or a residual sum
 between them is cut by columns (its outputs), the other one by rows (its inputs), as in Megatron-LM
 (arXiv:1909.08053). Calls between the two work on a shard of the heads or columns: attention,
-activations, norms of each head.
+activations, norms of each head. Of an adapter B A x beside a layer (LoRA) only the factor is cut
+that meets the layer's cut: B by columns beside columns, A by rows beside rows, as in Megatron-LM's
+and torch's examples.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from itercast.compose.graph.adapters import find_adapters, without_adapters
 from itercast.compose.graph.rewrite import with_tensors
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.matrix.gemm import GROUPED
@@ -56,6 +59,8 @@ def weight_roles(capture: StepCapture, *, experts: bool = True) -> dict[int, str
     weights = {p.storage for p in capture.parameters if len(p.shape) in (2, 3 if experts else 2)}
     roles: dict[int, str] = {}
     forward = [c for c in capture.calls if c.phase in ("forward", "loss")]
+    adapters = list(find_adapters(forward, weights))
+    forward = without_adapters(forward, adapters)
     made = {t.storage for c in forward for t in c.outputs}
     for i, call in enumerate(forward):
         weight = _weight(call, weights)
@@ -72,7 +77,9 @@ def weight_roles(capture: StepCapture, *, experts: bool = True) -> dict[int, str
     heads = {p.shape for p in capture.parameters if roles.get(p.storage) == "vocabulary"}
     tables = {c.args[0].storage for c in forward if c.op == "aten.embedding.default"}
     named = {p.storage: p.shape for p in capture.parameters}
-    return roles | {s: "vocabulary" for s in tables if named.get(s) in heads and s not in roles}
+    roles |= {s: "vocabulary" for s in tables if named.get(s) in heads and s not in roles}
+    cut = [(x, roles[x.base]) for x in adapters if x.base in roles]
+    return roles | {x.down if role == "row" else x.up: role for x, role in cut}
 
 
 def _weight(call: OpCall, weights: set[int]) -> TensorSpec | None:
