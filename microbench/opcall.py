@@ -141,7 +141,8 @@ class ParamSpec:
     """A parameter of the model and when its gradient is complete.
 
     The gradient is ready after call number ``ready_after`` of the step (-1: it has none).
-    ``layout`` and ``nnz`` are those of ``TensorSpec``.
+    ``layout`` and ``nnz`` are those of ``TensorSpec``. ``local``: no other replica has it, as a
+    shard of an embedding table.
     """
 
     name: str
@@ -151,6 +152,7 @@ class ParamSpec:
     ready_after: int
     layout: str = ""
     nnz: int = 0
+    local: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 TRANSFORMS = ("split", "reorder", "fuse", "overlap")  # CoCoNeT, arXiv:2105.05720
 GREEDY = "greedy"  # of shard
+# Keys that plans with shard may have: they act on what is not a table, or on one rank.
+WITH_SHARD = ("dp", "zero", "hsdp", "ep", "amp", "compress", "node", "nodes")
 DEFAULT_CHUNKS = 8  # of coconet=...,overlap
 MOST = 99_999_999  # ranks or micro-batches of one kind
 FLAG = "a flag has no value"  # in place of a reader
@@ -143,6 +145,7 @@ class ParallelPlan:
     gossip: str = _key(_one_of("ring", "exp2"), "", "")  # averages in place of all_reduce
     coconet: str = _key(_transforms, "", "prices")
     shard: str = _key(_text(f"is {GREEDY} or a JSON file of a sharding"), "", "")
+    shard_group: int = _behind("shard", _integer(2, MOST), 0, "")  # ranks that share tables; 0: all
     node: str = _key(_text("needs a name or a YAML file"), "", "")
     nodes: int = _key(_degree, 0, "")  # 0: as many as the ranks need
 
@@ -170,6 +173,11 @@ class ParallelPlan:
     def shards(self) -> int:
         """Ranks among which parameters, gradients and states are shared out."""
         return self.hsdp or self.dp * self.cp
+
+    @property
+    def table_ranks(self) -> int:
+        """Ranks over which embedding tables are spread; other such groups have copies."""
+        return self.shard_group or self.dp
 
     @property
     def chunks(self) -> int:
@@ -301,9 +309,11 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield bool(p.coconet) and "split" not in p.coconet, "coconet starts with split"
     yield "fuse" in p.coconet and "reorder" not in p.coconet, "coconet: fuse needs reorder"
     yield p.shard != "" and p.dp == 1, "shard spreads tables over dp ranks: dp > 1"
-    ddp = {"dp", "micro", "amp", "compress", "shard", "node", "nodes"}
-    alone = set(p.stated) <= ddp and p.microbatches == 1
-    yield p.shard != "" and not alone, "shard goes with dp, amp, compress and node alone"
+    keys = {*WITH_SHARD, "shard", "shard_group", "imbalance", "micro"}
+    alone = keys.issuperset(p.stated) and p.microbatches == 1
+    yield p.shard != "" and not alone, f"shard goes with {', '.join(WITH_SHARD)} alone"
+    groups = p.dp % p.table_ranks != 0
+    yield groups, f"shard's group is from 2 and divides dp, got {p.shard_group}"
 
 
 def micro_batch(plan: ParallelPlan, batch: int, seq: int) -> tuple[int, int]:

@@ -51,6 +51,11 @@ class Layer:
         """One layer's parameters with a gradient."""
         return tuple(p for p in self.parameters if p.ready_after >= 0)
 
+    @cached_property
+    def replicated(self) -> tuple[ParamSpec, ...]:
+        """One layer's parameters that other replicas have too: all but shards of tables."""
+        return tuple(p for p in self.parameters if not p.local)
+
     def padded_bytes(self, ranks: int, *, trained: bool) -> int:
         """Bytes of one layer's parameters where each of ``ranks`` holds whole rows of each.
 
@@ -58,7 +63,7 @@ class Layer:
         where they are fewer than ranks, the next one is cut, as torchtitan does. ``trained``: only
         of those with a gradient.
         """
-        rows = [(p, _cut_length(p, ranks)) for p in (self.trained if trained else self.parameters)]
+        rows = [(p, _cut_length(p, ranks)) for p in (self.trained if trained else self.replicated)]
         return sum(p.nbytes // n * (-(-n // ranks) * ranks) for p, n in rows if n)
 
     @cached_property

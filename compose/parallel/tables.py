@@ -100,7 +100,7 @@ class RankStep:
         self._add(calls, part)
         for nbytes in self.work.sent.get(part, ()):
             message = collective(
-                "all_to_all", "dp", self._buffer(nbytes), "", received=tuple(received)
+                "all_to_all", "tables", self._buffer(nbytes), "", received=tuple(received)
             )
             self._add([message] if nbytes else [], part)
 
@@ -211,6 +211,7 @@ def _finished(step: RankStep, spread: Sequence[CapturedTable]) -> StepCapture:
             dtype=weight.dtype,
             storage=weight.storage,
             ready_after=step.ready.get(number, -1),
+            local=number not in step.ready,
         )
         for number, (s, weight) in own.items()
     ]

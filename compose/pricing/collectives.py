@@ -123,6 +123,8 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
       it, and ``replicate`` the outer part.
     - ``ep``: the inner part of dp, or of all ranks where tp does not cut experts; ``expert``: the
       replicas of its experts.
+    - ``tables``: ranks that share embedding tables, the inner part of dp; ``table_replicas``: those
+      that have the same part of them.
     - ``intra_node``: two ranks of one node; ``inter_node``: two of different nodes; ``near``: the
       ranks of ``shard`` in one node; ``world``: all.
 
@@ -136,6 +138,9 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     inner["ep"] = inner["dp"] if plan.expert_tp == plan.tp else 1
     size = {"tp": plan.tp, "cp": plan.cp, "dp": plan.dp, "ep": plan.ep, "pp": plan.pp}
     size |= {"shard": plan.shards, "world": plan.world_size}
+    size["tables"], inner["tables"] = plan.table_ranks, inner["dp"]
+    size["table_replicas"] = plan.dp // plan.table_ranks
+    inner["table_replicas"] = inner["dp"] * plan.table_ranks
     inner["replicate"] = plan.tp * plan.shards
     size["replicate"] = plan.cp * plan.dp // plan.shards
     inner["expert"], size["expert"] = inner["ep"] * plan.ep, plan.expert_replicas

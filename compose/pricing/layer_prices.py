@@ -102,7 +102,7 @@ class PricedLayer:
     @cached_property
     def out_work(self) -> Work:
         """Work of copying all parameters out of their bucket."""
-        return self.fold(self.out_of_bucket)
+        return self.fold(self.replicated_only(self.out_of_bucket))
 
     @cached_property
     def trained_out_work(self) -> Work:
@@ -113,6 +113,11 @@ class PricedLayer:
         """Of copies by parameter those of parameters with a gradient."""
         pairs = zip(copies, self.layer.parameters, strict=True)
         return tuple(op for op, p in pairs if p.ready_after >= 0)
+
+    def replicated_only(self, copies: Sequence[PricedOp]) -> tuple[PricedOp, ...]:
+        """Of copies by parameter those of parameters that other replicas have too."""
+        pairs = zip(copies, self.layer.parameters, strict=True)
+        return tuple(op for op, p in pairs if not p.local)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +152,7 @@ def price_model(
     """
     if plan.shard:
         sharded = slowest_rank(capture, plan, book, where)
-        model = price_model(sharded.step, replace(plan, shard=""), book, where)
+        model = price_model(sharded.step, replace(plan, shard="", shard_group=0), book, where)
         return replace(model, added_bytes=sharded.added_bytes)
     groups = tuple(where.groups[axis] for axis in ("tp", "cp", "ep"))
     models = _models(capture)

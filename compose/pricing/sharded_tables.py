@@ -48,9 +48,9 @@ def slowest_rank(
 ) -> ShardedRank:
     """The slowest rank of a plan with ``shard``; ValueError where it does not fit the tables."""
     text = None if plan.shard == GREEDY else _text(plan)
-    per_node, rate = where.groups["dp"].per_node, where.slowest_bytes_per_s("dp")
+    per_node, rate = where.groups["tables"].per_node, where.slowest_bytes_per_s("tables")
     try:
-        return _slowest_rank(capture, text, plan.dp, per_node, rate, book)
+        return _slowest_rank(capture, text, plan.table_ranks, per_node, rate, book)
     except ValueError as exc:
         raise ValueError(f"plan {str(plan)!r}: {exc}") from None
 

@@ -75,10 +75,10 @@ class Forecaster:
         self.book = price_book(target.bundle, gpu, threads, target.stack, target.host)
         self.where = cluster(plan, gpu, target.node)
         self.room_bytes = room_bytes(gpu, replace(plan, shard=GREEDY))
-        self.per_node = self.where.groups["dp"].per_node
+        self.per_node = self.where.groups["tables"].per_node
         self.step = dlrm_step(model)
         self.tables = tables_of(self.step, model)
-        rate = self.where.slowest_bytes_per_s("dp")
+        rate = self.where.slowest_bytes_per_s("tables")
         self.times = ShardTimes(
             self.tables, model.optimizer, world_size, self.per_node, rate, self.book
         )

@@ -66,7 +66,7 @@ def torchrec_us(table: Table, forecaster: Forecaster) -> float:
     )
     moved = 8 * i * w + i * w * max(table.dim, 32) * b + o * w * table.dim * b
     compute_s = moved * penalty / forecaster.book.gpu.hbm_bytes_per_s
-    exchange_s = o * w * table.dim * b / forecaster.where.slowest_bytes_per_s("dp")
+    exchange_s = o * w * table.dim * b / forecaster.where.slowest_bytes_per_s("tables")
     return 1e6 * (3 * compute_s + 2 * exchange_s)
 
 

@@ -87,7 +87,7 @@ def hooks(program: RankTasks, x: PricedLayer, share: float, times: int = 1) -> W
     ``share`` of them runs in forward or in backward.
     """
     event = "fsdp_layer" if program.how.regather else "fsdp_layer_kept"
-    count = len(x.layer.trained if program.how.frozen_whole else x.layer.parameters)
+    count = len(x.layer.trained if program.how.frozen_whole else x.layer.replicated)
     if not count:
         return Work()
     python = python_op(event, count, program.rank.book, share)
@@ -106,7 +106,7 @@ def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> Wor
     if program.how.frozen_whole:
         program.copies += x.trained_only(x.out_of_bucket)
         return x.trained_out_work
-    program.copies += x.out_of_bucket
+    program.copies += x.replicated_only(x.out_of_bucket)
     return x.out_work
 
 

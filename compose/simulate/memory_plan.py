@@ -15,12 +15,14 @@ from itercast.microbench.plan import ParallelPlan
 class Sizes:
     """Bytes of a rank's layers; plans that give a rank the same layers share them.
 
-    ``numbered``: parameters of layers that FSDP shards one by one; ``pair``: of the two largest of
-    these; ``work``: the largest temporary memory within one layer's forward or backward.
+    ``replicated``: parameters that other replicas have too; ``numbered``: those of layers that FSDP
+    shards one by one; ``pair``: of the two largest of these; ``work``: the largest temporary memory
+    within one layer's forward or backward.
     """
 
     layers: tuple[PricedLayer, ...]
     parameters: int
+    replicated: int
     trained: int
     numbered: int
     pair: int
@@ -29,10 +31,11 @@ class Sizes:
     @classmethod
     def of(cls, layers: Sequence[PricedLayer]) -> Sizes:
         """Sizes of these layers."""
-        sizes = sorted(x.layer.parameter_bytes for x in layers if x.numbered)
+        sizes = sorted(sum(p.nbytes for p in x.layer.replicated) for x in layers if x.numbered)
         return cls(
             layers=tuple(layers),
             parameters=sum(x.layer.parameter_bytes for x in layers),
+            replicated=sum(p.nbytes for x in layers for p in x.layer.replicated),
             trained=sum(x.layer.trained_bytes for x in layers),
             numbered=sum(sizes),
             pair=sum(sizes[-2:]),
@@ -63,7 +66,7 @@ def rank_memory(
     """
     how, n = strategy(plan), plan.shards
     whole, trained = sizes.parameters, sizes.trained
-    sharded = (trained if how.frozen_whole else whole) if how.by_layer else 0
+    sharded = (trained if how.frozen_whole else sizes.replicated) if how.by_layer else 0
     parameters = whole - sharded + sharded // n
     gathered = sharded
     if how.regather:  # two layers at a time, and the root

@@ -228,7 +228,21 @@ class RankProgram(RankTasks):
         if self.how.by_layer and not self.how.every_micro and rank.plan.pp > 1:
             size = sum(sharded_bytes(x, self) for x in rank.layers)
             kinds.append(Message(kind="all_gather", axis="shard", message_bytes=size))
+        kinds += self._averaged_tables(optimizer)
         self.lanes.wait([self.lanes.send(m) for m in self.price(kinds)])
+
+    def _averaged_tables(self, optimizer: str) -> list[Message]:
+        """The average of the fullest rank's tables and their state over ranks that have the same.
+
+        As torchrec's DMPCollection.sync sends it after the optimizer.
+        """
+        rank = self.rank
+        parameters = [p for x in rank.layers for p in x.layer.parameters if p.local]
+        held = sum(p.nbytes for p in parameters) + rank.model.added_bytes.get("parameters", 0)
+        if rank.plan.table_ranks == rank.plan.dp or not held:
+            return []
+        size = held * (1 + STATE_COPIES[optimizer])
+        return [Message(kind="all_reduce", axis="table_replicas", message_bytes=size)]
 
 
 def _update_work(ops: Sequence[PricedOp], rank: Rank, python_us: float) -> Work:

@@ -34,7 +34,7 @@ MIXTURE = {
     "dp=4,tp=2,sp,ep=2": "etp=1; ep=2:1.5",
 }
 # Of these a plan has one value, or they say where its ranks are: node files, files of shardings.
-ELSEWHERE = {"shard", "node", "nodes"}
+ELSEWHERE = {"shard", "shard_group", "node", "nodes"}
 
 
 def plans(variants: dict[str, str]) -> list[ParallelPlan]:

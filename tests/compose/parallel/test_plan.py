@@ -29,6 +29,7 @@ GOOD = [
     "dp=16,node=dgx-h100,nodes=2",
     "dp=8,coconet=split,reorder,fuse,overlap:8,tp=2",
     "dp=8,shard=greedy",
+    "dp=8,zero=3,ep=2,shard=greedy:4",
     "dp=4,amp,shard=plans/tables.json,node=dgx-h100",
 ]
 BAD = {
@@ -67,8 +68,7 @@ BAD = {
     "offload=weights": "offload is one of",
     "dp=2,shard=": "shard is greedy or a JSON file",
     "shard=greedy": "shard spreads tables over dp ranks: dp > 1",
-    "dp=2,tp=2,shard=greedy": "shard goes with dp, amp, compress and node alone",
-    "dp=2,zero=3,shard=greedy": "shard goes with dp",
+    "dp=2,tp=2,shard=greedy": "shard goes with dp, zero, hsdp, ep, amp, compress",
     "dp=2,micro=2,shard=greedy": "shard goes with dp",
 }
 

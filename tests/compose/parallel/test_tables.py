@@ -11,6 +11,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from law_case import rank_for
+from plan_case import GPU
 from torch import nn
 
 from itercast.compose.capture_model import capture
@@ -20,8 +22,11 @@ from itercast.compose.parallel.captured_tables import captured_tables
 from itercast.compose.parallel.placement import KINDS, Placement, Sharding
 from itercast.compose.parallel.tables import rank_step
 from itercast.compose.predict import predict
+from itercast.compose.simulate.iteration import _micro_batches
+from itercast.compose.simulate.stage_rank import memory
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops import find_family
+from itercast.microbench.plan import ParallelPlan
 
 RANKS, PER_NODE = 4, 2
 BATCH, BAG, DIM = 8, 3, 16
@@ -225,6 +230,70 @@ def test_memory_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
         assert memory["parameters"] == dense + 160 * DIM * 4
         assert memory["optimizer"] == state * (dense + 160 * DIM * 4)
         assert memory["gradients"] <= dense
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_zero_shards_all_but_the_tables(tmp_path: Path, zero: int) -> None:
+    """Of four ranks rank 0 has all tables, 200 rows of 16 floats; the dense part is cut by four.
+
+    The linear layers are the root: 16 x 5 + 16 and 16 + 1 floats. FSDP2 pads the last layer's
+    row and bias to four rows, and gathers and scatters 4 * (96 + 4 * 17) bytes.
+    """
+    plan = plan_file(tmp_path, dict.fromkeys(("bags.0", "bags.1", "items"), ("table_wise", (0,))))
+    rank = rank_for(step(), f"{plan},zero={zero}", GPU)
+    dense, tables = 4 * (96 + 17), 4 * 200 * DIM
+    assert memory(rank, "sgd")["parameters"] == tables + dense // 4
+    sent = [op for op in _micro_batches(rank, "sgd")[1].sent if op.op != "all_to_all"]
+    found = [(op.op, round(1024 * op.duration_us)) for op in sent]
+    assert found == [("all_gather", 656), ("reduce_scatter", 656)]
+
+
+def test_groups_have_copies_of_all_tables(tmp_path: Path) -> None:
+    """Two groups of two ranks: messages are among two, tables are averaged over the two groups.
+
+    Rank 1 of each group has both bags and their averages and squares; the average of a fullest
+    rank's 160 rows is sent once a step.
+    """
+    names = {"bags.0": ("table_wise", (1,)), "bags.1": ("table_wise", (1,))}
+    plan = plan_file(tmp_path, {**names, "items": ("table_wise", (0,))})
+    rank = rank_for(step("adamw"), f"{plan}:2", GPU)
+    sent = [op for op in _micro_batches(rank, "adamw")[1].sent if op.op == "all_reduce"]
+    assert round(1024 * sent[-1].duration_us) == 3 * 160 * DIM * 4
+    two = rank_for(step("adamw"), plan.replace("dp=4", "dp=2"), GPU)
+    messages_of = [
+        [c.args[0].nbytes for c in r.model.graph.capture.calls if c.op == COLLECTIVE]
+        for r in (rank, two)
+    ]
+    assert messages_of[0] == messages_of[1]
+    assert rank.where.groups["tables"].size == 2 == rank.where.groups["table_replicas"].size
+    with pytest.raises(ValueError, match="shard's group is from 2 and divides dp, got 3"):
+        ParallelPlan.parse(f"{plan}:3")
+
+
+class Mixture(nn.Module):
+    """A table before a block of four experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.EmbeddingBag(100, DIM, mode="sum")
+        self.blocks = nn.ModuleList([nn.ParameterDict({"up": torch.zeros(4, DIM, DIM)})])
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        x = self.items(index).view(4, -1, DIM)
+        loss: torch.Tensor = torch.bmm(x, self.blocks[0]["up"]).square().mean()
+        return loss
+
+
+def test_tables_beside_experts() -> None:
+    """Two ranks hold two experts each, and the table's 100 rows once; no step copies either."""
+    found = capture(Mixture(), (torch.zeros(BATCH, BAG, dtype=torch.int64),), optimizer="sgd")
+    rank = rank_for(found, "dp=2,ep=2,shard=greedy", GPU)
+    made = rank.model.graph.capture
+    assert [p.shape for p in made.parameters if not p.local] == [(2, DIM, DIM)]
+    assert 0 < table_bytes(made) <= 100 * DIM * 4
+    axes = Counter(c.kwargs["axis"] for c in made.calls if c.op == COLLECTIVE)
+    assert axes == {"tables": 4, "ep": 4}  # the experts' replicas are one: nothing to reduce
+    assert not [op for op in _micro_batches(rank, "sgd")[1].sent if op.duration_us]
 
 
 def test_greedy_needs_no_file_and_is_no_slower_than_one_rank(tmp_path: Path) -> None:

@@ -356,7 +356,9 @@ def test_offloaded_state_is_there_in_the_optimizer_s_step_alone() -> None:
     With 500 of activations the peak is in backward: 100 + 100 + 500 + 50, and the state where it is
     not offloaded. Without any it is in the update: 100 + 100, 200 of state and 100 of temporaries.
     """
-    sizes = Sizes(layers=(), parameters=100, trained=100, numbered=0, pair=0, work=50)
+    sizes = Sizes(
+        layers=(), parameters=100, replicated=100, trained=100, numbered=0, pair=0, work=50
+    )
 
     def peak(offload: str, held: float) -> int:
         plan = ParallelPlan(offload=offload)
