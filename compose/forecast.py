@@ -36,7 +36,9 @@ class Forecast:
     allocator; ``fits``: the peak memory is within it. ``host``: the GPU's host, empty on a CPU.
     ``energy_j``: of all GPUs in the iteration at their power limit, an upper bound; 0 where the
     limit is not stated. ``stack``: the software that is forecast. ``network``: the node, links and
-    network that messages are priced by; empty for one rank and on a CPU.
+    network that messages are priced by; empty for one rank and on a CPU. ``lengths``: of sequences
+    that are unlike (``itercast.compose.lengths.Lengths``); tokens are then those that are no
+    padding.
 
     ``assumed_frac`` is the share of the iteration that rests on assumed numbers: (compute and
     exposed communication priced by an assumption + host gaps, as far as the host's time is assumed)
@@ -77,6 +79,7 @@ class Forecast:
     host: str = ""
     stack: str = USUAL
     network: str = ""
+    lengths: dict[str, float] = field(default_factory=dict)
 
 
 def forecast(
@@ -149,8 +152,11 @@ def report(
     network: str,
 ) -> Forecast:
     """Turns a simulated iteration of a plan into the numbers that ``predict`` reports."""
-    replicas = plan.microbatches * plan.dp
-    return report_step(
+    replicas, lengths = plan.microbatches * plan.dp, dict(capture.lengths)
+    tokens = capture.tokens * plan.cp * replicas
+    if lengths:
+        tokens = round(capture.samples * replicas * lengths["real_tokens"])
+    found_of_step = report_step(
         found,
         book,
         plan=str(plan),
@@ -159,8 +165,9 @@ def report(
         room=room_bytes(book.gpu, plan),
         world_size=plan.world_size,
         samples=capture.samples * replicas,
-        tokens=capture.tokens * plan.cp * replicas,
+        tokens=tokens,
     )
+    return replace(found_of_step, lengths=lengths)
 
 
 def report_step(

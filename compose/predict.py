@@ -10,6 +10,7 @@ from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import with_engine
+from itercast.compose.lengths import Lengths, lengths_of, with_lengths
 from itercast.compose.target import Target, find_target, forecast_step
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
@@ -34,6 +35,9 @@ def predict(
     ``host`` names the machine the GPU sits in, ``stack`` the software with its release; the usual
     ones where they are empty. ``indices`` says how embedding bags look rows up: uniform,
     zipf:EXPONENT, or a file of real lookups (``itercast.microbench.ops.lookup.index_streams``).
+    ``lengths`` says how long sequences are, up to ``seq``: a file or a distribution
+    (``itercast.compose.lengths``); they are padded to the longest of a micro-batch, or
+    ``packed`` into rows of ``seq`` tokens.
 
     ``model`` is anything ``capture`` takes, with its options, or a captured step. ``batch`` and
     ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it.
@@ -67,11 +71,13 @@ def prepare(
     host: str = "",
     stack: str = "",
     indices: str = "",
+    lengths: str = "",
+    packed: bool = False,
     **options: Any,
 ) -> tuple[StepCapture, Target]:
     """The captured micro-batch and the target of a forecast; arguments are those of ``predict``."""
     if isinstance(model, StepCapture):
-        if inputs is not None or loss != "default" or options:
+        if inputs is not None or loss != "default" or options or lengths or packed:
             raise ValueError(
                 "a captured step has its inputs, loss and options already: "
                 "allowed are gpu, plan, bundle, engine, host, stack and indices"
@@ -85,6 +91,27 @@ def prepare(
         return step, find_target(gpu, plan, bundle, host, stack)
     parsed = ParallelPlan.parse(plan)
     size = micro_size(model, parsed, options.pop("batch", None), options.pop("seq", None))
+    unlike = _unlike_lengths(size, parsed, lengths, packed)
     target = find_target(gpu, plan, bundle, host, stack)
     step = capture(model, inputs, loss, **size, **{"amp": parsed.amp, **options})
+    if unlike:
+        step = with_lengths(step, unlike, packed=packed)
     return with_engine(with_indices(step, indices), engine), target
+
+
+def _unlike_lengths(
+    size: dict[str, Any], plan: ParallelPlan, spec: str, packed: bool
+) -> Lengths | None:
+    """The lengths of a micro-batch's sequences; ``size`` gets the length to capture it at."""
+    if not spec:
+        if packed:
+            raise ValueError("packed sequences need --lengths: how long they are")
+        return None
+    rows, context = size["batch"], size["seq"]
+    if not (rows and context):
+        raise ValueError(f"lengths {spec!r} need a batch and a sequence length (seq)")
+    if plan.cp > 1:
+        raise ValueError(f"plan {str(plan)!r}: cp cuts sequences of one length: no lengths")
+    found = lengths_of(spec, plan, rows=rows, context=context, packed=packed)
+    size["seq"] = max(1, round(found.row_tokens))
+    return found

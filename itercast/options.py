@@ -71,6 +71,16 @@ HfConfig = Annotated[
     typer.Option(help="Hugging Face or timm config.json; needs --batch, and --seq for text"),
 ]
 Seq = Annotated[int | None, typer.Option(min=1, help="sequence length")]
+Lengths = Annotated[
+    str,
+    typer.Option(
+        help="lengths of sequences up to --seq: a file of numbers, uniform:LOW:HIGH or "
+        "lognormal:MEDIAN:SIGMA; padded to the longest of a micro-batch"
+    ),
+]
+Packed = Annotated[
+    bool, typer.Option("--packed", help="with --lengths: rows of --seq tokens hold several")
+]
 Dtype = Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")]
 ChannelsLast = Annotated[
     bool, typer.Option("--channels-last", help="model and images in torch.channels_last (NHWC)")
@@ -145,6 +155,9 @@ class Question:
             help="which rows embedding bags look up: uniform, zipf:1.05, or a file of lookups"
         ),
     ] = ""
+
+    lengths: Lengths = ""
+    packed: Packed = False
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.case, self.hf_config, self.model))) != 1:

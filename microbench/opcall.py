@@ -169,7 +169,8 @@ class StepCapture:
     model has none. ``repeats``: how many layers of a list were left out of the capture because they
     equal those captured, by the list's name (``blocks``: 94). ``engine`` is how the calls are
     launched: eager, graph, compile or compile+graph; ``optimizer`` is one of ``STATE_COPIES``.
-    ``inputs``: the tensors of the batch that the step is given, dense ones.
+    ``inputs``: the tensors of the batch that the step is given, dense ones. ``lengths``: of its
+    sequences, where they are unlike (``itercast.compose.lengths.Lengths.facts``).
     """
 
     calls: tuple[OpCall, ...]
@@ -181,3 +182,4 @@ class StepCapture:
     engine: str = "eager"
     optimizer: str = "none"
     inputs: tuple[TensorSpec, ...] = ()
+    lengths: Mapping[str, float] = field(default_factory=dict)

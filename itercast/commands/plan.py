@@ -25,8 +25,10 @@ from itercast.options import (
     HfConfig,
     Host,
     Json,
+    Lengths,
     NodeName,
     Optimizer,
+    Packed,
     Seq,
     Stack,
     prints_aside,
@@ -66,6 +68,8 @@ def plan(
     amp: Annotated[
         bool, typer.Option("--amp", help="mixed precision: weights in fp32, autocast to dtype")
     ] = False,
+    lengths: Lengths = "",
+    packed: Packed = False,
     bundle: Bundle = None,
     host: Host = "",
     stack: Stack = "",
@@ -93,8 +97,41 @@ def plan(
     facts = {"case": name, "gpu": target.gpu.name, "gpus": gpus, "objective": objective}
     facts |= {**size, **step, "optimizer": search.optimizer, "bundle": target.bundle_name}
     counts, reports = run_search(search, facts, study)
+    if lengths or packed:
+        step |= {"batch": search.batch, "seq": search.seq, "lengths": lengths, "packed": packed}
+        reports = with_lengths(hf_config or case, reports, gpu=gpu, **place, **step)
     facts |= {**counts, "seconds": time.perf_counter() - begin}
     print_plans(facts, reports, as_json)
+
+
+def with_lengths(
+    model: Any,
+    reports: Sequence[Forecast],
+    *,
+    batch: int,
+    node: str,
+    amp: bool,
+    **asked: Any,
+) -> list[Forecast]:
+    """Forecast the plans with sequences of unlike lengths, the fastest first.
+
+    Those that need sequences of one length are left out; ValueError where all do. ``amp`` and
+    ``node`` are part of the plans.
+    """
+    from itercast.compose.predict import predict
+    from itercast.microbench.plan import ParallelPlan
+
+    found: list[Forecast] = []
+    refused = ""
+    for report in reports:
+        replica = batch // ParallelPlan.parse(report.plan).dp
+        try:
+            found.append(predict(model, plan=report.plan, batch=replica, **asked))
+        except ValueError as exc:
+            refused = refused or str(exc)
+    if not found:
+        raise ValueError(refused)
+    return sorted(found, key=lambda one: (not one.fits, one.iteration_us))
 
 
 def print_plans(facts: dict[str, Any], reports: Sequence[Forecast], as_json: bool) -> None:
@@ -150,6 +187,8 @@ def run_search(
 
 def plans_table(facts: dict[str, Any], reports: Sequence[Forecast]) -> Table:
     """A table of plans, the best first, each with a bar of where the slowest rank's time goes."""
+    from itercast.commands.shared import lengths_line
+
     step = f"{facts['batch']} samples a step in {facts['dtype']}"
     title = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}, {step}, by {facts['objective']}"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -179,6 +218,8 @@ def plans_table(facts: dict[str, Any], reports: Sequence[Forecast]) -> Table:
     if not all(r.fits for r in reports):
         room = max(r.memory_room_bytes for r in reports) / 1e9
         lines.append(f"!: more than the {room:.1f} GB that a GPU has left for tensors")
+    if reports[0].lengths:
+        lines.append(f"the best: {lengths_line(reports[0].lengths)}")
     if network := reports[0].network:
         lines.append(network)
     table.caption = "\n".join(lines)

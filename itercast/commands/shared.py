@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,9 +205,20 @@ def forecast_table(case: str, found: Forecast) -> Table:
     table.add_row("stack", found.stack)
     if found.network:
         table.add_row("network", found.network)
+    if found.lengths:
+        table.add_row("lengths", lengths_line(found.lengths))
     for family, time_us in sorted(found.by_family_us.items(), key=lambda kv: -kv[1]):
         table.add_row(f"  {family}", f"{time_us * ms:.2f} ms")
     return table
+
+
+def lengths_line(facts: Mapping[str, float]) -> str:
+    """What sequences of unlike lengths cost, in one line."""
+    return (
+        f"rows of {facts['row_tokens']:.0f} tokens, {100 * facts['padding_frac']:.0f} % padding; "
+        f"attention over {facts['attention_tokens']:.0f} tokens; "
+        f"slowest replica {facts['imbalance']:.2f} x the mean"
+    )
 
 
 def assumptions_table(parts: Sequence[AssumedPart]) -> Table:

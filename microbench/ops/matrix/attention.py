@@ -174,20 +174,25 @@ def from_call(call: OpCall) -> Attention | None:
     """Describe a call of itercast.sdpa(q, k, v) or itercast.sdpa_backward(grad, q, k, v).
 
     q, k and v are (batch..., heads, length, head_dim), or (batch, length, head_dim) of one head;
-    None for fewer axes.
+    None for fewer axes. The keyword ``sequences`` states others of unlike length
+    (``itercast.compose.lengths``).
     """
     backward = call.op.endswith("backward")
     q, k = call.args[1:3] if backward else call.args[:2]
     if len(q.shape) < 3:
         return None
     headless = len(q.shape) == 3
+    batch, q_len, kv_len = prod(q.shape[: -2 if headless else -3]), q.shape[-2], k.shape[-2]
+    if "sequences" in call.kwargs:
+        count, rows, length = call.kwargs["sequences"]
+        batch, q_len, kv_len = max(1, batch * count // rows), length, length
     return Attention(
         op="backward" if backward else "forward",
-        batch=prod(q.shape[:-2] if headless else q.shape[:-3]),
+        batch=batch,
         heads=1 if headless else q.shape[-3],
         kv_heads=1 if headless else k.shape[-3],
-        q_len=q.shape[-2],
-        kv_len=k.shape[-2],
+        q_len=q_len,
+        kv_len=kv_len,
         head_dim=q.shape[-1],
         causal=bool(call.kwargs.get("is_causal", False)),
         masked=bool(call.kwargs.get("masked", False)),
