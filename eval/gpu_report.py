@@ -17,7 +17,6 @@ from rich.table import Table
 
 from itercast.eval.results import CaseResult
 from itercast.learners.bundle import Bundle
-from itercast.learners.features.table import without_load
 from itercast.learners.models.compared import BLEND
 from itercast.learners.train import errors, hardware_of, usable_rows
 from itercast.microbench.ops import families
@@ -44,16 +43,13 @@ Scored = tuple[str, Mapping[str, float], str]  # name, errors in %, target as te
 
 
 def measured_table(root: Path, gpu: str) -> Table:
-    """A table of row counts by family and status, with the most frequent reason for a failure.
-
-    Products repeated for seconds (sustained load) are not counted: no model is trained on them.
-    """
+    """A table of row counts by family and status, with the most frequent reason for a failure."""
     table = Table(title=f"rows of {gpu}")
     for head in ("family", "rows", "ok", "failed", "most frequent reason"):
         table.add_column(head, justify="right" if head in ("rows", "ok", "failed") else "left")
     for name in (*families(), "iteration"):
         rows = read_rows([root], name)
-        rows = without_load(rows[rows["gpu"] == gpu]) if len(rows) else rows
+        rows = rows[rows["gpu"] == gpu] if len(rows) else rows
         if not len(rows):
             continue
         failed = rows[rows["status"] != "ok"]

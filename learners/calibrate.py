@@ -11,7 +11,6 @@ import pandas as pd
 
 from itercast.learners.bundle import Bundle
 from itercast.learners.family_model import FamilyModel
-from itercast.learners.features.table import without_load
 from itercast.learners.transfer.calibration import Calibration, coordinates, points
 from itercast.microbench.hardware.host import EVENT_US, REFERENCE, HostMachine, call_launches
 from itercast.microbench.hardware.spec import Gpu, load_gpu
@@ -28,7 +27,7 @@ def calibrate(bundle: Bundle, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None
     family of the bundle.
     """
     rows = rows[rows["status"] == "ok"] if "status" in rows else rows
-    rows = without_load(rows[rows["time_us"] > 0])
+    rows = rows[rows["time_us"] > 0]
     named = {str(name): str(name) for name in rows["gpu"].unique()}
     hardware = {**bundle.gpus, **(gpus or {})}
     hardware |= {name: load_gpu(name) for name in named if name not in hardware}

@@ -9,7 +9,6 @@ import pandas as pd
 import pyarrow as pa
 
 from itercast.learners.bundle import COLUMNS, Bundle
-from itercast.learners.features.table import without_load
 from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from itercast.microbench.store import write_atomic
 
@@ -34,8 +33,7 @@ def write_forecasts(
     """Write rows in dataset form, with the columns of ``Bundle.price`` added, to a Parquet file.
 
     Hardware is that of ``gpus``, else the bundle's, else a hardware file's; ValueError names a GPU
-    that none of them has. Rows measured under sustained load (``table.without_load``) get no
-    forecast: it would be for another condition.
+    that none of them has.
     """
     rows = rows.drop(columns=COLUMNS, errors="ignore").reset_index(drop=True)
     files, own = {*gpu_names()} - {"cpu"}, {**bundle.gpus, **(gpus or {})}
@@ -44,7 +42,7 @@ def write_forecasts(
         known = sorted(files | own.keys())
         raise ValueError(f"unknown gpu {unknown[0]!r}; known: {known}")
     gpus = {**{name: load_gpu(name) for name in unseen}, **(gpus or {})}
-    families = without_load(rows).groupby("family", sort=False)
+    families = rows.groupby("family", sort=False)
     parts = [bundle.price(str(name), part, gpus) for name, part in families]
     priced = pd.concat(parts).sort_index() if parts else pd.DataFrame(columns=COLUMNS)
     write_atomic(out, rows.join(priced).to_parquet(None, index=False))

@@ -24,7 +24,7 @@ from itercast.learners.features.machine_speed import (
     undisturbed,
 )
 from itercast.learners.features.schema import check_rows
-from itercast.learners.features.table import shape_places, without_load
+from itercast.learners.features.table import shape_places
 from itercast.learners.held_out import held_out_forecasts
 from itercast.learners.intervals import MIN_GPUS, unseen_offsets
 from itercast.learners.machine import machines_of
@@ -333,7 +333,7 @@ def subsample_evenly(rows: pd.DataFrame, limit: int | None) -> pd.DataFrame:
 
 
 def usable_rows(roots: Sequence[Path], names: Sequence[str] | None) -> dict[str, pd.DataFrame]:
-    """Rows to train on, by family: status ok, without sustained load, at least MIN_ROWS.
+    """Rows to train on, by family: status ok, at least MIN_ROWS.
 
     ValueError for an unknown family, and where no family has enough.
     """
@@ -345,7 +345,7 @@ def usable_rows(roots: Sequence[Path], names: Sequence[str] | None) -> dict[str,
         rows = read_rows(roots, name)
         if len(rows):
             check_rows(rows, families()[name])
-            rows = without_load(rows[rows["status"] == "ok"]).reset_index(drop=True)
+            rows = rows[rows["status"] == "ok"].reset_index(drop=True)
         if len(rows) >= MIN_ROWS:
             tables[name] = rows
     if not tables:

@@ -16,7 +16,7 @@ from itercast.eval.public.lines import FOLDS, Rows
 from itercast.eval.public.readers import SOURCES, gpus_of, processes, read_source, reader_of
 from itercast.eval.results import LineResult
 from itercast.learners.family_model import FamilyModel, learn_quickly, prepare
-from itercast.learners.features.table import shape_groups, without_load
+from itercast.learners.features.table import shape_groups
 from itercast.learners.models.trees import default_options
 from itercast.learners.train import subsample_evenly
 from itercast.microbench.assumptions import leaving_out
@@ -79,7 +79,7 @@ def read_ops(public: Path) -> dict[str, Rows]:
         for family, rows in read_source(reader, folder, Hints()).rows.items():
             if family in families():
                 usable = rows[(rows["status"] == "ok") & rows["gpu"].isin(gpu_names())]
-                frames.setdefault(family, []).append(without_load(usable).assign(source=source))
+                frames.setdefault(family, []).append(usable.assign(source=source))
     return {name: pd.concat(parts, ignore_index=True) for name, parts in sorted(frames.items())}
 
 

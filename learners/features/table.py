@@ -192,14 +192,6 @@ def origins(rows: pd.DataFrame, family: Family, stacks: Mapping[str, str]) -> Fe
     return {"gpu": gpu, "stack": stack, "place": place}
 
 
-def without_load(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows measured one call at a time, without those of a GPU kept busy for seconds (``load``).
-
-    Under sustained load the power limit lowers clocks: those rows measure another condition.
-    """
-    return rows[rows["load"].isna()] if "load" in rows else rows
-
-
 def usual_stacks(rows: pd.DataFrame) -> dict[str, str]:
     """Return, by GPU, the software stack with most measured (op, dtype) pairs; ties: most rows."""
     if "stack" not in rows:

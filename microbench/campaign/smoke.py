@@ -61,11 +61,8 @@ def bound_us(family: Family, rows: pd.DataFrame, gpu: Gpu) -> np.ndarray:
     if family.floor_us is not None or family.on_host:
         return bound
     columns = SimpleNamespace(**{n: rows[n].to_numpy() for n in rows.columns})
-    ordinary = rows["load"].isna().to_numpy() if "load" in rows else np.full(len(rows), True)
     peaks = np.array([gpu.peak(str(dtype)) for dtype in rows["dtype"]])
     bound[:] = np.asarray(family.flops(columns), float) / peaks * 1e6
     memory_us = np.asarray(family.bytes_moved(columns), float) / gpu.hbm_bytes_per_s * 1e6
     cold = (rows["cache"] == "cold").to_numpy()
-    return np.where(
-        ordinary & np.isfinite(bound), np.where(cold, np.fmax(bound, memory_us), bound), 0
-    )
+    return np.where(np.isfinite(bound), np.where(cold, np.fmax(bound, memory_us), bound), 0)

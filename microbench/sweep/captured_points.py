@@ -238,8 +238,7 @@ def check_points(path: Path) -> int:
 def points_of_rows(root: Path, gpu: str) -> dict[str, list[Point]]:
     """Distinct points by family that a GPU has ok rows of under ``root``, without collectives.
 
-    Kinds take turns, so that the beginning of the list is spread evenly. Sustained products
-    (column ``load``) are not points of a sweep.
+    Kinds take turns, so that the beginning of the list is spread evenly.
     """
     found: dict[str, list[Point]] = {}
     for name, family in families().items():
@@ -247,8 +246,6 @@ def points_of_rows(root: Path, gpu: str) -> dict[str, list[Point]]:
         if family.ranks > 1 or rows.empty:
             continue
         rows = rows[(rows["gpu"] == gpu) & (rows["status"] == "ok")]
-        if "load" in rows:
-            rows = rows[rows["load"].isna()]
         points = dict.fromkeys(_point_of_row(family, row) for row in rows.to_dict("records"))
         if points:
             found[name] = by_turns(list(points), seed=0)

@@ -28,7 +28,6 @@ from itercast.microbench.store import Row
 from itercast.microbench.sweep.gpu_chunks import CHUNK_POINTS, PROFILING, Bench, Broken, Chunk
 from itercast.microbench.sweep.orders import WorkerOrder
 from itercast.microbench.sweep.scheduler import Chosen, Sweep
-from itercast.microbench.sweep.sustained import measure_sustained
 from itercast.microbench.timing.clock import CallCost
 from itercast.microbench.timing.device import Device
 from itercast.microbench.timing.kernels import timing_disagreement
@@ -161,12 +160,8 @@ class ChunkWorker:
         self.chunks = self.checked = self.disagreeing = 0
 
     def run(self) -> None:
-        """Measure sustained products, then chunk after chunk."""
+        """Measure chunk after chunk."""
         budget_s = self.sweep.order.budget_s
-        try:
-            measure_sustained(self.sweep, self.device, self.journal)
-        except Broken as exc:
-            raise SystemExit(EXIT_BROKEN) from exc
         while (now_s := time.monotonic() - self.begin_s) < budget_s:
             chosen = self.groups.popleft() if self.groups else choose_chunk(self.sweep, now_s)
             if not chosen:

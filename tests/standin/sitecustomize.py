@@ -176,10 +176,6 @@ def make_timing_short(module: Any) -> None:
     module.GPU_TIME_S = (0.05, 0.1)
 
 
-def leave_out_long_products(module: Any) -> None:
-    module.DTYPES = ()
-
-
 AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "torch": stand_in_for_cuda,
     "itercast.microbench.sweep.gpu_chunk_worker": make_the_anchor_small,
@@ -190,7 +186,6 @@ AFTER_IMPORT: dict[str, Callable[[Any], None]] = {
     "itercast.microbench.sweep.gpu_space": make_points_small,
     "itercast.microbench.iterations.gpu_list": make_iterations_few,
     "itercast.microbench.iterations.measure": make_timing_short,
-    "itercast.microbench.sweep.sustained": leave_out_long_products,
 }
 
 

@@ -18,7 +18,7 @@ from itercast.microbench.yaml_text import OwnLoader
 
 ROW_COLUMNS = ("op", "gpu", "stack", "timer", "dtype", "time_us")  # that every row states
 MORE_COLUMNS: tuple[str, ...] = ("time_us_p20", "time_us_p80", "samples", "cache", "kernel")
-MORE_COLUMNS += ("module", "doubts", "load", "settings")
+MORE_COLUMNS += ("module", "doubts", "settings")
 JSON = "json."  # before the keys of unpacked objects
 TIMERS = ("device", "with_launch")
 CLOSED = ("op", "gpu", "dtype")  # whose text must not come from a file unchecked

@@ -18,11 +18,9 @@ import pytest
 
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.learners.bundle import COLUMNS, Bundle
-from itercast.learners.calibrate import calibrate
 from itercast.learners.features.host_calls import HostCall
 from itercast.learners.features.table import columns, roofline_us
-from itercast.learners.score_file import read_file, write_forecasts
-from itercast.learners.train import UNSEEN_GPU_OFFSETS, train, usable_rows
+from itercast.learners.train import UNSEEN_GPU_OFFSETS, train
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
@@ -32,7 +30,7 @@ from itercast.microbench.store import write_part
 
 H100, A100, V100, P4 = map(load_gpu, ("h100-sxm-80gb", "a100-sxm-80gb", "v100-pcie-32gb", "p4"))
 TORCH, OLD, VLLM = "torch-2.11.0+cu130", "torch-2.1.0+cu121 cudnn-8902", "vllm-0.24.0"
-OWN, OTHERS, SERVED, LOADED = 1.5, 3.0, 6.0, 50.0  # times over the roofline
+OWN, OTHERS, SERVED = 1.5, 3.0, 6.0  # times over the roofline
 
 
 def layers(op: str, seed: int) -> Iterator[Norm]:
@@ -87,8 +85,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write(folder, measured(bags(3), 30, "embedding_bag", H100, OWN, TORCH, **facts), name)
     write(folder, measured(products(4), 80, "gemm", H100, SERVED, VLLM), "served")
     write(folder, measured(products(5), 40, "gemm", H100, OWN, TORCH, **host), "own")
-    busy = {**host, "load": "sustained"}
-    write(folder, measured(products(6), 40, "gemm", H100, LOADED, TORCH, **busy), "load")
     return folder
 
 
@@ -166,20 +162,6 @@ def test_what_calls_cost_the_host_is_in_the_bundle(bundle: Bundle) -> None:
     assert found == {H100.name: {"backward": HostCall(fixed_us=30.0, kernels=6.0, rows=60)}}
     assert bundle.models["norm"].host_calls[H100.name].keys() == {"layer", "batch"}
     assert bundle.models["norm"].host_calls.keys() == {H100.name}
-
-
-def test_rows_of_a_busy_gpu_are_neither_learned_nor_forecast(
-    root: Path, bundle: Bundle, tmp_path: Path
-) -> None:
-    rows = usable_rows([root], ["gemm"])["gemm"]
-    assert len(rows) == 120 and rows["load"].isna().all()
-    few = measured(products(7), 4, "gemm", H100, LOADED, TORCH, load=["sustained", None] * 2)
-    few.to_parquet(tmp_path / "few.parquet")
-    write_forecasts(read_file(tmp_path / "few.parquet"), bundle, tmp_path / "priced.parquet")
-    priced = pd.read_parquet(tmp_path / "priced.parquet")
-    assert priced["predicted_us"].notna().tolist() == [False, True] * 2
-    pulled = calibrate(bundle, few).models["gemm"].calibrations[H100.name]
-    assert len(pulled.value) == 2
 
 
 def test_a_model_of_cpus_answers_for_no_gpu(bundle: Bundle) -> None:

@@ -194,9 +194,6 @@ def test_a_sweep_of_all_families_on_the_stand_in(
     for group in ("SHARDED", "WRAPPERS"):  # these ask torch for CUDA itself
         monkeypatch.setattr(f"itercast.microbench.ops.step.host.{group}", ())
     monkeypatch.setattr("itercast.microbench.sweep.gpu_chunks.SAMPLES", (2, 2))
-    monkeypatch.setattr(
-        "itercast.microbench.sweep.sustained.DTYPES", ()
-    )  # products of 8192: minutes here
     monkeypatch.setattr("itercast.microbench.sweep.gpu_space.MAX_ROOFLINE_US", 0.05)
     monkeypatch.setattr("itercast.microbench.sweep.gpu_space.MAX_BYTES_FRAC", 2e5 / H100.hbm_bytes)
     names = tuple(n for n, f in families().items() if f.ranks == 1 and not f.on_demand)

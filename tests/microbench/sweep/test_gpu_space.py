@@ -326,7 +326,7 @@ def test_attention_on_a_gpu_wants_gradients_as_in_training() -> None:
 
 @pytest.fixture
 def measured(tmp_path: Path) -> tuple[Path, list[Gemm], list[Norm]]:
-    """Rows of an H100: products warm and cold, norms; what failed, another GPU, a long load."""
+    """Rows of an H100: products warm and cold, norms; what failed, another GPU."""
     kinds = [(op, dtype) for op in ("mm", "addmm") for dtype in ("bf16", "fp32")]
     products = [
         Gemm(op=op, m=64 * n, n=64, k=64, dtype=dtype) for op, dtype in kinds for n in range(1, 6)
@@ -337,7 +337,6 @@ def measured(tmp_path: Path) -> tuple[Path, list[Gemm], list[Norm]]:
     odd: list[tuple[Any, str, str, dict[str, Any]]] = [
         (replace(other, n=18), "oom", H100.name, {}),
         (replace(other, n=19), "ok", A100.name, {}),
-        (replace(other, n=20), "ok", H100.name, {"load": "sustained"}),
     ]
     write_rows(tmp_path, "gemm", "two", odd)
     write_rows(tmp_path, "norm", "one", [(p, "ok", H100.name, {}) for p in norms])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from itercast.microbench.ops.family import Workload
 from itercast.microbench.timing.clock import CallCost, Clock, clock_of, time_warm_cpu
+from itercast.microbench.timing.host_timing import launch_us
 
 
 class Log(TorchDispatchMode):
@@ -55,3 +58,18 @@ def test_time_of_one_thread_leaves_out_what_other_processes_take() -> None:
     by_wall = time_warm_cpu(asleep, lambda: None, clock_of(2)).time_us
     by_thread = time_warm_cpu(asleep, lambda: None, clock_of(1)).time_us
     assert by_wall >= 2e4 > 1e4 > by_thread
+
+
+def test_a_launch_is_the_least_of_three_less_what_no_step_pays() -> None:
+    """3 us of a baseline; without one 1.5 us for a call through torch.ops.aten, else 0.5 us."""
+    cost: Any = SimpleNamespace(us=lambda through_aten: 1.5 if through_aten else 0.5)
+
+    def nothing() -> None:
+        """Not run."""
+
+    through, bound = Workload(run=nothing), Workload(run=nothing, through_aten=False)
+    assert launch_us(through, [9.0, 8.0, 30.0], [], cost) == 6.5
+    assert launch_us(bound, [9.0, 8.0, 30.0], [], cost) == 7.5
+    assert launch_us(replace(through, baseline=nothing), [9.0, 8.0], [4.0, 3.0], cost) == 5.0
+    assert launch_us(replace(bound, calls=5), [9.0, 8.0], [], cost) == 1.5
+    assert launch_us(bound, [0.6], [], cost) == 0.5  # no call from Python is cheaper
