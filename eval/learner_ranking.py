@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import cycle
 from math import log
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pandas as pd
 from rich.table import Table
 
 from itercast.eval.compare import compare_all, console
-from itercast.eval.learner_table import Scores, add_line, cells, empty_table
+from itercast.eval.learner_table import Scores, add_line, empty_table
 from itercast.eval.results import CaseResult, summary
 from itercast.eval.tracking.logs import log_evaluation
 from itercast.learners.bundle import Bundle
@@ -26,10 +25,7 @@ from itercast.learners.models.compared import BLEND, NAMES
 from itercast.learners.models.noise import medians
 from itercast.learners.train import SCORES, hardware_of, usable_rows
 from itercast.microbench.ops import families
-from itercast.microbench.store import write_atomic
 
-# Colours that the colour-blind tell apart. Source: Okabe and Ito, https://jfly.uni-koeln.de/color/
-COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#000000")
 END_TO_END = "whole iterations"
 ByFamily = Mapping[str, Scores]  # of learners
 
@@ -53,7 +49,7 @@ def learner_bundles(bundle: Bundle, data: Path) -> dict[str, Bundle]:
 def rank_learners(
     rows: pd.DataFrame, results: Sequence[CaseResult], folder: Path, data: Path, out: Path
 ) -> None:
-    """Print the ranking, write learners.md and learners.png to ``out``, and log it to MLflow.
+    """Print the ranking, and log the iterations of each learner to MLflow, as the report ``out``.
 
     ``results``: measured iterations ``rows`` as the bundle in ``folder`` forecasts them.
     """
@@ -62,8 +58,6 @@ def rank_learners(
         found[name] = compare_all(rows, folder, bundle)
     scores = {**family_scores(folder), END_TO_END: iteration_scores(found)}
     console.print(ranking_table(scores))
-    write_atomic(out / "learners.md", markdown(scores).encode())
-    chart(scores).savefig(out / "learners.png", dpi=120, bbox_inches="tight")
     device = ", ".join(sorted(set(rows["gpu"])))
     for name, some in found.items():
         if name != BLEND:
@@ -100,34 +94,3 @@ def ranking_table(scores: ByFamily) -> Table:
     for family, some in scores.items():
         add_line(table, family, (), some)
     return table
-
-
-def markdown(scores: ByFamily) -> str:
-    """The same table as Markdown."""
-    lines = [f"| | {' | '.join(reversed(NAMES))} |", f"|---|{'--:|' * len(NAMES)}"]
-    for family, some in scores.items():
-        texts = [f"**{t}**" if ahead else t for t, ahead in cells(some)]
-        lines.append(f"| {family} | {' | '.join(texts)} |")
-    head = "Median absolute error in %; bold: no learner is better beyond the noise"
-    return "\n".join([head, "", *lines, ""])
-
-
-def chart(scores: ByFamily) -> Any:
-    """A row of dots per family and one of whole iterations, a colour per learner."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 1 + 0.3 * len(scores)))
-    axes = figure.add_subplot()
-    for colour, name in zip(cycle(COLOURS), NAMES, strict=False):
-        rows = [(some[name], row) for row, some in enumerate(scores.values()) if name in some]
-        large = 70 if name == BLEND else 30
-        x, y = [s["median_ape_pct"] for s, _ in rows], [row for _, row in rows]
-        axes.scatter(x, y, s=large, color=colour, label=name, edgecolors="black", linewidths=0.4)
-    axes.set_yticks(range(len(scores)), list(scores))
-    axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel("median absolute error, %")
-    axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
-    return figure

@@ -8,17 +8,15 @@ learned from them.
 
 from __future__ import annotations
 
-import platform
 import tempfile
+import warnings
 from dataclasses import MISSING, dataclass, fields
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import yaml
 
 from itercast.learners.bundle import Bundle
 from itercast.learners.held_out import FILE, load_held_out, log_errors, save_held_out
@@ -27,8 +25,6 @@ from itercast.microbench.ops import families
 
 ALIAS = "champion"
 LOADER = "itercast.eval.tracking.champion"
-BUNDLE = "artifacts/bundle"  # in the folder of a model
-REQUIREMENTS, CONDA, PYTHON = "requirements.txt", "conda.yaml", "python_env.yaml"
 PINNED = ("mlflow", "xgboost-cpu", "numpy", "scipy", "pandas", "pyarrow", "pyyaml", "torch")
 TYPES = {"int": "long", "float": "double", "bool": "boolean", "str": "string"}
 FEWEST = 20  # common rows; with fewer two models are not compared
@@ -103,14 +99,16 @@ def offer(
 def champion_held_out(client: Any, name: str) -> pd.DataFrame | None:
     """The held-out forecasts of the champion; None where there is no champion."""
     import mlflow
+    from mlflow.models import Model
 
     found = client.search_registered_models(f"name = '{name}'")
     if not found or ALIAS not in found[0].aliases:
         return None
     champion = client.get_model_version(name, found[0].aliases[ALIAS])
     with tempfile.TemporaryDirectory() as folder:
-        place = client.get_logged_model(model_of(champion)).artifact_location
-        source = f"{place}/{BUNDLE}/{FILE}"
+        model = model_of(champion)
+        bundle = Model.load(f"models:/{model}").flavors["python_function"]["data"]
+        source = f"{client.get_logged_model(model).artifact_location}/{bundle}/{FILE}"
         path = mlflow.artifacts.download_artifacts(artifact_uri=source, dst_path=folder)
         return load_held_out(Path(path).parent)
 
@@ -121,57 +119,27 @@ def model_of(registered: Any) -> str:
 
 
 def _save(client: Any, model_id: str, family: str, whole: Bundle, held_out: pd.DataFrame) -> None:
-    """Store a family's part of a bundle as the artifacts of a logged model.
+    """Store a family's part of a bundle as a logged model; itercast has to be installed to load it.
 
-    The folder is written here: ``mlflow.pyfunc.save_model`` reads the metadata of every installed
-    package to compare the versions with those that are installed, and these are just that.
+    Its environment pins what pricing imports, at the versions installed.
     """
-    part = Bundle(models={family: whole.models[family]}, gpus=whole.gpus, anchors=whole.anchors)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        part.save(folder / BUNDLE)
-        save_held_out(folder / BUNDLE, held_out)
-        for file, text in environment().items():
-            (folder / file).write_text(text)
-        described(family).save(folder / "MLmodel")
-        client.log_model_artifacts(model_id, name)
-
-
-def described(family: str) -> Any:
-    """MLflow's description of a model: how it is loaded, signature, files of the environment."""
     from mlflow import pyfunc
-    from mlflow.models import Model
 
-    facts = {"family": family, "itercast": version("itercast")}
-    model = Model(signature=signature(family), metadata=facts)
-    files = {"conda_env": CONDA, "python_env": PYTHON}
-    pyfunc.add_to_model(model, loader_module=LOADER, data=BUNDLE, **files)
-    return model
-
-
-@cache
-def environment() -> dict[str, str]:
-    """What pricing imports, as files for pip, virtualenv and conda, at the versions installed.
-
-    itercast itself has to be installed.
-    """
-    pinned = [f"{name}=={version(name)}" for name in PINNED]
-    python, pip = platform.python_version(), f"pip=={version('pip')}"
-    conda = {
-        "name": "mlflow-env",
-        "channels": ["conda-forge"],
-        "dependencies": [f"python={python}", pip.replace("==", "<="), {"pip": pinned}],
-    }
-    virtual = {
-        "python": python,
-        "build_dependencies": [pip],
-        "dependencies": [f"-r {REQUIREMENTS}"],
-    }
-    return {
-        REQUIREMENTS: "\n".join(pinned),
-        CONDA: yaml.safe_dump(conda, sort_keys=False),
-        PYTHON: yaml.safe_dump(virtual, sort_keys=False),
-    }
+    part = Bundle(models={family: whole.models[family]}, gpus=whole.gpus, anchors=whole.anchors)
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # MLflow asks for an example of the input
+        bundle, model = Path(name) / "bundle", Path(name) / "model"
+        part.save(bundle)
+        save_held_out(bundle, held_out)
+        pyfunc.save_model(
+            str(model),
+            loader_module=LOADER,
+            data_path=str(bundle),
+            pip_requirements=[f"{package}=={version(package)}" for package in PINNED],
+            signature=signature(family),
+            metadata={"family": family, "itercast": version("itercast")},
+        )
+        client.log_model_artifacts(model_id, str(model))
 
 
 def signature(family: str) -> Any:

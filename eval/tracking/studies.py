@@ -1,15 +1,12 @@
-"""Log the hyperparameter trials of a family as child runs, with plots of them."""
+"""Log the hyperparameter trials of a family as child runs."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from itercast.eval.tracking.store import now_ms
 from itercast.learners.models.trees import open_study
 from itercast.learners.train import journal_of
-
-MIN_TRIALS = 5  # for plots: with fewer the importance of parameters means nothing
 
 
 def log_trials(client: Any, experiment: str, parent: str, family: str, digest: str) -> None:
@@ -24,8 +21,9 @@ def log_trials(client: Any, experiment: str, parent: str, family: str, digest: s
     from mlflow.entities import Metric, Param
 
     study = open_study(str(journal), family)
-    done = [t for t in study.get_trials(deepcopy=False) if t.value is not None]
-    for trial in done:
+    for trial in study.get_trials(deepcopy=False):
+        if trial.value is None:
+            continue
         tags = {"mlflow.parentRunId": parent, "family": family, "trial": str(trial.number)}
         name = f"{family} · trial {trial.number}"
         run = client.create_run(experiment, start_time=now_ms(), tags=tags, run_name=name)
@@ -36,22 +34,3 @@ def log_trials(client: Any, experiment: str, parent: str, family: str, digest: s
             params=[Param(k, f"{v:.4g}") for k, v in trial.params.items()],
         )
         client.set_terminated(run.info.run_id)
-    if len(done) >= MIN_TRIALS:
-        log_plots(client, parent, study)
-
-
-def log_plots(client: Any, run_id: str, study: Any) -> None:
-    """Log the history of a study and the importance of its parameters as pictures."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    from optuna.exceptions import ExperimentalWarning
-    from optuna.visualization import matplotlib as plots
-
-    for name in ("optimization_history", "param_importances"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ExperimentalWarning)
-            figure = getattr(plots, f"plot_{name}")(study).figure
-        client.log_figure(run_id, figure, f"trials/{name}.png")
-        plt.close(figure)

@@ -13,11 +13,9 @@ from itercast.__main__ import app
 from itercast.commands.shared import fit
 from itercast.compose.forecast import forecast
 from itercast.eval.learner_ranking import (
-    chart,
     family_scores,
     iteration_scores,
     learner_bundles,
-    markdown,
 )
 from itercast.eval.learner_table import cells, error_text
 from itercast.learners.bundle import Bundle
@@ -42,9 +40,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_learners_that_tie_within_the_noise_are_all_bold() -> None:
-    gemm_line, norm_line = markdown(SCORES).strip().splitlines()[-2:]
-    assert "**2.0**" in gemm_line and "**1.9**" in gemm_line and "| 4.0 |" in gemm_line
-    assert "**1.0**" in norm_line and "| 3.0 |" in norm_line
+    gemm_line, norm_line = (
+        dict(zip(reversed(NAMES), cells(some), strict=True)) for some in SCORES.values()
+    )
+    assert (gemm_line["blend"], gemm_line["linear"]) == (("2.0", True), ("1.9", True))
+    assert gemm_line["forest"] == ("4.0", False)
+    assert (norm_line["forest"], norm_line["blend"]) == (("1.0", True), ("3.0", False))
     assert cells({}) == [("-", False)] * len(NAMES)
     assert [error_text(e) for e in (8.84, 99.94, 99.96, 1313.4)] == ["8.8", "99.9", "100", "1313"]
 
@@ -58,13 +59,6 @@ def test_iterations_rank_learners_beyond_the_noise() -> None:
     }
     ranks = {name: s["rank"] for name, s in iteration_scores(found).items()}
     assert ranks == {"blend": 1, "linear": 1, "forest": 3}
-
-
-def test_the_chart_has_a_dot_per_family_and_learner() -> None:
-    (axes,) = chart(SCORES).axes
-    dots = {c.get_label(): c.get_offsets().tolist() for c in axes.collections}
-    assert dots["forest"] == [[4.0, 0.0], [1.0, 1.0]]
-    assert dots["nearest"] == []
 
 
 def test_iterations_are_composed_of_each_learners_prices(

@@ -25,7 +25,7 @@ from itercast.learners.models.training_table import frozen_split
 from itercast.learners.train import train
 from itercast.microbench.ops.matrix import gemm
 
-TRIALS = 5
+TRIALS = 2
 ERRORS = {"mape_pct": 5.0, "median_ape_pct": 4.0, "p90_ape_pct": 9.0, "bias_pct": 0.5}
 
 
@@ -153,14 +153,12 @@ def test_pyfunc_loads_the_champion_and_prices_a_table(logged: Any) -> None:
     assert yaml.safe_load(Path(for_conda).read_text())["dependencies"][-1] == {"pip": pinned}
 
 
-def test_trials_are_child_runs_with_plots(logged: Any) -> None:
+def test_trials_are_child_runs(logged: Any) -> None:
     (blend,) = runs_of(logged, "ops/toy", "tags.learner = 'blend'")
     trials = runs_of(logged, "ops/toy", f"tags.`mlflow.parentRunId` = '{blend.info.run_id}'")
     assert {run.data.tags["trial"] for run in trials} == {str(n) for n in range(TRIALS)}
     assert all(run.data.metrics["mean_log_error_pct"] > 0 for run in trials)
     assert {"eta", "max_depth"} <= set(trials[0].data.params)
-    pictures = {f.path for f in logged.list_artifacts(blend.info.run_id, "trials")}
-    assert pictures == {"trials/optimization_history.png", "trials/param_importances.png"}
 
 
 def test_a_comparison_is_a_run_with_its_report(logged: Any, tmp_path: Path) -> None:
