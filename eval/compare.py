@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -34,9 +33,9 @@ from itercast.microbench.hardware.stack import asked_stack
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops import find_family
 from itercast.microbench.plan import ParallelPlan
-from itercast.microbench.store import read_rows, write_atomic
+from itercast.microbench.store import Facts, Row, read_rows, write_atomic
 
-OPTIONAL: dict[str, Any] = {
+OPTIONAL: Row = {
     "plan": "",
     "seq": 0,
     "attn": "sdpa",
@@ -119,7 +118,7 @@ def compare_all(
 
 
 def _compare(
-    asked: Mapping[str, Any],
+    asked: Facts,
     rows: pd.DataFrame,
     folder: Path | None,
     varied: Sequence[str],
@@ -157,9 +156,7 @@ def _compare(
     )
 
 
-def _target(
-    asked: Mapping[str, Any], rows: pd.DataFrame, folder: Path | None, prices: Bundle | None
-) -> Target:
+def _target(asked: Facts, rows: pd.DataFrame, folder: Path | None, prices: Bundle | None) -> Target:
     """What measured rows ran on, priced by ``prices`` where they are given."""
     stack = asked_stack(asked.get("stack"))
     target = find_target(str(asked["gpu"]), str(asked["plan"]), folder, stack=stack)
@@ -189,7 +186,7 @@ def measured_steps(rows: pd.DataFrame, folder: Path | None) -> list[MeasuredStep
     return found
 
 
-def step_of(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
+def step_of(asked: Facts, plan: ParallelPlan) -> StepCapture:
     """Capture the step that a measured row describes.
 
     Its model, sizes and settings, the engine that launches it, its memory format and its attention
@@ -203,7 +200,7 @@ def step_of(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
     return with_attention_kernel(step, str(asked.get("attention_kernel", "")))
 
 
-def model_of(asked: Mapping[str, Any]) -> str | Path:
+def model_of(asked: Facts) -> str | Path:
     """The model of a measured row: the name of a case, or a file with the row's configuration."""
     config = asked.get("hf_config")
     if not isinstance(config, str):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -20,7 +19,7 @@ from itercast.learners.bundle import Bundle
 from itercast.learners.models.compared import BLEND
 from itercast.learners.train import errors, hardware_of, usable_rows
 from itercast.microbench.ops import families
-from itercast.microbench.store import read_hardware, read_rows
+from itercast.microbench.store import Facts, read_hardware, read_rows
 
 # Targets: the median error of a family, geometric mean errors of iterations.
 OPS_MEDIAN_PCT = 4.0
@@ -104,7 +103,7 @@ def only_gpu(root: Path, gpu: str, folder: Path) -> Path:
     return folder
 
 
-def family_errors(report: Mapping[str, Any]) -> Iterator[Scored]:
+def family_errors(report: Facts) -> Iterator[Scored]:
     """Errors of each family on held-out shapes, and the retest error of its rows."""
     for name, entry in report.items():
         scores = dict(entry["learners"][BLEND])

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import log
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -25,6 +24,7 @@ from itercast.learners.models.compared import BLEND, NAMES
 from itercast.learners.models.noise import medians
 from itercast.learners.train import SCORES, hardware_of, usable_rows
 from itercast.microbench.ops import families
+from itercast.microbench.store import Facts
 
 END_TO_END = "whole iterations"
 ByFamily = Mapping[str, Scores]  # of learners
@@ -68,7 +68,7 @@ def rank_learners(
 def family_scores(folder: Path) -> dict[str, Scores]:
     """Errors and ranks on held-out shapes, as the training of a bundle left them."""
     path = folder / SCORES
-    report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    report: Facts = json.loads(path.read_text()) if path.is_file() else {}
     return {family: entry["learners"] for family, entry in sorted(report.items())}
 
 

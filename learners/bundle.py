@@ -38,6 +38,7 @@ from itercast.learners.transfer.source_gpus import SourceGpus
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu, gpu_from_dict
 from itercast.microbench.ops import families
+from itercast.microbench.store import Facts, Row
 
 SHIPPED = Path(__file__).parent / "shipped"
 SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # trained on one CPU, as an example
@@ -121,7 +122,7 @@ class Bundle:
             if isinstance(model, LearnerModel):
                 arrays = fitted(model).arrays
                 np.savez_compressed(fresh / f"{name}.learner.npz", **arrays)  # type: ignore[arg-type]
-        facts: dict[str, Any] = {
+        facts: Row = {
             "schema_version": SCHEMA_VERSION,
             "gpus": {n: g.to_dict() for n, g in self.gpus.items()},
             "anchors": [[*key, *both_us] for key, both_us in self.anchors.items()],
@@ -156,7 +157,7 @@ class Bundle:
         return cls(models=models, gpus=gpus, anchors=anchors, machines=machines)
 
 
-def digests(folder: Path, facts: Mapping[str, Any]) -> dict[str, str]:
+def digests(folder: Path, facts: Facts) -> dict[str, str]:
     """SHA-256 of every file that ``Bundle.save`` writes, and of the other values of bundle.json."""
     own = {name: value for name, value in facts.items() if name != "digests"}
     texts = {FACTS: json.dumps(own, sort_keys=True).encode()}
@@ -165,7 +166,7 @@ def digests(folder: Path, facts: Mapping[str, Any]) -> dict[str, str]:
     return {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
 
 
-def check_digests(folder: Path, facts: Mapping[str, Any]) -> None:
+def check_digests(folder: Path, facts: Facts) -> None:
     """ValueError where a file differs from its digest; bundles of older versions have none."""
     stated = facts.get("digests")
     if stated is None:
@@ -176,7 +177,7 @@ def check_digests(folder: Path, facts: Mapping[str, Any]) -> None:
         raise ValueError(f"{other[0]} is not the file that was written, by its digest")
 
 
-def family_facts(name: str, model: FamilyModel) -> dict[str, Any]:
+def family_facts(name: str, model: FamilyModel) -> Row:
     """What bundle.json holds of one family."""
     return {
         "features": model.encoder.names,
@@ -203,7 +204,7 @@ def family_facts(name: str, model: FamilyModel) -> dict[str, Any]:
     }
 
 
-def learner_facts(model: LearnerModel) -> dict[str, Any]:
+def learner_facts(model: LearnerModel) -> Row:
     """What bundle.json holds of a learner that prices in place of the blend."""
     raw = {"features": model.raw.names, "vocabulary": model.raw.vocabulary}
     return {"name": fitted(model).name, **raw}
@@ -216,7 +217,7 @@ def fitted(model: LearnerModel) -> Fitted:
     return model.learner
 
 
-def load_learner(model: FamilyModel, path: Path, facts: Mapping[str, Any]) -> LearnerModel:
+def load_learner(model: FamilyModel, path: Path, facts: Facts) -> LearnerModel:
     """A model that prices by the learner whose arrays are in a .npz file."""
     with np.load(path, allow_pickle=False) as file:
         arrays = dict(file)
@@ -321,7 +322,7 @@ def _pair(values: Any) -> tuple[float, float]:
     return float(values[0]), float(values[1])
 
 
-def _machine(facts: Mapping[str, Mapping[str, Any]]) -> Machine:
+def _machine(facts: Mapping[str, Facts]) -> Machine:
     return Machine(
         versions={str(name): str(version) for name, version in facts["versions"].items()},
         readings={str(name): float(value) for name, value in facts["readings"].items()},
@@ -338,9 +339,7 @@ def _host_call(values: Sequence[float]) -> HostCall:
     )
 
 
-def load_model(
-    folder: Path, name: str, facts: Mapping[str, Any], gpus: Mapping[str, Gpu]
-) -> FamilyModel:
+def load_model(folder: Path, name: str, facts: Facts, gpus: Mapping[str, Gpu]) -> FamilyModel:
     """Read one family's model; ValueError for an unknown family."""
     if name not in families():
         raise ValueError(f"unknown family {name!r}; known: {sorted(families())}")

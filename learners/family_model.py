@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -41,6 +40,7 @@ from itercast.learners.transfer.query_rows import (
 from itercast.learners.transfer.source_gpus import SourceGpus, pick_stack
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Family
+from itercast.microbench.store import Facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class FamilyModel:
     unseen_offsets: Offsets
     envelope: Mapping[str, tuple[float, float]]
     sensitivity: Sensitivity
-    facts: Mapping[str, Any]
+    facts: Facts
     stacks: Mapping[str, str] = field(default_factory=dict)
     launch: Mapping[str, float] = field(default_factory=dict)
     host_calls: Mapping[str, Mapping[str, HostCall]] = field(default_factory=dict)
@@ -342,7 +342,7 @@ def fit_model(
     options: Options,
     crossed: CrossFit,
     sensitivity: Sensitivity,
-    facts: Mapping[str, Any],
+    facts: Facts,
     unseen: Offsets,
 ) -> FamilyModel:
     """Fit a model to all rows, with the rounds and weight of cross-validation.

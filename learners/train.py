@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -38,7 +37,7 @@ from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family
-from itercast.microbench.store import read_hardware, read_rows
+from itercast.microbench.store import Facts, Row, read_hardware, read_rows
 
 MIN_ROWS = 20  # of a family that is trained
 UNSEEN_GPU_OFFSETS = assumed(__file__, "unseen_gpu_offsets")
@@ -58,7 +57,7 @@ class FamilyReport:
 
     rows: int
     learner: str
-    parameters: Mapping[str, Any]
+    parameters: Facts
     seconds: float
     retest_ape_pct: float | None
     coverage_pct: float
@@ -72,7 +71,7 @@ class TrainReport:
 
     families: Mapping[str, FamilyReport]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Row:
         """The scores as plain values, for JSON, MLflow and tables."""
         scores = {name: asdict(report) for name, report in self.families.items()}
         for entry in scores.values():
@@ -186,7 +185,7 @@ def _coverage_pct(log_error: np.ndarray, offsets: tuple[float, float]) -> float:
     return float(np.mean((log_error >= low) & (log_error <= high)) * 100)
 
 
-def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str) -> dict[str, Any]:
+def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str) -> Row:
     """What the bundle keeps about a family's training: rows, errors on held-out shapes, ops."""
     return {
         "digest": digest,

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
-from typing import Any
 
-from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.opcall import Argument, OpCall, StepCapture, TensorSpec
 
 GROUP_NORM = "aten.native_group_norm.default"
 NHWC_OPS = tuple(
@@ -36,7 +35,7 @@ def _call_in_nhwc(call: OpCall) -> OpCall:
     return replace(call, args=tuple(_in_nhwc(v) for v in call.args))
 
 
-def _in_nhwc(value: Any) -> Any:
+def _in_nhwc(value: Argument) -> Argument:
     """A 4-dimensional tensor (N, C, H, W) with the strides of NHWC; anything else unchanged."""
     if not isinstance(value, TensorSpec) or len(value.shape) != 4:
         return value

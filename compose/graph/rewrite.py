@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any
 
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.opcall import Argument, OpCall, ParamSpec, StepCapture, TensorSpec
 
 COLLECTIVE = "itercast.collective"
 
@@ -77,7 +76,7 @@ def shard(t: TensorSpec, dim: int, parts: int) -> TensorSpec:
     return with_shape(t, shape)
 
 
-def map_tensors(value: Any, change: Mapping[TensorSpec, TensorSpec]) -> Any:
+def map_tensors(value: Argument, change: Mapping[TensorSpec, TensorSpec]) -> Argument:
     """Replaces the tensors of an argument, also within tuples, by ``change``."""
     if isinstance(value, TensorSpec):
         return change.get(value, value)

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from itertools import product
-from typing import Any
 
 from itercast.microbench.capture.zeros import mark_zeros
-from itercast.microbench.opcall import StepCapture
+from itercast.microbench.opcall import Argument, StepCapture
 
 Size = tuple[int, int]  # samples, and tokens of each
 CaptureAt = Callable[[int, int], StepCapture]
@@ -32,7 +31,7 @@ class _Between:
         self.sizes = (*ends, size)
         self.integers: dict[tuple[int, int], int] = {}
 
-    def value(self, a: Any, b: Any) -> Any:
+    def value(self, a: Argument, b: Argument) -> Argument:
         """The value that is ``a`` at the first size and ``b`` at the second."""
         if a is b or (type(a) is type(b) and a == b):
             return a

@@ -9,10 +9,9 @@ leaves half of each of these blocks. Memory: the keys and values in flight.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from itercast.compose.graph.rewrite import StepBuilder, collective
-from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.opcall import Argument, OpCall, StepCapture, TensorSpec
 from itercast.microbench.plan import ParallelPlan
 
 
@@ -47,7 +46,7 @@ def _remote_block(call: OpCall) -> OpCall:
     if not call.kwargs.get("is_causal"):
         return call
     half = {id(t): _half_length(t) for t in call.args[-2:]}
-    args: list[Any] = [half.get(id(t), t) for t in call.args]
+    args: list[Argument] = [half.get(id(t), t) for t in call.args]
     outputs = call.outputs if len(call.outputs) == 1 else (call.outputs[0], *args[-2:])
     return replace(
         call, args=tuple(args), kwargs={**call.kwargs, "is_causal": False}, outputs=outputs

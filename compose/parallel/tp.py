@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from itercast.compose.graph.product_roles import (
     EXPERT_PRODUCTS,
@@ -33,7 +32,7 @@ from itercast.compose.graph.rewrite import (
 )
 from itercast.compose.parallel.cuts import Cut, aligned_dim, cut_along, first_dim, result_dim
 from itercast.compose.parallel.parallel_loss import LOSS, parallel_loss
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.opcall import Argument, OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.plan import ParallelPlan
 
 PRODUCTS = (*LINEAR_PRODUCTS, *EXPERT_PRODUCTS, "aten.baddbmm.default")
@@ -138,7 +137,9 @@ class _TensorParallel:
     def _by_column(self, t: TensorSpec) -> bool:
         return t.storage in self.cuts and not self.cuts[t.storage].tokens
 
-    def _send(self, kind: str, t: TensorSpec, phase: str, made: TensorSpec, **more: Any) -> None:
+    def _send(
+        self, kind: str, t: TensorSpec, phase: str, made: TensorSpec, **more: Argument
+    ) -> None:
         """Adds a collective; ``more``: the ``part`` that a rank gives, what it ``overlaps``."""
         sent = collective(kind, "tp", t, phase, overlaps_next=more.get("overlaps", False))
         read = (t, *(more[name] for name in more if name == "part"))

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from itercast.learners.family_model import FamilyModel
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL, software_name
 from itercast.microbench.ops import families, family_of
-from itercast.microbench.ops.family import Part
+from itercast.microbench.ops.family import Part, Point
 from itercast.microbench.switches import is_on
 
 Models = Mapping[str, FamilyModel | None]
@@ -59,7 +58,7 @@ class MeasuredRows:
 
 
 def fallback_parts(
-    params: Any, models: Models, channels_last: bool, gpu: Gpu, stack: str = USUAL
+    params: Point, models: Models, channels_last: bool, gpu: Gpu, stack: str = USUAL
 ) -> list[Part]:
     """Returns the ops by which an op is priced; empty where its own model can price it on this GPU.
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from itercast.compose.graph.cache_reuse import cold_share
 from itercast.compose.graph.layers import Layer
 from itercast.compose.pricing.priced_op import Priceable, priceable
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, ParamSpec, TensorSpec
+from itercast.microbench.opcall import Args, OpCall, ParamSpec, TensorSpec
 
 BATCH_NORM = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
 ADDED = "added"  # phase of ops that no module calls: C++ launches them
@@ -67,7 +66,7 @@ def buffer_copies(tensors: list[TensorSpec], gpu: Gpu) -> list[Priceable]:
     return [priceable(c, share(2.0 * c.outputs[0].nbytes)) for c in calls]
 
 
-def _added(op: str, args: tuple[Any, ...], output: TensorSpec) -> OpCall:
+def _added(op: str, args: Args, output: TensorSpec) -> OpCall:
     return OpCall(op=op, args=args, outputs=(output,), phase=ADDED, module="DDP")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from itercast.compose.graph.launch_modes import launches
 from itercast.compose.graph.layers import Layer
@@ -14,6 +13,7 @@ from itercast.learners.transfer.source_gpus import gpu_distance
 from itercast.microbench.hardware.host import EVENT_US
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops.step.host import REPEATED, Host
+from itercast.microbench.store import Facts
 
 WRAPPERS = (
     "fsdp_layer",
@@ -81,7 +81,7 @@ def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
 
 
 def _event_us(
-    event: str, tensors: int, row: Mapping[str, Any] | None, book: PriceBook
+    event: str, tensors: int, row: Facts | None, book: PriceBook
 ) -> tuple[float, AssumedShares]:
     """Time of one event, and the assumption it rests on; ``row``: the model's."""
     on_this_cpu = book.gpu.kind == "cpu" and event not in (*WRAPPERS, REPEATED)

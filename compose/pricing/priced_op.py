@@ -8,13 +8,12 @@ instead.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from itercast.microbench.hardware.host import call_launches
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops import find_family
-from itercast.microbench.ops.family import Family, Part
+from itercast.microbench.ops.family import Family, Part, Point
 
 UNMODELLED = "unmodelled"
 AssumedShares = tuple[tuple[str, float], ...]  # name of an assumption, share of a time
@@ -82,7 +81,7 @@ class Priceable:
     op: str
     phase: str
     family: Family | None
-    params: Any
+    params: Point
     bytes_moved: float
     cold: float
     kernel: str = ""

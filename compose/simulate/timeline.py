@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +176,7 @@ def simulate_shared(
     return [spans[i] for i in range(len(tasks))]
 
 
-def trace_json(tasks: Sequence[Task], spans: Sequence[Span], rank: int = 0) -> dict[str, Any]:
+def trace_json(tasks: Sequence[Task], spans: Sequence[Span], rank: int = 0) -> dict[str, object]:
     """Chrome trace (Perfetto opens it): one complete event per task and lane, times in us."""
     events = [
         {

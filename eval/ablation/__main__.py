@@ -28,6 +28,7 @@ from itercast.learners.bundle import SHIPPED
 from itercast.microbench.assumptions import Assumption, leaving_out
 from itercast.microbench.importers.base import positive
 from itercast.microbench.opcall import StepCapture
+from itercast.microbench.store import Facts
 from itercast.microbench.switches import RULES, switching_off
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ SHOWN = 0.05  # points of a source's error
 class Row:
     """A published iteration: what was asked, its captured step, and its measured time in us."""
 
-    asked: Mapping[str, Any]
+    asked: Facts
     step: StepCapture
     measured_us: float
 

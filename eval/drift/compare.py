@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -94,7 +93,7 @@ class Check:
         pct = 100 * (self.slowdown - 1)
         return f"; the machine is {abs(pct):.0f} % {'slower' if pct > 0 else 'faster'} overall"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """All of it as plain values, for JSON."""
         found = {"fits": self.fits, "verdict": self.verdict, "gpu": self.gpu, "rows": self.rows}
         parts = {

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,6 +13,7 @@ import pandas as pd
 from itercast.learners.bundle import Bundle
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
+from itercast.microbench.ops.family import Point
 from itercast.microbench.sweep.scheduler import space
 
 CANDIDATES = 400  # points drawn per family, to choose from
@@ -33,7 +33,7 @@ def checkable(bundle: Bundle, gpu: Gpu) -> list[str]:
     ]
 
 
-def stratified_points(bundle: Bundle, gpu: Gpu, threads: int, seed: int) -> dict[str, list[Any]]:
+def stratified_points(bundle: Bundle, gpu: Gpu, threads: int, seed: int) -> dict[str, list[Point]]:
     """Lists points by family inside the training range, mixing short and long ones.
 
     Points are sorted by forecast time into eight equal parts, and each eight consecutive points of

@@ -6,7 +6,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -97,7 +96,7 @@ def forecasts_without(
     source: str, lines: Sequence[tuple[ModelLine, Rows]], public: Path, bundle: Path
 ) -> list[tuple[ModelLine, Rows]]:
     """The rows of each line with new forecasts, of processes that leave a source out."""
-    known: dict[Any, Answer] = {}
+    known: dict[object, Answer] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
         leaving_out(source),

@@ -33,6 +33,7 @@ from itercast.microbench.hardware.stack import asked_stack
 from itercast.microbench.importers.base import positive
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.store import Facts
 
 Answer = Mapping[str, float] | str  # forecasts by part, or the error message
 # What is compared, and the column of its measurement: us of a step and of its backward pass, bytes.
@@ -108,7 +109,7 @@ def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, Answer], pool: Exec
     return pd.concat([rows[good].reset_index(drop=True), forecasts], axis=1)
 
 
-def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
+def _answer(bundle: Path, asked: Facts) -> Answer:
     """Forecast a row's step and backward pass in us, its peak memory in bytes; or say why not.
 
     backward = step - forward in eval mode, so dropout counts as backward; it is small beside the
@@ -133,12 +134,12 @@ def _answer(bundle: Path, asked: Mapping[str, Any]) -> Answer:
     return {**parts, **bounds, ASSUMED: whole.assumed_frac, **parts_us(whole)}
 
 
-def timed_us(asked: Mapping[str, Any], found: Forecast) -> float:
+def timed_us(asked: Facts, found: Forecast) -> float:
     """What was timed of a step: its kernels alone where the timer was that of the device."""
     return found.compute_us if asked.get("timer") == "device" else found.iteration_us
 
 
-def row_target(asked: Mapping[str, Any], bundle: Path) -> Target:
+def row_target(asked: Facts, bundle: Path) -> Target:
     """What a row ran on: its GPU, plan and software, and its host where one was fitted."""
     stack, host = asked_stack(asked.get("stack")), str(asked.get(HOST) or "")
     return find_target(str(asked["gpu"]), str(asked["plan"]), bundle, host=host, stack=stack)
@@ -177,7 +178,7 @@ def measured_steps(rows: Rows, bundle: Path) -> list[MeasuredStep]:
     return steps
 
 
-def captured_step(asked: Mapping[str, Any], plan: ParallelPlan) -> StepCapture:
+def captured_step(asked: Facts, plan: ParallelPlan) -> StepCapture:
     """Capture what a row describes: a model under a plan, a problem's text, or a layer."""
     if asked.get("problem_source"):
         from itercast.eval.public.sources.problem import problem  # needs torch

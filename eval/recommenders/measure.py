@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from itercast.eval.recommenders.tasks import Candidate
 from itercast.microbench.iterations.sharded_model import MeasuredTable, ShardedModel
 from itercast.microbench.processes.ranks import start_ranks, threads_of
 from itercast.microbench.processes.watch import log_tail, never, watch
+from itercast.microbench.store import Row
 
 ROUNDS = 2
 STEPS = 8  # of a model in a round
@@ -71,8 +71,8 @@ def measure(
 
 
 def _run(
-    order: dict[str, Any], ranks: int, folder: Path, wanted: int, progress: Callable[[int], None]
-) -> list[dict[str, Any]]:
+    order: Row, ranks: int, folder: Path, wanted: int, progress: Callable[[int], None]
+) -> list[Row]:
     """The lines that the ranks write for an order; RuntimeError if there are fewer than wanted."""
     out, order_file, log = (folder / n for n in ("times.jsonl", "order.json", "ranks.log"))
     out.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from itercast.compose.parallel.placement import Placement
 from itercast.microbench.ops import families, find_family
-from itercast.microbench.ops.family import log_uniform
+from itercast.microbench.ops.family import Point, log_uniform
 from itercast.microbench.ops.lookup import embedding_bag, sparse_update
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.random_streams import with_random_stream
@@ -28,10 +28,10 @@ MOST_TABLES = 32  # looked up or updated one after the other
 MOST_TABLE_ELEMENTS = 2**25  # of all of them
 
 
-def lookup_points() -> dict[str, list[Any]]:
+def lookup_points() -> dict[str, list[Point]]:
     """Embedding bags and sparse updates of tables as in ``itercast.eval.recommenders.tasks``."""
     rng = np.random.default_rng(0)
-    drawn: dict[str, list[Any]] = {"embedding_bag": [], "sparse_update": []}
+    drawn: dict[str, list[Point]] = {"embedding_bag": [], "sparse_update": []}
     for sizes in islice(_tables(rng), MOST_POINTS):
         op = str(rng.choice(embedding_bag.OPS))
         drawn["embedding_bag"].append(with_random_stream(rng, EmbeddingBag(op=op, **sizes)))
@@ -60,7 +60,7 @@ def _tables(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
             yield sizes
 
 
-def dense_points() -> dict[str, list[Any]]:
+def dense_points() -> dict[str, list[Point]]:
     """Points by family of the ops in perceptrons of random DLRMs, and copies of all sizes."""
     from itercast.compose.parallel.tables import rank_step  # torch is slow to import
     from itercast.compose.sharding.step import dlrm_step, tables_of
@@ -85,7 +85,7 @@ def dense_points() -> dict[str, list[Any]]:
     return {name: [some[i] for i in rng.permutation(len(some))] for name, some in listed.items()}
 
 
-def message_points() -> dict[str, list[Any]]:
+def message_points() -> dict[str, list[Point]]:
     """Messages of 256 bytes to 16 MiB: all_to_all of vectors, all_reduce of gradients."""
     rng = np.random.default_rng(0)
     ops = rng.choice(["all_to_all", "all_reduce"], size=MOST_POINTS, p=[0.6, 0.4])

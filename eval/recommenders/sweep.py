@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from itercast.eval.recommenders.points import dense_points, lookup_points, message_points
 from itercast.microbench import store
+from itercast.microbench.ops.family import Point
 from itercast.microbench.processes.ranks import threads_of
+from itercast.microbench.store import Row
 from itercast.microbench.sweep.captured_points import write_points
 from itercast.microbench.sweep.cards import card_facts
 from itercast.microbench.sweep.collect import MIN_LEFT_FRAC, order_of, run_worker
@@ -47,10 +48,10 @@ def sweep(root: Path, budget_s: float, ranks: Sequence[int], progress: Progress)
 
 def _measure(
     root: Path,
-    points: Mapping[str, Sequence[Any]],
+    points: Mapping[str, Sequence[Point]],
     phase: Phase,
     budget_s: float,
-    facts: dict[str, Any],
+    facts: Row,
     progress: Progress,
 ) -> None:
     """Measure points until the phase's share of the budget is spent."""

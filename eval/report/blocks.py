@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -12,6 +11,7 @@ import pandas as pd
 from itercast.eval.report.charts import Chart
 from itercast.eval.report.sweeps import SweepFacts
 from itercast.eval.results import CaseResult
+from itercast.microbench.store import Facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Device:
     name: str
     results: Sequence[CaseResult] = ()
     ops: pd.DataFrame = field(default_factory=pd.DataFrame)
-    fit: Mapping[str, Any] = field(default_factory=dict)
+    fit: Facts = field(default_factory=dict)
     sweep: SweepFacts = field(default_factory=SweepFacts)
     data: str = ""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,6 +18,7 @@ from itercast.eval.report.intervals import LEVELS
 from itercast.eval.report.op_errors import Group, kinds, off_log, records
 from itercast.eval.report.sweeps import Step
 from itercast.eval.results import CaseResult, grouped
+from itercast.microbench.store import Facts
 
 Json = object  # plain values
 Figure = Mapping[str, Json]
@@ -196,7 +196,7 @@ def ops(held_out: pd.DataFrame) -> Chart:
     return predicted_measured(name, "us", measured.tolist(), predicted.tolist(), points)
 
 
-def op_text(row: Mapping[str, Any]) -> str:
+def op_text(row: Facts) -> str:
     """What hovering over an op shows."""
     error = 100 * (row["predicted_us"] / row["measured_us"] - 1)
     where = [f"{row['cache']} cache"] if "cache" in row else []

@@ -9,13 +9,12 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from itercast.eval.ranking import choices, ranking_metrics, rankings
 from itercast.eval.results import CaseResult, grouped, summary
-from itercast.microbench.store import write_atomic
+from itercast.microbench.store import Facts, write_atomic
 
 FILE = "evaluation.json"
 
@@ -29,7 +28,7 @@ class Evaluation:
     """
 
     results: Sequence[CaseResult]
-    fit: Mapping[str, Any] = field(default_factory=dict)
+    fit: Facts = field(default_factory=dict)
     machine: Mapping[str, str] = field(default_factory=dict)
     data: str = ""
     bundle: str = ""
@@ -67,7 +66,7 @@ class Evaluation:
             raise ValueError(f"report {str(path)!r}: no readable comparison ({exc})") from exc
 
 
-def _case(facts: Mapping[str, Any]) -> CaseResult:
+def _case(facts: Facts) -> CaseResult:
     """A case of evaluation.json; ``error_pct`` is derived and other unknown keys are refused."""
     named = {k: v for k, v in facts.items() if k != "error_pct"}
     unknown = sorted(set(named) - {f.name for f in fields(CaseResult)})

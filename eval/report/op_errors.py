@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from itercast.learners.train import errors
 from itercast.microbench.ops import families
+from itercast.microbench.store import Facts, Row
 
 KIND_NAMES = {
     "matrix": "matrix products",
@@ -78,7 +78,7 @@ def error_group(dimension: str, name: str, rows: pd.DataFrame) -> Group:
     )
 
 
-def by_family(ops: pd.DataFrame, fit: Mapping[str, Any]) -> list[Group]:
+def by_family(ops: pd.DataFrame, fit: Facts) -> list[Group]:
     """Errors of each family, the largest median first.
 
     Retest errors are those of all rows of the family where ``fit`` states them.
@@ -105,7 +105,7 @@ def by_condition(ops: pd.DataFrame) -> list[Group]:
     return found
 
 
-def reason(row: Mapping[str, Any]) -> str:
+def reason(row: Facts) -> str:
     """Why one forecast may be off: extrapolation, nothing measured nearby, noise, or neither."""
     found = []
     if row["outside"]:
@@ -129,7 +129,7 @@ def off_log(ops: pd.DataFrame) -> np.ndarray:
     return np.asarray(np.abs(np.log(ratio)))
 
 
-def records(ops: pd.DataFrame) -> list[dict[str, Any]]:
+def records(ops: pd.DataFrame) -> list[Row]:
     """Rows as mappings by column."""
     return [{str(k): v for k, v in row.items()} for row in ops.to_dict("records")]
 

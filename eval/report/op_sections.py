@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -14,6 +13,7 @@ from itercast.eval.report.blocks import Device, Section, Table, number
 from itercast.eval.report.op_errors import Group, by_condition, by_family
 from itercast.learners.models.compared import BLEND
 from itercast.learners.train import errors
+from itercast.microbench.store import Facts
 
 OURS = "itercast"  # what the blend is called here
 
@@ -87,7 +87,7 @@ def condition_section(ops: pd.DataFrame) -> Section:
     )
 
 
-def learner_section(fit: Mapping[str, Any]) -> Section:
+def learner_section(fit: Facts) -> Section:
     """Our models beside other learners on the same rows."""
     order = sorted(fit, key=lambda name: -fit[name]["learners"][BLEND]["median_ape_pct"])
     learners = dict.fromkeys(learner for entry in fit.values() for learner in entry["learners"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -19,7 +18,7 @@ from itercast.eval.report.sweeps import SweepFacts, sweep_facts
 from itercast.eval.results import CaseResult, summary
 from itercast.learners.held_out import load_held_out
 from itercast.microbench.ops import families
-from itercast.microbench.store import write_atomic
+from itercast.microbench.store import Facts, write_atomic
 
 PAGE = "report.html"
 SWEEPS = "sweeps"  # folder of what replays found, beside the page
@@ -29,7 +28,7 @@ def report_comparison(
     out: Path,
     results: Sequence[CaseResult],
     rows: pd.DataFrame,
-    fit: Mapping[str, Any],
+    fit: Facts,
     data: Path | None = None,
     bundle: Path | None = None,
 ) -> None:

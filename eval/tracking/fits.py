@@ -15,6 +15,7 @@ from itercast.eval.tracking.logs import iterations_experiment
 from itercast.learners.bundle import Bundle
 from itercast.learners.held_out import load_held_out
 from itercast.learners.models.compared import BLEND, PHYSICS
+from itercast.microbench.store import Facts
 from itercast.microbench.sweep.cards import commit
 
 SHOWN_DIGITS = 2  # after the point of a logged metric
@@ -24,7 +25,7 @@ SHOWN_DIGITS = 2  # after the point of a logged metric
 class Training:
     """One training: what was scored (``TrainReport.to_dict``), on which device, and its bundle."""
 
-    report: Mapping[str, Any]
+    report: Facts
     device: str
     bundle: Path
     data: Sequence[Path]
@@ -37,9 +38,7 @@ class Training:
         return f"{self.bundle} {when}"
 
 
-def log_fit(
-    report: Mapping[str, Any], device: str, bundle: Path, data: Sequence[Path] = ()
-) -> None:
+def log_fit(report: Facts, device: str, bundle: Path, data: Sequence[Path] = ()) -> None:
     """Log a training to experiment ops/<device>: a run per family and learner.
 
     ``report``: scores by family (``TrainReport.to_dict``). What prices a family in the bundle is
@@ -122,9 +121,7 @@ def log_learner(
     return registry.LoggedRun(run_id=run_id, model_id=model.model_id)
 
 
-def shown_metrics(
-    learner: str, entry: Mapping[str, Any], before: Mapping[str, float]
-) -> dict[str, float]:
+def shown_metrics(learner: str, entry: Facts, before: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a run: errors in %, rank, rows, noise floor, change of the median error."""
     scores = entry["learners"][learner]
     found = {**scores, "rows": entry["rows"], "family_seconds": entry["seconds"]}
@@ -140,7 +137,7 @@ def shown_metrics(
 def datasets(
     training: Training,
     family: str,
-    entry: Mapping[str, Any],
+    entry: Facts,
     digest: str,
     held_out: pd.DataFrame,
 ) -> list[Any]:
@@ -149,7 +146,7 @@ def datasets(
 
     from itercast.learners.train import digest_of
 
-    def one(name: str, context: str, digest: str, facts: Mapping[str, Any], columns: Any) -> Any:
+    def one(name: str, context: str, digest: str, facts: Facts, columns: Any) -> Any:
         found = Dataset(
             name=name,
             digest=digest,

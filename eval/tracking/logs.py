@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from itercast.eval.tracking import store
+from itercast.microbench.store import Facts
 
 ITERATIONS = "iterations"
 
@@ -73,7 +74,7 @@ def log_bench(scores: Sequence[tuple[str, str, str, Mapping[str, float]]], folde
         client.set_terminated(_log(client, place, f"{line} · {part} · {learner}", tags, metrics))
 
 
-def log_plans(facts: Mapping[str, Any], plans: Sequence[Mapping[str, Any]]) -> None:
+def log_plans(facts: Facts, plans: Sequence[Facts]) -> None:
     """Log a plan search to experiment plans: a run, and below it one per plan, the best first."""
     client = store.connect()
     place = store.experiment(client, "plans", store.note("plans"))

@@ -12,7 +12,7 @@ import pandas as pd
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.family import Family
+from itercast.microbench.ops.family import Family, Point, Values
 
 LAUNCH_FLOOR_US = assumed(__file__, "launch_floor_us")  # by kind of device
 SMALL_ROOFLINE_US = assumed(__file__, "small_roofline_us")
@@ -28,7 +28,7 @@ ORIGIN = ("gpu", "stack", "place")  # where a row was measured: GPU, software, c
 
 def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
     """The family's parameters as arrays by name; missing values take the field's default."""
-    found: dict[str, Any] = {}
+    found: dict[str, Values] = {}
     for f in fields(family.params):
         if f.name in rows:
             values = rows[f.name]
@@ -46,7 +46,7 @@ def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
     return SimpleNamespace(**found)
 
 
-def broadcast(values: Any, count: int) -> np.ndarray:
+def broadcast(values: Values, count: int) -> np.ndarray:
     """Repeat a value to one per row; text becomes objects, which numpy compares as Python does."""
     array = np.broadcast_to(np.asarray(values), count)
     return array.astype(object) if array.dtype.kind == "U" else array
@@ -66,7 +66,7 @@ def isin(values: np.ndarray, seen: Iterable[str]) -> np.ndarray:
     return map_values(values, dict.fromkeys(seen, True), False, bool)
 
 
-def bounds_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> tuple[Any, Any]:
+def bounds_us(family: Family, p: Point, gpu: Gpu, threads: Values) -> tuple[Values, Values]:
     """Compute and memory bound of each row in us: FLOP / full rate, bytes / bandwidth.
 
     On a CPU both rates are times threads / cores, the bandwidth at least times
@@ -84,7 +84,7 @@ def bounds_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> tuple[Any, Any]
     return compute_s * 1e6, memory_s * 1e6
 
 
-def _rates(p: Any, rate: Callable[[str], float]) -> np.ndarray:
+def _rates(p: Point, rate: Callable[[str], float]) -> np.ndarray:
     """FLOP/s of each row's dtype."""
     codes, names = pd.factorize(np.asarray(p.dtype, dtype=object))
     return np.array([rate(str(name)) for name in names])[codes]
@@ -104,7 +104,7 @@ def halved_rate_bound_us(rows: pd.DataFrame, family: Family, gpus: Mapping[str, 
     return found
 
 
-def roofline_us(family: Family, p: Any, gpu: Gpu, threads: Any) -> Any:
+def roofline_us(family: Family, p: Point, gpu: Gpu, threads: Values) -> Values:
     """Roofline in us: max(compute, memory bound) + launch floor, or the family's ``floor_us``."""
     if family.floor_us is not None:
         return np.asarray(family.floor_us(p, gpu), dtype=float)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,7 @@ from itercast.learners.transfer.query_rows import EQUAL_SPEED_DTYPE, QueryRows, 
 from itercast.learners.transfer.source_gpus import SourceGpus
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.family import Family
+from itercast.microbench.ops.family import Family, Values
 
 SAME_SLOWDOWN = assumed(__file__, "same_slowdown")  # dtypes without a stated rate
 Price = Callable[[pd.DataFrame], np.ndarray]
@@ -93,7 +92,7 @@ def _large_rows(family: Family, gpus: Sequence[Gpu], dtype: str) -> pd.DataFrame
     return pd.DataFrame([{"family": family.name, "gpu": gpu.name, **facts} for gpu in gpus])
 
 
-def _compute_share(rows: pd.DataFrame, family: Family, gpu: Gpu) -> Any:
+def _compute_share(rows: pd.DataFrame, family: Family, gpu: Gpu) -> Values:
     """compute / (compute + memory + launch floor) of each row's bounds in us."""
     compute_us, memory_us = bounds_us(family, columns(rows, family), gpu, 0)
     return compute_us / (compute_us + memory_us + LAUNCH_FLOOR_US[gpu.kind])

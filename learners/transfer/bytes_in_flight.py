@@ -12,8 +12,6 @@ convolutions and attention copy tiles into shared memory ahead of their use: the
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pandas as pd
 
@@ -24,7 +22,7 @@ from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import software_name, software_version
 from itercast.microbench.opcall import ITEMSIZE_BYTES
-from itercast.microbench.ops.family import Family
+from itercast.microbench.ops.family import Family, Values
 
 LATENCY_NS: float = assumed(__file__, "latency_ns")
 THREADS_PER_SM: int = assumed(__file__, "threads_per_sm")
@@ -75,7 +73,7 @@ def bytes_per_thread(dtype: str, stack: str) -> float:
     return 2 * vector
 
 
-def _memory_share(rows: pd.DataFrame, family: Family, gpu: Gpu) -> Any:
+def _memory_share(rows: pd.DataFrame, family: Family, gpu: Gpu) -> Values:
     """memory / (compute + memory + launch floor) of each row's bounds in us."""
     compute_us, memory_us = bounds_us(family, columns(rows, family), gpu, 0)
     return memory_us / (compute_us + memory_us + LAUNCH_FLOOR_US[gpu.kind])

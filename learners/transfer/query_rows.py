@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -86,7 +85,7 @@ class QueryRows:
             launch=launch,
         )
 
-    def take(self, index: Any) -> QueryRows:
+    def take(self, index: np.ndarray) -> QueryRows:
         """Return the rows of these indices."""
         return replace(
             self,

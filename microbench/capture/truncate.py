@@ -19,7 +19,7 @@ def layer_key(name: str) -> str:
     return match.group(1) if match else ""
 
 
-def shorten_lists(model: Any) -> dict[str, int]:
+def shorten_lists(model: torch.nn.Module) -> dict[str, int]:
     """Cut every outermost list of equal modules to three; the number removed by the list's name.
 
     Modules are equal if their classes and parameter shapes are. A model that indexes such a list,
@@ -65,6 +65,6 @@ def build_shortened(build: Callable[[], Any]) -> tuple[Any, dict[str, int]]:
     return model, shorten_lists(model)
 
 
-def _shape(module: Any) -> tuple[object, ...]:
+def _shape(module: torch.nn.Module) -> tuple[object, ...]:
     shapes = tuple((n, tuple(p.shape)) for n, p in module.named_parameters())
     return type(module), shapes, len(list(module.modules()))

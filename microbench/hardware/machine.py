@@ -8,8 +8,8 @@ import platform
 import re
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu, slug
@@ -48,7 +48,7 @@ def last_cache_bytes() -> float:
     return max(sizes, default=LAST_CACHE_BYTES)
 
 
-def _best_s(run: Any, repetitions: int) -> float:
+def _best_s(run: Callable[[], object], repetitions: int) -> float:
     best = float("inf")
     for _ in range(repetitions):
         start = time.perf_counter()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from itercast.microbench.importers.base import Unreadable, number, parsed_json, text_of, whole
+from itercast.microbench.store import Facts
 
 PREFIX = re.compile(r"\s*(\[\d+,\d+\]<\w+>:|\[?\d+\]?:(?=[\s#]))?\s*")
 RANK = re.compile(r"#\s*Rank\s+(\d+)\s.*\son\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s+(.+)")
@@ -145,7 +145,7 @@ def parse_json(text: str) -> Log:
     return log
 
 
-def _result(log: Log, at: int, result: Mapping[str, Any]) -> None:
+def _result(log: Log, at: int, result: Facts) -> None:
     dtype, size = DTYPES.get(text_of(result.get("type"))), whole(result.get("size"))
     both = (result.get("out_of_place"), result.get("in_place"))
     found = [(i == 1, part) for i, part in enumerate(both) if isinstance(part, Mapping)]

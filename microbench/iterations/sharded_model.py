@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+
+from itercast.microbench.store import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,7 @@ class ShardedModel:
     optimizer: str = "sgd"
 
 
-def model_of(values: dict[str, Any]) -> ShardedModel:
+def model_of(values: Row) -> ShardedModel:
     """The model of plain values, as ``dataclasses.asdict`` gives them."""
     tables = tuple(MeasuredTable(**t) for t in values["tables"])
     shards = tuple(Shard(**s) for s in values["shards"])

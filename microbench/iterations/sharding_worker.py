@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +14,13 @@ import torch.distributed as dist
 from itercast.microbench.iterations.sharded_dlrm import ShardedStep
 from itercast.microbench.iterations.sharded_model import ShardedModel, model_of
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
+from itercast.microbench.store import Row
 from itercast.microbench.timing.clock import Anchor, keep_freed_memory
 
 WARMUP = 2
 
 
-def run(order: dict[str, Any]) -> None:
+def run(order: Row) -> None:
     """Measure the models of an order in ``rounds``; rank 0 writes ``out``.
 
     The models of a group take turns, one step each, so that what slows the machine slows them all.

@@ -8,14 +8,14 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from itercast.microbench.hardware.machine import cores
 from itercast.microbench.processes.lanes import visible_gpus
 from itercast.microbench.slow_imports import dist, torch
+from itercast.microbench.store import Facts
 from itercast.microbench.timing.clock import MIN_US, Timing, other_ops, summarise
 
 CALLS = 4  # of a collective, between two barriers
@@ -35,7 +35,7 @@ def threads_of(ranks: int) -> int:
 
 def start_ranks(
     module: str,
-    order: Mapping[str, Any],
+    order: Facts,
     ranks: int,
     torchrun: str = "",
     log: Path | None = None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,6 +18,7 @@ from itercast.microbench.importers.base import (
     refuse,
     text_of,
 )
+from itercast.microbench.store import Row
 
 ABOUT = About(
     source="kernelbench",
@@ -78,7 +78,7 @@ def read(path: Path) -> Imported:
 
 def _columns(collector: RowCollector, frame: pd.DataFrame, path: Path) -> pd.DataFrame:
     """Columns of the dataset."""
-    columns: dict[str, Any] = {
+    columns: Row = {
         "op": "forward",
         "gpu": frame["gpu"],
         "timer": "with_launch",

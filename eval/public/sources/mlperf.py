@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from itercast.eval.public.sources.models import (
     BERT,
@@ -27,6 +26,7 @@ from itercast.microbench.importers.base import (
     text_of,
     whole,
 )
+from itercast.microbench.store import Row
 
 ABOUT = About(
     source="mlperf-training",
@@ -104,7 +104,7 @@ def read(path: Path) -> Imported:
     return collector.done()
 
 
-def _row(given: Mapping[str, str]) -> dict[str, Any]:
+def _row(given: Mapping[str, str]) -> Row:
     """Builds one row of the dataset; ValueError says what a row cannot express."""
     benchmark = _benchmark(given)
     gpu, doubts = _gpu(given["accelerator"])

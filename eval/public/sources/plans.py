@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import node_named
@@ -43,7 +42,7 @@ def plan_of(given: Mapping[str, str]) -> tuple[str, int]:
     micro = _micro(given, dp)
     if virtual > 1 and (stages == 1 or micro % stages):
         raise ValueError("plan is ambiguous: interleaved stages do not fit")
-    parts: dict[str, Any] = {k: v for k, v in {"dp": dp, **degrees}.items() if v > 1}
+    parts: dict[str, object] = {k: v for k, v in {"dp": dp, **degrees}.items() if v > 1}
     if SEQUENCE_PARALLEL and degrees["tp"] > 1 and "Megatron" in given.get("framework", ""):
         parts["sp"] = ""
     if stages > 1 and micro:

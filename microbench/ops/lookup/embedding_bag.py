@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall
+from itercast.microbench.opcall import Argument, OpCall
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -236,7 +235,7 @@ def from_sparse_backward(call: OpCall) -> EmbeddingBag | None:
     return replace(found, op="sparse_backward") if found else None
 
 
-def _argument(call: OpCall, at: int, name: str, default: Any) -> Any:
+def _argument(call: OpCall, at: int, name: str, default: Argument) -> Argument:
     return call.args[at] if len(call.args) > at else call.kwargs.get(name, default)
 
 

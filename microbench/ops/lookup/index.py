@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -176,7 +175,7 @@ def _copying(p: IndexOp, device: str) -> Callable[[], object]:
         times = [p.size if at == axis else 1 for at in range(part.dim())]
         return lambda: call(short, times)
     after = [0, 0] * (part.dim() - 1 - axis)
-    arguments: dict[str, tuple[Any, ...]] = {
+    arguments: dict[str, tuple[object, ...]] = {
         "constant_pad_nd": ([*after, 0, p.source - p.size], 0.0),
         "flip": ([axis],),
         "roll": ([max(1, p.size // 2)], [axis]),

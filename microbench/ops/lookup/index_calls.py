@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
-from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.opcall import Argument, OpCall, TensorSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +55,7 @@ def _around(shape: tuple[int, ...], dim: int) -> tuple[int, int, int]:
     return prod(shape[:dim]), shape[dim], prod(shape[dim + 1 :])
 
 
-def _argument(call: OpCall, at: int, name: str, default: Any) -> Any:
+def _argument(call: OpCall, at: int, name: str, default: Argument) -> Argument:
     return call.args[at] if len(call.args) > at else call.kwargs.get(name, default)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.opcall import Args, Argument, OpCall, TensorSpec
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -188,7 +188,7 @@ def features(p: Pooling, gpu: Gpu) -> dict[str, Numbers | str]:
     }
 
 
-def _pair(values: Any, default: tuple[int, int]) -> tuple[int, int]:
+def _pair(values: Argument, default: tuple[int, int]) -> tuple[int, int]:
     if not values:
         return default
     return (int(values[0]), int(values[-1]))
@@ -251,7 +251,7 @@ def from_volume(call: OpCall) -> Pooling | None:
     return from_call(flat)
 
 
-def _flat(value: Any) -> Any:
+def _flat(value: Argument) -> Argument:
     """Replace (..., depth, h, w) by (..., depth * h, w), in a tuple or a tensor's shape.
 
     A tuple of one number stands for three equal ones; anything else stays as it is.
@@ -264,7 +264,7 @@ def _flat(value: Any) -> Any:
     return (*before, depth * h, w)
 
 
-def _window(base: str, given: tuple[Any, ...]) -> dict[str, int] | None:
+def _window(base: str, given: Args) -> dict[str, int] | None:
     """kernel, stride (the kernel where empty), padding[, dilation]; None: dilated by axis.
 
     The dilation of an axis on which the window has one pixel does not count.
