@@ -17,6 +17,7 @@ from itercast.commands.compare import compare
 from itercast.commands.explain import explain
 from itercast.commands.gpu_report import gpu_report
 from itercast.commands.import_rows import import_rows
+from itercast.commands.input import input_lane
 from itercast.commands.plan import plan
 from itercast.commands.predict import predict
 from itercast.commands.run import run
@@ -169,6 +170,7 @@ def price(
 
 app.command()(predict)
 app.command()(explain)
+app.command(name="input")(input_lane)
 
 
 app.command()(plan)

@@ -215,19 +215,22 @@ def warn_of_dtype(dtype: str, target: Target) -> None:
         typer.echo(f"itercast: {gpu.name} has no {dtype} units ({known}): {rest}", err=True)
 
 
-def asks(command: Callable[Concatenate[Question, P], R]) -> Callable[..., R]:
+def asks(command: Callable[Concatenate[Any, P], R]) -> Callable[..., R]:
     """Give a command the options of a ``Question``, which it takes as its first argument.
 
-    An option that the command has itself, such as several GPUs, is not the question's.
+    An option that the command has itself, such as several GPUs, is not the question's. Where the
+    question may be None, it is if no model is named. The command's own arguments come first.
     """
     hints = get_type_hints(Question, include_extras=True)
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    first, *own = inspect.signature(command, eval_str=True).parameters.values()
+    optional = first.annotation == Question | None
     names = [f.name for f in fields(Question) if f.name not in {p.name for p in own}]
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **options: P.kwargs) -> R:
         given: dict[str, Any] = {name: options.pop(name) for name in names}
-        return command(Question(**given), *args, **options)
+        named = any(given[name] for name in ("case", "hf_config", "model"))
+        return command(Question(**given) if named or not optional else None, *args, **options)
 
     asked = [
         inspect.Parameter(
@@ -236,8 +239,10 @@ def asks(command: Callable[Concatenate[Question, P], R]) -> Callable[..., R]:
         for f in fields(Question)
         if f.name in names
     ]
-    keyword_only = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-    signature = inspect.Signature([*asked, *keyword_only])
+    before = [p for p in own if p.default is inspect.Parameter.empty]
+    after = [p for p in own if p.default is not inspect.Parameter.empty]
+    ordered = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*before, *asked, *after)]
+    signature = inspect.Signature(ordered)
     wrapped.__signature__ = signature  # type: ignore[attr-defined]
     wrapped.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
     return wrapped

@@ -1,15 +1,19 @@
-"""Parse durations such as 90s, 10m or 1h."""
+"""Parse durations such as 20ms, 90s, 10m or 1h."""
 
 from __future__ import annotations
 
+import re
 
-def seconds(text: str) -> float:
+UNITS_S = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def seconds(text: str, what: str = "budget") -> float:
     """Seconds of a duration such as 90s, 10m or 1h; ValueError for other text, or over a week."""
-    units = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    found = re.fullmatch(r"([0-9.e+-]+)(ms|s|m|h)", text)
     try:
-        value = float(text[:-1]) * units[text[-1:]]
-    except (ValueError, KeyError):
+        value = float(found[1]) * UNITS_S[found[2]] if found else 0.0
+    except ValueError:
         value = 0.0
     if not 0 < value < 7 * 86400:
-        raise ValueError(f"budget {text!r}: expected a duration like 90s, 10m or 1h")
+        raise ValueError(f"{what} {text!r}: expected a duration like 90s, 10m or 1h")
     return value

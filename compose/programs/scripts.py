@@ -16,6 +16,7 @@ from itercast.compose.capture_model import MICROBENCH, code_digest
 from itercast.compose.pricing.collectives import gpus_per_domain
 from itercast.compose.target import Target
 from itercast.microbench.cache_folder import cache_folder
+from itercast.microbench.input.lane import InputLane
 from itercast.microbench.programs.files import read_program
 from itercast.microbench.programs.program import ProgramCapture
 
@@ -29,8 +30,8 @@ def captured_script(
     world_size: int,
     steps: int,
     limit_s: int,
-) -> tuple[ProgramCapture, list[float]]:
-    """What a script launches in a step, and the seconds of its batches; kept by all files it read.
+) -> tuple[ProgramCapture, InputLane | None]:
+    """What a script launches in a step, and its DataLoader's lane; kept by all files it read.
 
     Its output goes to stderr. ValueError in one line where it cannot be captured, or not in
     ``limit_s`` seconds; all processes that it started are gone then.

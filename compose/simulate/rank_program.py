@@ -16,8 +16,16 @@ from itercast.compose.simulate.data_parallel import LayerBucket, layer_buckets
 from itercast.compose.simulate.fsdp import hooks, sharded_backward, sharded_bytes, sharded_forward
 from itercast.compose.simulate.rank import Rank, RankTasks
 from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
 
 OFFLOAD_FRAC: Mapping[str, float] = assumed(__file__, "offload_frac")  # of the peak rate
+
+
+def host_copy_us(nbytes: float, gpu: Gpu) -> float:
+    """Time of a copy between a GPU and its host over PCIe; within memory where it has none."""
+    pcie_bytes_per_s = gpu.pcie_bytes_per_s * OFFLOAD_FRAC["pcie"]
+    rate = pcie_bytes_per_s or gpu.hbm_bytes_per_s * OFFLOAD_FRAC["memory"]
+    return nbytes / rate * 1e6
 
 
 class RankProgram(RankTasks):
@@ -169,11 +177,8 @@ class RankProgram(RankTasks):
         self.lanes.work(work, "into bucket" if into else "out of bucket")
 
     def _copy(self, nbytes: float, lane: str) -> PricedOp:
-        """A copy over PCIe at its peak rate, or within memory where there is no PCIe."""
-        gpu = self.rank.book.gpu
-        pcie_bytes_per_s = gpu.pcie_bytes_per_s * OFFLOAD_FRAC["pcie"]
-        rate = pcie_bytes_per_s or gpu.hbm_bytes_per_s * OFFLOAD_FRAC["memory"]
-        us = nbytes / rate * 1e6
+        """A copy between GPU and host, on a lane of its own."""
+        us = host_copy_us(nbytes, self.rank.book.gpu)
         copy = PricedOp(
             op=lane,
             family=UNMODELLED,

@@ -33,6 +33,10 @@ def predict(
     question: Question,
     strict: Annotated[bool, typer.Option(help="exit code 1 if an op has no learned model")] = False,
     trace: Trace = None,
+    input_file: Annotated[
+        Path | None,
+        typer.Option("--input", help="the step's DataLoader, as `itercast input --out` wrote it"),
+    ] = None,
     explain_assumptions: Explain = False,
     as_json: Json = False,
 ) -> None:
@@ -41,6 +45,12 @@ def predict(
     from itercast.compose.target import forecast_step
 
     found = forecast_step(step, target)
+    if input_file is not None:
+        from itercast.compose.feed.input import with_input
+        from itercast.microbench.input.lane import read_lane
+
+        samples = step.samples * target.plan.microbatches
+        found = with_input(found, read_lane(input_file), target, samples)
     if strict and found.unmodelled_frac > 0:
         raise typer.Exit(_not_modelled(found, step, target))
     if trace is not None:

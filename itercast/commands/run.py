@@ -43,14 +43,19 @@ def run(
 
     target = find_target(gpu, f"node={node}" if node else "", bundle, host, stack)
     with Console(stderr=True).status(f"running {script.name} as rank 0 of {gpus}"):
-        program, batch_s = captured_script(script, arguments or [], target, gpus, steps, limit)
-    found = forecast_program(program, target)
+        program, lane = captured_script(script, arguments or [], target, gpus, steps, limit)
+    found, loading_us = forecast_program(program, target), 0.0
+    if lane is not None:
+        from itercast.compose.feed.input import with_input
+
+        made = lane.worker if lane.workers else lane.alone
+        loading_us = made.mean_us * program.samples / lane.batch_samples
+        found = with_input(found, lane, target, program.samples)
     if trace is not None:
         from itercast.compose.simulate.timeline import trace_json
         from itercast.microbench.store import write_atomic
 
         write_atomic(trace, json.dumps(trace_json(*program_timeline(program, target))).encode())
-    loading_us = 1e6 * sum(batch_s)
     if as_json:
         typer.echo(json.dumps({"case": script.name, **asdict(found), "loading_us": loading_us}))
     else:
@@ -63,6 +68,6 @@ def _print(name: str, found: Forecast, loading_us: float) -> None:
 
     table = forecast_table(name, found)
     if loading_us:
-        hidden = "hidden" if loading_us <= found.iteration_us else "longer than a step"
-        table.add_row("loading its batches here", f"{loading_us * 1e-3:.2f} ms, {hidden}")
+        waits = f"{found.idle_by_us['input'] * 1e-3:.2f} ms of the iteration wait for it"
+        table.add_row("loading its batches here", f"{loading_us * 1e-3:.2f} ms, {waits}")
     Console().print(table)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,33 +13,60 @@ from torch.utils._pytree import tree_map
 
 from itercast.microbench.capture.facts import is_small_integer
 from itercast.microbench.capture.fake import fake_tensor
+from itercast.microbench.input.lane import Batches, InputLane
+from itercast.microbench.input.timers import (
+    BatchLog,
+    Clock,
+    batch_size,
+    own_times,
+    timed_batches,
+    usable_cores,
+    worker_times,
+)
 
 
-class BatchTimes:
-    """Seconds that the batches of a program's DataLoaders took, and the samples of each.
+class TakenBatches:
+    """The batches that a program took from its DataLoaders, and what they took to make.
 
-    Of one step: all since the last ``begin_step``.
+    ``samples``: of each batch since the last ``begin_step``.
     """
 
     def __init__(self) -> None:
+        self.log = BatchLog()
+        self.took_us: list[float] = []
+        self.loader: Any = None
+        self.nbytes = 0
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the batches so far."""
-        self.seconds: list[float] = []
+        """Forget how many samples were taken so far."""
         self.samples: list[int] = []
 
-    def note(self, seconds: float, batch: Any) -> None:
-        """Note a batch; its samples are the length of its first tensor."""
-        self.seconds.append(seconds)
-        sizes = [t.shape[0] for t in _tensors(batch) if t.dim()]
-        self.samples.append(sizes[0] if sizes else 0)
+    def note(self, loader: Any, took_us: float, batch: Any) -> None:
+        """Note a batch that an iterator over a loader gave after so much of this process's time."""
+        samples, self.nbytes = batch_size(batch)
+        self.samples.append(samples)
+        self.took_us.append(took_us)
+        self.loader = loader
+        self.log.collect()
 
-
-def _tensors(batch: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    tree_map(lambda x: found.append(x) if isinstance(x, torch.Tensor) else None, batch)
-    return found
+    def lane(self, name: str) -> InputLane | None:
+        """The input lane of the loader whose batch came last; None where no batch was timed."""
+        made = self.log.batches[1:] or self.log.batches
+        if self.loader is None or not made or not self.samples:
+            return None
+        workers = self.loader._num_workers
+        return InputLane(
+            loader=name,
+            workers=workers,
+            prefetch=getattr(self.loader, "_prefetch_factor", None) or 1,
+            batch_samples=self.samples[-1],
+            batch_bytes=self.nbytes,
+            cores=usable_cores(),
+            alone=Batches() if workers else own_times(made),
+            worker=worker_times(made) if workers else Batches(),
+            receive_us=sum(self.took_us) / len(self.took_us) if workers else 0.0,
+        )
 
 
 def _faked(value: Any) -> Any:
@@ -51,7 +77,7 @@ def _faked(value: Any) -> Any:
 
 
 @contextmanager
-def real_batches(times: BatchTimes) -> Iterator[None]:
+def real_batches(taken: TakenBatches) -> Iterator[None]:
     """Let DataLoaders load real data inside the context, although all else is fake."""
     from torch.utils.data import dataloader
 
@@ -59,10 +85,10 @@ def real_batches(times: BatchTimes) -> Iterator[None]:
 
     def taking(loader: Any) -> Any:
         with _disable_current_modes():
-            start = time.perf_counter()
+            clock = Clock()
             batch = take(loader)
-            seconds = time.perf_counter() - start
-        times.note(seconds, batch)
+            took_us = clock.read()[1]
+        taken.note(loader, took_us, batch)
         return tree_map(_faked, batch)
 
     def making(loader: Any) -> Any:
@@ -70,6 +96,7 @@ def real_batches(times: BatchTimes) -> Iterator[None]:
             return make(loader)
 
     with (
+        timed_batches(taken.log.note),
         patch.object(dataloader._BaseDataLoaderIter, "__next__", taking),
         patch.object(dataloader.DataLoader, "__iter__", making),
     ):

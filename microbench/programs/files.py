@@ -6,29 +6,30 @@ import base64
 import gzip
 import json
 import zlib
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from itercast.microbench.capture.cache import dumps, loads
+from itercast.microbench.input.lane import InputLane, lane_from
 from itercast.microbench.programs.program import ProgramCapture
 from itercast.microbench.store import write_atomic
 
 
-def write_program(program: ProgramCapture, path: Path, batch_s: Sequence[float] = ()) -> None:
-    """Write a captured program; ``batch_s``: seconds that its batches took to load."""
+def write_program(program: ProgramCapture, path: Path, lane: InputLane | None = None) -> None:
+    """Write a captured program, with the input lane of its DataLoader."""
     plain = {
         "world_size": program.world_size,
         "ranks": {r: base64.b64encode(dumps(s)).decode() for r, s in program.ranks.items()},
         "peak_bytes": dict(program.peak_bytes),
         "samples": program.samples,
         "tokens": program.tokens,
-        "batch_s": list(batch_s),
+        "input": asdict(lane) if lane else None,
     }
     write_atomic(path, gzip.compress(json.dumps(plain).encode(), 3))
 
 
-def read_program(path: Path) -> tuple[ProgramCapture, list[float]]:
-    """A captured program and the seconds of its batches; ValueError for any other file."""
+def read_program(path: Path) -> tuple[ProgramCapture, InputLane | None]:
+    """A captured program and its input lane; ValueError for any other file."""
     try:
         plain = json.loads(gzip.decompress(path.read_bytes()))
         program = ProgramCapture(
@@ -38,6 +39,6 @@ def read_program(path: Path) -> tuple[ProgramCapture, list[float]]:
             samples=int(plain["samples"]),
             tokens=int(plain["tokens"]),
         )
-        return program, [float(s) for s in plain["batch_s"]]
+        return program, lane_from(plain["input"]) if plain["input"] else None
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as exc:
         raise ValueError(f"{path}: not a captured program: {exc}") from exc

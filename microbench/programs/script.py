@@ -28,7 +28,7 @@ from torch.utils.data import dataloader
 
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall
-from itercast.microbench.programs.batches import BatchTimes, real_batches
+from itercast.microbench.programs.batches import TakenBatches, real_batches
 from itercast.microbench.programs.capture import capture_ranks, runs_of_steps
 from itercast.microbench.programs.files import write_program
 from itercast.microbench.programs.log import ProgramLog
@@ -76,7 +76,7 @@ class Script:
 
 
 def capture_script(
-    script: Script, gpu: Gpu, world_size: int, per_node: int, times: BatchTimes
+    script: Script, gpu: Gpu, world_size: int, per_node: int, taken: TakenBatches
 ) -> ProgramCapture:
     """Capture a step of a script: from one step of its optimizer to the next.
 
@@ -92,14 +92,14 @@ def capture_script(
                 machine = gpus_that_are_not_there(gpu, min(per_node, world_size), rank % per_node)
                 stack.enter_context(machine)
             stack.enter_context(_nothing_outside())
-            stack.enter_context(real_batches(times))
-            _run_until(script, log, times)
+            stack.enter_context(real_batches(taken))
+            _run_until(script, log, taken)
 
     captured = capture_ranks(run, world_size)
-    return replace(captured, samples=sum(times.samples))
+    return replace(captured, samples=sum(taken.samples))
 
 
-def _run_until(script: Script, log: ProgramLog, times: BatchTimes) -> None:
+def _run_until(script: Script, log: ProgramLog, taken: TakenBatches) -> None:
     """Run the script until its first optimizer has made enough steps."""
     done: list[int] = []
     kept: list[tuple[list[OpCall], dict[str, int], int]] = []
@@ -114,7 +114,7 @@ def _run_until(script: Script, log: ProgramLog, times: BatchTimes) -> None:
             log.reset()  # what the script does on its way out
             raise EnoughSteps
         log.reset()
-        times.begin_step()
+        taken.begin_step()
 
     hook = register_optimizer_step_post_hook(stepped)
     argv = [str(script.path), *script.arguments]
@@ -207,18 +207,18 @@ def _nothing_outside() -> Iterator[None]:
 def main(order: str, result: str) -> int:
     """Capture the script of an order into a file; one line on stderr and 2 where it cannot be."""
     asked = json.loads(order)
-    times = BatchTimes()
+    taken = TakenBatches()
     try:
         script = Script(
             path=Path(asked["script"]), arguments=asked["arguments"], steps=asked["steps"]
         )
         captured = capture_script(
-            script, Gpu(**asked["gpu"]), asked["world_size"], asked["per_node"], times
+            script, Gpu(**asked["gpu"]), asked["world_size"], asked["per_node"], taken
         )
     except ValueError as exc:
         print(f"itercast: {str(exc).splitlines()[0]}", file=sys.__stderr__)
         return 2
-    write_program(captured, Path(result), batch_s=times.seconds)
+    write_program(captured, Path(result), taken.lane(script.path.name))
     own = [_file(module) for module in list(sys.modules.values())]
     files = {script.path.resolve(), *(Path(f).resolve() for f in own if f)}
     users = [f for f in files if f.suffix == ".py" and f.is_file() and not _installed(f)]

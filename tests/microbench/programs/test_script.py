@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from itercast.microbench.hardware.spec import Gpu, load_gpu
-from itercast.microbench.programs.batches import BatchTimes
+from itercast.microbench.input.lane import Batches, InputLane
+from itercast.microbench.programs.batches import TakenBatches
 from itercast.microbench.programs.files import read_program, write_program
 from itercast.microbench.programs.program import COLLECTIVE, HOST_WAIT, ProgramCapture
 from itercast.microbench.programs.script import Script, capture_script
@@ -29,7 +30,7 @@ for step in range(10):
 
 
 def captured(path: Path, *arguments: str, gpu: Gpu = H100, gpus: int = 64) -> ProgramCapture:
-    return capture_script(Script(path=path, arguments=arguments), gpu, gpus, 8, BatchTimes())
+    return capture_script(Script(path=path, arguments=arguments), gpu, gpus, 8, TakenBatches())
 
 
 def written(folder: Path, text: str) -> Path:
@@ -66,11 +67,13 @@ def test_autocast_is_that_of_gpus() -> None:
 
 def test_batches_are_loaded_for_real_and_counted_by_step() -> None:
     """Two micro-batches of three samples in the step that is captured."""
-    times = BatchTimes()
+    taken = TakenBatches()
     script = Script(path=EXAMPLE, arguments=[*SMALL, "--batch=3", "--accumulate=2"])
-    program = capture_script(script, H100, 8, 8, times)
-    assert times.samples == [3, 3] and program.samples == 6
-    assert all(seconds > 0 for seconds in times.seconds)
+    program = capture_script(script, H100, 8, 8, taken)
+    assert taken.samples == [3, 3] and program.samples == 6
+    lane = taken.lane("train_gpt.py")
+    assert lane is not None and lane.batch_samples == 3 and lane.alone.mean_us > 0
+    assert len(lane.alone.wall_us) == 3 * 2 - 1  # of three steps, without the first batch
 
 
 def test_a_script_sees_the_gpus_that_were_asked_for(tmp_path: Path) -> None:
@@ -141,9 +144,12 @@ def test_too_few_steps_and_missing_files_are_refused(tmp_path: Path) -> None:
 
 def test_files_of_programs_are_read_back(tmp_path: Path) -> None:
     program = captured(written(tmp_path, TRAINING), gpus=2)
-    write_program(program, tmp_path / "program.json.gz", batch_s=[0.5])
-    again, seconds = read_program(tmp_path / "program.json.gz")
-    assert seconds == [0.5] and again.ranks[0].calls == program.ranks[0].calls
+    times = Batches(wall_us=(5.0,), cpu_us=(4.0,))
+    facts = {"workers": 0, "prefetch": 2, "batch_samples": 8, "batch_bytes": 64, "cores": 2}
+    lane = InputLane(loader="train.py", alone=times, **facts)
+    write_program(program, tmp_path / "program.json.gz", lane)
+    again, kept = read_program(tmp_path / "program.json.gz")
+    assert kept == lane and again.ranks[0].calls == program.ranks[0].calls
     assert again.peak_bytes == program.peak_bytes and again.world_size == 2
     (tmp_path / "program.json.gz").write_bytes(b"\x1f\x8bnothing")
     with pytest.raises(ValueError, match=re.escape("program.json.gz: not a captured program")):

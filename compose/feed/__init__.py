@@ -1,0 +1,1 @@
+"""Stages of an iteration that feed each other: input, rollouts, learners."""

@@ -1,0 +1,201 @@
+"""An iteration that is fed by a DataLoader: the simulated loop of a host, its workers and a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+
+from itercast.compose.forecast import Forecast
+from itercast.compose.simulate.rank_program import host_copy_us
+from itercast.compose.simulate.timeline import Task, simulate
+from itercast.compose.target import Target
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.input.lane import Batches, InputLane
+
+BATCHES = 240  # that are simulated; the last two thirds are counted, as many by each worker
+AHEAD = 2  # batches that a host takes before the GPU is done with the first of them
+MAX_WORKERS = 64
+LATE: float = assumed(__file__, "late")
+ALIKE: float = assumed(__file__, "alike")
+USUAL_GPUS = 8  # of a host whose node is not named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Consumer:
+    """The step that takes the batches.
+
+    ``device_us``: a step on the GPU, the batch's copy to it included, 0 where there is none.
+    ``host_us``: time for which the training process is busy or waits in a step. ``cores``: cores
+    that it keeps busy meanwhile. ``batches``: how many batches a step takes.
+    """
+
+    device_us: float = 0.0
+    host_us: float = 0.0
+    cores: float = 1.0
+    batches: float = 1.0
+
+    @property
+    def alone_us(self) -> float:
+        """An iteration whose batches are always there."""
+        return max(self.device_us, self.host_us)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fed:
+    """An iteration that takes its batches from a loader with ``workers``.
+
+    ``stage`` is the slowest: step, workers, loading (in the training process), receiving or cores.
+    ``burst``: iterations at the step's own pace before full queues are empty; 0 if never.
+    """
+
+    workers: int
+    iteration_us: float
+    alone_us: float
+    stage: str
+    burst: float = 0.0
+    cores_used: float = 0.0
+
+    @property
+    def input_bound(self) -> bool:
+        """Whether the iteration is ``LATE`` times as long as its step alone, or longer."""
+        return self.iteration_us > LATE * self.alone_us
+
+
+def fed(lane: InputLane, step: Consumer, workers: int, cores: float) -> Fed:
+    """Simulate a loop over the loader with so many workers on a host with so many cores for it."""
+    if workers and not lane.worker.wall_us:
+        raise ValueError(f"loader {lane.loader!r} was measured without workers only")
+    if not workers and not lane.alone.wall_us:
+        raise ValueError(f"loader {lane.loader!r} was measured with workers only")
+    made = lane.worker if workers else lane.alone
+    host_us, device_us = step.host_us / step.batches, step.device_us / step.batches
+    receive_us = lane.receive_us if workers else made.mean_us
+    crowding = _crowding(lane, workers, cores)
+    cpu_us = crowding * made.mean_cpu_us + step.cores * host_us + (receive_us if workers else 0.0)
+    worker_us = (made.mean_us + (crowding - 1) * made.mean_cpu_us) / max(1, workers)
+    bounds = {"step": step.alone_us / step.batches, "cores": cpu_us / cores}
+    bounds |= {"workers": worker_us} if workers else {}
+    bounds["receiving" if workers else "loading"] = host_us + receive_us
+    slow = max(1.0, bounds["cores"] / worker_us) if workers and worker_us else 1.0
+    times = _worker_times(made, crowding, slow) if workers else made.wall_us
+    us = step.batches * _period_us(
+        times, workers, workers * lane.prefetch, receive_us, host_us, device_us
+    )
+    rate = step.alone_us / us if us else 1.0
+    late = us > LATE * step.alone_us and workers
+    return Fed(
+        workers=workers,
+        iteration_us=us,
+        alone_us=step.alone_us,
+        stage=max(bounds, key=lambda name: bounds[name]),
+        burst=workers * lane.prefetch / step.batches / (1 - rate) if late else 0.0,
+        cores_used=min(cores, step.batches * cpu_us / us) if us else 0.0,
+    )
+
+
+def _crowding(lane: InputLane, workers: int, cores: float) -> float:
+    """CPU time of a batch beside other workers over that beside none, between measured points."""
+    if lane.crowd < 2 or workers < 2:
+        return 1.0
+    share = (min(workers, cores) - 1) / (lane.crowd - 1)
+    return 1.0 + (lane.crowding - 1.0) * min(1.0, max(0.0, share))
+
+
+def _worker_times(made: Batches, crowding: float, slow: float) -> tuple[float, ...]:
+    pairs = zip(made.wall_us, made.cpu_us, strict=True)
+    return tuple(slow * (wall + (crowding - 1) * cpu) for wall, cpu in pairs)
+
+
+def _period_us(
+    times: Iterable[float],
+    workers: int,
+    queue: int,
+    receive_us: float,
+    host_us: float,
+    device_us: float,
+) -> float:
+    """Mean time from batch to batch of the simulated loop, in steady state.
+
+    Worker k % workers loads batch k, in order, when batch k - queue was taken. Without workers the
+    host loads it. The GPU works on a batch while the host launches for it and takes the next.
+    """
+    tasks: list[Task] = []
+    taken: list[int] = []
+    done: list[int] = []
+    for k, load_us in enumerate(islice(cycle(times), BATCHES)):
+        behind = (done[k - AHEAD],) if k >= AHEAD and device_us else ()
+        if workers:
+            free = (taken[k - queue],) if k >= queue else ()
+            tasks.append(Task((f"worker {k % workers}",), load_us, free, "load"))
+            behind = (*behind, len(tasks) - 1)
+        tasks.append(Task(("host",), receive_us if workers else load_us, behind, "take"))
+        taken.append(len(tasks) - 1)
+        tasks.append(Task(("host",), host_us, (), "launch"))
+        if device_us:
+            tasks.append(Task(("gpu",), device_us, (taken[-1],), "step"))
+        done.append(len(tasks) - 1)
+    spans, each = simulate(tasks), max(1, workers)
+    counted = BATCHES * 2 // 3 // each * each
+    return (spans[done[-1]].end_us - spans[done[-1 - counted]].end_us) / counted
+
+
+def fewest_workers(lane: InputLane, step: Consumer, cores: float) -> Fed:
+    """The fewest workers with which batches are not late; else those with the shortest iteration.
+
+    Of numbers that are alike (``ALIKE``) the least one.
+    """
+    tried = []
+    for workers in range(MAX_WORKERS + 1):
+        if not (lane.worker if workers else lane.alone).wall_us:
+            continue
+        tried.append(fed(lane, step, workers, cores))
+        if not tried[-1].input_bound or (workers and tried[-1].stage != "workers"):
+            break
+    best_us = min(one.iteration_us for one in tried)
+    return next(one for one in tried if one.iteration_us <= ALIKE * best_us)
+
+
+def cores_of_a_rank(cores: int, target: Target, world_size: int) -> float:
+    """A rank's share of the cores of its host."""
+    usual = world_size if target.gpu.kind == "cpu" else USUAL_GPUS
+    return cores / min(world_size, target.node.gpus_per_node if target.node else usual)
+
+
+def consumer(found: Forecast, lane: InputLane, target: Target, samples: int) -> Consumer:
+    """The step of a forecast that takes ``samples`` a rank; batches go to the GPU over PCIe."""
+    if target.gpu.kind == "cpu":
+        return Consumer(
+            host_us=found.iteration_us,
+            cores=max(1, target.gpu.sm_count // found.world_size),
+            batches=max(1.0, samples / lane.batch_samples),
+        )
+    batches = max(1.0, samples / lane.batch_samples)
+    copy_us = batches * host_copy_us(lane.batch_bytes, target.gpu)
+    device_us = found.iteration_us + copy_us
+    return Consumer(device_us=device_us, host_us=found.host_us, batches=batches)
+
+
+def with_input(found: Forecast, lane: InputLane, target: Target, samples: int) -> Forecast:
+    """The forecast of the same step where its batches come from a loader with its own workers.
+
+    Time that the step waits for them is idle time, ``input``; the copy of a batch is part of it.
+    """
+    times = (found.iteration_us_p10, found.iteration_us, found.iteration_us_p90)
+    steps = [consumer(replace(found, iteration_us=us), lane, target, samples) for us in times]
+    cores = cores_of_a_rank(lane.cores, target, found.world_size)
+    fast, usual, slow = (fed(lane, step, lane.workers, cores) for step in steps)
+    late_us = max(0.0, usual.iteration_us - found.iteration_us)
+    part = found.iteration_us / (found.iteration_us + late_us) if late_us else 1.0
+    return replace(
+        found,
+        iteration_us=found.iteration_us + late_us,
+        iteration_us_p10=max(found.iteration_us_p10, fast.iteration_us),
+        iteration_us_p90=max(found.iteration_us_p90, slow.iteration_us),
+        idle_us=found.idle_us + late_us,
+        idle_by_us={**found.idle_by_us, "input": late_us},
+        **{
+            name: part * getattr(found, name)
+            for name in ("samples_per_s", "tokens_per_s", "mfu_frac", "assumed_frac")
+        },
+    )

@@ -1,0 +1,207 @@
+"""Measures a DataLoader in a process of its own, which may die or hang.
+
+``python -m itercast.microbench.input.measure ORDER RESULT`` measures the loader that the JSON text
+ORDER names, adds a byte to the file RESULT.alive for every batch, and writes an input lane.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from torch.utils.data import DataLoader, dataloader
+
+from itercast.microbench.input.lane import InputLane, write_lane
+from itercast.microbench.input.timers import (
+    BatchLog,
+    BatchTime,
+    Clock,
+    batch_size,
+    own_times,
+    timed_batches,
+    usable_cores,
+    worker_times,
+)
+from itercast.microbench.user_errors import one_line_error
+
+MIN_BATCHES, MAX_BATCHES = 3, 400  # of one way to load
+WARM_UP = 1  # batches that are not counted, where more than twice as many were made
+PREFETCH = 2  # torch's default
+
+
+class LoaderError(ValueError):
+    """Raised where a loader cannot be measured, with the one line that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What one way to load took: batches, the consumer's time and the sampler's in each."""
+
+    batches: tuple[BatchTime, ...]
+    took_us: tuple[float, ...]
+    sampler_us: float
+    samples: int
+    nbytes: int
+
+
+def load(name: str) -> DataLoader[Any]:
+    """The DataLoader ``module:loader``, or the one that a function of that name returns."""
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute):
+        raise LoaderError(f"loader {name!r}: expected module:loader")
+    sys.path[:0] = [] if (here := str(Path.cwd())) in sys.path else [here]
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+        made = found() if not isinstance(found, DataLoader) and callable(found) else found
+    except (Exception, SystemExit) as exc:  # whatever the user's code raises
+        raise LoaderError(f"loader {name!r}: {one_line_error(exc)}") from exc
+    if not isinstance(made, DataLoader):
+        kind = type(made).__name__
+        raise LoaderError(f"loader {name!r} is a {kind}, allowed is a torch DataLoader")
+    return made
+
+
+def with_workers(loader: DataLoader[Any], workers: int) -> DataLoader[Any]:
+    """A copy of the loader with so many forked workers, none of them started."""
+    made = copy.copy(loader)
+    values = {"num_workers": workers, "persistent_workers": False, "_iterator": None, "timeout": 0}
+    values["prefetch_factor"] = (loader.prefetch_factor or PREFETCH) if workers else None
+    values["_DataLoader__multiprocessing_context"] = None
+    for name, value in values.items():
+        object.__setattr__(made, name, value)
+    return made
+
+
+def measure_lane(name: str, seconds: float, alive: Callable[[], None] = lambda: None) -> InputLane:
+    """Measure a loader without workers, with one, and with one per core; a third each."""
+    loader, cores = load(name), usable_cores()
+    alone = run_loader(with_workers(loader, 0), seconds / 3, alive)
+    one = run_loader(with_workers(loader, 1), seconds / 3, alive)
+    worker, receive_us = worker_times(one.batches), _mean(one.took_us)
+    crowd = min(cores, max(2, loader.num_workers))
+    crowding = 1.0
+    if crowd > 1 and worker.mean_cpu_us:
+        many = run_loader(with_workers(loader, crowd), seconds / 3, alive)
+        crowding = max(1.0, _mean([b.cpu_us for b in many.batches]) / _mean_cpu(one))
+    return InputLane(
+        loader=name,
+        workers=loader.num_workers,
+        prefetch=loader.prefetch_factor or PREFETCH,
+        batch_samples=alone.samples,
+        batch_bytes=alone.nbytes,
+        cores=cores,
+        alone=own_times(alone.batches, alone.sampler_us),
+        worker=worker,
+        receive_us=receive_us,
+        crowd=crowd,
+        crowding=crowding,
+        stages_us=stages(alone, one, receive_us),
+    )
+
+
+def _mean(values: Any) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def _mean_cpu(run: Run) -> float:
+    return max(1e-3, _mean([b.cpu_us for b in run.batches]))
+
+
+def stages(alone: Run, one: Run, receive_us: float) -> dict[str, float]:
+    """Mean time of a batch by stage, in the order in which a batch passes them."""
+    mean: dict[str, float] = {"sampler": alone.sampler_us}
+    for name in ("waiting", "dataset", "decode", "transform", "collate"):
+        mean[name] = _mean([b.stages_us.get(name, 0.0) for b in alone.batches])
+    mean["send"] = worker_times(one.batches).mean_us - _mean([b.wall_us for b in one.batches])
+    mean["receive"] = receive_us
+    return {name: us for name, us in mean.items() if us > 0}
+
+
+def run_loader(loader: DataLoader[Any], seconds: float, alive: Callable[[], None]) -> Run:
+    """Take batches for a while, as fast as they come, over several epochs if they are short."""
+    log, took, size = BatchLog(), list[float](), (0, 0)
+    end = time.monotonic() + seconds
+
+    def wanted() -> bool:
+        early = time.monotonic() < end or len(took) < MIN_BATCHES
+        return early and len(took) < MAX_BATCHES
+
+    with timed_batches(log.note), _timed_sampler() as sampler:
+        while wanted():
+            before, batches = len(took), iter(loader)
+            while wanted():
+                clock = Clock()
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    break
+                took.append(clock.read()[1])
+                size = size if any(size) else batch_size(batch)
+                del batch
+                log.collect()
+                alive()
+            del batches
+            if len(took) == before:
+                break
+    if not log.batches:
+        raise LoaderError("the loader yields no batch")
+    skip = WARM_UP if len(took) > 2 * WARM_UP else 0
+    sampler_us = sum(sampler) / max(1, len(sampler))
+    return Run(tuple(log.batches[skip:]), tuple(took[skip:]), sampler_us, *size)
+
+
+@contextmanager
+def _timed_sampler() -> Iterator[list[float]]:
+    """CPU times of the sampler's calls inside, which the training process makes."""
+    took: list[float] = []
+    index = dataloader._BaseDataLoaderIter._next_index
+
+    def timed(self: Any) -> Any:
+        clock = Clock()
+        value = index(self)
+        took.append(clock.read()[1])
+        return value
+
+    with patch.object(dataloader._BaseDataLoaderIter, "_next_index", timed):
+        yield took
+
+
+def _said(exc: BaseException) -> str:
+    """An error in one line; of a worker's, whose text holds a traceback, the last line."""
+    lines = [line.strip() for line in str(exc).strip().splitlines() if line.strip()]
+    if lines and lines[0].startswith("Caught ") and len(lines) > 1:
+        return f"{lines[-1]} (in a worker)"
+    return one_line_error(exc)
+
+
+def main(order: str, result: str) -> int:
+    """Measure the loader of an order; one line on stderr and 2 where it cannot be."""
+    asked, alive = json.loads(order), Path(f"{result}.alive")
+
+    def lived() -> None:
+        with alive.open("ab") as file:
+            file.write(b".")
+
+    try:
+        lane = measure_lane(asked["loader"], asked["seconds"], lived)
+        write_lane(replace(lane, loader=asked["loader"]), Path(result))
+    except LoaderError as exc:
+        print(f"itercast: {exc}", file=sys.__stderr__)
+        return 2
+    except (Exception, SystemExit) as exc:  # whatever the user's dataset raises
+        print(f"itercast: loader {asked['loader']!r} fails: {_said(exc)}", file=sys.__stderr__)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:3]))

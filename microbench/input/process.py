@@ -1,0 +1,49 @@
+"""Starts the measurement of a DataLoader, and ends it and all its workers when it hangs or dies."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from itercast.microbench.input.lane import InputLane, read_lane
+from itercast.microbench.processes.watch import log_tail, watch
+
+MODULE = "itercast.microbench.input.measure"
+
+
+def measured_lane(loader: str, seconds: float, limit_s: float) -> InputLane:
+    """Measure ``module:loader`` for so many seconds in a process of its own.
+
+    ValueError in one line where it is no DataLoader, yields nothing, fails, dies, or yields no
+    batch for ``limit_s`` seconds; all processes that it started are gone then.
+    """
+    order = json.dumps({"loader": loader, "seconds": seconds})
+    with tempfile.TemporaryDirectory() as folder:
+        result, log = Path(folder) / "lane.json", Path(folder) / "log"
+        alive = Path(f"{result}.alive")
+        command = [sys.executable, "-m", "itercast.microbench.processes.leash", MODULE, order]
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                [*command, str(result)], stdout=out, stderr=out, start_new_session=True
+            )
+        how = watch(process, lambda: _size(alive), lambda: limit_s, time.monotonic() + 10 * limit_s)
+        batches = _size(alive)
+        if how != "ended":
+            hung = f"yields no batch for {limit_s:.0f} s" if how == "stalled" else "takes too long"
+            raise ValueError(f"loader {loader!r} {hung}, after {batches} batches")
+        if process.returncode:
+            lines = log.read_text(errors="replace").splitlines()
+            ours = [line for line in lines if "itercast: " in line]
+            if process.returncode == 2 and ours:
+                raise ValueError(ours[-1].partition("itercast: ")[2])
+            code = f"its process ended with {process.returncode} after {batches} batches"
+            raise ValueError(f"loader {loader!r}: {code}: {log_tail(log)}".removesuffix(": "))
+        return read_lane(result)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0

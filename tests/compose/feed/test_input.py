@@ -1,0 +1,100 @@
+"""A loop that a DataLoader feeds, by hand: workers, cores, queues, and a forecast that waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from itercast.compose.feed.input import Consumer, fed, fewest_workers
+from itercast.microbench.input.lane import Batches, InputLane
+
+
+def lane(wall: float, cpu: float = 0.0, workers: int = 2, **facts: float) -> InputLane:
+    """A loader whose batches all take ``wall`` us, ``cpu`` of them computing."""
+    times = Batches(wall_us=(wall,), cpu_us=(cpu,))
+    known = {"prefetch": 2, "batch_samples": 8, "batch_bytes": 0, "cores": 4, **facts}
+    return InputLane(loader="toy", workers=workers, alone=times, worker=times, **known)  # type: ignore[arg-type]
+
+
+def test_workers_share_the_batches() -> None:
+    """Two workers of 10 us a batch: one every 5 us; a step of 8 us hides them."""
+    found = fed(lane(10), Consumer(), 2, 4)
+    assert found.iteration_us == pytest.approx(5) and found.stage == "workers"
+    found = fed(lane(10), Consumer(host_us=8), 2, 4)
+    assert found.iteration_us == pytest.approx(8) and not found.input_bound
+    assert fed(lane(10), Consumer(host_us=8), 1, 4).iteration_us == pytest.approx(10)
+
+
+def test_without_workers_the_host_loads_while_the_gpu_works() -> None:
+    #  host |4 load|3 launch|
+    #  gpu         |====10====|
+    assert fed(lane(4), Consumer(device_us=10, host_us=3), 0, 4).iteration_us == pytest.approx(10)
+    found = fed(lane(9), Consumer(device_us=10, host_us=3), 0, 4)
+    assert found.iteration_us == pytest.approx(12) and found.stage == "loading"
+    # a host that waits for its step loads after it
+    assert fed(lane(4), Consumer(host_us=10), 0, 4).iteration_us == pytest.approx(14)
+
+
+def test_workers_that_compute_get_no_more_than_the_cores() -> None:
+    """8 us of computing a batch on 2 cores: 4 us, however many workers; waiting is free."""
+    assert fed(lane(8, 8), Consumer(), 8, 2).iteration_us == pytest.approx(4)
+    assert fed(lane(8, 8), Consumer(), 8, 2).stage == "cores"
+    assert fed(lane(8, 0), Consumer(), 8, 2).iteration_us == pytest.approx(1)
+    # a step that computes on a core itself leaves them less: (8 + 6) / 2
+    assert fed(lane(8, 8), Consumer(host_us=6), 8, 2).iteration_us == pytest.approx(7)
+
+
+def test_workers_that_slow_each_other() -> None:
+    """Two workers measured at 1.5 times the computing of one: (10 + 0.5 * 4) / 2."""
+    slow = lane(10, 4, crowd=2, crowding=1.5)
+    assert fed(slow, Consumer(), 2, 8).iteration_us == pytest.approx(6)
+    assert fed(slow, Consumer(), 1, 8).iteration_us == pytest.approx(10)
+
+
+def test_receiving_is_the_host_s_work() -> None:
+    found = fed(lane(1, receive_us=3), Consumer(host_us=4), 8, 8)
+    assert found.iteration_us == pytest.approx(7) and found.stage == "receiving"
+
+
+def test_a_queue_of_two_batches_lets_a_slow_batch_pass() -> None:
+    """One worker, batches of 1 and 9 us in turn, a step of 6 us: queued batches hide the 9."""
+    times = Batches(wall_us=(1.0, 9.0), cpu_us=(0.0, 0.0))
+    facts = {"loader": "toy", "workers": 1, "batch_samples": 1, "batch_bytes": 0, "cores": 2}
+    deep = InputLane(worker=times, prefetch=2, **facts)  # type: ignore[arg-type]
+    shallow = InputLane(worker=times, prefetch=1, **facts)  # type: ignore[arg-type]
+    assert fed(deep, Consumer(host_us=6), 1, 2).iteration_us == pytest.approx(6)
+    # without a queue the worker waits while the step runs: 6 + (9 - 6) every other batch
+    assert fed(shallow, Consumer(host_us=6), 1, 2).iteration_us == pytest.approx(7.5)
+
+
+def test_full_queues_last_for_a_burst() -> None:
+    """4 batches queued, steps of 4 us, batches every 5: 4 / (1 - 4/5) iterations at 4 us."""
+    found = fed(lane(10), Consumer(host_us=4), 2, 4)
+    assert found.input_bound and found.burst == pytest.approx(20, rel=0.01)
+
+
+def test_steps_of_several_batches() -> None:
+    """Two batches a step, a batch every 5 us."""
+    found = fed(lane(10), Consumer(host_us=8, batches=2), 2, 4)
+    assert found.iteration_us == pytest.approx(10) and found.input_bound
+
+
+def test_the_fewest_workers_that_hide_the_loader() -> None:
+    assert fewest_workers(lane(10), Consumer(host_us=4), 8).workers == 3  # 10 / 3 < 4
+    assert fewest_workers(lane(10), Consumer(device_us=12, host_us=1), 8).workers == 0
+    best = fewest_workers(lane(10, 10), Consumer(host_us=1), 2)  # (10 + 1) / 2 at best
+    assert best.input_bound and best.workers == 2 and best.iteration_us == pytest.approx(5.5)
+
+
+def test_more_workers_are_never_slower_and_slower_batches_never_faster() -> None:
+    step = Consumer(device_us=6, host_us=2)
+    times = [fed(lane(10, 5), step, n, 4).iteration_us for n in (1, 2, 3, 4, 8)]
+    assert times == sorted(times, reverse=True)
+    times = [fed(lane(us, us / 2), step, 2, 4).iteration_us for us in (1, 5, 12, 20)]
+    assert times == sorted(times)
+
+
+def test_a_lane_that_was_measured_one_way_only() -> None:
+    times = Batches(wall_us=(1.0,), cpu_us=(1.0,))
+    facts = {"loader": "toy", "prefetch": 2, "batch_samples": 1, "batch_bytes": 0, "cores": 2}
+    with pytest.raises(ValueError, match="measured without workers only"):
+        fed(InputLane(alone=times, workers=0, **facts), Consumer(), 2, 2)  # type: ignore[arg-type]

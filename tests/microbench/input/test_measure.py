@@ -1,0 +1,168 @@
+"""DataLoaders are measured for real, stage by stage; hostile ones end in one line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from itercast.__main__ import app
+from itercast.microbench.input.lane import read_lane, write_lane
+from itercast.microbench.input.measure import load, main, measure_lane, run_loader, with_workers
+from itercast.microbench.input.process import measured_lane
+
+MODULE = """
+import os, time, torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+class Items(Dataset):
+    def __init__(self, act=None, transform=None):
+        self.act, self.transform = act, transform
+    def __len__(self):
+        return 1000
+    def __getitem__(self, i):
+        if self.act:
+            self.act(i)
+        x = torch.zeros(256)
+        return self.transform(x) if self.transform else x
+
+def busy(us):
+    end = time.thread_time_ns() + 1000 * us
+    while time.thread_time_ns() < end:
+        pass
+
+class Nothing(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+def slow(x):
+    busy(2000)
+    return x
+
+waits = DataLoader(Items(lambda i: time.sleep(0.002)), 4, num_workers=2)
+works = DataLoader(Items(lambda i: busy(500), slow), 4)
+dies = DataLoader(Items(lambda i: os._exit(7)), 4)
+hangs = DataLoader(Items(lambda i: time.sleep(1000)), 4)
+fails = DataLoader(Items(lambda i: [][i]), 4)
+def fails_in_worker(i):
+    if torch.utils.data.get_worker_info():
+        raise KeyError("lost.jpg")
+fails_later = DataLoader(Items(fails_in_worker), 4)
+nothing = DataLoader(Nothing(), 4)
+number = 3
+def makes():
+    return DataLoader(Items(), 4)
+"""
+
+
+@pytest.fixture(autouse=True)
+def loaders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of loaders beside the caller; its name is new for every test."""
+    name = f"own_loaders_{tmp_path.name}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    )
+    return name
+
+
+def test_waiting_and_computing_are_told_apart(loaders: str) -> None:
+    """4 items of 2 ms of sleep; 4 of 0.5 ms of computing and 2 ms of transform."""
+    lane = measure_lane(f"{loaders}:waits", 0.6)
+    assert 8000 <= lane.stages_us["waiting"] < 12_000 and lane.alone.mean_cpu_us < 4000
+    assert lane.workers == 2 and lane.batch_samples == 4 and lane.batch_bytes == 4 * 1024
+    lane = measure_lane(f"{loaders}:works", 0.6)
+    assert lane.stages_us.get("waiting", 0.0) < 2000
+    assert 8000 <= lane.stages_us["transform"] < 10_000 <= lane.alone.mean_cpu_us
+    assert 2000 <= lane.stages_us["dataset"] < 4000
+    assert lane.worker.mean_us >= 10_000 and lane.receive_us > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fails", "IndexError: list index out of range"),
+        ("fails_later", "KeyError: 'lost.jpg' (in a worker)"),
+        ("nothing", "the loader yields no batch"),
+        ("number", "is a int, allowed is a torch DataLoader"),
+        ("absent", "AttributeError"),
+    ],
+)
+def test_hostile_loaders_end_in_one_line(
+    loaders: str, name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", heard)
+    order = json.dumps({"loader": f"{loaders}:{name}", "seconds": 0.5})
+    assert main(order, str(tmp_path / "lane.json")) == 2
+    assert said in heard.getvalue() and heard.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "limit_s", "said"),
+    [
+        ("dies", 60.0, "its process ended with 7 after 0 batches"),
+        ("hangs", 3.0, "yields no batch for 3 s, after 0 batches"),
+    ],
+)
+def test_loaders_that_die_or_hang_end_in_one_line(
+    loaders: str, name: str, limit_s: float, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        measured_lane(f"{loaders}:{name}", 1.0, limit_s)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_function_that_returns_a_loader_and_the_epochs_of_a_short_one(loaders: str) -> None:
+    """1,000 samples are 250 batches of 4; 400 are taken, over two epochs."""
+    run = run_loader(with_workers(load(f"{loaders}:makes"), 0), 20.0, lambda: None)
+    assert len(run.batches) == 399 and run.samples == 4  # without the first
+
+
+def test_command_line_forecasts_and_its_file_feeds_predict(loaders: str, tmp_path: Path) -> None:
+    def run(*words: str) -> tuple[int, str, str]:
+        done = CliRunner().invoke(app, list(words))
+        return done.exit_code, done.stdout, done.stderr
+
+    kept = str(tmp_path / "lane.json")
+    asked = ("input", f"{loaders}:waits", "--budget=1500ms", f"--out={kept}", "--json")
+    code, out, _ = run(*asked, "--step=1ms")
+    found = json.loads(out)
+    assert code == 0 and found["own"]["input_bound"] and found["own"]["stage"] == "workers"
+    assert found["fewest"]["workers"] >= 3  # of 8 ms a batch
+    code, out, _ = run("input", kept, "mlp-s", "--gpu=v100-sxm-16gb", "--batch=4", "--json")
+    assert code == 0 and json.loads(out)["own"]["input_bound"]
+    plain = json.loads(run("predict", "mlp-s", "--gpu=v100-sxm-16gb", "--batch=4", "--json")[1])
+    code, out, _ = run(
+        "predict", "mlp-s", "--gpu=v100-sxm-16gb", "--batch=4", "--json", f"--input={kept}"
+    )
+    fed = json.loads(out)
+    late = fed["iteration_us"] - plain["iteration_us"]
+    assert code == 0 and fed["idle_by_us"]["input"] == pytest.approx(late) and late > 1000
+    assert fed["samples_per_s"] == pytest.approx(4e6 / fed["iteration_us"])
+    assert "limited by workers" in run("input", kept)[1]
+    for words in (("input", "nowhere.json"), ("input", "x"), ("input", kept, "mlp-s", "--step=1s")):
+        code, out, said = run(*words)
+        assert code == 2 and said.startswith("itercast: ") and said.count("\n") == 1, words
+    code, _, said = run("predict", "mlp-s", "--input=nowhere.json")
+    assert code == 2 and "no such file" in said
+
+
+def test_damaged_lanes_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lane.json"
+    for text in ("", "[]", "{}", '{"x": 1}', '{"loader": "a", "alone": {"wall_us": [-1]}}'):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="no input lane"):
+            read_lane(path)
+
+
+def test_a_lane_is_read_as_it_was_written(loaders: str, tmp_path: Path) -> None:
+    lane = measure_lane(f"{loaders}:makes", 0.3)
+    write_lane(lane, tmp_path / "lane.json")
+    assert read_lane(tmp_path / "lane.json") == lane
