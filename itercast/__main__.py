@@ -15,9 +15,9 @@ from itercast.commands.calibrate import calibrate
 from itercast.commands.check import check
 from itercast.commands.compare import compare
 from itercast.commands.explain import explain
+from itercast.commands.feed.input import input_lane
 from itercast.commands.gpu_report import gpu_report
 from itercast.commands.import_rows import import_rows
-from itercast.commands.input import input_lane
 from itercast.commands.plan import plan
 from itercast.commands.predict import predict
 from itercast.commands.run import run

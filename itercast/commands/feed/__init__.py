@@ -1,0 +1,1 @@
+"""Commands about stages that feed a training step: its input, its rollouts."""
