@@ -10,14 +10,12 @@ from itercast.compose.graph.identity_cache import Once
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import Cluster, cluster, default_contention
 from itercast.compose.pricing.layer_prices import PricedModel, price_model
-from itercast.compose.pricing.price_book import PriceBook, Pricer, price_book
+from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import Outcome, evaluate
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.timeline import Span, Task
 from itercast.microbench.assumptions import assumed
-from itercast.microbench.hardware.host import REFERENCE, HostMachine
 from itercast.microbench.hardware.node import Node
-from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.hardware.stack import USUAL
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
@@ -83,54 +81,39 @@ class Forecast:
 
 
 def forecast(
-    capture: StepCapture,
-    pricer: Pricer,
-    gpu: Gpu,
+    step: StepCapture,
     plan: ParallelPlan,
-    *,
-    bundle_name: str,
-    threads: int,
-    optimizer: str,
+    book: PriceBook,
     node: Node | None = None,
-    host: HostMachine = REFERENCE,
-    stack: str = USUAL,
+    bundle_name: str = "",
 ) -> Forecast:
     """The forecast of one iteration under a plan.
 
-    ``capture`` is one micro-batch of one replica with a rank's part of the sequence: its samples
-    are the replica's over ``plan.microbatches``, its length the whole over ``plan.cp``. Without a
-    node eight GPUs share one. ``mfu_frac`` counts the flops of gemm, conv and attention against the
+    ``step`` is one micro-batch of one replica with a rank's part of the sequence: its samples are
+    the replica's over ``plan.microbatches``, its length the whole over ``plan.cp``. Without a node
+    eight GPUs share one. ``mfu_frac`` counts the flops of gemm, conv and attention against the
     dense peak of their dtype. The host's time is not part of ``unmodelled_frac``;
     where it is assumed, it is part of ``assumed_frac``.
     """
-    book, where = price_book(pricer, gpu, threads, stack, host), cluster(plan, gpu, node)
-    model = price_model(capture, plan, book, where)
-    outcome = evaluate(rank_of(plan, model, book, where), optimizer)
-    return report(outcome, capture, plan, book, bundle_name, where.network)
+    where = cluster(plan, book.gpu, node)
+    model = price_model(step, plan, book, where)
+    outcome = evaluate(rank_of(plan, model, book, where), step.optimizer)
+    return report(outcome, step, plan, book, bundle_name, where.network)
 
 
 def timeline(
-    capture: StepCapture,
-    pricer: Pricer,
-    gpu: Gpu,
-    plan: ParallelPlan,
-    *,
-    threads: int,
-    optimizer: str,
-    node: Node | None = None,
-    host: HostMachine = REFERENCE,
-    stack: str = USUAL,
+    step: StepCapture, plan: ParallelPlan, book: PriceBook, node: Node | None = None
 ) -> tuple[Sequence[Task], Sequence[Span]]:
     """Simulates the step that ``forecast`` reports and returns its tasks and when each of them ran.
 
     Every op is a task. Micro-batches without messages of their own are one task all together; of a
     pipeline only the last micro-batch and the optimizer's step are shown.
     """
-    book, where = price_book(pricer, gpu, threads, stack, host), cluster(plan, gpu, node)
-    model = price_model(capture, plan, book, where)
+    where = cluster(plan, book.gpu, node)
+    model = price_model(step, plan, book, where)
     layers = tuple(replace(x, shown=True) for x in model.layers)
     model = replace(model, layers=layers, once=Once())
-    outcome = evaluate(rank_of(plan, model, book, where), optimizer)
+    outcome = evaluate(rank_of(plan, model, book, where), step.optimizer)
     return outcome.tasks, outcome.spans
 
 

@@ -99,30 +99,9 @@ def find_target(
 
 def forecast_step(step: StepCapture, target: Target) -> Forecast:
     """Forecast an iteration from a captured step, whose batch is one micro-batch of the plan."""
-    return forecast(
-        step,
-        target.bundle,
-        target.gpu,
-        target.plan,
-        bundle_name=target.bundle_name,
-        threads=target.threads,
-        optimizer=step.optimizer,
-        node=target.node,
-        host=target.host,
-        stack=target.stack,
-    )
+    return forecast(step, target.plan, target.book, target.node, target.bundle_name)
 
 
 def timeline_of(step: StepCapture, target: Target) -> tuple[Sequence[Task], Sequence[Span]]:
     """Tasks and spans of the slowest rank."""
-    return timeline(
-        step,
-        target.bundle,
-        target.gpu,
-        target.plan,
-        threads=target.threads,
-        optimizer=step.optimizer,
-        node=target.node,
-        host=target.host,
-        stack=target.stack,
-    )
+    return timeline(step, target.plan, target.book, target.node)

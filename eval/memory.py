@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.compose.forecast import forecast
+from itercast.compose.pricing.price_book import price_book
 from itercast.learners.bundle import Bundle
 from itercast.microbench.capture.log import capture_step
 from itercast.microbench.cases.registry import EvalCase, case
@@ -71,7 +72,7 @@ def forecast_bytes(chosen: EvalCase, plan: str) -> int:
     )
     parsed, gpu = ParallelPlan.parse(plan), load_gpu("a100-sxm-80gb")
     bundle = Bundle(models={}, gpus={gpu.name: gpu})
-    found = forecast(captured, bundle, gpu, parsed, bundle_name="", threads=0, optimizer="adamw")
+    found = forecast(captured, parsed, price_book(bundle, gpu, 0))
     return found.memory_bytes
 
 

@@ -50,7 +50,7 @@ def product(a: int, b: int, c: int) -> OpCall:
 def test_host_events_add_to_ops_on_a_cpu() -> None:
     capture = StepCapture(calls=(product(0, 1, 2),), host={"module_call": 2, "view_op": 1})
     found = forecast(
-        capture, Fixed(), CPU, ParallelPlan(), bundle_name="b", threads=2, optimizer="adamw"
+        replace(capture, optimizer="adamw"), ParallelPlan(), PriceBook(Fixed(), CPU, 2)
     )
     assert found.iteration_us == pytest.approx(10 + 2 * 3.0 + 2.0)
     assert found.iteration_us == found.compute_us + found.exposed_comm_us + found.idle_us

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from itercast.__main__ import app
 from itercast.commands.shared import fit
 from itercast.compose.forecast import forecast
+from itercast.compose.pricing.price_book import PriceBook
 from itercast.eval.learner_ranking import (
     family_scores,
     iteration_scores,
@@ -74,8 +75,7 @@ def test_iterations_are_composed_of_each_learners_prices(
     plan = ParallelPlan.parse("")
     found = {}
     for name, one in {"blend": bundle, **others}.items():
-        optimizer = gpt.optimizer
-        got = forecast(gpt, one, TOY, plan, bundle_name="b", threads=0, optimizer=optimizer)
+        got = forecast(gpt, plan, PriceBook(one, TOY, 0))
         found[name] = got.by_family_us["gemm"]
     assert all(us > 0 for us in found.values())
     assert len({round(us, 3) for us in found.values()}) == len(NAMES)

@@ -75,8 +75,7 @@ def unknown() -> OpCall:
 
 
 def of(step: StepCapture, gpu: Gpu, pricer: Products) -> Forecast:
-    settings: dict[str, Any] = {"bundle_name": "b", "threads": 2, "optimizer": "none"}
-    return forecast(step, pricer, gpu, ParallelPlan(), **settings)
+    return forecast(step, ParallelPlan(), PriceBook(pricer, gpu, 2))
 
 
 def test_the_host_of_a_gpu_counts_where_compute_waits_for_it() -> None:

@@ -74,10 +74,9 @@ def foreach(count: int) -> OpCall:
 
 def iteration_us(step: StepCapture, pricer: Any = None) -> tuple[float, float]:
     """Folded, and with a task for each kernel."""
-    settings: dict[str, Any] = {"threads": 0, "optimizer": "none"}
-    pricer = pricer or Short()
-    folded = forecast(step, pricer, GPU, ParallelPlan(), bundle_name="b", **settings)
-    _, spans = timeline(step, pricer, GPU, ParallelPlan(), **settings)
+    book = PriceBook(pricer or Short(), GPU, 0)
+    folded = forecast(step, ParallelPlan(), book)
+    _, spans = timeline(step, ParallelPlan(), book)
     return folded.iteration_us, max(span.end_us for span in spans)
 
 
@@ -132,8 +131,7 @@ def test_a_training_step_is_launched_while_the_one_before_it_runs() -> None:
     step = with_engine(StepCapture(calls=(relu(), bag_backward())), "graph")
     assert iteration_us(step) == (pytest.approx(6 + 6), pytest.approx(12))
     slow = HostMachine(name="slow", slowdown=1.0, launch_us=50.0, source="by hand")
-    settings: dict[str, Any] = {"threads": 0, "optimizer": "none", "bundle_name": "b"}
-    found = forecast(step, Short(), GPU, ParallelPlan(), host=slow, **settings)
+    found = forecast(step, ParallelPlan(), PriceBook(Short(), GPU, 0, host=slow))
     assert found.iteration_us == pytest.approx(50 + 6)
 
 
@@ -151,9 +149,7 @@ def test_a_graph_is_launched_once_whatever_its_layers_count() -> None:
     )
     step = StepCapture(calls=calls, parameters=weights, repeats={"blocks": 8})
     graph = with_engine(step, "graph")
-    found = forecast(
-        graph, Short(), GPU, ParallelPlan(), threads=0, optimizer="none", bundle_name="b"
-    )
+    found = forecast(graph, ParallelPlan(), PriceBook(Short(), GPU, 0))
     assert found.compute_us == pytest.approx(60)
     assert found.iteration_us == pytest.approx(5 + 60)
     assert found.host_us == pytest.approx(5)

@@ -95,8 +95,8 @@ def test_a_bucket_holds_one_dtype() -> None:
 
 def tasks_of(step: StepCapture) -> tuple[list[Task], list[Span]]:
     """Every op of a step under DDP on two ranks of a CPU."""
-    plan, settings = ParallelPlan(dp=2), {"threads": 1, "optimizer": "adamw"}
-    tasks, spans = timeline(step, Fixed(), CPU, plan, **settings)
+    step = replace(step, optimizer="adamw")
+    tasks, spans = timeline(step, ParallelPlan(dp=2), PriceBook(Fixed(), CPU, 1))
     return list(tasks), list(spans)
 
 
@@ -114,9 +114,8 @@ def test_reduces_overlap_backward_and_the_optimizer_waits() -> None:
 def test_on_a_cpu_overlap_is_paid_for() -> None:
     #  compute |=10=|=10=|1|====16====|1|=2=| |1|=10=|   21..33 at half speed: compute does 6 of 10
     #  comm                |==12==|     |==7==|          second bucket ready at 38, the copy costs 1
-    found = forecast(
-        step(), Fixed(), CPU, ParallelPlan(dp=2), bundle_name="b", threads=1, optimizer="adamw"
-    )
+    adamw = replace(step(), optimizer="adamw")
+    found = forecast(adamw, ParallelPlan(dp=2), PriceBook(Fixed(), CPU, 1))
     assert found.iteration_us == pytest.approx(38 + 7 + 1 + 10)
     assert found.compute_us == pytest.approx(21 + 16 + 1 + 2 + 1 + 10)
     assert found.comm_us == pytest.approx(12 + 7)
@@ -159,15 +158,8 @@ def test_running_statistics_are_broadcast_before_forward() -> None:
 @pytest.mark.parametrize("dp", [1, 2, 16])
 @pytest.mark.parametrize("gpu", [CPU, GPU])
 def test_iteration_is_compute_plus_exposed_plus_idle(gpu: Gpu, dp: int) -> None:
-    found = forecast(
-        step({"view_op": 3}),
-        Fixed(),
-        gpu,
-        ParallelPlan(dp=dp),
-        bundle_name="b",
-        threads=1,
-        optimizer="sgd",
-    )
+    sgd = replace(step({"view_op": 3}), optimizer="sgd")
+    found = forecast(sgd, ParallelPlan(dp=dp), PriceBook(Fixed(), gpu, 1))
     parts = found.compute_us + found.exposed_comm_us + found.idle_us
     assert found.iteration_us == pytest.approx(parts)
     assert found.comm_us >= found.exposed_comm_us >= 0
@@ -178,9 +170,8 @@ def test_a_gpu_with_long_kernels_waits_only_for_its_first_launch() -> None:
     """Of four products, each of which costs the host 2.7 launches of 2 us; kernels take 10 us."""
     #  host    |5.4|5.4|5.4|5.4|
     #  compute     |==10==|==10==|==10==|==10==|
-    found = forecast(
-        step(), Fixed(), GPU, ParallelPlan(), bundle_name="b", threads=0, optimizer="sgd"
-    )
+    sgd = replace(step(), optimizer="sgd")
+    found = forecast(sgd, ParallelPlan(), PriceBook(Fixed(), GPU, 0))
     times_us = (found.iteration_us, found.idle_us, found.host_us)
     assert times_us == pytest.approx((45.4, 5.4, 21.6))
     assert found.mfu_frac == pytest.approx(3 * 2000 / 1e12 / 45.4e-6)  # forward and backward

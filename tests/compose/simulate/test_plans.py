@@ -55,7 +55,7 @@ PLANS = [
 
 def of(text: str, capture: StepCapture, gpu: Gpu = GPU) -> Forecast:
     plan = ParallelPlan.parse(text)
-    return forecast(capture, Flat(), gpu, plan, bundle_name="b", threads=1, optimizer="adamw")
+    return forecast(capture, plan, PriceBook(Flat(), gpu, 1))
 
 
 def rank(text: str, capture: StepCapture, gpu: Gpu = CPU, pricer: Pricer | None = None) -> Rank:
@@ -110,8 +110,8 @@ def test_all_is_assumed_without_models_and_nothing_with_all(
 ) -> None:
     """Models price all but offloaded copies, and the gradient of a slice that tp makes."""
     plan = ParallelPlan.parse(text)
-    settings: dict[str, Any] = {"bundle_name": "b", "threads": 1, "optimizer": "adamw"}
-    assert forecast(gpt, KnowsNothing(), gpu, plan, **settings).assumed_frac == pytest.approx(1)
+    ignorant = PriceBook(KnowsNothing(), gpu, 1)
+    assert forecast(gpt, plan, ignorant).assumed_frac == pytest.approx(1)
     found = of(text, gpt, gpu)
     expected = {
         "rank_program.offload_frac": bool(plan.offload),
@@ -219,7 +219,7 @@ def test_wrappers_cost_the_host_by_layer(gpt: StepCapture) -> None:
     def more_us(text: str) -> float:
         plan, bare = ParallelPlan.parse(text), dict[str, float]()
         for pricer in (Flat(), Wrapped()):
-            found = forecast(gpt, pricer, CPU, plan, bundle_name="b", threads=1, optimizer="adamw")
+            found = forecast(gpt, plan, PriceBook(pricer, CPU, 1))
             bare[type(pricer).__name__] = found.iteration_us
         return bare["Wrapped"] - bare["Flat"]
 
@@ -237,10 +237,7 @@ def test_an_old_attention_kernel_is_slower() -> None:
     step = StepCapture(calls=(call, call), samples=64)
     gpu = replace(CPU, kind="gpu", architecture="ampere", peak_flops_per_s={"bf16": 1e9})
     old = with_attention_kernel(step, "triton flash (default)")
-    times = [
-        forecast(s, Flat(), gpu, ParallelPlan(), bundle_name="b", threads=0, optimizer="none")
-        for s in (step, old)
-    ]
+    times = [forecast(s, ParallelPlan(), PriceBook(Flat(), gpu, 0)) for s in (step, old)]
     more_us = times[1].compute_us - times[0].compute_us
     assert more_us == pytest.approx(2 * 0.8 * 10, rel=0.01)  # all of it compute at so low a peak
     assert with_attention_kernel(step, "flash") is step
