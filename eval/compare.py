@@ -17,8 +17,8 @@ from rich.table import Table
 from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.attention_kernels import with_attention_kernel
+from itercast.compose.graph.cuda_variants import with_memory_format
 from itercast.compose.graph.launch_modes import as_launched, with_engine
-from itercast.compose.graph.memory_format import with_memory_format
 from itercast.compose.host_fit import MeasuredStep
 from itercast.compose.target import Target, find_target, forecast_step
 from itercast.eval.iteration_parts import parts_us

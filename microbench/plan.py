@@ -14,6 +14,7 @@ from math import ceil
 from typing import Any, TypeVar
 
 TRANSFORMS = ("split", "reorder", "fuse", "overlap")  # CoCoNeT, arXiv:2105.05720
+QUANTISED, DCT = ("int8", "fp8", "int4"), "dct"  # of compress
 GREEDY = "greedy"  # of shard
 # Keys that plans with shard may have: they act on what is not a table, or on one rank.
 WITH_SHARD = ("dp", "zero", "hsdp", "ep", "amp", "compress", "node", "nodes")
@@ -106,6 +107,22 @@ def _transforms(key: str, text: str) -> str:
     return ",".join(found.values())
 
 
+def _codec(key: str, text: str) -> str:
+    """How messages are compressed: a share of their bytes, a dtype, or a cosine transform."""
+    name, colon, share = text.partition(":")
+    if name in QUANTISED and not colon:
+        return text
+    number = share if name == DCT and colon else text
+    try:
+        kept = float(number)
+    except ValueError:
+        known = f"a share of the bytes, {', '.join(QUANTISED)} or {DCT}:SHARE"
+        raise ValueError(f"{key} is {known}, got {text!r}") from None
+    if not 0 < kept <= 1:
+        raise ValueError(f"{key} is above 0 and up to 1, got {number}")
+    return f"{DCT}:{kept:g}" if name == DCT else "" if kept == 1 else f"{kept:g}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
     """Degrees of parallelism and options of one training step; the defaults are one rank.
@@ -141,7 +158,10 @@ class ParallelPlan:
     recompute: str = _key(_one_of("full", "selective"), "", "prices")
     recomputed: float = _behind("recompute", _share, 1.0, "prices")  # share of layers
     offload: str = _key(_one_of("optimizer", "activations"), "", "")
-    compress: float = _key(_share, 1.0, "")  # bytes of gradients sent over their bytes
+    compress: str = _key(_codec, "", "")  # of gradients
+    compress_tp: str = _key(_codec, "", "ops prices")  # of activations between tp ranks
+    compress_pp: str = _key(_codec, "", "")  # between stages
+    compress_ep: str = _key(_codec, "", "ops prices")  # of tokens between experts
     gossip: str = _key(_one_of("ring", "exp2"), "", "")  # averages in place of all_reduce
     coconet: str = _key(_transforms, "", "prices")
     shard: str = _key(_text(f"is {GREEDY} or a JSON file of a sharding"), "", "")
@@ -295,9 +315,12 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield p.hsdp > 0 and p.zero == 0, f"hsdp={p.hsdp} needs zero"
     groups = p.hsdp == 1 or p.dp * p.cp % max(1, p.hsdp) != 0
     yield groups, f"hsdp is from 2 and divides dp * cp, got {p.hsdp}"
-    yield not 0 < p.compress <= 1, f"compress is above 0 and up to 1, got {p.compress}"
-    yield p.compress < 1 and p.dp == 1, "compress needs dp > 1"
-    yield p.compress < 1 and p.zero > 0, "compress acts on all_reduce: zero=0"
+    yield p.compress != "" and p.dp == 1, "compress needs dp > 1"
+    yield p.compress != "" and p.zero > 0, "compress acts on all_reduce: zero=0"
+    for axis, codec in (("tp", p.compress_tp), ("pp", p.compress_pp), ("ep", p.compress_ep)):
+        yield codec != "" and getattr(p, axis) == 1, f"compress_{axis} needs {axis} > 1"
+    averaged = bool(p.gossip or p.coconet or p.cdp) and p.compress.startswith((*QUANTISED, DCT))
+    yield averaged, "compress by a dtype or dct acts on DDP's buckets: no gossip, coconet or cdp"
     yield p.gossip != "" and p.dp == 1, f"gossip={p.gossip} needs dp > 1"
     yield p.gossip != "" and p.zero > 0, f"gossip={p.gossip} keeps whole replicas: zero=0"
     yield p.cdp > 0 and p.dp == 1, f"cdp={p.cdp} needs dp > 1"

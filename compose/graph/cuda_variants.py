@@ -5,6 +5,7 @@
 - Softmax in fp32 of an fp16 tensor: the GPU kernel reads fp16 itself and its backward writes fp16,
   so that the casts around it vanish (aten/src/ATen/native/SoftMax.cpp, ``half_to_float``).
 - Allocations launch no kernel.
+- Images are NHWC where the step says ``channels_last``.
 """
 
 from __future__ import annotations
@@ -12,14 +13,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 
 from itercast.compose.graph.identity_cache import cached_by_identity
-from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.opcall import Argument, OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 
 DROPOUT_DRAW = ("bernoulli_", "div_")
 SOFTMAX = ("_softmax", "_log_softmax")
 SOFTMAX_BACKWARD = ("_softmax_backward_data", "_log_softmax_backward_data")
+GROUP_NORM = "aten.native_group_norm.default"
+NHWC_OPS = tuple(
+    f"aten.{name}.default"
+    for name in (
+        "convolution",
+        "convolution_backward",
+        "native_batch_norm",
+        "native_batch_norm_backward",
+    )
+)
 
 
 @cached_by_identity
@@ -84,3 +96,27 @@ def _on_gpu(call: OpCall, masks: set[int]) -> Iterator[OpCall]:
     else:
         op, args, outputs = "native_dropout", data, (*call.outputs, mask)
     yield replace(call, op=f"aten.{op}.default", args=args, outputs=outputs)
+
+
+def with_memory_format(capture: StepCapture, stated: str) -> StepCapture:
+    """Gives the inputs of convolutions and batch norms NHWC strides where ``stated`` is "nhwc".
+
+    Steps with a group norm are left as they are: its kernels read and write NCHW, so that images
+    are copied before and after it and nothing is gained (aten/src/ATen/native/group_norm.cpp).
+    """
+    if stated != "nhwc" or any(c.op == GROUP_NORM for c in capture.calls):
+        return capture
+    calls = tuple(_call_in_nhwc(c) if c.op in NHWC_OPS else c for c in capture.calls)
+    return replace(capture, calls=calls)
+
+
+def _call_in_nhwc(call: OpCall) -> OpCall:
+    return replace(call, args=tuple(_in_nhwc(v) for v in call.args))
+
+
+def _in_nhwc(value: Argument) -> Argument:
+    """A 4-dimensional tensor (N, C, H, W) with the strides of NHWC; anything else unchanged."""
+    if not isinstance(value, TensorSpec) or len(value.shape) != 4:
+        return value
+    channels, width = value.shape[1], value.shape[3]
+    return replace(value, stride=(prod(value.shape[1:]), 1, width * channels, channels))

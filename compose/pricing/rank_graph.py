@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import takewhile
 
 from itercast.compose.graph.cache_reuse import cold_fractions
+from itercast.compose.graph.codecs import compressed
 from itercast.compose.graph.cuda_variants import with_cuda_variants
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.launch_modes import as_launched
@@ -111,6 +112,7 @@ def _rank_graph(capture: StepCapture, cut: Cut, gpu: Gpu) -> RankGraph:
     trained = sum(p.nbytes for p in capture.parameters if p.ready_after >= 0)
     capture = context_parallel(expert_parallel(capture, cut.plan), cut.plan)
     capture = as_launched(tensor_parallel(capture, cut.plan, summed=gpu.kind != "cpu"))
+    capture = compressed(capture, cut.plan)
     if "fp8" not in gpu.peak_flops_per_s and any(map(_in_fp8, capture.calls)):
         raise ValueError(
             f"gpu {gpu.name!r}: no units for dtype 'fp8'; it has {sorted(gpu.peak_flops_per_s)}"

@@ -11,8 +11,8 @@
 - gossip (Bluefog, arXiv:2111.04287): parameters are averaged with neighbours, from the start of
   forward on; the optimizer waits for the average. Replicas of one node are averaged first
   (reduce_scatter, all_gather after it), so that each sends its part to the next node's.
-- compress: messages of the ratio times the gradients' bytes, fp32 gradients in fp16 where the ratio
-  is at most one half; a pass to pack and one to unpack each.
+- compress: a share of the gradients' bytes, fp32 gradients in fp16 where it is at most one half; a
+  pass to pack and one to unpack each. Other codecs encode and decode each bucket (``codecs``).
 - coconet (ASPLOS'22): split: all_reduce as reduce_scatter and all_gather. reorder: the optimizer on
   1/n between the two. fuse: reduce_scatter, optimizer and all_gather of a bucket are one kernel on
   the tensors where they lie, so that nothing is copied into buckets, nor updated after backward.
@@ -25,10 +25,12 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from itercast.compose.graph.codecs import Codec
 from itercast.compose.graph.layers import is_expert
 from itercast.compose.pricing.collectives import Cluster, Message
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.microbench.assumptions import assumed
+from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, TensorSpec
 from itercast.microbench.plan import ParallelPlan
 
 BUCKET_BYTES = 25 * 2**20  # DDP's default
@@ -62,7 +64,7 @@ class Strategy:
     buckets: bool = False  # a second copy of the gradients
     broadcast: bool = False  # running statistics before forward
     early: bool = False  # what is sent is known before forward
-    ratio: float = 1.0  # bytes sent of a gradient over its bytes
+    codec: Codec | None = None  # of gradients
     cyclic: bool = False  # replicas are staggered (``cyclic``)
     experts: bool = False  # experts have replicas of their own
     offload: str = ""  # optimizer, activations
@@ -72,11 +74,15 @@ def strategy(plan: ParallelPlan) -> Strategy:
     """Returns how the replicas of a plan are kept equal: DDP, ZeRO, gossip..."""
     replicas = Strategy() if plan.dp * plan.cp == 1 else _replicas(plan)
     experts = plan.ep > 1
-    return replace(replicas, ratio=plan.compress, experts=experts, offload=plan.offload)
+    codec = Codec.of(plan.compress)
+    if codec is not None and not codec.summable:
+        replicas = replace(replicas, reduce=("all_to_all", "all_gather"))
+    return replace(replicas, codec=codec, experts=experts, offload=plan.offload)
 
 
 def _replicas(plan: ParallelPlan) -> Strategy:
-    packing = int(plan.compress < 1)
+    codec = Codec.of(plan.compress)
+    packing = int(codec is not None and codec.kind == "share")
     if plan.cdp:
         return Strategy(buckets=True, cyclic=True)
     if plan.zero:
@@ -136,9 +142,23 @@ class LayerBucket:
 
     def message(self, kind: str, how: Strategy) -> Message:
         """One collective over the bucket."""
-        wire = max(1, round(self.nbytes * how.ratio))
-        dtype = "fp16" if self.dtype == "fp32" and how.ratio <= FP16_RATIO else self.dtype
+        ratio = how.codec.ratio(self.dtype) if how.codec else 1.0
+        wire = max(1, round(self.nbytes * ratio))
+        dtype = "fp16" if self.dtype == "fp32" and ratio <= FP16_RATIO else self.dtype
         return Message(kind=kind, axis=self.axis, message_bytes=wire, dtype=dtype)
+
+    def coded(self, how: Strategy, where: Cluster) -> tuple[list[OpCall], list[OpCall]]:
+        """The kernels that encode the bucket, and those that sum and decode what arrives."""
+        codec = how.codec
+        if codec is None or codec.kind == "share":  # which is packed gradient by gradient
+            return [], []
+        numbers = self.nbytes // ITEMSIZE_BYTES[self.dtype]
+        whole = TensorSpec(shape=(numbers,), dtype=self.dtype, storage=-1)
+        codes = codec.coded(whole, -2)
+        part = codec.coded(whole, -3, where.groups[self.axis].size)
+        sums = [] if codec.summable else [codec.encode(codes, part, "backward")]
+        encode, decode = codec.encode(whole, codes, "backward"), codec.decode
+        return [encode], [*sums, decode(codes, whole, "backward")]
 
     def messages(self, how: Strategy, where: Cluster) -> list[Message]:
         """What replicas send of the bucket once it is full; by gossip first within nodes."""

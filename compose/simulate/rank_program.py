@@ -10,7 +10,7 @@ from itercast.compose.pricing.gradient_copies import buffer_copies
 from itercast.compose.pricing.host import host_cost
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.optimizer import STATE_COPIES, fused_update, scaled_update
-from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp
+from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp, priceable
 from itercast.compose.pricing.work import Step, Work, fold
 from itercast.compose.simulate.data_parallel import LayerBucket, layer_buckets
 from itercast.compose.simulate.fsdp import hooks, sharded_backward, sharded_bytes, sharded_forward
@@ -133,6 +133,7 @@ class RankProgram(RankTasks):
             ops = self._with_copies(x, start, stop, later=later)
             if bucket is None:
                 return waiting.then(x.fold(ops))
+            ops += self._codec(bucket, encode=True)
             early = self.how.chunks > 1 and len(ops) > 0
             if early:  # the last op before the bucket is full, in two parts
                 part = ops[-1].duration_us / self.how.chunks
@@ -167,9 +168,20 @@ class RankProgram(RankTasks):
             ops += [x.backward[i], *ready.get(i, [])]
         return ops
 
+    def _codec(self, bucket: LayerBucket, *, encode: bool) -> list[PricedOp]:
+        """The kernels that encode a bucket, or decode it."""
+        encoding, decoding = bucket.coded(self.how, self.rank.where)
+        calls = encoding if encode else decoding
+        ops = self.rank.book.price([priceable(c) for c in calls]) if calls else []
+        self.copies += ops
+        return ops
+
     def _copy_bucket(self, bucket: LayerBucket, *, into: bool) -> None:
         layers, work = self.rank.layers, Work()
         times = self.how.copies_in if into else self.how.copies_out
+        if not into:
+            decode = self._codec(bucket, encode=False)
+            work = layers[bucket.instance].fold(decode)
         for i, at in bucket.members:
             ops = [(layers[i].into_bucket if into else layers[i].out_of_bucket)[at]] * times
             self.copies += ops

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from itercast.compose.graph.codecs import Codec
 from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.host import python_op
-from itercast.compose.pricing.priced_op import PricedOp
+from itercast.compose.pricing.priced_op import PricedOp, priceable
 from itercast.compose.simulate.data_parallel import reductions
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.compose.simulate.pipeline import StageTimes, in_flight
@@ -16,6 +17,7 @@ from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stages import Chunk, partition, with_tied
 from itercast.microbench.assumptions import assumed
+from itercast.microbench.opcall import ITEMSIZE_BYTES, TensorSpec
 
 SCHEDULE_SHARE: float = assumed(__file__, "schedule_share")
 
@@ -147,7 +149,8 @@ def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
     """The messages over the boundary after chunk ``i``.
 
     Each of tp ranks that hold the same activation sends a share of it, and those that receive it
-    gather the shares (arXiv:2104.04473, section 4.1); with sp each holds a share anyway.
+    gather the shares (arXiv:2104.04473, section 4.1); with sp each holds a share anyway. Kernels
+    that encode a share, and decode all of them, run on the stream of the messages.
     """
     plan, size = rank.plan, max(1, chunk.output_bytes)
     per_node = rank.where.groups["pp"].per_node
@@ -155,10 +158,21 @@ def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
     dtype = next((p.dtype for x, _ in chunk.runs for p in x.layer.parameters), "fp32")
     axis, whole = "intra_node" if same else "inter_node", plan.tp == 1 or plan.sp
     share = size if whole else max(1, size // plan.tp)
-    messages = [Message(kind="send_recv", axis=axis, message_bytes=share, dtype=dtype)]
-    if not whole:
-        messages.append(Message(kind="all_gather", axis="tp", message_bytes=size, dtype=dtype))
-    return price_messages(messages, rank.book, rank.where)
+    codec = Codec.of(plan.compress_pp)
+    ratio = codec.ratio(dtype) if codec else 1.0
+    sizes = [("send_recv", axis, share), *([] if whole else [("all_gather", "tp", size)])]
+    messages = [
+        Message(kind=kind, axis=on, message_bytes=max(1, round(n * ratio)), dtype=dtype)
+        for kind, on, n in sizes
+    ]
+    sent = price_messages(messages, rank.book, rank.where)
+    if codec is None:
+        return sent
+    sides = [TensorSpec(shape=(n // ITEMSIZE_BYTES[dtype],), dtype=dtype) for n in (share, size)]
+    codes = [codec.coded(t, -2) for t in sides]
+    kernels = (codec.encode(sides[0], codes[0], "comm"), codec.decode(codes[1], sides[1], "comm"))
+    first, last = rank.book.price([priceable(c) for c in kernels])
+    return [first, *sent, last]
 
 
 def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:

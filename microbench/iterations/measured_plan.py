@@ -24,8 +24,8 @@ def measurable(text: str) -> ParallelPlan:
         (plan.dp > 1 and plan.tp > 1 and not plan.zero, "dp beside tp with zero"),
         (plan.recompute not in ("", "full"), "recompute=full"),
         (plan.schedule not in ("1f1b", "gpipe"), "schedule 1f1b or gpipe"),
-        (plan.compress not in (0.5, 1.0), "compress=0.5"),
-        (plan.compress < 1 and plan.cdp > 0, "compress with DDP only"),
+        (plan.compress not in ("", "0.5"), "compress=0.5"),
+        (plan.compress != "" and plan.cdp > 0, "compress with DDP only"),
     ):
         if broken:
             raise ValueError(f"plan {text!r} cannot be measured; allowed: {rule}")

@@ -115,7 +115,7 @@ def _replicated(model: Any, plan: ParallelPlan) -> tuple[Any, Callable[[bool], A
     from torch.nn.parallel import DistributedDataParallel
 
     model = DistributedDataParallel(model)
-    if plan.compress < 1:
+    if plan.compress:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     return model, lambda last: nullcontext() if last else model.no_sync()
 

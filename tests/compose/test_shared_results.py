@@ -20,17 +20,18 @@ from itercast.microbench.plan import ParallelPlan
 DEVICE: Gpu = replace(GPU, peak_flops_per_s={"fp32": 1e12, "bf16": 1e12}, hbm_bytes_per_s=1e9)
 # A plan, and plans that differ from it in one key each.
 VARIANTS = {
-    "dp=4": "dp=8; tp=2; amp; zero=1; cdp=2; compress=0.5; compress=0.25; gossip=ring;"
+    "dp=4": "dp=8; tp=2; amp; zero=1; cdp=2; compress=0.5; compress=int8; gossip=ring;"
     "coconet=split; coconet=split,overlap:4; coconet=split,overlap:8; accumulate=2; micro=4;"
     "recompute=full; recompute=full:0.5; recompute=selective; offload=optimizer; cp=2",
-    "dp=4,tp=2,sp,zero=1": "zero=2; zero=3; hsdp=2; tp_overlap; accumulate=2; pp=2; recompute=full",
+    "dp=4,tp=2,sp,zero=1": "zero=2; zero=3; hsdp=2; tp_overlap; accumulate=2; pp=2;"
+    "recompute=full; compress_tp=int8; compress_tp=0.5",
     "dp=2,pp=2,micro=4": "micro=8; schedule=gpipe; schedule=zb; schedule=interleaved:2; first=1;"
     "last=1; zero=1; zero=3; tp=2; compress=0.5; gossip=ring; coconet=split; offload=activations;"
-    "recompute=full; offload=optimizer; cp=2",
+    "recompute=full; offload=optimizer; cp=2; compress_pp=int8",
     "dp=4,zero=3,pp=2,micro=4": "hsdp=2; offload=activations; micro=2; recompute=selective",
 }
 MIXTURE = {
-    "dp=4,ep=2": "ep=4; ep=2:1.5; zero=1; pp=2; dp=8",
+    "dp=4,ep=2": "ep=4; ep=2:1.5; zero=1; pp=2; dp=8; compress_ep=int8",
     "dp=4,tp=2,sp,ep=2": "etp=1; ep=2:1.5",
 }
 # Of these a plan has one value, or they say where its ranks are: node files, files of shardings.

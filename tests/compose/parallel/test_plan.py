@@ -25,6 +25,7 @@ GOOD = [
     "dp=8,cdp=2",
     "accumulate=4,recompute=selective,offload=optimizer",
     "dp=2,compress=0.25",
+    "tp=2,pp=2,compress_tp=int8,compress_pp=dct:0.5",
     "dp=4,gossip=exp2",
     "dp=16,node=dgx-h100,nodes=2",
     "dp=8,coconet=split,reorder,fuse,overlap:8,tp=2",

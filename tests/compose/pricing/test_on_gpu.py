@@ -10,8 +10,7 @@ import pandas as pd
 import pytest
 from unseen_ops import GPU, MODELS, Fixed, learned
 
-from itercast.compose.graph.cuda_variants import with_cuda_variants
-from itercast.compose.graph.memory_format import with_memory_format
+from itercast.compose.graph.cuda_variants import with_cuda_variants, with_memory_format
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.optimizer import scaled_update
 from itercast.compose.pricing.price_book import PriceBook

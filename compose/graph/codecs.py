@@ -1,0 +1,142 @@
+"""Messages that are compressed: kernels that encode and decode them, and what is sent instead.
+
+- A share of the bytes (``0.1``): sparse or low-rank, one kernel packs and one unpacks.
+- A dtype (``int8``, ``fp8``, ``int4``): numbers in blocks, with a scale each. Codes cannot be
+  summed, so that an all_reduce becomes an all_to_all of codes, a kernel that sums them, and an
+  all_gather, as in ZeRO++ (arXiv:2306.10209) and Flash Communication (arXiv:2412.04964).
+- A cosine transform (``dct:0.25``): each block of numbers is multiplied by the first rows of the
+  transform's matrix (JPEG's zonal coding; DeMo, arXiv:2411.19870, transforms in such blocks).
+  Coefficients are summed as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from itercast.compose.graph.rewrite import COLLECTIVE, fresh_storages
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
+from itercast.microbench.ops.memory.fused import CALL
+from itercast.microbench.plan import DCT, QUANTISED, ParallelPlan
+
+BITS: Mapping[str, int] = assumed(__file__, "bits")
+BLOCK, SCALE_BITS = assumed(__file__, "block_and_scale_bits")
+DCT_BLOCK: int = assumed(__file__, "dct_block")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Codec:
+    """How a tensor is compressed; ``kept``: coefficients of a block, or share of the bytes."""
+
+    kind: str
+    kept: float = 1.0
+
+    @classmethod
+    def of(cls, text: str) -> Codec | None:
+        """Reads the value of a plan's key; None where it has none."""
+        if not text:
+            return None
+        name, _, share = text.partition(":")
+        if name in QUANTISED:
+            return cls(kind=name)
+        if name == DCT:
+            return cls(kind=DCT, kept=max(1, round(float(share) * DCT_BLOCK)))
+        return cls(kind="share", kept=float(name))
+
+    @property
+    def summable(self) -> bool:
+        """Whether the sum of two codes is the code of the sum."""
+        return self.kind not in QUANTISED
+
+    def ratio(self, dtype: str) -> float:
+        """Bytes of the codes over those of the tensor."""
+        if self.kind in QUANTISED:
+            return (BITS[self.kind] + SCALE_BITS / BLOCK) / (8 * ITEMSIZE_BYTES[dtype])
+        return self.kept / DCT_BLOCK if self.kind == DCT else self.kept
+
+    def coded(self, t: TensorSpec, storage: int, parts: int = 1) -> TensorSpec:
+        """The codes of a tensor, or one of ``parts`` of them."""
+        numbers = -(-t.numel // parts)
+        if self.kind == DCT:
+            shape: tuple[int, ...] = (-(-numbers // DCT_BLOCK), int(self.kept))
+        else:
+            shape = (max(1, round(numbers * self.ratio(t.dtype))),)
+        return replace(t, shape=shape, stride=(), storage=storage)
+
+    def encode(self, t: TensorSpec, codes: TensorSpec, phase: str) -> OpCall:
+        """The kernel that reads a tensor and writes its codes."""
+        return self._kernel(t, codes, t, phase)
+
+    def decode(self, codes: TensorSpec, t: TensorSpec, phase: str) -> OpCall:
+        """The kernel that reads codes and writes a tensor, or the sum of its parts."""
+        return self._kernel(codes, t, t, phase)
+
+    def _kernel(self, read: TensorSpec, made: TensorSpec, t: TensorSpec, phase: str) -> OpCall:
+        if self.kind != DCT:
+            how = {"ops": 2, "numel": max(read.numel, made.numel)}  # scale and round
+            return OpCall(op=CALL, args=(read,), kwargs=how, outputs=(made,), phase=phase)
+        encodes, rows = read is t, -(-t.numel // DCT_BLOCK)
+        blocks = replace(t, shape=(rows, DCT_BLOCK), stride=())
+        shape = (DCT_BLOCK, int(self.kept)) if encodes else (int(self.kept), DCT_BLOCK)
+        matrix = TensorSpec(shape=shape, dtype=t.dtype, storage=-1)
+        a, c = (blocks, made) if encodes else (read, blocks)
+        return OpCall(op="aten.mm.default", args=(a, matrix), outputs=(c,), phase=phase)
+
+
+def compressed(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
+    """Replaces the collectives of tp and ep that the plan compresses."""
+    texts = {"tp": (plan.compress_tp, plan.tp), "ep": (plan.compress_ep, plan.ep)}
+    codecs = {axis: (found, n) for axis, (s, n) in texts.items() if (found := Codec.of(s))}
+    if not codecs:
+        return capture
+    ids, calls, index = fresh_storages(capture), list[OpCall](), dict[int, int]()
+    for i, call in enumerate(capture.calls):
+        chosen = codecs.get(call.kwargs["axis"]) if _of_activations(call) else None
+        calls += [call] if chosen is None else _coded(call, *chosen, ids)
+        index[i] = len(calls) - 1
+    moved = tuple(
+        replace(p, ready_after=index.get(p.ready_after, p.ready_after)) for p in capture.parameters
+    )
+    return replace(capture, calls=tuple(calls), parameters=moved)
+
+
+def _of_activations(call: OpCall) -> bool:
+    """Whether a call sends more than a number per token, as the loss does."""
+    return call.op == COLLECTIVE and len(call.args[0].shape) > 1 and call.args[0].shape[-1] > 1
+
+
+def _coded(call: OpCall, codec: Codec, ranks: int, ids: Iterator[int]) -> Iterator[OpCall]:
+    """A collective between the kernels that encode what is sent and decode what arrives.
+
+    Codes that cannot be summed are exchanged, and each rank sums its part.
+    """
+    whole, phase, kind = call.args[0], call.phase, call.kwargs["kind"]
+    own = call.args[1] if len(call.args) > 1 else whole
+    made = call.outputs[0] if call.outputs else whole
+    codes, arrived = codec.coded(whole, next(ids)), codec.coded(whole, next(ids))
+    part = codec.coded(whole, next(ids), ranks)
+    if kind == "all_gather":
+        part = codec.coded(own, part.storage, ranks if own is whole else 1)
+        yield codec.encode(own, part, phase)
+        yield _sent(call, kind, codes, part)
+        yield codec.decode(codes, made, phase)
+        return
+    yield codec.encode(whole, codes, phase)
+    if codec.summable or kind == "all_to_all":
+        yield _sent(call, kind, codes, arrived)
+        yield codec.decode(arrived, made, phase)
+        return
+    yield _sent(call, "all_to_all", codes, arrived)
+    if kind == "reduce_scatter":
+        yield codec.decode(arrived, made, phase)
+        return
+    yield codec.encode(arrived, part, phase)  # sums, and encodes the sum
+    yield _sent(call, "all_gather", codes, part)
+    yield codec.decode(codes, made, phase)
+
+
+def _sent(call: OpCall, kind: str, codes: TensorSpec, made: TensorSpec) -> OpCall:
+    """The collective of codes, which runs beside no other call."""
+    facts = {**call.kwargs, "kind": kind, "overlaps_next": False, "until_read": False}
+    return replace(call, args=(codes,), kwargs=facts, outputs=(made,))
