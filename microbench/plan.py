@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 TRANSFORMS = ("split", "reorder", "fuse", "overlap")  # CoCoNeT, arXiv:2105.05720
 QUANTISED, DCT = ("int8", "fp8", "int4"), "dct"  # of compress
+V_SHAPED = ("zbv", "dualpipev")  # schedules
 GREEDY = "greedy"  # of shard
 # Keys that plans with shard may have: they act on what is not a table, or on one rank.
 WITH_SHARD = ("dp", "zero", "hsdp", "ep", "amp", "compress", "node", "nodes")
@@ -147,10 +148,10 @@ class ParallelPlan:
     first: int = _key(_degree, 0, "stages")  # equal layers on the first stage; 0: as on others
     last: int = _key(_degree, 0, "stages")
     schedule: str = _key(
-        _one_of("1f1b", "gpipe", "interleaved", "zb"),
+        _one_of("1f1b", "gpipe", "interleaved", "zb", *V_SHAPED),
         "1f1b",
         "",
-        short={"interleaved": "interleaved:2"},
+        short={name: f"{name}:2" for name in ("interleaved", *V_SHAPED)},
     )
     virtual: int = _behind("schedule", _integer(2, 1000), 1, "stages")  # interleaved, per rank
     accumulate: int = _key(_degree, 1, "")  # micro-batches without a pipeline
@@ -301,8 +302,12 @@ def _schedule_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield uneven and p.virtual > 1, "first and last are of stages of one piece: not interleaved"
     yield not 0 < p.recomputed <= 1, f"recompute's share is above 0 and up to 1: {p.recomputed}"
     yield p.pp == 1 and p.schedule != "1f1b", f"schedule={p.schedule} needs pp > 1"
-    interleaved = p.schedule == "interleaved"
-    yield p.virtual > 1 and not interleaved, "only interleaved takes a number of stages per rank"
+    interleaved, v_shaped = p.schedule == "interleaved", p.schedule in V_SHAPED
+    loops = p.virtual == 1 or interleaved or v_shaped
+    yield not loops, "only interleaved takes a number of stages per rank"
+    yield v_shaped and p.virtual != 2, f"{p.schedule} has two stages per rank"
+    few = p.schedule == "dualpipev" and p.microbatches < 2 * p.pp
+    yield few, f"dualpipev needs two micro-batches per rank or more: micro >= {2 * p.pp}"
     yield (
         interleaved and p.microbatches % p.pp != 0,
         f"interleaved needs micro divisible by pp: micro={p.microbatches}, pp={p.pp}",

@@ -52,7 +52,7 @@ class Codec:
     def ratio(self, dtype: str) -> float:
         """Bytes of the codes over those of the tensor."""
         if self.kind in QUANTISED:
-            return (BITS[self.kind] + SCALE_BITS / BLOCK) / (8 * ITEMSIZE_BYTES[dtype])
+            return float(BITS[self.kind] + SCALE_BITS / BLOCK) / (8 * ITEMSIZE_BYTES[dtype])
         return self.kept / DCT_BLOCK if self.kind == DCT else self.kept
 
     def coded(self, t: TensorSpec, storage: int, parts: int = 1) -> TensorSpec:

@@ -12,7 +12,7 @@ from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.simulate.breakdown import Shares, Tally, assumed_us, shares
 from itercast.compose.simulate.cyclic import send_to_next_replica, slot_message, steady_us
-from itercast.compose.simulate.pipeline import StageTimes, finish_us
+from itercast.compose.simulate.pipeline import StageTimes, chunks_of_rank, finish_us
 from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stage_rank import (
@@ -208,24 +208,29 @@ class _Pipeline:
     def loads_us(self) -> list[float]:
         """Time of each rank's forwards and backwards."""
         pp, micro = self.rank.plan.pp, self.rank.plan.microbatches
-        return [sum(t.busy_us(micro) for t in self.times[r::pp]) for r in range(pp)]
+        return [sum(self.times[c].busy_us(micro) for c in self.chunks_of(r)) for r in range(pp)]
+
+    def chunks_of(self, r: int) -> list[int]:
+        """The chunks of a rank."""
+        plan = self.rank.plan
+        return chunks_of_rank(plan.schedule, plan.pp, r, len(self.chunks))
 
     def shares_of(self, r: int) -> Shares:
         """A rank's time on its lanes: all micro-batches, synchronisation and optimizer."""
-        pp, micro = self.rank.plan.pp, self.rank.plan.microbatches
+        micro = self.rank.plan.microbatches
         tail, alone = self.tails[r]
         lanes = shares(tail).plus(shares(alone), -1)
-        for x in self.runs[r::pp]:
+        for x in (self.runs[c] for c in self.chunks_of(r)):
             lanes = lanes.plus(shares(x.forward), micro).plus(shares(x.backward), micro)
             lanes = lanes.plus(Shares(x.accumulate_us, x.accumulate_us, 0.0, 0.0), -1)
         return lanes
 
     def schedule_us(self, slowest: int) -> tuple[float, float]:
         """Time that messages between stages add, and the bubble if all stages were the slowest."""
-        pp = self.rank.plan.pp
         unsent = [replace(t, send_us=0.0) for t in self.times]
         sends_us = max(0.0, max(self.finish_us(self.times)) - max(self.finish_us(unsent)))
-        equal = [unsent[c - c % pp + slowest] for c in range(len(unsent))]
+        own = self.chunks_of(slowest)
+        equal = [unsent[own[c // self.rank.plan.pp]] for c in range(len(unsent))]
         bubble_us = max(0.0, max(self.finish_us(equal)) - self.loads_us()[slowest])
         return sends_us, bubble_us
 
@@ -304,7 +309,7 @@ def _stage_tally(pipeline: _Pipeline, stage: int) -> Tally:
     _tally_layers(tally, pipeline.stages[stage].layers, micro, _accumulations(rank))
     _tally_run(tally, tail)
     _tally_run(tally, alone, -1)
-    for chunk in range(stage, len(pipeline.chunks), pp):
+    for chunk in pipeline.chunks_of(stage):
         _tally_run(tally, pipeline.runs[chunk].forward, micro)
         _tally_run(tally, pipeline.runs[chunk].backward, micro)
         for boundary in (chunk - 1, chunk):

@@ -6,11 +6,18 @@ activations of the micro-batches in flight.
 - gpipe: all forwards, then all backwards (arXiv:1811.06965);
 - 1f1b: p - s forwards on stage s, then one backward for each forward (arXiv:1806.03377);
 - interleaved: v chunks of layers per rank, p micro-batches at a time (arXiv:2104.04473);
-- zb: 1f1b with backward cut in two; weight gradients fill the bubble (ZB-H1, arXiv:2401.10241).
+- zb: 1f1b with backward cut in two; weight gradients fill the bubble (ZB-H1, arXiv:2401.10241);
+- zbv: the same with two chunks per rank, the second ones in reverse order of ranks, so that the
+  first rank has the first and the last chunk (ZB-V, the same paper, section 6);
+- dualpipev: chunks as in zbv; forwards of one micro-batch alternate with whole backwards of another
+  (arXiv:2412.19437, github.com/deepseek-ai/DualPipe). That the two overlap is not counted.
+
+The orders of zbv and dualpipev are those of ``torch.distributed.pipelining``.
 """
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,8 +26,13 @@ from itertools import pairwise
 import numpy as np
 
 from itercast.compose.simulate.timeline import DeadlockError
+from itercast.microbench.plan import V_SHAPED
 
-Action = tuple[str, int, int]  # F, B or W; micro-batch; chunk of the rank
+# F, B (to the inputs where backward is cut in two), W (to the weights) or A (all of backward);
+# micro-batch; chunk of the rank.
+Action = tuple[str, int, int]
+TIMES = "FWBA"  # order of the times of actions
+CUT_BACKWARD = ("zb", *V_SHAPED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +40,8 @@ class StageTimes:
     """One stage's times per micro-batch.
 
     ``accumulate_us``: the part of backward that adds gradients to those of earlier micro-batches,
-    which the first one leaves out. ``weight_us``: weight gradients, the part of backward that zb
-    may do later. ``send_us``: a message to the next stage, or back from it.
+    which the first one leaves out. ``weight_us``: weight gradients, the part of backward that
+    zero-bubble schedules may do later. ``send_us``: a message to the next stage, or back from it.
     """
 
     forward_us: float
@@ -43,6 +55,17 @@ class StageTimes:
         return micro * (self.forward_us + self.backward_us) - self.accumulate_us
 
 
+def rank_of_chunk(schedule: str, stages: int, chunk: int) -> int:
+    """The rank that has a chunk of the model."""
+    back = schedule in V_SHAPED and chunk >= stages
+    return stages - 1 - chunk % stages if back else chunk % stages
+
+
+def chunks_of_rank(schedule: str, stages: int, rank: int, chunks: int) -> list[int]:
+    """The chunks of a rank, in forward order."""
+    return [c for c in range(chunks) if rank_of_chunk(schedule, stages, c) == rank]
+
+
 @lru_cache(maxsize=512)
 def program(schedule: str, stages: int, rank: int, micro: int, virtual: int) -> tuple[Action, ...]:
     """Returns the actions (forward, backward of which micro-batch) of a rank, in order."""
@@ -50,6 +73,8 @@ def program(schedule: str, stages: int, rank: int, micro: int, virtual: int) -> 
         return tuple(("F", i, 0) for i in range(micro)) + tuple(("B", i, 0) for i in range(micro))
     if schedule == "interleaved":
         return _interleaved(stages, rank, micro, virtual)
+    if schedule in V_SHAPED:
+        return (_zbv if schedule == "zbv" else _dualpipev)(stages, rank, micro)
     warm = min(micro, stages - rank)
     actions: list[Action] = [("F", i, 0) for i in range(warm)]
     late = rank if schedule == "zb" else 0
@@ -62,6 +87,60 @@ def program(schedule: str, stages: int, rank: int, micro: int, virtual: int) -> 
     if schedule == "zb":
         actions += [("W", i, 0) for i in range(max(0, micro - late), micro)]
     return tuple(actions)
+
+
+class _Order:
+    """A rank's actions, each on the next micro-batch of its kind and chunk."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.done = Counter[tuple[str, int]]()
+        self.late = deque[tuple[int, int]]()  # micro-batch and chunk of weight gradients to come
+
+    def add(self, times: int, *steps: str) -> None:
+        """Add steps such as F0 and B1; W without a chunk: the oldest weight gradients."""
+        for step in steps * times:
+            kind, chunk = step[0], int(step[1:] or 0)
+            if step == "W":
+                if self.late:
+                    self.actions.append(("W", *self.late.popleft()))
+                continue
+            micro = self.done["B" if kind == "A" else kind, chunk]
+            self.actions.append((kind, micro, chunk))
+            self.done["B" if kind == "A" else kind, chunk] += 1
+            if kind == "B":
+                self.late.append((micro, chunk))
+
+
+def _zbv(stages: int, rank: int, micro: int) -> tuple[Action, ...]:
+    """As for enough micro-batches to fill the pipeline, without those that are too many."""
+    count, order = max(2 * stages - 1, micro), _Order()
+    order.add(2 * (stages - rank) - 1, "F0")
+    order.add(rank, "F1", "F0")
+    order.add(stages - rank, "F1", "B1", "W1")
+    while order.done["F", 1] < count:
+        order.add(int(order.done["F", 0] < count), "F0")
+        order.add(1, "B0", "W0", "F1", "B1", "W1")
+    order.add(rank, "B0", "B1")
+    order.add(stages - rank, "B0", "W0")
+    for step in ("W1", "W0"):
+        order.add(count - order.done["W", int(step[1])], step)
+    return tuple(a for a in order.actions if a[1] < micro)
+
+
+def _dualpipev(stages: int, rank: int, micro: int) -> tuple[Action, ...]:
+    order, before, after = _Order(), stages - rank - 1, rank + 1
+    order.add(2 * before, "F0")
+    order.add(after, "F0", "F1")
+    order.add(before, "B1", "W", "F1")
+    order.add(micro - 2 * stages + after, "F0", "A1", "F1", "A0")
+    order.add(before, "A1", "F1", "A0")
+    ends = ["A1", "A0"] * after
+    cut = 2 * (after // 2) + 1 - rank % 2  # from here on weight gradients come later
+    order.add(1, *ends[:cut], *(f"B{step[1]}" for step in ends[cut:]))
+    order.add(before, "W", "B0")
+    order.add(after, "W")
+    return tuple(order.actions)
 
 
 def _interleaved(stages: int, rank: int, micro: int, virtual: int) -> tuple[Action, ...]:
@@ -90,20 +169,21 @@ def in_flight(
         return (micro,)
     held, best = [0] * virtual, [0] * virtual
     for kind, _, chunk in program(schedule, stages, rank, min(micro, 3 * stages), virtual):
-        held[chunk] += {"F": 1, "B": -1, "W": 0}[kind]
+        held[chunk] += {"F": 1, "B": -1, "A": -1, "W": 0}[kind]
         if sum(held) > sum(best):
             best = list(held)
     return tuple(best)
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _Timing:
     """All actions of a pipeline sorted so that each waits only for earlier ones; 0 is the start.
 
-    By action, as indices: its time among forward, backward, weight and first backward times of all
-    chunks (``takes``); its message's time (``sends``); the action before it on its rank
-    (``before``); the action whose message it waits for (``waits``); the action whose message goes
-    over the same link just before its own (``behind``).
+    By action, as indices: its time (``takes``) among the times of all chunks, which are those of
+    forward, weight gradients, backward to the inputs, all of backward, and the first of each
+    backward; its message's time (``sends``); the action before it on its rank (``before``); the
+    action whose message it waits for (``waits``); the action whose message goes over the same link
+    just before its own (``behind``).
     """
 
     takes: np.ndarray
@@ -116,7 +196,7 @@ class _Order:
 
 
 @lru_cache(maxsize=256)
-def _order(schedule: str, stages: int, micro: int, virtual: int) -> _Order:
+def _order(schedule: str, stages: int, micro: int, virtual: int) -> _Timing:
     """Sort the ranks' programs with a worklist; DeadlockError names what each rank is stuck at."""
     programs = [program(schedule, stages, r, micro, virtual) for r in range(stages)]
     count = stages * virtual
@@ -126,80 +206,91 @@ def _order(schedule: str, stages: int, micro: int, virtual: int) -> _Order:
     ready = list(range(stages))
     while ready:
         r = ready.pop()
+        mine = chunks_of_rank(schedule, stages, r, count)
         while position[r] < len(programs[r]):
             kind, i, v = programs[r][position[r]]
-            c = v * stages + r
+            c = mine[v]
             source = _source(kind, i, c, count)
             if source is not None and source not in level:
                 break
             depth[r] = 1 + max(depth[r], level[source] if source is not None else 0)
-            level[kind, i, c] = depth[r]
+            level["B" if kind == "A" else kind, i, c] = depth[r]
             rows.append((depth[r], (kind, i, c), source))
             position[r] += 1
-            neighbours = ((c + 1) % stages, (c - 1) % stages)
-            ready += [n for n in neighbours if n != r and n not in ready]
+            beside = (rank_of_chunk(schedule, stages, (c + d) % count) for d in (1, -1))
+            ready += [n for n in beside if n != r and n not in ready]
     stuck = [r for r in range(stages) if position[r] < len(programs[r])]
     if stuck:
         heads = ", ".join(f"rank {r}: {programs[r][position[r]]}" for r in stuck)
         raise DeadlockError(f"stages wait for each other; next actions: {heads}")
-    return _sorted(rows, stages, count)
+    ranks = [rank_of_chunk(schedule, stages, c) for c in range(count)]
+    return _sorted(rows, ranks)
 
 
 def _source(kind: str, i: int, c: int, count: int) -> tuple[str, int, int] | None:
     """The action that an action waits for: of the chunk before (F) or after (B) it."""
     if kind == "F":
         return ("F", i, c - 1) if c else None
-    if kind == "B":
+    if kind in "BA":
         return ("B", i, c + 1) if c + 1 < count else ("F", i, c)
     return None
 
 
 def _sorted(
     rows: Sequence[tuple[int, tuple[str, int, int], tuple[str, int, int] | None]],
-    stages: int,
-    count: int,
-) -> _Order:
+    ranks: Sequence[int],
+) -> _Timing:
+    """The arrays of actions of chunks that are on these ``ranks``."""
+    count = len(ranks)
     ordered = sorted(rows, key=lambda row: row[0])
-    number = {action: n for n, (_, action, _) in enumerate(ordered, start=1)}
+    number = {
+        ("B" if kind == "A" else kind, i, c): n
+        for n, (_, (kind, i, c), _) in enumerate(ordered, start=1)
+    }
     columns: list[list[int]] = [[0] for _ in range(5)]
-    rank_last, link_last = [0] * stages, dict[tuple[str, int], int]()
+    rank_last, link_last = [0] * (max(ranks) + 1), dict[tuple[bool, int], int]()
     edges = [1]
     for n, (depth, (kind, i, c), source) in enumerate(ordered, start=1):
         if n > 1 and depth != ordered[n - 2][0]:
             edges.append(n)
-        sends = 3 * count  # nothing
-        if (kind == "F" and c + 1 < count) or (kind == "B" and c):
+        sends, back = 3 * count, kind in "BA"  # nothing
+        if (kind == "F" and c + 1 < count) or (back and c):
             sends = c if kind == "F" else c - 1
         same_chunk = source is not None and source[2] == c
         values = (
-            (3 if kind == "B" and i == 0 else "FBW".index(kind)) * count + c,
+            (TIMES.index(kind) + (2 if back and i == 0 else 0)) * count + c,
             sends,
-            rank_last[c % stages],
+            rank_last[ranks[c]],
             number[source] if source is not None and not same_chunk else 0,
-            link_last.get((kind, c), 0),
+            link_last.get((back, c), 0),
         )
         for column, value in zip(columns, values, strict=True):
             column.append(value)
-        rank_last[c % stages] = link_last[kind, c] = n
+        rank_last[ranks[c]] = n
+        if kind != "W":
+            link_last[back, c] = n
     edges.append(len(ordered) + 1)
     takes, sends_, before, waits, behind = (np.array(c) for c in columns)
     levels = tuple(pairwise(edges))
-    return _Order(takes, sends_, before, waits, behind, levels, np.array(rank_last))
+    return _Timing(takes, sends_, before, waits, behind, levels, np.array(rank_last))
 
 
 def finish_us(
     schedule: str, chunks: Sequence[StageTimes], stages: int, micro: int
 ) -> tuple[float, ...]:
-    """When each rank's last action ends; chunk c of the model runs on rank c % stages.
+    """When each rank's last action ends.
 
     An exact longest path over the ranks' programs and one link per boundary and direction.
     """
     order = _order(schedule, stages, micro, len(chunks) // stages)
-    late = [c.weight_us if schedule == "zb" else 0.0 for c in chunks]
+    late = [c.weight_us if schedule in CUT_BACKWARD else 0.0 for c in chunks]
     takes = [c.forward_us for c in chunks]
     backward = [c.backward_us - w for c, w in zip(chunks, late, strict=True)]
-    first = [us - c.accumulate_us for c, us in zip(chunks, backward, strict=True)]
-    took = np.array(takes + backward + late + first)[order.takes]
+    whole = [c.backward_us for c in chunks]
+    first, first_whole = (
+        [us - c.accumulate_us for c, us in zip(chunks, of, strict=True)] for of in (backward, whole)
+    )
+    took = np.array(takes + late + backward + whole + first + first_whole)[order.takes]
     sent = np.zeros(3 * len(chunks) + 1)
     sent[: len(chunks)] = [c.send_us for c in chunks]
     sending = sent[order.sends]

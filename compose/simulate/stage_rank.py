@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
 from itercast.compose.graph.codecs import Codec
 from itercast.compose.pricing.collectives import Message, price_messages
@@ -12,28 +13,42 @@ from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.priced_op import PricedOp, priceable
 from itercast.compose.simulate.data_parallel import reductions
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
-from itercast.compose.simulate.pipeline import StageTimes, in_flight
+from itercast.compose.simulate.pipeline import (
+    CUT_BACKWARD,
+    StageTimes,
+    chunks_of_rank,
+    in_flight,
+    rank_of_chunk,
+)
 from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stages import Chunk, partition, with_tied
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.opcall import ITEMSIZE_BYTES, TensorSpec
+from itercast.microbench.plan import V_SHAPED, ParallelPlan
 
 SCHEDULE_SHARE: float = assumed(__file__, "schedule_share")
+T = TypeVar("T")
 
 
 def chunks_of(rank: Rank) -> list[Chunk]:
     """The model's chunks of layers; plans with as many chunks share them.
 
-    The last one has copies of weights that it ties to those of the first.
+    The last one has copies of weights that it ties to those of the first, if on another rank.
     """
-    key = ("chunks", *rank.plan.parts("stages"))
+    key = ("chunks", *_layout(rank.plan))
     return rank.model.once(key, partial(_chunks, rank))
+
+
+def _layout(plan: ParallelPlan) -> tuple[object, ...]:
+    """What of a plan changes which layers a rank has."""
+    return (plan.schedule in V_SHAPED, *plan.parts("stages"))
 
 
 def _chunks(rank: Rank) -> list[Chunk]:
     chunks = partition(rank.model.layers, rank.plan)
-    return [*chunks[:-1], with_tied(chunks[-1], rank.model)]
+    shared = rank.plan.schedule in V_SHAPED  # the first rank has the last chunk
+    return chunks if shared else [*chunks[:-1], with_tied(chunks[-1], rank.model)]
 
 
 def stages_of(rank: Rank) -> list[Rank]:
@@ -46,19 +61,24 @@ Held = tuple[Sizes, list[int]]  # of a rank's layers, and by chunk the bytes sav
 
 def _held(rank: Rank) -> list[Held]:
     """By rank of the pipeline the sizes of its layers, and by chunk what forward saves."""
-    key = ("held", *rank.plan.parts("stages"))
+    key = ("held", *_layout(rank.plan))
     return rank.model.once(key, partial(_sizes_by_rank, rank))
 
 
 def _sizes_by_rank(rank: Rank) -> list[Held]:
-    chunks, pp = chunks_of(rank), rank.plan.pp
     return [
         (
-            Sizes.of(tuple(x for c in chunks[r::pp] for x in c.layers)),
-            [sum(x.saved_bytes * k for x, k in c.runs) for c in chunks[r::pp]],
+            Sizes.of(tuple(x for c in chunks for x in c.layers)),
+            [sum(x.saved_bytes * k for x, k in c.runs) for c in chunks],
         )
-        for r in range(pp)
+        for chunks in _dealt(rank.plan, chunks_of(rank))
     ]
+
+
+def _dealt(plan: ParallelPlan, chunks: Sequence[T]) -> list[list[T]]:
+    """By rank what belongs to its chunks."""
+    ranks = (chunks_of_rank(plan.schedule, plan.pp, r, len(chunks)) for r in range(plan.pp))
+    return [[chunks[c] for c in mine] for mine in ranks]
 
 
 def memory(rank: Rank, optimizer: str) -> dict[str, int]:
@@ -100,13 +120,12 @@ def least_us(rank: Rank) -> float:
 
 def _loads_us(rank: Rank) -> tuple[list[float], list[float]]:
     """By rank a micro-batch's compute on all its layers, and the part that others wait for."""
-    chunks, pp = chunks_of(rank), rank.plan.pp
-    each = []
-    for c in chunks:
+    each, pp, cut = [], rank.plan.pp, rank.plan.schedule in CUT_BACKWARD
+    for c in chunks_of(rank):
         us = sum(n * (x.forward_work.lane_us + x.backward_work.lane_us) for x, n in c.runs)
-        off = sum(n * x.weight_us for x, n in c.runs) if rank.plan.schedule == "zb" else 0.0
+        off = sum(n * x.weight_us for x, n in c.runs) if cut else 0.0
         each.append((us, us - off))
-    loads = [sum(us for us, _ in each[r::pp]) for r in range(pp)]
+    loads = [sum(us for us, _ in mine) for mine in _dealt(rank.plan, each)]
     return loads, [each[r][1] for r in range(pp)]
 
 
@@ -154,7 +173,10 @@ def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
     """
     plan, size = rank.plan, max(1, chunk.output_bytes)
     per_node = rank.where.groups["pp"].per_node
-    same = per_node > 1 and (i % plan.pp + 1) % per_node != 0
+    a, b = (rank_of_chunk(plan.schedule, plan.pp, c) for c in (i, i + 1))
+    if a == b:
+        return ()
+    same = a // per_node == b // per_node
     dtype = next((p.dtype for x, _ in chunk.runs for p in x.layer.parameters), "fp32")
     axis, whole = "intra_node" if same else "inter_node", plan.tp == 1 or plan.sp
     share = size if whole else max(1, size // plan.tp)
@@ -198,7 +220,8 @@ def stage_tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tupl
     """By stage the runs of ``_tail``; stages with the same layers share them."""
     facts, last = stage_facts(rank), len(stages) - 1
     size = sum(p.nbytes for p in rank.model.graph.tied if p.ready_after >= 0)
-    ties = [size if i in (0, last) else 0 for i in range(len(stages))]
+    apart = rank.plan.schedule not in V_SHAPED
+    ties = [size if apart and i in (0, last) else 0 for i in range(len(stages))]
     keys = [
         ("tail", tuple(map(id, stage.layers)), tied, optimizer, facts)
         for stage, tied in zip(stages, ties, strict=True)

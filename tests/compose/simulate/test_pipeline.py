@@ -6,10 +6,18 @@ import random
 
 import pytest
 
-from itercast.compose.simulate.pipeline import StageTimes, finish_us, in_flight, program
+from itercast.compose.simulate.pipeline import (
+    CUT_BACKWARD,
+    StageTimes,
+    chunks_of_rank,
+    finish_us,
+    in_flight,
+    program,
+    rank_of_chunk,
+)
 from itercast.compose.simulate.timeline import Task, simulate
 
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zb", 1)]
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 3), ("zb", 1), ("zbv", 2), ("dualpipev", 2)]
 
 
 def as_tasks(
@@ -22,25 +30,27 @@ def as_tasks(
         index[key] = len(made)
         made.append(Task((lane,), us, tuple(index[other] for other in after)))
 
-    last, zero_bubble = len(chunks) - 1, schedule == "zb"
+    last, virtual = len(chunks) - 1, len(chunks) // stages
+    orders = [program(schedule, stages, r, micro, virtual) for r in range(stages)]
+    of = [chunks_of_rank(schedule, stages, r, len(chunks)) for r in range(stages)]
+    actions = {(k, i, of[r][v]) for r, order in enumerate(orders) for k, i, v in order}
     for i in range(micro):
         for c, x in enumerate(chunks):
-            add(("F", i, c), f"rank {c % stages}", x.forward_us, *[("send", i, c - 1)][: c > 0])
+            lane = f"rank {rank_of_chunk(schedule, stages, c)}"
+            add(("F", i, c), lane, x.forward_us, *[("send", i, c - 1)][: c > 0])
             add(("send", i, c), f"link {c}", x.send_us, ("F", i, c))
         for c, x in reversed(list(enumerate(chunks))):
-            rank, late_us = f"rank {c % stages}", x.weight_us * zero_bubble
+            rank = f"rank {rank_of_chunk(schedule, stages, c)}"
+            cut = schedule in CUT_BACKWARD and ("W", i, c) in actions
+            late_us = x.weight_us * cut
             before = ("back", i, c + 1) if c < last else ("F", i, c)
             add(("B", i, c), rank, x.backward_us - late_us, before)
             add(("back", i, c), f"link back {c}", chunks[c - 1].send_us, ("B", i, c))
-            if zero_bubble:
+            if cut:
                 add(("W", i, c), rank, late_us, ("B", i, c))
-    virtual = len(chunks) // stages
     return made, {
-        f"rank {r}": [
-            index[kind, i, v * stages + r]
-            for kind, i, v in program(schedule, stages, r, micro, virtual)
-        ]
-        for r in range(stages)
+        f"rank {r}": [index["B" if kind == "A" else kind, i, of[r][v]] for kind, i, v in order]
+        for r, order in enumerate(orders)
     }
 
 
@@ -51,7 +61,7 @@ def test_the_longest_path_is_what_the_simulation_finds(
 ) -> None:
     rng = random.Random(seed)
     stages = rng.randint(2, 5)
-    micro = stages * rng.randint(1, 4) if virtual > 1 else rng.randint(1, 12)
+    micro = stages * rng.randint(2, 4) if virtual > 1 else rng.randint(1, 12)
     chunks = [
         StageTimes(
             forward_us=rng.uniform(1, 3),
@@ -81,6 +91,40 @@ def test_interleaving_divides_the_bubble_and_zero_bubble_leaves_a_third() -> Non
     assert max(finish_us("interleaved", [half] * 8, 4, 8)) == pytest.approx(24 + 9 / 2)
     whole = StageTimes(forward_us=1, backward_us=2, weight_us=1)
     assert max(finish_us("zb", [whole] * 4, 4, 8)) == pytest.approx(24 + 3)
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_v_shaped_orders_are_torch_s(schedule: str) -> None:
+    """Action by action the tables that torch.distributed.pipelining makes for each rank."""
+    from torch.distributed.pipelining import schedules
+
+    name = {"zbv": "ScheduleZBVZeroBubble", "dualpipev": "ScheduleDualPipeV"}[schedule]
+    kinds = {"FORWARD": "F", "BACKWARD_INPUT": "B", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "A"}
+    for stages, micro in [(2, 1), (2, 4), (3, 5), (3, 9), (4, 8), (4, 17), (5, 10)]:
+        if schedule == "dualpipev" and micro < 2 * stages:
+            continue
+        table = object.__new__(getattr(schedules, name))
+        table.pp_group_size, table._n_microbatches, table.num_stages = stages, micro, 2 * stages
+        for r in range(stages):
+            steps = (a for a in table._calculate_single_rank_operations(r) if a is not None)
+            both = (one for a in steps for one in a.sub_actions or (a,))
+            theirs = [
+                (kinds[x.computation_type.name], x.microbatch_index, int(x.stage_index != r))
+                for x in both
+            ]
+            assert list(program(schedule, stages, r, micro, 2)) == theirs
+
+
+def test_v_shaped_schedules_leave_the_way_to_the_last_rank() -> None:
+    """Chunks of 0.5 for each of forward, inputs and weights on four ranks: 3 * 0.5 of 24 + 1.5.
+
+    With zbv every rank holds as many activations, of chunks half as large.
+    """
+    half = StageTimes(forward_us=0.5, backward_us=1, weight_us=0.5)
+    for schedule in ("zbv", "dualpipev"):
+        assert max(finish_us(schedule, [half] * 8, 4, 8)) == pytest.approx(24 + 1.5)
+    assert [sum(in_flight("zbv", 4, r, 8, 2)) for r in range(4)] == [8] * 4
+    assert [rank_of_chunk("zbv", 4, c) for c in range(8)] == [0, 1, 2, 3, 3, 2, 1, 0]
 
 
 def test_micro_batches_in_flight() -> None:
