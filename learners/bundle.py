@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -318,7 +317,7 @@ def load_smooth(path: Path, trees: Trees | None, share: float) -> Ensemble:
     return Ensemble(trees=trees, share=share, smooth=makers[kind](arrays))
 
 
-def _pair(values: Any) -> tuple[float, float]:
+def _pair(values: Sequence[float]) -> tuple[float, float]:
     return float(values[0]), float(values[1])
 
 

@@ -25,6 +25,7 @@ from itercast.compose.target import find_target
 from itercast.microbench.hardware.names import gpu_named
 from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, load_node
 from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.store import Facts, Row
 from itercast.microbench.yaml_text import load_yaml
 
 OTHER_DEGREES = re.compile(r"(?:^|,)\s*(?:tp|pp|cp)\s*=\s*(\d+)")
@@ -70,7 +71,7 @@ class Cell:
         seconds_of_gpus = self.gpus / self.forecast.samples_per_s
         return self.usd_per_hour * seconds_of_gpus / SECONDS_PER_HOUR
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Row:
         """The cell as a row of a table; None where there is no number."""
         found = self.forecast
         numbers = {
@@ -160,9 +161,7 @@ def throughput_table(
     return cells
 
 
-def _cell(
-    model: Any, gpu: str, pattern: str, facts: dict[str, Any], asked: Mapping[str, Any]
-) -> Cell:
+def _cell(model: Any, gpu: str, pattern: str, facts: Row, asked: Facts) -> Cell:
     try:
         plan = spread(pattern, facts["gpus"])
         found = predict(model, gpu=gpu, plan=plan, batch=facts["batch"], **asked)
@@ -194,7 +193,7 @@ def replica_batch(cell: Cell) -> int:
     return cell.batch or round(cell.samples / ParallelPlan.parse(cell.plan).dp)
 
 
-def sia_rows(cells: Sequence[Cell]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+def sia_rows(cells: Sequence[Cell]) -> Iterator[tuple[str, str, Row]]:
     """Yields GPU, name of Sia's file and its row, of cells that fit and are data parallel alone.
 
     ``scalability.csv`` has them by number of nodes and replicas, ``placements.csv`` by placement.

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from itercast.compose.parallel.placement import Table
 from itercast.microbench.ops.lookup.index_streams import IndexStream, parse_indices
+from itercast.microbench.store import Facts
 from itercast.microbench.yaml_text import load_yaml
 
 DTYPES = ("fp32", "fp16", "bf16")
@@ -59,7 +59,7 @@ def read_model(path: Path) -> RankingModel:
         raise ValueError(f"{str(path)!r}: {exc}") from None
 
 
-def model_from(values: Mapping[str, Any]) -> RankingModel:
+def model_from(values: Facts) -> RankingModel:
     """The model that plain values describe; ValueError names what is wrong."""
     _check_keys(values, TASK_KEYS, ("batch", "tables"), "model")
     listed = values["tables"]
@@ -89,7 +89,7 @@ def model_from(values: Mapping[str, Any]) -> RankingModel:
     )
 
 
-def _table(number: int, values: Any, dim: int | None) -> Table:
+def _table(number: int, values: object, dim: int | None) -> Table:
     if not isinstance(values, Mapping):
         raise ValueError(f"table {number}: keys {', '.join(TABLE_KEYS)}, got {values!r}"[:200])
     name = str(values.get("name", number))
@@ -125,9 +125,7 @@ def _of_table(streams: Sequence[IndexStream], name: str) -> IndexStream:
     raise ValueError(f"indices: the file has no table of that name; it has {known[:8]}")
 
 
-def _check_keys(
-    values: Mapping[str, Any], known: Sequence[str], needed: Sequence[str], what: str
-) -> None:
+def _check_keys(values: Facts, known: Sequence[str], needed: Sequence[str], what: str) -> None:
     unknown = [k for k in values if k not in known]
     if unknown:
         raise ValueError(f"unknown key {unknown[0]!r} of a {what}; known: {', '.join(known)}")
@@ -136,7 +134,7 @@ def _check_keys(
         raise ValueError(f"key {missing[0]!r} is missing; a {what} needs {', '.join(needed)}")
 
 
-def _size(values: Mapping[str, Any], key: str, least: int) -> int:
+def _size(values: Facts, key: str, least: int) -> int:
     value = values[key]
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or not least <= value <= MAX_SIZE:
@@ -144,14 +142,14 @@ def _size(values: Mapping[str, Any], key: str, least: int) -> int:
     return int(value)
 
 
-def _widths(key: str, value: Any) -> tuple[int, ...]:
+def _widths(key: str, value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or not value:
         raise ValueError(f"{key} is a list of widths, got {value!r}")
     return tuple(_size({key: v}, key, 1) for v in value)
 
 
-def _pooling(value: Any) -> float:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not 0 < value <= MAX_SIZE:
+def _pooling(value: object) -> float:
+    number = float(value) if isinstance(value, int | float) else math.nan
+    if isinstance(value, bool) or not math.isfinite(number) or not 0 < number <= MAX_SIZE:
         raise ValueError(f"pooling is a number above 0, got {value!r}")
-    return float(value)
+    return number

@@ -72,7 +72,7 @@ def forecast_lines(
     """Forecast the rows of lines, each configuration once."""
     neusight = any(line.folder == "NeuSight" for line, _ in lines)
     nodes = node_sums_us(public / "NeuSight") if neusight else {}
-    known: dict[Any, Answer] = {}
+    known: dict[object, Answer] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
         processes() as pool,
@@ -85,7 +85,7 @@ def forecast_lines(
             yield ForecastLine(line=line, rows=found, seconds=time.monotonic() - start)
 
 
-def add_forecasts(rows: Rows, bundle: Path, known: dict[Any, Answer], pool: Executor) -> Rows:
+def add_forecasts(rows: Rows, bundle: Path, known: dict[object, Answer], pool: Executor) -> Rows:
     """Rows with their forecasts: ``step`` and ``backward`` in us, ``memory`` in bytes.
 
     Also the bounds of a step (INTERVAL), the share of it that is assumed, and its PARTS in us.

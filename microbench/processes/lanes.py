@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from itercast.microbench.processes.watch import POLL_S
+from itercast.microbench.slow_imports import torch
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -17,8 +18,6 @@ Tell = Callable[[T], None]
 
 def visible_gpus() -> list[str]:
     """Names of this node's GPUs for CUDA_VISIBLE_DEVICES: those listed there, else 0, 1, ..."""
-    import torch  # lazy: CPU sweeps do not ask
-
     count = torch.cuda.device_count()
     listed = [g for g in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if g]
     return listed[:count] or [str(n) for n in range(count)]

@@ -52,8 +52,6 @@ def software() -> str:
 @functools.cache
 def machine(device: str) -> Row:
     """Columns ``host``, and of a GPU ``gpu_uuid`` and ``gpu_index``, its number on the host."""
-    import torch  # lazy, as above
-
     if device != "cuda" or not torch.cuda.is_available():
         return {"host": socket.gethostname()}
     uuid = str(torch.cuda.get_device_properties(0).uuid)  # the rank that writes rows has GPU 0

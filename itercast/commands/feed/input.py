@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -108,7 +108,7 @@ def _print(
         console.print(_step_table(who, own, best))
 
 
-def _plain(lane: InputLane, own: Fed | None, best: Fed | None) -> dict[str, Any]:
+def _plain(lane: InputLane, own: Fed | None, best: Fed | None) -> dict[str, object]:
     """One JSON object: the lane without its single batches, the verdict, the best workers."""
     facts = asdict(lane)
     for name in ("alone", "worker"):

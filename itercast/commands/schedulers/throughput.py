@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.errors import one_line_errors
+from itercast.microbench.store import Row
 from itercast.options import Json, Question, asks, prints_aside
 
 if TYPE_CHECKING:  # the command line starts without pandas
@@ -107,7 +108,7 @@ def _write(folder: Path, name: str, cells: Sequence[Cell]) -> None:
     write_atomic(folder / "gavel.json", table.encode())
 
 
-def _csv(rows: Sequence[dict[str, Any]]) -> str:
+def _csv(rows: Sequence[Row]) -> str:
     from csv import DictWriter
 
     text = StringIO()
@@ -117,7 +118,7 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def _table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
+def _table(name: str, rows: Sequence[Row]) -> Table:
     table = Table(title=f"{name}: forecast throughput", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for head in ("GPUs", "plan"):
         table.add_column(head, overflow="fold")
