@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from itercast.compose.forecast import Forecast, forecast, timeline
+from itercast.compose.pricing.collectives import cluster
+from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.simulate.timeline import Span, Task
 from itercast.learners.bundle import Bundle
@@ -105,3 +108,14 @@ def forecast_step(step: StepCapture, target: Target) -> Forecast:
 def timeline_of(step: StepCapture, target: Target) -> tuple[Sequence[Task], Sequence[Span]]:
     """Tasks and spans of the slowest rank."""
     return timeline(step, target.plan, target.book, target.node)
+
+
+def checkpoint_policy(step: StepCapture, target: Target) -> list[dict[str, Any]]:
+    """What a plan's selective checkpoints save: ``kept`` ops of ``count`` layers in a row."""
+    book, plan = target.book, target.plan
+    model = price_model(step, plan, book, cluster(plan, target.gpu, target.node))
+    return [
+        {"layer": x.layer.name, "count": x.layer.count, "kept": [list(op) for op in x.kept]}
+        for x in model.layers
+        if x.numbered
+    ]

@@ -12,26 +12,37 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from itercast.compose.forecast import forecast
-from itercast.compose.pricing.price_book import price_book
+from itercast.compose.target import Target, checkpoint_policy, forecast_step
 from itercast.learners.bundle import Bundle
 from itercast.microbench.capture.log import capture_step
 from itercast.microbench.cases.registry import EvalCase, case
 from itercast.microbench.hardware.spec import load_gpu
-from itercast.microbench.iterations.measured_plan import measurable
-from itercast.microbench.iterations.plan_steps import checkpoint_layers, parallel
+from itercast.microbench.iterations.plan_steps import (
+    checkpoint_layers,
+    parallel,
+    places_by_layer,
+)
+from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.slow_imports import dist, torch
 from itercast.microbench.step import StepSettings, make_optimizer
 
 CASES = ("gpt-m", "resnet-m")
-PLANS = ("", "recompute=full", "dp=2", "dp=2,zero=2", "dp=2,zero=3")
+PLANS = (
+    "",
+    "recompute=full",
+    "recompute=budget:0.4",
+    "recompute=budget:0.7",
+    "dp=2",
+    "dp=2,zero=2",
+    "dp=2,zero=3",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +72,12 @@ def compared(name: str, plan: str) -> Peak:
 
 
 def forecast_bytes(chosen: EvalCase, plan: str) -> int:
-    """Forecast peak memory in bytes; computed with an empty bundle, as times do not matter."""
+    """Forecast peak memory in bytes."""
+    return forecast_step(*_asked(chosen, plan)).memory_bytes
+
+
+def _asked(chosen: EvalCase, plan: str) -> tuple[StepCapture, Target]:
+    """The captured step, and a GPU with an empty bundle: times do not matter."""
     captured = capture_step(
         chosen.build,
         lambda: chosen.inputs(chosen.batch, chosen.seq),
@@ -70,10 +86,11 @@ def forecast_bytes(chosen: EvalCase, plan: str) -> int:
         samples=chosen.batch,
         tokens=chosen.batch * chosen.seq,
     )
-    parsed, gpu = ParallelPlan.parse(plan), load_gpu("a100-sxm-80gb")
+    gpu = load_gpu("a100-sxm-80gb")
     bundle = Bundle(models={}, gpus={gpu.name: gpu})
-    found = forecast(captured, parsed, price_book(bundle, gpu, 0))
-    return found.memory_bytes
+    asked = {"plan": ParallelPlan.parse(plan), "threads": 0, "node": None}
+    target = Target(bundle=bundle, bundle_name="", gpu=gpu, **asked)
+    return replace(captured, optimizer="adamw"), target
 
 
 def tracked_bytes(chosen: EvalCase, plan: str) -> int:
@@ -81,12 +98,12 @@ def tracked_bytes(chosen: EvalCase, plan: str) -> int:
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    parsed = measurable(plan)
+    parsed = ParallelPlan.parse(plan)
     _join(fake=parsed.zero > 0)
     given = chosen.inputs(chosen.batch, chosen.seq)
     model = chosen.build()
     if parsed.recompute:
-        checkpoint_layers(model)
+        checkpoint_layers(model, places_by_layer(checkpoint_policy(*_asked(chosen, plan))))
     model, micro = parallel(model, parsed, "cpu")
     optimizer = make_optimizer(list(model.parameters()), "adamw")
 

@@ -14,6 +14,8 @@ predict(program, gpu="h100-sxm-80gb", plan="node=dgx-h100").iteration_us
 
 time_parts(predict("gpt2-small", gpu="h100-sxm-80gb"))  # where the time goes
 changes("gpt2-small", {"gpu": "h100-sxm-80gb"})  # what would gain most
+
+checkpoint(model, Path("policy.json"))  # as `itercast predict --policy` chose
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ if TYPE_CHECKING:  # imported when used: together they take over a second
     from itercast.compose.explain.changes import changes
     from itercast.compose.explain.time_parts import time_parts
     from itercast.compose.forecast import Forecast
-    from itercast.forecasting import capture, predict
+    from itercast.forecasting import capture, checkpoint, predict
     from itercast.microbench.opcall import StepCapture
 
 MODULES = {
@@ -33,10 +35,11 @@ MODULES = {
     "StepCapture": "microbench.opcall",
     "capture": "forecasting",
     "changes": "compose.explain.changes",
+    "checkpoint": "forecasting",
     "predict": "forecasting",
     "time_parts": "compose.explain.time_parts",
 }
-__all__ = ["Forecast", "StepCapture", "capture", "changes", "predict", "time_parts"]
+__all__ = ["Forecast", "StepCapture", "capture", "changes", "checkpoint", "predict", "time_parts"]
 
 
 def __getattr__(name: str) -> Any:

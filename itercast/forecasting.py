@@ -1,7 +1,11 @@
-"""``capture`` and ``predict`` a model's step under a plan, or a program that runs on many ranks."""
+"""``capture`` and ``predict`` a model's step under a plan, or a program that runs on many ranks.
+
+``checkpoint`` makes a model recompute what a forecast chose.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,3 +62,17 @@ def predict(
     if inputs or options or target.plan.world_size > 1:
         raise ValueError(f"plan {plan!r}: a program brings its own, only node=NAME is allowed")
     return forecast_program(model, target)
+
+
+def checkpoint(model: Any, policy: Path) -> None:
+    """Make each numbered layer of a torch module save and recompute as a policy file says.
+
+    ``policy`` is a file that ``itercast predict --policy`` wrote for ``recompute=budget:SHARE``.
+    """
+    from itercast.microbench.iterations.plan_steps import checkpoint_layers, places_by_layer
+
+    try:
+        kept = places_by_layer(json.loads(policy.read_text())["layers"])
+    except (OSError, ValueError, TypeError, KeyError) as exc:
+        raise ValueError(f"policy {str(policy)!r}: {type(exc).__name__} {exc}") from None
+    checkpoint_layers(model, kept)

@@ -28,6 +28,7 @@ from typing import Any
 Argument = Any  # of a call, or a result: tensor, number, flag, text, or a list of such
 Args = tuple[Argument, ...]
 Kwargs = dict[str, Argument]
+Places = tuple[tuple[str, int], ...]  # calls by name, and how many of that name come before
 ITEMSIZE_BYTES: Mapping[str, int] = {
     "fp64": 8,
     "fp32": 4,

@@ -19,6 +19,7 @@ WRAPPERS = (
     "fsdp_layer",
     "fsdp_layer_kept",
     "checkpoint_layer",
+    "selective_op",
     "pipeline_micro",
     "tp_product",
     "tp_product_bias",

@@ -31,10 +31,10 @@ from itercast.compose.pricing.host import (
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import AssumedShares, AssumedTime, Priceable, PricedOp
 from itercast.compose.pricing.rank_graph import RankGraph, rank_graph, until_read
-from itercast.compose.pricing.recompute import recomputed
+from itercast.compose.pricing.recompute import Recomputed, recomputed
 from itercast.compose.pricing.sharded_tables import slowest_rank
 from itercast.compose.pricing.work import Step, Work, fold, side_by_side_us
-from itercast.microbench.opcall import OpCall, StepCapture
+from itercast.microbench.opcall import OpCall, Places, StepCapture
 from itercast.microbench.plan import ParallelPlan
 
 Ops = Mapping[int, PricedOp]  # by number of the call
@@ -45,7 +45,8 @@ class PricedLayer:
     """A layer's ops with durations, and by parameter the copies that gradients may need.
 
     ``saved_bytes``: activations that forward keeps for backward, those that are recomputed left
-    out. ``launches``: host time of each op. ``shown``: a timeline is to show each op.
+    out; ``again_bytes``: those that backward makes again; ``kept``: ops whose results a selective
+    checkpoint saves. ``launches``: host time of each op. ``shown``: a timeline is to show each op.
     """
 
     layer: Layer
@@ -59,6 +60,8 @@ class PricedLayer:
     saved_bytes: int
     matmul_s: float  # matrix products at peak, forward and backward without recomputation
     weight_us: float  # part of backward that computes gradients of weights
+    again_bytes: int = 0
+    kept: Places = ()
     shown: bool = False
 
     @property
@@ -229,21 +232,22 @@ def _price_layers(
     those equal to it.
     """
     kept, passed = replace(plan, recompute="", recomputed=1.0), 0
+    share = 1.0 if plan.recompute == "budget" else plan.recomputed
     leader, led = led_by_graph(graph.layers, ops, costs)
     for layer, added in zip(graph.layers, graph.copies, strict=True):
         if layer is leader:
-            one, how = replace(layer, count=1), plan if plan.recomputed == 1 else kept
+            one, how = replace(layer, count=1), plan if share == 1 else kept
             yield _price_layer(one, graph, led, added, how, book, costs)
             if layer.count == 1:
                 continue
             layer, passed = replace(layer, count=layer.count - 1), 1
-        if plan.recomputed == 1 or layer.name in ("first", "last"):
+        if share == 1 or layer.name in ("first", "last"):
             yield _price_layer(layer, graph, ops, added, plan, book, costs)
             continue
         one = replace(layer, count=1)
         pair = [_price_layer(one, graph, ops, added, p, book, costs) for p in (kept, plan)]
         for n in range(passed, passed + layer.count):
-            yield pair[floor((n + 1) * plan.recomputed) > floor(n * plan.recomputed)]
+            yield pair[floor((n + 1) * share) > floor(n * share)]
         passed += layer.count
 
 
@@ -323,25 +327,27 @@ def _price_layer(
 ) -> PricedLayer:
     spans = (layer.forward, layer.backward)
     forward, backward = ([ops[i] for i in range(*span)] for span in spans)
-    again, saved = list[PricedOp](), layer.saved_bytes
+    how = Recomputed(saved_bytes=layer.saved_bytes)
     if plan.recompute and layer.name not in ("first", "last"):
-        again, saved = recomputed(layer, graph.capture, ops, plan.recompute, book)
+        how = recomputed(layer, graph.capture, ops, plan, book)
         moved = tuple(
-            replace(p, ready_after=p.ready_after + len(again)) if p.ready_after >= 0 else p
+            replace(p, ready_after=p.ready_after + len(how.ops)) if p.ready_after >= 0 else p
             for p in layer.parameters
         )
         layer = replace(layer, parameters=moved)
     accumulate, into, out = (book.price(one) for one in copies)
     return PricedLayer(
         layer=layer,
-        forward=tuple(forward),
-        backward=(*again, *backward),
+        forward=(*how.forward, *forward),
+        backward=(*how.ops, *backward),
         accumulate=tuple(accumulate),
         into_bucket=tuple(into),
         out_of_bucket=tuple(out),
         launches=costs,
         on_cpu=book.gpu.kind == "cpu",
-        saved_bytes=saved,
+        saved_bytes=how.saved_bytes,
+        again_bytes=how.again_bytes,
+        kept=how.kept,
         matmul_s=sum(map(graph.matmul_s, spans)),
         weight_us=_weight_us(layer, graph.capture, ops),
     )

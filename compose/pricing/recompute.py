@@ -2,38 +2,163 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from itercast.compose.graph.layers import Layer
+from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.microbench.hardware.stack import WHOLE, stack_of_row
-from itercast.microbench.opcall import StepCapture
+from itercast.microbench.opcall import Places, StepCapture
+from itercast.microbench.plan import ParallelPlan
 
 ATTENTION = ("itercast.sdpa", "aten.bmm.default", "aten._softmax.default", "aten.baddbmm.default")
+MAX_FRONT = 4096  # subsets that no other one beats in both time and bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recomputed:
+    """What a layer recomputes: ``ops`` run again in backward, ``forward`` comes before forward.
+
+    ``saved_bytes`` stay between forward and backward, ``again_bytes`` are made again. ``kept``: ops
+    whose results a selective checkpoint saves.
+    """
+
+    ops: tuple[PricedOp, ...] = ()
+    forward: tuple[PricedOp, ...] = ()
+    saved_bytes: int
+    again_bytes: int = 0
+    kept: Places = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Item:
+    """Calls whose results are saved together or not at all: their bytes, and the time they take.
+
+    ``needed``: those of the bytes that backward reads.
+    """
+
+    calls: tuple[int, ...]
+    nbytes: int
+    needed: int
+    time_us: float
 
 
 def recomputed(
     layer: Layer,
     capture: StepCapture,
     ops: Mapping[int, PricedOp],
-    what: str,
+    plan: ParallelPlan,
     book: PriceBook,
-) -> tuple[list[PricedOp], int]:
+) -> Recomputed:
     """Ops of forward that backward runs again first, and the bytes that forward still saves.
 
-    ``what``: the whole layer ("full"), or its attention ("selective", arXiv:2205.05198).
+    The whole layer ("full"), its attention ("selective", arXiv:2205.05198), or as little as the
+    bytes allow ("budget"): then those of a share ``plan.recomputed`` of what is saved otherwise.
     """
-    if what == "full":
-        span, saved = _whole(layer, capture, book.stack), layer.output_bytes
-    else:
+    kept = Item(calls=(), nbytes=0, needed=0, time_us=0.0)
+    if plan.recompute == "selective":
         span, saved = _attention(layer, capture)
-    again = [replace(ops[i], leads=0.0) for i in span]
+        again_bytes = layer.saved_bytes
+    else:
+        span = _whole(layer, capture, book.stack)
+        if plan.recompute == "budget":
+            room = round(plan.recomputed * layer.saved_bytes) - layer.output_bytes
+            kept = best_kept(_items(layer, span, capture, ops), room)
+        saved, again_bytes = layer.output_bytes + kept.nbytes, layer.saved_bytes - kept.needed
+    again = [replace(ops[i], leads=0.0) for i in span if i not in kept.calls]
+    before = list[PricedOp]()
     if again:
         again.insert(0, python_op("checkpoint_layer", _saved(layer, capture), book))
-    return again, saved
+    if kept.calls:  # Python sees every call in both passes, also those of views
+        views = capture.host.get("view_op", 0) / max(1, len(capture.calls))
+        before.append(python_op("selective_op", 1, book, len(range(*layer.forward)) * (1 + views)))
+        again.insert(0, python_op("selective_op", 1, book, len(span) * (1 + views)))
+    return Recomputed(
+        ops=tuple(again),
+        forward=tuple(before),
+        saved_bytes=saved,
+        again_bytes=again_bytes,
+        kept=_named(layer, capture, kept.calls),
+    )
+
+
+def best_kept(items: Sequence[Item], room: int) -> Item:
+    """The items that save most time within so many bytes, as one: an exact search.
+
+    Of subsets of the items so far only those stay that no other one beats in bytes and time; above
+    ``MAX_FRONT`` of them, the best of equal steps in bytes.
+    """
+    front = [Item(calls=(), nbytes=0, needed=0, time_us=0.0)]
+    for item in items:
+        more = [_joined(one, item) for one in front if one.nbytes + item.nbytes <= room]
+        best_us, kept = -1.0, list[Item]()
+        for one in sorted([*front, *more], key=lambda i: (i.nbytes, -i.time_us)):
+            if one.time_us > best_us:
+                best_us = one.time_us
+                kept.append(one)
+        while len(kept) > MAX_FRONT:
+            kept = [kept[0], *kept[2::2]]
+        front = kept
+    return front[-1]
+
+
+def _joined(one: Item, other: Item) -> Item:
+    return Item(
+        calls=(*one.calls, *other.calls),
+        nbytes=one.nbytes + other.nbytes,
+        needed=one.needed + other.needed,
+        time_us=one.time_us + other.time_us,
+    )
+
+
+def _items(
+    layer: Layer, span: Sequence[int], capture: StepCapture, ops: Mapping[int, PricedOp]
+) -> list[Item]:
+    """The calls of a span whose results a selective checkpoint may save.
+
+    Not those that write in place, or whose results another call writes: torch refuses them. Calls
+    that draw random numbers are saved together or not at all: else the others draw other ones.
+    """
+    b = layer.forward[1]
+    forward = [c for c in capture.calls if c.phase == "forward"]
+    written = Counter(t.storage for c in forward for t in c.outputs)
+    read = {t.storage for c in capture.calls[slice(*layer.backward)] for t in c.tensors()}
+    later = {t.storage for c in capture.calls[b:] if c.phase == "forward" for t in c.tensors()}
+    found, drawn, drawn_alone = list[Item](), list[Item](), True
+    for i in span:
+        call = capture.calls[i]
+        made = {t.storage: t.nbytes for t in call.outputs}
+        given = {t.storage for t in call.tensors()}
+        once = all(written[s] == 1 and s not in given for s in made)
+        random = ops[i].family == "random" or call.kwargs.get("dropout_p", 0.0) > 0
+        item = Item(
+            calls=(i,),
+            nbytes=sum(n for s, n in made.items() if s not in later),
+            needed=sum(n for s, n in made.items() if s in read and s not in later),
+            time_us=ops[i].duration_us,
+        )
+        if random:
+            drawn.append(item)
+            drawn_alone = drawn_alone and once
+        elif made and once and call.op != COLLECTIVE:
+            found.append(item)
+    if drawn and drawn_alone:
+        together = drawn[0]
+        for item in drawn[1:]:
+            together = _joined(together, item)
+        found.append(together)
+    return found
+
+
+def _named(layer: Layer, capture: StepCapture, numbers: Sequence[int]) -> Places:
+    """Calls by name, and how many of that name the layer has before each."""
+    names = [capture.calls[i].op for i in range(*layer.forward)]
+    places = sorted(i - layer.forward[0] for i in numbers)
+    return tuple((names[at], names[:at].count(names[at])) for at in places)
 
 
 def _whole(layer: Layer, capture: StepCapture, stack: str) -> Sequence[int]:

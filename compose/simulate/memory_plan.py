@@ -45,7 +45,7 @@ class Sizes:
 
 def _work(x: PricedLayer) -> int:
     """Temporary bytes within a layer, with the activations that it recomputes."""
-    again = x.layer.saved_bytes if x.saved_bytes < x.layer.saved_bytes else 0
+    again = x.again_bytes if x.saved_bytes < x.layer.saved_bytes else 0
     return x.layer.work_bytes + again
 
 

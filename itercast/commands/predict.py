@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from itercast.errors import one_line_errors
-from itercast.options import Json, Question, Trace, asks
+from itercast.options import Json, Question, Trace, asks, file_to_write
 
 if TYPE_CHECKING:  # no command but predict pays for these
     from itercast.compose.forecast import Forecast
@@ -26,6 +26,11 @@ Explain = Annotated[
     ),
 ]
 
+Policy = Annotated[
+    Path | None,
+    file_to_write("what layers save under recompute=budget: JSON for itercast.api.checkpoint"),
+]
+
 
 @one_line_errors
 @asks
@@ -37,6 +42,7 @@ def predict(
         Path | None,
         typer.Option("--input", help="the step's DataLoader, as `itercast input --out` wrote it"),
     ] = None,
+    policy: Policy = None,
     explain_assumptions: Explain = False,
     as_json: Json = False,
 ) -> None:
@@ -55,6 +61,8 @@ def predict(
         raise typer.Exit(_not_modelled(found, step, target))
     if trace is not None:
         _write_trace(trace, step, target)
+    if policy is not None:
+        _write_policy(policy, step, target)
     _print(question.name, found, as_json=as_json, explain=explain_assumptions)
 
 
@@ -65,6 +73,19 @@ def _write_trace(path: Path, step: StepCapture, target: Target) -> None:
     from itercast.microbench.store import write_atomic
 
     write_atomic(path, json.dumps(trace_json(*timeline_of(step, target))).encode())
+
+
+def _write_policy(path: Path, step: StepCapture, target: Target) -> None:
+    """Write which ops' results the layers' checkpoints save."""
+    from itercast.compose.target import checkpoint_policy
+    from itercast.microbench.store import write_atomic
+
+    plan = target.plan
+    if plan.recompute != "budget":
+        raise ValueError(f"--policy needs a plan with recompute=budget:SHARE, got {str(plan)!r}")
+    layers = checkpoint_policy(step, target)
+    text = json.dumps({"plan": str(plan), "layers": layers}, indent=1)
+    write_atomic(path, text.encode())
 
 
 def _print(name: str, found: Forecast, *, as_json: bool, explain: bool) -> None:

@@ -1,0 +1,75 @@
+"""recompute=budget: which results a checkpoint saves, and torch's own run of that policy."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from itercast.__main__ import app
+from itercast.api import checkpoint, predict
+from itercast.compose.pricing.recompute import Item, best_kept
+from itercast.microbench.cases.registry import case
+from itercast.microbench.plan import ParallelPlan
+
+
+def item(number: int, nbytes: int, time_us: float) -> Item:
+    return Item(calls=(number,), nbytes=nbytes, needed=nbytes, time_us=time_us)
+
+
+def test_the_most_time_is_saved_within_the_bytes() -> None:
+    """5 bytes: 3 + 2 save 7 us; the one of 4 bytes that saves most alone saves 6."""
+    items = [item(0, 4, 6.0), item(1, 3, 4.0), item(2, 2, 3.0)]
+    found = best_kept(items, 5)
+    assert (found.calls, found.nbytes, found.time_us) == ((1, 2), 5, 7.0)
+    assert best_kept(items, 1).calls == best_kept(items, -1).calls == ()
+
+
+def test_no_other_subset_saves_more() -> None:
+    """All 2^10 subsets of drawn items."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, 20, (10,), generator=generator).tolist()
+    times = torch.rand(10, generator=generator).tolist()
+    subsets = [s for n in range(11) for s in combinations(range(10), n)]
+    for room in (7, 30, 80):
+        fit = [s for s in subsets if sum(sizes[i] for i in s) <= room]
+        best = max(sum(times[i] for i in s) for s in fit)
+        found = best_kept([item(i, sizes[i], times[i]) for i in range(10)], room)
+        assert found.time_us == pytest.approx(best) and found.nbytes <= room
+
+
+def test_more_bytes_recompute_less() -> None:
+    """Compute and memory lie between those of full recomputation and of none."""
+    plans = ("recompute=full", "recompute=budget:0.6", "recompute=budget:0.9", "")
+    found = [predict("gpt-m", gpu="h100-sxm-80gb", plan=plan) for plan in plans]
+    activations = [f.memory_by_bytes["activations"] for f in found]
+    assert activations == sorted(activations) and activations[0] < activations[1]
+    assert found[0].by_family_us["gemm"] > found[3].by_family_us["gemm"]
+    assert found[1].by_family_us["gemm"] <= found[0].by_family_us["gemm"]
+    assert str(ParallelPlan.parse("recompute=budget:0.6")) == "dp=1,recompute=budget:0.6"
+
+
+def test_torch_runs_the_policy(tmp_path: Path) -> None:
+    """Some results are saved, and gradients are those of the model without checkpoints."""
+    path = tmp_path / "policy.json"
+    words = ["predict", "gpt-m", "--gpu", "h100-sxm-80gb", "--policy", str(path), "--plan"]
+    assert CliRunner().invoke(app, [*words, "recompute=budget:0.8"]).exit_code == 0
+    assert any(entry["kept"] for entry in json.loads(path.read_text())["layers"])
+    chosen = case("gpt-m")
+    given, model = chosen.inputs(2, 32), chosen.build()
+    chosen.loss(model(**given), given).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    checkpoint(model, path)
+    chosen.loss(model(**given), given).backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, found, strict=True))
+    refused = CliRunner().invoke(app, [*words, "recompute=full"])
+    assert refused.exit_code == 2 and "needs a plan with recompute=budget:SHARE" in refused.stderr
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"policy .* KeyError 'layers'"):
+        checkpoint(model, path)
