@@ -88,8 +88,8 @@ def _asked(chosen: EvalCase, plan: str) -> tuple[StepCapture, Target]:
     )
     gpu = load_gpu("a100-sxm-80gb")
     bundle = Bundle(models={}, gpus={gpu.name: gpu})
-    asked = {"plan": ParallelPlan.parse(plan), "threads": 0, "node": None}
-    target = Target(bundle=bundle, bundle_name="", gpu=gpu, **asked)
+    parsed = ParallelPlan.parse(plan)
+    target = Target(bundle=bundle, bundle_name="", gpu=gpu, plan=parsed, threads=0, node=None)
     return replace(captured, optimizer="adamw"), target
 
 

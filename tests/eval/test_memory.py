@@ -20,4 +20,4 @@ def test_memory_is_what_torchs_trackers_see() -> None:
         [sys.executable, "-c", CODE], cwd=root, check=True, capture_output=True, text=True
     )
     errors = [float(line) for line in done.stdout.split()]
-    assert len(errors) == 5 and max(abs(e) for e in errors) < 12, errors
+    assert len(errors) == 7 and max(abs(e) for e in errors) < 12, errors
