@@ -43,6 +43,7 @@ RENAMED = {
     "miopen_batch_norm": "native_batch_norm",
     "cudnn_batch_norm_backward": "native_batch_norm_backward",
 }
+WHOLE = 2  # arguments of a reduction over the whole tensor, at most: the tensor and a dtype
 TRAINING = 5  # position of batch norm's training flag
 # Positions of query, bias, dropout and causal flag among the arguments (-1: not an argument).
 # Source: aten/src/ATen/native/native_functions.yaml of PyTorch.
@@ -81,6 +82,8 @@ def describe(name: str, args: Mapping[str, Any]) -> tuple[str, Any] | None:
         if name.removeprefix("aten::") in ATTENTION:
             return _attention(name.removeprefix("aten::"), values)
         for family, op in _answers(name):
+            if family == "reduction" and len(values) > WHOLE and values[1] is None:
+                return None  # its axes are not logged
             call = OpCall(op=op, args=values, outputs=_output(values))
             if (point := families()[family].answers[op](call)) is not None:
                 hash(point)

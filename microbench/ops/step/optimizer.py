@@ -51,6 +51,10 @@ FLOPS |= {"_fused_sgd_": 4, "_fused_sgd_momentum": 6}
 # Calls of a foreach step on a GPU. Source: torch/optim/adam.py, _multi_tensor_adam; sgd.py.
 ADAMW: tuple[str, ...] = ("_foreach_mul_", "_foreach_mul_", "_foreach_lerp_", "_foreach_addcmul_")
 ADAMW += ("_foreach_sqrt", "_foreach_div_", "_foreach_add_", "_foreach_addcdiv_")
+# Rows of whole steps, without and with decay of weights; no call is one.
+STEPS = {"foreach_adam": ADAMW[1:], "foreach_adamw": ADAMW}
+OPERANDS |= {step: sum(OPERANDS[call] for call in calls) for step, calls in STEPS.items()}
+FLOPS |= {step: 2 * len(calls) for step, calls in STEPS.items()}
 SGD = "_foreach_add_list"
 COUNTERS = ("_foreach_add_", "_foreach_div_")  # also over lists of step counters
 # Lists of at most so many elements per tensor hold step counters, not parameters.

@@ -200,3 +200,12 @@ def test_kernels_say_whether_a_batch_norm_of_cudnn_trains(tmp_path: Path) -> Non
     rows = read_source("kineto-traces", tmp_path, Hints()).rows["norm"]
     assert list(rows["op"]) == ["batch", "batch_eval", "batch_backward"]
     assert (rows[["rows", "channels", "cols"]] == [2, 4, 9]).all(axis=None)
+
+
+def test_a_sum_whose_axes_are_not_logged_is_left_out() -> None:
+    """Over two arguments it is of the whole tensor; over four, axes are the second."""
+    whole = {"Input Dims": [[64, 32], []], "Input type": ["float", ""]}
+    found = describe("aten::sum", whole)
+    assert found is not None and (found[1].outer, found[1].size) == (1, 2048)
+    some = {"Input Dims": [[64, 32], [], [], []], "Input type": ["float", "", "", ""]}
+    assert describe("aten::sum", some) is None
