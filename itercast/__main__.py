@@ -16,6 +16,7 @@ from itercast.commands.check import check
 from itercast.commands.compare import compare
 from itercast.commands.explain import explain
 from itercast.commands.feed.input import input_lane
+from itercast.commands.fleet import fleet
 from itercast.commands.gpu_report import gpu_report
 from itercast.commands.import_rows import import_rows
 from itercast.commands.plan import plan
@@ -65,6 +66,7 @@ app.command()(throughput)
 app.command()(replay)
 app.command()(check)
 app.command()(compare)
+app.command()(fleet)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
     run
 )

@@ -24,6 +24,7 @@ ROOMS = {
         "cases",
         "sweep",
         "iterations",
+        "fleet",
         "campaign",
         "importers",
     ),

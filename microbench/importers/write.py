@@ -22,11 +22,11 @@ def write(imported: Imported, out: Path, own: Gpu | None = None) -> int:
     written = 0
     for family, rows in imported.rows.items():
         for gpu, mine in rows.groupby("gpu", sort=True):
+            facts = card(imported, str(gpu), mine, own)
             for run_id, part in mine.groupby("run_id", sort=True):
                 name = hashlib.sha256(str(run_id).encode()).hexdigest()[:12]
-                store.write_part(out, family, str(gpu), part, name, imported.about.source)
-            folder = out / family / str(gpu) / imported.about.source
-            store.write_card(folder, card(imported, str(gpu), mine, own))
+                store.write_part(out, family, str(gpu), part, name, imported.about.source, facts)
+            store.write_card(out / family / str(gpu) / imported.about.source, facts)
             written += len(mine)
     return written
 

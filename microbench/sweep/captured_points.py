@@ -229,7 +229,8 @@ def read_points(path: Path, name: str) -> list[Point]:
 def check_points(path: Path) -> int:
     """Number of points in a file; ValueError where it is not a file of points."""
     try:
-        return sum(len(read_points(path, name)) for name in json.loads(path.read_text()))
+        listed = [n for n in json.loads(path.read_text()) if n not in (DONE, SECONDS)]
+        return sum(len(read_points(path, name)) for name in listed)
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         reason = f"{type(exc).__name__}: {exc}"
         raise ValueError(f"points {str(path)!r}: not a file of points ({reason})") from exc

@@ -1,0 +1,67 @@
+"""Logs a fleet: a parent run per plan with its progress, a run per chunk and family below it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from itercast.eval.tracking import store
+
+EXPERIMENT = "fleet"
+FACTS = ("host", "gpu_uuid", "gpu_index", "node", "reason")
+NUMBERS = ("sm_clock_hz", "power_w", "temperature_c", "drift_us", "anchor_us", "measured_s")
+
+
+class FleetRuns:
+    """The runs of one start of a plan; ``told`` logs a chunk that ended."""
+
+    def __init__(self, name: str, root: str, chunks: int, done: int) -> None:
+        self.client = store.connect()
+        self.place = store.experiment(self.client, EXPERIMENT, store.note(EXPERIMENT))
+        tags = {"root": root, "mlflow.source.name": "itercast fleet"}
+        self.run = self.client.create_run(self.place, tags=tags, run_name=name).info.run_id
+        self.chunks, self.done, self.rows = chunks, done, 0
+        self._progress()
+
+    def _progress(self) -> None:
+        """The parent's metrics: chunks that are done and left, rows of this start."""
+        now = store.now_ms()
+        shown = {"chunks_done": self.done, "chunks_left": self.chunks - self.done}
+        for name, value in {**shown, "rows": self.rows}.items():
+            self.client.log_metric(self.run, name, float(value), now)
+
+    def told(self, machines: str, kind: str, result: Mapping[str, Any]) -> None:
+        """Log a chunk: a run per family with its rows, failures and the machine that it had."""
+        families = result.get("families") or {kind: 0}
+        for family, rows in families.items():
+            self._child(machines, kind, family, rows, result)
+        if result["state"] == "done":
+            self.done += 1
+            self.rows += sum(families.values())
+        self._progress()
+
+    def _child(
+        self, machines: str, kind: str, family: str, rows: int, result: Mapping[str, Any]
+    ) -> None:
+        versions = result.get("versions") or {}
+        facts = {"machines": machines, "kind": kind, "family": family, "state": result["state"]}
+        facts |= {n: result[n] for n in (*FACTS, "chunk") if result.get(n) not in (None, "")}
+        facts |= {n: versions[n] for n in ("driver", "torch", "cuda", "commit") if n in versions}
+        tags = {**{k: str(v) for k, v in facts.items()}, "mlflow.parentRunId": self.run}
+        begin_ms = round(1000 * result.get("began", store.now_ms() / 1000))
+        name = f"{machines} · {family}"
+        run = self.client.create_run(self.place, begin_ms, tags, run_name=name).info.run_id
+        statuses = result.get("statuses") or {}
+        numbers = {
+            "rows": rows,
+            "chunk_rows_failed": sum(statuses.values()) - statuses.get("ok", 0),
+        }
+        numbers |= {n: result[n] for n in NUMBERS if n in result}
+        for key, value in numbers.items():
+            self.client.log_metric(run, key, float(value))
+        ended = "FINISHED" if result["state"] == "done" else "FAILED"
+        self.client.set_terminated(run, ended)
+
+    def end(self, state: str) -> None:
+        """End the parent run: FINISHED, FAILED or KILLED."""
+        self.client.set_terminated(self.run, state)

@@ -1,0 +1,133 @@
+"""The command ``itercast fleet``: measures many machines through Ray, by a plan."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from itercast.errors import one_line_errors
+
+if TYPE_CHECKING:
+    from itercast.microbench.fleet.chunks import Chunk, Cost, Plain
+    from itercast.microbench.fleet.plan import FleetPlan
+
+
+@one_line_errors
+def fleet(
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[status] PLAN.yaml", help="plan (YAML); status: what is left of it"
+        ),
+    ],
+    address: Annotated[
+        str,
+        typer.Option(help="Ray cluster: auto, its address, or local for this machine alone"),
+    ] = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="simulate the plan, print its cost, start nothing")
+    ] = False,
+) -> None:
+    """Measure ops and iterations on many machines through Ray; continues an interrupted run."""
+    from itercast.microbench.fleet.chunks import deal, simulate
+    from itercast.microbench.fleet.driver import left_of, results
+    from itercast.microbench.fleet.plan import load_plan
+
+    asked = words[1:] if words[0] == "status" else words
+    if len(asked) != 1:
+        raise ValueError(f"fleet {' '.join(words)!r}: expected [status] PLAN.yaml")
+    plan = load_plan(Path(asked[0]))
+    chunks = deal(plan)
+    if dry_run:
+        Console().print(cost_table(simulate(plan, chunks)))
+        return
+    if words[0] == "status":
+        done = results(plan)
+        Console().print(status_table(plan, chunks, done))
+        return
+    start(plan, chunks, left_of(chunks, results(plan)), address)
+
+
+def start(plan: FleetPlan, chunks: Sequence[Chunk], left: Sequence[Chunk], address: str) -> None:
+    """Measure the chunks that are left, with a progress bar and runs in MLflow."""
+    from itercast.commands.shared import say_logged
+    from itercast.eval.progress import progress_bar
+    from itercast.eval.tracking.fleet import FleetRuns
+    from itercast.microbench.fleet.driver import run_fleet, with_ray
+    from itercast.microbench.fleet.urls import Root
+
+    with_ray()
+    Root(plan.root).check()
+    done = len(chunks) - len(left)
+    typer.echo(f"{len(left)} of {len(chunks)} chunks are left", err=True)
+    if not left:
+        return
+    runs = FleetRuns(plan.name, plan.root, len(chunks), done)
+    ended = "KILLED"
+    try:
+        with progress_bar() as bar:
+            task = bar.add_task("fleet", total=len(chunks), completed=done)
+
+            def told(chunk: Chunk, result: Plain) -> None:
+                runs.told(chunk.machines, chunk.kind, {"chunk": chunk.name, **result})
+                bar.update(task, completed=runs.done, description=f"fleet {runs.rows} rows")
+                if result["state"] != "done":
+                    bar.console.print(f"{chunk.machines} {chunk.name}: {result.get('reason')}")
+
+            ends = run_fleet(plan, left, address, told)
+        ended = "FINISHED" if set(ends) <= {"done"} else "FAILED"
+    finally:
+        runs.end(ended)
+    typer.echo(f"{runs.rows} new rows in {plan.root}; {told_states(ends)}")
+    say_logged()
+    if ended != "FINISHED":
+        raise typer.Exit(1)
+
+
+def told_states(ends: Mapping[str, int]) -> str:
+    """How many chunks ended in which state."""
+    return ", ".join(f"{count} chunks {state}" for state, count in ends.items() if count)
+
+
+def cost_table(costs: Sequence[Cost]) -> Table:
+    """What a plan would cost, by kind of machines."""
+    table = Table(title="simulated; nothing was started")
+    for head in ("machines", "gpu", "chunks", "minutes", "GPU hours", "price"):
+        table.add_column(head, justify="left" if head in ("machines", "gpu") else "right")
+    for cost in costs:
+        price = "-" if cost.price is None else f"{cost.price:.2f}"
+        minutes, hours = f"{cost.wall_s / 60:.1f}", f"{cost.gpu_hours:.2f}"
+        table.add_row(cost.machines, cost.gpu, str(cost.chunks), minutes, hours, price)
+    prices = [cost.price for cost in costs if cost.price is not None]
+    hours = sum(cost.gpu_hours for cost in costs)
+    minutes = max(cost.wall_s for cost in costs) / 60
+    whole = f"{sum(prices):.2f}" if len(prices) == len(costs) else "-"
+    counts = str(sum(cost.chunks for cost in costs))
+    table.add_row("all", "", counts, f"{minutes:.1f}", f"{hours:.2f}", whole)
+    return table
+
+
+def status_table(
+    plan: FleetPlan, chunks: Sequence[Chunk], done: Mapping[str, Mapping[str, object]]
+) -> Table:
+    """Chunks that are done and left, rows and machines, by kind of machines."""
+    table = Table(title=f"{plan.name} at {plan.root}")
+    for head in ("machines", "done", "left", "rows", "hosts", "minutes left"):
+        table.add_column(head, justify="left" if head == "machines" else "right")
+    for kind in plan.machines:
+        mine = [c for c in chunks if c.machines == kind.name]
+        ended = [done[c.name] for c in mine if c.name in done]
+        left = [c for c in mine if c.name not in done]
+        rows = sum(int(str(one.get("rows", 0))) for one in ended)
+        hosts = Counter(str(one.get("host")) for one in ended)
+        minutes = sum(c.seconds for c in left) / 60 / kind.count
+        table.add_row(
+            kind.name, str(len(ended)), str(len(left)), str(rows), str(len(hosts)), f"{minutes:.1f}"
+        )
+    return table

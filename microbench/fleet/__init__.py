@@ -1,0 +1,1 @@
+"""A fleet: measures many machines through Ray, with dataset roots at URLs."""

@@ -1,0 +1,220 @@
+"""Measures one chunk on its machine and sends its parts: a process that a Ray task starts.
+
+    python -m itercast.microbench.fleet.chunk ORDER.json
+
+The sweep is that of ``itercast collect``, in a folder of the chunk's own. Its journal survives the
+death of this process, so that another one on this machine goes on with it. At the end the chunk is
+one part per family, named by the hash of its points: whoever measures it again adds nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from itercast.microbench import store
+from itercast.microbench.fleet.chunks import ITERATIONS, Plain
+from itercast.microbench.fleet.urls import Root
+from itercast.microbench.iterations.collect import collect_iterations
+from itercast.microbench.iterations.measure import Iteration
+from itercast.microbench.ops import families
+from itercast.microbench.store import Row
+from itercast.microbench.sweep.captured_points import write_points
+from itercast.microbench.sweep.cards import card_facts, cuda_gpu
+from itercast.microbench.sweep.collect import collect
+from itercast.microbench.sweep.rows import machine
+from itercast.microbench.timing.nvml import Nvml
+
+CLOSE_S = 6.0  # before the deadline, for the end of the sweep and the upload
+MIN_S = 2.0  # of measuring; with less nothing is started
+FREE_BYTES = 64 * 2**20  # on the disk of the journal
+THROTTLED_FRAC = 0.5  # of a chunk's rows; with more it is measured elsewhere
+DONE, REFUSED, THROTTLED, LATE = "done", "refused", "throttled", "late"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkOrder:
+    """What a task measures; see ``Chunk`` and ``Machines``. ``until``: seconds since 1970.
+
+    ``last``: the chunk was elsewhere already, so that rows of a throttled GPU are kept.
+    """
+
+    root: str
+    work: str
+    name: str
+    kind: str
+    gpu: str
+    families: tuple[str, ...]
+    points: Plain
+    seconds: float
+    until: float
+    cores: int
+    seed: int
+    gpus_per_node: int = 1
+    torchrun: str = ""
+    last: bool = False
+
+    @property
+    def device(self) -> str:
+        """cpu or cuda."""
+        return "cpu" if self.gpu == "cpu" else "cuda"
+
+
+def measure(order: ChunkOrder) -> Plain:
+    """Measure a chunk and send its parts; returns how it ended, on which machine, with what rows.
+
+    A GPU of another name than the plan says, or that others use, measures nothing.
+    """
+    if order.device == "cpu" and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: order.cores])
+    where = machine(order.device)
+    facts: Plain = {"chunk": order.name, **where, "began": round(time.time(), 1)}
+    if wrong := _wrong(order):
+        return {**facts, "state": REFUSED, "reason": wrong}
+    folder = Path(order.work) / order.name
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder / "lock"):
+        root = Root(order.root)
+        left_s = min(order.seconds, order.until - time.time() - CLOSE_S)
+        if left_s >= MIN_S:
+            _sweep(order, folder, root, left_s)
+        elif not list(folder.glob("*/*/*/part-*.parquet")):
+            return {**facts, "state": LATE, "reason": "no time was left"}
+        rows = _rows(order, folder)
+        throttled = float((rows["status"] == "throttled").mean()) if len(rows) else 0.0
+        if throttled > THROTTLED_FRAC and not order.last:
+            return {**facts, "state": THROTTLED, "reason": f"{100 * throttled:.0f} % of its rows"}
+        found = {**facts, "state": DONE, **_summary(rows), **_software(folder)}
+        found["families"] = _send(order, folder, root, rows)
+        found["ended"] = round(time.time(), 1)
+        if len(rows) or not order.torchrun:  # over nodes one has all rows
+            root.put(f".fleet/{order.name}.json", json.dumps(found).encode())
+        for path in folder.iterdir():
+            if path.name != "lock":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return found
+
+
+def _wrong(order: ChunkOrder) -> str:
+    """Why this machine does not measure the chunk; empty if it does."""
+    Path(order.work).mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(order.work).free
+    if free < FREE_BYTES:
+        return f"disk of {order.work} is full: {free / 2**20:.0f} MiB are free"
+    if order.device == "cpu":
+        return ""
+    if (name := cuda_gpu().name) != order.gpu:
+        return f"GPU is {name}, the plan says {order.gpu}"
+    if others := Nvml(machine("cuda")["gpu_uuid"]).others():
+        return f"GPU is shared: {others} other processes compute on it"
+    return ""
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that ends with this process; an earlier attempt may still be ending."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _sweep(order: ChunkOrder, folder: Path, root: Root, left_s: float) -> None:
+    """Measure what neither the journal nor parts at the root have."""
+    there = {n.split("/")[0] for n in root.names() if n.endswith(f"/part-{order.name}.parquet")}
+    names = [n for n in order.families if n not in there]
+    if not names:
+        return
+    if order.kind == ITERATIONS:
+        wanted = [Iteration(**plain) for plain in order.points["iteration"]]
+        end_s = time.monotonic() + left_s
+        for repeat in (0, 1):
+            rest_s = end_s - time.monotonic()
+            collect_iterations(folder, order.device, wanted, repeat, budget_s=rest_s)
+        return
+    wanted_file = None
+    if any(order.points.values()):
+        wanted_file = folder / "points.json"
+        points = {n: [families()[n].params(**p) for p in order.points[n]] for n in names}
+        write_points(wanted_file, points)
+    collect(folder, order.device, names, left_s, order.seed, None, order.torchrun, wanted_file)
+
+
+def _rows(order: ChunkOrder, folder: Path) -> pd.DataFrame:
+    """All rows of the chunk, each once; of a point that was throttled the later one."""
+    store.compact(folder, card_facts(folder, order.device))
+    tables = [store.read_rows([folder], name) for name in order.families]
+    tables = [t for t in tables if len(t)]
+    if not tables:
+        return pd.DataFrame({"status": [], "family": []})
+    return pd.concat(tables, ignore_index=True).drop_duplicates("key", keep="last")
+
+
+def _send(order: ChunkOrder, folder: Path, root: Root, rows: pd.DataFrame) -> dict[str, int]:
+    """Write one part per family and send those that the root lacks; rows by family.
+
+    The chunk's own folder ``sent`` has them: of one chunk, on one machine.
+    """
+    counts: dict[str, int] = {}
+    there = {n for n in root.names() if n.endswith(f"/part-{order.name}.parquet")}
+    parts = sorted(folder.glob("*/*/*/part-*.parquet"))
+    facts = store.part_facts(parts[-1]) if parts else {}
+    for (family, gpu), mine in rows.groupby(["family", "gpu"]):
+        part = store.write_part(
+            folder / "sent", str(family), str(gpu), mine, order.name, facts=facts
+        )
+        name = part.relative_to(folder / "sent").as_posix()
+        if name not in there:
+            root.put(name, part.read_bytes())
+        counts[str(family)] = len(mine)
+    return counts
+
+
+def _summary(rows: pd.DataFrame) -> Plain:
+    """Rows by status, seconds of measuring, and medians of clocks, for the run in MLflow."""
+    found: Plain = {"rows": len(rows)}
+    found["statuses"] = {str(k): int(v) for k, v in rows["status"].value_counts().items()}
+    if "cost_s" in rows:
+        found["measured_s"] = round(float(rows["cost_s"].sum()), 1)
+    for name in ("sm_clock_hz", "power_w", "temperature_c", "drift_us", "anchor_us"):
+        if name in rows and rows[name].notna().any():
+            found[name] = float(rows[name].median())
+    return found
+
+
+def _software(folder: Path) -> Plain:
+    """Versions and name of the device, as the cards state them."""
+    parts = sorted(folder.glob("*/*/*/part-*.parquet"))
+    facts: Row = store.part_facts(parts[-1]) if parts else {}
+    return {
+        "versions": facts.get("versions", {}),
+        "gpu": facts.get("hardware", {}).get("name", ""),
+    }
+
+
+def main(path: Path) -> None:
+    """Measure the chunk of an order's file; the result is written beside it."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
+    plain: dict[str, Any] = json.loads(path.read_text())
+    order = ChunkOrder(**{**plain, "families": tuple(plain["families"])})
+    try:
+        found = measure(order)
+    except (OSError, ValueError, RuntimeError) as exc:
+        told = " ".join(str(exc).split())[:300]
+        found = {"chunk": order.name, "state": "failed", "reason": f"{type(exc).__name__}: {told}"}
+    store.write_atomic(path.with_suffix(".result"), json.dumps(found).encode())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

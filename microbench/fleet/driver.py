@@ -1,0 +1,228 @@
+"""Runs the chunks of a plan as Ray tasks, again where a task or its node died, until a deadline.
+
+Tasks get and return JSON as bytes, which Ray carries without pickling. This process loads nothing
+from the cluster but those bytes; a task that failed is told in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from itercast.microbench.fleet.chunk import DONE, LATE, REFUSED, THROTTLED, ChunkOrder
+from itercast.microbench.fleet.chunks import HOST, TOGETHER, Chunk, Plain, gpus_of
+from itercast.microbench.fleet.plan import FleetPlan, Machines
+from itercast.microbench.fleet.task import over_nodes, run_chunk
+from itercast.microbench.fleet.urls import Root, send_cards
+
+log = logging.getLogger(__name__)
+LOCAL = "local"  # address: a cluster of this machine alone, started and ended with the plan
+MAX_TRIES = 6  # of a chunk whose task or node died
+POLL_S = 0.5
+LATE_S = 90.0  # after the deadline; tasks end themselves before it
+Told = Callable[[Chunk, Plain], None]
+
+
+def with_ray() -> Any:
+    """The module ray; ValueError says what to install."""
+    try:
+        import ray  # lazy: all else works without it
+    except ImportError as exc:
+        raise ValueError("a fleet needs Ray: pip install 'itercast[fleet]'") from exc
+    return ray
+
+
+@contextmanager
+def connected(plan: FleetPlan, address: str) -> Iterator[Any]:
+    """Ray, connected to a cluster: ``auto`` or its address, or one of this machine (``local``).
+
+    The local one listens on 127.0.0.1 only, and has the custom resources that the plan names.
+    """
+    ray = with_ray()
+    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address == LOCAL:
+        named = {k: v * m.count for m in plan.machines for k, v in m.resources.items()}
+        options |= {"address": "local", "include_dashboard": False, "resources": named}
+        options |= {"_node_ip_address": "127.0.0.1"}
+    else:
+        options |= {"address": address}
+    try:
+        ray.init(**options)
+    except Exception as exc:  # of many kinds
+        told = " ".join(str(exc).split())[:200]
+        raise ValueError(f"address {address!r}: no Ray cluster there ({told})") from exc
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+@dataclass(slots=True, kw_only=True)
+class Waiting:
+    """A chunk to measure, how often its task died, whether it was elsewhere, nodes to avoid."""
+
+    chunk: Chunk
+    tries: int = 0
+    moved: bool = False
+    avoid: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Driver:
+    """One run of a plan: chunks that wait, tasks that run, and ``told``, which gets each end."""
+
+    plan: FleetPlan
+    ray: Any
+    told: Told
+    until: float
+    waiting: dict[str, deque[Waiting]] = field(default_factory=dict)
+    running: dict[Any, Waiting] = field(default_factory=dict)
+    folders: set[str] = field(default_factory=set)
+
+    def run(self, chunks: Sequence[Chunk]) -> Counter[str]:
+        """Measure the chunks; returns how many ended in which state."""
+        for chunk in chunks:
+            self.waiting.setdefault(chunk.machines, deque()).append(Waiting(chunk=chunk))
+        ends: Counter[str] = Counter()
+        try:
+            while any(self.waiting.values()) or self.running:
+                if time.time() > self.until + LATE_S:
+                    break
+                self._start()
+                done, _ = self.ray.wait(list(self.running), num_returns=1, timeout=POLL_S)
+                for task in done:
+                    ends[self._end(self.running.pop(task), task)] += 1
+        finally:
+            for task in self.running:
+                self.ray.cancel(task, force=True)
+        left = [*self.running.values(), *(w for some in self.waiting.values() for w in some)]
+        for one in left:
+            self.told(one.chunk, {"state": LATE, "reason": "the deadline has passed"})
+        ends[LATE] += len(left)
+        del ends[""]
+        return ends
+
+    def _start(self) -> None:
+        """Start tasks where a machine of their kind is free."""
+        for kind in self.plan.machines:
+            waiting = self.waiting.get(kind.name, deque())
+            mine = (w.chunk for w in self.running.values() if w.chunk.machines == kind.name)
+            used = sum(gpus_of(kind, chunk) for chunk in mine)
+            while waiting and (not used or used + gpus_of(kind, waiting[0].chunk) <= kind.count):
+                one = waiting.popleft()
+                used += gpus_of(kind, one.chunk)
+                self.running[self._task(kind, one)] = one
+
+    def _task(self, kind: Machines, one: Waiting) -> Any:
+        """The Ray task of a chunk."""
+        chunk = one.chunk
+        order = ChunkOrder(
+            root=self.plan.root,
+            work="",
+            name=chunk.name,
+            kind=chunk.kind,
+            gpu=kind.gpu,
+            families=chunk.families,
+            points=dict(chunk.points),
+            seconds=chunk.seconds,
+            until=self.until,
+            cores=kind.cores,
+            seed=self.plan.seed,
+            last=one.moved,
+        )
+        plain = {**asdict(order), "python": kind.python}
+        options = task_options(kind, chunk)
+        if chunk.kind == TOGETHER and kind.nodes > 1:
+            asked = {"order": plain, "options": options, "nodes": kind.nodes}
+            lead = self.ray.remote(over_nodes).options(num_cpus=0, max_retries=0)
+            return lead.remote(json.dumps(asked).encode())
+        if one.avoid:
+            options["label_selector"] = {"ray.io/node-id": f"!in({','.join(one.avoid)})"}
+        task = self.ray.remote(run_chunk).options(**options)
+        return task.remote(json.dumps(plain).encode())
+
+    def _end(self, one: Waiting, task: Any) -> str:
+        """How a chunk ended; empty where it is to be measured again."""
+        chunk = one.chunk
+        try:
+            found: Plain = json.loads(self.ray.get(task))
+        except self.ray.exceptions.RayError as exc:
+            found = {"state": "failed", "reason": f"{type(exc).__name__}: its task or node died"}
+        state = found["state"]
+        again = ""
+        if state in (REFUSED, THROTTLED) and not one.moved:
+            one.moved, one.avoid = True, self._others(found.get("node", ""))
+            again = "goes elsewhere"
+        elif state == "failed" and one.tries < MAX_TRIES and time.time() < self.until:
+            one.tries += 1
+            again = "is tried again"
+        if again:
+            log.warning("%s %s %s: %s", chunk.machines, chunk.name, again, found.get("reason"))
+            self.waiting[chunk.machines].appendleft(one)
+            return ""
+        for family in found.get("families", {}):
+            self.folders.add(f"{family}/{found['gpu']}/itercast")
+        self.told(chunk, found)
+        return str(state)
+
+    def _others(self, node: str) -> tuple[str, ...]:
+        """The node to avoid, where there is another one to go to."""
+        alive = [n["NodeID"] for n in self.ray.nodes() if n["Alive"]]
+        return (node,) if node in alive and len(alive) > 1 else ()
+
+
+def task_options(kind: Machines, chunk: Chunk) -> dict[str, Any]:
+    """What a chunk's task takes of a node; the driver itself repeats tasks that died."""
+    whole = kind.device == "cpu" or chunk.kind == HOST
+    options: dict[str, Any] = {
+        "num_cpus": kind.cores if whole else 1,
+        "num_gpus": 0 if kind.device == "cpu" else gpus_of(kind, chunk) // kind.nodes,
+        "resources": dict(kind.resources),
+        "max_retries": 0,
+    }
+    if chunk.kind != TOGETHER and kind.device == "cuda":
+        options["num_gpus"] = 1
+    if kind.accelerator:
+        options["accelerator_type"] = kind.accelerator
+    if kind.image:
+        options["runtime_env"] = {"image_uri": kind.image}
+    return options
+
+
+def run_fleet(plan: FleetPlan, chunks: Sequence[Chunk], address: str, told: Told) -> Counter[str]:
+    """Measure the chunks of a plan that its root lacks; then write the cards there.
+
+    Returns how many chunks ended in which state; ``told`` gets each with its result.
+    """
+    with connected(plan, address) as ray:
+        until = time.time() + plan.deadline_s
+        driver = Driver(plan=plan, ray=ray, told=told, until=until)
+        try:
+            return driver.run(chunks)
+        finally:
+            if driver.folders:
+                send_cards(plan.root, driver.folders)
+
+
+def results(plan: FleetPlan) -> dict[str, Plain]:
+    """Results of finished chunks by name, as the root has them."""
+    root = Root(plan.root)
+    names = {n for n in root.names(".fleet") if n.endswith(".json") and n.count("/") == 1}
+    found = {}
+    for name in sorted(names):
+        one = json.loads(root.get(name))
+        if isinstance(one, dict) and one.get("state") == DONE:
+            found[Path(name).stem] = one
+    return found
+
+
+def left_of(chunks: Sequence[Chunk], done: Mapping[str, Plain]) -> list[Chunk]:
+    """The chunks without a result."""
+    return [chunk for chunk in chunks if chunk.name not in done]

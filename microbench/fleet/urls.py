@@ -1,0 +1,174 @@
+"""Dataset roots at URLs (s3, gs, http, file): parts and cards are fetched, and sent whole.
+
+Credentials come from the environment, as each store's client reads them there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from itercast.microbench import store
+from itercast.microbench.cache_folder import cache_folder
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+PROTOCOLS = ("file", "s3", "gs", "http", "https")
+READ_ONLY = ("http", "https")
+NAME = r"[\w+-][\w.+-]*"
+OF_ROOT = re.compile(rf"{NAME}/{NAME}/{NAME}/(part-[\w.+-]+\.parquet|card\.yaml)")
+TRIES = 6  # of a request that fails
+FIRST_WAIT_S = 0.5  # after it, doubled each time
+
+
+def is_url(text: str) -> bool:
+    """Whether a text is a URL and not a path."""
+    return "://" in text
+
+
+def check_url(text: str) -> str:
+    """The root, a path or a URL of a known kind; ValueError for others, or with credentials."""
+    if not is_url(text):
+        return text
+    parts = urlsplit(text)
+    if "@" in parts.netloc or parts.query:
+        shown = f"{parts.scheme}://...{parts.path}"
+        raise ValueError(f"root {shown!r}: credentials belong to the environment, not to a URL")
+    if parts.scheme not in PROTOCOLS:
+        raise ValueError(f"root {text!r}: allowed are paths and {', '.join(PROTOCOLS)}")
+    return text
+
+
+class Root:
+    """A dataset root at a URL or a path. Requests are repeated; what was sent is read back."""
+
+    def __init__(self, where: str) -> None:
+        self.where = check_url(where)
+        from fsspec.core import url_to_fs  # lazy: forecasts do without
+
+        try:
+            self.fs, self.base = url_to_fs(where if is_url(where) else str(Path(where).resolve()))
+        except (ImportError, ValueError) as exc:
+            raise ValueError(f"root {where!r}: {exc}; pip install 'itercast[fleet]'") from exc
+        self.local = is_local = "file" in _protocols(self.fs)
+        self._own_folder = Path(self.base) if is_local else None
+
+    def names(self, below: str = "") -> set[str]:
+        """Names of all files under the root, or under a folder of it."""
+        self.fs.invalidate_cache()
+        whole = f"{self.base}/{below}".rstrip("/")
+        found = self._repeated(f"list {below or '/'}", lambda: self._find(whole))
+        return {str(name)[len(self.base) :].lstrip("/") for name in found}
+
+    def _find(self, folder: str) -> list[str]:
+        try:
+            return list(self.fs.find(folder))
+        except FileNotFoundError:
+            return []
+
+    def get(self, name: str) -> bytes:
+        """Content of a file."""
+        return self._repeated(
+            f"read {name}", lambda: bytes(self.fs.cat_file(f"{self.base}/{name}"))
+        )
+
+    def put(self, name: str, data: bytes) -> None:
+        """Write a file whole; readers see all of it or nothing."""
+        if urlsplit(self.where).scheme in READ_ONLY:
+            raise ValueError(f"root {self.where!r}: http is read-only")
+        self._repeated(f"write {name}", lambda: self._put_once(name, data))
+
+    def _put_once(self, name: str, data: bytes) -> None:
+        if self._own_folder is not None:
+            store.write_atomic(self._own_folder / name, data)
+            return
+        self.fs.pipe_file(f"{self.base}/{name}", data)
+        if self.fs.cat_file(f"{self.base}/{name}") != data:
+            raise OSError("another content was read back")
+
+    def _repeated(self, what: str, request: Callable[[], T]) -> T:
+        """What the request returns; one that fails is logged and repeated, for half a minute."""
+        wait_s = FIRST_WAIT_S
+        for left in reversed(range(TRIES)):
+            try:
+                return request()
+            except (FileNotFoundError, PermissionError):
+                raise
+            except Exception as exc:  # clients raise errors of many kinds
+                told = f"{what} at {self.where!r}: {type(exc).__name__}: {_one_line(exc)}"
+                if not left or self.local:
+                    raise OSError(told) from exc
+                log.warning("%s; again in %.1f s", told, wait_s)
+            time.sleep(wait_s)
+            wait_s *= 2
+        raise AssertionError  # not reached
+
+    def check(self) -> None:
+        """Write and read a small file; OSError says why that cannot be done."""
+        name = ".fleet/probe"
+        try:
+            self._put_once(name, b"itercast")
+        except Exception as exc:  # as above
+            raise ValueError(f"root {self.where!r} cannot be written: {_one_line(exc)}") from exc
+
+
+def _protocols(fs: Any) -> tuple[str, ...]:
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def _one_line(exc: BaseException) -> str:
+    return " ".join(str(exc).split())[:200] or type(exc).__name__
+
+
+def fetched(where: str) -> Path:
+    """A local copy of a root: the path itself, or the URL's parts in the cache folder.
+
+    Parts are immutable, so only new ones are fetched; cards are written from the parts.
+    """
+    if not is_url(where):
+        return Path(where)
+    root = Root(where)
+    folder = cache_folder("roots") / hashlib.sha256(where.encode()).hexdigest()[:16]
+    there = {name for name in root.names() if OF_ROOT.fullmatch(name)}
+    if not there:
+        raise ValueError(f"root {where!r}: no rows there")
+    for path in folder.glob("*/*/*/part-*.parquet"):  # of a root that was emptied meanwhile
+        if path.relative_to(folder).as_posix() not in there:
+            path.unlink()
+    missing = [n for n in there if not (folder / n).is_file() or n.endswith("card.yaml")]
+    for name in missing:
+        store.write_atomic(folder / name, root.get(name))
+    for changed in {(folder / n).parent for n in missing if n.endswith(".parquet")}:
+        store.write_card(changed)
+    return folder
+
+
+def sent(folder: Path, where: str) -> int:
+    """Send a local root's parts to a URL, those that are missing there, and write its cards.
+
+    Returns the number of parts.
+    """
+    root = Root(where)
+    there = root.names()
+    parts = sorted(p.relative_to(folder).as_posix() for p in folder.glob("*/*/*/part-*.parquet"))
+    new = [name for name in parts if name not in there]
+    for name in new:
+        root.put(name, (folder / name).read_bytes())
+    if new:
+        send_cards(where, {name.rpartition("/")[0] for name in new})
+    return len(new)
+
+
+def send_cards(where: str, folders: set[str]) -> None:
+    """Write the cards of these folders of a root from the parts there."""
+    copy = fetched(where)
+    for name in sorted(folders):
+        store.write_card(copy / name)
+        if is_url(where):
+            Root(where).put(f"{name}/card.yaml", (copy / name / "card.yaml").read_bytes())
