@@ -16,9 +16,9 @@ from itercast.commands.check import check
 from itercast.commands.compare import compare
 from itercast.commands.explain import explain
 from itercast.commands.feed.input import input_lane
-from itercast.commands.fleet import fleet
-from itercast.commands.gpu_report import gpu_report
 from itercast.commands.import_rows import import_rows
+from itercast.commands.measure.fleet import fleet
+from itercast.commands.measure.gpu_report import gpu_report
 from itercast.commands.plan import plan
 from itercast.commands.predict import predict
 from itercast.commands.run import run

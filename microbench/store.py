@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import io
 import json
@@ -177,7 +178,7 @@ def _machines(stated: Sequence[Facts], columns: Sequence[pd.DataFrame]) -> list[
         names = [name for name in MACHINE if name in rows]
         for values, mine in rows[names].fillna("").groupby(names) if names else ():
             where = {n: str(value) for n, value in zip(names, values, strict=True) if value}
-            software = {n: facts[n] for n in ("versions", "when") if n in facts}
+            software = copy.deepcopy({n: facts[n] for n in ("versions", "when") if n in facts})
             if "gpu_uuid" in where and "versions" in software:  # there of the host's first GPU
                 software["versions"] = {**software["versions"], "gpu_uuid": where["gpu_uuid"]}
             one = {**where, **software}

@@ -54,8 +54,10 @@ class Root:
 
         try:
             self.fs, self.base = url_to_fs(where if is_url(where) else str(Path(where).resolve()))
-        except (ImportError, ValueError) as exc:
+        except ImportError as exc:
             raise ValueError(f"root {where!r}: {exc}; pip install 'itercast[fleet]'") from exc
+        except (ValueError, RuntimeError, OSError) as exc:  # also links in a circle
+            raise ValueError(f"root {where!r}: {_one_line(exc)}") from exc
         self.local = is_local = "file" in _protocols(self.fs)
         self._own_folder = Path(self.base) if is_local else None
 

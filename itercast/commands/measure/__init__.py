@@ -1,0 +1,1 @@
+"""Commands about measured machines: fleets of them, single GPUs compared."""

@@ -1,0 +1,140 @@
+"""Plans of a fleet: what is refused, in one line and with nothing started; how points are dealt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from itercast.__main__ import app
+from itercast.microbench import store
+from itercast.microbench.fleet.chunks import HOST, START_S, TOGETHER, deal, simulate
+from itercast.microbench.fleet.driver import task_options
+from itercast.microbench.fleet.plan import load_plan
+
+PLAN = """
+root: {folder}/rows
+points: captured.json
+prices: prices.yaml
+chunk: 60s
+machines:
+  h100:
+    gpu: h100-sxm-80gb
+    count: 4
+    minutes: 10
+    families: [gemm, norm, host, collective]
+    gpus_per_node: 2
+    cores: 16
+    accelerator: H100
+  boxes:
+    gpu: cpu
+    minutes: 2
+    cores: 2
+    families: [norm]
+    resources: {{box: 1}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    store.write_atomic(tmp_path / "captured.json", b'{"models": 40, "norm": []}')
+    store.write_atomic(tmp_path / "prices.yaml", b"h100-sxm-80gb: 3.6\ncpu: 0.1\n")
+    store.write_atomic(tmp_path / "plan.yaml", PLAN.format(folder=tmp_path).encode())
+    return tmp_path
+
+
+def test_points_are_dealt_once_and_the_same_each_time(folder: Path) -> None:
+    """600 s: 5/95 of them host times, 10 % collectives, the rest in chunks of about 60 s."""
+    plan = load_plan(folder / "plan.yaml")
+    chunks = deal(plan)
+    assert [c.name for c in chunks] == [c.name for c in deal(plan)]
+    assert len({c.name for c in chunks}) == len(chunks)
+    h100 = [c for c in chunks if c.machines == "h100"]
+    seconds = {kind: sum(c.seconds for c in h100 if c.kind == kind) for kind in ("host", "ops")}
+    assert sum(c.seconds for c in h100) == pytest.approx(600)
+    assert seconds["host"] == pytest.approx(30) and seconds["ops"] == pytest.approx(510)
+    dealt = [str(p) for c in h100 for p in c.points.get("norm", ())]
+    assert len(dealt) == len(set(dealt)) > 1000
+    assert [c.seconds for c in chunks if c.machines == "boxes"] == [60, 60]
+
+
+def test_what_a_chunk_takes_of_a_node(folder: Path) -> None:
+    plan = load_plan(folder / "plan.yaml")
+    h100, boxes = plan.machines
+    by_kind = {c.kind: task_options(h100, c) for c in deal(plan) if c.machines == "h100"}
+    assert {k: (o["num_gpus"], o["num_cpus"]) for k, o in by_kind.items()} == {
+        "ops": (1, 1),
+        HOST: (1, 16),  # alone on the cores of its node
+        TOGETHER: (2, 1),
+    }
+    assert by_kind["ops"]["accelerator_type"] == "H100"
+    box = next(c for c in deal(plan) if c.machines == "boxes")
+    assert task_options(boxes, box) == {
+        "num_cpus": 2,
+        "num_gpus": 0,
+        "resources": {"box": 1.0},
+        "max_retries": 0,
+    }
+
+
+def test_the_simulated_cost_by_hand(folder: Path) -> None:
+    """Two chunks of 60 s one after the other: 136 s with their starts, 0.0378 h of 0.1 each."""
+    plan = load_plan(folder / "plan.yaml")
+    boxes = simulate(plan, deal(plan))[1]
+    assert boxes.wall_s == pytest.approx(120 + 2 * START_S)
+    assert boxes.gpu_hours == pytest.approx(boxes.wall_s / 3600)
+    assert boxes.price == pytest.approx(0.1 * boxes.gpu_hours)
+    done = CliRunner().invoke(app, ["fleet", str(folder / "plan.yaml"), "--dry-run"])
+    assert done.exit_code == 0 and "nothing was started" in done.output
+    assert not (folder / "rows").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("gpu: h100-sxm-80gb -> gpu: h900", "unknown gpu 'h900'"),
+        ("minutes: 10 -> minutes: 0", "minutes 0; allowed are more than 0"),
+        ("minutes: 10 -> minutes: .nan", "minutes nan"),
+        ("minutes: 10 -> minutes: ten", "minutes 'ten' is not of type float"),
+        ("count: 4 -> count: -4", "count -4; allowed are 1 to"),
+        ("count: 4 -> gpus: 4", "unknown key 'gpus'"),
+        ("chunk: 60s -> shell: rm", "unknown key 'shell'"),
+        ("chunk: 60s -> chunk: soon", "'soon': expected a duration"),
+        (
+            "gpu: cpu -> gpu: !!python/object/apply:os.system [id]",
+            "could not determine a construct",
+        ),
+        ("families: [norm] -> families: [norms]", "unknown family 'norms'"),
+        ("families: [norm] -> iterations: [gpt9]", "unknown case 'gpt9'"),
+        ("points: captured.json -> points: gone.json", "'gone.json': no such file"),
+        ("root: {folder}/rows -> root: ftp://x/y", "allowed are paths and file, s3"),
+        ("root: {folder}/rows -> root: s3://key:secret@x/y", "credentials belong to the env"),
+        ("root: {folder}/rows -> root: /proc/none", "cannot be written"),
+    ],
+)
+def test_a_wrong_plan_is_one_line(folder: Path, wrong: str, told: str) -> None:
+    """Exit code 2, and nothing was started: no rows, no MLflow, no secret printed."""
+    old, new = wrong.split(" -> ")
+    assert old in PLAN
+    text = PLAN.replace(old, new).format(folder=folder)
+    store.write_atomic(folder / "plan.yaml", text.encode())
+    done = CliRunner().invoke(app, ["fleet", str(folder / "plan.yaml")])
+    assert done.exit_code == 2, done.output
+    assert told in done.output and len(done.output.strip().splitlines()) == 1
+    assert "secret" not in done.output and not (folder / "rows").exists()
+
+
+def test_a_folder_that_leads_into_itself_is_one_line(folder: Path) -> None:
+    (folder / "rows").symlink_to(folder / "rows")
+    done = CliRunner().invoke(app, ["fleet", str(folder / "plan.yaml")])
+    assert done.exit_code == 2 and len(done.output.strip().splitlines()) == 1
+
+
+def test_without_ray_one_line_says_what_to_install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    done = CliRunner().invoke(app, ["fleet", str(folder / "plan.yaml")])
+    assert done.exit_code == 2
+    assert done.output.strip() == "itercast: a fleet needs Ray: pip install 'itercast[fleet]'"
