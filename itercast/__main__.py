@@ -29,7 +29,7 @@ from itercast.errors import OneLineGroup, one_line_errors
 from itercast.microbench.durations import seconds
 from itercast.microbench.slow_imports import without_scikit_learn
 from itercast.names import KINDS, kinds, listing
-from itercast.options import Bundle, Families, Json
+from itercast.options import Bundle, Families, Json, fetched_root
 
 app = typer.Typer(
     cls=OneLineGroup,
@@ -80,7 +80,7 @@ def collect(
     budget: Annotated[
         str, typer.Option(help="time for this dataset root, earlier runs included: 90s, 10m, 1h")
     ] = "5m",
-    out: Annotated[Path, typer.Option(file_okay=False, help="dataset root")] = Path("datasets"),
+    out: Annotated[str, typer.Option(help="dataset root: a folder or a URL")] = "datasets",
     seed: Annotated[int, typer.Option(help="seed of the order of points")] = 0,
     torchrun: Annotated[
         str,
@@ -99,12 +99,14 @@ def collect(
 ) -> None:
     """Measure ops on this machine into a dataset; continues an interrupted sweep."""
     from itercast.commands.shared import sweep
+    from itercast.microbench.fleet.urls import written
     from itercast.microbench.processes.lanes import gpu_count
 
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: allowed are cpu and cuda")
     gpus = gpu_count(devices, device)
-    rows = sweep(out, device, family, seconds(budget), seed, torchrun, points, gpus)
+    with written(out) as root:
+        rows = sweep(root, device, family, seconds(budget), seed, torchrun, points, gpus)
     typer.echo(f"{rows} new rows in {out}")
 
 
@@ -121,7 +123,10 @@ def train(
         Path | None,
         typer.Option(help="bundle folder to change: adds the families, or replaces them there"),
     ] = None,
-    data: Annotated[list[Path] | None, typer.Option(help="dataset root; repeatable")] = None,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option(help="dataset root, a folder or a URL; repeatable", parser=fetched_root),
+    ] = None,
     family: Families = None,
     trials: Annotated[int, typer.Option(help="hyperparameter trials per family; 0: defaults")] = 0,
     limit: Annotated[
@@ -183,7 +188,8 @@ app.command()(plan)
 def evaluate(
     case: Annotated[list[str] | None, typer.Option(help="only this case; repeatable")] = None,
     measured: Annotated[
-        Path | None, typer.Option(help="dataset root with measured iterations")
+        Path | None,
+        typer.Option(help="dataset root with measured iterations, or its URL", parser=fetched_root),
     ] = None,
     bundle: Bundle = None,
     out: Annotated[Path, typer.Option(file_okay=False, help="report folder")] = Path(

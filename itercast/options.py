@@ -25,6 +25,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def fetched_root(text: str) -> Path:
+    """Parses an option that names a dataset root: the folder, or a local copy of the URL."""
+    from itercast.microbench.fleet.urls import fetched
+
+    try:
+        return fetched(text)
+    except (ValueError, OSError) as exc:
+        raise typer.BadParameter(str(exc)) from exc
+
+
 def _in_a_folder(path: Path | None) -> Path | None:
     if path is not None and not path.parent.is_dir():
         raise typer.BadParameter(f"{str(path)!r}: no such folder")

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from itercast.errors import one_line_errors
 from itercast.microbench.durations import seconds
-from itercast.options import Bundle, Json
+from itercast.options import Bundle, Json, fetched_root
 
 if TYPE_CHECKING:
     from itercast.eval.drift.compare import Check
@@ -29,7 +29,10 @@ def check(
     seed: Annotated[int, typer.Option(help="seed of the order of points")] = 0,
     measured: Annotated[
         Path | None,
-        typer.Option(help="judge the rows of this dataset root (one device) instead of measuring"),
+        typer.Option(
+            help="judge the rows of this dataset root or URL (one device) instead of measuring",
+            parser=fetched_root,
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

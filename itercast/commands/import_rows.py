@@ -25,7 +25,7 @@ def import_rows(
         typer.Argument(help="name of the source, e.g. neusight; an unknown name lists all"),
     ],
     path: Annotated[Path, typer.Argument(help="clone, folder or file of that source")],
-    out: Annotated[Path, typer.Option(file_okay=False, help="dataset root")] = Path("imported"),
+    out: Annotated[str, typer.Option(help="dataset root: a folder or a URL")] = "imported",
     gpu: Annotated[
         str,
         typer.Option(help="nccl-tests, kineto: GPU name or YAML file, if the log does not say"),
@@ -41,11 +41,13 @@ def import_rows(
 ) -> None:
     """Convert published measurements into dataset rows; prints how many were left out, and why."""
     from itercast.eval.public.readers import read_source
+    from itercast.microbench.fleet.urls import written
     from itercast.microbench.importers.write import write
 
     hints, own = given(gpu, nodes, gpus_per_node, node)
     imported = read_source(source, path, hints)
-    write(imported, out, own)
+    with written(out) as root:
+        write(imported, root, own)
     report: dict[str, Any] = {
         "source": source,
         "out": str(out),

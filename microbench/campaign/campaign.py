@@ -29,6 +29,7 @@ from itercast.microbench.campaign.prepare import UNSEEN, prepare, use_prepared
 from itercast.microbench.campaign.stages import PLANS, Run, Stage, chosen_stages
 from itercast.microbench.campaign.summary import summary
 from itercast.microbench.durations import seconds
+from itercast.microbench.fleet.urls import fetched_file
 from itercast.microbench.processes.lanes import gpu_count
 from itercast.microbench.sweep.captured_points import check_points
 from itercast.microbench.sweep.cards import card_facts
@@ -167,7 +168,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--archive", type=Path, help="default: $OUT/campaign.tar.gz, or <--out>.tar.gz"
     )
-    parser.add_argument("--from", type=Path, dest="start", help="archive of an earlier run")
+    parser.add_argument(
+        "--from", type=_archive, dest="start", help="archive of an earlier run, or its URL"
+    )
     parser.add_argument("--points", type=Path, help="file of points for stage second or points")
     parser.add_argument("--devices", default="1", help="GPUs to use, one worker each: all, or 1, 2")
     parser.add_argument("--seed", type=int, default=0, help="of random points and models")
@@ -230,6 +233,14 @@ def _duration(text: str) -> float:
     try:
         return seconds(text)
     except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+def _archive(text: str) -> Path:
+    """Path of an archive; one at a URL is fetched."""
+    try:
+        return fetched_file(text)
+    except (ValueError, OSError) as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
 
 

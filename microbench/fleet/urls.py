@@ -9,7 +9,8 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -129,26 +130,62 @@ def _one_line(exc: BaseException) -> str:
 
 
 def fetched(where: str) -> Path:
-    """A local copy of a root: the path itself, or the URL's parts in the cache folder.
-
-    Parts are immutable, so only new ones are fetched; cards are written from the parts.
-    """
+    """A local copy of a root: the path itself, or the URL's parts in the cache folder."""
     if not is_url(where):
         return Path(where)
-    root = Root(where)
-    folder = cache_folder("roots") / hashlib.sha256(where.encode()).hexdigest()[:16]
-    there = {name for name in root.names() if OF_ROOT.fullmatch(name)}
+    folder = _copy_of("roots", where)
+    there = _mirror(Root(where), folder)
     if not there:
         raise ValueError(f"root {where!r}: no rows there")
     for path in folder.glob("*/*/*/part-*.parquet"):  # of a root that was emptied meanwhile
         if path.relative_to(folder).as_posix() not in there:
             path.unlink()
+    return folder
+
+
+@contextmanager
+def written(where: str) -> Iterator[Path]:
+    """A local root to write to; at the end, however that comes, a URL gets its new parts."""
+    if not is_url(where):
+        yield Path(where)
+        return
+    root, folder = Root(where), _copy_of("written", where)
+    root.check()
+    _mirror(root, folder)  # a sweep repeats no point that is there
+    try:
+        yield folder
+    finally:
+        sent(folder, where)
+
+
+def fetched_file(where: str) -> Path:
+    """A local copy of a file at a URL, and of its numbered pieces; a path is the file itself."""
+    if not is_url(where):
+        return Path(where)
+    folder, _, name = where.rpartition("/")
+    root, copy = Root(folder), _copy_of("files", folder)
+    pieces = re.compile(re.escape(re.sub(r"\.\d{3}$", "", name)) + r"(\.\d{3})?")
+    for found in (n for n in root.names() if pieces.fullmatch(n)):
+        store.write_atomic(copy / found, root.get(found))
+    return copy / name
+
+
+def _copy_of(what: str, where: str) -> Path:
+    return cache_folder(what) / hashlib.sha256(where.encode()).hexdigest()[:16]
+
+
+def _mirror(root: Root, folder: Path) -> set[str]:
+    """Fetch the parts that a local copy lacks, and the cards; returns the names of all.
+
+    Parts are immutable; a folder that gets new ones gets a new card.
+    """
+    there = {name for name in root.names() if OF_ROOT.fullmatch(name)}
     missing = [n for n in there if not (folder / n).is_file() or n.endswith("card.yaml")]
     for name in missing:
         store.write_atomic(folder / name, root.get(name))
     for changed in {(folder / n).parent for n in missing if n.endswith(".parquet")}:
         store.write_card(changed)
-    return folder
+    return there
 
 
 def sent(folder: Path, where: str) -> int:

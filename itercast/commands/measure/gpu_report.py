@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from itercast.errors import one_line_errors
+from itercast.options import fetched_root
 
 if TYPE_CHECKING:
     from itercast.eval.results import CaseResult
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 @one_line_errors
 def gpu_report(
-    data: Annotated[Path, typer.Argument(help="dataset root, e.g. of a campaign")],
+    data: Annotated[
+        Path,
+        typer.Argument(help="dataset root, e.g. of a campaign; or its URL", parser=fetched_root),
+    ],
     gpu: Annotated[str, typer.Option(help="train on the rows of this GPU")] = "h100-sxm-80gb",
     unseen: Annotated[
         str, typer.Option(help="also print errors on this GPU, whose rows are not trained on")
