@@ -32,7 +32,7 @@ def fleet(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_a_plan_is_measured_and_not_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two chunks: each a part per family at most, no point twice; the second start has none left."""
+    """Two chunks: each a part per family at most, no point twice; then none is left."""
     store.write_atomic(tmp_path / "captured.json", b'{"models": 40, "norm": []}')
     store.write_atomic(tmp_path / "plan.yaml", PLAN.encode())
     monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path / "cache"))
