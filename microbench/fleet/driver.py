@@ -105,7 +105,7 @@ class Driver:
         left = [*self.running.values(), *(w for some in self.waiting.values() for w in some)]
         for one in left:
             self.told(one.chunk, {"state": LATE, "reason": "the deadline has passed"})
-        ends[LATE] += len(left)
+        ends += Counter({LATE: len(left)})  # without zeros
         del ends[""]
         return ends
 

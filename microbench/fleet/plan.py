@@ -180,7 +180,7 @@ def _beside(path: Path, name: Any) -> Path | None:
     """The file of this name, from the plan's folder."""
     if name is None:
         return None
-    found = path.parent / _typed("plan", "a file", name, str)
+    found = path.parent / str(_typed("plan", "a file", name, str))
     if not found.is_file():
         raise ValueError(f"plan: {str(name)!r}: no such file beside the plan")
     return found

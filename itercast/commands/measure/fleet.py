@@ -105,11 +105,10 @@ def cost_table(costs: Sequence[Cost]) -> Table:
         minutes, hours = f"{cost.wall_s / 60:.1f}", f"{cost.gpu_hours:.2f}"
         table.add_row(cost.machines, cost.gpu, str(cost.chunks), minutes, hours, price)
     prices = [cost.price for cost in costs if cost.price is not None]
-    hours = sum(cost.gpu_hours for cost in costs)
-    minutes = max(cost.wall_s for cost in costs) / 60
+    most_s, gpu_hours = max(c.wall_s for c in costs), sum(c.gpu_hours for c in costs)
     whole = f"{sum(prices):.2f}" if len(prices) == len(costs) else "-"
     counts = str(sum(cost.chunks for cost in costs))
-    table.add_row("all", "", counts, f"{minutes:.1f}", f"{hours:.2f}", whole)
+    table.add_row("all", "", counts, f"{most_s / 60:.1f}", f"{gpu_hours:.2f}", whole)
     return table
 
 
