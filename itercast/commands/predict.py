@@ -15,6 +15,7 @@ from itercast.options import Json, Question, Trace, asks, file_to_write
 
 if TYPE_CHECKING:  # no command but predict pays for these
     from itercast.compose.forecast import Forecast
+    from itercast.compose.spread import Spread
     from itercast.compose.target import Target
     from itercast.microbench.opcall import StepCapture
 
@@ -43,6 +44,9 @@ def predict(
         typer.Option("--input", help="the step's DataLoader, as `itercast input --out` wrote it"),
     ] = None,
     policy: Policy = None,
+    spread: Annotated[
+        bool, typer.Option("--spread", help="the step's distribution: its ranks are noisy")
+    ] = False,
     explain_assumptions: Explain = False,
     as_json: Json = False,
 ) -> None:
@@ -63,7 +67,15 @@ def predict(
         _write_trace(trace, step, target)
     if policy is not None:
         _write_policy(policy, step, target)
-    _print(question.name, found, as_json=as_json, explain=explain_assumptions)
+    noisy = _spread(found, target) if spread else None
+    _print(question.name, found, noisy, as_json=as_json, explain=explain_assumptions)
+
+
+def _spread(found: Forecast, target: Target) -> Spread:
+    """The spread of a step over the ranks of its plan."""
+    from itercast.compose.spread import SIGMA, step_spread
+
+    return step_spread(found, SIGMA["cpu" if target.gpu.kind == "cpu" else "gpu"])
 
 
 def _write_trace(path: Path, step: StepCapture, target: Target) -> None:
@@ -88,18 +100,22 @@ def _write_policy(path: Path, step: StepCapture, target: Target) -> None:
     write_atomic(path, text.encode())
 
 
-def _print(name: str, found: Forecast, *, as_json: bool, explain: bool) -> None:
+def _print(
+    name: str, found: Forecast, spread: Spread | None, *, as_json: bool, explain: bool
+) -> None:
     """Print a forecast as one JSON object or as tables."""
     from itercast.commands.shared import assumption_sources, assumptions_table, forecast_table
     from itercast.compose.explain.assumptions import assumed_parts
 
     parts = assumed_parts(found) if explain else []
     if as_json:
-        assumptions = {"assumptions": [asdict(part) for part in parts]} if explain else {}
-        typer.echo(json.dumps({"case": name, **asdict(found), **assumptions}))
+        asked: dict[str, object] = {"spread": asdict(spread)} if spread else {}
+        if explain:
+            asked["assumptions"] = [asdict(part) for part in parts]
+        typer.echo(json.dumps({"case": name, **asdict(found), **asked}))
         return
     console = Console()
-    console.print(forecast_table(name, found))
+    console.print(forecast_table(name, found, spread))
     if explain:
         console.print(assumptions_table(parts))
         for line in assumption_sources(parts):

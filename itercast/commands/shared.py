@@ -19,6 +19,7 @@ from itercast.eval.progress import progress_bar
 if TYPE_CHECKING:
     from itercast.compose.explain.assumptions import AssumedPart
     from itercast.compose.forecast import Forecast
+    from itercast.compose.spread import Spread
 
 
 def sweep(
@@ -185,13 +186,15 @@ def report_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def forecast_table(case: str, found: Forecast) -> Table:
+def forecast_table(case: str, found: Forecast, spread: Spread | None = None) -> Table:
     """A table of one forecast: times, rates, memory, the bundle, time by op family."""
     table = Table(title=f"{case} on {found.gpu}", show_header=False)
     ms = 1e-3
     table.add_row("iteration", f"{found.iteration_us * ms:.2f} ms")
     low, high = found.iteration_us_p10 * ms, found.iteration_us_p90 * ms
     table.add_row("80 % interval", f"{low:.2f} to {high:.2f} ms")
+    if spread:
+        table.add_row(f"slowest of {spread.ranks} ranks", spread_line(spread))
     table.add_row("samples per second", f"{found.samples_per_s:.1f}")
     table.add_row("peak memory", f"{found.memory_bytes / 1e6:.0f} MB")
     if not found.fits:
@@ -210,6 +213,15 @@ def forecast_table(case: str, found: Forecast) -> Table:
     for family, time_us in sorted(found.by_family_us.items(), key=lambda kv: -kv[1]):
         table.add_row(f"  {family}", f"{time_us * ms:.2f} ms")
     return table
+
+
+def spread_line(spread: Spread) -> str:
+    """How long steps take that wait for the slowest rank, in one line."""
+    median, low, high, mean = (
+        f"{us * 1e-3:.2f}"
+        for us in (spread.median_us, spread.p10_us, spread.p90_us, spread.mean_us)
+    )
+    return f"median {median} ms, 80 % of steps {low} to {high}, mean {mean}"
 
 
 def lengths_line(facts: Mapping[str, float]) -> str:
