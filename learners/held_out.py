@@ -15,6 +15,7 @@ from itercast.microbench.ops.family import Family
 from itercast.microbench.store import write_atomic
 
 FILE = "held_out.parquet"  # in a bundle's folder
+FORMATS = {"int": ".0f", "float": ".10g"}  # of a parameter, by its type
 CONDITIONS = ("gpu", "threads", "cache")  # of a measurement, beside the op's parameters
 
 
@@ -73,7 +74,7 @@ def _params(rows: pd.DataFrame, family: Family) -> list[str]:
     for f in fields(family.params):
         if f.name not in ("op", "dtype"):
             values = np.broadcast_to(getattr(p, f.name), len(rows)).tolist()
-            texts = [f"{v:.10g}" if isinstance(v, float) else str(v) for v in values]
+            texts = [format(v, FORMATS.get(str(f.type), "")) for v in values]
             pairs = zip(values, texts, strict=True)
             some.append([f"{f.name}={t}" if v != f.default else "" for v, t in pairs])
     return [" ".join(filter(None, told)) for told in zip(*some, strict=True)] or [""] * len(rows)

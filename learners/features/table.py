@@ -27,7 +27,10 @@ ORIGIN = ("gpu", "stack", "place")  # where a row was measured: GPU, software, c
 
 
 def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
-    """The family's parameters as arrays by name; missing values take the field's default."""
+    """The family's parameters as arrays by name; missing values take the field's default.
+
+    Whole numbers are floats, so that products of sizes do not overflow.
+    """
     found: dict[str, Values] = {}
     for f in fields(family.params):
         if f.name in rows:
@@ -38,7 +41,8 @@ def columns(rows: pd.DataFrame, family: Family) -> SimpleNamespace:
             if text and f.type in ("int", "float"):
                 first = str(values.iloc[0])[:40]
                 raise ValueError(f"family {family.name}: column {f.name!r}: {first!r} is no number")
-            found[f.name] = values.to_numpy(dtype=object if text else None)
+            number = float if f.type == "int" else None
+            found[f.name] = values.to_numpy(dtype=object if text else number)
         elif f.default is not MISSING:
             found[f.name] = broadcast(f.default, len(rows))
         else:

@@ -23,7 +23,6 @@ from itercast.microbench.yaml_text import load_yaml
 
 MAX_BYTES = 2**30  # of one file, unpacked
 MAX_SIZE = 2**53  # of one number: beyond it a float is no longer exact
-MAX_PRODUCT = 2.0**62  # of all sizes of a row: formulas multiply them as integers
 MAX_TIME_US = 1e12  # eleven days
 MAX_REASONS = 200
 HUGE = 1e30  # larger numbers are invalid; products of a few such numbers stay finite
@@ -203,16 +202,12 @@ class RowCollector:
         self.drop(f"time is not a positive number below {MAX_TIME_US:g} us", int((~good).sum()))
         columns: dict[str, Any] = {"family": family, "status": "ok", "reason": "", **frame}
         columns["time_us"] = time_us
-        product = np.ones(len(frame))
         for name in sizes:
             numbers = positive(frame[name])
             whole = (numbers >= 1) & (numbers <= MAX_SIZE) & (np.floor(numbers) == numbers)
             self.drop(f"{name} is not a positive whole number", int((good & ~whole).sum()))
             good &= whole
             columns[name] = np.where(whole, numbers, 0).astype(np.int64)
-            product *= np.maximum(columns[name], 1)
-        self.drop("sizes too large to multiply", int((good & (product > MAX_PRODUCT)).sum()))
-        good &= product <= MAX_PRODUCT
         ordered = {k: columns[k] for k in (*FIRST, *columns)}
         kept = pd.DataFrame(ordered, index=frame.index)[good]
         if len(kept):

@@ -17,7 +17,6 @@ from itercast.microbench.importers.mapped.tables import columns_in, read_table, 
 from itercast.microbench.ops import families
 
 TABLES = (".csv", ".csv.gz", ".parquet")
-PARTS = {"elementwise": ("inner",)}  # sizes that are a part of another one: not multiplied by it
 ITERATION_SIZES = ("batch", "seq", "world_size", "ranks_per_node", "lora", "rows", "cols")
 
 
@@ -147,13 +146,13 @@ def _sizes(cells: Cells, rule: Rule, rows: pd.DataFrame) -> list[str]:
     """Return the parameters that must be positive whole numbers, for the caller to check.
 
     The other numbers are checked here, and rows refused: ints whose default is 0, such as padding,
-    and PARTS must be whole and at least 0; floats must be finite.
+    must be whole and at least 0; floats must be finite.
     """
     if rule.family == "iteration":
         return [name for name in ITERATION_SIZES if name in rows]
     sizes = []
     for f in fields(families()[rule.family].params):
-        if f.type == "int" and (f.default == 0 or f.name in PARTS.get(rule.family, ())):
+        if f.type == "int" and f.default == 0:
             numbers = pd.to_numeric(rows[f.name], errors="coerce").to_numpy(dtype=float)
             good = (numbers >= 0) & (numbers <= MAX_SIZE) & (np.floor(numbers) == numbers)
             cells.refuse(~good, f"{f.name} is not a whole number")

@@ -29,7 +29,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
 from itercast.microbench.ops.lookup.index_calls import IndexOp
-from itercast.microbench.ops.lookup.random_streams import zipf_indices
+from itercast.microbench.ops.lookup.random_streams import gathered_bytes, zipf_indices
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.sizes import MAX_NUMEL, MAX_SIDE, aligned
 from itercast.microbench.slow_imports import torch
@@ -167,6 +167,18 @@ def bytes_moved(p: Sparse) -> Values:
     return (dense + values) * itemsize_bytes(p.dtype) + index_bytes(p)
 
 
+def cached_bytes(p: Sparse, gpu: Gpu) -> Values:
+    """``bytes_moved``, with a row of the dense matrix read for each value and not only once.
+
+    A row that the last cache holds counts as such; all columns hold about as many values. sddmm
+    gathers columns of its second matrix so, and reads rows of its first in turn.
+    """
+    row_bytes = 1.0 * p.width * itemsize_bytes(p.dtype)
+    once = np.minimum(p.cols, p.nnz) * row_bytes
+    again = gathered_bytes(p.cols, p.nnz, row_bytes, gpu.l2_bytes) - once
+    return bytes_moved(p) + np.maximum(0.0, again)
+
+
 def longest_row(p: Sparse) -> Numbers:
     """Expected number of stored values in the longest row, at most ``cols``.
 
@@ -237,8 +249,11 @@ def _made(op: str, matrix: TensorSpec, width: int) -> Sparse | None:
 
 
 def fallback(p: Sparse, measured: Measured) -> list[Part]:
-    """A gather of a dense row per stored value, and a copy of the lower bound's bytes."""
-    if measured.seen("sparse", p.op, p.dtype):
+    """On a CPU a gather of a dense row per stored value, and a copy of the lower bound's bytes.
+
+    On a GPU the time depends on what the last cache holds: it is that of ``cached_bytes``.
+    """
+    if measured.gpu.kind != "cpu" or measured.seen("sparse", p.op, p.dtype):
         return []
     if measured.has_model("index"):
         gather = IndexOp(
@@ -276,6 +291,7 @@ FAMILY = Family(
     build=build,
     flops=flops,
     bytes_moved=bytes_moved,
+    cached_bytes=cached_bytes,
     features=features,
     answers={
         **{f"aten.{op}": from_mm for op in MATRIX_OPS},

@@ -52,6 +52,19 @@ def test_no_row_is_on_both_sides_and_every_cell_is_held_out_once() -> None:
     assert (held == 1).all()
 
 
+def test_all_widths_of_a_matrix_are_on_one_side() -> None:
+    """Ten matrices, two of them with as many rows, times dense ones of 128 and 256 columns."""
+    rows = pd.DataFrame(
+        {"gpu": "a", "rows": 100 + n // 2, "nnz": 500 + n, "width": width, "source": "flashsparse"}
+        for n in range(10)
+        for width in (128, 256)
+    )
+    for split in named("SpMM").splits(rows):
+        held = rows[split.held]
+        assert 0 < len(held) < len(rows) and not (split.known & split.held).any()
+        assert (held.groupby("nnz")["width"].nunique() == 2).all()
+
+
 def test_a_site_is_left_out_on_every_gpu_and_stack() -> None:
     sites = [(n, k) for n in (32, 64, 128) for k in (32, 64, 128)]
     rows = pd.DataFrame(

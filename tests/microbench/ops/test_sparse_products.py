@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -15,14 +17,17 @@ from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp, priceable
 from itercast.microbench.capture.log import OpLog
+from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops import families, find_family
 from itercast.microbench.ops.lookup.index_calls import IndexOp
+from itercast.microbench.ops.lookup.random_streams import HIT_COST, HOLDS_ROWS
 from itercast.microbench.ops.matrix.sparse import (
     FAMILY,
     Sparse,
     _matrix,
     bytes_moved,
+    cached_bytes,
     flops,
     longest_row,
     resize,
@@ -89,6 +94,44 @@ def test_rows_that_are_not_stored_are_not_read() -> None:
     """Two values touch two rows at most of 100."""
     p = Sparse(rows=100, cols=100, nnz=2, width=8)
     assert bytes_moved(p) == 2 * 4 + 8 * (2 + 100 + 1) + (2 + 100) * 8 * 4
+
+
+def test_rows_of_the_dense_matrix_are_read_again_where_no_cache_holds_them() -> None:
+    """500 values in 10 columns, dense rows of 128 bytes; all 10 are drawn, and miss once at least.
+
+    A cache of 10 rows hits the other 490 times. One of a row's size hits whenever that row is
+    drawn again, 49 of 50 times: 451 rows miss.
+    """
+    p = Sparse(rows=7, cols=10, nnz=500, width=32)
+    large, tiny = (replace(GPU, l2_bytes=n * 128 / HOLDS_ROWS) for n in (10, 1))
+    assert bytes_moved(p) == 500 * 4 + 8 * (500 + 7 + 1) + (10 + 7) * 128
+    again = cached_bytes(p, large) - bytes_moved(p)
+    assert again == pytest.approx(490 * HIT_COST * 128, rel=1e-3)
+    again = cached_bytes(p, tiny) - bytes_moved(p)
+    assert again == pytest.approx((441 + 49 * HIT_COST) * 128, rel=1e-3)
+
+
+def test_narrow_rows_of_the_dense_matrix_share_lines_of_the_cache() -> None:
+    """160 numbers are 10 lines of 64 bytes: 500 values miss 10 times; 10 lines were 640 bytes."""
+    p = Sparse(rows=7, cols=160, nnz=500, width=1)
+    again = cached_bytes(p, replace(GPU, l2_bytes=640 / HOLDS_ROWS)) - bytes_moved(p)
+    assert again == pytest.approx((10 + 490 * HIT_COST) * 64 - 160 * 4, rel=1e-3)
+
+
+@pytest.mark.parametrize("op", ["spmm", "sddmm"])
+def test_more_values_or_columns_are_never_faster_on_any_gpu(op: str) -> None:
+    """Nor is any product below the lower bound, a matrix that is read a little included."""
+    sizes = np.unique(np.geomspace(1, 4096, 40).astype(int))
+    for gpu in (load_gpu(name) for name in gpu_names() if name != "cpu"):
+        for rows, nnz in ((1000, 50), (1000, 1000), (200_000, 5_000_000)):
+            p = Sparse(op=op, rows=rows, cols=rows, nnz=nnz, width=1)
+            for grown in (
+                [replace(p, width=int(width)) for width in sizes],
+                [replace(p, width=64, nnz=int(nnz * n / 16)) for n in sizes if nnz * n >= 16],
+            ):
+                moved = np.array([cached_bytes(q, gpu) for q in grown], dtype=float)
+                assert (np.diff(moved) > -1e-9 * moved[1:]).all()
+                assert (moved >= [bytes_moved(q) for q in grown]).all()
 
 
 def test_the_longest_row_follows_the_power_law() -> None:
@@ -198,21 +241,24 @@ def test_a_graph_network_is_priced_by_the_family_s_model() -> None:
     assert [(op.family, op.duration_us) for op in ops] == [("sparse", 10.0)] * 4
 
 
-def test_without_a_model_the_fallback_prices_a_gather_and_a_copy() -> None:
-    """Two parts of 10 us each, counted as unmodelled as any family without a model is."""
-    ops = priced(index=learned("index_select"))
-    assert [(op.family, op.duration_us) for op in ops] == [(UNMODELLED, 20.0)] * 4
+def test_without_a_model_a_gpu_takes_as_long_as_its_bytes() -> None:
+    """Counted as unmodelled as any family without a model is, also where gathers have a model."""
+    for op in priced(index=learned("index_select")):
+        assert op.family == UNMODELLED
+    p = Sparse(rows=30, cols=20, nnz=90, width=8)
+    assert fallback_parts(p, MODELS, False, GPU) == []
 
 
-def test_the_fallback_gathers_a_row_for_each_value() -> None:
+def test_the_fallback_of_a_cpu_gathers_a_row_for_each_value() -> None:
     """From an ``index_select`` where the family has a model, else as bytes."""
     p = Sparse(rows=30, cols=20, nnz=90, width=8)
+    cpu = replace(GPU, kind="cpu")
     rest = memory_copy(bytes_moved(p))
-    assert fallback_parts(p, MODELS, False, GPU) == [memory_copy(90 * 8 * 4), rest]
-    gather, copied = fallback_parts(p, {**MODELS, "index": learned("index_select")}, False, GPU)
+    assert fallback_parts(p, MODELS, False, cpu) == [memory_copy(90 * 8 * 4), rest]
+    gather, copied = fallback_parts(p, {**MODELS, "index": learned("index_select")}, False, cpu)
     assert gather.params == IndexOp(op="index_select", outer=1, size=90, inner=8, source=20)
     assert copied == rest
-    assert fallback_parts(p, {**MODELS, "sparse": learned("spmm")}, False, GPU) == []
+    assert fallback_parts(p, {**MODELS, "sparse": learned("spmm")}, False, cpu) == []
 
 
 def test_sweeps_have_even_and_skewed_rows_in_all_layouts() -> None:
