@@ -18,7 +18,7 @@ QUANTISED, DCT = ("int8", "fp8", "int4"), "dct"  # of compress
 V_SHAPED = ("zbv", "dualpipev")  # schedules
 GREEDY = "greedy"  # of shard
 # Keys that plans with shard may have: they act on what is not a table, or on one rank.
-WITH_SHARD = ("dp", "zero", "hsdp", "ep", "amp", "compress", "node", "nodes")
+WITH_SHARD = ("dp", "zero", "hsdp", "ep", "amp", "compress", "local", "node", "nodes")
 DEFAULT_CHUNKS = 8  # of coconet=...,overlap
 MOST = 99_999_999  # ranks or micro-batches of one kind
 FLAG = "a flag has no value"  # in place of a reader
@@ -164,6 +164,7 @@ class ParallelPlan:
     compress_pp: str = _key(_codec, "", "")  # between stages
     compress_ep: str = _key(_codec, "", "ops prices")  # of tokens between experts
     gossip: str = _key(_one_of("ring", "exp2"), "", "")  # averages in place of all_reduce
+    local: int = _key(_degree, 0, "")  # steps between averages of parameters; 0: no local SGD
     coconet: str = _key(_transforms, "", "prices")
     shard: str = _key(_text(f"is {GREEDY} or a JSON file of a sharding"), "", "")
     shard_group: int = _behind("shard", _integer(2, MOST), 0, "")  # ranks that share tables; 0: all
@@ -324,8 +325,10 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield p.compress != "" and p.zero > 0, "compress acts on all_reduce: zero=0"
     for axis, codec in (("tp", p.compress_tp), ("pp", p.compress_pp), ("ep", p.compress_ep)):
         yield codec != "" and getattr(p, axis) == 1, f"compress_{axis} needs {axis} > 1"
-    averaged = bool(p.gossip or p.coconet or p.cdp) and p.compress.startswith((*QUANTISED, DCT))
-    yield averaged, "compress by a dtype or dct acts on DDP's buckets: no gossip, coconet or cdp"
+    others = p.gossip or p.coconet or p.cdp or p.local
+    coded = bool(others) and p.compress.startswith((*QUANTISED, DCT))
+    rule = "compress by a dtype or dct acts on DDP's buckets: no gossip, local, coconet or cdp"
+    yield coded, rule
     yield p.gossip != "" and p.dp == 1, f"gossip={p.gossip} needs dp > 1"
     yield p.gossip != "" and p.zero > 0, f"gossip={p.gossip} keeps whole replicas: zero=0"
     yield p.cdp > 0 and p.dp == 1, f"cdp={p.cdp} needs dp > 1"
@@ -342,6 +345,19 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield p.shard != "" and not alone, f"shard goes with {', '.join(WITH_SHARD)} alone"
     groups = p.dp % p.table_ranks != 0
     yield groups, f"shard's group is from 2 and divides dp, got {p.shard_group}"
+    yield from _local_rules(p)
+
+
+def _local_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
+    """Rules of what replicas average every so many steps: parameters, or tables of groups."""
+    yield p.local > 0 and p.dp == 1, f"local={p.local} needs dp > 1"
+    tables = p.local > 0 and p.shard != ""
+    yield tables and p.table_ranks == p.dp, "local with shard averages groups' tables: shard=...:N"
+    alone = p.local > 0 and not tables
+    split = p.cp > 1 or p.ep > 1 or p.gossip != "" or p.coconet != "" or p.cdp > 0
+    yield alone and split, "local steps whole replicas: no cp, ep, gossip, coconet or cdp"
+    one = p.zero > 0 and p.shards == p.dp
+    yield alone and one, "local with zero averages groups that shard: hsdp below dp"
 
 
 def micro_batch(plan: ParallelPlan, batch: int, seq: int) -> tuple[int, int]:

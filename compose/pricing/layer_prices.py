@@ -155,7 +155,9 @@ def price_model(
     """
     if plan.shard:
         sharded = slowest_rank(capture, plan, book, where)
-        model = price_model(sharded.step, replace(plan, shard="", shard_group=0), book, where)
+        model = price_model(
+            sharded.step, replace(plan, shard="", shard_group=0, local=0), book, where
+        )
         return replace(model, added_bytes=sharded.added_bytes)
     groups = tuple(where.groups[axis] for axis in ("tp", "cp", "ep"))
     models = _models(capture)

@@ -7,7 +7,7 @@ instead.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from itercast.microbench.hardware.host import call_launches
 from itercast.microbench.hardware.spec import Gpu
@@ -68,6 +68,12 @@ class PricedOp:
     call_launches: float = 1.0
     assumed: AssumedShares = ()
     leads: float = 0.0
+
+    def over(self, n: int) -> PricedOp:
+        """Its mean over n steps, of which one has it."""
+        if n == 1:
+            return self
+        return replace(self, duration_us=self.duration_us / n, latency_us=self.latency_us / n)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ exactly. On a CPU there is no host lane.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,14 @@ class Work:
         more = n - 1
         path_us = self.path_us + more * max(self.lane_us, self.host_us)
         return Work(n * self.host_us, n * self.lane_us, path_us, n * self.comm_us)
+
+    def over(self, n: int) -> Work:
+        """Their mean over n steps, of which one has them."""
+        if n == 1:
+            return self
+        shown = (replace(s, us=s.us / n, launch_us=s.launch_us / n) for s in self.steps)
+        lane_us, path_us, comm_us = self.lane_us / n, self.path_us / n, self.comm_us / n
+        return Work(self.host_us / n, lane_us, path_us, comm_us, tuple(shown))
 
     @property
     def alone_us(self) -> float:

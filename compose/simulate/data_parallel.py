@@ -11,6 +11,9 @@
 - gossip (Bluefog, arXiv:2111.04287): parameters are averaged with neighbours, from the start of
   forward on; the optimizer waits for the average. Replicas of one node are averaged first
   (reduce_scatter, all_gather after it), so that each sends its part to the next node's.
+- local (local SGD, DiLoCo): nothing is sent in backward. Every K steps, after the optimizer,
+  parameters are packed into buckets, all-reduced and unpacked, which nothing else overlaps; a step
+  has 1/K of these times. With hsdp, shards are averaged among the groups as they lie.
 - compress: a share of the gradients' bytes, fp32 gradients in fp16 where it is at most one half; a
   pass to pack and one to unpack each. Other codecs encode and decode each bucket (``codecs``).
 - coconet (ASPLOS'22): split: all_reduce as reduce_scatter and all_gather. reorder: the optimizer on
@@ -64,6 +67,7 @@ class Strategy:
     buckets: bool = False  # a second copy of the gradients
     broadcast: bool = False  # running statistics before forward
     early: bool = False  # what is sent is known before forward
+    every: int = 0  # steps between averages of parameters; 0: gradients are reduced in each
     codec: Codec | None = None  # of gradients
     cyclic: bool = False  # replicas are staggered (``cyclic``)
     experts: bool = False  # experts have replicas of their own
@@ -83,6 +87,7 @@ def strategy(plan: ParallelPlan) -> Strategy:
 def _replicas(plan: ParallelPlan) -> Strategy:
     codec = Codec.of(plan.compress)
     packing = int(codec is not None and codec.kind == "share")
+    every = 0 if plan.shard else plan.local  # with shard, of tables
     if plan.cdp:
         return Strategy(buckets=True, cyclic=True)
     if plan.zero:
@@ -93,7 +98,10 @@ def _replicas(plan: ParallelPlan) -> Strategy:
             every_micro=plan.zero > 1,
             share_update=True,
             share_gradients=plan.zero > 1,
+            every=every,
         )
+    if every:
+        return Strategy(every=every, copies_in=1 + packing, copies_out=1 + packing)
     if plan.gossip:
         sent = {"ring": 2, "exp2": 1}[plan.gossip]
         passes = 1 + packing

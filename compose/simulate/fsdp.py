@@ -111,15 +111,28 @@ def _gathered(program: RankTasks, x: PricedLayer, after: tuple[int, ...]) -> Wor
 
 
 def _reduce(program: RankTasks, nbytes: int) -> list[int]:
-    """Scatter gradients within a group that shards, and add up shares among the groups."""
+    """Scatter gradients within a group that shards, and add up shares among the groups.
+
+    Under local SGD groups do not add up gradients.
+    """
     plan = program.rank.plan
     sent = [_send(program, "reduce_scatter", nbytes)]
-    if plan.shards < plan.dp * plan.cp:
-        share = replace(
-            _message(program, "all_reduce", max(1, nbytes // plan.shards)), axis="replicate"
-        )
-        sent.append(program.lanes.send(program.price([share])[0], after=tuple(sent)))
+    if plan.shards < plan.dp * plan.cp and not program.how.every:
+        share = program.price([_share(program, nbytes)])[0]
+        sent.append(program.lanes.send(share, after=tuple(sent)))
     return sent
+
+
+def averaged_shards(program: RankTasks) -> Message:
+    """The average of a rank's shards among the groups, under local SGD."""
+    size = sum(sharded_bytes(x, program, trained=True) for x in program.rank.layers)
+    return _share(program, size)
+
+
+def _share(program: RankTasks, nbytes: int) -> Message:
+    """The sum of a rank's share of so many bytes among the groups."""
+    own_bytes = max(1, nbytes // program.rank.plan.shards)
+    return replace(_message(program, "all_reduce", own_bytes), axis="replicate")
 
 
 def _wait_on_cpu(program: RankTasks, sent: Sequence[int]) -> None:

@@ -75,7 +75,8 @@ def rank_memory(
     fetched = state if how.offload == "optimizer" else 0  # for the update alone
     kept = trained // (n if how.share_gradients else 1)
     made = round(update_share * trained / (n if how.share_update else 1))
-    updating = (kept, 0, made + fetched)
+    packed = trained if how.every and not how.by_layer else 0  # to be averaged after the update
+    updating = (kept, 0, max(made + fetched, packed))
     gradients, activations, work = _peak(sizes, plan, how, held)
     backward = (gradients, activations, work + gathered)
     gradients, activations, temporary = max(backward, updating, key=sum)

@@ -162,9 +162,12 @@ class RankTasks:
             copies=tuple(self.copies),
         )
 
-    def price(self, messages: Sequence[Message]) -> list[PricedOp]:
-        """Messages with durations; the run lists them as sent."""
+    def price(self, messages: Sequence[Message], every: int = 1) -> list[PricedOp]:
+        """Messages with durations, a step's mean where they are sent every so many steps.
+
+        The run lists them as sent.
+        """
         rank = self.rank
-        ops = price_messages(messages, rank.book, rank.where)
+        ops = [op.over(every) for op in price_messages(messages, rank.book, rank.where)]
         self.sent += ops
         return ops

@@ -13,7 +13,13 @@ from itercast.compose.pricing.optimizer import STATE_COPIES, fused_update, scale
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp, priceable
 from itercast.compose.pricing.work import Step, Work, fold
 from itercast.compose.simulate.data_parallel import LayerBucket, layer_buckets
-from itercast.compose.simulate.fsdp import hooks, sharded_backward, sharded_bytes, sharded_forward
+from itercast.compose.simulate.fsdp import (
+    averaged_shards,
+    hooks,
+    sharded_backward,
+    sharded_bytes,
+    sharded_forward,
+)
 from itercast.compose.simulate.rank import Rank, RankTasks
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
@@ -177,16 +183,16 @@ class RankProgram(RankTasks):
         return ops
 
     def _copy_bucket(self, bucket: LayerBucket, *, into: bool) -> None:
-        layers, work = self.rank.layers, Work()
+        layers, work, every = self.rank.layers, Work(), max(1, self.how.every)
         times = self.how.copies_in if into else self.how.copies_out
         if not into:
             decode = self._codec(bucket, encode=False)
             work = layers[bucket.instance].fold(decode)
         for i, at in bucket.members:
             ops = [(layers[i].into_bucket if into else layers[i].out_of_bucket)[at]] * times
-            self.copies += ops
+            self.copies += [op.over(every) for op in ops]
             work = work.then(layers[i].fold(ops))
-        self.lanes.work(work, "into bucket" if into else "out of bucket")
+        self.lanes.work(work.over(every), "into bucket" if into else "out of bucket")
 
     def _copy(self, nbytes: float, lane: str) -> PricedOp:
         """A copy between GPU and host, on a lane of its own."""
@@ -245,8 +251,30 @@ class RankProgram(RankTasks):
         if self.how.by_layer and not self.how.every_micro and rank.plan.pp > 1:
             size = sum(sharded_bytes(x, self) for x in rank.layers)
             kinds.append(Message(kind="all_gather", axis="shard", message_bytes=size))
-        kinds += self._averaged_tables(optimizer)
         self.lanes.wait([self.lanes.send(m) for m in self.price(kinds)])
+        self._average_copies(optimizer)
+
+    def _average_copies(self, optimizer: str) -> None:
+        """Add the average of parameters or tables every so many steps: a step's mean of it.
+
+        Nothing of the next step overlaps it, so that times of steps with and without it add up.
+        """
+        plan, every = self.rank.plan, self.how.every
+        filled = (
+            layer_buckets(self.rank.layers, self.how) if every and not self.how.by_layer else []
+        )
+        messages = [b.message("all_reduce", self.how) for b in filled]
+        if every and self.how.by_layer:
+            messages.append(averaged_shards(self))
+        messages += self._averaged_tables(optimizer)
+        sent = list[int]()
+        for i, message in enumerate(self.price(messages, max(1, plan.local))):
+            if i < len(filled):
+                self._copy_bucket(filled[i], into=True)
+            sent.append(self.lanes.send(message))
+        self.lanes.wait(sent)
+        for bucket in filled:
+            self._copy_bucket(bucket, into=False)
 
     def _averaged_tables(self, optimizer: str) -> list[Message]:
         """The average of the fullest rank's tables and their state over ranks that have the same.

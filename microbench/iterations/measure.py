@@ -220,7 +220,8 @@ class _StepTimer:
         if self.together and self.step.barrier:
             torch.distributed.barrier()
         start = time.perf_counter_ns()
-        self.step.run()
+        for _ in range(self.step.steps):
+            self.step.run()
         if self.device == "cuda":
             torch.cuda.synchronize()
         end = time.perf_counter_ns()
@@ -231,7 +232,7 @@ class _StepTimer:
             if self.together and self.step.barrier:
                 torch.distributed.barrier()  # ranks time their anchors together, as in a sweep
             self.anchors.append(self.anchor())
-        return (end - start) / 1e3
+        return (end - start) / 1e3 / self.step.steps
 
     def anchor_us(self) -> dict[str, float]:
         """Geometric means of the anchor's times, on the slowest rank."""

@@ -10,7 +10,7 @@ from itercast.microbench.plan import ParallelPlan
 OnPhase = Callable[[str], None]
 KEYS = (
     *("dp", "tp", "pp", "zero", "hsdp", "micro", "accumulate"),
-    *("cdp", "schedule", "recompute", "compress"),
+    *("cdp", "local", "schedule", "recompute", "compress"),
 )
 
 
@@ -25,7 +25,8 @@ def measurable(text: str) -> ParallelPlan:
         (plan.recompute not in ("", "full"), "recompute=full"),
         (plan.schedule not in ("1f1b", "gpipe"), "schedule 1f1b or gpipe"),
         (plan.compress not in ("", "0.5"), "compress=0.5"),
-        (plan.compress != "" and plan.cdp > 0, "compress with DDP only"),
+        (plan.compress != "" and plan.cdp + plan.local > 0, "compress with DDP only"),
+        (plan.local > 0 and plan.zero + plan.tp > 1, "local with dp alone"),
     ):
         if broken:
             raise ValueError(f"plan {text!r} cannot be measured; allowed: {rule}")
@@ -36,9 +37,11 @@ def measurable(text: str) -> ParallelPlan:
 class PlanStep:
     """A step to repeat.
 
-    ``barrier``: ranks wait for each other before every step; ``finish``: called after the last one.
+    ``steps``: how many in a row are timed as one, where only their mean is of use. ``barrier``:
+    ranks wait for each other before every such row; ``finish``: called after the last one.
     """
 
     run: Callable[[], None]
+    steps: int = 1
     barrier: bool = True
     finish: Callable[[], None] = lambda: None

@@ -6,6 +6,7 @@
 - tp: DTensor; products split by columns, then rows; vocabulary-parallel embedding, head and loss;
   inside FSDP2 where there are replicas.
 - pp and cdp: see ``plan_stages``.
+- local=K: torch's ``PeriodicModelAverager``; K steps are timed as one.
 - recompute=full: a checkpoint per numbered layer. compress=0.5: gradients are sent in fp16.
 """
 
@@ -50,7 +51,23 @@ def make_plan_step(
     if plan.pp > 1 or plan.cdp:
         return _staged(chosen, model, batches[0], plan, settings, on_phase)
     model, micro = parallel(model, plan, device)
-    return PlanStep(run=_accumulated(chosen, model, batches, settings, micro, on_phase))
+    run = _accumulated(chosen, model, batches, settings, micro, on_phase)
+    if plan.local:
+        return PlanStep(run=_averaged(run, model, plan.local), steps=plan.local)
+    return PlanStep(run=run)
+
+
+def _averaged(step: Callable[[], None], model: Any, every: int) -> Callable[[], None]:
+    """A step of local SGD: in each of ``every`` one averages the parameters of all ranks."""
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    averager = PeriodicModelAverager(every)
+
+    def run() -> None:
+        step()
+        averager.average_parameters(model.parameters())
+
+    return run
 
 
 def _staged(
@@ -151,7 +168,7 @@ def parallel(model: Any, plan: ParallelPlan, device: str) -> tuple[Any, Callable
         return model, lambda last: loss_parallel()
     if plan.zero:
         return _sharded(model, plan, _mesh(plan, device))
-    if plan.dp > 1:
+    if plan.dp > 1 and not plan.local:
         return _replicated(model, plan)
     return model, lambda last: nullcontext()
 

@@ -77,6 +77,28 @@ def test_hybrid_shards_send_within_their_group_and_shares_among_groups(micro: in
     )
 
 
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_replicas_that_step_alone_send_parameters_every_so_many(every: int) -> None:
+    """Four adapters of 2,048 bytes, a quarter of them in a group of four, once in so many steps.
+
+    Nothing overlaps the average: 8 tensors are packed, 8 KiB sent, and 8 unpacked, 1 us each.
+    """
+    assert sent(rank_for("frozen", f"dp=8,local={every}")) == {"all_reduce": 4 * 2_048 // every}
+    inner = sent(rank_for("frozen", "dp=4,zero=3,accumulate=2"))
+    text = f"dp=8,hsdp=4,zero=3,accumulate=2,local={every}"
+    assert sent(rank_for("frozen", text)) == inner | {"all_reduce": 4 * 512 // every}
+    alone, found = outcome("frozen", ""), outcome("frozen", f"dp=8,local={every}")
+    assert found.iteration_us - alone.iteration_us == pytest.approx((8 + 8 + 8) / every)
+    assert found.exposed_comm_us == pytest.approx(8 / every)
+    assert found.memory == alone.memory
+
+
+@pytest.mark.parametrize("text", ["", "accumulate=2,", "pp=2,micro=4,", "zero=3,hsdp=2,", "amp,"])
+def test_rarer_averages_are_never_slower(text: str) -> None:
+    times = [outcome("gpt", f"dp=4,{text}local={k}").iteration_us for k in (1, 2, 3, 16, 500)]
+    assert times == sorted(times, reverse=True) and times[0] > times[-1]
+
+
 def test_hybrid_shards_hold_what_their_group_shares() -> None:
     """Sixteen ranks in groups of four hold four times what one group of four does."""
     four, hybrid = (

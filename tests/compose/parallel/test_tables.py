@@ -252,13 +252,16 @@ def test_groups_have_copies_of_all_tables(tmp_path: Path) -> None:
     """Two groups of two ranks: messages are among two, tables are averaged over the two groups.
 
     Rank 1 of each group has both bags and their averages and squares; the average of a fullest
-    rank's 160 rows is sent once a step.
+    rank's 160 rows is sent once a step, with local=4 once in four.
     """
     names = {"bags.0": ("table_wise", (1,)), "bags.1": ("table_wise", (1,))}
     plan = plan_file(tmp_path, {**names, "items": ("table_wise", (0,))})
     rank = rank_for(step("adamw"), f"{plan}:2", GPU)
     sent = [op for op in _micro_batches(rank, "adamw")[1].sent if op.op == "all_reduce"]
     assert round(1024 * sent[-1].duration_us) == 3 * 160 * DIM * 4
+    rarely = _micro_batches(rank_for(step("adamw"), f"{plan}:2,local=4", GPU), "adamw")[1].sent
+    dense, tables = [op.duration_us for op in rarely if op.op == "all_reduce"]
+    assert [dense, 4 * tables] == [op.duration_us for op in sent]
     two = rank_for(step("adamw"), plan.replace("dp=4", "dp=2"), GPU)
     messages_of = [
         [c.args[0].nbytes for c in r.model.graph.capture.calls if c.op == COLLECTIVE]

@@ -48,6 +48,8 @@ PLANS = [
     "dp=4,gossip=ring",
     "dp=4,gossip=exp2",
     "dp=4,cdp=1",
+    "dp=4,local=4",
+    "dp=4,zero=2,hsdp=2,local=4",
     "dp=2,coconet=split",
     "dp=2,coconet=split,reorder,fuse,overlap:8",
 ]
