@@ -17,19 +17,19 @@ PLAN = """
 root: {folder}/rows
 points: captured.json
 prices: prices.yaml
-chunk: 60s
+chunk: 6s
 machines:
   h100:
     gpu: h100-sxm-80gb
     count: 4
-    minutes: 10
+    minutes: 1
     families: [gemm, norm, host, collective]
     gpus_per_node: 2
     cores: 16
     accelerator: H100
   boxes:
     gpu: cpu
-    minutes: 2
+    minutes: 0.2
     cores: 2
     families: [norm]
     resources: {{box: 1}}
@@ -45,18 +45,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_points_are_dealt_once_and_the_same_each_time(folder: Path) -> None:
-    """600 s: 5/95 of them host times, 10 % collectives, the rest in chunks of about 60 s."""
+    """60 s: 5 % of them host times, 10 % collectives, the rest in chunks of about 6 s."""
     plan = load_plan(folder / "plan.yaml")
     chunks = deal(plan)
     assert [c.name for c in chunks] == [c.name for c in deal(plan)]
     assert len({c.name for c in chunks}) == len(chunks)
     h100 = [c for c in chunks if c.machines == "h100"]
     seconds = {kind: sum(c.seconds for c in h100 if c.kind == kind) for kind in ("host", "ops")}
-    assert sum(c.seconds for c in h100) == pytest.approx(600)
-    assert seconds["host"] == pytest.approx(30) and seconds["ops"] == pytest.approx(510)
+    assert sum(c.seconds for c in h100) == pytest.approx(60)
+    assert seconds["host"] == pytest.approx(3) and seconds["ops"] == pytest.approx(51)
     dealt = [str(p) for c in h100 for p in c.points.get("norm", ())]
-    assert len(dealt) == len(set(dealt)) > 1000
-    assert [c.seconds for c in chunks if c.machines == "boxes"] == [60, 60]
+    assert len(dealt) == len(set(dealt)) > 100
+    assert [c.seconds for c in chunks if c.machines == "boxes"] == pytest.approx([6, 6])
 
 
 def test_what_a_chunk_takes_of_a_node(folder: Path) -> None:
@@ -79,10 +79,10 @@ def test_what_a_chunk_takes_of_a_node(folder: Path) -> None:
 
 
 def test_the_simulated_cost_by_hand(folder: Path) -> None:
-    """Two chunks of 60 s one after the other: 136 s with their starts, 0.0378 h of 0.1 each."""
+    """Two chunks of 6 s one after the other: 28 s with their starts, 0.0078 h at 0.1 an hour."""
     plan = load_plan(folder / "plan.yaml")
     boxes = simulate(plan, deal(plan))[1]
-    assert boxes.wall_s == pytest.approx(120 + 2 * START_S)
+    assert boxes.wall_s == pytest.approx(12 + 2 * START_S)
     assert boxes.gpu_hours == pytest.approx(boxes.wall_s / 3600)
     assert boxes.price == pytest.approx(0.1 * boxes.gpu_hours)
     done = CliRunner().invoke(app, ["fleet", str(folder / "plan.yaml"), "--dry-run"])
@@ -94,13 +94,13 @@ def test_the_simulated_cost_by_hand(folder: Path) -> None:
     ("wrong", "told"),
     [
         ("gpu: h100-sxm-80gb -> gpu: h900", "unknown gpu 'h900'"),
-        ("minutes: 10 -> minutes: 0", "minutes 0; allowed are more than 0"),
-        ("minutes: 10 -> minutes: .nan", "minutes nan"),
-        ("minutes: 10 -> minutes: ten", "minutes 'ten' is not of type float"),
+        ("minutes: 1 -> minutes: 0", "minutes 0; allowed are more than 0"),
+        ("minutes: 1 -> minutes: .nan", "minutes nan"),
+        ("minutes: 1 -> minutes: ten", "minutes 'ten' is not of type float"),
         ("count: 4 -> count: -4", "count -4; allowed are 1 to"),
         ("count: 4 -> gpus: 4", "unknown key 'gpus'"),
-        ("chunk: 60s -> shell: rm", "unknown key 'shell'"),
-        ("chunk: 60s -> chunk: soon", "'soon': expected a duration"),
+        ("chunk: 6s -> shell: rm", "unknown key 'shell'"),
+        ("chunk: 6s -> chunk: soon", "'soon': expected a duration"),
         (
             "gpu: cpu -> gpu: !!python/object/apply:os.system [id]",
             "could not determine a construct",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -19,7 +20,9 @@ from itercast.eval.gpu_report import machines_table
 from itercast.microbench import store
 from itercast.microbench.campaign.archive import pack, unpack
 from itercast.microbench.processes.lanes import LaneStopped, gpu_count, run_lanes
+from itercast.microbench.sweep.orders import phases
 from itercast.microbench.sweep.rows import make_row
+from itercast.microbench.sweep.scheduler import Sweep
 
 ROOT = Path(__file__).parents[3]
 
@@ -35,6 +38,7 @@ def measured_on(root: Path, host: str, uuid: str, name: str, anchor_us: float = 
     store.compact(root, {"what": "test", "when": "2026-01-02", "versions": {"driver": host}})
 
 
+@pytest.mark.slow
 def test_two_gpus_share_the_points_of_a_sweep(tmp_path: Path) -> None:
     """Six points of a family, each measured once, on either GPU; host times by one worker alone."""
     words = ("collect", "--device", "cuda", "--devices", "all", "--budget", "100s", "--out")
@@ -66,6 +70,14 @@ def test_two_gpus_share_the_points_of_a_sweep(tmp_path: Path) -> None:
     card = yaml.safe_load((tmp_path / "norm/standin/itercast/card.yaml").read_text())
     assert {m["gpu_uuid"] for m in card["machines"]} == {"standin-0", "standin-1"}
     assert sum(m["rows"] for m in card["machines"]) == 12
+
+
+def test_host_times_have_one_lane_and_each_key_belongs_to_one() -> None:
+    lanes = {p.families: p.lanes for p in phases("cuda", ("norm", "host"), devices=2)}
+    assert lanes == {("host",): 1, ("norm",): 2}
+    both = [replace(order(Path(), "norm"), lanes=2, lane=lane) for lane in (0, 1)]
+    assert [Sweep(one, set()).mine("a0") for one in both] == [True, False]
+    assert [Sweep(one, set()).mine("a1") for one in both] == [False, True]
 
 
 def test_archives_of_two_machines_lose_no_card(tmp_path: Path) -> None:
