@@ -13,15 +13,18 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+PARENT = "ITERCAST_PARENT"  # variable with the id of the process that starts this one
 
 
 def end_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends; Linux only."""
+    """Make the kernel kill this process when its parent ends, or has ended; Linux only."""
     try:
         prctl = ctypes.CDLL(None).prctl
     except (OSError, AttributeError, TypeError):
         return
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if int(os.environ.pop(PARENT, os.getppid())) != os.getppid():
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from itercast.microbench.hardware.machine import cores
+from itercast.microbench.processes import leash
 from itercast.microbench.processes.lanes import visible_gpus
 from itercast.microbench.slow_imports import dist, torch
 from itercast.microbench.store import Facts
@@ -52,7 +53,7 @@ def start_ranks(
         where = shlex.split(torchrun) or ["--standalone"]
         launcher += ["torch.distributed.run", *where, f"--nproc-per-node={ranks}"]
         launcher += ["-m", "itercast.microbench.processes.leash"]
-    environment = os.environ | (QUIET if several else {})
+    environment = os.environ | {leash.PARENT: str(os.getpid())} | (QUIET if several else {})
     if several or order.get("device") == "cuda":
         environment = {"OMP_NUM_THREADS": "1", **environment}
     if order.get("device") == "cuda":

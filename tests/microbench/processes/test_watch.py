@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from itercast.microbench.processes import leash
 from itercast.microbench.processes.ranks import start_ranks
 from itercast.microbench.processes.watch import log_tail, never, watch
 
+ROOT = Path(__file__).parents[3]
 SLEEPER = "import time; time.sleep(60)"
 
 
@@ -88,6 +90,17 @@ def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     assert gone(worker)
+
+
+def test_a_worker_whose_parent_ended_before_it_began_ends_too() -> None:
+    """Its variable names the parent; this process is another one."""
+    command = [sys.executable, "-m", leash.__name__, "this"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), leash.PARENT: "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+    assert run.returncode == -signal.SIGKILL and not run.stdout
+    environment[leash.PARENT] = str(os.getpid())
+    run = subprocess.run(command, env=environment, capture_output=True, timeout=60)
+    assert run.returncode == 0 and b"Beautiful" in run.stdout
 
 
 def test_the_end_of_a_log_is_one_line(tmp_path: Path) -> None:
