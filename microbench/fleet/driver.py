@@ -20,13 +20,14 @@ from itercast.microbench.fleet.chunk import DONE, LATE, REFUSED, THROTTLED, Chun
 from itercast.microbench.fleet.chunks import HOST, TOGETHER, Chunk, Plain, gpus_of
 from itercast.microbench.fleet.plan import FleetPlan, Machines
 from itercast.microbench.fleet.task import over_nodes, run_chunk
-from itercast.microbench.fleet.urls import Root, send_cards
+from itercast.microbench.fleet.urls import OF_ROOT, Root, send_cards
 
 log = logging.getLogger(__name__)
 LOCAL = "local"  # address: a cluster of this machine alone, started and ended with the plan
 MAX_TRIES = 6  # of a chunk whose task or node died
 POLL_S = 0.5
 LATE_S = 90.0  # after the deadline; tasks end themselves before it
+NODE_DIED = "Ray's node on this machine died; the same command continues the plan"
 Told = Callable[[Chunk, Plain], None]
 
 
@@ -84,7 +85,6 @@ class Driver:
     until: float
     waiting: dict[str, deque[Waiting]] = field(default_factory=dict)
     running: dict[Any, Waiting] = field(default_factory=dict)
-    folders: set[str] = field(default_factory=set)
 
     def run(self, chunks: Sequence[Chunk]) -> Counter[str]:
         """Measure the chunks; returns how many ended in which state."""
@@ -153,6 +153,8 @@ class Driver:
         chunk = one.chunk
         try:
             found: Plain = json.loads(self.ray.get(task))
+        except self.ray.exceptions.LocalRayletDiedError as exc:  # nothing can run any more
+            raise OSError(NODE_DIED) from exc
         except self.ray.exceptions.RayError as exc:
             found = {"state": "failed", "reason": f"{type(exc).__name__}: its task or node died"}
         state = found["state"]
@@ -167,8 +169,6 @@ class Driver:
             log.warning("%s %s %s: %s", chunk.machines, chunk.name, again, found.get("reason"))
             self.waiting[chunk.machines].appendleft(one)
             return ""
-        for family in found.get("families", {}):
-            self.folders.add(f"{family}/{found['gpu']}/itercast")
         self.told(chunk, found)
         return str(state)
 
@@ -203,12 +203,20 @@ def run_fleet(plan: FleetPlan, chunks: Sequence[Chunk], address: str, told: Told
     """
     with connected(plan, address) as ray:
         until = time.time() + plan.deadline_s
-        driver = Driver(plan=plan, ray=ray, told=told, until=until)
         try:
-            return driver.run(chunks)
+            return Driver(plan=plan, ray=ray, told=told, until=until).run(chunks)
         finally:
-            if driver.folders:
-                send_cards(plan.root, driver.folders)
+            write_cards(plan.root)
+
+
+def write_cards(where: str) -> None:
+    """Write the cards of all finished chunks, also of those of a run that was killed."""
+    names = Root(where).names()
+    done = {Path(n).stem for n in names if n.startswith(".fleet/")}
+    parts = {n for n in names if OF_ROOT.fullmatch(n) and n.endswith(".parquet")}
+    folders = {n.rpartition("/")[0] for n in parts if Path(n).stem.removeprefix("part-") in done}
+    if folders:
+        send_cards(where, folders)
 
 
 def results(plan: FleetPlan) -> dict[str, Plain]:

@@ -59,7 +59,7 @@ def start(plan: FleetPlan, chunks: Sequence[Chunk], left: Sequence[Chunk], addre
     from itercast.commands.shared import say_logged
     from itercast.eval.progress import progress_bar
     from itercast.eval.tracking.fleet import FleetRuns
-    from itercast.microbench.fleet.driver import run_fleet, with_ray
+    from itercast.microbench.fleet.driver import run_fleet, with_ray, write_cards
     from itercast.microbench.fleet.urls import Root
 
     with_ray()
@@ -67,6 +67,7 @@ def start(plan: FleetPlan, chunks: Sequence[Chunk], left: Sequence[Chunk], addre
     done = len(chunks) - len(left)
     typer.echo(f"{len(left)} of {len(chunks)} chunks are left", err=True)
     if not left:
+        write_cards(plan.root)
         return
     runs = FleetRuns(plan.name, plan.root, len(chunks), done)
     ended = "KILLED"

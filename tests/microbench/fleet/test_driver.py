@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from itercast.microbench import store
 
 pytest.importorskip("ray", reason="pip install 'itercast[fleet]'")
+ROOT = Path(__file__).parents[3]
+COMMAND = (sys.executable, "-m", "itercast", "fleet")
 PLAN = """
 root: rows
 points: captured.json
@@ -24,24 +27,40 @@ machines:
 
 
 def fleet(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "itercast", "fleet", *words]
+    command = [*COMMAND, *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200)
 
 
+def killed(folder: Path) -> set[str]:
+    """Start the plan and kill the command when rows are on disk; returns their keys."""
+    words, keys = [*COMMAND, "plan.yaml", "--address", "local"], set[str]()
+    with subprocess.Popen(words, cwd=folder, stderr=subprocess.DEVNULL) as command:
+        end = time.monotonic() + 100
+        while not keys and time.monotonic() < end:
+            time.sleep(0.2)
+            journals = list((folder / "cache/fleet/chunks").glob("*/.journal/*.jsonl"))
+            keys = {row["key"] for path in journals for row in store.read_journal(path)}
+        command.kill()
+    return keys
+
+
 @pytest.mark.slow
-def test_a_plan_is_measured_and_not_measured_again(
+def test_a_plan_that_was_killed_is_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two chunks: each a part per family at most, no point twice; then none is left."""
+    """Two chunks: rows of before the kill are kept, no point is there twice; then none is left."""
     store.write_atomic(tmp_path / "captured.json", b'{"models": 40, "norm": []}')
     store.write_atomic(tmp_path / "plan.yaml", PLAN.encode())
     monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    seen = killed(tmp_path)
     done = fleet(tmp_path, "plan.yaml", "--address", "local")
     assert done.returncode == 0, done.stderr
     assert "2 chunks done" in done.stdout
-    rows = store.read_rows([tmp_path / "rows"], "elementwise")
-    assert len(rows) and rows["key"].is_unique
+    both = [store.read_rows([tmp_path / "rows"], name) for name in ("norm", "elementwise")]
+    keys, rows = [key for one in both for key in one["key"]], both[1]
+    assert seen and seen <= set(keys) and len(keys) == len(set(keys))
     card = next((tmp_path / "rows").glob("elementwise/*/itercast/card.yaml")).read_text()
     assert f"ok: {len(rows)}" in card
     again = fleet(tmp_path, "plan.yaml", "--address", "local")

@@ -1,0 +1,45 @@
+"""Chunks of a fleet whose process or command was killed late: nothing is measured twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+
+from itercast.microbench import store
+from itercast.microbench.fleet.chunk import ChunkOrder, measure
+from itercast.microbench.fleet.driver import write_cards
+from itercast.microbench.yaml_text import load_yaml
+
+
+def test_a_chunk_that_another_attempt_finished_is_left(tmp_path: Path) -> None:
+    """An hour of work, were it not for the result at the root."""
+    done = {"chunk": "abc", "state": "done", "rows": 7}
+    store.write_atomic(tmp_path / "rows/.fleet/abc.json", json.dumps(done).encode())
+    order = ChunkOrder(
+        root=str(tmp_path / "rows"),
+        work=str(tmp_path / "work"),
+        name="abc",
+        kind="ops",
+        gpu="cpu",
+        families=("norm",),
+        points={},
+        seconds=3600.0,
+        until=4e9,
+        cores=10_000,
+        seed=0,
+    )
+    assert measure(order) == done
+
+
+def test_cards_of_finished_chunks_are_written_after_a_kill(tmp_path: Path) -> None:
+    """Of two parts one has a result; a part of something else has none and gets no card."""
+    rows = pd.DataFrame([{"key": "k", "status": "ok"}])
+    for family, chunk in (("norm", "one"), ("norm", "two"), ("gemm", "other")):
+        store.write_part(tmp_path, family, "toy", rows, chunk, facts={"what": "test"})
+    store.write_atomic(tmp_path / ".fleet/one.json", b"{}")
+    write_cards(str(tmp_path))
+    card = load_yaml((tmp_path / "norm/toy/itercast/card.yaml").read_text())
+    assert card["rows"] == {"ok": 2} and len(card["sha256"]) == 2
+    assert not (tmp_path / "gemm/toy/itercast/card.yaml").exists()
