@@ -144,6 +144,23 @@ def test_a_function_of_the_users_own(folder: Path, bundle: Path) -> None:
     assert "has no attribute" in predict(folder, "--model", "mine:other", rc=2)
 
 
+def test_replicas_of_a_graph_network_have_graphs_of_their_own(folder: Path) -> None:
+    """A full graph is not cut among them: one line says what is forecast."""
+    (folder / "graph.py").write_text(
+        "import torch\n"
+        "class Sum(torch.nn.Linear):\n"
+        "    def forward(self, x, matrix):\n"
+        "        return torch.sparse.mm(matrix, super().forward(x))\n"
+        "def model():\n"
+        "    inputs = torch.ones(30, 8), torch.eye(30).to_sparse_csr()\n"
+        "    return Sum(8, 4), inputs, lambda y: y.sum()\n"
+    )
+    words = ("--model", "graph:model", "--gpu", "a100-sxm-80gb")
+    told = "each of 2 replicas has a sparse matrix of its own, of 30 x 30 with 30 values; cutting"
+    assert told in predict(folder, *words, "--plan", "dp=2")
+    assert "replicas" not in predict(folder, *words)
+
+
 def test_a_configuration_needs_its_batch(folder: Path, bundle: Path) -> None:
     (folder / "c.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     words = ("--hf-config", "c.json", "--bundle", str(bundle))

@@ -9,10 +9,14 @@ import pandas as pd
 import pytest
 from public_data import PUBLIC, needs_public
 
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import priceable
 from itercast.eval.public.readers import MAPPINGS, READER_OF, read_source
 from itercast.learners.features.table import feature_table, is_number
+from itercast.learners.known_bundles import find_bundle, find_gpu
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.importers.base import Hints, Imported
+from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops import families
 
 SOURCES = sorted([*(path.stem for path in MAPPINGS.glob("*.yaml")), "kineto-traces"])
@@ -57,3 +61,26 @@ def test_every_line_is_a_row_or_counted(name: str, files: str) -> None:
     found = imported(name)
     lines = sum(len(pd.read_csv(path, dtype=str)) for path in (PUBLIC / name).glob(files))
     assert sum(map(len, found.rows.values())) + sum(found.dropped.values()) == lines
+
+
+@needs_public("flashsparse")
+def test_sparse_products_without_a_model_take_what_no_cache_holds() -> None:
+    """No number is fitted. A row read for each value would be 2.3 times off in geometric mean."""
+    rows = imported("flashsparse").rows["sparse"]
+    bundle = find_bundle("h100-pcie-80gb")[1]
+    book = PriceBook(bundle, find_gpu("h100-pcie-80gb", bundle), 0)
+    calls = [
+        OpCall(
+            op="aten.mm.default",
+            args=(
+                TensorSpec(shape=(row.rows, row.cols), dtype="fp32", layout="csr", nnz=row.nnz),
+                TensorSpec(shape=(row.cols, row.width), dtype="fp32"),
+            ),
+        )
+        for row in rows.itertuples()
+    ]
+    forecast_us = [op.duration_us for op in book.price([priceable(call) for call in calls])]
+    ratio = np.log(forecast_us / rows["time_us"].to_numpy())
+    print(f"mean log error {np.abs(ratio).mean():.2f}, median {np.median(ratio):+.2f}")
+    assert len(rows) == 999
+    assert np.abs(ratio).mean() < 0.6 and abs(np.median(ratio)) < 0.2
