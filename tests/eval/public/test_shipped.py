@@ -15,6 +15,7 @@ from itercast.eval.public.shipped import (
     Source,
     comparison,
     joined,
+    keep_others,
     measured_table,
     rebuild,
     replace_bundle,
@@ -66,6 +67,22 @@ def test_a_replaced_bundle_keeps_its_card(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "old"]
 
 
+def test_a_single_family_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
+    """Optimizers change; the files of dropout do not by a byte."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    joined([one_family("random"), one_family("optimizer")]).save(old)
+    (old / "CARD.md").write_text("who measured it\n")
+    steps = WHOLE.models["optimizer"]
+    changed = replace(steps, facts={**steps.facts, "digest": "0"})
+    replace(WHOLE, models={"optimizer": changed}).save(new)
+    before = {p.name: p.read_bytes() for p in old.glob("random*")}
+    keep_others(new, old)
+    replace_bundle(new, old)
+    found = Bundle.load(old).models
+    assert set(found) == {"random", "optimizer"} and found["optimizer"].facts["digest"] == "0"
+    assert before == {p.name: p.read_bytes() for p in old.glob("random*")} != {}
+
+
 def test_a_missing_source_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"NeuSight': no such file or folder"):
         rebuild(tmp_path, tmp_path / "out", list(MAX_ROWS), replace=False)
@@ -88,7 +105,7 @@ def test_the_card_says_what_is_measured_and_what_is_assumed() -> None:
     (line,) = (x for x in table.splitlines() if x.startswith("| attention backward 16 bit"))
     _, _, measured, assumed, _ = (x.strip() for x in line.split("|"))
     assert measured == "gb200" and "ampere" in assumed and "hopper" not in assumed
-    assert table.splitlines()[-1].startswith("| embedding_bag, index, optimizer")
+    assert table.splitlines()[-1].startswith("| embedding_bag, index, pooling")
 
 
 def test_families_at_two_speeds_of_a_machine_are_not_joined() -> None:
