@@ -82,11 +82,13 @@ def read_lengths(spec: str, context: int) -> np.ndarray:
     if kind == "uniform":
         if high < low:
             raise ValueError(f"lengths {spec!r}: HIGH is at least LOW")
-        return _within(np.round(low + shares * (high - low)).astype(int), context, repr(spec))
+        _within(np.array([low, high]), context, repr(spec))
+        return np.round(low + shares * (high - low)).astype(int)
     from statistics import NormalDist
 
     deviates = np.array([NormalDist().inv_cdf(share) for share in shares])
-    drawn = np.minimum(context, np.maximum(1, np.round(low * np.exp(high * deviates))))
+    with np.errstate(over="ignore"):  # infinite ones are cut, too
+        drawn = np.minimum(context, np.maximum(1, np.round(low * np.exp(high * deviates))))
     return drawn.astype(int)
 
 
@@ -106,7 +108,7 @@ def _within(found: np.ndarray, context: int, where: str) -> np.ndarray:
     wrong = found[(found < 1) | (found > context)]
     if len(wrong):
         rule = f"a length is from 1 to the {context} tokens of the context"
-        raise ValueError(f"lengths {where}: {rule}, got {wrong[0]}")
+        raise ValueError(f"lengths {where}: {rule}, got {wrong[0]:.15g}")
     return found
 
 

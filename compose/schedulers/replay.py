@@ -114,10 +114,14 @@ def _job(line: str, rates: Rates, cluster: Mapping[str, int]) -> Job:
         raise ValueError(f"{FIELDS} fields separated by tabs, got {len(fields)}")
     kind, steps, gpus, arrival_s = fields[0], int(fields[4]), int(fields[5]), float(fields[8])
     if steps < 1 or gpus < 1 or not (math.isfinite(arrival_s) and arrival_s >= 0):
-        raise ValueError("steps and GPUs are 1 or more, the arrival is 0 or later")
+        got = f"got {steps}, {gpus} and {arrival_s:g} s"
+        raise ValueError(f"steps and GPUs are 1 or more, the arrival is 0 or later; {got}")
     known = rates.get((kind, gpus))
     if known is None:
-        raise ValueError(f"no throughput of {kind!r} on {gpus} GPUs")
+        numbers = sorted(number for name, number in rates if name == kind)
+        names = sorted({name for name, _ in rates})
+        has = f"on {numbers}" if numbers else f"of {names}"
+        raise ValueError(f"no throughput of {kind!r} on {gpus} GPUs; the tables have those {has}")
     seconds = {
         gpu: steps / known[gpu] for gpu, n in cluster.items() if known.get(gpu) and n >= gpus
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,9 @@ def lane_from(plain: Any) -> InputLane:
     known = {f.name for f in fields(InputLane)}
     if unknown := sorted(set(plain) - known):
         raise ValueError(f"unknown keys {unknown}")
+    needed = {f.name for f in fields(InputLane) if f.default is f.default_factory is MISSING}
+    if missing := sorted(needed - set(plain)):
+        raise ValueError(f"missing keys {missing}")
     made = dict(plain)
     for name in ("alone", "worker"):
         times = made.get(name) or {}

@@ -84,6 +84,13 @@ def test_plans_are_spread_over_the_gpus() -> None:
         spread("tp=2", 3)
 
 
+def test_a_number_stated_twice_is_one_row(bundle: Path) -> None:
+    """Two numbers of GPUs and one batch: two cells."""
+    place = ["--gpu", "toy-gpu,toy-gpu", "--bundle", str(bundle), "--json"]
+    cells = throughput(*place, "--gpus", "1,2,1", "--batch", "2,2")["cells"]
+    assert [(cell["gpus"], cell["batch"]) for cell in cells] == [(1, 2), (2, 2)]
+
+
 def test_a_forbidden_cell_has_a_reason(bundle: Path) -> None:
     """ZeRO needs two replicas: one GPU has no forecast, two have."""
     place = ["--gpu", "toy-gpu", "--bundle", str(bundle), "--json", "--batch", "2"]
@@ -96,8 +103,11 @@ def test_a_forbidden_cell_has_a_reason(bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpus", "1,x"], "--gpus takes positive integers like 1,2,4, got 'x'"),
-        (["--gpus", "0"], "--gpus takes positive integers like 1,2,4, got '0'"),
+        (["--gpus", "1,x"], "--gpus takes positive integers below 10^8 like 1,2,4, got 'x'"),
+        (["--gpus", "0"], "like 1,2,4, got '0'"),
+        (["--gpus", ""], "--gpus is a list separated by commas, got ''"),
+        (["--gpus", "1", "--batch", ","], "--batch is a list separated by commas, got ','"),
+        (["--gpus", "1", "--gpu", " "], "--gpu is a list separated by commas, got ' '"),
         (["--gpus", "2", "--plan", "dp=2"], "dp follows from --gpus"),
         (["--gpus", "2", "--plan", "pt=2"], "unknown key 'pt'"),
         (["--gpus", "1", "--node", "dgx-h100"], "node 'dgx-h100' holds none of toy-gpu"),
@@ -172,7 +182,9 @@ def test_short_jobs_first(rates: Path, tmp_path: Path) -> None:
     [
         ("a b\n", "line 1: 9 fields separated by tabs, got 1"),
         (trace_line("a", 0, 1, 0), "steps and GPUs are 1 or more"),
-        (trace_line("d", 1, 1, 0), "no throughput of 'd' on 1 GPUs"),
+        (trace_line("a", 0, 1, 0), "got 0, 1 and 0 s"),
+        (trace_line("d", 1, 1, 0), "'d' on 1 GPUs; the tables have those of ['a', 'b', 'c']"),
+        (trace_line("a", 1, 3, 0), "no throughput of 'a' on 3 GPUs; the tables have those on [1]"),
         (trace_line("c", 1, 1, float("nan")), "the arrival is 0 or later"),
         ("", "no jobs"),
     ],

@@ -48,7 +48,8 @@ def throughput(
     as_json: Json = False,
 ) -> None:
     """Forecast a model on several GPUs, numbers of them and batches: a scheduler's table."""
-    counts, batches = whole_numbers("gpus", gpus), whole_numbers("batch", batch)
+    names, counts = words("gpu", gpu), whole_numbers("gpus", gpus)
+    batches = whole_numbers("batch", batch) if batch else [None]
     from itercast.compose.schedulers.throughput import throughput_table
     from itercast.eval.progress import progress_bar
 
@@ -61,11 +62,11 @@ def throughput(
         task = bar.add_task("cells", total=None)
         cells = throughput_table(
             question.asked(),
-            words(gpu),
+            names,
             counts,
-            batches or [None],
+            batches,
             pattern=plan,
-            nodes=words(node),
+            nodes=words("node", node) if node else [],
             prices=prices,
             on_cell=lambda c: bar.update(task, description=f"{c.gpus} x {c.gpu}"),
             **asked,
@@ -79,17 +80,21 @@ def throughput(
     Console().print(_table(question.name, rows))
 
 
-def words(text: str) -> list[str]:
-    """The parts of a text between commas."""
-    return [part.strip() for part in text.split(",") if part.strip()]
+def words(option: str, text: str) -> list[str]:
+    """The parts of a text between commas, each once; ValueError names an option without any."""
+    found = dict.fromkeys(part.strip() for part in text.split(",") if part.strip())
+    if not found:
+        raise ValueError(f"--{option} is a list separated by commas, got {text!r}")
+    return list(found)
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """Positive integers separated by commas; ValueError names the option."""
-    parts = words(text)
+    """Positive integers separated by commas, each once; ValueError names the option."""
+    parts = words(option, text)
     for part in parts:
         if not (part.isascii() and part.isdecimal() and 0 < int(part) < 10**8):
-            raise ValueError(f"--{option} takes positive integers like 1,2,4, got {part!r}")
+            rule = f"--{option} takes positive integers below 10^8 like 1,2,4"
+            raise ValueError(f"{rule}, got {part!r}")
     return [int(part) for part in parts]
 
 

@@ -160,6 +160,9 @@ def test_damaged_lanes_are_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match="no input lane"):
             read_lane(path)
+    path.write_text('{"loader": "a", "workers": 0, "prefetch": 1, "batch_samples": 1}')
+    with pytest.raises(ValueError, match=r"missing keys \['batch_bytes', 'cores'\]$"):
+        read_lane(path)
 
 
 def test_a_lane_is_read_as_it_was_written(loaders: str, tmp_path: Path) -> None:
