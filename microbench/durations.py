@@ -15,5 +15,5 @@ def seconds(text: str, what: str = "budget") -> float:
     except ValueError:
         value = 0.0
     if not 0 < value < 7 * 86400:
-        raise ValueError(f"{what} {text!r}: expected a duration like 90s, 10m or 1h")
+        raise ValueError(f"{what} {text!r}: expected a duration like 20ms, 90s, 10m or 1h")
     return value

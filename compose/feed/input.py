@@ -13,9 +13,11 @@ from itercast.compose.target import Target
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.input.lane import Batches, InputLane
 
-BATCHES = 240  # that are simulated; the last two thirds are counted, as many by each worker
+BATCHES = 240  # that are simulated, or three by each worker if those are more; the last two
+# thirds are counted, as many by each worker
 AHEAD = 2  # batches that a host takes before the GPU is done with the first of them
-MAX_WORKERS = 64
+MAX_WORKERS = 64  # tried for the fewest
+MOST_WORKERS = 1024  # simulated
 LATE: float = assumed(__file__, "late")
 ALIKE: float = assumed(__file__, "alike")
 USUAL_GPUS = 8  # of a host whose node is not named
@@ -64,6 +66,8 @@ class Fed:
 
 def fed(lane: InputLane, step: Consumer, workers: int, cores: float) -> Fed:
     """Simulate a loop over the loader with so many workers on a host with so many cores for it."""
+    if workers > MOST_WORKERS:
+        raise ValueError(f"workers {workers}; allowed are 0 to {MOST_WORKERS}")
     if workers and not lane.worker.wall_us:
         raise ValueError(f"loader {lane.loader!r} was measured without workers only")
     if not workers and not lane.alone.wall_us:
@@ -123,7 +127,8 @@ def _period_us(
     tasks: list[Task] = []
     taken: list[int] = []
     done: list[int] = []
-    for k, load_us in enumerate(islice(cycle(times), BATCHES)):
+    batches = max(BATCHES, 3 * workers)
+    for k, load_us in enumerate(islice(cycle(times), batches)):
         behind = (done[k - AHEAD],) if k >= AHEAD and device_us else ()
         if workers:
             free = (taken[k - queue],) if k >= queue else ()
@@ -136,7 +141,7 @@ def _period_us(
             tasks.append(Task(("gpu",), device_us, (taken[-1],), "step"))
         done.append(len(tasks) - 1)
     spans, each = simulate(tasks), max(1, workers)
-    counted = BATCHES * 2 // 3 // each * each
+    counted = batches * 2 // 3 // each * each
     return (spans[done[-1]].end_us - spans[done[-1 - counted]].end_us) / counted
 
 

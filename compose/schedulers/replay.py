@@ -65,7 +65,10 @@ def read_rates(paths: Sequence[Path]) -> Rates:
     rates: dict[tuple[str, int], dict[str, float]] = {}
     for path in paths:
         try:
-            for gpu, jobs in json.loads(path.read_text()).items():
+            table = json.loads(path.read_text())
+            if not isinstance(table, dict):
+                raise ValueError("expected an object: steps/s by GPU and by job")
+            for gpu, jobs in table.items():
                 for key, alone in jobs.items():
                     job = JOB.fullmatch(key)
                     if job is None:

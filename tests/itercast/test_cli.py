@@ -18,7 +18,7 @@ run = CliRunner()
             "cannot list 'dogs'; known: gpus, nodes, hosts, stacks, cases, families, bundles",
         ),
         (["collect", "--device", "tpu"], "device 'tpu': allowed are cpu and cuda"),
-        (["collect", "--budget", "soon"], "budget 'soon': expected a duration like 90s, 10m or 1h"),
+        (["collect", "--budget", "soon"], "budget 'soon': expected a duration like 20ms, 90s"),
         (["collect", "--family", "gem"], "unknown family 'gem'; known:"),
         (["predict", "gpt9"], "unknown case 'gpt9'; known:"),
         (["predict", "gpt-s", "--plan", "dp=0"], "dp is an integer from 1 to 99999999, got '0'"),

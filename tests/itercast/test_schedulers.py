@@ -203,3 +203,5 @@ def test_a_job_that_fits_no_gpu_is_one_line(rates: Path, tmp_path: Path) -> None
     assert "each kind once as NAME=COUNT" in replay(rates, trace, rc=2, gpus="slow=1,slow=2")
     rates.write_text('{"slow": {"x": {"null": 1}}}')
     assert "a job is ('TYPE', GPUS), got 'x'" in replay(rates, trace, rc=2)
+    rates.write_text("[1]")
+    assert "expected an object: steps/s by GPU and by job" in replay(rates, trace, rc=2)

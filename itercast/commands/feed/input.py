@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Table
 
 from itercast.errors import one_line_errors
@@ -59,8 +58,7 @@ def input_lane(
     else:
         from itercast.microbench.input.process import measured_lane
 
-        with Progress(SpinnerColumn(), TextColumn(f"measuring {loader}"), transient=True) as bar:
-            bar.add_task("")
+        with Console(stderr=True).status(f"measuring {loader}"):
             lane = measured_lane(loader, seconds(budget), limit)
     lane = replace(
         lane,

@@ -24,6 +24,13 @@ def test_workers_share_the_batches() -> None:
     assert fed(lane(10), Consumer(host_us=8), 1, 4).iteration_us == pytest.approx(10)
 
 
+def test_a_round_of_many_workers_is_simulated() -> None:
+    """1000 workers of 1000 us a batch: one every us; above 1024 a loop is refused."""
+    assert fed(lane(1000), Consumer(), 1000, 4).iteration_us == pytest.approx(1)
+    with pytest.raises(ValueError, match="workers 1025; allowed are 0 to 1024"):
+        fed(lane(1000), Consumer(), 1025, 4)
+
+
 def test_without_workers_the_host_loads_while_the_gpu_works() -> None:
     #  host |4 load|3 launch|
     #  gpu         |====10====|

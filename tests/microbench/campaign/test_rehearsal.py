@@ -158,7 +158,7 @@ def test_a_wrong_line_says_what_is_wrong(tmp_path: Path, prepared: Path) -> None
     )
     assert run.returncode == 2
     run = start(tmp_path / "a", prepared, "--budget", "soon")
-    assert "'soon': expected a duration like 90s, 10m or 1h" in run.communicate()[0]
+    assert "'soon': expected a duration like 20ms, 90s, 10m or 1h" in run.communicate()[0]
     assert run.returncode == 2
     store.write_atomic(tmp_path / "x.json", json.dumps({"gemm": [{"q": 1}]}).encode())
     run = start(tmp_path / "a", prepared, "--points", tmp_path / "x.json")

@@ -133,6 +133,7 @@ def test_command_line_forecasts_and_its_file_feeds_predict(loaders: str, tmp_pat
     kept = str(tmp_path / "lane.json")
     asked = ("input", f"{loaders}:waits", "--budget=1500ms", f"--out={kept}", "--json")
     code, out, _ = run(*asked, "--step=1ms")
+    assert out[0] == "{"
     found = json.loads(out)
     assert code == 0 and found["own"]["input_bound"] and found["own"]["stage"] == "workers"
     assert found["fewest"]["workers"] >= 3  # of 8 ms a batch
@@ -147,7 +148,9 @@ def test_command_line_forecasts_and_its_file_feeds_predict(loaders: str, tmp_pat
     assert code == 0 and fed["idle_by_us"]["input"] == pytest.approx(late) and late > 1000
     assert fed["samples_per_s"] == pytest.approx(4e6 / fed["iteration_us"])
     assert "limited by workers" in run("input", kept)[1]
-    for words in (("input", "nowhere.json"), ("input", "x"), ("input", kept, "mlp-s", "--step=1s")):
+    many = ("input", kept, "--step=1s", "--workers=1025")
+    wrong = (("input", "nowhere.json"), ("input", "x"), ("input", kept, "mlp-s", "--step=1s"), many)
+    for words in wrong:
         code, out, said = run(*words)
         assert code == 2 and said.startswith("itercast: ") and said.count("\n") == 1, words
     code, _, said = run("predict", "mlp-s", "--input=nowhere.json")
