@@ -75,9 +75,11 @@ def weight_roles(capture: StepCapture, *, experts: bool = True) -> dict[int, str
         elif isinstance(partner, int) and roles[partner] == "row":
             roles[weight.storage] = "column"
     heads = {p.shape for p in capture.parameters if roles.get(p.storage) == "vocabulary"}
-    tables = {c.args[0].storage for c in forward if c.op == "aten.embedding.default"}
     named = {p.storage: p.shape for p in capture.parameters}
-    roles |= {s: "vocabulary" for s in tables if named.get(s) in heads and s not in roles}
+    read = [c.args[0].storage for c in forward if c.op == "aten.embedding.default"]
+    tables = [s for s in read if named.get(s) in heads]
+    if tables and not any(s in roles for s in tables):  # no head is tied to one of them
+        roles[tables[0]] = "vocabulary"  # others, of positions, may have its shape
     cut = [(x, roles[x.base]) for x in adapters if x.base in roles]
     return roles | {x.down if role == "row" else x.up: role for x, role in cut}
 

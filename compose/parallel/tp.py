@@ -71,6 +71,7 @@ class _TensorParallel:
         self.copies: dict[tuple[int, bool], int] = {}  # gathered (activation, in backward) -> copy
         self.sources: dict[int, list[int]] = {}  # weight -> activations that it multiplies
         self.pending: dict[int, int] = {}  # activation -> column layers whose gradient is due
+        self.lookups: set[int] = set()  # indices into tables cut by vocabulary
         self.events: dict[str, int] = {}  # host events of torch's DTensor, by name
         self.fresh = fresh_storages(capture)
         self.seq = capture.tokens // max(1, capture.samples)
@@ -183,12 +184,12 @@ class _TensorParallel:
             if self.roles.get(call.args[0].storage) != "vocabulary":
                 return False
             self._count("tp_product")
+            self.lookups.add(call.args[1].storage)
             self.made.add(i, with_tensors(call, {call.args[0]: shard(call.args[0], 0, self.tp)}))
             self._reduce(call.outputs[0], call.phase)
             return True
-        tables = {p.shape for p in self.parameters.values() if p.storage in self.roles}
         out = call.outputs[0]
-        if out.shape not in tables:
+        if call.args[1].storage not in self.lookups:
             return False
         change = {call.args[0]: self._gather(call.args[0], call.phase)}
         self.cuts[out.storage] = cut_along(out, 0)

@@ -10,7 +10,7 @@ from itercast.microbench.plan import ParallelPlan
 OnPhase = Callable[[str], None]
 KEYS = (
     *("dp", "tp", "pp", "zero", "hsdp", "micro", "accumulate"),
-    *("cdp", "local", "schedule", "recompute", "compress"),
+    *("cdp", "local", "schedule", "virtual", "recompute", "compress"),
 )
 
 
@@ -20,10 +20,9 @@ def measurable(text: str) -> ParallelPlan:
     others = [name for name in plan.stated if name not in KEYS]
     for broken, rule in (
         (others != [], f"known keys {', '.join(KEYS)}"),
-        (plan.pp > 1 and plan.dp * plan.tp > 1, "pp alone"),
+        (plan.pp > 1 and plan.zero > 0, "pp without zero"),
         (plan.dp > 1 and plan.tp > 1 and not plan.zero, "dp beside tp with zero"),
         (plan.recompute not in ("", "full"), "recompute=full"),
-        (plan.schedule not in ("1f1b", "gpipe"), "schedule 1f1b or gpipe"),
         (plan.compress not in ("", "0.5"), "compress=0.5"),
         (plan.compress != "" and plan.cdp + plan.local > 0, "compress with DDP only"),
         (plan.local > 0 and plan.zero + plan.tp > 1, "local with dp alone"),

@@ -7,18 +7,28 @@ also has the embedding, the last one the final norm and head.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.parallel import DistributedDataParallel
 
 from itercast.microbench.iterations.measured_plan import OnPhase
 from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.step import StepSettings, make_optimizer
 
+SCHEDULES = {
+    "gpipe": schedules.ScheduleGPipe,
+    "1f1b": schedules.Schedule1F1B,
+    "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zb": schedules.ScheduleInterleavedZeroBubble,
+}
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 
@@ -84,7 +94,10 @@ def _first_input(batch: Batch) -> torch.Tensor:
 
 
 class PipelineStep:
-    """Runs a step of this rank's stage: micro-batches by schedule, tied gradients, optimizer."""
+    """Runs a step of this rank's stages: micro-batches by schedule, tied gradients, optimizer.
+
+    ``mesh`` has the axes pp, dp, tp. Replicas of a stage are kept equal by DDP.
+    """
 
     def __init__(
         self,
@@ -92,24 +105,41 @@ class PipelineStep:
         batch: Batch,
         loss_of: Loss,
         plan: ParallelPlan,
-        settings: StepSettings,
+        mesh: Any,
+        optimizer: Callable[[Sequence[nn.Parameter]], Any],
         on_phase: OnPhase,
     ) -> None:
-        self.rank, self.last, self.on_phase = dist.get_rank(), plan.pp - 1, on_phase
-        span = spans(model, plan.pp)[self.rank]
-        self.parameters = own_parameters(model, *span)
-        self.optimizer = make_optimizer(self.parameters, settings.optimizer)
+        rank, count = mesh.get_local_rank("pp"), plan.pp * plan.virtual
+        mine = range(rank, count, plan.pp)
+        self.first, self.last, self.on_phase = rank == 0, rank == plan.pp - 1, on_phase
         self.inputs, (name, self.labels) = _first_input(batch), list(batch.items())[-1]
-        stage = PipelineStage(Stage(model, *span), self.rank, plan.pp, self.inputs.device)
-        kind = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[plan.schedule]
+        parts = spans(model, count)
+        owned = [p for i in mine for p in own_parameters(model, *parts[i])]
+        self.parameters = list(dict.fromkeys(owned))
+        self.optimizer = optimizer(self.parameters)
+        stages = [
+            PipelineStage(
+                _replicated(model, parts[i], mesh["dp"]),
+                i,
+                count,
+                self.inputs.device,
+                group=mesh.get_group("pp"),
+            )
+            for i in mine
+        ]
 
         def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             return loss_of(output, {name: target})
 
-        self.schedule = kind(stage, plan.microbatches, loss, scale_grads=False)
-        self.ends = dist.new_group([0, self.last])
-        at_an_end = self.rank in (0, self.last) and _tied(model)
-        self.tied = model.head.weight if at_an_end else None
+        multi = issubclass(SCHEDULES[plan.schedule], schedules.PipelineScheduleMulti)
+        given: Any = stages if multi else stages[0]
+        make: Any = SCHEDULES[plan.schedule]
+        self.schedule = make(given, plan.microbatches, loss, scale_grads=False)
+        self.cut_loss = loss_parallel if plan.tp > 1 else nullcontext
+        width = plan.dp * plan.tp
+        ends = [dist.new_group([i, (plan.pp - 1) * width + i]) for i in range(width)]
+        self.ends = ends[dist.get_rank() % width]
+        self.tied = model.head.weight if (self.first or self.last) and _tied(model) else None
 
     def __call__(self) -> None:
         """Run one step."""
@@ -117,13 +147,29 @@ class PipelineStep:
         for parameter in self.parameters:
             parameter.grad = None
         self.on_phase("forward")
-        given = (self.inputs,) if self.rank == 0 else ()
-        self.schedule.step(*given, target=self.labels if self.rank == self.last else None)
+        given = (self.inputs,) if self.first else ()
+        with self.cut_loss():
+            self.schedule.step(*given, target=self.labels if self.last else None)
         self.on_phase("optimizer")
         if self.tied is not None:
-            dist.all_reduce(self.tied.grad, group=self.ends)
+            gradient = self.tied.grad
+            if isinstance(self.tied, DTensor):  # whole where only the embedding made it
+                gradient = gradient.redistribute(placements=self.tied.placements).to_local()
+            dist.all_reduce(gradient, group=self.ends)
         if self.optimizer is not None:
             self.optimizer.step()
+
+
+def _replicated(model: Any, span: tuple[int, int], mesh: Any) -> nn.Module:
+    """A stage, inside DDP where it has replicas."""
+    stage = Stage(model, *span)
+    if mesh.size() == 1:
+        return stage
+    owned = {id(p) for p in own_parameters(model, *span)}
+    named = stage.named_parameters(remove_duplicate=False)
+    others = [name for name, p in named if id(p) not in owned]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(stage, others)
+    return DistributedDataParallel(stage, process_group=mesh.get_group())
 
 
 def _parameters_by_stage(model: Any, parts: Sequence[tuple[int, int]]) -> list[list[nn.Parameter]]:

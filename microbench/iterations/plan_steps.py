@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from itercast.microbench.capture.truncate import layer_key
@@ -49,7 +50,7 @@ def make_plan_step(
     if plan.recompute:
         checkpoint_layers(model)
     if plan.pp > 1 or plan.cdp:
-        return _staged(chosen, model, batches[0], plan, settings, on_phase)
+        return _staged(chosen, model, batches[0], plan, settings, device, on_phase)
     model, micro = parallel(model, plan, device)
     run = _accumulated(chosen, model, batches, settings, micro, on_phase)
     if plan.local:
@@ -76,6 +77,7 @@ def _staged(
     batch: dict[str, Any],
     plan: ParallelPlan,
     settings: StepSettings,
+    device: str,
     on_phase: OnPhase,
 ) -> PlanStep:
     """The step of a model cut into stages."""
@@ -84,7 +86,11 @@ def _staged(
     if not hasattr(model, "through"):
         raise ValueError(f"plan {str(plan)!r}: {chosen.name} has no stages")
     if plan.pp > 1:
-        return PlanStep(run=PipelineStep(model, batch, chosen.loss, plan, settings, on_phase))
+        mesh = _mesh(plan, device)
+        if plan.tp > 1:
+            model = _tensor_parallel(model, plan, mesh["tp"])
+        make = partial(_optimizer, settings=settings)
+        return PlanStep(run=PipelineStep(model, batch, chosen.loss, plan, mesh, make, on_phase))
     run = CyclicStep(model, batch, chosen.loss, settings, on_phase)
     return PlanStep(run=run, barrier=False, finish=run.links.drain)
 
@@ -162,7 +168,7 @@ def parallel(model: Any, plan: ParallelPlan, device: str) -> tuple[Any, Callable
         from torch.distributed.tensor.parallel import loss_parallel  # lazy, as above
 
         mesh = _mesh(plan, device)
-        model = _tensor_parallel(model, plan.tp, mesh["tp"])
+        model = _tensor_parallel(model, plan, mesh["tp"])
         if plan.zero:
             _sharded(model, plan, mesh["dp"])
         return model, lambda last: loss_parallel()
@@ -184,9 +190,12 @@ def _replicated(model: Any, plan: ParallelPlan) -> tuple[Any, Callable[[bool], A
 
 
 def _mesh(plan: ParallelPlan, device: str) -> Any:
-    """The mesh of replicas and tensor-parallel ranks, or of replicas by groups that shard."""
+    """The mesh of stages, replicas and tensor-parallel ranks, or of groups of replicas."""
     from torch.distributed.device_mesh import init_device_mesh  # lazy, as above
 
+    if plan.pp > 1:
+        shape = (plan.pp, plan.dp, plan.tp)
+        return init_device_mesh(device, shape, mesh_dim_names=("pp", "dp", "tp"))
     if plan.tp > 1:
         return init_device_mesh(device, (plan.dp, plan.tp), mesh_dim_names=("dp", "tp"))
     if plan.hsdp:
@@ -211,7 +220,7 @@ def _sharded(model: Any, plan: ParallelPlan, mesh: Any) -> tuple[Any, Callable[[
     return model, micro
 
 
-def _tensor_parallel(model: Any, tp: int, mesh: Any) -> Any:
+def _tensor_parallel(model: Any, plan: ParallelPlan, mesh: Any) -> Any:
     """Split attention and MLP of each block, embedding and head as Megatron-LM does."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -239,17 +248,16 @@ def _tensor_parallel(model: Any, tp: int, mesh: Any) -> Any:
     for block in getattr(model, "blocks", ()):
         for name in ("heads", "kv_heads"):
             count = getattr(block.attention, name)
-            if count % tp:
-                raise ValueError(f"tp={tp} does not divide {count} heads")
-            setattr(block.attention, name, count // tp)
+            if count % plan.tp:
+                raise ValueError(f"tp={plan.tp} does not divide {count} heads")
+            setattr(block.attention, name, count // plan.tp)
     return model
 
 
-def _optimizer(model: Any, settings: StepSettings) -> Any:
+def _optimizer(parameters: Sequence[Any], settings: StepSettings) -> Any:
     """An optimizer with a group for DTensors and one for other tensors: foreach cannot mix them."""
     from torch.distributed.tensor import DTensor  # lazy, as above
 
-    parameters = list(model.parameters())
     kinds = [[p for p in parameters if isinstance(p, DTensor) == k] for k in (True, False)]
     return make_optimizer([{"params": ps} for ps in kinds if ps], settings.optimizer)
 
@@ -262,7 +270,7 @@ def _accumulated(
     micro: Callable[[bool], Any],
     on_phase: OnPhase,
 ) -> Callable[[], None]:
-    optimizer = _optimizer(model, settings)
+    optimizer = _optimizer(list(model.parameters()), settings)
 
     def step() -> None:
         on_phase("zero_grad")

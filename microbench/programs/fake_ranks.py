@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _collective_utils
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
 
 from itercast.microbench.programs.log import ProgramLog
@@ -51,6 +52,7 @@ def one_rank_of(world_size: int, rank: int, log: ProgramLog) -> Iterator[None]:
         try:
             yield
         finally:
+            _clear_sharding_prop_cache()  # its results name groups of this rank
             if dist.is_initialized():
                 dist.destroy_process_group()
 
