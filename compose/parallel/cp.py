@@ -2,13 +2,14 @@
 
 The step is captured at a rank's share of the sequence, 1 / cp of the tokens. Added to each call of
 attention: cp - 1 calls to the keys and values of other ranks, each received while the one before
-computes; in backward the gradients of keys and values are sent too. In zigzag order a causal mask
-leaves half of each of these blocks. Memory: the keys and values in flight.
+computes; in backward the gradients of keys and values travel along, and once more, home. In zigzag
+order a causal mask leaves half of each of these blocks. Memory: the keys and values in flight.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from itercast.compose.graph.rewrite import StepBuilder, collective
 from itercast.microbench.opcall import Argument, OpCall, StepCapture, TensorSpec
@@ -28,14 +29,14 @@ def context_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
         has_attention = True
         remote = _remote_block(call)
         keys, values = call.args[-2], call.args[-1]
-        scale = 1 + values.numel / keys.numel
-        scale *= 1 if call.op == "itercast.sdpa" else 2  # backward: and their gradients
+        pair, backward = 1 + values.numel / keys.numel, call.op != "itercast.sdpa"
+        send = partial(collective, "send_recv", "cp", keys, call.phase)
         for _ in range(plan.cp - 1):
-            made.calls.append(
-                collective("send_recv", "cp", keys, call.phase, overlaps_next=True, scale=scale)
-            )
+            made.calls.append(send(overlaps_next=True, scale=2 * pair if backward else pair))
             made.calls.append(remote)
         made.add(i, call)
+        if backward:  # the sums of gradients return to the rank of their keys
+            made.calls.append(send(scale=pair))
     if not has_attention:
         raise ValueError(f"plan {str(plan)!r}: cp splits attention, and the model has none")
     return made.step(capture.parameters)

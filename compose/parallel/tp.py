@@ -82,12 +82,14 @@ class _TensorParallel:
         for i, call in enumerate(self.capture.calls):
             if call.phase in ("optimizer", "zero_grad"):
                 self.made.add(i, call)
-            elif call.op.startswith("aten.embedding") and self._embedding(i, call):
-                continue
+            elif call.op.startswith("aten.embedding"):
+                self._embedding(i, call)
             elif call.op in PRODUCTS:
                 self._product(i, call)
             else:
                 self._other(i, call)
+            for t in call.outputs:  # written anew
+                self.copies.pop((t.storage, call.phase == "backward"), None)
         parameters = [self._parameter(p) for p in self.capture.parameters]
         step = self.made.step(parameters)
         pairs = zip(parameters, self.capture.parameters, strict=True)
@@ -178,23 +180,24 @@ class _TensorParallel:
             self._send("all_gather", whole, phase, whole, overlaps=again, part=self._shard(t))
         return replace(t, storage=self.copies[key])
 
-    def _embedding(self, i: int, call: OpCall) -> bool:
-        """Cuts a look-up in a table cut by vocabulary, or its gradient; false for other tables."""
+    def _embedding(self, i: int, call: OpCall) -> None:
+        """Cuts a look-up in a table cut by vocabulary, or its gradient; others read all tokens."""
+        out, indices = call.outputs[0], call.args[1].storage
         if call.op == "aten.embedding.default":
-            if self.roles.get(call.args[0].storage) != "vocabulary":
-                return False
+            cut = self.roles.get(call.args[0].storage) == "vocabulary"
+            if not cut:
+                self._other(i, call)
+                return
             self._count("tp_product")
-            self.lookups.add(call.args[1].storage)
+            self.lookups.add(indices)
             self.made.add(i, with_tensors(call, {call.args[0]: shard(call.args[0], 0, self.tp)}))
-            self._reduce(call.outputs[0], call.phase)
-            return True
-        out = call.outputs[0]
-        if call.args[1].storage not in self.lookups:
-            return False
+            self._reduce(out, call.phase)
+            return
         change = {call.args[0]: self._gather(call.args[0], call.phase)}
-        self.cuts[out.storage] = cut_along(out, 0)
-        self.made.add(i, with_tensors(call, {**change, out: shard(out, 0, self.tp)}))
-        return True
+        if indices in self.lookups:
+            self.cuts[out.storage] = cut_along(out, 0)
+            change[out] = shard(out, 0, self.tp)
+        self.made.add(i, with_tensors(call, change))
 
     def _product(self, i: int, call: OpCall) -> None:
         """Cuts a product as its factors are, and reduces it where the summed dimension is cut."""
@@ -275,7 +278,7 @@ class _TensorParallel:
             return
         source = sources.pop()
         self.pending[source] = self.pending.get(source, 1) - 1
-        if self.pending[source] == 0 or not self.summed:
+        if self.pending[source] == 0 or not (self.summed or self.plan.sp):
             self._reduce(out, call.phase)
 
     def _other(self, i: int, call: OpCall) -> None:

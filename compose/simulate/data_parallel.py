@@ -24,6 +24,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -202,16 +203,23 @@ def fill_buckets(gradients: Iterable[tuple[K, int, T]]) -> list[tuple[K, list[T]
     return [*closed, *open_.items()]
 
 
-def layer_buckets(layers: Sequence[PricedLayer], how: Strategy) -> list[LayerBucket]:
-    """Buckets of a rank's layers in the order in which they fill; experts have their own."""
-    closed = fill_buckets(_ready_gradients(layers, how))
-    buckets = [_layer_bucket(*key, members) for key, members in closed]
+def layer_buckets(
+    layers: Sequence[PricedLayer], how: Strategy, starts: Sequence[int] = ()
+) -> list[LayerBucket]:
+    """Buckets of a rank's layers in the order in which they fill; experts have their own.
+
+    So have the virtual stages that begin at the layers ``starts``: each is a module of its own.
+    """
+    closed = fill_buckets(_ready_gradients(layers, how, starts))
+    buckets = [_layer_bucket(*key, members) for (*key, _), members in closed]
     return sorted(buckets, key=lambda b: (-b.instance, b.offset))
 
 
-def reductions(layers: Sequence[PricedLayer], how: Strategy, where: Cluster) -> list[Message]:
+def reductions(
+    layers: Sequence[PricedLayer], how: Strategy, where: Cluster, starts: Sequence[int]
+) -> list[Message]:
     """Messages between replicas of these layers in backward: one per bucket and kind."""
-    buckets = layer_buckets(layers, how) if how.reduce else []
+    buckets = layer_buckets(layers, how, starts) if how.reduce else []
     return [m for b in buckets for m in b.messages(how, where)]
 
 
@@ -226,17 +234,20 @@ class _Gradient:
 
 
 def _ready_gradients(
-    layers: Sequence[PricedLayer], how: Strategy
-) -> Iterator[tuple[tuple[str, str], int, _Gradient]]:
-    """((dtype, axis), bytes, gradient) in the order in which backward computes them."""
+    layers: Sequence[PricedLayer], how: Strategy, starts: Sequence[int]
+) -> Iterator[tuple[tuple[str, str, int], int, _Gradient]]:
+    """((dtype, axis, virtual stage), bytes, gradient) in the order in which they are computed."""
     for instance in range(len(layers) - 1, -1, -1):
         parameters = layers[instance].layer.parameters
-        order = sorted(range(len(parameters)), key=lambda i: parameters[i].ready_after)
+        # of one product's gradients autograd hands on the bias first: the weight is transposed yet
+        keys = [(p.ready_after, len(p.shape) == 2) for p in parameters]
+        order = sorted(range(len(parameters)), key=keys.__getitem__)
         for at in order:
             p = parameters[at]
             if p.ready_after >= 0:
                 axis = "expert" if how.experts and is_expert(p) else "shard"
-                yield (p.dtype, axis), p.nbytes, _Gradient(instance, at, p.ready_after, p.nbytes)
+                key = (p.dtype, axis, bisect_right(starts, instance))
+                yield key, p.nbytes, _Gradient(instance, at, p.ready_after, p.nbytes)
 
 
 def _layer_bucket(dtype: str, axis: str, members: Sequence[_Gradient]) -> LayerBucket:

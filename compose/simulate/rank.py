@@ -92,10 +92,14 @@ class Lanes:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One rank of a stage: its layers in forward order, each as often as it is there."""
+    """One rank of a stage: its layers in forward order, each as often as it is there.
+
+    ``starts``: the layers at which its virtual stages but the first begin.
+    """
 
     plan: ParallelPlan
     layers: tuple[PricedLayer, ...]
+    starts: tuple[int, ...] = ()
     model: PricedModel
     book: PriceBook
     where: Cluster

@@ -99,7 +99,7 @@ class RankProgram(RankTasks):
             sharded_backward(self, scatter=sync, later=later)
             return
         reduces = sync and self.how.reduce and not self.how.early
-        filled = layer_buckets(layers, self.how) if reduces else []
+        filled = layer_buckets(layers, self.how, self.rank.starts) if reduces else []
         self.filled = filled or self.filled
         kinds = [m for b in filled for m in b.messages(self.how, self.rank.where)]
         price_messages(kinds, self.rank.book, self.rank.where)  # one call of the pricer

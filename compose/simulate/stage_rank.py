@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import TypeVar
 
 from itercast.compose.graph.codecs import Codec
@@ -53,7 +54,12 @@ def _chunks(rank: Rank) -> list[Chunk]:
 
 def stages_of(rank: Rank) -> list[Rank]:
     """Each rank of the pipeline with all its layers, over its virtual stages."""
-    return [replace(rank, layers=sizes.layers) for sizes, _ in _held(rank)]
+    dealt = _dealt(rank.plan, chunks_of(rank))
+    starts = [tuple(accumulate(len(c.layers) for c in mine))[:-1] for mine in dealt]
+    return [
+        replace(rank, layers=sizes.layers, starts=own)
+        for (sizes, _), own in zip(_held(rank), starts, strict=True)
+    ]
 
 
 Held = tuple[Sizes, list[int]]  # of a rank's layers, and by chunk the bytes saved for backward
@@ -223,11 +229,11 @@ def stage_tails(rank: Rank, stages: Sequence[Rank], optimizer: str) -> list[tupl
     apart = rank.plan.schedule not in V_SHAPED
     ties = [size if apart and i in (0, last) else 0 for i in range(len(stages))]
     keys = [
-        ("tail", tuple(map(id, stage.layers)), tied, optimizer, facts)
+        ("tail", tuple(map(id, stage.layers)), stage.starts, tied, optimizer, facts)
         for stage, tied in zip(stages, ties, strict=True)
     ]
     fresh = [x for x, key in zip(stages, keys, strict=True) if key not in rank.model.once]
-    messages = [m for stage in fresh for m in reductions(stage.layers, stage.strategy, stage.where)]
+    messages = [m for x in fresh for m in reductions(x.layers, x.strategy, x.where, x.starts)]
     price_messages(messages, rank.book, rank.where)  # one call of the pricer for all of them
     return [
         rank.model.once(key, partial(_tail, stage, tied, optimizer))

@@ -85,6 +85,7 @@ UNDECLARED_VIEWS |= {"aten::transpose_", "aten::t_", "aten::squeeze_", "aten::un
 # Ops that are not logged: they cost the host next to nothing.
 SILENT = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_local_scalar_dense"}
 SILENT |= {"aten::_nnz", "aten::is_coalesced", "aten::sparse_dim", "aten::dense_dim"}
+SDPA = torch.nn.functional.scaled_dot_product_attention  # context parallelism replaces it
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
 TF32_OPS = {
     *(f"aten.{op}.default" for op in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")),
@@ -227,8 +228,7 @@ class _LoggedAttention(torch.autograd.Function):
         if torch._guards.detect_fake_mode((q,)):
             output = q.new_empty(*q.shape[:-1], v.shape[-1])
         else:
-            call = torch.nn.functional.scaled_dot_product_attention
-            output = call(q, k, v, mask, **options)
+            output = SDPA(q, k, v, mask, **options)
         if q.dim() == 4:
             output = output.transpose(1, 2).contiguous().transpose(1, 2)
         log.paused -= 1
@@ -245,7 +245,7 @@ class _LoggedAttention(torch.autograd.Function):
         else:
             with torch.enable_grad():
                 leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-                call: Any = torch.nn.functional.scaled_dot_product_attention
+                call: Any = SDPA
                 output = call(*leaves, ctx.mask, **ctx.options)
                 computed = torch.autograd.grad(output, leaves, grad)
             grads = [torch.empty_like(t).copy_(g) for t, g in zip(leaves, computed, strict=True)]
@@ -279,14 +279,20 @@ class WholeAttention(TorchFunctionMode):
         kwargs: Kwargs | None = None,
     ) -> Argument:
         kwargs = dict(kwargs or {})
-        if func is not torch.nn.functional.scaled_dot_product_attention or self.log.paused:
+        if func is not SDPA or self.log.paused:
             return func(*args, **kwargs)
         if self.eager:
             return eager_attention(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
         options = {**dict(zip(names, args, strict=False)), **kwargs}
         q, k, v = (options.pop(n) for n in names[:3])
-        return _LoggedAttention.apply(self.log, options.pop("attn_mask", None), options, q, k, v)
+        return self.attend(options.pop("attn_mask", None), options, q, k, v)
+
+    def attend(
+        self, mask: Tensor | None, options: Kwargs, q: Tensor, k: Tensor, v: Tensor
+    ) -> Argument:
+        """Attention of queries, keys and values."""
+        return _LoggedAttention.apply(self.log, mask, options, q, k, v)
 
 
 def capture_step(

@@ -9,7 +9,7 @@ from itercast.microbench.plan import ParallelPlan
 
 OnPhase = Callable[[str], None]
 KEYS = (
-    *("dp", "tp", "pp", "zero", "hsdp", "micro", "accumulate"),
+    *("dp", "tp", "sp", "pp", "zero", "hsdp", "micro", "accumulate"),
     *("cdp", "local", "schedule", "virtual", "recompute", "compress"),
 )
 
@@ -25,7 +25,7 @@ def measurable(text: str) -> ParallelPlan:
         (plan.recompute not in ("", "full"), "recompute=full"),
         (plan.compress not in ("", "0.5"), "compress=0.5"),
         (plan.compress != "" and plan.cdp + plan.local > 0, "compress with DDP only"),
-        (plan.local > 0 and plan.zero + plan.tp > 1, "local with dp alone"),
+        (plan.local > 0 and plan.zero + plan.tp * plan.pp > 1, "local with dp alone"),
     ):
         if broken:
             raise ValueError(f"plan {text!r} cannot be measured; allowed: {rule}")

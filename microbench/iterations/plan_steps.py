@@ -222,27 +222,10 @@ def _sharded(model: Any, plan: ParallelPlan, mesh: Any) -> tuple[Any, Callable[[
 
 def _tensor_parallel(model: Any, plan: ParallelPlan, mesh: Any) -> Any:
     """Split attention and MLP of each block, embedding and head as Megatron-LM does."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import parallelize_module  # lazy, as above
 
-    head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
-    cuts: dict[str, Any] = {"head": head}
-    if hasattr(model, "layers"):  # a perceptron
-        column = range(0, len(model.layers) - 1, 2)
-        cuts = {f"layers.{n}": ColwiseParallel() for n in column}
-        cuts |= {f"layers.{n + 1}": RowwiseParallel() for n in column}
-    for path in ("attention.q", "attention.kv", "mlp.up", "mlp.gate"):
-        cuts[f"blocks.*.{path}"] = ColwiseParallel()
-    for path in ("attention.out", "mlp.down"):
-        cuts[f"blocks.*.{path}"] = RowwiseParallel()
     tied = hasattr(model, "tokens") and model.head.weight is model.tokens.weight
-    if hasattr(model, "tokens"):
-        cuts["tokens"] = RowwiseParallel(input_layouts=Replicate())
-    model = parallelize_module(model, mesh, cuts)
+    model = parallelize_module(model, mesh, _cuts(model, plan.sp))
     if tied:
         model.head.weight = model.tokens.weight
     for block in getattr(model, "blocks", ()):
@@ -252,6 +235,46 @@ def _tensor_parallel(model: Any, plan: ParallelPlan, mesh: Any) -> Any:
                 raise ValueError(f"tp={plan.tp} does not divide {count} heads")
             setattr(block.attention, name, count // plan.tp)
     return model
+
+
+def _cuts(model: Any, sp: bool) -> dict[str, Any]:
+    """How each module is split, by a pattern of its name; with ``sp`` tokens between layers too."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    tokens = Shard(1) if sp else Replicate()
+    head = ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False)
+    cuts: dict[str, Any] = {"head": head}
+    if hasattr(model, "layers"):  # a perceptron
+        column = range(0, len(model.layers) - 1, 2)
+        cuts = {f"layers.{n}": ColwiseParallel() for n in column}
+        cuts |= {f"layers.{n + 1}": RowwiseParallel() for n in column}
+    for path in ("attention.q", "attention.kv", "mlp.up", "mlp.gate"):
+        cuts[f"blocks.*.{path}"] = ColwiseParallel()
+    for path in ("attention.out", "mlp.down"):
+        cuts[f"blocks.*.{path}"] = RowwiseParallel(output_layouts=tokens)
+    if hasattr(model, "tokens"):
+        cuts["tokens"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)
+    if sp:
+        cuts |= {name: SequenceParallel() for name in ("blocks.*.norm1", "blocks.*.norm2", "norm")}
+        whole = (tokens, None), (Replicate(), None)
+        cuts["blocks.*.attention"] = PrepareModuleInput(
+            input_layouts=whole[0], desired_input_layouts=whole[1]
+        )
+        cuts["blocks.*.mlp"] = PrepareModuleInput(
+            input_layouts=tokens, desired_input_layouts=Replicate()
+        )
+    if sp and getattr(model, "positions", None) is not None:
+        cuts["positions"] = PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=Shard(0)
+        )
+    return cuts
 
 
 def _optimizer(parameters: Sequence[Any], settings: StepSettings) -> Any:

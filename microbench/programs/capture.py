@@ -20,9 +20,9 @@ from itercast.microbench.capture.fake_patches import (
     modes_in_backward,
     run_uncompiled,
 )
-from itercast.microbench.capture.log import WholeAttention
 from itercast.microbench.capture.watch import ModuleTracker
 from itercast.microbench.opcall import StepCapture
+from itercast.microbench.programs.attention import ShardedAttention
 from itercast.microbench.programs.fake_ranks import one_rank_of
 from itercast.microbench.programs.log import ProgramLog
 from itercast.microbench.programs.objects import AwaitedError, Mailbox, objects_through
@@ -107,7 +107,7 @@ def _capture_rank(
 @contextmanager
 def runs_of_steps(log: ProgramLog) -> Iterator[None]:
     """Log modules, attention as one op, and the phases of steps that run inside the context."""
-    whole = WholeAttention(log, eager=False)
+    whole = ShardedAttention(log)
     with _phases(log), logged_wrappers(log), ModuleTracker(log), whole, modes_in_backward():
         yield
 

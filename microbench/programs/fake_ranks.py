@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _collective_utils
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -126,6 +127,16 @@ def _storages_tell(log: ProgramLog) -> Iterator[None]:
         yield
 
 
+def _unmoded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, run on real tensors of the CPU and not logged."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes(), torch.device("cpu"):
+            return method(*args, **kwargs)
+
+    return call
+
+
 MESH_METHODS = (
     *("__getitem__", "_flatten", "_unflatten", "get_group", "get_coordinate"),
     *("get_local_rank", "get_all_groups", "from_group", "_get_all_submeshes"),
@@ -136,13 +147,6 @@ MESH_METHODS = (
 def _meshes_are_real() -> Iterator[None]:
     """Make meshes of numbers that can be read, and move shards as CUDA does: by all_to_all."""
     from torch.distributed.tensor import placement_types
-
-    def unmoded(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with _disable_current_modes(), torch.device("cpu"):
-                return method(*args, **kwargs)
-
-        return call
 
     make = DeviceMesh.__init__
 
@@ -158,10 +162,13 @@ def _meshes_are_real() -> Iterator[None]:
         group = mesh.get_group(axis).group_name
         return torch.ops._dtensor.shard_dim_alltoall(tensor, gather_dim, shard_dim, group)
 
+    shapes = "_propagate_tensor_meta_non_cached"  # found on tensors of its own, not the program's
     with ExitStack() as stack:
+        finds = _unmoded(getattr(ShardingPropagator, shapes))
+        stack.enter_context(patch.object(ShardingPropagator, shapes, finds))
         stack.enter_context(patch.object(DeviceMesh, "__init__", making))
         for name in MESH_METHODS:
-            method = unmoded(getattr(DeviceMesh, name))
+            method = _unmoded(getattr(DeviceMesh, name))
             static = isinstance(inspect.getattr_static(DeviceMesh, name), staticmethod)
             method = staticmethod(method) if static else method
             stack.enter_context(patch.object(DeviceMesh, name, method))

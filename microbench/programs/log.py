@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from itercast.microbench.capture.log import DTYPES, OpLog
 from itercast.microbench.capture.routing import Routing
 from itercast.microbench.opcall import OpCall
+from itercast.microbench.programs.attention import FLASH_OPS, log_flash
 from itercast.microbench.programs.collectives import CollectiveCall, collective_of, is_collective
 from itercast.microbench.programs.program import (
     COLLECTIVE,
@@ -110,9 +111,12 @@ class ProgramLog(OpLog):
             return self._read(func, types, args, kwargs)
         if func.namespace == "fsdp":
             return self._copied(func, args, kwargs)
-        if not is_collective(func):
+        if not is_collective(func) and func not in FLASH_OPS:
             return super().__torch_dispatch__(func, types, args, kwargs)
         output = func(*args, **kwargs)
+        if func in FLASH_OPS:
+            log_flash(self, func, args, kwargs, output)
+            return output
         call = collective_of(func, args, kwargs, output)
         if call is None:
             self._arrived(args[:1])

@@ -1,36 +1,58 @@
-"""A plan's rewritten graph does what torch's own parallel program does: its flops, its messages."""
+"""A plan's rewritten graph does what torch's own parallel program does: flops, messages, bytes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from law_case import rank_for
 from plan_case import CPU
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import set_rotate_method
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from itercast.compose.capture_model import capture, micro_size
-from itercast.compose.simulate.iteration import _micro_batches
+from itercast.compose.pricing.priced_op import PricedOp
+from itercast.compose.simulate.iteration import _micro_batches, _pipeline
+from itercast.compose.simulate.memory_plan import Sizes, rank_memory
+from itercast.compose.simulate.rank import Rank
 from itercast.eval.programs import captured
 from itercast.microbench.cases.registry import case
 from itercast.microbench.iterations.collect import iteration_of
 from itercast.microbench.opcall import OpCall
 from itercast.microbench.ops import find_family
 from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.programs.capture import capture_program
 from itercast.microbench.programs.program import COLLECTIVE
 
 REPLICAS = ("dp=2", "dp=2,zero=1,accumulate=2", "dp=2,zero=2", "dp=4,hsdp=2,zero=3")
-CUT = ("tp=2", "dp=2,tp=2,zero=3")
-CASES = [(name, plan) for name in ("gpt-s", "llama-s") for plan in (*REPLICAS, *CUT)]
-CASES += [(name, plan) for name in ("vit-s", "moe-s") for plan in REPLICAS]
-CASES += [("bert-s", plan) for plan in (*REPLICAS[1:], "tp=2")]
-CASES += [("dlrm-s", plan) for plan in REPLICAS[1:]]
+CUT = ("tp=2", "dp=2,tp=2,zero=3", "tp=2,sp", "dp=2,tp=2,sp,zero=3")
+STAGED = ("pp=2,micro=4", "pp=2,micro=2,schedule=gpipe", "pp=2,micro=4,schedule=zb")
+STAGED += ("dp=2,pp=2,micro=2", "tp=2,pp=2,micro=2")
+CASES = [(name, plan) for name in ("gpt-s", "llama-s") for plan in (*REPLICAS, *CUT, *STAGED)]
+CASES += [("gpt-m", "tp=2"), ("gpt-m", "pp=2,micro=2,schedule=interleaved")]
+CASES += [("gpt-m", "dp=2,pp=2,micro=4,schedule=interleaved")]
+CASES += [(name, plan) for name in ("vit-s", "moe-s") for plan in (*REPLICAS, *STAGED[:3])]
+CASES += [("bert-s", plan) for plan in (*REPLICAS, *STAGED[:2], "tp=2")]
+CASES += [("dlrm-s", plan) for plan in REPLICAS]
 Sent = Counter[tuple[str, int]]  # kind and bytes
 # Exceptions, with what differs:
-# bert-s, dp=2: gradients that are ready together go into buckets in another order, 512 B of 1 MB.
-# dlrm-s, dp=2: DDP broadcasts all buffers; the plan those of batch norms only.
+# sp: a plan gathers the inputs of layers cut by columns again in backward, as Megatron-LM does;
+#   torch saves what forward gathered. Torch sums gradients of norms and biases over tp in the
+#   optimizer, one by one; a plan does not.
+# tp beside pp: a plan sends 1/tp of an activation from each rank and gathers it, as Megatron-LM
+#   does; each of torch's ranks sends all of it.
+# cp: a plan sends keys and values and the gradients that travel along as one message.
+# dlrm-s, dp=2: DDP broadcasts all buffers, 168 B of offsets; the plan those of batch norms only.
 # moe-s, tp: torch's plan here cuts attention only, a plan in words the experts too.
-# vit-s and dlrm-s, tp: three heads, or none.
+# vit-s and dlrm-s, tp: three heads, or none. ep: torch has none.
 
 
 def flops(calls: Sequence[OpCall]) -> float:
@@ -39,32 +61,154 @@ def flops(calls: Sequence[OpCall]) -> float:
     return sum(float(f.flops(p)) for f, p in found if f is not None and f.matmul)
 
 
-def planned(name: str, text: str) -> tuple[float, Sent]:
-    """Flops and messages of a rank's step; the test's pricer takes 1 us per KiB of a message."""
-    chosen, plan = case(name), ParallelPlan.parse(text)
-    rank = rank_for(capture(name, **micro_size(name, plan, chosen.batch, chosen.seq)), text, CPU)
-    before, last = _micro_batches(rank, "adamw")
-    sent: Sent = Counter()
-    for run, times in [*before, (last, 1)]:
-        for op in run.sent:
-            sent[op.op, round(1024 * op.duration_us)] += times
-    for layer in rank.layers:
-        for op in (*layer.forward, *layer.backward):
-            if op.phase == "comm":
-                sent[op.op, round(1024 * op.duration_us)] += plan.microbatches
-    return plan.microbatches * flops(rank.model.graph.capture.calls), sent
+class Planned:
+    """What a plan's ranks do, by the number of the rank: one of each stage."""
+
+    def __init__(self, name: str, text: str) -> None:
+        chosen, self.plan = case(name), ParallelPlan.parse(text)
+        step = capture(name, **micro_size(name, self.plan, chosen.batch, chosen.seq))
+        self.rank = rank_for(step, text, CPU)
+        if self.plan.pp == 1:
+            before, last = _micro_batches(self.rank, "adamw")
+            sent = counted(op for run, n in [*before, (last, 1)] for op in n * run.sent)
+            self.ranks = {0: (self.rank, sent)}
+            return
+        pipe, pp, micro = _pipeline(self.rank, "adamw"), self.plan.pp, self.plan.microbatches
+        self.ranks = {}
+        for r, (tail, alone) in enumerate(pipe.tails):
+            sent = counted(tail.sent)
+            sent.subtract(counted(alone.sent))
+            for chunk in range(r, len(pipe.chunks), pp):
+                own = (*pipe.runs[chunk].forward.sent, *pipe.runs[chunk].backward.sent)
+                ways = [2 * pipe.sends[b] for b in (chunk - 1, chunk) if b >= 0]  # forth and back
+                sent += counted(op for way in (own, *ways) for op in micro * tuple(way))
+            self.ranks[r * self.plan.dp * self.plan.tp] = (pipe.stages[r], sent)
+
+    def flops(self, number: int) -> float:
+        """Flops of a rank's step."""
+        products_s = sum(x.matmul_s for x in self.ranks[number][0].layers)
+        return self.plan.microbatches * products_s * CPU.peak("fp32")
+
+    def sent(self, number: int) -> Sent:
+        """Messages of a rank's step."""
+        stage, sent = self.ranks[number]
+        ops = [op for x in stage.layers for op in (*x.forward, *x.backward) if op.phase == "comm"]
+        return sent + counted(self.plan.microbatches * ops)
+
+    def state(self, number: int) -> tuple[int, int]:
+        """Bytes of a rank's parameters and of its optimizer."""
+        stage: Rank = self.ranks[number][0]
+        memory = rank_memory(Sizes.of(stage.layers), self.plan, "adamw")
+        return memory["parameters"], memory["optimizer"]
+
+
+def counted(ops: Iterable[PricedOp]) -> Sent:
+    """Kinds and bytes of messages; the test's pricer takes 1 us per KiB."""
+    return Counter((op.op, round(1024 * op.duration_us)) for op in ops)
+
+
+def sent_by(calls: Sequence[OpCall]) -> Sent:
+    """Kinds and bytes of a program's messages."""
+    facts = [c.kwargs for c in calls if c.op == COLLECTIVE]
+    named = {"send": "send_recv", "recv": "send_recv"}
+    return Counter((named.get(c["kind"], c["kind"]), c["bytes"]) for c in facts)
+
+
+@contextmanager
+def states_of_optimizers() -> Iterator[dict[int, tuple[int, int]]]:
+    """By rank the bytes of what its optimizer updates, and of its state without step counts."""
+    found: dict[int, tuple[int, int]] = {}
+
+    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+        parameters = [p for g in optimizer.param_groups for p in g["params"]]
+        state = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
+        found[dist.get_rank()] = (nbytes(parameters), nbytes(state))
+
+    hook = register_optimizer_step_post_hook(stepped)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def nbytes(tensors: Sequence[Any]) -> int:
+    """Bytes that this rank holds."""
+    local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum(t.numel() * t.element_size() for t in local)
+
+
+def allowed(plan: ParallelPlan, found: Sent, calls: Sequence[OpCall]) -> Sent:
+    """A program's messages, changed by the exceptions above."""
+    found = Counter(found)
+    if plan.sp:
+        for c in calls:
+            kind, size = (c.kwargs["kind"], c.kwargs["bytes"]) if c.op == COLLECTIVE else ("", 0)
+            found[kind, size] -= kind == "all_reduce" and c.phase == "optimizer"
+            found[kind, size] += kind == "all_gather" and c.phase == "forward" and _is_tp(c, plan)
+    if plan.pp > 1 and plan.tp > 1:
+        for (kind, size), n in list(found.items()):
+            if kind == "send_recv":
+                found[kind, size // plan.tp] += n
+                found["all_gather", size] += n
+                found[kind, size] -= n
+    return +found
+
+
+def _is_tp(call: OpCall, plan: ParallelPlan) -> bool:
+    ranks = call.kwargs["ranks"]
+    return len(ranks) == plan.tp and ranks[1] - ranks[0] == 1
 
 
 @pytest.mark.parametrize(("name", "text"), CASES)
 def test_a_plan_does_what_the_program_does(name: str, text: str) -> None:
-    """Messages are those that torch sends, byte for byte.
+    """On each rank: messages are those that torch sends, byte for byte.
 
     FSDP2 pads a parameter to whole rows of every rank: its messages are longer than its bytes.
     """
-    calls = captured(iteration_of(case(name), text)).ranks[0].calls
-    expected, sent = planned(name, text)
-    assert flops(calls) == pytest.approx(expected, rel=0.005)
-    found = [c.kwargs for c in calls if c.op == COLLECTIVE]
-    assert Counter((c["kind"], c["bytes"]) for c in found) == sent
-    plan = ParallelPlan.parse(text)
-    assert {len(c["ranks"]) for c in found} <= {plan.tp, plan.shards, plan.dp // plan.shards}
+    planned, plan = Planned(name, text), ParallelPlan.parse(text)
+    with states_of_optimizers() as states:
+        program = captured(iteration_of(case(name), text))
+    assert set(program.ranks) == set(planned.ranks)
+    for number, step in program.ranks.items():
+        assert flops(step.calls) == pytest.approx(planned.flops(number), rel=0.005)
+        found = sent_by(step.calls)
+        if (name, text) == ("dlrm-s", "dp=2"):
+            assert found.pop(("broadcast", 168)) == 1
+        assert allowed(plan, found, step.calls) == +planned.sent(number)
+        groups = {len(c.kwargs["ranks"]) for c in step.calls if c.op == COLLECTIVE}
+        assert groups <= {plan.tp, plan.shards, plan.dp // plan.shards, plan.pp}
+        assert states[number] == planned.state(number)
+
+
+def in_a_ring(name: str, plan: ParallelPlan) -> Callable[[], Callable[[], None]]:
+    """A program under torch's context parallelism: keys and values go round."""
+
+    def program() -> Callable[[], None]:
+        dist.init_process_group("gloo")
+        set_rotate_method("alltoall")
+        mesh, chosen = init_device_mesh("cpu", (plan.cp,)), case(name)
+        model, batch = chosen.build(), chosen.inputs(chosen.batch, chosen.seq)
+
+        def step() -> None:
+            shares = {key: value.clone() for key, value in batch.items()}
+            dims = [1] * len(shares)
+            with context_parallel(mesh, buffers=list(shares.values()), buffer_seq_dims=dims):
+                chosen.loss(model(**shares), shares).backward()
+
+        return step
+
+    return program
+
+
+@pytest.mark.parametrize(("name", "cp"), [("gpt-s", 2), ("gpt-s", 4)])
+def test_a_ring_does_what_torchs_context_parallelism_does(name: str, cp: int) -> None:
+    """A remote block is half as large on every rank; gradients take cp hops, their keys cp - 1."""
+    text = f"cp={cp}"
+    planned = Planned(name, text)
+    program = capture_program(in_a_ring(name, ParallelPlan.parse(text)), cp, [0, cp - 1])
+    for step in program.ranks.values():
+        assert flops(step.calls) == pytest.approx(planned.flops(0), rel=0.005)
+        ring = {size: n for (kind, size), n in planned.sent(0).items() if kind == "send_recv"}
+        total = sum(size * n for size, n in ring.items())
+        assert {kind for kind, _ in sent_by(step.calls)} == {"send_recv"}
+        assert sum(size * n for (_, size), n in sent_by(step.calls).items()) == total
