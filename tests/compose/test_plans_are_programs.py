@@ -44,6 +44,8 @@ CASES += [("bert-s", plan) for plan in (*REPLICAS, *STAGED[:2], "tp=2")]
 CASES += [("dlrm-s", plan) for plan in REPLICAS]
 Sent = Counter[tuple[str, int]]  # kind and bytes
 # Exceptions, with what differs:
+# zero: a plan shards into equal parts; torch's first rank has a row more of each where rows do
+#   not divide.
 # sp: a plan gathers the inputs of layers cut by columns again in backward, as Megatron-LM does;
 #   torch saves what forward gathered. Torch sums gradients of norms and biases over tp in the
 #   optimizer, one by one; a plan does not.
@@ -101,6 +103,12 @@ class Planned:
         memory = rank_memory(Sizes.of(stage.layers), self.plan, "adamw")
         return memory["parameters"], memory["optimizer"]
 
+    def padding(self, number: int) -> int:
+        """Bytes by which the first rank's shards exceed the mean where rows do not divide."""
+        n = self.plan.shards if self.plan.zero else 1
+        layers = [x.layer for x in self.ranks[number][0].layers]
+        return sum(x.padded_bytes(n, trained=False) - x.parameter_bytes for x in layers) // n
+
 
 def counted(ops: Iterable[PricedOp]) -> Sent:
     """Kinds and bytes of messages; the test's pricer takes 1 us per KiB."""
@@ -143,7 +151,7 @@ def allowed(plan: ParallelPlan, found: Sent, calls: Sequence[OpCall]) -> Sent:
     if plan.sp:
         for c in calls:
             kind, size = (c.kwargs["kind"], c.kwargs["bytes"]) if c.op == COLLECTIVE else ("", 0)
-            found[kind, size] -= kind == "all_reduce" and c.phase == "optimizer"
+            found[kind, size] -= kind == "all_reduce" and c.phase != "forward"
             found[kind, size] += kind == "all_gather" and c.phase == "forward" and _is_tp(c, plan)
     if plan.pp > 1 and plan.tp > 1:
         for (kind, size), n in list(found.items()):
@@ -177,7 +185,11 @@ def test_a_plan_does_what_the_program_does(name: str, text: str) -> None:
         assert allowed(plan, found, step.calls) == +planned.sent(number)
         groups = {len(c.kwargs["ranks"]) for c in step.calls if c.op == COLLECTIVE}
         assert groups <= {plan.tp, plan.shards, plan.dp // plan.shards, plan.pp}
-        assert states[number] == planned.state(number)
+        slack = planned.padding(number)
+        assert states[number] == (
+            pytest.approx(planned.state(number)[0], abs=slack),
+            pytest.approx(planned.state(number)[1], abs=2 * slack),
+        )
 
 
 def in_a_ring(name: str, plan: ParallelPlan) -> Callable[[], Callable[[], None]]:
