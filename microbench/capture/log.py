@@ -237,16 +237,14 @@ class _LoggedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Argument:  # type: ignore[override]
-        q, k, v = ctx.saved_tensors
-        log = ctx.log
+        (q, k, v), log = ctx.saved_tensors, ctx.log
         log.paused += 1
         if torch._guards.detect_fake_mode((q,)):
             grads = [torch.empty_like(t) for t in (q, k, v)]
         else:
             with torch.enable_grad():
                 leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-                call: Any = SDPA
-                output = call(*leaves, ctx.mask, **ctx.options)
+                output = SDPA(*leaves, ctx.mask, **ctx.options)
                 computed = torch.autograd.grad(output, leaves, grad)
             grads = [torch.empty_like(t).copy_(g) for t, g in zip(leaves, computed, strict=True)]
         log.paused -= 1
@@ -284,15 +282,13 @@ class WholeAttention(TorchFunctionMode):
         if self.eager:
             return eager_attention(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-        options = {**dict(zip(names, args, strict=False)), **kwargs}
-        q, k, v = (options.pop(n) for n in names[:3])
-        return self.attend(options.pop("attn_mask", None), options, q, k, v)
+        options = dict(zip(names, args, strict=False)) | kwargs
+        mask, *qkv = (options.pop(n, None) for n in ("attn_mask", *names[:3]))
+        return self.attend(mask, options, *qkv)
 
-    def attend(
-        self, mask: Tensor | None, options: Kwargs, q: Tensor, k: Tensor, v: Tensor
-    ) -> Argument:
+    def attend(self, mask: Any, options: Kwargs, *qkv: Tensor) -> Argument:
         """Attention of queries, keys and values."""
-        return _LoggedAttention.apply(self.log, mask, options, q, k, v)
+        return _LoggedAttention.apply(self.log, mask, options, *qkv)
 
 
 def capture_step(

@@ -22,9 +22,8 @@ from itercast.microbench.capture.fake_patches import (
 )
 from itercast.microbench.capture.watch import ModuleTracker
 from itercast.microbench.opcall import StepCapture
-from itercast.microbench.programs.attention import ShardedAttention
 from itercast.microbench.programs.fake_ranks import one_rank_of
-from itercast.microbench.programs.log import ProgramLog
+from itercast.microbench.programs.log import ProgramLog, ShardedAttention
 from itercast.microbench.programs.objects import AwaitedError, Mailbox, objects_through
 from itercast.microbench.programs.program import COLLECTIVE, ProgramCapture
 from itercast.microbench.programs.streams import recorded_streams

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
-from itercast.microbench.capture.log import DTYPES, OpLog
+from itercast.microbench.capture.log import DTYPES, OpLog, WholeAttention
 from itercast.microbench.capture.routing import Routing
 from itercast.microbench.opcall import OpCall
-from itercast.microbench.programs.attention import FLASH_OPS, log_flash
 from itercast.microbench.programs.collectives import CollectiveCall, collective_of, is_collective
 from itercast.microbench.programs.program import (
     COLLECTIVE,
@@ -26,6 +28,9 @@ from itercast.microbench.programs.program import (
     WAIT,
 )
 
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
+FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+FLASH_OPS = (FLASH, FLASH_BACKWARD)
 LOSS = (torch.ops.aten._log_softmax.default,)  # of logits cut by vocabulary
 
 
@@ -181,3 +186,31 @@ class ProgramLog(OpLog):
             point = self.record(own)
             self._arrives |= {t.storage: point for t in written}
             self.last_work = point
+
+
+class ShardedAttention(WholeAttention):
+    """Logs attention as one op; that of distributed tensors as CUDA's flash attention."""
+
+    def __init__(self, log: OpLog) -> None:
+        super().__init__(log, eager=False)
+
+    def attend(self, mask: Any, options: dict[str, Any], *qkv: Any) -> Any:
+        """Attention of queries, keys and values."""
+        if not is_traceable_wrapper_subclass(qkv[0]):
+            return super().attend(mask, options, *qkv)
+        dropout_p = float(options.get("dropout_p", 0.0))
+        return FLASH(*qkv, dropout_p, bool(options.get("is_causal", False)))[0]
+
+
+def log_flash(log: OpLog, func: Any, args: Any, kwargs: Any, output: Any) -> None:
+    """Log a call of flash attention as attention by any other kernel is logged."""
+    names = [a.name for a in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    grouped = given["query"].shape[1] != given["key"].shape[1]
+    options = {"is_causal": bool(given.get("is_causal", False)), "enable_gqa": grouped}
+    options |= {"dropout_p": float(given.get("dropout_p", 0.0)), "masked": False}
+    read = tuple(given[name] for name in ("query", "key", "value"))
+    if func is FLASH:
+        log.add("itercast.sdpa", read, options, output[0])
+    else:
+        log.add("itercast.sdpa_backward", (given["grad_out"], *read), options, list(output[:3]))

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from law_case import rank_for
 from plan_case import CPU
