@@ -211,7 +211,7 @@ def layer_buckets(
     So have the virtual stages that begin at the layers ``starts``: each is a module of its own.
     """
     closed = fill_buckets(_ready_gradients(layers, how, starts))
-    buckets = [_layer_bucket(*key, members) for (*key, _), members in closed]
+    buckets = [_layer_bucket(dtype, axis, members) for (dtype, axis, _), members in closed]
     return sorted(buckets, key=lambda b: (-b.instance, b.offset))
 
 

@@ -244,7 +244,7 @@ class _LoggedAttention(torch.autograd.Function):
         else:
             with torch.enable_grad():
                 leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-                output = SDPA(*leaves, ctx.mask, **ctx.options)
+                output = SDPA(leaves[0], leaves[1], leaves[2], ctx.mask, **ctx.options)
                 computed = torch.autograd.grad(output, leaves, grad)
             grads = [torch.empty_like(t).copy_(g) for t, g in zip(leaves, computed, strict=True)]
         log.paused -= 1

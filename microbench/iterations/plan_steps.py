@@ -194,8 +194,8 @@ def _mesh(plan: ParallelPlan, device: str) -> Any:
     from torch.distributed.device_mesh import init_device_mesh  # lazy, as above
 
     if plan.pp > 1:
-        shape = (plan.pp, plan.dp, plan.tp)
-        return init_device_mesh(device, shape, mesh_dim_names=("pp", "dp", "tp"))
+        sizes = (plan.pp, plan.dp, plan.tp)
+        return init_device_mesh(device, sizes, mesh_dim_names=("pp", "dp", "tp"))
     if plan.tp > 1:
         return init_device_mesh(device, (plan.dp, plan.tp), mesh_dim_names=("dp", "tp"))
     if plan.hsdp:
