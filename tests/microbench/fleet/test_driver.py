@@ -21,6 +21,7 @@ chunk: 8s
 machines:
   one:
     gpu: cpu
+    count: 2
     minutes: 0.25
     families: [norm, elementwise]
 """
