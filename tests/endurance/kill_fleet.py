@@ -146,7 +146,8 @@ class Fleet:
             parts = {p.name: p.read_bytes() for p in folder.glob("part-*.parquet")}
             wrong += stated != {n: hashlib.sha256(b).hexdigest() for n, b in parts.items()}
         lost = len(self.seen - set(keys))
-        return Counter(rows=len(keys), lost=lost, doubled=len(keys) - len(set(keys)), torn=wrong)
+        counts = {"rows": len(keys), "unsent": len(self.seen), "lost": lost, "torn": wrong}
+        return Counter(**counts, doubled=len(keys) - len(set(keys)))
 
 
 def run_plan(folder: Path, seed: int, moments: random.Random, most: int) -> Counter[str]:
@@ -181,6 +182,7 @@ def main() -> None:
     print(
         f"{whole['finished']} of {plans} plans finished after {whole['kills']} kills "
         f"({', '.join(f'{kind} {whole[kind]}' for kind in VICTIMS)}): {whole['rows']} rows, "
+        f"{whole['unsent']} of them not sent yet at a kill, "
         f"{whole['lost']} lost, {whole['doubled']} doubled, {whole['torn']} parts or cards torn, "
         f"{whole['survivors']} processes that measured on"
     )
