@@ -20,6 +20,7 @@ from itercast.microbench.plan import ParallelPlan
 
 WIDTH, BATCH, SEQ = 96, 4, 16  # of the small GPT in fp32
 ACTIVATION = BATCH * SEQ * WIDTH * 4  # bytes
+POSITIONS = SEQ * WIDTH * 4  # bytes
 BITS = {"int8": 8 + 16 / 128, "fp8": 8 + 16 / 128, "int4": 4 + 16 / 128}
 
 
@@ -86,6 +87,8 @@ def test_parts_are_encoded_before_they_are_gathered() -> None:
         (ACTIVATION // 4, ACTIVATION): gathers,
         (ACTIVATION, ACTIVATION // 4): scatters,
         (ACTIVATION // 4, ACTIVATION // 2): scatters,
+        (POSITIONS // 2, POSITIONS // 8): 1,  # the gradient of the table of positions
+        (POSITIONS // 4, POSITIONS): 1,
     }
 
 
@@ -148,7 +151,7 @@ def test_quantised_gradients_of_every_bucket() -> None:
         ("tp=2,compress_tp=dct", "compress_tp is a share"),
         ("tp=2,compress_tp=dct:2", "compress_tp is above 0 and up to 1, got 2"),
         ("dp=2,compress_tp=0.5", "compress_tp needs tp > 1"),
-        ("dp=2,gossip=ring,compress=int8", "no gossip, coconet or cdp"),
+        ("dp=2,gossip=ring,compress=int8", "no gossip, local, coconet or cdp"),
     ],
 )
 def test_what_is_no_codec_is_refused(text: str, said: str) -> None:
