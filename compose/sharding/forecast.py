@@ -113,6 +113,7 @@ class Forecaster:
         return rank_of(self.target.plan, model, self.book, self.where)
 
     def _forecast(self, sharding: Sharding, step: StepCapture) -> ShardingForecast:
+        """Forecast of a sharding, from a step captured with its tables on their ranks."""
         lookup_us = [0.0] * self.world_size
         for shard, time in self.times.held(sharding):
             lookup_us[shard.rank] += time.work_us

@@ -71,10 +71,11 @@ def evaluate(rank: Rank, optimizer: str) -> Outcome:
 
 
 def _micro_batches(rank: Rank, optimizer: str) -> tuple[list[tuple[Run, int]], Run]:
-    """Runs of the micro-batches without a pipeline: of those before the last, and of the last.
+    """Lays out the micro-batches of a rank without a pipeline, one after the other.
 
-    The former with how often each runs; none where they send nothing: then they are part of the
-    last one's run.
+    Returns the micro-batches before the last as pairs (run, how often it is repeated), and the run
+    of the last one, which synchronises gradients and ends with the optimizer. Micro-batches that
+    send nothing are not listed: they are part of the last run.
     """
     micro = rank.plan.microbatches
     every = rank.strategy.every_micro
@@ -169,7 +170,10 @@ def _slot_message(rank: Rank) -> PricedOp:
 
 
 def _cyclic(rank: Rank, alone: Shares, op: PricedOp) -> Shares:
-    """Simulate a step of cyclic data parallelism: message ``op`` overlaps each slot's compute."""
+    """Times of a step of cyclic data parallelism, from those of a replica ``alone``.
+
+    A step has 2 dp slots of time; in each a message ``op`` runs beside the slot's compute.
+    """
     n = rank.plan.dp
     end_us = steady_us(alone.end_us, op.duration_us, n, rank.contention, op.latency_us)
     comm_us, copied_us = 2 * n * op.duration_us, 2 * n * (op.duration_us - op.latency_us)

@@ -53,7 +53,7 @@ def _chunks(rank: Rank) -> list[Chunk]:
 
 
 def stages_of(rank: Rank) -> list[Rank]:
-    """Each rank of the pipeline with all its layers, over its virtual stages."""
+    """One rank for each pipeline stage, with the layers of all virtual stages that it holds."""
     dealt = _dealt(rank.plan, chunks_of(rank))
     starts = [tuple(accumulate(len(c.layers) for c in mine))[:-1] for mine in dealt]
     return [
