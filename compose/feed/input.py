@@ -11,6 +11,7 @@ from itercast.compose.simulate.rank_program import host_copy_us
 from itercast.compose.simulate.timeline import Task, simulate
 from itercast.compose.target import Target
 from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE
 from itercast.microbench.input.lane import Batches, InputLane
 
 BATCHES = 240  # that are simulated, or three by each worker if those are more; the last two
@@ -20,7 +21,6 @@ MAX_WORKERS = 64  # tried for the fewest
 MOST_WORKERS = 1024  # simulated
 LATE: float = assumed(__file__, "late")
 ALIKE: float = assumed(__file__, "alike")
-USUAL_GPUS = 8  # of a host whose node is not named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,7 @@ def fewest_workers(lane: InputLane, step: Consumer, cores: float) -> Fed:
 
 def cores_of_a_rank(cores: int, target: Target, world_size: int) -> float:
     """A rank's share of the cores of its host."""
-    usual = world_size if target.gpu.kind == "cpu" else USUAL_GPUS
+    usual = world_size if target.gpu.kind == "cpu" else USUAL_GPUS_PER_NODE
     return cores / min(world_size, target.node.gpus_per_node if target.node else usual)
 
 

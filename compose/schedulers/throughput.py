@@ -101,7 +101,10 @@ def read_prices(path: Path, gpus: Sequence[str]) -> dict[str, float]:
         if not (known and math.isfinite(price) and price >= 0):
             rule = "is a number of USD per hour, 0 or more"
             raise ValueError(f"prices {str(path)!r}: the price of {name!r} {rule}, got {price!r}")
-        prices[gpu_named(str(name)) or str(name)] = float(price)
+        gpu = gpu_named(str(name)) or str(name)
+        if gpu in prices:
+            raise ValueError(f"prices {str(path)!r}: {gpu!r} has two prices, state one")
+        prices[gpu] = float(price)
     for gpu in gpus:
         if gpu not in prices:
             names = ", ".join(sorted(prices)) or "none"
