@@ -39,7 +39,6 @@ KINDS: Mapping[str, tuple[str, str]] = {
     "alltoall_": ("all_to_all", "read"),
     "alltoall_base_": ("all_to_all", "read"),
     "all_to_all_single": ("all_to_all", "read"),
-    "shard_dim_alltoall": ("all_to_all", "read"),
     "broadcast_": ("broadcast", "read"),
     "broadcast": ("broadcast", "read"),
     "reduce_": ("reduce", "read"),
@@ -111,7 +110,7 @@ def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> CollectiveC
         group=group.group_name,
         ranks=ranks,
         peer=ranks[peer] if kind in ("send", "recv") else -1,
-        blocking=name == "shard_dim_alltoall" or not given.get("async_op", True),
+        blocking=not given.get("async_op", True),
     )
 
 

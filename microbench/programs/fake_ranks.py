@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -145,10 +146,11 @@ MESH_METHODS = (
 
 @contextmanager
 def _meshes_are_real() -> Iterator[None]:
-    """Make meshes of numbers that can be read, and move shards as CUDA does: by all_to_all."""
+    """Make meshes of numbers that can be read; those of GPUs move shards by all_to_all."""
     from torch.distributed.tensor import placement_types
 
-    make = DeviceMesh.__init__
+    make, gathered = DeviceMesh.__init__, placement_types.shard_dim_alltoall
+    on_gpus: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def making(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
         """All devices are the CPU; the ranks that ``init_device_mesh`` counts up are real again."""
@@ -157,10 +159,16 @@ def _meshes_are_real() -> Iterator[None]:
             if isinstance(ranks, FakeTensor):
                 kwargs["_rank_map"] = torch.arange(ranks.numel(), dtype=torch.int)
             make(mesh, "cpu", *args, **kwargs)
+            if device_type != "cpu" or mesh._get_root_mesh() in on_gpus:
+                on_gpus.add(mesh)
 
     def move_shards(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, axis: int) -> Any:
-        group = mesh.get_group(axis).group_name
-        return torch.ops._dtensor.shard_dim_alltoall(tensor, gather_dim, shard_dim, group)
+        if mesh not in on_gpus:
+            return gathered(tensor, gather_dim, shard_dim, mesh, axis)
+        parts = [p.contiguous() for p in tensor.chunk(mesh.size(axis), shard_dim)]
+        arrived = [torch.empty_like(p) for p in parts]
+        dist.all_to_all(arrived, parts, group=mesh.get_group(axis))
+        return torch.cat(arrived, gather_dim)
 
     shapes = "_propagate_tensor_meta_non_cached"  # found on tensors of its own, not the program's
     with ExitStack() as stack:

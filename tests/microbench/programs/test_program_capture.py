@@ -144,21 +144,22 @@ def test_a_reduction_in_the_background_is_awaited_where_the_program_waits() -> N
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "expected"),
+    ("device", "source", "target", "expected"),
     [
-        ([Shard(0)], [Shard(1)], [("all_to_all", 4 * 8 * 16)]),
-        ([Shard(0)], [Replicate()], [("all_gather", 4 * 64 * 16)]),
-        ([Partial()], [Shard(0)], [("reduce_scatter", 4 * 8 * 16)]),
-        ([Partial()], [Replicate()], [("all_reduce", 4 * 8 * 16)]),
-        ([Replicate()], [Shard(0)], []),
+        ("cuda", [Shard(0)], [Shard(1)], [("all_to_all", 4 * 8 * 16)]),
+        ("cpu", [Shard(0)], [Shard(1)], [("all_gather", 4 * 64 * 16)]),
+        ("cuda", [Shard(0)], [Replicate()], [("all_gather", 4 * 64 * 16)]),
+        ("cuda", [Partial()], [Shard(0)], [("reduce_scatter", 4 * 8 * 16)]),
+        ("cuda", [Partial()], [Replicate()], [("all_reduce", 4 * 8 * 16)]),
+        ("cuda", [Replicate()], [Shard(0)], []),
     ],
 )
-def test_resharding(source: Any, target: Any, expected: list[tuple[str, int]]) -> None:
-    """A local part of 8 x 16 numbers on each of 8 ranks; as CUDA moves it, not as gloo."""
+def test_resharding(device: str, source: Any, target: Any, expected: list[tuple[str, int]]) -> None:
+    """A local part of 8 x 16 numbers on each of 8 ranks; a mesh of CPUs gathers to move shards."""
 
     def program() -> Step:
         dist.init_process_group("nccl")
-        mesh = init_device_mesh("cuda", (8,))
+        mesh = init_device_mesh(device, (8,))
         x = DTensor.from_local(torch.randn(8, 16), mesh, source)
         return lambda: x.redistribute(placements=target).to_local().sum()
 
