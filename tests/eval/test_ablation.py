@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
-from itercast.eval.ablation.__main__ import gain, line_of, report, switches
+from itercast.eval.ablation import ablate
+from itercast.eval.ablation.ablate import gain, line_of, report, switches
 from itercast.eval.public.left_out import assumptions
 from itercast.microbench.assumptions import Assumption
 from itercast.microbench.switches import RULES
@@ -37,3 +39,8 @@ def test_rules_and_numbers_with_a_neutral_value_are_switched_off() -> None:
     assert all(number is None or number.without is not None for number in found.values())
     with pytest.raises(ValueError, match="unknown rule 'gravity'"):
         next(report([], ["gravity"]))
+
+
+def test_other_processes_find_what_they_are_to_run() -> None:
+    """Python lets no process import the ``__main__`` of a package that another one runs."""
+    assert "def " not in Path(ablate.__file__).with_name("__main__.py").read_text()
