@@ -21,43 +21,52 @@ from itercast.microbench.programs.program import COLLECTIVE, ProgramCapture
 
 def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
     """The forecast of one step in a steady state: the second of two that follow each other."""
-    return _simulated(program, target)[0]
-
-
-def program_timeline(
-    program: ProgramCapture, target: Target
-) -> tuple[Sequence[Task], Sequence[Span]]:
-    """The tasks of two steps of all captured ranks, and when each of them ran."""
-    return _simulated(program, target)[1:]
-
-
-def _simulated(
-    program: ProgramCapture, target: Target
-) -> tuple[Forecast, Sequence[Task], Sequence[Span]]:
-    gpu, world = target.gpu, program.world_size
-    on_cpu = gpu.kind == "cpu"
-    threads = max(1, gpu.sm_count // world) if on_cpu else 0
-    book = price_book(target.bundle, gpu, threads, target.stack, target.host)
-    per_node = world if on_cpu else gpus_per_domain(gpu, target.node)
-    ranks = {r: price_rank(s, book, target.node, per_node) for r, s in program.ranks.items()}
-    cores_frac = world * threads / gpu.sm_count / len(ranks) if on_cpu else 0.0
-    tasks, spans, ends = simulate_program(ranks, default_contention(gpu), cores_frac)
+    ranks, book, cores_frac = _priced(program, target)
+    tasks, spans, ends = simulate_program(ranks, default_contention(book.gpu), cores_frac)
     iteration_us = ends[1] - ends[0]
     slowest = max(ranks, key=lambda r: _busy_us(r, tasks, spans))
     outcome = _outcome(slowest, program, ranks[slowest], book, iteration_us, tasks, spans)
-    everyone = tuple(range(world))
-    found = report_step(
+    world = program.world_size
+    everyone, per_node = {"world": tuple(range(world))}, _per_node(program, target)
+    return report_step(
         outcome,
         book,
         plan=f"program on {world} ranks",
         bundle_name=target.bundle_name,
         room=room_bytes(book.gpu, ParallelPlan(dp=world)),
-        network=cluster_of({"world": everyone}, book.gpu, target.node, per_node).network,
+        network=cluster_of(everyone, book.gpu, target.node, per_node).network,
         world_size=world,
         samples=world * program.samples,
         tokens=world * program.tokens,
     )
-    return found, tasks, spans
+
+
+def program_timeline(
+    program: ProgramCapture, target: Target
+) -> tuple[Sequence[Task], Sequence[Span]]:
+    """The ops and messages of two steps of all captured ranks, and when each of them ran."""
+    ranks, book, cores_frac = _priced(program, target)
+    contention = default_contention(book.gpu)
+    return simulate_program(ranks, contention, cores_frac, each_op=True)[:2]
+
+
+def _per_node(program: ProgramCapture, target: Target) -> int:
+    """Ranks that reach each other without the network."""
+    if target.gpu.kind == "cpu":
+        return program.world_size
+    return gpus_per_domain(target.gpu, target.node)
+
+
+def _priced(
+    program: ProgramCapture, target: Target
+) -> tuple[dict[int, PricedRank], PriceBook, float]:
+    """The captured ranks with prices, and the share of a CPU's cores that one of them takes."""
+    gpu, world = target.gpu, program.world_size
+    threads = max(1, gpu.sm_count // world) if gpu.kind == "cpu" else 0
+    book = price_book(target.bundle, gpu, threads, target.stack, target.host)
+    per_node = _per_node(program, target)
+    ranks = {r: price_rank(s, book, target.node, per_node) for r, s in program.ranks.items()}
+    return ranks, book, world * threads / gpu.sm_count / len(ranks)
 
 
 def _busy_us(rank: int, tasks: Sequence[Task], spans: Sequence[Span]) -> float:

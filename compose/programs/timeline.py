@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.priced_op import PricedOp
-from itercast.compose.pricing.work import Step, fold
+from itercast.compose.pricing.work import Step, Work, fold
 from itercast.compose.programs.price import PricedRank
 from itercast.compose.simulate.rank import LATENCY
 from itercast.compose.simulate.timeline import Span, Task, simulate_shared
@@ -61,10 +61,13 @@ class Tasks:
 
 
 class RankLanes:
-    """Turns the launches of one rank into tasks."""
+    """Turns the launches of one rank into tasks: one between marks, or one for ``each_op``."""
 
-    def __init__(self, rank: int, priced: PricedRank, tasks: Tasks, slowdown: float) -> None:
+    def __init__(
+        self, rank: int, priced: PricedRank, tasks: Tasks, slowdown: float, each_op: bool
+    ) -> None:
         self.rank, self.priced, self.tasks, self.slowdown = rank, priced, tasks, slowdown
+        self.each_op = each_op
         self.last: dict[int, tuple[int, ...]] = defaultdict(tuple)  # stream -> its last tasks
         self.waits: dict[int, tuple[int, ...]] = defaultdict(tuple)
         self.points: dict[Hashable, tuple[int, ...]] = {}
@@ -106,16 +109,23 @@ class RankLanes:
         self.open_stream = stream
         costs = self.priced.launches
         if op.phase == PYTHON:
-            self.open.append(Step(0.0, op.duration_us))
+            self.open.append(Step(0.0, op.duration_us, name=op.op))
         else:
-            self.open.append(Step(op.duration_us, costs.us(op), False, costs.kernels(op)))
+            kernels = costs.kernels(op)
+            self.open.append(Step(op.duration_us, costs.us(op), kernels=kernels, name=op.op))
 
     def _close(self) -> None:
-        """Add the ops launched since the last mark as one piece of work."""
-        if not self.open:
-            return
-        work, stream = fold(self.open, self.priced.on_cpu), self.open_stream
-        self.open = []
+        """Add the ops launched since the last mark, as one task or each by itself."""
+        steps, self.open = self.open, []
+        if self.each_op:
+            for step in steps:
+                self._named(step)
+        elif steps:
+            self._work(fold(steps, self.priced.on_cpu))
+
+    def _work(self, work: Work) -> None:
+        """Add ops as one piece of work."""
+        stream = self.open_stream
         after, self.waits[stream] = self.last[stream] + self.waits[stream], ()
         us = self.slowdown * work.lane_us
         if self.priced.on_cpu:
@@ -127,6 +137,20 @@ class RankLanes:
         path = self.tasks.add((path_lane,), work.path_us, self.host, LAUNCH)
         self.host = (self.tasks.add((f"{self.rank} host",), work.host_us, self.host, LAUNCH),)
         self.last[stream] = (done, path)
+
+    def _named(self, step: Step) -> None:
+        """Add one op under its own name, as many tasks as it has kernels."""
+        stream, lane = self.open_stream, self._lane(self.open_stream)
+        for _ in range(step.kernels):
+            us, launch_us = step.us / step.kernels, step.launch_us / step.kernels
+            after, self.waits[stream] = self.last[stream] + self.waits[stream] + self.host, ()
+            if self.priced.on_cpu:
+                us, self.host = self.slowdown * (us + launch_us), ()
+            else:
+                host, name = (f"{self.rank} host",), f"{LAUNCH} {step.name}"
+                self.host = (self.tasks.add(host, launch_us, self.host, name),)
+                after += self.host
+            self.last[stream] = (self.tasks.add((lane,), us, after, step.name),)
 
     def _collective(self, call: OpCall, op: PricedOp, stream: int) -> None:
         facts = call.kwargs
@@ -153,18 +177,24 @@ class RankLanes:
 
 
 def simulate_program(
-    ranks: Mapping[int, PricedRank], contention: float, cores_frac: float = 0.0
+    ranks: Mapping[int, PricedRank],
+    contention: float,
+    cores_frac: float = 0.0,
+    each_op: bool = False,
 ) -> tuple[list[Task], list[Span], list[float]]:
     """Two steps in a row: their tasks and spans, and when each of them ends, in us.
 
     ``cores_frac``: the share of a CPU's cores that a captured rank takes while it computes, with
     those that do as it does. Where all together take more than there are, compute is slower: by
-    what they take on average while any of them computes.
+    what they take on average while any of them computes. ``each_op``: each op is a task with the
+    op's name, as a timeline shows it; else the ops between two marks are one.
     """
-    found = _simulated(ranks, contention, 1.0)
-    if cores_frac * len(ranks) <= 1:
+    found, slowdown = _simulated(ranks, contention, 1.0), 1.0
+    if cores_frac * len(ranks) > 1:
+        slowdown = _shared_cores(*found[:2], cores_frac)
+    if slowdown == 1 and not each_op:
         return found
-    return _simulated(ranks, contention, _shared_cores(*found[:2], cores_frac))
+    return _simulated(ranks, contention, slowdown, each_op)
 
 
 def _shared_cores(tasks: Sequence[Task], spans: Sequence[Span], cores_frac: float) -> float:
@@ -182,10 +212,10 @@ def _shared_cores(tasks: Sequence[Task], spans: Sequence[Span], cores_frac: floa
 
 
 def _simulated(
-    ranks: Mapping[int, PricedRank], contention: float, slowdown: float
+    ranks: Mapping[int, PricedRank], contention: float, slowdown: float, each_op: bool = False
 ) -> tuple[list[Task], list[Span], list[float]]:
     tasks = Tasks()
-    lanes = [RankLanes(rank, priced, tasks, slowdown) for rank, priced in ranks.items()]
+    lanes = [RankLanes(rank, priced, tasks, slowdown, each_op) for rank, priced in ranks.items()]
     counts = []
     for number in range(2):
         for one in lanes:
