@@ -109,7 +109,8 @@ class OpCall:
     ``args`` holds tensors (TensorSpec), scalars, strings, None and tuples of them, in the order of
     the op's schema. ``phase`` is zero_grad, forward, loss, backward or optimizer; ``module`` the
     class of the innermost module that makes the call, in the forward pass. ``stream`` is the number
-    of the stream that a captured program launches it on, 0 for the default one.
+    of the stream that a captured program launches it on, 0 for the default one. ``compiled``: the
+    number of the call of a function wrapped by torch.compile that it belongs to, 0 for none.
     """
 
     op: str
@@ -119,6 +120,7 @@ class OpCall:
     phase: str = "forward"
     module: str = ""
     stream: int = 0
+    compiled: int = 0
 
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All input tensors in order, also those inside lists."""

@@ -115,6 +115,8 @@ def fused(
 ) -> StepCapture:
     """The step with neighbouring ops of fusible families as one kernel each.
 
+    Ops of a captured program are fused within one call of a compiled function.
+
     Consecutive calls whose largest tensors have the same size are one kernel. It reads the tensors
     that it does not make itself, and writes those used after it and the step's results. Ignores
     that inductor recomputes some results instead of saving them, and fuses into products. Calls for
@@ -159,8 +161,9 @@ def _size(call: OpCall) -> int:
 
 
 def _same_kernel(before: OpCall, call: OpCall) -> bool:
-    """Whether two consecutive calls go over as many elements in one phase."""
-    return _size(before) == _size(call) and before.phase == call.phase
+    """Whether two consecutive calls go over as many elements, where one function launches both."""
+    where = [(c.phase, c.stream, c.compiled) for c in (before, call)]
+    return where[0] == where[1] and _size(before) == _size(call)
 
 
 def _last_uses(calls: Sequence[OpCall]) -> dict[int, int]:
@@ -194,6 +197,8 @@ def _kernel(calls: Sequence[OpCall], last: int, last_use: dict[int, int]) -> OpC
         outputs=tuple(kept) or calls[-1].outputs,
         phase=first.phase,
         module=first.module,
+        stream=first.stream,
+        compiled=first.compiled,
     )
 
 

@@ -195,7 +195,8 @@ def forecast_table(case: str, found: Forecast, spread: Spread | None = None) -> 
     table.add_row("80 % interval", f"{low:.2f} to {high:.2f} ms")
     if spread:
         table.add_row(f"slowest of {spread.ranks} ranks", spread_line(spread))
-    table.add_row("samples per second", f"{found.samples_per_s:.1f}")
+    if found.samples_per_s:  # a script that has no DataLoader does not say
+        table.add_row("samples per second", f"{found.samples_per_s:.1f}")
     table.add_row("peak memory", f"{found.memory_bytes / 1e6:.0f} MB")
     if not found.fits:
         room = f"{found.memory_room_bytes / 1e6:.0f} MB are left for tensors"

@@ -47,7 +47,16 @@ def _unpack(value: Argument) -> Argument:
 def dumps(capture: StepCapture) -> bytes:
     """The capture as gzip JSON."""
     calls = [
-        [c.op, _pack(c.args), _pack_all(c.kwargs), _pack(c.outputs), c.phase, c.module, c.stream]
+        [
+            c.op,
+            _pack(c.args),
+            _pack_all(c.kwargs),
+            _pack(c.outputs),
+            c.phase,
+            c.module,
+            c.stream,
+            c.compiled,
+        ]
         for c in capture.calls
     ]
     parameters = [
@@ -80,8 +89,9 @@ def loads(data: bytes) -> StepCapture:
                 phase=phase,
                 module=module,
                 stream=stream,
+                compiled=compiled,
             )
-            for op, args, kwargs, outputs, phase, module, stream in plain["calls"]
+            for op, args, kwargs, outputs, phase, module, stream, compiled in plain["calls"]
         )
         parameters = tuple(
             ParamSpec(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -107,8 +109,33 @@ def _capture_rank(
 def runs_of_steps(log: ProgramLog) -> Iterator[None]:
     """Log modules, attention as one op, and the phases of steps that run inside the context."""
     whole = ShardedAttention(log)
-    with _phases(log), logged_wrappers(log), ModuleTracker(log), whole, modes_in_backward():
+    compiled = patch.object(torch, "compile", partial(_compile, log, torch.compile))
+    tracked = (_phases(log), logged_wrappers(log), ModuleTracker(log), compiled)
+    with ExitStack() as stack:
+        for context in (*tracked, whole, modes_in_backward(), warnings.catch_warnings()):
+            stack.enter_context(context)
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
         yield
+
+
+def _compile(
+    log: ProgramLog, compile_: Callable[..., Any], model: Any = None, **options: Any
+) -> Any:
+    """torch.compile whose result runs op by op, and tells the log when it is called."""
+    if model is None:
+        return partial(_compile, log, compile_, **options)
+    made = compile_(model, **options) if isinstance(model, torch.nn.Module) else model
+    run = made.forward if isinstance(model, torch.nn.Module) else made
+
+    @wraps(run)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with log.compiled():
+            return run(*args, **kwargs)
+
+    if not isinstance(model, torch.nn.Module):
+        return called
+    made.forward = called
+    return made
 
 
 @contextmanager

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import weakref
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -49,6 +54,8 @@ class ProgramLog(OpLog):
         self._sizes: dict[int, int] = {}  # storage's number -> bytes
         self._numbers = count()
         self.last_work: int | None = None  # point of the last collective that was not blocking
+        self._compiled = self._calls_of_compiled = 0  # the compiled call that runs now; all so far
+        self._made_by: list[tuple[int, int]] = []  # first autograd node of a call, its number
 
     def reset(self) -> None:
         """Forget what was launched so far; memory in use stays."""
@@ -103,12 +110,48 @@ class ProgramLog(OpLog):
             OpCall(op=HOST, args=(event, tensors), phase=self.phase, stream=self.stream)
         )
 
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """Ops inside belong to one call of a compiled function, and so do those of its backward.
+
+        Python of modules, views and autograd that runs inside is not counted: kernels are launched
+        by the compiled function.
+        """
+        if self._compiled:
+            yield
+            return
+        self._calls_of_compiled += 1
+        counted, self._compiled = dict(self.host), self._calls_of_compiled
+        self._made_by.append((_next_node(), self._compiled))
+        try:
+            yield
+        finally:
+            self._made_by.append((_next_node(), 0))
+            self._compiled = 0
+            passes = 2 if torch.is_grad_enabled() else 1
+            calls = self.host.get("compiled_call", 0) + passes
+            self.host = counted | {"compiled_call": calls}
+
+    def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
+        """Log one call, and the call of a compiled function that it belongs to."""
+        super().add(op, args, kwargs, output)
+        if compiled := self.compiled_call():
+            self.calls[-1] = replace(self.calls[-1], compiled=compiled)
+
+    def compiled_call(self) -> int:
+        """The number of the compiled function's call that an op belongs to, 0 for none."""
+        node = torch._C._current_autograd_node()
+        if self._compiled or node is None or not self._made_by:
+            return self._compiled
+        at = bisect_right(self._made_by, (node._sequence_nr(), math.inf)) - 1
+        return self._made_by[at][1] if at >= 0 else 0
+
     def _mark(self, op: str, point: int, stream: int) -> None:
         self.calls.append(OpCall(op=op, args=(point,), phase=self.phase, stream=stream))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            if self.phase != "optimizer":  # whose step is an event of its own
+            if self.phase != "optimizer" and not self.compiled_call():  # both have their own event
                 self.python("tp_loss" if func in LOSS else "dtensor_op")
             return NotImplemented  # DTensor and others call us again with what they wrap
         kwargs = kwargs or {}
@@ -138,7 +181,7 @@ class ProgramLog(OpLog):
         whole = max(flat, key=torch.Tensor.numel)
         if func is torch.ops.fsdp.all_gather_copy_in.default:
             whole = output[0]
-        self.add("aten.copy_.default", (whole, whole), {}, whole)
+        super().add("aten.copy_.default", (whole, whole), {}, whole)  # hooks are not compiled
         return output
 
     def _read(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -200,6 +243,11 @@ class ShardedAttention(WholeAttention):
             return super().attend(mask, options, *qkv)
         dropout_p = float(options.get("dropout_p", 0.0))
         return FLASH(*qkv, dropout_p, bool(options.get("is_causal", False)))[0]
+
+
+def _next_node() -> int:
+    """The number of the autograd node that is made next; later ones have higher numbers."""
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def log_flash(log: OpLog, func: Any, args: Any, kwargs: Any, output: Any) -> None:

@@ -1,0 +1,99 @@
+"""What a program runs under torch.compile is captured as such, forward and backward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from itercast.compose.graph.launch_modes import fused
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.ops.memory.fused import CALL
+from itercast.microbench.programs.batches import TakenBatches
+from itercast.microbench.programs.script import Script, capture_script
+
+TRAIN = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(torch.sigmoid(self.linear(x)))
+
+first, second, head = Block(), Block(), nn.Linear(8, 1)
+{compile}
+parameters = [*first.parameters(), *second.parameters(), *head.parameters()]
+sgd = torch.optim.SGD(parameters, lr=0.1)
+for _ in range(3):
+    x = torch.ones(4, 8)
+    torch.relu(head(second(first(x)))).sum().backward()
+    sgd.step()
+    sgd.zero_grad()
+"""
+
+
+def captured(folder: Path, compile_: str) -> StepCapture:
+    script = folder / "train.py"
+    script.write_text(TRAIN.format(compile=compile_))
+    program = capture_script(Script(path=script), load_gpu("h100-sxm-80gb"), 1, 1, TakenBatches())
+    return program.ranks[0]
+
+
+def groups(step: StepCapture, phase: str) -> list[tuple[str, int]]:
+    """Pointwise ops and products of a phase, with the call of a compiled function they are in."""
+    names = ("mm", "sigmoid", "tanh", "relu", "sigmoid_backward", "tanh_backward")
+    short = [(c.op.split(".")[1], c.compiled) for c in step.calls if c.phase == phase]
+    return [(name, call) for name, call in short if name in names]
+
+
+BY_HAND = {
+    "forward": ["mm", "sigmoid", "tanh"],
+    "backward": ["tanh_backward", "sigmoid_backward", "mm"],
+}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "first, second = torch.compile(first), torch.compile(second)",
+        "first.compile(); second.compile()",
+        "first.forward, second.forward = map(torch.compile(dynamic=False), "
+        "(first.forward, second.forward))",
+    ],
+)
+def test_two_blocks_are_two_calls_and_the_rest_is_eager(tmp_path: Path, how: str) -> None:
+    step = captured(tmp_path, how)
+    forward = groups(step, "forward")
+    one, two = forward[0][1], forward[3][1]
+    assert 0 < one < two
+    assert forward == [(n, c) for c in (one, two) for n in BY_HAND["forward"]] + [("relu", 0)]
+    backward = [pair for pair in groups(step, "backward") if pair[1]]
+    # the first block's input needs no gradient: one product less
+    assert backward == [(n, two) for n in (*BY_HAND["backward"], "mm")] + [
+        (n, one) for n in BY_HAND["backward"]
+    ]
+
+
+def test_a_compiled_call_is_one_host_event_a_pass_in_place_of_pythons(tmp_path: Path) -> None:
+    eager, compiled = captured(tmp_path, ""), captured(tmp_path, "first = torch.compile(first)")
+    assert compiled.host["compiled_call"] == 2  # forward and backward
+    assert "compiled_call" not in eager.host
+    # without Block and Linear, with the module that torch.compile makes; a transpose of the weight
+    assert compiled.host["module_call"] == eager.host["module_call"] - 2 + 1
+    assert compiled.host["view_op"] == eager.host["view_op"] - 1
+
+
+def test_only_what_one_call_launches_is_fused(tmp_path: Path) -> None:
+    step = captured(tmp_path, "first, second = torch.compile(first), torch.compile(second)")
+    kernels = [c for c in fused(step, apart=lambda c: not c.compiled).calls if c.op == CALL]
+    # sigmoid and tanh: of each block forward, of each block backward
+    assert [(k.kwargs["ops"], k.phase) for k in kernels] == [(2, "forward")] * 2 + [
+        (2, "backward")
+    ] * 2
+    everything = [c for c in fused(step).calls if c.op == CALL]
+    assert len(everything) > len(kernels)
