@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from itercast.compose.forecast import Forecast, forecast, timeline
 from itercast.compose.pricing.collectives import cluster
@@ -22,6 +21,7 @@ from itercast.microbench.hardware.stack import USUAL as USUAL_STACK
 from itercast.microbench.hardware.stack import load_stack
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.store import Row
 
 
 def find_node(plan: ParallelPlan, gpu: Gpu) -> Node | None:
@@ -110,7 +110,7 @@ def timeline_of(step: StepCapture, target: Target) -> tuple[Sequence[Task], Sequ
     return timeline(step, target.plan, target.book, target.node)
 
 
-def checkpoint_policy(step: StepCapture, target: Target) -> list[dict[str, Any]]:
+def checkpoint_policy(step: StepCapture, target: Target) -> list[Row]:
     """What a plan's selective checkpoints save: ``kept`` ops of ``count`` layers in a row."""
     book, plan = target.book, target.plan
     model = price_model(step, plan, book, cluster(plan, target.gpu, target.node))

@@ -26,6 +26,7 @@ from itercast.microbench.cases.registry import case
 from itercast.microbench.iterations.collect import collect_iterations, iteration_of
 from itercast.microbench.iterations.measure import Iteration
 from itercast.microbench.programs.program import ProgramCapture
+from itercast.microbench.store import Row
 
 TWO = ("dp=2", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "dp=2,cdp=1")
 STAGES = ("pp=2,micro=4", "pp=2,micro=2,schedule=gpipe")
@@ -63,7 +64,7 @@ def as_program(plan: CaseResult, rows: pd.DataFrame) -> CaseResult:
     """The result of a plan with the forecast of its captured program in place of the plan's."""
     mine = rows[(rows["case"] == plan.case) & (rows["plan"] == plan.plan)].iloc[0]
     names = ("batch", "seq")
-    sizes: dict[str, Any] = {name: int(mine[name]) for name in names}
+    sizes: Row = {name: int(mine[name]) for name in names}
     program = captured(Iteration(case=plan.case, plan=plan.plan, **sizes))
     found = forecast_program(program, find_target(str(mine["gpu"])))
     return replace(

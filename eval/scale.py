@@ -14,7 +14,6 @@ import statistics
 import sys
 import tempfile
 import time
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +21,7 @@ from rich.table import Table
 from itercast.eval.progress import run_or_say
 from itercast.eval.speed import timed_s
 from itercast.microbench.slow_imports import without_scikit_learn
+from itercast.microbench.store import Row
 
 GPU = "h100-sxm-80gb"
 MODEL = "gpt3-175b"
@@ -55,7 +55,7 @@ def measure(begin_s: float) -> dict[str, float]:
     pairs = [(forecast_s(1 + n), forecast_s(12_500 - n)) for n in range(2, 9)]
     few_s, many_s = (statistics.median(p) for p in zip(*pairs, strict=True))
     found["growth"] = many_s / few_s
-    asked: dict[str, Any] = {"batch": 1536, "seq": 2048, "dtype": "bf16"}
+    asked: Row = {"batch": 1536, "seq": 2048, "dtype": "bf16"}
     search, _ = open_search(MODEL, GPU, 1024, node="dgx-h100", **asked)
     best_plans(search, 512, "time")  # captures and prices are there then
     start = time.process_time()
@@ -70,7 +70,7 @@ def search_s(gpus: int) -> float:
     from itercast.compose.open_search import open_search
     from itercast.compose.search import best_plans
 
-    asked: dict[str, Any] = {"batch": SAMPLES[gpus], "seq": 8192, "dtype": "bf16"}
+    asked: Row = {"batch": SAMPLES[gpus], "seq": 8192, "dtype": "bf16"}
     search, _ = open_search(
         SEARCHED, GPU, gpus, node="dgx-h100", bundle=None, optimizer="adamw", **asked
     )

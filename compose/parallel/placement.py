@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from itercast.microbench.iterations.sharded_model import Shard
 from itercast.microbench.opcall import ITEMSIZE_BYTES
 from itercast.microbench.ops.lookup.index_streams import IndexStream
+from itercast.microbench.store import Row
 
 UNIFORM = IndexStream()
 INDEX_BYTES = 8  # int64 row numbers and lengths of bags
@@ -164,7 +164,7 @@ def memory_bytes(
 
 def to_torchrec(sharding: Sharding, tables: Sequence[Table], per_node: int, device: str) -> str:
     """The sharding as JSON in the fields of torchrec's ``ParameterSharding``, by table."""
-    plan: dict[str, Any] = {}
+    plan: Row = {}
     for i, (table, place) in enumerate(zip(tables, sharding, strict=True)):
         spec = [
             {
@@ -203,7 +203,7 @@ def from_torchrec(text: str, tables: Sequence[Table]) -> Sharding:
     return tuple(_placement(plan.get(key), t) for key, t in zip(keys, tables, strict=True))
 
 
-def _placement(entry: Any, table: Table) -> Placement:
+def _placement(entry: object, table: Table) -> Placement:
     if not isinstance(entry, Mapping):
         raise ValueError(f"table {table.name!r}: no sharding")
     kind, ranks = entry.get("sharding_type"), entry.get("ranks")

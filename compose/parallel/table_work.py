@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -25,6 +24,7 @@ from itercast.microbench.assumptions import assumed
 from itercast.microbench.iterations.sharded_model import Shard
 from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops.lookup.embedding_bag import MODES
+from itercast.microbench.store import Row
 
 SMALL_OPS: Mapping[str, int] = assumed(__file__, "small_ops")
 PASSES_IN_PARTS: int = assumed(__file__, "passes_in_parts")
@@ -51,7 +51,7 @@ LOOPS = (  # of small ops, by part
 )
 
 
-def shard_stream(table: Table, rows: int, samples: int) -> dict[str, Any]:
+def shard_stream(table: Table, rows: int, samples: int) -> Row:
     """Statistics of the row numbers looked up in a shard: parameters of ``EmbeddingBag`` by name.
 
     A shard with a part of the table's rows gets that part of its distinct rows.
@@ -75,7 +75,7 @@ def lookup_calls(
     facts = shard_stream(table, shard.rows, samples)
     if tables > 1:
         facts["tables"] = tables
-    known: dict[str, Any] = {"kwargs": {"stream": facts}} if facts else {}
+    known: Row = {"kwargs": {"stream": facts}} if facts else {}
     mode = MODES.index(lookup.mode)
 
     def tensor(*shape: int, dtype: str = table.dtype) -> TensorSpec:

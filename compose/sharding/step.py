@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.index_streams import with_index_streams
@@ -26,7 +25,7 @@ def dlrm_step(model: RankingModel) -> StepCapture:
     numbered = dict(enumerate(model.tables))
     sizes = (model.features, model.bottom, len(model.tables), model.dim, model.top)
 
-    def make() -> tuple[Any, ...]:
+    def make() -> tuple[object, ...]:
         dtypes = {i: torch_dtype(t.dtype) for i, t in numbered.items()}
         module = TablesDlrm(sizes, {i: t.rows for i, t in numbered.items()}, dtypes)
         lookups = [_lookups(model.batch, t) for t in model.tables]
@@ -37,7 +36,7 @@ def dlrm_step(model: RankingModel) -> StepCapture:
     return with_index_streams(step, [t.stream for t in model.tables])
 
 
-def _lookups(batch: int, table: Table) -> tuple[Any, ...]:
+def _lookups(batch: int, table: Table) -> tuple[object, ...]:
     """Row numbers, starts of bags, and weights where there are any."""
     from torch import int64, zeros  # as above
 

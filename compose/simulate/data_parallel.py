@@ -104,15 +104,14 @@ def _replicas(plan: ParallelPlan) -> Strategy:
     if every:
         return Strategy(every=every, copies_in=1 + packing, copies_out=1 + packing)
     if plan.gossip:
-        sent = {"ring": 2, "exp2": 1}[plan.gossip]
-        passes = 1 + packing
-        return Strategy(
-            reduce=("send_recv",) * sent,
-            copies_in=passes,
-            copies_out=passes,
-            buckets=True,
-            early=True,
-        )
+        sent, passes = {"ring": 2, "exp2": 1}[plan.gossip], 1 + packing
+        copies = Strategy(copies_in=passes, copies_out=passes, buckets=True, early=True)
+        return replace(copies, reduce=("send_recv",) * sent)
+    return _all_reduced(plan, packing)
+
+
+def _all_reduced(plan: ParallelPlan, packing: int) -> Strategy:
+    """DDP's all_reduce of buckets, broken up and moved as ``coconet`` says (arXiv 2105.05720)."""
     split, reorder, fuse = (x in plan.coconet for x in ("split", "reorder", "fuse"))
     if fuse:  # packing is a pass of the same kernel
         return Strategy(

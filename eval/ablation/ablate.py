@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from itercast.microbench.store import Facts
 from itercast.microbench.switches import RULES, switching_off
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 PAYS = 0.3  # points of the mean error, over sources that a rule was neither fitted nor checked on
 SHOWN = 0.05  # points of a source's error
 
@@ -79,7 +80,7 @@ def read_sources(public: Path, only: str, most: int, folder: Path) -> list[Sourc
     return [source for source in found.values() if source.rows]
 
 
-def _in_new_process(call: Any, *args: Any) -> Any:
+def _in_new_process(call: Callable[..., T], *args: object) -> T:
     """What a function returns in a process that imports everything anew."""
     with processes(1) as pool:
         return pool.submit(call, *args).result()

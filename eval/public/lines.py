@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 from zlib import crc32
 
 import numpy as np
 import pandas as pd
 
+from itercast.microbench.store import Row
 from itercast.microbench.yaml_text import load_yaml
 
 Rows = pd.DataFrame
@@ -37,7 +37,7 @@ def one_in_five(texts: pd.Series) -> pd.Series:
     return texts.astype(str).map(lambda text: crc32(text.encode()) % 5 == 0)
 
 
-def permuted(names: Sequence[Any] | np.ndarray) -> np.ndarray:
+def permuted(names: Sequence[str] | np.ndarray) -> np.ndarray:
     """Names in an order that is drawn at random, always the same."""
     return np.asarray(np.random.default_rng(0).permutation(names))
 
@@ -175,7 +175,7 @@ def model_lines() -> tuple[ModelLine, ...]:
     return tuple(ModelLine(**facts) for facts in _facts("models"))
 
 
-def _facts(kind: str) -> Iterator[dict[str, Any]]:
+def _facts(kind: str) -> Iterator[Row]:
     """The facts of each line, with those of its group."""
     for group in load_yaml(FILE.read_text())[kind]:
         for name, own in group.pop("lines").items():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from itercast.eval.iteration_parts import PARTS
 from itercast.eval.public.benchmark import read_folders, run_line
@@ -20,6 +19,7 @@ from itercast.eval.report.write import write_pages
 from itercast.eval.results import COVERAGE, CaseResult, LineResult
 from itercast.microbench.ops import families
 from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.store import Facts
 
 TOLD = ("batch", "seq", "mode", "dtype", "engine")  # settings that tell rows of a model apart
 HEADING = "Errors in % on a source's rows, with the source and all that was fitted on it left out:"
@@ -139,14 +139,14 @@ def write_public_pages(out: Path, lines: Sequence[ForecastLine], bundle: Path) -
     return write_pages(out)
 
 
-def _steps(lines: Sequence[ForecastLine]) -> Iterator[Mapping[str, Any]]:
+def _steps(lines: Sequence[ForecastLine]) -> Iterator[Facts]:
     """Rows of lines about a whole step; rows that several lines share are there several times."""
     for x in lines:
         if x.line.part == "step":
             yield from ({str(k): v for k, v in row.items()} for row in x.rows.to_dict("records"))
 
 
-def _case(row: Mapping[str, Any]) -> CaseResult:
+def _case(row: Facts) -> CaseResult:
     """A published row as a case; it was measured once."""
     plan, measured_us = ParallelPlan.parse(str(row["plan"])), float(row["time_us"])
     told = [f"{name} {row[name]}" for name in TOLD if row.get(name)]

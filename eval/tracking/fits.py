@@ -74,6 +74,18 @@ def no_longer_newest(client: Any, experiment: str, family: str) -> dict[str, flo
     return found
 
 
+def _tags(training: Training, *, prices: bool) -> dict[str, str]:
+    """Tags of a training's runs; that of the learner which ``prices`` the family has one more."""
+    return {
+        "training": training.name,
+        "bundle": str(training.bundle),
+        "newest": "yes",
+        "mlflow.source.name": "itercast train",
+        "mlflow.source.git.commit": commit(),
+        **({"prices": "yes"} if prices else {}),
+    }
+
+
 def log_learner(
     client: Any,
     experiment: str,
@@ -91,15 +103,7 @@ def log_learner(
 
     entry, end_ms = training.report[family], training.time_ms
     facts = {"family": family, "learner": learner, "device": training.device}
-    tags = {
-        **facts,
-        "training": training.name,
-        "bundle": str(training.bundle),
-        "newest": "yes",
-        "mlflow.source.name": "itercast train",
-        "mlflow.source.git.commit": commit(),
-        **({"prices": "yes"} if learner == entry["learner"] else {}),
-    }
+    tags = {**facts, **_tags(training, prices=learner == entry["learner"])}
     start_ms = end_ms - round(1000 * entry["seconds"])
     run = client.create_run(experiment, start_ms, tags, run_name=f"{family} · {learner}")
     run_id = run.info.run_id

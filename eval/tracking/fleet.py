@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from itercast.eval.tracking import store
+from itercast.microbench.store import Facts
 
 EXPERIMENT = "fleet"
 FACTS = ("host", "gpu_uuid", "gpu_index", "node", "reason")
@@ -30,7 +28,7 @@ class FleetRuns:
         for name, value in {**shown, "rows": self.rows}.items():
             self.client.log_metric(self.run, name, float(value), now)
 
-    def told(self, machines: str, kind: str, result: Mapping[str, Any]) -> None:
+    def told(self, machines: str, kind: str, result: Facts) -> None:
         """Log a chunk: a run per family with its rows, failures and the machine that it had."""
         families = result.get("families") or {kind: 0}
         for family, rows in families.items():
@@ -40,9 +38,7 @@ class FleetRuns:
             self.rows += sum(families.values())
         self._progress()
 
-    def _child(
-        self, machines: str, kind: str, family: str, rows: int, result: Mapping[str, Any]
-    ) -> None:
+    def _child(self, machines: str, kind: str, family: str, rows: int, result: Facts) -> None:
         versions = result.get("versions") or {}
         facts = {"machines": machines, "kind": kind, "family": family, "state": result["state"]}
         facts |= {n: result[n] for n in (*FACTS, "chunk") if result.get(n) not in (None, "")}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from itercast.errors import one_line_errors
+from itercast.microbench.store import Facts, Row
 from itercast.options import Json
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def import_rows(
     imported = read_source(source, path, hints)
     with written(out) as root:
         write(imported, root, own)
-    report: dict[str, Any] = {
+    report: Row = {
         "source": source,
         "out": str(out),
         "rows": {family: len(rows) for family, rows in imported.rows.items()},
@@ -63,7 +63,7 @@ def import_rows(
         raise typer.Exit(1)
 
 
-def print_report(report: Mapping[str, Any]) -> None:
+def print_report(report: Facts) -> None:
     """Print how many rows of each family were imported, and how many were left out by reason."""
     for family, count in report["rows"].items():
         typer.echo(f"{count:8d} rows of {family}")

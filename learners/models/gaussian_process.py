@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from scipy.linalg import solve
 
-from itercast.learners.models.interpolate import interpolated
+from itercast.learners.models.interpolate import Array, interpolated
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.slow_imports import torch
 
-Array = Any  # numpy arrays of float
 # Where the fit of hyperparameters starts: three terms (common trend, offsets of a curve, details).
 INITIAL_AMPLITUDES = (0.4, 0.3, 0.15)  # standard deviations of the log time
 INITIAL_NOISE = 0.05  # standard deviation of a measurement's log time

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from itercast.learners.models.interpolate import Array
 from itercast.microbench.slow_imports import torch
 
-Array = Any  # numpy arrays of float
 WIDTH = 128  # of the hidden layers
 INPUT_LIMIT = 4.0  # standardised inputs are clipped here, so that extrapolation stays bounded
 CHUNK = 4096  # rows of one numpy call

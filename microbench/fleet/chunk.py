@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -208,7 +207,7 @@ def _software(folder: Path) -> Plain:
 def main(path: Path) -> None:
     """Measure the chunk of an order's file; the result is written beside it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
-    plain: dict[str, Any] = json.loads(path.read_text())
+    plain: Row = json.loads(path.read_text())
     order = ChunkOrder(**{**plain, "families": tuple(plain["families"])})
     try:
         found = measure(order)

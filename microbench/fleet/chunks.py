@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.cases.registry import case
@@ -19,6 +18,7 @@ from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.iterations.collect import iteration_of
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Point
+from itercast.microbench.store import Row
 from itercast.microbench.sweep.captured_points import check_points, points_file
 from itercast.microbench.sweep.orders import HOST_SHARE
 from itercast.microbench.sweep.scheduler import space
@@ -28,7 +28,7 @@ ITERATIONS_SHARE = 0.35  # no assumption: of a machine's time, where it also swe
 TOGETHER_SHARE = 0.1  # of the time, for collectives
 START_S = 8.0  # of a chunk besides its measuring: Python, torch, facts of the machine, the upload
 OPS, HOST, TOGETHER, ITERATIONS = "ops", "host", "together", "iterations"
-Plain = dict[str, Any]  # of JSON
+Plain = Row  # of JSON
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

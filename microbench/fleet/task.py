@@ -10,12 +10,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
 from typing import Any
 
 from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.fleet.chunks import Plain
 from itercast.microbench.processes.watch import end_group, log_tail
+from itercast.microbench.store import Facts
 
 
 def run_chunk(order: bytes) -> bytes:
@@ -59,7 +59,7 @@ def free_address() -> bytes:
     return f"{ray.util.get_node_ip_address()}:{port}".encode()
 
 
-def bundle_of(options: Mapping[str, Any]) -> dict[str, float]:
+def bundle_of(options: Facts) -> dict[str, float]:
     """The bundle of a placement group that holds a task with these options."""
     found = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **options["resources"]}
     if kind := options.get("accelerator_type"):
@@ -77,7 +77,7 @@ def over_nodes(asked: bytes) -> bytes:
     order, options, nodes = plain["order"], plain["options"], plain["nodes"]
     group = placement_group([bundle_of(options)] * nodes, strategy="STRICT_SPREAD")
 
-    def task(function: Any, number: int, more: Mapping[str, Any]) -> Any:
+    def task(function: Any, number: int, more: Facts) -> Any:
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
         return ray.remote(function).options(scheduling_strategy=where, **more)
 

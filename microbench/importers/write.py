@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime
 import hashlib
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from itercast.microbench import store
 from itercast.microbench.hardware.spec import Gpu, gpu_names, load_gpu
 from itercast.microbench.importers.base import Imported
+from itercast.microbench.store import Row
 
 
 def write(imported: Imported, out: Path, own: Gpu | None = None) -> int:
@@ -31,9 +31,9 @@ def write(imported: Imported, out: Path, own: Gpu | None = None) -> int:
     return written
 
 
-def card(imported: Imported, gpu: str, rows: pd.DataFrame, own: Gpu | None) -> dict[str, Any]:
+def card(imported: Imported, gpu: str, rows: pd.DataFrame, own: Gpu | None) -> Row:
     """Card of imported rows: their origin, how they were measured, what was left out."""
-    facts: dict[str, Any] = {
+    facts: Row = {
         "what": f"published measurements, imported from {imported.about.source}",
         "when": datetime.date.today().isoformat(),
         "where": imported.about.where,

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from itercast.microbench.store import write_atomic
 
@@ -83,7 +82,7 @@ def read_lane(path: Path) -> InputLane:
         raise ValueError(f"{path}: no input lane of `itercast input --out`: {exc}") from exc
 
 
-def lane_from(plain: Any) -> InputLane:
+def lane_from(plain: object) -> InputLane:
     """A lane from plain values; ValueError or TypeError where they are none."""
     if not isinstance(plain, dict):
         raise ValueError("expected an object")

@@ -9,7 +9,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,12 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from itercast.microbench.cases.registry import case
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
 from itercast.microbench.step import StepSettings, make_step
+from itercast.microbench.store import Row
 from itercast.microbench.timing.clock import keep_freed_memory
 
 WARMUP = 2
 
 
-def run(order: dict[str, Any]) -> None:
+def run(order: Row) -> None:
     """Time each of ``steps`` in ``rounds``; rank 0 writes ``out``: a list of times in us for each.
 
     A step states ``threads``, ``rows`` and ``seq`` of every rank. Steps take turns, so that what

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
@@ -23,6 +22,7 @@ from itercast.microbench.importers.base import (
     refuse,
     whole,
 )
+from itercast.microbench.store import Facts, Row
 from itercast.microbench.yaml_text import load_yaml
 
 ABOUT = About(
@@ -84,7 +84,7 @@ SIZES = {  # of a model; positions come last
     "heads": "--num-attention-heads",
     "positions": "--max-position-embeddings",
 }
-Flags = Mapping[str, Any]
+Flags = Facts
 
 
 def read(path: Path) -> Imported:
@@ -115,7 +115,7 @@ def _flags(path: Path) -> dict[str, Flags]:
     return found
 
 
-def _row(known: Mapping[str, Flags], given: Mapping[str, str]) -> dict[str, Any]:
+def _row(known: Mapping[str, Flags], given: Mapping[str, str]) -> Row:
     """One run; ValueError names what cannot be said."""
     if given["cfg"] not in known:
         raise ValueError("configuration of the run is missing")

@@ -5,12 +5,12 @@ Source: the config.json of each model at https://huggingface.co (Qwen, openai, d
 
 from __future__ import annotations
 
-from typing import Any
+from itercast.microbench.store import Row
 
 COMMON = {"tie_word_embeddings": False, "hidden_act": "silu"}
 
 
-def _qwen3(layers: int, width: int, heads: int, hidden: int) -> dict[str, Any]:
+def _qwen3(layers: int, width: int, heads: int, hidden: int) -> Row:
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -71,7 +71,7 @@ DEEPSEEK_V3 = {
     "vocab_size": 129280,
     "rms_norm_eps": 1e-6,
 }
-EXPERTS: dict[str, tuple[dict[str, Any], str]] = {
+EXPERTS: dict[str, tuple[Row, str]] = {
     "Qwen3_30B_a3B": (_qwen3(48, 2048, 32, 768), ""),
     "Qwen3_235B_a22B": (_qwen3(94, 4096, 64, 1536), ""),
     "GPT OSS 120B": (GPT_OSS, "as Mixtral: attention without sinks and windows, no biases"),

@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+
+from itercast.microbench.store import Row
 
 RESNETS = {
     "18": ("basic", (2, 2, 2, 2)),
@@ -43,7 +44,7 @@ EFFICIENTNETS = {  # width, depth
 }
 MOBILENETS = {"035": 0.35, "050": 0.5, "075": 0.75, "100": 1.0, "140": 1.4}
 CLASSES = 1000
-Values = dict[str, Any]
+Values = Row
 
 
 def timm_config(name: str, image_size: int) -> str:

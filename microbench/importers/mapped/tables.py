@@ -16,6 +16,7 @@ import pandas as pd
 from itercast.microbench.importers.base import RowCollector, Unreadable, read_text
 from itercast.microbench.importers.mapped.source import JSON, Table
 from itercast.microbench.importers.parquet import parquet_columns, read_parquet
+from itercast.microbench.store import Row
 
 MAX_HEADER = 2**16  # characters that the names of columns may take
 MAX_KEYS = 200  # of the objects in a column of JSON
@@ -94,7 +95,7 @@ def unpacked(frame: pd.DataFrame, table: Table) -> pd.DataFrame:
     return pd.concat([frame, made], axis=1)
 
 
-def _object(text: Any) -> dict[str, Any]:
+def _object(text: Any) -> Row:
     """A JSON object of plain values; nothing where the text is none."""
     try:
         found = json.loads(str(text))
@@ -127,7 +128,7 @@ def read_section(
         collector.unreadable(str(exc) if isinstance(exc, Unreadable) else "not a CSV table")
         return None
     collector.readable += 1
-    found: dict[str, list[Any]] = {name: [] for name in (*header, "line") if name}
+    found: dict[str, list[object]] = {name: [] for name in (*header, "line") if name}
     for line, row in enumerate(rows[at + 1 :], start=at + 2):
         if row and row[0].strip():
             break

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -28,6 +27,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.sizes import MATMUL_DTYPES, MAX_BATCH, aligned, tile_edge_or_any
 from itercast.microbench.slow_imports import torch
+from itercast.microbench.store import Row
 
 BACKWARD_OVER_FORWARD: float = assumed(__file__, "backward_over_forward")
 MAX_FLOPS = 8e9
@@ -105,7 +105,7 @@ def build(p: Attention, device: str) -> Workload:
 
     q, k, v = (tensor(p.heads, p.q_len), *(tensor(p.kv_heads, p.kv_len) for _ in "kv"))
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    options: dict[str, Any] = {"is_causal": p.causal, "enable_gqa": p.kv_heads != p.heads}
+    options: Row = {"is_causal": p.causal, "enable_gqa": p.kv_heads != p.heads}
     if p.masked:
         mask = torch.rand(p.batch, 1, p.q_len, p.kv_len, device=device) < 0.9
         mask[..., 0] = True  # no query without a key

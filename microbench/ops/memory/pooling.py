@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.sizes import MAX_BATCH, resize_along
 from itercast.microbench.slow_imports import torch
+from itercast.microbench.store import Row
 
 WINDOWED = ("max_pool2d_with_indices", "avg_pool2d")
 ADAPTIVE = ("_adaptive_avg_pool2d", "adaptive_max_pool2d")
@@ -69,7 +69,7 @@ def _draw(rng: np.random.Generator) -> Pooling:
     h = w = log_uniform(rng, 2, 256)
     if rng.random() < 0.15:
         h, w = 1, log_uniform(rng, 8, 16384)  # one-dimensional pooling
-    sizes: dict[str, Any] = {"batch": log_uniform(rng, 1, 64), "channels": log_uniform(rng, 1, 512)}
+    sizes: Row = {"batch": log_uniform(rng, 1, 64), "channels": log_uniform(rng, 1, 512)}
     sizes["channels_last"] = sizes["channels"] > 1 and bool(rng.random() < 0.2)
     if base in WINDOWED:
         kernel, stride = int(rng.choice([2, 3, 3, 5])), int(rng.choice([1, 2, 2, 3]))
@@ -116,7 +116,7 @@ def _runner(p: Pooling, x: Tensor, grad: Tensor) -> Callable[[], object]:
     base = p.op.removesuffix("_backward")
     call, forward = getattr(torch.ops.aten, p.op), getattr(torch.ops.aten, base)
     out, size = [p.out_h, p.out_w], [p.batch, p.channels, p.h, p.w]
-    window: list[Any] = [[p.kernel_h, p.kernel_w], [p.stride_h, p.stride_w]]
+    window: list[list[int]] = [[p.kernel_h, p.kernel_w], [p.stride_h, p.stride_w]]
     window.append([p.padding_h, p.padding_w])
     spaced = [[p.dilation] * 2] if p.op.startswith("max") else []
     corners = () if base == "upsample_nearest2d" else (False,)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -85,7 +84,7 @@ def build(p: RandomOp, device: str) -> Workload:
         mask = x > 0.1
         # no assumption: an argument that is timed
         return Workload(run=lambda: aten.native_dropout_backward(x, mask, 1 / 0.9))
-    limits: dict[str, tuple[Any, ...]] = {"native_dropout": (0.1, True), "bernoulli_": (0.9,)}
+    limits: dict[str, tuple[float, ...]] = {"native_dropout": (0.1, True), "bernoulli_": (0.9,)}
     limits |= {"random_": (0, 1000), "randint_like": (1000,)}
     call, extra = getattr(aten, p.op), limits.get(p.op, ())
     return Workload(run=lambda: call(x, *extra))
