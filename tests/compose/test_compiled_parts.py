@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from itercast.compose.graph.launch_modes import fused
+from itercast.compose.programs.price import price_rank
+from itercast.compose.programs.timeline import simulate_program
+from itercast.compose.target import find_target
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops.memory.fused import CALL
@@ -97,3 +100,13 @@ def test_only_what_one_call_launches_is_fused(tmp_path: Path) -> None:
     ] * 2
     everything = [c for c in fused(step).calls if c.op == CALL]
     assert len(everything) > len(kernels)
+
+
+@pytest.mark.parametrize("gpu", ["h100-sxm-80gb", "cpu"])
+def test_a_timeline_of_each_op_takes_as_long_as_the_forecast(tmp_path: Path, gpu: str) -> None:
+    step = captured(tmp_path, "first = torch.compile(first)")
+    target = find_target(gpu, "", None)
+    priced = {0: price_rank(step, target.book, None, 8)}
+    whole, each = (simulate_program(priced, 1.2, each_op=each_op) for each_op in (False, True))
+    assert len(each[0]) > len(whole[0])
+    assert each[2] == pytest.approx(whole[2])
