@@ -169,14 +169,6 @@ class Bounded:
         return self.rank.plan
 
 
-def bounded_plans(search: Search, gpus: int, objective: str) -> list[Bounded]:
-    """Returns all legal plans on ``gpus`` GPUs, by the lower bound of their score.
-
-    The order is deterministic, so that workers on many machines agree on it.
-    """
-    return sorted(legal_plans(search, gpus, objective), key=lambda b: b.lower_bound)
-
-
 def legal_plans(search: Search, gpus: int, objective: str) -> Iterator[Bounded]:
     """Yields legal plans; for objective "cost" also those on a half, a quarter... of the GPUs."""
     if objective not in OBJECTIVES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,6 +38,7 @@ from itercast.options import (
 if TYPE_CHECKING:  # the command line starts without pandas
     from itercast.compose.forecast import Forecast
     from itercast.compose.search import Search
+    from itercast.microbench.store import Facts, Row
 
 BAR = 8  # characters of a waterfall
 PARTS: tuple[tuple[str, str, str], ...] = (
@@ -73,9 +74,6 @@ def plan(
     bundle: Bundle = None,
     host: Host = "",
     stack: Stack = "",
-    study: Annotated[
-        str, typer.Option(help="database URL, to share one search among several processes")
-    ] = "",
     as_json: Json = False,
 ) -> None:
     """Search parallel plans; prints the best ten and where time goes; logs to MLflow."""
@@ -83,9 +81,9 @@ def plan(
     if (not case) == (hf_config is None):
         raise ValueError("plan takes one of CASE and --hf-config")
     name = read_config(hf_config).name if hf_config else case
-    step: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "amp": amp}
+    step: Row = {"dtype": dtype, "optimizer": optimizer, "amp": amp}
     step["channels_last"] = channels_last
-    place: dict[str, Any] = {"node": node, "bundle": bundle, "host": host, "stack": stack}
+    place: Row = {"node": node, "bundle": bundle, "host": host, "stack": stack}
     with prints_aside(), without_scikit_learn():
         from itercast.compose.open_search import open_search
 
@@ -96,7 +94,7 @@ def plan(
     size = {"node": node, "host": host, "batch": search.batch, "seq": search.seq}
     facts = {"case": name, "gpu": target.gpu.name, "gpus": gpus, "objective": objective}
     facts |= {**size, **step, "optimizer": search.optimizer, "bundle": target.bundle_name}
-    counts, reports = run_search(search, facts, study)
+    counts, reports = run_search(search, facts)
     if lengths or packed:
         step |= {"batch": search.batch, "seq": search.seq, "lengths": lengths, "packed": packed}
         reports = with_lengths(hf_config or case, reports, gpu=gpu, **place, **step)
@@ -134,7 +132,7 @@ def with_lengths(
     return sorted(found, key=lambda one: (not one.fits, one.iteration_us))
 
 
-def print_plans(facts: dict[str, Any], reports: Sequence[Forecast], as_json: bool) -> None:
+def print_plans(facts: Row, reports: Sequence[Forecast], as_json: bool) -> None:
     """Log the plans to MLflow and print them as a table or as one JSON object."""
     from itercast.commands.shared import say_logged
     from itercast.eval.tracking.logs import log_plans
@@ -148,32 +146,25 @@ def print_plans(facts: dict[str, Any], reports: Sequence[Forecast], as_json: boo
     say_logged()
 
 
-def run_search(
-    search: Search, facts: Mapping[str, Any], study: str
-) -> tuple[dict[str, int], list[Forecast]]:
+def run_search(search: Search, facts: Facts) -> tuple[dict[str, int], list[Forecast]]:
     """Run the search that ``facts`` describe; how many plans it considered, and the best ones.
 
-    ``study`` is the database URL of a search shared by workers, or empty. ValueError where no plan
-    is legal.
+    ValueError where no plan is legal.
     """
     from itercast.compose.search import best_plans
-    from itercast.compose.shared_search import shared_search
     from itercast.eval.progress import progress_bar
 
     gpus, objective = facts["gpus"], facts["objective"]
-    if study:
-        found = shared_search(search, gpus, objective, study, facts)
-    else:
-        bar = progress_bar()
-        bar.disable = not bar.console.is_terminal
-        with bar:
-            task = bar.add_task("plans", total=None)
-            found = best_plans(
-                search,
-                gpus,
-                objective,
-                on_plan=lambda n, best: bar.update(task, description=f"{n} plans, best {best}"),
-            )
+    bar = progress_bar()
+    bar.disable = not bar.console.is_terminal
+    with bar:
+        task = bar.add_task("plans", total=None)
+        found = best_plans(
+            search,
+            gpus,
+            objective,
+            on_plan=lambda n, best: bar.update(task, description=f"{n} plans, best {best}"),
+        )
     if found.stopped and not found.best:
         raise typer.Abort
     if found.stopped:
@@ -185,7 +176,7 @@ def run_search(
     return {"considered": found.considered, "simulated": found.simulated}, reports
 
 
-def plans_table(facts: dict[str, Any], reports: Sequence[Forecast]) -> Table:
+def plans_table(facts: Row, reports: Sequence[Forecast]) -> Table:
     """A table of plans, the best first, each with a bar of where the slowest rank's time goes."""
     from itercast.commands.shared import lengths_line
 

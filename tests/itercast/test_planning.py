@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from itercast.__main__ import app
 from itercast.compose.search import best_plans, legal_plans
-from itercast.compose.shared_search import open_study, shared_search
 from itercast.learners.bundle import Bundle
 
 run = CliRunner()
@@ -95,33 +94,6 @@ def test_bad_input_is_one_line(words: list[str], message: str, bundle: str) -> N
     assert result.exit_code == 2
     assert message in result.output
     assert len(result.output.strip().splitlines()) == 1
-
-
-def test_workers_share_a_search(tmp_path: Path) -> None:
-    """The second does only what the first, cut short, left; both find what one alone finds."""
-    url, facts = f"sqlite:///{tmp_path / 'plans.db'}", {"case": "gpt-s"}
-    alone = best_plans(search_of(), 2, "time")
-    first = shared_search(search_of(), 2, "time", url, facts)
-    second = shared_search(search_of(), 2, "time", url, facts)
-    assert [s.plan for s in first.best] == [s.plan for s in alone.best]
-    assert [s.plan for s in second.best] == [s.plan for s in alone.best]
-    assert (first.simulated, second.simulated) == (alone.simulated, 0)
-
-
-def test_a_killed_workers_plans_are_done_by_another(tmp_path: Path) -> None:
-    """A worker took the first plan and never came back: until it is done it bounds no other."""
-    import optuna
-
-    url, facts = f"sqlite:///{tmp_path / 'plans.db'}", {"case": "gpt-s"}
-    alone = best_plans(search_of(), 2, "time")
-    study = open_study(search_of(), 2, "time", url, facts)[0]
-    assert study.ask().number == 0
-    shared = shared_search(search_of(), 2, "time", url, facts)
-    assert [s.plan for s in shared.best] == [s.plan for s in alone.best]
-    states = [t.state for t in study.trials]
-    assert states[0] == optuna.trial.TrialState.RUNNING
-    assert len(states) == shared.simulated + 1
-    assert alone.simulated <= shared.simulated < alone.considered
 
 
 def test_the_table_fits_80_columns_with_a_line_for_each_plan(
