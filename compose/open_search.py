@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from itercast.compose.candidates import Search
 from itercast.compose.capture_model import capture, optimizer_of
-from itercast.compose.search import Search
 from itercast.compose.target import Target, find_target
 from itercast.microbench.cases.registry import case
 from itercast.microbench.plan import ParallelPlan
@@ -24,12 +24,14 @@ def open_search(
     host: str = "",
     stack: str = "",
     optimizer: str = "",
+    local: int = 0,
     **options: Any,
 ) -> tuple[Search, Target]:
     """Returns a search over plans of a model, and the target of all of them but for its plan.
 
     ``model`` is the name of a case or the path of a Hugging Face configuration. ``batch`` counts
     samples of a step over all GPUs; without it and ``seq`` a case has its own batch on each GPU.
+    ``local``: steps between averages of plans with local SGD; 0: none are tried.
     ``options`` are others of ``capture``: dtype, amp, channels_last.
     """
     batch, seq = _size(model, gpus, batch, seq)
@@ -47,6 +49,7 @@ def open_search(
         seq=seq,
         optimizer=options["optimizer"],
         amp=options.get("amp", False),
+        local=local,
     )
     return search, target
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas as pd
 
+from itercast.compose.candidates import Search
 from itercast.compose.capture_model import capture_case
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.search import Search
 from itercast.microbench.cases.registry import case
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import StepCapture

@@ -109,12 +109,9 @@ def least_us(rank: Rank) -> float:
     The first micro-batch's forward on the stages before a rank, all of that rank's work, and the
     last one's backward on its way back, without the weight gradients that may fill the bubble.
     """
-    plan, layers = rank.plan, rank.model.layers
+    plan = rank.plan
     if plan.pp == 1:
-        whole_us = sum(
-            x.layer.count * (x.forward_work.lane_us + x.backward_work.lane_us) for x in layers
-        )
-        return plan.microbatches * whole_us
+        return mean_us(rank)
     key = ("loads", *plan.parts("stages"), plan.schedule)
     loads, ways = rank.model.once(key, partial(_loads_us, rank))
     least, before = 0.0, 0.0
@@ -122,6 +119,15 @@ def least_us(rank: Rank) -> float:
         least = max(least, before + plan.microbatches * load_us)
         before += way_us
     return float(least)
+
+
+def mean_us(rank: Rank) -> float:
+    """The mean over stages of the compute of all micro-batches, however layers are dealt."""
+    layers, plan = rank.model.layers, rank.plan
+    whole_us = sum(
+        x.layer.count * (x.forward_work.lane_us + x.backward_work.lane_us) for x in layers
+    )
+    return plan.microbatches * whole_us / plan.pp
 
 
 def _loads_us(rank: Rank) -> tuple[list[float], list[float]]:

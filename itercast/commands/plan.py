@@ -36,8 +36,8 @@ from itercast.options import (
 )
 
 if TYPE_CHECKING:  # the command line starts without pandas
+    from itercast.compose.candidates import Search
     from itercast.compose.forecast import Forecast
-    from itercast.compose.search import Search
     from itercast.microbench.store import Facts, Row
 
 BAR = 8  # characters of a waterfall
@@ -69,6 +69,9 @@ def plan(
     amp: Annotated[
         bool, typer.Option("--amp", help="mixed precision: weights in fp32, autocast to dtype")
     ] = False,
+    local: Annotated[
+        int, typer.Option(min=0, help="also try local SGD that averages every so many steps")
+    ] = 0,
     lengths: Lengths = "",
     packed: Packed = False,
     bundle: Bundle = None,
@@ -88,12 +91,13 @@ def plan(
         from itercast.compose.open_search import open_search
 
         search, target = open_search(
-            hf_config or case, gpu, gpus, batch=batch, seq=seq, **place, **step
+            hf_config or case, gpu, gpus, batch=batch, seq=seq, local=local, **place, **step
         )
     warn_of_dtype(dtype, target)
     size = {"node": node, "host": host, "batch": search.batch, "seq": search.seq}
     facts = {"case": name, "gpu": target.gpu.name, "gpus": gpus, "objective": objective}
     facts |= {**size, **step, "optimizer": search.optimizer, "bundle": target.bundle_name}
+    facts["local"] = local
     counts, reports = run_search(search, facts)
     if lengths or packed:
         step |= {"batch": search.batch, "seq": search.seq, "lengths": lengths, "packed": packed}

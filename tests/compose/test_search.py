@@ -8,9 +8,15 @@ from dataclasses import replace
 import pytest
 from plan_case import GPU, capture_at, experts_at, search_of
 
+from itercast.compose.candidates import Search, candidate_plans
 from itercast.compose.capture_model import capture_case
 from itercast.compose.pricing.collectives import Group
-from itercast.compose.search import Search, _bounded, best_plans, candidate_plans, legal_plans
+from itercast.compose.search import (
+    _bounded,
+    best_plans,
+    legal_plans,
+    variants,
+)
 from itercast.compose.simulate.iteration import evaluate, quick_us
 from itercast.compose.simulate.stage_rank import least_us, memory
 from itercast.compose.simulate.stages import partition, uneven
@@ -30,10 +36,11 @@ def search() -> Search:
 def test_no_better_plan_is_pruned(capture: Callable[[int, int], StepCapture]) -> None:
     search = search_of(capture_at=capture)
     result = best_plans(search, 4, "time", count=5)
-    ranks = [bounded.rank for bounded in legal_plans(search, 4, "time")]
+    listed = list(legal_plans(search, 4, "time"))
+    ranks = [bounded.rank for bounded in (*listed, *variants(search, listed, "time"))]
     times = sorted(quick_us(r, "adamw") for r in ranks)
     assert [s.iteration_us for s in result.best] == pytest.approx(times[:5])
-    assert result.simulated < result.considered == len(ranks)
+    assert result.simulated < result.considered <= len(ranks)
     assert all(least_us(r) <= quick_us(r, "adamw") for r in ranks)
 
 
@@ -155,6 +162,41 @@ def test_replicas_may_shard_within_a_node(search: Search) -> None:
     for plan in plans:
         rank = search.rank(plan)
         assert least_us(rank) <= search.simulated(rank).iteration_us
+
+
+def test_v_shaped_schedules_and_local_sgd_are_tried(search: Search) -> None:
+    """Four micro-batches on two stages suffice for zbv and dualpipev, two on two only for zbv.
+
+    Of the plans on four GPUs local SGD is added to those with replicas that are whole.
+    """
+    search = replace(search, local=16)
+    listed = list(legal_plans(search, 4, "time"))
+    found = {str(b.plan) for b in variants(search, listed, "time")}
+    assert {"dp=2,pp=2,micro=4,schedule=zbv:2", "dp=2,pp=2,micro=4,schedule=dualpipev:2"} <= found
+    assert "dp=2,pp=2,micro=2,schedule=zbv:2" in found
+    assert "dp=2,pp=2,micro=2,schedule=dualpipev:2" not in found
+    assert {"dp=4,local=16", "dp=2,pp=2,micro=4,schedule=zbv:2,local=16"} <= found
+    assert not any("zero" in p and "local" in p for p in found)
+    assert not list(variants(search, listed, "time", limit=0.0))  # none can be so fast
+
+
+def test_no_more_is_recomputed_than_the_memory_takes() -> None:
+    """A GPU lacks a quarter of what a replica saves for backward: the largest budget that fits."""
+
+    def searched(gpu: Gpu) -> Search:
+        return replace(search_of(gpu), optimizer="sgd", batch=1024)
+
+    plan = ParallelPlan.parse("dp=4,accumulate=4")
+    used = memory(searched(GPU).rank(plan), "sgd")
+    lacks = used["activations"] / 4
+    assert lacks > used["parameters"]
+    tight = searched(gpu_with_room(sum(used.values()) - lacks))
+    listed = next(_bounded(tight, plan, "time"))
+    (found,) = variants(tight, [listed], "time")
+    tenths = [replace(plan, recompute="budget", recomputed=n / 10) for n in range(1, 11)]
+    fitting = [p for p in tenths if next(_bounded(tight, p, "time")).fits]
+    assert not listed.fits and found.fits
+    assert found.plan == fitting[-1] and 0 < found.plan.recomputed < 0.8
 
 
 def test_a_wrong_objective_is_one_line(search: Search) -> None:

@@ -1,0 +1,242 @@
+"""A plan search: what its plans share, and the plans that it tries.
+
+Plans never tried:
+
+- tensor parallelism beyond one link domain (a host, or a rack of GPUs joined by NVLink);
+- plans whose parameters, gradients and optimizer state alone exceed the memory, spread evenly;
+- micro-batches of more than ``LARGEST_MICRO_BATCH`` samples; but a model whose embedding tables are
+  larger than all else takes the whole batch of a replica at once;
+- embedding tables spread over ranks (``shard``) in other models;
+- context parallelism of sequences shorter than ``LONG_SEQUENCE``;
+- recomputation where the plan fits without, ZeRO stage 2, more than two stages per rank;
+- local SGD, unless the search is asked for a number of steps between averages;
+- HSDP (sharding within a node) of experts that are spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from itercast.compose.forecast import Forecast, rank_of, report
+from itercast.compose.graph.layers import split_layers
+from itercast.compose.graph.product_roles import alias_weight_casts
+from itercast.compose.graph.sizes import CapturesBySize
+from itercast.compose.parallel.captured_tables import captured_tables
+from itercast.compose.parallel.device_memory import room_bytes
+from itercast.compose.parallel.ep import expert_weights
+from itercast.compose.pricing.collectives import cluster, gpus_per_domain
+from itercast.compose.pricing.layer_prices import prefetch_steps, price_model
+from itercast.compose.pricing.optimizer import STATE_COPIES
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.simulate.iteration import evaluate, quick_us
+from itercast.compose.simulate.rank import Rank
+from itercast.compose.simulate.stage_rank import chunks_of, memory
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.node import Node
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.plan import GREEDY, ParallelPlan, micro_batch
+
+OBJECTIVES = ("time", "cost", "memory")
+MISFIT_PENALTY = 1e18  # added to the score of plans that exceed the memory: they come last
+LARGEST_MICRO_BATCH: int = assumed(__file__, "largest_micro_batch")
+LONG_SEQUENCE: int = assumed(__file__, "long_sequence")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """A plan with its simulated time and its memory."""
+
+    plan: ParallelPlan
+    iteration_us: float
+    memory_bytes: int
+    fits: bool
+
+    def score(self, objective: str) -> float:
+        """The number to minimise; plans that exceed the memory come after all others."""
+        values = {
+            "time": self.iteration_us,
+            "cost": self.iteration_us * self.plan.world_size,
+            "memory": float(self.memory_bytes),
+        }
+        return values[objective] + (0.0 if self.fits else MISFIT_PENALTY)
+
+
+@dataclass
+class Search:
+    """Evaluates plans of one model on one kind of GPU; captures and prices are shared by plans.
+
+    ``capture_at(batch, seq)`` captures one micro-batch; ``batch`` counts the samples of a step over
+    all replicas.
+    """
+
+    capture_at: Callable[[int, int], StepCapture]
+    book: PriceBook
+    node: Node | None
+    batch: int
+    seq: int
+    optimizer: str
+    amp: bool = False
+    local: int = 0  # also replicas that average their parameters every so many steps
+    refused: dict[str, str] = field(default_factory=dict)  # plan -> the rule it breaks
+
+    @cached_property
+    def captures(self) -> CapturesBySize:
+        """The captured steps of micro-batches, by size."""
+        return CapturesBySize(self.capture_at)
+
+    def size(self, plan: ParallelPlan) -> tuple[int, int]:
+        """Samples of one micro-batch of a replica, and tokens of each on one rank."""
+        if self.batch % plan.dp:
+            raise ValueError(f"plan {str(plan)!r}: dp does not divide {self.batch} samples")
+        return micro_batch(plan, self.batch // plan.dp, self.seq)
+
+    def announce(self, plans: Iterable[ParallelPlan]) -> None:
+        """Name plans that will be asked for: few steps are captured, and all are priced at once."""
+        sizes = dict[ParallelPlan, tuple[int, int]]()
+        for plan in plans:
+            with suppress(ValueError):  # a rule forbids the plan: ``allowed`` says so
+                sizes[plan] = self.size(plan)
+        self.captures.announce(sizes.values())
+        asked = [
+            (self.captures.at(size), plan, cluster(plan, self.book.gpu, self.node))
+            for plan, size in sizes.items()
+            if not plan.shard
+        ]
+        prefetch_steps(asked, self.book)
+
+    def capture(self, plan: ParallelPlan) -> StepCapture:
+        """The captured step of one micro-batch of a replica."""
+        return self.captures.at(self.size(plan))
+
+    def rank(self, plan: ParallelPlan) -> Rank:
+        """A rank of the plan; plans with the same tp, cp and ep share its priced layers."""
+        capture, where = self.capture(plan), cluster(plan, self.book.gpu, self.node)
+        return rank_of(plan, price_model(capture, plan, self.book, where), self.book, where)
+
+    def allowed(self, plan: ParallelPlan) -> Rank | None:
+        """A rank of the plan; None where a rule forbids the plan (``refused`` says which)."""
+        try:
+            rank = self.rank(plan)
+            chunks_of(rank)
+        except ValueError as exc:
+            self.refused[str(plan)] = str(exc)
+            return None
+        return rank
+
+    def scored(self, rank: Rank, iteration_us: float) -> Scored:
+        """The rank's plan with this time, and its memory."""
+        nbytes = sum(memory(rank, self.optimizer).values())
+        fits = nbytes <= room_bytes(self.book.gpu, rank.plan)
+        return Scored(plan=rank.plan, iteration_us=iteration_us, memory_bytes=nbytes, fits=fits)
+
+    def simulated(self, rank: Rank) -> Scored:
+        """The rank's plan with its simulated iteration time, and its memory."""
+        return self.scored(rank, quick_us(rank, self.optimizer))
+
+    def report(self, plan: ParallelPlan, bundle_name: str) -> Forecast:
+        """The whole forecast of a plan."""
+        rank = self.rank(plan)
+        outcome = evaluate(rank, self.optimizer)
+        network = rank.where.network
+        return report(outcome, self.capture(plan), plan, self.book, bundle_name, network)
+
+
+def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:
+    """Yields the plans to try on ``world`` GPUs; rules about layers are checked later."""
+    domain = gpus_per_domain(search.book.gpu, search.node)
+    first = search.captures.at((1, search.seq))
+    folded = split_layers(first)
+    parameter_bytes = sum(x.parameter_bytes * x.count for x in folded)
+    layers = sum(x.count for x in folded)
+    long = search.seq >= LONG_SEQUENCE
+    tables = _mostly_tables(first)
+    experts = {p.shape[0] for p in expert_weights(alias_weight_casts(first)).values()}
+    for tp in _divisors(world):
+        if tp > domain:
+            continue
+        for pp in _divisors(world // tp):
+            if pp > layers:
+                continue
+            for cp in _divisors(world // tp // pp) if long else [1]:
+                dp = world // tp // pp // cp
+                if search.batch % dp:
+                    continue
+                for ep in _divisors(dp) if experts else [1]:
+                    if not any(n % ep for n in experts):
+                        degrees = ParallelPlan(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, amp=search.amp)
+                        yield from _variants(search, degrees, parameter_bytes, tables)
+    if tables and world > 1 and search.batch % world == 0:
+        node = search.node.name if search.node else ""
+        yield ParallelPlan(dp=world, shard=GREEDY, amp=search.amp, node=node)
+
+
+def _mostly_tables(capture: StepCapture) -> bool:
+    """Whether embedding tables have more bytes than all other parameters."""
+    tables = sum(t.parameter.nbytes for t in captured_tables(capture))
+    return 2 * tables > sum(p.nbytes for p in capture.parameters)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _variants(
+    search: Search, degrees: ParallelPlan, parameter_bytes: int, tables: bool
+) -> Iterator[ParallelPlan]:
+    """Yields plans of these degrees with every ZeRO stage, sp, schedule and micro-batch.
+
+    ``tables``: the model is mostly embedding tables.
+    """
+    replica, pp = search.batch // degrees.dp, degrees.pp
+    small = [b for b in _divisors(replica) if b <= LARGEST_MICRO_BATCH]
+    sizes = [replica] if tables else small
+    for zero, hsdp in _sharding(search, degrees):
+        sharded = replace(degrees, zero=zero, hsdp=hsdp)
+        room = room_bytes(search.book.gpu, sharded)
+        if _least_bytes(search, sharded, parameter_bytes) > room:
+            continue
+        for sp in (False, True) if degrees.tp > 1 else (False,):
+            for schedule, virtual in _schedules(pp):
+                for b in sizes:
+                    micro = replica // b
+                    if schedule == "interleaved" and micro % pp:
+                        continue
+                    yield replace(
+                        sharded,
+                        sp=sp,
+                        schedule=schedule,
+                        virtual=virtual,
+                        micro=micro if pp > 1 else 0,
+                        accumulate=micro if pp == 1 else 1,
+                        node=search.node.name if search.node else "",
+                    )
+
+
+def _sharding(search: Search, degrees: ParallelPlan) -> list[tuple[int, int]]:
+    """ZeRO stages and the ranks that shard: all, or without spread experts those of a node."""
+    replicas = degrees.dp * degrees.cp
+    if replicas == 1:
+        return [(0, 0)]
+    inner = gpus_per_domain(search.book.gpu, search.node) // degrees.tp
+    within = 1 < inner < replicas and replicas % inner == 0 and degrees.ep == 1
+    return [(0, 0), (1, 0), (3, 0), *([(1, inner), (3, inner)] if within else [])]
+
+
+def _schedules(pp: int) -> list[tuple[str, int]]:
+    return [("1f1b", 1), ("interleaved", 2), ("zb", 1)] if pp > 1 else [("1f1b", 1)]
+
+
+def _least_bytes(search: Search, plan: ParallelPlan, parameter_bytes: int) -> float:
+    """Lower bound of a rank's parameters, gradients and optimizer state in bytes.
+
+    As if layers were spread evenly and ep cut all parameters.
+    """
+    per_rank = parameter_bytes / (plan.tp * plan.pp * plan.ep)
+    state = STATE_COPIES[search.optimizer] * per_rank
+    shards = plan.shards / plan.ep
+    if plan.zero == 3:
+        return (2 * per_rank + state) / shards
+    return 2 * per_rank + (state / shards if plan.zero else state)
