@@ -1,4 +1,4 @@
-"""Parse durations such as 20ms, 90s, 10m or 1h."""
+"""Numbers in text: parses durations such as 20ms, 90s, 10m or 1h, and writes counts of things."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def seconds(text: str, what: str = "budget") -> float:
     if not 0 < value < 7 * 86400:
         raise ValueError(f"{what} {text!r}: expected a duration like 20ms, 90s, 10m or 1h")
     return value
+
+
+def counted(number: int, thing: str) -> str:
+    """A number of things in words: 1 row, 2 rows."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, fields
 from math import ceil
 from typing import Any, TypeVar
 
+from itercast.microbench.durations import counted
+
 TRANSFORMS = ("split", "reorder", "fuse", "overlap")  # CoCoNeT, arXiv:2105.05720
 QUANTISED, DCT = ("int8", "fp8", "int4"), "dct"  # of compress
 V_SHAPED = ("zbv", "dualpipev")  # schedules
@@ -376,6 +378,6 @@ def ranks_per_node(plan: ParallelPlan, gpus_per_node: int) -> int:
     """Returns the ranks on each node; ValueError where the plan's nodes cannot hold its ranks."""
     nodes = plan.nodes or ceil(plan.world_size / gpus_per_node)
     if plan.world_size > nodes * gpus_per_node:
-        place = f"{nodes} nodes of {gpus_per_node} GPUs"
+        place = f"{counted(nodes, 'node')} of {counted(gpus_per_node, 'GPU')}"
         raise ValueError(f"plan {str(plan)!r}: {plan.world_size} ranks do not fit {place}")
     return ceil(plan.world_size / nodes)

@@ -15,6 +15,7 @@ from itercast.compose.simulate.breakdown import Tally, assumed_us, covered_us
 from itercast.compose.simulate.iteration import Outcome
 from itercast.compose.simulate.timeline import Span, Task
 from itercast.compose.target import Target
+from itercast.microbench.durations import counted
 from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.programs.program import COLLECTIVE, ProgramCapture
 
@@ -31,7 +32,7 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
     return report_step(
         outcome,
         book,
-        plan=f"program on {world} ranks",
+        plan=f"program on {counted(world, 'rank')}",
         bundle_name=target.bundle_name,
         room=room_bytes(book.gpu, ParallelPlan(dp=world)),
         network=cluster_of(everyone, book.gpu, target.node, per_node).network,

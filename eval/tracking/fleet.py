@@ -10,14 +10,23 @@ FACTS = ("host", "gpu_uuid", "gpu_index", "node", "reason")
 NUMBERS = ("sm_clock_hz", "power_w", "temperature_c", "drift_us", "anchor_us", "measured_s")
 
 
+def end_killed(root: str) -> None:
+    """End the runs of commands on this root that were killed, as KILLED."""
+    client = store.connect()
+    place = store.experiment(client, EXPERIMENT, store.note(EXPERIMENT))
+    asked = f"attributes.status = 'RUNNING' and tags.root = '{root}'"
+    for run in client.search_runs([place], asked):
+        client.set_terminated(run.info.run_id, "KILLED")
+
+
 class FleetRuns:
     """The runs of one start of a plan; ``told`` logs a chunk that ended."""
 
     def __init__(self, name: str, root: str, chunks: int, done: int) -> None:
         self.client = store.connect()
         self.place = store.experiment(self.client, EXPERIMENT, store.note(EXPERIMENT))
-        tags = {"root": root, "mlflow.source.name": "itercast fleet"}
-        self.run = self.client.create_run(self.place, tags=tags, run_name=name).info.run_id
+        self.tags = {"root": root, "mlflow.source.name": "itercast fleet"}
+        self.run = self.client.create_run(self.place, tags=self.tags, run_name=name).info.run_id
         self.chunks, self.done, self.rows = chunks, done, 0
         self._progress()
 
@@ -43,7 +52,8 @@ class FleetRuns:
         facts = {"machines": machines, "kind": kind, "family": family, "state": result["state"]}
         facts |= {n: result[n] for n in (*FACTS, "chunk") if result.get(n) not in (None, "")}
         facts |= {n: versions[n] for n in ("driver", "torch", "cuda", "commit") if n in versions}
-        tags = {**{k: str(v) for k, v in facts.items()}, "mlflow.parentRunId": self.run}
+        tags = {**self.tags, **{k: str(v) for k, v in facts.items()}}
+        tags["mlflow.parentRunId"] = self.run
         begin_ms = round(1000 * result.get("began", store.now_ms() / 1000))
         name = f"{machines} · {family}"
         run = self.client.create_run(self.place, begin_ms, tags, run_name=name).info.run_id

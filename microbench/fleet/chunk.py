@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ import pandas as pd
 
 from itercast.microbench import store
 from itercast.microbench.fleet.chunks import ITERATIONS, Plain
-from itercast.microbench.fleet.urls import Root
+from itercast.microbench.fleet.urls import PROBE, Root
 from itercast.microbench.iterations.collect import collect_iterations
 from itercast.microbench.iterations.measure import Iteration
 from itercast.microbench.ops import families
@@ -77,7 +78,7 @@ def measure(order: ChunkOrder) -> Plain:
     A GPU of another name than the plan says, or that others use, measures nothing.
     """
     if order.device == "cpu" and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: order.cores])
+        os.sched_setaffinity(0, own_cores(order.cores))
     where = machine(order.device)
     facts: Plain = {"chunk": order.name, **where, "began": round(time.time(), 1)}
     if wrong := _wrong(order):
@@ -86,8 +87,12 @@ def measure(order: ChunkOrder) -> Plain:
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / "lock"):
         root, name = Root(order.root), f".fleet/{order.name}.json"
-        if name in root.names(".fleet"):  # another attempt ended meanwhile
+        known = root.names(".fleet")
+        if name in known:  # another attempt ended meanwhile
             return dict(json.loads(root.get(name)))
+        if PROBE not in known:
+            reason = f"folder {order.root} is not that of the command; give a shared one, or a URL"
+            return {**facts, "state": REFUSED, "reason": reason}
         left_s = min(order.seconds, order.until - time.time() - CLOSE_S)
         if left_s >= MIN_S:
             _sweep(order, folder, root, left_s)
@@ -121,6 +126,26 @@ def _wrong(order: ChunkOrder) -> str:
     if others := Nvml(machine("cuda")["gpu_uuid"]).others():
         return f"GPU is shared: {others} other processes compute on it"
     return ""
+
+
+def own_cores(count: int) -> list[int]:
+    """Cores that no other chunk on this machine measures on, until this process ends.
+
+    Where fewer are free, the first ones of all.
+    """
+    cores, found = sorted(os.sched_getaffinity(0)), []
+    for core in cores:
+        name = Path(tempfile.gettempdir()) / f"itercast-{os.getuid()}-core-{core}"
+        file = os.open(name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(file)
+            continue
+        found.append(core)
+        if len(found) == count:
+            return found
+    return cores[:count]
 
 
 @contextmanager
@@ -158,7 +183,7 @@ def _rows(order: ChunkOrder, folder: Path) -> pd.DataFrame:
     tables = [store.read_rows([folder], name) for name in order.families]
     tables = [t for t in tables if len(t)]
     if not tables:
-        return pd.DataFrame({"status": [], "family": []})
+        return pd.DataFrame({"status": [], "family": [], "gpu": []})
     return pd.concat(tables, ignore_index=True).drop_duplicates("key", keep="last")
 
 

@@ -19,7 +19,7 @@ from itercast.microbench.iterations.collect import iteration_of
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Point
 from itercast.microbench.store import Row
-from itercast.microbench.sweep.captured_points import check_points, points_file
+from itercast.microbench.sweep.captured_points import points_file
 from itercast.microbench.sweep.orders import HOST_SHARE
 from itercast.microbench.sweep.scheduler import space
 
@@ -48,20 +48,23 @@ class Chunk:
         return {k: v for k, v in asdict(self).items() if k != "points"}
 
 
-def deal(plan: FleetPlan) -> list[Chunk]:
-    """All chunks of a plan, the same for the same plan; kinds of machines take turns."""
-    dealt = [list(_chunks(plan, kind)) for kind in plan.machines]
+def deal(plan: FleetPlan, with_points: bool = True) -> list[Chunk]:
+    """All chunks of a plan, the same for the same plan; kinds of machines take turns.
+
+    Their costs do not need their points, whose dealing takes a minute per 200,000.
+    """
+    dealt = [list(_chunks(plan, kind, with_points)) for kind in plan.machines]
     turns = (chunks[n] for n in range(max(map(len, dealt))) for chunks in dealt if n < len(chunks))
     return list(turns)
 
 
-def _chunks(plan: FleetPlan, kind: Machines) -> Iterator[Chunk]:
+def _chunks(plan: FleetPlan, kind: Machines, with_points: bool) -> Iterator[Chunk]:
     """Chunks of one kind of machines: host times, op families, collectives, iterations."""
     swept = kind.swept
     together = tuple(n for n in swept if families()[n].ranks > 1)
     alone = tuple(n for n in swept if n not in together and kind.alone(n))
     ops = tuple(n for n in swept if n not in together and n not in alone)
-    if kind.device == "cpu":  # its collectives are ranks on its cores
+    if kind.device == "cpu" and kind.nodes == 1:  # its collectives are ranks on its cores
         ops, together = ops + together, ()
     if kind.gpus_per_node * kind.nodes == 1:
         together = ()
@@ -81,7 +84,8 @@ def _chunks(plan: FleetPlan, kind: Machines) -> Iterator[Chunk]:
     for what, (names, share) in shares.items():
         total_s = left_s * share / whole
         count = 1 if what in (HOST, TOGETHER) else max(1, round(total_s / plan.chunk_s))
-        points = _points(plan, kind, names, total_s) if what != TOGETHER else {}
+        wanted = with_points and what != TOGETHER
+        points = _points(plan, kind, names, total_s) if wanted else {}
         for n in range(count):
             mine = {name: some[n::count] for name, some in points.items()}
             yield _chunk(kind, what, names, mine, total_s / count, n)
@@ -110,10 +114,7 @@ def _points(
 
 def captured_points(plan: FleetPlan, device: str) -> Path:
     """The plan's file of captured points; without one models are captured here, once."""
-    if plan.points is None:
-        return points_file(cache_folder("fleet"), device, plan.seed)
-    check_points(plan.points)
-    return plan.points
+    return plan.points or points_file(cache_folder("fleet"), device, plan.seed)
 
 
 def _chunk(

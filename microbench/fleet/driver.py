@@ -19,13 +19,14 @@ from typing import Any
 from itercast.microbench.fleet.chunk import DONE, LATE, REFUSED, THROTTLED, ChunkOrder
 from itercast.microbench.fleet.chunks import HOST, TOGETHER, Chunk, Plain, gpus_of
 from itercast.microbench.fleet.plan import FleetPlan, Machines
-from itercast.microbench.fleet.task import over_nodes, run_chunk
+from itercast.microbench.fleet.task import begun_chunks, over_nodes, run_chunk
 from itercast.microbench.fleet.urls import OF_ROOT, Root, send_cards
 
 log = logging.getLogger(__name__)
 LOCAL = "local"  # address: a cluster of this machine alone, started and ended with the plan
 MAX_TRIES = 6  # of a chunk whose task or node died
 POLL_S = 0.5
+ASK_S = 30.0  # for what nodes have begun
 LATE_S = 90.0  # after the deadline; tasks end themselves before it
 NODE_DIED = "Ray's node on this machine died; the same command continues the plan"
 Told = Callable[[Chunk, Plain], None]
@@ -85,12 +86,14 @@ class Driver:
     until: float
     waiting: dict[str, deque[Waiting]] = field(default_factory=dict)
     running: dict[Any, Waiting] = field(default_factory=dict)
+    begun: dict[str, str] = field(default_factory=dict)  # node that has a chunk's journal
 
     def run(self, chunks: Sequence[Chunk]) -> Counter[str]:
         """Measure the chunks; returns how many ended in which state."""
         for chunk in chunks:
             self.waiting.setdefault(chunk.machines, deque()).append(Waiting(chunk=chunk))
         ends: Counter[str] = Counter()
+        self._ask_nodes()
         try:
             while any(self.waiting.values()) or self.running:
                 if time.time() > self.until + LATE_S:
@@ -108,6 +111,27 @@ class Driver:
         ends += Counter({LATE: len(left)})  # without zeros
         del ends[""]
         return ends
+
+    def _ask_nodes(self) -> None:
+        """Learn which nodes have begun chunks, so that these continue there."""
+        ask = self.ray.remote(begun_chunks)
+        asked = {}
+        for node in self._alive():
+            options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": self._on(node)}
+            asked[ask.options(**options).remote()] = node
+        answered, _ = self.ray.wait(list(asked), num_returns=len(asked), timeout=ASK_S)
+        for task in answered:
+            try:
+                self.begun |= dict.fromkeys(json.loads(self.ray.get(task)), asked[task])
+            except self.ray.exceptions.RayError:  # the node died just now
+                continue
+
+    def _alive(self) -> list[str]:
+        return [node["NodeID"] for node in self.ray.nodes() if node["Alive"]]
+
+    def _on(self, node: str) -> Any:
+        """Ray's strategy for a task on this node, or on another one where it is gone."""
+        return self.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=True)
 
     def _start(self) -> None:
         """Start tasks where a machine of their kind is free."""
@@ -145,6 +169,8 @@ class Driver:
             return lead.remote(json.dumps(asked).encode())
         if one.avoid:
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(one.avoid)})"}
+        elif chunk.name in self.begun:
+            options["scheduling_strategy"] = self._on(self.begun[chunk.name])
         task = self.ray.remote(run_chunk).options(**options)
         return task.remote(json.dumps(plain).encode())
 
@@ -165,6 +191,7 @@ class Driver:
         elif state == "failed" and one.tries < MAX_TRIES and time.time() < self.until:
             one.tries += 1
             again = "is tried again"
+            self._ask_nodes()
         if again:
             log.warning("%s %s %s: %s", chunk.machines, chunk.name, again, found.get("reason"))
             self.waiting[chunk.machines].appendleft(one)
@@ -174,7 +201,7 @@ class Driver:
 
     def _others(self, node: str) -> tuple[str, ...]:
         """The node to avoid, where there is another one to go to."""
-        alive = [n["NodeID"] for n in self.ray.nodes() if n["Alive"]]
+        alive = self._alive()
         return (node,) if node in alive and len(alive) > 1 else ()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -12,9 +13,10 @@ import yaml
 
 from itercast.microbench.cases.registry import case_names
 from itercast.microbench.durations import seconds
-from itercast.microbench.fleet.urls import check_url
+from itercast.microbench.fleet.urls import check_url, is_url
 from itercast.microbench.hardware.spec import gpu_names
 from itercast.microbench.ops import families
+from itercast.microbench.sweep.captured_points import check_points
 from itercast.microbench.sweep.orders import known_families
 from itercast.microbench.yaml_text import load_yaml
 
@@ -105,7 +107,8 @@ class FleetPlan:
 def load_plan(path: Path) -> FleetPlan:
     """Read a plan (YAML, which runs no code); ValueError names what is wrong in one line."""
     if not path.is_file():
-        raise ValueError(f"plan {str(path)!r}: no such file")
+        what = "a folder; a plan is a YAML file" if path.is_dir() else "no such file"
+        raise ValueError(f"plan {str(path)!r}: {what}")
     given = _mapping(path, "plan")
     known = {"root", "machines", "seed", "chunk", "deadline", "points", "prices"}
     _refuse_others("plan", given, known)
@@ -116,12 +119,12 @@ def load_plan(path: Path) -> FleetPlan:
         raise ValueError("plan: machines is a mapping of names to kinds of machines")
     return FleetPlan(
         name=path.stem,
-        root=check_url(_typed("plan", "root", given["root"], str)),
+        root=_root(_typed("plan", "root", given["root"], str)),
         machines=tuple(_machines(name, values) for name, values in given["machines"].items()),
         seed=_typed("plan", "seed", given.get("seed", 0), int),
         chunk_s=seconds(str(given.get("chunk", "120s"))),
         deadline_s=seconds(str(given.get("deadline", "24h"))),
-        points=_beside(path, given.get("points")),
+        points=_points(_beside(path, given.get("points"))),
         prices=_prices(_beside(path, given.get("prices"))),
     )
 
@@ -184,6 +187,18 @@ def _beside(path: Path, name: Any) -> Path | None:
     if not found.is_file():
         raise ValueError(f"plan: {str(name)!r}: no such file beside the plan")
     return found
+
+
+def _root(text: str) -> str:
+    """A root of a known kind; a path is whole, as tasks run in other folders."""
+    return check_url(text) if is_url(text) else os.path.abspath(text)
+
+
+def _points(path: Path | None) -> Path | None:
+    """A file of captured points, that it is one."""
+    if path is not None:
+        check_points(path)
+    return path
 
 
 def _prices(path: Path | None) -> dict[str, float]:

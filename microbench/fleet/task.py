@@ -49,6 +49,12 @@ def run_chunk(order: bytes) -> bytes:
     return json.dumps({**found, "node": ray.get_runtime_context().get_node_id()}).encode()
 
 
+def begun_chunks() -> bytes:
+    """Names of the chunks that have a journal or parts on this node, and no result yet."""
+    folders = (cache_folder("fleet") / "chunks").glob("*/")
+    return json.dumps([f.name for f in folders if any(p.is_dir() for p in f.iterdir())]).encode()
+
+
 def free_address() -> bytes:
     """Address and a free port of this node, for torchrun's rendezvous."""
     import ray  # a task of it

@@ -24,7 +24,9 @@ PROTOCOLS = ("file", "s3", "gs", "http", "https")
 READ_ONLY = ("http", "https")
 NAME = r"[\w+-][\w.+-]*"
 OF_ROOT = re.compile(rf"{NAME}/{NAME}/{NAME}/(part-[\w.+-]+\.parquet|card\.yaml)")
+PROBE = ".fleet/probe"  # written by each command on this root
 TRIES = 6  # of a request that fails
+ONCE = {"config_kwargs": {"retries": {"max_attempts": 0}}}  # by the client: we repeat, and say so
 FIRST_WAIT_S = 0.5  # after it, doubled each time
 
 
@@ -54,7 +56,9 @@ class Root:
         from fsspec.core import url_to_fs  # lazy: forecasts do without
 
         try:
-            self.fs, self.base = url_to_fs(where if is_url(where) else str(Path(where).resolve()))
+            path = where if is_url(where) else str(Path(where).resolve())
+            self.fs, self.base = url_to_fs(path, **(ONCE if path.startswith("s3://") else {}))
+            self.fs.retries = 1
         except ImportError as exc:
             raise ValueError(f"root {where!r}: {exc}; pip install 'itercast[fleet]'") from exc
         except (ValueError, RuntimeError, OSError) as exc:  # also links in a circle
@@ -114,9 +118,8 @@ class Root:
 
     def check(self) -> None:
         """Write and read a small file; OSError says why that cannot be done."""
-        name = ".fleet/probe"
         try:
-            self._put_once(name, b"itercast")
+            self._put_once(PROBE, b"itercast")
         except Exception as exc:  # as above
             raise ValueError(f"root {self.where!r} cannot be written: {_one_line(exc)}") from exc
 

@@ -1,8 +1,10 @@
 """Kill a fleet at random moments and look at what came home: `make endurance`.
 
 Victims are the command, the raylet of its node, a Ray task, a chunk's process and its sweep's
-worker. The command is started again where it ended. When all chunks of a plan are done, every row
-that a kill left on disk must be at the root, once, and cards must state the parts.
+worker. Every other plan runs on a standing cluster of three nodes, where the victim may be another
+node: all its processes, and its disk. It comes back some seconds later. The command is started
+again where it ended. When all chunks of a plan are done, every row that a kill left on a disk must
+be at the root, once, and cards must state the parts.
 """
 
 from __future__ import annotations
@@ -11,10 +13,15 @@ import argparse
 import hashlib
 import os
 import random
+import secrets
+import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -35,6 +42,7 @@ machines:
     minutes: 0.5
     families: [norm, elementwise, gemm]
 """
+OTHER = "other node"
 VICTIMS = {
     "command": "itercast fleet",
     "node": "raylet/raylet",
@@ -45,7 +53,9 @@ VICTIMS = {
 MEASURING = ("chunk", "sweep")  # victims that must not survive the command
 MOST_STARTS = 30  # of one plan's command
 LATEST_S = 9.0  # of a kill, after a chunk's process is there
-DIES_S = 150.0  # for a command to see that its node died
+DIES_S = 600.0  # for a command to see that its node died, on a machine that may pause jobs
+AWAY_S = 10.0  # at most, of a node that was killed
+CORES = (0, 1, 1)  # of a standing cluster's nodes; the command is on the first
 END_S = 20.0  # for what a killed command had started
 
 
@@ -66,11 +76,70 @@ def below(command: psutil.Popen) -> list[psutil.Process]:
         return []
 
 
+class Cluster:
+    """Ray nodes on this machine, with a disk each, that stand while commands come and go."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.folder, self.address = folder, f"127.0.0.1:{port}"
+        self.own = {"RAY_TMPDIR": str(folder), "RAY_AUTH_MODE": "token", "PYTHONPATH": str(ROOT)}
+        self.own |= {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        for number in range(len(CORES)):
+            self.start(number)
+
+    def start(self, number: int) -> None:
+        """Start a node; the first one is the head."""
+        head = ["--head", f"--port={self.address.rpartition(':')[2]}", "--include-dashboard=false"]
+        words = [f"--address={self.address}"] if number else head
+        words += [f"--node-ip-address=127.0.0.{number + 1}", f"--num-cpus={CORES[number]}"]
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *words]
+        own = self.own | {"ITERCAST_CACHE": str(self.disk(number))}
+        subprocess.run(
+            [*command, "--object-store-memory=100000000", "--disable-usage-stats"],
+            env={**os.environ, **own},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=DIES_S,
+            check=True,
+        )
+
+    def disk(self, number: int) -> Path:
+        """The folder of a node's chunks."""
+        return self.folder / f"cache{number}"
+
+    def processes(self, only: str = "") -> list[psutil.Process]:
+        """All processes of the nodes, or of the node with this in its raylet's command."""
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            try:
+                words = " ".join(process.cmdline()) + " "
+                if f"{self.folder}/ray/" in words and only in words:
+                    found += [process, *process.children(recursive=True)]
+            except psutil.Error:
+                continue
+        return found
+
+    def kill(self, number: int) -> None:
+        """End a node at once, with its disk."""
+        for process in self.processes(f"node_ip_address=127.0.0.{number + 1} "):
+            with suppress(psutil.Error):
+                process.kill()
+        shutil.rmtree(self.disk(number), ignore_errors=True)
+
+    def end(self) -> None:
+        """End all nodes."""
+        for process in self.processes():
+            with suppress(psutil.Error):
+                process.kill()
+
+
 class Fleet:
     """A plan in a folder, its command, and what kills left on disk."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, seed: int, cluster: Cluster | None = None) -> None:
+        self.folder, self.cluster = folder, cluster
         self.seen: set[str] = set()
         self.survivors = self.starts = 0
         (folder / "captured.json").write_text('{"models": 40, "norm": [], "gemm": []}')
@@ -84,9 +153,11 @@ class Fleet:
             "PYTHONPATH": str(ROOT),
             "MLFLOW_TRACKING_URI": f"sqlite:///{self.folder}/mlflow.db",
         }
+        own |= self.cluster.own if self.cluster else {}
+        where = self.cluster.address if self.cluster else "local"
         with (self.folder / "log").open("ab") as log:
             return psutil.Popen(
-                [sys.executable, "-m", "itercast", "fleet", "plan.yaml", "--address", "local"],
+                [sys.executable, "-m", "itercast", "fleet", "plan.yaml", "--address", where],
                 cwd=self.folder,
                 env={**os.environ, **own},
                 stdout=log,
@@ -98,25 +169,44 @@ class Fleet:
 
         Empty where the command ended before.
         """
-        while not any(kind_of(p) == "chunk" for p in below(command)):
+        while not any(kind_of(p) == "chunk" for p in self.started(command)):
             if command.poll() is not None:
                 return ""
             time.sleep(0.3)
         time.sleep(moments.uniform(0.0, LATEST_S))
         if command.poll() is not None:
             return ""
-        started = below(command)
+        started = self.started(command)
         running: dict[str, list[psutil.Process]] = {"command": [command]}
         for process in started:
             if kind := kind_of(process):
                 running.setdefault(kind, []).append(process)
+        if self.cluster:  # its first node is not killed
+            running[OTHER] = running.pop("node")
         kind = moments.choice(sorted(running))
-        moments.choice(running[kind]).kill()
+        if kind == OTHER:
+            self._kill_node(moments)
+        else:
+            moments.choice(running[kind]).kill()
         if kind in ("command", "node"):
             command.wait(DIES_S)
-            self._await(started, [p for k in MEASURING for p in running.get(k, ())])
+            measuring = [p for k in MEASURING for p in running.get(k, ())]
+            self._await(measuring if self.cluster else started, measuring)
         self.seen |= self.on_disk()
         return kind
+
+    def started(self, command: psutil.Popen) -> list[psutil.Process]:
+        """Processes of the command, and of a standing cluster."""
+        return self.cluster.processes() if self.cluster else below(command)
+
+    def _kill_node(self, moments: random.Random) -> None:
+        """End another node with its disk; it comes back with an empty one."""
+        assert self.cluster
+        number = moments.randrange(1, len(CORES))
+        self.seen -= self.on_disk(self.cluster.disk(number).name)
+        self.cluster.kill(number)
+        time.sleep(moments.uniform(0.0, AWAY_S))
+        self.cluster.start(number)
 
     def _await(self, started: list[psutil.Process], measuring: list[psutil.Process]) -> None:
         """Wait until what the command had started has ended; count what measures on."""
@@ -125,10 +215,10 @@ class Fleet:
         for process in alive:
             process.kill()
 
-    def on_disk(self) -> set[str]:
+    def on_disk(self, disks: str = "cache*") -> set[str]:
         """Keys of the rows in the chunks' folders; a sweep that runs may move some meanwhile."""
         found: set[str] = set()
-        for folder in (self.folder / "cache").glob("fleet/chunks*/*/"):
+        for folder in self.folder.glob(f"{disks}/fleet/chunks*/*/"):
             try:
                 found |= set(keys_on_disk(folder))
             except FileNotFoundError:
@@ -150,9 +240,11 @@ class Fleet:
         return Counter(**counts, doubled=len(keys) - len(set(keys)))
 
 
-def run_plan(folder: Path, seed: int, moments: random.Random, most: int) -> Counter[str]:
+def run_plan(
+    folder: Path, seed: int, moments: random.Random, most: int, cluster: Cluster | None
+) -> Counter[str]:
     """Measure a plan to its end, with kills on the way, ``most`` of them; what was found."""
-    fleet, kills = Fleet(folder, seed), Counter[str]()
+    fleet, kills = Fleet(folder, seed, cluster), Counter[str]()
     while fleet.starts < MOST_STARTS:
         command = fleet.start()
         while kills.total() < most and (kind := fleet.kill(command, moments)):
@@ -168,20 +260,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="no plan is begun afterwards")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--standing", action="store_true", help="all plans on a standing cluster")
     asked = parser.parse_args()
     moments, whole, plans = random.Random(asked.seed), Counter[str](), 0
     until = time.monotonic() + 60 * asked.minutes
     while time.monotonic() < until:
         with tempfile.TemporaryDirectory() as folder:
             plans += 1
-            found = run_plan(Path(folder), asked.seed + plans, moments, most=5)
+            cluster = Cluster(Path(folder)) if plans % 2 or asked.standing else None
+            try:
+                found = run_plan(Path(folder), asked.seed + plans, moments, 5, cluster)
+            finally:
+                if cluster:
+                    cluster.end()
             if not found["finished"] or found["lost"] or found["torn"] or found["survivors"]:
                 print((Path(folder) / "log").read_text()[-2000:])
         whole += found
         print(f"plan {plans}: {dict(found)}", flush=True)
     print(
         f"{whole['finished']} of {plans} plans finished after {whole['kills']} kills "
-        f"({', '.join(f'{kind} {whole[kind]}' for kind in VICTIMS)}): {whole['rows']} rows, "
+        f"({', '.join(f'{kind} {whole[kind]}' for kind in (*VICTIMS, OTHER))}): "
+        f"{whole['rows']} rows, "
         f"{whole['unsent']} of them not sent yet at a kill, "
         f"{whole['lost']} lost, {whole['doubled']} doubled, {whole['torn']} parts or cards torn, "
         f"{whole['survivors']} processes that measured on"

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.errors import one_line_errors
+from itercast.microbench.durations import counted
 
 if TYPE_CHECKING:
     from itercast.microbench.fleet.chunks import Chunk, Cost, Plain
@@ -36,17 +37,23 @@ def fleet(
 ) -> None:
     """Measure ops and iterations on many machines through Ray; continues an interrupted run."""
     from itercast.microbench.fleet.chunks import deal, simulate
-    from itercast.microbench.fleet.driver import left_of, results
+    from itercast.microbench.fleet.driver import left_of, results, with_ray
     from itercast.microbench.fleet.plan import load_plan
+    from itercast.microbench.fleet.urls import Root
 
     asked = words[1:] if words[0] == "status" else words
     if len(asked) != 1:
         raise ValueError(f"fleet {' '.join(words)!r}: expected [status] PLAN.yaml")
     plan = load_plan(Path(asked[0]))
-    chunks = deal(plan)
     if dry_run:
-        Console().print(cost_table(simulate(plan, chunks)))
+        Console().print(cost_table(simulate(plan, deal(plan, with_points=False))))
         return
+    if words[0] != "status":  # before the minutes that points may take
+        with_ray()
+        Root(plan.root).check()
+    if plan.points is None:
+        typer.echo("models are captured for points, a minute; once for a seed", err=True)
+    chunks = deal(plan)
     if words[0] == "status":
         done = results(plan)
         Console().print(status_table(plan, chunks, done))
@@ -58,14 +65,12 @@ def start(plan: FleetPlan, chunks: Sequence[Chunk], left: Sequence[Chunk], addre
     """Measure the chunks that are left, with a progress bar and runs in MLflow."""
     from itercast.commands.shared import say_logged
     from itercast.eval.progress import progress_bar
-    from itercast.eval.tracking.fleet import FleetRuns
-    from itercast.microbench.fleet.driver import run_fleet, with_ray, write_cards
-    from itercast.microbench.fleet.urls import Root
+    from itercast.eval.tracking.fleet import FleetRuns, end_killed
+    from itercast.microbench.fleet.driver import run_fleet, write_cards
 
-    with_ray()
-    Root(plan.root).check()
+    end_killed(plan.root)
     done = len(chunks) - len(left)
-    typer.echo(f"{len(left)} of {len(chunks)} chunks are left", err=True)
+    typer.echo(f"{len(left)} of {counted(len(chunks), 'chunk')} left", err=True)
     if not left:
         write_cards(plan.root)
         return
@@ -85,7 +90,7 @@ def start(plan: FleetPlan, chunks: Sequence[Chunk], left: Sequence[Chunk], addre
         ended = "FINISHED" if set(ends) <= {"done"} else "FAILED"
     finally:
         runs.end(ended)
-    typer.echo(f"{runs.rows} new rows in {plan.root}; {told_states(ends)}")
+    typer.echo(f"{counted(runs.rows, 'new row')} in {plan.root}; {told_states(ends)}")
     say_logged()
     if ended != "FINISHED":
         raise typer.Exit(1)
@@ -93,7 +98,7 @@ def start(plan: FleetPlan, chunks: Sequence[Chunk], left: Sequence[Chunk], addre
 
 def told_states(ends: Mapping[str, int]) -> str:
     """How many chunks ended in which state."""
-    return ", ".join(f"{count} chunks {state}" for state, count in ends.items() if count)
+    return ", ".join(f"{counted(n, 'chunk')} {state}" for state, n in ends.items() if n)
 
 
 def cost_table(costs: Sequence[Cost]) -> Table:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from itercast.errors import one_line_errors
+from itercast.microbench.durations import counted
 from itercast.options import Json
 
 
@@ -39,7 +40,7 @@ def replay(
     if as_json:
         typer.echo(json.dumps([asdict(one) for one in found]))
         return
-    table = Table(title=f"{len(jobs)} jobs on {gpus}, hours")
+    table = Table(title=f"{counted(len(jobs), 'job')} on {gpus}, hours")
     table.add_column("policy")
     for head in ("mean completion", "longest", "makespan", "GPU hours"):
         table.add_column(head, justify="right")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 from itercast.microbench import store
-from itercast.microbench.fleet.chunk import ChunkOrder, measure
+from itercast.microbench.fleet.chunk import ChunkOrder, measure, own_cores
 from itercast.microbench.fleet.driver import write_cards
 from itercast.microbench.yaml_text import load_yaml
 
@@ -31,6 +35,41 @@ def test_a_chunk_that_another_attempt_finished_is_left(tmp_path: Path) -> None:
         seed=0,
     )
     assert measure(order) == done
+
+
+def test_chunks_on_one_machine_have_cores_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process holds the first core; without it both would measure on that."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    words = "from itercast.microbench.fleet.chunk import own_cores; print(own_cores(1)); input()"
+    with subprocess.Popen([sys.executable, "-c", words], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout and other.stdin
+        theirs = json.loads(other.stdout.readline())
+        mine = own_cores(1)
+        cores = os.sched_getaffinity(0)
+        assert len(theirs) == len(mine) == 1 and (mine != theirs or len(cores) < 2)
+        other.communicate("\n")
+
+
+def test_a_folder_that_is_not_the_commands_gets_no_rows(tmp_path: Path) -> None:
+    """A node that does not share the command's folder: what it measured would stay there."""
+    order = ChunkOrder(
+        root=str(tmp_path / "rows"),
+        work=str(tmp_path / "work"),
+        name="abc",
+        kind="ops",
+        gpu="cpu",
+        families=("norm",),
+        points={},
+        seconds=3600.0,
+        until=4e9,
+        cores=1,
+        seed=0,
+    )
+    found = measure(order)
+    assert found["state"] == "refused" and "give a shared one, or a URL" in found["reason"]
 
 
 def test_cards_of_finished_chunks_are_written_after_a_kill(tmp_path: Path) -> None:

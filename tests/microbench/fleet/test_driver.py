@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import mlflow
 import pytest
 
 from itercast.microbench import store
@@ -64,6 +65,8 @@ def test_a_plan_that_was_killed_is_measured_once(
     assert seen and seen <= set(keys) and len(keys) == len(set(keys))
     card = next((tmp_path / "rows").glob("elementwise/*/itercast/card.yaml")).read_text()
     assert f"ok: {len(rows)}" in card
+    runs = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").search_runs(["1"])
+    assert {r.info.status for r in runs} == {"FINISHED", "KILLED"}  # the first command's: killed
     again = fleet(tmp_path, "plan.yaml", "--address", "local")
-    assert again.returncode == 0 and "0 of 2 chunks are left" in again.stderr
+    assert again.returncode == 0 and "0 of 2 chunks left" in again.stderr
     assert "plan at rows" in fleet(tmp_path, "status", "plan.yaml").stdout

@@ -131,6 +131,20 @@ def test_a_folder_that_leads_into_itself_is_one_line(folder: Path) -> None:
     assert done.exit_code == 2 and len(done.output.strip().splitlines()) == 1
 
 
+def test_a_folder_is_no_plan(folder: Path) -> None:
+    done = CliRunner().invoke(app, ["fleet", str(folder)])
+    assert done.exit_code == 2 and "a folder; a plan is a YAML file" in done.output
+
+
+def test_the_cost_of_32_gpus_needs_no_points(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 hours of measuring: a million points would take minutes."""
+    text = PLAN.format(folder=folder).replace("minutes: 1\n", "minutes: 960\n")
+    store.write_atomic(folder / "plan.yaml", text.replace("points: captured.json", "").encode())
+    monkeypatch.setenv("ITERCAST_CACHE", str(folder / "cache"))
+    done = CliRunner().invoke(app, ["fleet", str(folder / "plan.yaml"), "--dry-run"])
+    assert done.exit_code == 0 and not (folder / "cache").exists()
+
+
 def test_without_ray_one_line_says_what_to_install(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

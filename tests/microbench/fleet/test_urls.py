@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -34,8 +35,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
+@contextmanager
+def s3_server() -> Iterator[str]:
     """Address of an S3 server: moto's, in a process of its own."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
@@ -50,6 +51,12 @@ def server() -> Iterator[str]:
                 time.sleep(0.1)
         yield address
         process.kill()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with s3_server() as address:
+        yield address
 
 
 @pytest.fixture
@@ -92,6 +99,52 @@ def test_parts_of_two_machines_meet_at_a_url(bucket: str, tmp_path: Path) -> Non
     Root(bucket).fs.rm(f"{Root(bucket).base}/gemm/toy/itercast/card.yaml")
     send_cards(bucket, {"gemm/toy/itercast"})  # from the parts
     assert Root(bucket).get("gemm/toy/itercast/card.yaml").decode() == remote
+
+
+@pytest.fixture
+def faulty(
+    bucket: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
+    """The same bucket behind a process that spoils each request once; the log of that process."""
+    import s3fs
+
+    port, log = free_port(), tmp_path / "faults"
+    command = [sys.executable, str(Path(__file__).with_name("faulty_store.py"))]
+    with subprocess.Popen([*command, str(port), server, str(log)]) as process:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+        monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 1)  # so that late is too late
+        monkeypatch.setattr(urls, "FIRST_WAIT_S", 0.1)
+        s3fs.S3FileSystem.clear_instance_cache()
+        for _ in range(100):
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.1)
+        yield log
+        process.kill()
+
+
+@pytest.mark.slow
+def test_a_store_with_faults_loses_no_row(
+    faulty: Path,
+    bucket: str,
+    server: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Three machines send a part each: all rows are there, and each fault is one line."""
+    for name in "abc":
+        assert sent(root_of(tmp_path / name, name, f"{name}1", f"{name}2"), bucket) == 1
+    assert keys(fetched(bucket)) == ["a1", "a2", "b1", "b2", "c1", "c2"]
+    told = [r.getMessage() for r in caplog.records if "; again in" in r.getMessage()]
+    faults = faulty.read_text().splitlines()
+    assert {f.split()[0] for f in faults} == {"refused", "cut", "late", "torn"}
+    assert len(told) == len(faults) and not any("\n" in line for line in told), (told, faults)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server)  # what the store has, without the faults
+    Root(bucket).fs.clear_instance_cache()
+    for name in "abc":
+        part = next((tmp_path / name).glob("*/*/*/part-*"))
+        assert Root(bucket).get(part.relative_to(tmp_path / name).as_posix()) == part.read_bytes()
 
 
 def test_a_command_writes_a_url_and_another_reads_it(bucket: str, tmp_path: Path) -> None:
@@ -144,19 +197,39 @@ def test_an_archive_in_pieces_is_fetched(
 
 
 @pytest.mark.parametrize(
-    ("where", "change", "told"),
+    ("where", "told"),
     [
-        ("s3://no-such-bucket/rows", {}, "bucket does not exist"),
-        ("http://127.0.0.1:9/rows", {}, "cannot be written"),
+        ("s3://no-such-bucket/rows", "bucket does not exist"),
+        ("http://127.0.0.1:9/rows", "cannot be written"),
     ],
 )
+@pytest.mark.parametrize("name", ["collect", "fleet"])
 def test_a_store_that_refuses_is_one_line(
-    bucket: str, where: str, change: dict[str, str], told: str, tmp_path: Path
+    bucket: str, where: str, told: str, name: str, tmp_path: Path
 ) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(f"root: {where}\nmachines: {{a: {{gpu: cpu, minutes: 1}}}}")
     command = ["collect", "--family", "gemm", "--budget", "2s", "--out", where]
-    done = CliRunner().invoke(app, command, env=change)
+    done = CliRunner().invoke(app, ["fleet", str(plan)] if name == "fleet" else command)
     assert done.exit_code == 2 and told in done.output, done.output
     assert len(done.output.strip().splitlines()) == 1 and "testing" not in done.output
+
+
+def test_wrong_credentials_of_a_fleet_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that knows no keys: nothing is started, and no key is printed."""
+    (tmp_path / "plan.yaml").write_text(
+        "root: s3://bucket/rows\nmachines: {one: {gpu: cpu, minutes: 1, families: [norm]}}"
+    )
+    monkeypatch.setenv("INITIAL_NO_AUTH_ACTION_COUNT", "0")
+    with s3_server() as address:
+        keys = {"AWS_ACCESS_KEY_ID": "wrongkey", "AWS_SECRET_ACCESS_KEY": "wrongsecret"}
+        places = {"AWS_ENDPOINT_URL": address, "ITERCAST_CACHE": str(tmp_path / "cache")}
+        done = CliRunner().invoke(app, ["fleet", str(tmp_path / "plan.yaml")], env=keys | places)
+    assert done.exit_code == 2 and "cannot be written" in done.output, done.output
+    assert len(done.output.strip().splitlines()) == 1 and "wrong" not in done.output
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_web_server_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
