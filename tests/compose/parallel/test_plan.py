@@ -109,5 +109,5 @@ def test_ranks_fill_nodes_evenly_or_do_not_fit() -> None:
     assert ranks_per_node(ParallelPlan(dp=12), 8) == 6  # two nodes
     assert ranks_per_node(ParallelPlan(dp=4), 8) == 4
     assert ranks_per_node(ParallelPlan(dp=8, node="x", nodes=4), 8) == 2
-    with pytest.raises(ValueError, match="16 ranks do not fit 1 nodes of 8 GPUs"):
+    with pytest.raises(ValueError, match="16 ranks do not fit 1 node of 8 GPUs"):
         ranks_per_node(ParallelPlan(dp=16, node="x", nodes=1), 8)

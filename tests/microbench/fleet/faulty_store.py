@@ -29,6 +29,7 @@ class Proxy(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     store, log = "", Path()
     seen: ClassVar[set[str]] = set()
+    twice: ClassVar[set[str]] = set()
     faults = itertools.cycle(("refused", "cut", "late", "torn"))
 
     def forward(self) -> None:
@@ -46,7 +47,7 @@ class Proxy(BaseHTTPRequestHandler):
         if fault == "torn":
             body = body[: len(body) // 2] + b"\0" * (len(body) - len(body) // 2)
         status, headers, answer = self.answer(body)
-        if fault == "cut" and not answer:
+        if fault == "cut" and self.command == "PUT":
             return
         self.send_response(status)
         for name, value in headers:
@@ -65,12 +66,17 @@ class Proxy(BaseHTTPRequestHandler):
         """What to do to this request; nothing to one that was seen, or cannot be hurt so."""
         what = f"{self.command} {self.path}"
         with LOCK:
+            if what in self.twice:
+                self.twice.remove(what)
+                return "cut"
             if what in self.seen or self.command == "HEAD":
                 return ""
             self.seen.add(what)
             fault = next(self.faults)
             while fault == "torn" and self.command != "PUT":
                 fault = next(self.faults)
+            if fault == "cut" and self.command == "PUT":  # aiohttp repeats it once in silence
+                self.twice.add(what)
             if fault == "torn":  # it is what the client finds
                 self.seen.add(f"GET {self.path}")
             with self.log.open("a") as log:
