@@ -109,7 +109,10 @@ def _unlike_lengths(
         return None
     rows, context = size["batch"], size["seq"]
     if not (rows and context):
-        raise ValueError(f"lengths {spec!r} need a batch and a sequence length (seq)")
+        lacks = (
+            "a batch (--batch)" if not rows else "a model of sequences, and their length (--seq)"
+        )
+        raise ValueError(f"lengths {spec!r} need {lacks}")
     if plan.cp > 1:
         raise ValueError(f"plan {str(plan)!r}: cp cuts sequences of one length: no lengths")
     found = lengths_of(spec, plan, rows=rows, context=context, packed=packed)

@@ -38,3 +38,15 @@ def test_a_tag_that_does_not_fit_its_value_is_an_error_of_yaml(text: str) -> Non
     """PyYAML itself raises KeyError, AttributeError, IndexError and ValueError."""
     with pytest.raises(yaml.YAMLError):
         load_yaml(text)
+
+
+@pytest.mark.parametrize("filler", [0, 100])  # nested values of the second are read in Python
+def test_a_key_written_twice_is_named(filler: int) -> None:
+    more = "".join(f"x{i}: {{}}\n" for i in range(filler))
+    with pytest.raises(yaml.YAMLError, match="key 'b' is written twice, again in line 3"):
+        load_yaml(f"a:\n  b: 1\n  b: 2\n{more}")
+    assert load_yaml(f"a: {{b: 1}}\nc: {{b: 2}}\n{more}")["c"] == {"b": 2}
+
+
+def test_a_merged_key_may_be_overridden() -> None:
+    assert load_yaml("a: &a {x: 1, y: 2}\nb:\n  <<: *a\n  x: 3\n")["b"] == {"x": 3, "y": 2}

@@ -37,7 +37,8 @@ class Adapted(nn.Module):
 def adapt(model: Any, rank: int) -> Any:
     """Freeze a transformers model and adapt the layers that peft takes by default.
 
-    ValueError where no default is known, or the model has no such layers.
+    ValueError where no default is known, where the model has no such layers, and where a layer is
+    narrower than the adapter.
     """
     kind = str(getattr(model.config, "model_type", ""))
     if kind not in TARGETS:
@@ -47,6 +48,11 @@ def adapt(model: Any, rank: int) -> Any:
     for name in found:
         parent, _, own = name.rpartition(".")
         owner = model.get_submodule(parent)
+        width = min(getattr(owner, own).weight.shape)
+        if rank > width:
+            raise ValueError(
+                f"lora {rank}: {name} has a width of {width}, allowed are ranks up to it"
+            )
         setattr(owner, own, Adapted(getattr(owner, own), rank))
     if not found:
         raise ValueError(f"lora: this {kind!r} has no layers named {', '.join(TARGETS[kind])}")

@@ -51,6 +51,13 @@ def test_rank_times_inputs_and_outputs_are_trained(tmp_path: Path, rank: int) ->
     assert {name.split(".")[-3] for name in shapes} == {"q_proj", "v_proj"}
 
 
+def test_a_rank_above_a_layers_width_is_refused(tmp_path: Path) -> None:
+    """Values have 64 inputs and 32 outputs."""
+    assert trained(step(tmp_path, lora=32))
+    with pytest.raises(ValueError, match=r"lora 33: .*v_proj has a width of 32"):
+        step(tmp_path, lora=33)
+
+
 def test_layers_of_gpt2_are_transposed(tmp_path: Path) -> None:
     """Queries, keys and values are one layer 64 x 192."""
     shapes = trained(step(tmp_path, GPT2, lora=4))
