@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp
+from typing import Any
 
 from itercast.compose.graph.identity_cache import Once
 from itercast.compose.parallel.device_memory import room_bytes
@@ -36,7 +37,8 @@ class Forecast:
     limit is not stated. ``stack``: the software that is forecast. ``network``: the node, links and
     network that messages are priced by; empty for one rank and on a CPU. ``lengths``: of sequences
     that are unlike (``itercast.compose.lengths.Lengths``); tokens are then those that are no
-    padding.
+    padding. ``cluster``: on unlike GPUs (``itercast.compose.clusters``) what each group has, and
+    the time with equal shares, 0 where there are none.
 
     ``assumed_frac`` is the share of the iteration that rests on assumed numbers: (compute and
     exposed communication priced by an assumption + host gaps, as far as the host's time is assumed)
@@ -78,6 +80,7 @@ class Forecast:
     stack: str = USUAL
     network: str = ""
     lengths: dict[str, float] = field(default_factory=dict)
+    cluster: Mapping[str, Any] = field(default_factory=dict)
 
 
 def forecast(

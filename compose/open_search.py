@@ -34,7 +34,7 @@ def open_search(
     ``local``: steps between averages of plans with local SGD; 0: none are tried.
     ``options`` are others of ``capture``: dtype, amp, channels_last.
     """
-    batch, seq = _size(model, gpus, batch, seq)
+    batch, seq = size_of(model, gpus, batch, seq)
     options["optimizer"] = optimizer or optimizer_of(model)
     target = find_target(gpu, ParallelPlan(dp=gpus, node=node), bundle, host, stack)
 
@@ -54,7 +54,7 @@ def open_search(
     return search, target
 
 
-def _size(model: str | Path, gpus: int, batch: int | None, seq: int | None) -> tuple[int, int]:
+def size_of(model: Any, gpus: int, batch: int | None, seq: int | None) -> tuple[int, int]:
     """Returns samples per step and tokens per sample, those of a case where none are stated."""
     if isinstance(model, str):
         chosen = case(model)

@@ -113,6 +113,10 @@ Optimizer = Annotated[
     str,
     typer.Option(help="adamw, adamw_fused, sgd, lamb or none; default: the case's own, else adamw"),
 ]
+Cluster = Annotated[
+    Path | None,
+    typer.Option(help="YAML file of unlike GPUs and the links between them, instead of --gpu"),
+]
 Trace = Annotated[Path | None, file_to_write("timeline to write, for Perfetto or chrome://tracing")]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 Families = Annotated[

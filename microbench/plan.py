@@ -110,6 +110,10 @@ def _transforms(key: str, text: str) -> str:
     return ",".join(found.values())
 
 
+def _counts(key: str, text: str) -> str:
+    return "+".join(str(_degree(key, part)) for part in text.split("+"))
+
+
 def _codec(key: str, text: str) -> str:
     """How messages are compressed: a share of their bytes, a dtype, or a cosine transform."""
     name, colon, share = text.partition(":")
@@ -149,6 +153,7 @@ class ParallelPlan:
     micro: int = _key(_degree, 0, "")  # micro-batches per replica and step; 0: as many as stages
     first: int = _key(_degree, 0, "stages")  # equal layers on the first stage; 0: as on others
     last: int = _key(_degree, 0, "stages")
+    layers: str = _key(_counts, "", "stages")  # of each stage, such as 8+10+6
     schedule: str = _key(
         _one_of("1f1b", "gpipe", "interleaved", "zb", *V_SHAPED),
         "1f1b",
@@ -302,6 +307,9 @@ def _schedule_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield both, "micro and accumulate both count micro-batches: give one"
     uneven = p.first + p.last > 0
     yield uneven and p.pp == 1, "first and last need pp > 1"
+    stages = p.layers.count("+") + 1
+    counted = p.layers != "" and (uneven or stages != p.pp * p.virtual)
+    yield counted, f"layers has a number for each of {p.pp * p.virtual} stages, without first, last"
     yield uneven and p.virtual > 1, "first and last are of stages of one piece: not interleaved"
     yield not 0 < p.recomputed <= 1, f"recompute's share is above 0 and up to 1: {p.recomputed}"
     yield p.pp == 1 and p.schedule != "1f1b", f"schedule={p.schedule} needs pp > 1"

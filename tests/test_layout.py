@@ -36,6 +36,7 @@ ROOMS = {
         "simulate",
         "",
         "feed",
+        "clusters",
         "programs",
         "sharding",
         "explain",

@@ -21,7 +21,12 @@ from itercast.compose.pricing.priced_op import UNMODELLED, AssumedShares, Priced
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, Node
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.ops.step.alpha_beta import CPU_COPIES, NETWORK_BYTES_PER_S, floor_us
+from itercast.microbench.ops.step.alpha_beta import (
+    CPU_COPIES,
+    NETWORK_BYTES_PER_S,
+    bytes_moved,
+    floor_us,
+)
 from itercast.microbench.ops.step.collective import Collective
 from itercast.microbench.plan import ParallelPlan, ranks_per_node
 
@@ -39,13 +44,49 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A link between unlike GPUs that messages of these kinds along ``axes`` cross.
+
+    ``bytes_per_s`` of one direction are shared by ``sharers`` equal messages at a time.
+    """
+
+    kinds: tuple[str, ...]
+    axes: tuple[str, ...]
+    bytes_per_s: float
+    latency_us: float
+    sharers: int
+
+    def crossed(self, message: Message, ranks: int, op: PricedOp) -> PricedOp:
+        """A message among so many ranks: no faster than its bytes over the link, and its latency.
+
+        A sum goes over the link and comes back.
+        """
+        if message.axis not in self.axes or message.kind not in self.kinds or ranks == 1:
+            return op
+        params = Collective(
+            op=message.kind,
+            message_bytes=message.message_bytes,
+            dtype=message.dtype,
+            world_size=ranks,
+            ranks_per_node=1,
+        )
+        link_us = self.sharers * float(bytes_moved(params)) / self.bytes_per_s * 1e6
+        ways = 2 if message.kind == "all_reduce" else 1
+        return replace(op, duration_us=max(op.duration_us, link_us) + ways * self.latency_us)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """The devices that a plan runs on: their links, and the groups of ranks by axis."""
+    """The devices that a plan runs on: their links, and the groups of ranks by axis.
+
+    ``crossings``: links between unlike GPUs of a plan.
+    """
 
     gpu: Gpu
     node: Node | None
     gpus_per_node: int
     groups: Mapping[str, Group]
+    crossings: tuple[Crossing, ...] = ()
 
     def link(self, ranks: int) -> str:
         """The slowest kind of link among so many GPUs of a node."""
@@ -195,7 +236,11 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
     """Prices each message as if no other were sent; the book keeps prices by message and group."""
     asked = [(m, where.groups[m.axis]) for m in messages]
     prefetch_messages(asked, book, where)
-    return [book.sent[*one, where.node] for one in asked]
+    sent = [book.sent[*one, where.node] for one in asked]
+    for link in where.crossings:
+        pairs = zip(asked, sent, strict=True)
+        sent = [link.crossed(m, group.size, op) for (m, group), op in pairs]
+    return sent
 
 
 def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> None:

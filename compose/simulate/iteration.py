@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeVar
 
+from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import price_messages
 from itercast.compose.pricing.host import python_op, step_work
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.simulate.breakdown import Shares, Tally, assumed_us, shares
 from itercast.compose.simulate.cyclic import send_to_next_replica, slot_message, steady_us
-from itercast.compose.simulate.pipeline import StageTimes, chunks_of_rank, finish_us
+from itercast.compose.simulate.pipeline import (
+    StageTimes,
+    chunks_of_rank,
+    finish_us,
+    rank_of_chunk,
+)
 from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stage_rank import (
@@ -20,6 +27,7 @@ from itercast.compose.simulate.stage_rank import (
     chunks_of,
     memory,
     stage_facts,
+    stage_memory,
     stage_messages,
     stage_runs,
     stage_tails,
@@ -27,6 +35,9 @@ from itercast.compose.simulate.stage_rank import (
 )
 from itercast.compose.simulate.stages import Chunk
 from itercast.compose.simulate.timeline import Span, Task
+from itercast.microbench.plan import ParallelPlan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +46,8 @@ class Outcome:
 
     idle = host gaps + pipeline bubble + waiting for slower stages. ``matmul_s``: the rank's matrix
     products at peak. ``assumed_by_us``: what of the iteration rests on each assumption (see
-    ``Forecast``). ``tasks`` show the last micro-batch and the optimizer.
+    ``Forecast``). ``tasks`` show the last micro-batch and the optimizer. Where ranks are unlike,
+    ``slowest`` and ``fullest`` are the numbers of the stage or kind that times and memory are of.
     """
 
     iteration_us: float
@@ -51,6 +63,8 @@ class Outcome:
     matmul_s: float
     tasks: tuple[Task, ...]
     spans: tuple[Span, ...]
+    slowest: int = 0
+    fullest: int = 0
 
     @property
     def idle_us(self) -> float:
@@ -66,11 +80,11 @@ class Outcome:
 def evaluate(rank: Rank, optimizer: str) -> Outcome:
     """Simulate the iteration of ``rank``'s plan; its ``layers`` are those of the whole model."""
     if rank.plan.pp > 1:
-        return _pipelined(rank, optimizer)
+        return evaluate_stages([rank] * rank.plan.pp, optimizer)
     return _without_pipeline(rank, optimizer)
 
 
-def _micro_batches(rank: Rank, optimizer: str) -> tuple[list[tuple[Run, int]], Run]:
+def micro_batches(rank: Rank, optimizer: str) -> tuple[list[tuple[Run, int]], Run]:
     """Lays out the micro-batches of a rank without a pipeline, one after the other.
 
     Returns the micro-batches before the last as pairs (run, how often it is repeated), and the run
@@ -96,8 +110,13 @@ def _micro_batches(rank: Rank, optimizer: str) -> tuple[list[tuple[Run, int]], R
 
 def _without_pipeline(rank: Rank, optimizer: str) -> Outcome:
     """The iteration of one stage: micro-batches one after the other."""
+    before, run = micro_batches(rank, optimizer)
+    return outcome(rank, before, run, optimizer)
+
+
+def outcome(rank: Rank, before: Sequence[tuple[Run, int]], run: Run, optimizer: str) -> Outcome:
+    """What a rank's micro-batches ``before`` the last one and its last run amount to."""
     plan, micro = rank.plan, rank.plan.microbatches
-    before, run = _micro_batches(rank, optimizer)
     lanes, tally = shares(run), Tally(rank.book.gpu.kind == "cpu")
     for one, times in before:
         lanes = lanes.plus(shares(one), times)
@@ -186,11 +205,12 @@ def _cyclic(rank: Rank, alone: Shares, op: PricedOp) -> Shares:
 class _Pipeline:
     """A plan's stages with their times.
 
-    ``tails`` by rank: the run from its last backward to the end of the iteration, and that backward
-    without synchronisation and optimizer. ``sends``: the messages after each chunk.
+    ``ranks`` by stage: all layers, priced on the stage's device. ``tails`` by rank: the run from
+    its last backward to the end of the iteration, and that backward without synchronisation and
+    optimizer. ``sends``: the messages after each chunk.
     """
 
-    rank: Rank
+    ranks: Sequence[Rank]
     chunks: Sequence[Chunk]
     sends: Sequence[Sequence[PricedOp]]
     runs: Sequence[StageRuns]
@@ -198,9 +218,14 @@ class _Pipeline:
     stages: Sequence[Rank]
     tails: Sequence[tuple[Run, Run]]
 
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan of all ranks."""
+        return self.ranks[0].plan
+
     def finish_us(self, times: Sequence[StageTimes]) -> tuple[float, ...]:
         """When each rank's last backward ends."""
-        plan = self.rank.plan
+        plan = self.plan
         return finish_us(plan.schedule, times, plan.pp, plan.microbatches)
 
     def totals_us(self) -> list[float]:
@@ -211,17 +236,17 @@ class _Pipeline:
 
     def loads_us(self) -> list[float]:
         """Time of each rank's forwards and backwards."""
-        pp, micro = self.rank.plan.pp, self.rank.plan.microbatches
+        pp, micro = self.plan.pp, self.plan.microbatches
         return [sum(self.times[c].busy_us(micro) for c in self.chunks_of(r)) for r in range(pp)]
 
     def chunks_of(self, r: int) -> list[int]:
         """The chunks of a rank."""
-        plan = self.rank.plan
+        plan = self.plan
         return chunks_of_rank(plan.schedule, plan.pp, r, len(self.chunks))
 
     def shares_of(self, r: int) -> Shares:
         """A rank's time on its lanes: all micro-batches, synchronisation and optimizer."""
-        micro = self.rank.plan.microbatches
+        micro = self.plan.microbatches
         tail, alone = self.tails[r]
         lanes = shares(tail).plus(shares(alone), -1)
         for x in (self.runs[c] for c in self.chunks_of(r)):
@@ -234,43 +259,54 @@ class _Pipeline:
         unsent = [replace(t, send_us=0.0) for t in self.times]
         sends_us = max(0.0, max(self.finish_us(self.times)) - max(self.finish_us(unsent)))
         own = self.chunks_of(slowest)
-        equal = [unsent[own[c // self.rank.plan.pp]] for c in range(len(unsent))]
+        equal = [unsent[own[c // self.plan.pp]] for c in range(len(unsent))]
         bubble_us = max(0.0, max(self.finish_us(equal)) - self.loads_us()[slowest])
         return sends_us, bubble_us
 
 
-def _pipeline(rank: Rank, optimizer: str) -> _Pipeline:
-    chunks, stages, facts = chunks_of(rank), stages_of(rank), stage_facts(rank)
-    sends = [*stage_messages(rank), ()]
+def _each(ranks: Sequence[Rank], of: Callable[[Rank], Sequence[T]]) -> list[T]:
+    """Of each rank its own one of what ``of`` lists for all; once for ranks that are the same."""
+    found = {id(rank): of(rank) for rank in {id(r): r for r in ranks}.values()}
+    return [found[id(rank)][i] for i, rank in enumerate(ranks)]
+
+
+def _pipeline(ranks: Sequence[Rank], optimizer: str) -> _Pipeline:
+    plan = ranks[0].plan
+    pieces = range(plan.pp * plan.virtual)
+    owners = [ranks[rank_of_chunk(plan.schedule, plan.pp, c)] for c in pieces]
+    chunks, sends = _each(owners, chunks_of), [*_each(owners[:-1], stage_messages), ()]
     runs = [
-        rank.model.once(("stage runs", chunk.key, facts), partial(stage_runs, rank, chunk))
-        for chunk in chunks
+        x.model.once(("stage runs", chunk.key, stage_facts(x)), partial(stage_runs, x, chunk))
+        for x, chunk in zip(owners, chunks, strict=True)
     ]
     return _Pipeline(
-        rank=rank,
+        ranks=ranks,
         chunks=chunks,
         sends=sends,
         runs=runs,
         times=[x.times(sent) for x, sent in zip(runs, sends, strict=True)],
-        stages=stages,
-        tails=stage_tails(rank, stages, optimizer),
+        stages=_each(ranks, stages_of),
+        tails=_each(ranks, lambda r: stage_tails(r, stages_of(r), optimizer)),
     )
 
 
 def quick_us(rank: Rank, optimizer: str) -> float:
     """Time of the iteration as ``evaluate`` simulates it, without its breakdown."""
     if rank.plan.pp == 1:
-        before, run = _micro_batches(rank, optimizer)
+        before, run = micro_batches(rank, optimizer)
         if rank.strategy.cyclic:
             return _cyclic(rank, shares(run), _slot_message(rank)).end_us
         return run.end_us + sum(one.end_us * times for one, times in before)
-    return max(_pipeline(rank, optimizer).totals_us())
+    return max(_pipeline([rank] * rank.plan.pp, optimizer).totals_us())
 
 
-def _pipelined(rank: Rank, optimizer: str) -> Outcome:
-    """The iteration of a pipeline, broken down on its slowest rank."""
-    pipeline = _pipeline(rank, optimizer)
-    micro, pp = rank.plan.microbatches, rank.plan.pp
+def evaluate_stages(ranks: Sequence[Rank], optimizer: str) -> Outcome:
+    """The iteration of a pipeline, broken down on its slowest rank.
+
+    Of each stage the rank that holds all layers, priced on the stage's device.
+    """
+    pipeline = _pipeline(ranks, optimizer)
+    micro, pp = pipeline.plan.microbatches, pipeline.plan.pp
     totals, loads = pipeline.totals_us(), pipeline.loads_us()
     iteration_us = max(totals)
     slowest = max(range(pp), key=lambda r: (loads[r], totals[r]))
@@ -283,6 +319,8 @@ def _pipelined(rank: Rank, optimizer: str) -> Outcome:
     gaps_us = min(idle_us, max(0.0, lanes.end_us - compute_us - lanes.exposed_us))
     bubble_us = min(bubble_us, idle_us - gaps_us)
     tally = _stage_tally(pipeline, slowest)
+    by_stage = _each(ranks, lambda r: stage_memory(r, optimizer))
+    least_left = fullest(ranks, by_stage)
     assumed_by_us = assumed_us(tally, compute_us, exposed_us, gaps_us)
     scale = iteration_us / max(1e-9, compute_us + exposed_us + gaps_us)  # bubble and waiting alike
     return Outcome(
@@ -293,7 +331,9 @@ def _pipelined(rank: Rank, optimizer: str) -> Outcome:
         host_gap_us=gaps_us,
         bubble_us=bubble_us,
         waiting_us=max(0.0, idle_us - bubble_us - gaps_us),
-        memory=memory(rank, optimizer),
+        memory=by_stage[least_left],
+        slowest=slowest,
+        fullest=least_left,
         tally=tally,
         assumed_by_us={name: scale * us for name, us in assumed_by_us.items()},
         matmul_s=micro * sum(x.matmul_s for x in stage.layers),
@@ -302,13 +342,20 @@ def _pipelined(rank: Rank, optimizer: str) -> Outcome:
     )
 
 
+def fullest(ranks: Sequence[Rank], memories: Sequence[Mapping[str, int]]) -> int:
+    """The number of the rank whose memory has least left."""
+    pairs = zip(ranks, memories, strict=True)
+    left = [room_bytes(r.book.gpu, r.plan) - sum(m.values()) for r, m in pairs]
+    return left.index(min(left))
+
+
 def _stage_tally(pipeline: _Pipeline, stage: int) -> Tally:
     """Sum up the time of one pipeline rank: layers, messages, host, synchronisation, optimizer.
 
     The model's own host time is divided equally among the stages; it is not part of the times by op
     family.
     """
-    rank, micro, pp = pipeline.rank, pipeline.rank.plan.microbatches, pipeline.rank.plan.pp
+    rank, micro, pp = pipeline.ranks[stage], pipeline.plan.microbatches, pipeline.plan.pp
     tally, (tail, alone) = Tally(rank.book.gpu.kind == "cpu"), pipeline.tails[stage]
     _tally_layers(tally, pipeline.stages[stage].layers, micro, _accumulations(rank))
     _tally_run(tally, tail)

@@ -94,7 +94,8 @@ class Lanes:
 class Rank:
     """One rank of a stage: its layers in forward order, each as often as it is there.
 
-    ``starts``: the layers at which its virtual stages but the first begin.
+    ``starts``: the layers at which its virtual stages but the first begin. ``kin``: how
+    many ranks are as this one, where those beside it are unlike and simulated, too; else 0.
     """
 
     plan: ParallelPlan
@@ -104,6 +105,7 @@ class Rank:
     book: PriceBook
     where: Cluster
     contention: float
+    kin: int = 0
 
     @cached_property
     def ranks_per_core(self) -> float:
@@ -111,9 +113,11 @@ class Rank:
 
         In a pipeline 1, 2, ... stages are busy while it fills, and fewer again while it drains.
         """
+        plan, cores = self.plan, self.book.gpu.sm_count
         if self.book.gpu.kind != "cpu":
             return 1.0
-        plan, cores = self.plan, self.book.gpu.sm_count
+        if self.kin:
+            return max(1.0, self.kin * self.book.threads / cores)
         micro, each = plan.microbatches, plan.world_size // plan.pp * self.book.threads
         slots = micro + plan.pp - 1
         busy = (min(s + 1, plan.pp, micro, slots - s) for s in range(slots))

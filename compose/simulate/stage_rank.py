@@ -90,17 +90,23 @@ def _dealt(plan: ParallelPlan, chunks: Sequence[T]) -> list[list[T]]:
 def memory(rank: Rank, optimizer: str) -> dict[str, int]:
     """Peak memory of the fullest rank, by purpose."""
     plan = rank.plan
-    update = rank.model.graph.update_share
     if plan.pp == 1:
+        update = rank.model.graph.update_share
         alone = rank_memory(Sizes.of(rank.layers), plan, optimizer, update)
         added = rank.model.added_bytes
         return {name: n + added.get(name, 0) for name, n in alone.items()}
+    return max(stage_memory(rank, optimizer), key=lambda m: sum(m.values()))
+
+
+def stage_memory(rank: Rank, optimizer: str) -> list[dict[str, int]]:
+    """Peak memory of each rank of a pipeline, by purpose."""
+    plan, update = rank.plan, rank.model.graph.update_share
     by_rank = []
     for r, (sizes, saved) in enumerate(_held(rank)):
         held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
         kept = sum(n * nbytes for n, nbytes in zip(held, saved, strict=True))
         by_rank.append(rank_memory(sizes, plan, optimizer, update, kept))
-    return max(by_rank, key=lambda m: sum(m.values()))
+    return by_rank
 
 
 def least_us(rank: Rank) -> float:
@@ -167,7 +173,7 @@ class StageRuns:
 def stage_facts(rank: Rank) -> tuple[object, ...]:
     """What changes a stage's run, apart from its layers."""
     groups = (rank.where.groups[axis] for axis in ("shard", "replicate", "expert"))
-    shared = (rank.contention, rank.ranks_per_core, rank.where.node)
+    shared = (rank.contention, rank.ranks_per_core, rank.where.node, rank.where.crossings)
     return (rank.plan.microbatches > 1, rank.strategy, *groups, *shared)
 
 

@@ -54,9 +54,40 @@ def partition(layers: Sequence[PricedLayer], plan: ParallelPlan) -> list[Chunk]:
         ends = _count_cuts(runs, sizes, whole=chunks > numbered)
     elif plan.first or plan.last:
         raise ValueError(f"plan {str(plan)!r}: first and last count equal layers; there are none")
+    elif plan.layers:
+        ends = _count_cuts(runs, _sizes(plan, total), whole=True)
     else:
-        ends = _cost_cuts(runs, chunks)
+        ends = _cost_cuts([_unit_costs(layers)] * chunks)
     return [Chunk(runs=_between(runs, a, b)) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+def balanced(models: Sequence[Sequence[PricedLayer]], plan: ParallelPlan) -> ParallelPlan:
+    """The plan with the layers of each stage with which the slowest is fastest.
+
+    ``models``: of each stage all layers of the model, priced on the stage's device. What precedes
+    and follows equal layers is part of the first and the last one.
+    """
+    costs = [_unit_costs(layers) for layers in models]
+    if _are_equal(models[0]):
+        at = [i for i, x in enumerate(_flat(models[0])) if x.numbered]
+        if len(at) >= len(models):
+            costs = [
+                [sum(us[: at[0] + 1]), *us[at[0] + 1 : at[-1]], sum(us[at[-1] :])] for us in costs
+            ]
+    if len(costs) > len(costs[0]):
+        raise ValueError(f"plan {str(plan)!r}: {len(costs)} stages of {len(costs[0])} layers")
+    ends = _cost_cuts(costs)
+    sizes = [b - a for a, b in zip([0, *ends[:-1]], ends, strict=True)]
+    return replace(plan, layers="+".join(map(str, sizes)))
+
+
+def _flat(layers: Sequence[PricedLayer]) -> list[PricedLayer]:
+    return [x for x in layers for _ in range(x.layer.count)]
+
+
+def _unit_costs(layers: Sequence[PricedLayer]) -> list[float]:
+    """Time of a micro-batch by layer."""
+    return [x.forward_work.alone_us + x.backward_work.alone_us for x in _flat(layers)]
 
 
 def uneven(layers: Sequence[PricedLayer], plan: ParallelPlan) -> ParallelPlan | None:
@@ -129,6 +160,11 @@ def with_tied(chunk: Chunk, model: PricedModel) -> Chunk:
 def _sizes(plan: ParallelPlan, counted: int) -> list[int]:
     """Layers of each chunk: as many as the plan states on the first and last, else evenly."""
     chunks = plan.pp * plan.virtual
+    if plan.layers:
+        sizes = [int(n) for n in plan.layers.split("+")]
+        if sum(sizes) != counted:
+            raise ValueError(f"plan {str(plan)!r}: the model has {counted} layers to count")
+        return sizes
     stated = [n for n in (plan.first, plan.last) if n]
     others, left = chunks - len(stated), counted - sum(stated)
     if left < others or (left and not others):
@@ -149,28 +185,31 @@ def _count_cuts(
     return [*ends[:-1], total]
 
 
-def _cost_cuts(runs: Sequence[tuple[PricedLayer, int]], chunks: int) -> list[int]:
-    """Returns where chunks end so that the slowest is fastest, none empty; by bisection."""
-    costs = [x.forward_work.alone_us + x.backward_work.alone_us for x, n in runs for _ in range(n)]
-    low, high = max(costs), sum(costs)
+def _cost_cuts(costs: Sequence[Sequence[float]]) -> list[int]:
+    """Returns where chunks end so that the slowest is fastest, none empty; by bisection.
+
+    ``costs``: by chunk the time of each layer if it has it.
+    """
+    low, high = min(map(max, costs)), max(map(sum, costs))
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (low, middle) if _pack(costs, middle, chunks) else (middle, high)
-    return _pack(costs, high, chunks) or list(range(len(costs) - chunks + 1, len(costs) + 1))
+        low, high = (low, middle) if _pack(costs, middle) else (middle, high)
+    return _pack(costs, high)
 
 
-def _pack(costs: Sequence[float], limit: float, chunks: int) -> list[int]:
-    """Ends of ``chunks`` chunks filled up to ``limit``; empty where more chunks are needed."""
-    ends: list[int] = []
-    now = 0.0
-    for i, cost in enumerate(costs):
-        must = len(costs) - i == chunks - len(ends) - 1 and (not ends or ends[-1] < i) and i > 0
-        if i and (now + cost > limit or must) and (not ends or ends[-1] < i):
-            ends.append(i)
-            now = 0.0
-        now += cost
-    ends.append(len(costs))
-    return ends if len(ends) == chunks else []
+def _pack(costs: Sequence[Sequence[float]], limit: float) -> list[int]:
+    """Ends of chunks filled up to ``limit``, none empty; no ends where that needs more chunks."""
+    ends, chunks, layers = list[int](), len(costs), len(costs[0])
+    for c, own in enumerate(costs):
+        start = ends[-1] if ends else 0
+        stop, now = start + 1, own[start]
+        while stop < layers - (chunks - c - 1) and now + own[stop] <= limit:
+            now += own[stop]
+            stop += 1
+        if now > limit:
+            return []
+        ends.append(stop)
+    return ends if ends[-1] == layers else []
 
 
 def _between(

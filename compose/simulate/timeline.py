@@ -137,18 +137,21 @@ def _in_order(tasks: Sequence[Task]) -> list[Span]:
 def simulate_shared(
     tasks: Sequence[Task],
     shared: Mapping[str, str],
-    contention: float,
+    contention: float | Mapping[str, float],
     programs: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Span]:
     """``simulate`` where tasks on lanes of one device slow each other while they overlap.
 
     ``shared`` names the device of lanes that slow each other. While two or more tasks on lanes of a
     device run, each of them proceeds at 1/contention of its speed; durations are those of a task
-    alone. Contention 1 is ``simulate``, 2 is one core for both.
+    alone. Contention, of all or by device, is 1 for ``simulate``, 2 for one core for both. A task
+    on several devices is as slow as on the worst of them.
     """
-    if contention < 1:
-        raise ValueError(f"contention must be at least 1, got {contention}")
-    if contention == 1:
+    if isinstance(contention, float | int):
+        contention = dict.fromkeys(shared.values(), contention)
+    if min(contention.values(), default=1) < 1:
+        raise ValueError(f"contention must be at least 1, got {min(contention.values())}")
+    if max(contention.values(), default=1) == 1:
         return simulate(tasks, programs)
     progress = _Progress(tasks, programs)
     devices = [{shared[lane] for lane in task.lanes if lane in shared} for task in tasks]
@@ -161,7 +164,7 @@ def simulate_shared(
             left[i], start[i] = tasks[i].duration_us, now
         progress.ready.clear()
         load = Counter(device for i in left if left[i] > 0 for device in devices[i])
-        slow = {i: contention if any(load[d] > 1 for d in devices[i]) else 1.0 for i in left}
+        slow = {i: max((contention[d] for d in devices[i] if load[d] > 1), default=1) for i in left}
         needed = {i: work * slow[i] for i, work in left.items()}
         step = min(needed.values())
         now += step

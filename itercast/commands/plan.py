@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +21,7 @@ from itercast.options import (
     Bundle,
     Case,
     ChannelsLast,
+    Cluster,
     Dtype,
     GpuName,
     HfConfig,
@@ -52,8 +54,9 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 
 @one_line_errors
 def plan(
-    gpu: GpuName,
-    gpus: Annotated[int, typer.Option(min=1, help="number of GPUs")],
+    gpu: GpuName = "",
+    gpus: Annotated[int, typer.Option(min=0, help="number of GPUs")] = 0,
+    cluster: Cluster = None,
     case: Case = "",
     hf_config: HfConfig = None,
     objective: Annotated[str, typer.Option(help="what to minimise: time, cost or memory")] = "time",
@@ -83,10 +86,21 @@ def plan(
     begin = time.perf_counter()
     if (not case) == (hf_config is None):
         raise ValueError("plan takes one of CASE and --hf-config")
+    if (cluster is None) == (not gpu or not gpus):
+        raise ValueError("plan takes --gpu and --gpus, or --cluster")
     name = read_config(hf_config).name if hf_config else case
     step: Row = {"dtype": dtype, "optimizer": optimizer, "amp": amp}
     step["channels_last"] = channels_last
-    place: Row = {"node": node, "bundle": bundle, "host": host, "stack": stack}
+    place: Row = {"bundle": bundle, "host": host, "stack": stack}
+    if cluster is not None:
+        if node or lengths or packed or study or objective != "time":
+            raise ValueError(
+                "--cluster goes without --node, --lengths, --packed, --study, --objective"
+            )
+        asked = {"batch": batch, "seq": seq, **place, **step}
+        print_plans(*_on_cluster(name, hf_config or case, cluster, asked, begin), as_json)
+        return
+    place["node"] = node
     with prints_aside(), without_scikit_learn():
         from itercast.compose.open_search import open_search
 
@@ -104,6 +118,23 @@ def plan(
         reports = with_lengths(hf_config or case, reports, gpu=gpu, **place, **step)
     facts |= {**counts, "seconds": time.perf_counter() - begin}
     print_plans(facts, reports, as_json)
+
+
+def _on_cluster(
+    name: str, model: Any, path: Path, asked: dict[str, Any], begin: float
+) -> tuple[dict[str, Any], list[Forecast]]:
+    """The best plans on a file's cluster, and what was asked."""
+    with prints_aside(), without_scikit_learn():
+        from itercast.compose.clusters.search import job_on, plans_on_cluster
+
+        job = job_on(model, path, **asked)
+        found, legal = plans_on_cluster(job, amp=asked["amp"])
+    if not found:
+        raise ValueError(f"no legal plan of {name} on the groups of {path}")
+    facts = {"case": name, "gpu": path.stem, "gpus": job.cluster.gpus, "objective": "time"}
+    facts |= {"batch": job.samples, "seq": job.seq, "dtype": asked["dtype"], "amp": asked["amp"]}
+    facts |= {"optimizer": job.optimizer, "considered": legal, "simulated": legal}
+    return {**facts, "bundle": found[0].bundle, "seconds": time.perf_counter() - begin}, found
 
 
 def with_lengths(
@@ -182,7 +213,7 @@ def run_search(search: Search, facts: Facts) -> tuple[dict[str, int], list[Forec
 
 def plans_table(facts: Row, reports: Sequence[Forecast]) -> Table:
     """A table of plans, the best first, each with a bar of where the slowest rank's time goes."""
-    from itercast.commands.shared import lengths_line
+    from itercast.commands.shared import cluster_line, lengths_line
 
     step = f"{facts['batch']} samples a step in {facts['dtype']}"
     title = f"{facts['case']} on {facts['gpus']} x {facts['gpu']}, {step}, by {facts['objective']}"
@@ -193,8 +224,10 @@ def plans_table(facts: Row, reports: Sequence[Forecast]) -> Table:
     table.add_column("time", no_wrap=True)
     for r in reports:
         memory = f"{r.memory_bytes / 1e9:.1f}"
+        rows = bool(r.cluster) and "rows" in r.cluster["groups"][0]
+        split = f": {cluster_line(r.cluster)}" if rows else ""
         table.add_row(
-            r.plan.partition(",node=")[0],
+            r.plan.partition(",node=")[0] + split,
             f"{r.iteration_us / 1e3:.1f}",
             memory if r.fits else f"[red]{memory}![/]",
             f"{100 * r.mfu_frac:.1f}",

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from itercast.errors import one_line_errors
-from itercast.options import Json, Question, Trace, asks, file_to_write
+from itercast.options import Cluster, Json, Question, Trace, asks, file_to_write, prints_aside
 
 if TYPE_CHECKING:  # no command but predict pays for these
     from itercast.compose.forecast import Forecast
@@ -37,6 +37,7 @@ Policy = Annotated[
 @asks
 def predict(
     question: Question,
+    cluster: Cluster = None,
     strict: Annotated[bool, typer.Option(help="exit code 1 if an op has no learned model")] = False,
     trace: Trace = None,
     input_file: Annotated[
@@ -51,6 +52,11 @@ def predict(
     as_json: Json = False,
 ) -> None:
     """Forecast one iteration of a model: a named case, a configuration, or a model of your own."""
+    if cluster is not None:
+        others = (strict, trace, input_file, policy, spread)
+        found = _on_cluster(question, cluster, alone=not any(others))
+        _print(question.name, found, None, as_json=as_json, explain=explain_assumptions)
+        return
     step, target = question.prepared(whole=trace is not None)  # a timeline shows every op
     from itercast.compose.target import forecast_step
 
@@ -70,6 +76,19 @@ def predict(
         _write_policy(policy, step, target)
     noisy = _spread(found, target) if spread else None
     _print(question.name, found, noisy, as_json=as_json, explain=explain_assumptions)
+
+
+def _on_cluster(question: Question, path: Path, *, alone: bool) -> Forecast:
+    """The forecast on unlike GPUs."""
+    asked = question.arguments()
+    gpu, lengths, packed = (asked.pop(name) for name in ("gpu", "lengths", "packed"))
+    if gpu != "cpu" or lengths or packed or not alone:
+        options = "--gpu, --lengths, --packed, --strict, --trace, --input, --policy or --spread"
+        raise ValueError(f"--cluster goes without {options}")
+    with prints_aside():
+        from itercast.compose.clusters.search import predict_on_cluster
+
+        return predict_on_cluster(question.asked(), path, **asked)
 
 
 def _say_whole_matrix(step: StepCapture, replicas: int) -> None:

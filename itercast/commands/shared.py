@@ -209,6 +209,10 @@ def forecast_table(case: str, found: Forecast, spread: Spread | None = None) -> 
     table.add_row("stack", found.stack)
     if found.network:
         table.add_row("network", found.network)
+    if found.cluster:
+        table.add_row("split", cluster_line(found.cluster))
+        if even_us := found.cluster["even_us"]:
+            table.add_row("in equal shares", f"{even_us * ms:.2f} ms")
     if found.lengths:
         table.add_row("lengths", lengths_line(found.lengths))
     for family, time_us in sorted(found.by_family_us.items(), key=lambda kv: -kv[1]):
@@ -223,6 +227,15 @@ def spread_line(spread: Spread) -> str:
         for us in (spread.median_us, spread.p10_us, spread.p90_us, spread.mean_us)
     )
     return f"median {median} ms, 80 % of steps {low} to {high}, mean {mean}"
+
+
+def cluster_line(facts: Mapping[str, Any]) -> str:
+    """What each group of unlike GPUs has of a step, in one line."""
+    parts = []
+    for group in facts["groups"]:
+        what = f"{group['rows']} samples" if "rows" in group else f"{group['layers']} layers"
+        parts.append(f"{group['group']} {what}")
+    return ", ".join(parts)
 
 
 def lengths_line(facts: Mapping[str, float]) -> str:

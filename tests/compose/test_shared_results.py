@@ -27,7 +27,8 @@ VARIANTS = {
     "dp=4,tp=2,sp,zero=1": "zero=2; zero=3; hsdp=2; tp_overlap; accumulate=2; pp=2;"
     "recompute=full; compress_tp=int8; compress_tp=0.5",
     "dp=2,pp=2,micro=4": "micro=8; schedule=gpipe; schedule=zb; schedule=interleaved:2;"
-    "schedule=zbv; first=1; last=1; zero=1; zero=3; tp=2; compress=0.5; gossip=ring; coconet=split;"
+    "schedule=zbv; first=1; last=1; layers=1+3; zero=1; zero=3; tp=2; compress=0.5;"
+    "gossip=ring; coconet=split;"
     "offload=activations; recompute=full; offload=optimizer; cp=2; compress_pp=int8",
     "dp=4,zero=3,pp=2,micro=4": "hsdp=2; offload=activations; micro=2; recompute=selective",
 }

@@ -201,12 +201,15 @@ def layers_by_stage(text: str) -> list[int]:
     return [sum(x.numbered for x in s.layers) for s in stages_of(rank_for(deep, text))]
 
 
-def test_first_and_last_stage_have_the_layers_stated() -> None:
+def test_stages_have_the_layers_stated() -> None:
     assert layers_by_stage("pp=4") == [3, 3, 2, 2]
     assert layers_by_stage("pp=4,first=1") == [1, 3, 3, 3]
     assert layers_by_stage("pp=4,first=1,last=2") == [1, 4, 3, 2]
     assert layers_by_stage("pp=2,last=3") == [7, 3]
     assert layers_by_stage("pp=2,first=4,last=6") == [4, 6]
+    assert layers_by_stage("pp=4,layers=1+2+3+4") == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="the model has 10 layers"):
+        layers_by_stage("pp=2,layers=4+5")
     for text in ("pp=4,first=8,last=1", "pp=2,first=4,last=5"):
         with pytest.raises(ValueError, match="10 layers leave 1 for"):
             layers_by_stage(text)

@@ -72,6 +72,8 @@ BAD = {
     "dp=8,hsdp=4": "hsdp=4 needs zero",
     "dp=8,zero=3,hsdp=3": "hsdp is from 2 and divides dp",
     "first=2": "first and last need pp > 1",
+    "pp=3,layers=2+2": "layers has a number for each of 3 stages",
+    "pp=2,layers=2+x": "layers is an integer",
     "pp=2,last=1,schedule=interleaved:2": "not interleaved",
     "recompute=full:0": "share is above 0",
     "recompute=full:x": "is a number above 0",

@@ -1,0 +1,120 @@
+"""Predicts and searches plans of a model on a cluster of unlike GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from itercast.compose.capture_model import capture, optimizer_of
+from itercast.compose.clusters.file import read_cluster, subsets
+from itercast.compose.clusters.job import Job, forecast_job, open_job
+from itercast.compose.forecast import Forecast
+from itercast.compose.graph.index_streams import with_indices
+from itercast.compose.graph.launch_modes import with_engine
+from itercast.compose.open_search import size_of
+from itercast.compose.search import Search, candidate_plans
+from itercast.compose.simulate.stage_rank import least_us
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.plan import ParallelPlan
+
+
+def job_on(
+    model: Any,
+    path: Path,
+    *,
+    gpus: int = 0,
+    batch: int | None = None,
+    seq: int | None = None,
+    engine: str = "eager",
+    indices: str = "",
+    bundle: Path | None = None,
+    host: str = "",
+    stack: str = "",
+    optimizer: str = "",
+    **options: Any,
+) -> Job:
+    """A model's training on the cluster of a file.
+
+    ``batch``: samples of a step; without it a case has its own batch on each of ``gpus``. Other
+    options are those of ``itercast.compose.capture_model.capture``.
+    """
+    file = read_cluster(path)
+    batch, seq = size_of(model, gpus or file.gpus, batch, seq)
+    options["optimizer"] = optimizer or optimizer_of(model)
+
+    def capture_at(samples: int, length: int) -> StepCapture:
+        step = capture(model, batch=samples, seq=length or None, **options)
+        return with_engine(with_indices(step, indices), engine)
+
+    place: dict[str, Any] = {"bundle": bundle, "host": host, "stack": stack}
+    sizes: dict[str, Any] = {"samples": batch, "seq": seq, "optimizer": options["optimizer"]}
+    return open_job(file, capture_at, **sizes, **place)
+
+
+def predict_on_cluster(
+    model: Any, path: Path, plan: str = "", batch: int | None = None, **options: Any
+) -> Forecast:
+    """Forecast a step under a plan, split as balances best; ``batch`` of a replica, as a mean."""
+    parsed = ParallelPlan.parse(plan)
+    samples = batch * parsed.dp if batch else None
+    options |= {"batch": samples, "gpus": parsed.dp, "amp": parsed.amp}
+    return forecast_job(job_on(model, path, **options), parsed)
+
+
+def plans_on_cluster(
+    job: Job,
+    count: int = 10,
+    amp: bool = False,
+    on_plan: Callable[[int, str], None] = lambda n, best: None,
+) -> tuple[list[Forecast], int]:
+    """The fastest plans on all groups of a cluster, or on some; how many plans are legal.
+
+    No plan is faster than were all GPUs of the kind on which it is fastest: plans are simulated in
+    the order of that bound, until the next one is no better than the last of the best.
+    """
+    waiting = list[tuple[float, str, Job, ParallelPlan]]()
+    for file in subsets(job.cluster):
+        some = replace(job, cluster=file)
+        for bound_us, plan in _bounds(some, amp):
+            waiting.append((bound_us, f"{plan}", some, plan))
+    best, legal = list[Forecast](), 0
+    for bound_us, _, some, plan in sorted(waiting, key=lambda one: one[:2]):
+        if len(best) == count and best[-1].fits and bound_us >= best[-1].iteration_us:
+            break
+        try:
+            best.append(forecast_job(some, plan))
+        except ValueError:  # a stage or replica would be of several kinds
+            continue
+        legal += 1
+        best = sorted(best, key=lambda one: (not one.fits, one.iteration_us))[:count]
+        on_plan(legal, best[0].plan)
+    return best, legal
+
+
+def _bounds(job: Job, amp: bool) -> Iterator[tuple[float, ParallelPlan]]:
+    """Plans that search tries on so many equal GPUs, with their least time on any kind."""
+    targets = {job.targets[g.name].gpu.name: job.targets[g.name] for g in job.cluster.groups}
+    searches = [
+        Search(
+            capture_at=job.captures.capture_at,
+            book=target.book,
+            node=None,
+            batch=job.samples,
+            seq=job.seq,
+            optimizer=job.optimizer,
+            amp=amp,
+        )
+        for target in targets.values()
+    ]
+    roomiest = max(searches, key=lambda search: search.book.gpu.hbm_bytes)
+    for search in searches:
+        search.captures = roomiest.captures
+    plans = list(candidate_plans(roomiest, job.cluster.gpus))
+    for search in searches:
+        search.announce(plans)
+    for plan in plans:
+        ranks = [rank for search in searches if (rank := search.allowed(plan)) is not None]
+        if len(ranks) == len(searches):
+            yield min(map(least_us, ranks)), plan

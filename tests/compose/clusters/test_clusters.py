@@ -1,0 +1,167 @@
+"""Steps on unlike GPUs: files, splits and simulations counted by hand, laws on real prices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from itercast.compose.clusters.file import read_cluster, subsets
+from itercast.compose.clusters.job import _least_maximum
+from itercast.compose.clusters.search import job_on, plans_on_cluster, predict_on_cluster
+from itercast.compose.forecast import Forecast
+from itercast.compose.predict import predict
+from itercast.compose.pricing.collectives import Crossing, Message
+from itercast.compose.pricing.priced_op import PricedOp
+from itercast.compose.simulate.rank import Run
+from itercast.compose.simulate.stages import _cost_cuts
+from itercast.compose.simulate.timeline import Span, Task
+from itercast.compose.simulate.unlike import together
+
+TWO = "groups: {a: {gpu: h100-sxm-80gb, count: 1}, b: {gpu: h100-sxm-80gb, count: 1}}\n"
+ALIKE = TWO + "links: [{between: [a, b], bytes_per_s: 1e18}]\n"
+UNLIKE = ALIKE.replace("b: {gpu: h100", "b: {gpu: a100")
+
+
+def on(tmp_path: Path, text: str, plan: str, case: str = "gpt-s", batch: int = 8) -> Forecast:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    return predict_on_cluster(case, path, plan, batch=batch, dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (TWO.replace("count: 1}, b", "count: 0}, b"), "group 'a': count is at least 1, got 0"),
+        (TWO.replace("b: {gpu: h100", "b: {gpu: h101"), "group 'b': unknown gpu 'h101-sxm-80gb'"),
+        (TWO, "no link joins 'a' and 'b'"),
+        (TWO + "links: [{between: [a, a], bytes_per_s: 1e9}]", "are those of its node"),
+        (TWO + "links: [{between: [a, c], bytes_per_s: 1e9}]", "between lists two of"),
+        (TWO + "links: [{between: [a, b], bytes_per_s: 0}]", "bytes_per_s is above 0"),
+        (ALIKE[:-2] + ", {between: [b, a], bytes_per_s: 2e9}]", "disagree: 1e+18 and 2e+09 bytes"),
+        (ALIKE.replace("count: 1}, b", "count: 1, rows: 17}, b"), "make no micro-batches of 16"),
+        (ALIKE.replace("count: 1}, b", "count: 2}, b"), "has 2 ranks, "),
+        (ALIKE.replace("b: {gpu: h100-sxm-80gb", "b: {gpu: cpu"), "GPUs and CPUs"),
+        ("groups: [h100]", "groups maps names to a gpu and a count"),
+        ("gpus: 8", "unknown keys ['gpus']"),
+    ],
+)
+def test_wrong_files_are_one_line(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ValueError) as failed:
+        on(tmp_path, text, "dp=2", "gpt-s")
+    assert told in str(failed.value)
+    assert "\n" not in str(failed.value)
+
+
+def test_plans_that_need_equal_gpus_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="gossip needs equal GPUs"):
+        on(tmp_path, ALIKE, "dp=2,gossip=ring")
+    with pytest.raises(ValueError, match="a replica has 2 GPUs of one kind; group 'a' has 1"):
+        on(tmp_path, ALIKE, "tp=2")
+
+
+def run(*durations_us: float) -> Run:
+    """Compute, a message, and the optimizer after it."""
+    first, sent, update = durations_us
+    tasks = (
+        Task(("compute",), first),
+        Task(("comm",), sent, (0,)),
+        Task(("compute",), update, (1,)),
+    )
+    return Run(tasks=tasks, spans=(), blocking_us=0.0)
+
+
+def test_a_message_waits_for_the_slowest_rank() -> None:
+    #  0 compute |==4==|          |1|
+    #  1 compute |===6===|        |=2=|
+    #  both comm         |==3==|
+    fast, slow = together([run(4, 3, 1), run(6, 2, 2)], [1.0, 1.0], 1.0)
+    assert fast.spans == (Span(0, 4), Span(6, 9), Span(9, 10))
+    assert slow.spans == (Span(0, 6), Span(6, 9), Span(9, 11))
+
+
+def test_ranks_of_one_cpu_slow_each_other_while_both_compute() -> None:
+    """At half speed 4 us take 8, when the other has 2 of 6 left; then 1 us of 2 beside 1 of 2."""
+    fast, slow = together([run(4, 3, 1), run(6, 2, 2)], [1.0, 1.0], 2.0)
+    assert fast.spans == (Span(0, 8), Span(10, 13), Span(13, 15))
+    assert slow.spans == (Span(0, 10), Span(10, 13), Span(13, 16))
+
+
+def test_rows_are_dealt_so_that_the_slowest_is_fastest() -> None:
+    once, twice = 1.0 * np.arange(13), 2.0 * np.arange(13)
+    assert _least_maximum([once, twice], [1, 1], 12, [0, 0]) == (8, 4)  # 8 us each
+    # two replicas of 5 rows take 5 us, one of 2 takes 4; of (4, 4) the slower takes 8
+    assert _least_maximum([once, twice], [2, 1], 12, [0, 0]) == (5, 2)
+    assert _least_maximum([once, twice], [1, 1], 12, [0, 6]) == (6, 6)
+    assert _least_maximum([once, twice], [2, 2], 11, [0, 0]) is None
+
+
+def test_layers_are_cut_so_that_the_slowest_stage_is_fastest() -> None:
+    assert _cost_cuts([[1.0] * 6, [2.0] * 6]) == [4, 6]  # 4 us each
+    assert _cost_cuts([[9.0, 1, 1, 1], [1.0] * 4, [1.0] * 4]) == [1, 3, 4]
+
+
+def test_messages_cross_the_link_between_groups() -> None:
+    """An all_reduce of 1000 bytes among two sends 1000: 1 ms at 1 MB/s, and 50 us each way."""
+    op = PricedOp(op="", family="", phase="comm", duration_us=10.0, flops=0.0)
+    facts = {"kinds": ("all_reduce", "send_recv"), "axes": ("shard",), "latency_us": 50.0}
+    link = Crossing(**facts, bytes_per_s=1e6, sharers=1)
+    shared = Crossing(**facts, bytes_per_s=1e6, sharers=2)
+    total = Message(kind="all_reduce", axis="shard", message_bytes=1000)
+    assert link.crossed(total, 2, op).duration_us == 1100
+    assert shared.crossed(total, 2, op).duration_us == 2100
+    one = Message(kind="send_recv", axis="shard", message_bytes=1000)
+    assert link.crossed(one, 2, op).duration_us == 1050
+    within = Message(kind="all_reduce", axis="tp", message_bytes=1000)
+    assert link.crossed(within, 2, op) == op
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp=2", "dp=2,zero=3", "dp=2,accumulate=4", "pp=2,micro=4", "pp=2,schedule=zb"]
+)
+def test_groups_of_equal_gpus_are_forecast_as_without_groups(tmp_path: Path, plan: str) -> None:
+    found, whole = (
+        on(tmp_path, ALIKE, plan),
+        predict("gpt-s", gpu="h100-sxm-80gb", plan=plan, batch=8, dtype="bf16"),
+    )
+    assert found.cluster["even_us"] == pytest.approx(whole.iteration_us)
+    assert found.iteration_us <= whole.iteration_us * (1 + 1e-9)
+    assert found.samples_per_s * found.iteration_us == pytest.approx(
+        whole.samples_per_s * whole.iteration_us
+    )
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2,micro=4"])
+def test_the_faster_gpu_gets_more(tmp_path: Path, plan: str) -> None:
+    """The H100 has more samples or layers than the A100, and the step gains by it."""
+    found = on(tmp_path, UNLIKE, plan, "gpt2-small", 16)
+    fast, slow = found.cluster["groups"]
+    first, second = (
+        (fast["rows"], slow["rows"])
+        if plan == "dp=2"
+        else (int(fast["layers"]), int(slow["layers"]))
+    )
+    assert first > second
+    assert first + second == (32 if plan == "dp=2" else 12)
+    assert found.iteration_us < found.cluster["even_us"]
+    assert found.idle_us == pytest.approx(sum(found.idle_by_us.values()), abs=1)
+
+
+def test_a_slower_link_is_never_faster(tmp_path: Path) -> None:
+    times = [
+        on(tmp_path, UNLIKE.replace("1e18", rate), "dp=2", "gpt-m").iteration_us
+        for rate in ("1e18", "1e10", "1e9", "1e8, latency_us: 500")
+    ]
+    assert times == sorted(times)
+    assert times[-1] > 2 * times[0]
+
+
+def test_plans_may_leave_groups_out(tmp_path: Path) -> None:
+    """Over a link of 1 MB/s one GPU alone is faster than both."""
+    path = tmp_path / "cluster.yaml"
+    path.write_text(UNLIKE.replace("1e18", "1e6"))
+    assert [f.gpus for f in subsets(read_cluster(path))] == [2, 1, 1]
+    best, legal = plans_on_cluster(job_on("gpt-s", path, batch=4, dtype="bf16"), count=2)
+    assert legal > 2
+    assert best[0].gpu == "1 x h100-sxm-80gb"
