@@ -9,7 +9,8 @@ from typing import Any
 
 from itercast.compose.capture_model import capture, optimizer_of
 from itercast.compose.clusters.file import read_cluster, subsets
-from itercast.compose.clusters.job import Job, forecast_job, open_job
+from itercast.compose.clusters.job import Job, open_job
+from itercast.compose.clusters.split import forecast_job
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import with_engine

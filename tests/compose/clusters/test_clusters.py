@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from itercast.compose.clusters.file import read_cluster, subsets
-from itercast.compose.clusters.job import _least_maximum
 from itercast.compose.clusters.search import job_on, plans_on_cluster, predict_on_cluster
+from itercast.compose.clusters.split import _least_maximum
 from itercast.compose.forecast import Forecast
 from itercast.compose.predict import predict
 from itercast.compose.pricing.collectives import Crossing, Message
@@ -40,7 +40,7 @@ def on(tmp_path: Path, text: str, plan: str, case: str = "gpt-s", batch: int = 8
         (TWO + "links: [{between: [a, c], bytes_per_s: 1e9}]", "between lists two of"),
         (TWO + "links: [{between: [a, b], bytes_per_s: 0}]", "bytes_per_s is above 0"),
         (ALIKE[:-2] + ", {between: [b, a], bytes_per_s: 2e9}]", "disagree: 1e+18 and 2e+09 bytes"),
-        (ALIKE.replace("count: 1}, b", "count: 1, rows: 17}, b"), "make no micro-batches of 16"),
+        (ALIKE.replace("count: 1}, b", "count: 1, rows: 17}, b"), "make no 1 micro-batches of 16"),
         (ALIKE.replace("count: 1}, b", "count: 2}, b"), "has 2 ranks, "),
         (ALIKE.replace("b: {gpu: h100-sxm-80gb", "b: {gpu: cpu"), "GPUs and CPUs"),
         ("groups: [h100]", "groups maps names to a gpu and a count"),

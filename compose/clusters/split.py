@@ -1,0 +1,171 @@
+"""Splits a step over unlike GPUs, its batch or its layers, as is fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import permutations
+from math import ceil, lcm
+from typing import TypeVar
+
+import numpy as np
+
+from itercast.compose.clusters.job import Job, replicas, report, stages
+from itercast.compose.forecast import Forecast
+from itercast.compose.simulate.iteration import Outcome, evaluate_stages, quick_us
+from itercast.compose.simulate.stages import balanced
+from itercast.compose.simulate.unlike import evaluate_replicas
+from itercast.microbench.plan import V_SHAPED, ParallelPlan, micro_batch
+
+# Keys of plans that need equal replicas, or groups of ranks across them.
+EQUAL = ("cp", "ep", "hsdp", "cdp", "gossip", "local", "shard", "node", "nodes")
+T = TypeVar("T")
+
+
+def forecast_job(job: Job, plan: ParallelPlan) -> Forecast:
+    """Forecast a step with the split of its batch (pp=1) or of its layers that is fastest."""
+    file = job.cluster
+    text, unequal = f"plan {str(plan)!r}", [key for key in EQUAL if key in plan.stated]
+    if unequal or plan.schedule in V_SHAPED:
+        wrong = ", ".join(unequal) or plan.schedule
+        raise ValueError(f"{text}: {wrong} needs equal GPUs; a cluster takes dp, tp and pp")
+    if plan.world_size != file.gpus:
+        raise ValueError(f"{text} has {plan.world_size} ranks, {file.path} {file.gpus} GPUs")
+    each = plan.tp if plan.pp == 1 else plan.tp * plan.dp
+    for group in file.groups:
+        if group.count % each:
+            what = "replica" if plan.pp == 1 else "stage"
+            rule = f"a {what} has {each} GPUs of one kind"
+            raise ValueError(f"{text}: {rule}; group {group.name!r} has {group.count}")
+    if plan.pp == 1:
+        return _split_batch(job, plan)
+    return _split_layers(job, plan)
+
+
+def _split_batch(job: Job, plan: ParallelPlan) -> Forecast:
+    """Search samples of a micro-batch by group: from balanced ones on, one step at a time."""
+    groups = job.cluster.groups
+    counts, stated = [g.count // plan.tp for g in groups], [g.rows for g in groups]
+    rows, rest = divmod(job.samples, plan.microbatches)
+    curves = _curves(job, plan, counts, rows)
+    start = _least_maximum(curves, counts, rows, stated)
+    if rest or start is None:
+        told = " + ".join(
+            f"{n} x {fixed or 'rows'}" for n, fixed in zip(counts, stated, strict=True)
+        )
+        cut = f"{plan.microbatches} micro-batches of {job.samples} samples"
+        raise ValueError(f"{job.cluster.path}: {told} make no {cut}")
+
+    @cache
+    def simulated(split: tuple[int, ...]) -> Outcome:
+        return _side_by_side(job, plan, split)
+
+    def others(split: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        for a, b in permutations(range(len(split)), 2):
+            step, moved = lcm(counts[a], counts[b]), list(split)
+            moved[a] -= step // counts[a]
+            moved[b] += step // counts[b]
+            if moved[a] > 0 and not stated[a] and not stated[b]:
+                yield tuple(moved)
+
+    best = _descend(start, others, lambda split: simulated(split).iteration_us)
+    equal = rows % plan.dp == 0 and not any(stated)
+    even_us = simulated((rows // plan.dp,) * len(groups)).iteration_us if equal else 0.0
+    shares = [{"rows": n} for n in best]
+    return report(job, plan, simulated(best), groups, shares, even_us)
+
+
+def _curves(job: Job, plan: ParallelPlan, counts: Sequence[int], rows: int) -> list[np.ndarray]:
+    """By group the time of a replica alone with 0, 1, 2... samples, between powers of two."""
+    most = [max(1, (rows - sum(counts) + n) // n) for n in counts]
+    job.captures.announce((n, job.seq) for n in range(1, max(most) + 1))
+    found = []
+    for group, limit in zip(job.cluster.groups, most, strict=True):
+        known = sorted({limit, *(2**n for n in range(limit.bit_length()))})
+        us = [quick_us(job.rank(group, plan, n), job.optimizer) for n in known]
+        found.append(np.interp(np.arange(limit + 1), known, us))
+    return found
+
+
+def _least_maximum(
+    curves: Sequence[np.ndarray], replicas: Sequence[int], rows: int, stated: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Rows of each replica by group that sum up to ``rows``, with which the slowest is fastest.
+
+    ``curves``: by group the time of 0, 1, 2... rows. Exact, group by group. None: no such rows.
+    """
+    best = np.full(rows + 1, np.inf)  # the slowest so far, by rows that are dealt
+    best[0] = 0.0
+    chosen = []
+    for curve, n, fixed in zip(curves, replicas, stated, strict=True):
+        after, took = np.full(rows + 1, np.inf), np.zeros(rows + 1, dtype=int)
+        for b in [fixed] if fixed else range(1, len(curve)):
+            if b < len(curve) and b * n <= rows:
+                us = np.maximum(best[: rows + 1 - b * n], curve[b])
+                better = us < after[b * n :]
+                after[b * n :][better], took[b * n :][better] = us[better], b
+        best = after
+        chosen.append(took)
+    if not np.isfinite(best[rows]):
+        return None
+    found = list[int]()
+    for took, n in zip(reversed(chosen), reversed(replicas), strict=True):
+        found.append(int(took[rows]))
+        rows -= n * found[-1]
+    return tuple(reversed(found))
+
+
+def _descend(start: T, others: Callable[[T], Iterator[T]], cost: Callable[[T], float]) -> T:
+    """From ``start`` on to the best neighbour, as long as one is better."""
+    while True:
+        best = min(others(start), key=cost, default=start)
+        if cost(best) >= cost(start):
+            return start
+        start = best
+
+
+def _side_by_side(job: Job, plan: ParallelPlan, split: Sequence[int]) -> Outcome:
+    ranks = replicas(job, plan, split)
+    if job.joined:
+        return evaluate_replicas(ranks, job.optimizer)
+    cores = ranks[0].book.gpu.sm_count
+    asked = [rank.kin * rank.book.threads / cores for rank in ranks]
+    # a loop over threads ends with its slowest one: that on the core that has most threads
+    crowding = max(1.0, ceil(sum(asked)) / max(1.0, *asked))
+    return evaluate_replicas(ranks, job.optimizer, crowding)
+
+
+def _split_layers(job: Job, plan: ParallelPlan) -> Forecast:
+    """Search layers by stage: from balanced ones on, a layer moves between neighbours."""
+    each = plan.world_size // plan.pp
+    groups = [g for g in job.cluster.groups for _ in range(g.count // each)]
+    if job.samples % plan.dp:
+        raise ValueError(f"plan {str(plan)!r}: dp does not divide {job.samples} samples")
+    rows, _ = micro_batch(plan, job.samples // plan.dp, job.seq)
+
+    @cache
+    def simulated(split: ParallelPlan) -> Outcome:
+        return evaluate_stages(stages(job, split, groups, rows), job.optimizer)
+
+    def others(split: ParallelPlan) -> Iterator[ParallelPlan]:
+        sizes = [int(n) for n in split.layers.split("+")]
+        for a, b in permutations(range(len(sizes)), 2):
+            moved = list(sizes)
+            moved[a], moved[b] = sizes[a] - 1, sizes[b] + 1
+            if abs(a - b) == 1 and moved[a]:
+                yield replace(split, layers="+".join(map(str, moved)))
+
+    best = plan
+    if not (plan.layers or plan.first or plan.last):
+        ranks = stages(job, plan, groups, rows)
+        pieces = [ranks[c % plan.pp].model.layers for c in range(plan.pp * plan.virtual)]
+        start = balanced(pieces, plan)
+        best = _descend(start, others, lambda split: simulated(split).iteration_us)
+    even = replace(plan, layers="", first=0, last=0)
+    sizes = best.layers.split("+") if best.layers else []
+    shares = [
+        {"layers": "+".join(n for i, n in enumerate(sizes) if groups[i % plan.pp] == group)}
+        for group in job.cluster.groups
+    ]
+    return report(job, best, simulated(best), groups, shares, simulated(even).iteration_us)
