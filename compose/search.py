@@ -71,7 +71,7 @@ def _bounded(search: Search, plan: ParallelPlan, objective: str) -> Iterator[Bou
         return
     scored = search.scored(rank, least_us(rank))
     yield Bounded(lower_bound=scored.score(objective), rank=rank, fits=scored.fits)
-    if not (plan.first or plan.last or plan.layers) and (other := uneven(rank.model.layers, plan)):
+    if plan.first == plan.last == 0 and (other := uneven(rank.model.layers, plan)):
         yield from _bounded(search, other, objective)
     if not scored.fits and not plan.recompute and not plan.shard:
         yield from _bounded(search, replace(plan, recompute="full"), objective)

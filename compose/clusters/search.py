@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from itercast.compose.candidates import Search, candidate_plans
 from itercast.compose.capture_model import capture, optimizer_of
 from itercast.compose.clusters.file import read_cluster, subsets
 from itercast.compose.clusters.job import Job, open_job
@@ -15,7 +16,6 @@ from itercast.compose.forecast import Forecast
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import with_engine
 from itercast.compose.open_search import size_of
-from itercast.compose.search import Search, candidate_plans
 from itercast.compose.simulate.stage_rank import least_us
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan

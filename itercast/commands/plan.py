@@ -93,10 +93,9 @@ def plan(
     step["channels_last"] = channels_last
     place: Row = {"bundle": bundle, "host": host, "stack": stack}
     if cluster is not None:
-        if node or lengths or packed or study or objective != "time":
-            raise ValueError(
-                "--cluster goes without --node, --lengths, --packed, --study, --objective"
-            )
+        if node or lengths or packed or local or objective != "time":
+            told = "--node, --lengths, --packed, --local or --objective"
+            raise ValueError(f"--cluster goes without {told}")
         asked = {"batch": batch, "seq": seq, **place, **step}
         print_plans(*_on_cluster(name, hf_config or case, cluster, asked, begin), as_json)
         return
@@ -121,8 +120,8 @@ def plan(
 
 
 def _on_cluster(
-    name: str, model: Any, path: Path, asked: dict[str, Any], begin: float
-) -> tuple[dict[str, Any], list[Forecast]]:
+    name: str, model: Any, path: Path, asked: Row, begin: float
+) -> tuple[Row, list[Forecast]]:
     """The best plans on a file's cluster, and what was asked."""
     with prints_aside(), without_scikit_learn():
         from itercast.compose.clusters.search import job_on, plans_on_cluster

@@ -123,3 +123,21 @@ def test_an_interrupted_search_keeps_what_it_has_found() -> None:
     listed = [b.plan for b in itertools.islice(legal_plans(search_of(), 2, "time"), 3)]
     assert 0 < len(found.best) <= 3 and {s.plan for s in found.best} <= set(listed)
     assert not best_plans(search_of(), 2, "time").stopped
+
+
+def test_a_cluster_of_unlike_gpus_is_planned(tmp_path: Path, mlflow_store: str) -> None:
+    """The faster group comes first; one of two ways to say where is asked for."""
+    path = tmp_path / "both.yaml"
+    groups = "groups: {a: {gpu: h100-sxm-80gb, count: 1}, b: {gpu: a100-sxm-80gb, count: 1}}\n"
+    path.write_text(groups + "links: [{between: [a, b], bytes_per_s: 1e9}]\n")
+    words = ["plan", "gpt-s", "--cluster", str(path), "--batch", "2"]
+    result = run.invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "gpt-s on 2 x both" in result.output
+    for more in (["--gpu", "h100-sxm-80gb", "--gpus", "2"], ["--node", "dgx-h100"]):
+        wrong = run.invoke(app, [*words, *more])
+        assert wrong.exit_code == 2 and len(wrong.output.strip().splitlines()) == 1
+    found = run.invoke(app, ["predict", "gpt-s", "--cluster", str(path), "--plan", "dp=2"])
+    assert found.exit_code == 0 and "in equal shares" in found.output
+    both = ["--cluster", str(path), "--plan", "dp=2", "--gpu", "h100-sxm-80gb"]
+    assert run.invoke(app, ["predict", "gpt-s", *both]).exit_code == 2
