@@ -11,6 +11,7 @@ import pandas as pd
 
 from itercast.learners.bundle import Bundle
 from itercast.learners.family_model import FamilyModel
+from itercast.learners.score_file import read_file
 from itercast.learners.transfer.calibration import Calibration, coordinates, points
 from itercast.microbench.hardware.host import EVENT_US, REFERENCE, HostMachine, call_launches
 from itercast.microbench.hardware.spec import Gpu, load_gpu
@@ -110,16 +111,8 @@ def _launches_us(rows: pd.DataFrame) -> np.ndarray:
 
 def read_few(paths: Sequence[Path]) -> pd.DataFrame:
     """Read rows in dataset form from Parquet files; ValueError names a file that is not."""
-    parts = []
-    for path in paths:
-        try:
-            part = pd.read_parquet(path)
-        except FileNotFoundError as exc:
-            raise ValueError(f"rows {str(path)!r}: no such file") from exc
-        except (OSError, ValueError) as exc:
-            raise ValueError(f"rows {str(path)!r}: not a readable Parquet file") from exc
-        missing = [c for c in ("family", "gpu", "time_us") if c not in part]
-        if missing:
-            raise ValueError(f"rows {str(path)!r}: the column {missing[0]!r} is missing")
-        parts.append(part)
-    return pd.concat(parts, ignore_index=True)
+    parts = {path: read_file(path) for path in paths}
+    for path, part in parts.items():
+        if "time_us" not in part:
+            raise ValueError(f"rows {str(path)!r}: the column 'time_us' is missing")
+    return pd.concat(parts.values(), ignore_index=True)

@@ -211,10 +211,14 @@ def autograd_call(leaves: int, device: str) -> Callable[[], object]:
 
 
 def itemsize_bytes(dtype: str) -> Numbers:
-    """Bytes per element of a dtype name, or of an array of names."""
-    if isinstance(dtype, str):
-        return ITEMSIZE_BYTES[dtype]
-    return np.fromiter(map(ITEMSIZE_BYTES.__getitem__, dtype), np.float64, len(dtype))
+    """Bytes per element of a dtype name, or of an array of names; ValueError for an unknown one."""
+    try:
+        if isinstance(dtype, str):
+            return ITEMSIZE_BYTES[dtype]
+        return np.fromiter(map(ITEMSIZE_BYTES.__getitem__, dtype), np.float64, len(dtype))
+    except KeyError as exc:
+        known = ", ".join(ITEMSIZE_BYTES)
+        raise ValueError(f"unknown dtype {exc.args[0]!r}; known: {known}") from None
 
 
 def is_any(op: str, names: Collection[str]) -> Values:

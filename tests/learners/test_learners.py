@@ -108,9 +108,18 @@ def test_an_unseen_gpu_with_a_hardware_file_is_priced(bundle: Path, tmp_path: Pa
         )
 
 
-def test_text_where_a_number_belongs_is_one_line(bundle: Path) -> None:
-    rows = pd.DataFrame([asdict(gemm.Gemm(m=64, n=64, k=64))]).assign(gpu="toy", m="many")
-    with pytest.raises(ValueError, match="family gemm: column 'm': 'many' is no number"):
+@pytest.mark.parametrize(
+    ("column", "text", "message"),
+    [
+        ("m", "many", "family gemm: column 'm': 'many' is no number"),
+        ("dtype", "ynt64", "unknown dtype 'ynt64'; known: .*bf16"),
+    ],
+)
+def test_a_text_that_does_not_belong_is_one_line(
+    column: str, text: str, message: str, bundle: Path
+) -> None:
+    rows = pd.DataFrame([asdict(gemm.Gemm(m=64, n=64, k=64))]).assign(gpu="toy", **{column: text})
+    with pytest.raises(ValueError, match=message):
         Bundle.load(bundle).price("gemm", rows)
 
 
