@@ -43,7 +43,7 @@ OwnLoader = _checked(getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # for the p
 def load_yaml(text: str) -> Any:
     """The values of a YAML text from anywhere, as ``yaml.safe_load`` returns them.
 
-    yaml.YAMLError also for a key written twice, and where PyYAML lets others through (``!!bool x``).
+    yaml.YAMLError also for a key written twice, and where PyYAML raises others (``!!bool x``).
     """
     flat = len(text) <= MAX_CHARACTERS and len(OPENS_A_LEVEL.findall(text)) <= MAX_OPENED
     try:
