@@ -149,7 +149,7 @@ def _meshes_are_real() -> Iterator[None]:
     """Make meshes of numbers that can be read; those of GPUs move shards by all_to_all."""
     from torch.distributed.tensor import placement_types
 
-    make, gathered = DeviceMesh.__init__, placement_types.shard_dim_alltoall
+    make, gathered = DeviceMesh.__init__, placement_types.shard_dim_alltoall  # type: ignore[attr-defined]
     on_gpus: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def making(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
