@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.learners.features.table import halved_rate_bound_us
-from itercast.learners.transfer import achieved_rate, bytes_in_flight
+from itercast.learners.transfer import achieved_rate
 from itercast.learners.transfer.query_rows import QueryRows
 from itercast.learners.transfer.source_gpus import SourceGpus
 from itercast.microbench.assumptions import assumed
@@ -62,13 +62,7 @@ def with_achieved_rate(time_us: np.ndarray, asked: Asked) -> np.ndarray:
     return np.asarray(time_us * factor)
 
 
-def with_bytes_in_flight(time_us: np.ndarray, asked: Asked) -> np.ndarray:
-    """Times that follow how busy the threads of a GPU without rows can keep its memory."""
-    return np.asarray(time_us * bytes_in_flight.correction(asked.query, asked.source_gpus))
-
-
 CORRECTIONS = (
     Correction(name="limited_tensor_cores", corrected_us=with_limited_tensor_cores),
     Correction(name="achieved_rate", corrected_us=with_achieved_rate),
-    Correction(name="bytes_in_flight", corrected_us=with_bytes_in_flight),
 )

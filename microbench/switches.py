@@ -16,7 +16,6 @@ SWITCHED_OFF = "ITERCAST_SWITCHED_OFF"  # environment variable: the name of a ru
 RULES: Mapping[str, str] = {
     "limited_tensor_cores": "GeForce cards halve the rate of products that accumulate in fp32",
     "achieved_rate": "large products on GPUs without rows run at the rate that their file states",
-    "bytes_in_flight": "threads on GPUs without rows keep fast memory less busy than slow memory",
     "attention_kernels": "attention takes as long as the kernel that the software runs",
     "power_limit": "products in long steps run at the clock that the power limit leaves",
     "cache_reuse": "what was touched a moment ago is read from the cache",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from itercast.compose.graph.attention_kernels import kernel_ratio
 from itercast.compose.pricing.power_limit import sustained_flops_per_s
-from itercast.learners.bundle import SHIPPED, Bundle
 from itercast.learners.corrections import CORRECTIONS, corrections_in_use
 from itercast.microbench.assumptions import FILE, assumed
 from itercast.microbench.hardware.spec import load_gpu
@@ -32,17 +30,6 @@ def test_corrections_are_rules_that_can_be_switched_off() -> None:
     assert set(names) <= set(RULES)
     with switching_off(names[1]):
         assert [c.name for c in corrections_in_use()] == [names[0], *names[2:]]
-
-
-def test_a_copy_on_a_gpu_without_rows_is_slower_by_the_bytes_in_flight() -> None:
-    """Of memory three times as fast as an A100's threads reach a smaller share."""
-    rows = pd.DataFrame({"family": "elementwise", "op": ["add"], "gpu": "b200-sxm"})
-    rows = rows.assign(numel=2**28, inputs=2, outputs=1, dtype="bf16")
-    bundle, gpus = Bundle.load(SHIPPED), {"b200-sxm": load_gpu("b200-sxm")}
-    with_it = bundle.price("elementwise", rows, gpus)["predicted_us"].item()
-    with switching_off("bytes_in_flight"):
-        without = bundle.price("elementwise", rows, gpus)["predicted_us"].item()
-    assert with_it > 1.01 * without
 
 
 def test_rules_of_whole_steps_are_switched_off() -> None:
