@@ -57,22 +57,27 @@ def _best_s(run: Callable[[], object], repetitions: int) -> float:
     return best
 
 
+def touched_others(mib: float) -> Callable[[], object]:
+    """A function that reads and writes other data: so many MiB, half of them each."""
+    far = torch.ones(int(mib * MIB / 8))
+    copied = torch.empty_like(far)
+    return lambda: torch.mul(far, 1.0, out=copied)
+
+
 def measure_cold_share() -> dict[str, float]:
     """Measure how soon data leave this CPU's caches as other data are touched; takes half a second.
 
     Returns (t - t_warm) / (t_cold - t_warm), 0 to 1 and never falling, by MiB of other data that
     are read and written between two runs of a small add; t is the time of the second run.
     """
-    x, far = torch.ones(32 * 2**10), torch.ones(2**24)
-    y, copied = torch.empty_like(x), torch.empty(2**24)
-    b = torch.ones(16, 16)
+    x, b = torch.ones(32 * 2**10), torch.ones(16, 16)
+    y = torch.empty_like(x)
 
     def after_us(mib: float) -> float:
-        n = int(mib * MIB / 8)
-        times = []
+        times, touch_others = [], touched_others(mib)
         for _ in range(27):
             torch.add(x, x, out=y)
-            torch.mul(far[:n], 1.0, out=copied[:n])
+            touch_others()
             torch.softmax(b, -1)  # another op between, as in a step
             start = time.perf_counter()
             torch.add(x, x, out=y)

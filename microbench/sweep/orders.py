@@ -12,6 +12,7 @@ from itercast.microbench.processes.ranks import threads_of
 from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Row
 
+CPU_GROUPS = (2, 4)  # ranks whose collectives are measured on a CPU
 HOST_SHARE = 0.05  # of a GPU's sweep, for host times
 
 
@@ -70,9 +71,9 @@ def phases(device: str, swept: Sequence[str], nodes: bool = False, devices: int 
     """The phases of a sweep; shares of phases without families go to the others.
 
     On a CPU: ops on all cores; then the same op on every core at once, one rank each; then
-    collectives of two ranks. On a GPU: host calls, in a process without a profiler; then all other
-    ops, on so many ``devices`` at once; then collectives over two, four, ... and all GPUs. With
-    several ``nodes``: collectives over all GPUs only.
+    collectives of two and of four ranks, which may share cores. On a GPU: host calls, in a process
+    without a profiler; then all other ops, on so many ``devices`` at once; then collectives over
+    two, four, ... and all GPUs. With several ``nodes``: collectives over all GPUs only.
     """
     together = tuple(n for n in swept if families()[n].ranks > 1)
     single = tuple(n for n in swept if n not in together)
@@ -81,7 +82,7 @@ def phases(device: str, swept: Sequence[str], nodes: bool = False, devices: int 
         found = [
             Phase(families=single, threads=cores, share=0.46),
             Phase(families=single, threads=1, share=0.34 * (cores > 1), ranks=cores),
-            Phase(families=together, threads=1, share=0.2, ranks=2),
+            *(Phase(families=together, threads=1, share=0.1, ranks=n) for n in CPU_GROUPS),
         ]
     else:
         gpus = torch.cuda.device_count()

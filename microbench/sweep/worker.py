@@ -111,7 +111,7 @@ def run(order: WorkerOrder) -> None:
     if order.device == "cuda" and journal is not None and not order.together:
         sweep_in_chunks(sweep, CudaDevice(order.hardware["l2_bytes"]), journal)
         return
-    clock = Clock(order.hardware["l2_bytes"], order.threads)
+    clock = Clock(order.threads, order.hardware["cold_share"])
     anchor = Anchor(order.threads) if order.device == "cpu" else None
     captures = None
     if order.device == "cpu" and not (order.together or order.only):

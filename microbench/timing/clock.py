@@ -6,9 +6,10 @@ import ctypes
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from itercast.microbench.hardware.machine import TOUCHED_MIB, touched_others
 from itercast.microbench.ops.family import Workload
 from itercast.microbench.ops.step.small_ops import small_ops
 from itercast.microbench.slow_imports import torch
@@ -17,6 +18,7 @@ WARM_TIME_S = 0.008
 WARM_SAMPLES = (5, 9)
 COLD_SAMPLES = 3
 NowNs = Callable[[], int]
+FLUSHED = 0.95  # no assumption: share of cold access after a flush
 MIN_US = 0.5  # lower bound of a measured time: no op is faster
 
 
@@ -169,11 +171,17 @@ class CallCost:
 
 
 class Clock:
-    """Times workloads on the CPU with warm and cold caches, by the clock of so many ``threads``."""
+    """Times workloads on the CPU with warm and cold caches, by the clock of so many ``threads``.
 
-    def __init__(self, cache_bytes: float, threads: int = 0) -> None:
+    Caches are flushed as the hardware's ``cold_share`` was measured, by which a forecast mixes both
+    times: other data are read and written, as many as it takes until hardly anything is warm. That
+    can be a multiple of the stated size of the caches.
+    """
+
+    def __init__(self, threads: int, cold_share: Mapping[str, float]) -> None:
         self._now_ns = clock_of(threads)
-        self._flush = torch.zeros(int(1.5 * cache_bytes) // 4).sum
+        enough = (float(mib) for mib, share in cold_share.items() if share >= FLUSHED)
+        self._flush = touched_others(min(enough, default=TOUCHED_MIB[-1]))
         self._call_cost = CallCost(other_ops(), self._now_ns)
 
     def time(self, workload: Workload, cache: str) -> Timing:

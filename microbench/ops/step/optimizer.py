@@ -110,7 +110,7 @@ def build(p: OptimizerOp, device: str) -> Workload:
         return Workload(run=_fused(p.op, tensors), through_aten=False)
     xs = tensors()
     ys = tensors() if p.op in TWO else []
-    squared = p.op == "_foreach_addcmul_" and device != "cpu"  # AdamW's gradients, by themselves
+    squared = p.op == "_foreach_addcmul_"  # AdamW's gradients, by themselves
     zs = ys if squared or not ys else tensors()
     for x in xs if p.zero_frac else ():  # rows of 32 zeros, as tables have
         rows = torch.rand(-(-x.numel() // 32), device=device) >= p.zero_frac

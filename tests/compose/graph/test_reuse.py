@@ -37,6 +37,15 @@ def test_memory_is_cold_when_more_than_the_cache_was_touched_since_its_last_use(
     assert cold_fractions(step, replace(CHIP, l2_bytes=800)) == [0.5, 0.5]
 
 
+def test_two_passes_over_a_long_list_find_it_cold_on_a_cpu() -> None:
+    # each call touches 800 B, one element after the other: half of this call and half of the one
+    # before lie between two accesses of an element, 800 B; share = 800 / l2_bytes - 0.5
+    calls = (call([tensor(0), tensor(1)], tensor(1)),) * 2
+    cpu = replace(CHIP, kind="cpu", l2_bytes=800)
+    assert cold_fractions(StepCapture(calls=calls), cpu) == [0.5, 0.5]
+    assert cold_fractions(StepCapture(calls=calls), replace(cpu, kind="gpu")) == [0.0, 0.0]
+
+
 def test_a_new_tensor_takes_a_freed_block() -> None:
     # 1 is made from 0 and freed by the call that makes 2; 2 is never used and freed at once
     step = StepCapture(calls=(call([tensor(0)], tensor(1)), call([tensor(1)], tensor(2))))

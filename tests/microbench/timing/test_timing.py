@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,9 +42,36 @@ def test_the_wrapper_is_warm_when_a_call_goes_through_it() -> None:
     assert last_op(cost.before[False]) == "aten.ones.default"
 
 
+class Sizes(TorchDispatchMode):
+    """Bytes that products write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = {0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "mul.out" in str(func):
+            self.nbytes.add(result.nbytes)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("cold_share", "mib"), [({"8": 0.5, "16": 0.97, "128": 1.0}, 16), ({}, 128)]
+)
+def test_a_flush_reads_and_writes_until_nothing_is_warm(
+    cold_share: dict[str, float], mib: int
+) -> None:
+    """After 16 MiB 97 % of an access are cold: 8 are read and 8 written; unknown: 128."""
+    clock, x = Clock(0, cold_share), torch.ones(8)
+    with Sizes() as sizes:
+        clock.time(Workload(run=x.neg), "cold")
+    assert max(sizes.nbytes) == mib * 2**20 / 2
+
+
 def test_a_small_op_keeps_a_time_of_its_own() -> None:
     """Of ten tries most lie well above the least that can be reported."""
-    clock, x = Clock(cache_bytes=1e6), torch.ones(64)
+    clock, x = Clock(0, {"8": 1.0}), torch.ones(64)
     tries = [
         clock.time(Workload(run=lambda: torch.ops.aten.sqrt(x)), "warm").time_us for _ in range(10)
     ]
