@@ -25,7 +25,7 @@ from itercast.microbench.ops.family import (
 )
 from itercast.microbench.ops.matrix.conv_layers import KINDS
 from itercast.microbench.ops.matrix.gemm import TENSOR_CORES, Gemm
-from itercast.microbench.ops.memory.elementwise import memory_copy
+from itercast.microbench.ops.memory.elementwise import memory_copy, windowed_copy
 from itercast.microbench.ops.sizes import (
     MATMUL_DTYPES,
     MAX_BATCH,
@@ -38,7 +38,6 @@ from itercast.microbench.slow_imports import torch
 MAX_FLOPS = 3e9
 MAX_GROUPED_FLOPS = 2e8  # grouped kernels reach a fraction of the peak
 MAX_BYTES = 2e8
-GROUPED = " in groups"
 HALF = ("fp16", "bf16")
 TERMS_OF_PASS = assumed(__file__, "terms_of_pass")
 CUDNN_DEPTHWISE_TAPS = assumed(__file__, "cudnn_depthwise_taps")
@@ -46,11 +45,12 @@ NHWC_GROUPS = assumed(__file__, "nhwc_groups")
 NHWC_TERMS_OF_PASS = assumed(__file__, "nhwc_terms_of_pass")
 STRIDED_INPUT_GRADIENT: float = assumed(__file__, "strided_input_gradient")
 POINTWISE_WEIGHT_GRADIENT: float = assumed(__file__, "pointwise_weight_gradient")
+VOLUME_PRODUCTS: float = assumed(__file__, "volume_products")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conv:
-    """One call on (batch, in_channels, h, w); in one dimension h = kernel_h = 1, padding_h = 0.
+    """One call on (batch, in_channels, depth, h, w), each side of which may be 1.
 
     ``need_input_grad`` and ``need_weight_grad`` say what a backward computes.
     """
@@ -72,6 +72,9 @@ class Conv:
     transposed: bool = False
     need_input_grad: bool = True
     need_weight_grad: bool = True
+    depth: int = 1
+    kernel_d: int = 1
+    padding_d: int = 0
     dtype: str = "fp32"
 
 
@@ -108,30 +111,45 @@ def build(p: Conv, device: str) -> Workload:
     def tensor(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(torch_dtype(p.dtype))
 
-    x = tensor(p.batch, p.in_channels, p.h, p.w)
+    first = 0 if p.depth * p.kernel_d > 1 else 1  # axis; images have height and width alone
+    sizes, kernel = (p.depth, p.h, p.w)[first:], (p.kernel_d, p.kernel_h, p.kernel_w)[first:]
+    padding, rank = [p.padding_d, p.padding_h, p.padding_w][first:], 3 - first
+    x = tensor(p.batch, p.in_channels, *sizes)
     ends = (p.in_channels, p.out_channels) if p.transposed else (p.out_channels, p.in_channels)
-    weight = tensor(ends[0], ends[1] // p.groups, p.kernel_h, p.kernel_w)
+    weight = tensor(ends[0], ends[1] // p.groups, *kernel)
     bias = tensor(p.out_channels) if p.bias else None
-    steps = ([p.stride] * 2, [p.padding_h, p.padding_w], [p.dilation] * 2)
-    how = (*steps, p.transposed, [0, 0], p.groups)
+    steps = ([p.stride] * rank, padding, [p.dilation] * rank)
+    how = (*steps, p.transposed, [0] * rank, p.groups)
     if p.op == "forward":
         return Workload(run=lambda: torch.convolution(x, weight, bias, *how), through_aten=False)
-    grad = tensor(p.batch, p.out_channels, *(int(s) for s in out_sizes(p)))
-    sizes = [p.out_channels] if p.bias else None
+    grad = tensor(p.batch, p.out_channels, *(int(s) for s in out_sizes(p)[first:]))
+    biases = [p.out_channels] if p.bias else None
     mask = [p.need_input_grad, p.need_weight_grad, p.bias and p.need_weight_grad]
     back = torch.ops.aten.convolution_backward
-    return Workload(run=lambda: back(grad, x, weight, sizes, *how, mask))
+    return Workload(run=lambda: back(grad, x, weight, biases, *how, mask))
 
 
-def out_sizes(p: Conv) -> tuple[Numbers, Numbers]:
-    """Height and width of the output; ignores output_padding, less than one stride."""
+def out_sizes(p: Conv) -> tuple[Numbers, ...]:
+    """Depth, height and width of the output; ignores output_padding, less than one stride."""
 
     def out(size: int, kernel: int, padding: int) -> Numbers:
         reach = p.dilation * (kernel - 1) + 1
         grown = (size - 1) * p.stride - 2 * padding + reach
         return np.where(p.transposed, grown, (size + 2 * padding - reach) // p.stride + 1)
 
-    return out(p.h, p.kernel_h, p.padding_h), out(p.w, p.kernel_w, p.padding_w)
+    height, width = (p.h, p.kernel_h, p.padding_h), (p.w, p.kernel_w, p.padding_w)
+    return tuple(out(*side) for side in ((p.depth, p.kernel_d, p.padding_d), height, width))
+
+
+def pixels(p: Conv) -> tuple[Numbers, Numbers]:
+    """Pixels of all inputs and of all outputs, of one channel."""
+    depth, h, w = out_sizes(p)
+    return 1.0 * p.batch * p.depth * p.h * p.w, 1.0 * p.batch * depth * h * w
+
+
+def taps(p: Conv) -> Numbers:
+    """Pixels under the kernel."""
+    return 1.0 * p.kernel_d * p.kernel_h * p.kernel_w
 
 
 def _passes(p: Conv) -> Numbers:
@@ -142,18 +160,15 @@ def _passes(p: Conv) -> Numbers:
 
 def flops(p: Conv) -> Numbers:
     """2 per kernel tap, channel pair of a group and output pixel (transposed: input pixel)."""
-    out_h, out_w = out_sizes(p)
-    pixels = np.where(p.transposed, 1.0 * p.h * p.w, 1.0 * out_h * out_w)
-    taps = 1.0 * p.in_channels * p.out_channels / p.groups * p.kernel_h * p.kernel_w
-    return _passes(p) * 2 * p.batch * pixels * taps
+    x, y = pixels(p)
+    pairs = 1.0 * p.in_channels * p.out_channels / p.groups * taps(p)
+    return _passes(p) * 2 * np.where(p.transposed, x, y) * pairs
 
 
 def bytes_moved(p: Conv) -> Numbers:
     """Input, weight and output once; a backward reads what each gradient needs and writes it."""
-    out_h, out_w = out_sizes(p)
-    x = 1.0 * p.batch * p.in_channels * p.h * p.w
-    y = 1.0 * p.batch * p.out_channels * out_h * out_w
-    w = 1.0 * p.in_channels * p.out_channels / p.groups * p.kernel_h * p.kernel_w
+    x, y = (n * c for n, c in zip(pixels(p), (p.in_channels, p.out_channels), strict=True))
+    w = 1.0 * p.in_channels * p.out_channels / p.groups * taps(p)
     bias = np.where(p.bias, 1.0, 0.0) * p.out_channels
     want_x, want_w = (np.where(b, 1.0, 0.0) for b in (p.need_input_grad, p.need_weight_grad))
     backward = y + want_x * (w + x) + want_w * (x + w + bias)
@@ -163,9 +178,8 @@ def bytes_moved(p: Conv) -> Numbers:
 
 def features(p: Conv, gpu: Gpu) -> dict[str, Numbers | str]:
     """Sizes of the equivalent matrix product per group, its tile fill and waves."""
-    out_h, out_w = out_sizes(p)
-    m, n = 1.0 * p.batch * out_h * out_w, p.out_channels / p.groups
-    taps = 1.0 * p.kernel_h * p.kernel_w
+    m, n = pixels(p)[1], p.out_channels / p.groups
+    depth = p.in_channels / p.groups * taps(p)
     tiles = p.groups * np.ceil(m / 128) * np.ceil(n / 128)
     waves = tiles / gpu.sm_count
     return {
@@ -180,14 +194,14 @@ def features(p: Conv, gpu: Gpu) -> dict[str, Numbers | str]:
         "log_batch": np.log2(p.batch),
         "log_in": np.log2(p.in_channels),
         "log_out": np.log2(p.out_channels),
-        "log_pixels": np.log2(1.0 * p.h * p.w),
-        "log_taps": np.log2(taps),
+        "log_pixels": np.log2(1.0 * p.depth * p.h * p.w),
+        "log_taps": np.log2(taps(p)),
         "log_groups": np.log2(p.groups),
         "log_m": np.log2(m),
-        "log_depth": np.log2(p.in_channels / p.groups * taps),
+        "log_depth": np.log2(depth),
         "stride": p.stride,
         "dilation": p.dilation,
-        "overlap": np.log2(taps) - 2 * np.log2(p.stride),
+        "overlap": np.log2(taps(p)) - 2 * np.log2(p.stride),
         "padded": (p.padding_h + p.padding_w) / (p.h + p.w),
         "log_waves": np.log2(waves),
         "wave_fill": waves / np.ceil(waves),
@@ -201,9 +215,8 @@ def features(p: Conv, gpu: Gpu) -> dict[str, Numbers | str]:
 def from_call(call: OpCall) -> Conv | None:
     """Describe convolution(x, weight, bias, ...) or convolution_backward(grad, x, weight, ...).
 
-    A 3-d call is described as a 2-d one on slices, whose channels are those of all slices under the
-    kernel. Where strides or dilations differ between the sides of an image, those of the height
-    stand for both, on a width that gives as many outputs.
+    Where strides or dilations differ by axis, those of the height stand for all (in one dimension
+    the width's), on sides that give as many outputs.
     """
     backward = "backward" in call.op
     x, weight, bias, *options, transposed, _, groups = call.args[backward : backward + 9]
@@ -211,34 +224,31 @@ def from_call(call: OpCall) -> Conv | None:
     rank = len(x.shape) - 2
     if rank > 3:
         return None
-    flat = (0,) * (3 - rank)  # in one dimension there is the width alone
-    stride, padding, dilation = (flat + tuple(v) * (rank // len(v)) for v in options)
-    sizes, kernel = ((1,) * len(flat) + t.shape[2:] for t in (x, weight))
-    first = max(1, 3 - rank)  # the axis that the height's stride and dilation are of
+    first = max(1, 3 - rank)  # the axis whose stride and dilation stand for all
+    strides, paddings, dilations = (tuple(v) * (rank // len(v)) for v in options)
+    stride, dilation = strides[first - 3], dilations[first - 3]
 
-    def outputs(axis: int) -> int:
-        """As many as a plain convolution gives; a transposed one multiplies each input."""
-        reach = dilation[axis] * (kernel[axis] - 1) + 1
-        given = (sizes[axis] + 2 * padding[axis] - reach) // max(1, stride[axis]) + 1
-        return int(sizes[axis] if transposed else given)
+    def side(axis: int) -> int:
+        """The input's; with this stride and dilation it has as many outputs as with its own."""
+        size, kernel, padding = x.shape[axis], weight.shape[axis], paddings[axis]
+        if transposed or (strides[axis], dilations[axis]) == (stride, dilation):
+            return int(size)
+        reach = dilations[axis] * (kernel - 1) + 1
+        last = (size + 2 * padding - reach) // max(1, strides[axis])
+        return int(max(1, last * stride + dilation * (kernel - 1) + 1 - 2 * padding))
 
-    width = sizes[2]
-    if not transposed and (stride[first], dilation[first]) != (stride[2], dilation[2]):
-        reach = dilation[first] * (kernel[2] - 1) + 1
-        width = max(1, (outputs(2) - 1) * stride[first] + reach - 2 * padding[2])
+    sizes = {"h": 1, "kernel_h": 1}
+    for axis, name in list(enumerate(("depth", "h", "w"), start=-3))[3 - rank :]:
+        sizes |= {name: side(axis), f"kernel_{name[0]}": weight.shape[axis]}
+        sizes[f"padding_{name[0]}"] = paddings[axis]
     return Conv(
         op="backward" if backward else "forward",
-        batch=x.shape[0] * outputs(0),
-        in_channels=x.shape[1] * (1 if transposed else kernel[0]),
-        out_channels=weight.shape[1] * groups * kernel[0] if transposed else weight.shape[0],
-        h=sizes[1],
-        w=width,
-        kernel_h=kernel[1],
-        kernel_w=kernel[2],
-        stride=stride[first],
-        padding_h=padding[1],
-        padding_w=padding[2],
-        dilation=dilation[first],
+        batch=x.shape[0],
+        in_channels=x.shape[1],
+        out_channels=weight.shape[1] * groups if transposed else weight.shape[0],
+        **sizes,
+        stride=stride,
+        dilation=dilation,
         groups=groups,
         bias=bool(mask[2]),
         transposed=transposed,
@@ -265,90 +275,101 @@ def resize(p: Conv, factor: float, lean: float) -> Conv:
 
 
 def op_name(p: Conv) -> Values:
-    """The op's name; grouped convolutions are ops of their own, since other kernels run them."""
-    return np.where(np.asarray(p.groups, dtype=float) > 1, p.op + GROUPED, p.op)
+    """The op's name; those in groups, transposed and over volumes are run by other kernels."""
+    found = np.asarray(p.op, dtype=str)
+    for kind, here in ((" in groups", 1.0 * p.groups > 1), (" transposed", p.transposed)):
+        found = np.char.add(found, np.where(here, kind, ""))
+    return np.char.add(found, np.where(volume(p), " of volumes", ""))
+
+
+def volume(p: Conv) -> Values:
+    """Whether it has three dimensions."""
+    return 1.0 * p.depth * p.kernel_d > 1
 
 
 def fallback(p: Conv, measured: Measured) -> list[Part]:
-    """Forwards (``_forwards``) where models saw them; else a matrix product or memory passes.
+    """Forwards (``_forwards``) where models saw them; else what kernels multiply, read and write.
 
-    The product has the multiplications and bytes of implicit GEMM: taps that read the same pixel
-    read it from memory once (arXiv:1410.0759, section 3). In NCHW on tensor cores its tensors are
-    transposed to NHWC and back (cuDNN developer guide, "tensor core operations"); where that takes
-    longer than CUDA cores in fp32, which read NCHW, TF32 runs as that.
+    A matrix product has the multiplications and bytes of implicit GEMM: taps that read the same
+    pixel read it from memory once (arXiv:1410.0759, section 3). In NCHW on tensor cores tensors are
+    transposed to NHWC and back (cuDNN developer guide, "tensor core operations"), but for one tap
+    at stride 1 in TF32, a product of channels, and where CUDA cores in fp32 read NCHW in less time.
     """
     forward = replace(p, op="forward")
     if measured.gpu.kind == "cpu" or measured.seen("conv", str(op_name(p)), p.dtype):
         return []
-    passes = p.need_input_grad + p.need_weight_grad if p.op == "backward" else 1
-    forwards = _forwards(p)
+    times = _forwards(p)
     if measured.seen("conv", str(op_name(forward)), p.dtype):
-        return [Part(family="conv", params=forward, times=forwards)]
-    out_h, out_w = (int(np.maximum(s, 1)) for s in out_sizes(p))
-    x, y = p.batch * p.in_channels * p.h * p.w, p.batch * p.out_channels * out_h * out_w
-    moved = (x + y) * int(itemsize_bytes(p.dtype))
-    pixels, terms = p.batch * out_h * out_w, p.in_channels // p.groups * p.kernel_h * p.kernel_w
+        return [Part(family="conv", params=forward, times=times)]
     if p.groups > 1:
-        return [replace(memory_copy(moved), times=_grouped_passes(p, terms, measured))]
-    plain = p.dtype == "tf32" and not (measured.channels_last or p.transposed)
-    if plain and _faster_in_fp32(p, moved, measured):
-        return [Part(family="conv", params=replace(forward, dtype="fp32"), times=forwards)]
-    taps = max(1, pixels * terms // x)  # that read the same pixel
-    m, n = max(1, pixels // taps), p.out_channels * taps
-    product = Gemm(op="mm", m=m, n=n, k=terms, layout="nt", dtype=p.dtype)
-    parts = [Part(family="gemm", params=product, times=forwards)]
-    if p.dtype in TENSOR_CORES and not measured.channels_last:
-        parts.append(memory_copy(2 * passes * moved))
-    return parts
+        return _grouped(p, measured)
+    x, y = (int(np.maximum(n, 1)) for n in pixels(p))
+    channels_alone = p.dtype == "tf32" and p.stride == taps(p) == 1
+    in_nchw = p.dtype in TENSOR_CORES and not (measured.channels_last or channels_alone)
+    in_fp32 = replace(forward, dtype="fp32")
+    if in_nchw and p.dtype == "tf32" and measured.seen("conv", str(op_name(in_fp32)), "fp32"):
+        transposes = 2 * _moved(p) / measured.gpu.hbm_bytes_per_s
+        if _bound_s(in_fp32, measured.gpu) < _bound_s(forward, measured.gpu) + transposes:
+            return [Part(family="conv", params=in_fp32, times=times)]
+    shared = max(1, y * int(taps(p)) // x)  # taps that read the same pixel
+    m, n, k = max(1, y // shared), p.out_channels * shared, p.in_channels * int(taps(p))
+    product = Gemm(op="mm", m=m, n=n, k=k, layout="nt", dtype=p.dtype)
+    slow = VOLUME_PRODUCTS if volume(p) else 1.0
+    parts = [Part(family="gemm", params=product, times=times * slow)]
+    return [*parts, memory_copy(2 * int(_passes(p)) * _moved(p))] if in_nchw else parts
+
+
+def _bound_s(p: Conv, gpu: Gpu) -> float:
+    """Seconds that multiplications take, at the rate of large products if stated, or the bytes."""
+    rate = gpu.achieved_flops_per_s.get(p.dtype, gpu.peak(p.dtype))
+    return max(float(flops(p)) / rate, _moved(p) / gpu.hbm_bytes_per_s)
+
+
+def _moved(p: Conv) -> int:
+    """Bytes of input and output."""
+    x, y = pixels(p)
+    return int((x * p.in_channels + y * p.out_channels) * itemsize_bytes(p.dtype))
 
 
 def _forwards(p: Conv) -> float:
-    """Time of a call over the time of its forward: 1, or backward the sum over its gradients.
+    """Time of a call over that of its forward: 1, or the sum over its gradients.
 
-    Each multiplies as often as the forward. The input's takes longer where a stride leaves gaps in
-    it (a transposed one has none), the weights' of one tap as its few sums run over all pixels.
+    The input's takes longer where a stride leaves gaps in it (a transposed one has none), the
+    weights' of one tap as its few sums run over all pixels.
     """
     if p.op == "forward":
         return 1.0
     for_input = STRIDED_INPUT_GRADIENT if p.stride > 1 and not p.transposed else 1.0
-    for_weight = POINTWISE_WEIGHT_GRADIENT if p.kernel_h * p.kernel_w == 1 else 1.0
+    for_weight = POINTWISE_WEIGHT_GRADIENT if taps(p) == 1 else 1.0
     return p.need_input_grad * for_input + p.need_weight_grad * for_weight
 
 
-def _faster_in_fp32(p: Conv, moved: int, measured: Measured) -> bool:
-    """Whether CUDA cores take less time than tensor cores and their two transposes.
+def _grouped(p: Conv, measured: Measured) -> list[Part]:
+    """Passes of a grouped convolution over its tensors; ``terms`` are summed per output.
 
-    Of one pass that reads and writes ``moved`` bytes, by rooflines: max(flops / rate, bytes /
-    bandwidth), with rates as large products achieve them where that is stated.
-    """
-    gpu, forward = measured.gpu, replace(p, op="forward")
-    memory_s = moved / gpu.hbm_bytes_per_s
-    tensor_s, cuda_s = (
-        max(float(flops(forward)) / gpu.achieved_flops_per_s.get(d, gpu.peak(d)), memory_s)
-        for d in ("tf32", "fp32")
-    )
-    return measured.seen("conv", "forward", "fp32") and cuda_s < tensor_s + 2 * memory_s
-
-
-def _grouped_passes(p: Conv, terms: int, measured: Measured) -> float:
-    """Number of passes of a grouped convolution over its tensors; ``terms`` are summed per output.
-
-    passes = 1 + sqrt(terms / 9) for each of forward, input gradient and weight gradient, but
-    - weights of a depthwise one: a pass for every tap, by torch's own kernel, unless cuDNN takes it
-      (torch 2.1, Convolution.cpp and DepthwiseConv2d.cu);
+    Forward, input gradient and weight gradient take 1 + sqrt(terms / 9) passes each, but
+    - torch's own kernels of depthwise ones, which run what cuDNN does not (torch 2.1,
+      Convolution.cpp and DepthwiseConv2d.cu), compute a window for each output, and pass once per
+      tap for the weights' gradient;
     - both gradients of few or wide groups in NHWC: max(passes, terms / 5), as cuDNN is slow there.
     """
-    once: float = 1 + (terms / TERMS_OF_PASS) ** 0.5
-    width = p.in_channels // p.groups
-    if p.op != "backward":
-        return once
-    for_weight, for_input = once, once
-    if p.groups == p.in_channels:
-        by_cudnn = p.dtype in HALF and p.stride == 1 and terms <= CUDNN_DEPTHWISE_TAPS
-        for_weight = once if by_cudnn or measured.channels_last else terms
-    elif measured.channels_last and (p.groups < NHWC_GROUPS or width > NHWC_GROUPS):
-        for_weight = for_input = max(once, terms / NHWC_TERMS_OF_PASS)
-    return p.need_input_grad * for_input + p.need_weight_grad * for_weight
+    width, moved = p.in_channels // p.groups, _moved(p)
+    terms = width * float(taps(p))
+    forward = 1 + (terms / TERMS_OF_PASS) ** 0.5
+    for_input = for_weight = forward
+    few_taps = p.dtype in HALF and p.stride == 1 and terms <= CUDNN_DEPTHWISE_TAPS
+    if p.groups == p.in_channels and not (few_taps or measured.channels_last):
+        x, y = pixels(p)
+        for_input, forward = (
+            windowed_copy(float(n), terms, moved, measured.gpu).times
+            for n in (x * p.in_channels, y * p.out_channels)
+        )
+        for_weight = terms
+    elif measured.channels_last and width > 1 and (p.groups < NHWC_GROUPS or width > NHWC_GROUPS):
+        for_weight = for_input = max(forward, terms / NHWC_TERMS_OF_PASS)
+    if p.op == "backward":
+        forward = p.need_input_grad * for_input + p.need_weight_grad * for_weight
+    return [replace(memory_copy(moved), times=forward)]
 
 
 FAMILY = Family(

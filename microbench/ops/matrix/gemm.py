@@ -278,7 +278,12 @@ def resize(p: Gemm, factor: float, lean: float) -> Gemm:
 
 
 def fallback(p: Gemm, measured: Measured) -> list[Part]:
-    """Prices grouped_mm where a GPU has no kernel for it, and fp8 products, by other products."""
+    """Prices grouped_mm where a GPU has no kernel for it, and fp8 products, by other products.
+
+    A matrix times a vector in fp32 is a pass over the matrix.
+    """
+    if min(p.m, p.n) == p.batch == 1 and p.dtype == "fp32" and measured.gpu.kind != "cpu":
+        return [memory_copy(float(bytes_moved(p)))]
     if p.op == "grouped_mm":
         return _one_by_one(p, measured)
     if p.op == "scaled_mm" and measured.gpu.kind != "cpu" and p.n >= FP8_CAST_LEAST_COLUMNS:

@@ -12,7 +12,9 @@ from itercast.microbench.opcall import Args, Argument, OpCall, TensorSpec
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
+    Measured,
     Numbers,
+    Part,
     Tensor,
     Values,
     Workload,
@@ -21,6 +23,7 @@ from itercast.microbench.ops.family import (
     log_uniform,
     torch_dtype,
 )
+from itercast.microbench.ops.memory.elementwise import windowed_copy
 from itercast.microbench.ops.sizes import MAX_BATCH, resize_along
 from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Row
@@ -286,6 +289,15 @@ def _channels_last(t: TensorSpec) -> bool:
     return not t.contiguous and len(t.stride) == 4 and t.stride[1] == 1 and t.shape[1] > 1
 
 
+def fallback(p: Pooling, measured: Measured) -> list[Part]:
+    """A window for each output; backward is left to its bytes."""
+    backward = p.op.endswith("backward")
+    if backward or measured.gpu.kind == "cpu" or measured.seen("pooling", p.op, p.dtype):
+        return []
+    outputs = 1.0 * p.batch * p.channels * p.out_h * p.out_w
+    return [windowed_copy(outputs, float(taps(p)), float(bytes_moved(p)), measured.gpu)]
+
+
 NAMES = (*FORWARD, *SAME_AS)
 FAMILY = Family(
     name="pooling",
@@ -295,6 +307,7 @@ FAMILY = Family(
     flops=flops,
     bytes_moved=bytes_moved,
     features=features,
+    fallback=fallback,
     answers={
         **{f"aten.{n}{end}.default": from_call for n in NAMES for end in ("", "_backward")},
         **{f"aten.{n}{end}.default": from_volume for n in IN_2D for end in ("", "_backward")},

@@ -11,11 +11,12 @@ from unseen_ops import GPU, MODELS, learned
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops.lookup.embedding import Embedding
-from itercast.microbench.ops.matrix.conv import Conv, out_sizes
+from itercast.microbench.ops.matrix.conv import Conv, pixels
 from itercast.microbench.ops.matrix.gemm import Gemm
 from itercast.microbench.ops.matrix.recurrent import Recurrent
 from itercast.microbench.ops.memory.elementwise import memory_copy
 from itercast.microbench.ops.memory.norm import Norm
+from itercast.microbench.ops.memory.pooling import Pooling
 from itercast.microbench.ops.memory.reduction import Reduction
 
 
@@ -41,14 +42,13 @@ def test_a_half_precision_convolution_is_a_product_and_two_turned_tensors() -> N
 
 
 def test_tf32_leaves_thin_convolutions_to_cuda_cores_that_need_no_transposes() -> None:
-    """64 to 128 channels of a pixel, 16*1024*1024 pixels: 275 GFLOP, 12.9 GB; as on an A100,
-    CUDA cores at 20 TFLOP/s take 13.7 ms; tensor cores 6.4 ms for the bytes, and 12.9 for the
-    transposes. With 512 channels and nine taps, 14x14 pixels, transposes take 0.2 of 1.8 ms.
+    """8 to 8 channels of nine taps, 16*1024*1024 pixels: 19 GFLOP, 1.1 GB; as on an A100,
+    CUDA cores at 20 TFLOP/s take 1.0 ms; tensor cores 0.5 ms for the bytes, and 1.1 for the
+    transposes. With 512 channels, 14x14 pixels, transposes take 0.2 of 1.8 ms.
     """
     a100 = replace(GPU, peak_flops_per_s={"fp32": 2e13, "tf32": 1.5e14}, hbm_bytes_per_s=2e12)
-    point = {"kernel_h": 1, "kernel_w": 1, "padding_h": 0, "padding_w": 0, "dtype": "tf32"}
-    thin = convolution(batch=16, h=1024, w=1024, in_channels=64, out_channels=128, **point)
-    for op, forwards in (("forward", 1), ("backward", 1 + 1.4)):  # weights of one tap take 1.4
+    thin = convolution(batch=16, h=1024, w=1024, in_channels=8, out_channels=8, dtype="tf32")
+    for op, forwards in (("forward", 1), ("backward", 2)):
         (found,) = fallback_parts(replace(thin, op=op), MODELS, False, a100)
         assert found.params == replace(thin, dtype="fp32")
         assert found.times == pytest.approx(forwards)
@@ -60,6 +60,41 @@ def test_tf32_leaves_thin_convolutions_to_cuda_cores_that_need_no_transposes() -
     ):
         product = fallback_parts(params, MODELS, channels_last, a100)[0]
         assert product.family == "gemm"
+
+
+def test_a_product_of_channels_needs_no_transposes_in_tf32() -> None:
+    """One tap: images are matrices of 16 rows; 2*8*8 pixels of them times 32 x 16."""
+    point = {"kernel_h": 1, "kernel_w": 1, "padding_h": 0, "padding_w": 0, "dtype": "tf32"}
+    (product,) = fallback_parts(convolution(**point), MODELS, False, GPU)
+    assert (product.params.m, product.params.n, product.params.k) == (128, 32, 16)
+    assert len(fallback_parts(convolution(**{**point, "dtype": "fp16"}), MODELS, False, GPU)) == 2
+
+
+def test_a_convolution_over_volumes_takes_twice_its_product() -> None:
+    """27 taps of 16 channels; the bytes are those of 2*4*8*8 pixels of 16 and of 32 channels."""
+    volume = {"depth": 4, "kernel_d": 3, "padding_d": 1}
+    product, turned = fallback_parts(convolution(**volume), MODELS, False, GPU)
+    assert (product.params.k, product.times) == (16 * 27, 2)
+    assert turned == memory_copy(2 * (2 * 256 * 16 + 2 * 256 * 32) * 2)
+    known = fallback_parts(convolution(dtype="fp32", **volume), MODELS, False, GPU)
+    assert known[0].family == "gemm"  # rows of images say nothing of volumes
+
+
+def test_a_matrix_times_a_vector_is_a_pass_over_the_matrix() -> None:
+    thin = Gemm(op="mm", m=64, n=1, k=1000, dtype="fp32")
+    assert fallback_parts(thin, MODELS, False, GPU) == [memory_copy((64 * 1000 + 1000 + 64) * 4)]
+    assert fallback_parts(replace(thin, n=2), MODELS, False, GPU) == []
+
+
+def test_a_pooling_computes_a_window_for_each_output() -> None:
+    """Of 3 * 4 * 4 outputs with 9 taps each takes 0.7 + 9 * 0.15 clocks of one of 8 SMs."""
+    sizes = {"batch": 1, "channels": 3, "h": 8, "w": 8, "out_h": 4, "out_w": 4}
+    pool = Pooling(op="avg_pool2d", kernel_h=3, kernel_w=3, **sizes)
+    (found,) = fallback_parts(pool, MODELS, False, GPU)
+    bytes_s = 3 * (64 + 16) * 4 / 1e12
+    assert replace(found, times=1) == memory_copy(3 * (64 + 16) * 4)
+    busy_s = 48 * (0.7 + 9 * 0.15) / (8 * GPU.clock_hz)
+    assert found.times == pytest.approx((bytes_s + busy_s) / bytes_s)
 
 
 def test_each_half_of_a_half_precision_backward_turns_its_tensors() -> None:
@@ -97,9 +132,9 @@ def test_gradients_of_a_convolution_take_longer_than_its_forward(
     product, turned = fallback_parts(back, MODELS, False, GPU)
     assert product.params == fallback_parts(forward, MODELS, False, GPU)[0].params
     assert product.times == pytest.approx(forwards)
-    y = out_sizes(forward)[0] * out_sizes(forward)[1]
+    y = pixels(forward)[1]
     gradients = back.need_input_grad + back.need_weight_grad
-    assert turned == memory_copy(2 * gradients * (2 * 64 * 16 + 2 * int(y) * 32) * 2)
+    assert turned == memory_copy(2 * gradients * (2 * 64 * 16 + int(y) * 32) * 2)
 
 
 def test_a_strided_pointwise_convolution_is_no_wider_than_its_channels() -> None:
@@ -122,23 +157,32 @@ def test_a_grouped_convolution_passes_over_its_tensors_more_often() -> None:
     assert fallback_parts(convolution(groups=4, dtype="fp32"), seen, True, GPU) == []
 
 
-def test_weights_of_a_depthwise_convolution_are_summed_tap_by_tap() -> None:
-    """Forward passes 1 + sqrt(49 / 9); backward as many for the input and 49 for the weights."""
+def test_depthwise_convolutions_of_torch_compute_windows() -> None:
+    """2 images of 32 channels, 8x8 pixels: 4096 numbers; 7x7 taps leave 4x4, 1024 of them.
+
+    Each output costs 0.7 clocks and 0.15 a tap of one of 8 SMs; the gradient of the weights reads
+    everything once per tap. What cuDNN runs passes 1 + sqrt(taps / 9) times instead.
+    """
     wide = {"in_channels": 32, "groups": 32, "kernel_h": 7, "kernel_w": 7, "op": "backward"}
 
     def times(channels_last: bool = False, **changed: Any) -> float:
         (found,) = fallback_parts(convolution(**{**wide, **changed}), MODELS, channels_last, GPU)
         return found.times
 
+    def window(outputs: int, taps: int, moved: int) -> float:
+        return 1 + outputs * (0.7 + 0.15 * taps) / (8 * GPU.clock_hz) * 1e12 / moved
+
     once = 1 + 7 / 3
-    assert times(op="forward") == once
-    assert times() == once + 49
-    assert times(need_weight_grad=False) == once
+    both = (4096 + 1024) * 2
+    assert times(op="forward") == pytest.approx(window(1024, 49, both))
+    assert times() == pytest.approx(window(4096, 49, both) + 49)
+    assert times(need_weight_grad=False) == pytest.approx(window(4096, 49, both))
     assert times(channels_last=True) == 2 * once  # of cuDNN
     small = {"kernel_h": 3, "kernel_w": 3}
     assert times(**small) == 4  # of cuDNN too
     assert times(kernel_h=5, kernel_w=5) == 2 * (1 + 5 / 3)
-    assert times(**small, stride=2) == times(**small, dtype="fp32") == 2 + 9
+    assert times(**small, stride=2) == pytest.approx(window(4096, 9, both) + 9)
+    assert times(**small, dtype="fp32") == pytest.approx(window(4096, 9, 2 * 4096 * 4) + 9)
     assert times(groups=8) == 2 * (1 + 14 / 3)  # four channels a group
 
 
@@ -166,10 +210,19 @@ def test_a_batch_norm_passes_three_times_and_a_layer_norm_is_known() -> None:
     norm = Norm(op="batch", rows=2, cols=64, channels=16)
     copied = memory_copy(3 * 2 * 64 * 16 * 4)
     assert fallback_parts(norm, MODELS, True, GPU) == [copied]
-    assert fallback_parts(norm, MODELS, False, GPU) == [copied]
+    many = replace(norm, channels=128)
+    assert fallback_parts(many, MODELS, False, GPU) == [memory_copy(3 * 2 * 64 * 128 * 4)]
     assert fallback_parts(Norm(op="layer", rows=2, cols=64), MODELS, False, GPU) == []
     back = Norm(op="layer_backward", rows=2, cols=64)
     assert fallback_parts(back, MODELS, False, GPU) == [memory_copy(8 * 2 * 64 * 4)]
+
+
+def test_few_statistics_are_summed_by_few_blocks() -> None:
+    """25 blocks of 8 GB/s read a fifth of 1 TB/s: each pass over statistics takes five times."""
+    for op, passes in (("batch", 2 + 5), ("batch_backward", 3 + 2 * 5), ("batch_eval", 2)):
+        norm = Norm(op=op, rows=2, cols=64, channels=25)
+        (found,) = fallback_parts(norm, MODELS, False, GPU)
+        assert found == memory_copy(passes * 2 * 64 * 25 * 4)
 
 
 def test_an_embedding_s_gradient_never_seen_is_a_copy_of_its_bytes() -> None:

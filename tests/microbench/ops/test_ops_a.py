@@ -160,7 +160,7 @@ def test_unequal_strides_and_dilations_keep_their_outputs() -> None:
     found = conv.from_call(call)
     assert found is not None
     assert (found.h, found.w, found.stride, found.dilation) == (9, 8, 1, 2)
-    assert [int(n) for n in conv.out_sizes(found)] == [5, 4]
+    assert [int(n) for n in conv.out_sizes(found)] == [1, 5, 4]
     back = replace(call, op="aten.convolution_backward.default")
     back = replace(back, args=(spec(1, 2, 5, 4), *call.args[:2], (0,), *rest[1:], (True,) * 3))
     assert conv.from_call(back) == replace(found, op="backward", bias=True)

@@ -62,14 +62,19 @@ def test_both_ways_to_time_a_layer_compute_the_same(p: recurrent.Recurrent) -> N
         torch.testing.assert_close(tuple(on_cpu[:5]), tuple(on_cuda))
 
 
-def test_a_convolution_over_volumes_is_one_over_slices() -> None:
+def test_a_convolution_over_volumes_keeps_its_pixels_and_runs() -> None:
+    """Strides 1, 2, 2: a depth of 9 at stride 2 leaves the 5 outputs that one of 5 does at 1."""
     model, x = nn.Conv3d(4, 6, 3, stride=(1, 2, 2), padding=1), torch.randn(2, 4, 5, 8, 8)
     forward, *_, back = (
         p for p in described(lambda: model(x).sum().backward()) if isinstance(p, conv.Conv)
     )
-    assert (forward.batch, forward.in_channels, forward.out_channels) == (2 * 5, 4 * 3, 6)
+    assert (forward.batch, forward.in_channels, forward.out_channels) == (2, 4, 6)
+    assert (forward.depth, forward.kernel_d, forward.padding_d) == (9, 3, 1)
+    assert conv.pixels(forward) == (2 * 9 * 64, 2 * 5 * 16)
     assert conv.flops(forward) == 2 * 2 * (5 * 4 * 4) * 6 * (4 * 27)
-    assert (back.op, back.batch, back.need_input_grad) == ("backward", 10, False)
+    assert (back.op, back.batch, back.need_input_grad) == ("backward", 2, False)
+    assert conv.build(forward, "cpu").run().shape == (2, 6, 5, 4, 4)
+    conv.build(back, "cpu").run()
 
 
 def test_a_transposed_convolution_over_volumes_counts_its_inputs() -> None:
