@@ -88,7 +88,7 @@ def test_a_matrix_times_a_vector_is_a_pass_over_the_matrix() -> None:
 
 def test_a_pooling_computes_a_window_for_each_output() -> None:
     """Of 3 * 4 * 4 outputs with 9 taps each takes 0.7 + 9 * 0.15 clocks of one of 8 SMs."""
-    sizes = {"batch": 1, "channels": 3, "h": 8, "w": 8, "out_h": 4, "out_w": 4}
+    sizes: dict[str, Any] = {"batch": 1, "channels": 3, "h": 8, "w": 8, "out_h": 4, "out_w": 4}
     pool = Pooling(op="avg_pool2d", kernel_h=3, kernel_w=3, **sizes)
     (found,) = fallback_parts(pool, MODELS, False, GPU)
     bytes_s = 3 * (64 + 16) * 4 / 1e12
