@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.eval.compare import compare_all, measured_rows
+from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import Bundle
 from itercast.learners.features.machine_speed import (
     Speed,
@@ -20,7 +21,7 @@ from itercast.learners.features.machine_speed import (
 from itercast.learners.features.table import shape_places
 from itercast.learners.held_out import load_held_out, log_errors
 from itercast.learners.models.noise import medians
-from itercast.learners.train import hardware_of, usable_rows
+from itercast.learners.train import hardware_of
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
 

@@ -16,13 +16,14 @@ from itercast.eval.compare import compare_all, console
 from itercast.eval.learner_table import Scores, add_line, empty_table
 from itercast.eval.results import CaseResult, summary
 from itercast.eval.tracking.logs import log_evaluation
+from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import Bundle
 from itercast.learners.compare import learner_models
 from itercast.learners.family_model import FamilyModel, prepare
 from itercast.learners.features.machine_speed import learn_speed, undisturbed
 from itercast.learners.models.compared import BLEND, NAMES
 from itercast.learners.models.noise import medians
-from itercast.learners.train import SCORES, hardware_of, usable_rows
+from itercast.learners.train import SCORES, hardware_of
 from itercast.microbench.ops import families
 from itercast.microbench.store import Facts
 

@@ -15,7 +15,7 @@ DATA = Path(__file__).parents[1] / "datasets"
 def main() -> None:
     """Print the median error of each learner beside the noise of the measurement itself."""
     with tempfile.TemporaryDirectory() as folder:
-        report = train([DATA], Path(folder) / "bundle", ["reduction"], limit=2000)
+        report = train([DATA], Path(folder) / "bundle", ["reduction"])
     for family, found in report.families.items():
         print(f"{family}, {found.rows} rows; measured twice: {found.retest_ape_pct:.1f} % apart")
         for learner, errors in found.learners.items():

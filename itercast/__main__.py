@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -124,23 +125,43 @@ def train(
         typer.Option(help="bundle folder to change: adds the families, or replaces them there"),
     ] = None,
     data: Annotated[
-        list[Path] | None,
-        typer.Option(help="dataset root, a folder or a URL; repeatable", parser=fetched_root),
+        list[str] | None, typer.Option(help="dataset root, a folder or a URL; repeatable")
     ] = None,
     family: Families = None,
     trials: Annotated[int, typer.Option(help="hyperparameter trials per family; 0: defaults")] = 0,
-    limit: Annotated[
-        int | None, typer.Option(min=20, help="train on at most this many rows of a family")
+    storage: Annotated[
+        str | None,
+        typer.Option(help="database URL of the trials, to share them among machines"),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="memory of a family's training, such as 4GiB; trees learn from larger data on "
+            "disk; default: half of the machine's"
+        ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="train families as Ray tasks: auto, an address, or local"),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Train one model per op family, compare it with baselines, and write a bundle."""
     from itercast.commands.shared import fit, report_table, say_logged
+    from itercast.learners.beyond_memory import memory_bytes
+    from itercast.microbench.fleet.urls import fetched
 
     folder = into or out
     if folder is None or (into and out):
         raise ValueError("train needs --out, a bundle to write, or --into, one to change")
-    report = fit(data or [Path("datasets")], folder, family, trials, limit, into is not None)
+    where = data or ["datasets"]
+    more: dict[str, Any] = {"memory": memory_bytes(memory, os.cpu_count() or 1 if address else 1)}
+    if address:
+        from itercast.learners.apart import through_ray
+
+        more["fit_all"] = through_ray(address, where)
+    roots = [fetched(root) for root in where]
+    report = fit(roots, folder, family, trials, into is not None, storage=storage, **more)
     if as_json:
         typer.echo(json.dumps(report))
     else:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
+from itercast.learners.beyond_memory import (
+    MIN_ROWS,
+    AllRows,
+    outgrows,
+    scratch_folder,
+    usable_rows,
+)
 from itercast.learners.bundle import Bundle
 from itercast.learners.compare import held_out_us, learner_model, out_of_fold_log_errors
 from itercast.learners.family_model import FamilyModel, Learned, fit_model, learn, prepare
@@ -22,7 +29,6 @@ from itercast.learners.features.machine_speed import (
     retest_ape_pct,
     undisturbed,
 )
-from itercast.learners.features.schema import check_rows
 from itercast.learners.features.table import shape_places
 from itercast.learners.held_out import held_out_forecasts
 from itercast.learners.intervals import MIN_GPUS, unseen_offsets
@@ -33,13 +39,11 @@ from itercast.learners.models.noise import medians
 from itercast.learners.models.training_table import Table, frozen_split
 from itercast.learners.transfer.offsets import Offsets
 from itercast.microbench.assumptions import assumed
-from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family
-from itercast.microbench.store import Facts, Row, read_hardware, read_rows
+from itercast.microbench.store import Facts, Row, read_hardware
 
-MIN_ROWS = 20  # of a family that is trained
 UNSEEN_GPU_OFFSETS = assumed(__file__, "unseen_gpu_offsets")
 TEST_SHARE = 0.15  # no assumption: of the shape groups; held out to score learners
 SIMPLEST = ("roofline", "linear", "nearest")  # of the compared learners
@@ -52,16 +56,19 @@ class FamilyReport:
 
     ``learner``: the one that prices the family, with its ``parameters``; ``learners``: errors of
     each, and its ``rank``, which learners that differ by less than the noise share. ``held_out``:
-    the forecasts that were scored (``itercast.learners.held_out``).
+    the forecasts that were scored (``itercast.learners.held_out``). ``in_memory``: how many of the
+    rows all learners but trees know; ``trials``: of hyperparameters, see ``trees.Tuned``.
     """
 
     rows: int
+    in_memory: int
     learner: str
     parameters: Facts
     seconds: float
     retest_ape_pct: float | None
     coverage_pct: float
     learners: Mapping[str, Mapping[str, float]]
+    trials: Sequence[Facts] = ()
     held_out: pd.DataFrame = field(default_factory=pd.DataFrame, repr=False, compare=False)
 
 
@@ -104,16 +111,18 @@ def train_family(
     anchors: Anchors,
     trials: int,
     digest: str,
-    studies: Path | None = None,
+    storage: str | None = None,
     compare: bool = False,
+    all_rows: AllRows | None = None,
 ) -> tuple[FamilyReport, FamilyModel]:
     """Score learners on held-out shapes, then fit the final model to all rows of the family.
 
     ``gpus``: hardware by name; ``anchors``: reference times of the machine's speed; ``trials`` of
-    hyperparameters are tried first, in the Optuna journal of ``digest`` in ``studies``. Intervals
+    hyperparameters are tried first, in the Optuna study of ``digest`` in ``storage``. Intervals
     come from out-of-fold errors. ``compare`` scores all of ``itercast.learners.models.compared``,
     not only the three simplest, and lets the learner price the family whose out-of-fold errors are
-    the smallest by more than the noise; otherwise the blend does.
+    the smallest by more than the noise; otherwise the blend does. ``all_rows``: what trees learn
+    from, where ``rows`` are a sample of them.
     """
     begin = time.monotonic()
     speed = learn_speed(rows, family, anchors)
@@ -122,9 +131,11 @@ def train_family(
     places = shape_places(rows, family)
     known, held = frozen_split(places, TEST_SHARE, rows["op"].to_numpy().astype(str))
     train, test = table.take(known), table.take(held)
-    journal = journal_of(family.name, digest, studies)
-    journal.parent.mkdir(parents=True, exist_ok=True)
-    options = trees.tune(train, trials, 0, str(journal), family.name)
+    if all_rows:
+        beyond = all_rows.encoded(prepared, speed, TEST_SHARE, places[known])
+        prepared = replace(prepared, beyond=beyond)
+    tuned = trees.tune(train, trials, 0, storage, f"{family.name}-{digest}")
+    options = tuned.options
     learned = learn(prepared, known, options)
     retest = retest_ape_pct(rows, family, speed)
     others = held_out_us(learned, known, held, options) if compare else simplest_us(train, test)
@@ -138,7 +149,8 @@ def train_family(
     held_errors = {name: np.log(test.time_us / us) for name, us in guesses.items()}
     ranks = medians(held_errors, test.group, retest).ranks()
     report = FamilyReport(
-        rows=len(rows),
+        rows=prepared.beyond.every.count if prepared.beyond else len(rows),
+        in_memory=len(rows),
         learner=priced.learner,
         parameters={"share_of_smooth_model": learned.crossed.share, **options},
         seconds=time.monotonic() - begin,
@@ -146,6 +158,7 @@ def train_family(
         coverage_pct=_coverage_pct(held_errors[priced.learner], priced.offsets),
         learners={n: {**errors(us, test.time_us), "rank": ranks[n]} for n, us in guesses.items()},
         held_out=held_out_forecasts(learned, rows, family, known, held, guess, priced.offsets),
+        trials=tuned.trials,
     )
     facts = _facts(report, rows, digest)
     model = fit_model(prepared, options, crossed, speed.sensitivity, facts, unseen)
@@ -189,7 +202,7 @@ def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str) -> Row:
     """What the bundle keeps about a family's training: rows, errors on held-out shapes, ops."""
     return {
         "digest": digest,
-        "rows": len(rows),
+        "rows": report.rows,
         "learner": report.learner,
         "errors": dict(report.learners[report.learner]),
         "retest_ape_pct": report.retest_ape_pct,
@@ -204,11 +217,6 @@ def simplest_us(train: Table, test: Table) -> dict[str, np.ndarray]:
         for t in (train, test)
     )
     return {name: LEARNERS[name](rows, train.time_us)(asked) for name in SIMPLEST}
-
-
-def journal_of(family: str, digest: str, studies: Path | None = None) -> Path:
-    """The file with the hyperparameter trials of a family, tried on rows of this digest."""
-    return (studies or cache_folder("optuna")) / f"{family}-{digest}.log"
 
 
 def digest_of(rows: pd.DataFrame) -> str:
@@ -228,26 +236,68 @@ def hardware_of(roots: Sequence[Path], rows: pd.DataFrame) -> dict[str, Gpu]:
     return {str(n): known.get(str(n)) or load_gpu(str(n)) for n in rows["gpu"].unique()}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """How families are trained, see ``train``."""
+
+    roots: Sequence[Path]
+    trials: int = 0
+    memory: int | None = None
+    storage: str | None = None
+    compare: bool = False
+
+
+Told = Callable[[str], None]  # gets the name of a family that is trained
+Fits = Iterator[tuple[str, FamilyReport, Bundle]]
+FitAll = Callable[[Mapping[str, pd.DataFrame], Anchors, Asked, Told | None], Fits]
+
+
+def fit_in_turn(
+    tables: Mapping[str, pd.DataFrame], anchors: Anchors, asked: Asked, told: Told | None = None
+) -> Fits:
+    """Train one family after the other; yields the report and a bundle of each."""
+    for name, rows in tables.items():
+        if told:
+            told(name)
+        gpus = hardware_of(asked.roots, rows)
+        report, model = fit_family(name, rows, gpus, anchors, asked)
+        yield name, report, Bundle(models={name: model}, gpus=gpus, anchors=anchors)
+
+
 def train(
     roots: Sequence[Path],
     out: Path,
     names: Sequence[str] | None = None,
     trials: int = 0,
-    limit: int | None = None,
-    on_progress: Callable[[str], None] | None = None,
-    studies: Path | None = None,
+    memory: int | None = None,
+    on_progress: Told | None = None,
+    storage: str | None = None,
     compare: bool = False,
     into: Bundle | None = None,
+    fit_all: FitAll = fit_in_turn,
 ) -> TrainReport:
     """Train the families that have rows and save the bundle; ValueError where there are none.
 
-    ``limit`` is the maximum number of rows of a family, see ``subsample_evenly``. ``studies`` holds
-    journals of hyperparameter trials; trials that are there already are not run again.
-    ``compare``: see ``train_family``. ``into``: a bundle whose other families are saved too; times
-    are then corrected to the speed that its families refer to.
+    ``memory``: bytes that a family's training may take (``itercast.learners.beyond_memory``); None:
+    all rows are in memory. ``storage``: database of hyperparameter trials; trials that are there
+    already are not run again. ``compare``: see ``train_family``. ``into``: a bundle whose other
+    families are saved too; times are then corrected to the speed that its families refer to.
+    ``fit_all``: here, or on several machines (``itercast.learners.apart``).
     """
-    usable = usable_rows(roots, names)
-    tables = {name: subsample_evenly(rows, limit) for name, rows in usable.items()}
+    asked = Asked(roots=roots, trials=trials, memory=memory, storage=storage, compare=compare)
+    tables = usable_rows(roots, names, memory)
+    return train_tables(tables, asked, out, on_progress, into, fit_all)
+
+
+def train_tables(
+    tables: Mapping[str, pd.DataFrame],
+    asked: Asked,
+    out: Path,
+    on_progress: Told | None = None,
+    into: Bundle | None = None,
+    fit_all: FitAll = fit_in_turn,
+) -> TrainReport:
+    """Train families on these rows and save the bundle, see ``train``."""
     anchors = {**reference_anchors(tables), **(into.anchors if into else {})}
     tables = {name: undisturbed(rows, anchors) for name, rows in tables.items()}
     few = [name for name, rows in tables.items() if into and len(rows) < MIN_ROWS]
@@ -256,19 +306,29 @@ def train(
             f"{few[0]}: {len(tables[few[0]])} rows were measured at about the speed of the machine "
             f"that the bundle's families refer to, {MIN_ROWS} are needed; train all families anew"
         )
-    reports, models, gpus = {}, {}, {}
-    for name, rows in tables.items():
-        if on_progress:
-            on_progress(name)
-        hardware = hardware_of(roots, rows)
-        reports[name], models[name] = train_family(
-            rows, families()[name], hardware, anchors, trials, digest_of(rows), studies, compare
+    machines = machines_of(asked.roots, tables)
+    bundles = [Bundle(models={}, gpus={}, anchors=anchors, machines=machines)]
+    reports = {}
+    for name, report, bundle in fit_all(tables, anchors, asked, on_progress):
+        reports[name] = report
+        bundles.append(bundle)
+    joined([into, *bundles] if into else bundles).save(out)
+    return TrainReport(families={name: reports[name] for name in tables})
+
+
+def fit_family(
+    name: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu], anchors: Anchors, asked: Asked
+) -> tuple[FamilyReport, FamilyModel]:
+    """Train a family; where memory holds only a sample of its rows, trees get all from disk."""
+    family, digest = families()[name], digest_of(rows)
+    how = (asked.trials, digest, asked.storage, asked.compare)
+    if asked.memory is None or not outgrows(asked.roots, name, asked.memory):
+        return train_family(rows, family, gpus, anchors, *how)
+    with scratch_folder() as folder:
+        every = AllRows(
+            roots=asked.roots, family=family, anchors=anchors, memory=asked.memory, folder=folder
         )
-        gpus.update(hardware)
-    machines = machines_of(roots, tables)
-    trained = Bundle(models=models, gpus=gpus, anchors=anchors, machines=machines)
-    joined([into, trained] if into else [trained]).save(out)
-    return TrainReport(families=reports)
+        return train_family(rows, family, gpus, anchors, *how, every)
 
 
 def joined(bundles: Sequence[Bundle]) -> Bundle:
@@ -317,37 +377,3 @@ def _source_count(model: FamilyModel) -> int:
     """Number of source GPUs, without CPUs."""
     gpus = model.source_gpus.gpus
     return sum(gpus[name].kind != "cpu" for name in model.source_gpus.measured)
-
-
-def subsample_evenly(rows: pd.DataFrame, limit: int | None) -> pd.DataFrame:
-    """Draw at most ``limit`` rows, as evenly as possible over GPUs, software, ops and dtypes."""
-    if limit is None or len(rows) <= limit:
-        return rows
-    kinds = [c for c in ("gpu", "stack", "op", "dtype") if c in rows]
-    mixed = rows.iloc[np.random.default_rng(0).permutation(len(rows))]
-    turn = mixed.groupby(kinds, dropna=False).cumcount()
-    return (
-        mixed.loc[turn.sort_values(kind="stable").index[:limit]].sort_index().reset_index(drop=True)
-    )
-
-
-def usable_rows(roots: Sequence[Path], names: Sequence[str] | None) -> dict[str, pd.DataFrame]:
-    """Rows to train on, by family: status ok, at least MIN_ROWS.
-
-    ValueError for an unknown family, and where no family has enough.
-    """
-    unknown = sorted(set(names or []) - set(families()))
-    if unknown:
-        raise ValueError(f"unknown family {unknown[0]!r}; known: {sorted(families())}")
-    tables = {}
-    for name in names or families():
-        rows = read_rows(roots, name)
-        if len(rows):
-            check_rows(rows, families()[name])
-            rows = rows[rows["status"] == "ok"].reset_index(drop=True)
-        if len(rows) >= MIN_ROWS:
-            tables[name] = rows
-    if not tables:
-        where = ", ".join(str(r) for r in roots)
-        raise ValueError(f"no family has {MIN_ROWS} measured rows under {where}")
-    return tables

@@ -9,7 +9,8 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ Facts = Mapping[str, Any]  # of a row or a card, by name
 SOURCE = "itercast"
 FACTS = b"card"  # key of a part's metadata: the facts of its card, as JSON
 MACHINE = ("host", "gpu_uuid")  # columns that say where a row was measured
+BATCH_ROWS = 100_000
 OF_PARTS = ("machines", "rows", "sha256")  # of a card; computed from the parts
 FOLDER = re.compile(
     r"[\w+-][\w.+-]*"
@@ -189,10 +191,44 @@ def _machines(stated: Sequence[Facts], columns: Sequence[pd.DataFrame]) -> list[
 
 def read_rows(roots: Sequence[Path], family: str) -> pd.DataFrame:
     """All rows of a family under the roots, parts in order of names; empty where there are none."""
-    parts = [p for root in roots for p in sorted(Path(root).glob(f"{family}/*/*/part-*.parquet"))]
-    if not parts:
-        return pd.DataFrame()
-    return pd.concat([pd.read_parquet(p) for p in parts], ignore_index=True)
+    tables = []
+    for path in _parts(roots, family):
+        with _readable(path):
+            tables.append(pd.read_parquet(path))
+    return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
+
+
+def row_batches(
+    roots: Sequence[Path], family: str, rows: int = BATCH_ROWS
+) -> Iterator[pd.DataFrame]:
+    """All rows of a family in the order of ``read_rows``, at most so many at a time."""
+    for path in _parts(roots, family):
+        with _readable(path), pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(rows):
+                yield batch.to_pandas()
+
+
+def row_count(roots: Sequence[Path], family: str) -> int:
+    """Number of rows of a family, as the parts' footers state it."""
+    count = 0
+    for path in _parts(roots, family):
+        with _readable(path):
+            count += pq.read_metadata(path).num_rows
+    return count
+
+
+def _parts(roots: Sequence[Path], family: str) -> list[Path]:
+    return [p for root in roots for p in sorted(Path(root).glob(f"{family}/*/*/part-*.parquet"))]
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Name the part in the error where it cannot be read."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as exc:
+        told = " ".join(str(exc).split())[:200]
+        raise ValueError(f"part {str(path)!r} is damaged or no Parquet: {told}") from exc
 
 
 def read_hardware(roots: Sequence[Path]) -> dict[str, Gpu]:

@@ -77,7 +77,7 @@ def test_its_family_is_measured_and_trained_into_a_bundle(
     for command in (
         "collect --family fft --budget 12s --out rows",
         "train --data rows --family fft --into bundle",
-        "train --data rows --family fft --limit 40 --into bundle",
+        "train --data rows --family fft --into bundle",
     ):
         done = run(installed, tmp_path, "itercast", *command.split())
         assert done.returncode == 0, done.stderr

@@ -99,7 +99,7 @@ def test_it_works_beside_a_users_modules_of_the_same_names(installed: Path, here
     (here / "mine.py").unlink()
     left = sorted(p.name for p in here.iterdir() if p.name != "__pycache__")
     assert left == before
-    data = ["--data", str(ROOT / "datasets"), "--family", "random", "--limit", "40"]
+    data = ["--data", str(ROOT / "datasets"), "--family", "random"]
     told = checked([command, "train", *data, "--out", "bundle", "--json"], here, env)
     assert '"random"' in told
     left = {p.name for p in here.iterdir() if p.name != "__pycache__"} - set(before)

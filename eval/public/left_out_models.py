@@ -26,11 +26,12 @@ from itercast.eval.public.models import (
 from itercast.eval.public.readers import gpus_of, processes
 from itercast.eval.public.shipped import MAX_ROWS, SOURCES
 from itercast.eval.results import LineResult
+from itercast.learners.beyond_memory import subsample_evenly
 from itercast.learners.bundle import Bundle
 from itercast.learners.family_model import FamilyModel, prepare
 from itercast.learners.intervals import quick_model_with_intervals
 from itercast.learners.models.trees import default_options
-from itercast.learners.train import subsample_evenly, widen_unseen_offsets
+from itercast.learners.train import widen_unseen_offsets
 from itercast.microbench.assumptions import leaving_out
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.importers.base import positive

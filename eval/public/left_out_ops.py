@@ -15,10 +15,10 @@ from itercast.eval.public.left_out import compared
 from itercast.eval.public.lines import FOLDS, Rows
 from itercast.eval.public.readers import SOURCES, gpus_of, processes, read_source, reader_of
 from itercast.eval.results import LineResult
+from itercast.learners.beyond_memory import subsample_evenly
 from itercast.learners.family_model import FamilyModel, learn_quickly, prepare
 from itercast.learners.features.table import shape_groups
 from itercast.learners.models.trees import default_options
-from itercast.learners.train import subsample_evenly
 from itercast.microbench.assumptions import leaving_out
 from itercast.microbench.hardware.spec import gpu_names
 from itercast.microbench.importers.base import Hints

@@ -24,8 +24,9 @@ from rich.table import Table
 
 from itercast.eval.progress import run_or_say
 from itercast.eval.public.readers import read_source
+from itercast.learners.beyond_memory import subsample_evenly, usable_rows
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
-from itercast.learners.train import joined, train
+from itercast.learners.train import Asked, joined, train, train_tables
 from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.importers.write import write
@@ -61,7 +62,7 @@ SOURCES: Mapping[str, Source] = {  # by the folder of its clone under PUBLIC
 WIDTH = {"fp16": "16 bit"}  # rows in fp16 and bf16 count as one
 MAX_ROWS: Mapping[
     str, int
-] = {  # of a family, drawn evenly (itercast.learners.train.subsample_evenly)
+] = {  # of a family, drawn evenly (itercast.learners.beyond_memory.subsample_evenly)
     "gemm": 400_000,
     "elementwise": 8_000,
     "norm": 8_000,
@@ -102,7 +103,8 @@ def train_apart(data: Path, out: Path, names: Sequence[str]) -> Bundle:
         folder = out / name
         if not (folder / "bundle.json").is_file():
             log.info("training %s", name)
-            train([data], folder, [name], limit=MAX_ROWS[name], studies=out / "studies")
+            rows = subsample_evenly(usable_rows([data], [name])[name], MAX_ROWS[name])
+            train_tables({name: rows}, Asked(roots=[data]), folder)
     return joined([Bundle.load(out / name) for name in names])
 
 
@@ -164,7 +166,7 @@ def rebuild(public: Path | None, out: Path, names: Sequence[str], replace: bool)
     """Rebuild the GPU bundle from ``public``, or the CPU bundle where that is None; compare."""
     shipped = SHIPPED_CPU if public is None else SHIPPED
     if public is None:
-        train([Path("datasets")], out / "bundle", None, CPU_TRIALS, studies=out / "studies")
+        train([Path("datasets")], out / "bundle", None, CPU_TRIALS)
     else:
         import_public(public, out / "imported")
         train_apart(out / "imported", out / "families", names).save(out / "bundle")

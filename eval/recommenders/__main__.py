@@ -76,7 +76,7 @@ def run(out: Path, budget_s: float, count: int, ranks: Sequence[int]) -> None:
             lambda n, frac: bar.update(task, completed=frac, description=f"sweep: {n}"),
         )
     if rows or not (bundle / "bundle.json").is_file():
-        train([out / "datasets"], bundle, None, studies=out / "studies")
+        train([out / "datasets"], bundle)
     console.print(scores_table(Bundle.load(bundle)))
     first = Bench(ranks=ranks[0], bundle=bundle, out=out)
     iterations = _with_bar("measure iterations", partial(judge_iterations, first, count))

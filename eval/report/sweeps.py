@@ -12,13 +12,14 @@ import numpy as np
 import pandas as pd
 
 from itercast.eval.progress import progress_bar
+from itercast.learners.beyond_memory import MIN_ROWS, usable_rows
 from itercast.learners.family_model import Learned, Prepared, learn, prepare
 from itercast.learners.features.machine_speed import learn_speed, reference_anchors, undisturbed
 from itercast.learners.features.table import shape_places
 from itercast.learners.held_out import held_out_forecasts
 from itercast.learners.models.training_table import Array, frozen_split
 from itercast.learners.models.trees import default_options
-from itercast.learners.train import MIN_ROWS, TEST_SHARE, errors, hardware_of, usable_rows
+from itercast.learners.train import TEST_SHARE, errors, hardware_of
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family
 from itercast.microbench.store import write_atomic

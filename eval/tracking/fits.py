@@ -59,7 +59,7 @@ def log_fit(report: Facts, device: str, bundle: Path, data: Sequence[Path] = ())
         for learner in entry["learners"]:
             run = log_learner(client, place, training, family, learner, inputs, before)
             if learner == BLEND:
-                studies.log_trials(client, place, run.run_id, family, digest)
+                studies.log_trials(client, place, run.run_id, family, entry.get("trials", ()))
             if learner == entry["learner"]:
                 registry.offer(client, run, device, family, whole, mine)
 

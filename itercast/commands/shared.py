@@ -101,13 +101,13 @@ def fit(
     out: Path,
     families: Sequence[str] | None,
     trials: int,
-    limit: int | None = None,
     into: bool = False,
+    **more: Any,
 ) -> dict[str, Any]:
     """Train a bundle with a progress bar, log it to MLflow; returns the report as plain values.
 
     The forecasts of the held-out rows are written into the bundle's folder. ``into``: ``out`` is a
-    bundle that keeps its other families.
+    bundle that keeps its other families. ``more``: of ``itercast.learners.train.train``.
     """
     from itercast.eval.tracking.fits import log_fit
     from itercast.learners.bundle import Bundle
@@ -129,10 +129,10 @@ def fit(
             out,
             families,
             trials,
-            limit,
             on_progress=lambda name: bar.update(task, description=f"train {name}"),
             compare=True,
             into=kept[0] if kept else None,
+            **more,
         )
     report, held_out = trained.to_dict(), trained.held_out()
     save_held_out(out, with_others(held_out, kept[1]) if kept else held_out)

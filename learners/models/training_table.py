@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from itercast.learners.models.kernels import StatedKernel
 
 Array = Any  # numpy arrays of float
+Batch = tuple[Array, Array]  # features and log ratios of the same rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +23,8 @@ class Table:
     ``stated_kernel`` is the covariance that the family states, if it does.
     """
 
+    pages = None  # see Pieces
+    threads = 1  # few rows are fitted on one, so that families can be trained side by side
     x: Array
     roofline_us: Array
     time_us: Array
@@ -41,12 +45,13 @@ class Table:
             stated_kernel=self.stated_kernel,
         )
 
-    @property
-    def x_without_origin(self) -> Array:
-        """The features with the columns ``origin`` set to 0."""
-        x = self.x.copy()
-        x[:, list(self.origin)] = 0
-        return x
+    def of_gpu(self, column: int) -> Table:
+        """The rows of the GPU with this column of x."""
+        return self.take(np.flatnonzero(self.x[:, column] > 0))
+
+    def batches(self) -> list[Callable[[], Batch]]:
+        """A single batch."""
+        return [lambda: (self.x, self.log_ratio)]
 
     @property
     def log_ratio(self) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import numpy as np
 import xgboost as xgb
 
+from itercast.learners.models.quantiles import Rows, quantile_matrix
 from itercast.learners.models.training_table import Array, Table, group_split
+from itercast.microbench.cache_folder import cache_folder
 
 Options = dict[str, Any]  # of XGBoost, by name
 DEFAULTS: Options = {
@@ -78,11 +81,12 @@ def fit(rest: Table, held: Table, options: Options, seed: int = 0) -> Trees:
     def early_stopped(
         rest: Table, held: Table, changes: Options, rounds: int, first: xgb.Booster | None
     ) -> xgb.Booster:
+        data = quantile_matrix(rest)
         return xgb.train(
             {**_parameters({**options, **changes}, seed), "eval_metric": "mae"},
-            _data(rest),
+            data,
             num_boost_round=rounds,
-            evals=[(_data(held), "held")],
+            evals=[(quantile_matrix(held, cuts_of=data), "held")],
             callbacks=[xgb.callback.EarlyStopping(rounds=40, save_best=True)],
             verbose_eval=False,
             xgb_model=first,
@@ -90,27 +94,27 @@ def fit(rest: Table, held: Table, options: Options, seed: int = 0) -> Trees:
 
     own = {}
     for column in own_columns(rest):
-        out = _of_gpu(held, column)
+        out = held.of_gpu(column)
         if len(out.x):
-            own[column] = early_stopped(_of_gpu(rest, column), out, OWN, OWN_ROUNDS, None)
+            own[column] = early_stopped(rest.of_gpu(column), out, OWN, OWN_ROUNDS, None)
     if own and not _without_own(rest, own).any():
         return Trees(common=None, own=own)
     shared, rounds = _shared(rest, options, seed), SEVERAL_GPUS_ROUNDS if rest.origin else ROUNDS
     return Trees(common=early_stopped(rest, held, {}, rounds, shared), own=own)
 
 
-def refit(table: Table, options: Options, rounds: Rounds) -> Trees:
-    """Fit on all rows of the table with known numbers of rounds."""
-    parameters = _parameters(options, 0)
+def refit(rows: Rows, options: Options, rounds: Rounds) -> Trees:
+    """Fit on all rows, in memory or not, with known numbers of rounds."""
+    parameters = {**_parameters(options, 0), "nthread": rows.threads}
     own = {
-        column: xgb.train({**parameters, **OWN}, _data(_of_gpu(table, column)), count)
+        column: xgb.train({**parameters, **OWN}, quantile_matrix(rows.of_gpu(column)), count)
         for column, count in rounds.own.items()
     }
     if not rounds.common:
         return Trees(common=None, own=own)
-    first = _shared(table, options, 0)
+    first = _shared(rows, options, 0)
     more = rounds.common if first is None else rounds.common - SHARED_ROUNDS
-    common = xgb.train(parameters, _data(table), num_boost_round=more, xgb_model=first)
+    common = xgb.train(parameters, quantile_matrix(rows), num_boost_round=more, xgb_model=first)
     return Trees(common=common, own=own)
 
 
@@ -148,10 +152,22 @@ def default_options(table: Table) -> Options:
     return {**DEFAULTS, **large, **(SEVERAL_GPUS if table.origin else {})}
 
 
-def tune(train: Table, trials: int, seed: int, journal: str, name: str) -> Options:
-    """Best XGBoost options of a resumable Optuna study; the defaults where ``trials`` is 0."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """The options of an Optuna study's best trial, and its finished trials."""
+
+    options: Options
+    trials: Sequence[Options] = ()  # ``number``, ``value`` (mean absolute log error), ``params``
+
+
+def tune(train: Table, trials: int, seed: int, storage: str | None, name: str) -> Tuned:
+    """Best XGBoost options of a resumable Optuna study; the defaults where ``trials`` is 0.
+
+    Several machines that share the database ``storage`` run the trials together; without it they
+    are in one of this machine.
+    """
     if trials == 0:
-        return default_options(train)
+        return Tuned(options=default_options(train))
     import optuna  # lazy: most fits take the defaults
 
     rest, held = group_split(train.group, 0.25, seed + 1)
@@ -162,23 +178,33 @@ def tune(train: Table, trials: int, seed: int, journal: str, name: str) -> Optio
         guess = predict_us(trees, out.x, out.roofline_us)
         return float(np.mean(np.abs(np.log(guess / out.time_us))))
 
-    study = open_study(journal, name)
-    finished = [t for t in study.trials if t.state == optuna.trial.TrialState.COMPLETE]
-    # With the seed of the first start the next trials would repeat the first.
-    study.sampler = optuna.samplers.TPESampler(seed=seed + len(study.trials))
-    study.optimize(objective, n_trials=max(0, trials - len(finished)))
-    return dict(study.best_params)
+    study, complete = open_study(storage, name), (optuna.trial.TrialState.COMPLETE,)
+    # With the seed of the first start, or of another machine, the next trials would repeat others.
+    drawn = seed + len(study.trials) if storage is None else None
+    study.sampler = optuna.samplers.TPESampler(seed=drawn, constant_liar=storage is not None)
+    if len(study.get_trials(states=complete)) < trials:
+        study.optimize(objective, callbacks=[optuna.study.MaxTrialsCallback(trials, complete)])
+    done = study.get_trials(states=complete)
+    told = tuple({"number": t.number, "value": t.value, "params": t.params} for t in done)
+    return Tuned(options=dict(study.best_params), trials=told)
 
 
-def open_study(journal: str, name: str) -> Any:
-    """The Optuna study of a journal file, begun where the file has none."""
+def open_study(storage: str | None, name: str) -> Any:
+    """The Optuna study of this name in a database (URL), or in this machine's; begun if missing."""
     import optuna  # lazy, as above
-    from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = JournalStorage(JournalFileBackend(journal))
-    return optuna.create_study(study_name=name, storage=storage, load_if_exists=True)
+    if storage is None:
+        folder = cache_folder("optuna")
+        folder.mkdir(parents=True, exist_ok=True)
+        storage = f"sqlite:///{folder / 'trials.db'}"
+    try:
+        return optuna.create_study(study_name=name, storage=storage, load_if_exists=True)
+    except Exception as exc:  # of SQLAlchemy, and of each database's driver
+        place = re.sub(r"//[^/]*@", "//...@", storage)  # without credentials
+        told = f"{type(exc).__name__}: {str(exc).splitlines()[0][:160] if str(exc) else ''}"
+        told = told.replace(storage, place)
+        raise ValueError(f"storage {place!r}: no database that Optuna can use ({told})") from exc
 
 
 def suggested_options(trial: Any) -> Options:
@@ -197,12 +223,12 @@ def _parameters(options: Options, seed: int) -> Options:
     return {**options, "objective": "reg:squarederror", "nthread": 1, "seed": seed}
 
 
-def _shared(table: Table, options: Options, seed: int) -> xgb.Booster | None:
+def _shared(rows: Rows, options: Options, seed: int) -> xgb.Booster | None:
     """Fit SHARED_ROUNDS on features without origin; None where all rows are one GPU's."""
-    if not table.origin:
+    if not rows.origin:
         return None
-    data = xgb.DMatrix(table.x_without_origin, label=table.log_ratio)
-    return xgb.train(_parameters(options, seed), data, num_boost_round=SHARED_ROUNDS)
+    parameters = {**_parameters(options, seed), "nthread": rows.threads}
+    return xgb.train(parameters, quantile_matrix(rows, zeroed=rows.origin), SHARED_ROUNDS)
 
 
 def _predict(booster: xgb.Booster, x: Array) -> Array:
@@ -211,14 +237,6 @@ def _predict(booster: xgb.Booster, x: Array) -> Array:
     return booster.inplace_predict(x)
 
 
-def _of_gpu(table: Table, column: int) -> Table:
-    return table.take(np.flatnonzero(table.x[:, column] > 0))
-
-
 def _without_own(table: Table, own: Iterable[int]) -> Array:
     """Mask of the rows of GPUs without trees of their own."""
     return ~(table.x[:, list(own)] > 0).any(1)
-
-
-def _data(table: Table) -> xgb.DMatrix:
-    return xgb.DMatrix(table.x, label=table.log_ratio)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from itercast.microbench.fleet.chunk import DONE, LATE, REFUSED, THROTTLED, ChunkOrder
@@ -37,21 +38,20 @@ def with_ray() -> Any:
     try:
         import ray  # lazy: all else works without it
     except ImportError as exc:
-        raise ValueError("a fleet needs Ray: pip install 'itercast[fleet]'") from exc
+        raise ValueError("this needs Ray: pip install 'itercast[fleet]'") from exc
     return ray
 
 
 @contextmanager
-def connected(plan: FleetPlan, address: str) -> Iterator[Any]:
+def connected(address: str, resources: Mapping[str, float] = MappingProxyType({})) -> Iterator[Any]:
     """Ray, connected to a cluster: ``auto`` or its address, or one of this machine (``local``).
 
-    The local one listens on 127.0.0.1 only, and has the custom resources that the plan names.
+    The local one listens on 127.0.0.1 only, and has these custom ``resources``.
     """
     ray = with_ray()
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == LOCAL:
-        named = {k: v * m.count for m in plan.machines for k, v in m.resources.items()}
-        options |= {"address": "local", "include_dashboard": False, "resources": named}
+        options |= {"address": "local", "include_dashboard": False, "resources": dict(resources)}
         options |= {"_node_ip_address": "127.0.0.1"}
     else:
         options |= {"address": address}
@@ -228,7 +228,8 @@ def run_fleet(plan: FleetPlan, chunks: Sequence[Chunk], address: str, told: Told
 
     Returns how many chunks ended in which state; ``told`` gets each with its result.
     """
-    with connected(plan, address) as ray:
+    named = {k: v * m.count for m in plan.machines for k, v in m.resources.items()}
+    with connected(address, named) as ray:
         until = time.time() + plan.deadline_s
         try:
             return Driver(plan=plan, ray=ray, told=told, until=until).run(chunks)

@@ -33,8 +33,9 @@ ERRORS = {"mape_pct": 5.0, "median_ape_pct": 4.0, "p90_ape_pct": 9.0, "bias_pct"
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A bundle of products, trained with trials and all learners, and its scores."""
     root = write_products(tmp_path_factory.mktemp("data"), 160)
-    studies = root / ".cache" / "optuna"
-    report = train([root], root / "bundle", None, TRIALS, studies=studies, compare=True)
+    report = train(
+        [root], root / "bundle", None, TRIALS, storage=f"sqlite:///{root}/trials.db", compare=True
+    )
     save_held_out(root / "bundle", report.held_out())
     return root, report.to_dict()
 

@@ -106,7 +106,7 @@ def server(postgres: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
     """A bundle of products, and its scores."""
     root = write_products(tmp_path_factory.mktemp("data"), 60)
-    report = train([root], root / "bundle", studies=root)
+    report = train([root], root / "bundle")
     save_held_out(root / "bundle", report.held_out())
     return root / "bundle", report.to_dict()
 

@@ -89,7 +89,7 @@ def trained(root: Path, measured: pd.DataFrame) -> FamilyReport:
     """The report of a training on these products; the bundle is in the folder ``bundle``."""
     path = write_part(root, "gemm", "toy", measured, "0")
     write_card(path.parent, {"hardware": TOY.to_dict()})
-    report = train([root], root / "bundle", studies=root, compare=True)
+    report = train([root], root / "bundle", compare=True)
     return report.families["gemm"]
 
 

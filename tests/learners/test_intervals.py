@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from itercast.learners.beyond_memory import usable_rows
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
 from itercast.learners.family_model import prepare
 from itercast.learners.intervals import log_error, quick_model_with_intervals
 from itercast.learners.models.trees import default_options
-from itercast.learners.train import hardware_of, usable_rows
+from itercast.learners.train import hardware_of
 from itercast.learners.transfer.offsets import OUTSIDE_WIDENING, offsets_of_rows
 from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.ops import families

@@ -26,46 +26,69 @@ def table() -> Table:
     return Table(x=x, roofline_us=np.ones(len(x)), time_us=time_us, group=group)
 
 
-def tuned(journal: str, trials: int) -> dict[str, Any]:
-    return trees.tune(table(), trials, 0, journal, "toy")
+def tuned(storage: str | None, trials: int) -> trees.Tuned:
+    return trees.tune(table(), trials, 0, storage, "toy")
 
 
-def finished(journal: Path) -> list[dict[str, Any]]:
+def finished(storage: str | None) -> list[dict[str, Any]]:
     """The parameters of the finished trials, in their order."""
-    if not journal.is_file():
-        return []
-    study = trees.open_study(str(journal), "toy")
+    study = trees.open_study(storage, "toy")
     return [t.params for t in study.trials if t.value is not None]
 
 
-def test_more_trials_go_on_where_the_first_stopped(tmp_path: Path) -> None:
+def test_more_trials_go_on_where_the_first_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two and then five: the first two stay, and none of the others repeats them."""
-    journal = tmp_path / "toy.log"
-    tuned(str(journal), 2)
-    first = finished(journal)
-    tuned(str(journal), 5)
-    found = finished(journal)
+    monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path))
+    tuned(None, 2)
+    first = finished(None)
+    tuned(None, 5)
+    found = finished(None)
     assert len(found) == 5 and found[:2] == first
     assert len({p["eta"] for p in found}) == 5
-    best = tuned(str(journal), 5)
-    assert finished(journal) == found and best in found
+    again = tuned(None, 5)
+    assert finished(None) == found == [t["params"] for t in again.trials]
+    assert again.options == min(again.trials, key=lambda t: t["value"])["params"]
+    assert (tmp_path / "optuna" / "trials.db").is_file()
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_trials_of_a_database(tmp_path: Path) -> None:
+    """Ten trials are asked for in each: ten are run, or eleven if both began one at the end."""
+    storage, here = f"sqlite:///{tmp_path}/shared.db", Path(__file__).parent
+    trees.open_study(storage, "toy")  # so that two do not make the tables at once
+    run = [sys.executable, "-c", RUN.replace("10_000", "10"), storage]
+    workers = [subprocess.Popen(run, cwd=here) for _ in range(2)]
+    assert [worker.wait(PATIENCE_S) for worker in workers] == [0, 0]
+    found = finished(storage)
+    assert len(found) in (10, 11)
+    assert len({p["eta"] for p in found}) == len(found)
+
+
+def test_a_database_that_is_none_is_one_line(tmp_path: Path) -> None:
+    """Without its credentials."""
+    for storage in ("sqlite:////no/such/folder/x.db", "nodb://me:secret@host/x", "text"):
+        with pytest.raises(ValueError, match="no database that Optuna can use") as told:
+            trees.open_study(storage, "toy")
+        assert "secret" not in str(told.value) and "\n" not in str(told.value)
 
 
 @pytest.mark.slow
 def test_a_killed_training_repeats_no_finished_trial(tmp_path: Path) -> None:
     """Killed after two trials or more; asked for one more than had finished, it runs one."""
-    journal, here = tmp_path / "toy.log", Path(__file__).parent
-    process = subprocess.Popen([sys.executable, "-c", RUN, str(journal)], cwd=here)
+    storage, here = f"sqlite:///{tmp_path}/toy.db", Path(__file__).parent
+    process = subprocess.Popen([sys.executable, "-c", RUN, storage], cwd=here)
     try:
         end = time.monotonic() + PATIENCE_S
-        while len(finished(journal)) < 2:
+        while len(finished(storage)) < 2:
             assert time.monotonic() < end and process.poll() is None
             time.sleep(0.2)
     finally:
         process.kill()
         process.wait()
-    before = finished(journal)
-    tuned(str(journal), len(before) + 1)
-    after = finished(journal)
+    before = finished(storage)
+    tuned(storage, len(before) + 1)
+    after = finished(storage)
     assert after[: len(before)] == before and len(after) == len(before) + 1
     assert len({p["eta"] for p in after}) == len(after)

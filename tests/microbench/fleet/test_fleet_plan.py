@@ -151,4 +151,4 @@ def test_without_ray_one_line_says_what_to_install(
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     done = CliRunner().invoke(app, ["fleet", str(folder / "plan.yaml")])
     assert done.exit_code == 2
-    assert done.output.strip() == "itercast: a fleet needs Ray: pip install 'itercast[fleet]'"
+    assert done.output.strip() == "itercast: this needs Ray: pip install 'itercast[fleet]'"

@@ -1,0 +1,109 @@
+"""Trains families as Ray tasks, on one machine or several.
+
+A task returns a bundle of its family as a zip archive, or an error as JSON: this process loads
+nothing from the cluster but those bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pandas as pd
+
+from itercast.learners.beyond_memory import usable_rows
+from itercast.learners.bundle import Bundle
+from itercast.learners.features.machine_speed import Anchors, undisturbed
+from itercast.learners.held_out import load_held_out, save_held_out
+from itercast.learners.train import (
+    SCORES,
+    Asked,
+    FamilyReport,
+    FitAll,
+    Fits,
+    Told,
+    TrainReport,
+    fit_in_turn,
+)
+from itercast.microbench.fleet.driver import connected
+from itercast.microbench.fleet.urls import fetched
+from itercast.microbench.store import Row
+
+OF_ASKED = ("trials", "memory", "storage", "compare")
+TRIES = 3  # of a task whose node dies
+ZIP = b"PK"  # how a zip archive begins
+
+
+def through_ray(address: str, data: Sequence[str]) -> FitAll:
+    """Train families as tasks of the Ray cluster at ``address``, or of this machine (``local``).
+
+    ``data``: dataset roots, folders that all machines have, or URLs.
+    """
+
+    def fit_all(
+        tables: Mapping[str, pd.DataFrame], anchors: Anchors, asked: Asked, told: Told | None
+    ) -> Fits:
+        plain = {name: getattr(asked, name) for name in OF_ASKED}
+        plain |= {"data": data, "anchors": [[*key, *us] for key, us in anchors.items()]}
+        with connected(address) as ray:
+            memory = asked.memory or 0
+            if memory > (most := max(n["Resources"].get("memory", 0) for n in ray.nodes())):
+                shown = f"{memory / 2**30:.1f}GiB", f"{most / 2**30:.1f}GiB"
+                raise ValueError(f"memory {shown[0]}: no Ray node has more than {shown[1]}")
+            task = ray.remote(fitted).options(num_cpus=1, memory=memory, max_retries=TRIES)
+            largest_first = sorted(tables, key=lambda name: -len(tables[name]))
+            orders = {name: json.dumps({**plain, "name": name}) for name in largest_first}
+            waiting = {task.remote(order.encode()): name for name, order in orders.items()}
+            while waiting:
+                if told:
+                    told(f"{len(waiting)} families")
+                (done,), _ = ray.wait(list(waiting), num_returns=1)
+                name = waiting.pop(done)
+                try:
+                    found = ray.get(done)
+                except ray.exceptions.RayError as exc:
+                    raise OSError(f"{name}: its task died: {type(exc).__name__}") from exc
+                yield name, *_unpacked(name, found)
+
+    return fit_all
+
+
+def fitted(order: bytes) -> bytes:
+    """A Ray task: train a family as ``order`` (JSON) says; its bundle, zipped, or an error."""
+    try:
+        return _fitted(json.loads(order))
+    except (ValueError, OSError) as exc:
+        told = str(exc).splitlines()[0] if str(exc) else repr(exc)
+        return json.dumps({"error": told}).encode()
+
+
+def _fitted(plain: Row) -> bytes:
+    name, roots = plain["name"], [fetched(where) for where in plain["data"]]
+    asked = Asked(roots=roots, **{key: plain[key] for key in OF_ASKED})
+    anchors = {(gpu, threads): (one, two) for gpu, threads, one, two in plain["anchors"]}
+    rows = undisturbed(usable_rows(roots, [name], asked.memory)[name], anchors)
+    ((_, report, bundle),) = fit_in_turn({name: rows}, anchors, asked)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place) / "bundle"
+        bundle.save(folder)
+        save_held_out(folder, report.held_out)
+        scores = TrainReport(families={name: report}).to_dict()
+        (folder / SCORES).write_text(json.dumps(scores[name]))
+        return Path(shutil.make_archive(f"{place}/packed", "zip", folder)).read_bytes()
+
+
+def _unpacked(name: str, found: bytes) -> tuple[FamilyReport, Bundle]:
+    """The report and the bundle that a task returned; ValueError where it failed."""
+    if not found.startswith(ZIP):
+        raise ValueError(f"{name}: {json.loads(found)['error']}")
+    with tempfile.TemporaryDirectory() as place, zipfile.ZipFile(io.BytesIO(found)) as packed:
+        packed.extractall(place)
+        folder = Path(place)
+        scores = json.loads((folder / SCORES).read_text())
+        report = FamilyReport(**scores, held_out=load_held_out(folder))
+        return report, Bundle.load(folder)
