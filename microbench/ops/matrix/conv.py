@@ -292,8 +292,8 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
 
     A matrix product has the multiplications and bytes of implicit GEMM: taps that read the same
     pixel read it from memory once (arXiv:1410.0759, section 3). In NCHW on tensor cores tensors are
-    transposed to NHWC and back (cuDNN developer guide, "tensor core operations"), but for one tap
-    at stride 1 in TF32, a product of channels, and where CUDA cores in fp32 read NCHW in less time.
+    transposed to NHWC and back (cuDNN developer guide, "tensor core operations"), but where CUDA
+    cores in fp32, which read NCHW, take less time.
     """
     forward = replace(p, op="forward")
     if measured.gpu.kind == "cpu" or measured.seen("conv", str(op_name(p)), p.dtype):
@@ -304,8 +304,7 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
     if p.groups > 1:
         return _grouped(p, measured)
     x, y = (int(np.maximum(n, 1)) for n in pixels(p))
-    channels_alone = p.dtype == "tf32" and p.stride == taps(p) == 1
-    in_nchw = p.dtype in TENSOR_CORES and not (measured.channels_last or channels_alone)
+    in_nchw = p.dtype in TENSOR_CORES and not measured.channels_last
     in_fp32 = replace(forward, dtype="fp32")
     if in_nchw and p.dtype == "tf32" and measured.seen("conv", str(op_name(in_fp32)), "fp32"):
         transposes = 2 * _moved(p) / measured.gpu.hbm_bytes_per_s

@@ -62,14 +62,6 @@ def test_tf32_leaves_thin_convolutions_to_cuda_cores_that_need_no_transposes() -
         assert product.family == "gemm"
 
 
-def test_a_product_of_channels_needs_no_transposes_in_tf32() -> None:
-    """One tap: images are matrices of 16 rows; 2*8*8 pixels of them times 32 x 16."""
-    point = {"kernel_h": 1, "kernel_w": 1, "padding_h": 0, "padding_w": 0, "dtype": "tf32"}
-    (product,) = fallback_parts(convolution(**point), MODELS, False, GPU)
-    assert (product.params.m, product.params.n, product.params.k) == (128, 32, 16)
-    assert len(fallback_parts(convolution(**{**point, "dtype": "fp16"}), MODELS, False, GPU)) == 2
-
-
 def test_a_convolution_over_volumes_takes_twice_its_product() -> None:
     """27 taps of 16 channels; the bytes are those of 2*4*8*8 pixels of 16 and of 32 channels."""
     volume = {"depth": 4, "kernel_d": 3, "padding_d": 1}
