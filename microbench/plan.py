@@ -172,6 +172,7 @@ class ParallelPlan:
     compress_ep: str = _key(_codec, "", "ops prices")  # of tokens between experts
     gossip: str = _key(_one_of("ring", "exp2"), "", "")  # averages in place of all_reduce
     local: int = _key(_degree, 0, "")  # steps between averages of parameters; 0: no local SGD
+    outer: bool = _key(FLAG, False, "")  # DiLoCo's optimizer of these averages
     coconet: str = _key(_transforms, "", "prices")
     shard: str = _key(_text(f"is {GREEDY} or a JSON file of a sharding"), "", "")
     shard_group: int = _behind("shard", _integer(2, MOST), 0, "")  # ranks that share tables; 0: all
@@ -364,6 +365,7 @@ def _local_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     tables = p.local > 0 and p.shard != ""
     yield tables and p.table_ranks == p.dp, "local with shard averages groups' tables: shard=...:N"
     alone = p.local > 0 and not tables
+    yield p.outer and not alone, "outer is an optimizer of averaged parameters: local without shard"
     split = p.cp > 1 or p.ep > 1 or p.gossip != "" or p.coconet != "" or p.cdp > 0
     yield alone and split, "local steps whole replicas: no cp, ep, gossip, coconet or cdp"
     one = p.zero > 0 and p.shards == p.dp

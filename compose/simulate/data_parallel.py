@@ -13,7 +13,9 @@
   (reduce_scatter, all_gather after it), so that each sends its part to the next node's.
 - local (local SGD, DiLoCo): nothing is sent in backward. Every K steps, after the optimizer,
   parameters are packed into buckets, all-reduced and unpacked, which nothing else overlaps; a step
-  has 1/K of these times. With hsdp, shards are averaged among the groups as they lie.
+  has 1/K of these times. With hsdp, shards are averaged among the groups as they lie. With outer
+  (DiLoCo, arXiv:2311.08105) changes since the last average are averaged, and SGD with Nesterov's
+  momentum moves a copy of the parameters by them. Memory: that copy, and the momentum.
 - compress: a share of the gradients' bytes, fp32 gradients in fp16 where it is at most one half; a
   pass to pack and one to unpack each. Other codecs encode and decode each bucket (``codecs``).
 - coconet (ASPLOS'22): split: all_reduce as reduce_scatter and all_gather. reorder: the optimizer on
@@ -69,6 +71,7 @@ class Strategy:
     broadcast: bool = False  # running statistics before forward
     early: bool = False  # what is sent is known before forward
     every: int = 0  # steps between averages of parameters; 0: gradients are reduced in each
+    outer: bool = False  # an optimizer's step follows each average
     codec: Codec | None = None  # of gradients
     cyclic: bool = False  # replicas are staggered (``cyclic``)
     experts: bool = False  # experts have replicas of their own
@@ -100,9 +103,11 @@ def _replicas(plan: ParallelPlan) -> Strategy:
             share_update=True,
             share_gradients=plan.zero > 1,
             every=every,
+            outer=plan.outer,
         )
     if every:
-        return Strategy(every=every, copies_in=1 + packing, copies_out=1 + packing)
+        passes = 1 + packing
+        return Strategy(every=every, outer=plan.outer, copies_in=passes, copies_out=passes)
     if plan.gossip:
         sent, passes = {"ring": 2, "exp2": 1}[plan.gossip], 1 + packing
         copies = Strategy(copies_in=passes, copies_out=passes, buckets=True, early=True)

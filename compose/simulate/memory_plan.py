@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from itercast.compose.pricing.layer_prices import PricedLayer
-from itercast.compose.pricing.optimizer import STATE_COPIES
+from itercast.compose.pricing.optimizer import OUTER_COPIES, STATE_COPIES
 from itercast.compose.simulate.data_parallel import Strategy, strategy
 from itercast.microbench.plan import ParallelPlan
 
@@ -72,6 +72,7 @@ def rank_memory(
     if how.regather:  # two layers at a time, and the root
         gathered += sizes.pair - sizes.numbered
     state = STATE_COPIES[optimizer] * trained // (n if how.share_update else 1)
+    outer = OUTER_COPIES * trained // (n if how.by_layer else 1) if how.outer else 0
     fetched = state if how.offload == "optimizer" else 0  # for the update alone
     kept = trained // (n if how.share_gradients else 1)
     made = round(update_share * trained / (n if how.share_update else 1))
@@ -83,7 +84,7 @@ def rank_memory(
     return {
         "parameters": parameters,
         "gradients": gradients,
-        "optimizer": state - fetched,
+        "optimizer": state - fetched + outer,
         "activations": activations,
         "buckets": trained if how.buckets else 0,
         "temporary": temporary,

@@ -9,7 +9,14 @@ from itercast.compose.pricing.collectives import Message, price_messages
 from itercast.compose.pricing.gradient_copies import buffer_copies
 from itercast.compose.pricing.host import host_cost
 from itercast.compose.pricing.layer_prices import PricedLayer
-from itercast.compose.pricing.optimizer import STATE_COPIES, fused_update, scaled_update
+from itercast.compose.pricing.optimizer import (
+    AFTER_AVERAGE,
+    BEFORE_AVERAGE,
+    STATE_COPIES,
+    fused_update,
+    outer_update,
+    scaled_update,
+)
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp, priceable
 from itercast.compose.pricing.work import Step, Work, fold
 from itercast.compose.simulate.data_parallel import LayerBucket, layer_buckets
@@ -267,6 +274,7 @@ class RankProgram(RankTasks):
         if every and self.how.by_layer:
             messages.append(averaged_shards(self))
         messages += self._averaged_tables(optimizer)
+        self._outer(BEFORE_AVERAGE)
         sent = list[int]()
         for i, message in enumerate(self.price(messages, max(1, plan.local))):
             if i < len(filled):
@@ -275,6 +283,19 @@ class RankProgram(RankTasks):
         self.lanes.wait(sent)
         for bucket in filled:
             self._copy_bucket(bucket, into=False)
+        self._outer(AFTER_AVERAGE)
+
+    def _outer(self, calls: Sequence[str]) -> None:
+        """Add calls of the outer optimizer over what the rank holds: a step's mean of them."""
+        layers, shards = self.rank.layers, self.rank.plan.shards if self.how.by_layer else 1
+        trained = [p for x in layers for p in x.layer.trained]
+        if not (self.how.outer and trained):
+            return
+        numel = max(1, sum(x.layer.trained_numel for x in layers) // shards)
+        wanted = outer_update(calls, numel, len(trained), trained[0].dtype)
+        ops = self.rank.book.price(list(wanted))
+        self.updates += [op.over(self.how.every) for op in ops]
+        self.lanes.work(layers[0].fold(ops).over(self.how.every), "outer optimizer")
 
     def _averaged_tables(self, optimizer: str) -> list[Message]:
         """The average of the fullest rank's tables and their state over ranks that have the same.

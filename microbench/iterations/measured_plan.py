@@ -10,7 +10,7 @@ from itercast.microbench.plan import V_SHAPED, ParallelPlan
 OnPhase = Callable[[str], None]
 KEYS = (
     *("dp", "tp", "sp", "pp", "zero", "hsdp", "micro", "accumulate"),
-    *("cdp", "local", "schedule", "virtual", "recompute", "compress"),
+    *("cdp", "local", "outer", "schedule", "virtual", "recompute", "compress"),
 )
 
 

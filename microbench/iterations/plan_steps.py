@@ -6,12 +6,14 @@
 - tp: DTensor; products split by columns, then rows; vocabulary-parallel embedding, head and loss;
   inside FSDP2 where there are replicas.
 - pp and cdp: see ``plan_stages``.
-- local=K: torch's ``PeriodicModelAverager``; K steps are timed as one.
+- local=K: torch's ``PeriodicModelAverager``, with outer SGD by averaged changes; K steps are timed
+  as one.
 - recompute=full: a checkpoint per numbered layer. compress=0.5: gradients are sent in fp16.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +26,7 @@ from itercast.microbench.iterations.engines import on_device
 from itercast.microbench.iterations.measured_plan import OnPhase, PlanStep, measurable
 from itercast.microbench.opcall import Places
 from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.slow_imports import torch
 from itercast.microbench.step import StepSettings, make_optimizer
 
 SDPA = "itercast.sdpa"
@@ -54,19 +57,49 @@ def make_plan_step(
     model, micro = parallel(model, plan, device)
     run = _accumulated(chosen, model, batches, settings, micro, on_phase)
     if plan.local:
-        return PlanStep(run=_averaged(run, model, plan.local), steps=plan.local)
+        return PlanStep(run=_averaged(run, model, plan), steps=plan.local)
     return PlanStep(run=run)
 
 
-def _averaged(step: Callable[[], None], model: Any, every: int) -> Callable[[], None]:
-    """A step of local SGD: in each of ``every`` one averages the parameters of all ranks."""
+def _averaged(step: Callable[[], None], model: Any, plan: ParallelPlan) -> Callable[[], None]:
+    """A step of local SGD: in each of ``plan.local`` one averages the parameters of all ranks."""
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-    averager = PeriodicModelAverager(every)
+    if plan.outer:
+        return _outer(step, list(model.parameters()), plan.local)
+    averager = PeriodicModelAverager(plan.local)
 
     def run() -> None:
         step()
         averager.average_parameters(model.parameters())
+
+    return run
+
+
+def _outer(step: Callable[[], None], parameters: list[Any], every: int) -> Callable[[], None]:
+    """A step of DiLoCo (arXiv:2311.08105): each ``every`` steps changes are averaged, and SGD with
+    Nesterov's momentum moves the parameters of the last average by them.
+    """
+    from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+    kept = [p.detach().clone().requires_grad_() for p in parameters]
+    outer = torch.optim.SGD(kept, lr=0.7, momentum=0.9, nesterov=True, foreach=True)
+    steps = itertools.count(1)
+
+    @torch.no_grad()
+    def average() -> None:
+        torch._foreach_copy_(changes := [torch.empty_like(p) for p in kept], kept)
+        torch._foreach_sub_(changes, parameters)
+        average_parameters(iter(changes), torch.distributed.group.WORLD)
+        for p, change in zip(kept, changes, strict=True):
+            p.grad = change
+        outer.step()
+        torch._foreach_copy_(parameters, kept)
+
+    def run() -> None:
+        step()
+        if next(steps) % every == 0:
+            average()
 
     return run
 

@@ -93,6 +93,23 @@ def test_replicas_that_step_alone_send_parameters_every_so_many(every: int) -> N
     assert found.memory == alone.memory
 
 
+@pytest.mark.parametrize("every", [1, 4])
+def test_an_outer_optimizer_follows_each_average(every: int) -> None:
+    """Seven calls of 10 us over the adapters' 8 KiB: their difference to the kept ones, these
+    copied back; three additions and a product of SGD with Nesterov's momentum; the copy.
+
+    It sends the same, and keeps a copy of the adapters and a momentum of each: 16 KiB, a quarter
+    of it in a group of four.
+    """
+    alone, found = (outcome("frozen", f"dp=8,local={every}{o}") for o in ("", ",outer"))
+    assert found.iteration_us - alone.iteration_us == pytest.approx(7 * 10 / every)
+    assert found.comm_us == alone.comm_us
+    assert found.memory["optimizer"] - alone.memory["optimizer"] == 2 * 4 * 2_048
+    text = f"dp=8,hsdp=4,zero=3,local={every}"
+    alone, found = (outcome("frozen", f"{text}{o}") for o in ("", ",outer"))
+    assert found.memory["optimizer"] - alone.memory["optimizer"] == 2 * 4 * 2_048 // 4
+
+
 @pytest.mark.parametrize("text", ["", "accumulate=2,", "pp=2,micro=4,", "zero=3,hsdp=2,", "amp,"])
 def test_rarer_averages_are_never_slower(text: str) -> None:
     times = [outcome("gpt", f"dp=4,{text}local={k}").iteration_us for k in (1, 2, 3, 16, 500)]
