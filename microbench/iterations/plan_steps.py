@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from itercast.microbench.capture.truncate import layer_key
 from itercast.microbench.cases.registry import EvalCase
@@ -84,13 +84,12 @@ def _outer(step: Callable[[], None], parameters: list[Any], every: int) -> Calla
 
     kept = [p.detach().clone().requires_grad_() for p in parameters]
     outer = torch.optim.SGD(kept, lr=0.7, momentum=0.9, nesterov=True, foreach=True)
-    steps = itertools.count(1)
+    steps, world = itertools.count(1), cast(Any, torch.distributed.group.WORLD)
 
     @torch.no_grad()
     def average() -> None:
-        torch._foreach_copy_(changes := [torch.empty_like(p) for p in kept], kept)
-        torch._foreach_sub_(changes, parameters)
-        average_parameters(iter(changes), torch.distributed.group.WORLD)
+        changes: list[Any] = list(torch._foreach_sub(kept, parameters))
+        average_parameters(iter(changes), world)
         for p, change in zip(kept, changes, strict=True):
             p.grad = change
         outer.step()
