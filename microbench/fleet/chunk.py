@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -38,6 +39,7 @@ from itercast.microbench.sweep.rows import machine
 from itercast.microbench.timing.nvml import Nvml
 
 CLOSE_S = 6.0  # before the deadline, for the end of the sweep and the upload
+WAIT_S = 0.2  # between looks for free cores
 MIN_S = 2.0  # of measuring; with less nothing is started
 FREE_BYTES = 64 * 2**20  # on the disk of the journal
 THROTTLED_FRAC = 0.5  # of a chunk's rows; with more it is measured elsewhere
@@ -78,7 +80,7 @@ def measure(order: ChunkOrder) -> Plain:
     A GPU of another name than the plan says, or that others use, measures nothing.
     """
     if order.device == "cpu" and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, own_cores(order.cores))
+        os.sched_setaffinity(0, own_cores(order.cores, order.until))
     where = machine(order.device)
     facts: Plain = {"chunk": order.name, **where, "began": round(time.time(), 1)}
     if wrong := _wrong(order):
@@ -128,24 +130,34 @@ def _wrong(order: ChunkOrder) -> str:
     return ""
 
 
-def own_cores(count: int) -> list[int]:
+def own_cores(count: int, until: float = math.inf) -> list[int]:
     """Cores that no other chunk on this machine measures on, until this process ends.
 
-    Where fewer are free, the first ones of all.
+    Waits for them until a time in seconds since 1970; then, the first ones of all.
     """
-    cores, found = sorted(os.sched_getaffinity(0)), []
-    for core in cores:
-        name = Path(tempfile.gettempdir()) / f"itercast-{os.getuid()}-core-{core}"
-        file = os.open(name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(file)
-            continue
-        found.append(core)
-        if len(found) == count:
-            return found
+    cores = sorted(os.sched_getaffinity(0))
+    while time.time() < until:
+        held = {core: lock for core in cores if (lock := _lock_of(core)) is not None}
+        mine = list(held)[:count]
+        enough = len(mine) == min(count, len(cores))
+        for core in [c for c in held if not enough or c not in mine]:
+            os.close(held[core])
+        if enough:
+            return mine
+        time.sleep(WAIT_S)
     return cores[:count]
+
+
+def _lock_of(core: int) -> int | None:
+    """An open file that keeps the core, or None where another process has it."""
+    name = Path(tempfile.gettempdir()) / f"itercast-{os.getuid()}-core-{core}"
+    file = os.open(name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    return file
 
 
 @contextmanager

@@ -203,7 +203,11 @@ def sent(folder: Path, where: str) -> int:
     for name in new:
         root.put(name, (folder / name).read_bytes())
     if new:
-        send_cards(where, {name.rpartition("/")[0] for name in new})
+        folders = {name.rpartition("/")[0] for name in new}
+        for card in (f"{name}/card.yaml" for name in sorted(folders)):
+            if card not in there and (folder / card).is_file():  # has what old parts do not state
+                root.put(card, (folder / card).read_bytes())
+        send_cards(where, folders)
     return len(new)
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -15,6 +16,16 @@ from itercast.microbench import store
 from itercast.microbench.fleet.chunk import ChunkOrder, measure, own_cores
 from itercast.microbench.fleet.driver import write_cards
 from itercast.microbench.yaml_text import load_yaml
+
+
+@pytest.fixture(autouse=True)
+def own_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Locks of cores in a folder of the test's own; all cores are this process's again."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    cores = os.sched_getaffinity(0)
+    yield
+    os.sched_setaffinity(0, cores)
 
 
 def test_a_chunk_that_another_attempt_finished_is_left(tmp_path: Path) -> None:
@@ -37,12 +48,8 @@ def test_a_chunk_that_another_attempt_finished_is_left(tmp_path: Path) -> None:
     assert measure(order) == done
 
 
-def test_chunks_on_one_machine_have_cores_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_on_one_machine_have_cores_of_their_own() -> None:
     """Another process holds the first core; without it both would measure on that."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     words = "from itercast.microbench.fleet.chunk import own_cores; print(own_cores(1)); input()"
     with subprocess.Popen([sys.executable, "-c", words], stdin=-1, stdout=-1, text=True) as other:
         assert other.stdout and other.stdin

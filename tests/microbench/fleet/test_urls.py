@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
@@ -24,6 +25,7 @@ from itercast.microbench import store
 from itercast.microbench.campaign.archive import pack, unpack
 from itercast.microbench.fleet import urls
 from itercast.microbench.fleet.urls import Root, fetched, fetched_file, send_cards, sent, written
+from itercast.microbench.yaml_text import load_yaml
 
 pytest.importorskip("s3fs", reason="pip install 'itercast[fleet]'")
 pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
@@ -165,6 +167,16 @@ def test_a_command_writes_a_url_and_another_reads_it(bucket: str, tmp_path: Path
     assert len(rows) and set(rows["gpu"]) == {"h100-sxm-80gb"}
     done = CliRunner().invoke(app, ["train", "--data", bucket, "--out", str(tmp_path / "bundle")])
     assert done.exit_code == 2 and "rows" in done.output
+
+
+def test_a_card_states_at_a_url_what_its_parts_do_not(bucket: str, tmp_path: Path) -> None:
+    """Parts of before they kept facts: the hardware stands in the card alone."""
+    rows = pd.DataFrame([{"key": "a", "status": "ok"}])
+    part = store.write_part(tmp_path / "a", "gemm", "toy", rows, "one", facts={})
+    store.write_card(part.parent, {"hardware": {"name": "toy"}})
+    assert sent(tmp_path / "a", bucket) == 1
+    card = load_yaml((fetched(bucket) / "gemm/toy/itercast/card.yaml").read_text())
+    assert card["hardware"] == {"name": "toy"} and card["rows"] == {"ok": 1}
 
 
 def test_a_root_that_is_written_keeps_what_could_not_be_sent(
