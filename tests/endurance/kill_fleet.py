@@ -96,14 +96,16 @@ class Cluster:
         words += [f"--node-ip-address=127.0.0.{number + 1}", f"--num-cpus={CORES[number]}"]
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *words]
         own = self.own | {"ITERCAST_CACHE": str(self.disk(number))}
-        subprocess.run(
+        done = subprocess.run(
             [*command, "--object-store-memory=100000000", "--disable-usage-stats"],
             env={**os.environ, **own},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
             timeout=DIES_S,
-            check=True,
+            check=False,
         )
+        if done.returncode:
+            raise SystemExit(f"node {number} did not start: {(done.stdout + done.stderr)[-800:]}")
 
     def disk(self, number: int) -> Path:
         """The folder of a node's chunks."""
