@@ -57,7 +57,7 @@ dlrm: setup ## recommendation models: lookups, iterations and choice of a shardi
 	$(PY) -m itercast.eval.recommenders
 
 fleet-demo: setup ## two unlike machines on this CPU as a fleet, one killed on the way; trained apart and together (8 minutes)
-	$(PY) -m itercast.eval.fleet_demo
+	$(PY) -m itercast.microbench.fleet.demo
 
 programs: setup ## captured programs and plans against measured iterations of several processes (3 minutes)
 	$(PY) -m itercast.eval.programs

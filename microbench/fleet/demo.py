@@ -12,8 +12,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from itercast.eval.compare import console
 from itercast.microbench.fleet.driver import with_ray
 
 RUN = Path("runs/fleet-demo").absolute()
@@ -32,7 +32,7 @@ CORES = {"one": 1, "two": 2}
 
 def itercast(*words: object) -> None:
     """Run an itercast command to its end."""
-    console.print(f"[bold]itercast {' '.join(map(str, words))}[/]")
+    print("itercast", *words, flush=True)
     subprocess.run([sys.executable, "-m", "itercast", *map(str, words)], check=True)
 
 
@@ -41,7 +41,7 @@ def measure(plan: Path) -> None:
     with_ray()
     from ray.cluster_utils import Cluster
 
-    def node(name: str) -> object:
+    def node(name: str) -> Any:
         own = {"ITERCAST_CACHE": str(RUN / name)}
         return cluster.add_node(num_cpus=CORES[name], resources={name: 1}, env_vars=own)
 
@@ -53,7 +53,7 @@ def measure(plan: Path) -> None:
         with subprocess.Popen([sys.executable, "-m", "itercast", *words]) as fleet:
             while fleet.poll() is None and not list((RUN / "two").glob("*/*/*/.journal/*.jsonl")):
                 time.sleep(0.5)
-            console.print("[bold]the machine of two cores is killed; it comes back[/]")
+            print("the machine of two cores is killed; it comes back", flush=True)
             cluster.remove_node(two, allow_graceful=False)
             node("two")
         if fleet.returncode:
