@@ -1,4 +1,4 @@
-"""Compare forecast peak memory with torch's memory trackers.
+"""Compare peak memory of forecasts and of captured programs with torch's memory trackers.
 
 `python -m itercast.eval.memory [CASE]...` runs it.
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,10 +30,11 @@ from itercast.microbench.iterations.plan_steps import (
 )
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.programs.capture import capture_program
 from itercast.microbench.slow_imports import dist, torch
 from itercast.microbench.step import StepSettings, make_optimizer
 
-CASES = ("gpt-m", "resnet-m")
+CASES = ("gpt-s", "llama-s", "bert-s", "vit-s", "moe-s", "dlrm-s", "gpt-m", "resnet-m")
 PLANS = (
     "",
     "recompute=full",
@@ -47,17 +48,23 @@ PLANS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """Peak memory of one step in bytes, as tracked by torch and as forecast."""
+    """Peak memory of one step in bytes, as tracked by torch, forecast, and as captured."""
 
     case: str
     plan: str
     tracked_bytes: int
     forecast_bytes: int
+    captured_bytes: int
 
     @property
     def error_pct(self) -> float:
         """Signed error of the forecast in %."""
         return 100 * (self.forecast_bytes / self.tracked_bytes - 1)
+
+    @property
+    def captured_pct(self) -> float:
+        """Signed error of the captured program's in %."""
+        return 100 * (self.captured_bytes / self.tracked_bytes - 1)
 
 
 def compared(name: str, plan: str) -> Peak:
@@ -68,6 +75,7 @@ def compared(name: str, plan: str) -> Peak:
         plan=plan,
         tracked_bytes=tracked_bytes(chosen, plan),
         forecast_bytes=forecast_bytes(chosen, plan),
+        captured_bytes=captured_bytes(chosen, plan),
     )
 
 
@@ -93,13 +101,19 @@ def _asked(chosen: EvalCase, plan: str) -> tuple[StepCapture, Target]:
     return replace(captured, optimizer="adamw"), target
 
 
-def tracked_bytes(chosen: EvalCase, plan: str) -> int:
-    """Peak memory in bytes that torch's tracker reports for the third step of rank 0."""
-    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
-    from torch.distributed._tools.mem_tracker import MemTracker
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A model in training, with its inputs: ``step`` runs a step."""
 
+    model: Any
+    optimizer: Any
+    given: Mapping[str, Any]
+    step: Callable[[], None]
+
+
+def _training(chosen: EvalCase, plan: str) -> Training:
+    """A model parallelised by a plan, after two steps. A process group exists."""
     parsed = ParallelPlan.parse(plan)
-    _join(fake=parsed.zero > 0)
     given = chosen.inputs(chosen.batch, chosen.seq)
     model = chosen.build()
     if parsed.recompute:
@@ -116,15 +130,36 @@ def tracked_bytes(chosen: EvalCase, plan: str) -> int:
     for _ in range(2):
         step()
     model.zero_grad()
+    return Training(model=model, optimizer=optimizer, given=given, step=step)
+
+
+def captured_bytes(chosen: EvalCase, plan: str) -> int:
+    """Peak memory in bytes of the same program's third step as it is captured."""
+
+    def program() -> Callable[[], None]:
+        dist.init_process_group("gloo")
+        return _training(chosen, plan).step
+
+    return capture_program(program, max(2, ParallelPlan.parse(plan).world_size), [0]).peak_bytes[0]
+
+
+def tracked_bytes(chosen: EvalCase, plan: str) -> int:
+    """Peak memory in bytes that torch's tracker reports for the third step of rank 0."""
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    zero = ParallelPlan.parse(plan).zero > 0
+    _join(fake=zero)
+    training = _training(chosen, plan)
     gc.collect()
-    if parsed.zero:
-        tracker: Any = FSDPMemTracker(model, optimizer)
-        tracker.track_inputs((given,))
+    if zero:
+        tracker: Any = FSDPMemTracker(training.model, training.optimizer)
+        tracker.track_inputs((dict(training.given),))
     else:
         tracker = MemTracker()
-        tracker.track_external(model, optimizer, *given.values())
+        tracker.track_external(training.model, training.optimizer, *training.given.values())
     with tracker:
-        step()
+        training.step()
     torch.distributed.destroy_process_group()
     return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
@@ -147,12 +182,12 @@ def _join(*, fake: bool) -> None:
 
 def main(names: Sequence[str]) -> None:
     """Print a table of tracked and forecast peak memory for the named cases."""
-    table = Table("case", "plan", "torch's tracker MB", "forecast MB", "error %")
+    table = Table("case", "plan", "torch's tracker MB", "forecast MB", "error %", "captured %")
     for name in names or CASES:
         for plan in PLANS:
             p = compared(name, plan)
             sizes = (f"{b / 1e6:.1f}" for b in (p.tracked_bytes, p.forecast_bytes))
-            table.add_row(p.case, p.plan, *sizes, f"{p.error_pct:+.1f}")
+            table.add_row(p.case, p.plan, *sizes, f"{p.error_pct:+.1f}", f"{p.captured_pct:+.1f}")
     Console().print(table)
 
 

@@ -77,12 +77,9 @@ def as_program(plan: CaseResult, rows: pd.DataFrame) -> CaseResult:
 
 
 def results(root: Path) -> list[tuple[CaseResult, CaseResult]]:
-    """Of each measured iteration on several ranks the program's result and the plan's.
-
-    Left out are plans with compressed gradients: DDP's communication hooks are not followed.
-    """
+    """Of each measured iteration on several ranks the program's result and the plan's."""
     rows = measured_rows(root, None)
-    several = rows["plan"].str.contains("[dtp]p=") & ~rows["plan"].str.contains("compress")
+    several = rows["plan"].str.contains("[dtp]p=")
     rows = rows[several & ~rows["case"].str.startswith("dlrm-sharded")]
     return [(as_program(plan, rows), plan) for plan in compare_all(rows, None)]
 

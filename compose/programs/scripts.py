@@ -52,6 +52,8 @@ def captured_script(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     _run([sys.executable, "-m", MODULE, json.dumps(order), str(path)], script, limit_s)
+    if not path.is_file():
+        raise ValueError(f"{script.name}: no program was captured, it ended by itself")
     return read_program(path)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from itercast.microbench.plan import V_SHAPED, ParallelPlan
+from itercast.microbench.plan import ParallelPlan
 
 OnPhase = Callable[[str], None]
 KEYS = (
@@ -21,7 +21,6 @@ def measurable(text: str) -> ParallelPlan:
     for broken, rule in (
         (others != [], f"known keys {', '.join(KEYS)}"),
         (plan.pp > 1 and plan.zero > 0, "pp without zero"),
-        (plan.schedule in V_SHAPED, "schedules that are not V-shaped"),
         (plan.dp > 1 and plan.tp > 1 and not plan.zero, "dp beside tp with zero"),
         (plan.recompute not in ("", "full"), "recompute=full"),
         (plan.compress not in ("", "0.5"), "compress=0.5"),

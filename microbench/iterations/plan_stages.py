@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn.parallel import DistributedDataParallel
 
 from itercast.microbench.iterations.measured_plan import OnPhase
-from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.plan import V_SHAPED, ParallelPlan
 from itercast.microbench.step import StepSettings, make_optimizer
 
 SCHEDULES = {
@@ -28,6 +28,8 @@ SCHEDULES = {
     "1f1b": schedules.Schedule1F1B,
     "interleaved": schedules.ScheduleInterleaved1F1B,
     "zb": schedules.ScheduleInterleavedZeroBubble,
+    "zbv": schedules.ScheduleZBVZeroBubble,
+    "dualpipev": schedules.ScheduleDualPipeV,
 }
 Batch = dict[str, torch.Tensor]
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
@@ -110,8 +112,9 @@ class PipelineStep:
         on_phase: OnPhase,
     ) -> None:
         rank, count = mesh.get_local_rank("pp"), plan.pp * plan.virtual
-        mine = range(rank, count, plan.pp)
-        self.first, self.last, self.on_phase = rank == 0, rank == plan.pp - 1, on_phase
+        folded = plan.schedule in V_SHAPED
+        mine = [rank, count - 1 - rank] if folded else range(rank, count, plan.pp)
+        self.first, self.last, self.on_phase = rank == 0, count - 1 in mine, on_phase
         self.inputs, (name, self.labels) = _first_input(batch), list(batch.items())[-1]
         parts = spans(model, count)
         owned = [p for i in mine for p in own_parameters(model, *parts[i])]
@@ -139,7 +142,8 @@ class PipelineStep:
         width = plan.dp * plan.tp
         ends = [dist.new_group([i, (plan.pp - 1) * width + i]) for i in range(width)]
         self.ends = ends[dist.get_rank() % width]
-        self.tied = model.head.weight if (self.first or self.last) and _tied(model) else None
+        apart = _tied(model) and self.first != self.last
+        self.tied = model.head.weight if apart else None
 
     def __call__(self) -> None:
         """Run one step."""

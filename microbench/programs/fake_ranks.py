@@ -85,14 +85,14 @@ def _groups_that_send_nothing(world_size: int, rank: int) -> Iterator[None]:
 def _handles_tell(log: ProgramLog) -> Iterator[None]:
     """Tell the log when the current stream waits for a collective's handle."""
     group, handles = dist.ProcessGroup, (dist.Work, FakeWork)
-    points: dict[int, tuple[int, Any]] = {}  # handles are kept, so that no id is used twice
+    points: dict[int, tuple[int, Any, Any]] = {}  # handles are kept, so that no id is used twice
 
     def launching(method: Callable[..., Any]) -> Callable[..., Any]:
         def launch(*args: Any, **kwargs: Any) -> Any:
             log.last_work = None
             work = method(*args, **kwargs)
             if log.last_work is not None and work is not None:
-                points[id(work)] = (log.last_work, work)
+                points[id(work)] = (log.last_work, work, args[1] if len(args) > 1 else None)
             return work
 
         return launch
@@ -111,7 +111,41 @@ def _handles_tell(log: ProgramLog) -> Iterator[None]:
             stack.enter_context(patch.object(group, name, launching(getattr(group, name))))
         for handle in handles:
             stack.enter_context(patch.object(handle, "wait", waiting(handle.wait)))
+            stack.enter_context(
+                patch.object(handle, "get_future", lambda work: Arriving(log, *points[id(work)]))
+            )
         yield
+
+
+class Arriving:
+    """The future of a collective, as of NCCL's: what follows runs when it arrives, on its stream.
+
+    ``point``: where ``result`` is there.
+    """
+
+    def __init__(self, log: ProgramLog, point: int, work: Any, result: Any) -> None:
+        self.log, self.point, self.work, self.result = log, point, work, result
+
+    def then(self, callback: Callable[[Any], Any]) -> Arriving:
+        """Run ``callback`` on a stream of its own beside that of the program."""
+        before, self.log.stream = self.log.stream, self.log.stream_of("then")
+        self.log.wait(self.log.stream, self.point)
+        result = callback(self)
+        point, self.log.stream = self.log.record(self.log.stream), before
+        return Arriving(self.log, point, self.work, result)
+
+    def wait(self) -> Any:
+        """Let the current stream wait for the result."""
+        self.log.wait(self.log.stream, self.point)
+        return self.result
+
+    def value(self) -> Any:
+        """The result; what reads it waits already."""
+        return self.result
+
+    def done(self) -> bool:
+        """Whether the result is there; a program that asks is told so."""
+        return True
 
 
 @contextmanager
@@ -149,7 +183,7 @@ def _meshes_are_real() -> Iterator[None]:
     """Make meshes of numbers that can be read; those of GPUs move shards by all_to_all."""
     from torch.distributed.tensor import placement_types
 
-    make, gathered = DeviceMesh.__init__, placement_types.shard_dim_alltoall  # type: ignore[attr-defined]
+    make, gathered = DeviceMesh.__init__, _collective_utils.shard_dim_alltoall
     on_gpus: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def making(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:

@@ -202,6 +202,11 @@ class ProgramLog(OpLog):
                 if point is not None:
                     self.wait(self.stream, point)
 
+    def stream_of(self, queue: Any) -> int:
+        """The number of the stream of a group's collectives, or of what follows them."""
+        first = len(self._group_streams) + FIRST_GROUP_STREAM
+        return self._group_streams.setdefault(queue, first)
+
     def _launch(self, call: CollectiveCall) -> None:
         self.names = DTYPES
         read, written = (tuple(map(self.describe, ts)) for ts in (call.read, call.written))
@@ -210,9 +215,7 @@ class ProgramLog(OpLog):
         facts["rank"] = dist.get_rank()
         launched, own = self.stream, self.stream
         if not call.blocking:
-            first = len(self._group_streams) + FIRST_GROUP_STREAM
-            queue = (call.group, call.kind if call.peer >= 0 else "", call.peer)
-            own = self._group_streams.setdefault(queue, first)
+            own = self.stream_of((call.group, call.kind if call.peer >= 0 else "", call.peer))
             self.wait(own, self.record(launched))
         self.calls.append(
             OpCall(

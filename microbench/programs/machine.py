@@ -37,7 +37,9 @@ def gpus_that_are_not_there(gpu: Gpu, per_node: int, local_rank: int) -> Iterato
     do as they do on GPUs.
     """
     with ExitStack() as stack:
-        stack.enter_context(patch.dict(vars(torch.cuda), _cuda(gpu, per_node, local_rank)))
+        stack.enter_context(
+            patch.multiple(torch.cuda, create=True, **_cuda(gpu, per_node, local_rank))
+        )
         stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
         for owner in (torch.Tensor, torch.nn.Module):
             stack.enter_context(patch.object(owner, "cuda", _stay))

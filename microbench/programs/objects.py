@@ -84,7 +84,7 @@ def _kept(objects: list[Any], *args: Any, **options: Any) -> None:
 @contextmanager
 def objects_through(mailbox: Mailbox) -> Iterator[None]:
     """Send and receive Python objects through a mailbox inside the context."""
-    functions = {
+    functions: dict[str, Any] = {
         "send_object_list": mailbox.send,
         "recv_object_list": mailbox.receive,
         "all_gather_object": _gathered,
@@ -93,7 +93,7 @@ def objects_through(mailbox: Mailbox) -> Iterator[None]:
     }
     with ExitStack() as stack:
         for place in (dist, dist.distributed_c10d):
-            stack.enter_context(patch.dict(vars(place), functions))
+            stack.enter_context(patch.multiple(place, **functions))
         stack.enter_context(_stages_agree())
         yield
 

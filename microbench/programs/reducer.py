@@ -7,13 +7,15 @@ backward, and gradients are copied out of the buckets when all have arrived.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 BROADCAST_BYTES = 250 * 2**20
 ASSIGN: Any = vars(dist)["_compute_bucket_assignment_by_size"]  # torch's own rule
@@ -25,11 +27,47 @@ class Bucket:
     def __init__(self, parameters: Sequence[Any]) -> None:
         self.parameters = list(parameters)
         self.missing = {id(p) for p in self.parameters}
-        first = self.parameters[0]
-        sizes = [p.numel() for p in self.parameters]
-        self.buffer = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        self.views = dict(zip(map(id, self.parameters), self.buffer.split(sizes), strict=True))
+        first, total = self.parameters[0], sum(p.numel() for p in self.parameters)
+        self.buffer = torch.empty(total, dtype=first.dtype, device=first.device)
+        self.views = self.views_of(self.buffer)
         self.sent: Any = None
+
+    def views_of(self, buffer: Any) -> dict[int, Any]:
+        """The gradients in a buffer, by the ids of their parameters."""
+        parts = buffer.split([p.numel() for p in self.parameters])
+        pairs = zip(self.parameters, parts, strict=True)
+        return {id(p): part.view_as(p) for p, part in pairs}
+
+
+class GradBucket:
+    """What a communication hook is given, as ``torch.distributed.GradBucket``."""
+
+    def __init__(self, bucket: Bucket, index: int, last: bool) -> None:
+        self.bucket, self._index, self.last = bucket, index, last
+
+    def buffer(self) -> Any:
+        """All gradients, as one tensor."""
+        return self.bucket.buffer
+
+    def set_buffer(self, buffer: Any) -> None:
+        """Take another tensor for that."""
+        self.bucket.buffer, self.bucket.views = buffer, self.bucket.views_of(buffer)
+
+    def gradients(self) -> list[Any]:
+        """The gradients, which are views of the buffer."""
+        return list(self.bucket.views.values())
+
+    def parameters(self) -> list[Any]:
+        """Their parameters."""
+        return self.bucket.parameters
+
+    def index(self) -> int:
+        """The number of the bucket in the order in which they are sent."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether no bucket follows."""
+        return self.last
 
 
 class Reducer:
@@ -56,7 +94,9 @@ class Reducer:
         self.views_only = gradients_are_views
         self.layout = [[self.parameters[i] for i in indices] for indices in bucket_indices]
         self.ready: list[Any] = []
-        self.rebuilt = find_unused  # such buckets keep their first layout
+        self.rebuilt = self.find_unused = find_unused  # such buckets keep their first layout
+        self.hook: Any = None  # of communication: a bucket -> the future of its sum
+        self.used: Any = None  # the handle of the message that says which parameters are used
         self.syncing = False
         self.buckets: list[Bucket] = []
         for parameter in self.parameters:
@@ -80,8 +120,11 @@ class Reducer:
             self.buckets = [Bucket(parameters) for parameters in self.layout]
         for bucket in self.buckets:
             bucket.missing, bucket.sent = {id(p) for p in bucket.parameters}, None
-        self.syncing, self.queued = True, False
+        self.syncing, self.queued, self.used = True, False, None
         self.ready = []
+        if self.find_unused:
+            used = _reached(outputs)
+            self._fill(lambda parameter: id(parameter) not in used)
 
     def _gradient_ready(self, parameter: Any) -> None:
         if not self.syncing:  # in ``no_sync``
@@ -97,47 +140,106 @@ class Reducer:
 
     def _copy_in(self, bucket: Bucket, parameter: Any) -> None:
         """Put a gradient into its bucket, divided by the number of ranks in the same kernel."""
-        view = bucket.views[id(parameter)].view_as(parameter)
+        view = bucket.views[id(parameter)]
         with torch.no_grad():
             if parameter.grad is None:
                 view.zero_()
-            else:
+            elif parameter.grad.untyped_storage()._cdata == view.untyped_storage()._cdata:
+                if self.hook is None:
+                    view.div_(self.group.size())
+            elif self.hook is None:
                 torch.mul(parameter.grad, 1 / self.group.size(), out=view)
-                if self.views_only:
-                    parameter.grad = view
+            else:
+                view.copy_(parameter.grad)
+            if self.views_only and parameter.grad is not None:
+                parameter.grad = view
 
     def _send_full(self) -> None:
         """Sum full buckets over the ranks, in their order."""
-        for bucket in self.buckets:
+        for index, bucket in enumerate(self.buckets):
             if bucket.missing:
                 return
-            if bucket.sent is None:
+            if bucket.sent is None and self.hook:
+                last = index == len(self.buckets) - 1
+                bucket.sent = self.hook(GradBucket(bucket, index, last))
+            elif bucket.sent is None:
                 bucket.sent = dist.all_reduce(bucket.buffer, group=self.group, async_op=True)
+        if self.find_unused and self.used is None:
+            used = torch.ones(len(self.parameters), dtype=torch.int32)
+            self.used = dist.all_reduce(used, group=self.group, async_op=True)
+
+    def _fill(self, chosen: Callable[[Any], bool]) -> None:
+        """Fill the places of parameters that get no gradient."""
+        filled = []
+        for bucket in self.buckets:
+            for parameter in bucket.parameters:
+                if id(parameter) in bucket.missing and chosen(parameter):
+                    self._copy_in(bucket, parameter)
+                    bucket.missing.discard(id(parameter))
+                    filled.append(parameter)
+        self.ready = filled + self.ready
+        self._send_full()
 
     def _finish(self) -> None:
         """When backward is done: fill buckets of unused parameters, wait for all, copy out."""
-        for bucket in self.buckets:
-            for parameter in bucket.parameters:
-                if id(parameter) in bucket.missing:
-                    self._copy_in(bucket, parameter)
-            bucket.missing = set()
-        self._send_full()
+        self._fill(lambda parameter: True)
         self.syncing = False
         for bucket in self.buckets:
-            bucket.sent.wait()
+            summed = bucket.sent.wait()
+            views = bucket.views_of(summed) if self.hook else bucket.views
             for parameter in bucket.parameters:
-                if parameter.grad is not None and not self.views_only:
+                view = views[id(parameter)]
+                copied = not self.views_only or view is not bucket.views[id(parameter)]
+                if parameter.grad is not None and copied and _apart(parameter.grad, view):
                     with torch.no_grad():
-                        parameter.grad.copy_(bucket.views[id(parameter)].view_as(parameter))
+                        parameter.grad.copy_(view)
+        if self.used is not None:
+            self.used.wait()
 
     def prepare_for_forward(self) -> None:
         """Begin a forward pass."""
 
     def _set_static_graph(self) -> None:
-        """The captured graph is the same in every step anyway."""
+        """Buckets are rebuilt although parameters may be unused, which no message says then."""
+        self.rebuilt = self.find_unused = False
+
+    def _delay_all_reduce(self) -> None:
+        """Sums of the first step, which torch delays in a static graph, are not captured."""
 
     def set_logger(self, logger: Any) -> None:
         """Torch's statistics are not kept."""
+
+
+def _apart(one: Any, other: Any) -> bool:
+    """Whether two tensors have memory of their own."""
+    return bool(one.untyped_storage()._cdata != other.untyped_storage()._cdata)
+
+
+def _reached(outputs: Sequence[Any]) -> set[int]:
+    """The ids of the parameters that outputs depend on."""
+    found, seen = set(), set()
+    open_nodes = [t.grad_fn for t in outputs if t.grad_fn is not None]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        open_nodes += [following for following, _ in node.next_functions]
+    return found
+
+
+def register_hook(reducer: Reducer, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+    """As ``torch.distributed._register_comm_hook``."""
+    reducer.hook = partial(hook, state)
+
+
+def register_builtin_hook(reducer: Reducer, kind: Any) -> None:
+    """As ``torch.distributed._register_builtin_comm_hook``."""
+    fp16 = kind.name == "FP16_COMPRESS"
+    hook = default_hooks.fp16_compress_hook if fp16 else default_hooks.allreduce_hook
+    register_hook(reducer, reducer.group, hook)
 
 
 class Silent:
@@ -168,10 +270,16 @@ def python_reducer() -> Iterator[None]:
     """Let DDP reduce gradients that have no data inside the context."""
     from torch.nn.parallel import distributed
 
-    nothing = {"_verify_param_shape_across_processes": lambda *args, **kwargs: True}
-    with ExitStack() as stack:
-        for name, value in (("Reducer", Reducer), ("Logger", Silent)):
-            stack.enter_context(patch.object(dist, name, value))
-        stack.enter_context(patch.object(dist, "_broadcast_coalesced", broadcast_coalesced))
-        stack.enter_context(patch.dict(vars(distributed), nothing))
+    ours: dict[str, Any] = {
+        "Reducer": Reducer,
+        "Logger": Silent,
+        "_broadcast_coalesced": broadcast_coalesced,
+        "_register_comm_hook": register_hook,
+        "_register_builtin_comm_hook": register_builtin_hook,
+    }
+    check = "_verify_param_shape_across_processes"
+    with (
+        patch.multiple(dist, **ours),
+        patch.object(distributed, check, lambda *args, **kwargs: True),
+    ):
         yield

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import linecache
+import multiprocessing.util
 import os
 import runpy
 import socket
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +41,7 @@ from itercast.microbench.user_errors import source_line
 
 DATA = dataloader.__file__  # starts workers, which fork
 OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false"}
+PROGRAMS = ("system", "posix_spawn", "posix_spawnp", "forkpty", "execv", "execve")
 PACKAGES = str(Path(torch.__file__).parents[1])  # site-packages
 
 
@@ -187,19 +190,28 @@ def _nothing_outside() -> Iterator[None]:
 
     import torch.multiprocessing as mp
 
-    fork = os.fork
+    def of_workers(start: Callable[..., Any], refused: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
+            return start(*args) if DATA in frames else refused()
 
-    def fork_workers() -> int:
-        frames = (frame.f_code.co_filename for frame, _ in traceback.walk_stack(None))
-        return fork() if DATA in frames else refuse("forks")()
+        return call
 
+    def not_found(own: Any, args: Any, *others: Any, **options: Any) -> None:
+        program = args if isinstance(args, str | bytes) else next(iter(args), "")
+        raise FileNotFoundError(f"{program!r}: a forecast starts no other programs")
+
+    others: dict[str, Any] = dict.fromkeys(PROGRAMS, refuse("starts another program"))
+    spawn, spawns = multiprocessing.util.spawnv_passfds, refuse("spawns processes")
     with (
-        patch.object(os, "fork", fork_workers),
+        patch.object(os, "fork", of_workers(os.fork, refuse("forks"))),
+        patch.multiple(os, **others),
+        patch.object(subprocess.Popen, "__init__", not_found),
+        patch.object(multiprocessing.util, "spawnv_passfds", of_workers(spawn, spawns)),
         patch.dict(os.environ, OFFLINE),
         patch.object(socket.socket, "connect", local("connect", refuse("opens a connection"))),
         patch.object(socket.socket, "bind", local("bind", refuse("opens a socket"))),
-        patch.object(mp, "spawn", refuse("spawns processes")),
-        patch.object(mp, "start_processes", refuse("spawns processes")),
+        patch.multiple(mp, spawn=spawns, start_processes=spawns),
     ):
         yield
 

@@ -156,7 +156,7 @@ def recorded_streams(log: Recorder) -> Iterator[Streams]:
     """Put recording streams into ``torch.cuda`` and ``torch.cpu`` inside the context."""
     streams = Streams(log)
     with (
-        patch.dict(vars(torch.cpu), streams.namespace()),
-        patch.dict(vars(torch.cuda), streams.namespace()),
+        patch.multiple(torch.cpu, create=True, **streams.namespace()),
+        patch.multiple(torch.cuda, create=True, **streams.namespace()),
     ):
         yield streams

@@ -21,6 +21,7 @@ from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.simulate.iteration import _micro_batches, _pipeline
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
+from itercast.compose.simulate.pipeline import chunks_of_rank
 from itercast.compose.simulate.rank import Rank
 from itercast.eval.programs import captured
 from itercast.microbench.cases.registry import case
@@ -38,6 +39,8 @@ STAGED += ("dp=2,pp=2,micro=2", "tp=2,pp=2,micro=2")
 CASES = [(name, plan) for name in ("gpt-s", "llama-s") for plan in (*REPLICAS, *CUT, *STAGED)]
 CASES += [("gpt-m", "tp=2"), ("gpt-m", "pp=2,micro=2,schedule=interleaved")]
 CASES += [("gpt-m", "dp=2,pp=2,micro=4,schedule=interleaved")]
+CASES += [("gpt-m", f"pp=2,micro=4,schedule={s}") for s in ("zbv", "dualpipev")]
+CASES += [(name, "dp=2,compress=0.5") for name in ("gpt-s", "vit-s")]
 CASES += [(name, plan) for name in ("vit-s", "moe-s") for plan in (*REPLICAS, *STAGED[:3])]
 CASES += [("bert-s", plan) for plan in (*REPLICAS, *STAGED[:2], "tp=2")]
 CASES += [("dlrm-s", plan) for plan in REPLICAS]
@@ -79,7 +82,7 @@ class Planned:
         for r, (tail, alone) in enumerate(pipe.tails):
             sent = counted(tail.sent)
             sent.subtract(counted(alone.sent))
-            for chunk in range(r, len(pipe.chunks), pp):
+            for chunk in chunks_of_rank(self.plan.schedule, pp, r, len(pipe.chunks)):
                 own = (*pipe.runs[chunk].forward.sent, *pipe.runs[chunk].backward.sent)
                 ways = [2 * pipe.sends[b] for b in (chunk - 1, chunk) if b >= 0]  # forth and back
                 sent += counted(op for way in (own, *ways) for op in micro * tuple(way))

@@ -70,6 +70,31 @@ def test_refusals_are_one_line_and_code_2(tmp_path: Path) -> None:
     assert code == 2 and "no such folder" in said.replace("\n", " ")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import os; os._exit(0)", "train.py: no program was captured"),
+        ("import os; os.kill(os.getpid(), 11)", "train.py ended with -11"),
+        (
+            "import torch\nclass Slow(torch.utils.data.Dataset):\n"
+            "    def __len__(self): return 9\n    def __getitem__(self, i): return i\n"
+            "loader = iter(torch.utils.data.DataLoader(Slow(), num_workers=2))\n"
+            "next(loader)\nraise SystemExit(5)",
+            "exits with 5 after 0 steps",
+        ),
+    ],
+)
+def test_nothing_is_left_of_hostile_scripts(tmp_path: Path, text: str, message: str) -> None:
+    """One line, code 2, and no process that has the script's name in its arguments."""
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    code, _, said = run(str(script))
+    assert code == 2 and message in said.strip().splitlines()[-1]
+    commands = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
+    assert not any(str(tmp_path).encode() in command for command in commands)
+
+
 def test_a_program_is_captured_and_forecast_from_python() -> None:
     """DDP of 67 MB on two nodes: their network is twice as fast as the one assumed for others."""
     from itercast.api import capture, predict

@@ -27,6 +27,14 @@ for step in range(10):
     optimizer.step()
     optimizer.zero_grad()
 """
+BY_HAND = """
+import torch
+weight = torch.randn(8, 8, device="cuda", requires_grad=True)
+for step in range(10):
+    (torch.randn(4, 8, device="cuda") @ weight).sum().backward()
+    with torch.no_grad():
+        weight -= 0.1 * weight.grad
+"""
 
 
 def captured(path: Path, *arguments: str, gpu: Gpu = H100, gpus: int = 64) -> ProgramCapture:
@@ -111,6 +119,14 @@ def test_a_scaler_skips_no_step(tmp_path: Path) -> None:
         ("import socket; socket.socket().bind(('', 0))", r"opens a socket"),
         ("import socket; socket.socket().connect(('localhost', 9))", r"opens a connection"),
         ("import torch.multiprocessing as m; m.spawn(print)", r"spawns processes"),
+        ("import multiprocessing as m; m.Process(target=print).start()", r"the script forks"),
+        (
+            "import multiprocessing as m; m.get_context('spawn').Process(target=print).start()",
+            r"spawns processes",
+        ),
+        ("import os; os.system('sleep 9')", r"starts another program"),
+        ("import subprocess; subprocess.run(['sleep', '9'])", r"'sleep': a forecast starts no"),
+        (BY_HAND, r"train.py ends after 0 steps of an optimizer, 3 are needed"),
         ("import torch; torch.ops.my.kernel(1)", r"AttributeError: .*my.*\(train.py:1: "),
         (
             "import torch; torch.randn(4).nonzero()",
