@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from itercast.compose.capture_model import capture, micro_size
 from itercast.compose.pricing.priced_op import PricedOp
-from itercast.compose.simulate.iteration import _micro_batches, _pipeline
+from itercast.compose.simulate.iteration import _pipeline, micro_batches
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
 from itercast.compose.simulate.pipeline import chunks_of_rank
 from itercast.compose.simulate.rank import Rank
@@ -73,11 +73,15 @@ class Planned:
         step = capture(name, **micro_size(name, self.plan, chosen.batch, chosen.seq))
         self.rank = rank_for(step, text, CPU)
         if self.plan.pp == 1:
-            before, last = _micro_batches(self.rank, "adamw")
+            before, last = micro_batches(self.rank, "adamw")
             sent = counted(op for run, n in [*before, (last, 1)] for op in n * run.sent)
             self.ranks = {0: (self.rank, sent)}
             return
-        pipe, pp, micro = _pipeline(self.rank, "adamw"), self.plan.pp, self.plan.microbatches
+        pipe, pp, micro = (
+            _pipeline([self.rank] * self.plan.pp, "adamw"),
+            self.plan.pp,
+            self.plan.microbatches,
+        )
         self.ranks = {}
         for r, (tail, alone) in enumerate(pipe.tails):
             sent = counted(tail.sent)
