@@ -55,7 +55,7 @@ PARTS: tuple[tuple[str, str, str], ...] = (
 @one_line_errors
 def plan(
     gpu: GpuName = "",
-    gpus: Annotated[int, typer.Option(min=0, help="number of GPUs")] = 0,
+    gpus: Annotated[int | None, typer.Option(min=1, help="number of GPUs")] = None,
     cluster: Cluster = None,
     case: Case = "",
     hf_config: HfConfig = None,
@@ -86,19 +86,19 @@ def plan(
     begin = time.perf_counter()
     if (not case) == (hf_config is None):
         raise ValueError("plan takes one of CASE and --hf-config")
-    if (cluster is None) == (not gpu or not gpus):
-        raise ValueError("plan takes --gpu and --gpus, or --cluster")
     name = read_config(hf_config).name if hf_config else case
     step: Row = {"dtype": dtype, "optimizer": optimizer, "amp": amp}
     step["channels_last"] = channels_last
     place: Row = {"bundle": bundle, "host": host, "stack": stack}
     if cluster is not None:
-        if node or lengths or packed or local or objective != "time":
-            told = "--node, --lengths, --packed, --local or --objective"
+        if gpu or gpus or node or lengths or packed or local or objective != "time":
+            told = "--gpu, --gpus, --node, --lengths, --packed, --local or --objective"
             raise ValueError(f"--cluster goes without {told}")
         asked = {"batch": batch, "seq": seq, **place, **step}
         print_plans(*_on_cluster(name, hf_config or case, cluster, asked, begin), as_json)
         return
+    if not gpu or gpus is None:
+        raise ValueError("plan takes --gpu and --gpus, or --cluster")
     place["node"] = node
     with prints_aside(), without_scikit_learn():
         from itercast.compose.open_search import open_search

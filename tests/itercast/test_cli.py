@@ -34,7 +34,7 @@ run = CliRunner()
         (["evaluate", "--measured", "nowhere"], "measured 'nowhere': no such folder"),
         (["price", "no.parquet", "--out", "x"], "rows 'no.parquet': no such file"),
         (["calibrate", "no.parquet", "--out", "x"], "rows 'no.parquet': no such file"),
-        (["plan", "gpt-s", "--gpus", "2"], "Missing option '--gpu'"),
+        (["plan", "gpt-s", "--gpus", "2"], "plan takes --gpu and --gpus, or --cluster"),
         (["predict", "gpt-s", "--colour", "red"], "No such option: --colour"),
         (["fly"], "No such command 'fly'"),
     ],

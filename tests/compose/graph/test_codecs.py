@@ -11,7 +11,7 @@ from plan_case import GPU, capture_at, experts_at
 from itercast.compose.graph.codecs import Codec
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.pricing.rank_graph import rank_graph
-from itercast.compose.simulate.iteration import _micro_batches, evaluate
+from itercast.compose.simulate.iteration import evaluate, micro_batches
 from itercast.compose.simulate.stage_rank import stage_messages
 from itercast.microbench.opcall import StepCapture, TensorSpec
 from itercast.microbench.ops import find_family
@@ -127,7 +127,7 @@ def test_quantised_gradients_of_every_bucket() -> None:
     step = capture_at(BATCH, SEQ)
 
     def messages(text: str) -> list[tuple[str, int]]:
-        run = _micro_batches(rank_for(step, text, GPU), "adamw")[1]
+        run = micro_batches(rank_for(step, text, GPU), "adamw")[1]
         return [(op.op, round(1024 * op.duration_us)) for op in run.sent]
 
     plain = [n for kind, n in messages("dp=2") if kind == "all_reduce"]

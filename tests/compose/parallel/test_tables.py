@@ -22,7 +22,7 @@ from itercast.compose.parallel.captured_tables import captured_tables
 from itercast.compose.parallel.placement import KINDS, Placement, Sharding
 from itercast.compose.parallel.tables import rank_step
 from itercast.compose.predict import predict
-from itercast.compose.simulate.iteration import _micro_batches
+from itercast.compose.simulate.iteration import micro_batches
 from itercast.compose.simulate.stage_rank import memory
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops import find_family
@@ -243,7 +243,7 @@ def test_zero_shards_all_but_the_tables(tmp_path: Path, zero: int) -> None:
     rank = rank_for(step(), f"{plan},zero={zero}", GPU)
     dense, tables = 4 * (96 + 17), 4 * 200 * DIM
     assert memory(rank, "sgd")["parameters"] == tables + dense // 4
-    sent = [op for op in _micro_batches(rank, "sgd")[1].sent if op.op != "all_to_all"]
+    sent = [op for op in micro_batches(rank, "sgd")[1].sent if op.op != "all_to_all"]
     found = [(op.op, round(1024 * op.duration_us)) for op in sent]
     assert found == [("all_gather", 656), ("reduce_scatter", 656)]
 
@@ -257,9 +257,9 @@ def test_groups_have_copies_of_all_tables(tmp_path: Path) -> None:
     names = {"bags.0": ("table_wise", (1,)), "bags.1": ("table_wise", (1,))}
     plan = plan_file(tmp_path, {**names, "items": ("table_wise", (0,))})
     rank = rank_for(step("adamw"), f"{plan}:2", GPU)
-    sent = [op for op in _micro_batches(rank, "adamw")[1].sent if op.op == "all_reduce"]
+    sent = [op for op in micro_batches(rank, "adamw")[1].sent if op.op == "all_reduce"]
     assert round(1024 * sent[-1].duration_us) == 3 * 160 * DIM * 4
-    rarely = _micro_batches(rank_for(step("adamw"), f"{plan}:2,local=4", GPU), "adamw")[1].sent
+    rarely = micro_batches(rank_for(step("adamw"), f"{plan}:2,local=4", GPU), "adamw")[1].sent
     dense, tables = [op.duration_us for op in rarely if op.op == "all_reduce"]
     assert [dense, 4 * tables] == [op.duration_us for op in sent]
     two = rank_for(step("adamw"), plan.replace("dp=4", "dp=2"), GPU)
@@ -296,7 +296,7 @@ def test_tables_beside_experts() -> None:
     assert 0 < table_bytes(made) <= 100 * DIM * 4
     axes = Counter(c.kwargs["axis"] for c in made.calls if c.op == COLLECTIVE)
     assert axes == {"tables": 4, "ep": 4}  # the experts' replicas are one: nothing to reduce
-    assert not [op for op in _micro_batches(rank, "sgd")[1].sent if op.duration_us]
+    assert not [op for op in micro_batches(rank, "sgd")[1].sent if op.duration_us]
 
 
 def test_greedy_needs_no_file_and_is_no_slower_than_one_rank(tmp_path: Path) -> None:
