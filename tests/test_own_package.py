@@ -84,7 +84,7 @@ def test_its_family_is_measured_and_trained_into_a_bundle(
     after = json.loads((tmp_path / "bundle/bundle.json").read_text())
     assert after["families"].keys() == {*before["families"], "fft"}
     assert after["families"]["gemm"] == before["families"]["gemm"]
-    assert 20 <= after["families"]["fft"]["facts"]["rows"] <= 40
+    assert after["families"]["fft"]["facts"]["rows"] >= 20
     scores = json.loads((tmp_path / "bundle/scores.json").read_text())
     assert scores.keys() == {"gemm", "fft"}
 

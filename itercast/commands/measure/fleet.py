@@ -57,6 +57,7 @@ def fleet(
     if words[0] == "status":
         done = results(plan)
         Console().print(status_table(plan, chunks, done))
+        typer.echo(f"its rows are at {plan.root}")
         return
     start(plan, chunks, left_of(chunks, results(plan)), address)
 
@@ -122,7 +123,7 @@ def status_table(
     plan: FleetPlan, chunks: Sequence[Chunk], done: Mapping[str, Mapping[str, object]]
 ) -> Table:
     """Chunks that are done and left, rows and machines, by kind of machines."""
-    table = Table(title=f"{plan.name} at {plan.root}")
+    table = Table(title=plan.name)
     for head in ("machines", "done", "left", "rows", "hosts", "minutes left"):
         table.add_column(head, justify="left" if head == "machines" else "right")
     for kind in plan.machines:

@@ -69,4 +69,4 @@ def test_a_plan_that_was_killed_is_measured_once(
     assert {r.info.status for r in runs} == {"FINISHED", "KILLED"}  # the first command's: killed
     again = fleet(tmp_path, "plan.yaml", "--address", "local")
     assert again.returncode == 0 and "0 of 2 chunks left" in again.stderr
-    assert "plan at rows" in fleet(tmp_path, "status", "plan.yaml").stdout
+    assert f"rows are at {tmp_path}/rows" in fleet(tmp_path, "status", "plan.yaml").stdout
