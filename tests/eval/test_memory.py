@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CODE = """
 from itercast.eval.memory import PLANS, compared
 for plan in PLANS:
@@ -30,6 +32,7 @@ def printed(code: str) -> list[float]:
     return [float(line) for line in done.stdout.split()]
 
 
+@pytest.mark.slow
 def test_captured_memory_is_what_torchs_trackers_see() -> None:
     """Of six models in one process and under FSDP2, within 3 %."""
     errors = printed(CAPTURED)
