@@ -128,7 +128,9 @@ def train(
         list[str] | None, typer.Option(help="dataset root, a folder or a URL; repeatable")
     ] = None,
     family: Families = None,
-    trials: Annotated[int, typer.Option(help="hyperparameter trials per family; 0: defaults")] = 0,
+    trials: Annotated[
+        int, typer.Option(min=0, help="hyperparameter trials per family; 0: defaults")
+    ] = 0,
     storage: Annotated[
         str | None,
         typer.Option(help="database URL of the trials, to share them among machines"),
@@ -154,6 +156,8 @@ def train(
     folder = into or out
     if folder is None or (into and out):
         raise ValueError("train needs --out, a bundle to write, or --into, one to change")
+    if storage and not trials:
+        raise ValueError(f"storage {storage!r} keeps trials: it needs --trials, 1 or more")
     where = data or ["datasets"]
     more: dict[str, Any] = {"memory": memory_bytes(memory, os.cpu_count() or 1 if address else 1)}
     if address:

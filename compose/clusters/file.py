@@ -58,6 +58,8 @@ class ClusterFile:
 
 def read_cluster(path: Path) -> ClusterFile:
     """Read a cluster file; ValueError names what is wrong in it, in one line."""
+    if not path.is_file():
+        raise ValueError(f"cluster {str(path)!r}: no such file")
     values = read_facts(path)
     if unknown := sorted(map(str, values.keys() - {"groups", "links"})):
         raise ValueError(f"{path}: unknown keys {unknown}; known: ['groups', 'links']")

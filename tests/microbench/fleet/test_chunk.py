@@ -28,13 +28,11 @@ def own_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     os.sched_setaffinity(0, cores)
 
 
-def test_a_chunk_that_another_attempt_finished_is_left(tmp_path: Path) -> None:
-    """An hour of work, were it not for the result at the root."""
-    done = {"chunk": "abc", "state": "done", "rows": 7}
-    store.write_atomic(tmp_path / "rows/.fleet/abc.json", json.dumps(done).encode())
-    order = ChunkOrder(
-        root=str(tmp_path / "rows"),
-        work=str(tmp_path / "work"),
+def order_at(root: Path, cores: int) -> ChunkOrder:
+    """An hour of norms on a CPU."""
+    return ChunkOrder(
+        root=str(root / "rows"),
+        work=str(root / "work"),
         name="abc",
         kind="ops",
         gpu="cpu",
@@ -42,10 +40,16 @@ def test_a_chunk_that_another_attempt_finished_is_left(tmp_path: Path) -> None:
         points={},
         seconds=3600.0,
         until=4e9,
-        cores=10_000,
+        cores=cores,
         seed=0,
     )
-    assert measure(order) == done
+
+
+def test_a_chunk_that_another_attempt_finished_is_left(tmp_path: Path) -> None:
+    """An hour of work, were it not for the result at the root."""
+    done = {"chunk": "abc", "state": "done", "rows": 7}
+    store.write_atomic(tmp_path / "rows/.fleet/abc.json", json.dumps(done).encode())
+    assert measure(order_at(tmp_path, cores=10_000)) == done
 
 
 def test_chunks_on_one_machine_have_cores_of_their_own() -> None:
@@ -62,20 +66,7 @@ def test_chunks_on_one_machine_have_cores_of_their_own() -> None:
 
 def test_a_folder_that_is_not_the_commands_gets_no_rows(tmp_path: Path) -> None:
     """A node that does not share the command's folder: what it measured would stay there."""
-    order = ChunkOrder(
-        root=str(tmp_path / "rows"),
-        work=str(tmp_path / "work"),
-        name="abc",
-        kind="ops",
-        gpu="cpu",
-        families=("norm",),
-        points={},
-        seconds=3600.0,
-        until=4e9,
-        cores=1,
-        seed=0,
-    )
-    found = measure(order)
+    found = measure(order_at(tmp_path, cores=1))
     assert found["state"] == "refused" and "give a shared one, or a URL" in found["reason"]
 
 
