@@ -36,6 +36,7 @@ from itercast.microbench.programs.program import (
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention.default
 FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
 FLASH_OPS = (FLASH, FLASH_BACKWARD)
+EAGER_PYTHON = ("module_call", "view_op", "autograd_node")  # host events of ops run one by one
 LOSS = (torch.ops.aten._log_softmax.default,)  # of logits cut by vocabulary
 
 
@@ -129,8 +130,8 @@ class ProgramLog(OpLog):
             self._made_by.append((_next_node(), 0))
             self._compiled = 0
             passes = 2 if torch.is_grad_enabled() else 1
-            calls = self.host.get("compiled_call", 0) + passes
-            self.host = counted | {"compiled_call": calls}
+            self.host |= {name: counted[name] for name in EAGER_PYTHON}
+            self.host["compiled_call"] = self.host.get("compiled_call", 0) + passes
 
     def add(self, op: str, args: Any, kwargs: Any, output: Any) -> None:
         """Log one call, and the call of a compiled function that it belongs to."""

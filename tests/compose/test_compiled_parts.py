@@ -91,6 +91,25 @@ def test_a_compiled_call_is_one_host_event_a_pass_in_place_of_pythons(tmp_path: 
     assert compiled.host["view_op"] == eager.host["view_op"] - 1
 
 
+def test_a_compiled_step_keeps_the_events_of_its_backward(tmp_path: Path) -> None:
+    """A function around forward and backward: torch breaks its graph at backward."""
+    eager = captured(tmp_path, "")
+    step = "x = torch.ones(4, 8)\n    torch.relu(head(second(first(x)))).sum().backward()"
+    whole = TRAIN.replace(step, "one(torch.ones(4, 8))")
+    how = """
+@torch.compile
+def one(x):
+    torch.relu(head(second(first(x)))).sum().backward()
+"""
+    assert "one(torch" in whole
+    (tmp_path / "train.py").write_text(whole.format(compile=how))
+    script = Script(path=tmp_path / "train.py")
+    compiled = capture_script(script, load_gpu("h100-sxm-80gb"), 1, 1, TakenBatches()).ranks[0]
+    for event in ("backward", "accumulate_grad", "zero_grad"):
+        assert compiled.host[event] == eager.host[event] > 0
+    assert compiled.host["module_call"] < eager.host["module_call"]
+
+
 def test_only_what_one_call_launches_is_fused(tmp_path: Path) -> None:
     step = captured(tmp_path, "first, second = torch.compile(first), torch.compile(second)")
     kernels = [c for c in fused(step, apart=lambda c: not c.compiled).calls if c.op == CALL]
