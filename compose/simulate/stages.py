@@ -163,8 +163,8 @@ def _sizes(plan: ParallelPlan, counted: int) -> list[int]:
     if plan.layers:
         sizes = [int(n) for n in plan.layers.split("+")]
         if sum(sizes) != counted:
-            stated, told = f"layers={plan.layers} are {sum(sizes)}", f"plan {str(plan)!r}"
-            raise ValueError(f"{told}: {stated} layers, the model has {counted}")
+            wrong, told = f"layers={plan.layers} are {sum(sizes)}", f"plan {str(plan)!r}"
+            raise ValueError(f"{told}: {wrong} layers, the model has {counted}")
         return sizes
     stated = [n for n in (plan.first, plan.last) if n]
     others, left = chunks - len(stated), counted - sum(stated)
