@@ -45,7 +45,6 @@ NHWC_GROUPS = assumed(__file__, "nhwc_groups")
 NHWC_TERMS_OF_PASS = assumed(__file__, "nhwc_terms_of_pass")
 STRIDED_INPUT_GRADIENT: float = assumed(__file__, "strided_input_gradient")
 POINTWISE_WEIGHT_GRADIENT: float = assumed(__file__, "pointwise_weight_gradient")
-VOLUME_PRODUCTS: float = assumed(__file__, "volume_products")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,8 +312,7 @@ def fallback(p: Conv, measured: Measured) -> list[Part]:
     shared = max(1, y * int(taps(p)) // x)  # taps that read the same pixel
     m, n, k = max(1, y // shared), p.out_channels * shared, p.in_channels * int(taps(p))
     product = Gemm(op="mm", m=m, n=n, k=k, layout="nt", dtype=p.dtype)
-    slow = VOLUME_PRODUCTS if volume(p) else 1.0
-    parts = [Part(family="gemm", params=product, times=times * slow)]
+    parts = [Part(family="gemm", params=product, times=times)]
     return [*parts, memory_copy(2 * int(_passes(p)) * _moved(p))] if in_nchw else parts
 
 
