@@ -208,7 +208,7 @@ def test_stages_have_the_layers_stated() -> None:
     assert layers_by_stage("pp=2,last=3") == [7, 3]
     assert layers_by_stage("pp=2,first=4,last=6") == [4, 6]
     assert layers_by_stage("pp=4,layers=1+2+3+4") == [1, 2, 3, 4]
-    with pytest.raises(ValueError, match="the model has 10 layers"):
+    with pytest.raises(ValueError, match="are 9 layers, the model has 10"):
         layers_by_stage("pp=2,layers=4+5")
     for text in ("pp=4,first=8,last=1", "pp=2,first=4,last=5"):
         with pytest.raises(ValueError, match="10 layers leave 1 for"):
