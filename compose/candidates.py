@@ -24,7 +24,6 @@ from itercast.compose.forecast import Forecast, rank_of, report
 from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.product_roles import alias_weight_casts
 from itercast.compose.graph.sizes import CapturesBySize
-from itercast.compose.parallel.captured_tables import captured_tables
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.ep import expert_weights
 from itercast.compose.pricing.collectives import cluster, gpus_per_domain
@@ -34,6 +33,7 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import evaluate, quick_us
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stage_rank import chunks_of, memory
+from itercast.compose.tables.captured import captured_tables
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.opcall import StepCapture

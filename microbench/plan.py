@@ -20,7 +20,7 @@ QUANTISED, DCT = ("int8", "fp8", "int4"), "dct"  # of compress
 V_SHAPED = ("zbv", "dualpipev")  # schedules
 GREEDY = "greedy"  # of shard
 # Keys that plans with shard may have: they act on what is not a table, or on one rank.
-WITH_SHARD = ("dp", "zero", "hsdp", "ep", "amp", "compress", "local", "node", "nodes")
+WITH_SHARD = ("dp", "zero", "hsdp", "ep", "amp", "compress", "local", "tables", "node", "nodes")
 DEFAULT_CHUNKS = 8  # of coconet=...,overlap
 MOST = 99_999_999  # ranks or micro-batches of one kind
 FLAG = "a flag has no value"  # in place of a reader
@@ -176,6 +176,8 @@ class ParallelPlan:
     coconet: str = _key(_transforms, "", "prices")
     shard: str = _key(_text(f"is {GREEDY} or a JSON file of a sharding"), "", "")
     shard_group: int = _behind("shard", _integer(2, MOST), 0, "")  # ranks that share tables; 0: all
+    tables: str = _key(_one_of("uvm", "ssd"), "", "")  # where embedding tables lie; "": in HBM
+    cached: float = _behind("tables", _share, 0.0, "")  # of their rows in HBM, the hottest
     node: str = _key(_text("needs a name or a YAML file"), "", "")
     nodes: int = _key(_degree, 0, "")  # 0: as many as the ranks need
 
@@ -350,8 +352,10 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     yield bool(p.coconet) and not plain, "coconet rewrites DDP: no zero, gossip or cdp"
     yield bool(p.coconet) and "split" not in p.coconet, "coconet starts with split"
     yield "fuse" in p.coconet and "reorder" not in p.coconet, "coconet: fuse needs reorder"
-    yield p.shard != "" and p.dp == 1, "shard spreads tables over dp ranks: dp > 1"
-    keys = {*WITH_SHARD, "shard", "shard_group", "imbalance", "micro"}
+    one = p.dp == 1 and p.tables == ""
+    yield p.shard != "" and one, "shard spreads tables over dp ranks: dp > 1, or tables=uvm or ssd"
+    yield not 0 <= p.cached <= 1, f"a cache holds from 0 to 1 of a table's rows, got {p.cached}"
+    keys = {*WITH_SHARD, "shard", "shard_group", "imbalance", "micro", "cached"}
     alone = keys.issuperset(p.stated) and p.microbatches == 1
     yield p.shard != "" and not alone, f"shard goes with {', '.join(WITH_SHARD)} alone"
     groups = p.dp % p.table_ranks != 0

@@ -31,6 +31,7 @@ ROOMS = {
     "learners": ("features", "models", "transfer", ""),
     "compose": (
         "graph",
+        "tables",
         "parallel",
         "pricing",
         "simulate",

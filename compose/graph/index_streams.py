@@ -39,9 +39,12 @@ def with_index_streams(capture: StepCapture, streams: Sequence[IndexStream]) -> 
     for i, p in bags.items():
         if p.op == "backward" and waiting[_sizes(p)]:
             of_call[i] = of_call[waiting[_sizes(p)].pop()]
+    if len(streams) == 1 and streams[0] != IndexStream():  # without bags: for caches alone
+        rows = (i for i, call in enumerate(capture.calls) if call.op == "aten.embedding.default")
+        drawn |= dict.fromkeys(rows, streams[0])
     calls = tuple(
-        replace(call, kwargs={**call.kwargs, "stream": of_call[i], "drawn": drawn.get(i)})
-        if of_call.get(i)
+        replace(call, kwargs={**call.kwargs, "stream": of_call.get(i, {}), "drawn": drawn.get(i)})
+        if of_call.get(i) or (i in drawn and i not in bags)
         else call
         for i, call in enumerate(capture.calls)
     )

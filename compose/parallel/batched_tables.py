@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from itercast.compose.parallel.captured_tables import CapturedTable, Lookup
-from itercast.compose.parallel.table_work import TableWork, shard_stream
+from itercast.compose.parallel.table_work import TableWork
 from itercast.compose.parallel.tables import RankStep
+from itercast.compose.tables.captured import CapturedTable, Lookup
+from itercast.compose.tables.tiers import shard_stream
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.stack import TableSoftware
 from itercast.microbench.iterations.sharded_model import Shard
@@ -136,6 +137,7 @@ class BatchedStep(RankStep):
 
     def distribute_and_look_up(self, pooled: Sequence[TensorSpec]) -> None:
         """Add own lookups, the exchange of vectors, and that of the next step's row numbers."""
+        self._part("fetch rows")
         self.made.calls += self.lookups
         self._part("send vectors", received=pooled)
         self._part("send numbers", received=[self._buffer(1)])  # which this step does not read

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.plan import GREEDY, ParallelPlan
 
 VISIBLE_FRAC: float = assumed(__file__, "visible_frac")
 CONTEXT_BYTES: float = assumed(__file__, "context_bytes")
@@ -24,3 +24,8 @@ def room_bytes(gpu: Gpu, plan: ParallelPlan) -> int:
     pairs = (plan.ep > 1) + bool(plan.shard)
     taken = CONTEXT_BYTES + communicators * NCCL_BYTES["rings"] + pairs * NCCL_BYTES["pairs"]
     return max(0, int((VISIBLE_FRAC * gpu.hbm_bytes - taken) / RESERVED_OVER_ALLOCATED))
+
+
+def table_room_bytes(gpu: Gpu, ranks: int) -> int:
+    """``room_bytes`` of a rank's GPU where tables are spread over so many ranks."""
+    return room_bytes(gpu, ParallelPlan(dp=ranks, shard=GREEDY if ranks > 1 else ""))

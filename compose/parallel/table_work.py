@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from itercast.compose.parallel.captured_tables import BAGS, ROWS, CapturedTable, Lookup
-from itercast.compose.parallel.placement import (
+from itercast.compose.tables.captured import BAGS, ROWS, CapturedTable, Lookup
+from itercast.compose.tables.placement import (
     INDEX_BYTES,
     Sharding,
-    Table,
     length_bytes,
     message_bytes,
     shards,
 )
+from itercast.compose.tables.tiers import moved_bytes, shard_stream
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.iterations.sharded_model import Shard
 from itercast.microbench.opcall import OpCall, TensorSpec
@@ -35,6 +35,7 @@ PHASES: Mapping[str, str] = {
     "pack numbers": "forward",
     "send numbers": "forward",
     "sort numbers": "forward",
+    "fetch rows": "forward",
     "look up": "forward",
     "pack vectors": "forward",
     "send vectors": "forward",
@@ -49,18 +50,6 @@ LOOPS = (  # of small ops, by part
     ("join vectors", ("joined",)),
     ("update tables", ("updated",)),
 )
-
-
-def shard_stream(table: Table, rows: int, samples: int) -> Row:
-    """Statistics of the row numbers looked up in a shard: parameters of ``EmbeddingBag`` by name.
-
-    A shard with a part of the table's rows gets that part of its distinct rows.
-    """
-    facts = table.stream.facts(table.rows, samples) if table.pooled else {}
-    if rows < table.rows and "unique" in facts:
-        facts["unique"] = max(1, round(facts["unique"] * rows / table.rows))
-    facts.pop("lookups", None)
-    return facts
 
 
 def lookup_calls(
@@ -156,12 +145,14 @@ class TableWork:
 
     ``mine``: the shards that it holds. By part of the step (``PHASES``), in bytes: what it copies,
     and the messages that all ranks exchange; and its small ops (``SMALL_OPS``; none on a GPU).
+    ``fetched``: bytes by tier and kind (``tiers``), before the lookups.
     """
 
     mine: Sequence[tuple[Shard, Lookup]]
     copied: Mapping[str, Sequence[float]]
     sent: Mapping[str, Sequence[float]]
     small_ops: Mapping[str, int]
+    fetched: Mapping[tuple[str, str], float]
 
     @property
     def own(self) -> Sequence[tuple[Shard, Lookup]]:
@@ -170,7 +161,12 @@ class TableWork:
 
 
 def table_work(
-    held: Sequence[tuple[Shard, Lookup]], rank: int, ranks: int, *, on_cpu: bool
+    held: Sequence[tuple[Shard, Lookup]],
+    rank: int,
+    ranks: int,
+    *,
+    on_cpu: bool,
+    optimizer: str = "none",
 ) -> TableWork:
     """The work of one rank; a message takes as long as the most that any rank sends or receives."""
     moved, spread = traffic(held, ranks), [(s, x) for s, x in held if not s.local]
@@ -189,8 +185,10 @@ def table_work(
     counts = {"sent": len(spread) - len(cut), "sent_in_parts": len(cut), "held": own}
     counts |= {"joined": len(spread), "updated": own}
     small_ops = {part: sum(SMALL_OPS[k] * counts[k] for k in kinds) for part, kinds in LOOPS}
+    mine = [(s, x) for s, x in held if s.rank == rank]
     return TableWork(
-        mine=[(s, x) for s, x in held if s.rank == rank],
+        mine=mine,
+        fetched=moved_bytes(mine, ranks, optimizer),
         copied={
             "pack numbers": [*chosen, lengths + numbers],
             "pack vectors": [packed],

@@ -3,7 +3,8 @@
 The rank's step:
 
 1. its samples' row numbers go to the ranks that hold the rows (all_to_all);
-2. it looks its shards up for the samples of all ranks;
+2. it looks its shards up for the samples of all ranks; rows that lie outside of the GPU's memory
+   are fetched before (``tiers``);
 3. pooled vectors go back (all_to_all) beside all that needs none of them;
 4. the rest of the forward pass, and backward down to the gradients of pooled vectors;
 5. these go to the shards (all_to_all) beside the rest of backward;
@@ -22,12 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from itercast.compose.graph.rewrite import StepBuilder, collective, fresh_storages
-from itercast.compose.parallel.captured_tables import (
-    CapturedTable,
-    OptimizerLists,
-    gradient_calls,
-)
-from itercast.compose.parallel.placement import Sharding
 from itercast.compose.parallel.table_work import (
     PHASES,
     SPARSE_BACKWARD,
@@ -37,6 +32,12 @@ from itercast.compose.parallel.table_work import (
     lookup_calls,
     table_work,
 )
+from itercast.compose.tables.captured import (
+    CapturedTable,
+    OptimizerLists,
+    gradient_calls,
+)
+from itercast.compose.tables.placement import Sharding
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.ops.step.host import REPEATED
 
@@ -63,7 +64,7 @@ class RankStep:
 
     def distribute_and_look_up(self, pooled: Sequence[TensorSpec]) -> None:
         """Add the exchange of row numbers, own lookups, and the exchange of ``pooled`` vectors."""
-        for part in ("pack numbers", "send numbers", "sort numbers"):
+        for part in ("pack numbers", "send numbers", "sort numbers", "fetch rows"):
             self._part(part)
         self._part("look up", [forward for forward, _ in self.own])
         self._part("pack vectors")
@@ -103,6 +104,8 @@ class RankStep:
                 "all_to_all", "tables", self._buffer(nbytes), "", received=tuple(received)
             )
             self._add([message] if nbytes else [], part)
+        for (tier, kind), nbytes in (self.work.fetched if part == "fetch rows" else {}).items():
+            self._add([collective(kind, tier, self._buffer(nbytes), "")], part)
 
     def _add(self, calls: Sequence[OpCall], part: str) -> None:
         self.made.calls += [replace(c, phase=PHASES[part], module=part) for c in calls]
@@ -137,8 +140,9 @@ def rank_step(
     if not spread:
         return capture
     held, row = held_shards(tables, sharding, per_node), in_a_row(tables, ranks, on_cpu=on_cpu)
-    work = table_work(held, rank, ranks, on_cpu=on_cpu)
-    step = kind(capture, work, ranks, optimizer or capture.optimizer, row)
+    optimizer = optimizer or capture.optimizer
+    work = table_work(held, rank, ranks, on_cpu=on_cpu, optimizer=optimizer)
+    step = kind(capture, work, ranks, optimizer, row)
     gone = _CallsOfTables.of(capture, spread)
     updates = OptimizerLists(capture.calls, gone.storages)
     for i, call in enumerate(capture.calls):

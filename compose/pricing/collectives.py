@@ -18,6 +18,7 @@ import pandas as pd
 
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedShares, PricedOp
+from itercast.compose.tables.tiers import RATES, TIERS, tier_us
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, Node
 from itercast.microbench.hardware.spec import Gpu
@@ -166,6 +167,7 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
       replicas of its experts.
     - ``tables``: ranks that share embedding tables, the inner part of dp; ``table_replicas``: those
       that have the same part of them.
+    - ``uvm``, ``ssd``: a rank and its host, or its drive (``itercast.compose.tables.tiers``).
     - ``intra_node``: two ranks of one node; ``inter_node``: two of different nodes; ``near``: the
       ranks of ``shard`` in one node; ``world``: all.
 
@@ -191,6 +193,7 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     }
     groups["intra_node"] = Group(size=2, per_node=2)
     groups["inter_node"] = Group(size=2, per_node=1)
+    groups |= dict.fromkeys(TIERS, Group(size=1, per_node=1))
     groups["near"] = replace(groups["shard"], size=groups["shard"].per_node)
     return Cluster(gpu=gpu, node=node, gpus_per_node=per_node, groups=groups)
 
@@ -250,6 +253,12 @@ def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) ->
     if not fresh:
         return
     on_cpu = where.gpu.kind == "cpu"
+    for message, group in [one for one in fresh if one[0].axis in TIERS]:
+        us = tier_us(message.axis, message.kind, message.message_bytes, where.gpu)
+        book.sent[message, group, node] = _priced(
+            message, UNMODELLED, us, ((RATES[message.axis], 1.0),)
+        )
+        fresh.remove((message, group))
     wanted = list(dict.fromkeys([*fresh, *map(_empty, fresh if on_cpu else ())]))
     learned = "collective" in book.models
     made = _learned(wanted, book, where) if learned else (_by_formula(*x, where) for x in wanted)

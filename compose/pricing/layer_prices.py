@@ -34,6 +34,7 @@ from itercast.compose.pricing.rank_graph import RankGraph, rank_graph, until_rea
 from itercast.compose.pricing.recompute import Recomputed, recomputed
 from itercast.compose.pricing.sharded_tables import slowest_rank
 from itercast.compose.pricing.work import Step, Work, fold, side_by_side_us
+from itercast.compose.tables.tiers import with_frozen_tables_in
 from itercast.microbench.opcall import OpCall, Places, StepCapture
 from itercast.microbench.plan import ParallelPlan
 
@@ -156,9 +157,16 @@ def price_model(
     if plan.shard:
         sharded = slowest_rank(capture, plan, book, where)
         model = price_model(
-            sharded.step, replace(plan, shard="", shard_group=0, local=0), book, where
+            sharded.step,
+            replace(plan, shard="", shard_group=0, local=0, tables="", cached=0.0),
+            book,
+            where,
         )
         return replace(model, added_bytes=sharded.added_bytes)
+    if plan.tables:
+        step, added = with_frozen_tables_in(capture, plan.tables, plan.cached)
+        model = price_model(step, replace(plan, tables="", cached=0.0), book, where)
+        return replace(model, added_bytes=added)
     groups = tuple(where.groups[axis] for axis in ("tp", "cp", "ep"))
     models = _models(capture)
     key = (plan.expert_tp, plan.parts("prices"), groups, where.node, book)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -11,10 +11,18 @@ import numpy as np
 
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.parallel.batched_tables import BatchedStep, as_stored, batched_calls
-from itercast.compose.parallel.captured_tables import CapturedTable, captured_tables
-from itercast.compose.parallel.device_memory import room_bytes
-from itercast.compose.parallel.greedy import Way, balanced, placements
-from itercast.compose.parallel.placement import (
+from itercast.compose.parallel.device_memory import table_room_bytes
+from itercast.compose.parallel.table_work import in_a_row, lookup_calls
+from itercast.compose.parallel.tables import RankStep, rank_step
+from itercast.compose.pricing.collectives import Cluster
+from itercast.compose.pricing.optimizer import STATE_COPIES
+from itercast.compose.pricing.price_book import PriceBook
+from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable
+from itercast.compose.tables.captured import CapturedTable, captured_tables
+from itercast.compose.tables.greedy import Way, balanced, placements
+from itercast.compose.tables.placement import (
+    HBM,
+    UVM,
     Placement,
     Sharding,
     check_sharding,
@@ -23,16 +31,14 @@ from itercast.compose.parallel.placement import (
     message_bytes,
     shards,
 )
-from itercast.compose.parallel.table_work import in_a_row, lookup_calls
-from itercast.compose.parallel.tables import RankStep, rank_step
-from itercast.compose.pricing.collectives import Cluster
-from itercast.compose.pricing.optimizer import STATE_COPIES
-from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable
+from itercast.compose.tables.tiers import fetched_us
 from itercast.microbench.hardware.stack import TableSoftware, stack_of_row
 from itercast.microbench.iterations.sharded_model import Shard
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import GREEDY, ParallelPlan
+
+# no assumption: shares of rows in a cache that are tried
+CACHED = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 0.001)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +47,7 @@ class ShardedRank:
 
     step: StepCapture
     added_bytes: Mapping[str, int]
+    outside: bool = False  # whether tables lie in other memory than the GPU's
 
 
 def slowest_rank(
@@ -48,9 +55,13 @@ def slowest_rank(
 ) -> ShardedRank:
     """The slowest rank of a plan with ``shard``; ValueError where it does not fit the tables."""
     text = None if plan.shard == GREEDY else _text(plan)
+    tier = (plan.tables, plan.cached) if plan.tables else None
     per_node, rate = where.groups["tables"].per_node, where.slowest_bytes_per_s("tables")
     try:
-        return _slowest_rank(capture, text, plan.table_ranks, per_node, rate, book)
+        found = _slowest_rank(capture, text, tier, plan.table_ranks, per_node, rate, book)
+        if plan.table_ranks < plan.dp and found.outside:
+            raise ValueError("copies of tables outside HBM are not averaged: shard without a group")
+        return found
     except ValueError as exc:
         raise ValueError(f"plan {str(plan)!r}: {exc}") from None
 
@@ -65,11 +76,17 @@ def _text(plan: ParallelPlan) -> str:
 
 @cached_by_identity
 def _slowest_rank(
-    capture: StepCapture, text: str | None, ranks: int, per_node: int, rate: float, book: PriceBook
+    capture: StepCapture,
+    text: str | None,
+    tier: tuple[str, float] | None,
+    ranks: int,
+    per_node: int,
+    rate: float,
+    book: PriceBook,
 ) -> ShardedRank:
     """The slowest rank under the sharding of a text in torchrec's form; greedy where it is None.
 
-    ``rate``: bytes/s of a rank's slowest link to others.
+    ``rate``: bytes/s of a rank's slowest link to others; ``tier``: where all tables lie.
     """
     software = table_software(book)
     tables = as_stored(captured_tables(capture), software)
@@ -82,19 +99,26 @@ def _slowest_rank(
         check_sharding(sharding, [t.table for t in tables], ranks, per_node)
     else:
         sharding = times.greedy(state)
+    if tier is not None:
+        inside = (p.kind == "data_parallel" for p in sharding)
+        pairs = zip(sharding, inside, strict=True)
+        sharding = tuple(p if x else replace(p, tier=tier[0], cached=tier[1]) for p, x in pairs)
     rank = times.slowest(sharding)
     kind = BatchedStep if software.batched else RankStep
     spread = [kind.batched or p.kind != "data_parallel" for p in sharding]
     shared = [t.table for t, s in zip(tables, spread, strict=True) if s]
     placed = tuple(p for p, s in zip(sharding, spread, strict=True) if s)
     weights = memory_bytes(placed, shared, 0.0, ranks, per_node)
+    within = tuple(replace(p, cached=1.0) for p in placed)
+    whole = memory_bytes(within, shared, 0.0, ranks, per_node)
     on_cpu = book.gpu.kind == "cpu"
     return ShardedRank(
         step=rank_step(capture, tables, sharding, rank, ranks, per_node, on_cpu=on_cpu, kind=kind),
         added_bytes={
-            "parameters": max(weights) - weights[rank],
+            "parameters": max(weights) - whole[rank],
             "optimizer": round(state * max(weights)),
         },
+        outside=weights != whole,
     )
 
 
@@ -103,12 +127,21 @@ def table_software(book: PriceBook) -> TableSoftware:
     return TableSoftware() if book.gpu.kind == "cpu" else stack_of_row(book.stack).tables
 
 
+def _less_cached(place: Placement) -> Placement | None:
+    """The placement with the next smaller cache; None where there is none."""
+    smaller = [share for share in CACHED if share < place.cached]
+    if place.kind == "data_parallel" or not smaller:
+        return None
+    return replace(place, tier=UVM if place.tier == HBM else place.tier, cached=smaller[0])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardTime:
     """What a shard adds to its rank: its lookups, its update, and messages.
 
     The rank receives row numbers of the other ranks' samples and sends their pooled vectors; as
     many bytes of gradients come back. Of a copy the gradients of all rows are summed over ranks.
+    ``sent_us`` has the rows fetched from other memory, too.
     """
 
     forward: tuple[PricedOp, ...]
@@ -145,11 +178,11 @@ class ShardTimes:
         self.per_node, self.rate, self.book = per_node, rate, book
         self.batched = table_software(book).batched
         self.row = in_a_row(tables, ranks, on_cpu=book.gpu.kind == "cpu")
-        self.known: dict[tuple[int, int, int, bool], ShardTime] = {}
+        self.known: dict[tuple[object, ...], ShardTime] = {}
 
     def of(self, held: Sequence[Shard]) -> list[ShardTime]:
         """The time of each shard; those not known yet are priced in one call per family."""
-        keys = [(s.table, s.rows, s.columns, s.local) for s in held]
+        keys = [(s.table, s.rows, s.columns, s.local, s.tier, s.cached) for s in held]
         fresh = {key: s for key, s in zip(keys, held, strict=True) if key not in self.known}
         wanted = {key: self._wanted(s) for key, s in fresh.items()}
         self.book.prefetch([w for ops in wanted.values() for w in (*ops[0], *ops[1])])
@@ -157,7 +190,7 @@ class ShardTimes:
             self.known[key] = ShardTime(
                 forward=tuple(self.book.price(forward)),
                 backward=tuple(self.book.price(backward)),
-                sent_us=1e6 * self._sent_bytes(fresh[key]) / self.rate,
+                sent_us=self._sent_us(fresh[key]) + self._fetched_us(fresh[key]),
             )
         return [self.known[key] for key in keys]
 
@@ -187,9 +220,40 @@ class ShardTimes:
         first = [self.placed(i, p)[0] for i, mine in enumerate(places) for p in mine]
         us = iter([time.total_us for time in self.of(first)])
         ways = [[Way(place, next(us)) for place in mine] for mine in places]
-        plan = ParallelPlan(dp=self.ranks, shard=GREEDY)
-        limit_bytes = room_bytes(self.book.gpu, plan)
-        return balanced(listed, ways, self.ranks, self.per_node, limit_bytes, state)
+        limit_bytes = table_room_bytes(self.book.gpu, self.ranks)
+        found = balanced(listed, ways, self.ranks, self.per_node, limit_bytes, state)
+        return self.tiered(found, state, limit_bytes)
+
+    def tiered(self, sharding: Sharding, state: float, limit_bytes: float) -> Sharding:
+        """The sharding with tables in host memory as long as a rank's GPU holds too much.
+
+        One step caches less of the table of the fullest rank that this costs least per byte.
+        """
+        listed, found = [t.table for t in self.tables], list(sharding)
+        if self.book.gpu.pcie_bytes_per_s == 0:
+            return sharding
+        while True:
+            used = memory_bytes(found, listed, state, self.ranks, self.per_node)
+            rank = int(np.argmax(used))
+            less = {i: _less_cached(p) for i, p in enumerate(found) if rank in p.ranks}
+            steps = {i: p for i, p in less.items() if p is not None}
+            if used[rank] <= limit_bytes or not steps:
+                return tuple(found)
+            costs = {i: self._per_byte(i, found[i], p) for i, p in steps.items()}
+            best = min(costs, key=lambda i: costs[i])
+            found[best] = steps[best]
+
+    def _per_byte(self, table: int, now: Placement, less: Placement) -> float:
+        """Time that a table's first shard takes more with a smaller cache, by byte of its rows."""
+        (a, *_), (b, *_) = self.placed(table, now), self.placed(table, less)
+        row_bytes = self.tables[table].table.row_bytes
+        return (self._fetched_us(b) - self._fetched_us(a)) / (
+            (a.cached - b.cached) * a.rows * row_bytes
+        )
+
+    def _fetched_us(self, shard: Shard) -> float:
+        held = [(shard, x) for x in self.tables[shard.table].lookups]
+        return fetched_us(held, self.ranks, self.optimizer, self.book.gpu)
 
     def _wanted(self, shard: Shard) -> tuple[list[Priceable], list[Priceable]]:
         """Ops of a shard's lookups, and of its update."""
@@ -203,8 +267,8 @@ class ShardTimes:
             backward += [priceable(c) for c in back]
         return forward, backward
 
-    def _sent_bytes(self, shard: Shard) -> float:
-        """Bytes of messages between a shard and other ranks."""
+    def _sent_us(self, shard: Shard) -> float:
+        """Time of messages between a shard and other ranks."""
         trains, others = self.optimizer != "none", self.ranks - 1
         found = 0.0
         for x in self.tables[shard.table].lookups:
@@ -212,4 +276,4 @@ class ShardTimes:
             gradient_bytes = shard.rows * shard.columns * x.table.sent_bytes
             summed = trains * 2 * others / self.ranks * gradient_bytes
             found += summed if shard.local else others * (numbers + (1 + trains) * vectors)
-        return found
+        return 1e6 * found / self.rate

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from itercast.compose.forecast import rank_of
-from itercast.compose.parallel.device_memory import room_bytes
-from itercast.compose.parallel.placement import Sharding, check_sharding, memory_bytes
+from itercast.compose.parallel.device_memory import table_room_bytes
 from itercast.compose.parallel.tables import rank_step
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import prefetch_steps, price_model
@@ -23,13 +22,15 @@ from itercast.compose.sharding.step import dlrm_step, tables_of
 from itercast.compose.sharding.tables import STATE_PER_WEIGHT, RankingModel
 from itercast.compose.simulate.iteration import evaluate, quick_us
 from itercast.compose.simulate.rank import Rank
+from itercast.compose.tables.placement import Sharding, check_sharding, memory_bytes
 from itercast.compose.target import Target
 from itercast.microbench.opcall import StepCapture
-from itercast.microbench.plan import GREEDY, ParallelPlan
+from itercast.microbench.plan import ParallelPlan
 
 # The step of an iteration that each part of ``table_work.PHASES`` belongs to.
 STEP_OF_PART: Mapping[str, str] = {
     **dict.fromkeys(("pack numbers", "send numbers", "sort numbers"), "distribute inputs"),
+    "fetch rows": "fetch rows",
     **dict.fromkeys(("look up", "pack vectors"), "look up"),
     "send vectors": "exchange pooled vectors",
     "send gradients": "exchange gradients",
@@ -37,6 +38,7 @@ STEP_OF_PART: Mapping[str, str] = {
 BESIDE = {"send vectors": "bottom perceptron", "send gradients": "bottom perceptron, backward"}
 STEPS = (
     "distribute inputs",
+    "fetch rows",
     "look up",
     "exchange pooled vectors",
     "bottom perceptron",
@@ -74,7 +76,7 @@ class Forecaster:
         self.target = replace(target, plan=plan, threads=threads)
         self.book = price_book(target.bundle, gpu, threads, target.stack, target.host)
         self.where = cluster(plan, gpu, target.node)
-        self.room_bytes = room_bytes(gpu, replace(plan, shard=GREEDY))
+        self.room_bytes = table_room_bytes(gpu, world_size)
         self.per_node = self.where.groups["tables"].per_node
         self.step = dlrm_step(model)
         self.tables = tables_of(self.step, model)
@@ -137,7 +139,7 @@ class Forecaster:
             part = calls[i].module
             if part in STEP_OF_PART:
                 steps[STEP_OF_PART[part]] += us
-                sent_us += us if part.startswith("send") else 0.0
+                sent_us += us if part.startswith(("send", "fetch")) else 0.0
             if part in BESIDE:
                 beside = until_read(i, calls)
                 steps[BESIDE[part]] += sum(lane_us.get(at, 0.0) for at in beside)

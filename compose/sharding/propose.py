@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from itercast.compose.parallel.greedy import MIN_COLUMNS, greedy
-from itercast.compose.parallel.placement import Placement, Sharding, Table
 from itercast.compose.sharding.forecast import Forecaster, ShardingForecast
 from itercast.compose.sharding.tables import STATE_PER_WEIGHT, RankingModel
+from itercast.compose.tables.greedy import MIN_COLUMNS, greedy
+from itercast.compose.tables.placement import HBM, Placement, Sharding, Table
 from itercast.microbench.assumptions import assumed
 
 DIM_PENALTY: Mapping[int, float] = assumed(__file__, "dim_penalty")
@@ -152,7 +152,10 @@ def _balanced(forecast: ShardingForecast, forecaster: Forecaster) -> list[Shardi
 
     mine = [i for i in range(len(sharding)) if loads[i][fullest] > 0]
     for i in mine:
-        for place in _moves(i, forecaster, idle):
+        for move in _moves(i, forecaster, idle):
+            kept = sharding[i]
+            copies = move.kind == "data_parallel"
+            place = move if copies else replace(move, tier=kept.tier, cached=kept.cached)
             if place != sharding[i]:
                 add({i: place})
         for other, place in enumerate(sharding):
@@ -168,7 +171,7 @@ def _load(number: int, place: Placement, forecaster: Forecaster, in_time: bool) 
     """By rank, the time in us that a placed table adds, or its bytes."""
     load, held = np.zeros(forecaster.world_size), forecaster.times.placed(number, place)
     for shard, time in zip(held, forecaster.times.of(held), strict=True):
-        load[shard.rank] += time.total_us if in_time else shard.rows * shard.columns
+        load[shard.rank] += time.total_us if in_time else shard.cached * shard.rows * shard.columns
     return load
 
 
@@ -196,12 +199,16 @@ def choose(
     """Forecasts all proposals and the ``given`` sharding, by name; fastest first.
 
     "search" is the better of two local searches: from the fastest proposal, and from the fastest
-    that cuts no table. Shardings that do not fit the memory come last.
+    that cuts no table. Where none fits the GPUs' memory, tables go to the hosts'. Shardings that do
+    not fit come last.
     """
     proposed = list(proposals(forecaster, seed))
     if given is not None:
         proposed.append(Proposal(name="given", sharding=given))
     forecasts = forecaster.forecasts([p.sharding for p in proposed])
+    if not any(f.fits and all(p.tier == HBM for p in f.sharding) for f in forecasts):
+        proposed = [_cached(p, forecaster) for p in proposed]
+        forecasts = forecaster.forecasts([p.sharding for p in proposed])
     order = sorted(zip((p.name for p in proposed), forecasts, strict=True), key=_rank_key)
     if forecaster.world_size > 1:
         whole = [f for _, f in order if {p.kind for p in f.sharding} == {"table_wise"}]
@@ -209,6 +216,14 @@ def choose(
         searched = min((improve(f, forecaster) for f in starts.values()), key=_score)
         order = sorted([*order, ("search", searched)], key=_rank_key)
     return order
+
+
+def _cached(proposal: Proposal, forecaster: Forecaster) -> Proposal:
+    """The proposal with as many rows in host memory as its GPUs do not hold."""
+    state = STATE_PER_WEIGHT[forecaster.model.optimizer]
+    found = forecaster.times.tiered(proposal.sharding, state, forecaster.room_bytes)
+    changed = found != proposal.sharding
+    return Proposal(name=proposal.name + ", host" * changed, sharding=found)
 
 
 def _rank_key(entry: tuple[str, ShardingForecast]) -> tuple[bool, float]:

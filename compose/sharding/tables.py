@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from itercast.compose.parallel.placement import Table
+from itercast.compose.tables.placement import Table
 from itercast.microbench.ops.lookup.index_streams import IndexStream, parse_indices
 from itercast.microbench.store import Facts
 from itercast.microbench.yaml_text import load_yaml

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from itercast.compose.parallel.placement import Sharding
 from itercast.compose.sharding.forecast import Forecaster
 from itercast.compose.sharding.propose import (
     greedy_by,
@@ -19,6 +18,7 @@ from itercast.compose.sharding.propose import (
     torchrec_us,
 )
 from itercast.compose.sharding.tables import RankingModel
+from itercast.compose.tables.placement import Sharding
 from itercast.compose.target import find_target
 from itercast.eval.recommenders.measure import measure
 from itercast.eval.recommenders.tasks import Candidate, any_configuration, any_sharding, heavy_task

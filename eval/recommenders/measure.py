@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from itercast.compose.parallel.placement import shards
+from itercast.compose.tables.placement import shards
 from itercast.eval.recommenders.tasks import Candidate
 from itercast.microbench.iterations.sharded_model import MeasuredTable, ShardedModel
 from itercast.microbench.processes.ranks import start_ranks, threads_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from itercast.compose.parallel.placement import Placement
+from itercast.compose.tables.placement import Placement
 from itercast.microbench.ops import families, find_family
 from itercast.microbench.ops.family import Point, log_uniform
 from itercast.microbench.ops.lookup import embedding_bag, sparse_update

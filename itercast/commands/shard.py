@@ -39,10 +39,10 @@ def shard(
     as_json: Json = False,
 ) -> None:
     """Rank shardings of embedding tables by forecast iteration time; nothing is run."""
-    from itercast.compose.parallel.placement import to_torchrec
     from itercast.compose.sharding.forecast import Forecaster
     from itercast.compose.sharding.propose import choose
     from itercast.compose.sharding.tables import read_model
+    from itercast.compose.tables.placement import to_torchrec
     from itercast.compose.target import find_target
     from itercast.microbench.store import write_atomic
 
@@ -69,7 +69,7 @@ def shard(
 
 
 def _given(path: Path, model: Any) -> Any:
-    from itercast.compose.parallel.placement import from_torchrec
+    from itercast.compose.tables.placement import from_torchrec
 
     try:
         return from_torchrec(path.read_text(), model.tables)

@@ -11,7 +11,8 @@ from itercast.microbench.store import Row
 class Shard:
     """The part of a table on one rank: rows from ``first_row``, columns from ``first_column``.
 
-    A ``local`` one is a copy that a rank looks up for its own samples only.
+    A ``local`` one is a copy that a rank looks up for its own samples only. Of one that lies in
+    another ``tier`` of memory than a GPU's own, a share ``cached`` of the rows is there too.
     """
 
     table: int
@@ -21,6 +22,8 @@ class Shard:
     first_column: int
     columns: int
     local: bool = False
+    tier: str = "hbm"
+    cached: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from itercast.compose.parallel.placement import Placement
+from itercast.compose.tables.placement import Placement
 from itercast.eval.recommenders.judge import (
     Bench,
     Choice,

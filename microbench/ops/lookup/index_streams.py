@@ -27,7 +27,7 @@ from itercast.microbench.slow_imports import torch
 
 MAX_SKEW = 10.0
 UNREADABLE = (RuntimeError, EOFError, OSError, KeyError)
-ZIPF = re.compile(r"zipf:(\S+)")
+ZIPF = re.compile(r"zipf:([^:\s]+)(:distinct)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +53,11 @@ class Lookups:
 class IndexStream:
     """Where a table's row numbers come from: drawn with a Zipf exponent, or ``lookups`` of a file.
 
-    ``skew`` 0 is uniform.
+    ``skew`` 0 is uniform. ``distinct``: each row is looked up once, as vertices of a sampled graph.
     """
 
     skew: float = 0.0
+    distinct: bool = False
     lookups: Lookups | None = None
 
     def facts(self, rows: int, bags: int) -> dict[str, Any]:
@@ -80,7 +81,7 @@ class IndexStream:
 
 
 def parse_indices(spec: str) -> Sequence[IndexStream]:
-    """Parse which rows are looked up: ``uniform``, ``zipf:EXPONENT``, or a file of lookups.
+    """Parse which rows are looked up: ``uniform``, ``zipf:EXPONENT[:distinct]``, or a file.
 
     The first two give one stream, for all tables; a file gives one per table, in its order.
     ValueError for any other text.
@@ -88,7 +89,7 @@ def parse_indices(spec: str) -> Sequence[IndexStream]:
     if spec == "uniform":
         return (IndexStream(),)
     if found := ZIPF.fullmatch(spec):
-        return (IndexStream(skew=_skew(spec, found[1])),)
+        return (IndexStream(skew=_skew(spec, found[1]), distinct=found[2] is not None),)
     path = Path(spec)
     if not path.is_file():
         raise ValueError(f"indices {spec!r}: allowed are uniform, zipf:EXPONENT, or a file")

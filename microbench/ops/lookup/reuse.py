@@ -22,6 +22,7 @@ MOST = np.concatenate([2.0 ** np.arange(BINS - 1), [LAST]])
 DIGITS = 4  # of the shares in a text
 POISSON_TERMS = 4  # counts up to which the Poisson distribution is summed exactly
 LOGISTIC = 1.702  # no assumption: logistic slope nearest to the normal distribution function
+MOST_DRAWS, HALVINGS = 1e4, 40  # of a search for a number of draws
 CHUNK = 8192  # rows of a table of parameters whose histograms are expected at once
 
 
@@ -115,6 +116,40 @@ def _missed(
     kept = np.clip(cache_rows - (np.cumsum(width, axis=-1) - width), 0.0, width)
     missed = (kept * seen + (width - kept) * drawn * chance).sum(axis=-1)
     return np.asarray(np.minimum(missed / lookups[:, 0], 1.0))
+
+
+def rows_outside(p: Point, cached_rows: ArrayLike) -> np.ndarray:
+    """Distinct rows of a call that a cache of the table's ``cached_rows`` hottest rows lacks.
+
+    The cache has them before the call. Where the call's reuse is stated, rows that it looks up
+    several times are the hottest, and those looked up once are any of the others.
+    """
+    columns = (p.rows, p.lookups, p.skew, p.repeats, cached_rows)
+    rows, lookups, skew, repeats, kept_rows = (
+        np.atleast_1d(np.asarray(c, dtype=float))[:, None] for c in columns
+    )
+    if not np.any(np.not_equal(p.reuse, "")):
+        width, chance = _chances(rows, skew)
+        drawn = np.maximum(1.0, lookups * (1 - repeats))
+        seen = -np.expm1(drawn * np.log1p(-np.minimum(chance, 1 - 1e-12)))
+        kept = np.clip(kept_rows - (np.cumsum(width, axis=-1) - width), 0.0, width)
+        return np.asarray(((width - kept) * seen).sum(axis=-1))
+    unique, shares = reuse_of(p)
+    touched = np.atleast_1d(unique)[:, None] * np.atleast_2d(shares)
+    hotter = touched[:, ::-1].cumsum(axis=-1)[:, ::-1] - touched
+    lacking = touched - np.clip(kept_rows - hotter, 0.0, touched)
+    once = np.clip((kept_rows - hotter[:, :1]) / (rows - hotter[:, :1]), 0.0, 1.0)
+    return np.asarray(lacking[:, 1:].sum(axis=-1) + touched[:, 0] * (1 - once[:, 0]))
+
+
+def draws_of(rows: int, unique: float, skew: float) -> float:
+    """How many draws of the Zipf exponent are expected to have so many distinct rows."""
+    low, high = np.log(max(1.0, unique)), np.log(MOST_DRAWS * max(1.0, unique))
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        few = float(expected_reuse(rows, np.exp(middle), skew, 0.0)[0]) < unique
+        low, high = (middle, high) if few else (low, middle)
+    return float(np.exp(high))
 
 
 def expected_reuse(

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from itercast.compose.capture_model import capture
-from itercast.compose.parallel.captured_tables import captured_tables
-from itercast.compose.parallel.greedy import Way, balanced, placements
-from itercast.compose.parallel.placement import (
+from itercast.compose.pricing.collectives import cluster
+from itercast.compose.pricing.price_book import price_book
+from itercast.compose.pricing.sharded_tables import ShardTimes
+from itercast.compose.tables.captured import captured_tables
+from itercast.compose.tables.greedy import Way, balanced, placements
+from itercast.compose.tables.placement import (
     Placement,
     Sharding,
     Table,
@@ -16,9 +19,6 @@ from itercast.compose.parallel.placement import (
     memory_bytes,
     shards,
 )
-from itercast.compose.pricing.collectives import cluster
-from itercast.compose.pricing.price_book import price_book
-from itercast.compose.pricing.sharded_tables import ShardTimes
 from itercast.compose.target import find_target
 from itercast.microbench.plan import ParallelPlan
 

@@ -14,10 +14,10 @@ from itercast.compose.parallel.batched_tables import (
     batched_calls,
     bytes_of_lookups,
 )
-from itercast.compose.parallel.captured_tables import CapturedTable, Lookup, captured_tables
-from itercast.compose.parallel.placement import Placement, Sharding, Table
 from itercast.compose.parallel.tables import rank_step
 from itercast.compose.predict import predict
+from itercast.compose.tables.captured import CapturedTable, Lookup, captured_tables
+from itercast.compose.tables.placement import Placement, Sharding, Table
 from itercast.microbench.hardware.stack import TableSoftware, load_stack
 from itercast.microbench.iterations.sharded_model import Shard
 from itercast.microbench.opcall import StepCapture

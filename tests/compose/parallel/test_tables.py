@@ -18,12 +18,12 @@ from torch import nn
 from itercast.compose.capture_model import capture
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.rewrite import COLLECTIVE
-from itercast.compose.parallel.captured_tables import captured_tables
-from itercast.compose.parallel.placement import KINDS, Placement, Sharding
 from itercast.compose.parallel.tables import rank_step
 from itercast.compose.predict import predict
 from itercast.compose.simulate.iteration import micro_batches
 from itercast.compose.simulate.stage_rank import memory
+from itercast.compose.tables.captured import captured_tables
+from itercast.compose.tables.placement import KINDS, Placement, Sharding
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.ops import find_family
 from itercast.microbench.plan import ParallelPlan

@@ -8,11 +8,11 @@ from itertools import product
 import numpy as np
 import pytest
 
-from itercast.compose.parallel.placement import Placement, Sharding, Table, check_sharding
 from itercast.compose.parallel.table_work import held_shards, traffic
 from itercast.compose.sharding.forecast import Forecaster
 from itercast.compose.sharding.propose import choose, improve, random_sharding
 from itercast.compose.sharding.tables import RankingModel
+from itercast.compose.tables.placement import Placement, Sharding, Table, check_sharding
 from itercast.compose.target import find_target
 
 

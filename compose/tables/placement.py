@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from itercast.microbench.assumptions import assumed
 from itercast.microbench.iterations.sharded_model import Shard
 from itercast.microbench.opcall import ITEMSIZE_BYTES
 from itercast.microbench.ops.lookup.index_streams import IndexStream
@@ -14,6 +15,10 @@ from itercast.microbench.store import Row
 UNIFORM = IndexStream()
 INDEX_BYTES = 8  # int64 row numbers and lengths of bags
 KINDS = ("data_parallel", "table_wise", "column_wise", "row_wise", "table_row_wise", "grid_shard")
+HBM, UVM, SSD = "hbm", "uvm", "ssd"
+# Where a table lies, by torchrec's compute kernel; the usual share of rows in a cache in HBM.
+KERNELS = {"fused": HBM, "dense": HBM, "fused_uvm": UVM, "fused_uvm_caching": UVM, "key_value": SSD}
+LOAD_FACTOR: float = assumed(__file__, "load_factor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +66,15 @@ class Placement:
     - column_wise: its dim cut in equal parts; - row_wise: its rows cut over all ranks;
     - table_row_wise: its rows cut over the ranks of one node;
     - grid_shard: its dim cut over nodes, each part row-wise within its node.
+
+    Its ``tier`` is a GPU's memory, the host's (uvm) or an SSD; then a share ``cached`` of the rows,
+    those looked up most, is in the GPU's memory too.
     """
 
     kind: str
     ranks: tuple[int, ...]
+    tier: str = HBM
+    cached: float = 1.0
 
 
 Sharding = tuple[Placement, ...]  # one placement per table
@@ -88,7 +98,8 @@ def shards(table: Table, number: int, place: Placement, per_node: int) -> list[S
         first_column, columns = _part(table.dim, column, column_parts)
         if rows and columns:
             local = place.kind == "data_parallel"
-            found.append(Shard(number, rank, first_row, rows, first_column, columns, local))
+            where = (first_row, rows, first_column, columns, local, place.tier, place.cached)
+            found.append(Shard(number, rank, *where))
     return found
 
 
@@ -140,6 +151,8 @@ def _problem(table: Table, place: Placement, world_size: int, per_node: int) -> 
         return "a whole table is on one rank"
     if kind in ("data_parallel", "row_wise") and len(ranks) != world_size:
         return f"it takes all {world_size} ranks"
+    if kind == "data_parallel" and place.tier != HBM:
+        return "copies lie in the GPU's memory"
     if kind == "column_wise" and (table.dim % len(ranks) or len(ranks) < 2):
         return f"dim {table.dim} is cut in 2 or more equal parts"
     nodes = {r // per_node for r in ranks}
@@ -151,13 +164,17 @@ def _problem(table: Table, place: Placement, world_size: int, per_node: int) -> 
 
 
 def memory_bytes(
-    sharding: Sharding, tables: Sequence[Table], state: float, world_size: int, per_node: int
+    sharding: Sequence[Placement],
+    tables: Sequence[Table],
+    state: float,
+    world_size: int,
+    per_node: int,
 ) -> list[int]:
-    """Bytes of the tables on each rank, with ``state`` numbers of the optimizer per weight."""
+    """Bytes of the tables on each GPU, with ``state`` numbers of the optimizer per weight."""
     found = [0] * world_size
     for i, (table, place) in enumerate(zip(tables, sharding, strict=True)):
         for shard in shards(table, i, place, per_node):
-            weights = shard.rows * shard.columns * (table.row_bytes // table.dim)
+            weights = shard.cached * shard.rows * shard.columns * (table.row_bytes // table.dim)
             found[shard.rank] += round(weights * (1 + state))
     return found
 
@@ -174,9 +191,12 @@ def to_torchrec(sharding: Sharding, tables: Sequence[Table], per_node: int, devi
             }
             for s in shards(table, i, place, per_node)
         ]
+        kernel = {UVM: "fused_uvm_caching" if place.cached else "fused_uvm", SSD: "key_value"}
+        fused = "dense" if place.kind == "data_parallel" else "fused"
         plan[table.name] = {
             "sharding_type": place.kind,
-            "compute_kernel": "dense" if place.kind == "data_parallel" else "fused",
+            "compute_kernel": kernel.get(place.tier, fused),
+            **({"cache_params": {"load_factor": place.cached}} if place.tier != HBM else {}),
             "ranks": list(place.ranks),
             "sharding_spec": None if place.kind == "data_parallel" else {"shards": spec},
         }
@@ -212,4 +232,18 @@ def _placement(entry: object, table: Table) -> Placement:
         raise ValueError(
             f"table {table.name!r}: needs sharding_type ({', '.join(KINDS)}) and a list of ranks"
         )
-    return Placement(str(kind), tuple(ranks or ()))
+    return Placement(str(kind), tuple(ranks or ()), *_tier(entry, table))
+
+
+def _tier(entry: Mapping[str, object], table: Table) -> tuple[str, float]:
+    """Where a table lies, and the share of its rows in a cache."""
+    kernel, params = entry.get("compute_kernel") or "fused", entry.get("cache_params") or {}
+    if kernel not in KERNELS:
+        known = ", ".join(KERNELS)
+        raise ValueError(f"table {table.name!r}: compute_kernel {kernel!r}; known: {known}")
+    if KERNELS[str(kernel)] == HBM or kernel == "fused_uvm":
+        return KERNELS[str(kernel)], float(kernel != "fused_uvm")
+    share = params.get("load_factor", LOAD_FACTOR) if isinstance(params, Mapping) else None
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ValueError(f"table {table.name!r}: load_factor is from 0 to 1, got {share!r}")
+    return KERNELS[str(kernel)], float(share)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from itercast.compose.parallel.placement import Placement, Sharding, Table
+from itercast.compose.tables.placement import Placement, Sharding, Table
 
 MIN_COLUMNS = 4  # of a part of a table
 

@@ -1,0 +1,129 @@
+"""Rows of tables that lie in host memory (uvm) or on an SSD; the GPU's memory caches some of them.
+
+The cache holds the rows that are looked up most. Before its lookups a step fetches the distinct
+rows that the cache lacks. They are updated there; as many changed rows, with their optimizer
+state, are written back to make room (FBGEMM's ``fused_uvm_caching``, ``key_value``). Without a
+cache each lookup reads its row over PCIe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import ceil
+
+from itercast.compose.graph.identity_cache import cached_by_identity
+from itercast.compose.graph.rewrite import StepBuilder, collective, fresh_storages
+from itercast.compose.tables.captured import Lookup, captured_tables
+from itercast.compose.tables.placement import SSD, UVM, Table
+from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.iterations.sharded_model import Shard
+from itercast.microbench.opcall import ITEMSIZE_BYTES, StepCapture, TensorSpec
+from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
+from itercast.microbench.ops.lookup.reuse import draws_of, rows_outside
+from itercast.microbench.store import Row
+
+TIERS = (UVM, SSD)
+RATES = {UVM: "tiers.pcie_frac", SSD: "tiers.drive"}  # assumptions that their times rest on
+FETCH, EVICT = "fetch", "evict"
+PCIE_FRAC: float = assumed(__file__, "pcie_frac")
+REQUEST_BYTES: int = assumed(__file__, "request_bytes")
+DRIVE: Mapping[str, float] = assumed(__file__, "drive")
+STATE = {"none": 0, "sgd": 0, "adagrad": 1}  # numbers per weight; of all other optimizers two
+
+
+def shard_stream(table: Table, rows: int, samples: int) -> Row:
+    """Statistics of the row numbers looked up in a shard: parameters of ``EmbeddingBag`` by name.
+
+    A shard with a part of the table's rows gets that part of its distinct rows.
+    """
+    facts = table.stream.facts(table.rows, samples) if table.pooled else {}
+    if rows < table.rows and "unique" in facts:
+        facts["unique"] = max(1, round(facts["unique"] * rows / table.rows))
+    facts.pop("lookups", None)
+    return facts
+
+
+def missed_rows(shard: Shard, lookup: Lookup, ranks: int) -> tuple[float, float]:
+    """Rows that lookups for the samples of all ranks read from a shard's tier; distinct ones."""
+    table, samples = lookup.table, lookup.samples * (1 if shard.local else ranks)
+    looked_up = max(1, round(samples * table.pooling * shard.rows / table.rows))
+    facts = shard_stream(table, shard.rows, samples) or {"skew": table.stream.skew}
+    if table.stream.distinct:
+        looked_up = round(draws_of(shard.rows, looked_up, table.stream.skew))
+    p = EmbeddingBag(
+        op="forward", rows=shard.rows, dim=shard.columns, bags=samples, lookups=looked_up, **facts
+    )
+    missed = rows_outside(p, shard.cached * shard.rows).item()
+    return (missed if shard.cached or table.stream.distinct else float(looked_up)), missed
+
+
+def moved_bytes(
+    held: Sequence[tuple[Shard, Lookup]], ranks: int, optimizer: str
+) -> dict[tuple[str, str], float]:
+    """Bytes between a GPU and its tiers, by tier and kind, that stream as long as its rows take.
+
+    Rows in host memory are read in whole requests, those on an SSD in whole blocks, of which it
+    reads or writes so many a second.
+    """
+    moved = dict[tuple[str, str], float]()
+    for shard, lookup in held:
+        if shard.tier not in TIERS:
+            continue
+        read, written = missed_rows(shard, lookup, ranks)
+        weights = shard.columns * ITEMSIZE_BYTES[lookup.table.dtype]
+        trained = optimizer != "none" and not shard.local
+        row_bytes = weights * (1 + STATE.get(optimizer, 2) if trained else 1)
+        for kind, rows in ((FETCH, read), (EVICT, written if trained else 0.0)):
+            unit = DRIVE["block_bytes"] if shard.tier == SSD else REQUEST_BYTES
+            nbytes = unit * ceil(row_bytes / unit)
+            if shard.tier == SSD and kind == FETCH:
+                nbytes = max(nbytes, DRIVE["read_bytes_per_s"] / DRIVE["reads_per_s"])
+            if rows:
+                key = (shard.tier, kind)
+                moved[key] = moved.get(key, 0.0) + rows * nbytes
+    return moved
+
+
+def tier_us(tier: str, kind: str, nbytes: float, gpu: Gpu) -> float:
+    """Time in us to stream bytes between a GPU and host memory, or a drive of its own."""
+    if not gpu.pcie_bytes_per_s:
+        raise ValueError(f"gpu {gpu.name!r}: no pcie_bytes_per_s, which tables in {tier} need")
+    rate = PCIE_FRAC * gpu.pcie_bytes_per_s
+    if tier == SSD:
+        rate = min(rate, DRIVE["read_bytes_per_s" if kind == FETCH else "write_bytes_per_s"])
+    return nbytes / rate * 1e6
+
+
+def fetched_us(held: Sequence[tuple[Shard, Lookup]], ranks: int, optimizer: str, gpu: Gpu) -> float:
+    """Time in us to move the rows of shards to and from their tiers."""
+    moved = moved_bytes(held, ranks, optimizer)
+    return sum(tier_us(tier, kind, nbytes, gpu) for (tier, kind), nbytes in moved.items())
+
+
+@cached_by_identity
+def with_frozen_tables_in(
+    capture: StepCapture, tier: str, cached: float
+) -> tuple[StepCapture, dict[str, int]]:
+    """The step with its frozen tables in a tier, and what it holds less of their bytes.
+
+    Each lookup waits for the rows that the cache lacks. Such tables are features of vertices.
+    """
+    tables = [t for t in captured_tables(capture) if t.parameter.ready_after < 0]
+    if not tables:
+        raise ValueError(f"tables={tier}: no table of the model is frozen; trained ones need shard")
+    fetches: dict[int, float] = {}
+    for number, t in enumerate(tables):
+        for x in t.lookups:
+            place = (0, x.table.rows, 0, x.table.dim, True, tier, cached)
+            moved = moved_bytes([(Shard(number, 0, *place), x)], 1, "none")
+            fetches[x.call] = sum(moved.values())
+    made, ids = StepBuilder(capture), fresh_storages(capture)
+    for i, call in enumerate(capture.calls):
+        if nbytes := round(fetches.get(i, 0.0) / 4):
+            buffer = TensorSpec(shape=(nbytes,), dtype="fp32", storage=next(ids))
+            made.calls.append(replace(collective(FETCH, tier, buffer, ""), phase=call.phase))
+        made.add(i, call)
+    outside = sum(round((1 - cached) * t.parameter.nbytes) for t in tables)
+    return made.step(capture.parameters), {"parameters": -outside}
