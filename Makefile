@@ -4,7 +4,7 @@ BUDGET ?= 5m
 OUT ?= datasets
 PYTHON ?= python3
 
-.PHONY: help setup demo collect campaign train learners evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm programs predict check ui report test test-slow docs lint endurance forecasts clean
+.PHONY: help setup demo collect campaign train learners evaluate others bench-public ablate shipped shipped-cpu bench-speed bench-scale dlrm fleet-demo programs predict check ui report test test-slow docs lint endurance forecasts clean
 PUBLIC ?= ../shared/public-data
 
 help: ## list the targets
@@ -55,6 +55,9 @@ shipped-cpu: setup ## rebuild the CPU bundle from datasets/, compare (REPLACE=ye
 
 dlrm: setup ## recommendation models: lookups, iterations and choice of a sharding on this CPU (15 minutes)
 	$(PY) -m itercast.eval.recommenders
+
+fleet-demo: setup ## two unlike machines on this CPU as a fleet, one killed on the way; trained apart and together (5 minutes)
+	$(PY) -m itercast.microbench.fleet.demo
 
 programs: setup ## captured programs and plans against measured iterations of several processes (3 minutes)
 	$(PY) -m itercast.eval.programs

@@ -11,6 +11,7 @@ from itercast.eval.tracking import store
 from itercast.microbench.store import Facts
 
 ITERATIONS = "iterations"
+RANKS = ((1, "1st"), (2, "2nd"))  # of two compared bundles
 
 
 def iterations_experiment(client: Any) -> str:
@@ -72,6 +73,21 @@ def log_bench(scores: Sequence[tuple[str, str, str, Mapping[str, float]]], folde
     for line, part, learner, metrics in scores:
         tags = {"line": line, "part": part, "learner": learner}
         client.set_terminated(_log(client, place, f"{line} · {part} · {learner}", tags, metrics))
+
+
+def log_compared(first: Path, second: Path, found: Sequence[Facts]) -> None:
+    """Log the errors in % of two bundles by family and GPU to experiment compared, as one run."""
+    client = store.connect()
+    place = store.experiment(client, "compared", store.note("compared"))
+    numbers = {
+        re.sub(r"[^\w. /-]", "", f"{one['family']}/{one['gpu']}/{name}"): error
+        for one in found
+        for (_, name), error in zip(RANKS, one["errors_pct"], strict=True)
+    }
+    counts = {f"{name}_better": sum(one["better"] == n for one in found) for n, name in RANKS}
+    tags = {"first": str(first), "second": str(second)}
+    run = _log(client, place, f"{first.name} against {second.name}", tags, {**numbers, **counts})
+    client.set_terminated(run)
 
 
 def log_plans(facts: Facts, plans: Sequence[Facts]) -> None:

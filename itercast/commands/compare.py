@@ -36,8 +36,10 @@ def compare(
 ) -> None:
     """Compare two bundles: median errors by op family, and which is better beyond the noise."""
     from itercast.eval.bundles import compare_bundles
+    from itercast.eval.tracking.logs import log_compared
 
     found = compare_bundles(first, second, data or [])
+    log_compared(first, second, [asdict(one) for one in found])
     if as_json:
         typer.echo(json.dumps([asdict(one) for one in found]))
         return

@@ -30,9 +30,8 @@ from itercast.microbench.fleet.chunks import ITERATIONS, Plain
 from itercast.microbench.fleet.urls import PROBE, Root
 from itercast.microbench.iterations.collect import collect_iterations
 from itercast.microbench.iterations.measure import Iteration
-from itercast.microbench.ops import families
 from itercast.microbench.store import Row
-from itercast.microbench.sweep.captured_points import write_points
+from itercast.microbench.sweep.captured_points import points_path
 from itercast.microbench.sweep.cards import card_facts, cuda_gpu
 from itercast.microbench.sweep.collect import collect
 from itercast.microbench.sweep.rows import machine
@@ -64,6 +63,7 @@ class ChunkOrder:
     until: float
     cores: int
     seed: int
+    share: tuple[int, int] = (0, 1)
     gpus_per_node: int = 1
     torchrun: str = ""
     last: bool = False
@@ -181,12 +181,17 @@ def _sweep(order: ChunkOrder, folder: Path, root: Root, left_s: float) -> None:
             rest_s = end_s - time.monotonic()
             collect_iterations(folder, order.device, wanted, repeat, budget_s=rest_s)
         return
-    wanted_file = None
-    if any(order.points.values()):
-        wanted_file = folder / "points.json"
-        points = {n: [families()[n].params(**p) for p in order.points[n]] for n in names}
-        write_points(wanted_file, points)
-    collect(folder, order.device, names, left_s, order.seed, None, order.torchrun, wanted_file)
+    captured = points_path(folder, order.device, order.seed)
+    store.write_atomic(captured, json.dumps(order.points).encode())
+    collect(
+        folder,
+        order.device,
+        names,
+        left_s,
+        order.seed,
+        torchrun=order.torchrun,
+        among=order.share,
+    )
 
 
 def _rows(order: ChunkOrder, folder: Path) -> pd.DataFrame:
@@ -245,7 +250,9 @@ def main(path: Path) -> None:
     """Measure the chunk of an order's file; the result is written beside it."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stdout)
     plain: Row = json.loads(path.read_text())
-    order = ChunkOrder(**{**plain, "families": tuple(plain["families"])})
+    order = ChunkOrder(
+        **{**plain, "families": tuple(plain["families"]), "share": tuple(plain["share"])}
+    )
     try:
         found = measure(order)
     except (OSError, ValueError, RuntimeError) as exc:

@@ -5,25 +5,18 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import islice
-from pathlib import Path
 
 from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.cases.registry import case
 from itercast.microbench.fleet.plan import FleetPlan, Machines
-from itercast.microbench.hardware.spec import load_gpu
 from itercast.microbench.iterations.collect import iteration_of
 from itercast.microbench.ops import families
-from itercast.microbench.ops.family import Point
 from itercast.microbench.store import Row
 from itercast.microbench.sweep.captured_points import points_file
 from itercast.microbench.sweep.orders import HOST_SHARE
-from itercast.microbench.sweep.scheduler import space
 
-POINTS_PER_S = 30.0  # dealt; more than a machine measures, so that chunks last as planned
 ITERATIONS_SHARE = 0.35  # no assumption: of a machine's time, where it also sweeps ops
 TOGETHER_SHARE = 0.1  # of the time, for collectives
 START_S = 8.0  # of a chunk besides its measuring: Python, torch, facts of the machine, the upload
@@ -33,7 +26,12 @@ Plain = Row  # of JSON
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Points, or iterations, that one task measures in ``seconds``; its name is their hash."""
+    """What one task measures in ``seconds``: iterations, or one of so many shares of families.
+
+    ``points``: iterations, or captured points that the sweep has beside its own. On CPUs the chunks
+    share all points by their keys, see ``WorkerOrder``. On GPUs, whose points are drawn at random,
+    each chunk draws its own, and has its part of the captured ones. ``name``: hash of all this.
+    """
 
     machines: str
     kind: str
@@ -41,24 +39,21 @@ class Chunk:
     points: Mapping[str, Sequence[Plain]]
     seconds: float
     name: str
-    number: int
-
-    def head(self) -> Plain:
-        """The chunk without its points."""
-        return {k: v for k, v in asdict(self).items() if k != "points"}
+    seed: int
+    share: tuple[int, int]  # number, of how many
 
 
-def deal(plan: FleetPlan, with_points: bool = True) -> list[Chunk]:
+def deal(plan: FleetPlan, capture: bool = True) -> list[Chunk]:
     """All chunks of a plan, the same for the same plan; kinds of machines take turns.
 
-    Their costs do not need their points, whose dealing takes a minute per 200,000.
+    Their costs do not need captured points, which take a minute where the plan names no file.
     """
-    dealt = [list(_chunks(plan, kind, with_points)) for kind in plan.machines]
+    dealt = [list(_chunks(plan, kind, capture)) for kind in plan.machines]
     turns = (chunks[n] for n in range(max(map(len, dealt))) for chunks in dealt if n < len(chunks))
     return list(turns)
 
 
-def _chunks(plan: FleetPlan, kind: Machines, with_points: bool) -> Iterator[Chunk]:
+def _chunks(plan: FleetPlan, kind: Machines, capture: bool) -> Iterator[Chunk]:
     """Chunks of one kind of machines: host times, op families, collectives, iterations."""
     swept = kind.swept
     together = tuple(n for n in swept if families()[n].ranks > 1)
@@ -80,55 +75,39 @@ def _chunks(plan: FleetPlan, kind: Machines, with_points: bool) -> Iterator[Chun
         share_s = left_s * (ITERATIONS_SHARE if shares else 1.0)
         left_s -= share_s
         steps = [asdict(iteration_of(case(n))) for n in kind.iterations]
-        yield _chunk(kind, ITERATIONS, ("iteration",), {"iteration": steps}, share_s, 0)
+        yield _chunk(plan, kind, ITERATIONS, ("iteration",), {"iteration": steps}, share_s)
+    captured = captured_points(plan, kind) if capture and shares else {}
     for what, (names, share) in shares.items():
         total_s = left_s * share / whole
         count = 1 if what in (HOST, TOGETHER) else max(1, round(total_s / plan.chunk_s))
-        wanted = with_points and what != TOGETHER
-        points = _points(plan, kind, names, total_s) if wanted else {}
+        points = {name: captured[name] for name in names if name in captured}
         for n in range(count):
-            mine = {name: some[n::count] for name, some in points.items()}
-            yield _chunk(kind, what, names, mine, total_s / count, n)
+            every = 1 if kind.device == "cpu" else count
+            mine = {name: some[n % every :: every] for name, some in points.items()}
+            yield _chunk(plan, kind, what, names, mine, total_s / count, (n, count))
 
 
-def _points(
-    plan: FleetPlan, kind: Machines, names: Sequence[str], total_s: float
-) -> dict[str, list[Plain]]:
-    """Points of families for so many seconds, each point once, as the sweep orders them."""
-    gpu = None if kind.device == "cpu" else load_gpu(kind.gpu)
-    captured = captured_points(plan, kind.device)
-    weights = {
-        n: families()[n].weight if gpu is None else families()[n].gpu_sweep.weight for n in names
-    }
-    found: dict[str, list[Plain]] = {}
-    for name, weight in weights.items():
-        wanted = math.ceil(POINTS_PER_S * total_s * weight / sum(weights.values()))
-        points: dict[Point, None] = {}
-        for point in islice(space(name, captured, gpu, plan.seed), 2 * wanted):
-            points[point] = None
-            if len(points) == wanted:
-                break
-        found[name] = [asdict(p) for p in points]
-    return found
-
-
-def captured_points(plan: FleetPlan, device: str) -> Path:
-    """The plan's file of captured points; without one models are captured here, once."""
-    return plan.points or points_file(cache_folder("fleet"), device, plan.seed)
+def captured_points(plan: FleetPlan, kind: Machines) -> dict[str, list[Plain]]:
+    """Captured points by family: the plan's, else of models that are captured here, once."""
+    path = plan.points or points_file(cache_folder("fleet"), kind.device, plan.seed)
+    plain = json.loads(path.read_text())
+    return {name: plain[name] for name in families() if plain.get(name)}
 
 
 def _chunk(
+    plan: FleetPlan,
     kind: Machines,
     what: str,
     names: tuple[str, ...],
     points: Mapping[str, Sequence[Plain]],
     seconds: float,
-    number: int,
+    share: tuple[int, int] = (0, 1),
 ) -> Chunk:
     """A chunk, named by the hash of what is measured and with which software."""
     where = (kind.gpu, kind.cores, kind.python, kind.image, kind.gpus_per_node, kind.nodes)
-    told = [what, where, kind.name if what == TOGETHER else "", names, points]
+    told = [what, where, kind.name if what == TOGETHER else "", names, points, plan.seed, share]
     digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:20]
+    on_cpu = kind.device == "cpu"
     return Chunk(
         machines=kind.name,
         kind=what,
@@ -136,7 +115,8 @@ def _chunk(
         points=points,
         seconds=seconds,
         name=digest,
-        number=number,
+        seed=plan.seed if on_cpu else int(digest[:8], 16),
+        share=share if on_cpu else (0, 1),
     )
 
 

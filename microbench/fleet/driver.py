@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +35,8 @@ Told = Callable[[Chunk, Plain], None]
 
 
 def with_ray() -> Any:
-    """The module ray; ValueError says what to install."""
+    """The module ray; ValueError says what to install. It prints nothing of dead nodes."""
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # else their logs; we say it in a line
     try:
         import ray  # lazy: all else works without it
     except ImportError as exc:
@@ -158,7 +160,8 @@ class Driver:
             seconds=chunk.seconds,
             until=self.until,
             cores=kind.cores,
-            seed=self.plan.seed,
+            seed=chunk.seed,
+            share=chunk.share,
             last=one.moved,
         )
         plain = {**asdict(order), "python": kind.python}

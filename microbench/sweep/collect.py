@@ -53,6 +53,7 @@ def collect(
     torchrun: str = "",
     wanted: Path | None = None,
     devices: int = 1,
+    among: tuple[int, int] = (0, 1),
 ) -> int:
     """Sweep families until a root's budget is spent; returns the number of new rows.
 
@@ -62,6 +63,7 @@ def collect(
     ``torchrun``: arguments such as ``--nnodes=2 --rdzv-endpoint=host:29500``; the same sweep is
     then started on every node, and the node with rank 0 keeps rows and budget.
     ``devices``: GPUs of this node that share the points, one worker each.
+    ``among``: number of this sweep among so many that share all points.
     """
     begin_s, swept = time.monotonic(), named_families(names, wanted)
     facts = card_facts(root, device)
@@ -83,7 +85,7 @@ def collect(
         share, phase = measure_s / sum(left_s.values()), next(iter(left_s))
         order = order_of(root, device, facts, phase, points, seed)
         phase_s = max(1.0, min(1.0, share) * left_s.pop(phase))
-        order = replace(order, budget_s=phase_s, torchrun=torchrun, only=bool(wanted))
+        order = replace(order, budget_s=phase_s, torchrun=torchrun, only=bool(wanted), among=among)
         started_s = time.monotonic()
         run_workers(order, progress)
         moved += store.compact(root, facts)

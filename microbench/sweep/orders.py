@@ -36,6 +36,7 @@ class WorkerOrder:
     begin_s: float = 0.0  # time.monotonic() when the budget begins; 0: when the worker is ready
     lane: int = 0  # number among the ``lanes`` that share this order's points, a GPU each
     lanes: int = 1
+    among: Sequence[int] = (0, 1)  # number of the sweep among so many that share all points
 
     @property
     def together(self) -> bool:

@@ -108,8 +108,9 @@ class Sweep:
         return None
 
     def mine(self, key: str) -> bool:
-        """Whether the point of this key is this lane's; lanes share points by their keys."""
-        return int(key, 16) % self.order.lanes == self.order.lane
+        """Whether the point of this key is this lane's; lanes, of all sweeps, share points by their keys."""
+        (number, count), lanes = self.order.among, self.order.lanes
+        return int(key, 16) % (count * lanes) == number * lanes + self.order.lane
 
     def row_keys(self, family: Family, point: Point, repeat: int) -> dict[str, str]:
         """Keys of a point's rows by cache; collectives and GPUs' host calls are timed warm only."""

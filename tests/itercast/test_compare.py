@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import mlflow
 import numpy as np
 import pandas as pd
 import pytest
@@ -44,7 +45,7 @@ def compare(*words: str | Path) -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_held_out_points_decide_beyond_the_noise(tmp_path: Path) -> None:
+def test_held_out_points_decide_beyond_the_noise(tmp_path: Path, mlflow_store: str) -> None:
     ten, five = bundle(tmp_path / "ten", 0.10), bundle(tmp_path / "five", 0.05)
     (found,) = json.loads(compare(ten, five, "--json")[1])
     assert found["points"] == 40 and found["better"] == 2
@@ -58,6 +59,11 @@ def test_held_out_points_decide_beyond_the_noise(tmp_path: Path) -> None:
     assert json.loads(compare(ten, few, "--json")[1])[0]["better"] == 0
     out = compare(ten, five)[1]
     assert "gemm" in out and f"{five} is better in 1 of 1: gemm" in out.replace("\n", "")
+    client = mlflow.MlflowClient(mlflow_store)
+    place = client.get_experiment_by_name("compared").experiment_id
+    logged = client.search_runs([place], "attributes.run_name = 'ten against five'")[0].data.metrics
+    assert logged["gemm/cpu/1st"] == pytest.approx(10, abs=0.1)
+    assert (logged["1st_better"], logged["2nd_better"]) == (0, 1)
 
 
 def test_rows_and_iterations_of_a_dataset_decide(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def fleet(
         raise ValueError(f"fleet {' '.join(words)!r}: expected [status] PLAN.yaml")
     plan = load_plan(Path(asked[0]))
     if dry_run:
-        Console().print(cost_table(simulate(plan, deal(plan, with_points=False))))
+        Console().print(cost_table(simulate(plan, deal(plan, capture=False))))
         return
     if words[0] != "status":  # before the minutes that points may take
         with_ray()

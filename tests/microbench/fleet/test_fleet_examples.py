@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from itercast.microbench.fleet import demo
+from itercast.microbench.fleet.chunks import deal, simulate
 from itercast.microbench.fleet.plan import load_plan
 from itercast.microbench.yaml_text import load_yaml
 
@@ -19,6 +21,16 @@ def test_the_plans_load() -> None:
     """32 H100, eight a node; a laptop's two cores."""
     assert (H100.count, H100.gpus_per_node, H100.accelerator) == (32, 8, "H100")
     assert load_plan(FOLDER / "laptop.yaml").machines[0].device == "cpu"
+
+
+def test_the_demo_fits_its_five_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six chunks of 20 s one after the other, as both machines need cores of the same two."""
+    monkeypatch.setattr(demo, "RUN", tmp_path / "run")
+    plan = load_plan(demo.write_plan())
+    chunks = deal(plan)
+    assert sorted(c.machines for c in chunks) == ["one"] * 3 + ["two"] * 3
+    assert sum(cost.wall_s for cost in simulate(plan, chunks)) < 180
+    assert {c.points == {} for c in chunks} == {True}  # so that no model is captured
 
 
 def test_the_sbatch_file() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_points_are_dealt_once_and_the_same_each_time(folder: Path) -> None:
+def test_chunks_are_the_same_each_time(folder: Path) -> None:
     """60 s: 5 % of them host times, 10 % collectives, the rest in chunks of about 6 s."""
+    norms = [{"op": "rms_norm", "rows": 8, "cols": n} for n in range(20)]
+    points = json.dumps({"models": 40, "norm": norms}).encode()
+    store.write_atomic(folder / "captured.json", points)
     plan = load_plan(folder / "plan.yaml")
     chunks = deal(plan)
     assert [c.name for c in chunks] == [c.name for c in deal(plan)]
@@ -54,9 +58,13 @@ def test_points_are_dealt_once_and_the_same_each_time(folder: Path) -> None:
     seconds = {kind: sum(c.seconds for c in h100 if c.kind == kind) for kind in ("host", "ops")}
     assert sum(c.seconds for c in h100) == pytest.approx(60)
     assert seconds["host"] == pytest.approx(3) and seconds["ops"] == pytest.approx(51)
-    dealt = [str(p) for c in h100 for p in c.points.get("norm", ())]
-    assert len(dealt) == len(set(dealt)) > 100
-    assert [c.seconds for c in chunks if c.machines == "boxes"] == pytest.approx([6, 6])
+    ops = [c for c in h100 if c.kind == "ops"]
+    captured = [p["cols"] for c in ops for p in c.points.get("norm", ())]
+    assert sorted(captured) == list(range(20))  # a GPU's chunk has its part of them
+    assert {c.share for c in h100} == {(0, 1)} and len({c.seed for c in ops}) == len(ops) == 8
+    boxes = [c for c in chunks if c.machines == "boxes"]
+    assert [(c.seconds, c.share, c.seed) for c in boxes] == [(6, (0, 2), 0), (6, (1, 2), 0)]
+    assert all(len(c.points["norm"]) == 20 for c in boxes)  # all, of which its share measures half
 
 
 def test_what_a_chunk_takes_of_a_node(folder: Path) -> None:
