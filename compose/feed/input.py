@@ -11,7 +11,7 @@ from itercast.compose.simulate.rank_program import host_copy_us
 from itercast.compose.simulate.timeline import Task, simulate
 from itercast.compose.target import Target
 from itercast.microbench.assumptions import assumed
-from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE
+from itercast.microbench.hardware.node import USUAL_CORES_PER_GPU, USUAL_GPUS_PER_NODE
 from itercast.microbench.input.lane import Batches, InputLane
 
 BATCHES = 240  # that are simulated, or three by each worker if those are more; the last two
@@ -161,10 +161,17 @@ def fewest_workers(lane: InputLane, step: Consumer, cores: float) -> Fed:
     return next(one for one in tried if one.iteration_us <= ALIKE * best_us)
 
 
-def cores_of_a_rank(cores: int, target: Target, world_size: int) -> float:
-    """A rank's share of the cores of its host."""
-    usual = world_size if target.gpu.kind == "cpu" else USUAL_GPUS_PER_NODE
-    return cores / min(world_size, target.node.gpus_per_node if target.node else usual)
+def cores_of_a_rank(lane: InputLane, target: Target, world_size: int, cores: int = 0) -> float:
+    """A rank's share of its host's cores: ``cores``, else those that the node's file states.
+
+    Ranks on a CPU share the cores of the machine on which the loader was measured. Where nothing is
+    stated, every GPU has the usual number.
+    """
+    if target.gpu.kind == "cpu":
+        return (cores or lane.cores) / world_size
+    each = target.node.gpus_per_node if target.node else USUAL_GPUS_PER_NODE
+    stated = cores or (target.node.cores if target.node else 0)
+    return stated / min(world_size, each) if stated else USUAL_CORES_PER_GPU
 
 
 def consumer(found: Forecast, lane: InputLane, target: Target, samples: int) -> Consumer:
@@ -188,7 +195,7 @@ def with_input(found: Forecast, lane: InputLane, target: Target, samples: int) -
     """
     times = (found.iteration_us_p10, found.iteration_us, found.iteration_us_p90)
     steps = [consumer(replace(found, iteration_us=us), lane, target, samples) for us in times]
-    cores = cores_of_a_rank(lane.cores, target, found.world_size)
+    cores = cores_of_a_rank(lane, target, found.world_size)
     fast, usual, slow = (fed(lane, step, lane.workers, cores) for step in steps)
     late_us = max(0.0, usual.iteration_us - found.iteration_us)
     part = found.iteration_us / (found.iteration_us + late_us) if late_us else 1.0

@@ -15,6 +15,8 @@ from itercast.options import Bundle, GpuName, Host, Json, NodeName, Stack, Trace
 
 if TYPE_CHECKING:
     from itercast.compose.forecast import Forecast
+    from itercast.compose.target import Target
+    from itercast.microbench.input.lane import InputLane
 
 
 @one_line_errors
@@ -44,12 +46,13 @@ def run(
     target = find_target(gpu, f"node={node}" if node else "", bundle, host, stack)
     with Console(stderr=True).status(f"running {script.name} as rank 0 of {gpus}"):
         program, lane = captured_script(script, arguments or [], target, gpus, steps, limit)
-    found, loading_us = forecast_program(program, target), 0.0
+    found, loading_us, advice = forecast_program(program, target), 0.0, ""
     if lane is not None:
         from itercast.compose.feed.input import with_input
 
         made = lane.worker if lane.workers else lane.alone
         loading_us = made.mean_us * program.samples / lane.batch_samples
+        advice = _workers(found, lane, target, program.samples)
         found = with_input(found, lane, target, program.samples)
     if trace is not None:
         from itercast.compose.simulate.timeline import trace_json
@@ -59,10 +62,24 @@ def run(
     if as_json:
         typer.echo(json.dumps({"case": script.name, **asdict(found), "loading_us": loading_us}))
     else:
-        _print(script.name, found, loading_us)
+        _print(script.name, found, loading_us, advice)
 
 
-def _print(name: str, found: Forecast, loading_us: float) -> None:
+def _workers(found: Forecast, lane: InputLane, target: Target, samples: int) -> str:
+    """How many workers a loader has, and how many hide it from the step."""
+    from itercast.compose.feed.input import consumer, cores_of_a_rank, fewest_workers
+
+    own = f"{lane.workers} workers"
+    if not lane.workers:
+        return own
+    cores = cores_of_a_rank(lane, target, found.world_size)
+    best = fewest_workers(lane, consumer(found, lane, target, samples), cores)
+    if best.input_bound:
+        return f"{own}; more do not hide it: it is limited by {best.stage}"
+    return f"{own}; {best.workers} hide it, on {cores:.0f} cores"
+
+
+def _print(name: str, found: Forecast, loading_us: float, advice: str) -> None:
     """Print a forecast as a table, with the time that a step's batches took to load."""
     from itercast.commands.shared import forecast_table
 
@@ -70,4 +87,5 @@ def _print(name: str, found: Forecast, loading_us: float) -> None:
     if loading_us:
         waits = f"{found.idle_by_us['input'] * 1e-3:.2f} ms of the iteration wait for it"
         table.add_row("loading its batches here", f"{loading_us * 1e-3:.2f} ms, {waits}")
+        table.add_row("its DataLoader has", advice)
     Console().print(table)

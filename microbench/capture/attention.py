@@ -1,17 +1,20 @@
-"""Replaces attention in captures: SDPA by separate eager ops, FlexAttention by SDPA."""
+"""Attention in captures: SDPA as one op or as separate eager ops, FlexAttention as SDPA."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from itercast.microbench.opcall import Args, Argument, Kwargs
+
+SDPA = torch.nn.functional.scaled_dot_product_attention  # context parallelism replaces it
 
 
 def eager_attention(
@@ -83,3 +86,82 @@ def flex_as_sdpa() -> Iterator[None]:
     changed["_validate_device"] = lambda *tensors: None  # it has no backward on CPUs
     with patch.multiple(flex, **changed):
         yield
+
+
+class _LoggedAttention(torch.autograd.Function):
+    """Scaled dot-product attention logged as one op forward and one op backward.
+
+    The output is stored as (batch, length, heads, dim), like that of fused kernels.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, log: Any, mask: Tensor | None, options: Kwargs, q: Tensor, k: Tensor, v: Tensor
+    ) -> Argument:
+        ctx.log, ctx.mask, ctx.options = log, mask, options
+        ctx.save_for_backward(q, k, v)
+        log.paused += 1
+        if torch._guards.detect_fake_mode((q,)):
+            output = q.new_empty(*q.shape[:-1], v.shape[-1])
+        else:
+            output = SDPA(q, k, v, mask, **options)
+        if q.dim() == 4:
+            output = output.transpose(1, 2).contiguous().transpose(1, 2)
+        log.paused -= 1
+        log.add("itercast.sdpa", (q, k, v), _attention_options(mask, options), output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Argument:  # type: ignore[override]
+        (q, k, v), log = ctx.saved_tensors, ctx.log
+        log.paused += 1
+        if torch._guards.detect_fake_mode((q,)):
+            grads = [torch.empty_like(t) for t in (q, k, v)]
+        else:
+            with torch.enable_grad():
+                leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+                output = SDPA(leaves[0], leaves[1], leaves[2], ctx.mask, **ctx.options)
+                computed = torch.autograd.grad(output, leaves, grad)
+            grads = [torch.empty_like(t).copy_(g) for t, g in zip(leaves, computed, strict=True)]
+        log.paused -= 1
+        options = _attention_options(ctx.mask, ctx.options)
+        log.add("itercast.sdpa_backward", (grad, q, k, v), options, grads)
+        return None, None, None, *grads
+
+
+def _attention_options(mask: Tensor | None, options: Kwargs) -> Kwargs:
+    return {
+        "is_causal": bool(options.get("is_causal", False)),
+        "dropout_p": float(options.get("dropout_p", 0.0)),
+        "enable_gqa": bool(options.get("enable_gqa", False)),
+        "masked": mask is not None,
+    }
+
+
+class WholeAttention(TorchFunctionMode):
+    """Logs scaled_dot_product_attention as one op, which a CPU would decompose, or as ``eager``."""
+
+    def __init__(self, log: Any, eager: bool) -> None:
+        super().__init__()
+        self.log, self.eager = log, eager
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Argument],
+        types: object,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> Argument:
+        kwargs = dict(kwargs or {})
+        if func is not SDPA or self.log.paused:
+            return func(*args, **kwargs)
+        if self.eager:
+            return eager_attention(*args, **kwargs)
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+        options = dict(zip(names, args, strict=False)) | kwargs
+        mask, *qkv = (options.pop(n, None) for n in ("attn_mask", *names[:3]))
+        return self.attend(mask, options, *qkv)
+
+    def attend(self, mask: Any, options: Kwargs, *qkv: Tensor) -> Argument:
+        """Attention of queries, keys and values."""
+        return _LoggedAttention.apply(self.log, mask, options, *qkv)

@@ -26,6 +26,7 @@ TO_FP32 = "softmax log_softmax prod sum cumsum cumprod vector_norm"
 HOMES = (torch, torch.Tensor, torch.nn.functional, torch.linalg)
 HALF = (torch.float16, torch.bfloat16)
 ATTENTION = torch.nn.functional.scaled_dot_product_attention
+AUTOCAST = torch.autocast  # scripts are given another one
 
 
 def _named(names: str) -> frozenset[Any]:
@@ -38,11 +39,12 @@ class _OnCuda(TorchFunctionMode):
     """Casts the inputs of ops that autocast treats differently on CUDA than on the CPU.
 
     Attention takes the low-precision dtype here, because it is logged before autocast sees it.
+    Where autocast is switched off meanwhile, nothing is cast.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.dtype, self.in_fp32, self.to_fp32 = dtype, _named(IN_FP32), _named(TO_FP32)
+        self.in_fp32, self.to_fp32 = _named(IN_FP32), _named(TO_FP32)
 
     def __torch_function__(
         self,
@@ -52,20 +54,18 @@ class _OnCuda(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Argument:
         kwargs = dict(kwargs or {})
+        if not torch.is_autocast_enabled("cuda"):
+            return func(*args, **kwargs)
         if func in self.in_fp32:
             args = tuple(map(_to_fp32, args))
             kwargs = {name: _to_fp32(value) for name, value in kwargs.items()}
         elif func is ATTENTION:
-            args = tuple(map(self._to_dtype, args))
-            kwargs = {name: self._to_dtype(value) for name, value in kwargs.items()}
+            args = tuple(map(_to_low, args))
+            kwargs = {name: _to_low(value) for name, value in kwargs.items()}
         elif func in self.to_fp32 and _is_half(args[0] if args else kwargs.get("input")):
             stated = any(isinstance(a, torch.dtype) for a in (*args, kwargs.get("dtype")))
             kwargs |= {} if stated else {"dtype": torch.float32}
         return func(*args, **kwargs)
-
-    def _to_dtype(self, value: Argument) -> Argument:
-        wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
-        return value.to(self.dtype) if wide else value
 
 
 def _is_half(value: object) -> TypeGuard[Tensor]:
@@ -76,11 +76,24 @@ def _to_fp32(value: Argument) -> Argument:
     return value.float() if _is_half(value) else value
 
 
+def _to_low(value: Argument) -> Argument:
+    wide = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+    return value.to(torch.get_autocast_dtype("cuda")) if wide else value
+
+
 @contextmanager
-def autocast_as_on_cuda(dtype: torch.dtype) -> Iterator[None]:
+def autocast_as_on_cuda(dtype: torch.dtype, enabled: bool = True) -> Iterator[None]:
     """Autocast to ``dtype`` inside the context as CUDA does: products in it, norms in fp32.
 
-    A weight is cast once per context.
+    A weight is cast once per context. Torch is told that autocast is on for CUDA:
+    ``torch.utils.checkpoint`` asks it, and switches it on again where it recomputes.
     """
-    with torch.autocast("cpu", dtype=dtype), _OnCuda(dtype):
-        yield
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", enabled)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        with AUTOCAST("cpu", dtype=dtype, enabled=enabled), _OnCuda():
+            yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])

@@ -20,18 +20,27 @@ class Fact:
 
     ``mean`` is the expected value of an element (masks, counts). ``top``: elements are uniform over
     0..top (indices, running counts; infinity for tokens). ``values`` is a real tensor of the same
-    shape with the values themselves.
+    shape with the values themselves. ``drawn``: they were drawn at random.
     """
 
     mean: float | None = None
     top: float | None = None
     values: Tensor | None = None
+    drawn: bool = False
 
 
 def is_small_integer(tensor: Tensor) -> bool:
     """Whether a tensor holds integers or a mask, and is small enough to compute its values."""
     integers = not (tensor.is_floating_point() or tensor.is_complex())
     return integers and tensor.layout == torch.strided and tensor.numel() <= KNOWN_LIMIT
+
+
+def evenly_spread(args: Args, output: Tensor) -> Tensor:
+    """Values for randint(high, ...), randint(low, high, ...) or randperm(n): all over the range."""
+    bounds = [a for a in args if isinstance(a, int)]
+    low, high = bounds if len(bounds) > 1 else (0, *bounds)
+    places = (torch.arange(output.numel(), dtype=torch.float64) + 0.5) / max(1, output.numel())
+    return (low + (high - low) * places).to(output.dtype).reshape(output.shape)
 
 
 def flatten_lists(values: Sequence[Argument]) -> list[Argument]:

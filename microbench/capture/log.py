@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,11 +15,10 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensorMode,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from itercast.microbench.capture.attention import eager_attention
+from itercast.microbench.capture.attention import WholeAttention
 from itercast.microbench.capture.autocast import autocast_as_on_cuda
 from itercast.microbench.capture.fake_patches import (
     behave_like_real_tensors,
@@ -85,7 +84,6 @@ UNDECLARED_VIEWS |= {"aten::transpose_", "aten::t_", "aten::squeeze_", "aten::un
 # Ops that are not logged: they cost the host next to nothing.
 SILENT = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_local_scalar_dense"}
 SILENT |= {"aten::_nnz", "aten::is_coalesced", "aten::sparse_dim", "aten::dense_dim"}
-SDPA = torch.nn.functional.scaled_dot_product_attention  # context parallelism replaces it
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
 TF32_OPS = {
     *(f"aten.{op}.default" for op in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")),
@@ -196,6 +194,9 @@ class OpLog(TorchDispatchMode):
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Argument:
         kwargs = kwargs or {}
+        if _consists_of_others(func):  # such ops of inference tensors come whole
+            with self:
+                return func.decompose(*args, **kwargs)
         if self.routing is None:
             output = func(*args, **kwargs)
         else:
@@ -212,83 +213,10 @@ class OpLog(TorchDispatchMode):
         return output
 
 
-class _LoggedAttention(torch.autograd.Function):
-    """Scaled dot-product attention logged as one op forward and one op backward.
-
-    The output is stored as (batch, length, heads, dim), like that of fused kernels.
-    """
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, log: OpLog, mask: Tensor | None, options: Kwargs, q: Tensor, k: Tensor, v: Tensor
-    ) -> Argument:
-        ctx.log, ctx.mask, ctx.options = log, mask, options
-        ctx.save_for_backward(q, k, v)
-        log.paused += 1
-        if torch._guards.detect_fake_mode((q,)):
-            output = q.new_empty(*q.shape[:-1], v.shape[-1])
-        else:
-            output = SDPA(q, k, v, mask, **options)
-        if q.dim() == 4:
-            output = output.transpose(1, 2).contiguous().transpose(1, 2)
-        log.paused -= 1
-        log.add("itercast.sdpa", (q, k, v), _attention_options(mask, options), output)
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Argument:  # type: ignore[override]
-        (q, k, v), log = ctx.saved_tensors, ctx.log
-        log.paused += 1
-        if torch._guards.detect_fake_mode((q,)):
-            grads = [torch.empty_like(t) for t in (q, k, v)]
-        else:
-            with torch.enable_grad():
-                leaves = [t.detach().requires_grad_() for t in (q, k, v)]
-                output = SDPA(leaves[0], leaves[1], leaves[2], ctx.mask, **ctx.options)
-                computed = torch.autograd.grad(output, leaves, grad)
-            grads = [torch.empty_like(t).copy_(g) for t, g in zip(leaves, computed, strict=True)]
-        log.paused -= 1
-        options = _attention_options(ctx.mask, ctx.options)
-        log.add("itercast.sdpa_backward", (grad, q, k, v), options, grads)
-        return None, None, None, *grads
-
-
-def _attention_options(mask: Tensor | None, options: Kwargs) -> Kwargs:
-    return {
-        "is_causal": bool(options.get("is_causal", False)),
-        "dropout_p": float(options.get("dropout_p", 0.0)),
-        "enable_gqa": bool(options.get("enable_gqa", False)),
-        "masked": mask is not None,
-    }
-
-
-class WholeAttention(TorchFunctionMode):
-    """Logs scaled_dot_product_attention as one op, which a CPU would decompose, or as ``eager``."""
-
-    def __init__(self, log: OpLog, eager: bool) -> None:
-        super().__init__()
-        self.log, self.eager = log, eager
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Argument],
-        types: object,
-        args: Args = (),
-        kwargs: Kwargs | None = None,
-    ) -> Argument:
-        kwargs = dict(kwargs or {})
-        if func is not SDPA or self.log.paused:
-            return func(*args, **kwargs)
-        if self.eager:
-            return eager_attention(*args, **kwargs)
-        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
-        options = dict(zip(names, args, strict=False)) | kwargs
-        mask, *qkv = (options.pop(n, None) for n in ("attn_mask", *names[:3]))
-        return self.attend(mask, options, *qkv)
-
-    def attend(self, mask: Any, options: Kwargs, *qkv: Tensor) -> Argument:
-        """Attention of queries, keys and values."""
-        return _LoggedAttention.apply(self.log, mask, options, *qkv)
+@cache
+def _consists_of_others(func: OpOverload) -> bool:
+    """Whether torch runs other ops for this one, below autograd or instead of it."""
+    return func.namespace == "aten" and func._can_decompose()
 
 
 def capture_step(

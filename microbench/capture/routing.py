@@ -1,12 +1,13 @@
 """Ops whose results depend on data, run on fake tensors by a convention: balanced routing.
 
-Convention: an index chosen by argmax, topk or sort is uniform over its range, so that
-``index == e`` is true for an equal share of the elements and every expert takes its share of the
-tokens, rounded up. Batches are full: no element of an integer input equals a named number
-(padding). A mask of ones is all true, a layer that is dropped at random with a rate below one half
-is kept, and all numbers are finite. What is known of masks, counts and indices is followed through
-the ops that routers use; the values of small integer tensors and masks are computed. An op whose
-shape depends on data of which nothing is known raises torch's error.
+Convention: an index chosen by argmax, topk or sort is uniform over its range, so that ``index ==
+e`` is true for an equal share of the elements and every expert takes its share of the tokens,
+rounded up. Random integers are spread evenly over their range. Batches are full: no element of an
+integer input equals a named number (padding). A mask of ones is all true, a layer that is dropped
+at random with a rate below one half is kept, and all numbers are finite. What is known of masks,
+counts and indices is followed through the ops that routers use; the values of small integer tensors
+and masks are computed. An op whose shape depends on data of which nothing is known raises torch's
+error.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from itercast.microbench.capture.facts import (
     KNOWN_LIMIT,
     Fact,
+    evenly_spread,
     fact_of_comparison,
     flatten_lists,
     index_axis,
@@ -87,6 +89,11 @@ class Routing:
         self._note_output(func, args, kwargs, output, known)
         return output
 
+    def drawn(self, tensor: Tensor) -> bool:
+        """Whether a tensor was drawn as random integers, or computed from such: the host has it."""
+        fact = self._fact(tensor)
+        return fact is not None and fact.drawn
+
     def _note_output(
         self, func: OpOverload, args: Args, kwargs: Kwargs, output: Argument, known: Fact | None
     ) -> None:
@@ -96,6 +103,9 @@ class Routing:
             self.facts[output] = Fact(mean=1.0)
         elif name == "rand":
             self.facts[output] = Fact(top=1.0)
+        elif name in ("randint", "randperm") and is_small_integer(output):
+            with _disable_current_modes():
+                self.facts[output] = Fact(values=evenly_spread(args, output), drawn=True)
         elif (share := share_passing_finite_check(name, args)) is not None:
             self.facts[output] = Fact(mean=share)
         elif name == "arange" or self._known_by_value(args):
@@ -228,11 +238,12 @@ class Routing:
             for tensor in outputs:
                 self.facts.pop(tensor, None)
             return
+        drawn = any(f is not None and f.drawn for f in map(self._fact, flatten_lists(args)))
         with _disable_current_modes():
             result = func(*self._with_values(args), **kwargs)
         for tensor, values in zip(flatten_lists([output]), flatten_lists([result]), strict=True):
             if isinstance(tensor, torch.Tensor):
-                self.facts[tensor] = Fact(values=values)
+                self.facts[tensor] = Fact(values=values, drawn=drawn)
 
     def _compute_values(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
         """The fake outputs of an op whose shapes follow from the known values of its arguments."""

@@ -30,6 +30,7 @@ WRITTEN = (
     (r"\bgb300\b", "gb300-nvl72"),
 )
 USUAL_GPUS_PER_NODE: int = assumed(__file__, "usual_gpus_per_node")  # where no node is named
+USUAL_CORES_PER_GPU: int = assumed(__file__, "usual_cores_per_gpu")
 TOPOLOGIES = ("nvswitch", "mesh", "hypercube", "pairwise", "pcie")
 
 
@@ -41,6 +42,7 @@ class Node:
     - ``network_bytes_per_s``: a GPU's share of the network cards; 0 where it is not stated.
     - ``gpus_per_domain``: GPUs connected by the fast link, over several hosts in a rack-scale
       machine; 0 means all GPUs of the host, or two where bridges join pairs.
+    - ``cores``: CPU cores of the host; 0 where they are not stated.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Node:
     nics: int = 0
     gpus_per_domain: int = 0
     host: str = ""
+    cores: int = 0
 
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
@@ -60,12 +63,12 @@ class Node:
             raise ValueError(
                 f"{self.name}: gpus_per_node must be at least 1, got {self.gpus_per_node}"
             )
-        rates = (self.link_bytes_per_s, self.network_bytes_per_s, self.nics, self.gpus_per_domain)
-        if min(rates) < 0:
-            raise ValueError(
-                f"{self.name}: link_bytes_per_s, network_bytes_per_s, nics and gpus_per_domain "
-                f"must not be negative, got {rates}"
-            )
+        names = ("link_bytes_per_s", "network_bytes_per_s", "nics", "gpus_per_domain", "cores")
+        for name in names:
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"{self.name}: {name} must be at least 0, got {getattr(self, name)}"
+                )
 
     @property
     def domain(self) -> int:

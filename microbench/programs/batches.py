@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -16,13 +18,14 @@ from itercast.microbench.capture.fake import fake_tensor
 from itercast.microbench.input.lane import Batches, InputLane
 from itercast.microbench.input.timers import (
     BatchLog,
-    Clock,
     batch_size,
     own_times,
     timed_batches,
     usable_cores,
     worker_times,
 )
+
+MOST_PLACES = 1000  # of a list or dict that are searched for tensors without data
 
 
 class TakenBatches:
@@ -52,7 +55,8 @@ class TakenBatches:
 
     def lane(self, name: str) -> InputLane | None:
         """The input lane of the loader whose batch came last; None where no batch was timed."""
-        made = self.log.batches[1:] or self.log.batches
+        made = self.log.batches[1:] or self.log.batches  # the first one warms up
+        took_us = self.took_us[1:] or self.took_us
         if self.loader is None or not made or not self.samples:
             return None
         workers = self.loader._num_workers
@@ -65,7 +69,7 @@ class TakenBatches:
             cores=usable_cores(),
             alone=Batches() if workers else own_times(made),
             worker=worker_times(made) if workers else Batches(),
-            receive_us=sum(self.took_us) / len(self.took_us) if workers else 0.0,
+            receive_us=sum(took_us) / len(took_us) if workers else 0.0,
         )
 
 
@@ -77,6 +81,42 @@ def _faked(value: Any) -> Any:
 
 
 @contextmanager
+def _for_real() -> Iterator[None]:
+    """Run without the modes of a capture, those of torch functions included."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+def _fill(owner: Any, seen: set[int]) -> None:
+    """Give data to the fake tensors that an object holds, in attributes, lists and dicts too.
+
+    Constants keep their values, other tensors are zeros.
+    """
+    if id(owner) in seen or isinstance(owner, type | str | bytes):
+        return
+    seen.add(id(owner))
+    if isinstance(owner, list | dict):
+        held: Any = owner
+    else:
+        held = getattr(owner, "__dict__", {})
+    places = range(len(held)) if isinstance(held, list) else list(held)
+    for place in places[:MOST_PLACES]:
+        value = held[place]
+        if isinstance(value, FakeTensor):
+            held[place] = _with_data(value)
+        elif isinstance(value, tuple):
+            held[place] = tree_map(_with_data, value)
+        else:
+            _fill(value, seen)
+
+
+def _with_data(value: Any) -> Any:
+    if not isinstance(value, FakeTensor):
+        return value
+    return torch.zeros(value.shape, dtype=value.dtype) if value.constant is None else value.constant
+
+
+@contextmanager
 def real_batches(taken: TakenBatches) -> Iterator[None]:
     """Let DataLoaders load real data inside the context, although all else is fake."""
     from torch.utils.data import dataloader
@@ -84,15 +124,16 @@ def real_batches(taken: TakenBatches) -> Iterator[None]:
     take, make = dataloader._BaseDataLoaderIter.__next__, dataloader.DataLoader.__iter__
 
     def taking(loader: Any) -> Any:
-        with _disable_current_modes():
-            clock = Clock()
+        with _for_real():
+            start_ns = time.thread_time_ns()  # of no other thread, such as a progress bar's
             batch = take(loader)
-            took_us = clock.read()[1]
+            took_us = (time.thread_time_ns() - start_ns) * 1e-3
         taken.note(loader, took_us, batch)
         return tree_map(_faked, batch)
 
     def making(loader: Any) -> Any:
-        with _disable_current_modes():
+        with _for_real():
+            _fill(loader.dataset, set())
             return make(loader)
 
     with (

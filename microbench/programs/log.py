@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from itercast.microbench.capture.log import DTYPES, OpLog, WholeAttention
+from itercast.microbench.capture.attention import WholeAttention
+from itercast.microbench.capture.log import DTYPES, OpLog
 from itercast.microbench.capture.routing import Routing
 from itercast.microbench.opcall import OpCall
 from itercast.microbench.programs.collectives import CollectiveCall, collective_of, is_collective
@@ -187,7 +188,8 @@ class ProgramLog(OpLog):
 
     def _read(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """A number that the host reads and so waits for; 1 where it depends on data."""
-        if self.phase != "optimizer":  # it reads the numbers of its steps, which are on the host
+        drawn = self.routing is not None and self.routing.drawn(args[0])
+        if self.phase != "optimizer" and not drawn:  # the host has drawn numbers and its steps
             self.host_wait(self.record(self.stream))
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)

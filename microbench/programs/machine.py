@@ -41,6 +41,7 @@ def gpus_that_are_not_there(gpu: Gpu, per_node: int, local_rank: int) -> Iterato
             patch.multiple(torch.cuda, create=True, **_cuda(gpu, per_node, local_rank))
         )
         stack.enter_context(patch.object(torch.version, "cuda", "13.0"))
+        stack.enter_context(patch.object(torch, "Generator", GeneratorOnCpu))
         for owner in (torch.Tensor, torch.nn.Module):
             stack.enter_context(patch.object(owner, "cuda", _stay))
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", _stay))
@@ -49,6 +50,14 @@ def gpus_that_are_not_there(gpu: Gpu, per_node: int, local_rank: int) -> Iterato
         stack.enter_context(_collectives_as_on_gpus())
         stack.enter_context(OnCpu())
         yield
+
+
+class GeneratorOnCpu(torch.Generator):
+    """A generator of random numbers on the CPU, whichever device is asked for."""
+
+    def __new__(cls, device: Any = None) -> GeneratorOnCpu:
+        """As ``torch.Generator``."""
+        return super().__new__(cls)
 
 
 def _stay(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,11 +160,11 @@ def _optimizers_as_on_gpus() -> Iterator[None]:
         yield
 
 
-AUTOCAST = torch.autocast
-
-
 class AutocastAsOnGpus:
-    """A context or a decorator, as ``torch.autocast``; on "cuda" it casts what GPUs cast."""
+    """A context or a decorator, as ``torch.autocast``; it casts what GPUs cast.
+
+    So it does where "cpu" is named: that is where ``torch.utils.checkpoint`` finds the tensors.
+    """
 
     def __init__(
         self,
@@ -165,17 +174,12 @@ class AutocastAsOnGpus:
         cache_enabled: bool | None = None,
     ) -> None:
         if isinstance(device_type, bool):  # torch.cuda.amp.autocast(enabled)
-            device_type, enabled = "cuda", device_type
-        self.on_gpu, self.dtype, self.enabled = device_type != "cpu", dtype, enabled
-        self.cache_enabled = cache_enabled
+            enabled = device_type
+        self.dtype, self.enabled = dtype or torch.float16, enabled
         self.entered: list[Any] = []
 
     def __enter__(self) -> Any:
-        one: Any = AUTOCAST("cpu", dtype=self.dtype, enabled=False)
-        if self.enabled and self.on_gpu:
-            one = autocast_as_on_cuda(self.dtype or torch.float16)
-        elif self.enabled:
-            one = AUTOCAST("cpu", dtype=self.dtype, cache_enabled=self.cache_enabled)
+        one = autocast_as_on_cuda(self.dtype, self.enabled)
         self.entered.append(one)
         one.__enter__()
         return self

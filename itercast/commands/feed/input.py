@@ -38,7 +38,7 @@ def input_lane(
         int | None, typer.Option(min=0, help="workers to forecast; default: the loader's own")
     ] = None,
     cores: Annotated[
-        int | None, typer.Option(min=1, help="CPU cores of the host; default: this machine's")
+        int | None, typer.Option(min=1, help="CPU cores of the host; default: as its node's file")
     ] = None,
     budget: Annotated[str, typer.Option(help="time to measure for")] = "40s",
     limit: Annotated[int, typer.Option(min=1, help="seconds that a batch may take")] = 60,
@@ -60,26 +60,22 @@ def input_lane(
 
         with Console(stderr=True).status(f"measuring {loader}"):
             lane = measured_lane(loader, seconds(budget), limit)
-    lane = replace(
-        lane,
-        cores=cores or lane.cores,
-        workers=lane.workers if workers is None else workers,
-    )
+    lane = replace(lane, workers=lane.workers if workers is None else workers)
     if out is not None:
         write_lane(lane, out)
-    who, taker, share = _consumer(question, step_us, lane)
+    who, taker, share = _consumer(question, step_us, lane, cores or 0)
     _print(lane, who, taker, share, as_json=as_json)
 
 
 def _consumer(
-    question: Question | None, step_us: float, lane: InputLane
+    question: Question | None, step_us: float, lane: InputLane, cores: int
 ) -> tuple[str, Consumer | None, float]:
     """What takes the batches, in words and as a step, and its cores; None where nothing does."""
     from itercast.compose.feed.input import Consumer, consumer, cores_of_a_rank
 
     if question is None:
         known = Consumer(host_us=step_us) if step_us else None
-        return f"a step of {step_us * MS:.1f} ms", known, lane.cores
+        return f"a step of {step_us * MS:.1f} ms", known, cores or lane.cores
     captured, target = question.prepared()
     from itercast.compose.target import forecast_step
 
@@ -87,7 +83,7 @@ def _consumer(
     samples = captured.samples * target.plan.microbatches
     step = consumer(found, lane, target, samples)
     name = f"{question.name} on {found.gpu}"
-    return name, step, cores_of_a_rank(lane.cores, target, found.world_size)
+    return name, step, cores_of_a_rank(lane, target, found.world_size, cores)
 
 
 def _print(

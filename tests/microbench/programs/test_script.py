@@ -97,6 +97,87 @@ open({str(seen)!r}, "w").write(repr((
     assert seen.read_text() == repr((True, 4, (9, 0), "0", "4", int(H100.hbm_bytes)))
 
 
+RECOMPUTED = """
+import torch
+from torch.utils.checkpoint import checkpoint
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+def attend(x):
+    y = model(x).float().view(4, 1, 8, 8)
+    with torch.autocast("cuda", enabled=False):
+        y = y + torch.nn.functional.scaled_dot_product_attention(y, y, y)
+    return torch.nn.functional.scaled_dot_product_attention(y, y, y)
+for step in range(3):
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        y = checkpoint(attend, torch.randn(4, 8, 8, device="cuda"), use_reentrant=False)
+    y.float().sum().backward()
+    optimizer.step()
+"""
+
+
+def test_recomputation_casts_as_forward_did(tmp_path: Path) -> None:
+    """Attention outside autocast takes fp32, inside bf16; so does the forward run again."""
+    calls = captured(written(tmp_path, RECOMPUTED), gpus=1).ranks[0].calls
+    taken = [(c.phase, c.tensors()[0].dtype) for c in calls if c.op == "itercast.sdpa"]
+    assert taken == [(p, d) for p in ("forward", "backward") for d in ("fp32", "bf16")]
+
+
+CROPS = """
+import numpy, torch
+tokens = numpy.arange(5000)
+model = torch.nn.Embedding(5000, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+generator = torch.Generator(device="cuda").manual_seed(3)
+for step in range(3):
+    starts = torch.randint(len(tokens) - 16, (4,), generator=generator)
+    x = torch.stack([torch.from_numpy(tokens[i : i + 16]) for i in starts]).to("cuda")
+    model(x).sum().backward()
+    optimizer.step()
+    with torch.inference_mode():
+        right = (torch.nn.functional.linear(model(x), model.weight).argmax(-1) == x).sum()
+    right.item()
+"""
+
+
+def test_random_places_of_data_that_the_host_reads(tmp_path: Path) -> None:
+    """Four crops of 16 tokens at numbers the host drew: no wait; what the GPU counted: one.
+
+    In inference mode a product comes as the product that it is.
+    """
+    calls = captured(written(tmp_path, CROPS), gpus=1).ranks[0].calls
+    shapes = [c.tensors()[1].shape for c in calls if c.op == "aten.embedding.default"]
+    assert shapes == [(4, 16)] * 2
+    ops = Counter(c.op for c in calls)
+    assert ops[HOST_WAIT] == 1 and ops["aten.mm.default"] == 1
+
+
+IN_MEMORY = """
+import torch
+class Scaled(torch.utils.data.Dataset):
+    def __init__(self):
+        self.inner = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.arange(64))
+        self.factors = [torch.tensor(2.0)]
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        x, y = self.inner[i]
+        return torch.full((8,), self.factors[0].item()) * x, y
+model = torch.nn.Linear(8, 8).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for x, y in torch.utils.data.DataLoader(Scaled(), batch_size=4):
+    model(x.cuda()).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_dataset_that_the_script_made_has_data(tmp_path: Path) -> None:
+    """Its tensors are zeros and its constants numbers, so that its batches take their own time."""
+    taken = TakenBatches()
+    script = Script(path=written(tmp_path, IN_MEMORY))
+    capture_script(script, H100, 1, 8, taken)
+    assert taken.samples == [4] and taken.nbytes == 4 * (8 * 4 + 8)
+
+
 def test_a_scaler_skips_no_step(tmp_path: Path) -> None:
     """Gradients without data are neither finite nor not; the optimizer steps."""
     text = TRAINING.replace("for step", "scaler = torch.amp.GradScaler('cuda')\nfor step")
