@@ -35,9 +35,10 @@ from itercast.learners.models.trees import Trees
 from itercast.learners.transfer.calibration import Calibration
 from itercast.learners.transfer.source_gpus import SourceGpus
 from itercast.microbench.assumptions import assumed
-from itercast.microbench.hardware.spec import Gpu, gpu_from_dict
+from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
 from itercast.microbench.store import Facts, Row
+from itercast.microbench.yaml_text import made_of
 
 SHIPPED = Path(__file__).parent / "shipped"
 SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # trained on one CPU, as an example
@@ -146,7 +147,7 @@ class Bundle:
             raise ValueError(f"bundle {str(folder)!r}: {fits}")
         try:
             check_digests(folder, facts)
-            gpus = {n: gpu_from_dict(g, str(folder)) for n, g in facts["gpus"].items()}
+            gpus = {n: made_of(Gpu, g, str(folder)) for n, g in facts["gpus"].items()}
             models = {n: load_model(folder, n, f, gpus) for n, f in facts["families"].items()}
             anchors = {(str(g), int(n)): _pair(us) for g, n, *us in facts["anchors"]}
             machines = {n: _machine(m) for n, m in facts.get("machines", {}).items()}

@@ -19,8 +19,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from itercast.microbench.hardware.spec import Gpu, gpu_from_dict
-from itercast.microbench.yaml_text import load_yaml
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.yaml_text import load_yaml, made_of
 
 log = logging.getLogger(__name__)
 Row = dict[str, Any]  # of a dataset: values by column
@@ -238,7 +238,7 @@ def read_hardware(roots: Sequence[Path]) -> dict[str, Gpu]:
         for path in sorted(Path(root).glob("*/*/*/card.yaml")):
             facts = (load_yaml(path.read_text()) or {}).get("hardware")
             if facts:
-                found[facts["name"]] = gpu_from_dict(facts, str(path))
+                found[facts["name"]] = made_of(Gpu, facts, str(path))
     return found
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from itercast.microbench.hardware.spec import check_types, read_facts
+from itercast.microbench.yaml_text import made_of, read_mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,9 +58,7 @@ class ClusterFile:
 
 def read_cluster(path: Path) -> ClusterFile:
     """Read a cluster file; ValueError names what is wrong in it, in one line."""
-    if not path.is_file():
-        raise ValueError(f"cluster {str(path)!r}: no such file")
-    values = read_facts(path)
+    values = read_mapping(path, "cluster file")
     if unknown := sorted(map(str, values.keys() - {"groups", "links"})):
         raise ValueError(f"{path}: unknown keys {unknown}; known: ['groups', 'links']")
     named = values.get("groups")
@@ -84,7 +82,7 @@ def _group(name: str, facts: Any, path: Path) -> GpuGroup:
     where = f"{path}: group {name!r}"
     if not isinstance(facts, Mapping):
         raise ValueError(f"{where} states a gpu and a count, got {facts!r}")
-    group = GpuGroup(**check_types({"name": name, **facts}, fields(GpuGroup), where))
+    group = made_of(GpuGroup, {"name": name, **facts}, where)
     if group.count < 1:
         raise ValueError(f"{where}: count is at least 1, got {group.count}")
     return group
@@ -103,7 +101,7 @@ def _link(entry: Any, names: set[str], path: Path) -> tuple[frozenset[str], Link
     if len(pair) < 2:
         raise ValueError(f"{where}: links within a group are those of its node")
     rest = {key: value for key, value in entry.items() if key != "between"}
-    link = Link(**check_types(rest, fields(Link), where))
+    link = made_of(Link, rest, where)
     if link.bytes_per_s <= 0:
         raise ValueError(f"{where}: bytes_per_s is above 0, got {link.bytes_per_s:g}")
     return pair, link

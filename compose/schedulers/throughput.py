@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from itercast.compose.forecast import Forecast
 from itercast.compose.predict import predict
 from itercast.compose.target import find_target
-from itercast.microbench.hardware.names import gpu_named
 from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, load_node
+from itercast.microbench.hardware.prices import read_prices
 from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.store import Facts, Row
-from itercast.microbench.yaml_text import load_yaml
 
 OTHER_DEGREES = re.compile(r"(?:^|,)\s*(?:tp|pp|cp)\s*=\s*(\d+)")
 STATES_DP = re.compile(r"(?:^|,)\s*dp\s*=")
@@ -87,24 +84,9 @@ class Cell:
         return {**facts, "energy_j_per_sample": joule, "usd_per_sample": self.usd_per_sample}
 
 
-def read_prices(path: Path, gpus: Sequence[str]) -> dict[str, float]:
-    """USD per hour of one GPU, for each of ``gpus``, from a YAML file of names and prices."""
-    try:
-        values = load_yaml(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as exc:
-        raise ValueError(f"prices {str(path)!r}: {' '.join(str(exc).split())[:200]}") from None
-    if not isinstance(values, Mapping):
-        raise ValueError(f"prices {str(path)!r}: lines are GPU: USD per hour of one GPU")
-    prices = dict[str, float]()
-    for name, price in values.items():
-        known = isinstance(price, int | float) and not isinstance(price, bool)
-        if not (known and math.isfinite(price) and price >= 0):
-            rule = "is a number of USD per hour, 0 or more"
-            raise ValueError(f"prices {str(path)!r}: the price of {name!r} {rule}, got {price!r}")
-        gpu = gpu_named(str(name)) or str(name)
-        if gpu in prices:
-            raise ValueError(f"prices {str(path)!r}: {gpu!r} has two prices, state one")
-        prices[gpu] = float(price)
+def prices_of(path: Path, gpus: Sequence[str]) -> dict[str, float]:
+    """USD per hour of one GPU, for each of ``gpus``, from a file of prices."""
+    prices = read_prices(path)
     for gpu in gpus:
         if gpu not in prices:
             names = ", ".join(sorted(prices)) or "none"
@@ -147,7 +129,7 @@ def throughput_table(
     names = {gpu: find_target(gpu, "", bundle).gpu.name for gpu in gpus}
     if strange := [name for gpu, (name, _) in where.items() if gpu not in names.values()]:
         raise ValueError(f"node {strange[0]!r} holds none of {', '.join(names.values())}")
-    usd = read_prices(prices, list(names.values())) if prices else {}
+    usd = prices_of(prices, list(names.values())) if prices else {}
     cells = list[Cell]()
     for gpu, name in names.items():
         node_name, node = where.get(name, ("", None))

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from itercast.microbench.campaign import smoke
 from itercast.microbench.campaign.summary import summary
-from itercast.microbench.hardware.spec import gpu_from_dict
+from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.iterations.collect import collect_iterations, measured_iterations
 from itercast.microbench.iterations.gpu_list import FIRST, gpu_iterations
 from itercast.microbench.ops import families
 from itercast.microbench.sweep.cards import card_facts
 from itercast.microbench.sweep.collect import collect_for
 from itercast.microbench.sweep.orders import known_families
+from itercast.microbench.yaml_text import made_of
 
 log = logging.getLogger("itercast.campaign")
 RETEST_EVERY = 10  # iterations
@@ -71,7 +72,7 @@ def smoke_test(run: Run, budget_s: float, grace_s: float) -> int:
     rows = run.sweep(None, (1 - SMOKE_ITERATION_FRAC) * budget_s, grace_s)
     left_s = budget_s - (time.monotonic() - begin_s)
     rows += _iterations(run, slice(1), 0, left_s, grace_s)
-    gpu = gpu_from_dict(card_facts(run.root, "cuda")["hardware"], str(run.root))
+    gpu = made_of(Gpu, card_facts(run.root, "cuda")["hardware"], str(run.root))
     for line in summary(run.root, gpu.name):
         log.info("%s", line)
     single = tuple(n for n in known_families(None) if families()[n].ranks == 1)

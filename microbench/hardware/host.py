@@ -12,7 +12,7 @@ import numpy as np
 import yaml
 
 from itercast.microbench.assumptions import assumed, is_among, left_out
-from itercast.microbench.hardware.spec import check_types, read_facts
+from itercast.microbench.yaml_text import made_of, read_mapping
 
 HERE = Path(__file__).parent / "hosts"
 USUAL = "usual"  # the host of a GPU where none is named
@@ -92,9 +92,9 @@ def load_host(name_or_path: str = USUAL) -> HostMachine:
         path = HERE / f"{name_or_path}.yaml"
         if name_or_path not in host_names():
             raise ValueError(f"unknown host {name_or_path!r}; known: {[USUAL, *host_names()]}")
-    values = {"name": path.stem, **read_facts(path)}
+    values = {"name": path.stem, **read_mapping(path, "host file")}
     values.pop("spread", None)  # of files that versions before 0.6 wrote; nothing uses it
-    return HostMachine(**check_types(values, fields(HostMachine), str(path)))
+    return made_of(HostMachine, values, str(path))
 
 
 @cache

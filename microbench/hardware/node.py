@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.extensions import with_added
-from itercast.microbench.hardware.spec import check_types, read_facts
+from itercast.microbench.yaml_text import made_of, read_mapping
 
 HERE = Path(__file__).parent / "nodes"
 # How published tables and clouds write them, where no file has that name.
@@ -99,11 +97,6 @@ class Node:
         return "pairwise" if self.topology == "pairwise" else "nvlink"
 
 
-def node_from_dict(values: Mapping[str, Any], where: str) -> Node:
-    """A Node from plain values; ``where`` names their file in error messages."""
-    return Node(**check_types(values, fields(Node), where))
-
-
 def load_node(name_or_path: str) -> Node:
     """Load a node by its name in microbench/hardware/nodes, or from a YAML file of that form."""
     path = Path(name_or_path)
@@ -112,7 +105,8 @@ def load_node(name_or_path: str) -> Node:
         if named is None:
             raise ValueError(f"unknown node {name_or_path!r}; known: {node_names()}")
         path = _node_files()[named]
-    return node_from_dict({"name": path.stem, **read_facts(path)}, str(path))
+    facts = read_mapping(path, "node file")
+    return made_of(Node, {"name": path.stem, **facts}, str(path))
 
 
 def node_names() -> list[str]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from itercast.microbench.assumptions import FILE, assumed
 from itercast.microbench.extensions import with_added
 from itercast.microbench.hardware.nearest_names import unknown
-from itercast.microbench.yaml_text import load_yaml
+from itercast.microbench.yaml_text import made_of, read_mapping
 
 HERE = Path(__file__).parent
 NEEDED = ("sm_count", "peak_flops_per_s", "hbm_bytes_per_s")  # in every file
@@ -93,67 +90,6 @@ class Gpu:
         return {k: dict(v) if isinstance(v, Mapping) else v for k, v in asdict(self).items()}
 
 
-def check_types(
-    values: Mapping[str, Any], known: Iterable[Field[Any]], where: str
-) -> dict[str, Any]:
-    """``values`` with numbers as floats or ints; ValueError names a wrong or missing key.
-
-    Numbers may be strings: YAML 1.1 reads 3e9, without sign or point, as text.
-    """
-    kinds = {f.name: (str(f.type), f) for f in known}
-    unknown = sorted(str(k) for k in values if k not in kinds)
-    if unknown:
-        raise ValueError(f"{where}: unknown keys {unknown}; known: {sorted(kinds)}")
-    checked = {k: _typed(k, v, kinds[k][0], where) for k, v in values.items()}
-    required = [k for k, (_, f) in kinds.items() if f.default is MISSING is f.default_factory]
-    missing = [k for k in required if k not in checked]
-    if missing:
-        raise ValueError(f"{where}: missing keys {missing}")
-    return checked
-
-
-def _typed(key: str, value: Any, kind: str, where: str) -> Any:
-    if kind == "str":
-        if isinstance(value, str):
-            return value
-        raise ValueError(f"{where}: {key} is text, got {value!r}")
-    if kind.startswith("Mapping"):
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{where}: {key} maps names to numbers, got {value!r}")
-        return {str(k): _number(f"{key}.{k}", v, where) for k, v in value.items()}
-    number = _number(key, value, where)
-    if kind == "int" and number != int(number):
-        raise ValueError(f"{where}: {key} is a whole number, got {value!r}")
-    return int(number) if kind == "int" else number
-
-
-def _number(key: str, value: Any, where: str) -> float:
-    try:
-        number = float("nan") if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        number = float("nan")
-    if not math.isfinite(number) or number < 0:
-        raise ValueError(f"{where}: {key} is a number of at least 0, got {value!r}")
-    return number
-
-
-def gpu_from_dict(values: Mapping[str, Any], where: str) -> Gpu:
-    """A Gpu from plain values; ``where`` names their file in error messages."""
-    return Gpu(**check_types(values, fields(Gpu), where))
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file of a GPU or node; ValueError where the file holds none."""
-    try:
-        values = load_yaml(path.read_text())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as exc:
-        reason = " ".join(str(exc).split())[:200] or type(exc).__name__
-        raise ValueError(f"{path}: not a readable hardware file ({reason})") from exc
-    if not isinstance(values, dict):
-        raise ValueError(f"{path}: expected a mapping of hardware facts")
-    return values
-
-
 def load_gpu(name_or_path: str) -> Gpu:
     """Load a GPU by its name in microbench/hardware, or from a YAML file of the same form.
 
@@ -164,10 +100,10 @@ def load_gpu(name_or_path: str) -> Gpu:
         if name_or_path not in (known := _gpu_files()):
             raise unknown("gpu", name_or_path, gpu_names())
         path = known[name_or_path]
-    values = read_facts(path)
+    values = read_mapping(path, "hardware file")
     if missing := [key for key in NEEDED if key not in values]:
         raise ValueError(f"{path}: missing keys {missing}")
-    gpu = gpu_from_dict({"name": path.stem, **values}, str(path))
+    gpu = made_of(Gpu, {"name": path.stem, **values}, str(path))
     rates = {"hbm_bytes_per_s": gpu.hbm_bytes_per_s, "peak_flops_per_s": gpu.peak("fp32")}
     for key, rate in rates.items():
         if not SLOWEST <= rate <= FASTEST:

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from itercast.microbench.extensions import with_added
-from itercast.microbench.hardware.spec import Gpu, read_facts
-from itercast.microbench.yaml_text import load_yaml
+from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.yaml_text import load_yaml, made_of, read_mapping
 
 FILE = Path(__file__).parent / "stacks" / "known.yaml"
-KEYS = {"attention", "recomputes", "source", "words", "similar", "tables"}
 NEEDED, WHOLE = "what backward reads", "whole layers"  # see ``Stack.recomputes``
 OTHER = "other"
 USUAL = "torch-2.11"  # forecast where none is named
@@ -88,30 +87,22 @@ def known_stacks() -> Mapping[str, Stack]:
     shipped = load_yaml(FILE.read_text())
     found = {str(name): _stack(str(name), entry) for name, entry in shipped.items()}
     files = with_added("stacks", dict.fromkeys(found, FILE))
-    added = {
-        name: _stack(name, read_facts(files[name]), files[name]) for name in files.keys() - found
-    }
-    return found | added
+    for name in files.keys() - found:
+        found[name] = _stack(name, read_mapping(files[name], "stack file"), files[name])
+    return found
 
 
 def _stack(name: str, entry: Mapping[str, Any], file: Path = FILE) -> Stack:
-    unknown, kernels = set(entry) - KEYS, entry.get("attention", {})
-    if unknown or OTHER not in kernels or not entry.get("source"):
-        raise ValueError(f"{file}: {name}: wants attention.{OTHER} and source, of {sorted(KEYS)}")
-    recomputes = entry.get("recomputes", NEEDED)
-    if recomputes not in (NEEDED, WHOLE):
+    where, kernels = f"{file}: {name}", entry.get("attention", {})
+    if OTHER not in kernels or not entry.get("source"):
+        raise ValueError(f"{where}: wants attention.{OTHER} and source")
+    pairs = tuple((str(on), kernel) for on, kernel in kernels.items())
+    stack = made_of(Stack, {"name": name, **entry, "attention": pairs}, where)
+    if stack.recomputes not in (NEEDED, WHOLE):
         raise ValueError(
-            f"{file}: {name}: recomputes is {recomputes!r}, not {NEEDED!r} or {WHOLE!r}"
+            f"{where}: recomputes is {stack.recomputes!r}, not {NEEDED!r} or {WHOLE!r}"
         )
-    return Stack(
-        name=name,
-        attention=tuple((str(k), str(v)) for k, v in kernels.items()),
-        similar=tuple(entry.get("similar", ())),
-        words=tuple(entry.get("words", ())),
-        recomputes=recomputes,
-        tables=TableSoftware(**entry.get("tables", {})),
-        source=str(entry["source"]),
-    )
+    return stack
 
 
 def stack_names() -> list[str]:

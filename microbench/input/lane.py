@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from itercast.microbench.store import write_atomic
+from itercast.microbench.yaml_text import made_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,25 +76,8 @@ def write_lane(lane: InputLane, path: Path) -> None:
 def read_lane(path: Path) -> InputLane:
     """A lane as ``write_lane`` wrote it; ValueError in one line for any other file."""
     try:
-        return lane_from(json.loads(path.read_text()))
+        return made_of(InputLane, json.loads(path.read_text()), "input lane")
     except FileNotFoundError:
         raise ValueError(f"input lane {str(path)!r}: no such file") from None
-    except (OSError, ValueError, TypeError, RecursionError) as exc:
+    except (OSError, ValueError, RecursionError) as exc:
         raise ValueError(f"{path}: no input lane of `itercast input --out`: {exc}") from exc
-
-
-def lane_from(plain: object) -> InputLane:
-    """A lane from plain values; ValueError or TypeError where they are none."""
-    if not isinstance(plain, dict):
-        raise ValueError("expected an object")
-    known = {f.name for f in fields(InputLane)}
-    if unknown := sorted(set(plain) - known):
-        raise ValueError(f"unknown keys {unknown}")
-    needed = {f.name for f in fields(InputLane) if f.default is f.default_factory is MISSING}
-    if missing := sorted(needed - set(plain)):
-        raise ValueError(f"missing keys {missing}")
-    made = dict(plain)
-    for name in ("alone", "worker"):
-        times = made.get(name) or {}
-        made[name] = Batches(**{k: tuple(float(us) for us in v) for k, v in times.items()})
-    return InputLane(**made)

@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from itercast.microbench import store
-from itercast.microbench.hardware.spec import Gpu, gpu_from_dict
+from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops import families
 from itercast.microbench.ops.family import Family, Point
 from itercast.microbench.processes.ranks import rank0_value
@@ -21,6 +21,7 @@ from itercast.microbench.sweep.captured_points import alternate, read_points
 from itercast.microbench.sweep.gpu_space import grid, on_gpu
 from itercast.microbench.sweep.orders import WorkerOrder
 from itercast.microbench.sweep.rows import make_row
+from itercast.microbench.yaml_text import made_of
 
 RETEST_EVERY = 10  # points
 MIN_RETEST_AGE_FRAC = 0.3  # of the budget, between the two measurements
@@ -55,7 +56,7 @@ class Sweep:
         if order.only:
             return iter(read_points(Path(order.points), name))
         on_cpu = order.device == "cpu" or order.together
-        gpu = None if on_cpu else gpu_from_dict(order.hardware, "order")
+        gpu = None if on_cpu else made_of(Gpu, order.hardware, "order")
         return space(name, Path(order.points), gpu, order.seed)
 
     def choose(self, now_s: float) -> Chosen | None:

@@ -112,10 +112,10 @@ def test_a_forbidden_cell_has_a_reason(bundle: Path) -> None:
         (["--gpus", "2", "--plan", "pt=2"], "unknown key 'pt'"),
         (["--gpus", "1", "--node", "dgx-h100"], "node 'dgx-h100' holds none of toy-gpu"),
         (["--gpus", "1", "--prices", "other: 1"], "no price of 'toy-gpu'; it has other"),
-        (["--gpus", "1", "--prices", "toy-gpu: -1"], "the price of 'toy-gpu' is a number of USD"),
+        (["--gpus", "1", "--prices", "toy-gpu: -1"], "the price of 'toy-gpu' is a number"),
         (["--gpus", "1", "--prices", "toy-gpu: .nan"], "the price of 'toy-gpu' is a number"),
         (["--gpus", "1", "--prices", "h100: 1\nh100-sxm-80gb: 2"], "has two prices, state one"),
-        (["--gpus", "1", "--prices", "[1]"], "lines are GPU: USD per hour"),
+        (["--gpus", "1", "--prices", "[1]"], "(GPU: USD per hour of one)"),
         (["--gpus", "1", "--prices", "a: [b"], "while parsing"),
     ],
 )

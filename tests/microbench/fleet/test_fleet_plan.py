@@ -103,11 +103,11 @@ def test_the_simulated_cost_by_hand(folder: Path) -> None:
     [
         ("gpu: h100-sxm-80gb -> gpu: h900", "unknown gpu 'h900'"),
         ("minutes: 1 -> minutes: 0", "minutes 0; allowed are more than 0"),
-        ("minutes: 1 -> minutes: .nan", "minutes nan"),
-        ("minutes: 1 -> minutes: ten", "minutes 'ten' is not of type float"),
-        ("count: 4 -> count: -4", "count -4; allowed are 1 to"),
-        ("count: 4 -> gpus: 4", "unknown key 'gpus'"),
-        ("chunk: 6s -> shell: rm", "unknown key 'shell'"),
+        ("minutes: 1 -> minutes: .nan", "minutes is a number of at least 0, got nan"),
+        ("minutes: 1 -> minutes: ten", "minutes is a number of at least 0, got 'ten'"),
+        ("count: 4 -> count: 0", "count 0; allowed are 1 to"),
+        ("count: 4 -> gpus: 4", "unknown keys ['gpus']"),
+        ("chunk: 6s -> shell: rm", "unknown keys ['shell']"),
         ("chunk: 6s -> chunk: soon", "'soon': expected a duration"),
         (
             "gpu: cpu -> gpu: !!python/object/apply:os.system [id]",
