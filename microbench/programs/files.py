@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import base64
 import gzip
 import json
 import zlib
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
-from itercast.microbench.capture.cache import dumps, loads
-from itercast.microbench.input.lane import InputLane, lane_from
+from itercast.microbench.capture.cache import pack, unpack
+from itercast.microbench.input.lane import InputLane
+from itercast.microbench.opcall import StepCapture
 from itercast.microbench.programs.program import ProgramCapture
 from itercast.microbench.store import write_atomic
+from itercast.microbench.yaml_text import made_of, typed
 
 
 def write_program(program: ProgramCapture, path: Path, lane: InputLane | None = None) -> None:
     """Write a captured program, with the input lane of its DataLoader."""
-    plain = {
-        "world_size": program.world_size,
-        "ranks": {r: base64.b64encode(dumps(s)).decode() for r, s in program.ranks.items()},
-        "peak_bytes": dict(program.peak_bytes),
-        "samples": program.samples,
-        "tokens": program.tokens,
-        "input": asdict(lane) if lane else None,
-    }
+    plain = {f.name: pack(getattr(program, f.name)) for f in fields(program)}
+    plain["input"] = asdict(lane) if lane else None
     write_atomic(path, gzip.compress(json.dumps(plain).encode(), 3))
 
 
@@ -32,13 +27,10 @@ def read_program(path: Path) -> tuple[ProgramCapture, InputLane | None]:
     """A captured program and its input lane; ValueError for any other file."""
     try:
         plain = json.loads(gzip.decompress(path.read_bytes()))
-        program = ProgramCapture(
-            world_size=int(plain["world_size"]),
-            ranks={int(r): loads(base64.b64decode(s)) for r, s in plain["ranks"].items()},
-            peak_bytes={int(r): int(n) for r, n in plain["peak_bytes"].items()},
-            samples=int(plain["samples"]),
-            tokens=int(plain["tokens"]),
-        )
-        return program, lane_from(plain["input"]) if plain["input"] else None
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as exc:
+        lane, ranks = plain.pop("input"), plain.pop("ranks").items()
+        by_rank = {int(r): typed(StepCapture, unpack(s), f"rank {r}") for r, s in ranks}
+        peaks = {int(r): n for r, n in plain.pop("peak_bytes").items()}
+        program = ProgramCapture(**plain, ranks=by_rank, peak_bytes=peaks)
+        return program, made_of(InputLane, lane, "input") if lane else None
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as exc:
         raise ValueError(f"{path}: not a captured program: {exc}") from exc

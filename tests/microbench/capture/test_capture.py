@@ -227,6 +227,6 @@ def test_fused_attention_leaves_heads_beside_lengths() -> None:
 def test_stored_captures_of_another_form_are_not_read() -> None:
     """Tensors are stored by position: one of fewer fields is an error, not another tensor."""
     stored = json.loads(gzip.decompress(dumps(capture("mlp", fake=True))))
-    stored["parameters"][0].pop()
+    stored["#s"][1][0]["#p"].pop()
     with pytest.raises(ValueError, match="not a captured step"):
         loads(gzip.compress(json.dumps(stored).encode()))
