@@ -10,16 +10,15 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from math import ceil
 from typing import Any, TypeVar
-
-from itercast.microbench.durations import counted
 
 TRANSFORMS = ("split", "reorder", "fuse", "overlap")  # CoCoNeT, arXiv:2105.05720
 QUANTISED, DCT = ("int8", "fp8", "int4"), "dct"  # of compress
 V_SHAPED = ("zbv", "dualpipev")  # schedules
 GREEDY = "greedy"  # of shard
 # Keys that plans with shard may have: they act on what is not a table, or on one rank.
+# Keys that plans with cut may have: replicas are alike but for their part of the graph.
+WITH_CUT = ("dp", "zero", "hsdp", "amp", "compress", "tables", "cached", "node", "nodes")
 WITH_SHARD = ("dp", "zero", "hsdp", "ep", "amp", "compress", "local", "tables", "node", "nodes")
 DEFAULT_CHUNKS = 8  # of coconet=...,overlap
 MOST = 99_999_999  # ranks or micro-batches of one kind
@@ -176,6 +175,8 @@ class ParallelPlan:
     coconet: str = _key(_transforms, "", "prices")
     shard: str = _key(_text(f"is {GREEDY} or a JSON file of a sharding"), "", "")
     shard_group: int = _behind("shard", _integer(2, MOST), 0, "")  # ranks that share tables; 0: all
+    cut: float = _key(_share, 0.0, "ops prices")  # edges of a graph that join vertices of two ranks
+    halo: float = _behind("cut", _number("above 0"), 0.0, "ops prices")  # received over own
     tables: str = _key(_one_of("uvm", "ssd"), "", "")  # where embedding tables lie; "": in HBM
     cached: float = _behind("tables", _share, 0.0, "")  # of their rows in HBM, the hottest
     node: str = _key(_text("needs a name or a YAML file"), "", "")
@@ -358,6 +359,13 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     keys = {*WITH_SHARD, "shard", "shard_group", "imbalance", "micro", "cached"}
     alone = keys.issuperset(p.stated) and p.microbatches == 1
     yield p.shard != "" and not alone, f"shard goes with {', '.join(WITH_SHARD)} alone"
+    yield p.cut > 0 and p.dp == 1, "cut is of a graph among dp ranks: dp > 1"
+    alone = {"cut", "halo", *WITH_CUT}.issuperset(p.stated)
+    yield p.cut > 0 and not alone, f"cut goes with {', '.join(WITH_CUT)} alone"
+    yield (
+        not (0 <= p.cut <= 1 and p.halo >= 0),
+        f"cut is up to 1, a halo above 0: {p.cut}, {p.halo}",
+    )
     groups = p.dp % p.table_ranks != 0
     yield groups, f"shard's group is from 2 and divides dp, got {p.shard_group}"
     yield from _local_rules(p)
@@ -386,12 +394,3 @@ def micro_batch(plan: ParallelPlan, batch: int, seq: int) -> tuple[int, int]:
     if plan.cp > 1 and (seq == 0 or seq % (2 * plan.cp)):
         raise ValueError(f"plan {str(plan)!r}: a length of {seq} does not divide by 2 * cp")
     return batch // micro, seq // plan.cp
-
-
-def ranks_per_node(plan: ParallelPlan, gpus_per_node: int) -> int:
-    """Returns the ranks on each node; ValueError where the plan's nodes cannot hold its ranks."""
-    nodes = plan.nodes or ceil(plan.world_size / gpus_per_node)
-    if plan.world_size > nodes * gpus_per_node:
-        place = f"{counted(nodes, 'node')} of {counted(gpus_per_node, 'GPU')}"
-        raise ValueError(f"plan {str(plan)!r}: {plan.world_size} ranks do not fit {place}")
-    return ceil(plan.world_size / nodes)

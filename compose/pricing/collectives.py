@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import pandas as pd
@@ -20,6 +21,7 @@ from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import UNMODELLED, AssumedShares, PricedOp
 from itercast.compose.tables.tiers import RATES, TIERS, tier_us
 from itercast.microbench.assumptions import assumed
+from itercast.microbench.durations import counted
 from itercast.microbench.hardware.node import USUAL_GPUS_PER_NODE, Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.step.alpha_beta import (
@@ -29,7 +31,7 @@ from itercast.microbench.ops.step.alpha_beta import (
     floor_us,
 )
 from itercast.microbench.ops.step.collective import Collective
-from itercast.microbench.plan import ParallelPlan, ranks_per_node
+from itercast.microbench.plan import ParallelPlan
 
 CONTENTION: Mapping[str, float] = assumed(__file__, "contention")  # by kind of device
 LATENCY = "alpha_beta.step_us"  # the assumption that times by formula rest on
@@ -196,6 +198,15 @@ def cluster(plan: ParallelPlan, gpu: Gpu, node: Node | None = None) -> Cluster:
     groups |= dict.fromkeys(TIERS, Group(size=1, per_node=1))
     groups["near"] = replace(groups["shard"], size=groups["shard"].per_node)
     return Cluster(gpu=gpu, node=node, gpus_per_node=per_node, groups=groups)
+
+
+def ranks_per_node(plan: ParallelPlan, gpus_per_node: int) -> int:
+    """Returns the ranks on each node; ValueError where the plan's nodes cannot hold its ranks."""
+    nodes = plan.nodes or ceil(plan.world_size / gpus_per_node)
+    if plan.world_size > nodes * gpus_per_node:
+        place = f"{counted(nodes, 'node')} of {counted(gpus_per_node, 'GPU')}"
+        raise ValueError(f"plan {str(plan)!r}: {plan.world_size} ranks do not fit {place}")
+    return ceil(plan.world_size / nodes)
 
 
 def default_contention(gpu: Gpu) -> float:

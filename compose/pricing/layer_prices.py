@@ -167,7 +167,8 @@ def price_model(
         step, added = with_frozen_tables_in(capture, plan.tables, plan.cached)
         model = price_model(step, replace(plan, tables="", cached=0.0), book, where)
         return replace(model, added_bytes=added)
-    groups = tuple(where.groups[axis] for axis in ("tp", "cp", "ep"))
+    axes = ("tp", "cp", "ep", *(("dp",) if plan.cut else ()))
+    groups = tuple(where.groups[axis] for axis in axes)
     models = _models(capture)
     key = (plan.expert_tp, plan.parts("prices"), groups, where.node, book)
     if key not in models:

@@ -18,6 +18,7 @@ from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
 from itercast.compose.parallel.ep import expert_parallel
+from itercast.compose.parallel.halo import cut_graph
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.collectives import Message
 from itercast.compose.pricing.gradient_copies import buffers, gradient_copies
@@ -40,7 +41,8 @@ class Cut:
     @classmethod
     def of(cls, plan: ParallelPlan) -> Cut:
         """Takes from a plan the parts that change a rank's op calls."""
-        return cls(plan=plan, degrees=(plan.expert_tp, *plan.parts("ops")))
+        parts = plan.dp if plan.cut else 1  # of a graph
+        return cls(plan=plan, degrees=(plan.expert_tp, parts, *plan.parts("ops")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +112,7 @@ def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph:
 @cached_by_identity
 def _rank_graph(capture: StepCapture, cut: Cut, gpu: Gpu) -> RankGraph:
     trained = sum(p.nbytes for p in capture.parameters if p.ready_after >= 0)
+    capture = cut_graph(capture, cut.plan)
     capture = context_parallel(expert_parallel(capture, cut.plan), cut.plan)
     capture = as_launched(tensor_parallel(capture, cut.plan, summed=gpu.kind != "cpu"))
     capture = compressed(capture, cut.plan)

@@ -61,7 +61,8 @@ def predict(
     from itercast.compose.target import forecast_step
 
     found = forecast_step(step, target)
-    _say_whole_matrix(step, target.plan.dp)
+    if target.plan.dp > 1 and not target.plan.cut:
+        _say_whole_matrix(step, target.plan.dp)
     if input_file is not None:
         from itercast.compose.feed.input import with_input
         from itercast.microbench.input.lane import read_lane
@@ -92,17 +93,17 @@ def _on_cluster(question: Question, path: Path, *, alone: bool) -> Forecast:
 
 
 def _say_whole_matrix(step: StepCapture, replicas: int) -> None:
-    """Say, of a step with sparse products, that no plan cuts their matrix."""
+    """Say, of a step with sparse products, that the plan does not cut their matrix."""
     from itercast.microbench.ops import find_family
 
     sparse = [call for call in step.calls if any(getattr(x, "layout", "") for x in call.args)]
     found = map(find_family, sparse)
     products = [p for family, p in found if family is not None and family.name == "sparse"]
-    if products and replicas > 1:
+    if products:
         p = max(products, key=lambda p: p.nnz)
         size = f"{p.rows:,} x {p.cols:,} with {p.nnz:,} values"
         text = f"each of {replicas} replicas has a sparse matrix of its own, of {size}"
-        typer.echo(f"itercast: {text}; cutting one among ranks is not forecast", err=True)
+        typer.echo(f"itercast: {text}; the plan key cut=SHARE cuts one among them", err=True)
 
 
 def _spread(found: Forecast, target: Target) -> Spread:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from itercast.microbench.cases.kinds import Sizes
 from itercast.microbench.cases.models.detection import detection_loss
+from itercast.microbench.ops.lookup.reuse import expected_reuse
 from itercast.microbench.step import Inputs
 
 RARE = 0.01  # no assumption: share of an image's default boxes that hold an object, drawn at random
@@ -163,6 +164,39 @@ def first_loss(logits: Tensor, inputs: Inputs) -> Tensor:
     """Cross-entropy, the first candidate being the right one."""
     first = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     return F.cross_entropy(logits, first)
+
+
+def sampled_vertices(batch: int, sizes: Sizes) -> list[int]:
+    """Vertices whose values each layer makes, from the batch to those whose features are read.
+
+    For each vertex of a layer ``fanout`` neighbours are drawn, or as many as it has on average.
+    Expected are the distinct ones of all that are drawn, with the Zipf exponent ``skew``.
+    """
+    found, drawn = [batch], 0
+    for fanout in sizes["fanout"]:
+        drawn += found[-1] * min(fanout, sizes["degree"])
+        distinct = float(expected_reuse(sizes["vertices"], drawn, sizes["skew"], 0.0)[0])
+        found.append(min(sizes["vertices"], batch + round(distinct)))
+    return found
+
+
+def sampled_graph(batch: int, seq: int, sizes: Sizes) -> Inputs:
+    """Blocks of a sampled graph, that of the features first; neighbours are drawn at random."""
+    vertices = sampled_vertices(batch, sizes)
+    blocks = []
+    for fanout, to, of in zip(sizes["fanout"], vertices[:-1], vertices[1:], strict=True):
+        drawn = min(fanout, sizes["degree"])
+        starts, values = (
+            torch.arange(0, to * drawn + 1, drawn),
+            torch.full((to * drawn,), 1 / drawn),
+        )
+        source = torch.randint(0, of, (to * drawn,))
+        blocks.append(torch.sparse_csr_tensor(starts, source, values, (to, of)))
+    return {
+        "vertices": torch.randint(0, sizes["vertices"], vertices[-1:]),
+        "blocks": blocks[::-1],
+        "labels": torch.randint(0, sizes["classes"], (batch,)),
+    }
 
 
 def graphs(batch: int, seq: int, sizes: Sizes) -> Inputs:

@@ -36,8 +36,8 @@ MIXTURE = {
     "dp=4,ep=2": "ep=4; ep=2:1.5; zero=1; pp=2; dp=8; compress_ep=int8",
     "dp=4,tp=2,sp,ep=2": "etp=1; ep=2:1.5",
 }
-# Of these a plan has one value, or they say where ranks and tables are (test_tiers.py).
-ELSEWHERE = {"shard", "shard_group", "tables", "cached", "node", "nodes"}
+# Of these a plan has one value, or others test them: where ranks, tables and parts of graphs are.
+ELSEWHERE = {"shard", "shard_group", "tables", "cached", "cut", "halo", "node", "nodes"}
 
 
 def plans(variants: dict[str, str]) -> list[ParallelPlan]:

@@ -1,8 +1,8 @@
 """Measures every split of a batch over ranks of 1 and of 2 threads, and judges the one forecast.
 
-Run as ``python tests/endurance/unlike_gpus.py [CASE,CASE...]`` on two cores (about 5 minutes): over
-gloo, eight parts of a batch, all splits in turn. It prints how much slower the chosen split is than
-the fastest one that was measured.
+Run as ``python tests/endurance/unlike_gpus.py [CASE,CASE... [BUNDLE]]`` on two cores (about 5
+minutes): over gloo, eight parts of a batch, all splits in turn. It prints how much slower the
+chosen split is than the fastest one that was measured.
 """
 
 from __future__ import annotations
@@ -42,14 +42,16 @@ def measured_us(name: str, part: int, folder: Path) -> list[float]:
     return [statistics.median(times) for times in json.loads(out.read_text())]
 
 
-def main(names: str = CASES) -> None:
+def main(names: str = CASES, bundle: str = "") -> None:
     """Measure and judge each case."""
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "cluster.yaml"
         file.write_text(CLUSTER)
         for name in names.split(","):
             part = 16 if name.startswith("mlp") else 1
-            found = predict_on_cluster(name, file, "dp=2", batch=PARTS * part // 2)
+            trained = Path(bundle) if bundle else None
+            batch = PARTS * part // 2
+            found = predict_on_cluster(name, file, "dp=2", batch=batch, bundle=trained)
             chosen = found.cluster["groups"][0]["rows"] / part
             times = measured_us(name, part, Path(scratch))
             at = min(PARTS - 1, max(1, round(chosen)))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from itercast.microbench.plan import ParallelPlan, ranks_per_node
+from itercast.compose.pricing.collectives import ranks_per_node
+from itercast.microbench.plan import ParallelPlan
 
 GOOD = [
     "",

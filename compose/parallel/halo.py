@@ -1,0 +1,161 @@
+"""A graph cut among data-parallel ranks: each has a part of the vertices and of their edges.
+
+A layer that sums over neighbours reads features of vertices of other ranks, its halo. Before it
+each rank packs the rows that others read, which an all_to_all brings there; in backward the
+gradients of the halo return and are added. The rest of the step is that of a rank's own vertices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil, exp
+
+import numpy as np
+
+from itercast.compose.graph.rewrite import StepBuilder, collective, fresh_storages, with_shape
+from itercast.microbench.opcall import Argument, OpCall, StepCapture, TensorSpec
+from itercast.microbench.plan import ParallelPlan
+
+SELECT = "aten.index_select.default"
+SUMS = tuple(
+    f"aten.{n}.default" for n in ("index_add", "index_add_", "scatter_add", "scatter_add_")
+)
+
+
+def cut_graph(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
+    """One rank's step of a full graph; ValueError where the step has no sums over neighbours."""
+    if not plan.cut:
+        return capture
+    graphs = [found for c in capture.calls if (found := _graph(c)) is not None]
+    if not graphs:
+        raise ValueError(f"plan {str(plan)!r}: cut is of a graph, and the model has none")
+    return _Part(capture, plan, *max(graphs)).step()
+
+
+def cut_of(
+    source: np.ndarray, target: np.ndarray, vertices: int, ranks: int
+) -> tuple[float, float]:
+    """(cut, halo) of a plan whose ranks have equal blocks of the vertices, and the edges to them.
+
+    ``source`` and ``target`` are the vertices of each edge. The halo is that of the largest.
+    """
+    own = ceil(vertices / ranks)
+    crossing = source // own != target // own
+    read = np.unique((target[crossing] // own) * vertices + source[crossing])
+    halo = np.bincount(read // vertices, minlength=1)
+    return float(crossing.mean()), float(halo.max() / own)
+
+
+def _graph(call: OpCall) -> tuple[int, int] | None:
+    """(edges, vertices) of a call that reads vertices: a sparse product, or a gather by edge."""
+    matrix = next((t for t in call.tensors() if t.layout and len(set(t.shape)) == 1), None)
+    if matrix is not None:
+        return matrix.nnz, matrix.shape[0]
+    if call.op == SELECT and call.args[1] == 0 and call.args[2].numel > call.args[0].shape[0]:
+        return call.args[2].numel, call.args[0].shape[0]
+    return None
+
+
+class _Part:
+    """Builds the step of one rank of a graph with so many edges and vertices."""
+
+    def __init__(self, capture: StepCapture, plan: ParallelPlan, edges: int, vertices: int) -> None:
+        self.made, self.ids, self.ranks = StepBuilder(capture), fresh_storages(capture), plan.dp
+        self.edges, self.own = edges, ceil(vertices / plan.dp)
+        self.mine = {vertices: self.own, edges: ceil(edges / plan.dp)}
+        others = max(1, vertices - self.own)  # distinct ones that edges come from, any alike
+        halo = others * (1 - exp(-plan.cut * edges / plan.dp / others))
+        self.halo = max(1, round(min(others, plan.halo * self.own or halo)))
+        calls = [c for c in capture.calls if c.phase == "forward"]
+        self.targets = {c.args[2].storage for c in calls if c.op in SUMS}
+        self.whole: dict[int, TensorSpec] = {}  # own and halo rows of a tensor, by its storage
+
+    def step(self) -> StepCapture:
+        """The rank's step."""
+        for i, call in enumerate(self.made.capture.calls):
+            if call.phase == "optimizer":
+                self.made.add(i, call)
+                continue
+            reads = self._reads(call)
+            mine = replace(call, args=self._cut(call.args), outputs=self._cut(call.outputs))
+            if reads is None:
+                self.made.add(i, mine)
+            elif call.phase == "forward":
+                self.made.add(i, self._gathered(mine, reads))
+            else:
+                self._returned(i, mine)
+        return self.made.step(self.made.capture.parameters)
+
+    def _reads(self, call: OpCall) -> int | None:
+        """Place of the argument with features of neighbours, or in backward of their gradients."""
+        places = [n for n, a in enumerate(call.args) if isinstance(a, TensorSpec) and a.layout]
+        if places and call.args[places[0]].nnz == self.edges and places[0] + 1 < len(call.args):
+            return places[0] + 1
+        if call.op != SELECT and (call.op not in SUMS or call.phase != "backward"):
+            return None
+        index = call.args[2]
+        return 0 if index.numel == self.edges and index.storage not in self.targets else None
+
+    def _gathered(self, call: OpCall, reads: int) -> OpCall:
+        """The call on own and halo rows, which an exchange puts together once for a tensor."""
+        x = call.args[reads]
+        if x.storage not in self.whole:
+            packed, self.whole[x.storage] = self._rows(x), self._rows(x, own=True)
+            self._put(SELECT, (x, 0, self._numbers()), packed, call)
+            self._exchange(packed, call)
+            self._put("aten.cat.default", ((x, packed),), self.whole[x.storage], call)
+        args = [self._matrix(a, call) for a in call.args]
+        args[reads] = self.whole[x.storage]
+        return replace(call, args=tuple(args))
+
+    def _returned(self, i: int, call: OpCall) -> None:
+        """Backward of such a call: gradients of halo rows return to their ranks, and are added."""
+        own = call.outputs[0]
+        whole, received, zeros = (
+            self._rows(own, own=True),
+            self._rows(own),
+            replace(own, storage=-1),
+        )
+        args = [whole if n == 0 and call.op in SUMS else a for n, a in enumerate(call.args)]
+        args = [self._matrix(a, call) for a in args]
+        self.made.add(i, replace(call, args=tuple(args), outputs=(whole,)))
+        self._exchange(received, call)
+        self._put("aten.zeros.default", (), zeros, call)
+        self._put(SUMS[1], (zeros, 0, self._numbers(), received), zeros, call)
+        self._put("aten.add.Tensor", (zeros, zeros), own, call)
+
+    def _put(self, op: str, args: tuple[Argument, ...], out: TensorSpec, call: OpCall) -> None:
+        """Append a call to the phase and module of another."""
+        self.made.calls.append(replace(call, op=op, args=args, outputs=(out,), kwargs={}))
+
+    def _exchange(self, rows: TensorSpec, call: OpCall) -> None:
+        """Append the all_to_all of halo rows; its buffer has a part for the rank itself."""
+        sent = collective("all_to_all", "dp", rows, call.phase, scale=self.ranks / (self.ranks - 1))
+        self.made.calls.append(replace(sent, module=call.module))
+
+    def _rows(self, like: TensorSpec, *, own: bool = False) -> TensorSpec:
+        """A new tensor with a row of each vertex in the halo, and of own ones."""
+        rows = self.halo + self.own * own
+        return replace(like, shape=(rows, *like.shape[1:]), storage=next(self.ids), stride=())
+
+    def _numbers(self) -> TensorSpec:
+        return TensorSpec(shape=(self.halo,), dtype="int64", storage=next(self.ids))
+
+    def _matrix(self, value: Argument, call: OpCall) -> Argument:
+        """The rank's part of the matrix has columns for its halo too; in backward, rows."""
+        if not (isinstance(value, TensorSpec) and value.layout):
+            return value
+        sides = (self.own, self.own + self.halo)
+        return replace(value, shape=sides if call.phase == "forward" else sides[::-1])
+
+    def _cut(self, value: Argument) -> Argument:
+        """Lengths of all vertices and edges become those of the rank."""
+        if isinstance(value, tuple):
+            return tuple(map(self._cut, value))
+        if type(value) is int:
+            return self.mine.get(value, value)
+        if not isinstance(value, TensorSpec):
+            return value
+        shape = tuple(self.mine.get(n, n) for n in value.shape)
+        cut = value if shape == value.shape else with_shape(value, shape)
+        return replace(cut, nnz=self.mine.get(cut.nnz, cut.nnz)) if cut.layout else cut

@@ -1,0 +1,135 @@
+"""Graphs cut among ranks: what a rank reads, sends and computes, counted by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from itercast.compose.capture_model import capture
+from itercast.compose.graph.rewrite import COLLECTIVE
+from itercast.compose.parallel.halo import cut_graph, cut_of
+from itercast.compose.predict import predict
+from itercast.microbench.opcall import StepCapture
+from itercast.microbench.ops import find_family
+from itercast.microbench.plan import ParallelPlan
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")
+VERTICES, EDGES, FEATURES, WIDTH = 1000, 8000, 24, 16
+CUT = "dp=4,cut=0.5:0.4"  # 250 own vertices of a rank, 100 of its halo, 2,000 edges
+
+
+class Net(nn.Module):
+    """Two layers that sum over neighbours: by a sparse matrix, or by edge."""
+
+    def __init__(self, by_edge: bool) -> None:
+        super().__init__()
+        self.by_edge = by_edge
+        self.a, self.b = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def total(self, x: torch.Tensor, graph: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        if not self.by_edge:
+            return torch.sparse.mm(graph[0], x)
+        return torch.zeros_like(x).index_add(0, graph[1], x.index_select(0, graph[0]))
+
+    def forward(self, x: torch.Tensor, *graph: torch.Tensor) -> torch.Tensor:
+        return self.total(self.b(torch.relu(self.total(self.a(x), graph))), graph)
+
+
+def step(by_edge: bool = False, **options: Any) -> StepCapture:
+    edges = torch.arange(EDGES).unsqueeze(0) * torch.tensor([[7], [1]]) % VERTICES
+    starts = torch.arange(VERTICES + 1) * (EDGES // VERTICES)
+    csr = torch.sparse_csr_tensor(starts, edges[0], torch.ones(EDGES), (VERTICES, VERTICES))
+    inputs = (torch.zeros(VERTICES, FEATURES), *(edges if by_edge else (csr,)))
+    return capture(Net(by_edge), inputs, lambda x: x.sum(), **options)
+
+
+def cut(found: StepCapture, plan: str = CUT) -> StepCapture:
+    return cut_graph(found, ParallelPlan.parse(plan))
+
+
+def messages(found: StepCapture) -> list[tuple[str, int, float]]:
+    """Phase, bytes of halo rows, and the buffer over them."""
+    sent = [c for c in found.calls if c.op == COLLECTIVE and c.kwargs["kind"] == "all_to_all"]
+    return [(c.phase, c.args[0].nbytes, c.kwargs["scale"]) for c in sent]
+
+
+@pytest.mark.parametrize("by_edge", [False, True])
+def test_features_of_the_halo_come_before_each_layer_and_their_gradients_return(
+    by_edge: bool,
+) -> None:
+    """100 rows of 16 floats a layer; the buffer of four ranks has a part for the rank itself."""
+    rows = 100 * WIDTH * 4
+    found = cut(step(by_edge))
+    assert messages(found) == [
+        ("forward", rows, 4 / 3),
+        ("forward", rows, 4 / 3),
+        ("backward", rows, 4 / 3),
+        ("backward", rows, 4 / 3),
+    ]
+    inferred = messages(cut(step(by_edge, mode="infer")))
+    assert inferred == [("forward", rows, 4 / 3)] * 2
+
+
+def test_a_rank_has_its_rows_of_the_matrix_with_columns_for_its_halo() -> None:
+    products = [
+        p for c in cut(step()).calls for f, p in [find_family(c)] if f and f.name == "sparse"
+    ]
+    assert [(p.rows, p.cols, p.nnz) for p in products] == [
+        *[(250, 350, 2000)] * 2,
+        *[(350, 250, 2000)] * 2,
+    ]
+
+
+@pytest.mark.parametrize("by_edge", [False, True])
+def test_all_ranks_together_do_the_products_of_one_process(by_edge: bool) -> None:
+    def flops(found: StepCapture) -> float:
+        pairs = [find_family(c) for c in found.calls if c.phase != "optimizer"]
+        return sum(float(f.flops(p)) for f, p in pairs if f and f.name in ("gemm", "sparse"))
+
+    whole = step(by_edge)
+    assert 4 * flops(cut(whole)) == flops(whole)
+    assert cut(whole).parameters[0].shape == whole.parameters[0].shape
+
+
+def test_without_a_counted_halo_its_vertices_are_expected_of_the_cut() -> None:
+    """1,000 of a rank's 2,000 edges come from 750 others: 750 * (1 - exp(-1000/750)) = 552."""
+    found = messages(cut(step(), "dp=4,cut=0.5"))
+    assert found[0][1] == round(750 * (1 - math.exp(-1000 / 750))) * WIDTH * 4 == 552 * 64
+    everything = messages(cut(step(), "dp=4,cut=1:5"))
+    assert everything[0][1] == 750 * 64  # no more than there are
+
+
+def test_cut_and_halo_of_a_small_graph() -> None:
+    """Ranks have vertices 0 1 2 and 3 4 5; of five edges two cross, both from vertex 4."""
+    source, target = np.array([0, 1, 4, 4, 5]), np.array([1, 2, 0, 1, 3])
+    assert cut_of(source, target, 6, 2) == (pytest.approx(0.4), pytest.approx(1 / 3))
+
+
+def test_a_smaller_halo_is_faster_and_more_ranks_do_less_each() -> None:
+    plans = ("dp=2,cut=0.5:0.9", "dp=2,cut=0.5:0.1", "dp=8,cut=0.5:0.1")
+    big = step()
+    found = [predict(big, gpu="h100-sxm-80gb", plan=p) for p in plans]
+    assert found[0].comm_us > found[1].comm_us
+    assert found[0].memory_bytes > found[1].memory_bytes > found[2].memory_bytes
+    again = predict(replace(big), gpu="h100-sxm-80gb", plan=plans[2])
+    assert again.iteration_us == found[2].iteration_us  # whatever was forecast before
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [("cut=0.5", "dp > 1"), ("dp=2,cut=2", "up to 1"), ("dp=2,tp=2,cut=0.5", "goes with dp")],
+)
+def test_cuts_that_make_no_sense_are_refused(plan: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ParallelPlan.parse(plan)
+
+
+def test_a_model_without_a_graph_is_refused() -> None:
+    with pytest.raises(ValueError, match="cut is of a graph, and the model has none"):
+        predict("mlp-s", gpu="h100-sxm-80gb", plan="dp=2,cut=0.5")
