@@ -109,7 +109,7 @@ class Sweep:
         return None
 
     def mine(self, key: str) -> bool:
-        """Whether the point of this key is this lane's; lanes of all sweeps share points by keys."""
+        """Whether the point of this key is this lane's, of those of all sweeps that share them."""
         (number, count), lanes = self.order.among, self.order.lanes
         return int(key, 16) % (count * lanes) == number * lanes + self.order.lane
 
