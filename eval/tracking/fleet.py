@@ -28,6 +28,7 @@ class FleetRuns:
         self.tags = {"root": root, "mlflow.source.name": "itercast fleet"}
         self.run = self.client.create_run(self.place, tags=self.tags, run_name=name).info.run_id
         self.chunks, self.done, self.rows = chunks, done, 0
+        self.results: list[Facts] = []
         self._progress()
 
     def _progress(self) -> None:
@@ -39,6 +40,7 @@ class FleetRuns:
 
     def told(self, machines: str, kind: str, result: Facts) -> None:
         """Log a chunk: a run per family with its rows, failures and the machine that it had."""
+        self.results.append(result)
         families = result.get("families") or {kind: 0}
         for family, rows in families.items():
             self._child(machines, kind, family, rows, result)
@@ -69,5 +71,6 @@ class FleetRuns:
         self.client.set_terminated(run, ended)
 
     def end(self, state: str) -> None:
-        """End the parent run: FINISHED, FAILED or KILLED."""
+        """End the parent run: FINISHED, FAILED or KILLED; its artifact has all that chunks told."""
+        self.client.log_dict(self.run, {"chunks": self.results}, "chunks.json")
         self.client.set_terminated(self.run, state)

@@ -51,7 +51,7 @@ def measure(plan: Path) -> None:
     from ray.cluster_utils import Cluster
 
     def node(name: str) -> Any:
-        own = {"ITERCAST_CACHE": str(RUN / name)}
+        own = {"ITERCAST_CACHE": str(RUN / name), "RAY_worker_niceness": "0"}
         return cluster.add_node(num_cpus=CORES[name], resources={name: 1}, env_vars=own)
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})

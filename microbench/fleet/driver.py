@@ -54,7 +54,7 @@ def connected(address: str, resources: Mapping[str, float] = MappingProxyType({}
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == LOCAL:
         options |= {"address": "local", "include_dashboard": False, "resources": dict(resources)}
-        options |= {"_node_ip_address": "127.0.0.1"}
+        options |= {"_node_ip_address": "127.0.0.1", "_system_config": {"worker_niceness": 0}}
     else:
         options |= {"address": address}
     try:

@@ -5,7 +5,8 @@
 IMPORTED is a dataset root that `itercast import` wrote. Its rows are repeated, each time with 3 %
 of noise on the measured time, until there are as many as asked for; so there are no more shapes
 than were measured, and errors say nothing about new ones. With `--memory all` the rows are in
-memory, to compare.
+memory; `itercast compare` then compares the bundles of two `--out` on the same held-out points, as
+the errors that are printed are those of the sample in memory, which is even over GPUs and dtypes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.learners.beyond_memory import memory_bytes
+from itercast.learners.held_out import save_held_out
 from itercast.learners.models import trees
 from itercast.learners.train import train
 from itercast.microbench.store import row_count, write_part
@@ -56,6 +58,7 @@ def main() -> None:
     parser.add_argument("--memory", default="4GiB", help="a size, or all")
     parser.add_argument("--family", default="gemm")
     parser.add_argument("--rounds", type=int, default=trees.OWN_ROUNDS, help="of a GPU, at most")
+    parser.add_argument("--out", type=Path, help="keep the bundle, for itercast compare")
     asked = parser.parse_args()
     trees.OWN_ROUNDS = asked.rounds
     folder = Path(tempfile.mkdtemp(prefix="many-rows-"))
@@ -63,7 +66,9 @@ def main() -> None:
         repeat(asked.imported, asked.family, asked.rows, folder / "rows")
         memory = None if asked.memory == "all" else memory_bytes(asked.memory)
         begin = time.monotonic()
-        report = train([folder / "rows"], folder / "bundle", [asked.family], memory=memory)
+        out = asked.out or folder / "bundle"
+        report = train([folder / "rows"], out, [asked.family], memory=memory)
+        save_held_out(out, report.held_out())
         found = report.families[asked.family]
         taken_s, blend = time.monotonic() - begin, found.learners["blend"]
         print(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
 import time
+import venv
 from pathlib import Path
 
 import mlflow
@@ -25,7 +27,18 @@ machines:
     count: 2
     minutes: 0.25
     families: [norm, elementwise]
+    python: {folder}/venv/bin/python
 """
+
+
+def make_venv(folder: Path) -> None:
+    """A virtual environment with this one's packages; file ``used`` names its processes."""
+    venv.create(folder / "venv", symlinks=True)
+    (site,) = (folder / "venv/lib").glob("*/site-packages")
+    noted = (
+        f"import sys; open({str(folder / 'used')!r}, 'a').write(' '.join(sys.orig_argv) + '\\n')"
+    )
+    (site / "this.pth").write_text(f"{sysconfig.get_path('purelib')}\n{noted}\n")
 
 
 def fleet(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -50,9 +63,13 @@ def killed(folder: Path) -> set[str]:
 def test_a_plan_that_was_killed_is_measured_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two chunks: rows of before the kill are kept, no point is there twice; then none is left."""
+    """Two chunks: rows of before the kill are kept, no point is there twice; then none is left.
+
+    They are measured by the software of a virtual environment that the plan names.
+    """
+    make_venv(tmp_path)
     store.write_atomic(tmp_path / "captured.json", b'{"models": 40, "norm": []}')
-    store.write_atomic(tmp_path / "plan.yaml", PLAN.encode())
+    store.write_atomic(tmp_path / "plan.yaml", PLAN.format(folder=tmp_path).encode())
     monkeypatch.setenv("ITERCAST_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -60,13 +77,19 @@ def test_a_plan_that_was_killed_is_measured_once(
     done = fleet(tmp_path, "plan.yaml", "--address", "local")
     assert done.returncode == 0, done.stderr
     assert "2 chunks done" in done.stdout
+    used = (tmp_path / "used").read_text()
+    assert "itercast.microbench.fleet.chunk" in used and "itercast.microbench.sweep.worker" in used
     both = [store.read_rows([tmp_path / "rows"], name) for name in ("norm", "elementwise")]
     keys, rows = [key for one in both for key in one["key"]], both[1]
     assert seen and seen <= set(keys) and len(keys) == len(set(keys))
     card = next((tmp_path / "rows").glob("elementwise/*/itercast/card.yaml")).read_text()
     assert f"ok: {len(rows)}" in card
-    runs = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").search_runs(["1"])
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    runs = client.search_runs(["1"])
     assert {r.info.status for r in runs} == {"FINISHED", "KILLED"}  # the first command's: killed
+    (parent,) = [r for r in runs if r.info.run_name == "plan" and r.info.status == "FINISHED"]
+    told = mlflow.artifacts.load_dict(f"{parent.info.artifact_uri}/chunks.json")["chunks"]
+    assert sum(one["rows"] for one in told) == len(keys)
     again = fleet(tmp_path, "plan.yaml", "--address", "local")
     assert again.returncode == 0 and "0 of 2 chunks left" in again.stderr
     assert f"rows are at {tmp_path}/rows" in fleet(tmp_path, "status", "plan.yaml").stdout

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import http.server
+import json
 import os
+import shutil
 import socket
 import socketserver
 import subprocess
@@ -27,6 +29,7 @@ from itercast.microbench.fleet import urls
 from itercast.microbench.fleet.urls import Root, fetched, fetched_file, send_cards, sent, written
 from itercast.microbench.yaml_text import load_yaml
 
+DATASETS = Path(__file__).parents[3] / "datasets"
 pytest.importorskip("s3fs", reason="pip install 'itercast[fleet]'")
 pytest.importorskip("moto.server", reason="pip install 'moto[server]'")
 
@@ -167,6 +170,16 @@ def test_a_command_writes_a_url_and_another_reads_it(bucket: str, tmp_path: Path
     assert len(rows) and set(rows["gpu"]) == {"h100-sxm-80gb"}
     done = CliRunner().invoke(app, ["train", "--data", bucket, "--out", str(tmp_path / "bundle")])
     assert done.exit_code == 2 and "rows" in done.output
+
+
+def test_rows_at_a_url_are_judged(bucket: str, tmp_path: Path) -> None:
+    """`check --measured`: rows that the shipped bundle was trained on fit it, from both places."""
+    shutil.copytree(DATASETS / "norm", tmp_path / "norm")
+    assert sent(tmp_path, bucket) > 0
+    words = ["check", "--json", "--measured"]
+    found = [CliRunner().invoke(app, [*words, where]) for where in (bucket, str(tmp_path))]
+    assert [json.loads(one.stdout)["fits"] for one in found] == [True, True]
+    assert found[0].stdout == found[1].stdout
 
 
 def test_a_card_states_at_a_url_what_its_parts_do_not(bucket: str, tmp_path: Path) -> None:
