@@ -235,7 +235,7 @@ def _least_bytes(search: Search, plan: ParallelPlan, parameter_bytes: int) -> fl
     As if layers were spread evenly and ep cut all parameters.
     """
     per_rank = parameter_bytes / (plan.tp * plan.pp * plan.ep)
-    state = STATE_COPIES[search.optimizer] * per_rank
+    state = (STATE_COPIES[search.optimizer] - (search.optimizer == "muon")) * per_rank
     shards = plan.shards / plan.ep
     if plan.zero == 3:
         return (2 * per_rank + state) / shards

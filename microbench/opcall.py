@@ -19,12 +19,14 @@ ops are recorded as dense ops on these rows: ``index_select``, ``index_add_``, `
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any
 
+NUMBERED = re.compile(r"((?:[^.\d][^.]*\.)*\d+(?:\.\d+)*)\.")
 Argument = Any  # of a call, or a result: tensor, number, flag, text, or a list of such
 Args = tuple[Argument, ...]
 Kwargs = dict[str, Argument]
@@ -139,13 +141,19 @@ def _tensors(values: Iterable[Any]) -> Iterator[TensorSpec]:
             yield from _tensors(value)
 
 
+def layer_key(name: str) -> str:
+    """The layer in a parameter's name: ``blocks.3`` of ``blocks.3.mlp.up.weight``; "" if none."""
+    match = NUMBERED.match(name)
+    return match.group(1) if match else ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
     """A parameter of the model and when its gradient is complete.
 
     The gradient is ready after call number ``ready_after`` of the step (-1: it has none).
     ``layout`` and ``nnz`` are those of ``TensorSpec``. ``local``: no other replica has it, as a
-    shard of an embedding table.
+    shard of an embedding table. ``matrix``: Muon updates it (``step.hidden_matrices``).
     """
 
     name: str
@@ -156,6 +164,7 @@ class ParamSpec:
     layout: str = ""
     nnz: int = 0
     local: bool = False
+    matrix: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from itercast.microbench.opcall import layer_key
 from itercast.microbench.slow_imports import torch
 
 Inputs = dict[str, Any]  # by argument name of the model's forward: tensors, seldom flags
 Loss = Callable[[Any, Inputs], "torch.Tensor"]  # of the model's output
 ALLOWED = {
     "mode": ("train", "infer"),
-    "optimizer": ("adamw", "adamw_fused", "sgd", "lamb", "none"),
+    "optimizer": ("adamw", "adamw_fused", "sgd", "lamb", "muon", "none"),
     "loss": ("default", "none"),
     "dtype": ("fp32", "tf32", "bf16", "fp16"),
     "attn": ("sdpa", "eager"),
@@ -50,13 +51,47 @@ class StepSettings:
         return "fp32" if self.amp else self.dtype
 
 
-def make_optimizer(parameters: Any, name: str, capturable: bool = False) -> Any:
+def hidden_matrices(model: torch.nn.Module) -> dict[str, Any]:
+    """The parameters that Muon updates, by name: matrices of numbered layers, embeddings not.
+
+    Embeddings, the head, norms and biases are AdamW's, as https://kellerjordan.github.io/posts/muon
+    recommends; stacked experts too, as torch.optim.Muon takes matrices only.
+    """
+    tables = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    others = {id(p) for m in model.modules() if isinstance(m, tables) for p in m.parameters()}
+    named = model.named_parameters()
+    return {n: p for n, p in named if p.ndim == 2 and layer_key(n) and id(p) not in others}
+
+
+class _Muon:
+    """torch.optim.Muon for some parameters, then a foreach AdamW for the others."""
+
+    def __init__(self, parameters: Iterable[Any], matrices: Sequence[Any], **how: Any) -> None:
+        mine = {id(p) for p in matrices}
+        others = [p for p in parameters if id(p) not in mine]
+        self.both: list[Any] = [torch.optim.Muon(matrices, lr=1e-4)]
+        self.both += [torch.optim.AdamW(others, lr=1e-4, foreach=True, **how)] if others else []
+
+    def step(self) -> None:
+        """Update all parameters that have gradients."""
+        for optimizer in self.both:
+            optimizer.step()
+
+
+def make_optimizer(
+    parameters: Any, name: str, capturable: bool = False, matrices: Sequence[Any] = ()
+) -> Any:
     """Makes a foreach AdamW or SGD, or a fused AdamW or LAMB, with a small constant learning rate.
 
-    None for the name "none". ``capturable``: its step can be captured in a CUDA graph.
+    Muon updates the ``matrices`` among the parameters, AdamW the others. None for the name "none".
+    ``capturable``: its step can be captured in a CUDA graph.
     """
     if name == "none":
         return None
+    if name == "muon":
+        if not matrices:
+            raise ValueError("optimizer 'muon': there are no matrices in numbered layers to update")
+        return _Muon(parameters, matrices, capturable=capturable)
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=1e-4, foreach=True)
     if name == "lamb":
@@ -97,7 +132,8 @@ def make_step(
     if settings.mode == "infer":
         return _inference_step(model, inputs, on_phase, precision)
     model.train()
-    optimizer = make_optimizer(model.parameters(), settings.optimizer, capturable)
+    matrices = list(hidden_matrices(model).values())
+    optimizer = make_optimizer(model.parameters(), settings.optimizer, capturable, matrices)
 
     def train() -> None:
         on_phase("zero_grad")

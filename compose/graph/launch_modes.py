@@ -20,15 +20,7 @@ FUSED = "fused"  # kernels of a framework's own, which an eager loop launches on
 EAGER_GRAPH = "eager+graph"  # torch.compile(backend="cudagraphs")
 GRAPHED_CALLS = ("compile+graph", EAGER_GRAPH)  # a compiled function launches the graph
 COMPILED_PHASES = ("forward", "loss", "backward")
-STILL_EAGER = (
-    "accumulate_grad",
-    "zero_grad",
-    "backward",
-    "adamw_step",
-    "adamw_fused_step",
-    "lamb_step",
-    "sgd_step",
-)
+STILL_EAGER = ("accumulate_grad", "zero_grad", "backward")  # and the optimizer
 
 COPY = "aten.copy_.default"
 TENSORS_A_LAUNCH = assumed(__file__, "tensors_a_launch")  # by the number of lists
@@ -53,7 +45,9 @@ def with_engine(capture: StepCapture, engine: str) -> StepCapture:
     host = dict(capture.host)
     if "compile" in engine:
         phases = {call.phase for call in capture.calls} & set(COMPILED_PHASES)
-        host = {name: n for name, n in host.items() if name in STILL_EAGER}
+        host = {
+            name: n for name, n in host.items() if name in STILL_EAGER or name.endswith("_step")
+        }
         host["compiled_call"] = len(phases)
     if "graph" in engine:
         host = dict.fromkeys(host, 0)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from itercast.microbench.capture.truncate import layer_key
-from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, StepCapture
+from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, StepCapture, layer_key
 
 
 @dataclass(frozen=True, kw_only=True)

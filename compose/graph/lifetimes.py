@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from itertools import accumulate
 
 from itercast.compose.graph.identity_cache import cached_by_identity
@@ -37,11 +38,11 @@ def lifetimes(capture: StepCapture) -> list[tuple[int, int, int]]:
     ]
 
 
-def update_bytes(capture: StepCapture) -> int:
-    """Returns the peak bytes of the optimizer's temporaries; its state is not counted."""
+def update_bytes(capture: StepCapture, calls: Container[int]) -> int:
+    """Returns the peak bytes of temporaries of these calls of the optimizer, without its state."""
     change: dict[int, int] = {}
     for first, last, nbytes in lifetimes(capture):
-        if capture.calls[first].phase == "optimizer":
+        if first in calls:
             change[first] = change.get(first, 0) + nbytes
             change[last + 1] = change.get(last + 1, 0) - nbytes
     return max(accumulate(change[i] for i in sorted(change)), default=0)

@@ -20,8 +20,7 @@ from itercast.compose.graph.product_roles import (
     weight_copies,
 )
 from itercast.compose.graph.rewrite import StepBuilder, collective, with_shape, with_tensors
-from itercast.microbench.capture.truncate import layer_key
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec, layer_key
 from itercast.microbench.plan import ParallelPlan
 
 

@@ -8,8 +8,7 @@ from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS, alias_weight_casts
 from itercast.compose.graph.rewrite import StepBuilder, fresh_storages, with_tensors
 from itercast.compose.parallel.ep import expert_weights
-from itercast.microbench.capture.truncate import layer_key
-from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
+from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec, layer_key
 from itercast.microbench.ops.matrix.gemm import GROUPED
 
 # The op that stands for a cast: it reads 2 bytes per element and writes fp8 twice, as the matrix is

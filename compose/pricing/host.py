@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from itercast.compose.graph.launch_modes import launches
 from itercast.compose.graph.layers import Layer
+from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.pricing.priced_op import AssumedShares, AssumedTime, PricedOp
 from itercast.learners.transfer.source_gpus import gpu_distance
@@ -24,22 +25,12 @@ WRAPPERS = (
     "tp_product",
     "tp_product_bias",
     "tp_loss",
-    "adamw_dtensor_step",
-    "sgd_dtensor_step",
-    "adamw_fused_dtensor_step",
-    "lamb_dtensor_step",
+    *(f"{name}_dtensor_step" for name in STATE_COPIES),
 )
 # Events that come once, over as many tensors as they are counted: parameters of an optimizer or of
 # a layer, tensors that a checkpoint saves.
 EVENTS_OVER_TENSORS = (
-    "adamw_step",
-    "sgd_step",
-    "adamw_fused_step",
-    "lamb_step",
-    "adamw_dtensor_step",
-    "sgd_dtensor_step",
-    "adamw_fused_dtensor_step",
-    "lamb_dtensor_step",
+    *(f"{name}{step}" for name in STATE_COPIES for step in ("_step", "_dtensor_step")),
     "fsdp_layer",
     "fsdp_layer_kept",
     "checkpoint_layer",

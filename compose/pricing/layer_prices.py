@@ -268,13 +268,16 @@ def _host_time(graph: RankGraph, ops: Ops, costs: Launches, optimizer: PricedOp)
     ``optimizer`` is the captured optimizer's Python, over the captured parameters.
     """
     calls = graph.capture.calls
-    update = [op for i, op in ops.items() if calls[i].phase == "optimizer"]
+    apart = {i for m in graph.matrices.values() for i in m.numbers}
+    update = [op for i, op in ops.items() if calls[i].phase == "optimizer" and i not in apart]
     host = costs.total(update)
     if not costs.by_op:
         led = led_by_graph(graph.layers, ops, costs)[1]
         host.add_all(costs.total(list(led.values())))
     for layer in graph.layers:
-        layer_ops = [ops[i] for span in (layer.forward, layer.backward) for i in range(*span)]
+        own = [graph.matrices[p.storage].numbers for p in layer.trained if p.matrix]
+        spans = (range(*layer.forward), range(*layer.backward), *own)
+        layer_ops = [ops[i] for span in spans for i in span]
         host.add_all(costs.total(layer_ops), layer.count)
     tensors = sum(x.count * len(x.parameters) for x in graph.layers)
     captured = max(1, len(graph.capture.parameters))

@@ -1,21 +1,107 @@
-"""The optimizer's calls over the parameters of one rank, from those captured."""
+"""The optimizer's calls over the parameters of one rank, from those captured.
+
+Muon (torch.optim.Muon) has calls of its own for each matrix. Its momentum is kept as the parameter
+is: where parameters are sharded (ZeRO, FSDP), a rank updates its part of all momenta. Newton-Schulz
+takes whole matrices: as torchtitan's copy of Microsoft's Dion does it, matrices of equal shape are
+dealt to the ranks that shard them, one each in turn; an all_to_all of bf16 updates brings a rank
+the parts of its own matrix, another one takes the result back. A rank with a part of columns or
+rows (tp) gathers the whole, and all these ranks do the same products. Replicas (DDP) do all
+products each, as torch.optim.Muon does.
+Source: https://github.com/pytorch/torchtitan/tree/main/torchtitan/experiments/dion_optimizer
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 
-from itercast.compose.pricing.priced_op import Priceable
+from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
+from itercast.compose.graph.rewrite import with_shape, with_tensors
+from itercast.compose.pricing.collectives import Message
+from itercast.compose.pricing.priced_op import Priceable, priceable
+from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture
 from itercast.microbench.ops.step.optimizer import FAMILY, FUSED, OptimizerOp, as_fused, of_rank
 
 # Tensors like the parameter, in its own dtype, that an optimizer keeps.
 STATE_COPIES = {"adamw": 2, "adamw_fused": 2, "lamb": 2, "sgd": 0, "none": 0}
+STATE_COPIES["muon"] = 2  # AdamW's; of its matrices the momentum alone
+NORM = "aten.linalg_vector_norm.default"  # the first of Muon's calls that needs a whole matrix
 OUTER_COPIES = 2  # of DiLoCo's: the parameters since the last average, the momentum
 # Its calls, copies as other calls that read a list and write one: the difference to the kept
 # parameters and these copied back; after the average SGD's with Nesterov's momentum, and the copy.
 # Source: torchft/local_sgd.py, torch/optim/sgd.py (_multi_tensor_sgd).
 BEFORE_AVERAGE = ("_foreach_add_list", "_foreach_mul_")
 AFTER_AVERAGE = ("_foreach_mul_", *3 * ("_foreach_add_list",), "_foreach_mul_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixUpdate:
+    """Muon's calls over one matrix of this ``shape`` as captured, with their numbers in the step.
+
+    ``cold``: the share of each call's bytes that no cache holds. Those of ``products`` need all of
+    the matrix, the others any part of it.
+    """
+
+    shape: tuple[int, ...]
+    numbers: range
+    calls: tuple[OpCall, ...]
+    cold: Sequence[float]
+    products: range
+
+    def of_part(self, shape: tuple[int, ...], ranks: int) -> tuple[list[Priceable], ...]:
+        """What a rank calls before the products, the products, and after.
+
+        It has these rows and columns of the matrix, or of ``ranks`` that shard them a part.
+        """
+        shape = (-(-shape[0] // ranks), *shape[1:])
+        tensors = {t for c in self.calls for t in (*c.tensors(), *c.outputs)}
+        mine = {t: with_shape(t, shape) for t in tensors if t.shape == self.shape != shape}
+        own = [
+            priceable(c if i in self.products else with_tensors(c, mine), self.cold[i])
+            for i, c in enumerate(self.calls)
+        ]
+        start, stop = self.products.start, self.products.stop
+        return own[:start], own[start:stop], own[stop:]
+
+    def messages(self, shape: tuple[int, ...], ranks: int) -> tuple[list[Message], list[Message]]:
+        """What brings a rank a matrix of its own, and what returns the result to other ranks.
+
+        Each of ``ranks`` has a part of these rows and columns of each matrix.
+        """
+        made = self.calls[self.products.stop - 1].outputs[0]
+        held = made.nbytes * prod(shape) // prod(self.shape)
+        swap = Message(kind="all_to_all", axis="shard", message_bytes=held, dtype=made.dtype)
+        whole = replace(swap, kind="all_gather", axis="tp", message_bytes=made.nbytes)
+        swaps = [swap] if ranks > 1 else []
+        return [*swaps, whole] if held < made.nbytes else swaps, swaps
+
+
+def state_bytes(optimizer: str, trained: Iterable[ParamSpec]) -> int:
+    """Bytes of what an optimizer keeps of parameters."""
+    return sum((STATE_COPIES[optimizer] - p.matrix) * p.nbytes for p in trained)
+
+
+def matrix_updates(capture: StepCapture, cold: Sequence[float]) -> dict[int, MatrixUpdate]:
+    """The updates of Muon's matrices, by storage; each begins where the one before it ends."""
+    found: dict[int, MatrixUpdate] = {}
+    first = next((i for i, c in enumerate(capture.calls) if c.phase == "optimizer"), 0)
+    while len(found) < sum(p.matrix and p.ready_after >= 0 for p in capture.parameters):
+        own = range(first, len(capture.calls))
+        last = next(i for i in own if capture.calls[i].op == "aten.add_.Tensor")
+        calls = capture.calls[first : last + 1]
+        start = next(i for i, c in enumerate(calls) if c.op == NORM)
+        end = 1 + max(i for i, c in enumerate(calls) if c.op in LINEAR_PRODUCTS)
+        parameter = calls[-1].args[0]
+        found[parameter.storage] = MatrixUpdate(
+            shape=parameter.shape,
+            numbers=range(first, last + 1),
+            calls=calls,
+            cold=cold[first : last + 1],
+            products=range(start, end),
+        )
+        first = last + 1
+    return found
 
 
 def scaled_update(captured: Sequence[Priceable], numel: int, tensors: int) -> list[Priceable]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -22,6 +22,7 @@ from itercast.compose.parallel.halo import cut_graph
 from itercast.compose.parallel.tp import tensor_parallel
 from itercast.compose.pricing.collectives import Message
 from itercast.compose.pricing.gradient_copies import buffers, gradient_copies
+from itercast.compose.pricing.optimizer import MatrixUpdate, matrix_updates
 from itercast.compose.pricing.priced_op import Priceable, priceable, touched_bytes
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
@@ -52,6 +53,8 @@ class RankGraph:
     ``cold``: the share of each call's bytes that no cache holds; ``copies``: by layer and parameter
     what synchronising its gradient adds (``gradient_copies``). ``buffers``: running statistics by
     dtype; ``update_share``: temporary bytes of the optimizer's step over bytes of gradients;
+    ``optimizer``: its calls, but those of Muon's ``matrices``, by storage, of which one has
+    ``matrix_bytes`` of temporaries;
     ``tied``: weights of the first layer that the last one uses too.
     """
 
@@ -61,8 +64,10 @@ class RankGraph:
     cold: Sequence[float]
     copies: Sequence[Sequence[Sequence[Priceable]]]
     optimizer: tuple[Priceable, ...]
+    matrices: Mapping[int, MatrixUpdate]
     buffers: dict[str, list[TensorSpec]]
     update_share: float
+    matrix_bytes: int
     tied: tuple[ParamSpec, ...]
 
     @cached_property
@@ -111,7 +116,7 @@ def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph:
 
 @cached_by_identity
 def _rank_graph(capture: StepCapture, cut: Cut, gpu: Gpu) -> RankGraph:
-    trained = sum(p.nbytes for p in capture.parameters if p.ready_after >= 0)
+    trained = sum(p.nbytes for p in capture.parameters if p.ready_after >= 0 and not p.matrix)
     capture = cut_graph(capture, cut.plan)
     capture = context_parallel(expert_parallel(capture, cut.plan), cut.plan)
     capture = as_launched(tensor_parallel(capture, cut.plan, summed=gpu.kind != "cpu"))
@@ -123,16 +128,21 @@ def _rank_graph(capture: StepCapture, cut: Cut, gpu: Gpu) -> RankGraph:
     capture = capture if gpu.kind == "cpu" else with_cuda_variants(capture)
     layers = tuple(split_layers(capture))
     step_bytes = sum(touched_bytes(c) for c in capture.calls if c.op != COLLECTIVE)
-    cold, calls = cold_fractions(capture, gpu), enumerate(capture.calls)
+    cold = cold_fractions(capture, gpu)
+    matrices = matrix_updates(capture, cold)
+    apart = {i for m in matrices.values() for i in m.numbers}
+    update = {i for i, c in enumerate(capture.calls) if c.phase == "optimizer"} - apart
     return RankGraph(
         capture=capture,
         gpu=gpu,
         layers=layers,
         cold=cold,
         copies=[gradient_copies(x, step_bytes, gpu) for x in layers],
-        optimizer=tuple(priceable(c, cold[i]) for i, c in calls if c.phase == "optimizer"),
+        optimizer=tuple(priceable(capture.calls[i], cold[i]) for i in sorted(update)),
+        matrices=matrices,
         buffers=buffers(capture.calls),
-        update_share=update_bytes(capture) / max(1, trained),  # its calls are those of all ranks
+        update_share=update_bytes(capture, update) / max(1, trained),  # calls of all ranks
+        matrix_bytes=update_bytes(capture, apart),
         tied=_tied(capture, layers),
     )
 

@@ -16,7 +16,7 @@ class Sizes:
     """Bytes of a rank's layers; plans that give a rank the same layers share them.
 
     ``replicated``: parameters that other replicas have too; ``numbered``: those of layers that FSDP
-    shards one by one; ``pair``: of the two largest of these; ``work``: the largest temporary memory
+    shards one by one; ``pair``: of the two largest of these; ``matrices``: those Muon updates; ``work``: the largest temporary memory
     within one layer's forward or backward.
     """
 
@@ -27,6 +27,7 @@ class Sizes:
     numbered: int
     pair: int
     work: int
+    matrices: int = 0
 
     @classmethod
     def of(cls, layers: Sequence[PricedLayer]) -> Sizes:
@@ -37,6 +38,7 @@ class Sizes:
             parameters=sum(x.layer.parameter_bytes for x in layers),
             replicated=sum(p.nbytes for x in layers for p in x.layer.replicated),
             trained=sum(x.layer.trained_bytes for x in layers),
+            matrices=sum(p.nbytes for x in layers for p in x.layer.trained if p.matrix),
             numbered=sum(sizes),
             pair=sum(sizes[-2:]),
             work=max(map(_work, layers), default=0),
@@ -55,10 +57,12 @@ def rank_memory(
     optimizer: str,
     update_share: float = 0.0,
     held: float | None = None,
+    matrix_bytes: int = 0,
 ) -> dict[str, int]:
     """Bytes of parameters, gradients, optimizer, activations, buckets and temporary tensors.
 
-    ``update_share``: temporary bytes of the optimizer's step over bytes of gradients. ``held``:
+    ``update_share``: temporary bytes of the optimizer's step over bytes of gradients;
+    ``matrix_bytes``: those of one matrix that Muon updates. ``held``:
     bytes of activations in flight in a pipeline; None: one micro-batch at a time, whose activations
     are freed as its gradients are made. Gathered parameters are there until the end of backward,
     offloaded state only in the optimizer's step. Not counted: the allocator's rounding,
@@ -71,11 +75,12 @@ def rank_memory(
     gathered = sharded
     if how.regather:  # two layers at a time, and the root
         gathered += sizes.pair - sizes.numbered
-    state = STATE_COPIES[optimizer] * trained // (n if how.share_update else 1)
+    state = (STATE_COPIES[optimizer] * trained - sizes.matrices) // (n if how.share_update else 1)
     outer = OUTER_COPIES * trained // (n if how.by_layer else 1) if how.outer else 0
     fetched = state if how.offload == "optimizer" else 0  # for the update alone
     kept = trained // (n if how.share_gradients else 1)
-    made = round(update_share * trained / (n if how.share_update else 1))
+    others = (trained - sizes.matrices) / (n if how.share_update else 1)
+    made = max(round(update_share * others), matrix_bytes)
     packed = trained if how.every and not how.by_layer else 0  # to be averaged after the update
     updating = (kept, 0, max(made + fetched, packed))
     gradients, activations, work = _peak(sizes, plan, how, held)

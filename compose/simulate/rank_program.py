@@ -16,6 +16,7 @@ from itercast.compose.pricing.optimizer import (
     fused_update,
     outer_update,
     scaled_update,
+    state_bytes,
 )
 from itercast.compose.pricing.priced_op import UNMODELLED, PricedOp, priceable
 from itercast.compose.pricing.work import Step, Work, fold
@@ -30,6 +31,7 @@ from itercast.compose.simulate.fsdp import (
 from itercast.compose.simulate.rank import Rank, RankTasks
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.opcall import ITEMSIZE_BYTES, ParamSpec
 
 OFFLOAD_FRAC: Mapping[str, float] = assumed(__file__, "offload_frac")  # of the peak rate
 
@@ -231,20 +233,22 @@ class RankProgram(RankTasks):
             for bucket in self.filled:
                 self._copy_bucket(bucket, into=False)
         replicas = rank.plan.shards if self.how.share_update else 1
-        layers = [x.layer for x in rank.layers]
-        nbytes = sum(x.trained_bytes for x in layers)
-        numel = sum(x.trained_numel for x in layers) // replicas
-        tensors = max(1, sum(len(x.trained) for x in layers))
-        wanted = scaled_update(rank.model.graph.optimizer, max(1, numel), tensors)
+        trained = [p for x in rank.layers for p in x.layer.trained]
+        tensors = max(1, len(trained))
+        others = [p for p in trained if not p.matrix]
+        numel = sum(p.nbytes // ITEMSIZE_BYTES[p.dtype] for p in others) // replicas
+        wanted = scaled_update(rank.model.graph.optimizer, max(1, numel), max(1, len(others)))
         if self.how.fused_update:
+            if len(others) < len(trained):
+                raise ValueError(f"plan {str(rank.plan)!r}: Muon's products fit in no fused kernel")
             wanted = fused_update(wanted)
-        ops = rank.book.price(wanted) if nbytes else []
+        ops = rank.book.price(wanted) if others else []
         self.updates += ops
-        state = STATE_COPIES[optimizer] * nbytes // replicas
+        state = state_bytes(optimizer, trained) // replicas
         offloaded = self.how.offload == "optimizer" and state
         if offloaded:
             self.lanes.wait([self.lanes.send(self._copy(state, "h2d"), "h2d")])
-        if ops:
+        if trained:
             python_us = (
                 rank.model.optimizer_host_us * tensors / max(1, rank.model.optimizer_tensors)
             )
@@ -252,6 +256,7 @@ class RankProgram(RankTasks):
                 event = {f"{optimizer}_dtensor_step": tensors}
                 python_us += host_cost(event, rank.book).duration_us
             self.lanes.work(_update_work(ops, rank, python_us), "optimizer")
+            self._update_matrices([p for p in trained if p.matrix])
         if offloaded:
             self.lanes.wait([self.lanes.send(self._copy(state, "d2h"), "d2h")])
         kinds = [b.message(k, self.how) for b in self.filled for k in self.how.after_update]
@@ -260,6 +265,38 @@ class RankProgram(RankTasks):
             kinds.append(Message(kind="all_gather", axis="shard", message_bytes=size))
         self.lanes.wait([self.lanes.send(m) for m in self.price(kinds)])
         self._average_copies(optimizer)
+
+    def _update_matrices(self, matrices: Sequence[ParamSpec]) -> None:
+        """Add Muon's updates, each rank's share (``itercast.compose.pricing.optimizer``).
+
+        Matrices are on their way while a rank multiplies those that it has.
+        """
+        known, fold = self.rank.model.graph.matrices, self.rank.layers[0].fold
+        ranks = self.rank.plan.shards if self.how.share_update else 1
+        alike: dict[tuple[object, ...], list[ParamSpec]] = {}
+        for p in matrices:
+            alike.setdefault((known[p.storage].shape, p.shape, p.dtype), []).append(p)
+        after, own = Work(), list[tuple[Work, list[PricedOp], list[PricedOp]]]()
+        for same in alike.values():
+            update, count, turns = known[same[0].storage], len(same), -(-len(same) // ranks)
+            parts = update.of_part(same[0].shape, ranks)
+            first, products, last = (self.rank.book.price(calls) for calls in parts)
+            self.updates += [*first, *last] * count + products * turns
+            self.lanes.work(fold(first).times(count), "momenta")
+            after = after.then(fold(last).times(count))
+            there, back = update.messages(same[0].shape, ranks)
+            if there:
+                own += [(fold(products), self.price(there), self.price(back)) for _ in range(turns)]
+            else:
+                own.append((fold(products).times(turns), [], []))
+        arriving = [[self.lanes.send(m) for m in there] for _, there, _ in own]
+        returned = list[int]()
+        for (products_work, _, back_ops), tasks in zip(own, arriving, strict=True):
+            self.lanes.wait(tasks)
+            self.lanes.work(products_work, "orthogonalise")
+            returned += [self.lanes.send(m) for m in back_ops]
+        self.lanes.wait(returned)
+        self.lanes.work(after, "optimizer")
 
     def _average_copies(self, optimizer: str) -> None:
         """Add the average of parameters or tables every so many steps: a step's mean of it.

@@ -89,23 +89,27 @@ def _dealt(plan: ParallelPlan, chunks: Sequence[T]) -> list[list[T]]:
 
 def memory(rank: Rank, optimizer: str) -> dict[str, int]:
     """Peak memory of the fullest rank, by purpose."""
-    plan = rank.plan
+    plan, update, matrix = rank.plan, *_update(rank)
     if plan.pp == 1:
-        update = rank.model.graph.update_share
-        alone = rank_memory(Sizes.of(rank.layers), plan, optimizer, update)
+        alone = rank_memory(Sizes.of(rank.layers), plan, optimizer, update, None, matrix)
         added = rank.model.added_bytes
         return {name: n + added.get(name, 0) for name, n in alone.items()}
     return max(stage_memory(rank, optimizer), key=lambda m: sum(m.values()))
 
 
+def _update(rank: Rank) -> tuple[float, int]:
+    """Temporary bytes of the optimizer's step over those of gradients; those of Muon's matrices."""
+    return rank.model.graph.update_share, rank.model.graph.matrix_bytes
+
+
 def stage_memory(rank: Rank, optimizer: str) -> list[dict[str, int]]:
     """Peak memory of each rank of a pipeline, by purpose."""
-    plan, update = rank.plan, rank.model.graph.update_share
+    plan, update, matrix = rank.plan, *_update(rank)
     by_rank = []
     for r, (sizes, saved) in enumerate(_held(rank)):
         held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
         kept = sum(n * nbytes for n, nbytes in zip(held, saved, strict=True))
-        by_rank.append(rank_memory(sizes, plan, optimizer, update, kept))
+        by_rank.append(rank_memory(sizes, plan, optimizer, update, kept, matrix))
     return by_rank
 
 

@@ -51,7 +51,7 @@ from itercast.microbench.opcall import (
     StepCapture,
     TensorSpec,
 )
-from itercast.microbench.step import Inputs, Loss, StepSettings, make_step
+from itercast.microbench.step import Inputs, Loss, StepSettings, hidden_matrices, make_step
 from itercast.microbench.user_errors import source_line
 
 DTYPES = {
@@ -256,7 +256,7 @@ def capture_step(
     count_host_events(log, settings, sum(p.requires_grad for p in model.parameters()))
     return StepCapture(
         calls=mark_zeros(log.calls),
-        parameters=_parameters(model, log, ready),
+        parameters=_parameters(model, log, ready, settings),
         host=log.host,
         samples=samples,
         tokens=tokens,
@@ -309,20 +309,19 @@ def _logging(log: OpLog, eager: bool) -> Iterator[None]:
 
 
 def _parameters(
-    model: torch.nn.Module, log: OpLog, ready: Mapping[str, int]
+    model: torch.nn.Module, log: OpLog, ready: Mapping[str, int], settings: StepSettings
 ) -> tuple[ParamSpec, ...]:
     """The model's parameters, with the call after which each one's gradient is complete."""
     log.names = DTYPES
+    matrices = hidden_matrices(model) if settings.optimizer == "muon" else {}
     specs = {name: log.describe(p.detach()) for name, p in model.named_parameters()}
+    taken = ("shape", "dtype", "storage", "layout", "nnz")
     return tuple(
         ParamSpec(
             name=name,
-            shape=spec.shape,
-            dtype=spec.dtype,
-            storage=spec.storage,
             ready_after=ready.get(name, -1),
-            layout=spec.layout,
-            nnz=spec.nnz,
+            matrix=name in matrices,
+            **{fact: getattr(spec, fact) for fact in taken},
         )
         for name, spec in specs.items()
     )

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 from itercast.microbench.slow_imports import torch
 
 KEPT = 3  # the middle one stands for those left out: work beside the first and last is done once
-NUMBERED = re.compile(r"((?:[^.\d][^.]*\.)*\d+(?:\.\d+)*)\.")
 FILLS = ("normal_", "uniform_", "zero_", "fill_", "kaiming_uniform_", "trunc_normal_")
-
-
-def layer_key(name: str) -> str:
-    """The layer in a parameter's name: ``blocks.3`` of ``blocks.3.mlp.up.weight``; "" if none."""
-    match = NUMBERED.match(name)
-    return match.group(1) if match else ""
 
 
 def shorten_lists(model: torch.nn.Module) -> dict[str, int]:

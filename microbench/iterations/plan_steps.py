@@ -20,11 +20,10 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
-from itercast.microbench.capture.truncate import layer_key
 from itercast.microbench.cases.registry import EvalCase
 from itercast.microbench.iterations.engines import on_device
 from itercast.microbench.iterations.measured_plan import OnPhase, PlanStep, measurable
-from itercast.microbench.opcall import Places
+from itercast.microbench.opcall import Places, layer_key
 from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.slow_imports import torch
 from itercast.microbench.step import StepSettings, make_optimizer

@@ -31,7 +31,11 @@ from itercast.microbench.programs.program import COLLECTIVE, ProgramCapture
 from itercast.microbench.programs.streams import recorded_streams
 from itercast.microbench.programs.wrappers import logged_wrappers
 
-OPTIMIZERS = {"SGD": "sgd", "LAMB": "lamb"}  # whose Python is measured; others' is as AdamW's
+OPTIMIZERS = {
+    "SGD": "sgd",
+    "LAMB": "lamb",
+    "Muon": "muon",
+}  # whose Python is measured; others' is as AdamW's
 
 
 def capture_program(

@@ -143,6 +143,7 @@ MODELS: tuple[Callable[[np.random.Generator, int], EvalCase], ...] = (
     recommender,
     graph,
 )
+OPTIMIZERS = ("sgd", "adamw", "adamw", "sgd", "adamw", "muon", "sgd", "adamw", "adamw")
 LARGEST = {"cpu": 512, "cuda": 8192}  # width of the widest model
 MODEL_COUNT = 40
 CAPTURE_SHARE = 0.25  # of the time of a sweep that captures models between its points
@@ -182,7 +183,7 @@ class ModelCaptures:
         from itercast.microbench.step import StepSettings
 
         begin_s, model = time.monotonic(), self.models[self.done]
-        settings = StepSettings(optimizer="adamw" if self.done % 3 else "sgd")
+        settings = StepSettings(optimizer=OPTIMIZERS[self.done % len(MODELS)])
         inputs = partial(model.inputs, model.batch, model.seq)
         for call in capture_step(model.build, inputs, model.loss, settings).calls:
             family, params = find_family(call)

@@ -7,9 +7,8 @@ from dataclasses import replace
 from itercast.compose.capture_model import capture_case
 from itercast.compose.graph.layers import Layer, split_layers
 from itercast.compose.pricing.work import Step, Work, fold
-from itercast.microbench.capture.truncate import layer_key
 from itercast.microbench.cases.registry import case
-from itercast.microbench.opcall import ParamSpec, StepCapture
+from itercast.microbench.opcall import ParamSpec, StepCapture, layer_key
 
 
 def test_a_block_starts_after_the_residual_sum(gpt: StepCapture) -> None:

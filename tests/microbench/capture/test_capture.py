@@ -185,7 +185,7 @@ def test_stored_captures_come_back_equal() -> None:
 
 
 def test_settings_name_what_is_allowed() -> None:
-    allowed = "adamw, adamw_fused, sgd, lamb, none"
+    allowed = "adamw, adamw_fused, sgd, lamb, muon, none"
     with pytest.raises(ValueError, match=f"optimizer 'adam': allowed are {allowed}"):
         StepSettings(optimizer="adam")
 
