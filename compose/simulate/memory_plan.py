@@ -16,8 +16,8 @@ class Sizes:
     """Bytes of a rank's layers; plans that give a rank the same layers share them.
 
     ``replicated``: parameters that other replicas have too; ``numbered``: those of layers that FSDP
-    shards one by one; ``pair``: of the two largest of these; ``matrices``: those Muon updates; ``work``: the largest temporary memory
-    within one layer's forward or backward.
+    shards one by one; ``pair``: of the two largest of these; ``work``: the largest temporary memory
+    within one layer's forward or backward; ``matrices``: of parameters that Muon updates.
     """
 
     layers: tuple[PricedLayer, ...]
