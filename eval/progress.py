@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+import typer
 from rich.console import Console
 from rich.progress import Progress
 
@@ -21,3 +22,8 @@ def run_or_say(run: Callable[[], None]) -> None:
     except (RuntimeError, ValueError) as exc:
         print(f"error: {exc}", file=sys.stderr)
         sys.exit(2)
+
+
+def run_program(main: Callable[..., None]) -> None:
+    """Run a function by the words of the command line; an error is one line and exit code 2."""
+    run_or_say(lambda: typer.run(main))

@@ -1,5 +1,6 @@
 """Entry point of ``python -m itercast.eval.ablation``: processes that it starts import no main."""
 
 from itercast.eval.ablation.ablate import main
+from itercast.eval.progress import run_program
 
-main()
+run_program(main)

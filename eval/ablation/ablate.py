@@ -8,17 +8,16 @@ is and once without each rule (``itercast.microbench.switches``) and each number
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
+import typer
 
 from itercast.compose.target import forecast_step
-from itercast.eval.progress import run_or_say
 from itercast.eval.public.left_out import assumptions, fitted_sources
 from itercast.eval.public.left_out_models import TRAINED_ON, sampled, train_without
 from itercast.eval.public.lines import Rows
@@ -165,20 +164,13 @@ def report(sources: Sequence[Source], named: Sequence[str]) -> Iterator[str]:
         yield line_of(name, gain(known[name], with_it, without), with_it, without)
 
 
-def main() -> None:
-    """Run what the command line asks for."""
-    about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m itercast.eval.ablation", description=about)
-    parser.add_argument("public", type=Path, help="folder of published measurements")
-    parser.add_argument("--sample", type=int, default=2, help="rows of each line and source")
-    parser.add_argument("--line", default="", help="only lines whose name contains this text")
-    parser.add_argument("--rule", action="append", default=[], help="only this one; repeatable")
-    parser.add_argument("--work", type=Path, default=Path(".cache/ablate"), help="for bundles")
-    asked = parser.parse_args()
-
-    def run() -> None:
-        sources = read_sources(asked.public, asked.line, asked.sample, asked.work)
-        for text in report(sources, asked.rule):
-            print(text, flush=True)
-
-    run_or_say(run)
+def main(
+    public: Annotated[Path, typer.Argument(help="folder of published measurements")],
+    sample: Annotated[int, typer.Option(help="rows of each line and source")] = 2,
+    line: Annotated[str, typer.Option(help="only lines whose name contains this text")] = "",
+    rule: Annotated[list[str] | None, typer.Option(help="only this one; repeatable")] = None,
+    work: Annotated[Path, typer.Option(help="for bundles")] = Path(".cache/ablate"),
+) -> None:
+    """Print what each rule and assumed number buys."""
+    for text in report(read_sources(public, line, sample, work), rule or ()):
+        print(text, flush=True)

@@ -6,17 +6,18 @@ host files where a folder is given. Also prints the ratios of assumption host.ca
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
+import typer
 from rich.console import Console
 
 from itercast.compose.host_fit import MeasuredStep, fit_host
-from itercast.eval.progress import run_or_say
+from itercast.eval.progress import run_program
 from itercast.eval.public.lines import selected
 from itercast.eval.public.models import measured_steps
 from itercast.eval.public.readers import read_iterations
@@ -130,17 +131,10 @@ def call_launches(public: Path) -> dict[str, float]:
     return {name: round(float(np.median(ratios)), 1) for name, ratios in found.items()}
 
 
-def main() -> None:
-    """Read the command line and fit; bad input is one line and exit code 2."""
-    about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(prog="python -m itercast.eval.public.hosts", description=about)
-    parser.add_argument("public", type=Path, help="folder of published measurements")
-    parser.add_argument("out", type=Path, nargs="?", help="folder for host files")
-    asked = parser.parse_args()
-    run_or_say(lambda: fit_all(asked.public, asked.out))
-
-
-def fit_all(public: Path, out: Path | None = None) -> None:
+def main(
+    public: Annotated[Path, typer.Argument(help="folder of published measurements")],
+    out: Annotated[Path | None, typer.Argument(help="folder for host files")] = None,
+) -> None:
     """Fit every host, print errors before and after, and write host files to a folder."""
     console.print(f"host time of a call over a pointwise one: {call_launches(public)}")
     rows, hosts = dict[str, list[MeasuredStep]](), dict[str, HostMachine]()
@@ -166,4 +160,4 @@ def fit_all(public: Path, out: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

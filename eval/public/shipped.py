@@ -11,18 +11,19 @@ alone are replaced.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from itercast.eval.progress import run_or_say
+from itercast.eval.progress import run_program
 from itercast.eval.public.readers import read_source
 from itercast.learners.beyond_memory import subsample_evenly, usable_rows
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU, Bundle
@@ -180,27 +181,22 @@ def rebuild(public: Path | None, out: Path, names: Sequence[str], replace: bool)
         replace_bundle(out / "bundle", shipped)
 
 
-def main() -> None:
+def main(
+    public: Annotated[Path | None, typer.Argument(help=f"folder of {', '.join(SOURCES)}")] = None,
+    cpu: Annotated[bool, typer.Option("--cpu", help="the CPU bundle, from datasets/")] = False,
+    out: Annotated[Path | None, typer.Option(help="default: runs/shipped, -cpu")] = None,
+    family: Annotated[list[str] | None, typer.Option(help="only this family; repeatable")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="then replace what ships")] = False,
+) -> None:
     """Rebuild the bundle that the command line names and compare it with the one that ships."""
-    about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(
-        prog="python -m itercast.eval.public.shipped", description=about
-    )
-    parser.add_argument("public", nargs="?", type=Path, help=f"folder of {', '.join(SOURCES)}")
-    parser.add_argument("--cpu", action="store_true", help="the CPU bundle, from datasets/")
-    parser.add_argument("--out", type=Path, help="folder to work in (runs/shipped, -cpu)")
-    parser.add_argument(
-        "--family", action="append", choices=MAX_ROWS, help="only this family; repeatable"
-    )
-    parser.add_argument("--replace", action="store_true", help="then replace the shipped bundle")
-    asked = parser.parse_args()
-    if (asked.public is None) != asked.cpu:
-        parser.error("give either the folder of public data or --cpu")
+    if (public is None) != cpu:
+        raise ValueError("give either the folder of public data or --cpu")
+    if strange := set(family or ()) - MAX_ROWS.keys():
+        raise ValueError(f"--family {strange.pop()!r}: allowed are {', '.join(MAX_ROWS)}")
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    out = asked.out or Path("runs/shipped-cpu" if asked.cpu else "runs/shipped")
-    names = asked.family or list(MAX_ROWS)
-    run_or_say(lambda: rebuild(asked.public, out, names, asked.replace))
+    out = out or Path("runs/shipped-cpu" if cpu else "runs/shipped")
+    rebuild(public, out, family or list(MAX_ROWS), replace)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -7,14 +7,15 @@ covers 80 % of the measured iterations; sources count alike, however much they m
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pandas as pd
+import typer
 
 from itercast.eval.compare import compare_all, measured_rows
-from itercast.eval.progress import run_or_say
+from itercast.eval.progress import run_program
 from itercast.eval.public.left_out_models import forecasts_without, sampled
 from itercast.eval.public.models import MEASURED, read_lines
 from itercast.learners.bundle import SHIPPED, SHIPPED_CPU
@@ -79,24 +80,17 @@ def cpu_errors(data: Path) -> pd.Series:
     return log_errors(found["case"], found["measured_us"], found["predicted_us"])
 
 
-def main() -> None:
+def main(
+    public: Annotated[Path, typer.Argument(help="folder of published measurements")],
+    data: Annotated[Path, typer.Option(help="rows of a CPU")] = Path("datasets"),
+    rows: Annotated[int, typer.Option(help="iterations of a line and source")] = 12,
+) -> None:
     """Print the half width of each kind of device, and how much of each source it covers."""
-    about = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("public", type=Path, help="folder of published measurements")
-    parser.add_argument("--data", type=Path, default=Path("datasets"), help="rows of a CPU")
-    parser.add_argument("--rows", type=int, default=12, help="iterations of a line and source")
-    asked = parser.parse_args()
-
-    def run() -> None:
-        kinds = {"cpu": cpu_errors(asked.data), "gpu": public_errors(asked.public, asked.rows)}
-        for kind, errors in kinds.items():
-            covered = by_source(errors)
-            print(f"{kind}: half width {half_width(errors):.2f}; left out:\n{covered.round(2)}")
-            print(f"mean of sources {covered['covered_pct'].mean():.0f} %")
-
-    run_or_say(run)
+    for kind, errors in {"cpu": cpu_errors(data), "gpu": public_errors(public, rows)}.items():
+        covered = by_source(errors)
+        print(f"{kind}: half width {half_width(errors):.2f}; left out:\n{covered.round(2)}")
+        print(f"mean of sources {covered['covered_pct'].mean():.0f} %")
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -7,21 +7,21 @@ processes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import numpy as np
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from itercast.compose.sharding.propose import random_sharding
-from itercast.eval.progress import progress_bar, run_or_say
+from itercast.eval.progress import progress_bar, run_program
 from itercast.eval.recommenders.judge import (
     Bench,
     Choice,
@@ -40,38 +40,26 @@ from itercast.learners.train import train
 from itercast.microbench.processes.ranks import threads_of
 
 SHOWN = ("geomean_ape_pct", "median_ape_pct", "mape_pct", "p90_ape_pct", "bias_pct")
-RANKS = (2, 4)
+RANKS = [2, 4]
 Found = TypeVar("Found")
 SPEED_TABLES, SPEED_SHARDINGS, SPEED_TOGETHER = 64, 1000, 10
 
 
-def main() -> None:
-    """Run all parts; sweeps and bundles that are there already are used again."""
-    parser = argparse.ArgumentParser(
-        prog="python -m itercast.eval.recommenders", description=(__doc__ or "").splitlines()[0]
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/dlrm"), help="folder to work in")
-    parser.add_argument("--budget", type=float, default=210.0, help="seconds of sweep")
-    parser.add_argument("--count", type=int, default=20, help="configurations and tasks")
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", default=RANKS, help="processes; iterations with the first"
-    )
-    asked = parser.parse_args()
-    least = {"budget": asked.budget, "count": asked.count, "ranks": min(asked.ranks)}
-    for name, value in least.items():
-        if not value > 0:
-            parser.error(f"--{name} {value:g}: allowed are numbers above 0")
-    run_or_say(lambda: run(asked.out, asked.budget, asked.count, asked.ranks))
-
-
-def run(out: Path, budget_s: float, count: int, ranks: Sequence[int]) -> None:
-    """Sweep, train, forecast, measure and print."""
+def main(
+    out: Annotated[Path, typer.Option(help="folder to work in")] = Path("runs/dlrm"),
+    budget: Annotated[float, typer.Option(min=1, help="seconds of sweep")] = 210.0,
+    count: Annotated[int, typer.Option(min=1, help="configurations and tasks")] = 20,
+    ranks: Annotated[
+        list[int], typer.Option(min=1, help="processes, repeatable; iterations with the first")
+    ] = RANKS,
+) -> None:
+    """Sweep, train, forecast, measure and print; sweeps and bundles that are there are reused."""
     console, bundle, begin = Console(width=110), out / "bundle", time.monotonic()
     with progress_bar() as bar:
         task = bar.add_task("sweep", total=1.0)
         rows = sweep(
             out / "datasets",
-            budget_s,
+            budget,
             ranks,
             lambda n, frac: bar.update(task, completed=frac, description=f"sweep: {n}"),
         )
@@ -221,4 +209,4 @@ def plain(
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)
