@@ -235,6 +235,11 @@ def by_name(op: str, values: Mapping[str, float]) -> Values:
     return np.fromiter(map(values.__getitem__, op), float, len(op))
 
 
+def logs(p: Point, *names: str) -> dict[str, Numbers]:
+    """Sizes of an op as features ``log_NAME``, to the base 2."""
+    return {f"log_{name}": np.log2(getattr(p, name)) for name in names}
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The torch dtype of a dtype name; tf32 is stored as fp32."""
     return {

@@ -20,6 +20,7 @@ from itercast.microbench.ops.family import (
     Workload,
     itemsize_bytes,
     log_uniform,
+    logs,
 )
 from itercast.microbench.ops.lookup.random_streams import (
     LINE_BYTES,
@@ -136,11 +137,7 @@ def features(p: BatchedBags, gpu: Gpu) -> dict[str, Numbers | str]:
         "op": p.op,
         "dtype": p.dtype,
         "spread": p.spread,
-        "log_tables": np.log2(p.tables),
-        "log_rows": np.log2(p.rows),
-        "log_dim": np.log2(p.dim),
-        "log_bags": np.log2(p.bags),
-        "log_lookups": np.log2(p.lookups),
+        **logs(p, "tables", "rows", "dim", "bags", "lookups"),
         "log_pooling": np.log2(p.lookups / p.bags),
         "log_all_lookups": np.log2(1.0 * p.tables * p.lookups),
         **stream_features(p, row_bytes, gpu.l2_bytes / p.tables),

@@ -18,6 +18,7 @@ from itercast.microbench.ops.family import (
     Workload,
     itemsize_bytes,
     log_uniform,
+    logs,
     torch_dtype,
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
@@ -77,9 +78,7 @@ def features(p: Embedding, gpu: Gpu) -> dict[str, Numbers | str]:
     return {
         "op": p.op,
         "dtype": p.dtype,
-        "log_rows": np.log2(p.rows),
-        "log_dim": np.log2(p.dim),
-        "log_lookups": np.log2(p.lookups),
+        **logs(p, "rows", "dim", "lookups"),
         "log_reuse": np.log2(p.lookups / p.rows),
     }
 

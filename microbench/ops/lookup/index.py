@@ -17,6 +17,7 @@ from itercast.microbench.ops.family import (
     is_any,
     itemsize_bytes,
     log_uniform,
+    logs,
     torch_dtype,
 )
 from itercast.microbench.ops.lookup.index_calls import ANSWERS, IndexOp
@@ -248,10 +249,7 @@ def features(p: IndexOp, gpu: Gpu) -> dict[str, Numbers | str]:
         "op": p.op,
         "dtype": p.dtype,
         "log_moved": np.log2(n),
-        "log_outer": np.log2(p.outer),
-        "log_size": np.log2(p.size),
-        "log_inner": np.log2(p.inner),
-        "log_source": np.log2(p.source),
+        **logs(p, "outer", "size", "inner", "source"),
         "log_run_bytes": np.log2(1.0 * p.inner * item),
         "log_fill": np.log2(1.0 * p.size / p.source),
         "log_k": np.log2(p.k),

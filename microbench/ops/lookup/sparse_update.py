@@ -25,6 +25,7 @@ from itercast.microbench.ops.family import (
     is_any,
     itemsize_bytes,
     log_uniform,
+    logs,
     repeated,
     torch_dtype,
 )
@@ -155,9 +156,7 @@ def features(p: SparseUpdate, gpu: Gpu) -> dict[str, Numbers | str]:
     return {
         "op": p.op,
         "dtype": p.dtype,
-        "log_rows": np.log2(p.rows),
-        "log_dim": np.log2(p.dim),
-        "log_lookups": np.log2(p.lookups),
+        **logs(p, "rows", "dim", "lookups"),
         "log_unique": np.log2(unique_rows(p)),
         **stream_features(p, row_bytes, gpu.l2_bytes),
         "lines_64": np.ceil(row_bytes / LINE_BYTES),

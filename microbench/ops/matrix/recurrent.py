@@ -25,6 +25,7 @@ from itercast.microbench.ops.family import (
     autograd_call,
     itemsize_bytes,
     log_uniform,
+    logs,
     torch_dtype,
 )
 from itercast.microbench.ops.matrix.gemm import Gemm
@@ -162,10 +163,7 @@ def features(p: Recurrent, gpu: Gpu) -> dict[str, Numbers | str]:
     return {
         "op": p.op,
         "dtype": p.dtype,
-        "log_steps": np.log2(p.steps),
-        "log_batch": np.log2(p.batch),
-        "log_inputs": np.log2(p.inputs),
-        "log_hidden": np.log2(p.hidden),
+        **logs(p, "steps", "batch", "inputs", "hidden"),
         "log_step_flops": np.log2(flops(p) / p.steps),
         "log_weights_per_cache": np.log2(weights / gpu.l2_bytes),
         "hidden_mod_16": p.hidden % 16,

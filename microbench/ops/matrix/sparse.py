@@ -25,6 +25,7 @@ from itercast.microbench.ops.family import (
     Workload,
     itemsize_bytes,
     log_uniform,
+    logs,
     torch_dtype,
 )
 from itercast.microbench.ops.lookup.embedding_bag import EmbeddingBag
@@ -200,10 +201,7 @@ def features(p: Sparse, gpu: Gpu) -> dict[str, Numbers | str]:
         "layout": p.layout,
         "dtype": p.dtype,
         "skew": p.skew,
-        "log_rows": np.log2(p.rows),
-        "log_cols": np.log2(p.cols),
-        "log_nnz": np.log2(p.nnz),
-        "log_width": np.log2(p.width),
+        **logs(p, "rows", "cols", "nnz", "width"),
         "log_nnz_per_row": np.log2(p.nnz / p.rows),
         "log_longest_row": np.log2(longest_row(p)),
         "log_dense_per_cache": np.log2(gathered / gpu.l2_bytes),

@@ -25,6 +25,7 @@ from itercast.microbench.ops.family import (
     is_any,
     itemsize_bytes,
     log_uniform,
+    logs,
     torch_dtype,
 )
 from itercast.microbench.ops.memory.elementwise import memory_copy
@@ -206,10 +207,7 @@ def features(p: Norm, gpu: Gpu) -> dict[str, Numbers | str]:
     return {
         "op": p.op,
         "dtype": p.dtype,
-        "log_rows": np.log2(p.rows),
-        "log_cols": np.log2(p.cols),
-        "log_channels": np.log2(p.channels),
-        "log_groups": np.log2(p.groups),
+        **logs(p, "rows", "cols", "channels", "groups"),
         "log_statistics": np.log2(statistics),
         "log_normalised": np.log2(elements / statistics),
         "log_waves": np.log2(waves),

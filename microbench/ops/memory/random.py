@@ -18,6 +18,7 @@ from itercast.microbench.ops.family import (
     is_any,
     itemsize_bytes,
     log_uniform,
+    logs,
     torch_dtype,
 )
 from itercast.microbench.ops.sizes import MAX_NUMEL, spread
@@ -125,9 +126,7 @@ def features(p: RandomOp, gpu: Gpu) -> dict[str, Numbers | str]:
         "op": p.op,
         "dtype": p.dtype,
         "replacement": 1.0 * p.replacement,
-        "log_size": np.log2(p.size),
-        "log_rows": np.log2(p.rows),
-        "log_draws": np.log2(p.draws),
+        **logs(p, "size", "rows", "draws"),
         "log_draws_per_size": np.log2(p.draws / p.size),
         "log_per_core": np.log2(numbers / gpu.sm_count),
     }

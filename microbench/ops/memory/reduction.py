@@ -21,6 +21,7 @@ from itercast.microbench.ops.family import (
     is_any,
     itemsize_bytes,
     log_uniform,
+    logs,
     repeated,
     torch_dtype,
 )
@@ -177,9 +178,7 @@ def features(p: Reduction, gpu: Gpu) -> dict[str, Numbers | str]:
     return {
         "op": p.op,
         "dtype": p.dtype,
-        "log_outer": np.log2(p.outer),
-        "log_size": np.log2(p.size),
-        "log_inner": np.log2(p.inner),
+        **logs(p, "outer", "size", "inner"),
         "columns": np.where(np.greater(p.inner, 1), 1.0, 0.0),
         "whole": np.where(np.equal(p.outer * p.inner, 1), 1.0, 0.0),
         "log_rows_per_core": np.log2(waves),
