@@ -59,6 +59,12 @@ def load_yaml(text: str) -> Any:
         raise yaml.YAMLError(f"{type(exc).__name__} {exc}") from exc
 
 
+def facts_of(file: str) -> dict[str, Any]:
+    """What the YAML file beside a module (its ``__file__``), with its name, states."""
+    facts: dict[str, Any] = yaml.load(Path(file).with_suffix(".yaml").read_text(), OwnLoader)
+    return facts
+
+
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """The mapping in a YAML file; ValueError, which says ``what`` it should be, for all else."""
     try:

@@ -28,18 +28,9 @@ from itercast.microbench.importers.base import (
     whole,
 )
 from itercast.microbench.importers.nccl_text import Log, parse_json, parse_text
+from itercast.microbench.yaml_text import facts_of
 
-ABOUT = About(
-    source="nccl-tests",
-    where="runs of https://github.com/NVIDIA/nccl-tests, published as each row says",
-    licence="facts",
-    conventions=(
-        "Times in us and sizes in bytes as nccl-tests prints them: the size is the whole gathered "
-        "output of all_gather, the whole input of reduce_scatter. Out-of-place and in-place times "
-        "are separate rows (column in_place). Hardware is taken from sources.yaml, the log's rank "
-        "lines, or the user, in this order; network rates are per GPU and in one direction."
-    ),
-)
+ABOUT = About(**facts_of(__file__)["about"])
 OPS = {
     "sendrecv": "send_recv",
     "alltoall": "all_to_all",

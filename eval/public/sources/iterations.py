@@ -27,41 +27,14 @@ from itercast.microbench.importers.base import (
     refuse,
     whole,
 )
+from itercast.microbench.yaml_text import facts_of
 
-ABOUT = About(
-    source="iterations",
-    where="tables of training iterations, each row names its origin",
-    licence="Apache-2.0 and facts, by origin",
-    conventions=(
-        "time_us is one optimizer step, accumulation included; batch is samples per data-parallel "
-        "replica and step (the published global batch / dp); world_size counts GPUs. doubts "
-        "lists what the publisher or the importer assumed. The model is built from hf_config: by "
-        "timm 0.6 where builder is timm, else by transformers. engine is compile where torch "
-        "fuses kernels, fused where Transformer Engine does. Megatron-Core with tp is taken with "
-        "sequence parallelism. timm: fp16 autocast, SGD, random images, 40 timed steps, "
-        "synchronised after each."
-    ),
-)
+FACTS = facts_of(__file__)
+ABOUT = About(**FACTS["about"])
 TABLE = ("model", "n_gpus", "precision", "global_batch", "step_time_s", "gpu", "gpu_detail")
 TIMM = ("model", "train_step_time", "train_batch_size", "train_img_size")
 TIMM_NAME = re.compile(r"benchmark-train-amp-(nhwc|nchw)-pt(\d)(\d+)-cu(\d+)-(\w+)\.csv(\.gz)?")
-COPIED: tuple[str, ...] = (
-    "source",
-    "framework",
-    "network",
-    "model_note",
-    "parallel_plan",
-    "sharding",
-    "precision",
-    "fsdp_mixed_precision",
-    "attention_kernel",
-    "data_input",
-    "activation_recompute",
-    "step_time_basis",
-    "row_id",
-    "source_path",
-    "source_commit",
-)
+COPIED: tuple[str, ...] = tuple(FACTS["copied"])
 # TE: fused kernels of Transformer Engine, in an eager loop unless as graphs.
 ENGINES = (
     ("torch.compile", "compile"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,28 +20,13 @@ from itercast.microbench.importers.base import (
     text_of,
 )
 from itercast.microbench.store import Row
+from itercast.microbench.yaml_text import facts_of
 
-ABOUT = About(
-    source="kernelbench",
-    where="https://github.com/ScalingIntelligence/KernelBench, baseline timings of all commits",
-    licence="MIT",
-    conventions=(
-        "time_us is the mean of 100 calls, each timed by CUDA events after a synchronise: the "
-        "host's launch is in it. problem_source is the module's text, to be interpreted "
-        "(itercast.eval.public.sources.problem), never executed. Neither eval() nor "
-        "autograd; fp32, convolutions in TF32."
-    ),
-)
+FACTS = facts_of(__file__)
+ABOUT = About(**FACTS["about"])
 TIMINGS = "timing_all_history.csv.gz"
 COLUMNS = ("file", "problem", "mean_ms", "hardware", "problems_tree")
-ENGINES = {
-    "baseline_time_torch": "eager",
-    "baseline_time_torch_compile_cudagraphs": "eager+graph",
-    "baseline_time_torch_compile_inductor_default": "compile",
-    "baseline_time_torch_compile_inductor_max-autotune-no-cudagraphs": "compile",
-    "baseline_time_torch_compile_inductor_max-autotune": "compile+graph",
-    "baseline_time_torch_compile_inductor_reduce-overhead": "compile+graph",
-}
+ENGINES: Mapping[str, str] = FACTS["engines"]
 # Its times are those of the first, small shapes (a product by a number 219 us, as elsewhere), while
 # the problems of its commit are larger: 8.6 GB read and written in that time would be 39 TB/s.
 OTHER_SHAPES = ("H100_modal/baseline_time_torch_compile_inductor_default.json",)

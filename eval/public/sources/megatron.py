@@ -23,21 +23,10 @@ from itercast.microbench.importers.base import (
     whole,
 )
 from itercast.microbench.store import Facts, Row
-from itercast.microbench.yaml_text import load_yaml
+from itercast.microbench.yaml_text import facts_of, load_yaml
 
-ABOUT = About(
-    source="megatron-lm",
-    where="https://github.com/NVIDIA/Megatron-LM, golden values of its functional tests",
-    licence="BSD-3 and Apache-2.0",
-    conventions=(
-        "time_us is the median iteration of a run on one DGX A100; batch is sequences per "
-        "data-parallel replica and step. memory_bytes is torch's peak on the last rank, so it is "
-        "taken without a pipeline only. Weights are in half precision; not said: the optimizer's "
-        "copy of them in fp32, gradients summed in fp32, and exchanged after the backward pass "
-        "where --overlap-grad-reduce is not set. Not stated, and assumed: the tokenizer's "
-        "vocabulary and default dropout; fused kernels in an eager loop."
-    ),
-)
+FACTS = facts_of(__file__)
+ABOUT = About(**FACTS["about"])
 RUNS, CONFIGS = "golden_runs.csv.gz", "model_configs.json.gz"
 GPUS = 8
 GPU = assumed(__file__, "gpu")
@@ -45,26 +34,7 @@ DROPOUT = assumed(__file__, "dropout")
 ENGINE = assumed(__file__, "engine")
 VOCABULARIES = assumed(__file__, "vocabularies")
 DIVISIBLE_BY = 128  # --make-vocab-size-divisible-by, times the tensor-parallel degree
-# Flags of what no configuration and no plan states, and the word for each.
-REFUSED = {
-    "--num-experts": "experts without a gate",
-    "--is-hybrid-model": "state-space layers",
-    "--img-h": "images beside text",
-    "--encoder-seq-length": "encoder and decoder of different lengths",
-    "--multi-latent-attention": "multi-latent attention",
-    "--qk-layernorm": "norms of queries and keys",
-    "--group-query-attention": "grouped queries in a GPT of layer norms",
-    "--swiglu": "gated layers in a GPT of layer norms",
-    "--spec": "a layer specification",
-    "--account-for-embedding-in-pipeline-split": "an embedding counted as a layer of its stage",
-    "--account-for-loss-in-pipeline-split": "a loss counted as a layer of its stage",
-    "--encoder-pipeline-model-parallel-size": "a pipeline of the encoder by itself",
-    "--encoder-tensor-model-parallel-size": "tensor parallelism of the encoder by itself",
-    "--cp-comm-type": "context parallelism of another kind than a ring",
-    "--combined-1f1b": "experts' messages overlapped with other micro-batches",
-    "--freeze-LM": "frozen weights",
-    "--use-packed-sequence": "packed sequences",
-}
+REFUSED: Mapping[str, str] = FACTS["refused"]
 SPEC_AS_DEFAULT = ("local",)
 STATED = {  # columns of published plans (``plans.plan_of``), and the flags that state them
     "tp": "--tensor-model-parallel-size",

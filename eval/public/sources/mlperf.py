@@ -27,34 +27,13 @@ from itercast.microbench.importers.base import (
     whole,
 )
 from itercast.microbench.store import Row
+from itercast.microbench.yaml_text import facts_of
 
-ABOUT = About(
-    source="mlperf-training",
-    where="https://github.com/mlcommons/training_results_v2.1, _v3.1 and _v4.0, all submitters",
-    licence="Apache-2.0; not verified by MLCommons",
-    conventions=(
-        "time_us is global batch / logged throughput, median over runs; of ResNet without one, "
-        "the epoch's time * global batch / images. Input and validation gaps are in it. batch is "
-        "samples per replica. Not stated, and assumed: precision, the network between hosts "
-        "unless the system is a DGX, fused kernels in a CUDA graph. BERT drops padding: its "
-        "samples are taken at their mean length; LARS is taken as SGD. DLRM's throughput leaves "
-        "evaluation out; it runs HugeCTR, whose sharding is not stated and taken as greedy."
-    ),
-)
+FACTS = facts_of(__file__)
+ABOUT = About(**FACTS["about"])
 CELLS = "cells.csv.gz"
 COLUMNS = ("benchmark", "accelerator", "nodes", "per_node", "global_batch", "grad_accum", "system")
-# Benchmarks that cannot be said, and the word for each.
-REFUSED = {
-    "ssd": "no configuration for the model: RetinaNet",
-    "unet3d": "no configuration for the model: 3D U-Net",
-    "maskrcnn": "no configuration for the model: Mask R-CNN",
-    "rnnt": "no configuration for the model: RNN-T",
-    "stable_diffusion": "no configuration for the model: latent diffusion",
-    "gnn": "graphs are sampled while training",
-    "llama2_70b_lora": "only a part of the weights is trained (LoRA)",
-    "llama31_405b": "plan of tensor and pipeline parallelism is not stated",
-    "minigo": "rate is not that of a training step",
-}
+REFUSED: Mapping[str, str] = FACTS["refused"]
 OTHER_SOFTWARE = re.compile("tinygrad|paddle", re.IGNORECASE)  # kernels and precision of its own
 RECOMMENDERS = {"dlrm": "dlrm-mlperf", "dlrm_dcnv2": "dlrm-dcnv2"}  # cases, by benchmark
 IMAGES = 1281167  # of ImageNet's training set, an epoch of ResNet

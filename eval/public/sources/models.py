@@ -7,34 +7,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from itercast.eval.public.sources.models_experts import EXPERTS
 from itercast.eval.public.sources.timm_models import by_timm
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.importers.base import whole
+from itercast.microbench.yaml_text import facts_of
 
-# key/value heads, vocabulary, layers, width, heads, hidden. Source: the config.json of each model
-# at https://huggingface.co/meta-llama.
-LLAMA = {
-    ("2", "7"): (32, 32000, 32, 4096, 32, 11008),
-    ("2", "13"): (40, 32000, 40, 5120, 40, 13824),
-    ("2", "70"): (8, 32000, 80, 8192, 64, 28672),
-    ("3", "8"): (8, 128256, 32, 4096, 32, 14336),
-    ("3", "70"): (8, 128256, 80, 8192, 64, 28672),
-    ("3", "405"): (8, 128256, 126, 16384, 128, 53248),
-}
+FACTS = facts_of(__file__)
+LLAMA, GPT3, BERT, EXPERTS = (FACTS[name] for name in ("llama", "gpt3", "bert", "experts"))
 # "Llama-3.1-8B", "llama31_8b", "meta-llama/Meta-Llama-3-70B": 3.1 differs from 3 in its positions.
 LLAMA_NAME = re.compile(
     r"(?:[\w-]+/)?(?:meta-)?llama[-_ ]?(\d)(?:[._]?\d(?=[-_ ]))?[-_ ]?(\d+)b", re.IGNORECASE
 )
-# layers, width, heads, hidden. Sources: arXiv:2005.14165, table 2.1; conf/training/gpt3
-# of https://github.com/NVIDIA/NeMo-Framework-Launcher; the vocabulary is assumed.
-GPT3 = {
-    "5": (24, 4096, 32, 16384),
-    "20": (44, 6144, 48, 24576),
-    "175": (96, 12288, 96, 49152),
-}
-BERT = {"base": (12, 768, 12, 3072), "large": (24, 1024, 16, 4096)}
-# Sources: arXiv:1810.04805; PyTorch/LanguageModeling/BERT, and lddl/dask/bert/binning.py in it, of
+# Sources: PyTorch/LanguageModeling/BERT, and lddl/dask/bert/binning.py in it, of
 # https://github.com/NVIDIA/DeepLearningExamples: pre-training packs batches by length.
 GPT3_VOCABULARY = assumed(__file__, "gpt3_vocabulary")
 BERT_VOCABULARY = assumed(__file__, "bert_vocabulary")
@@ -80,10 +64,9 @@ def model_of(given: Mapping[str, str]) -> Model:
     if found := LLAMA_NAME.fullmatch(name):
         return _llama(found[1], found[2], given)
     if name in EXPERTS:
-        config, doubt = EXPERTS[name]
-        return Model(
-            hf_config=_text(config | {"max_position_embeddings": _length(given)}), doubt=doubt
-        )
+        known = EXPERTS[name]
+        config = _text(known["config"] | {"max_position_embeddings": _length(given)})
+        return Model(hf_config=config, doubt=known["doubt"])
     if found := re.fullmatch(r"GPT3-(\d+)B", name):
         return _gpt3(found[1], given)
     if given.get("model_note", "").startswith("MPT") or name.startswith("GPT-2 124M"):
@@ -148,17 +131,7 @@ def transformer(
     return _text(config | own)
 
 
-RESNET50 = _text(
-    {
-        "architectures": ["ResNetForImageClassification"],
-        "model_type": "resnet",
-        "embedding_size": 64,
-        "layer_type": "bottleneck",
-        "depths": [3, 4, 6, 3],
-        "hidden_sizes": [256, 512, 1024, 2048],
-        "num_labels": 1000,
-    }
-)
+RESNET50 = _text(FACTS["resnet50"])
 
 
 def _stated(given: Mapping[str, str], known: Sequence[int]) -> None:
@@ -175,9 +148,9 @@ def _length(given: Mapping[str, str]) -> int:
 
 
 def _llama(version: str, size: str, given: Mapping[str, str]) -> Model:
-    if (version, size) not in LLAMA:
+    if size not in LLAMA.get(version, ()):
         raise ValueError(f"no configuration for the model {given['model'][:40]!r}")
-    kv_heads, vocabulary, *sizes = LLAMA[version, size]
+    kv_heads, vocabulary, *sizes = LLAMA[version][size]
     _stated(given, sizes)
     config = transformer(
         "LlamaForCausalLM",

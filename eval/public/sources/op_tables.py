@@ -13,19 +13,10 @@ import pandas as pd
 from itercast.microbench.hardware.names import gpu_named, unknown_gpu
 from itercast.microbench.importers.base import About, Imported, RowCollector, number, refuse, whole
 from itercast.microbench.importers.traces.kineto_ops import answered, describe
+from itercast.microbench.yaml_text import facts_of
 
-ABOUT = About(
-    source="kineto-traces",
-    where="traces published by HolisticTraceAnalysis (https://github.com/facebookresearch/"
-    "HolisticTraceAnalysis), param, TraceLens and kineto, one table of ops each",
-    licence="MIT, BSD-3-Clause",
-    conventions=(
-        "A row is an op with its shapes: the durations of its GPU kernels summed, in us, without "
-        "the launch, median over the calls of one profile. Clocks and torch's version are unknown; "
-        "strides are not in the tables, so tensors count as contiguous. Copies between host and "
-        "device are left out."
-    ),
-)
+FACTS = facts_of(__file__)
+ABOUT = About(**FACTS["about"])
 NEEDED = ("device", "op", "input_dims", "input_types", "calls", "kernel_us_median", "kernel_names")
 
 

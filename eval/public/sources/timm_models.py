@@ -14,35 +14,9 @@ import re
 from collections.abc import Callable
 
 from itercast.microbench.store import Row
+from itercast.microbench.yaml_text import facts_of
 
-RESNETS = {
-    "18": ("basic", (2, 2, 2, 2)),
-    "26": ("bottleneck", (2, 2, 2, 2)),
-    "34": ("basic", (3, 4, 6, 3)),
-    "50": ("bottleneck", (3, 4, 6, 3)),
-    "101": ("bottleneck", (3, 4, 23, 3)),
-    "152": ("bottleneck", (3, 8, 36, 3)),
-    "200": ("bottleneck", (3, 24, 36, 3)),
-}
-VITS = {  # width, layers, heads
-    "tiny": (192, 12, 3),
-    "small": (384, 12, 6),
-    "base": (768, 12, 12),
-    "large": (1024, 24, 16),
-    "huge": (1280, 32, 16),
-}
-EFFICIENTNETS = {  # width, depth
-    "0": (1.0, 1.0),
-    "1": (1.0, 1.1),
-    "2": (1.1, 1.2),
-    "3": (1.2, 1.4),
-    "4": (1.4, 1.8),
-    "5": (1.6, 2.2),
-    "6": (1.8, 2.6),
-    "7": (2.0, 3.1),
-    "8": (2.2, 3.6),
-}
-MOBILENETS = {"035": 0.35, "050": 0.5, "075": 0.75, "100": 1.0, "140": 1.4}
+FACTS = facts_of(__file__)
 CLASSES = 1000
 Values = Row
 
@@ -67,9 +41,9 @@ def by_timm(name: str, image_size: int) -> str:
 
 def _resnet(layers: str) -> Values:
     """A ResNet; tv_, ssl_, swsl_ and gluon's v1b are the same network with other weights."""
-    kind, depths = RESNETS[layers]
+    kind, depths = FACTS["resnets"][layers]
     wide = 4 if kind == "bottleneck" else 1
-    sizes = {"depths": list(depths), "hidden_sizes": [64 * wide * 2**i for i in range(4)]}
+    sizes = {"depths": depths, "hidden_sizes": [64 * wide * 2**i for i in range(4)]}
     return {**_model("ResNet", "resnet"), "layer_type": kind, **sizes}
 
 
@@ -88,19 +62,19 @@ def _efficientnet(number: str) -> Values:
 
     timm's variants count as the same network: tf_ differs in padding, _ap and _ns in weights.
     """
-    width, depth = EFFICIENTNETS[number]
+    width, depth = FACTS["efficientnets"][number]
     wide = {"width_coefficient": width, "hidden_dim": 8 * round(1280 * width / 8)}
     return {**_model("EfficientNet", "efficientnet"), **wide, "depth_coefficient": depth}
 
 
 def _mobilenet(width: str) -> Values:
     """A MobileNetV2; with a width below 1 the last layer keeps its channels."""
-    own = {"depth_multiplier": MOBILENETS[width], "finegrained_output": True}
+    own = {"depth_multiplier": FACTS["mobilenets"][width], "finegrained_output": True}
     return {**_model("MobileNetV2", "mobilenet_v2"), **own}
 
 
 def _bit(layers: str, width: str) -> Values:
-    wide, depths = int(width), list(RESNETS[layers][1])
+    wide, depths = int(width), FACTS["resnets"][layers][1]
     sizes = {"embedding_size": 64 * wide, "hidden_sizes": [256 * wide * 2**i for i in range(4)]}
     return {**_model("Bit", "bit"), "depths": depths, **sizes, "layer_type": "preactivation"}
 
@@ -110,7 +84,7 @@ def _model(name: str, kind: str) -> Values:
 
 
 def _transformer(size: str, patch: str) -> Values:
-    width, layers, heads = VITS[size]
+    width, layers, heads = FACTS["vits"][size]
     own = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     return {**own, "intermediate_size": 4 * width, "patch_size": int(patch)}
 

@@ -24,18 +24,9 @@ from itercast.microbench.importers.base import (
 )
 from itercast.microbench.importers.traces.kineto_ops import answered, describe
 from itercast.microbench.importers.traces.kineto_tree import Trace, join, parse
+from itercast.microbench.yaml_text import facts_of
 
-ABOUT = About(
-    source="kineto",
-    where="traces of torch.profiler",
-    licence="as the trace's owner says",
-    conventions=(
-        "A row is an op with its shapes: for each call the durations of its GPU kernels are "
-        "summed, in us, launch not included; the row has the median over calls. Kernels belong "
-        "to the outermost op around them that a family describes. ProfilerStep annotations of "
-        "the host are rows of family iteration."
-    ),
-)
+ABOUT = About(**facts_of(__file__)["about"])
 UNKNOWN = "op not described by a family"
 STEP = re.compile(r"ProfilerStep#\d+")
 
