@@ -14,6 +14,7 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.yaml_text import load_yaml, made_of, read_mapping
 
 FILE = Path(__file__).parent / "stacks" / "known.yaml"
+NIGHTLY = re.compile(r"[^- ]+-(20\d\d(?:-\d\d){0,2})(?![\d.])")  # of a date
 NEEDED, WHOLE = "what backward reads", "whole layers"  # see ``Stack.recomputes``
 OTHER = "other"
 USUAL = "torch-2.11"  # forecast where none is named
@@ -42,6 +43,7 @@ class Stack:
     ``attention``: its attention kernel by GPU name, architecture or ``other``, as pairs.
     ``similar``: software whose rows are taken where it has none; ``words``: other names of it.
     ``recomputes``: how much of a layer runs again under full recomputation, NEEDED or WHOLE.
+    ``released``: the date of a release, YYYY-MM-DD.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Stack:
     recomputes: str = NEEDED
     tables: TableSoftware = TableSoftware()
     source: str = ""
+    released: str = ""
 
     def attention_on(self, gpu: Gpu) -> str:
         """The attention kernel that it takes on a GPU in 16 bit."""
@@ -113,11 +116,13 @@ def stack_names() -> list[str]:
 def load_stack(name: str = USUAL) -> Stack:
     """The stack of this name or release; ValueError, naming the known ones, where there is none.
 
-    ``torch-2.3`` is the newest known torch that is not newer; ``torch`` the newest of all. The
-    major version is that of a known release.
+    ``torch-2.3`` is the newest known torch that is not newer; ``torch`` the newest of all;
+    ``torch-2025-03-24``, a nightly build, the newest that was released by then. The major version
+    is that of a known release.
     """
     found = _find(name)
-    if found is None or software_version(name)[:1] > _newest(name)[:1]:
+    new = not NIGHTLY.match(name) and software_version(name)[:1] > _newest(name)[:1]
+    if found is None or new:
         raise ValueError(f"unknown stack {name!r}; known: {stack_names()}")
     return found
 
@@ -152,6 +157,10 @@ def _find(name: str) -> Stack | None:
         return None
     software = software_name(name)
     releases = [known for known in stacks if software_name(known) == software]
+    if releases and (nightly := NIGHTLY.match(name)):
+        dates = {known: stacks[known].released[: len(nightly[1])] for known in releases}
+        releases = [known for known in releases if "" < dates[known] <= nightly[1]] or releases[:1]
+        name = software
     if releases:
         return stacks[pick_version(releases, name)]
     named = [

@@ -26,6 +26,10 @@ H100, A100 = load_gpu("h100-sxm-80gb"), load_gpu("a100-sxm-80gb")
         ("torch-2.13", "torch-2.11"),
         ("torch-1.10", "torch-1.13"),  # all are newer
         ("torch", "torch-2.11"),
+        ("torch-2025-03-24", "torch-2.5.1"),  # a nightly build: what was out by then
+        ("torch-2024 nightly", "torch-2.5.1"),
+        ("torch-2023-12-31", "torch-2.1"),
+        ("torch-2021-01-01", "torch-1.13"),
         ("vllm-0.24.0", "vllm"),
         ("Megatron Bridge / Megatron-Core", "megatron-core"),
         ("trt-llm", "trtllm"),

@@ -190,9 +190,9 @@ class Cells:
         return found
 
     def _plan(self, keys: Mapping[str, Any]) -> pd.Series:
-        """A plan of these keys: without those that are empty, and without degrees of 1.
+        """A plan of these keys: without those that are empty or false, and without degrees of 1.
 
-        ``micro``, the micro-batches of a step, is ``accumulate`` where no pipeline has stages.
+        Flags are true. ``micro``, the micro-batches of a step, is ``accumulate`` where no pipeline has stages.
         """
         columns = {key: self.texts(value) for key, value in keys.items()}
         for key in columns.keys() & set(DEGREES):
@@ -229,8 +229,11 @@ def _each(texts: pd.Series, function: Callable[[str], str]) -> pd.Series:
 def _plan_of(keys: Mapping[str, str]) -> str:
     """The plan's text, from the texts of its keys."""
     staged = keys.get("pp", "") not in ("", "1")
-    parts = {"accumulate" if k == "micro" and not staged else k: v for k, v in keys.items() if v}
-    return ",".join(f"{k}={v}" for k, v in parts.items() if v != "1" or k == "micro")
+    keys = {k: v for k, v in keys.items() if v not in ("", "False")}
+    if not staged:
+        keys = {"accumulate" if k == "micro" else k: v for k, v in keys.items()}
+    kept = {k: v for k, v in keys.items() if v != "1" or k not in (*DEGREES[:-1], "accumulate")}
+    return ",".join(k if v == "True" else f"{k}={v}" for k, v in kept.items())
 
 
 def _integer(text: str) -> int | str:

@@ -22,6 +22,7 @@ MORE_COLUMNS += ("module", "doubts", "settings")
 JSON = "json."  # before the keys of unpacked objects
 TIMERS = ("device", "with_launch")
 CLOSED = ("op", "gpu", "dtype")  # whose text must not come from a file unchecked
+LISTS = ("files", "header", "optional", "named", "parts")  # of a table
 TESTS = ("is", "is_not", "above", "below", "differs", "unlike")
 
 
@@ -57,8 +58,9 @@ class Table:
     ``path``: a pattern whose named groups are columns. ``header``: the names of columns where the
     file has none. ``section``: the title of the part of a sheet. ``unpack``: a column of JSON
     objects whose keys become columns ``json.KEY``; ``named``: a column of names and one of values,
-    which become such columns too. ``skip``: lines that no rule sees. ``leave_out``: why the files
-    are not imported.
+    which become such columns too. ``parts``: a column and a pattern whose named groups become
+    columns, empty where the text does not match. ``skip``: lines that no rule sees. ``leave_out``:
+    why the files are not imported.
     """
 
     files: tuple[str, ...]
@@ -68,6 +70,7 @@ class Table:
     optional: tuple[str, ...] = ()
     unpack: str = ""
     named: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
     leave_out: str = ""
     skip: tuple[Skip, ...] = ()
     rules: tuple[Rule, ...] = ()
@@ -88,8 +91,9 @@ class Table:
 
     def needed(self) -> list[str]:
         """Columns that the files must have."""
-        read = dict.fromkeys([self.unpack, *self.named, *self.read()])
-        made = {"", *self.optional, *re.compile(self.path).groupindex}
+        read = dict.fromkeys([self.unpack, *self.named, *self.parts[:1], *self.read()])
+        patterns = (self.path, *self.parts[1:])
+        made = {"", *self.optional, *(name for p in patterns for name in re.compile(p).groupindex)}
         return [name for name in read if name not in made and not name.startswith(JSON)]
 
 
@@ -130,12 +134,13 @@ def _table(given: Any, source: Mapping[str, Any]) -> Table:
     names = [f.name for f in fields(Table)]
     _keys(given, ("files",), (*names, "constants", "columns"))
     texts = {key: str(given.get(key, "")) for key in ("path", "section", "unpack", "leave_out")}
-    lists = {key: _list(given.get(key, [])) for key in ("files", "header", "optional", "named")}
+    lists = {key: _list(given.get(key, [])) for key in LISTS}
     common = {**source, **given, "constants": _merged(source, given, "constants")}
     rules = tuple(_rule(rule, common) for rule in given.get("rules", ()))
     if bool(rules) == ("leave_out" in given):
         raise ValueError(f"{given['files']} need either rules or leave_out")
-    re.compile(texts["path"])
+    for pattern in (texts["path"], *lists["parts"][1:]):
+        re.compile(pattern)
     facts: dict[str, Any] = {**texts, **lists}
     skip = tuple(map(_skip, given.get("skip", ())))
     return Table(rules=rules, skip=skip, **facts)

@@ -41,6 +41,10 @@ def read_table(collector: RowCollector, path: Path, table: Table) -> pd.DataFram
         return None
     frame = frame.assign(**{k: v or "" for k, v in named.groupdict().items()})
     frame = frame.assign(**{name: "" for name in table.optional if name not in frame})
+    if table.parts:
+        column, pattern = table.parts
+        found = frame[column].astype(str).str.extract(f"^(?:{pattern})$").fillna("")
+        frame = frame.assign(**{name: found[name] for name in re.compile(pattern).groupindex})
     return unpacked(frame, table)
 
 
