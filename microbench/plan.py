@@ -162,7 +162,7 @@ class ParallelPlan:
     virtual: int = _behind("schedule", _integer(2, 1000), 1, "stages")  # interleaved, per rank
     accumulate: int = _key(_degree, 1, "")  # micro-batches without a pipeline
     cdp: int = _key(_integer(1, 2), 0, "")  # version of cyclic data parallelism
-    recompute: str = _key(_one_of("full", "selective", "budget"), "", "prices")
+    recompute: str = _key(_one_of("full", "selective", "ops", "budget"), "", "prices")
     recomputed: float = _behind("recompute", _share, 1.0, "prices")  # of layers; budget: of bytes
     offload: str = _key(_one_of("optimizer", "activations"), "", "")
     compress: str = _key(_codec, "", "")  # of gradients

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 from itercast.compose.graph.layers import Layer
+from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.price_book import PriceBook
@@ -47,6 +49,9 @@ class Item:
     time_us: float
 
 
+NOTHING = Item(calls=(), nbytes=0, needed=0, time_us=0.0)
+
+
 def recomputed(
     layer: Layer,
     capture: StepCapture,
@@ -56,10 +61,11 @@ def recomputed(
 ) -> Recomputed:
     """Ops of forward that backward runs again first, and the bytes that forward still saves.
 
-    The whole layer ("full"), its attention ("selective", arXiv:2205.05198), or as little as the
-    bytes allow ("budget"): then those of a share ``plan.recomputed`` of what is saved otherwise.
+    The whole layer ("full"), its attention ("selective", arXiv:2205.05198), all but attention and
+    every second product ("ops"), or as little as the bytes allow ("budget"): then those of a share
+    ``plan.recomputed`` of what is saved otherwise.
     """
-    kept = Item(calls=(), nbytes=0, needed=0, time_us=0.0)
+    kept = NOTHING
     if plan.recompute == "selective":
         span, saved = _attention(layer, capture)
         again_bytes = layer.saved_bytes
@@ -68,6 +74,10 @@ def recomputed(
         if plan.recompute == "budget":
             room = round(plan.recomputed * layer.saved_bytes) - layer.output_bytes
             kept = best_kept(_items(layer, span, capture, ops), room)
+        elif plan.recompute == "ops":
+            saves = _saved_ops(span, capture)
+            items = (i for i in _items(layer, span, capture, ops) if saves.issuperset(i.calls))
+            kept = reduce(_joined, items, kept)
         saved, again_bytes = layer.output_bytes + kept.nbytes, layer.saved_bytes - kept.needed
     again = [replace(ops[i], leads=0.0) for i in span if i not in kept.calls]
     before = list[PricedOp]()
@@ -92,7 +102,7 @@ def best_kept(items: Sequence[Item], room: int) -> Item:
     Of subsets of the items so far only those stay that no other one beats in bytes and time; above
     ``MAX_FRONT`` of them, the best of equal steps in bytes.
     """
-    front = [Item(calls=(), nbytes=0, needed=0, time_us=0.0)]
+    front = [NOTHING]
     for item in items:
         more = [_joined(one, item) for one in front if one.nbytes + item.nbytes <= room]
         best_us, kept = -1.0, list[Item]()
@@ -104,6 +114,18 @@ def best_kept(items: Sequence[Item], room: int) -> Item:
             kept = [kept[0], *kept[2::2]]
         front = kept
     return front[-1]
+
+
+def _saved_ops(span: Sequence[int], capture: StepCapture) -> set[int]:
+    """Calls of a layer whose results torchtitan's selective recomputation of ops saves.
+
+    Attention, and the first, third, ... product by a weight; of products in fp8 none. Source:
+    https://github.com/pytorch/torchtitan, activation_checkpoint.py.
+    """
+    calls = capture.calls
+    products = [i for i in span if calls[i].op in LINEAR_PRODUCTS]
+    wide = [i for i in products if all(t.dtype != "fp8" for t in calls[i].tensors())]
+    return {*wide[::2], *(i for i in span if calls[i].op == ATTENTION[0])}
 
 
 def _joined(one: Item, other: Item) -> Item:

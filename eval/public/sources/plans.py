@@ -16,8 +16,8 @@ RECOMPUTE = {
     "none": "",
     "": "",
     "selective": "selective",
-    "selective layer": "selective",
-    "selective op": "selective",
+    "selective layer": "full:0.5",  # torchtitan: every second layer
+    "selective op": "ops",
 }
 SEQUENCE_PARALLEL = assumed(__file__, "megatron_sequence_parallel")
 DGX = re.compile(r"DGX[ -](?:DGX )?(\w+)")
