@@ -30,11 +30,13 @@ class Lanes:
 
     ``done``: the tasks after which all compute so far is done; ``waits``: messages that the next
     compute task waits for. ``ranks_per_core``: ranks that share a core of a CPU, by which compute
-    is slower.
+    is slower. ``ahead``: the host launches all before the device comes to it, so that only the sum
+    of its time bounds the program.
     """
 
     on_cpu: bool
     ranks_per_core: float = 1.0
+    ahead: bool = False
     tasks: list[Task] = field(default_factory=list)
     done: tuple[int, ...] = ()
     waits: tuple[int, ...] = ()
@@ -59,9 +61,10 @@ class Lanes:
         compute = self._add("compute", work.comm_us + busy_us, after, name)
         self.done = (compute,)
         if not self.on_cpu:
-            path = self._add(f"path {len(self.tasks)}", work.path_us, self.host, f"launch {name}")
+            if not self.ahead:
+                path = f"path {len(self.tasks)}"
+                self.done += (self._add(path, work.path_us, self.host, f"launch {name}"),)
             self.host = (self._add("host", work.host_us, self.host, f"launch {name}"),)
-            self.done = (compute, path)
 
     def _op(self, op: Step) -> None:
         """Add one op, as many tasks as it has kernels; its own host time lengthens it on a CPU."""
@@ -74,7 +77,7 @@ class Lanes:
                 us += self.ranks_per_core * launch_us
             else:
                 self.host = (self._add("host", launch_us, self.host, f"launch {op.name}"),)
-                after += self.host
+                after += () if self.ahead else self.host
             self.done = (self._add("compute", us, after, op.name),)
 
     def send(self, op: PricedOp, lane: str = "comm", after: tuple[int, ...] | None = None) -> int:
@@ -149,9 +152,9 @@ class Run:
 class RankTasks:
     """The tasks of a rank's program as it is built, and the ops it adds to those of layers."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, *, ahead: bool = False) -> None:
         self.rank, self.how = rank, rank.strategy
-        self.lanes = Lanes(rank.book.gpu.kind == "cpu", rank.ranks_per_core)
+        self.lanes = Lanes(rank.book.gpu.kind == "cpu", rank.ranks_per_core, ahead)
         self.sent: list[PricedOp] = []
         self.copies: list[PricedOp] = []
         self.updates: list[PricedOp] = []

@@ -25,6 +25,7 @@ from itercast.compose.simulate.rank import Rank, Run
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stages import Chunk, partition, with_tied
 from itercast.microbench.assumptions import assumed
+from itercast.microbench.hardware.stack import stack_of_row
 from itercast.microbench.opcall import ITEMSIZE_BYTES, TensorSpec
 from itercast.microbench.plan import V_SHAPED, ParallelPlan
 
@@ -178,7 +179,8 @@ def stage_facts(rank: Rank) -> tuple[object, ...]:
     """What changes a stage's run, apart from its layers."""
     groups = (rank.where.groups[axis] for axis in ("shard", "replicate", "expert"))
     shared = (rank.contention, rank.ranks_per_core, rank.where.node, rank.where.crossings)
-    return (rank.plan.microbatches > 1, rank.strategy, *groups, *shared)
+    plan = rank.plan
+    return (plan.microbatches > 1, plan.virtual > 1, rank.strategy, *groups, *shared)
 
 
 def stage_messages(rank: Rank) -> list[Sequence[PricedOp]]:
@@ -220,8 +222,13 @@ def _messages(rank: Rank, chunk: Chunk, i: int) -> Sequence[PricedOp]:
 
 
 def stage_runs(rank: Rank, chunk: Chunk) -> StageRuns:
+    """The runs of a chunk; the host is ahead of the device if it does not wait for messages.
+
+    Source of what it waits for: ``Stack.waits``.
+    """
     stage, each = replace(rank, layers=chunk.layers), rank.strategy.every_micro
-    forward, *backward = (RankProgram(stage) for _ in range(3))
+    ahead = rank.plan.virtual > 1 or not stack_of_row(rank.book.stack).waits
+    forward, *backward = (RankProgram(stage, ahead=ahead) for _ in range(3))
     half = python_op("pipeline_micro", 1, rank.book, SCHEDULE_SHARE)
     for program in (forward, *backward):
         program.lanes.work(chunk.layers[0].fold([half]), "schedule")

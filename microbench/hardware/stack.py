@@ -43,7 +43,8 @@ class Stack:
     ``attention``: its attention kernel by GPU name, architecture or ``other``, as pairs.
     ``similar``: software whose rows are taken where it has none; ``words``: other names of it.
     ``recomputes``: how much of a layer runs again under full recomputation, NEEDED or WHOLE.
-    ``released``: the date of a release, YYYY-MM-DD.
+    ``released``: the date of a release, YYYY-MM-DD. ``waits``: whether its host waits for each
+    message of a pipeline that is not interleaved.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Stack:
     tables: TableSoftware = TableSoftware()
     source: str = ""
     released: str = ""
+    waits: bool = False
 
     def attention_on(self, gpu: Gpu) -> str:
         """The attention kernel that it takes on a GPU in 16 bit."""
