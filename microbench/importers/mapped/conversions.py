@@ -192,7 +192,8 @@ class Cells:
     def _plan(self, keys: Mapping[str, Any]) -> pd.Series:
         """A plan of these keys: without those that are empty or false, and without degrees of 1.
 
-        Flags are true. ``micro``, the micro-batches of a step, is ``accumulate`` where no pipeline has stages.
+        Flags are true. ``micro``, the micro-batches of a step, is ``accumulate`` where no pipeline
+        has stages.
         """
         columns = {key: self.texts(value) for key, value in keys.items()}
         for key in columns.keys() & set(DEGREES):

@@ -11,6 +11,7 @@ import pytest
 from memory_walk import peak_bytes
 from plan_case import CPU, GPU, Flat
 
+from itercast.api import predict
 from itercast.compose.forecast import Forecast, forecast, rank_of
 from itercast.compose.graph.attention_kernels import with_attention_kernel
 from itercast.compose.parallel.device_memory import room_bytes
@@ -18,12 +19,14 @@ from itercast.compose.pricing.collectives import Message, cluster, default_conte
 from itercast.compose.pricing.host import WRAPPERS
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook, Pricer
+from itercast.compose.pricing.work import Step, fold
 from itercast.compose.simulate.cyclic import steady_us
 from itercast.compose.simulate.data_parallel import LayerBucket, strategy
 from itercast.compose.simulate.memory_plan import Sizes, rank_memory
-from itercast.compose.simulate.rank import Rank
+from itercast.compose.simulate.rank import Lanes, Rank
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stages import partition
+from itercast.compose.simulate.timeline import simulate
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.step.alpha_beta import START_US
@@ -230,6 +233,36 @@ def test_wrappers_cost_the_host_by_layer(gpt: StepCapture) -> None:
     assert more_us("dp=2,zero=3") == pytest.approx((4 + 1) * 1000)
     share = 11 / 12  # spread over all ops, the optimizer's among them
     assert more_us("tp=2") == pytest.approx((13 + 1) * 1000, rel=1 - share)
+
+
+def test_a_host_that_is_ahead_delays_nothing_unless_it_takes_longer() -> None:
+    """Two kernels of 5 us: launched in 2 us each they take 2 + 10; ahead 10, or 2 x 9."""
+
+    def end_us(launch_us: float, *, ahead: bool) -> float:
+        lanes = Lanes(on_cpu=False, ahead=ahead)
+        lanes.work(fold([Step(5.0, launch_us)] * 2, on_cpu=False), "ops")
+        return max(span.end_us for span in simulate(lanes.tasks))
+
+    assert [end_us(2.0, ahead=ahead) for ahead in (False, True)] == [12.0, 10.0]
+    assert [end_us(9.0, ahead=ahead) for ahead in (False, True)] == [23.0, 18.0]
+
+
+def test_megatron_s_host_waits_in_pipelines_that_are_not_interleaved() -> None:
+    def gap_us(stack: str, schedule: str) -> float:
+        plan = f"pp=2,micro=4,schedule={schedule}"
+        found = predict("gpt2-small", gpu="h100-sxm-80gb", plan=plan, batch=256, stack=stack)
+        return found.idle_by_us["host"] / found.iteration_us
+
+    gaps = {s: gap_us(s, "1f1b") for s in ("nemo", "torch-2.11")}
+    assert gaps["torch-2.11"] < 0.3 * gaps["nemo"]
+    assert gap_us("nemo", "interleaved:2") < 0.3 * gaps["nemo"]
+
+
+def test_recomputation_of_ops_saves_attention_and_every_second_product(gpt: StepCapture) -> None:
+    """Of a GPT's qkv, projection, c_fc and c_proj; the other products are made again."""
+    blocks = [x for x in rank("recompute=ops", gpt).layers if x.numbered]
+    saved = {("aten.addmm.default", 0), ("aten.addmm.default", 2), ("itercast.sdpa", 0)}
+    assert all(set(x.kept) == saved for x in blocks)
 
 
 def test_an_old_attention_kernel_is_slower() -> None:

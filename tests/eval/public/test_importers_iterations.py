@@ -184,7 +184,7 @@ def test_what_a_row_does_not_say_is_counted(
                 "activation_cpu_offload": "true",
                 "activation_recompute": "selective op",
             },
-            "dp=8,recompute=selective,offload=activations",
+            "dp=8,recompute=ops,offload=activations",
         ),
     ],
 )

@@ -170,6 +170,7 @@ CELLS = pd.DataFrame(
         ({"node": {"text": "h{b}00_sxm"}}, ["", "dgx-h200"]),  # no GPU is called H400
         ({"link": [{"text": "a40_pairwise"}, "b"]}, ["bridged", "pairwise"]),
         ({"plan": {"dp": "b", "tp": 1, "micro": 8}}, ["dp=4,accumulate=8", "dp=2,accumulate=8"]),
+        ({"plan": {"sp": True, "zero": 1, "amp": False}}, ["sp,zero=1"] * 2),
         (
             {"plan": {"pp": "b", "micro": 1, "recompute": {"text": "full"}}},
             ["pp=4,micro=1,recompute=full", "pp=2,micro=1,recompute=full"],
