@@ -16,7 +16,8 @@ from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import Point, Values
 
 HALVES = ("all_gather", "reduce_scatter")  # each half of an all_reduce's steps
-PAIRS = ("all_to_all", "send_recv")  # sent straight from rank to rank
+TO_ALL = ("all_to_all", "moe_dispatch", "moe_combine")  # each rank has something for each other
+PAIRS = (*TO_ALL, "send_recv")  # sent straight from rank to rank
 CPU_COPIES = assumed(__file__, "cpu_copies")
 CPU_STEP_US = assumed(__file__, "cpu_step_us")
 NETWORK_BYTES_PER_S = assumed(__file__, "network_bytes_per_s")
@@ -90,7 +91,7 @@ def ring_network_us(p: Point) -> Values:
     local, world = np.asarray(p.ranks_per_node, dtype=float), np.asarray(p.world_size, dtype=float)
     rate = network_rate(p)
     by_pairs = p.message_bytes * np.maximum(world - local, 0) / world / rate
-    seconds = np.where(np.equal(p.op, "all_to_all"), by_pairs, bytes_moved(p) / (rate * local))
+    seconds = np.where(np.isin(p.op, TO_ALL), by_pairs, bytes_moved(p) / (rate * local))
     seconds = np.where(np.equal(p.op, "send_recv"), p.message_bytes / rate, seconds)
     return np.where(across_nodes(p), seconds * 1e6, 0.0)
 
