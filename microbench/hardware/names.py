@@ -98,8 +98,10 @@ def form_assumed(text: str) -> str:
 
 
 def memory_is_open(text: str) -> bool:
-    """Whether the usual form of a named GPU comes with several sizes of memory."""
-    found = [parse(file) for file in _fitting(text)]
+    """Whether the usual form of a named GPU comes with several usual sizes of memory."""
+    files = _fitting(text)
+    usual = USUAL.get(parse(text).model, files)
+    found = [parse(file) for file in files if file in usual]
     return len({name.memory for name in found if name.form == found[0].form}) > 1
 
 

@@ -187,7 +187,7 @@ def test_a_malformed_node_file_is_one_line(tmp_path: Path, text: str, message: s
 def test_unknown_names_list_the_known() -> None:
     with pytest.raises(ValueError, match=r"unknown gpu 'h1000'; known: .*h100-nvl"):
         load_gpu("h1000")
-    every = "h100-nvl, h100-pcie-80gb, h100-sxm-80gb"
+    every = "h100-nvl, h100-pcie-80gb, h100-sxm-80gb, h100-sxm-96gb"
     with pytest.raises(ValueError, match=rf"unknown gpu 'h100'; known: {every}; all \d+:"):
         load_gpu("h100")
     with pytest.raises(ValueError, match=r"unknown node 'dgx-0'; known: .*dgx-a100"):
@@ -221,7 +221,7 @@ def test_unknown_names_list_the_known() -> None:
         ("a100_40", "a100-sxm-40gb"),
         ("h100_pairwise_nvlink", "h100-nvl"),  # a node names its GPU
         ("p4d.24xlarge", "a100-sxm-40gb"),
-        ("NVIDIA H100-SXM5-96GB", None),  # no such memory in a file
+        ("NVIDIA H100-SXM5-64GB", None),  # no such memory in a file
         ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
         ("RTX 4090 Laptop GPU", None),
         ("L40", None),

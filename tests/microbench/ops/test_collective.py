@@ -112,6 +112,13 @@ def test_across_nodes_a_gather_rings_and_an_all_reduce_takes_a_tree() -> None:
     assert float(floor_us(reduces, load_gpu("a100-sxm-80gb"))) == pytest.approx(tree_us)
 
 
+@pytest.mark.parametrize("op", ["all_to_all", "moe_dispatch", "moe_combine"])
+def test_what_each_rank_has_for_each_other_one_goes_over_its_own_network_card(op: str) -> None:
+    """One step, whatever the ranks: half of 64 MiB is for the other node."""
+    us = 64 * MIB / 2 / (25e9 * 0.96) * 1e6
+    assert float(floor_us(across(op), H100)) == pytest.approx(8.4 + 14 + us)
+
+
 def test_send_recv_has_one_network_card() -> None:
     pair = Collective(op="send_recv", message_bytes=64 * MIB, ranks_per_node=1)
     us = 64 * MIB / (25e9 * 0.96) * 1e6  # nobody states the network: 25e9 bytes/s
