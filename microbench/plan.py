@@ -170,6 +170,7 @@ class ParallelPlan:
     compress_pp: str = _key(_codec, "", "")  # between stages
     compress_ep: str = _key(_codec, "", "ops prices")  # of tokens between experts
     gossip: str = _key(_one_of("ring", "exp2"), "", "")  # averages in place of all_reduce
+    sends: float = _behind("gossip", _share, 1.0, "")  # probability that a parameter is sent
     local: int = _key(_degree, 0, "")  # steps between averages of parameters; 0: no local SGD
     outer: bool = _key(FLAG, False, "")  # DiLoCo's optimizer of these averages
     coconet: str = _key(_transforms, "", "prices")
@@ -344,6 +345,7 @@ def _gradient_rules(p: ParallelPlan) -> Iterator[tuple[bool, str]]:
     rule = "compress by a dtype or dct acts on DDP's buckets: no gossip, local, coconet or cdp"
     yield coded, rule
     yield p.gossip != "" and p.dp == 1, f"gossip={p.gossip} needs dp > 1"
+    yield not 0 < p.sends <= 1, f"gossip's probability is above 0 and up to 1, got {p.sends}"
     yield p.gossip != "" and p.zero > 0, f"gossip={p.gossip} keeps whole replicas: zero=0"
     yield p.cdp > 0 and p.dp == 1, f"cdp={p.cdp} needs dp > 1"
     alone = p.pp == 1 and p.microbatches == 1 and not p.gossip and p.zero == 0 and p.ep == 1

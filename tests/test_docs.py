@@ -158,6 +158,7 @@ def test_every_field_of_a_format_is_described() -> None:
         "shard_group",
         "cached",
         "halo",
+        "sends",
     }
     names = {f.name for kind in (Gpu, Node, ParallelPlan) for f in fields(kind)} - {"name"}
     missing = [n for n in sorted(names - parts_of_others) if f"`{n}`" not in text]

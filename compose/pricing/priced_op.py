@@ -69,7 +69,7 @@ class PricedOp:
     assumed: AssumedShares = ()
     leads: float = 0.0
 
-    def over(self, n: int) -> PricedOp:
+    def over(self, n: float) -> PricedOp:
         """Its mean over n steps, of which one has it."""
         if n == 1:
             return self

@@ -46,7 +46,7 @@ class Work:
         path_us = self.path_us + more * max(self.lane_us, self.host_us)
         return Work(n * self.host_us, n * self.lane_us, path_us, n * self.comm_us)
 
-    def over(self, n: int) -> Work:
+    def over(self, n: float) -> Work:
         """Their mean over n steps, of which one has them."""
         if n == 1:
             return self

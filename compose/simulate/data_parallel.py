@@ -10,7 +10,9 @@
   time.
 - gossip (Bluefog, arXiv:2111.04287): parameters are averaged with neighbours, from the start of
   forward on; the optimizer waits for the average. Replicas of one node are averaged first
-  (reduce_scatter, all_gather after it), so that each sends its part to the next node's.
+  (reduce_scatter, all_gather after it), so that each sends its part to the next node's. With a
+  probability (EventGraD, arXiv:2103.07454) a parameter is sent when its norm has changed enough:
+  norms are computed in each step, and a step has the expected share of messages and copies.
 - local (local SGD, DiLoCo): nothing is sent in backward. Every K steps, after the optimizer,
   parameters are packed into buckets, all-reduced and unpacked, which nothing else overlaps; a step
   has 1/K of these times. With hsdp, shards are averaged among the groups as they lie. With outer
@@ -71,6 +73,7 @@ class Strategy:
     broadcast: bool = False  # running statistics before forward
     early: bool = False  # what is sent is known before forward
     every: int = 0  # steps between averages of parameters; 0: gradients are reduced in each
+    sends: float = 1.0  # probability of a message by gossip
     outer: bool = False  # an optimizer's step follows each average
     codec: Codec | None = None  # of gradients
     cyclic: bool = False  # replicas are staggered (``cyclic``)
@@ -110,7 +113,9 @@ def _replicas(plan: ParallelPlan) -> Strategy:
         return Strategy(every=every, outer=plan.outer, copies_in=passes, copies_out=passes)
     if plan.gossip:
         sent, passes = {"ring": 2, "exp2": 1}[plan.gossip], 1 + packing
-        copies = Strategy(copies_in=passes, copies_out=passes, buckets=True, early=True)
+        copies = Strategy(
+            copies_in=passes, copies_out=passes, buckets=True, early=True, sends=plan.sends
+        )
         return replace(copies, reduce=("send_recv",) * sent)
     return _all_reduced(plan, packing)
 

@@ -173,7 +173,7 @@ class RankTasks:
             copies=tuple(self.copies),
         )
 
-    def price(self, messages: Sequence[Message], every: int = 1) -> list[PricedOp]:
+    def price(self, messages: Sequence[Message], every: float = 1) -> list[PricedOp]:
         """Messages with durations, a step's mean where they are sent every so many steps.
 
         The run lists them as sent.

@@ -32,6 +32,7 @@ from itercast.compose.simulate.rank import Rank, RankTasks
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import ITEMSIZE_BYTES, ParamSpec
+from itercast.microbench.ops.step.optimizer import NORM
 
 OFFLOAD_FRAC: Mapping[str, float] = assumed(__file__, "offload_frac")  # of the peak rate
 
@@ -83,10 +84,13 @@ class RankProgram(RankTasks):
 
     def _average(self) -> None:
         """Add the average of parameters with other replicas, first layers first."""
+        if self.how.sends < 1:
+            self._over_parameters((NORM,), "norms")
         self.filled = layer_buckets(self.rank.layers, self.how)[::-1]
         for bucket in self.filled:
             self._copy_bucket(bucket, into=True)
-            sent = self.price(bucket.messages(self.how, self.rank.where))
+            kinds = bucket.messages(self.how, self.rank.where)
+            sent = self.price(kinds, 1 / self.how.sends)
             self.averaged += [self.lanes.send(m) for m in sent]
 
     def _broadcast(self) -> None:
@@ -192,7 +196,8 @@ class RankProgram(RankTasks):
         return ops
 
     def _copy_bucket(self, bucket: LayerBucket, *, into: bool) -> None:
-        layers, work, every = self.rank.layers, Work(), max(1, self.how.every)
+        layers, work = self.rank.layers, Work()
+        every = max(1, self.how.every) / self.how.sends
         times = self.how.copies_in if into else self.how.copies_out
         if not into:
             decode = self._codec(bucket, encode=False)
@@ -311,7 +316,8 @@ class RankProgram(RankTasks):
         if every and self.how.by_layer:
             messages.append(averaged_shards(self))
         messages += self._averaged_tables(optimizer)
-        self._outer(BEFORE_AVERAGE)
+        if self.how.outer:
+            self._over_parameters(BEFORE_AVERAGE, "outer optimizer", self.how.every)
         sent = list[int]()
         for i, message in enumerate(self.price(messages, max(1, plan.local))):
             if i < len(filled):
@@ -320,19 +326,20 @@ class RankProgram(RankTasks):
         self.lanes.wait(sent)
         for bucket in filled:
             self._copy_bucket(bucket, into=False)
-        self._outer(AFTER_AVERAGE)
+        if self.how.outer:
+            self._over_parameters(AFTER_AVERAGE, "outer optimizer", self.how.every)
 
-    def _outer(self, calls: Sequence[str]) -> None:
-        """Add calls of the outer optimizer over what the rank holds: a step's mean of them."""
+    def _over_parameters(self, calls: Sequence[str], name: str, every: float = 1) -> None:
+        """Add calls over all parameters that the rank trains, made every so many steps."""
         layers, shards = self.rank.layers, self.rank.plan.shards if self.how.by_layer else 1
         trained = [p for x in layers for p in x.layer.trained]
-        if not (self.how.outer and trained):
+        if not trained:
             return
         numel = max(1, sum(x.layer.trained_numel for x in layers) // shards)
         wanted = outer_update(calls, numel, len(trained), trained[0].dtype)
         ops = self.rank.book.price(list(wanted))
-        self.updates += [op.over(self.how.every) for op in ops]
-        self.lanes.work(layers[0].fold(ops).over(self.how.every), "outer optimizer")
+        self.updates += [op.over(every) for op in ops]
+        self.lanes.work(layers[0].fold(ops).over(every), name)
 
     def _averaged_tables(self, optimizer: str) -> list[Message]:
         """The average of the fullest rank's tables and their state over ranks that have the same.

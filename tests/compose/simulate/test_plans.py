@@ -278,6 +278,25 @@ def test_an_old_attention_kernel_is_slower() -> None:
     assert with_attention_kernel(step, "flash") is step
 
 
+def test_events_send_a_share_of_gossip_and_compute_every_norm(gpt: StepCapture) -> None:
+    """EventGraD: a quarter of the messages and copies in a mean step, the norms in all of them."""
+    runs = {}
+    for text in ("ring", "ring:0.25"):
+        program = RankProgram(rank(f"dp=2,gossip={text}", gpt, GPU))
+        program.forward()
+        program.backward(later=False, sync=True)
+        program.update("adamw")
+        runs[text] = program.run()
+    always, events = runs.values()
+    for kind in ("sent", "copies"):
+        a, b = (sum(op.duration_us for op in getattr(run, kind)) for run in (always, events))
+        assert b == pytest.approx(a / 4)
+    norms = [op.op for op in events.updates if op.op not in {x.op for x in always.updates}]
+    assert norms == ["aten._foreach_norm.default"]
+    with pytest.raises(ValueError, match="above 0 and up to 1"):
+        ParallelPlan.parse("dp=2,gossip=ring:0")
+
+
 KINDS = ("reduce_scatter", "send_recv", "all_gather")
 COMPRESSIONS = ("dp=2", "dp=2,compress=0.75", "dp=2,compress=0.5")
 
