@@ -16,47 +16,9 @@ from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
 
 
-def predict(
-    model: Any,
-    inputs: Any = None,
-    loss: Callable[[Any], Any] | str = "default",
-    *,
-    gpu: str = "cpu",
-    plan: str = "",
-    bundle: Path | None = None,
-    engine: str = "eager",
-    host: str = "",
-    stack: str = "",
-    indices: str = "",
-    **options: Any,
-) -> Forecast:
-    """Forecast one iteration on ``gpu`` under ``plan``, run by an engine: eager, graph or compile.
-
-    ``host`` names the machine the GPU sits in, ``stack`` the software with its release; the usual
-    ones where they are empty. ``indices`` says how embedding bags look rows up: uniform,
-    zipf:EXPONENT, or a file of real lookups (``itercast.microbench.ops.lookup.index_streams``).
-    ``lengths`` says how long sequences are, up to ``seq``: a file or a distribution
-    (``itercast.compose.lengths``); they are padded to the longest of a micro-batch, or
-    ``packed`` into rows of ``seq`` tokens.
-
-    ``model`` is anything ``capture`` takes, with its options, or a captured step. ``batch`` and
-    ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it.
-    """
-    return forecast_step(
-        *prepare(
-            model,
-            inputs,
-            loss,
-            gpu=gpu,
-            plan=plan,
-            bundle=bundle,
-            engine=engine,
-            host=host,
-            stack=stack,
-            indices=indices,
-            **options,
-        )
-    )
+def predict(model: Any, *given: Any, **asked: Any) -> Forecast:
+    """Forecast one iteration; arguments are those of ``prepare``."""
+    return forecast_step(*prepare(model, *given, **asked))
 
 
 def prepare(
@@ -75,7 +37,18 @@ def prepare(
     packed: bool = False,
     **options: Any,
 ) -> tuple[StepCapture, Target]:
-    """The captured micro-batch and the target of a forecast; arguments are those of ``predict``."""
+    """The captured micro-batch of a step on ``gpu`` under ``plan``, and the target of its forecast.
+
+    ``engine`` runs the step: eager, graph or compile. ``host`` names the machine the GPU sits in,
+    ``stack`` the software with its release; the usual ones where they are empty. ``indices`` says
+    how embedding bags look rows up: uniform, zipf:EXPONENT, or a file of real lookups
+    (``itercast.microbench.ops.lookup.index_streams``). ``lengths`` says how long sequences are, up
+    to ``seq``: a file or a distribution (``itercast.compose.lengths``); they are padded to the
+    longest of a micro-batch, or ``packed`` into rows of ``seq`` tokens.
+
+    ``model`` is anything ``capture`` takes, with its ``options``, or a captured step. ``batch`` and
+    ``seq`` are a replica's; a captured step and a module's inputs are one micro-batch of it.
+    """
     if isinstance(model, StepCapture):
         if inputs is not None or loss != "default" or options or lengths or packed:
             raise ValueError(

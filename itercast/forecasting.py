@@ -49,7 +49,7 @@ def predict(
 ) -> Forecast:
     """Forecast one iteration of a model under a plan, or of a captured program.
 
-    A model is forecast as ``itercast.compose.predict.predict`` says. Of a program the plan names at
+    A model is forecast as ``itercast.compose.predict.prepare`` says. Of a program the plan names at
     most the node: ``node=dgx-h100``.
     """
     if not isinstance(model, ProgramCapture):

@@ -12,7 +12,14 @@ from itercast.microbench.assumptions import Assumption, all_assumptions
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("microbench", "learners", "compose")
-FALLBACK_HOLDS = "where no model has seen the op in this dtype on such a GPU"
+FALLBACK = Assumption(  # several numbers of a family's file
+    module="",
+    name="",
+    value="",
+    unit="",
+    source="ops that no model has seen, priced as others by their family's file in microbench/ops",
+    holds="where no model has seen the op in this dtype on such a GPU",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,24 +43,16 @@ def assumed_parts(found: Forecast) -> list[AssumedPart]:
 def _part(name: str, time_us: float, iteration_us: float) -> AssumedPart:
     module, _, rest = name.partition(".")
     entry, _, key = rest.partition(".")
-    stated = _stated().get((module, entry))
-    if stated is None:  # several numbers of a family's file
-        source = (
-            "ops that no model has seen, priced as others by their family's file in microbench/ops"
-        )
-        value, unit, holds = "", "", FALLBACK_HOLDS
-    else:
-        table = stated.value if isinstance(stated.value, Mapping) else {}
-        value = str(table.get(key, stated.value))
-        unit, source, holds = stated.unit, stated.source, stated.holds
+    stated = _stated().get((module, entry), FALLBACK)
+    table = stated.value if isinstance(stated.value, Mapping) else {}
     return AssumedPart(
         name=name,
         time_us=time_us,
         iteration_frac=time_us / iteration_us,
-        value=value,
-        unit=unit,
-        source=source,
-        holds=holds,
+        value=str(table.get(key, stated.value)),
+        unit=stated.unit,
+        source=stated.source,
+        holds=stated.holds,
     )
 
 

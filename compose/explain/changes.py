@@ -136,15 +136,9 @@ def _hardware_changes(step: StepCapture, target: Target, base: Forecast) -> Iter
     without = forecast_step(step, twin)
     for name, other in _doubled(twin):
         ratio = forecast_step(step, other).iteration_us / without.iteration_us
-        iteration_us, samples_per_s = base.iteration_us * ratio, base.samples_per_s / ratio
-        yield Change(
-            name=TWICE + name,
-            kind=HARDWARE,
-            iteration_us=iteration_us,
-            samples_per_s=samples_per_s,
-            gain_frac=samples_per_s / base.samples_per_s - 1,
-            fits=base.fits,
-        )
+        rate = base.samples_per_s / ratio
+        faster = replace(base, iteration_us=base.iteration_us * ratio, samples_per_s=rate)
+        yield _change(TWICE + name, HARDWARE, faster, base)
 
 
 def _twin(target: Target) -> Target:

@@ -6,7 +6,6 @@ host files where a folder is given. Also prints the ratios of assumption host.ca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,18 +23,12 @@ from itercast.eval.public.readers import read_iterations
 from itercast.eval.public.sources.timm_models import timm_config
 from itercast.learners.bundle import SHIPPED
 from itercast.microbench.hardware.host import REFERENCE, HostMachine, host_yaml, usual_host
+from itercast.microbench.yaml_text import facts_of, made_of
 
 ROWS = 40  # of a source that has many
 COMMAND = "python -m itercast.eval.public.hosts PUBLIC"
 POINTWISE = "add mul add_ mul_ sub div gelu relu clamp_min silu neg threshold_backward pow rsqrt"
-CALLS = {  # ops of a trace by the entry of call_launches
-    "gemm": ("mm", "addmm", "bmm"),
-    "conv": ("cudnn_convolution",),
-    "attention": ("_flash_attention_forward",),
-    "norm": ("native_layer_norm",),
-    "norm.batch": ("cudnn_batch_norm",),
-    "reduction": ("sum", "mean", "_log_softmax", "_softmax"),
-}
+FACTS = facts_of(__file__)
 TORCHVISION = "pytorch-gpu-benchmark"
 NETWORKS = {"resnet18": "resnet18", "resnet34": "resnet34", "mobilenet_v2": "mobilenetv2_100"}
 console = Console()
@@ -53,39 +46,7 @@ class HostSource:
     rows: str
 
 
-# One forward of KernelBench's small problems, and training steps of small models or of many ranks.
-SMALL = "engine == 'eager' and case.str.contains('ReLU.py|Sigmoid|Tanh|Swish|Softsign|L1Norm|Loss')"
-SMALL += " and not case.str.contains('Hard|Leaky|Huber|Triplet|Cross|Cosine|KL')"
-HOSTS: Mapping[str, HostSource] = {
-    "modal": HostSource(
-        source="kernelbench",
-        cpu="cloud instances of Modal, 2025",
-        rows=f"machine.str.contains('(?:A100|A100-80GB|L4|T4)_modal') and {SMALL}",
-    ),
-    "together-h100": HostSource(
-        source="kernelbench",
-        cpu="H100 nodes of Together AI, 2025",
-        rows=f"machine == 'H100_together' and {SMALL}",
-    ),
-    "one-rtx-2080-ti": HostSource(
-        source=TORCHVISION,
-        cpu="not stated, one RTX 2080 Ti",
-        rows="folder == 'results/2080TI'",
-    ),
-    "four-rtx-2080-ti": HostSource(
-        source=TORCHVISION,
-        cpu="not stated, four RTX 2080 Ti",
-        rows="folder == 'results/2080ti(2)'",
-    ),
-    "dgx-a100": HostSource(
-        source="megatron-lm",
-        cpu="two AMD EPYC 7742, DGX A100, under the tests of Megatron-LM",
-        rows="d_model < 1024",
-    ),
-    "vtrain-a100": HostSource(
-        source="vtrain", cpu="not stated, four A100", rows="plan.str.contains('tp=')"
-    ),
-}
+HOSTS = {name: made_of(HostSource, host, f"host {name}") for name, host in FACTS["hosts"].items()}
 
 
 def read_rows(public: Path, source: HostSource) -> list[MeasuredStep]:
@@ -122,11 +83,11 @@ def call_launches(public: Path) -> dict[str, float]:
     table = pd.concat([pd.read_csv(file) for file in files])
     table = table[(table["host_us_median"] > 0) & (table["kernels"] >= 1)]
     table["op"] = table["op"].str.removeprefix("aten::")
-    found: dict[str, list[float]] = {name: [] for name in CALLS}
+    found: dict[str, list[float]] = {name: [] for name in FACTS["calls"]}
     for _, trace in table.groupby("trace"):
         usual_us = trace.loc[trace["op"].isin(POINTWISE.split()), "host_us_median"].median()
         by_op = trace.groupby("op")["host_us_median"].median() / usual_us
-        for name, ops in CALLS.items():
+        for name, ops in FACTS["calls"].items():
             found[name] += [float(by_op[op]) for op in ops if op in by_op]
     return {name: round(float(np.median(ratios)), 1) for name, ratios in found.items()}
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from zlib import crc32
 
 import numpy as np
 import pandas as pd
 
 from itercast.microbench.store import Row
-from itercast.microbench.yaml_text import load_yaml
+from itercast.microbench.yaml_text import facts_of
 
 Rows = pd.DataFrame
 Mask = np.ndarray
-FILE = Path(__file__).with_name("lines.yaml")
 FOLDS = 5
 FIRST_FOLDERS = ("NeuSight", "aiconfigurator", "vidur", "nccl-tests")
 
@@ -177,7 +175,7 @@ def model_lines() -> tuple[ModelLine, ...]:
 
 def _facts(kind: str) -> Iterator[Row]:
     """The facts of each line, with those of its group."""
-    for group in load_yaml(FILE.read_text())[kind]:
+    for group in facts_of(__file__)[kind]:
         for name, own in group.pop("lines").items():
             facts = {**group, "name": name, **(own if isinstance(own, dict) else {"rows": own})}
             yield {k: tuple(v) if isinstance(v, list) else v for k, v in facts.items()}

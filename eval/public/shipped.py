@@ -32,6 +32,7 @@ from itercast.microbench.hardware.spec import gpu_names, load_gpu
 from itercast.microbench.importers.base import Hints, Imported
 from itercast.microbench.importers.write import write
 from itercast.microbench.ops import families
+from itercast.microbench.yaml_text import facts_of, made_of
 
 log = logging.getLogger(__name__)
 
@@ -44,37 +45,10 @@ class Source:
     families: tuple[str, ...] = ()
 
 
-SOURCES: Mapping[str, Source] = {  # by the folder of its clone under PUBLIC
-    "NeuSight": Source(importer="neusight"),
-    "aiconfigurator": Source(importer="aiconfigurator"),
-    "vidur": Source(importer="vidur"),
-    "nccl-tests": Source(importer="nccl-tests"),
-    "aiconfigurator-more": Source(importer="aiconfigurator-more", families=("attention",)),
-    "cudnn-frontend": Source(importer="cudnn-frontend", families=("attention",)),
-    "kineto-traces": Source(importer="kineto-traces", families=("attention",)),
-    "liger-kernel": Source(importer="liger-kernel", families=("embedding",)),
-    "llmservingsim": Source(importer="llmservingsim", families=("embedding",)),
-    "sailor": Source(importer="sailor", families=("random",)),
-    **{
-        name: Source(importer=name, families=("optimizer",))
-        for name in ("cs336", "issue-facts", "trinix", "triosim")
-    },
-}
+FACTS = facts_of(__file__)
+SOURCES = {name: made_of(Source, facts, name) for name, facts in FACTS["sources"].items()}
 WIDTH = {"fp16": "16 bit"}  # rows in fp16 and bf16 count as one
-MAX_ROWS: Mapping[
-    str, int
-] = {  # of a family, drawn evenly (itercast.learners.beyond_memory.subsample_evenly)
-    "gemm": 400_000,
-    "elementwise": 8_000,
-    "norm": 8_000,
-    "collective": 8_000,
-    "attention": 400_000,
-    "conv": 400_000,
-    "reduction": 400_000,
-    "embedding": 8_000,
-    "random": 8_000,
-    "optimizer": 8_000,
-}
+MAX_ROWS: Mapping[str, int] = FACTS["max_rows"]
 CPU_TRIALS = 3  # of Optuna per family
 SHOWN = ("median_ape_pct", "mape_pct", "geomean_ape_pct")
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from itercast.microbench.store import Row
-
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -50,11 +48,3 @@ class ShardedModel:
     tables: tuple[MeasuredTable, ...]
     shards: tuple[Shard, ...]
     optimizer: str = "sgd"
-
-
-def model_of(values: Row) -> ShardedModel:
-    """The model of plain values, as ``dataclasses.asdict`` gives them."""
-    tables = tuple(MeasuredTable(**t) for t in values["tables"])
-    shards = tuple(Shard(**s) for s in values["shards"])
-    widths = {name: tuple(values[name]) for name in ("bottom", "top")}
-    return ShardedModel(**{**values, "tables": tables, "shards": shards, **widths})

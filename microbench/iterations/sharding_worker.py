@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from itercast.microbench.iterations.sharded_dlrm import ShardedStep
-from itercast.microbench.iterations.sharded_model import ShardedModel, model_of
+from itercast.microbench.iterations.sharded_model import ShardedModel
 from itercast.microbench.processes.ranks import join_process_group, max_over_ranks
 from itercast.microbench.store import Row
 from itercast.microbench.timing.clock import Anchor, keep_freed_memory
+from itercast.microbench.yaml_text import made_of
 
 WARMUP = 2
 
@@ -33,7 +34,7 @@ def run(order: Row) -> None:
     group = dist.new_group()
     with Path(order["out"]).open("a") as file:
         for numbers in int(order["rounds"]) * order["groups"]:
-            models = [model_of(order["models"][n]) for n in numbers]
+            models = [made_of(ShardedModel, order["models"][n], "order") for n in numbers]
             lines = in_turn(models, int(order["steps"]), group)
             for number, line in zip(numbers, lines, strict=True):
                 if rank == 0:

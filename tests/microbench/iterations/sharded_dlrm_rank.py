@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 
 from itercast.microbench.iterations.sharded_dlrm import ShardedStep, draw_lookups
-from itercast.microbench.iterations.sharded_model import model_of
+from itercast.microbench.iterations.sharded_model import ShardedModel
+from itercast.microbench.yaml_text import made_of
 
 
 def run_step(order: dict[str, Any], path: Path) -> None:
     """Run one step of a model, save it to ``path``; inputs differ between ranks, weights do not."""
     torch.manual_seed(0)
     tables = [torch.randn(t["rows"], t["dim"]) for t in order["tables"]]
-    step = ShardedStep(model_of(order), dist.new_group())
+    step = ShardedStep(made_of(ShardedModel, order, "order"), dist.new_group())
     torch.manual_seed(1)
     with torch.no_grad():
         for p in step.net.parameters():
