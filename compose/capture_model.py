@@ -19,6 +19,7 @@ from itercast.microbench.cases.registry import EvalCase, case
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan, micro_batch
 from itercast.microbench.step import ALLOWED, StepSettings
+from itercast.microbench.store import Row
 
 DTYPES = (*ALLOWED["dtype"], "fp8")
 MICROBENCH = Path(__file__).parents[1] / "microbench"
@@ -161,7 +162,7 @@ def capture(
     ``lora``: rank of adapters on a frozen configuration's model.
     """
     used = optimizer or optimizer_of(model)
-    options: dict[str, Any] = {"mode": mode, "optimizer": used, "attn": attn, "amp": amp}
+    options: Row = {"mode": mode, "optimizer": used, "attn": attn, "amp": amp}
     options["channels_last"] = channels_last
     options["loss"] = start = loss if isinstance(loss, str) else "default"
     if lora and not isinstance(model, Path):
@@ -208,9 +209,7 @@ def _capture_module(
     return capture_user_model(make, settings, batch=batch, seq=seq, keep_dtype=keep_dtype)
 
 
-def micro_size(
-    model: Any, plan: ParallelPlan, batch: int | None, seq: int | None
-) -> dict[str, Any]:
+def micro_size(model: Any, plan: ParallelPlan, batch: int | None, seq: int | None) -> Row:
     """The batch and sequence length of one micro-batch on one rank.
 
     ``batch`` is that of a data-parallel replica; None takes a case's own.

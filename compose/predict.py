@@ -14,6 +14,7 @@ from itercast.compose.lengths import Lengths, lengths_of, with_lengths
 from itercast.compose.target import Target, find_target, forecast_step
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.store import Row
 
 
 def predict(model: Any, *given: Any, **asked: Any) -> Forecast:
@@ -72,9 +73,7 @@ def prepare(
     return with_engine(with_indices(step, indices), engine), target
 
 
-def _unlike_lengths(
-    size: dict[str, Any], plan: ParallelPlan, spec: str, packed: bool
-) -> Lengths | None:
+def _unlike_lengths(size: Row, plan: ParallelPlan, spec: str, packed: bool) -> Lengths | None:
     """The lengths of a micro-batch's sequences; ``size`` gets the length to capture it at."""
     if not spec:
         if packed:

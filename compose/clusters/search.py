@@ -19,6 +19,7 @@ from itercast.compose.open_search import size_of
 from itercast.compose.simulate.stage_rank import least_us
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.store import Row
 
 
 def job_on(
@@ -49,8 +50,8 @@ def job_on(
         step = capture(model, batch=samples, seq=length or None, **options)
         return with_engine(with_indices(step, indices), engine)
 
-    place: dict[str, Any] = {"bundle": bundle, "host": host, "stack": stack}
-    sizes: dict[str, Any] = {"samples": batch, "seq": seq, "optimizer": options["optimizer"]}
+    place: Row = {"bundle": bundle, "host": host, "stack": stack}
+    sizes: Row = {"samples": batch, "seq": seq, "optimizer": options["optimizer"]}
     return open_job(file, capture_at, **sizes, **place)
 
 

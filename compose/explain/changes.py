@@ -20,6 +20,7 @@ from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
+from itercast.microbench.store import Facts, Row
 
 OTHER_GPUS = ("a100-sxm-80gb", "h100-sxm-80gb", "h200-sxm-141gb", "b200-sxm")
 CONVOLUTION = "aten.convolution.default"
@@ -45,7 +46,7 @@ class Change:
 
 
 def changes(
-    model: Any, asked: Mapping[str, Any], on_progress: Callable[[str], None] = lambda name: None
+    model: Any, asked: Facts, on_progress: Callable[[str], None] = lambda name: None
 ) -> list[Change]:
     """Forecasts each change and returns them by what they gain, most first.
 
@@ -78,8 +79,8 @@ def _change(name: str, kind: str, found: Forecast, base: Forecast) -> Change:
 
 
 def _other_questions(
-    model: Any, asked: Mapping[str, Any], step: StepCapture, target: Target
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    model: Any, asked: Facts, step: StepCapture, target: Target
+) -> Iterator[tuple[str, str, Row]]:
     """Yields name, kind and ``predict`` arguments of changes of software, plan, batch or GPU."""
     plan, gpu = target.plan, target.gpu
     is_named = isinstance(model, str | Path)  # else dtype, batch and attention are the module's
@@ -175,7 +176,7 @@ def _faster_node(node: Node, rate: str) -> Node:
 def _with_doubled(gpu: Gpu, *names: str) -> Gpu:
     """Returns the GPU with these rates doubled; a rate by dtype is doubled for each dtype."""
     values = {name: getattr(gpu, name) for name in names}
-    doubled: dict[str, Any] = {
+    doubled: Row = {
         name: {k: 2 * v for k, v in value.items()} if isinstance(value, Mapping) else 2 * value
         for name, value in values.items()
     }

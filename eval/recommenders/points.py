@@ -18,6 +18,7 @@ from itercast.microbench.ops.lookup.random_streams import with_random_stream
 from itercast.microbench.ops.lookup.sparse_update import SparseUpdate
 from itercast.microbench.ops.step.collective import Collective
 from itercast.microbench.ops.step.host import EVENTS, OPTIMIZERS, REPEATED
+from itercast.microbench.store import Row
 
 MOST_POINTS = 4000  # of a family; more than any sweep measures
 HOST_EVENTS = (*EVENTS, *OPTIMIZERS, REPEATED)  # of no parallel wrapper
@@ -41,12 +42,12 @@ def lookup_points() -> dict[str, list[Point]]:
     return drawn
 
 
-def _tables(rng: np.random.Generator) -> Iterator[dict[str, Any]]:
+def _tables(rng: np.random.Generator) -> Iterator[Row]:
     """Sizes of tables and of their lookups in a batch; two of three follow others like them."""
     while True:
         tables = log_uniform(rng, 2, MOST_TABLES) if rng.random() < 2 / 3 else 1
         bags, pooling = log_uniform(rng, 16, 1024), log_uniform(rng, 1, 80)
-        sizes: dict[str, Any] = {
+        sizes: Row = {
             "rows": round(10 ** rng.uniform(2.0, 5.4)),
             "dim": int(rng.choice([8, 16, 32, 64])),
             "bags": bags,

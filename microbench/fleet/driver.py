@@ -23,6 +23,7 @@ from itercast.microbench.fleet.chunks import HOST, TOGETHER, Chunk, Plain, gpus_
 from itercast.microbench.fleet.plan import FleetPlan, Machines
 from itercast.microbench.fleet.task import begun_chunks, over_nodes, run_chunk
 from itercast.microbench.fleet.urls import OF_ROOT, Root, send_cards
+from itercast.microbench.store import Row
 
 log = logging.getLogger(__name__)
 LOCAL = "local"  # address: a cluster of this machine alone, started and ended with the plan
@@ -51,7 +52,7 @@ def connected(address: str, resources: Mapping[str, float] = MappingProxyType({}
     The local one listens on 127.0.0.1 only, and has these custom ``resources``.
     """
     ray = with_ray()
-    options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    options: Row = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address == LOCAL:
         options |= {"address": "local", "include_dashboard": False, "resources": dict(resources)}
         options |= {"_node_ip_address": "127.0.0.1", "_system_config": {"worker_niceness": 0}}
@@ -208,10 +209,10 @@ class Driver:
         return (node,) if node in alive and len(alive) > 1 else ()
 
 
-def task_options(kind: Machines, chunk: Chunk) -> dict[str, Any]:
+def task_options(kind: Machines, chunk: Chunk) -> Row:
     """What a chunk's task takes of a node; the driver itself repeats tasks that died."""
     whole = kind.device == "cpu" or chunk.kind == HOST
-    options: dict[str, Any] = {
+    options: Row = {
         "num_cpus": kind.cores if whole else 1,
         "num_gpus": 0 if kind.device == "cpu" else gpus_of(kind, chunk) // kind.nodes,
         "resources": dict(kind.resources),

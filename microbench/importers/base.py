@@ -19,6 +19,7 @@ import pandas as pd
 import yaml
 
 from itercast.microbench.hardware.node import Node
+from itercast.microbench.store import Row
 from itercast.microbench.yaml_text import load_yaml
 
 MAX_BYTES = 2**30  # of one file, unpacked
@@ -26,7 +27,6 @@ MAX_SIZE = 2**53  # of one number: beyond it a float is no longer exact
 MAX_TIME_US = 1e12  # eleven days
 MAX_REASONS = 200
 HUGE = 1e30  # larger numbers are invalid; products of a few such numbers stay finite
-Row = dict[str, Any]
 FIRST = ("family", "op", "gpu", "stack", "timer", "dtype", "status", "reason", "time_us")
 
 
@@ -200,7 +200,7 @@ class RowCollector:
         time_us = positive(frame["time_us"])
         good = (time_us > 0) & (time_us < MAX_TIME_US)
         self.drop(f"time is not a positive number below {MAX_TIME_US:g} us", int((~good).sum()))
-        columns: dict[str, Any] = {"family": family, "status": "ok", "reason": "", **frame}
+        columns: Row = {"family": family, "status": "ok", "reason": "", **frame}
         columns["time_us"] = time_us
         for name in sizes:
             numbers = positive(frame[name])

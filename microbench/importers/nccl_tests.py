@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -28,6 +26,7 @@ from itercast.microbench.importers.base import (
     whole,
 )
 from itercast.microbench.importers.nccl_text import Log, parse_json, parse_text
+from itercast.microbench.store import Facts, Row
 from itercast.microbench.yaml_text import facts_of
 
 ABOUT = About(**facts_of(__file__)["about"])
@@ -57,7 +56,7 @@ def read(path: Path, hints: Hints = Hints()) -> Imported:  # noqa: B008  # froze
     return collector.done()
 
 
-def _stated(collector: RowCollector, folder: Path) -> dict[str, dict[str, Any]]:
+def _stated(collector: RowCollector, folder: Path) -> dict[str, Row]:
     """Entries of sources.yaml by file name; empty without a readable one."""
     path = folder / "sources.yaml"
     if not path.exists():
@@ -72,7 +71,7 @@ def _stated(collector: RowCollector, folder: Path) -> dict[str, dict[str, Any]]:
     return {text_of(e.get("file")): e for e in entries if isinstance(e, dict)}
 
 
-def _file(collector: RowCollector, path: Path, stated: Mapping[str, Any], hints: Hints) -> None:
+def _file(collector: RowCollector, path: Path, stated: Facts, hints: Hints) -> None:
     """Collect the rows of all runs in one file."""
     try:
         text = read_text(path)
@@ -93,7 +92,7 @@ def _log(
     collector: RowCollector,
     path: Path,
     log: Log,
-    stated: Mapping[str, Any],
+    stated: Facts,
     hints: Hints,
     run_id: str,
 ) -> None:
@@ -122,7 +121,7 @@ def _named(file_name: str) -> str:
     return next((op for op in OPS if op in file_name), "")
 
 
-def machine(log: Log, stated: Mapping[str, Any], hints: Hints) -> dict[str, Any]:
+def machine(log: Log, stated: Facts, hints: Hints) -> Row:
     """gpu, nodes and gpus_per_node of a run; empty or 0 where they are not stated."""
     variant, short = text_of(stated.get("gpu_variant")), text_of(stated.get("gpu"))
     part = VARIANT.match(variant)
@@ -136,9 +135,7 @@ def machine(log: Log, stated: Mapping[str, Any], hints: Hints) -> dict[str, Any]
     }
 
 
-def _rows(
-    log: Log, stated: Mapping[str, Any], hints: Hints, facts: Mapping[str, Any]
-) -> pd.DataFrame:
+def _rows(log: Log, stated: Facts, hints: Hints, facts: Facts) -> pd.DataFrame:
     """All rows of a run; a row with wrong data has status error."""
     _, sizes, dtypes, in_place, times, wrong = zip(*log.rows, strict=True)
     variant = text_of(stated.get("gpu_variant"))

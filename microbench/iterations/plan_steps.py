@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -27,6 +27,7 @@ from itercast.microbench.opcall import Places, layer_key
 from itercast.microbench.plan import ParallelPlan
 from itercast.microbench.slow_imports import torch
 from itercast.microbench.step import StepSettings, make_optimizer
+from itercast.microbench.store import Facts, Row
 
 SDPA = "itercast.sdpa"
 
@@ -105,7 +106,7 @@ def _outer(step: Callable[[], None], parameters: list[Any], every: int) -> Calla
 def _staged(
     chosen: EvalCase,
     model: Any,
-    batch: dict[str, Any],
+    batch: Row,
     plan: ParallelPlan,
     settings: StepSettings,
     device: str,
@@ -146,9 +147,7 @@ def checkpoint_layers(model: Any, kept: Sequence[Places] = ()) -> None:
         layer.forward = _checkpointed(checkpoint, layer.forward, options)
 
 
-def _checkpointed(
-    checkpoint: Any, forward: Callable[..., Any], options: dict[str, Any]
-) -> Callable[..., Any]:
+def _checkpointed(checkpoint: Any, forward: Callable[..., Any], options: Row) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
@@ -180,7 +179,7 @@ def selective_context(kept: Places) -> Callable[[], Any]:
     return contexts
 
 
-def places_by_layer(entries: Sequence[Mapping[str, Any]]) -> list[Places]:
+def places_by_layer(entries: Sequence[Facts]) -> list[Places]:
     """The ops that each layer saves; an entry has those ``kept`` of ``count`` layers in a row."""
     return [
         tuple((str(name), int(place)) for name, place in entry["kept"])
@@ -268,7 +267,7 @@ def _tensor_parallel(model: Any, plan: ParallelPlan, mesh: Any) -> Any:
     return model
 
 
-def _cuts(model: Any, sp: bool) -> dict[str, Any]:
+def _cuts(model: Any, sp: bool) -> Row:
     """How each module is split, by a pattern of its name; with ``sp`` tokens between layers too."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -281,7 +280,7 @@ def _cuts(model: Any, sp: bool) -> dict[str, Any]:
 
     tokens = Shard(1) if sp else Replicate()
     head = ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1), use_local_output=False)
-    cuts: dict[str, Any] = {"head": head}
+    cuts: Row = {"head": head}
     if hasattr(model, "layers"):  # a perceptron
         column = range(0, len(model.layers) - 1, 2)
         cuts = {f"layers.{n}": ColwiseParallel() for n in column}
@@ -319,7 +318,7 @@ def _optimizer(parameters: Sequence[Any], settings: StepSettings) -> Any:
 def _accumulated(
     chosen: EvalCase,
     model: Any,
-    batches: list[dict[str, Any]],
+    batches: list[Row],
     settings: StepSettings,
     micro: Callable[[bool], Any],
     on_phase: OnPhase,

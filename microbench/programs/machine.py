@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from itercast.microbench.capture.autocast import autocast_as_on_cuda
 from itercast.microbench.hardware.spec import Gpu
+from itercast.microbench.store import Row
 
 CAPABILITY = {  # https://developer.nvidia.com/cuda-gpus
     "pascal": (6, 0),
@@ -93,11 +94,11 @@ SILENT = (
 ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 
 
-def _cuda(gpu: Gpu, per_node: int, local_rank: int) -> dict[str, Any]:
+def _cuda(gpu: Gpu, per_node: int, local_rank: int) -> Row:
     """What programs ask ``torch.cuda``, by name."""
     major, minor = CAPABILITY.get(gpu.architecture, (9, 0))
     total = int(gpu.hbm_bytes)
-    answers: dict[str, Any] = {
+    answers: Row = {
         "is_available": True,
         "is_initialized": True,
         "device_count": per_node,
@@ -116,7 +117,7 @@ def _cuda(gpu: Gpu, per_node: int, local_rank: int) -> dict[str, Any]:
         **dict.fromkeys(ZERO, 0),
         **dict.fromkeys(SILENT),
     }
-    found: dict[str, Any] = {name: _answering(value) for name, value in answers.items()}
+    found: Row = {name: _answering(value) for name, value in answers.items()}
     found["device"] = found["device_of"] = nullcontext
     found["get_rng_state"] = lambda *args, **kwargs: torch.get_rng_state()
     return found

@@ -14,6 +14,8 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from itercast.microbench.store import Row
+
 
 class AwaitedError(BaseException):
     """Raised in a rank that waits for an object of a rank that has not sent it yet.
@@ -61,7 +63,7 @@ class Mailbox:
         return peer
 
 
-def _global(rank: int | None, name: str, options: dict[str, Any]) -> int:
+def _global(rank: int | None, name: str, options: Row) -> int:
     """The number of a rank in the world, given that or its number in a group."""
     return rank if rank is not None else dist.get_global_rank(options["group"], options[name])
 
@@ -84,7 +86,7 @@ def _kept(objects: list[Any], *args: Any, **options: Any) -> None:
 @contextmanager
 def objects_through(mailbox: Mailbox) -> Iterator[None]:
     """Send and receive Python objects through a mailbox inside the context."""
-    functions: dict[str, Any] = {
+    functions: Row = {
         "send_object_list": mailbox.send,
         "recv_object_list": mailbox.receive,
         "all_gather_object": _gathered,

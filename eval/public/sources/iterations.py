@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -27,6 +26,7 @@ from itercast.microbench.importers.base import (
     refuse,
     whole,
 )
+from itercast.microbench.store import Row
 from itercast.microbench.yaml_text import facts_of
 
 FACTS = facts_of(__file__)
@@ -71,7 +71,7 @@ def read(path: Path) -> Imported:
     return collector.done()
 
 
-def _row(given: Mapping[str, str]) -> dict[str, Any]:
+def _row(given: Mapping[str, str]) -> Row:
     """One row of the dataset; ValueError says what the table does not state."""
     if not given["model"]:
         raise ValueError("model is not stated")
@@ -112,7 +112,7 @@ def _row(given: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _kernels(given: Mapping[str, str], model: Model) -> dict[str, Any]:
+def _kernels(given: Mapping[str, str], model: Model) -> Row:
     """Columns on how kernels are chosen and launched: attention, compilation, CUDA graphs."""
     compiled, attention = given.get("compile", ""), given.get("attention_kernel", "")
     engines = [engine for pattern, engine in ENGINES if re.match(pattern, compiled)]
@@ -125,7 +125,7 @@ def _kernels(given: Mapping[str, str], model: Model) -> dict[str, Any]:
     }
 
 
-def _stated(given: Mapping[str, str]) -> dict[str, Any]:
+def _stated(given: Mapping[str, str]) -> Row:
     """Columns copied from the table: sizes, numbers of GPUs, what it says about the GPUs."""
     gpus = whole(given["n_gpus"])
     return {
@@ -197,7 +197,7 @@ def _timm(collector: RowCollector, path: Path) -> None:
     return collector.add("iteration", pd.DataFrame(rows, index=frame.index), sizes)
 
 
-def _timm_columns(frame: pd.DataFrame) -> dict[str, Any]:
+def _timm_columns(frame: pd.DataFrame) -> Row:
     """Columns of timm's benchmark: its conditions are the same in all files."""
     return {
         "op": "train_step",

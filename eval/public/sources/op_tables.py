@@ -13,6 +13,7 @@ import pandas as pd
 from itercast.microbench.hardware.names import gpu_named, unknown_gpu
 from itercast.microbench.importers.base import About, Imported, RowCollector, number, refuse, whole
 from itercast.microbench.importers.traces.kineto_ops import answered, describe
+from itercast.microbench.store import Row
 from itercast.microbench.yaml_text import facts_of
 
 FACTS = facts_of(__file__)
@@ -36,7 +37,7 @@ def read(path: Path) -> Imported:
 
 def _table(collector: RowCollector, path: Path, frame: pd.DataFrame) -> None:
     """Collect the ops of a table that families describe, with the median over their calls."""
-    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    rows: dict[str, list[Row]] = defaultdict(list)
     for line in frame.to_dict("records"):
         try:
             family, row = _row(line)
@@ -49,7 +50,7 @@ def _table(collector: RowCollector, path: Path, frame: pd.DataFrame) -> None:
         collector.add(family, pd.DataFrame(found))
 
 
-def _row(line: dict[Any, Any]) -> tuple[str, dict[str, Any]]:
+def _row(line: dict[Any, Any]) -> tuple[str, Row]:
     """Family and row of one op; ValueError says why it is left out."""
     op, gpu = str(line["op"]), gpu_named(str(line["device"]))
     if gpu is None:

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from itercast.microbench.store import Facts, Row
+
 MODULES = (
     *("AvgPool1d", "AvgPool2d", "AvgPool3d", "MaxPool1d", "MaxPool2d", "MaxPool3d"),
     *("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "GroupNorm", "InstanceNorm2d", "LayerNorm"),
@@ -47,14 +49,14 @@ OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.USub: operator.neg,
 }
 MOST_NUMBER = 2**53  # of plain numbers; powers of larger ones may take forever
-NAMESPACES: Mapping[str, Mapping[str, Any]] = {
+NAMESPACES: Mapping[str, Facts] = {
     "torch": {name: getattr(torch, name) for name in FUNCTIONS} | {"rand_mix": torch.randn},
     "nn": {name: getattr(nn, name) for name in MODULES},
     "F": {name: getattr(functional, name) for name in FUNCTIONALS},
     "math": {"sqrt": math.sqrt, "pi": math.pi},
 }
 LONGER = {"torch.nn": "nn", "torch.nn.functional": "F", "nn.functional": "F"}
-Scope = dict[str, Any]
+Scope = Row
 
 
 class Problem(nn.Module):

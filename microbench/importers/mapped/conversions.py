@@ -15,6 +15,7 @@ import pandas as pd
 
 from itercast.microbench.hardware.names import gpu_named, link_of, node_of, unknown_gpu
 from itercast.microbench.importers.base import Unreadable, read_json, text_of
+from itercast.microbench.store import Facts
 
 OTHERS = "*"  # key of a table of values: what all values have that it does not list
 NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -146,7 +147,7 @@ class Cells:
             found = pd.Series([found] * len(self.frame), index=self.frame.index, dtype=object)
         return found.map(plain).astype(object)
 
-    def _of(self, expression: Any, names: Mapping[str, Any]) -> pd.Series:
+    def _of(self, expression: Any, names: Facts) -> pd.Series:
         """Values translated by a table; a row whose value is not in it is refused."""
         given = self.texts(expression)
         named = expression if isinstance(expression, str) else "value"
@@ -189,7 +190,7 @@ class Cells:
             found = found.where(found != "", self.texts(expression))
         return found
 
-    def _plan(self, keys: Mapping[str, Any]) -> pd.Series:
+    def _plan(self, keys: Facts) -> pd.Series:
         """A plan of these keys: without those that are empty or false, and without degrees of 1.
 
         Flags are true. ``micro``, the micro-batches of a step, is ``accumulate`` where no pipeline
@@ -202,7 +203,7 @@ class Cells:
         plans = [_plan_of(dict(zip(columns, line, strict=True))) for line in lines]
         return pd.Series(plans, index=self.frame.index, dtype=object)
 
-    def _json(self, constants: Mapping[str, Any], keys: Mapping[str, Any]) -> pd.Series:
+    def _json(self, constants: Facts, keys: Facts) -> pd.Series:
         """A JSON object of constants and of columns with numbers."""
         columns = {key: self.texts(value).map(_integer) for key, value in keys.items()}
         lines = pd.DataFrame(columns, index=self.frame.index).to_dict("records")

@@ -15,6 +15,7 @@ from itercast.microbench.importers.mapped.conversions import Cells, Place
 from itercast.microbench.importers.mapped.source import CLOSED, Rule, Skip, Source, Table
 from itercast.microbench.importers.mapped.tables import columns_in, read_table, titles_in
 from itercast.microbench.ops import families
+from itercast.microbench.store import Row
 
 TABLES = (".csv", ".csv.gz", ".parquet")
 ITERATION_SIZES = ("batch", "seq", "world_size", "ranks_per_node", "lora", "rows", "cols")
@@ -134,7 +135,7 @@ def _hit(cells: Cells, skip: Skip) -> Any:
     return numbers > skip.value if skip.test == "above" else numbers < skip.value
 
 
-def _defaults(rule: Rule) -> dict[str, Any]:
+def _defaults(rule: Rule) -> Row:
     """Parameters that a rule does not state, where the family has a default."""
     if rule.family == "iteration":
         return {}

@@ -14,6 +14,7 @@ from itercast.microbench.importers.base import About
 from itercast.microbench.importers.mapped.conversions import columns_of
 from itercast.microbench.opcall import ITEMSIZE_BYTES
 from itercast.microbench.ops import families
+from itercast.microbench.store import Facts, Row
 from itercast.microbench.yaml_text import OwnLoader
 
 ROW_COLUMNS = ("op", "gpu", "stack", "timer", "dtype", "time_us")  # that every row states
@@ -46,8 +47,8 @@ class Rule:
     family: str
     where: Mapping[str, tuple[str, ...]]
     skip: tuple[Skip, ...]
-    constants: Mapping[str, Any]
-    columns: Mapping[str, Any]
+    constants: Facts
+    columns: Facts
     fastest: bool = False
 
 
@@ -130,7 +131,7 @@ def _keys(given: Any, needed: tuple[str, ...], optional: tuple[str, ...]) -> Non
         raise ValueError(f"unknown key {unknown[0]!r}; known: {[*needed, *optional]}")
 
 
-def _table(given: Any, source: Mapping[str, Any]) -> Table:
+def _table(given: Any, source: Facts) -> Table:
     names = [f.name for f in fields(Table)]
     _keys(given, ("files",), (*names, "constants", "columns"))
     texts = {key: str(given.get(key, "")) for key in ("path", "section", "unpack", "leave_out")}
@@ -141,12 +142,12 @@ def _table(given: Any, source: Mapping[str, Any]) -> Table:
         raise ValueError(f"{given['files']} need either rules or leave_out")
     for pattern in (texts["path"], *lists["parts"][1:]):
         re.compile(pattern)
-    facts: dict[str, Any] = {**texts, **lists}
+    facts: Row = {**texts, **lists}
     skip = tuple(map(_skip, given.get("skip", ())))
     return Table(rules=rules, skip=skip, **facts)
 
 
-def _rule(given: Any, table: Mapping[str, Any]) -> Rule:
+def _rule(given: Any, table: Facts) -> Rule:
     known = ("where", "skip", "constants", "columns", "fastest")
     _keys(given, ("family",), known)
     rule = Rule(
@@ -166,7 +167,7 @@ def _rule(given: Any, table: Mapping[str, Any]) -> Rule:
     return replace(rule, constants=constants)
 
 
-def _merged(outer: Mapping[str, Any], inner: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _merged(outer: Facts, inner: Facts, key: str) -> Row:
     return {**outer.get(key, {}), **inner.get(key, {})}
 
 
@@ -188,7 +189,7 @@ def _skip(given: Any) -> Skip:
     return Skip(column=given["column"], test=test, value=value, reason=str(given["reason"]))
 
 
-def _named(expression: Any, tables: Mapping[str, Any]) -> Any:
+def _named(expression: Any, tables: Facts) -> Any:
     """The expression with the names of tables of values replaced by the tables."""
     if not isinstance(expression, dict):
         return expression
@@ -208,7 +209,7 @@ def _named(expression: Any, tables: Mapping[str, Any]) -> Any:
     }
 
 
-def _check(columns: Mapping[str, Any], constants: Mapping[str, Any], family: str) -> None:
+def _check(columns: Facts, constants: Facts, family: str) -> None:
     """ValueError where a row would lack something, or have something that no reader knows."""
     stated, types = {*columns, *constants}, {}
     needed = [*ROW_COLUMNS, "case", "mode", "batch", "plan", "world_size"]
@@ -245,7 +246,7 @@ def _check_value(name: str, value: Any, kind: str) -> None:
         raise ValueError(f"{name}: {value!r} is no {kind}")
 
 
-def _values(columns: Mapping[str, Any], constants: Mapping[str, Any], name: str) -> Iterator[Any]:
+def _values(columns: Facts, constants: Facts, name: str) -> Iterator[Any]:
     """All values that a column can have, where it is a constant or a table of values."""
     if name in constants:
         yield constants[name]

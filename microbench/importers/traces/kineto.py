@@ -24,6 +24,7 @@ from itercast.microbench.importers.base import (
 )
 from itercast.microbench.importers.traces.kineto_ops import answered, describe
 from itercast.microbench.importers.traces.kineto_tree import Trace, join, parse
+from itercast.microbench.store import Row
 from itercast.microbench.yaml_text import facts_of
 
 ABOUT = About(**facts_of(__file__)["about"])
@@ -72,7 +73,7 @@ def _file(collector: RowCollector, path: Path, hints: Hints) -> None:
     return None
 
 
-def _op_rows(collector: RowCollector, trace: Trace) -> dict[str, list[dict[str, Any]]]:
+def _op_rows(collector: RowCollector, trace: Trace) -> dict[str, list[Row]]:
     """Rows by family, one per parameters: the median over calls."""
     per_call, orphans = join(trace, answered)
     collector.drop("kernel without an op", orphans)
@@ -89,19 +90,19 @@ def _op_rows(collector: RowCollector, trace: Trace) -> dict[str, list[dict[str, 
             times[found].append(time_us)
     for reason, count in unknown.items():
         collector.drop(reason, count)
-    rows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    rows: dict[str, list[Row]] = defaultdict(list)
     for (family, point), samples in times.items():
         rows[family].append({"timer": "device", **_spread(samples), **asdict(point)})
     return rows
 
 
-def _spread(samples: list[float]) -> dict[str, Any]:
+def _spread(samples: list[float]) -> Row:
     low, middle, high = np.percentile(samples, [20, 50, 80])
     spread = {"time_us_p20": float(low), "time_us_p80": float(high)}
     return {"time_us": float(middle), **spread, "samples": len(samples)}
 
 
-def _step_row(trace: Trace, steps: list[float], path: Path) -> dict[str, Any]:
+def _step_row(trace: Trace, steps: list[float], path: Path) -> Row:
     """The row of the profiled iteration; a trace states neither the model nor the batch."""
     train = any("Backward" in op.name for op in trace.ops)
     ranks = whole(trace.distributed.get("world_size")) or 1

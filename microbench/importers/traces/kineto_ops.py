@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops import families
+from itercast.microbench.store import Facts
 
 DTYPES = {
     "float": "fp32",
@@ -71,7 +71,7 @@ def answered(name: str) -> bool:
     return name.removeprefix("aten::") in ATTENTION or bool(_answers(name))
 
 
-def describe(name: str, args: Mapping[str, Any]) -> tuple[str, Any] | None:
+def describe(name: str, args: Facts) -> tuple[str, Any] | None:
     """Family and parameters of a call; None where no family describes it or shapes are missing."""
     if not answered(name):
         return None
@@ -93,7 +93,7 @@ def describe(name: str, args: Mapping[str, Any]) -> tuple[str, Any] | None:
     return None
 
 
-def _arguments(args: Mapping[str, Any]) -> tuple[Any, ...]:
+def _arguments(args: Facts) -> tuple[Any, ...]:
     """Arguments: tensors where type and shape are logged, else logged values."""
     dims, types = args["Input Dims"], args.get("Input type", args.get("Input Types"))
     strides, values = args.get("Input Strides", []), args.get("Concrete Inputs", [])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from itercast.microbench.importers.base import Unreadable, number, parsed_json, text_of
+from itercast.microbench.store import Facts
 
 OPS = ("cpu_op", "Operator", "operator", "user_annotation")
 KERNELS = ("kernel", "Kernel", "gpu_memcpy", "gpu_memset", "Memcpy", "Memset")
@@ -23,7 +24,7 @@ class Span:
     start_us: float
     duration_us: float
     external: int
-    args: Mapping[str, Any]
+    args: Facts
 
 
 @dataclass(slots=True)
@@ -32,7 +33,7 @@ class Trace:
 
     device: str = ""
     cuda: str = ""
-    distributed: Mapping[str, Any] = field(default_factory=dict)
+    distributed: Facts = field(default_factory=dict)
     ops: list[Span] = field(default_factory=list)
     launches: dict[int, Span] = field(default_factory=dict)
     kernels: list[tuple[float, int, int]] = field(default_factory=list)
@@ -87,7 +88,7 @@ def _event(trace: Trace, event: Any) -> None:
         trace.launches[correlation] = span
 
 
-def _identity(args: Mapping[str, Any], key: str) -> int:
+def _identity(args: Facts, key: str) -> int:
     value = args.get(key, args.get(key.lower()))
     return value if isinstance(value, int) and value > 0 else -1
 
