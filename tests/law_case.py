@@ -14,7 +14,7 @@ from itercast.compose.capture_model import capture
 from itercast.compose.forecast import rank_of
 from itercast.compose.pricing.collectives import cluster
 from itercast.compose.pricing.layer_prices import price_model
-from itercast.compose.pricing.price_book import PriceBook, Pricer
+from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import Outcome, evaluate
 from itercast.compose.simulate.rank import Rank
 from itercast.microbench.hardware.node import Node
@@ -106,7 +106,7 @@ class Knowing(Flat):
 
 
 @cache
-def book_for(pricer: Callable[[], Pricer], gpu: Gpu) -> PriceBook:
+def book_for(pricer: Callable[[], Any], gpu: Gpu) -> PriceBook:
     """Prices shared by all tests that ask this pricer about this GPU."""
     return PriceBook(pricer(), gpu, 1)
 
@@ -115,7 +115,7 @@ def rank_for(
     name: str | StepCapture,
     text: str,
     gpu: Gpu = GPU,
-    pricer: Callable[[], Pricer] = Flat,
+    pricer: Callable[[], Any] = Flat,
     node: Node | None = None,
 ) -> Rank:
     """A rank with all layers of the model."""
@@ -129,7 +129,7 @@ def outcome(
     name: str | StepCapture,
     text: str,
     gpu: Gpu = GPU,
-    pricer: Callable[[], Pricer] = Flat,
+    pricer: Callable[[], Any] = Flat,
     node: Node | None = None,
 ) -> Outcome:
     """The iteration of a model under a plan."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -14,6 +14,7 @@ from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.power_limit import throttled_us
 from itercast.compose.pricing.priced_op import UNMODELLED, Priceable, PricedOp
+from itercast.learners.bundle import Bundle
 from itercast.learners.family_model import FamilyModel
 from itercast.learners.features.host_calls import HostCall
 from itercast.microbench.assumptions import assumed
@@ -30,27 +31,6 @@ ROOFLINE_OVERHEAD_US: float = assumed(__file__, "roofline_overhead_us")
 DECILES_APART = 2.563
 
 
-class Pricer(Protocol):
-    """Anything that prices rows of a family, as ``itercast.learners.bundle.Bundle`` does."""
-
-    @property
-    def models(self) -> Mapping[str, FamilyModel | None]:
-        """Families that have a model; None for one of which nothing but its prices is known."""
-
-    def price(
-        self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
-    ) -> pd.DataFrame:
-        """Forecasts rows: columns predicted_us, predicted_us_p10, predicted_us_p90 and in_envelope.
-
-        ``in_envelope``: every feature is within the range of the training rows.
-        """
-
-    def inside(
-        self, family: str, rows: pd.DataFrame, gpus: Mapping[str, Gpu] | None = None
-    ) -> Sequence[bool]:
-        """Returns the column in_envelope of ``price`` alone, which is cheap to compute."""
-
-
 Prices = dict[str, dict[Any, tuple[dict[str, float], dict[str, float]]]]
 
 
@@ -65,7 +45,7 @@ class PriceBook:
 
     def __init__(
         self,
-        pricer: Pricer,
+        pricer: Bundle,
         gpu: Gpu,
         threads: int,
         by_threads: dict[int, Prices] | None = None,
@@ -234,7 +214,7 @@ class PriceBook:
 
 
 @cached_by_identity
-def _books(pricer: Pricer, gpu: Gpu, stack: str, host: HostMachine) -> dict[int, PriceBook]:
+def _books(pricer: Bundle, gpu: Gpu, stack: str, host: HostMachine) -> dict[int, PriceBook]:
     by_threads: dict[int, Prices] = {}
     cores = gpu.sm_count if gpu.kind == "cpu" else 0
     numbers = {max(1, cores >> halvings) for halvings in range(cores.bit_length())} or {0}
@@ -242,7 +222,7 @@ def _books(pricer: Pricer, gpu: Gpu, stack: str, host: HostMachine) -> dict[int,
 
 
 def price_book(
-    pricer: Pricer, gpu: Gpu, threads: int, stack: str = USUAL_STACK, host: HostMachine = REFERENCE
+    pricer: Bundle, gpu: Gpu, threads: int, stack: str = USUAL_STACK, host: HostMachine = REFERENCE
 ) -> PriceBook:
     """Return the cache of op prices for this pricer, device and number of threads.
 

@@ -17,7 +17,7 @@ from itercast.microbench.processes.ranks import join_process_group, max_over_ran
 from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Facts, Row
 from itercast.microbench.sweep.gpu_chunk_worker import EXIT_BROKEN
-from itercast.microbench.sweep.rows import make_row
+from itercast.microbench.sweep.rows import Order, make_row
 from itercast.microbench.timing.clock import Anchor, keep_freed_memory
 from itercast.microbench.timing.gpu_watch import GpuWatch
 from itercast.microbench.timing.nvml import Nvml, is_throttled
@@ -30,21 +30,12 @@ ANCHOR_SAMPLES = 20  # before the first case, a tenth of a second apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class IterationOrder:
+class IterationOrder(Order):
     """What one worker, or each rank of a group, measures."""
 
-    root: str
-    run_id: str
-    device: str
-    gpu: str
-    threads: int
-    ranks: int
     repeat: int
     iterations: tuple[Iteration, ...]
     budget_s: float = math.inf  # no iteration is begun that would exceed it
-    begin_s: float = 0.0  # time.monotonic() when the budget begins; 0: when the worker is ready
-    lane: int = 0  # number among ``lanes`` that measure at once, a GPU each
-    lanes: int = 1
 
 
 def iteration_key(order: IterationOrder, iteration: Iteration) -> str:

@@ -10,34 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, Protocol
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
-
-class Recorder(Protocol):
-    """What streams tell a log."""
-
-    stream: int
-
-    def record(self, stream: int) -> int:
-        """Number the point that a stream has reached: all it was given so far is done."""
-        ...
-
-    def wait(self, stream: int, point: int) -> None:
-        """Let all that is launched on a stream from now on wait for a point of another one."""
-        ...
-
-    def host_wait(self, point: int) -> None:
-        """Let the host wait for a point."""
-        ...
+from itercast.microbench.programs.log import ProgramLog
 
 
 class Streams:
     """The streams of one program: makes them, and knows the current one."""
 
-    def __init__(self, log: Recorder) -> None:
+    def __init__(self, log: ProgramLog) -> None:
         self.log = log
         self.numbers = count()
         # classes, which programs name in annotations; device and priority change nothing
@@ -152,7 +136,7 @@ class Event:
 
 
 @contextmanager
-def recorded_streams(log: Recorder) -> Iterator[Streams]:
+def recorded_streams(log: ProgramLog) -> Iterator[Streams]:
     """Put recording streams into ``torch.cuda`` and ``torch.cpu`` inside the context."""
     streams = Streams(log)
     with (

@@ -29,7 +29,7 @@ from itercast.microbench.sweep.gpu_chunks import CHUNK_POINTS, PROFILING, Bench,
 from itercast.microbench.sweep.orders import WorkerOrder
 from itercast.microbench.sweep.scheduler import Chosen, Sweep
 from itercast.microbench.timing.clock import CallCost
-from itercast.microbench.timing.device import Device
+from itercast.microbench.timing.cuda_device import CudaDevice
 from itercast.microbench.timing.kernels import timing_disagreement
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def _split(chosen: Sequence[Chosen], suspect: Chosen | None) -> list[list[Chosen
 class ChunkWorker:
     """Measures chunks until the budget is spent; SystemExit after a sticky error."""
 
-    def __init__(self, sweep: Sweep, device: Device, journal: store.Journal) -> None:
+    def __init__(self, sweep: Sweep, device: CudaDevice, journal: store.Journal) -> None:
         order = sweep.order
         self.sweep, self.device, self.journal = sweep, device, journal
         self.begin_s = order.begin_s or time.monotonic()
@@ -244,7 +244,7 @@ class ChunkWorker:
         return self.sweep.row_keys(*chosen)["warm"] in self.sweep.done
 
 
-def sweep_in_chunks(sweep: Sweep, device: Device, journal: store.Journal) -> None:
+def sweep_in_chunks(sweep: Sweep, device: CudaDevice, journal: store.Journal) -> None:
     """Measure in chunks until the budget is spent; SystemExit after a sticky error.
 
     Python's garbage collector runs between chunks only, so that it delays no launch.

@@ -11,31 +11,23 @@ from itercast.microbench.ops import families
 from itercast.microbench.processes.ranks import threads_of
 from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Row
+from itercast.microbench.sweep.rows import Order
 
 CPU_GROUPS = (2, 4)  # ranks whose collectives are measured on a CPU
 HOST_SHARE = 0.05  # of a GPU's sweep, for host times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerOrder:
-    """What a worker process, or each rank of a group, measures: families, threads, seconds."""
+class WorkerOrder(Order):
+    """What a worker process, or each rank of a group, measures: families, seconds."""
 
-    root: str
-    run_id: str
-    device: str
-    gpu: str
     families: tuple[str, ...]
-    threads: int
     budget_s: float
     seed: int
-    ranks: int
     hardware: Row
     points: str
     torchrun: str = ""  # its arguments, where ranks are on several nodes
     only: bool = False  # only the points of the file, in their order
-    begin_s: float = 0.0  # time.monotonic() when the budget begins; 0: when the worker is ready
-    lane: int = 0  # number among the ``lanes`` that share this order's points, a GPU each
-    lanes: int = 1
     among: Sequence[int] = (0, 1)  # number of the sweep among so many that share all points
 
     @property

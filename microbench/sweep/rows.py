@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import socket
-from typing import Protocol
+from dataclasses import dataclass
 
 from itercast.microbench.slow_imports import torch
 from itercast.microbench.store import Facts, Row
@@ -24,24 +24,19 @@ UNSUPPORTED = (
 REASON_LETTERS = 200
 
 
-class Order(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
     """Where and how a worker measures: its GPU or CPU, its threads, the run it belongs to."""
 
-    @property
-    def device(self) -> str:
-        """cpu or cuda."""
-
-    @property
-    def gpu(self) -> str:
-        """Name of the device: that of a GPU's hardware file, or the CPU's name."""
-
-    @property
-    def threads(self) -> int:
-        """CPU threads of torch; 0 on a GPU."""
-
-    @property
-    def run_id(self) -> str:
-        """Name of the worker's journal."""
+    root: str
+    run_id: str  # of its journal
+    device: str  # cpu or cuda
+    gpu: str  # name of a GPU's hardware file, or of the CPU
+    threads: int  # CPU threads of torch; 0 on a GPU
+    ranks: int
+    begin_s: float = 0.0  # time.monotonic() when the budget begins; 0: when the worker is ready
+    lane: int = 0  # number among the ``lanes`` that share what is measured, a GPU each
+    lanes: int = 1
 
 
 def software() -> str:

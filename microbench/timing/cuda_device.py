@@ -31,7 +31,7 @@ MAX_FAILED_PROFILES = 2  # in a row
 
 
 class CudaDevice:
-    """A CUDA GPU as a ``Device``; it flushes caches by writing twice ``l2_bytes``.
+    """A CUDA GPU; it flushes caches by writing twice ``l2_bytes``.
 
     One large block, the arena, is allocated and freed first: torch's caching allocator then serves
     all points from it, and none waits for cudaMalloc.

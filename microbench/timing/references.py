@@ -5,13 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from itercast.microbench.timing.device import Device, Launched, Run
+from itercast.microbench.timing.cuda_device import CudaDevice
+from itercast.microbench.timing.device import Launched, Run
 
 SAMPLES = 5
 IN_A_ROW = 50  # kernels
 
 
-def reference_times(device: Device, anchor: Run) -> dict[str, float]:
+def reference_times(device: CudaDevice, anchor: Run) -> dict[str, float]:
     """Columns that all rows of a chunk share, in us.
 
     - ``empty_us``: time between two adjacent events; it is subtracted from all device times.
@@ -43,7 +44,7 @@ def reference_times(device: Device, anchor: Run) -> dict[str, float]:
     }
 
 
-def _median_us(device: Device, run: Run, host_us: float) -> float:
+def _median_us(device: CudaDevice, run: Run, host_us: float) -> float:
     """Median of warm samples, without those that starved if others are left."""
     queued = [device.sample(run, False, host_us) for _ in range(SAMPLES)]
     device.wait()

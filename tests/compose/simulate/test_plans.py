@@ -18,7 +18,7 @@ from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import Message, cluster, default_contention, formula_us
 from itercast.compose.pricing.host import WRAPPERS
 from itercast.compose.pricing.layer_prices import price_model
-from itercast.compose.pricing.price_book import PriceBook, Pricer
+from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.work import Step, fold
 from itercast.compose.simulate.cyclic import steady_us
 from itercast.compose.simulate.data_parallel import LayerBucket, strategy
@@ -63,7 +63,7 @@ def of(text: str, capture: StepCapture, gpu: Gpu = GPU) -> Forecast:
     return forecast(capture, plan, PriceBook(Flat(), gpu, 1))
 
 
-def rank(text: str, capture: StepCapture, gpu: Gpu = CPU, pricer: Pricer | None = None) -> Rank:
+def rank(text: str, capture: StepCapture, gpu: Gpu = CPU, pricer: Any = None) -> Rank:
     plan, book = ParallelPlan.parse(text), PriceBook(pricer or Flat(), gpu, 1)
     where = cluster(plan, gpu)
     return rank_of(plan, price_model(capture, plan, book, where), book, where)
