@@ -40,7 +40,7 @@ from itercast.microbench.ops import families
 from itercast.microbench.store import Facts, Row
 from itercast.microbench.yaml_text import made_of
 
-SHIPPED = Path(__file__).parent / "shipped"
+SHIPPED = Path(__file__).resolve().parent / "shipped"
 SHIPPED_CPU = SHIPPED.with_name("shipped-cpu")  # trained on one CPU, as an example
 SCHEMA_VERSION = 9
 FACTS = "bundle.json"

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from itercast.errors import one_line_errors
+from itercast.microbench.slow_imports import without_scikit_learn
 from itercast.options import Bundle, GpuName, Host, Json, NodeName, Stack, Trace
 
 if TYPE_CHECKING:
@@ -39,9 +40,10 @@ def run(
     The script runs as rank 0 of all ranks, on tensors without data. Options of itercast come before
     the script, its own arguments after it.
     """
-    from itercast.compose.programs.forecast import forecast_program, program_timeline
-    from itercast.compose.programs.scripts import captured_script
-    from itercast.compose.target import find_target
+    with without_scikit_learn():
+        from itercast.compose.programs.forecast import forecast_program, program_timeline
+        from itercast.compose.programs.scripts import captured_script
+        from itercast.compose.target import find_target
 
     target = find_target(gpu, f"node={node}" if node else "", bundle, host, stack)
     with Console(stderr=True).status(f"running {script.name} as rank 0 of {gpus}"):
