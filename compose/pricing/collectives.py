@@ -91,6 +91,13 @@ class Cluster:
     groups: Mapping[str, Group]
     crossings: tuple[Crossing, ...] = ()
 
+    @property
+    def place(self) -> tuple[Node | None, int]:
+        """What prices of messages depend on beside groups: the node itself, as files of one name
+        may state other rates, and how many ranks share it.
+        """
+        return self.node, self.gpus_per_node
+
     def link(self, ranks: int) -> str:
         """The slowest kind of link among so many GPUs of a node."""
         return self.node.link_among(ranks) if self.node else self.gpu.usual_link
@@ -236,7 +243,7 @@ def _crossed(group: Group, where: Cluster) -> dict[str, Any]:
     far = group.size > group.per_node
     return {
         "world_size": group.size,
-        "ranks_per_node": group.per_node,
+        "ranks_per_node": where.gpus_per_node if where.gpu.kind == "cpu" else group.per_node,
         "link": "" if far else where.link(group.size),
         "network_bytes_per_s": where.network_bytes_per_s if far else 0.0,
         "link_bytes_per_s": where.link_bytes_per_s(group.per_node) if where.node else 0.0,
@@ -250,7 +257,7 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
     """Prices each message as if no other were sent; the book keeps prices by message and group."""
     asked = [(m, where.groups[m.axis]) for m in messages]
     prefetch_messages(asked, book, where)
-    sent = [book.sent[*one, where.node] for one in asked]
+    sent = [book.sent[*one, *where.place] for one in asked]
     for link in where.crossings:
         pairs = zip(asked, sent, strict=True)
         sent = [link.crossed(m, group.size, op) for (m, group), op in pairs]
@@ -259,8 +266,7 @@ def price_messages(messages: Sequence[Message], book: PriceBook, where: Cluster)
 
 def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> None:
     """Prices in one call messages among groups of ranks, of which ``where`` says the links."""
-    node = where.node  # itself: files of one name may state other rates
-    fresh = [one for one in dict.fromkeys(asked) if (*one, node) not in book.sent]
+    fresh = [one for one in dict.fromkeys(asked) if (*one, *where.place) not in book.sent]
     if not fresh:
         return
     on_cpu = where.gpu.kind == "cpu"
@@ -278,7 +284,7 @@ def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) ->
         if on_cpu and one[0].message_bytes > EMPTY_BYTES:
             latency_us = min(op.duration_us, found[_empty(one)].duration_us)
             op = replace(op, latency_us=latency_us)
-        book.sent[*one, node] = op
+        book.sent[*one, *where.place] = op
 
 
 def _empty(one: Sent) -> Sent:

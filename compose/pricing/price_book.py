@@ -64,7 +64,7 @@ class PriceBook:
         self.parts: dict[Any, list[Part]] = {}  # by parameters and memory format
         self.ops: dict[Any, PricedOp] = {}  # by all that an op to price states
         self.kernel_ratios: dict[Any, float] = {}  # by stated attention kernel and parameters
-        self.sent: dict[Any, PricedOp] = {}  # collectives by message, group and node
+        self.sent: dict[Any, PricedOp] = {}  # collectives by message, group and place
         self.python: dict[Any, PricedOp] = {}  # parallel wrappers by event, count and share
         self.calls: dict[tuple[str, str], HostCall | None] = {}  # host time by family and op
 

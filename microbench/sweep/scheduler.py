@@ -100,7 +100,7 @@ class Sweep:
             if point is None:
                 del self.streams[name]
                 continue
-            point = placed(point, self.order.gpu) if family.ranks > 1 else point
+            point = placed(point, self.order) if family.ranks > 1 else point
             key = self.row_keys(family, point, 0)["warm"]
             done = int(key in self.done or not self.mine(key))
             if not (rank0_value(done) if self.order.together else done):
@@ -152,10 +152,12 @@ def space(name: str, captured: Path, gpu: Gpu | None, seed: int) -> Iterator[Poi
     return alternate(captured, name, swept, seed, as_called)
 
 
-def placed(point: Point, node: str) -> Point:
-    """A collective's point over all the ranks that torchrun started."""
+def placed(point: Point, order: WorkerOrder) -> Point:
+    """A collective's point over all ranks that torchrun started; on a CPU perhaps over fewer."""
     world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    return replace(point, world_size=world, ranks_per_node=local, node=node)
+    divides = order.device == "cpu" and world % point.world_size == 0
+    among = point.world_size if divides else world
+    return replace(point, world_size=among, ranks_per_node=local, node=order.gpu)
 
 
 def finished_keys(root: Path, names: tuple[str, ...]) -> set[str]:

@@ -51,6 +51,11 @@ def across_nodes(p: Point) -> Values:
     return np.greater(p.world_size, p.ranks_per_node) & ~stated
 
 
+def groups_beside(p: Point) -> Values:
+    """Groups of ranks that send at the same time on one CPU, by ``ranks_per_node``."""
+    return np.maximum(1, np.asarray(p.ranks_per_node, dtype=float) / p.world_size)
+
+
 def link(p: Point, gpu: Gpu) -> Values:
     """The slowest kind of link that a collective crosses; the GPU's usual one if not stated."""
     usual = np.where(across_nodes(p), "network", gpu.usual_link)
@@ -111,11 +116,14 @@ def network_us(p: Point) -> Values:
 def floor_us(p: Point, gpu: Gpu) -> Values:
     """Time of NCCL's fastest algorithm and protocol: start + steps * step + bytes / (rate * share).
 
-    On a CPU: bytes through memory, plus ``cpu_step_us`` * log2(n).
+    On a CPU: bytes through memory, plus ``cpu_step_us`` * log2(n); groups that have less than a
+    core for each rank take turns.
     """
     if gpu.kind == "cpu":
-        steps = np.log2(np.maximum(p.world_size, 2))
-        return bytes_moved(p) / (gpu.hbm_bytes_per_s / CPU_COPIES) * 1e6 + CPU_STEP_US * steps
+        steps, cores = np.log2(np.maximum(p.world_size, 2)), max(1, gpu.sm_count)
+        turns = np.maximum(1, np.asarray(p.ranks_per_node) / np.maximum(p.world_size, cores))
+        copies_us = bytes_moved(p) / (gpu.hbm_bytes_per_s / CPU_COPIES) * 1e6
+        return turns * (copies_us + CPU_STEP_US * steps)
     found = np.inf
     for time_us in _algorithms(p, gpu):
         found = np.minimum(found, time_us)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from itercast.microbench.ops.step.alpha_beta import (
     across_nodes,
     bytes_moved,
     floor_us,
+    groups_beside,
     link,
     link_us,
     network_us,
@@ -37,6 +40,7 @@ from itercast.microbench.ops.step.alpha_beta import (
 from itercast.microbench.slow_imports import dist, torch
 
 OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
+PAIR, ALL = 2, 2**20  # ranks of a group; all that there are
 ALONG = ("log_bus_us", "log_message", "log_share")
 KERNEL = [KernelTerm(**term) for term in assumed(__file__, "covariance")]
 # Beyond these ends the ratio to the roofline is that at the end.
@@ -50,8 +54,9 @@ class Collective:
     ``link`` is the slowest link it crosses: nvlink, pairwise (a bridge), bridged (PCIe between
     pairs that a bridge joins: no GPU both sends and receives over it), pcie or network; empty where
     ranks and nodes say it. ``ranks_per_node`` counts those that reach each other without the
-    network: of a host, or of a link domain over several. ``network_bytes_per_s``: a GPU's share of
-    the NICs, 0: unknown; ``link_bytes_per_s`` of the links inside a node, 0: the GPU's own.
+    network: of a host, or of a link domain over several. On a CPU they are all that share it: where
+    they are more than ``world_size``, groups of so many ranks each send at the same time.
+    ``network_bytes_per_s``: a GPU's share of the NICs, 0: unknown; ``link_bytes_per_s`` of the links inside a node, 0: the GPU's own.
     """
 
     op: str
@@ -66,49 +71,59 @@ class Collective:
 
 
 def sweep() -> Iterator[Collective]:
-    """Yields collectives with messages of 64 B to 64 MiB, without end.
+    """Yields collectives with messages of 64 B to 64 MiB, without end, of all ranks and of pairs.
 
     all_reduce is drawn three times as often as any other, since gradients are synchronised by it;
     30 % of them in fp16, which a CPU adds one by one: not faster although it has half the bytes.
     """
     rng = np.random.default_rng(12)
-    while True:
+    for ranks in cycle((ALL, PAIR)):
         op = str(rng.choice((*OPS, "all_reduce", "all_reduce")))
         half = op == "all_reduce" and rng.random() < 0.3
         size = 64 * log_uniform(rng, 1, 2**20)
-        yield Collective(op=op, message_bytes=size, dtype="fp16" if half else "fp32")
+        dtype = "fp16" if half else "fp32"
+        yield Collective(op=op, message_bytes=size, world_size=ranks, dtype=dtype)
 
 
 def build(p: Collective, device: str) -> Workload:
-    """Buffers for a process group of ``p.world_size`` ranks, which must exist."""
-    if not dist.is_initialized() or dist.get_world_size() != p.world_size:
-        raise ValueError(f"{p.op} needs a process group of {p.world_size} ranks")
+    """Buffers for groups of ``p.world_size`` ranks each, into which all that exist are divided."""
+    if not dist.is_initialized() or dist.get_world_size() % p.world_size:
+        raise ValueError(f"{p.op} needs process groups of {p.world_size} ranks")
     dtype = torch_dtype(p.dtype)
     per_rank = max(1, p.message_bytes // ITEMSIZE_BYTES[p.dtype] // p.world_size)
     whole = torch.zeros(per_rank * p.world_size, dtype=dtype, device=device)
     part = torch.zeros(per_rank, dtype=dtype, device=device)
-    return Workload(run=_runs(p.op, whole, part), through_aten=False)
+    return Workload(run=_runs(p.op, whole, part, _group(p.world_size)), through_aten=False)
 
 
-def _runs(op: str, whole: Tensor, part: Tensor) -> Callable[[], object]:
+@cache
+def _group(size: int) -> Any:
+    """This rank's group where ranks are divided into groups of so many; None: one of all."""
+    return dist.new_subgroups(size)[0] if size < dist.get_world_size() else None
+
+
+def _runs(op: str, whole: Tensor, part: Tensor, group: Any) -> Callable[[], object]:
     gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
     other = whole.clone()
     runs: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: gather(whole, part),
-        "reduce_scatter": lambda: scatter(part, whole),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole),
-        "broadcast": lambda: dist.broadcast(whole, src=0),
-        "send_recv": lambda: _ring(whole, other),
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: gather(whole, part, group=group),
+        "reduce_scatter": lambda: scatter(part, whole, group=group),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
+        "broadcast": lambda: dist.broadcast(whole, group=group, group_src=0),
+        "send_recv": lambda: _ring(whole, other, group),
     }
     return runs[op]
 
 
-def _ring(send: Tensor, receive: Tensor) -> None:
+def _ring(send: Tensor, receive: Tensor, group: Any) -> None:
     """Sends to the next rank and receives from the previous one."""
-    rank, n = dist.get_rank(), dist.get_world_size()
-    works = [dist.isend(send, (rank + 1) % n), dist.irecv(receive, (rank - 1) % n)]
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    works = [
+        dist.isend(send, group=group, group_dst=(rank + 1) % n),
+        dist.irecv(receive, group=group, group_src=(rank - 1) % n),
+    ]
     for work in works:
         if work is not None:
             work.wait()
@@ -148,6 +163,7 @@ def features(p: Collective, gpu: Gpu) -> dict[str, Numbers | str]:
         "log_bus_rate": np.log2(np.maximum(moved, 1e-3) / np.maximum(bus_us, 1e-9)),
         "log_world": np.log2(np.maximum(p.world_size, 1)),
         "log_local": np.log2(local),
+        "log_beside": np.log2(groups_beside(p)),
         "log_nodes": np.log2(np.maximum(1, np.asarray(p.world_size) / local)),
         "pattern": np.where(np.isin(p.op, HALVES), "half", p.op),
     }

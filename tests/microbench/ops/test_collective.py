@@ -72,6 +72,19 @@ def test_a_ring_of_bridged_pairs_goes_at_the_rate_of_pcie() -> None:
     assert [str(features(p, gpu)["link"]) for p in kinds] == ["pcie", "bridged"]
 
 
+def test_groups_that_share_the_cores_of_a_cpu_take_turns() -> None:
+    """Two pairs on two cores take twice as long as one; on four cores each has its own."""
+    cpu = replace(load_gpu("h100-sxm-80gb"), kind="cpu", sm_count=2, hbm_bytes_per_s=8e9)
+    pair = Collective(op="all_gather", message_bytes=2 * MIB)
+    pairs = replace(pair, ranks_per_node=4)
+    alone_us = MIB / 1e9 * 1e6 + 20  # 8 copies of its half, and one step of 20 us
+    assert float(floor_us(pair, cpu)) == pytest.approx(alone_us)
+    assert float(floor_us(pairs, cpu)) == pytest.approx(2 * alone_us)
+    assert float(floor_us(pairs, replace(cpu, sm_count=4))) == pytest.approx(alone_us)
+    beside = [float(features(p, cpu)["log_beside"]) for p in (pair, pairs)]
+    assert beside == [0, 1]
+
+
 def test_gather_and_scatter_are_one_pattern() -> None:
     ops = ("all_gather", "reduce_scatter", "all_reduce")
     gpu = load_gpu("h100-sxm-80gb")

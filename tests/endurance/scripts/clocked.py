@@ -1,0 +1,35 @@
+"""Runs a script whose optimizer's steps are timed: ``torchrun clocked.py OUT STEPS SCRIPT ARGS``.
+
+Rank 0 writes to OUT the time in us between the ends of two optimizer steps, for all but the first.
+Then every rank leaves.
+"""
+
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+out, wanted = Path(sys.argv[1]), int(sys.argv[2])
+ends: list[float] = []
+
+
+def ended(*_: object) -> None:
+    """Note when a step ends; leave after the last."""
+    ends.append(time.perf_counter())
+    if len(ends) > wanted:
+        if os.environ["RANK"] == "0":
+            pairs = zip(ends[:-1], ends[1:], strict=True)
+            out.write_text(json.dumps([1e6 * (b - a) for a, b in pairs]))
+        torch.distributed.barrier()
+        os._exit(0)
+
+
+torch.set_num_threads(max(1, (os.cpu_count() or 1) // int(os.environ["WORLD_SIZE"])))
+register_optimizer_step_post_hook(ended)
+sys.argv = sys.argv[3:]
+runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,0 +1,81 @@
+"""Real scripts under torchrun over gloo, two processes, beside ``itercast run`` of the same.
+
+``python tests/endurance/scripts_against_torchrun.py --bundle BUNDLE [--only NAME]``. Scripts whose
+packages are missing are skipped. Each runs twice; the time of a step is the median of those from
+one optimizer step to the next. Prints a table; the retest is one run against the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+HERE = Path(__file__).parent / "scripts"
+GPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+SMALL = "--vocabulary 2048 --length 96 --width 192 --layers 4 --heads 6 --batch 4".split()
+SCRIPTS: dict[str, tuple[Path, list[str], str]] = {  # script, its arguments, a package it needs
+    "examples/train_gpt.py": (GPT, SMALL, "torch"),
+    "FSDP2": (HERE / "fsdp_gpt.py", [], "torch"),
+    "timm, DDP": (HERE / "timm_ddp.py", [], "timm"),
+    "HF Trainer": (HERE / "hf_trainer.py", [], "accelerate"),
+    "Lightning": (HERE / "lightning_fit.py", [], "lightning"),
+}
+RANKS, STEPS, WARM_UP = 2, 30, 5
+
+
+def measured_us(script: Path, arguments: list[str], folder: Path) -> float:
+    """Median time of a step under torchrun."""
+    out = folder / "steps.json"
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    clocked = [HERE / "clocked.py", out, STEPS, script, *arguments, f"--steps={2 * STEPS}"]
+    command = [sys.executable, *launch, *map(str, clocked)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if not out.is_file():
+        raise RuntimeError(done.stderr[-2000:])
+    times = json.loads(out.read_text())
+    out.unlink()
+    return statistics.median(times[WARM_UP:])
+
+
+def forecast_us(script: Path, arguments: list[str], bundle: str) -> tuple[float, float]:
+    """What ``itercast run`` says, and the share of it that no model covers."""
+    options = ["--gpu", "cpu", "--gpus", str(RANKS), "--json", *(["--bundle", bundle] * bool(bundle))]
+    command = [sys.executable, "-m", "itercast", "run", *options, str(script), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    found = json.loads(done.stdout)
+    return found["iteration_us"], found["unmodelled_frac"]
+
+
+def main() -> None:
+    """Print the table."""
+    asked = argparse.ArgumentParser()
+    asked.add_argument("--bundle", default="")
+    asked.add_argument("--only", default="")
+    given = asked.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (script, arguments, package) in SCRIPTS.items():
+            if given.only not in name or find_spec(package) is None:
+                continue
+            forecast, no_model = forecast_us(script, arguments, given.bundle)
+            first, again = (measured_us(script, arguments, Path(folder)) for _ in range(2))
+            real = (first * again) ** 0.5
+            print(
+                f"{name}: {real / 1e3:.2f} ms, forecast {forecast / 1e3:.2f} ms "
+                f"{100 * (forecast / real - 1):+.1f} %, retest {100 * (again / first - 1):+.1f} %, "
+                f"no model {100 * no_model:.1f} %",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
