@@ -272,7 +272,7 @@ def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) ->
     on_cpu = where.gpu.kind == "cpu"
     for message, group in [one for one in fresh if one[0].axis in TIERS]:
         us = tier_us(message.axis, message.kind, message.message_bytes, where.gpu)
-        book.sent[message, group, node] = _priced(
+        book.sent[message, group, *where.place] = _priced(
             message, UNMODELLED, us, ((RATES[message.axis], 1.0),)
         )
         fresh.remove((message, group))

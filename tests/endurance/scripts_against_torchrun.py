@@ -19,11 +19,11 @@ from pathlib import Path
 
 HERE = Path(__file__).parent / "scripts"
 GPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
-SMALL = "--vocabulary 2048 --length 96 --width 192 --layers 4 --heads 6 --batch 4".split()
+SIZES = {"vocabulary": 2048, "length": 96, "width": 192, "layers": 4, "heads": 6, "batch": 4}
+SMALL = [f"--{name}={size}" for name, size in SIZES.items()]
 SCRIPTS: dict[str, tuple[Path, list[str], str]] = {  # script, its arguments, a package it needs
     "examples/train_gpt.py": (GPT, SMALL, "torch"),
     "FSDP2": (HERE / "fsdp_gpt.py", [], "torch"),
-    "timm, DDP": (HERE / "timm_ddp.py", [], "timm"),
     "HF Trainer": (HERE / "hf_trainer.py", [], "accelerate"),
     "Lightning": (HERE / "lightning_fit.py", [], "lightning"),
 }
@@ -47,7 +47,7 @@ def measured_us(script: Path, arguments: list[str], folder: Path) -> float:
 
 def forecast_us(script: Path, arguments: list[str], bundle: str) -> tuple[float, float]:
     """What ``itercast run`` says, and the share of it that no model covers."""
-    options = ["--gpu", "cpu", "--gpus", str(RANKS), "--json", *(["--bundle", bundle] * bool(bundle))]
+    options = ["--gpu=cpu", f"--gpus={RANKS}", "--json", *[f"--bundle={bundle}"] * bool(bundle)]
     command = [sys.executable, "-m", "itercast", "run", *options, str(script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -56,7 +56,8 @@ class Collective:
     ranks and nodes say it. ``ranks_per_node`` counts those that reach each other without the
     network: of a host, or of a link domain over several. On a CPU they are all that share it: where
     they are more than ``world_size``, groups of so many ranks each send at the same time.
-    ``network_bytes_per_s``: a GPU's share of the NICs, 0: unknown; ``link_bytes_per_s`` of the links inside a node, 0: the GPU's own.
+    ``network_bytes_per_s``: a GPU's share of the NICs, 0: unknown; ``link_bytes_per_s`` of the
+    links inside a node, 0: the GPU's own.
     """
 
     op: str

@@ -15,7 +15,13 @@ from itercast.api import predict
 from itercast.compose.forecast import Forecast, forecast, rank_of
 from itercast.compose.graph.attention_kernels import with_attention_kernel
 from itercast.compose.parallel.device_memory import room_bytes
-from itercast.compose.pricing.collectives import Message, cluster, default_contention, formula_us
+from itercast.compose.pricing.collectives import (
+    Message,
+    cluster,
+    default_contention,
+    formula_us,
+    price_messages,
+)
 from itercast.compose.pricing.host import WRAPPERS
 from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
@@ -27,6 +33,7 @@ from itercast.compose.simulate.rank import Lanes, Rank
 from itercast.compose.simulate.rank_program import RankProgram
 from itercast.compose.simulate.stages import partition
 from itercast.compose.simulate.timeline import simulate
+from itercast.learners.bundle import Bundle
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.step.alpha_beta import START_US
@@ -203,6 +210,17 @@ def test_ranks_beyond_the_cores_share_them(gpt: StepCapture) -> None:
     assert quiet[1] == pytest.approx(2 * quiet[0], rel=0.01)
     shared = [rank(t, gpt).ranks_per_core for t in ("dp=2", "dp=4", "pp=2,micro=2", "pp=4,micro=4")]
     assert shared == [1, 2, 1, pytest.approx(9 / 7)]  # 1, 2, 3, 4, 3, 2, 1 stages busy
+
+
+def test_two_pairs_that_share_two_cores_send_half_as_fast_as_one() -> None:
+    """The same message among two ranks: where four share the cores, pairs take turns."""
+    book = PriceBook(Bundle(models={}, gpus={}), CPU, 1)
+    message = Message(kind="all_gather", axis="tp", message_bytes=2**20)
+    one, both = (
+        price_messages([message], book, cluster(ParallelPlan.parse(text), CPU))[0].duration_us
+        for text in ("tp=2", "dp=2,tp=2")
+    )
+    assert both == pytest.approx(2 * one)
 
 
 class Wrapped(Flat):

@@ -9,6 +9,7 @@ import os
 import runpy
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -23,8 +24,7 @@ def ended(*_: object) -> None:
     ends.append(time.perf_counter())
     if len(ends) > wanted:
         if os.environ["RANK"] == "0":
-            pairs = zip(ends[:-1], ends[1:], strict=True)
-            out.write_text(json.dumps([1e6 * (b - a) for a, b in pairs]))
+            out.write_text(json.dumps([1e6 * (b - a) for a, b in pairwise(ends)]))
         torch.distributed.barrier()
         os._exit(0)
 

@@ -28,7 +28,7 @@ def captured_sequences() -> list[list[list[Any]]]:
 
         def step() -> None:
             for shape, before, after in pairs():
-                reshard(meshes[shape], before, after)
+                reshard(meshes[shape], before, after)()
                 dist.barrier()
 
         return step
