@@ -5,17 +5,18 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial, partialmethod, wraps
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from itercast.microbench.capture.fake_patches import (
     behave_like_real_tensors,
@@ -104,9 +105,18 @@ def _capture_rank(
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(behave_like_real_tensors())
         stack.enter_context(run_uncompiled())
+        numbers = partialmethod(_numbers, log)
+        stack.enter_context(patch.object(FakeTensor, "numpy", numbers, create=True))
         with log:
             run(rank, log)
     return log
+
+
+def _numbers(tensor: FakeTensor, log: ProgramLog, *, force: bool = False) -> Any:
+    """As ``Tensor.numpy``: numbers that the host reads, and so waits for; they are ones."""
+    log.read_by_host(tensor)
+    with _disable_current_modes():
+        return torch.ones(tensor.shape, dtype=tensor.dtype).numpy()
 
 
 @contextmanager

@@ -186,11 +186,15 @@ class ProgramLog(OpLog):
         super().add("aten.copy_.default", (whole, whole), {}, whole)  # hooks are not compiled
         return output
 
+    def read_by_host(self, tensor: Any) -> None:
+        """Let the host wait for a tensor; numbers it drew, and an optimizer's steps, it has."""
+        drawn = self.routing is not None and self.routing.drawn(tensor)
+        if self.phase != "optimizer" and not drawn:
+            self.host_wait(self.record(self.stream))
+
     def _read(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """A number that the host reads and so waits for; 1 where it depends on data."""
-        drawn = self.routing is not None and self.routing.drawn(args[0])
-        if self.phase != "optimizer" and not drawn:  # the host has drawn numbers and its steps
-            self.host_wait(self.record(self.stream))
+        self.read_by_host(args[0])
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except DataDependentOutputException:

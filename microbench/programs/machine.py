@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -46,11 +47,20 @@ def gpus_that_are_not_there(gpu: Gpu, per_node: int, local_rank: int) -> Iterato
         for owner in (torch.Tensor, torch.nn.Module):
             stack.enter_context(patch.object(owner, "cuda", _stay))
         stack.enter_context(patch.object(torch.Tensor, "pin_memory", _stay))
+        stack.enter_context(patch.object(torch._C._nn, "_parse_to", _parse_to))
         stack.enter_context(_optimizers_as_on_gpus())
         stack.enter_context(_autocast_as_on_gpus())
         stack.enter_context(_collectives_as_on_gpus())
         stack.enter_context(OnCpu())
         yield
+
+
+def _parse_to(*args: Any, **kwargs: Any) -> Any:
+    """What ``Module.to`` makes of its arguments; the number of a GPU is a device."""
+    args = tuple("cpu" if isinstance(value, int) else value for value in args[:1]) + args[1:]
+    if isinstance(kwargs.get("device"), int):
+        kwargs["device"] = "cpu"
+    return PARSE_TO(*args, **kwargs)
 
 
 class GeneratorOnCpu(torch.Generator):
@@ -72,8 +82,13 @@ class OnCpu(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if func is not torch.device:  # a program may look at the name of its device
-            args, kwargs = tree_map(_on_cpu, (tuple(args), kwargs))
+        if func is torch.device:  # a program may look at the name of its device
+            return func("cuda", *args) if isinstance(args[0], int) else func(*args, **kwargs)
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = "cpu"
+        if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], int):
+            args = (args[0], "cpu", *args[2:])
+        args, kwargs = tree_map(_on_cpu, (tuple(args), kwargs))
         return func(*args, **kwargs)
 
 
@@ -91,6 +106,13 @@ SILENT = (
     *("manual_seed_all", "set_per_process_memory_fraction", "_lazy_init", "set_rng_state"),
     *("seed", "seed_all", "set_rng_state_all", "_sleep", "memory_snapshot"),
 )
+PARSE_TO = torch._C._nn._parse_to
+COUNTED = (  # keys of torch.cuda.memory_stats, part by part
+    *("allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes"),
+    *("active_bytes", "inactive_split_bytes", "requested_bytes"),
+)
+POOLS = ("all", "small_pool", "large_pool")
+STATISTICS = ("current", "peak", "allocated", "freed")
 ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
 
 
@@ -109,7 +131,7 @@ def _cuda(gpu: Gpu, per_node: int, local_rank: int) -> Row:
         "get_arch_list": [f"sm_{major}{minor}"],
         "is_bf16_supported": major >= CAPABILITY["ampere"][0],
         "mem_get_info": (total, total),
-        "memory_stats": {},
+        "memory_stats": dict.fromkeys(map(".".join, product(COUNTED, POOLS, STATISTICS)), 0),
         "memory_summary": "",
         "get_rng_state_all": [],
         "is_current_stream_capturing": False,
@@ -207,7 +229,8 @@ def _autocast_as_on_gpus() -> Iterator[None]:
 
 @contextmanager
 def _collectives_as_on_gpus() -> Iterator[None]:
-    """NCCL is there; DDP takes modules that it finds on the CPU as on the GPU that is named."""
+    """NCCL is there; DDP and FSDP take modules that they find on the CPU as on their GPU."""
+    from torch.distributed.fsdp import _init_utils as fsdp
     from torch.nn.parallel import DistributedDataParallel as Ddp
 
     make = Ddp.__init__
@@ -218,6 +241,8 @@ def _collectives_as_on_gpus() -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(Ddp, "__init__", making))
+        here = _answering(torch.device("cpu"))
+        stack.enter_context(patch.object(fsdp, "_get_compute_device", here))
         stack.enter_context(patch.object(dist, "is_nccl_available", lambda: True))
         stack.enter_context(patch.object(dist, "get_backend", lambda group=None: "nccl"))
         yield

@@ -202,6 +202,10 @@ def _nothing_outside() -> Iterator[None]:
         raise FileNotFoundError(f"{program!r}: a forecast starts no other programs")
 
     others: dict[str, Any] = dict.fromkeys(PROGRAMS, refuse("starts another program"))
+
+    def spawned(function: Callable[..., Any], args: Any = (), *more: Any, **options: Any) -> None:
+        function(int(os.environ["LOCAL_RANK"]), *args)  # as one of the processes that it starts
+
     spawn, spawns = multiprocessing.util.spawnv_passfds, refuse("spawns processes")
     with (
         patch.object(os, "fork", of_workers(os.fork, refuse("forks"))),
@@ -211,7 +215,8 @@ def _nothing_outside() -> Iterator[None]:
         patch.dict(os.environ, OFFLINE),
         patch.object(socket.socket, "connect", local("connect", refuse("opens a connection"))),
         patch.object(socket.socket, "bind", local("bind", refuse("opens a socket"))),
-        patch.multiple(mp, spawn=spawns, start_processes=spawns),
+        patch.multiple(mp, spawn=spawned, start_processes=spawned),
+        patch.object(torch, "save", lambda *args, **options: None),  # there is no data
     ):
         yield
 

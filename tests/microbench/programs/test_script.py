@@ -178,6 +178,43 @@ def test_a_dataset_that_the_script_made_has_data(tmp_path: Path) -> None:
     assert taken.samples == [4] and taken.nbytes == 4 * (8 * 4 + 8)
 
 
+SPAWNED = """
+import numpy, torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
+def train(rank, world_size):
+    dist.init_process_group("nccl", rank=rank, world_size=world_size)
+    inner = FullyShardedDataParallel(torch.nn.Linear(64, 64, bias=False), device_id=rank)
+    whole = torch.nn.Sequential(inner, torch.nn.Linear(64, 8)).to(rank)
+    model = FullyShardedDataParallel(whole, device_id=rank)
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in range(3):
+        loss = model(torch.randn(4, 64, device=rank)).sum()
+        loss.backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        torch.save(model.state_dict, "never")
+        numpy.mean([loss.detach().cpu().numpy(), torch.cuda.memory_stats()["active.all.peak"]])
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, args=(8,), nprocs=torch.cuda.device_count())
+"""
+
+
+def test_processes_that_a_script_spawns_with_the_first_fsdp(tmp_path: Path) -> None:
+    """Two units: 64 x 64, and 64 x 8 + 8 weights in shards of an eighth, rounded up.
+
+    Forward gathers both, backward the inner one again; gradients are scattered back.
+    """
+    calls = captured(written(tmp_path, SPAWNED), gpus=8).ranks[0].calls
+    sent = [(c.kwargs["kind"], c.kwargs["bytes"]) for c in calls if c.op == COLLECTIVE]
+    inner, outer = 4 * 64 * 64, 4 * (64 * 8 + 8)
+    for kind, times in (("all_gather", [2, 1]), ("reduce_scatter", [1, 1])):
+        sizes = [size for name, size in sent if name == kind]
+        assert [sizes.count(n) for n in (inner, outer)] == times, sent
+    assert Counter(c.op for c in calls)[HOST_WAIT] >= 1  # the loss that numpy reads
+    assert not Path("never").exists()
+
+
 def test_a_scaler_skips_no_step(tmp_path: Path) -> None:
     """Gradients without data are neither finite nor not; the optimizer steps."""
     text = TRAINING.replace("for step", "scaler = torch.amp.GradScaler('cuda')\nfor step")
@@ -199,7 +236,6 @@ def test_a_scaler_skips_no_step(tmp_path: Path) -> None:
         ("import os; os.fork()", r"the script forks"),
         ("import socket; socket.socket().bind(('', 0))", r"opens a socket"),
         ("import socket; socket.socket().connect(('localhost', 9))", r"opens a connection"),
-        ("import torch.multiprocessing as m; m.spawn(print)", r"spawns processes"),
         ("import multiprocessing as m; m.Process(target=print).start()", r"the script forks"),
         (
             "import multiprocessing as m; m.get_context('spawn').Process(target=print).start()",
