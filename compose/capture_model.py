@@ -12,16 +12,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from itercast.compose.parallel.fp8 import with_fp8
+from itercast.compose.parallel.narrow import with_narrow_products
 from itercast.microbench.cache_folder import cache_folder
 from itercast.microbench.cases.external.huggingface import hf_case
 from itercast.microbench.cases.registry import EvalCase, case
-from itercast.microbench.opcall import StepCapture
+from itercast.microbench.opcall import NARROW, StepCapture
 from itercast.microbench.plan import ParallelPlan, micro_batch
 from itercast.microbench.step import ALLOWED, StepSettings
 from itercast.microbench.store import Row
 
-DTYPES = (*ALLOWED["dtype"], "fp8")
+DTYPES = (*ALLOWED["dtype"], *NARROW)
 MICROBENCH = Path(__file__).parents[1] / "microbench"
 
 
@@ -64,14 +64,14 @@ def capture_case(
         return _captured(chosen, settings, *size, shallow)
 
     step = cached(hashlib.sha256(key.encode()).hexdigest()[:24], make, cache_folder("captures"))
-    return with_fp8(step) if dtype == "fp8" else step
+    return with_narrow_products(step, dtype) if dtype in NARROW else step
 
 
 def _settings(dtype: str, **options: Any) -> StepSettings:
-    """The settings of the captured step; fp8 is captured in bf16 and rewritten afterwards."""
+    """The settings of the captured step; 8 and 4 bits are captured in bf16 and rewritten."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: allowed are {', '.join(DTYPES)}")
-    return StepSettings(dtype="bf16" if dtype == "fp8" else dtype, **options)
+    return StepSettings(dtype="bf16" if dtype in NARROW else dtype, **options)
 
 
 def _captured(
@@ -154,12 +154,12 @@ def capture(
     name; a transformers model needs none, given ``batch`` and ``seq``. ``loss`` is a function of
     the output; "default" takes the output's ``loss``, or the output if it is a scalar; "none"
     starts backward from the output. ``dtype`` None keeps the dtypes of a module and is fp32 for all
-    other models. fp8 applies to the linear layers of blocks, the rest is in bf16
-    (``itercast.compose.parallel.fp8``). ``amp``: weights stay in fp32, the forward pass runs under
-    CUDA's autocast to ``dtype``. ``channels_last``: the model and its images are turned to that
-    memory format (NHWC) first. Three of many equal layers of published cases and configurations
-    are captured, unless ``whole``. ``optimizer``: that of ``optimizer_of`` where none is named.
-    ``lora``: rank of adapters on a frozen configuration's model.
+    other models. fp8, nvfp4 and mxfp4 apply to the linear layers of blocks, the rest is in bf16
+    (``itercast.compose.parallel.narrow``). ``amp``: weights stay in fp32, the forward pass runs
+    under CUDA's autocast to ``dtype``. ``channels_last``: the model and its images are turned to
+    that memory format (NHWC) first. Three of many equal layers of published cases and
+    configurations are captured, unless ``whole``. ``optimizer``: that of ``optimizer_of`` where
+    none is named. ``lora``: rank of adapters on a frozen configuration's model.
     """
     used = optimizer or optimizer_of(model)
     options: Row = {"mode": mode, "optimizer": used, "attn": attn, "amp": amp}
@@ -177,7 +177,7 @@ def capture(
     keep_dtype = dtype is None and hasattr(model, "parameters")
     settings = _settings(dtype or "fp32", **options)
     step = _capture_module(model, inputs, loss, settings, batch, seq, keep_dtype)
-    return with_fp8(step) if dtype == "fp8" else step
+    return with_narrow_products(step, dtype) if dtype in NARROW else step
 
 
 def optimizer_of(model: Any) -> str:

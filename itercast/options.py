@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVa
 import typer
 
 from itercast.microbench.cases.external.huggingface import read_config
+from itercast.microbench.opcall import NARROW
 from itercast.microbench.slow_imports import without_scikit_learn
 from itercast.names import completing
 
@@ -91,7 +92,7 @@ Lengths = Annotated[
 Packed = Annotated[
     bool, typer.Option("--packed", help="with --lengths: rows of --seq tokens hold several")
 ]
-Dtype = Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16 or fp8")]
+Dtype = Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16, fp8, nvfp4 or mxfp4")]
 ChannelsLast = Annotated[
     bool, typer.Option("--channels-last", help="model and images in torch.channels_last (NHWC)")
 ]
@@ -223,7 +224,7 @@ def prints_aside() -> Iterator[None]:
 def warn_of_dtype(dtype: str, target: Target) -> None:
     """Say in one line that a GPU has no units for a dtype, and at which rate it is forecast."""
     gpu = target.gpu
-    if gpu.kind == "gpu" and dtype != "fp32" and dtype not in gpu.peak_flops_per_s:
+    if gpu.kind == "gpu" and dtype not in ("fp32", *NARROW, *gpu.peak_flops_per_s):
         known = ", ".join(gpu.peak_flops_per_s)
         rest = "its products are forecast at the rate of fp32"
         typer.echo(f"itercast: {gpu.name} has no {dtype} units ({known}): {rest}", err=True)

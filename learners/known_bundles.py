@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -49,9 +50,17 @@ def _load_at(folder: Path, changed_ns: int) -> Bundle:
 
 
 def find_gpu(name: str, bundle: Bundle) -> Gpu:
-    """The GPU by name or file; ``cpu`` is this machine's CPU, or else one of the bundle."""
+    """The GPU by name or file; ``cpu`` is this machine's CPU, or else one of the bundle.
+
+    Peaks of dtypes that a bundle does not know come from the file of this name that ships.
+    """
     if name in bundle.gpus:
-        return bundle.gpus[name]
+        gpu = bundle.gpus[name]
+        stated = _shipped_gpu(name).peak_flops_per_s if name in gpu_names() else {}
+        peaks = {**stated, **gpu.peak_flops_per_s}
+        return (
+            gpu if len(peaks) == len(gpu.peak_flops_per_s) else replace(gpu, peak_flops_per_s=peaks)
+        )
     if name != "cpu":
         return _shipped_gpu(name) if name in gpu_names() else load_gpu(name)
     cpus = {n: g for n, g in bundle.gpus.items() if g.kind == "cpu"}

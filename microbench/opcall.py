@@ -45,6 +45,11 @@ ITEMSIZE_BYTES: Mapping[str, int] = {
     "uint8": 1,
     "bool": 1,
 }
+# Blocks of 16 numbers share a scale of 8 bits (a matrix one of 32 more), or blocks of 32.
+# Source: https://arxiv.org/abs/2509.25149, https://arxiv.org/abs/2310.10537
+BLOCK_SCALED: Mapping[str, float] = {"nvfp4": 0.5 + 1 / 16, "mxfp4": 0.5 + 1 / 32}
+ELEMENT_BYTES: Mapping[str, float] = {**ITEMSIZE_BYTES, **BLOCK_SCALED}
+NARROW = ("fp8", *BLOCK_SCALED)  # of products alone
 
 
 INDEX_BYTES = 8  # of one index of a sparse tensor: int64
@@ -97,7 +102,7 @@ def stored_bytes(shape: tuple[int, ...], dtype: str, layout: str = "", nnz: int 
     Indices of COO: dims * nnz; of CSR: nnz + rows + 1 for each matrix; of CSC: nnz + columns + 1.
     """
     if not layout:
-        return prod(shape) * ITEMSIZE_BYTES[dtype]
+        return round(prod(shape) * ELEMENT_BYTES[dtype])
     indices = len(shape) * nnz
     if layout != "coo":
         indices = nnz + prod(shape[:-2]) * (shape[-2 if layout == "csr" else -1] + 1)

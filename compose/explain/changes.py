@@ -111,7 +111,7 @@ def _faster_dtypes(dtype: str, gpu: Gpu, plan: ParallelPlan) -> list[str]:
     """Dtypes with a higher peak than this one, of those that training commonly uses."""
     if plan.amp or gpu.kind == "cpu":
         return []
-    known = [d for d in ("tf32", "bf16", "fp8") if d in gpu.peak_flops_per_s]
+    known = [d for d in ("tf32", "bf16", "fp8", "nvfp4") if d in gpu.peak_flops_per_s]
     return [d for d in known if gpu.peak(d) > gpu.peak(dtype)]
 
 

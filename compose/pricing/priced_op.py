@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from itercast.microbench.hardware.host import call_launches
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall
+from itercast.microbench.opcall import BLOCK_SCALED, OpCall
 from itercast.microbench.ops import find_family
 from itercast.microbench.ops.family import Family, Part, Point
 
@@ -110,7 +110,9 @@ class Priceable:
 
     def is_priced_as(self, part: Part) -> bool:
         """Whether a part is priced by the op's own family as the same op."""
-        return part.family == self.name and getattr(part.params, "op", "") == self.kind
+        as_wide = getattr(self.params, "dtype", "") in BLOCK_SCALED  # priced by fp8's rows
+        same = part.family == self.name and getattr(part.params, "op", "") == self.kind
+        return same and not as_wide
 
     def bytes_on(self, gpu: Gpu) -> float:
         """Bytes read and written: by the family's formula, else every tensor once."""

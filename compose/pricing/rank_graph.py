@@ -25,7 +25,7 @@ from itercast.compose.pricing.gradient_copies import buffers, gradient_copies
 from itercast.compose.pricing.optimizer import MatrixUpdate, matrix_updates
 from itercast.compose.pricing.priced_op import Priceable, priceable, touched_bytes
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, ParamSpec, StepCapture, TensorSpec
+from itercast.microbench.opcall import NARROW, OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.plan import ParallelPlan
 
 
@@ -121,10 +121,9 @@ def _rank_graph(capture: StepCapture, cut: Cut, gpu: Gpu) -> RankGraph:
     capture = context_parallel(expert_parallel(capture, cut.plan), cut.plan)
     capture = as_launched(tensor_parallel(capture, cut.plan, summed=gpu.kind != "cpu"))
     capture = compressed(capture, cut.plan)
-    if "fp8" not in gpu.peak_flops_per_s and any(map(_in_fp8, capture.calls)):
-        raise ValueError(
-            f"gpu {gpu.name!r}: no units for dtype 'fp8'; it has {sorted(gpu.peak_flops_per_s)}"
-        )
+    for dtype in sorted(_narrow(capture) - set(gpu.peak_flops_per_s)):
+        units = sorted(gpu.peak_flops_per_s)
+        raise ValueError(f"gpu {gpu.name!r}: no units for dtype {dtype!r}; it has {units}")
     capture = capture if gpu.kind == "cpu" else with_cuda_variants(capture)
     layers = tuple(split_layers(capture))
     step_bytes = sum(touched_bytes(c) for c in capture.calls if c.op != COLLECTIVE)
@@ -189,5 +188,6 @@ def _tied(capture: StepCapture, layers: Sequence[Layer]) -> tuple[ParamSpec, ...
     return tuple(p for p in layers[0].parameters if p.storage in used)
 
 
-def _in_fp8(call: OpCall) -> bool:
-    return any(t.dtype == "fp8" for t in call.tensors())
+def _narrow(capture: StepCapture) -> set[str]:
+    """The dtypes of 8 and 4 bits among the tensors that a step reads."""
+    return {t.dtype for c in capture.calls for t in c.tensors() if t.dtype in NARROW}

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall
+from itercast.microbench.opcall import ELEMENT_BYTES, OpCall
 from itercast.microbench.slow_imports import torch
 
 DRAWN = 2**16
@@ -214,10 +214,10 @@ def itemsize_bytes(dtype: str) -> Numbers:
     """Bytes per element of a dtype name, or of an array of names; ValueError for an unknown one."""
     try:
         if isinstance(dtype, str):
-            return ITEMSIZE_BYTES[dtype]
-        return np.fromiter(map(ITEMSIZE_BYTES.__getitem__, dtype), np.float64, len(dtype))
+            return ELEMENT_BYTES[dtype]
+        return np.fromiter(map(ELEMENT_BYTES.__getitem__, dtype), np.float64, len(dtype))
     except KeyError as exc:
-        known = ", ".join(ITEMSIZE_BYTES)
+        known = ", ".join(ELEMENT_BYTES)
         raise ValueError(f"unknown dtype {exc.args[0]!r}; known: {known}") from None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import OpCall, TensorSpec
+from itercast.microbench.opcall import BLOCK_SCALED, NARROW, OpCall, TensorSpec
 from itercast.microbench.ops.family import (
     Family,
     GpuSweep,
@@ -199,14 +199,14 @@ def _layout(a: TensorSpec, b: TensorSpec) -> str:
 def from_mm(call: OpCall) -> Gemm | None:
     """Describe mm(A, B), addmm(bias, A, B), bmm(A, B) or baddbmm(C, A, B) as logged.
 
-    fp8 kernels have one layout, nt: other operands are transposed when they are cast.
+    Kernels of 8 and 4 bits have one layout, nt: other operands are transposed when they are cast.
     """
     op = call.op.split(".")[1]
     a, b = (call.args[1], call.args[2]) if op in ("addmm", "baddbmm") else call.args[:2]
     batch = a.shape[0] if op in ("bmm", "baddbmm") else 1
     m, k = a.shape[-2:]
     kind, layout = {"baddbmm": "bmm"}.get(op, op), _layout(a, b)
-    if a.dtype == "fp8":
+    if a.dtype in NARROW:
         kind, layout = "scaled_mm", "nt"
     return Gemm(op=kind, m=m, n=b.shape[-1], k=k, batch=batch, layout=layout, dtype=a.dtype)
 
@@ -221,7 +221,7 @@ def from_grouped(call: OpCall) -> Gemm | None:
     over = len(b.shape) == 2
     m, k = (m, -(-k // experts)) if over else (-(-m // experts), k)
     layout = "tn" if over else "n" + _layout(a, b)[1]
-    kind, layout = ("scaled_mm", "nt") if a.dtype == "fp8" else ("grouped_mm", layout)
+    kind, layout = ("scaled_mm", "nt") if a.dtype in NARROW else ("grouped_mm", layout)
     return Gemm(op=kind, m=m, n=b.shape[-1], k=k, batch=experts, layout=layout, dtype=a.dtype)
 
 
@@ -278,8 +278,14 @@ def resize(p: Gemm, factor: float, lean: float) -> Gemm:
 def fallback(p: Gemm, measured: Measured) -> list[Part]:
     """Prices grouped_mm where a GPU has no kernel for it, and fp8 products, by other products.
 
-    A matrix times a vector in fp32 is a pass over the matrix.
+    A matrix times a vector in fp32 is a pass over the matrix. Products in 4 bits, of which there
+    are no rows, are as far from their own bound by flops and bytes as those in fp8 from theirs.
     """
+    if p.dtype in BLOCK_SCALED:
+        wide, gpu = replace(p, dtype="fp8"), measured.gpu
+        faster = _bound_s(p, gpu) / _bound_s(wide, gpu)
+        parts = fallback(wide, measured) or [Part(family="gemm", params=wide)]
+        return [replace(part, times=faster * part.times) for part in parts]
     if min(p.m, p.n) == p.batch == 1 and p.dtype == "fp32" and measured.gpu.kind != "cpu":
         return [memory_copy(float(bytes_moved(p)))]
     if p.op == "grouped_mm":
@@ -287,6 +293,14 @@ def fallback(p: Gemm, measured: Measured) -> list[Part]:
     if p.op == "scaled_mm" and measured.gpu.kind != "cpu" and p.n >= FP8_CAST_LEAST_COLUMNS:
         return _without_cast(p, measured)
     return []
+
+
+def _bound_s(p: Gemm, gpu: Gpu) -> float:
+    """Seconds of a product at the peak or the memory's rate; the result is in bf16."""
+    read = (p.m * p.k + p.k * p.n) * itemsize_bytes(p.dtype)
+    written = p.m * p.n * itemsize_bytes("bf16")
+    nbytes = float(p.batch * (read + written))
+    return max(float(flops(p)) / gpu.peak(p.dtype), nbytes / gpu.hbm_bytes_per_s)
 
 
 def _one_by_one(p: Gemm, measured: Measured) -> list[Part]:

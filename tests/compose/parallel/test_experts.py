@@ -13,7 +13,7 @@ from itercast.compose.capture_model import capture, capture_case
 from itercast.compose.graph.product_roles import DTYPE_CAST, alias_weight_casts
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.ep import expert_parallel, expert_weights
-from itercast.compose.parallel.fp8 import FP8_CAST
+from itercast.compose.parallel.narrow import CAST
 from itercast.compose.pricing.fallbacks import fallback_parts
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
@@ -108,7 +108,7 @@ def test_experts_are_in_fp8_but_not_routers() -> None:
     assert {(p.op, p.layout, p.batch) for p in grouped(found)} == {("scaled_mm", "nt", EXPERTS)}
     routed = [c for c in found.calls if c.op == "aten.mm.default"]
     assert {t.dtype for c in routed for t in c.args} == {"bf16"}
-    casts = [c for c in found.calls if c.op == FP8_CAST]
+    casts = [c for c in found.calls if c.op == CAST]
     assert [c.phase for c in casts] == ["forward"] * 4 + ["backward"] * 4
 
 

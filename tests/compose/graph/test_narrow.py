@@ -1,15 +1,19 @@
-"""Linear layers in fp8: which products, what their casts cost, which models are refused."""
+"""Linear layers in 8 and 4 bits: which products, what casts cost, which models are refused."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from itercast.api import capture, predict
-from itercast.compose.parallel.fp8 import FP8_CAST, with_fp8
-from itercast.microbench.opcall import OpCall, StepCapture
-from itercast.microbench.ops.matrix.gemm import FAMILY
+from itercast.compose.parallel.narrow import CAST, LARGEST, with_narrow_products
+from itercast.compose.pricing.fallbacks import MeasuredRows
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.opcall import OpCall, StepCapture, stored_bytes
+from itercast.microbench.ops.matrix.gemm import FAMILY, Gemm, fallback
 
 
 class Net(nn.Module):
@@ -61,8 +65,8 @@ class Bare(nn.Module):
         return self.head(x)
 
 
-def step(dtype: str, net: type[nn.Module] = Net, **options: bool) -> StepCapture:
-    make = lambda: (net(), torch.randn(8, 32), lambda y: y.square().mean())  # noqa: E731
+def step(dtype: str, net: type[nn.Module] = Net, rows: int = 8, **options: bool) -> StepCapture:
+    make = lambda: (net(), torch.randn(rows, 32), lambda y: y.square().mean())  # noqa: E731
     return capture(make, dtype=dtype, **options)
 
 
@@ -90,9 +94,9 @@ def test_the_gradient_of_a_transposed_weight_is_in_fp8_too() -> None:
 def test_each_activation_and_gradient_is_cast_once() -> None:
     """Four inputs forward, four gradients backward; all other calls are as in bf16."""
     wide, narrow = step("bf16"), step("fp8")
-    casts = [c for c in narrow.calls if c.op == FP8_CAST]
+    casts = [c for c in narrow.calls if c.op == CAST]
     assert [c.phase for c in casts] == ["forward"] * 4 + ["backward"] * 4
-    assert [c.op for c in narrow.calls if c.op != FP8_CAST] == [c.op for c in wide.calls]
+    assert [c.op for c in narrow.calls if c.op != CAST] == [c.op for c in wide.calls]
     assert [p.name for p in narrow.parameters] == [p.name for p in wide.parameters]
     ready = [narrow.calls[p.ready_after].op for p in narrow.parameters]
     assert ready == [wide.calls[p.ready_after].op for p in wide.parameters]
@@ -100,7 +104,7 @@ def test_each_activation_and_gradient_is_cast_once() -> None:
 
 def test_a_model_without_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="no linear layers in numbered blocks"):
-        with_fp8(step("bf16", Bare))
+        with_narrow_products(step("bf16", Bare), "fp8")
 
 
 def test_fp8_saves_gemm_time_on_an_h100_and_is_refused_on_an_a100() -> None:
@@ -124,3 +128,44 @@ def test_tensor_parallelism_cuts_products_in_fp8_as_well() -> None:
     size = {"batch": 4, "seq": 2048, "gpu": "h100-sxm-80gb", "dtype": "fp8"}
     whole, half = (predict("llama-300m", plan=plan, **size) for plan in ("", "tp=2"))
     assert half.by_family_us["gemm"] < 0.75 * whole.by_family_us["gemm"]
+
+
+@pytest.mark.parametrize(("dtype", "share"), [("nvfp4", 0.5625), ("mxfp4", 0.53125)])
+def test_blocks_of_four_bits_share_a_scale(dtype: str, share: float) -> None:
+    """16 numbers and a byte are 9 bytes, 32 and a byte 17; a cast writes two copies of that.
+
+    Of 32 x 64 bf16 numbers it reads 4,096 bytes; nvfp4 reads them once before, for the largest.
+    """
+    assert stored_bytes((32, 64), dtype) == 2048 * share
+    calls = step(dtype, rows=32).calls
+    assert len([c for c in calls if c.op in FAMILY.answers and c.args[-1].dtype == dtype]) == 11
+    cast = next(c for c in calls if c.op == CAST and c.args[0].shape[1] == 64)
+    moved = cast.args[0].nbytes + cast.outputs[0].nbytes
+    assert moved == pytest.approx(4096 + 2 * 2048 * share, rel=1 / 32)
+    assert len([c for c in calls if c.op == LARGEST]) == (8 if dtype == "nvfp4" else 0)
+
+
+def test_a_product_in_four_bits_is_as_far_from_its_bound_as_in_fp8() -> None:
+    """B200: 9e15 against 4.5e15 FLOP/s, half of the time where flops are the limit.
+
+    A row times a matrix reads 4096 x 4096 x 9/16 bytes for 4096 x 4096, 0.56 of the time.
+    """
+    gpu = load_gpu("b200-sxm")
+    measured = MeasuredRows(models={}, gpu=gpu, channels_last=False, stack="torch-2.11")
+    large, row = (
+        Gemm(op="scaled_mm", m=m, n=4096, k=4096, layout="nt", dtype="nvfp4") for m in (8192, 1)
+    )
+    halved, read = (fallback(p, measured) for p in (large, row))
+    assert [(x.params, x.times) for x in halved] == [(replace(large, dtype="fp8"), 0.5)]
+    assert read[0].times == pytest.approx(0.5625, rel=2e-3)  # and the result in bf16
+
+
+def test_four_bits_save_gemm_time_on_a_b200_and_are_refused_elsewhere() -> None:
+    size = {"batch": 4, "seq": 2048, "gpu": "b200-sxm"}
+    wide, found = (predict("llama-300m", dtype=dtype, **size) for dtype in ("fp8", "nvfp4"))
+    assert 0.5 < found.by_family_us["gemm"] / wide.by_family_us["gemm"] < 1
+    assert found.by_family_us["reduction"] > wide.by_family_us["reduction"]
+    assert found.assumed_by_us["fallbacks.gemm"] > 0.6 * found.by_family_us["gemm"]
+    for gpu in ("h100-sxm-80gb", "cpu"):
+        with pytest.raises(ValueError, match=r"no units for dtype 'nvfp4'; it has \["):
+            predict("llama-300m", dtype="nvfp4", **{**size, "gpu": gpu})
