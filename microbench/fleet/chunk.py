@@ -47,7 +47,7 @@ DONE, REFUSED, THROTTLED, LATE = "done", "refused", "throttled", "late"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkOrder:
-    """What a task measures; see ``Chunk``, ``Machines``. ``until``, ``began``: seconds since 1970.
+    """What a task measures; see ``Chunk`` and ``Machines``. ``until``: seconds since 1970.
 
     ``last``: the chunk was elsewhere already, so that rows of a throttled GPU are kept.
     """
@@ -67,7 +67,6 @@ class ChunkOrder:
     gpus_per_node: int = 1
     torchrun: str = ""
     last: bool = False
-    began: float = 0.0
 
     @property
     def device(self) -> str:
@@ -83,7 +82,7 @@ def measure(order: ChunkOrder) -> Plain:
     if order.device == "cpu" and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, own_cores(order.cores, order.until))
     where = machine(order.device)
-    facts: Plain = {"chunk": order.name, **where, "began": round(order.began or time.time(), 1)}
+    facts: Plain = {"chunk": order.name, **where, "began": round(time.time(), 1)}
     if wrong := _wrong(order):
         return {**facts, "state": REFUSED, "reason": wrong}
     folder = Path(order.work) / order.name

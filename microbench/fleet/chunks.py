@@ -19,7 +19,7 @@ from itercast.microbench.sweep.orders import HOST_SHARE
 
 ITERATIONS_SHARE = 0.35  # no assumption: of a machine's time, where it also sweeps ops
 TOGETHER_SHARE = 0.1  # of the time, for collectives
-START_S = 8.0  # of a chunk besides its measuring: Python, torch, facts of the machine, the upload
+START_S = 1.0  # of a chunk before and after its time, which includes the starts of its workers
 OPS, HOST, TOGETHER, ITERATIONS = "ops", "host", "together", "iterations"
 Plain = Row  # of JSON
 

@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from typing import Any
 
 from itercast.microbench.cache_folder import cache_folder
@@ -30,7 +29,7 @@ def run_chunk(order: bytes) -> bytes:
     path = work / f"{plain['name']}.json"
     result, printed = path.with_suffix(".result"), path.with_suffix(".log")
     result.unlink(missing_ok=True)
-    path.write_text(json.dumps({**plain, "work": str(work), "began": time.time()}))
+    path.write_text(json.dumps({**plain, "work": str(work)}))
     words = ["-m", "itercast.microbench.processes.leash", "itercast.microbench.fleet.chunk"]
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}  # Ray sets it
     with printed.open("wb") as output:

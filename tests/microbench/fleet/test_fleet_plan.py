@@ -87,7 +87,7 @@ def test_what_a_chunk_takes_of_a_node(folder: Path) -> None:
 
 
 def test_the_simulated_cost_by_hand(folder: Path) -> None:
-    """Two chunks of 6 s one after the other: 28 s with their starts, 0.0078 h at 0.1 an hour."""
+    """Two chunks of 6 s one after the other: 14 s with their starts, 0.0039 h at 0.1 an hour."""
     plan = load_plan(folder / "plan.yaml")
     boxes = simulate(plan, deal(plan))[1]
     assert boxes.wall_s == pytest.approx(12 + 2 * START_S)
