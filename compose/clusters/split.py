@@ -19,7 +19,7 @@ from itercast.compose.simulate.unlike import evaluate_replicas
 from itercast.microbench.plan import V_SHAPED, ParallelPlan, micro_batch
 
 # Keys of plans that need equal replicas, or groups of ranks across them.
-EQUAL = ("cp", "ep", "hsdp", "cdp", "gossip", "local", "shard", "node", "nodes")
+EQUAL = ("cp", "ep", "hsdp", "cdp", "gossip", "local", "shard", "tables", "cut", "node", "nodes")
 T = TypeVar("T")
 
 
