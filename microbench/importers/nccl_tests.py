@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -29,17 +30,9 @@ from itercast.microbench.importers.nccl_text import Log, parse_json, parse_text
 from itercast.microbench.store import Facts, Row
 from itercast.microbench.yaml_text import facts_of
 
-ABOUT = About(**facts_of(__file__)["about"])
-OPS = {
-    "sendrecv": "send_recv",
-    "alltoall": "all_to_all",
-    "all_reduce": "all_reduce",
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "broadcast": "broadcast",
-    "send_recv": "send_recv",
-    "all_to_all": "all_to_all",
-}
+FACTS = facts_of(__file__)
+ABOUT = About(**FACTS["about"])
+OPS: Mapping[str, str] = FACTS["ops"]
 VARIANT = re.compile(r"[A-Z]+\d+-SXM\d?-\d+GB")  # at the start of a longer text
 
 

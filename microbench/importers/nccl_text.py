@@ -12,26 +12,12 @@ from dataclasses import dataclass, field
 
 from itercast.microbench.importers.base import Unreadable, number, parsed_json, text_of, whole
 from itercast.microbench.store import Facts
+from itercast.microbench.yaml_text import facts_of
 
 PREFIX = re.compile(r"\s*(\[\d+,\d+\]<\w+>:|\[?\d+\]?:(?=[\s#]))?\s*")
 RANK = re.compile(r"#\s*Rank\s+(\d+)\s.*\son\s+(\S+)\s+device\s+\d+\s+\[[^\]]*\]\s+(.+)")
 MAX_LINE = 4000
-DTYPES = {
-    "float": "fp32",
-    "half": "fp16",
-    "double": "fp64",
-    "bfloat16": "bf16",
-    "int8": "int8",
-    "uint8": "uint8",
-    "int32": "int32",
-    "int64": "int64",
-    "char": "int8",
-    "int": "int32",
-    "fp8_e4m3": "fp8",
-    "fp8_e5m2": "fp8",
-    "f8e4m3": "fp8",
-    "f8e5m2": "fp8",
-}
+DTYPES: Mapping[str, str] = facts_of(__file__)["dtypes"]
 # For tables without a head: number of words after the dtype -> positions of the times. The words
 # are redop, [root], then per direction time, algbw, busbw, [wrong]; some tables have one direction,
 # old ones no root.

@@ -6,6 +6,7 @@ https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,41 +16,13 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-# Kind, and which tensors hold the whole buffer: those read, those written, or either.
-KINDS: Mapping[str, tuple[str, str]] = {
-    "allreduce_": ("all_reduce", "read"),
-    "allreduce_coalesced_": ("all_reduce", "read"),
-    "all_reduce": ("all_reduce", "read"),
-    "all_reduce_": ("all_reduce", "read"),
-    "all_reduce_coalesced": ("all_reduce", "read"),
-    "all_reduce_coalesced_": ("all_reduce", "read"),
-    "allgather_": ("all_gather", "written"),
-    "_allgather_base_": ("all_gather", "written"),
-    "allgather_coalesced_": ("all_gather", "written"),
-    "allgather_into_tensor_coalesced_": ("all_gather", "written"),
-    "all_gather_into_tensor": ("all_gather", "written"),
-    "all_gather_into_tensor_out": ("all_gather", "written"),
-    "all_gather_into_tensor_coalesced": ("all_gather", "written"),
-    "reduce_scatter_": ("reduce_scatter", "read"),
-    "_reduce_scatter_base_": ("reduce_scatter", "read"),
-    "reduce_scatter_tensor": ("reduce_scatter", "read"),
-    "reduce_scatter_tensor_out": ("reduce_scatter", "read"),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", "read"),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "read"),
-    "alltoall_": ("all_to_all", "read"),
-    "alltoall_base_": ("all_to_all", "read"),
-    "all_to_all_single": ("all_to_all", "read"),
-    "broadcast_": ("broadcast", "read"),
-    "broadcast": ("broadcast", "read"),
-    "reduce_": ("reduce", "read"),
-    "gather_": ("gather", "read"),
-    "scatter_": ("scatter", "written"),
-    "barrier": ("barrier", "read"),
-    "send": ("send", "read"),
-    "isend": ("send", "read"),
-    "recv_": ("recv", "written"),
-    "irecv": ("recv", "written"),
-}
+CALL = re.compile(
+    "_?(all_?reduce|all_?gather|reduce_scatter|all_?to_?all|broadcast|reduce|gather|scatter|barrier"
+    "|i?send|i?recv)(_base|_into_tensor|_tensor|_single|_coalesced|_out)*_?"
+)
+KINDS = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+KINDS |= {"isend": "send", "irecv": "recv"}
+INTO_WHOLE = ("all_gather", "scatter", "recv")  # the whole buffer is written, else it is read
 WRITTEN = ("output_tensors", "output_tensor", "output", "outputs", "output_lists", "out")
 
 
@@ -85,9 +58,10 @@ def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> CollectiveC
     name = func._schema.name.partition("::")[2]
     if name in ("wait_tensor", "mesh_get_process_group", "check_for_nan"):
         return None
-    if name not in KINDS:
-        raise NotImplementedError(f"collective {name!r}: known are {', '.join(KINDS)}")
-    kind, whole = KINDS[name]
+    if (call := CALL.fullmatch(name)) is None:
+        raise NotImplementedError(f"collective {name!r} is not known")
+    kind = KINDS.get(call[1], call[1])
+    into_whole = kind in INTO_WHOLE
     given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
     group = _group(given)
     tensors = {k: _tensors(v) for k, v in given.items()}
@@ -104,7 +78,7 @@ def collective_of(func: Any, args: Any, kwargs: Any, result: Any) -> CollectiveC
     ranks = tuple(dist.get_process_group_ranks(group))
     return CollectiveCall(
         kind=kind,
-        buffers=tuple(read if whole == "read" else written),
+        buffers=tuple(written if into_whole else read),
         read=tuple(read),
         written=tuple(written),
         group=group.group_name,

@@ -36,24 +36,7 @@ VOCABULARIES = assumed(__file__, "vocabularies")
 DIVISIBLE_BY = 128  # --make-vocab-size-divisible-by, times the tensor-parallel degree
 REFUSED: Mapping[str, str] = FACTS["refused"]
 SPEC_AS_DEFAULT = ("local",)
-STATED = {  # columns of published plans (``plans.plan_of``), and the flags that state them
-    "tp": "--tensor-model-parallel-size",
-    "pp": "--pipeline-model-parallel-size",
-    "cp": "--context-parallel-size",
-    "global_batch": "--global-batch-size",
-    "micro_batch_per_gpu": "--micro-batch-size",
-    "activation_recompute": "--recompute-granularity",
-}
-STAGES = {
-    "first": "--decoder-first-pipeline-num-layers",
-    "last": "--decoder-last-pipeline-num-layers",
-}
-SIZES = {  # of a model; positions come last
-    "layers": "--num-layers",
-    "width": "--hidden-size",
-    "heads": "--num-attention-heads",
-    "positions": "--max-position-embeddings",
-}
+STATED, STAGES, SIZES = (FACTS[name] for name in ("stated", "stages", "sizes"))
 Flags = Facts
 
 

@@ -3,46 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from itercast.microbench.opcall import OpCall, TensorSpec
 from itercast.microbench.ops import families
 from itercast.microbench.store import Facts
+from itercast.microbench.yaml_text import facts_of
 
-DTYPES = {
-    "float": "fp32",
-    "double": "fp64",
-    "c10::BFloat16": "bf16",
-    "c10::Half": "fp16",
-    "long int": "int64",
-    "long": "int64",
-    "int": "int32",
-    "short": "int16",
-    "bool": "bool",
-    "signed char": "int8",
-    "unsigned char": "uint8",
-}
-OVERLOADS: tuple[str, ...] = (
-    "default",
-    "Tensor",
-    "Scalar",
-    "dim_IntList",
-    "dim",
-    "correction",
-    "self",
-    "float",
-    "memory_format",
-    "Tensor_Scalar",
-    "start",
-    "start_step",
-    "ScalarSelf",
-)
-RENAMED = {
-    "cudnn_batch_norm": "native_batch_norm",
-    "miopen_batch_norm": "native_batch_norm",
-    "cudnn_batch_norm_backward": "native_batch_norm_backward",
-}
+FACTS = facts_of(__file__)
+DTYPES: Mapping[str, str] = FACTS["dtypes"]
+OVERLOADS: tuple[str, ...] = tuple(FACTS["overloads"].split())
+RENAMED: Mapping[str, str] = FACTS["renamed"]
 WHOLE = 2  # arguments of a reduction over the whole tensor, at most: the tensor and a dtype
 TRAINING = 5  # position of batch norm's training flag
 # Positions of query, bias, dropout and causal flag among the arguments (-1: not an argument).
