@@ -81,7 +81,8 @@ class PricedLayer:
             self.launches.us(op, added=op.phase == ADDED),
             self.launches.kernels(op),
         )
-        return Step(op.duration_us, launch_us, op.phase == "comm", kernels, op.op)
+        comm, waits = op.phase == "comm", op.waits and self.launches.by_op
+        return Step(op.duration_us, launch_us, comm, kernels, op.op, waits)
 
     @cached_property
     def forward_work(self) -> Work:

@@ -209,6 +209,7 @@ class PriceBook:
             launch_us=call.us(getattr(w.params, "tensors", 1)) if call else None,
             kernels=max(1, round(call.kernels)) if call else 1,
             call_launches=w.call_launches,
+            waits=w.waits,
             assumed=shares if ratio == 1.0 else (("attention_kernels.over_flash_2", 1.0),),
         )
 

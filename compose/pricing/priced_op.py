@@ -17,6 +17,11 @@ from itercast.microbench.ops.family import Family, Part, Point
 
 UNMODELLED = "unmodelled"
 AssumedShares = tuple[tuple[str, float], ...]  # name of an assumption, share of a time
+# The host waits for a number that it reads, and for shapes (torch.Tag.dynamic_output_shape).
+SHAPED_BY_DATA = (
+    *("_local_scalar_dense", "bincount", "masked_select", "nonzero", "repeat_interleave"),
+    *("_unique", "_unique2", "unique_consecutive", "unique_dim", "unique_dim_consecutive"),
+)
 
 
 @dataclass
@@ -55,6 +60,7 @@ class PricedOp:
     equal length. ``call_launches``: host time of its call over that of a pointwise op.
     ``assumed``: shares of ``duration_us`` that rest on assumptions, by their names. ``leads``: the
     share of the step's host time that comes before it, where a CUDA graph launches all ops.
+    ``waits``: the host waits for its end.
     """
 
     op: str
@@ -68,6 +74,7 @@ class PricedOp:
     call_launches: float = 1.0
     assumed: AssumedShares = ()
     leads: float = 0.0
+    waits: bool = False
 
     def over(self, n: float) -> PricedOp:
         """Its mean over n steps, of which one has it."""
@@ -81,7 +88,8 @@ class Priceable:
     """An op to price: its parameters in the family that answers for it, and its tensors' bytes.
 
     ``cold``: the share of its bytes that no cache holds. ``kernel``: the attention kernel, where
-    the step states one; ``channels_last``: images are NHWC in memory.
+    the step states one; ``channels_last``: images are NHWC in memory. ``waits``: the host waits for
+    its end.
     """
 
     op: str
@@ -92,6 +100,7 @@ class Priceable:
     cold: float
     kernel: str = ""
     channels_last: bool = False
+    waits: bool = False
 
     @property
     def name(self) -> str:
@@ -144,7 +153,14 @@ def priceable(call: OpCall, cold: float = 1.0) -> Priceable:
         cold=cold,
         kernel=str(call.kwargs.get("kernel", "")),
         channels_last=_channels_last(call),
+        waits=_shaped_by_data(call),
     )
+
+
+def _shaped_by_data(call: OpCall) -> bool:
+    """Whether the shape of the result depends on data: also of elements chosen by a mask."""
+    masks = call.op == "aten.index.Tensor" and any(t.dtype == "bool" for t in call.tensors()[1:])
+    return masks or call.op.removeprefix("aten.").split(".")[0] in SHAPED_BY_DATA
 
 
 def touched_bytes(call: OpCall) -> int:

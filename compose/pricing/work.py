@@ -1,15 +1,16 @@
 """Adds up ops that run one after the other, so that a layer is summed once and then repeated.
 
 The host launches ops one after the other; a kernel starts when it is launched and the compute lane
-is free. The times at which host and lane are free after a group of ops are a max-plus linear
-function of those before it. Such functions compose, so that four numbers describe any group of ops
-exactly. On a CPU there is no host lane.
+is free. The host waits for ops that it must know the result's shape of. The times at which host and
+lane are free after a group of ops are a max-plus linear function of those before it. Such functions
+compose, so that few numbers describe any group of ops exactly. On a CPU there is no host lane.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,9 @@ class Work:
     ``host_us``: launching all of them; ``lane_us``: all kernels one after the other; ``path_us``:
     from the first launch to the end of the last kernel where nothing else delays them; ``comm_us``:
     the part of ``lane_us`` in which compute waits for collectives. ``steps``: the ops, where a
-    timeline is to show each of them.
+    timeline is to show each of them. Where the host waits for one of them, ``wait_us`` and
+    ``stall_us`` are the times from when the lane is free until the host has launched all, and until
+    the last kernel ends.
     """
 
     host_us: float = 0.0
@@ -27,32 +30,38 @@ class Work:
     path_us: float = 0.0
     comm_us: float = 0.0
     steps: tuple[Step, ...] = ()
+    wait_us: float = -inf
+    stall_us: float = -inf
 
     def then(self, other: Work) -> Work:
         """These ops followed by others."""
+        end_us, more_us = (max(w.lane_us, w.stall_us) for w in (self, other))
         return Work(
-            self.host_us + other.host_us,
+            max(self.host_us + other.host_us, self.path_us + other.wait_us),
             self.lane_us + other.lane_us,
-            max(self.path_us + other.lane_us, self.host_us + other.path_us),
+            max(self.path_us + more_us, self.host_us + other.path_us),
             self.comm_us + other.comm_us,
             self.steps + other.steps,
+            max(self.wait_us + other.host_us, end_us + other.wait_us),
+            max(self.stall_us + more_us, end_us + other.stall_us, self.wait_us + other.path_us),
         )
 
     def times(self, n: int) -> Work:
         """These ops n times in a row, without showing each of them."""
-        if n == 0:
-            return Work()
-        more = n - 1
-        path_us = self.path_us + more * max(self.lane_us, self.host_us)
-        return Work(n * self.host_us, n * self.lane_us, path_us, n * self.comm_us)
+        total, each = Work(), replace(self, steps=())
+        for binary_digit in f"{n:b}":
+            total = total.then(total)
+            total = total.then(each) if binary_digit == "1" else total
+        return total
 
     def over(self, n: float) -> Work:
         """Their mean over n steps, of which one has them."""
         if n == 1:
             return self
         shown = (replace(s, us=s.us / n, launch_us=s.launch_us / n) for s in self.steps)
-        lane_us, path_us, comm_us = self.lane_us / n, self.path_us / n, self.comm_us / n
-        return Work(self.host_us / n, lane_us, path_us, comm_us, tuple(shown))
+        host_us, lane_us, path_us = self.host_us / n, self.lane_us / n, self.path_us / n
+        waits = (self.wait_us / n, self.stall_us / n)
+        return Work(host_us, lane_us, path_us, self.comm_us / n, tuple(shown), *waits)
 
     @property
     def alone_us(self) -> float:
@@ -73,7 +82,8 @@ class Step:
     """One op: its time on the compute lane, and the time that the host takes to launch it.
 
     ``comm``: it is a collective that compute waits for. ``kernels``: it is launched in so many
-    equal parts, each of which starts as soon as it is launched.
+    equal parts, each of which starts as soon as it is launched. ``waits``: the host waits for its
+    end.
     """
 
     us: float
@@ -81,6 +91,7 @@ class Step:
     comm: bool = False
     kernels: int = 1
     name: str = ""
+    waits: bool = False
 
 
 def fold(steps: Sequence[Step], on_cpu: bool, *, shown: bool = False) -> Work:
@@ -92,11 +103,13 @@ def fold(steps: Sequence[Step], on_cpu: bool, *, shown: bool = False) -> Work:
     if on_cpu:
         total = sum(s.us + s.launch_us for s in steps)
         return Work(0.0, total, total, sum(s.us for s in steps if s.comm), each)
-    host = lane = path = comm = 0.0
+    host = lane = path = comm = stall = 0.0
+    wait = -inf  # host and end of the last kernel, where only the lane was busy before
     for s in steps:
-        first = host + s.launch_us / s.kernels
-        host += s.launch_us
+        first_us, last_us = s.launch_us / s.kernels, s.us / s.kernels
+        path = max(max(path, host + first_us) + s.us, host + s.launch_us + last_us)
+        stall = max(max(stall, wait + first_us) + s.us, wait + s.launch_us + last_us)
+        host, wait = (path, stall) if s.waits else (host + s.launch_us, wait + s.launch_us)
         lane += s.us
-        path = max(max(path, first) + s.us, host + s.us / s.kernels)
         comm += s.us if s.comm else 0.0
-    return Work(host, lane, path, comm, each)
+    return Work(host, lane, path, comm, each, wait, stall if wait > -inf else -inf)

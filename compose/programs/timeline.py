@@ -113,6 +113,9 @@ class RankLanes:
         else:
             kernels = costs.kernels(op)
             self.open.append(Step(op.duration_us, costs.us(op), kernels=kernels, name=op.op))
+        if op.waits:
+            self._close()
+            self.host += self.last[stream]
 
     def _close(self) -> None:
         """Add the ops launched since the last mark, as one task or each by itself."""

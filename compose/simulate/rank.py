@@ -31,7 +31,7 @@ class Lanes:
     ``done``: the tasks after which all compute so far is done; ``waits``: messages that the next
     compute task waits for. ``ranks_per_core``: ranks that share a core of a CPU, by which compute
     is slower. ``ahead``: the host launches all before the device comes to it, so that only the sum
-    of its time bounds the program.
+    of its time bounds the program, until it waits for an op.
     """
 
     on_cpu: bool
@@ -61,10 +61,16 @@ class Lanes:
         compute = self._add("compute", work.comm_us + busy_us, after, name)
         self.done = (compute,)
         if not self.on_cpu:
+            self.ahead = self.ahead and work.stall_us < 0
             if not self.ahead:
                 path = f"path {len(self.tasks)}"
                 self.done += (self._add(path, work.path_us, self.host, f"launch {name}"),)
             self.host = (self._add("host", work.host_us, self.host, f"launch {name}"),)
+            if work.stall_us > 0:
+                for us in (work.wait_us, work.stall_us):
+                    self._add(f"path {len(self.tasks)}", us, after, name)
+                self.host += (len(self.tasks) - 2,)
+                self.done += (len(self.tasks) - 1,)
 
     def _op(self, op: Step) -> None:
         """Add one op, as many tasks as it has kernels; its own host time lengthens it on a CPU."""
@@ -79,6 +85,8 @@ class Lanes:
                 self.host = (self._add("host", launch_us, self.host, f"launch {op.name}"),)
                 after += () if self.ahead else self.host
             self.done = (self._add("compute", us, after, op.name),)
+        if op.waits and not self.on_cpu:
+            self.host, self.ahead = self.host + self.done, False
 
     def send(self, op: PricedOp, lane: str = "comm", after: tuple[int, ...] | None = None) -> int:
         """Add a message that starts once all compute so far (or ``after``) is done."""

@@ -82,8 +82,9 @@ UNDECLARED_VIEWS |= {"aten::_sparse_coo_tensor_with_dims_and_tensors"}
 UNDECLARED_VIEWS |= {"aten::sparse_compressed_tensor", "aten::_sparse_compressed_tensor_unsafe"}
 UNDECLARED_VIEWS |= {"aten::transpose_", "aten::t_", "aten::squeeze_", "aten::unsqueeze_"}
 # Ops that are not logged: they cost the host next to nothing.
-SILENT = {"aten::detach", "aten::alias", "aten::lift_fresh", "aten::_local_scalar_dense"}
+SILENT = {"aten::detach", "aten::alias", "aten::lift_fresh"}
 SILENT |= {"aten::_nnz", "aten::is_coalesced", "aten::sparse_dim", "aten::dense_dim"}
+ITEM = "aten._local_scalar_dense.default"  # the host reads a number
 TF32_DTYPES = {**DTYPES, torch.float32: "tf32"}
 TF32_OPS = {
     *(f"aten.{op}.default" for op in ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")),
@@ -204,13 +205,19 @@ class OpLog(TorchDispatchMode):
         name = func._schema.name
         if self.paused or name.startswith(("prim::", "profiler::", "aten::item")) or name in SILENT:
             return output
-        if self.phase in ("forward", "loss"):
+        if (reads := str(func) == ITEM) and self._on_host():
+            return output
+        if self.phase in ("forward", "loss") and not reads:
             self.host["autograd_node"] += 1
         if func.is_view or name in UNDECLARED_VIEWS:
             self.host["view_op"] += 1
             return output
         self.add(str(func), args, kwargs, output)
         return output
+
+    def _on_host(self) -> bool:
+        """Whether a number that is read is on the host: counters of steps, numbers of one list."""
+        return self.phase == "optimizer" or [c.op for c in self.calls[-1:]] == [ITEM]
 
 
 @cache

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from itercast.compose.capture_model import capture, micro_size
+from itercast.compose.pricing.priced_op import priceable
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
 
@@ -236,6 +237,30 @@ def test_masks_and_indices_given_for_real_are_followed() -> None:
     assert count == 3  # kinds of label
     (chosen,) = (c.outputs[0] for c in step.calls if c.op == "aten.masked_select.default")
     assert chosen.shape == (24,)
+
+
+def test_a_loop_over_experts_waits_for_the_gpu() -> None:
+    """Counts, and each expert's tokens: the host must know their number before it goes on.
+
+    The list of counts is read once.
+    """
+
+    class Loop(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+        def forward(self, x: Any) -> Any:
+            chosen, y = x[:, :4].argmax(-1), torch.zeros_like(x)
+            assert chosen.bincount(minlength=4).tolist() == [16] * 4
+            for i, expert in enumerate(self.experts):
+                (tokens,) = torch.where(chosen == i)
+                y = y.index_add(0, tokens, expert(x[tokens]))
+            return y + expert(x[chosen == 0]).sum()
+
+    calls = capture(Loop(), torch.randn(64, 8), "none").calls
+    waiting = [c.op.split(".")[1] for c in calls if priceable(c).waits]
+    assert waiting == ["bincount", "_local_scalar_dense", *["nonzero"] * 4, "index"]
 
 
 def test_inputs_are_left_as_they_were() -> None:

@@ -1,7 +1,7 @@
 """A mixture of experts' products as one op: every token goes through some of many networks.
 
-Serving software and libraries run them in one or two kernels. A captured step has the products of
-``gemm`` (``grouped_mm``) and the ops around them instead, so no call is described by this family.
+Serving software runs them in one or two kernels, whose published times teach this family for
+``itercast price``. A captured step has ``grouped_mm`` of ``gemm`` and the ops around it instead.
 """
 
 from __future__ import annotations
@@ -16,21 +16,15 @@ from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.ops.family import (
     Family,
-    GpuSweep,
     Numbers,
-    Tensor,
     Values,
     Workload,
     by_name,
     is_any,
     itemsize_bytes,
     log_uniform,
-    repeated,
-    torch_dtype,
 )
 from itercast.microbench.ops.matrix.expert_loads import Column, Count, summed
-from itercast.microbench.ops.sizes import MAX_ROWS, resize_along
-from itercast.microbench.slow_imports import torch
 
 # Products with matrices of hidden x inner numbers, by op.
 MATRICES = {"layer": 3, "gate_up": 2, "down": 1, "down_full": 3}
@@ -39,7 +33,6 @@ TILES = ((16, 64), (64, 128), (128, 128))
 FLOOR_ROWS = 16  # of the tiles that ``floor_us`` counts
 RESULT_BYTES = 2  # of a number that a product writes, at least
 KERNEL_US: float = assumed(__file__, "kernel_us")
-MAX_FLOPS = 2e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +43,7 @@ class Experts:
     (hidden to 2 x inner), down (inner to hidden) or down_full (down with both gradients). A rank
     holds ``local`` of the experts, with ``inner`` of their width. ``skew`` is the exponent of a
     power law of tokens over experts (``expert_loads``), of whose ranks the busiest is meant; 0:
-    each gets as many.
+    each gets as many. ``block``: how many fp8 numbers of a row share a scale; 0: all.
     """
 
     op: str
@@ -61,6 +54,7 @@ class Experts:
     topk: int
     local: int
     skew: float = 0.0
+    block: int = 0
     dtype: str = "fp32"
 
 
@@ -69,51 +63,21 @@ def sweep() -> Iterator[Experts]:
     rng = np.random.default_rng(19)
     while True:
         experts = 2 ** int(rng.integers(2, 8))
-        p = Experts(
+        hidden, inner = (64 * log_uniform(rng, 1, 64) for _ in range(2))
+        yield Experts(
             op=str(rng.choice(list(MATRICES))),
             tokens=log_uniform(rng, 8, 4096),
-            hidden=64 * log_uniform(rng, 1, 64),
-            inner=64 * log_uniform(rng, 1, 64),
+            hidden=hidden,
+            inner=inner,
             experts=experts,
-            topk=int(rng.choice([1, 2, 4, 8])) if experts >= 8 else 2,
+            topk=int(rng.choice([1, 2, 4])),
             local=experts,
         )
-        if flops(p) <= MAX_FLOPS and bytes_moved(p) <= 2e8:
-            yield p
 
 
 def build(p: Experts, device: str) -> Workload:
-    """Tokens in the order of their experts, equal shares; all experts on this device."""
-    if p.skew or p.local != p.experts:
-        raise NotImplementedError("experts are timed with equal shares and all on one device")
-    if device == "cuda" and p.dtype != "bf16":
-        raise NotImplementedError("experts are timed in bf16 alone: others wait for the host")
-
-    def operand(*shape: int) -> Tensor:
-        return repeated(torch.randn, shape, device).to(torch_dtype(p.dtype))
-
-    pairs = p.tokens * p.topk
-    ends = torch.linspace(0, pairs, p.experts + 1, device=device)[1:].to(torch.int32)
-    source = torch.arange(pairs, device=device) % p.tokens
-    x, wide = operand(p.tokens, p.hidden), operand(pairs, p.inner)
-    up, down = operand(p.experts, p.hidden, 2 * p.inner), operand(p.experts, p.inner, p.hidden)
-
-    def layer() -> Tensor:
-        gate, other = torch._grouped_mm(x[source], up, ends).chunk(2, dim=-1)
-        y = torch._grouped_mm(torch.nn.functional.silu(gate) * other, down, ends)
-        return torch.zeros_like(x).index_add_(0, source, y)
-
-    def full() -> tuple[Tensor, ...]:
-        y = torch._grouped_mm(wide.requires_grad_(), down.requires_grad_(), ends)
-        return torch.autograd.grad(y, (wide, down), torch.ones_like(y))
-
-    runs = {
-        "layer": layer,
-        "gate_up": lambda: torch._grouped_mm(x[source], up, ends),
-        "down": lambda: torch._grouped_mm(wide, down, ends),
-        "down_full": full,
-    }
-    return Workload(run=runs[p.op], through_aten=False)
+    """Refuse the point: rows of serving software's kernels are imported."""
+    raise NotImplementedError("experts of serving software are imported, not timed")
 
 
 def _matrices(p: Experts) -> Numbers:
@@ -204,26 +168,35 @@ def floor_us(p: Experts, gpu: Gpu) -> Numbers:
 
 
 def features(p: Experts, gpu: Gpu) -> dict[str, Numbers | str]:
-    """Sizes, tokens of an expert, and waves of tiles as kernels cut the first product.
+    """Shares of weights, tokens and products in the time at full rate; waves and fill of tiles.
 
-    How many experts other ranks hold no kernel sees: no feature says it.
+    No widths: they differ from model to model. How many experts other ranks hold no kernel sees.
     """
-    sums = _sums(p)
-    found = {
+    sums, few = _sums(p), 2**-10
+    count, item = np.maximum(sums["pairs"], few), itemsize_bytes(p.dtype)
+    rate = by_name(p.dtype, {name: gpu.full_rate(name) for name in np.unique(p.dtype)})
+    times = {
+        "weights": sums["used"] * p.hidden * p.inner * item / gpu.hbm_bytes_per_s,
+        "tokens": (count + p.tokens) * p.hidden * RESULT_BYTES / gpu.hbm_bytes_per_s,
+        "inner": count * p.inner * RESULT_BYTES / gpu.hbm_bytes_per_s,
+        "products": flops(p) / rate,
+    }
+    found: dict[str, Numbers | str] = {
         "op": p.op,
         "dtype": p.dtype,
-        "log_pairs": np.log2(np.maximum(sums["pairs"], 2**-10)),
-        "log_whole": np.log2(p.tokens / np.maximum(sums["pairs"], 2**-10)),
-        "log_hidden": np.log2(p.hidden),
-        "log_inner": np.log2(p.inner),
-        "log_used": np.log2(np.maximum(sums["used"], 2**-10)),
-        "log_each": np.log2(np.maximum(1.0, sums["pairs"] / np.maximum(sums["used"], 1e-9))),
-        "topk": p.topk,
+        "block": p.block,
         "skew": p.skew,
+        "log_used": np.log2(np.maximum(sums["used"], few)),
+        "log_each": np.log2(np.maximum(1.0, sums["pairs"] / np.maximum(sums["used"], 1e-9))),
     }
+    whole = np.log2(np.maximum(sum(times.values()), 1e-12))
+    for name, seconds in times.items():
+        found[f"log_{name}_frac"] = np.log2(np.maximum(seconds, 1e-12)) - whole
     for rows, cols in TILES:
-        tiles = sums[f"tiles_{rows}"] * np.ceil(2.0 * p.inner / cols)
-        found[f"log_waves_{rows}x{cols}"] = np.log2(np.maximum(tiles, 2**-10) / gpu.sm_count)
+        tiles = sums[f"tiles_{rows}"]
+        waves = tiles * np.ceil(2.0 * p.inner / cols) / gpu.sm_count
+        found[f"log_waves_{rows}x{cols}"] = np.log2(np.maximum(waves, few))
+        found[f"log_fill_{rows}x{cols}"] = np.log2(np.maximum(tiles * rows / count, few))
     return found
 
 
@@ -240,9 +213,4 @@ FAMILY = Family(
     tiled=True,
     matmul=True,
     on_demand=True,
-    gpu_sweep=GpuSweep(
-        resize=resize_along({"tokens": MAX_ROWS}),
-        slow_frac=0.1,
-        compute_bound=True,
-    ),
 )

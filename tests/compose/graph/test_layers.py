@@ -7,6 +7,8 @@ from dataclasses import replace
 from itercast.compose.capture_model import capture_case
 from itercast.compose.graph.layers import Layer, split_layers
 from itercast.compose.pricing.work import Step, Work, fold
+from itercast.compose.simulate.rank import Lanes
+from itercast.compose.simulate.timeline import simulate
 from itercast.microbench.cases.registry import case
 from itercast.microbench.opcall import ParamSpec, StepCapture, layer_key
 
@@ -63,6 +65,28 @@ def test_folded_work_is_the_host_and_the_lane_op_by_op() -> None:
         many = many.then(work)
     assert work.times(7) == many
     assert fold(steps, on_cpu=True) == Work(0, 44, 44)
+
+
+def test_the_host_waits_for_an_op_whose_shape_depends_on_data() -> None:
+    #  host    |5|5|      waits      |5|        the last op could have been launched at 15
+    #  compute   |======20======|=2=|  |=4=|
+    steps = [Step(20, 5), Step(2, 5, waits=True), Step(4, 5)]
+    work = fold(steps, on_cpu=False)
+    after = (20 + 2 + 5, 20 + 2 + 5 + 4)  # of a host that has launched all but these before
+    assert work == Work(5 + 20 + 2 + 5, 26, 5 + 20 + 2 + 5 + 4, 0, (), *after)
+    for cut in range(4):
+        first, rest = (fold(part, on_cpu=False) for part in (steps[:cut], steps[cut:]))
+        assert first.then(rest) == work
+    assert work.times(3) == work.then(work).then(work) == fold(3 * steps, on_cpu=False)
+    for before in (0, 50):  # lanes that are free; a kernel that runs when the host is done
+        ends = []
+        for shown in (True, False):
+            lanes = Lanes(on_cpu=False)
+            lanes.work(fold([Step(before, 1)], on_cpu=False), "before")
+            lanes.work(fold(steps, on_cpu=False, shown=shown), "waiting")
+            lanes.work(fold([Step(1, 1)], on_cpu=False), "after")
+            ends.append(max(s.end_us for s in simulate(lanes.tasks)))
+        assert ends == [1 + (36 if before == 0 else 50 + 20 + 2 + 5 + 4) + 1] * 2
 
 
 def test_shards_hold_whole_rows() -> None:
