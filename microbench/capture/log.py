@@ -222,8 +222,10 @@ class OpLog(TorchDispatchMode):
 
 @cache
 def _consists_of_others(func: OpOverload) -> bool:
-    """Whether torch runs other ops for this one, below autograd or instead of it."""
-    return func.namespace == "aten" and func._can_decompose()
+    """Whether torch has no kernel for this op and runs other ops."""
+    if func.namespace != "aten" or not func._can_decompose():
+        return False
+    return not torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CPU")
 
 
 def capture_step(
