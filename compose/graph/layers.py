@@ -16,14 +16,23 @@ from itertools import accumulate
 from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, ParamSpec, StepCapture, layer_key
 
 
+@dataclass(frozen=True, slots=True)
+class Within:
+    """Bytes in a range of calls over those before it: the most, and what is left after it."""
+
+    peak: int = 0
+    left: int = 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layer:
     """``count`` equal layers in a row; ranges of calls and bytes are those of one of them.
 
     ``forward`` and ``backward`` are half-open ranges of the step's calls; ``ready_after`` of the
     parameters counts from the start of ``backward``. ``saved_bytes`` are made in forward and read
-    in backward, ``output_bytes`` cross to the next layer's forward, ``work_bytes`` is the peak of
-    temporaries that live within the layer's forward or backward only.
+    in backward, ``output_bytes`` cross to the next layer's forward. ``within_forward`` and
+    ``within_backward`` are memory over that at the start of the pass, gradients of parameters left
+    out; ``peak_bytes`` is the peak of backward with them.
     """
 
     name: str
@@ -32,7 +41,10 @@ class Layer:
     parameters: tuple[ParamSpec, ...]
     saved_bytes: int
     output_bytes: int
-    work_bytes: int
+    within_forward: Within = Within()
+    within_backward: Within = Within()
+    peak_bytes: int = 0
+    from_inputs: bool = False  # its forward reads nothing that an earlier layer made
     count: int = 1
 
     @cached_property
@@ -121,10 +133,27 @@ def split_layers(capture: StepCapture) -> list[Layer]:
             parameters=parameters,
             saved_bytes=0,
             output_bytes=0,
-            work_bytes=0,
+            from_inputs=_reads_inputs_only(
+                calls, {p.storage for p in parameters}, edges[0], forward[0], forward[1]
+            ),
         )
         layers.append(_with_bytes(layer, lives, edges))
     return _folded(layers, capture)
+
+
+def _reads_inputs_only(calls: Sequence[OpCall], own: set[int], start: int, a: int, b: int) -> bool:
+    """Whether weights in storages ``own`` meet no floating-point result of an earlier layer."""
+    made = {
+        t.storage for c in calls[start:a] for t in c.outputs if t.dtype.startswith(("fp", "bf"))
+    }
+    weights = set(own)
+    for call in calls[a:b]:
+        read = {t.storage for t in call.tensors()}
+        if read & weights:
+            if read & made:
+                return False
+            weights |= {t.storage for t in call.outputs}
+    return bool(own)
 
 
 def _last_index(span: tuple[int, int]) -> int:
@@ -251,22 +280,38 @@ def _backward_cuts(
 
 
 def _with_bytes(layer: Layer, lives: Sequence[_Lifetime], edges: tuple[int, int, int]) -> Layer:
-    """The layer with its bytes, from the lifetimes of what it makes."""
-    saved = output = 0
+    """The layer with its bytes, from the lifetimes of what the step makes."""
+    (a, b), start = layer.forward, layer.backward[0]
+    made = [v for v in lives if a <= v.first < b]
+    kept = [v for v in lives if v.first < edges[1] or v.last < edges[2]]  # no gradients
+    spans = [(v.first, v.last, v.nbytes) for v in kept]
+    if len(kept) < len(lives):
+        whole = _within(layer.backward, [(v.first, v.last, v.nbytes) for v in lives])
+    else:  # no optimizer reads gradients
+        ready = [(start + p.ready_after, edges[2], p.nbytes) for p in layer.trained]
+        whole = _within(layer.backward, [*spans, *ready])
+    return replace(
+        layer,
+        saved_bytes=sum(v.nbytes for v in made if v.last >= edges[1]),
+        output_bytes=sum(v.nbytes for v in made if v.last_forward >= b),
+        within_forward=_within(layer.forward, spans),
+        within_backward=Within(
+            _within(layer.backward, spans).peak, whole.left - layer.trained_bytes
+        ),
+        peak_bytes=whole.peak,
+    )
+
+
+def _within(calls: tuple[int, int], spans: Sequence[tuple[int, int, int]]) -> Within:
+    """What storages of (first call, last call, bytes) add to memory in a range of calls."""
     change: dict[int, int] = {}
-    for v in lives:
-        if layer.forward[0] <= v.first < layer.forward[1]:
-            crosses = v.last_forward >= layer.forward[1]
-            output += v.nbytes * crosses
-            if v.last >= edges[1]:
-                saved += v.nbytes
-                continue
-        elif not layer.backward[0] <= v.first < layer.backward[1] or v.last >= edges[2]:
-            continue
-        change[v.first] = change.get(v.first, 0) + v.nbytes
-        change[v.last + 1] = change.get(v.last + 1, 0) - v.nbytes
-    work = max(accumulate(change[i] for i in sorted(change)), default=0)
-    return replace(layer, saved_bytes=saved, output_bytes=output, work_bytes=work)
+    for first, last, nbytes in spans:
+        if calls[0] <= first < calls[1]:
+            change[first] = change.get(first, 0) + nbytes
+        if calls[0] <= last < calls[1]:
+            change[last + 1] = change.get(last + 1, 0) - nbytes
+    levels = list(accumulate((change[i] for i in sorted(change)), initial=0))
+    return Within(max(levels), levels[-1])
 
 
 def _signature(layer: Layer, calls: Sequence[OpCall]) -> tuple[object, ...]:

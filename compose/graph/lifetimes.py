@@ -38,6 +38,18 @@ def lifetimes(capture: StepCapture) -> list[tuple[int, int, int]]:
     ]
 
 
+def input_bytes(capture: StepCapture) -> int:
+    """Returns the bytes that forward reads and no call makes, but parameters: inputs, buffers."""
+    known = {p.storage for p in capture.parameters} | {-1}
+    given: dict[int, int] = {}
+    for call in capture.calls:
+        if call.phase in ("forward", "loss"):
+            new = [t for t in call.tensors() if t.storage not in known]
+            given |= {t.storage: max(t.nbytes, given.get(t.storage, 0)) for t in new}
+        known |= {t.storage for t in call.outputs}
+    return sum(given.values())
+
+
 def update_bytes(capture: StepCapture, calls: Container[int]) -> int:
     """Returns the peak bytes of temporaries of these calls of the optimizer, without its state."""
     change: dict[int, int] = {}

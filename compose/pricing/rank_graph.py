@@ -13,7 +13,7 @@ from itercast.compose.graph.cuda_variants import with_cuda_variants
 from itercast.compose.graph.identity_cache import cached_by_identity
 from itercast.compose.graph.launch_modes import as_launched
 from itercast.compose.graph.layers import Layer, split_layers
-from itercast.compose.graph.lifetimes import update_bytes
+from itercast.compose.graph.lifetimes import input_bytes, update_bytes
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.graph.rewrite import COLLECTIVE
 from itercast.compose.parallel.cp import context_parallel
@@ -52,7 +52,7 @@ class RankGraph:
 
     ``cold``: the share of each call's bytes that no cache holds; ``copies``: by layer and parameter
     what synchronising its gradient adds (``gradient_copies``). ``buffers``: running statistics by
-    dtype; ``update_share``: temporary bytes of the optimizer's step over bytes of gradients;
+    dtype; ``input_bytes``: what forward reads beside parameters; ``update_share``: temporary bytes of the optimizer's step over bytes of gradients;
     ``optimizer``: its calls, but those of Muon's ``matrices``, by storage, of which one has
     ``matrix_bytes`` of temporaries;
     ``tied``: weights of the first layer that the last one uses too.
@@ -66,6 +66,7 @@ class RankGraph:
     optimizer: tuple[Priceable, ...]
     matrices: Mapping[int, MatrixUpdate]
     buffers: dict[str, list[TensorSpec]]
+    input_bytes: int
     update_share: float
     matrix_bytes: int
     tied: tuple[ParamSpec, ...]
@@ -140,6 +141,7 @@ def _rank_graph(capture: StepCapture, cut: Cut, gpu: Gpu) -> RankGraph:
         optimizer=tuple(priceable(capture.calls[i], cold[i]) for i in sorted(update)),
         matrices=matrices,
         buffers=buffers(capture.calls),
+        input_bytes=input_bytes(capture),
         update_share=update_bytes(capture, update) / max(1, trained),  # calls of all ranks
         matrix_bytes=update_bytes(capture, apart),
         tied=_tied(capture, layers),

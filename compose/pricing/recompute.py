@@ -68,7 +68,7 @@ def recomputed(
     kept = NOTHING
     if plan.recompute == "selective":
         span, saved = _attention(layer, capture)
-        again_bytes = layer.saved_bytes
+        again_bytes = layer.saved_bytes - saved
     else:
         span = _whole(layer, capture, book.stack)
         if plan.recompute == "budget":
@@ -78,7 +78,8 @@ def recomputed(
             saves = _saved_ops(span, capture)
             items = (i for i in _items(layer, span, capture, ops) if saves.issuperset(i.calls))
             kept = reduce(_joined, items, kept)
-        saved, again_bytes = layer.output_bytes + kept.nbytes, layer.saved_bytes - kept.needed
+        saved = layer.output_bytes + kept.nbytes
+        again_bytes = max(0, layer.saved_bytes - layer.output_bytes - kept.needed)
     again = [replace(ops[i], leads=0.0) for i in span if i not in kept.calls]
     before = list[PricedOp]()
     if again:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from itercast.compose.pricing.layer_prices import PricedLayer
@@ -10,45 +10,34 @@ from itercast.compose.pricing.optimizer import OUTER_COPIES, STATE_COPIES
 from itercast.compose.simulate.data_parallel import Strategy, strategy
 from itercast.microbench.plan import ParallelPlan
 
+Run = tuple[PricedLayer, int]
+Moment = tuple[int, int, int]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """Bytes of a rank's layers; plans that give a rank the same layers share them.
 
-    ``replicated``: parameters that other replicas have too; ``numbered``: those of layers that FSDP
-    shards one by one; ``pair``: of the two largest of these; ``work``: the largest temporary memory
-    within one layer's forward or backward; ``matrices``: of parameters that Muon updates.
+    ``layers`` are in forward order; ``runs``: the same, each with how often it is there in a row;
+    ``matrices``: bytes of parameters that Muon updates.
     """
 
     layers: tuple[PricedLayer, ...]
+    runs: tuple[Run, ...]
     parameters: int
-    replicated: int
     trained: int
-    numbered: int
-    pair: int
-    work: int
-    matrices: int = 0
+    matrices: int
 
     @classmethod
-    def of(cls, layers: Sequence[PricedLayer]) -> Sizes:
+    def of(cls, runs: Sequence[Run]) -> Sizes:
         """Sizes of these layers."""
-        sizes = sorted(sum(p.nbytes for p in x.layer.replicated) for x in layers if x.numbered)
         return cls(
-            layers=tuple(layers),
-            parameters=sum(x.layer.parameter_bytes for x in layers),
-            replicated=sum(p.nbytes for x in layers for p in x.layer.replicated),
-            trained=sum(x.layer.trained_bytes for x in layers),
-            matrices=sum(p.nbytes for x in layers for p in x.layer.trained if p.matrix),
-            numbered=sum(sizes),
-            pair=sum(sizes[-2:]),
-            work=max(map(_work, layers), default=0),
+            layers=tuple(x for x, n in runs for _ in range(n)),
+            runs=tuple(runs),
+            parameters=sum(x.layer.parameter_bytes * n for x, n in runs),
+            trained=sum(x.layer.trained_bytes * n for x, n in runs),
+            matrices=sum(p.nbytes * n for x, n in runs for p in x.layer.trained if p.matrix),
         )
-
-
-def _work(x: PricedLayer) -> int:
-    """Temporary bytes within a layer, with the activations that it recomputes."""
-    again = x.again_bytes if x.saved_bytes < x.layer.saved_bytes else 0
-    return x.layer.work_bytes + again
 
 
 def rank_memory(
@@ -56,38 +45,36 @@ def rank_memory(
     plan: ParallelPlan,
     optimizer: str,
     update_share: float = 0.0,
-    held: float | None = None,
+    others: float = 0.0,
     matrix_bytes: int = 0,
 ) -> dict[str, int]:
     """Bytes of parameters, gradients, optimizer, activations, buckets and temporary tensors.
 
     ``update_share``: temporary bytes of the optimizer's step over bytes of gradients;
-    ``matrix_bytes``: those of one matrix that Muon updates. ``held``:
-    bytes of activations in flight in a pipeline; None: one micro-batch at a time, whose activations
-    are freed as its gradients are made. Gathered parameters are there until the end of backward,
-    offloaded state only in the optimizer's step. Not counted: the allocator's rounding,
-    workspaces, the CUDA context.
+    ``matrix_bytes``: those of one matrix that Muon updates. ``others``: bytes of other
+    micro-batches' activations, which a pipeline has in flight. Offloaded state is
+    there in the optimizer's step alone. Not counted: the allocator's rounding, workspaces, the
+    CUDA context.
     """
     how, n = strategy(plan), plan.shards
-    whole, trained = sizes.parameters, sizes.trained
-    sharded = (trained if how.frozen_whole else sizes.replicated) if how.by_layer else 0
-    parameters = whole - sharded + sharded // n
-    gathered = sharded
-    if how.regather:  # two layers at a time, and the root
-        gathered += sizes.pair - sizes.numbered
+    trained, sharded, shards = sizes.trained, 0, 0
+    if how.by_layer:
+        for x, count in sizes.runs:
+            of = x.layer.trained if how.frozen_whole else x.layer.replicated
+            sharded += sum(p.nbytes for p in of) * count
+            shards += x.layer.padded_bytes(n, trained=how.frozen_whole) // n * count
     state = (STATE_COPIES[optimizer] * trained - sizes.matrices) // (n if how.share_update else 1)
     outer = OUTER_COPIES * trained // (n if how.by_layer else 1) if how.outer else 0
     fetched = state if how.offload == "optimizer" else 0  # for the update alone
     kept = trained // (n if how.share_gradients else 1)
-    others = (trained - sizes.matrices) / (n if how.share_update else 1)
-    made = max(round(update_share * others), matrix_bytes)
+    by_element = (trained - sizes.matrices) / (n if how.share_update else 1)
+    made = max(round(update_share * by_element), matrix_bytes)
     packed = trained if how.every and not how.by_layer else 0  # to be averaged after the update
     updating = (kept, 0, max(made + fetched, packed))
-    gradients, activations, work = _peak(sizes, plan, how, held)
-    backward = (gradients, activations, work + gathered)
-    gradients, activations, temporary = max(backward, updating, key=sum)
+    moments = _moments(sizes, plan, how, round(others))
+    gradients, activations, temporary = max(updating, *moments, key=sum)
     return {
-        "parameters": parameters,
+        "parameters": sizes.parameters - sharded + shards,
         "gradients": gradients,
         "optimizer": state - fetched + outer,
         "activations": activations,
@@ -96,28 +83,113 @@ def rank_memory(
     }
 
 
-def _peak(
-    sizes: Sizes, plan: ParallelPlan, how: Strategy, held: float | None
-) -> tuple[int, int, int]:
-    """(gradients, activations, temporary) where their sum is largest in backward."""
-    trained, share = sizes.trained, plan.shards if how.share_gradients else 1
-    if held is not None and how.offload != "activations":
-        return trained // share, int(held), sizes.work
-    saved = [x.saved_bytes for x in sizes.layers]
-    if how.offload == "activations":
-        return trained // share, sum(sorted(saved)[-2:]), sizes.work
-    if plan.microbatches > 1:
-        return trained // share, sum(saved), sizes.work
-    best, left, made = (0, 0, 0), sum(saved), 0
-    for x in reversed(sizes.layers):
-        gradients = x.layer.trained_bytes
-        made += gradients
-        now = (made // share, left, _work(x))
-        left -= x.saved_bytes
-        scattered = (
-            made // share,
-            left,
-            2 * gradients if share > 1 else 0,
-        )  # and their copy to send
-        best = max(best, now, scattered, key=sum)
-    return best
+def _moments(sizes: Sizes, plan: ParallelPlan, how: Strategy, others: int) -> Iterator[Moment]:
+    """(gradients, activations, temporary) bytes where their sum may be most in a micro-batch.
+
+    Of equal layers in a row the first and the last are enough: all changes in proportion.
+    """
+    later = plan.microbatches > 1
+    made = sizes.trained // (plan.shards if how.share_gradients else 1) if later else 0
+    offloaded = how.offload == "activations"  # all but those of two layers are in host memory
+    saved = sorted(x.saved_bytes for x, n in sizes.runs for _ in range(min(n, 2)))
+    level = sum(saved[-2:]) if offloaded else others
+    runs = [part for run in sizes.runs for part in _parts(run)]
+    units = _Units(runs, plan, how)
+    for x, n in runs:
+        ahead, gathered = units.in_forward(x, n)
+        yield made, level, max(ahead, gathered + x.layer.within_forward.peak)
+        level += 0 if offloaded else n * (x.layer.within_forward.left - _dropped(x))
+    units.sent = 0
+    for at in range(len(runs) - 1, -1, -1):
+        x, n = runs[at]
+        before = runs[at - 1][0] if at else None
+        added = x.layer.within_backward.peak if later and not how.by_layer else x.layer.peak_bytes
+        work = max(_again(x), x.again_bytes + added)
+        yield made, level, work + units.in_backward(x, before)
+        level += 0 if offloaded else n * (x.layer.within_backward.left + _dropped(x))
+        yield made, level, units.after_backward(x, n, before)
+        made += n * units.kept_bytes(x, later=later)
+    yield made, level, units.at_the_end()
+
+
+def _parts(run: Run) -> list[Run]:
+    """Equal layers in a row as the first, those between, and the last."""
+    x, n = run
+    return [(x, 1), (x, n - 2), (x, 1)] if n > 2 else [(x, 1)] * n
+
+
+def _dropped(x: PricedLayer) -> int:
+    """Bytes that a layer would save for backward, and does not as it recomputes them."""
+    return x.layer.saved_bytes - x.saved_bytes
+
+
+def _again(x: PricedLayer) -> int:
+    """Peak of the forward that backward runs again."""
+    return x.layer.within_forward.peak - x.saved_bytes if x.again_bytes else 0
+
+
+class _Units:
+    """Parameters that FSDP2 has gathered, and gradients that it has not scattered, in bytes.
+
+    - The root, all that is in no numbered layer, is gathered from the start of forward to the end
+      of backward, where its gradients are scattered.
+    - A numbered layer is gathered for its forward, and the one before is freed once it is there. In
+      backward the next one is gathered beside it. After it its gradients are copied to be sent;
+      the copy is freed after the next layer's backward.
+    - One that reads no activation gets no gradient of its input, by which FSDP2 sees that backward
+      has passed it: it waits for the end, as the root does.
+    """
+
+    def __init__(self, runs: Sequence[Run], plan: ParallelPlan, how: Strategy) -> None:
+        self.ranks, self.how = plan.shards, how
+        self.root = sum(self._whole(x) * n for x, n in runs if not x.numbered)
+        self.open = self.sent = self.waiting = self.of_root = 0
+
+    def _whole(self, x: PricedLayer) -> int:
+        if not self.how.by_layer:
+            return 0
+        return x.layer.padded_bytes(self.ranks, trained=self.how.frozen_whole)
+
+    def _is_late(self, x: PricedLayer) -> bool:
+        return not x.numbered or x.layer.from_inputs
+
+    def in_forward(self, x: PricedLayer, n: int) -> tuple[int, int]:
+        """Bytes as a layer is gathered, and in its forward; it is there ``n`` times in a row."""
+        own = self._whole(x) if x.numbered else 0
+        before, self.sent = self.sent, own
+        gathered = self.root + self.open
+        self.open += 0 if self.how.regather else own * n
+        return gathered + before + 2 * own, gathered + 2 * own
+
+    def in_backward(self, x: PricedLayer, before: PricedLayer | None) -> int:
+        """Bytes in the backward of a layer, where ``before`` is gathered next."""
+        own = [y for y in (x, before) if y and y.numbered and x.numbered and self.how.regather]
+        return self.root + self.open + self.waiting + self.sent + sum(map(self._whole, own))
+
+    def after_backward(self, x: PricedLayer, n: int, before: PricedLayer | None) -> int:
+        """Bytes while a layer's gradients and their copy to send are there."""
+        if not self.how.by_layer:
+            return 0
+        gradients = x.layer.padded_bytes(self.ranks, trained=True)
+        if self._is_late(x):
+            self.waiting += gradients * n
+            self.of_root += 0 if x.numbered else gradients * n
+            self.open += self._whole(x) * n if x.numbered and self.how.regather else 0
+            return 0
+        self.open -= 0 if self.how.regather else self._whole(x) * n
+        self.sent = gradients
+        ahead = self._whole(before) if before and before.numbered and self.how.regather else 0
+        return self.root + self.open + self.waiting + ahead + 2 * gradients
+
+    def kept_bytes(self, x: PricedLayer, *, later: bool) -> int:
+        """Bytes by which kept gradients grow; ``later``: earlier micro-batches' are there."""
+        if not self.how.by_layer:
+            return 0 if later else x.layer.trained_bytes
+        if (later and self.how.share_gradients) or self._is_late(x):
+            return 0
+        share = x.layer.padded_bytes(self.ranks, trained=True) // self.ranks
+        return share - x.layer.trained_bytes * later
+
+    def at_the_end(self) -> int:
+        """Bytes of what waits, with a copy of the root's gradients; its parameters are freed."""
+        return self.open + self.waiting + self.of_root

@@ -49,7 +49,8 @@ def _layout(plan: ParallelPlan) -> tuple[object, ...]:
 
 def _chunks(rank: Rank) -> list[Chunk]:
     chunks = partition(rank.model.layers, rank.plan)
-    shared = rank.plan.schedule in V_SHAPED  # the first rank has the last chunk
+    # where the first rank has the last chunk
+    shared = rank.plan.pp == 1 or rank.plan.schedule in V_SHAPED
     return chunks if shared else [*chunks[:-1], with_tied(chunks[-1], rank.model)]
 
 
@@ -75,7 +76,7 @@ def _held(rank: Rank) -> list[Held]:
 def _sizes_by_rank(rank: Rank) -> list[Held]:
     return [
         (
-            Sizes.of(tuple(x for c in chunks for x in c.layers)),
+            Sizes.of([run for c in chunks for run in c.runs]),
             [sum(x.saved_bytes * k for x, k in c.runs) for c in chunks],
         )
         for chunks in _dealt(rank.plan, chunks_of(rank))
@@ -90,27 +91,21 @@ def _dealt(plan: ParallelPlan, chunks: Sequence[T]) -> list[list[T]]:
 
 def memory(rank: Rank, optimizer: str) -> dict[str, int]:
     """Peak memory of the fullest rank, by purpose."""
-    plan, update, matrix = rank.plan, *_update(rank)
-    if plan.pp == 1:
-        alone = rank_memory(Sizes.of(rank.layers), plan, optimizer, update, None, matrix)
-        added = rank.model.added_bytes
-        return {name: n + added.get(name, 0) for name, n in alone.items()}
-    return max(stage_memory(rank, optimizer), key=lambda m: sum(m.values()))
-
-
-def _update(rank: Rank) -> tuple[float, int]:
-    """Temporary bytes of the optimizer's step over those of gradients; those of Muon's matrices."""
-    return rank.model.graph.update_share, rank.model.graph.matrix_bytes
+    fullest = max(stage_memory(rank, optimizer), key=lambda m: sum(m.values()))
+    return {name: n + rank.model.added_bytes.get(name, 0) for name, n in fullest.items()}
 
 
 def stage_memory(rank: Rank, optimizer: str) -> list[dict[str, int]]:
-    """Peak memory of each rank of a pipeline, by purpose."""
-    plan, update, matrix = rank.plan, *_update(rank)
+    """Peak memory of each rank of a pipeline, by purpose; of one where there is none."""
+    plan, graph = rank.plan, rank.model.graph
     by_rank = []
     for r, (sizes, saved) in enumerate(_held(rank)):
         held = in_flight(plan.schedule, plan.pp, r, plan.microbatches, plan.virtual)
-        kept = sum(n * nbytes for n, nbytes in zip(held, saved, strict=True))
-        by_rank.append(rank_memory(sizes, plan, optimizer, update, kept, matrix))
+        others = sum((n - 1) * nbytes for n, nbytes in zip(held, saved, strict=True))
+        update = (graph.update_share, max(0, others), graph.matrix_bytes)
+        found = rank_memory(sizes, plan, optimizer, *update)
+        found["activations"] += graph.input_bytes
+        by_rank.append(found)
     return by_rank
 
 

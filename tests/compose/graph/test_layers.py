@@ -97,7 +97,7 @@ def test_shards_hold_whole_rows() -> None:
         for i, (name, shape) in enumerate(shapes.items())
     )
     none = {"forward": (0, 0), "backward": (0, 0)}
-    sizes = {"saved_bytes": 0, "output_bytes": 0, "work_bytes": 0}
+    sizes = {"saved_bytes": 0, "output_bytes": 0}
     layer = Layer(name="blocks.0", parameters=parameters, **none, **sizes)
     assert layer.padded_bytes(8, trained=False) == 4 * (16 * 5 + 2 * 24 * 3 + 8)
     assert layer.padded_bytes(8, trained=True) == 4 * 16 * 5
