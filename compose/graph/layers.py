@@ -44,7 +44,7 @@ class Layer:
     within_forward: Within = Within()
     within_backward: Within = Within()
     peak_bytes: int = 0
-    from_inputs: bool = False  # its forward reads nothing that an earlier layer made
+    from_inputs: bool = False  # its weights meet no result of an earlier layer
     count: int = 1
 
     @cached_property
