@@ -106,7 +106,7 @@ class Planned:
     def state(self, number: int) -> tuple[int, int]:
         """Bytes of a rank's parameters and of its optimizer."""
         stage: Rank = self.ranks[number][0]
-        memory = rank_memory(Sizes.of(stage.layers), self.plan, "adamw")
+        memory = rank_memory(Sizes.of([(x, 1) for x in stage.layers]), self.plan, "adamw")
         return memory["parameters"], memory["optimizer"]
 
     def padding(self, number: int) -> int:
