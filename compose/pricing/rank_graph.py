@@ -53,9 +53,9 @@ class RankGraph:
     ``cold``: the share of each call's bytes that no cache holds; ``copies``: by layer and parameter
     what synchronising its gradient adds (``gradient_copies``). ``buffers``: running statistics by
     dtype; ``input_bytes``: what forward reads beside parameters; ``update_share``: temporary bytes
-    of the optimizer's step over bytes of gradients; ``optimizer``: its calls, but those of Muon's ``matrices``, by storage, of which one has
-    ``matrix_bytes`` of temporaries;
-    ``tied``: weights of the first layer that the last one uses too.
+    of the optimizer's step over bytes of gradients; ``optimizer``: its calls, but those of Muon's
+    ``matrices``, by storage, of which one has ``matrix_bytes`` of temporaries; ``tied``: weights of
+    the first layer that the last one uses too.
     """
 
     capture: StepCapture
