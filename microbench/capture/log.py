@@ -194,7 +194,13 @@ class OpLog(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> Argument:
-        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a question about a tensor, such as its device
+            return func(*args, **kwargs or {})
+        with torch._C.DisableTorchFunction():  # modes that watch a program slow shapes down
+            return self._run(func, args, kwargs or {})
+
+    def _run(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Argument:
+        """Run an op that arrived and log it."""
         if _consists_of_others(func):  # such ops of inference tensors come whole
             with self:
                 return func.decompose(*args, **kwargs)
@@ -203,7 +209,7 @@ class OpLog(TorchDispatchMode):
         else:
             output = self.routing.call(func, args, kwargs)
         name = func._schema.name
-        if self.paused or name.startswith(("prim::", "profiler::", "aten::item")) or name in SILENT:
+        if self.paused or name.startswith(("profiler::", "aten::item")) or name in SILENT:
             return output
         if (reads := str(func) == ITEM) and self._on_host():
             return output

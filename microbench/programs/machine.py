@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from itercast.microbench.capture.autocast import autocast_as_on_cuda
 from itercast.microbench.hardware.spec import Gpu
@@ -88,8 +87,8 @@ class OnCpu(TorchFunctionMode):
             kwargs["device"] = "cpu"
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], int):
             args = (args[0], "cpu", *args[2:])
-        args, kwargs = tree_map(_on_cpu, (tuple(args), kwargs))
-        return func(*args, **kwargs)
+        kwargs = {name: _on_cpu(value) for name, value in kwargs.items()}
+        return func(*map(_on_cpu, args), **kwargs)
 
 
 def _on_cpu(value: Any) -> Any:
