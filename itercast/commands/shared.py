@@ -15,6 +15,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from itercast.eval.progress import progress_bar
+from itercast.microbench.hardware.machine import cpu_name
 
 if TYPE_CHECKING:
     from itercast.compose.explain.assumptions import AssumedPart
@@ -206,6 +207,10 @@ def forecast_table(case: str, found: Forecast, spread: Spread | None = None) -> 
     table.add_row("bundle", found.bundle)
     if found.host:
         table.add_row("host", found.host)
+    elif not found.cluster and found.gpu != cpu_name():
+        table.add_row(
+            "this machine", f"{cpu_name()}; `itercast check` says whether the bundle fits"
+        )
     table.add_row("stack", found.stack)
     if found.network:
         table.add_row("network", found.network)
