@@ -69,6 +69,8 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
     """The mapping in a YAML file; ValueError, which says ``what`` it should be, for all else."""
     try:
         values = load_yaml(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{what} {str(path)!r}: no such file") from None
     except (OSError, yaml.YAMLError, UnicodeDecodeError, RecursionError) as exc:
         reason = " ".join(str(exc).split())[:200] or type(exc).__name__
         raise ValueError(f"{path}: not a readable {what} ({reason})") from exc

@@ -105,7 +105,8 @@ class RankStep:
             )
             self._add([message] if nbytes else [], part)
         for (tier, kind), nbytes in (self.work.fetched if part == "fetch rows" else {}).items():
-            self._add([collective(kind, tier, self._buffer(nbytes), "")], part)
+            rows = replace(self._buffer(nbytes), storage=-1)  # they stream, no memory holds them
+            self._add([collective(kind, tier, rows, "")], part)
 
     def _add(self, calls: Sequence[OpCall], part: str) -> None:
         self.made.calls += [replace(c, phase=PHASES[part], module=part) for c in calls]

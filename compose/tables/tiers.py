@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import ceil
 
 from itercast.compose.graph.identity_cache import cached_by_identity
-from itercast.compose.graph.rewrite import StepBuilder, collective, fresh_storages
+from itercast.compose.graph.rewrite import StepBuilder, collective
 from itercast.compose.tables.captured import Lookup, captured_tables
 from itercast.compose.tables.placement import SSD, UVM, Table
 from itercast.microbench.assumptions import assumed
@@ -119,11 +119,11 @@ def with_frozen_tables_in(
             place = (0, x.table.rows, 0, x.table.dim, True, tier, cached)
             moved = moved_bytes([(Shard(number, 0, *place), x)], 1, "none")
             fetches[x.call] = sum(moved.values())
-    made, ids = StepBuilder(capture), fresh_storages(capture)
+    made = StepBuilder(capture)
     for i, call in enumerate(capture.calls):
         if nbytes := round(fetches.get(i, 0.0) / 4):
-            buffer = TensorSpec(shape=(nbytes,), dtype="fp32", storage=next(ids))
-            made.calls.append(replace(collective(FETCH, tier, buffer, ""), phase=call.phase))
+            rows = TensorSpec(shape=(nbytes,), dtype="fp32", storage=-1)  # no memory holds them
+            made.calls.append(replace(collective(FETCH, tier, rows, ""), phase=call.phase))
         made.add(i, call)
     outside = sum(round((1 - cached) * t.parameter.nbytes) for t in tables)
     return made.step(capture.parameters), {"parameters": -outside}

@@ -52,13 +52,18 @@ def test_a_tied_table_is_on_both_ends_of_a_pipeline() -> None:
 def test_replicas_hold_what_their_strategy_copies(name: str, zero: int) -> None:
     """Eight replicas, two micro-batches: states once from zero=1, gradients once from zero=2.
 
-    Parameters: once from zero=1 but for frozen ones under zero=1, which every rank keeps.
+    Parameters: once from zero=1, their first dimension padded to a multiple of the ranks, but for
+    frozen ones under zero=1, which every rank keeps.
     """
     dp = 8
     parameters, trained = totals(name, "")
+    rows = [(p, p.shape[0]) for p in model(name).parameters]
+    padded = {p.name: p.nbytes // n * dp * -(-n // dp) for p, n in rows}
+    cut = sum(padded[p.name] for p, _ in rows if p.ready_after >= 0)
     found = memory(rank_for(name, f"dp={dp},zero={zero},accumulate=2"), "adamw")
     frozen = parameters - trained
-    held = {0: dp * parameters, 1: trained + dp * frozen, 2: parameters, 3: parameters}[zero]
+    whole = sum(padded.values())
+    held = {0: dp * parameters, 1: cut + dp * frozen, 2: whole, 3: whole}[zero]
     assert dp * found["parameters"] == pytest.approx(held, abs=dp)
     assert dp * found["optimizer"] == pytest.approx(2 * trained * (1 if zero else dp), abs=dp)
     assert dp * found["gradients"] == pytest.approx(trained * (1 if zero > 1 else dp), abs=dp)

@@ -32,7 +32,7 @@ run = CliRunner()
         (["plan", "gpt-s", "--gpu", "a10", "--gpus", "0"], "'--gpus': Input should be greater"),
         (["predict", "gpt-s", "--batch", "-1"], "equal to 1, got '-1'"),
         (["train", "--out", "x", "--storage", "sqlite:///t.db"], "it needs --trials, 1 or more"),
-        (["predict", "gpt-s", "--cluster", "no.yaml"], "cluster 'no.yaml': no such file"),
+        (["predict", "gpt-s", "--cluster", "no.yaml"], "cluster file 'no.yaml': no such file"),
         (["predict", "gpt-s", "--plan", "pp=2,micro=2,layers=9+9"], "are 18 layers, the model has"),
         (["evaluate", "--measured", "nowhere"], "measured 'nowhere': no such folder"),
         (["price", "no.parquet", "--out", "x"], "rows 'no.parquet': no such file"),

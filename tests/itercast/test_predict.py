@@ -156,7 +156,7 @@ def test_replicas_of_a_graph_network_have_graphs_of_their_own(folder: Path) -> N
         "    return Sum(8, 4), inputs, lambda y: y.sum()\n"
     )
     words = ("--model", "graph:model", "--gpu", "a100-sxm-80gb")
-    told = "each of 2 replicas has a sparse matrix of its own, of 30 x 30 with 30 values; cutting"
+    told = "each of 2 replicas has a sparse matrix of its own, of 30 x 30 with 30 values; the plan"
     assert told in predict(folder, *words, "--plan", "dp=2")
     assert "replicas" not in predict(folder, *words)
 

@@ -19,12 +19,12 @@ GOOD = {"name": "users", "rows": 100, "dim": 8, "pooling": 2}
 HUGE = 2**62
 # By what is wrong: keys of the table, and a part of the line.
 TABLES: dict[str, tuple[dict[str, Any], str]] = {
-    "negative rows": ({"rows": -1}, "rows is a whole number from 1"),
-    "no rows": ({"rows": 0}, "rows is a whole number from 1"),
-    "too many rows": ({"rows": HUGE}, "rows is a whole number from 1 to"),
-    "rows as text": ({"rows": "many"}, "rows is a whole number"),
-    "NaN pooling": ({"pooling": float("nan")}, "pooling is a number above 0"),
-    "endless pooling": ({"pooling": float("inf")}, "pooling is a number above 0"),
+    "negative rows": ({"rows": -1}, "rows is a number of at least 0"),
+    "no rows": ({"rows": 0}, "rows is from 1 to"),
+    "too many rows": ({"rows": HUGE}, "rows is from 1 to"),
+    "rows as text": ({"rows": "many"}, "rows is a number of at least 0"),
+    "NaN pooling": ({"pooling": float("nan")}, "pooling is a number of at least 0"),
+    "endless pooling": ({"pooling": float("inf")}, "pooling is a number of at least 0"),
     "no lookups": ({"pooling": 0}, "pooling is a number above 0"),
     "unknown dtype": ({"dtype": "int64"}, "allowed are fp32, fp16, bf16"),
     "unknown key": ({"row": 5}, "unknown key 'row'"),

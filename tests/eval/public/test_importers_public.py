@@ -76,7 +76,7 @@ def test_iterations_have_plans_that_parse_and_models_to_build(imports: dict[str,
     built = found[found["builder"] == "hf"]
     assert all("architectures" in json.loads(text) for text in built["hf_config"].unique())
     assert set(found["mode"]) == {"train", "infer"}
-    assert set(found["optimizer"]) == {"adamw", "lamb", "sgd", "none"}
+    assert set(found["optimizer"]) == {"adamw", "adamw_fused", "lamb", "sgd", "none"}
     assert set(found["attn"].dropna()) == {"sdpa", "eager"}
 
 
