@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from itercast.compose.feed.input import Consumer, fed, fewest_workers
+from itercast.compose.feed.input import Consumer, cores_of_a_rank, fed, fewest_workers
+from itercast.compose.target import find_target
 from itercast.microbench.input.lane import Batches, InputLane
 
 
@@ -22,6 +23,16 @@ def test_workers_share_the_batches() -> None:
     found = fed(lane(10), Consumer(host_us=8), 2, 4)
     assert found.iteration_us == pytest.approx(8) and not found.input_bound
     assert fed(lane(10), Consumer(host_us=8), 1, 4).iteration_us == pytest.approx(10)
+
+
+def test_ranks_share_the_cores_of_the_node_that_is_forecast() -> None:
+    """A DGX H100 has 112 cores for 8 GPUs, a host of none that is named 12 a GPU, this CPU 4."""
+    loader = lane(10)
+    dgx = find_target("h100-sxm-80gb", "node=dgx-h100")
+    assert cores_of_a_rank(loader, dgx, 64) == 14 and cores_of_a_rank(loader, dgx, 2) == 56
+    assert cores_of_a_rank(loader, dgx, 64, cores=8) == 1
+    assert cores_of_a_rank(loader, find_target("h100-sxm-80gb", ""), 64) == 12
+    assert cores_of_a_rank(loader, find_target("cpu", ""), 2) == 2
 
 
 def test_a_round_of_many_workers_is_simulated() -> None:
