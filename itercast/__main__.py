@@ -276,10 +276,10 @@ def demo(
 @app.command(name="list")
 @one_line_errors
 def list_names(
-    what: Annotated[str, typer.Argument(help=", ".join(KINDS), autocompletion=kinds)],
+    what: Annotated[str, typer.Argument(help=", ".join(KINDS), autocompletion=kinds)] = "",
 ) -> None:
-    """List names of one kind, one per line."""
-    for name in listing(what):
+    """List names of one kind, one per line; without a kind, the kinds."""
+    for name in listing(what) if what else KINDS:
         typer.echo(name)
 
 

@@ -50,6 +50,7 @@ def test_bad_input_is_one_line_and_exit_code_2(words: list[str], message: str) -
 
 
 def test_lists() -> None:
+    assert {"gpus", "cases"} < set(run.invoke(app, ["list"]).output.split())
     assert "gpt-s" in run.invoke(app, ["list", "cases"]).output.split()
     assert "gemm" in run.invoke(app, ["list", "families"]).output.split()
     assert "dgx-h100" in run.invoke(app, ["list", "nodes"]).output.split()
