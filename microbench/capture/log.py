@@ -211,7 +211,7 @@ class OpLog(TorchDispatchMode):
         name = func._schema.name
         if self.paused or name.startswith(("profiler::", "aten::item")) or name in SILENT:
             return output
-        if (reads := str(func) == ITEM) and self._on_host():
+        if (reads := str(func) == ITEM) and self._on_host(args[0]):
             return output
         if self.phase in ("forward", "loss") and not reads:
             self.host["autograd_node"] += 1
@@ -221,9 +221,10 @@ class OpLog(TorchDispatchMode):
         self.add(str(func), args, kwargs, output)
         return output
 
-    def _on_host(self) -> bool:
-        """Whether a number that is read is on the host: counters of steps, numbers of one list."""
-        return self.phase == "optimizer" or [c.op for c in self.calls[-1:]] == [ITEM]
+    def _on_host(self, tensor: Tensor) -> bool:
+        """Whether the host has a number that it reads: of a step's counter, of a list, or drawn."""
+        drawn = self.routing is not None and self.routing.drawn(tensor)
+        return drawn or self.phase == "optimizer" or [c.op for c in self.calls[-1:]] == [ITEM]
 
 
 @cache

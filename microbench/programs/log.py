@@ -192,6 +192,10 @@ class ProgramLog(OpLog):
         if self.phase != "optimizer" and not drawn:
             self.host_wait(self.record(self.stream))
 
+    def _on_host(self, tensor: Any) -> bool:
+        """True: ``_read`` has logged the wait, if there is one."""
+        return True
+
     def _read(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """A number that the host reads and so waits for; 1 where it depends on data."""
         self.read_by_host(args[0])

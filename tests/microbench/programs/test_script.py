@@ -149,6 +149,7 @@ def test_random_places_of_data_that_the_host_reads(tmp_path: Path) -> None:
     assert shapes == [(4, 16)] * 2
     ops = Counter(c.op for c in calls)
     assert ops[HOST_WAIT] == 1 and ops["aten.mm.default"] == 1
+    assert not ops["aten._local_scalar_dense.default"]
 
 
 IN_MEMORY = """
