@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from itercast.microbench.opcall import Args, Argument, Kwargs
 
 SDPA = torch.nn.functional.scaled_dot_product_attention  # context parallelism replaces it
+MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 
 
 def eager_attention(
@@ -153,8 +154,15 @@ class WholeAttention(TorchFunctionMode):
         kwargs: Kwargs | None = None,
     ) -> Argument:
         kwargs = dict(kwargs or {})
+        if func is MULTI_HEAD and not self.log.paused:  # what it calls does not come here
+            with patch.object(torch.nn.functional, SDPA.__name__, self.replaced):
+                return func(*args, **kwargs)
         if func is not SDPA or self.log.paused:
             return func(*args, **kwargs)
+        return self.replaced(*args, **kwargs)
+
+    def replaced(self, *args: Argument, **kwargs: Argument) -> Argument:
+        """What runs in place of scaled_dot_product_attention."""
         if self.eager:
             return eager_attention(*args, **kwargs)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+from functools import partial
 from typing import Any
 
 import pytest
@@ -230,3 +231,20 @@ def test_stored_captures_of_another_form_are_not_read() -> None:
     stored["#s"][1][0]["#p"].pop()
     with pytest.raises(ValueError, match="not a captured step"):
         loads(gzip.compress(json.dumps(stored).encode()))
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_attention_inside_torchs_own_transformer_layer_is_one_op(attn: str) -> None:
+    """Two layers: two calls forward, two backward, with the dropout of the layer."""
+    layer = partial(nn.TransformerEncoderLayer, 16, 2, 32, dropout=0.1, batch_first=True)
+    calls = capture_step(
+        lambda: nn.Sequential(layer(), layer()),
+        lambda: {"input": torch.zeros(2, 8, 16)},
+        lambda output, _: output.sum(),
+        StepSettings(attn=attn),
+    ).calls
+    whole = [call for call in calls if "attention" in call.op or "sdpa" in call.op]
+    names = ["itercast.sdpa"] * 2 + ["itercast.sdpa_backward"] * 2
+    assert [call.op for call in whole] == (names if attn == "sdpa" else [])
+    assert all(call.kwargs["dropout_p"] == 0.1 for call in whole)
+    assert sum(call.op == "aten.bmm.default" for call in calls) == (0 if attn == "sdpa" else 12)
