@@ -143,10 +143,9 @@ MODELS: tuple[Callable[[np.random.Generator, int], EvalCase], ...] = (
     recommender,
     graph,
 )
-OPTIMIZERS = ("sgd", "adamw", "adamw", "sgd", "adamw", "muon", "sgd", "adamw", "adamw")
-AMP: dict[str, dict[str, Any]] = {
-    "muon": {"amp": True, "dtype": "bf16"}
-}  # models with this optimizer run under autocast
+SGD, ADAMW = {"optimizer": "sgd"}, {"optimizer": "adamw"}
+MUON = {"optimizer": "muon", "amp": True, "dtype": "bf16"}
+SETTINGS: tuple[dict[str, Any], ...] = (SGD, ADAMW, ADAMW, SGD, ADAMW, MUON, SGD, ADAMW, ADAMW)
 LARGEST = {"cpu": 512, "cuda": 8192}  # width of the widest model
 MODEL_COUNT = 40
 CAPTURE_SHARE = 0.25  # of the time of a sweep that captures models between its points
@@ -186,8 +185,7 @@ class ModelCaptures:
         from itercast.microbench.step import StepSettings
 
         begin_s, model = time.monotonic(), self.models[self.done]
-        optimizer = OPTIMIZERS[self.done % len(MODELS)]
-        settings = StepSettings(optimizer=optimizer, **AMP.get(optimizer, {}))
+        settings = StepSettings(**SETTINGS[self.done % len(MODELS)])
         inputs = partial(model.inputs, model.batch, model.seq)
         for call in capture_step(model.build, inputs, model.loss, settings).calls:
             family, params = find_family(call)
