@@ -11,7 +11,6 @@ from itercast.learners.models.compared import NAMES
 
 HEADS = {  # in two lines, so that all columns fit; other names stand as they are
     "xgboost-physics": "xgb\nphysics",
-    "xgboost-plain": "xgb\nplain",
     "tile-mlp": "tile\nmlp",
     "nearest": "near-\nest",
     "roofline": "roof-\nline",

@@ -12,7 +12,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -20,17 +20,17 @@ import numpy as np
 import pandas as pd
 import xgboost as xgb
 
-from itercast.learners.compare import LearnerModel
+from itercast.learners.compare import LearnerModel, as_learner
 from itercast.learners.family_model import FamilyModel
 from itercast.learners.features.host_calls import HostCall
 from itercast.learners.features.machine_speed import Anchors
 from itercast.learners.features.table import Encoder, feature_table
 from itercast.learners.machine import Machine
-from itercast.learners.models.compared import PREDICTORS, Fitted
+from itercast.learners.models.compared import OWN, Fitted
 from itercast.learners.models.ensemble import Ensemble, Smooth
 from itercast.learners.models.gaussian_process import GaussianProcess
 from itercast.learners.models.mlp import Network
-from itercast.learners.models.tree_files import check_trees, read_trees, without_statistics
+from itercast.learners.models.tree_files import read_trees, without_statistics
 from itercast.learners.models.trees import Trees
 from itercast.learners.transfer.calibration import Calibration
 from itercast.learners.transfer.source_gpus import SourceGpus
@@ -200,14 +200,8 @@ def family_facts(name: str, model: FamilyModel) -> Row:
         "envelope": model.envelope,
         "sensitivity": model.sensitivity,
         "facts": model.facts,
-        **({"learner": learner_facts(model)} if isinstance(model, LearnerModel) else {}),
+        **({"learner": {"name": fitted(model).name}} if isinstance(model, LearnerModel) else {}),
     }
-
-
-def learner_facts(model: LearnerModel) -> Row:
-    """What bundle.json holds of a learner that prices in place of the blend."""
-    raw = {"features": model.raw.names, "vocabulary": model.raw.vocabulary}
-    return {"name": fitted(model).name, **raw}
 
 
 def fitted(model: LearnerModel) -> Fitted:
@@ -217,20 +211,12 @@ def fitted(model: LearnerModel) -> Fitted:
     return model.learner
 
 
-def load_learner(model: FamilyModel, path: Path, facts: Facts) -> LearnerModel:
+def load_learner(model: FamilyModel, path: Path, name: str) -> LearnerModel:
     """A model that prices by the learner whose arrays are in a .npz file."""
+    if name not in OWN:
+        raise KeyError(f"learner {name!r}")
     with np.load(path, allow_pickle=False) as file:
-        arrays = dict(file)
-    raw = Encoder(list(facts["features"]), dict(facts["vocabulary"]))
-    if facts["name"] not in PREDICTORS:
-        raise KeyError(f"learner {facts['name']!r}")
-    if "trees" in arrays:
-        check_trees(arrays["trees"].tobytes(), len(raw.places(raw.names)), path.name)
-    return LearnerModel(
-        **{f.name: getattr(model, f.name) for f in fields(FamilyModel)},
-        learner=Fitted(name=facts["name"], arrays=arrays),
-        raw=raw,
-    )
+        return as_learner(model, Fitted(name=name, arrays=dict(file)))
 
 
 def save_smooth(ensemble: Ensemble, path: Path) -> None:
@@ -372,5 +358,5 @@ def load_model(folder: Path, name: str, facts: Facts, gpus: Mapping[str, Gpu]) -
         },
     )
     if facts.get("learner"):
-        return load_learner(model, folder / f"{name}.learner.npz", facts["learner"])
+        return load_learner(model, folder / f"{name}.learner.npz", facts["learner"]["name"])
     return model

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from itercast.learners.family_model import FamilyModel, Forecasts, Learned, Prepared
-from itercast.learners.features.table import Encoder, Features, broadcast, columns, map_values
+from itercast.learners.features.table import Features, map_values
 from itercast.learners.models import trees
 from itercast.learners.models.compared import (
     BLEND,
@@ -30,13 +30,6 @@ WAVES = ("log_waves", "log_waves_128x128")  # features of families that run as t
 TILE_BYTES = 64 * 1024  # moved by one tile of a family whose features have no waves
 
 
-def raw_features(rows: pd.DataFrame, features: Features, family: Family) -> Features:
-    """A family's parameters as they are, the GPU, the threads and whether caches were cold."""
-    raw = {name: broadcast(value, len(rows)) for name, value in vars(columns(rows, family)).items()}
-    place = {"gpu": rows["gpu"].to_numpy(dtype=object)}
-    return {**raw, **place, "threads": features["threads"], "cold": features["cold"]}
-
-
 def tile_waves(rows: pd.DataFrame, features: Features, gpus: Mapping[str, Gpu]) -> Array:
     """How often the tiles of an op fill all cores: from the features, else from bytes moved."""
     for name in WAVES:
@@ -47,27 +40,20 @@ def tile_waves(rows: pd.DataFrame, features: Features, gpus: Mapping[str, Gpu]) 
     return np.ceil(2.0 ** features["log_bytes"] / TILE_BYTES / on)
 
 
-def inputs_of(prepared: Prepared, raw: Encoder) -> Inputs:
+def inputs_of(prepared: Prepared) -> Inputs:
     """The training rows as the learners see them."""
     query, table = prepared.query, prepared.table
     return Inputs(
-        raw=raw.encode(raw_features(query.rows, prepared.features, query.family)),
         x=table.x,
         roofline_us=table.roofline_us,
         waves=tile_waves(query.rows, prepared.features, query.gpus),
     )
 
 
-def raw_encoder(prepared: Prepared) -> Encoder:
-    """One column per number of the raw parameters and per value of their strings."""
-    query = prepared.query
-    return Encoder.fit(raw_features(query.rows, prepared.features, query.family))
-
-
 def held_out_us(learned: Learned, known: Array, held: Array, options: Options) -> dict[str, Array]:
     """Forecasts in us of the rows ``held`` by each other learner, fitted to the rows ``known``."""
     prepared = learned.prepared
-    rows, time_us = inputs_of(prepared, raw_encoder(prepared)), prepared.table.time_us
+    rows, time_us = inputs_of(prepared), prepared.table.time_us
     train, asked = rows.take(known), rows.take(held)
     found = {name: fit(train, time_us[known])(asked) for name, fit in LEARNERS.items()}
     boosted = learned.ensemble.trees or _trees(prepared, known, learned.crossed.rounds, options)
@@ -88,7 +74,7 @@ def out_of_fold_log_errors(learned: Learned, known: Array) -> dict[str, Array]:
     """
     prepared, crossed = learned.prepared, learned.crossed
     train = prepared.table.take(known)
-    rows = inputs_of(prepared, raw_encoder(prepared)).take(known)
+    rows = inputs_of(prepared).take(known)
     found = {BLEND: crossed.residual}
     if crossed.trees_residual is not None:
         found[PHYSICS] = crossed.trees_residual
@@ -113,7 +99,6 @@ class LearnerModel(FamilyModel):
     """
 
     learner: Predict
-    raw: Encoder
 
     def predict(self, rows: pd.DataFrame, family: Family, gpus: Mapping[str, Gpu]) -> Forecasts:
         """Forecast rows in dataset form, in their order."""
@@ -121,7 +106,6 @@ class LearnerModel(FamilyModel):
         query, table, roofline = self._query(rows, family, gpus)
         guess = self.learner(
             Inputs(
-                raw=self.raw.encode(raw_features(query.rows, table, family)),
                 x=self.encoder.encode(table),
                 roofline_us=roofline,
                 waves=tile_waves(query.rows, table, gpus),
@@ -146,10 +130,13 @@ def learner_model(model: FamilyModel, prepared: Prepared, name: str) -> FamilyMo
         every, options = np.arange(len(table.time_us)), trees.default_options(table)
         alone = model.ensemble.trees or _trees(prepared, every, None, options)
         return replace(model, ensemble=Ensemble(trees=alone))
-    raw = raw_encoder(prepared)
-    learner = LEARNERS[name](inputs_of(prepared, raw), table.time_us)
+    return as_learner(model, LEARNERS[name](inputs_of(prepared), table.time_us))
+
+
+def as_learner(model: FamilyModel, learner: Predict) -> LearnerModel:
+    """The family's model with a fitted learner in the place of the blend."""
     facts = {f.name: getattr(model, f.name) for f in fields(FamilyModel)}
-    return LearnerModel(**facts, learner=learner, raw=raw)
+    return LearnerModel(**facts, learner=learner)
 
 
 def learner_models(model: FamilyModel, prepared: Prepared) -> dict[str, FamilyModel]:

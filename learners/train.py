@@ -213,8 +213,7 @@ def _facts(report: FamilyReport, rows: pd.DataFrame, digest: str) -> Row:
 def simplest_us(train: Table, test: Table) -> dict[str, np.ndarray]:
     """Forecasts in us of the held-out rows by the simplest learners, by name."""
     rows, asked = (
-        Inputs(raw=t.x, x=t.x, roofline_us=t.roofline_us, waves=t.roofline_us)
-        for t in (train, test)
+        Inputs(x=t.x, roofline_us=t.roofline_us, waves=t.roofline_us) for t in (train, test)
     )
     return {name: LEARNERS[name](rows, train.time_us)(asked) for name in SIMPLEST}
 

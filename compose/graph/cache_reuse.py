@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from itercast.compose.graph.lifetimes import last_uses
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import OpCall, StepCapture
@@ -72,7 +73,7 @@ def cold_fractions(capture: StepCapture, gpu: Gpu) -> list[float]:
     if not is_on("cache_reuse"):
         return [1.0] * len(capture.calls)
     share = cold_share(gpu)
-    made, last_use = _lifetimes(capture.calls)
+    made, last_use = _made(capture.calls), last_uses(capture.calls)
     allocator = _Allocator()
     touched: dict[int, float] = {}  # storage -> clock of its last use
     clock = 0.0  # bytes touched so far
@@ -96,19 +97,11 @@ def cold_fractions(capture: StepCapture, gpu: Gpu) -> list[float]:
     return result
 
 
-def _lifetimes(calls: tuple[OpCall, ...]) -> tuple[dict[int, int], dict[int, int]]:
-    """Returns (storage -> index of the call that makes it, storage -> index of its last use).
-
-    The first holds only storages made within the step.
-    """
-    made: dict[int, int] = {}
-    last_use: dict[int, int] = {}
+def _made(calls: Sequence[OpCall]) -> dict[int, int]:
+    """Index of the call that makes a storage, of those that are made within the step."""
+    made, used = dict[int, int](), set[int]()
     for number, call in enumerate(calls):
-        for t in call.tensors():
-            last_use.setdefault(t.storage, -1)
-        for t in call.outputs:
-            if t.storage not in last_use:
-                made[t.storage] = number
-        for t in (*call.tensors(), *call.outputs):
-            last_use[t.storage] = number
-    return made, last_use
+        used |= {t.storage for t in call.tensors()}
+        made |= {t.storage: number for t in call.outputs if t.storage not in used}
+        used |= {t.storage for t in call.outputs}
+    return made

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from itercast.compose.graph.rewrite import COLLECTIVE, fresh_storages
+from itercast.compose.graph.rewrite import COLLECTIVE, StepBuilder, fresh_storages
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.opcall import ITEMSIZE_BYTES, OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.memory.fused import CALL
@@ -90,15 +90,12 @@ def compressed(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
     codecs = {axis: (found, n) for axis, (s, n) in texts.items() if (found := Codec.of(s))}
     if not codecs:
         return capture
-    ids, calls, index = fresh_storages(capture), list[OpCall](), dict[int, int]()
+    made, ids = StepBuilder(capture), fresh_storages(capture)
     for i, call in enumerate(capture.calls):
         chosen = codecs.get(call.kwargs["axis"]) if _of_activations(call) else None
-        calls += [call] if chosen is None else _coded(call, *chosen, ids)
-        index[i] = len(calls) - 1
-    moved = tuple(
-        replace(p, ready_after=index.get(p.ready_after, p.ready_after)) for p in capture.parameters
-    )
-    return replace(capture, calls=tuple(calls), parameters=moved)
+        made.calls += [call] if chosen is None else _coded(call, *chosen, ids)
+        made.done(i)
+    return made.step()
 
 
 def _of_activations(call: OpCall) -> bool:

@@ -52,7 +52,7 @@ def stepwise_cross_entropy(capture: StepCapture) -> StepCapture:
             calls = [call]
         made.calls += calls[:-1]
         made.add(i, calls[-1])
-    return made.step(capture.parameters)
+    return made.step()
 
 
 def _logits(capture: StepCapture) -> set[tuple[int, int]]:
@@ -81,7 +81,7 @@ def _forward(call: OpCall, fresh: Iterator[int]) -> Iterator[OpCall]:
         cast = replace(x, dtype=PRECISE, storage=next(fresh))
         yield OpCall(op=CAST, args=(x,), outputs=(cast,), phase=phase)
         x = cast
-    maximum, total = (_per_token(y, fresh) for _ in range(2))
+    maximum, total = (per_token(y, fresh) for _ in range(2))
     for name, inputs, out in (
         ("amax.default", (x, (-1,), True), maximum),
         ("sub.Tensor", (x, maximum), y),
@@ -96,12 +96,12 @@ def _backward(run: Sequence[OpCall], fresh: Iterator[int]) -> Iterator[OpCall]:
     probabilities, dx = replace(run[0].args[1], dtype=PRECISE), run[-1].outputs[0]
     phase = run[0].phase
     product = dx if dx.dtype == PRECISE else replace(dx, dtype=PRECISE, storage=next(fresh))
-    factors = (probabilities, _per_token(probabilities, fresh))
+    factors = (probabilities, per_token(probabilities, fresh))
     yield OpCall(op="aten.mul.Tensor", args=factors, outputs=(product,), phase=phase)
     if product is not dx:
         yield OpCall(op=CAST, args=(product,), outputs=(dx,), phase=phase)
 
 
-def _per_token(logits: TensorSpec, fresh: Iterator[int]) -> TensorSpec:
+def per_token(logits: TensorSpec, fresh: Iterator[int]) -> TensorSpec:
     """A new tensor of one number per token."""
     return replace(logits, shape=(*logits.shape[:-1], 1), stride=(), storage=next(fresh))

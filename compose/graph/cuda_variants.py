@@ -16,6 +16,7 @@ from itertools import pairwise
 from math import prod
 
 from itercast.compose.graph.identity_cache import cached_by_identity
+from itercast.compose.graph.rewrite import StepBuilder
 from itercast.microbench.opcall import Argument, OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops.memory.elementwise_names import ALLOCATIONS, SAME_AS
 
@@ -42,16 +43,11 @@ def with_cuda_variants(capture: StepCapture) -> StepCapture:
     kept before it takes its place.
     """
     masks = {c.args[0].storage for c in capture.calls if _name(c) == "bernoulli_"}
-    calls: list[OpCall] = []
-    moved: dict[int, int] = {}  # index of a call before -> after
-    fused = _fused_casts(capture.calls)
+    made, fused = StepBuilder(capture), _fused_casts(capture.calls)
     for i, call in enumerate(capture.calls):
-        calls.extend(() if i in fused else _on_gpu(call, masks))
-        moved[i] = len(calls) - 1
-    parameters = tuple(
-        replace(p, ready_after=moved.get(p.ready_after, p.ready_after)) for p in capture.parameters
-    )
-    return replace(capture, calls=tuple(calls), parameters=parameters)
+        made.calls += () if i in fused else _on_gpu(call, masks)
+        made.done(i)
+    return made.step()
 
 
 def _name(call: OpCall) -> str:

@@ -3,12 +3,13 @@
 All caches of this package, by what they keep:
 
 - ``cached_by_identity`` (below): what is computed from a capture or a bundle, large values that
-  never change and cost too much to hash: rewritten steps and rank graphs, priced models of a
-  capture by cut and placement, price books of a bundle. The last 512 results of each function.
+  never change and cost too much to hash: rewritten steps, price books of a bundle. The last 512
+  results of each function.
 - ``PriceBook`` (``pricing/price_book.py``): prices of ops, collectives and host calls by their
   parameters, for one bundle, GPU and number of threads; shared by all plans.
-- ``PricedModel.once`` (``pricing/layer_prices.py``): chunks of layers and their simulated times, by
-  what of the plan they depend on; shared by all plans with the same rank graph.
+- ``once_of`` (below): rank graphs and priced models of a capture, by what of the plan and of its
+  placement they depend on. ``PricedModel.once`` (``pricing/layer_prices.py``): chunks of layers and
+  their simulated times, likewise; shared by all plans with the same rank graph.
 - ``CapturesBySize`` (``graph/sizes.py``): captures by micro-batch and length, for one search.
 - ``functools.lru_cache`` and ``cache``: results of a few small hashable values: pipeline schedules
   by degrees (``simulate/pipeline.py``), bundles by path and time of change (``target.py``).
@@ -21,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import lru_cache, wraps
 from typing import Any, TypeVar
+
+from itercast.microbench.opcall import StepCapture
 
 R = TypeVar("R")
 MAX_RESULTS = 512  # per function
@@ -77,3 +80,9 @@ def cached_by_identity(function: Callable[..., R]) -> Callable[..., R]:
         return cached(_ById(first), rest)
 
     return wrapped
+
+
+@cached_by_identity
+def once_of(capture: StepCapture) -> Once:
+    """The results of a capture that are kept by what they depend on."""
+    return Once()

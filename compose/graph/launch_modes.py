@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from itercast.compose.graph.cross_entropy import over_logits, stepwise_cross_entropy
+from itercast.compose.graph.lifetimes import last_uses
+from itercast.compose.graph.rewrite import StepBuilder, fresh_storages
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.iterations.engines import ENGINES
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
@@ -77,16 +79,13 @@ def _with_copied_inputs(capture: StepCapture) -> StepCapture:
     copied = [t for t in capture.inputs if t.storage in read]
     if not copied:
         return capture
-    fresh = 1 + max(t.storage for call in capture.calls for t in (*call.tensors(), *call.outputs))
-    copies = tuple(
-        OpCall(op=COPY, args=(t, replace(t, storage=fresh + n)), outputs=(t,))
-        for n, t in enumerate(copied)
-    )
-    parameters = tuple(
-        replace(p, ready_after=p.ready_after + len(copies)) if p.ready_after >= 0 else p
-        for p in capture.parameters
-    )
-    return replace(capture, calls=(*copies, *capture.calls), parameters=parameters, inputs=())
+    made, fresh = StepBuilder(capture), fresh_storages(capture)
+    for t in copied:
+        given = replace(t, storage=next(fresh))
+        made.calls.append(OpCall(op=COPY, args=(t, given), outputs=(t,)))
+    for i, call in enumerate(capture.calls):
+        made.add(i, call)
+    return replace(made.step(), inputs=())
 
 
 def launches(capture: StepCapture) -> int:
@@ -116,15 +115,13 @@ def fused(
     that inductor recomputes some results instead of saving them, and fuses into products. Calls for
     which ``apart`` is true are kernels of their own.
     """
-    calls: list[OpCall] = []
-    moved: dict[int, int] = {}
-    run: list[int] = []
-    last_use = _last_uses(capture.calls)
+    made, run, last_use = StepBuilder(capture), list[int](), last_uses(capture.calls)
 
     def flush() -> None:
         if run:
-            calls.append(_kernel([capture.calls[i] for i in run], run[-1], last_use))
-            moved.update(dict.fromkeys(run, len(calls) - 1))
+            made.calls.append(_kernel([capture.calls[i] for i in run], run[-1], last_use))
+            for i in run:
+                made.done(i)
             run.clear()
 
     for index, call in enumerate(capture.calls):
@@ -134,13 +131,9 @@ def fused(
             run.append(index)
             continue
         flush()
-        calls.append(call)
-        moved[index] = len(calls) - 1
+        made.add(index, call)
     flush()
-    parameters = tuple(
-        replace(p, ready_after=moved.get(p.ready_after, p.ready_after)) for p in capture.parameters
-    )
-    return replace(capture, calls=tuple(calls), parameters=parameters)
+    return made.step()
 
 
 def _is_fusible(call: OpCall) -> bool:
@@ -158,15 +151,6 @@ def _same_kernel(before: OpCall, call: OpCall) -> bool:
     """Whether two consecutive calls go over as many elements, where one function launches both."""
     where = [(c.phase, c.stream, c.compiled) for c in (before, call)]
     return where[0] == where[1] and _size(before) == _size(call)
-
-
-def _last_uses(calls: Sequence[OpCall]) -> dict[int, int]:
-    """Index of the last call that reads or writes a storage."""
-    last: dict[int, int] = {}
-    for index, call in enumerate(calls):
-        for t in (*call.tensors(), *call.outputs):
-            last[t.storage] = index
-    return last
 
 
 def _kernel(calls: Sequence[OpCall], last: int, last_use: dict[int, int]) -> OpCall:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from itertools import accumulate
 
 from itercast.compose.graph.identity_cache import cached_by_identity
-from itercast.microbench.opcall import StepCapture
+from itercast.microbench.opcall import OpCall, StepCapture
+
+
+def last_uses(calls: Sequence[OpCall]) -> dict[int, int]:
+    """Index of the last call that reads or writes a storage."""
+    used = ((t, i) for i, call in enumerate(calls) for t in (*call.tensors(), *call.outputs))
+    return {t.storage: i for t, i in used}
 
 
 @cached_by_identity

@@ -48,13 +48,18 @@ class StepBuilder:
 
     def add(self, i: int, call: OpCall) -> None:
         """Appends ``call``, which stands for call i of the capture."""
-        self.index[i] = len(self.calls)
         self.calls.append(call)
+        self.done(i)
 
-    def step(self, parameters: Sequence[ParamSpec]) -> StepCapture:
+    def done(self, i: int) -> None:
+        """Notes that the calls so far have done what call i of the capture does."""
+        self.index[i] = len(self.calls) - 1
+
+    def step(self, parameters: Sequence[ParamSpec] | None = None) -> StepCapture:
         """Returns the new step; gradients become ready after the same calls as before."""
         moved = tuple(
-            replace(p, ready_after=self.index.get(p.ready_after, p.ready_after)) for p in parameters
+            replace(p, ready_after=self.index.get(p.ready_after, p.ready_after))
+            for p in (self.capture.parameters if parameters is None else parameters)
         )
         return replace(self.capture, calls=tuple(self.calls), parameters=moved)
 

@@ -39,7 +39,7 @@ def context_parallel(capture: StepCapture, plan: ParallelPlan) -> StepCapture:
             made.calls.append(send(scale=pair))
     if not has_attention:
         raise ValueError(f"plan {str(plan)!r}: cp splits attention, and the model has none")
-    return made.step(capture.parameters)
+    return made.step()
 
 
 def _remote_block(call: OpCall) -> OpCall:

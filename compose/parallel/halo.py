@@ -84,7 +84,7 @@ class _Part:
                 self.made.add(i, self._gathered(mine, reads))
             else:
                 self._returned(i, mine)
-        return self.made.step(self.made.capture.parameters)
+        return self.made.step()
 
     def _reads(self, call: OpCall) -> int | None:
         """Place of the argument with features of neighbours, or in backward of their gradients."""

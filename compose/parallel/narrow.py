@@ -52,7 +52,7 @@ def with_narrow_products(capture: StepCapture, dtype: str) -> StepCapture:
         made.add(i, call)
     if not multiplied:
         raise ValueError(f"dtype {dtype!r}: the model has no linear layers in numbered blocks")
-    return made.step(capture.parameters)
+    return made.step()
 
 
 def _narrow_weights(capture: StepCapture) -> set[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from itercast.compose.graph.cross_entropy import LABELS, SOFTMAX, SOFTMAX_BACKWARD
+from itercast.compose.graph.cross_entropy import LABELS, SOFTMAX, SOFTMAX_BACKWARD, per_token
 from itercast.compose.graph.rewrite import collective, with_tensors
 from itercast.microbench.opcall import OpCall, TensorSpec
 
@@ -26,7 +26,7 @@ def parallel_loss(
     local = with_tensors(call, shards)
     if call.op == LABELS:
         logits = local.tensors()[0]
-        return [_all_reduce(_per_token(logits, fresh), call.phase), local]
+        return [_all_reduce(per_token(logits, fresh), call.phase), local]
     if call.op == SOFTMAX_BACKWARD:
         return _softmax_backward(local, fresh)
     return _softmax(local, fresh)
@@ -35,7 +35,7 @@ def parallel_loss(
 def _softmax(local: OpCall, fresh: Iterator[int]) -> list[OpCall]:
     """y = (x - max(x)) - log(sum(exp(x - max(x)))), with max and sum over all ranks."""
     x, phase = local.tensors()[0], local.phase
-    maximum, total, log = (_per_token(x, fresh) for _ in range(3))
+    maximum, total, log = (per_token(x, fresh) for _ in range(3))
     shifted, exponentials = (replace(x, storage=next(fresh)) for _ in range(2))
     largest = _op("amax.default", x, out=maximum, phase=phase)
     summed = _op("sum.dim_IntList", exponentials, out=total, phase=phase)
@@ -61,14 +61,8 @@ def _softmax_backward(local: OpCall, fresh: Iterator[int]) -> list[OpCall]:
     return [
         _op("exp.default", y, out=exponentials, phase=phase),
         _op("add.Tensor", dy, exponentials, out=combined, phase=phase),
-        _op("mul.Tensor", combined, _per_token(dy, fresh), out=local.outputs[0], phase=phase),
+        _op("mul.Tensor", combined, per_token(dy, fresh), out=local.outputs[0], phase=phase),
     ]
-
-
-def _per_token(logits: TensorSpec, fresh: Iterator[int]) -> TensorSpec:
-    """A new tensor of one number per token."""
-    shape = (*logits.shape[:-1], 1)
-    return replace(logits, shape=shape, stride=(), storage=next(fresh))
 
 
 def _op(name: str, *args: TensorSpec, out: TensorSpec, phase: str) -> OpCall:

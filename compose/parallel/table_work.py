@@ -91,40 +91,23 @@ def lookup_calls(
     return OpCall(op=BAGS[0], args=bag, outputs=(out,), **known), after
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Bytes of messages by rank; pooled vectors' gradients are as many bytes the other way."""
+def traffic(held: Sequence[tuple[Shard, Lookup]], ranks: int) -> dict[str, np.ndarray]:
+    """Bytes that ranks send and receive, shape (2, ranks), by what lookups of shards exchange.
 
-    index_sent: np.ndarray
-    index_received: np.ndarray
-    lengths_sent: np.ndarray  # of bags, ahead of the row numbers
-    lengths_received: np.ndarray
-    vectors_sent: np.ndarray
-    vectors_received: np.ndarray
-
-
-def traffic(held: Sequence[tuple[Shard, Lookup]], ranks: int) -> Traffic:
-    """What lookups of shards send and receive; shards that are local send nothing."""
-    index_sent, index_received, sent, received = np.zeros((4, ranks))
-    lengths_sent, lengths_received = np.zeros((2, ranks))
+    ``lengths`` of bags go ahead of row ``numbers``; pooled ``vectors`` come back, and their
+    gradients are as many bytes the other way. Shards that are local send nothing.
+    """
+    moved = {name: np.zeros((2, ranks)) for name in ("lengths", "numbers", "vectors")}
     for shard, lookup in held:
         if not shard.local:
-            index_bytes, vector_bytes = message_bytes(shard, lookup.table, lookup.samples)
-            index_sent += index_bytes
-            index_received[shard.rank] += ranks * index_bytes
+            numbers, vectors = message_bytes(shard, lookup.table, lookup.samples)
             lengths = length_bytes(shard, lookup.table, lookup.samples)
-            lengths_sent += lengths
-            lengths_received[shard.rank] += ranks * lengths
-            sent[shard.rank] += ranks * vector_bytes
-            received += vector_bytes
-    return Traffic(
-        index_sent=index_sent,
-        index_received=index_received,
-        lengths_sent=lengths_sent,
-        lengths_received=lengths_received,
-        vectors_sent=sent,
-        vectors_received=received,
-    )
+            for name, nbytes in (("lengths", lengths), ("numbers", numbers)):
+                moved[name][0] += nbytes
+                moved[name][1, shard.rank] += ranks * nbytes
+            moved["vectors"][0, shard.rank] += ranks * vectors
+            moved["vectors"][1] += vectors
+    return moved
 
 
 def held_shards(
@@ -173,12 +156,10 @@ def table_work(
     own = sum(s.rank == rank for s, _ in spread)
     cut = [x for s, x in spread if s.rows < x.table.rows]
     chosen = [PASSES_IN_PARTS * INDEX_BYTES * x.samples * x.table.pooling for x in cut]
-    lengths = float(np.maximum(moved.lengths_sent, moved.lengths_received).max())
-    numbers = float(np.maximum(moved.index_sent, moved.index_received).max())
-    vectors = float(np.maximum(moved.vectors_sent, moved.vectors_received).max())
-    packed, received = moved.vectors_sent[rank], moved.vectors_received[rank]
+    lengths, numbers, vectors = (float(both.max()) for both in moved.values())
+    packed, received = moved["vectors"][:, rank]
     rearranged = {
-        "sort numbers": [PASSES["row_numbers"] * moved.index_received[rank]],
+        "sort numbers": [PASSES["row_numbers"] * moved["numbers"][1, rank]],
         "join vectors": [PASSES["joined"] * received],
         "pack gradients": [PASSES["gradients"] * received],
     }

@@ -11,7 +11,7 @@ adds, and wherever a message crosses a network whose rate no node file states.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
 
@@ -66,14 +66,8 @@ class Crossing:
         """
         if message.axis not in self.axes or message.kind not in self.kinds or ranks == 1:
             return op
-        params = Collective(
-            op=message.kind,
-            message_bytes=message.message_bytes,
-            dtype=message.dtype,
-            world_size=ranks,
-            ranks_per_node=1,
-        )
-        link_us = self.sharers * float(bytes_moved(params)) / self.bytes_per_s * 1e6
+        crossing = message.among(world_size=ranks, ranks_per_node=1)
+        link_us = self.sharers * float(bytes_moved(crossing)) / self.bytes_per_s * 1e6
         ways = 2 if message.kind == "all_reduce" else 1
         return replace(op, duration_us=max(op.duration_us, link_us) + ways * self.latency_us)
 
@@ -153,7 +147,10 @@ class Message:
     axis: str
     message_bytes: int
     dtype: str = "fp32"
-    phase: str = "backward"
+
+    def among(self, **links: Any) -> Collective:
+        """The collective among ranks that these ``links`` join."""
+        return Collective(op=self.kind, message_bytes=self.message_bytes, dtype=self.dtype, **links)
 
 
 def gpus_per_domain(gpu: Gpu, node: Node | None = None) -> int:
@@ -229,13 +226,7 @@ def formula_us(message: Message, group: Group, where: Cluster) -> float:
     """Time of a collective by latency and rate (``itercast.microbench.ops.step.alpha_beta``)."""
     if group.size == 1:
         return 0.0
-    params = Collective(
-        op=message.kind,
-        message_bytes=message.message_bytes,
-        dtype=message.dtype,
-        **_crossed(group, where),
-    )
-    return float(floor_us(params, where.gpu))
+    return float(floor_us(message.among(**_crossed(group, where)), where.gpu))
 
 
 def _crossed(group: Group, where: Cluster) -> dict[str, Any]:
@@ -272,9 +263,8 @@ def prefetch_messages(asked: Sequence[Sent], book: PriceBook, where: Cluster) ->
     on_cpu = where.gpu.kind == "cpu"
     for message, group in [one for one in fresh if one[0].axis in TIERS]:
         us = tier_us(message.axis, message.kind, message.message_bytes, where.gpu)
-        book.sent[message, group, *where.place] = _priced(
-            message, UNMODELLED, us, ((RATES[message.axis], 1.0),)
-        )
+        op = _priced(message, UNMODELLED, us, ((RATES[message.axis], 1.0),))
+        book.sent[message, group, *where.place] = op
         fresh.remove((message, group))
     wanted = list(dict.fromkeys([*fresh, *map(_empty, fresh if on_cpu else ())]))
     learned = "collective" in book.models
@@ -318,12 +308,11 @@ def _smaller(group: Group) -> Iterator[Group]:
 
 def _learned(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> Iterator[PricedOp]:
     nearest = _largest_known(asked, book, where)
-    modelled: dict[Sent, Any] = {}
+    modelled: dict[Sent, float] = {}
     if nearest:
         rows = _rows([(m, group) for (m, _), group in nearest.items()], book, where)
-        modelled = dict(
-            zip(nearest, book.expected("collective", rows).to_dict("records"), strict=True)
-        )
+        us = book.expected("collective", rows)["predicted_us"].tolist()
+        modelled = dict(zip(nearest, us, strict=True))
     for one in asked:
         message, whole = one
         if one not in nearest:  # a group of one rank sends nothing
@@ -331,9 +320,8 @@ def _learned(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> Iterator
             continue
         group = nearest[one]
         scale = formula_us(message, whole, where) / formula_us(message, group, where)
-        us = float(modelled[one]["predicted_us"]) * scale
         shares = _assumed_shares(whole, scale, where)
-        yield _priced(message, "collective", us, shares)
+        yield _priced(message, "collective", modelled[one] * scale, shares)
 
 
 def _largest_known(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> dict[Sent, Group]:
@@ -354,26 +342,10 @@ def _largest_known(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> di
 def _rows(asked: Sequence[Sent], book: PriceBook, where: Cluster) -> pd.DataFrame:
     facts = {"gpu": where.gpu.name, "threads": book.threads, "cache": "warm"}
     facts["node"] = where.node.name if where.node else where.gpu.name
-    columns: dict[str, list[Any]] = {
-        "op": [m.kind for m, _ in asked],
-        "message_bytes": [m.message_bytes for m, _ in asked],
-        "dtype": [m.dtype for m, _ in asked],
-    }
-    crossed = pd.DataFrame([_crossed(group, where) for _, group in asked])
-    return pd.DataFrame({**columns, **crossed, **facts})
+    return pd.DataFrame([asdict(m.among(**_crossed(g, where))) for m, g in asked]).assign(**facts)
 
 
-def _priced(
-    message: Message,
-    family: str,
-    us: float,
-    shares: AssumedShares = (),
-) -> PricedOp:
+def _priced(message: Message, family: str, us: float, shares: AssumedShares = ()) -> PricedOp:
     return PricedOp(
-        op=message.kind,
-        family=family,
-        phase=message.phase,
-        duration_us=us,
-        flops=0.0,
-        assumed=shares,
+        op=message.kind, family=family, phase="comm", duration_us=us, flops=0.0, assumed=shares
     )

@@ -9,7 +9,7 @@ from itercast.compose.graph.layers import Layer
 from itercast.compose.pricing.priced_op import Priceable, priceable
 from itercast.microbench.assumptions import assumed
 from itercast.microbench.hardware.spec import Gpu
-from itercast.microbench.opcall import Args, OpCall, ParamSpec, TensorSpec
+from itercast.microbench.opcall import Args, OpCall, TensorSpec
 
 BATCH_NORM = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
 ADDED = "added"  # phase of ops that no module calls: C++ launches them
@@ -25,16 +25,18 @@ def gradient_copies(layer: Layer, step_bytes: float, gpu: Gpu) -> list[list[Pric
     """
     share = cold_share(gpu)
     long_ago, later = share(step_bytes), share(step_bytes * COPY_BACK_DELAY)
-    fresh = [(share(2.0 * p.nbytes) + long_ago) / 2 for p in layer.parameters]
-    found = []
-    for make, cold in (
-        (_accumulate, fresh),
-        (_into_bucket, fresh),
-        (_out_of_bucket, [later] * len(fresh)),
-    ):
-        pairs = zip(layer.parameters, cold, strict=True)
-        found.append([priceable(make(p), c) for p, c in pairs])
-    return found
+    like = [TensorSpec(shape=p.shape, dtype=p.dtype) for p in layer.parameters]
+    fresh = [(share(2.0 * t.nbytes) + long_ago) / 2 for t in like]
+    scales = [TensorSpec(shape=(), dtype=t.dtype) for t in like]
+    kinds = (
+        ("aten.add_.Tensor", like, fresh),
+        ("aten.mul.Tensor", scales, fresh),
+        ("aten.copy_.default", like, [later] * len(like)),
+    )
+    return [
+        [priceable(_added(op, (t, x), t), c) for t, x, c in zip(like, others, cold, strict=True)]
+        for op, others, cold in kinds
+    ]
 
 
 def buffers(calls: Sequence[OpCall]) -> dict[str, list[TensorSpec]]:
@@ -68,20 +70,3 @@ def buffer_copies(tensors: list[TensorSpec], gpu: Gpu) -> list[Priceable]:
 
 def _added(op: str, args: Args, output: TensorSpec) -> OpCall:
     return OpCall(op=op, args=args, outputs=(output,), phase=ADDED, module="DDP")
-
-
-def _like(p: ParamSpec) -> TensorSpec:
-    return TensorSpec(shape=p.shape, dtype=p.dtype)
-
-
-def _accumulate(p: ParamSpec) -> OpCall:
-    return _added("aten.add_.Tensor", (_like(p), _like(p)), _like(p))
-
-
-def _into_bucket(p: ParamSpec) -> OpCall:
-    scale = TensorSpec(shape=(), dtype=p.dtype)
-    return _added("aten.mul.Tensor", (_like(p), scale), _like(p))
-
-
-def _out_of_bucket(p: ParamSpec) -> OpCall:
-    return _added("aten.copy_.default", (_like(p), _like(p)), _like(p))

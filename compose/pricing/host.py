@@ -54,21 +54,24 @@ def host_cost(counts: Mapping[str, int], book: PriceBook) -> PricedOp:
     points = [Host(op=event, tensors=n) for event, n in tensors.items()]
     measured = _measured_book(book)
     rows = measured.points("host", points) if "host" in book.models else {}
-    us = 0.0
     by_assumption = AssumedTime()
     for event, point in zip(events, points, strict=True):
         times = 1 if event in EVENTS_OVER_TENSORS else counts[event]
         row = rows[point][0] if rows else None
         one_us, shares = _event_us(event, point.tensors, row, book)
-        us += times * one_us
         by_assumption.add(times * one_us, shares)
+    return host_work(by_assumption)
+
+
+def host_work(time: AssumedTime) -> PricedOp:
+    """So much host work as one op."""
     return PricedOp(
         op="host",
         family="host",
-        phase="host",
-        duration_us=us,
+        phase=PYTHON,
+        duration_us=time.total_us,
         flops=0.0,
-        assumed=by_assumption.shares,
+        assumed=time.shares,
     )
 
 
@@ -197,18 +200,6 @@ def led_by_graph(
     return layer, led
 
 
-def step_work(time_us: float, shares: AssumedShares, book: PriceBook) -> PricedOp:
-    """All host work of a step on a CPU as one op."""
-    return PricedOp(
-        op="host",
-        family="host",
-        phase="host",
-        duration_us=time_us,
-        flops=0.0,
-        assumed=shares,
-    )
-
-
 def python_op(event: str, count: int, book: PriceBook, share: float = 1.0) -> PricedOp:
     """Makes the Python of a parallel wrapper (DDP, FSDP) an op with host time and no compute.
 
@@ -217,10 +208,5 @@ def python_op(event: str, count: int, book: PriceBook, share: float = 1.0) -> Pr
     key = (event, count, share)
     if key not in book.python:
         cost = host_cost({event: count}, book)
-        book.python[key] = replace(
-            cost,
-            op=event,
-            phase=PYTHON,
-            duration_us=share * cost.duration_us,
-        )
+        book.python[key] = replace(cost, op=event, duration_us=share * cost.duration_us)
     return book.python[key]

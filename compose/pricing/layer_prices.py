@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import takewhile
 from math import floor
 
-from itercast.compose.graph.identity_cache import Once, cached_by_identity
+from itercast.compose.graph.identity_cache import Once, once_of
 from itercast.compose.graph.layers import Layer
 from itercast.compose.graph.product_roles import LINEAR_PRODUCTS
 from itercast.compose.pricing.collectives import (
@@ -25,11 +25,12 @@ from itercast.compose.pricing.host import (
     PYTHON,
     Launches,
     host_cost,
+    host_work,
     launch_costs,
     led_by_graph,
 )
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.pricing.priced_op import AssumedShares, AssumedTime, Priceable, PricedOp
+from itercast.compose.pricing.priced_op import AssumedTime, Priceable, PricedOp
 from itercast.compose.pricing.rank_graph import RankGraph, rank_graph, until_read
 from itercast.compose.pricing.recompute import Recomputed, recomputed
 from itercast.compose.pricing.sharded_tables import slowest_rank
@@ -129,15 +130,14 @@ class PricedLayer:
 class PricedModel:
     """All layers of one rank with prices, and the host time of its step.
 
-    ``host_us`` is of one micro-batch and the optimizer, ``host_assumed`` the shares of it that rest
-    on assumptions; ``optimizer_host_us`` is the optimizer's Python. ``added_bytes``: memory of
-    embedding tables on the fullest rank that is not among the parameters, by purpose.
+    ``host`` is that of one micro-batch and the optimizer; ``optimizer_host_us`` is the optimizer's
+    Python. ``added_bytes``: memory of embedding tables on the fullest rank that is not among the
+    parameters, by purpose.
     """
 
     layers: tuple[PricedLayer, ...]
     graph: RankGraph
-    host_us: float
-    host_assumed: AssumedShares
+    host: PricedOp
     optimizer_host_us: float
     added_bytes: Mapping[str, int] = field(default_factory=dict)
     once: Once = field(default_factory=Once, compare=False)  # results of plans that share it
@@ -170,16 +170,8 @@ def price_model(
         return replace(model, added_bytes=added)
     axes = ("tp", "cp", "ep", *(("dp",) if plan.cut else ()))
     groups = tuple(where.groups[axis] for axis in axes)
-    models = _models(capture)
-    key = (plan.expert_tp, plan.parts("prices"), groups, where.node, book)
-    if key not in models:
-        models[key] = _price_graph(rank_graph(capture, plan, book.gpu), plan, book, where)
-    return models[key]
-
-
-@cached_by_identity
-def _models(capture: StepCapture) -> dict[Hashable, PricedModel]:
-    return {}
+    key = ("priced model", plan.expert_tp, plan.parts("prices"), groups, where.node, book)
+    return once_of(capture)(key, partial(_price_graph, capture, plan, book, where))
 
 
 def prefetch_steps(
@@ -213,20 +205,19 @@ def _prefetch(graphs: Sequence[RankGraph], book: PriceBook) -> None:
 
 
 def _price_graph(
-    graph: RankGraph, plan: ParallelPlan, book: PriceBook, where: Cluster
+    capture: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster
 ) -> PricedModel:
+    graph = rank_graph(capture, plan, book.gpu)
     _prefetch([graph], book)
     ops = _price_calls(graph, plan, book, where)
     steps = {name: n for name, n in graph.capture.host.items() if name.endswith("_step")}
     others = {name: n for name, n in graph.capture.host.items() if name not in steps}
     costs = launch_costs(graph.capture, others, book)
     optimizer = host_cost(steps, book)
-    host = _host_time(graph, ops, costs, optimizer)
     return PricedModel(
         layers=tuple(_price_layers(graph, ops, plan, book, costs)),
         graph=graph,
-        host_us=host.total_us,
-        host_assumed=host.shares,
+        host=host_work(_host_time(graph, ops, costs, optimizer)),
         optimizer_host_us=optimizer.duration_us,
     )
 

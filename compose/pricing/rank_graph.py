@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from itertools import takewhile
 
 from itercast.compose.graph.cache_reuse import cold_fractions
 from itercast.compose.graph.codecs import compressed
 from itercast.compose.graph.cuda_variants import with_cuda_variants
-from itercast.compose.graph.identity_cache import cached_by_identity
+from itercast.compose.graph.identity_cache import once_of
 from itercast.compose.graph.launch_modes import as_launched
 from itercast.compose.graph.layers import Layer, split_layers
 from itercast.compose.graph.lifetimes import input_bytes, update_bytes
@@ -27,23 +27,6 @@ from itercast.compose.pricing.priced_op import Priceable, priceable, touched_byt
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import NARROW, OpCall, ParamSpec, StepCapture, TensorSpec
 from itercast.microbench.plan import ParallelPlan
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """The parts of a plan that change a rank's op calls; two cuts are equal where ``degrees`` are.
-
-    The plan itself is kept for error messages.
-    """
-
-    plan: ParallelPlan = field(compare=False)
-    degrees: tuple[object, ...]
-
-    @classmethod
-    def of(cls, plan: ParallelPlan) -> Cut:
-        """Takes from a plan the parts that change a rank's op calls."""
-        parts = plan.dp if plan.cut else 1  # of a graph
-        return cls(plan=plan, degrees=(plan.expert_tp, parts, *plan.parts("ops")))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,23 +88,24 @@ class RankGraph:
 
     def matmul_s(self, span: tuple[int, int]) -> float:
         """Seconds of the matrix products of a range of calls at the GPU's peak."""
-        return sum(_matmul_s(self.wanted.get(i), self.gpu) for i in range(*span))
+        return sum(self.wanted[i].matmul_s(self.gpu) for i in range(*span) if i in self.wanted)
 
 
 def rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph:
     """Rewrite a captured micro-batch for a rank of the plan: expert, context, tensor parallel."""
     if plan.amp and gpu.kind == "cpu":
         raise ValueError(f"plan {str(plan)!r}: amp is a GPU's autocast; a CPU casts other ops")
-    return _rank_graph(capture, Cut.of(plan), gpu)
+    parts = plan.dp if plan.cut else 1  # of a graph
+    key = ("rank graph", plan.expert_tp, parts, *plan.parts("ops"), gpu)
+    return once_of(capture)(key, partial(_rank_graph, capture, plan, gpu))
 
 
-@cached_by_identity
-def _rank_graph(capture: StepCapture, cut: Cut, gpu: Gpu) -> RankGraph:
+def _rank_graph(capture: StepCapture, plan: ParallelPlan, gpu: Gpu) -> RankGraph:
     trained = sum(p.nbytes for p in capture.parameters if p.ready_after >= 0 and not p.matrix)
-    capture = cut_graph(capture, cut.plan)
-    capture = context_parallel(expert_parallel(capture, cut.plan), cut.plan)
-    capture = as_launched(tensor_parallel(capture, cut.plan, summed=gpu.kind != "cpu"))
-    capture = compressed(capture, cut.plan)
+    capture = cut_graph(capture, plan)
+    capture = context_parallel(expert_parallel(capture, plan), plan)
+    capture = as_launched(tensor_parallel(capture, plan, summed=gpu.kind != "cpu"))
+    capture = compressed(capture, plan)
     for dtype in sorted(_narrow(capture) - set(gpu.peak_flops_per_s)):
         units = sorted(gpu.peak_flops_per_s)
         raise ValueError(f"gpu {gpu.name!r}: no units for dtype {dtype!r}; it has {units}")
@@ -165,12 +149,6 @@ def until_read(i: int, calls: Sequence[OpCall]) -> Iterator[int]:
         yield at
 
 
-def _matmul_s(w: Priceable | None, gpu: Gpu) -> float:
-    if w is None or w.family is None or not w.family.matmul:
-        return 0.0
-    return float(w.family.flops(w.params)) / gpu.peak(w.params.dtype)
-
-
 def _message(call: OpCall) -> Message:
     t, facts = call.args[0], call.kwargs
     return Message(
@@ -178,7 +156,6 @@ def _message(call: OpCall) -> Message:
         axis=facts["axis"],
         message_bytes=round(t.nbytes * facts["scale"]),
         dtype=t.dtype,
-        phase="comm",
     )
 
 

@@ -125,7 +125,6 @@ def _tally(priced: PricedRank, book: PriceBook) -> Tally:
     tally = Tally(book.gpu.kind == "cpu")
     pairs = [(c, op) for c, op in zip(priced.calls, priced.ops, strict=True) if op is not None]
     computed = [op for c, op in pairs if c.op != COLLECTIVE]
-    tally.add(computed)
-    tally.add_sent(op for c, op in pairs if c.op == COLLECTIVE)
+    tally.add(op for _, op in pairs)
     tally.host.add_all(priced.launches.total([op for op in computed if op.phase != PYTHON]))
     return tally

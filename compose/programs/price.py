@@ -12,7 +12,7 @@ from itercast.compose.graph.launch_modes import fused
 from itercast.compose.pricing.collectives import Cluster, Group, Message, price_messages
 from itercast.compose.pricing.host import Launches, launch_costs, python_op
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.pricing.priced_op import Priceable, PricedOp, priceable
+from itercast.compose.pricing.priced_op import PricedOp, priceable
 from itercast.compose.simulate.fsdp import FORWARD_SHARE
 from itercast.compose.simulate.stage_rank import SCHEDULE_SHARE
 from itercast.microbench.assumptions import assumed
@@ -68,7 +68,7 @@ def price_rank(step: StepCapture, book: PriceBook, node: Node | None, per_node: 
         ops=tuple(priced.get(i) for i in range(len(calls))),
         launches=launch_costs(launched, step.host, book),
         on_cpu=on_cpu,
-        matmul_s=sum(_matmul_s(w, book.gpu) for w in wanted),
+        matmul_s=sum(w.matmul_s(book.gpu) for w in wanted),
     )
 
 
@@ -86,12 +86,6 @@ def _python(call: OpCall, book: PriceBook) -> PricedOp:
     return python_op(event, tensors, book, share)
 
 
-def _matmul_s(w: Priceable, gpu: Gpu) -> float:
-    if w.family is None or not w.family.matmul:
-        return 0.0
-    return float(w.family.flops(w.params)) / gpu.peak(w.params.dtype)
-
-
 def _collectives(
     calls: Sequence[OpCall], book: PriceBook, node: Node | None, per_node: int
 ) -> list[PricedOp]:
@@ -104,7 +98,6 @@ def _collectives(
             axis=_axis(call),
             message_bytes=max(1, call.kwargs["bytes"]),
             dtype=call.args[0].dtype,
-            phase="comm",
         )
         for call in calls
     ]

@@ -26,27 +26,12 @@ class Tally:
     host: AssumedTime = field(default_factory=AssumedTime)
 
     def add(self, ops: Iterable[PricedOp], times: float = 1.0) -> None:
-        """Add ops of the compute lane that run ``times`` times; collectives among them block it."""
+        """Add ops, messages and host work that run ``times`` times."""
         for op in ops:
             if self.on_cpu or op.phase != PYTHON:
-                self._add_family(op, times)
+                self.us[op.family] = self.us.get(op.family, 0.0) + times * op.duration_us
             lane = {"comm": self.comm, PYTHON: self.host}.get(op.phase, self.compute)
             lane.add(times * op.duration_us, op.assumed)
-
-    def add_sent(self, messages: Iterable[PricedOp], times: float = 1.0) -> None:
-        """Add messages beside compute that are sent ``times`` times."""
-        for op in messages:
-            self._add_family(op, times)
-            self.comm.add(times * op.duration_us, op.assumed)
-
-    def add_host(self, cost: PricedOp, times: float) -> None:
-        """Add a step's host work; on a CPU it lengthens ops."""
-        self.host.add(times * cost.duration_us, cost.assumed)
-        if self.on_cpu and cost.duration_us:
-            self._add_family(cost, times)
-
-    def _add_family(self, op: PricedOp, times: float) -> None:
-        self.us[op.family] = self.us.get(op.family, 0.0) + times * op.duration_us
 
     @property
     def unmodelled_frac(self) -> float:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import price_messages
-from itercast.compose.pricing.host import python_op, step_work
+from itercast.compose.pricing.host import python_op
 from itercast.compose.pricing.layer_prices import PricedLayer
 from itercast.compose.pricing.priced_op import PricedOp
 from itercast.compose.simulate.breakdown import Shares, Tally, assumed_us, shares
@@ -127,7 +127,7 @@ def outcome(rank: Rank, before: Sequence[tuple[Run, int]], run: Run, optimizer: 
         tally.comm.add(2 * plan.dp * message.duration_us, message.assumed)
     _tally_layers(tally, rank.layers, micro, _accumulations(rank))
     _tally_run(tally, run)
-    tally.add_host(step_work(rank.model.host_us, rank.model.host_assumed, rank.book), micro)
+    tally.add([rank.model.host], micro)
     idle_us = max(0.0, lanes.end_us - lanes.compute_us - lanes.exposed_us)
     return Outcome(
         iteration_us=lanes.end_us,
@@ -166,8 +166,7 @@ def _accumulations(rank: Rank) -> int:
 
 
 def _tally_run(tally: Tally, run: Run, times: int = 1) -> None:
-    tally.add_sent(run.sent, times)
-    tally.add([*run.copies, *run.updates], times)
+    tally.add([*run.sent, *run.copies, *run.updates], times)
 
 
 def _tally_layers(
@@ -365,8 +364,9 @@ def _stage_tally(pipeline: _Pipeline, stage: int) -> Tally:
         _tally_run(tally, pipeline.runs[chunk].backward, micro)
         for boundary in (chunk - 1, chunk):
             if 0 <= boundary < len(pipeline.chunks) - 1:
-                tally.add_sent(pipeline.sends[boundary], 2 * micro)  # forth and back
+                tally.add(pipeline.sends[boundary], 2 * micro)  # forth and back
         schedule = python_op("pipeline_micro", 1, rank.book)
         tally.host.add(micro * schedule.duration_us, schedule.assumed)
-    tally.host.add(micro * rank.model.host_us / pp, rank.model.host_assumed)
+    host = rank.model.host
+    tally.host.add(micro * host.duration_us / pp, host.assumed)
     return tally

@@ -102,18 +102,7 @@ def simulate(
     """
     if programs is None and all(0 <= j < i for i, task in enumerate(tasks) for j in task.after):
         return _in_order(tasks)
-    progress = _Progress(tasks, programs)
-    free = dict.fromkeys(progress.lanes, 0.0)
-    spans: dict[int, Span] = {}
-    while progress.ready:
-        i = progress.ready.pop()
-        task = tasks[i]
-        start = max([free[lane] for lane in task.lanes] + [spans[j].end_us for j in task.after])
-        spans[i] = Span(start, start + task.duration_us)
-        free.update(dict.fromkeys(task.lanes, spans[i].end_us))
-        progress.finish(i)
-    progress.check()
-    return [spans[i] for i in range(len(tasks))]
+    return _at_shared_speed(_Progress(tasks, programs), {}, {})
 
 
 def _in_order(tasks: Sequence[Task]) -> list[Span]:
@@ -153,7 +142,14 @@ def simulate_shared(
         raise ValueError(f"contention must be at least 1, got {min(contention.values())}")
     if max(contention.values(), default=1) == 1:
         return simulate(tasks, programs)
-    progress = _Progress(tasks, programs)
+    return _at_shared_speed(_Progress(tasks, programs), shared, contention)
+
+
+def _at_shared_speed(
+    progress: _Progress, shared: Mapping[str, str], contention: Mapping[str, float]
+) -> list[Span]:
+    """Runs tasks from one end of a task to the next, at the speed that contention leaves them."""
+    tasks = progress.tasks
     devices = [{shared[lane] for lane in task.lanes if lane in shared} for task in tasks]
     now = 0.0
     left: dict[int, float] = {}  # work of the running tasks

@@ -126,4 +126,4 @@ def with_frozen_tables_in(
             made.calls.append(replace(collective(FETCH, tier, rows, ""), phase=call.phase))
         made.add(i, call)
     outside = sum(round((1 - cached) * t.parameter.nbytes) for t in tables)
-    return made.step(capture.parameters), {"parameters": -outside}
+    return made.step(), {"parameters": -outside}

@@ -24,7 +24,6 @@ def by_learner(name: str, prepared: Prepared, known: Index, asked: Index) -> np.
     """Times by a learner of ``itercast.learners.models.compared``, from KNOWN_ROWS at random."""
     table, query = prepared.table, prepared.query
     rows = Inputs(
-        raw=np.empty((len(table.x), 0)),
         x=table.x,
         roofline_us=table.roofline_us,
         waves=tile_waves(query.rows, prepared.features, query.gpus),

@@ -9,52 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
-import xgboost as xgb
 
-from itercast.learners.models import baselines, trees
 from itercast.learners.models.tile_network import fit_tiles, tiles_us
 from itercast.learners.models.training_table import Array
 from itercast.microbench.extensions import with_added
 
 BLEND = "blend"  # the ensemble that a bundle holds, with its corrections near measured points
 PHYSICS = "xgboost-physics"  # the ensemble's boosted trees alone
-FOREST: trees.Options = {  # one round of many deep trees
-    "num_parallel_tree": 60,
-    "eta": 1.0,
-    "subsample": 0.63,
-    "colsample_bynode": 0.8,
-    "max_depth": 0,
-    "lambda": 0.0,
-    "nthread": 1,
-    "seed": 0,
-}
-PLAIN_ROUNDS = 300
-PLAIN: trees.Options = {**trees.DEFAULTS, "objective": "reg:squarederror", "nthread": 1, "seed": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
     """What learners know of rows; arrays whose first axis is the row.
 
-    ``raw``: the op's parameters, strings one-hot; ``x``: the encoded features; ``roofline_us``;
-    ``waves``: tiles of the output over those that run at once.
+    ``x``: the encoded features; ``roofline_us``; ``waves``: tiles of the output over those that run
+    at once.
     """
 
-    raw: Array
     x: Array
     roofline_us: Array
     waves: Array
 
     def take(self, index: Array) -> Inputs:
         """The rows of these indices."""
-        return Inputs(
-            raw=self.raw[index],
-            x=self.x[index],
-            roofline_us=self.roofline_us[index],
-            waves=self.waves[index],
-        )
+        x, roofline_us, waves = (a[index] for a in (self.x, self.roofline_us, self.waves))
+        return Inputs(x=x, roofline_us=roofline_us, waves=waves)
 
 
 Predict = Callable[[Inputs], Array]
@@ -71,71 +53,71 @@ class Fitted:
 
     def __call__(self, asked: Inputs) -> Array:
         """Predict times in us."""
-        return PREDICTORS[self.name](self.arrays, asked)
+        return OWN[self.name].times_us(self.arrays, asked)
 
 
-def fit_roofline(rows: Inputs, time_us: Array) -> Fitted:
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """How a learner of a bundle is fitted, to arrays, and forecasts times in us by them."""
+
+    arrays: Callable[[Inputs, Array], Arrays]
+    times_us: Callable[[Arrays, Inputs], Array]
+
+
+def _fitted(name: str, rows: Inputs, time_us: Array) -> Fitted:
+    return Fitted(name=name, arrays=OWN[name].arrays(rows, time_us))
+
+
+def _median_ratio(rows: Inputs, time_us: Array) -> Arrays:
+    return {"log_ratio": np.array(np.median(np.log(time_us / rows.roofline_us)))}
+
+
+def _scaled_roofline_us(fitted: Arrays, asked: Inputs) -> Array:
     """The roofline times one factor, the median of measured time / roofline."""
-    return Fitted(
-        name="roofline", arrays=baselines.roofline_arrays(np.log(time_us / rows.roofline_us))
-    )
+    return asked.roofline_us * np.exp(fitted["log_ratio"])
 
 
-def fit_linear(rows: Inputs, time_us: Array) -> Fitted:
-    """Ridge regression of log time on the features and the log roofline."""
-    arrays = baselines.linear_arrays(rows.x, rows.roofline_us, time_us)
-    return Fitted(name="linear", arrays=arrays)
+def _weights(rows: Inputs, time_us: Array) -> Arrays:
+    """Ridge regression of log time on the standardised features and the log roofline."""
+    scaling = {"mean": rows.x.mean(0), "spread": rows.x.std(0) + 1e-6}
+    a = _standardised(scaling, rows)
+    weights = np.linalg.solve(a.T @ a + 1e-2 * np.eye(a.shape[1]), a.T @ np.log(time_us))
+    return {**scaling, "weights": weights}
 
 
-def fit_nearest(rows: Inputs, time_us: Array) -> Fitted:
-    """The roofline times the mean of time / roofline of the k rows with the nearest features."""
-    arrays = baselines.nearest_arrays(rows.x, np.log(time_us / rows.roofline_us))
-    return Fitted(name="nearest", arrays=arrays)
+def _linear_us(fitted: Arrays, asked: Inputs) -> Array:
+    return np.exp(np.clip(_standardised(fitted, asked) @ fitted["weights"], -5, 25))
 
 
-def fit_forest(rows: Inputs, time_us: Array) -> Fitted:
-    """A random forest of log time on the raw parameters."""
-    return Fitted(name="forest", arrays=_boosted(rows, time_us, FOREST, 1))
+def _standardised(scaling: Arrays, rows: Inputs) -> Array:
+    scaled = (rows.x - scaling["mean"]) / scaling["spread"]
+    return np.c_[scaled, np.log(rows.roofline_us), np.ones(len(scaled))]
 
 
-def fit_tile_network(rows: Inputs, time_us: Array) -> Fitted:
-    """A network of tile utilisation (``itercast.learners.models.tile_network``)."""
-    arrays = fit_tiles(rows.x, rows.roofline_us, rows.waves, time_us)
-    return Fitted(name="tile-mlp", arrays=arrays)
+def _points(rows: Inputs, time_us: Array) -> Arrays:
+    return {"x": rows.x, "log_ratio": np.log(time_us / rows.roofline_us)}
 
 
-def fit_plain_trees(rows: Inputs, time_us: Array) -> Fitted:
-    """Boosted trees of log time on the raw parameters, without rooflines or features."""
-    return Fitted(name="xgboost-plain", arrays=_boosted(rows, time_us, PLAIN, PLAIN_ROUNDS))
+def _nearest_us(fitted: Arrays, asked: Inputs) -> Array:
+    """The roofline times the mean ratio of the three nearest rows in standardised features."""
+    from scipy.spatial import cKDTree  # lazy: pricing does without
+
+    rows, ratio = fitted["x"], fitted["log_ratio"]
+    mean, spread = rows.mean(0), rows.std(0) + 1e-6
+    known, queried = (rows - mean) / spread, (asked.x - mean) / spread
+    near = cKDTree(known).query(queried, k=min(3, len(known)))[1].reshape(len(queried), -1)
+    return asked.roofline_us * np.exp(ratio[near].mean(1))
 
 
-def _boosted(rows: Inputs, time_us: Array, options: trees.Options, rounds: int) -> Arrays:
-    """Trees of log time on the raw parameters, as the bytes of XGBoost's file."""
-    booster = xgb.train(options, xgb.DMatrix(rows.raw, label=np.log(time_us)), rounds)
-    return {"trees": np.frombuffer(bytes(booster.save_raw("ubj")), dtype=np.uint8)}
-
-
-def _trees_us(arrays: Arrays, asked: Inputs) -> Array:
-    booster = xgb.Booster({"nthread": 1})
-    booster.load_model(bytearray(arrays["trees"].tobytes()))
-    return np.exp(booster.inplace_predict(asked.raw))
-
-
-PREDICTORS: Mapping[str, Callable[[Arrays, Inputs], Array]] = {
-    "roofline": lambda a, asked: baselines.roofline_us(a, asked.x, asked.roofline_us),
-    "linear": lambda a, asked: baselines.linear_us(a, asked.x, asked.roofline_us),
-    "nearest": lambda a, asked: baselines.nearest_us(a, asked.x, asked.roofline_us),
-    "forest": _trees_us,
-    "tile-mlp": lambda a, asked: tiles_us(a, asked.x, asked.roofline_us, asked.waves),
-    "xgboost-plain": _trees_us,
+OWN: Mapping[str, Learner] = {
+    "roofline": Learner(_median_ratio, _scaled_roofline_us),
+    "linear": Learner(_weights, _linear_us),
+    "nearest": Learner(_points, _nearest_us),
+    "tile-mlp": Learner(
+        lambda rows, time_us: fit_tiles(rows.x, rows.roofline_us, rows.waves, time_us),
+        lambda fitted, asked: tiles_us(fitted, asked.x, asked.roofline_us, asked.waves),
+    ),
 }
-OWN: Mapping[str, Fit] = {
-    "roofline": fit_roofline,
-    "linear": fit_linear,
-    "nearest": fit_nearest,
-    "forest": fit_forest,
-    "tile-mlp": fit_tile_network,
-    "xgboost-plain": fit_plain_trees,
-}
-LEARNERS = with_added("learners", OWN, Callable)
+FITS: Mapping[str, Fit] = {name: partial(_fitted, name) for name in OWN}
+LEARNERS = with_added("learners", FITS, Callable)
 NAMES = (*LEARNERS, PHYSICS, BLEND)

@@ -155,11 +155,8 @@ def _check_model(model: Any, features: int) -> None:
     _require(all(len(some) == 0 for some in inner.get("cats", {}).values()), "categories")
     trees, counts = inner["trees"], inner["gbtree_model_param"]
     _require(counts["num_trees"] == str(len(trees)), "num_trees")
-    together = int(counts["num_parallel_tree"])  # more than 1 in a random forest
-    _require(0 < together <= max(1, len(trees)), "num_parallel_tree")
-    rounds = list(range(0, len(trees) + 1, together))
-    _require(rounds[-1] == len(trees), "num_parallel_tree")
-    _require(list(inner["iteration_indptr"]) == rounds, "iteration_indptr")
+    _require(counts["num_parallel_tree"] == "1", "num_parallel_tree")
+    _require(list(inner["iteration_indptr"]) == list(range(len(trees) + 1)), "iteration_indptr")
     _require(list(inner["tree_info"]) == [0] * len(trees), "tree_info")
     _check_sizes(trees, features)
     if trees:

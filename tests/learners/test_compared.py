@@ -29,7 +29,7 @@ def inputs(count: int, seed: int = 0) -> Inputs:
     raw = np.random.default_rng(seed).uniform(1, 100, (count, 2)).astype(np.float32)
     product = raw.prod(1).astype(float)
     x = np.c_[np.log2(raw), np.log2(product)].astype(np.float32)
-    return Inputs(raw=raw, x=x, roofline_us=product, waves=product / 100)
+    return Inputs(x=x, roofline_us=product, waves=product / 100)
 
 
 def rows(law: bool = True) -> pd.DataFrame:
@@ -59,14 +59,6 @@ def test_the_scaled_roofline_by_hand() -> None:
     known = inputs(3)
     guess = LEARNERS["roofline"](known, known.roofline_us * [1, 3, 5])(known)
     assert guess == pytest.approx(3 * known.roofline_us)
-
-
-@pytest.mark.parametrize("name", ["forest", "xgboost-plain"])
-def test_plain_learners_see_nothing_but_raw_parameters(name: str) -> None:
-    known = inputs(100)
-    predict = LEARNERS[name](known, 2 * known.roofline_us)
-    blind = replace(known, x=0 * known.x, roofline_us=0 * known.roofline_us, waves=0 * known.waves)
-    assert np.array_equal(predict(known), predict(blind))
 
 
 def test_utilisation_grows_with_waves() -> None:

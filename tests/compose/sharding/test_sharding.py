@@ -117,12 +117,9 @@ def test_traffic_by_hand(forecaster: Forecaster) -> None:
     one = replace(forecaster.model, tables=(replace(forecaster.model.tables[0], pooling=8.0),))
     tables = Forecaster(one, forecaster.target, 4).tables
     found = traffic(held_shards(tables, (Placement("table_wise", (1,)),), 4), 4)
-    assert found.lengths_sent.tolist() == [8 * 64] * 4
-    assert found.lengths_received.tolist() == [0, 4 * 8 * 64, 0, 0]
-    assert found.index_sent.tolist() == [8 * 512] * 4
-    assert found.index_received.tolist() == [0, 4 * 8 * 512, 0, 0]
-    assert found.vectors_sent.tolist() == [0, 4 * 64 * 16 * 4, 0, 0]
-    assert found.vectors_received.tolist() == [64 * 16 * 4] * 4
+    assert found["lengths"].tolist() == [[8 * 64] * 4, [0, 4 * 8 * 64, 0, 0]]
+    assert found["numbers"].tolist() == [[8 * 512] * 4, [0, 4 * 8 * 512, 0, 0]]
+    assert found["vectors"].tolist() == [[0, 4 * 64 * 16 * 4, 0, 0], [64 * 16 * 4] * 4]
 
 
 def test_steps_sum_to_the_iteration(forecaster: Forecaster) -> None:
