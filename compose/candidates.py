@@ -20,17 +20,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from itercast.compose.forecast import Forecast, rank_of, report
+from itercast.compose.forecast import Forecast, forecast, rank_of
 from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.product_roles import alias_weight_casts
 from itercast.compose.graph.sizes import CapturesBySize
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.parallel.ep import expert_weights
 from itercast.compose.pricing.collectives import cluster, gpus_per_domain
-from itercast.compose.pricing.layer_prices import prefetch_steps, price_model
+from itercast.compose.pricing.layer_prices import prefetch_steps
 from itercast.compose.pricing.optimizer import STATE_COPIES
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.compose.simulate.iteration import evaluate, quick_us
+from itercast.compose.simulate.iteration import quick_us
 from itercast.compose.simulate.rank import Rank
 from itercast.compose.simulate.stage_rank import chunks_of, memory
 from itercast.compose.tables.captured import captured_tables
@@ -47,12 +47,17 @@ LONG_SEQUENCE: int = assumed(__file__, "long_sequence")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A plan with its simulated time and its memory."""
+    """A rank of a plan with the plan's time, or a lower bound of it, and its memory."""
 
-    plan: ParallelPlan
+    rank: Rank
     iteration_us: float
     memory_bytes: int
     fits: bool
+
+    @property
+    def plan(self) -> ParallelPlan:
+        """The plan."""
+        return self.rank.plan
 
     def score(self, objective: str) -> float:
         """The number to minimise; plans that exceed the memory come after all others."""
@@ -107,14 +112,10 @@ class Search:
         ]
         prefetch_steps(asked, self.book)
 
-    def capture(self, plan: ParallelPlan) -> StepCapture:
-        """The captured step of one micro-batch of a replica."""
-        return self.captures.at(self.size(plan))
-
     def rank(self, plan: ParallelPlan) -> Rank:
         """A rank of the plan; plans with the same tp, cp and ep share its priced layers."""
-        capture, where = self.capture(plan), cluster(plan, self.book.gpu, self.node)
-        return rank_of(plan, price_model(capture, plan, self.book, where), self.book, where)
+        where = cluster(plan, self.book.gpu, self.node)
+        return rank_of(self.captures.at(self.size(plan)), plan, self.book, where)
 
     def allowed(self, plan: ParallelPlan) -> Rank | None:
         """A rank of the plan; None where a rule forbids the plan (``refused`` says which)."""
@@ -127,21 +128,19 @@ class Search:
         return rank
 
     def scored(self, rank: Rank, iteration_us: float) -> Scored:
-        """The rank's plan with this time, and its memory."""
+        """The rank with its plan's time and memory."""
         nbytes = sum(memory(rank, self.optimizer).values())
         fits = nbytes <= room_bytes(self.book.gpu, rank.plan)
-        return Scored(plan=rank.plan, iteration_us=iteration_us, memory_bytes=nbytes, fits=fits)
+        return Scored(rank=rank, iteration_us=iteration_us, memory_bytes=nbytes, fits=fits)
 
     def simulated(self, rank: Rank) -> Scored:
-        """The rank's plan with its simulated iteration time, and its memory."""
+        """The rank with its plan's simulated iteration time, and its memory."""
         return self.scored(rank, quick_us(rank, self.optimizer))
 
     def report(self, plan: ParallelPlan, bundle_name: str) -> Forecast:
         """The whole forecast of a plan."""
-        rank = self.rank(plan)
-        outcome = evaluate(rank, self.optimizer)
-        network = rank.where.network
-        return report(outcome, self.capture(plan), plan, self.book, bundle_name, network)
+        step = self.captures.at(self.size(plan))
+        return forecast(step, plan, self.book, self.node, bundle_name)
 
 
 def candidate_plans(search: Search, world: int) -> Iterator[ParallelPlan]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,18 +27,7 @@ MICROBENCH = Path(__file__).parents[1] / "microbench"
 
 
 def capture_case(
-    chosen: EvalCase,
-    *,
-    batch: int | None = None,
-    seq: int | None = None,
-    mode: str = "train",
-    optimizer: str = "adamw",
-    loss: str = "default",
-    dtype: str = "fp32",
-    attn: str = "sdpa",
-    amp: bool = False,
-    channels_last: bool = False,
-    shallow: bool = False,
+    chosen: EvalCase, settings: StepSettings, batch: int | None, seq: int | None, *, shallow: bool
 ) -> StepCapture:
     """Capture one step of a case on fake tensors, or read it from the cache.
 
@@ -46,25 +36,12 @@ def capture_case(
     """
     from itercast.microbench.capture.cache import cached
 
-    settings = _settings(
-        dtype,
-        mode=mode,
-        optimizer=optimizer,
-        loss=loss,
-        attn=attn,
-        amp=amp,
-        channels_last=channels_last,
-    )
     size = (int(batch or chosen.batch), int(seq or chosen.seq))
     if not size[0]:
         raise ValueError(f"{chosen.name}: a batch is required, and a seq for text")
     key = repr((chosen.name, chosen.digest, *size, settings, shallow, code_digest(MICROBENCH)))
-
-    def make() -> StepCapture:
-        return _captured(chosen, settings, *size, shallow)
-
-    step = cached(hashlib.sha256(key.encode()).hexdigest()[:24], make, cache_folder("captures"))
-    return with_narrow_products(step, dtype) if dtype in NARROW else step
+    make = partial(_captured, chosen, settings, *size, shallow)
+    return cached(hashlib.sha256(key.encode()).hexdigest()[:24], make, cache_folder("captures"))
 
 
 def _settings(dtype: str, **options: Any) -> StepSettings:
@@ -172,11 +149,13 @@ def capture(
             raise ValueError(f"{str(model)!r} brings its own inputs and loss")
         hf = {"mode": mode, "loss": start, "attn": attn}
         chosen = case(model) if isinstance(model, str) else hf_case(model, lora=lora, **hf)
-        options |= {"dtype": dtype or "fp32", "shallow": not (whole or chosen.measured)}
-        return capture_case(chosen, batch=batch, seq=seq, **options)
-    keep_dtype = dtype is None and hasattr(model, "parameters")
-    settings = _settings(dtype or "fp32", **options)
-    step = _capture_module(model, inputs, loss, settings, batch, seq, keep_dtype)
+        settings = _settings(dtype or "fp32", **options)
+        shallow = not (whole or chosen.measured)
+        step = capture_case(chosen, settings, batch, seq, shallow=shallow)
+    else:
+        keep_dtype = dtype is None and hasattr(model, "parameters")
+        settings = _settings(dtype or "fp32", **options)
+        step = _capture_module(model, inputs, loss, settings, batch, seq, keep_dtype)
     return with_narrow_products(step, dtype) if dtype in NARROW else step
 
 

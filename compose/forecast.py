@@ -9,8 +9,8 @@ from typing import Any
 
 from itercast.compose.graph.identity_cache import Once
 from itercast.compose.parallel.device_memory import room_bytes
-from itercast.compose.pricing.collectives import Cluster, cluster, default_contention
-from itercast.compose.pricing.layer_prices import PricedModel, price_model
+from itercast.compose.pricing.collectives import Cluster, cluster
+from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import Outcome, evaluate
 from itercast.compose.simulate.rank import Rank
@@ -98,10 +98,23 @@ def forecast(
     dense peak of their dtype. The host's time is not part of ``unmodelled_frac``;
     where it is assumed, it is part of ``assumed_frac``.
     """
-    where = cluster(plan, book.gpu, node)
-    model = price_model(step, plan, book, where)
-    outcome = evaluate(rank_of(plan, model, book, where), step.optimizer)
-    return report(outcome, step, plan, book, bundle_name, where.network)
+    rank = rank_of(step, plan, book, cluster(plan, book.gpu, node))
+    replicas, lengths = plan.microbatches * plan.dp, dict(step.lengths)
+    tokens = step.tokens * plan.cp * replicas
+    if lengths:
+        tokens = round(step.samples * replicas * lengths["real_tokens"])
+    found = report(
+        evaluate(rank, step.optimizer),
+        book,
+        plan=str(plan),
+        bundle_name=bundle_name,
+        network=rank.where.network,
+        room=room_bytes(book.gpu, plan),
+        world_size=plan.world_size,
+        samples=step.samples * replicas,
+        tokens=tokens,
+    )
+    return replace(found, lengths=lengths)
 
 
 def timeline(
@@ -112,51 +125,20 @@ def timeline(
     Every op is a task. Micro-batches without messages of their own are one task all together; of a
     pipeline only the last micro-batch and the optimizer's step are shown.
     """
-    where = cluster(plan, book.gpu, node)
-    model = price_model(step, plan, book, where)
-    layers = tuple(replace(x, shown=True) for x in model.layers)
-    model = replace(model, layers=layers, once=Once())
-    outcome = evaluate(rank_of(plan, model, book, where), step.optimizer)
+    rank = rank_of(step, plan, book, cluster(plan, book.gpu, node))
+    layers = tuple(replace(x, shown=True) for x in rank.model.layers)
+    model = replace(rank.model, layers=layers, once=Once())
+    outcome = evaluate(replace(rank, model=model, layers=model.each_layer), step.optimizer)
     return outcome.tasks, outcome.spans
 
 
-def rank_of(plan: ParallelPlan, model: PricedModel, book: PriceBook, where: Cluster) -> Rank:
-    """Builds a rank that holds all layers of the model, as if the plan had one pipeline stage."""
-    layers = tuple(x for x in model.layers for _ in range(x.layer.count))
-    contention = default_contention(book.gpu)
-    return Rank(
-        plan=plan, layers=layers, model=model, book=book, where=where, contention=contention
-    )
+def rank_of(step: StepCapture, plan: ParallelPlan, book: PriceBook, where: Cluster) -> Rank:
+    """Prices a step for a rank that holds all layers, as if the plan had one pipeline stage."""
+    model = price_model(step, plan, book, where)
+    return Rank(plan=plan, layers=model.each_layer, model=model, book=book, where=where)
 
 
 def report(
-    found: Outcome,
-    capture: StepCapture,
-    plan: ParallelPlan,
-    book: PriceBook,
-    bundle_name: str,
-    network: str,
-) -> Forecast:
-    """Turns a simulated iteration of a plan into the numbers that ``predict`` reports."""
-    replicas, lengths = plan.microbatches * plan.dp, dict(capture.lengths)
-    tokens = capture.tokens * plan.cp * replicas
-    if lengths:
-        tokens = round(capture.samples * replicas * lengths["real_tokens"])
-    found_of_step = report_step(
-        found,
-        book,
-        plan=str(plan),
-        bundle_name=bundle_name,
-        network=network,
-        room=room_bytes(book.gpu, plan),
-        world_size=plan.world_size,
-        samples=capture.samples * replicas,
-        tokens=tokens,
-    )
-    return replace(found_of_step, lengths=lengths)
-
-
-def report_step(
     found: Outcome,
     book: PriceBook,
     *,

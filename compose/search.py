@@ -28,22 +28,8 @@ class SearchResult:
     stopped: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bounded:
-    """A rank of a legal plan, and a lower bound of the plan's score."""
-
-    lower_bound: float
-    rank: Rank
-    fits: bool = True
-
-    @property
-    def plan(self) -> ParallelPlan:
-        """The parallel plan that this lower bound is of."""
-        return self.rank.plan
-
-
-def legal_plans(search: Search, gpus: int, objective: str) -> Iterator[Bounded]:
-    """Yields legal plans without their ``variants``.
+def legal_plans(search: Search, gpus: int, objective: str) -> Iterator[Scored]:
+    """Yields legal plans without their ``variants``, with lower bounds of their times.
 
     For objective "cost" also those on a half, a quarter... of the GPUs.
     """
@@ -61,7 +47,7 @@ def legal_plans(search: Search, gpus: int, objective: str) -> Iterator[Bounded]:
             yield from _bounded(search, plan, objective)
 
 
-def _bounded(search: Search, plan: ParallelPlan, objective: str) -> Iterator[Bounded]:
+def _bounded(search: Search, plan: ParallelPlan, objective: str) -> Iterator[Scored]:
     """Yields a legal plan with its bound, also with uneven stages where they are better balanced.
 
     Where it exceeds the memory, with recomputation too.
@@ -70,7 +56,7 @@ def _bounded(search: Search, plan: ParallelPlan, objective: str) -> Iterator[Bou
     if rank is None:
         return
     scored = search.scored(rank, least_us(rank))
-    yield Bounded(lower_bound=scored.score(objective), rank=rank, fits=scored.fits)
+    yield scored
     if plan.first == plan.last == 0 and (other := uneven(rank.model.layers, plan)):
         yield from _bounded(search, other, objective)
     if not scored.fits and not plan.recompute and not plan.shard:
@@ -78,34 +64,34 @@ def _bounded(search: Search, plan: ParallelPlan, objective: str) -> Iterator[Bou
 
 
 def variants(
-    search: Search, plans: Sequence[Bounded], objective: str, limit: float = inf
-) -> Iterator[Bounded]:
+    search: Search, plans: Sequence[Scored], objective: str, limit: float = inf
+) -> Iterator[Scored]:
     """Yields plans that differ from ``plans`` by a key or two, if their score may be below a limit.
 
     A pipeline in the V-shaped schedules is no faster than a rank's mean share of all compute;
     others are no faster than the plan's own bound.
     """
-    shaped: list[Bounded] = []
+    shaped: list[Scored] = []
     for rank in (b.rank for b in plans):
         plan = rank.plan
         plain = plan.schedule == "1f1b" and not plan.recompute and plan.first == plan.last == 0
-        if plan.pp > 1 and plain and _score(plan, mean_us(rank), objective) < limit:
+        if plan.pp > 1 and plain and _score(rank, mean_us(rank), objective) < limit:
             for schedule in V_SHAPED:
                 with suppress(ValueError):  # a rule forbids it
                     other = replace(plan, schedule=schedule, virtual=2)
                     shaped += _bounded(search, other, objective)
     yield from shaped
     for rank in (b.rank for b in (*plans, *shaped)):
-        if _score(rank.plan, least_us(rank), objective) < limit:
+        if _score(rank, least_us(rank), objective) < limit:
             yield from _others(search, rank, objective)
 
 
-def _score(plan: ParallelPlan, time_us: float, objective: str) -> float:
+def _score(rank: Rank, time_us: float, objective: str) -> float:
     """The least score of a plan that takes so long, whatever its memory."""
-    return Scored(plan=plan, iteration_us=time_us, memory_bytes=0, fits=True).score(objective)
+    return Scored(rank=rank, iteration_us=time_us, memory_bytes=0, fits=True).score(objective)
 
 
-def _others(search: Search, rank: Rank, objective: str) -> Iterator[Bounded]:
+def _others(search: Search, rank: Rank, objective: str) -> Iterator[Scored]:
     """The plan with local SGD; if it exceeds the memory, with as little recomputation as fits.
 
     Budgets are tried in tenths, from what the excess leaves of the activations downwards.
@@ -138,12 +124,12 @@ def best_plans(
     score of the last of the best. ``on_plan`` is told how many plans are considered, and the best
     so far. KeyboardInterrupt ends the listing of plans; a second one, the simulation.
     """
-    waiting: list[Bounded] = []
-    leader: Bounded | None = None  # of the plans listed so far
+    waiting: list[Scored] = []
+    leader: Scored | None = None  # of the plans listed so far
     best: list[Scored] = []
     simulated, stopped = 0, False
     for further in (False, True):
-        fresh: list[Bounded] = []
+        fresh: list[Scored] = []
         limit = best[-1].score(objective) if len(best) == count else inf
         plans = (
             variants(search, waiting, objective, limit)
@@ -153,14 +139,14 @@ def best_plans(
         try:
             for bounded in plans:
                 fresh.append(bounded)
-                leader = min(leader or bounded, bounded, key=lambda b: b.lower_bound)
+                leader = min(leader or bounded, bounded, key=lambda b: b.score(objective))
                 on_plan(len(waiting) + len(fresh), leader.plan)
         except KeyboardInterrupt:
             stopped = True
         waiting += fresh
         try:
-            for bounded in sorted(fresh, key=lambda b: b.lower_bound):
-                if len(best) == count and bounded.lower_bound >= best[-1].score(objective):
+            for bounded in sorted(fresh, key=lambda b: b.score(objective)):
+                if len(best) == count and bounded.score(objective) >= best[-1].score(objective):
                     break
                 simulated += 1
                 best.append(search.simulated(bounded.rank))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from itercast.compose.forecast import Forecast, forecast, timeline
 from itercast.compose.pricing.collectives import cluster
-from itercast.compose.pricing.layer_prices import price_model
+from itercast.compose.pricing.layer_prices import PricedModel, price_model
 from itercast.compose.pricing.price_book import PriceBook, price_book
 from itercast.compose.simulate.timeline import Span, Task
 from itercast.learners.bundle import Bundle
@@ -75,6 +75,11 @@ class Target:
         """The prices of ops on it, shared by all plans."""
         return price_book(self.bundle, self.gpu, self.threads, self.stack, self.host)
 
+    def priced(self, step: StepCapture) -> PricedModel:
+        """The step's layers with prices, on a rank of the plan."""
+        where = cluster(self.plan, self.gpu, self.node)
+        return price_model(step, self.plan, self.book, where)
+
 
 def find_target(
     gpu: str = "cpu",
@@ -112,10 +117,8 @@ def timeline_of(step: StepCapture, target: Target) -> tuple[Sequence[Task], Sequ
 
 def checkpoint_policy(step: StepCapture, target: Target) -> list[Row]:
     """What a plan's selective checkpoints save: ``kept`` ops of ``count`` layers in a row."""
-    book, plan = target.book, target.plan
-    model = price_model(step, plan, book, cluster(plan, target.gpu, target.node))
     return [
         {"layer": x.layer.name, "count": x.layer.count, "kept": [list(op) for op in x.kept]}
-        for x in model.layers
+        for x in target.priced(step).layers
         if x.numbered
     ]

@@ -12,7 +12,7 @@ import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from zipfile import BadZipFile
 
@@ -20,7 +20,6 @@ import numpy as np
 import pandas as pd
 import xgboost as xgb
 
-from itercast.learners.compare import LearnerModel, as_learner
 from itercast.learners.family_model import FamilyModel
 from itercast.learners.features.host_calls import HostCall
 from itercast.learners.features.machine_speed import Anchors
@@ -119,8 +118,8 @@ class Bundle:
             if model.ensemble.trees is not None:
                 save_trees(model.ensemble.trees, fresh, name)
             save_smooth(model.ensemble, fresh / f"{name}.npz")
-            if isinstance(model, LearnerModel):
-                arrays = fitted(model).arrays
+            if (learner := fitted(model)) is not None:
+                arrays = learner.arrays
                 np.savez_compressed(fresh / f"{name}.learner.npz", **arrays)  # type: ignore[arg-type]
         facts: Row = {
             "schema_version": SCHEMA_VERSION,
@@ -179,6 +178,7 @@ def check_digests(folder: Path, facts: Facts) -> None:
 
 def family_facts(name: str, model: FamilyModel) -> Row:
     """What bundle.json holds of one family."""
+    learner = fitted(model)
     return {
         "features": model.encoder.names,
         "vocabulary": model.encoder.vocabulary,
@@ -200,23 +200,23 @@ def family_facts(name: str, model: FamilyModel) -> Row:
         "envelope": model.envelope,
         "sensitivity": model.sensitivity,
         "facts": model.facts,
-        **({"learner": {"name": fitted(model).name}} if isinstance(model, LearnerModel) else {}),
+        **({"learner": {"name": learner.name}} if learner else {}),
     }
 
 
-def fitted(model: LearnerModel) -> Fitted:
-    """The model's learner; TypeError for one of another package, which no bundle can hold."""
-    if not isinstance(model.learner, Fitted):
+def fitted(model: FamilyModel) -> Fitted | None:
+    """The model's learner, if any; TypeError for one of another package, which no bundle holds."""
+    if model.learner is not None and not isinstance(model.learner, Fitted):
         raise TypeError("only learners of itercast can be saved in a bundle")
     return model.learner
 
 
-def load_learner(model: FamilyModel, path: Path, name: str) -> LearnerModel:
-    """A model that prices by the learner whose arrays are in a .npz file."""
+def load_learner(path: Path, name: str) -> Fitted:
+    """A learner whose arrays are in a .npz file."""
     if name not in OWN:
         raise KeyError(f"learner {name!r}")
     with np.load(path, allow_pickle=False) as file:
-        return as_learner(model, Fitted(name=name, arrays=dict(file)))
+        return Fitted(name=name, arrays=dict(file))
 
 
 def save_smooth(ensemble: Ensemble, path: Path) -> None:
@@ -358,5 +358,6 @@ def load_model(folder: Path, name: str, facts: Facts, gpus: Mapping[str, Gpu]) -
         },
     )
     if facts.get("learner"):
-        return load_learner(model, folder / f"{name}.learner.npz", facts["learner"]["name"])
+        learner = load_learner(folder / f"{name}.learner.npz", facts["learner"]["name"])
+        return replace(model, learner=learner)
     return model

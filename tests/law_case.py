@@ -11,12 +11,12 @@ from plan_case import GPU, Flat, capture_at, experts_at
 from torch import nn
 
 from itercast.compose.capture_model import capture
-from itercast.compose.forecast import rank_of
+from itercast.compose.forecast import Forecast, forecast, rank_of
 from itercast.compose.pricing.collectives import cluster
-from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import Outcome, evaluate
-from itercast.compose.simulate.rank import Rank
+from itercast.compose.simulate.rank import Rank, Run
+from itercast.compose.simulate.rank_program import RankProgram
 from itercast.microbench.hardware.node import Node
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import StepCapture
@@ -122,7 +122,7 @@ def rank_for(
     step = model(name) if isinstance(name, str) else name
     plan, book = ParallelPlan.parse(text), book_for(pricer, gpu)
     where = cluster(plan, gpu, node)
-    return rank_of(plan, price_model(step, plan, book, where), book, where)
+    return rank_of(step, plan, book, where)
 
 
 def outcome(
@@ -134,6 +134,22 @@ def outcome(
 ) -> Outcome:
     """The iteration of a model under a plan."""
     return evaluate(rank_for(name, text, gpu, pricer, node), "adamw")
+
+
+def forecast_for(
+    step: StepCapture, text: str, gpu: Gpu = GPU, pricer: Callable[[], Any] = Flat
+) -> Forecast:
+    """What is forecast of a step under a plan."""
+    return forecast(step, ParallelPlan.parse(text), book_for(pricer, gpu))
+
+
+def run_of(rank: Rank) -> Run:
+    """A rank's step of one micro-batch."""
+    program = RankProgram(rank)
+    program.forward()
+    program.backward(later=False, sync=True)
+    program.update("adamw")
+    return program.run()
 
 
 REPLICAS = ["", "dp=2,", "dp=8,zero=1,", "dp=8,zero=2,", "dp=8,zero=3,", "dp=4,gossip=ring,"]

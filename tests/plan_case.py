@@ -8,9 +8,8 @@ from typing import Any
 import pandas as pd
 
 from itercast.compose.candidates import Search
-from itercast.compose.capture_model import capture_case
+from itercast.compose.capture_model import capture
 from itercast.compose.pricing.price_book import PriceBook
-from itercast.microbench.cases.registry import case
 from itercast.microbench.hardware.spec import Gpu
 from itercast.microbench.opcall import StepCapture
 
@@ -45,12 +44,12 @@ class Flat:
 
 def capture_at(batch: int, seq: int) -> StepCapture:
     """One step of a small GPT."""
-    return capture_case(case("gpt-s"), batch=batch, seq=seq)
+    return capture("gpt-s", batch=batch, seq=seq)
 
 
 def experts_at(batch: int, seq: int) -> StepCapture:
     """One step of a small mixture of four experts."""
-    return capture_case(case("moe-s"), batch=batch, seq=seq)
+    return capture("moe-s", batch=batch, seq=seq)
 
 
 def search_of(gpu: Gpu = GPU, capture_at: Callable[[int, int], StepCapture] = capture_at) -> Search:

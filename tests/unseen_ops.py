@@ -33,11 +33,6 @@ def learned(
         ensemble=Ensemble(trees=None),
         encoder=encoder,
         source_gpus=SourceGpus(encoder=encoder, measured=measured, gpus={gpu.name: gpu}),
-        offsets=(0.0, 0.0),
-        unseen_offsets=(0.0, 0.0),
-        envelope={},
-        sensitivity=(1.0, 0.0),
-        facts={},
         host_calls=calls or {},
     )
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from itercast.compose.clusters.file import ClusterFile, GpuGroup
-from itercast.compose.forecast import Forecast, rank_of, report_step
+from itercast.compose.forecast import Forecast, rank_of, report
 from itercast.compose.graph.sizes import CapturesBySize
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import Crossing, cluster
-from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.simulate.iteration import Outcome
 from itercast.compose.simulate.rank import Rank
-from itercast.compose.target import Target, find_target
-from itercast.microbench.opcall import StepCapture
+from itercast.compose.target import Target
 from itercast.microbench.plan import ParallelPlan
 
 REDUCED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
@@ -43,40 +40,7 @@ class Job:
         """A rank on one of the group's GPUs, with all layers and a micro-batch of ``rows``."""
         target = self.targets[group.name]
         where = replace(cluster(plan, target.gpu, target.node), crossings=crossings)
-        model = price_model(self.captures.at((rows, self.seq)), plan, target.book, where)
-        return rank_of(plan, model, target.book, where)
-
-
-def open_job(
-    file: ClusterFile,
-    capture_at: Callable[[int, int], StepCapture],
-    *,
-    samples: int,
-    seq: int,
-    optimizer: str,
-    bundle: Path | None = None,
-    host: str = "",
-    stack: str = "",
-) -> Job:
-    """The job with the prices of each group; ValueError where its GPUs are unknown."""
-    targets = {}
-    for group in file.groups:
-        try:
-            node = ParallelPlan(dp=file.gpus, node=group.node)
-            found = find_target(group.gpu, node, bundle, host, stack)
-        except ValueError as exc:
-            raise ValueError(f"{file.path}: group {group.name!r}: {exc}") from None
-        targets[group.name] = replace(found, threads=group.threads or found.threads)
-    if len({target.gpu.kind for target in targets.values()}) > 1:
-        raise ValueError(f"{file.path}: GPUs and CPUs do not train one model together here")
-    return Job(
-        cluster=file,
-        captures=CapturesBySize(capture_at),
-        samples=samples,
-        seq=seq,
-        optimizer=optimizer,
-        targets=targets,
-    )
+        return rank_of(self.captures.at((rows, self.seq)), plan, target.book, where)
 
 
 def crossings(
@@ -128,7 +92,7 @@ def stages(job: Job, plan: ParallelPlan, groups: Sequence[GpuGroup], rows: int) 
     return found
 
 
-def report(
+def report_job(
     job: Job,
     plan: ParallelPlan,
     found: Outcome,
@@ -138,7 +102,7 @@ def report(
 ) -> Forecast:
     """The forecast: ``groups`` by number of the rank in ``found``, ``shares`` by group."""
     slowest, fullest = (job.targets[groups[i].name] for i in (found.slowest, found.fullest))
-    told = report_step(
+    told = report(
         found,
         slowest.book,
         plan=str(plan),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,17 @@ from typing import Any
 from itercast.compose.candidates import Search, candidate_plans
 from itercast.compose.capture_model import capture, optimizer_of
 from itercast.compose.clusters.file import read_cluster, subsets
-from itercast.compose.clusters.job import Job, open_job
+from itercast.compose.clusters.job import Job
 from itercast.compose.clusters.split import forecast_job
 from itercast.compose.forecast import Forecast
 from itercast.compose.graph.index_streams import with_indices
 from itercast.compose.graph.launch_modes import with_engine
+from itercast.compose.graph.sizes import CapturesBySize
 from itercast.compose.open_search import size_of
 from itercast.compose.simulate.stage_rank import least_us
+from itercast.compose.target import find_target
 from itercast.microbench.opcall import StepCapture
 from itercast.microbench.plan import ParallelPlan
-from itercast.microbench.store import Row
 
 
 def job_on(
@@ -37,7 +38,7 @@ def job_on(
     optimizer: str = "",
     **options: Any,
 ) -> Job:
-    """A model's training on the cluster of a file.
+    """A model's training on the cluster of a file; ValueError where its GPUs are unknown.
 
     ``batch``: samples of a step; without it a case has its own batch on each of ``gpus``. Other
     options are those of ``itercast.compose.capture_model.capture``.
@@ -50,9 +51,24 @@ def job_on(
         step = capture(model, batch=samples, seq=length or None, **options)
         return with_engine(with_indices(step, indices), engine)
 
-    place: Row = {"bundle": bundle, "host": host, "stack": stack}
-    sizes: Row = {"samples": batch, "seq": seq, "optimizer": options["optimizer"]}
-    return open_job(file, capture_at, **sizes, **place)
+    targets = {}
+    for group in file.groups:
+        try:
+            node = ParallelPlan(dp=file.gpus, node=group.node)
+            found = find_target(group.gpu, node, bundle, host, stack)
+        except ValueError as exc:
+            raise ValueError(f"{file.path}: group {group.name!r}: {exc}") from None
+        targets[group.name] = replace(found, threads=group.threads or found.threads)
+    if len({target.gpu.kind for target in targets.values()}) > 1:
+        raise ValueError(f"{file.path}: GPUs and CPUs do not train one model together here")
+    return Job(
+        cluster=file,
+        captures=CapturesBySize(capture_at),
+        samples=batch,
+        seq=seq,
+        optimizer=options["optimizer"],
+        targets=targets,
+    )
 
 
 def predict_on_cluster(
@@ -65,12 +81,7 @@ def predict_on_cluster(
     return forecast_job(job_on(model, path, **options), parsed)
 
 
-def plans_on_cluster(
-    job: Job,
-    count: int = 10,
-    amp: bool = False,
-    on_plan: Callable[[int, str], None] = lambda n, best: None,
-) -> tuple[list[Forecast], int]:
+def plans_on_cluster(job: Job, count: int = 10, amp: bool = False) -> tuple[list[Forecast], int]:
     """The fastest plans on all groups of a cluster, or on some; how many plans are legal.
 
     No plan is faster than were all GPUs of the kind on which it is fastest: plans are simulated in
@@ -91,7 +102,6 @@ def plans_on_cluster(
             continue
         legal += 1
         best = sorted(best, key=lambda one: (not one.fits, one.iteration_us))[:count]
-        on_plan(legal, best[0].plan)
     return best, legal
 
 

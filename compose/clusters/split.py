@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from itercast.compose.clusters.job import Job, replicas, report, stages
+from itercast.compose.clusters.job import Job, replicas, report_job, stages
 from itercast.compose.forecast import Forecast
 from itercast.compose.simulate.iteration import Outcome, evaluate_stages, quick_us
 from itercast.compose.simulate.stages import balanced
@@ -73,7 +73,7 @@ def _split_batch(job: Job, plan: ParallelPlan) -> Forecast:
     equal = rows % plan.dp == 0 and not any(stated)
     even_us = simulated((rows // plan.dp,) * len(groups)).iteration_us if equal else 0.0
     shares = [{"rows": n} for n in best]
-    return report(job, plan, simulated(best), groups, shares, even_us)
+    return report_job(job, plan, simulated(best), groups, shares, even_us)
 
 
 def _curves(job: Job, plan: ParallelPlan, counts: Sequence[int], rows: int) -> list[np.ndarray]:
@@ -168,4 +168,4 @@ def _split_layers(job: Job, plan: ParallelPlan) -> Forecast:
         {"layers": "+".join(n for i, n in enumerate(sizes) if groups[i % plan.pp] == group)}
         for group in job.cluster.groups
     ]
-    return report(job, best, simulated(best), groups, shares, simulated(even).iteration_us)
+    return report_job(job, best, simulated(best), groups, shares, simulated(even).iteration_us)

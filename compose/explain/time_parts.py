@@ -11,8 +11,6 @@ import numpy as np
 import pandas as pd
 
 from itercast.compose.forecast import Forecast
-from itercast.compose.pricing.collectives import cluster
-from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.priced_op import Priceable
 from itercast.compose.target import Target
 from itercast.learners.features.table import bounds_us, columns
@@ -84,9 +82,7 @@ def hot_ops(step: StepCapture, target: Target, limit: int) -> list[HotOp]:
     ``step`` is one micro-batch of the target's plan. Ops of the optimizer and recomputed ones are
     not among them.
     """
-    plan, gpu = target.plan, target.gpu
-    book = target.book
-    model = price_model(step, plan, book, cluster(plan, gpu, target.node))
+    model = target.priced(step)
     calls: dict[tuple[Any, ...], int] = defaultdict(int)
     wanted: dict[tuple[Any, ...], Priceable] = {}
     for layer in model.layers:
@@ -94,9 +90,9 @@ def hot_ops(step: StepCapture, target: Target, limit: int) -> list[HotOp]:
         for i in (i for a, b in spans for i in range(a, b)):
             if one := model.graph.wanted.get(i):
                 key = (one.op, one.phase, one.params, one.kernel, one.bytes_moved, one.cold)
-                calls[key] += layer.layer.count * plan.microbatches
+                calls[key] += layer.layer.count * target.plan.microbatches
                 wanted[key] = one
-    priced = book.price(list(wanted.values()))
+    priced = target.book.price(list(wanted.values()))
     us = {key: calls[key] * op.duration_us for key, op in zip(wanted, priced, strict=True)}
     longest = sorted(us, key=lambda key: -us[key])[:limit]
     return [_hot_op(wanted[key], calls[key], us[key], target) for key in longest]

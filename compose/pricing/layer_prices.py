@@ -143,6 +143,11 @@ class PricedModel:
     once: Once = field(default_factory=Once, compare=False)  # results of plans that share it
 
     @property
+    def each_layer(self) -> tuple[PricedLayer, ...]:
+        """The layers in forward order, each as often as it is there."""
+        return tuple(x for x in self.layers for _ in range(x.layer.count))
+
+    @property
     def optimizer_tensors(self) -> int:
         """Parameters that the captured optimizer updates."""
         return sum(p.ready_after >= 0 for p in self.graph.capture.parameters)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from itercast.compose.forecast import Forecast, report_step
+from itercast.compose.forecast import Forecast, report
 from itercast.compose.parallel.device_memory import room_bytes
 from itercast.compose.pricing.collectives import default_contention, gpus_per_domain
 from itercast.compose.pricing.host import PYTHON
@@ -29,7 +29,7 @@ def forecast_program(program: ProgramCapture, target: Target) -> Forecast:
     outcome = _outcome(slowest, program, ranks[slowest], book, iteration_us, tasks, spans)
     world = program.world_size
     everyone, per_node = {"world": tuple(range(world))}, _per_node(program, target)
-    return report_step(
+    return report(
         outcome,
         book,
         plan=f"program on {counted(world, 'rank')}",
@@ -82,7 +82,7 @@ def _spans(
         s
         for t, s in zip(tasks, spans, strict=True)
         if any(lane.split()[0] == str(rank) for lane in t.lanes)
-        and (t.name in names if names else t.name != LAUNCH)
+        and (t.name in names if names else not t.name.startswith(LAUNCH))
     ]
 
 

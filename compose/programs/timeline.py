@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from itercast.compose.pricing.host import PYTHON
 from itercast.compose.pricing.priced_op import PricedOp
-from itercast.compose.pricing.work import Step, Work, fold
+from itercast.compose.pricing.work import Step, fold
 from itercast.compose.programs.price import PricedRank
-from itercast.compose.simulate.rank import LATENCY
+from itercast.compose.simulate.rank import LATENCY, Lanes
 from itercast.compose.simulate.timeline import Span, Task, simulate_shared
 from itercast.microbench.opcall import OpCall
 from itercast.microbench.programs.program import (
@@ -26,7 +26,7 @@ from itercast.microbench.programs.program import (
 )
 
 SHARED = ("compute", "stream")  # lanes of a rank that slow each other
-COMPUTE, LAUNCH = "compute", "launch"  # names of tasks; others have that of their collective
+COMPUTE, LAUNCH = "compute", "launch "  # how names of tasks begin but for those of collectives
 
 
 @dataclass
@@ -60,53 +60,54 @@ class Tasks:
         return task
 
 
-class RankLanes:
-    """Turns the launches of one rank into tasks: one between marks, or one for ``each_op``."""
+class RankLanes(Lanes):
+    """Turns the launches of one rank into tasks: one between marks, or one for ``each_op``.
+
+    ``lane``, ``done`` and ``waits`` are those of one ``stream``, ``others`` has those of others.
+    """
 
     def __init__(
         self, rank: int, priced: PricedRank, tasks: Tasks, slowdown: float, each_op: bool
     ) -> None:
-        self.rank, self.priced, self.tasks, self.slowdown = rank, priced, tasks, slowdown
-        self.each_op = each_op
-        self.last: dict[int, tuple[int, ...]] = defaultdict(tuple)  # stream -> its last tasks
-        self.waits: dict[int, tuple[int, ...]] = defaultdict(tuple)
+        super().__init__(priced.on_cpu, slowdown, tasks=tasks.tasks)
+        self.rank, self.priced, self.shared, self.each_op = rank, priced, tasks, each_op
+        self.stream, self.others = 0, dict[int, tuple[tuple[int, ...], tuple[int, ...]]]()
         self.points: dict[Hashable, tuple[int, ...]] = {}
-        self.host: tuple[int, ...] = ()
         self.open: list[Step] = []
-        self.open_stream = 0
         self.counts: dict[Hashable, int] = defaultdict(int)
 
     def step(self, number: int) -> None:
         """Add all launches of one step."""
         for call, op in zip(self.priced.calls, self.priced.ops, strict=True):
             stream = self._stream(call)
+            if op is None or call.op == COLLECTIVE or stream != self.stream:
+                self._close()
+                self._turn_to(stream)
             if call.op == RECORD:
-                self._close()
-                self.points[number, call.args[0]] = self.last[stream] + self.waits[stream]
+                self.points[number, call.args[0]] = self.done + self.waits
             elif call.op == WAIT:
-                self._close()
-                self.waits[stream] += self.points.get((number, call.args[0]), ())
+                self.waits += self.points.get((number, call.args[0]), ())
             elif call.op == HOST_WAIT:
-                self._close()
                 self.host += self.points.get((number, call.args[0]), ())
             elif op is not None and call.op == COLLECTIVE:
-                self._close()
-                self._collective(call, op, stream)
+                self._collective(call, op)
             elif op is not None:
-                self._op(op, stream)
+                self._launch(op)
         self._close()
 
     def _stream(self, call: OpCall) -> int:
         """The stream of a launch; a CPU has one beside those of groups."""
-        return 0 if self.priced.on_cpu and call.stream < FIRST_GROUP_STREAM else call.stream
+        return 0 if self.on_cpu and call.stream < FIRST_GROUP_STREAM else call.stream
 
-    def _lane(self, stream: int) -> str:
-        return f"{self.rank} compute" if stream == 0 else f"{self.rank} stream {stream}"
+    def _turn_to(self, stream: int) -> None:
+        self.others[self.stream] = (self.done, self.waits)
+        self.done, self.waits = self.others.get(stream, ((), ()))
+        self.stream, self.lane = stream, f"stream {stream}" if stream else "compute"
 
-    def _op(self, op: PricedOp, stream: int) -> None:
-        if stream != self.open_stream:
-            self._close()
-        self.open_stream = stream
+    def _add(self, lane: str, us: float, after: tuple[int, ...], name: str) -> int:
+        return self.shared.add((f"{self.rank} {lane}",), us, after, name)
+
+    def _launch(self, op: PricedOp) -> None:
         costs = self.priced.launches
         if op.phase == PYTHON:
             self.open.append(Step(0.0, op.duration_us, name=op.op))
@@ -115,60 +116,30 @@ class RankLanes:
             self.open.append(Step(op.duration_us, costs.us(op), kernels=kernels, name=op.op))
         if op.waits:
             self._close()
-            self.host += self.last[stream]
+            self.host += self.done
 
     def _close(self) -> None:
         """Add the ops launched since the last mark, as one task or each by itself."""
         steps, self.open = self.open, []
         if self.each_op:
             for step in steps:
-                self._named(step)
-        elif steps:
-            self._work(fold(steps, self.priced.on_cpu))
+                self._op(step)
+        else:
+            self.work(fold(steps, self.on_cpu), COMPUTE)
 
-    def _work(self, work: Work) -> None:
-        """Add ops as one piece of work."""
-        stream = self.open_stream
-        after, self.waits[stream] = self.last[stream] + self.waits[stream], ()
-        us = self.slowdown * work.lane_us
-        if self.priced.on_cpu:
-            done = self.tasks.add((self._lane(stream),), us, after + self.host, COMPUTE)
-            self.last[stream], self.host = (done,), ()
-            return
-        done = self.tasks.add((self._lane(stream),), us, after, COMPUTE)
-        path_lane = f"{self.rank} path {len(self.tasks.tasks)}"
-        path = self.tasks.add((path_lane,), work.path_us, self.host, LAUNCH)
-        self.host = (self.tasks.add((f"{self.rank} host",), work.host_us, self.host, LAUNCH),)
-        self.last[stream] = (done, path)
-
-    def _named(self, step: Step) -> None:
-        """Add one op under its own name, as many tasks as it has kernels."""
-        stream, lane = self.open_stream, self._lane(self.open_stream)
-        for _ in range(step.kernels):
-            us, launch_us = step.us / step.kernels, step.launch_us / step.kernels
-            after, self.waits[stream] = self.last[stream] + self.waits[stream] + self.host, ()
-            if self.priced.on_cpu:
-                us, self.host = self.slowdown * (us + launch_us), ()
-            else:
-                host, name = (f"{self.rank} host",), f"{LAUNCH} {step.name}"
-                self.host = (self.tasks.add(host, launch_us, self.host, name),)
-                after += self.host
-            self.last[stream] = (self.tasks.add((lane,), us, after, step.name),)
-
-    def _collective(self, call: OpCall, op: PricedOp, stream: int) -> None:
+    def _collective(self, call: OpCall, op: PricedOp) -> None:
         facts = call.kwargs
-        after = self.last[stream] + self.waits[stream] + self.host
-        self.waits[stream] = ()
+        after, self.waits = self.done + self.waits + self.host, ()
         key = self._key(call)
         self.counts[key] += 1
         once, copied_us = (key, self.counts[key]), op.duration_us
         if op.latency_us:  # it slows nothing; the copy waits for that of all ranks
-            lanes = (f"{self.rank} latency {stream}",)
+            lanes = (f"{self.rank} latency {self.stream}",)
             latency_us = min(op.latency_us, op.duration_us)
-            begun = self.tasks.join((LATENCY, once), lanes, latency_us, after, facts["kind"])
+            begun = self.shared.join((LATENCY, once), lanes, latency_us, after, facts["kind"])
             after, copied_us = (begun,), op.duration_us - latency_us
-        lanes = (self._lane(stream),)
-        self.last[stream] = (self.tasks.join(once, lanes, copied_us, after, facts["kind"]),)
+        lanes = (f"{self.rank} {self.lane}",)
+        self.done = (self.shared.join(once, lanes, copied_us, after, facts["kind"]),)
 
     def _key(self, call: OpCall) -> Hashable:
         """Equal for the launches of all ranks that take part in a collective or message."""

@@ -14,7 +14,7 @@ from itercast.compose.forecast import rank_of
 from itercast.compose.parallel.device_memory import table_room_bytes
 from itercast.compose.parallel.tables import rank_step
 from itercast.compose.pricing.collectives import cluster
-from itercast.compose.pricing.layer_prices import prefetch_steps, price_model
+from itercast.compose.pricing.layer_prices import prefetch_steps
 from itercast.compose.pricing.price_book import price_book
 from itercast.compose.pricing.rank_graph import until_read
 from itercast.compose.pricing.sharded_tables import ShardTimes
@@ -111,8 +111,7 @@ class Forecaster:
         )
 
     def _rank(self, step: StepCapture) -> Rank:
-        model = price_model(step, self.target.plan, self.book, self.where)
-        return rank_of(self.target.plan, model, self.book, self.where)
+        return rank_of(step, self.target.plan, self.book, self.where)
 
     def _forecast(self, sharding: Sharding, step: StepCapture) -> ShardingForecast:
         """Forecast of a sharding, from a step captured with its tables on their ranks."""

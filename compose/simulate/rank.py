@@ -11,7 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from itercast.compose.pricing.collectives import Cluster, Message, price_messages
+from itercast.compose.pricing.collectives import (
+    Cluster,
+    Message,
+    default_contention,
+    price_messages,
+)
 from itercast.compose.pricing.layer_prices import PricedLayer, PricedModel
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import PricedOp
@@ -37,6 +42,7 @@ class Lanes:
     on_cpu: bool
     ranks_per_core: float = 1.0
     ahead: bool = False
+    lane: str = "compute"
     tasks: list[Task] = field(default_factory=list)
     done: tuple[int, ...] = ()
     waits: tuple[int, ...] = ()
@@ -47,6 +53,13 @@ class Lanes:
         self.tasks.append(Task((lane,), us, after, name))
         return len(self.tasks) - 1
 
+    def _ready(self) -> tuple[int, ...]:
+        """The tasks that the next one on the lane waits for, on a CPU with those of its host."""
+        after, self.waits = self.done + self.waits, ()
+        if self.on_cpu:
+            after, self.host = after + self.host, ()
+        return after
+
     def work(self, work: Work, name: str) -> None:
         """Add ops in a row; they start when compute is free and awaited messages have arrived."""
         if work == Work():
@@ -55,10 +68,10 @@ class Lanes:
             for step in work.steps:
                 self._op(step)
             return
-        after, self.waits = self.done + self.waits, ()
+        after = self._ready()
         self.comm_us += work.comm_us
         busy_us = self.ranks_per_core * (work.lane_us - work.comm_us)
-        compute = self._add("compute", work.comm_us + busy_us, after, name)
+        compute = self._add(self.lane, work.comm_us + busy_us, after, name)
         self.done = (compute,)
         if not self.on_cpu:
             self.ahead = self.ahead and work.stall_us < 0
@@ -77,14 +90,14 @@ class Lanes:
         self.comm_us += op.us if op.comm else 0.0
         slower = 1.0 if op.comm else self.ranks_per_core
         for _ in range(op.kernels):
-            after, self.waits = self.done + self.waits, ()
+            after = self._ready()
             us, launch_us = slower * op.us / op.kernels, op.launch_us / op.kernels
             if self.on_cpu:
                 us += self.ranks_per_core * launch_us
             else:
                 self.host = (self._add("host", launch_us, self.host, f"launch {op.name}"),)
                 after += () if self.ahead else self.host
-            self.done = (self._add("compute", us, after, op.name),)
+            self.done = (self._add(self.lane, us, after, op.name),)
         if op.waits and not self.on_cpu:
             self.host, self.ahead = self.host + self.done, False
 
@@ -115,8 +128,12 @@ class Rank:
     model: PricedModel
     book: PriceBook
     where: Cluster
-    contention: float
     kin: int = 0
+
+    @cached_property
+    def contention(self) -> float:
+        """Slowdown of its compute and messages while they overlap."""
+        return default_contention(self.book.gpu)
 
     @cached_property
     def ranks_per_core(self) -> float:

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
-from itercast.learners.compare import tile_waves
+from itercast.learners.compare import inputs_of
 from itercast.learners.family_model import Prepared
-from itercast.learners.models.compared import LEARNERS, Inputs
+from itercast.learners.models.compared import LEARNERS
 
 KNOWN_ROWS = 40_000
 CURVE = ["gpu", "op", "world_size", "ranks_per_node"]
@@ -22,14 +22,9 @@ Curve = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
 def by_learner(name: str, prepared: Prepared, known: Index, asked: Index) -> np.ndarray:
     """Times by a learner of ``itercast.learners.models.compared``, from KNOWN_ROWS at random."""
-    table, query = prepared.table, prepared.query
-    rows = Inputs(
-        x=table.x,
-        roofline_us=table.roofline_us,
-        waves=tile_waves(query.rows, prepared.features, query.gpus),
-    )
+    rows = inputs_of(prepared)
     some = np.random.default_rng(0).permutation(known)[:KNOWN_ROWS]
-    fitted = LEARNERS[name](rows.take(some), table.time_us[some])
+    fitted = LEARNERS[name](rows.take(some), prepared.table.time_us[some])
     return np.asarray(fitted(rows.take(asked)))
 
 

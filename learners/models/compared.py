@@ -12,13 +12,18 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import pandas as pd
 
+from itercast.learners.features.table import Features, map_values
 from itercast.learners.models.tile_network import fit_tiles, tiles_us
 from itercast.learners.models.training_table import Array
 from itercast.microbench.extensions import with_added
+from itercast.microbench.hardware.spec import Gpu
 
 BLEND = "blend"  # the ensemble that a bundle holds, with its corrections near measured points
 PHYSICS = "xgboost-physics"  # the ensemble's boosted trees alone
+WAVES = ("log_waves", "log_waves_128x128")  # features of families that run as tiles
+TILE_BYTES = 64 * 1024  # moved by one tile of a family whose features have no waves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +42,16 @@ class Inputs:
         """The rows of these indices."""
         x, roofline_us, waves = (a[index] for a in (self.x, self.roofline_us, self.waves))
         return Inputs(x=x, roofline_us=roofline_us, waves=waves)
+
+
+def tile_waves(rows: pd.DataFrame, features: Features, gpus: Mapping[str, Gpu]) -> Array:
+    """How often the tiles of an op fill all cores: from the features, else from bytes moved."""
+    for name in WAVES:
+        if name in features:
+            return np.asarray(2.0 ** features[name])
+    cores = {name: float(gpu.sm_count) for name, gpu in gpus.items()}
+    on = map_values(rows["gpu"].to_numpy(dtype=object), cores, 1.0, float)
+    return np.ceil(2.0 ** features["log_bytes"] / TILE_BYTES / on)
 
 
 Predict = Callable[[Inputs], Array]

@@ -20,7 +20,7 @@ import torch
 from plan_case import GPU, Flat
 from torch import nn
 
-from itercast.compose.capture_model import capture, capture_case
+from itercast.compose.capture_model import capture
 from itercast.compose.graph.launch_modes import as_launched, with_engine
 from itercast.compose.graph.layers import split_layers
 from itercast.compose.graph.product_roles import alias_weight_casts
@@ -33,7 +33,6 @@ from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.pricing.priced_op import priceable
 from itercast.compose.pricing.rank_graph import rank_graph
-from itercast.microbench.cases.registry import case
 from itercast.microbench.opcall import OpCall, StepCapture, TensorSpec
 from itercast.microbench.ops import find_family
 from itercast.microbench.plan import ParallelPlan
@@ -104,7 +103,7 @@ def step(name: str, attn: str = "sdpa", amp: bool = False, **sizes: int) -> Step
     options: dict[str, Any] = {"attn": attn, "amp": amp, "dtype": "bf16" if amp else "fp32"}
     size = {"batch": sizes.pop("batch", BATCH), "seq": sizes.pop("seq", SEQ)}
     if name in OWN:
-        return capture_case(case(name), **size, **options)
+        return capture(name, **size, **options)
     values = {"vocab_size": VOCAB, **CONFIGS[name], **sizes, "architectures": [name]}
     path = Written.folder / f"{name}{len(list(Written.folder.iterdir()))}.json"
     path.write_text(json.dumps(values))

@@ -9,7 +9,7 @@ import pytest
 from plan_case import GPU, capture_at, experts_at, search_of
 
 from itercast.compose.candidates import Search, candidate_plans
-from itercast.compose.capture_model import capture_case
+from itercast.compose.capture_model import capture
 from itercast.compose.pricing.collectives import Group
 from itercast.compose.search import (
     _bounded,
@@ -17,10 +17,9 @@ from itercast.compose.search import (
     legal_plans,
     variants,
 )
-from itercast.compose.simulate.iteration import evaluate, quick_us
+from itercast.compose.simulate.iteration import quick_us
 from itercast.compose.simulate.stage_rank import least_us, memory
 from itercast.compose.simulate.stages import partition, uneven
-from itercast.microbench.cases.registry import case
 from itercast.microbench.hardware.node import load_node
 from itercast.microbench.hardware.spec import Gpu, load_gpu
 from itercast.microbench.opcall import StepCapture
@@ -46,7 +45,7 @@ def test_no_better_plan_is_pruned(capture: Callable[[int, int], StepCapture]) ->
 
 def gpt2_at(batch: int, seq: int) -> StepCapture:
     """One step of GPT-2 small: 12 layers between an embedding and a head."""
-    return capture_case(case("gpt2-small"), batch=batch, seq=seq, shallow=True)
+    return capture("gpt2-small", batch=batch, seq=seq)
 
 
 @pytest.mark.parametrize(("text", "better"), [("pp=2", False), ("pp=5", True)])
@@ -100,7 +99,7 @@ def test_tensor_parallelism_is_tried_within_one_link_domain(
 
 def bert_at(batch: int, seq: int) -> StepCapture:
     """One step of BERT-large: 16 heads."""
-    return capture_case(case("bert-large"), batch=batch, seq=seq, shallow=True)
+    return capture("bert-large", batch=batch, seq=seq)
 
 
 def test_a_plan_across_hosts_of_one_rack_is_simulated() -> None:
@@ -126,13 +125,6 @@ def test_a_gpu_too_small_for_all_experts_holds_some_of_them() -> None:
     tight = gpu_with_room(spread * 1.01)
     best = best_plans(search_of(tight, experts_at), 4, "memory", count=3).best
     assert best[0].fits and best[0].memory_bytes <= spread
-
-
-@pytest.mark.parametrize("text", ["dp=2,zero=3,accumulate=2", "accumulate=2", "dp=2,cdp=1", "pp=2"])
-def test_the_time_of_a_search_is_that_of_the_whole_forecast(search: Search, text: str) -> None:
-    """Synchronising every micro-batch, the last one only, cyclic, and in a pipeline."""
-    rank = search.rank(ParallelPlan.parse(text))
-    assert quick_us(rank, "adamw") == pytest.approx(evaluate(rank, "adamw").iteration_us)
 
 
 def test_best_plans_use_all_gpus_but_for_cost(search: Search) -> None:
@@ -206,7 +198,7 @@ def test_a_wrong_objective_is_one_line(search: Search) -> None:
 
 def ranking_at(batch: int, seq: int) -> StepCapture:
     """One step of a small DLRM: most of its parameters are in tables."""
-    return capture_case(case("dlrm-s"), batch=batch, optimizer="sgd")
+    return capture("dlrm-s", batch=batch, optimizer="sgd")
 
 
 def ranking_search(gpu: Gpu) -> Search:

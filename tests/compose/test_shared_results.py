@@ -10,7 +10,6 @@ from plan_case import GPU, Flat, capture_at, experts_at
 
 from itercast.compose.forecast import rank_of
 from itercast.compose.pricing.collectives import cluster
-from itercast.compose.pricing.layer_prices import price_model
 from itercast.compose.pricing.price_book import PriceBook
 from itercast.compose.simulate.iteration import evaluate
 from itercast.microbench.hardware.spec import Gpu
@@ -56,7 +55,7 @@ def forecast(step: StepCapture, plan: ParallelPlan, book: PriceBook) -> dict[str
     """Time, parts and memory of an iteration, or the rule that the plan breaks."""
     where = cluster(plan, book.gpu)
     try:
-        rank = rank_of(plan, price_model(step, plan, book, where), book, where)
+        rank = rank_of(step, plan, book, where)
         found = evaluate(rank, "adamw")
     except ValueError as exc:
         return {"refused": str(exc)}

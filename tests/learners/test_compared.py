@@ -11,9 +11,9 @@ import pandas as pd
 import pytest
 
 from itercast.learners.bundle import Bundle
-from itercast.learners.compare import learner_models, tile_waves
+from itercast.learners.compare import learner_models
 from itercast.learners.family_model import prepare
-from itercast.learners.models.compared import LEARNERS, NAMES, Inputs
+from itercast.learners.models.compared import LEARNERS, NAMES, Inputs, tile_waves
 from itercast.learners.models.noise import medians
 from itercast.learners.models.tile_network import fit_tiles, tiles_us
 from itercast.learners.train import FamilyReport, errors, train

@@ -11,6 +11,7 @@ from itercast.compose.simulate.rank import Lanes
 from itercast.compose.simulate.timeline import simulate
 from itercast.microbench.cases.registry import case
 from itercast.microbench.opcall import ParamSpec, StepCapture, layer_key
+from itercast.microbench.step import StepSettings
 
 
 def test_a_block_starts_after_the_residual_sum(gpt: StepCapture) -> None:
@@ -35,9 +36,10 @@ def test_layers_left_out_of_a_capture_are_counted(gpt: StepCapture) -> None:
 
 def test_a_deep_model_captured_by_two_layers_is_the_deep_model() -> None:
     """Four blocks: the same layers, parameters and saved bytes either way."""
-    settings = {"batch": 1, "seq": 64}
-    whole = split_layers(capture_case(case("gpt-l"), **settings))
-    short = split_layers(capture_case(case("gpt-l"), **settings, shallow=True))
+    whole, short = (
+        split_layers(capture_case(case("gpt-l"), StepSettings(), 1, 64, shallow=shallow))
+        for shallow in (False, True)
+    )
     facts = [
         [(x.name, x.count, x.parameter_bytes, x.saved_bytes, x.output_bytes) for x in layers]
         for layers in (whole, short)

@@ -1,0 +1,124 @@
+"""Memory of a rank under a plan: by purpose, at its peak, and what a GPU has room for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from law_case import forecast_for, rank_for
+from memory_walk import peak_bytes
+from plan_case import CPU, GPU
+
+from itercast.compose.graph.layers import Layer, Within
+from itercast.compose.graph.lifetimes import input_bytes
+from itercast.compose.parallel.device_memory import room_bytes
+from itercast.compose.pricing import host
+from itercast.compose.pricing.layer_prices import PricedLayer
+from itercast.compose.simulate.memory_plan import Sizes, rank_memory
+from itercast.microbench.hardware.spec import load_gpu
+from itercast.microbench.opcall import ParamSpec, StepCapture
+from itercast.microbench.plan import ParallelPlan
+
+
+def test_folded_memory_is_the_walk_over_all_calls(gpt: StepCapture) -> None:
+    """But for what forward reads: the walk sees each tensor die, layers their peaks."""
+    runs = [(x, 1) for x in rank_for(gpt, "", CPU).layers]
+    found = sum(rank_memory(Sizes.of(runs), ParallelPlan(), "adamw").values())
+    given = input_bytes(gpt)
+    assert found + given == pytest.approx(peak_bytes(gpt, "adamw"), rel=0.005)
+
+
+def block(name: str, nbytes: int, *, late: bool = False) -> PricedLayer:
+    """A layer of so many bytes of weights; it saves 500 and needs 50 more in either pass."""
+    weight = ParamSpec(name=name, shape=(nbytes // 4,), dtype="fp32", storage=1, ready_after=0)
+    sizes = {"saved_bytes": 500, "output_bytes": 0, "from_inputs": late}
+    passes = {
+        "within_forward": Within(peak=550, left=500),
+        "within_backward": Within(peak=50, left=-500),
+        "peak_bytes": 50 + nbytes,
+    }
+    no_calls = {"forward": (0, 0), "backward": (0, 0)}
+    layer = Layer(name=name, parameters=(weight,), **no_calls, **sizes, **passes)
+    ops = dict.fromkeys(("forward", "backward", "accumulate", "into_bucket", "out_of_bucket"), ())
+    times = {
+        "launches": host.Launches(python_us=0.0, usual_us=0.0, alone_us=0.0),
+        "matmul_s": 0.0,
+        "weight_us": 0.0,
+    }
+    return PricedLayer(layer=layer, saved_bytes=500, on_cpu=False, **ops, **times)
+
+
+def test_offloaded_state_is_there_in_the_optimizer_s_step_alone() -> None:
+    """100 bytes of weights and of gradients, Adam's state of 200, 50 of work in backward.
+
+    With 500 of activations the peak is in backward: 100 + 100 + 500 + 50, and the state where it is
+    not offloaded. With as many temporaries as gradients 10 times the update is larger.
+    """
+
+    def peak(offload: str, update: float) -> int:
+        plan = ParallelPlan(offload=offload)
+        sizes = Sizes.of([(block("blocks.0", 100), 1)])
+        return sum(rank_memory(sizes, plan, "adamw", update).values())
+
+    assert (peak("", 0), peak("optimizer", 0)) == (950, 750)
+    assert (peak("", 10), peak("optimizer", 10)) == (1400, 1400)
+
+
+def test_fsdp_gathers_two_layers_and_the_root() -> None:
+    """Two ranks under zero=3 without optimizer state; a rank's shards are half of all.
+
+    Two blocks of 8000: in backward of the first one its weights, its gradients and 50, the message
+    with the second one's gradients and a half of these, and 500 saved. Where blocks read no
+    activation, the second one's weights and gradients are whole there. A block and a root of 800:
+    in the block's backward its weights and gradients, 50, 500, the root's weights and gradients.
+    """
+
+    def peak(*runs: tuple[PricedLayer, int]) -> int:
+        plan = ParallelPlan.parse("dp=2,zero=3")
+        return sum(rank_memory(Sizes.of(runs), plan, "sgd").values())
+
+    assert peak((block("blocks.0", 8000), 2)) == 8000 + (8000 + 8050 + 8000 + 4000 + 500)
+    late = block("blocks.0", 8000, late=True)
+    assert peak((late, 2)) == 8000 + (8000 + 8050 + 8000 + 8000 + 500)
+    root = (block("last", 800), 1)
+    assert peak((block("blocks.0", 8000), 1), root) == 4400 + (8000 + 8050 + 500 + 800 + 800)
+
+
+def test_tensor_parallel_ranks_share_the_optimizer_s_temporaries(gpt: StepCapture) -> None:
+    """AdamW's temporaries are in proportion to a rank's own parameters; whole, tp=1 and tp=2."""
+    one, two = (rank_for(gpt, text, CPU) for text in ("", "tp=2"))
+    assert one.model.graph.update_share == two.model.graph.update_share > 0
+    size = sum(p.nbytes for p in gpt.parameters)
+    own = sum(p.nbytes for p in two.model.graph.capture.parameters)
+    assert own < 0.7 * size  # the embedding table and position vectors are whole
+    runs = [[(x, 1) for x in r.layers] for r in (one, two)]
+    updates = [rank_memory(Sizes.of(each), ParallelPlan(), "adamw", 100.0) for each in runs]
+    assert [m["temporary"] for m in updates] == [100 * size, 100 * own]
+
+
+def test_recomputing_and_offloading_trade_time_for_memory(gpt: StepCapture) -> None:
+    plain = forecast_for(gpt, "accumulate=2")
+    for text in ("recompute=full", "recompute=selective", "offload=activations"):
+        other = forecast_for(gpt, f"accumulate=2,{text}")
+        assert other.memory_by_bytes["activations"] < plain.memory_by_bytes["activations"], text
+        assert other.iteration_us >= plain.iteration_us, text
+    assert forecast_for(gpt, "accumulate=2,offload=optimizer").memory_by_bytes["optimizer"] == 0
+
+
+def test_room_for_tensors_by_hand() -> None:
+    """CUDA shows 99 % of 80 GiB; less a context, NCCL by axis, and 4 % that the allocator keeps."""
+    gpu = load_gpu("h100-sxm-80gb")
+    seen = 0.99 * 80 * 2**30
+    assert room_bytes(gpu, ParallelPlan()) == int((seen - 0.5e9) / 1.04)
+    three = ParallelPlan.parse("dp=2,tp=2,pp=2")
+    assert room_bytes(gpu, three) == int((seen - 0.5e9 - 3 * 0.56e9) / 1.04)
+    experts = ParallelPlan.parse("dp=8,ep=8")
+    assert room_bytes(gpu, experts) == int((seen - 0.5e9 - 2 * 0.56e9 - 3.28e9) / 1.04)
+    assert room_bytes(CPU, three) == CPU.hbm_bytes
+
+
+def test_a_plan_that_does_not_fit_says_so(gpt: StepCapture) -> None:
+    assert forecast_for(gpt, "tp=2", replace(GPU, hbm_bytes=2e9)).fits
+    assert not forecast_for(
+        gpt, "tp=2", replace(GPU, hbm_bytes=1e9)
+    ).fits  # context and NCCL take it all
